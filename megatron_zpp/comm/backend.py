@@ -1,0 +1,186 @@
+"""Collectives as the lanes see them: torch.distributed (NCCL, gloo), or all ranks of a world as threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_zpp.parallel.topology import Lane, Topology
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def is_completed(self) -> bool:
+        """True once it has ended, well or badly."""
+
+    def wait(self) -> object:
+        """Waits for the end and raises what went wrong; on CUDA it only makes the current stream wait."""
+
+
+class Backend(Protocol):
+    """The collectives of one rank. Lane collectives are asynchronous and never block the caller."""
+
+    rank: int
+    topology: Topology
+
+    def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work:
+        """Fills output [members * numel] with `own` [numel] of every member of the lane, in member order; uint8 on both sides."""
+
+    def exchange(self, lane: Lane, output: Tensor, pieces: Tensor) -> Work:
+        """Sends the i-th of the lane's equal `pieces` to member i and fills `output` with what each member sent; uint8 on both sides."""
+
+    def gather_world(self, own: Tensor) -> Tensor:
+        """[world_size, numel]: `own` [numel] of every rank, in rank order; blocks, and every rank must call it."""
+
+
+# torch 2.13 renames the collective and warns at every call by the old name.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class TorchBackend:
+    """torch.distributed: one process group per lane, the default group for the whole world."""
+
+    def __init__(self, topology: Topology, rank: int, groups: Mapping[Lane, dist.ProcessGroup]) -> None:
+        self.topology = topology
+        self.rank = rank
+        self._groups = groups
+
+    def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work:
+        return cast(Work, _all_gather(output, own, group=self._groups[lane], async_op=True))
+
+    def exchange(self, lane: Lane, output: Tensor, pieces: Tensor) -> Work:
+        return cast(Work, dist.all_to_all_single(output, pieces, group=self._groups[lane], async_op=True))
+
+    def gather_world(self, own: Tensor) -> Tensor:
+        world_size = self.topology.world_size
+        if world_size == 1:
+            return own.detach().clone().unsqueeze(0)
+        output = own.new_empty(world_size * own.numel())
+        _all_gather(output, own.contiguous())
+        return output.view(world_size, -1)
+
+
+class VirtualWorld:
+    """A world whose ranks are threads of this process; a collective ends when the last of its members has posted its part."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self._lock = threading.Condition()
+        self._rounds: dict[tuple[object, int], _Round] = {}
+        self._failure: BaseException | None = None
+
+    def backend_of(self, rank: int) -> VirtualBackend:
+        return VirtualBackend(self, rank)
+
+    def run(self, program: Callable[[VirtualBackend], object]) -> list[object]:
+        """What `program` returns on each rank, in rank order; an error on one rank ends all and is raised here."""
+        results: list[object] = [None] * self.topology.world_size
+        threads = [threading.Thread(target=self._run_rank, args=(program, rank, results)) for rank in range(self.topology.world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return results
+
+    def _run_rank(self, program: Callable[[VirtualBackend], object], rank: int, results: list[object]) -> None:
+        try:
+            results[rank] = program(self.backend_of(rank))
+        except BaseException as error:  # noqa: BLE001 - carried over to the caller's thread
+            with self._lock:
+                self._failure = self._failure or error
+                self._lock.notify_all()
+
+    def post(self, key: tuple[object, int], member: int, part: _Part, members: int, deliver: Callable[[list[_Part]], None]) -> VirtualWork:
+        """Hands in one member's part; the member that completes the round delivers for all."""
+        with self._lock:
+            this_round = self._rounds.setdefault(key, _Round())
+            this_round.parts[member] = part
+            if len(this_round.parts) == members:
+                deliver([this_round.parts[index] for index in range(members)])
+                this_round.is_complete = True
+                del self._rounds[key]
+                self._lock.notify_all()
+        return VirtualWork(self, this_round)
+
+    def wait_for(self, this_round: _Round) -> None:
+        with self._lock:
+            self._lock.wait_for(lambda: this_round.is_complete or self._failure is not None)
+            if not this_round.is_complete:
+                raise RuntimeError("another rank of the virtual world failed") from self._failure
+
+    def has_ended(self, this_round: _Round) -> bool:
+        return this_round.is_complete or self._failure is not None
+
+
+@dataclass
+class _Part:
+    output: Tensor
+    sent: Tensor
+
+
+@dataclass
+class _Round:
+    parts: dict[int, _Part] = field(default_factory=dict)
+    is_complete: bool = False
+
+
+class VirtualWork:
+    """One rank's view of a round."""
+
+    def __init__(self, world: VirtualWorld, this_round: _Round) -> None:
+        self._world = world
+        self._round = this_round
+
+    def is_completed(self) -> bool:
+        return self._world.has_ended(self._round)
+
+    def wait(self) -> None:
+        self._world.wait_for(self._round)
+
+
+class VirtualBackend:
+    """The collectives of one rank of a virtual world."""
+
+    def __init__(self, world: VirtualWorld, rank: int) -> None:
+        self.topology = world.topology
+        self.rank = rank
+        self._world = world
+        self._sequence: dict[object, int] = {}
+
+    def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work:
+        members = self.topology.members(lane.link, self.rank)
+        return self._post((lane, members), members.index(self.rank), _Part(output, own), len(members), _deliver_gather)
+
+    def exchange(self, lane: Lane, output: Tensor, pieces: Tensor) -> Work:
+        members = self.topology.members(lane.link, self.rank)
+        return self._post((lane, members), members.index(self.rank), _Part(output, pieces), len(members), _deliver_exchange)
+
+    def gather_world(self, own: Tensor) -> Tensor:
+        world_size = self.topology.world_size
+        output = own.new_empty(world_size * own.numel())
+        self._post("world", self.rank, _Part(output, own.contiguous()), world_size, _deliver_gather).wait()
+        return output.view(world_size, -1)
+
+    def _post(self, group: object, member: int, part: _Part, members: int, deliver: Callable[[list[_Part]], None]) -> Work:
+        sequence = self._sequence.get(group, 0)
+        self._sequence[group] = sequence + 1
+        return self._world.post((group, sequence), member, part, members, deliver)
+
+
+def _deliver_gather(parts: list[_Part]) -> None:
+    for part in parts:
+        torch.cat([other.sent.flatten() for other in parts], out=part.output.view(-1))
+
+
+def _deliver_exchange(parts: list[_Part]) -> None:
+    for member, part in enumerate(parts):
+        torch.cat([other.sent.view(len(parts), -1)[member] for other in parts], out=part.output.view(-1))

@@ -1,0 +1,181 @@
+"""The ladder's moves: weights climb by all-gather, gradients descend by an exchange and a mean, each hop over one link.
+
+For one unit on rank (n, j), with N nodes of G ranks and payloads in slice order:
+
+    climb     own slice --inter: gather N--> secondary payloads --intra: gather G--> all W payloads --decode--> full
+    descend   full --encode W, intra: exchange G, mean--> N slices --encode, inter: exchange N, mean--> own slice
+
+A link of one rank is the identity: no codec, no bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.comm.backend import Backend, Work
+from megatron_zpp.comm.codecs import Codec, Regions, Runs, recode_mean_into
+from megatron_zpp.comm.lanes import Hop, Lanes
+from megatron_zpp.comm.ledger import Category, Ledger
+from megatron_zpp.comm.staging import Staging
+from megatron_zpp.parallel.topology import Direction, Lane, Link
+
+INTER_CLIMB = Lane(Link.INTER, Direction.CLIMB)
+INTRA_CLIMB = Lane(Link.INTRA, Direction.CLIMB)
+INTRA_DESCEND = Lane(Link.INTRA, Direction.DESCEND)
+INTER_DESCEND = Lane(Link.INTER, Direction.DESCEND)
+
+
+@dataclass(frozen=True)
+class LinkCodecs:
+    """The codec of each link, in one direction."""
+
+    inter: Codec
+    intra: Codec
+
+
+class Ladder:
+    """One rank's two links: makes the hops of climbs and descents and submits them to their lanes."""
+
+    def __init__(self, backend: Backend, lanes: Lanes, ledger: Ledger, device: torch.device) -> None:
+        self.topology = backend.topology
+        self.backend = backend
+        self.lanes = lanes
+        self.ledger = ledger
+        self.staging = Staging(device)
+        self.nodes = self.topology.link_ranks(Link.INTER)
+        self.partition_ranks = self.topology.link_ranks(Link.INTRA)
+        self.own_slice = self.topology.slice_of(backend.rank)
+
+    def climb_to_secondary(
+        self, name: str, encode_own: Callable[[Tensor], None], payloads: Tensor, after: Hop | None = None
+    ) -> Hop:
+        """The hop that fills `payloads` [N, payload_bytes], a secondary rung, from the own slices of all nodes.
+
+        encode_own: fills the payload [1, payload_bytes] of this rank's slice.
+        """
+        if self.nodes == 1:
+            return self._submit(Hop(name, INTER_CLIMB, lambda: encode_own(payloads), _nothing, after))
+        own: list[Tensor] = []
+
+        def launch() -> Work:
+            own.append(self.staging.take(payloads.shape[1]))
+            encode_own(own[0].view(1, -1))
+            return self.backend.all_gather(INTER_CLIMB, payloads.view(-1), own[0])
+
+        traffic = self.ledger.measure(Link.INTER, payloads.shape[1])
+        return self._submit(Hop(name, INTER_CLIMB, launch, lambda: self.staging.give(own.pop()), after, traffic))
+
+    def climb_to_full(self, name: str, codec: Codec, payloads: Tensor, full: Regions, after: Hop | None) -> Hop:
+        """The hop that fills `full` [W slices] from the secondary rungs, payloads [N, payload_bytes], of the ranks of this node."""
+        if self.partition_ranks == 1:
+            return self._submit(Hop(name, INTRA_CLIMB, _nothing, lambda: codec.decode_into(payloads, full), after))
+        gathered: list[Tensor] = []
+
+        def launch() -> Work:
+            gathered.append(self.staging.take(self.partition_ranks * payloads.numel()))
+            return self.backend.all_gather(INTRA_CLIMB, gathered[0], payloads.view(-1))
+
+        def land() -> None:
+            codec.decode_into(gathered[0].view(-1, payloads.shape[1]), full)
+            self.staging.give(gathered.pop())
+
+        traffic = self.ledger.measure(Link.INTRA, payloads.numel())
+        return self._submit(Hop(name, INTRA_CLIMB, launch, land, after, traffic))
+
+    def descend(self, name: str, codecs: LinkCodecs, full: Regions, primary: Regions, *, accumulate: bool) -> list[Hop]:
+        """The hops that bring to the fp32 `primary` [1 slice] the mean of `full` [W slices] over all ranks; the last one lands it."""
+        if self.nodes == 1:
+            return [self.descend_to_secondary(name, codecs.intra, full, primary, accumulate=accumulate)]
+        if self.partition_ranks == 1:
+            return [self.descend_from_secondary(name, codecs.inter, full, primary, accumulate=accumulate)]
+        within = _Exchange(self, INTRA_DESCEND, codecs.intra, full.runs, full.slices)
+        across = _Exchange(self, INTER_DESCEND, codecs.inter, full.runs, self.nodes)
+
+        def recode(payloads: Tensor) -> None:
+            recode_mean_into(codecs.intra, within.received(), codecs.inter, payloads, full.runs)
+            within.release()
+
+        first = self._submit(
+            Hop(name, INTRA_DESCEND, lambda: within.send(lambda payloads: codecs.intra.encode_into(full, payloads)), _nothing, None, within.traffic)
+        )
+        last = Hop(name, INTER_DESCEND, lambda: across.send(recode), lambda: across.land(primary, accumulate), first, across.traffic)
+        return [first, self._submit(last)]
+
+    def descend_to_secondary(self, name: str, codec: Codec, full: Regions, secondary: Regions, *, accumulate: bool) -> Hop:
+        """The hop that brings to the fp32 `secondary` [N slices] the mean of `full` [W slices] over the ranks of this node."""
+        return self._descend_one_link(Hop(name, INTRA_DESCEND, _nothing, _nothing), codec, full, secondary, accumulate)
+
+    def descend_from_secondary(
+        self, name: str, codec: Codec, secondary: Regions, primary: Regions, *, accumulate: bool, after: Hop | None = None
+    ) -> Hop:
+        """The hop that brings to the fp32 `primary` [1 slice] the mean of `secondary` [N slices] over the nodes."""
+        return self._descend_one_link(Hop(name, INTER_DESCEND, _nothing, _nothing, after), codec, secondary, primary, accumulate)
+
+    def _descend_one_link(self, hop: Hop, codec: Codec, values: Regions, mean: Regions, accumulate: bool) -> Hop:
+        if self.topology.link_ranks(hop.lane.link) == 1:
+            hop.land = lambda: _bring(values, mean, accumulate)
+            return self._submit(hop)
+        exchange = _Exchange(self, hop.lane, codec, values.runs, values.slices)
+        hop.launch = lambda: exchange.send(lambda payloads: codec.encode_into(values, payloads))
+        hop.land = lambda: exchange.land(mean, accumulate)
+        hop.traffic = exchange.traffic
+        return self._submit(hop)
+
+    def gather_world(self, own: Tensor) -> Tensor:
+        """[world_size, numel]: the few numbers `own` [numel] of every rank, in rank order; blocks, and every rank must call it."""
+        self.ledger.book(Category.CONTROL, self.ledger.measure_world(own.nbytes))
+        return self.backend.gather_world(own)
+
+    def _submit(self, hop: Hop) -> Hop:
+        self.lanes.submit(hop)
+        return hop
+
+
+class _Exchange:
+    """The payloads of one descent over one link: `slices` sent, an equal share to each member, and as many received."""
+
+    def __init__(self, ladder: Ladder, lane: Lane, codec: Codec, runs: Runs, slices: int) -> None:
+        self._ladder = ladder
+        self._lane = lane
+        self._codec = codec
+        self._members = ladder.topology.link_ranks(lane.link)
+        self._slices = slices
+        self._payload_bytes = codec.payload_bytes(runs)
+        self._buffers: list[Tensor] = []
+        self.traffic = ladder.ledger.measure(lane.link, slices // self._members * self._payload_bytes)
+
+    def send(self, encode: Callable[[Tensor], None]) -> Work:
+        """Starts the exchange of what `encode` writes into payloads [slices, payload_bytes]."""
+        nbytes = self._slices * self._payload_bytes
+        self._buffers = [self._ladder.staging.take(nbytes), self._ladder.staging.take(nbytes)]
+        sent, received = self._buffers
+        encode(sent.view(self._slices, self._payload_bytes))
+        return self._ladder.backend.exchange(self._lane, received, sent)
+
+    def received(self) -> Tensor:
+        """[members, slices / members, payload_bytes], once the exchange has ended."""
+        return self._buffers[1].view(self._members, -1, self._payload_bytes)
+
+    def land(self, mean: Regions, accumulate: bool) -> None:
+        self._codec.decode_mean_into(self.received(), mean, accumulate=accumulate)
+        self.release()
+
+    def release(self) -> None:
+        for buffer in self._buffers:
+            self._ladder.staging.give(buffer)
+        self._buffers = []
+
+
+def _bring(values: Regions, mean: Regions, accumulate: bool) -> None:
+    if accumulate:
+        mean.add_(values)
+    else:
+        mean.copy_(values)
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,33 @@
+"""Buffers that payloads pass through: allocated once per size, handed out and taken back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Staging:
+    """Free buffers of one device by their size in bytes. On CUDA a taker's stream waits for the giver's last use."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[int, list[tuple[Tensor, Any]]] = {}
+        self.allocated_bytes = 0
+
+    def take(self, nbytes: int) -> Tensor:
+        """A uint8 buffer of `nbytes`, contents undefined; the caller gives it back."""
+        free = self._free.get(nbytes)
+        if not free:
+            self.allocated_bytes += nbytes
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        buffer, event = free.pop()
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+        return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        """Takes a buffer back once the current stream has finished with it."""
+        event = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+        self._free.setdefault(buffer.numel(), []).append((buffer, event))

@@ -1,0 +1,81 @@
+"""What a run assumes where the user gave no data or no length."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.options import spelling_of
+from megatron_zpp.config.schema import Config
+
+DEFAULT_LR = 3e-4
+MOCK_VOCAB_SIZE = 50257  # GPT-2's, padded to 50304 by default
+BENCHMARK_VALUES: dict[str, Any] = {"train_iters": 50, "lr": DEFAULT_LR, "lr_decay_style": "constant", "log_interval": 10}
+
+
+def assume(config: Config) -> Config:
+    """The configuration with data, length and learning rate, and one line in `assumptions` or `notices` per value put in.
+
+    Without data and length this is the benchmark mode: mock data, a short run, a constant learning rate.
+    Raises FlagError for data without a length or without a tokenizer.
+    """
+    if config.data.data_path:
+        _check_data_has_length_and_tokenizer(config)
+        return _with_learning_rate(config)
+    if _has_length(config):
+        headline = "no data is given: training on mock data"
+        return _with_learning_rate(_assuming(config, headline, _mock_values(config)))
+    headline = "benchmark mode: neither data nor a length of training is given"
+    return _assuming(config, headline, {**_mock_values(config), **BENCHMARK_VALUES})
+
+
+def banner(config: Config) -> str:
+    """The assumptions framed by lines of stars, or an empty string where nothing was assumed."""
+    if not config.assumptions:
+        return ""
+    headline, *lines = config.assumptions
+    frame = "*" * 80
+    return "\n".join([frame, f"* {headline.upper()}", *(f"*   {line}" for line in lines), "* each of these flags wins when given", frame])
+
+
+def _has_length(config: Config) -> bool:
+    return config.training.train_iters is not None or config.training.train_samples is not None
+
+
+def _check_data_has_length_and_tokenizer(config: Config) -> None:
+    data_path = " ".join(config.data.data_path)
+    if not _has_length(config):
+        raise FlagError(f"--data-path {data_path} needs a length of training; give --train-iters or --train-samples.")
+    if config.data.tokenizer_type is None:
+        raise FlagError(
+            f"--data-path {data_path} needs its tokenizer; give --tokenizer-type SentencePieceTokenizer or GPTSentencePieceTokenizer "
+            "with --tokenizer-model, or NullTokenizer with --vocab-size."
+        )
+
+
+def _mock_values(config: Config) -> dict[str, Any]:
+    tokenizer_type = config.data.tokenizer_type
+    if tokenizer_type is None and config.data.tokenizer_model is None:
+        tokenizer_type = "NullTokenizer"
+    if tokenizer_type != "NullTokenizer":
+        return {"mock_data": True}
+    return {"mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": MOCK_VOCAB_SIZE}
+
+
+def _with_learning_rate(config: Config) -> Config:
+    if config.optimizer.lr is not None:
+        return config
+    return config.with_values(lr=DEFAULT_LR).with_notices(f"--lr is not given: {DEFAULT_LR} is used")
+
+
+def _assuming(config: Config, headline: str, values: dict[str, Any]) -> Config:
+    assumed = {name: value for name, value in values.items() if name not in config.given}
+    if not assumed:
+        return config
+    lines = (_line(name, value) for name, value in assumed.items())
+    return replace(config.with_values(**assumed), assumptions=(headline, *lines))
+
+
+def _line(name: str, value: Any) -> str:
+    return spelling_of(name) if value is True else f"{spelling_of(name)} {value}"

@@ -1,0 +1,147 @@
+"""The command line, built from the schema. Mistakes are raised as FlagError: the entry decides which rank prints them."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from megatron_zpp.config.flag import Bounds, FlagError, check_value
+from megatron_zpp.config.obsolete import ACCEPTED, REFUSED, notice
+from megatron_zpp.config.options import Option, options
+from megatron_zpp.config.schema import GROUPS, Config
+
+PROGRAM = "pretrain_zeropp_gpt.py"
+ERROR_EXIT_CODE = 2
+
+METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", tuple: "PATH"}
+
+
+def parse_flags(argv: Sequence[str]) -> Config:
+    """The flags as given, everything else at its default or None; see `validate.resolve` for the rest.
+
+    Raises FlagError for an unknown flag, a value of the wrong kind or outside its range, and spellings that contradict each other.
+    Prints the help and raises SystemExit(0) for --help.
+    """
+    occurrences = _occurrences(argv)
+    values = {option.name: _value_of(option, occurrences) for option in options() if _is_given(option, occurrences)}
+    notices = tuple(notice(spelling) for spelling in occurrences if spelling in ACCEPTED)
+    return Config(given=frozenset(values), notices=notices).with_values(**values)
+
+
+def error_text(error: FlagError) -> str:
+    """What the user sees of a FlagError, on one line."""
+    return f"{PROGRAM}: error: {error}"
+
+
+def help_text() -> str:
+    """The grouped help that --help prints."""
+    return _parser().format_help()
+
+
+class _Collect(argparse.Action):
+    """Appends each occurrence of a flag to `namespace.occurrences` instead of converting it."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        namespace.occurrences.append((option_string, [values] if isinstance(values, str) else list(values)))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise FlagError(f"{message}; see --help.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog=PROGRAM, usage=f"{PROGRAM} [flags]", description="Pretrain a GPT.", allow_abbrev=False, exit_on_error=False)
+    for group, members in GROUPS.items():
+        section = parser.add_argument_group(group, (members.__doc__ or "").splitlines()[0])
+        for option in options():
+            if option.group == group:
+                _add_option(section, option)
+    section = parser.add_argument_group("accepted without effect")
+    known = {spelling for option in options() for spelling in option.spellings}
+    for spelling, accepted in ACCEPTED.items():
+        if spelling not in known:
+            _add(section, (spelling,), 0 if accepted.num_values == 0 else None, "VALUE", accepted.reason)
+    return parser
+
+
+def _add_option(section: Any, option: Option) -> None:
+    nargs: int | str | None = 0 if option.kind is bool else "+" if option.kind is tuple else None
+    _add(section, option.spellings, nargs, _metavar(option), _help_of(option))
+
+
+def _add(section: Any, spellings: Sequence[str], nargs: int | str | None, metavar: str | None, text: str) -> None:
+    section.add_argument(*spellings, action=_Collect, nargs=nargs, metavar=metavar, help=text.replace("%", "%%"), default=argparse.SUPPRESS)
+
+
+def _metavar(option: Option) -> str | None:
+    if option.kind is bool:
+        return None
+    if isinstance(option.flag.allowed, tuple):
+        return "{" + ",".join(str(choice) for choice in option.flag.allowed) + "}"
+    return "PATH" if option.flag.unit == "path" else METAVARS[option.kind]
+
+
+def _help_of(option: Option) -> str:
+    details = [default_in_words(option)] if option.kind is not bool else []
+    if option.flag.unit not in ("", "1", "path"):
+        details.append(f"unit: {option.flag.unit}")
+    if isinstance(option.flag.allowed, Bounds):
+        details.append(str(option.flag.allowed))
+    return option.flag.help + (f" ({'; '.join(details)})" if details else "")
+
+
+def default_in_words(option: Option) -> str:
+    """`default: 0.1`, `default: 4 x --hidden-size`, `required` or `no default`."""
+    if option.default in (None, ()):
+        otherwise = option.flag.otherwise
+        return otherwise if otherwise == "required" else f"default: {otherwise}" if otherwise else "no default"
+    return f"default: {option.default}"
+
+
+def _occurrences(argv: Sequence[str]) -> dict[str, list[str]]:
+    """The words of each flag by its spelling; a spelling given twice keeps its last words, so that scripts can append."""
+    namespace = argparse.Namespace(occurrences=[])
+    try:
+        _, unknown = _parser().parse_known_args(list(argv), namespace)
+    except argparse.ArgumentError as error:
+        raise FlagError(f"{error.argument_name}: {error.message}; see --help.") from None
+    if unknown:
+        raise _unknown_error(unknown)
+    return dict(namespace.occurrences)
+
+
+def _is_given(option: Option, occurrences: dict[str, list[str]]) -> bool:
+    return any(spelling in occurrences for spelling in option.spellings)
+
+
+def _value_of(option: Option, occurrences: dict[str, list[str]]) -> Any:
+    by_value: dict[Any, list[str]] = defaultdict(list)
+    for spelling in option.spellings:
+        if spelling in occurrences:
+            value = option.value_from(spelling, occurrences[spelling])
+            if option.kind is not tuple:
+                check_value(spelling, value, option.flag.allowed)
+            by_value[value].append(spelling)
+    if len(by_value) > 1:
+        contradictions = " and ".join(f"{spelling} {value}" for value, spellings in by_value.items() for spelling in spellings)
+        raise FlagError(f"{contradictions} are two values for one setting; give only one of them.")
+    return next(iter(by_value))
+
+
+def _unknown_error(words: Sequence[str]) -> FlagError:
+    flags = [word.split("=")[0] for word in words if word.startswith("-")]
+    if not flags:
+        return FlagError(f"{words[0]} belongs to no flag; write a flag before it, or see --help.")
+    first = flags[0]
+    if first in REFUSED:
+        return FlagError(f"{first} is not accepted; {REFUSED[first]}.")
+    known = [spelling for option in options() for spelling in option.spellings] + list(ACCEPTED)
+    nearest = difflib.get_close_matches("--" + first.lstrip("-").replace("_", "-"), known, n=1)
+    remedy = f"did you mean {nearest[0]}?" if nearest else "see --help for the list."
+    return FlagError(f"{first} is not a flag of this program; {remedy}")

@@ -1,0 +1,46 @@
+"""Flags of older Megatron and DeepSpeed scripts: accepted without effect, or refused with the name of what replaced them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AcceptedFlag:
+    """A flag that changes nothing. num_values: words that follow it, 0 or 1."""
+
+    num_values: int
+    reason: str
+
+
+ACCEPTED: dict[str, AcceptedFlag] = {
+    "--local-rank": AcceptedFlag(1, "the launcher's LOCAL_RANK decides"),
+    "--local_rank": AcceptedFlag(1, "the launcher's LOCAL_RANK decides"),
+    "--deepspeed": AcceptedFlag(0, "--zero-stage alone chooses the sharding"),
+    "--deepspeed-activation-checkpointing": AcceptedFlag(0, "--checkpoint-activations turns recomputation on"),
+    "--no-pipeline-parallel": AcceptedFlag(0, "there is no pipeline engine"),
+    "--DDP-impl": AcceptedFlag(1, "--zero-stage 0 is data parallelism"),
+    "--use-cpu-initialization": AcceptedFlag(0, "weights are the same on every device and world size"),
+    "--use-mcore-models": AcceptedFlag(0, "there is one model"),
+    "--transformer-impl": AcceptedFlag(1, "there is one model"),
+    "--use-flash-attn": AcceptedFlag(0, "attention always uses the fastest kernel torch offers"),
+    "--attention-softmax-in-fp32": AcceptedFlag(0, "the attention kernel accumulates in fp32"),
+    "--no-query-key-layer-scaling": AcceptedFlag(0, "scaling by layer is always off"),
+    "--no-masked-softmax-fusion": AcceptedFlag(0, "there are no fused kernels of this kind"),
+    "--no-bias-gelu-fusion": AcceptedFlag(0, "there are no fused kernels of this kind"),
+    "--no-bias-dropout-fusion": AcceptedFlag(0, "there are no fused kernels of this kind"),
+    "--no-gradient-accumulation-fusion": AcceptedFlag(0, "gradients always accumulate in fp32"),
+    "--data-impl": AcceptedFlag(1, "data files are always memory-mapped"),
+}
+
+REFUSED: dict[str, str] = {
+    "--model-parallel-size": "use --tensor-model-parallel-size",
+    "--warmup": "use --lr-warmup-fraction",
+    "--num-experts": "leave it out, mixtures of experts are not available",
+    "--fp8-format": "use --bf16, fp8 is not available",
+}
+
+
+def notice(spelling: str) -> str:
+    """The line about an accepted flag that changes nothing."""
+    return f"accepted, has no effect here: {spelling} ({ACCEPTED[spelling].reason})"

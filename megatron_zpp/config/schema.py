@@ -1,0 +1,294 @@
+"""The whole configuration: one frozen dataclass per group, one field per flag.
+
+The flag of a field is its name with dashes: `num_layers` is `--num-layers`. A field is annotated with the type it has after
+`validate.resolve`; before that, a field whose value depends on others or on the world holds None unless the user gave it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from megatron_zpp.config.flag import COUNT, FRACTION, NOT_NEGATIVE, POSITIVE, POSITIVE_COUNT, REQUIRED, Bounds, flag
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and regularisation of the GPT."""
+
+    num_layers: int = flag(None, help="Transformer blocks.", unit="blocks", allowed=POSITIVE_COUNT, otherwise=REQUIRED)
+    hidden_size: int = flag(None, help="Width of the residual stream.", unit="values", allowed=POSITIVE_COUNT, otherwise=REQUIRED)
+    num_attention_heads: int = flag(
+        None,
+        help="Attention heads of a block; they divide --hidden-size unless --kv-channels is given.",
+        unit="heads",
+        allowed=POSITIVE_COUNT,
+        otherwise=REQUIRED,
+    )
+    ffn_hidden_size: int = flag(
+        None, help="Width inside the feed-forward layer.", unit="values", allowed=POSITIVE_COUNT, otherwise="4 x --hidden-size"
+    )
+    kv_channels: int = flag(
+        None, help="Width of one attention head.", unit="values", allowed=POSITIVE_COUNT, otherwise="--hidden-size / --num-attention-heads"
+    )
+    seq_length: int = flag(None, help="Length of a training sample.", unit="tokens", allowed=POSITIVE_COUNT, otherwise=REQUIRED)
+    max_position_embeddings: int = flag(
+        None, help="Learned positions; at least --seq-length.", unit="tokens", allowed=POSITIVE_COUNT, otherwise="--seq-length"
+    )
+    make_vocab_size_divisible_by: int = flag(
+        128, help="The vocabulary is padded to a multiple of this.", unit="tokens", allowed=POSITIVE_COUNT
+    )
+    norm_epsilon: float = flag(
+        1e-5, help="Added to the variance in LayerNorm.", unit="1", aliases=("--layernorm-epsilon",), allowed=POSITIVE
+    )
+    untie_embeddings_and_output_weights: bool = flag(False, help="Give the output layer a weight of its own instead of the embedding's.")
+    init_method_std: float = flag(
+        0.02,
+        help="Standard deviation of initial weights; output projections use it divided by sqrt(2 x layers).",
+        unit="1",
+        allowed=POSITIVE,
+    )
+    attention_dropout: float = flag(0.1, help="Dropout probability of attention weights.", unit="1", allowed=FRACTION)
+    hidden_dropout: float = flag(0.1, help="Dropout probability of embeddings and block outputs.", unit="1", allowed=FRACTION)
+    checkpoint_activations: bool = flag(False, help="Recompute every block in the backward pass instead of keeping its activations.")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Batch, length and rhythm of the run."""
+
+    micro_batch_size: int = flag(
+        None,
+        help="Samples in one forward pass of one rank.",
+        unit="samples",
+        aliases=("--batch-size",),
+        allowed=POSITIVE_COUNT,
+        otherwise="1",
+    )
+    global_batch_size: int = flag(
+        None,
+        help="Samples in one optimizer step of all ranks; a multiple of --micro-batch-size x ranks.",
+        unit="samples",
+        allowed=POSITIVE_COUNT,
+        otherwise="--micro-batch-size x ranks",
+    )
+    train_iters: int = flag(
+        None,
+        help="Length of training in optimizer steps; excludes --train-samples.",
+        unit="iterations",
+        allowed=POSITIVE_COUNT,
+        otherwise="--train-samples / --global-batch-size; 50 when neither data nor length is given",
+    )
+    train_samples: int | None = flag(
+        None, help="Length of training in samples; excludes --train-iters.", unit="samples", allowed=POSITIVE_COUNT
+    )
+    exit_interval: int | None = flag(
+        None, help="Leave the program at the first iteration that is a multiple of this.", unit="iterations", allowed=POSITIVE_COUNT
+    )
+    seed: int = flag(1234, help="Seed of weights, dropout and data order.", unit="1", allowed=Bounds(at_least=0, at_most=2**32 - 1))
+    eval_interval: int = flag(1000, help="Iterations from one validation to the next.", unit="iterations", allowed=POSITIVE_COUNT)
+    eval_iters: int = flag(100, help="Global batches of one validation; 0 turns validation off.", unit="iterations", allowed=COUNT)
+    deterministic_mode: bool = flag(False, help="Only kernels that give the same bits every time (CPU runs always do).")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = flag(None, help="Peak learning rate.", unit="1", allowed=NOT_NEGATIVE, otherwise="3e-4, with a notice")
+    min_lr: float = flag(0.0, help="Learning rate at the end of the decay.", unit="1", allowed=NOT_NEGATIVE)
+    lr_decay_style: str = flag(
+        "linear",
+        help="Shape of the decay; constant is assumed when neither data nor length is given.",
+        allowed=("constant", "linear", "cosine"),
+    )
+    lr_decay_iters: int | None = flag(
+        None, help="Horizon of the decay, warmup included.", unit="iterations", allowed=POSITIVE_COUNT, otherwise="--train-iters"
+    )
+    lr_decay_samples: int | None = flag(
+        None, help="The same in samples, with --train-samples.", unit="samples", allowed=POSITIVE_COUNT, otherwise="--train-samples"
+    )
+    lr_warmup_iters: int = flag(0, help="Length of the linear warmup.", unit="iterations", allowed=COUNT)
+    lr_warmup_samples: int = flag(0, help="The same in samples, with --train-samples.", unit="samples", allowed=COUNT)
+    lr_warmup_fraction: float | None = flag(
+        None, help="The same as a fraction of the decay's horizon; excludes the other two.", unit="1", allowed=FRACTION
+    )
+    lr_warmup_init: float = flag(0.0, help="Learning rate at the start of the warmup.", unit="1", allowed=NOT_NEGATIVE)
+    weight_decay: float = flag(0.01, help="Decoupled weight decay; one-dimensional parameters have none.", unit="1", allowed=NOT_NEGATIVE)
+    clip_grad: float = flag(1.0, help="Largest global L2 norm of the gradient; 0 turns clipping off.", unit="1", allowed=NOT_NEGATIVE)
+    adam_beta1: float = flag(0.9, help="Decay of Adam's first moment.", unit="1", allowed=FRACTION)
+    adam_beta2: float = flag(0.999, help="Decay of Adam's second moment.", unit="1", allowed=FRACTION)
+    adam_eps: float = flag(1e-8, help="Added to the root of Adam's second moment.", unit="1", allowed=POSITIVE)
+    optimizer: str = flag("adam", help="Optimizer (AdamW on fp32 main weights).", allowed=("adam",))
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Number format of weights and activations; fp32 unless told otherwise. Main weights are fp32 always."""
+
+    fp16: bool = flag(False, help="Train in fp16 with a loss scale; excludes --bf16.")
+    bf16: bool = flag(False, help="Train in bf16; excludes --fp16.")
+    loss_scale: float | None = flag(None, help="Constant loss scale for fp16; without it the scale is dynamic.", unit="1", allowed=POSITIVE)
+    initial_loss_scale: float = flag(2.0**32, help="First dynamic loss scale.", unit="1", allowed=POSITIVE)
+    min_loss_scale: float = flag(1.0, help="Smallest dynamic loss scale.", unit="1", allowed=POSITIVE)
+    loss_scale_window: int = flag(
+        1000, help="Steps without overflow before the loss scale doubles.", unit="iterations", allowed=POSITIVE_COUNT
+    )
+    hysteresis: int = flag(2, help="Overflows before the loss scale halves.", unit="iterations", allowed=POSITIVE_COUNT)
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """Where weights, gradients and optimizer state rest."""
+
+    zero_stage: int = flag(
+        0,
+        help="What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too.",
+        allowed=(0, 1, 2, 3),
+    )
+    quantization_block_size: int = flag(
+        256,
+        help="Values that share a scale, and the grain of the sharded layout.",
+        unit="values",
+        allowed=Bounds(at_least=32, multiple_of=32),
+    )
+    zero_prefetch_units: int = flag(2, help="Units gathered ahead over the link between nodes.", unit="units", allowed=COUNT)
+    zero_prefetch_units_intra: int = flag(1, help="Units gathered ahead over the link inside a node.", unit="units", allowed=COUNT)
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """Ranks, nodes and their communication."""
+
+    tensor_model_parallel_size: int = flag(1, help="Ranks that share one layer; only 1 is available.", unit="ranks", allowed=POSITIVE_COUNT)
+    pipeline_model_parallel_size: int = flag(1, help="Pipeline stages; only 1 is available.", unit="ranks", allowed=POSITIVE_COUNT)
+    ranks_per_node: int = flag(
+        None,
+        help="Ranks of one node; they divide the world.",
+        unit="ranks",
+        allowed=POSITIVE_COUNT,
+        otherwise="the launcher's LOCAL_WORLD_SIZE, LOCAL_SIZE or SLURM_NTASKS_PER_NODE",
+    )
+    distributed_timeout_minutes: int = flag(10, help="A collective that takes longer ends the run.", unit="minutes", allowed=POSITIVE_COUNT)
+    distributed_backend: str | None = flag(
+        None, help="Communication library.", allowed=("nccl", "gloo"), otherwise="nccl with GPUs, gloo without"
+    )
+    local_rank: int | None = flag(
+        None,
+        help="Accepted from launchers that pass it; LOCAL_RANK decides.",
+        unit="1",
+        aliases=("--local_rank",),
+        allowed=COUNT,
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Text and tokenizer."""
+
+    data_path: tuple[str, ...] = flag((), help="Prefix of the .bin and .idx files of the corpus.", unit="path")
+    split: str = flag("969, 30, 1", help="Shares of documents for training, validation and test.", unit="parts")
+    mock_data: bool = flag(False, help="Train on generated tokens instead of files; assumed without --data-path.")
+    tokenizer_type: str = flag(
+        None,
+        help="Tokenizer of the corpus.",
+        allowed=("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "NullTokenizer"),
+        otherwise="NullTokenizer with mock data, else required",
+    )
+    tokenizer_model: str | None = flag(None, help="SentencePiece model file.", unit="path")
+    vocab_size: int | None = flag(
+        None,
+        help="Vocabulary before padding: NullTokenizer needs it, a SentencePiece model must agree with it.",
+        unit="tokens",
+        allowed=POSITIVE_COUNT,
+        otherwise="50257 for NullTokenizer with mock data",
+    )
+    data_cache_path: str | None = flag(None, help="Folder of the index cache.", unit="path", otherwise="a folder beside the corpus")
+    num_workers: int = flag(2, help="Processes that read data, per rank; 0 reads in the training process.", unit="processes", allowed=COUNT)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and loading."""
+
+    save: str | None = flag(None, help="Folder to save checkpoints in.", unit="path")
+    load: str | None = flag(None, help="Folder to load a checkpoint from.", unit="path")
+    save_interval: int | None = flag(
+        None,
+        help="Iterations from one checkpoint to the next; the end of training is always saved under --save.",
+        unit="iterations",
+        allowed=POSITIVE_COUNT,
+    )
+    no_save_optim: bool = flag(False, help="Leave optimizer state out of checkpoints.")
+    no_load_optim: bool = flag(False, help="Start with fresh optimizer state.")
+    finetune: bool = flag(False, help="Load weights only: iteration, consumed samples and schedule start at 0.")
+    ckpt_step: int | None = flag(
+        None, help="Iteration of the checkpoint to load.", unit="iterations", allowed=COUNT, otherwise="the latest"
+    )
+    exit_on_missing_checkpoint: bool = flag(False, help="End with an error where --load holds no checkpoint, instead of starting anew.")
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What the run tells."""
+
+    log_interval: int = flag(
+        100,
+        help="Iterations from one training line to the next; 10 is assumed when neither data nor length is given.",
+        unit="iterations",
+        allowed=POSITIVE_COUNT,
+    )
+    log_jsonl: str | None = flag(None, help="File that gets one JSON object per training line.", unit="path")
+    tensorboard_dir: str | None = flag(None, help="Folder for TensorBoard.", unit="path")
+    tensorboard_log_interval: int = flag(1, help="Iterations between TensorBoard points.", unit="iterations", allowed=POSITIVE_COUNT)
+    tensorboard_queue_size: int = flag(1000, help="Points TensorBoard holds before it writes.", unit="points", allowed=POSITIVE_COUNT)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every flag in its group, and what was said about them on the way.
+
+    given: names of the fields the user set. notices: lines worth printing. assumptions: what the run assumes, one line each.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    given: frozenset[str] = frozenset()
+    notices: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+
+    def with_values(self, **values: Any) -> Config:
+        """The same configuration with these fields of its groups replaced; field names are unique among groups."""
+        by_group: dict[str, dict[str, Any]] = defaultdict(dict)
+        for name, value in values.items():
+            by_group[GROUP_OF_FIELD[name]][name] = value
+        changes: dict[str, Any] = {group: replace(getattr(self, group), **members) for group, members in by_group.items()}
+        return replace(self, **changes)
+
+    def with_notices(self, *lines: str) -> Config:
+        return replace(self, notices=self.notices + lines)
+
+    def value_of(self, name: str) -> Any:
+        return getattr(getattr(self, GROUP_OF_FIELD[name]), name)
+
+
+GROUPS: dict[str, type] = {
+    "model": ModelConfig,
+    "training": TrainingConfig,
+    "optimizer": OptimizerConfig,
+    "precision": PrecisionConfig,
+    "zero": ZeroConfig,
+    "distributed": DistributedConfig,
+    "data": DataConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+}
+GROUP_OF_FIELD: dict[str, str] = {member.name: group for group, members in GROUPS.items() for member in fields(members)}

@@ -1,0 +1,233 @@
+"""From the flags as given to a configuration in which nothing is missing and nothing contradicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_zpp.config.assumptions import assume
+from megatron_zpp.config.derive import derive
+from megatron_zpp.config.flag import REQUIRED, FlagError, any_of, check_value
+from megatron_zpp.config.options import options, spelling_of
+from megatron_zpp.config.schema import Config
+
+
+def resolve(config: Config, world_size: int, local_world_size: int | None) -> Config:
+    """The configuration of this run in a world of `world_size` data-parallel ranks, filled in and checked.
+
+    Called once, alike on every rank. local_world_size: ranks that the launcher started on this node, None where it does not say.
+    Raises FlagError for the first rule that is broken.
+    """
+    for check in CHECKS_BEFORE_FILLING:
+        check(config)
+    config = derive(assume(config), world_size, local_world_size)
+    for check in CHECKS_AFTER_FILLING:
+        check(config)
+    check_ranks_per_node(config, world_size)
+    check_global_batch(config, world_size)
+    return config.with_notices(*flags_without_effect(config))
+
+
+def check_required(config: Config) -> None:
+    missing = [option.spelling for option in options() if option.flag.otherwise == REQUIRED and config.value_of(option.name) is None]
+    if missing:
+        example = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024"
+        raise FlagError(f"{', '.join(missing)} must be given; a small GPT is {example}.")
+
+
+def check_ranges(config: Config) -> None:
+    for option in options():
+        value = config.value_of(option.name)
+        if value is not None:
+            check_value(option.spelling, value, option.flag.allowed)
+
+
+def check_parallelism(config: Config) -> None:
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        size = config.value_of(name)
+        if size > 1:
+            kind = name.split("_")[0]
+            raise FlagError(f"{spelling_of(name)} {size} is not available, there is data parallelism but no {kind} parallelism; choose 1.")
+
+
+def check_one_precision(config: Config) -> None:
+    if config.precision.fp16 and config.precision.bf16:
+        raise FlagError("--fp16 and --bf16 exclude each other; give one of them.")
+
+
+def check_loss_scales(config: Config) -> None:
+    initial, smallest = config.precision.initial_loss_scale, config.precision.min_loss_scale
+    if initial < smallest:
+        raise FlagError(f"--initial-loss-scale {initial} is below --min-loss-scale {smallest}; choose {smallest} or more.")
+
+
+def check_one_length(config: Config) -> None:
+    training = config.training
+    if training.train_iters is not None and training.train_samples is not None:
+        raise FlagError(
+            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} exclude each other; give one of them."
+        )
+
+
+def check_schedule_counts_like_length(config: Config) -> None:
+    """A run counted in samples has its schedule in samples, every other run in iterations."""
+    in_samples = config.training.train_samples is not None
+    for in_iterations in ("lr_decay_iters", "lr_warmup_iters"):
+        in_samples_too = in_iterations.replace("iters", "samples")
+        wrong, right = (in_iterations, in_samples_too) if in_samples else (in_samples_too, in_iterations)
+        value = config.value_of(wrong)
+        if value not in (None, 0):
+            length = "--train-samples counts in samples" if in_samples else "the length of training counts in iterations"
+            raise FlagError(f"{spelling_of(wrong)} {value} does not fit, because {length}; use {spelling_of(right)}.")
+
+
+def check_one_warmup(config: Config) -> None:
+    fraction = config.optimizer.lr_warmup_fraction
+    for name in ("lr_warmup_iters", "lr_warmup_samples"):
+        value = config.value_of(name)
+        if fraction is not None and value != 0:
+            raise FlagError(f"--lr-warmup-fraction {fraction} and {spelling_of(name)} {value} exclude each other; give one of them.")
+
+
+def check_learning_rates(config: Config) -> None:
+    lr = config.optimizer.lr
+    for name in ("min_lr", "lr_warmup_init"):
+        value = config.value_of(name)
+        if value > lr:
+            raise FlagError(f"{spelling_of(name)} {value} is above --lr {lr}; choose at most {lr}.")
+
+
+def check_warmup_ends_before_decay(config: Config) -> None:
+    unit = "iters" if config.training.train_samples is None else "samples"
+    warmup, decay = config.value_of(f"lr_warmup_{unit}"), config.value_of(f"lr_decay_{unit}")
+    if warmup >= decay:
+        raise FlagError(
+            f"--lr-warmup-{unit} {warmup} does not end before the decay's horizon of {decay}; "
+            f"choose {decay - 1} or less, or a higher --lr-decay-{unit}."
+        )
+
+
+def check_heads_divide_hidden_size(config: Config) -> None:
+    model = config.model
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads != 0:
+        raise FlagError(
+            f"--num-attention-heads {model.num_attention_heads} does not divide --hidden-size {model.hidden_size}; "
+            f"choose {any_of(nearest_divisors(model.hidden_size, model.num_attention_heads))}."
+        )
+
+
+def check_positions(config: Config) -> None:
+    model = config.model
+    if model.max_position_embeddings < model.seq_length:
+        raise FlagError(
+            f"--max-position-embeddings {model.max_position_embeddings} is below --seq-length {model.seq_length}; "
+            f"choose {model.seq_length} or more."
+        )
+
+
+def check_one_source(config: Config) -> None:
+    data = config.data
+    if data.mock_data and data.data_path:
+        raise FlagError(f"--mock-data and --data-path {' '.join(data.data_path)} exclude each other; give one of them.")
+    if len(data.data_path) > 1:
+        raise FlagError(
+            f"--data-path {' '.join(data.data_path)} names {len(data.data_path)} prefixes, and blending is not available; give one prefix."
+        )
+
+
+def check_tokenizer(config: Config) -> None:
+    data = config.data
+    if data.tokenizer_type is None:
+        raise FlagError(
+            f"--tokenizer-model {data.tokenizer_model} needs its kind; "
+            "give --tokenizer-type SentencePieceTokenizer or GPTSentencePieceTokenizer."
+        )
+    if data.tokenizer_type == "NullTokenizer":
+        if data.vocab_size is None:
+            raise FlagError("--tokenizer-type NullTokenizer needs the size of its vocabulary; give --vocab-size.")
+    elif data.tokenizer_model is None:
+        raise FlagError(f"--tokenizer-type {data.tokenizer_type} needs its SentencePiece model; give --tokenizer-model.")
+
+
+def check_saving(config: Config) -> None:
+    checkpoint = config.checkpoint
+    if checkpoint.save is None and checkpoint.save_interval is not None:
+        raise FlagError(f"--save-interval {checkpoint.save_interval} needs a folder; give --save.")
+    if checkpoint.save is None and checkpoint.no_save_optim:
+        raise FlagError("--no-save-optim needs a folder to save in; give --save.")
+
+
+def check_loading(config: Config) -> None:
+    if config.checkpoint.load is not None:
+        return
+    for name in ("no_load_optim", "finetune", "ckpt_step", "exit_on_missing_checkpoint"):
+        value = config.value_of(name)
+        if value not in (None, False):
+            words = spelling_of(name) if value is True else f"{spelling_of(name)} {value}"
+            raise FlagError(f"{words} needs a checkpoint to load; give --load.")
+
+
+def check_ranks_per_node(config: Config, world_size: int) -> None:
+    ranks_per_node = config.distributed.ranks_per_node
+    if world_size % ranks_per_node != 0:
+        source = "" if "ranks_per_node" in config.given else " (from the launcher)"
+        raise FlagError(
+            f"--ranks-per-node {ranks_per_node}{source} does not divide the {world_size} ranks of the world; "
+            f"choose {any_of(divisors(world_size))}."
+        )
+
+
+def check_global_batch(config: Config, world_size: int) -> None:
+    training = config.training
+    one_pass = training.micro_batch_size * world_size
+    remainder = training.global_batch_size % one_pass
+    if remainder != 0:
+        below = training.global_batch_size - remainder
+        raise FlagError(
+            f"--global-batch-size {training.global_batch_size} is not a multiple of {one_pass} "
+            f"(--micro-batch-size {training.micro_batch_size} x {world_size} ranks); "
+            f"choose {any_of([size for size in (below, below + one_pass) if size > 0])}."
+        )
+
+
+def flags_without_effect(config: Config) -> list[str]:
+    """One line for each flag that was given and changes nothing beside the others."""
+    reasons = {}
+    if not config.precision.fp16:
+        reasons = dict.fromkeys(("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), "without --fp16")
+    elif config.precision.loss_scale is not None:
+        reasons = dict.fromkeys(("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), "beside --loss-scale")
+    if config.data.tokenizer_type == "NullTokenizer":
+        reasons["tokenizer_model"] = "with --tokenizer-type NullTokenizer"
+    return [f"{spelling_of(name)} has no effect {reason}" for name, reason in reasons.items() if name in config.given]
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def nearest_divisors(number: int, wish: int) -> list[int]:
+    """The up to four divisors of `number` nearest to `wish`, ascending."""
+    return sorted(sorted(divisors(number), key=lambda divisor: abs(divisor - wish))[:4])
+
+
+CHECKS_BEFORE_FILLING: tuple[Callable[[Config], None], ...] = (
+    check_required,
+    check_ranges,
+    check_parallelism,
+    check_one_precision,
+    check_loss_scales,
+    check_one_length,
+    check_one_warmup,
+    check_schedule_counts_like_length,
+    check_heads_divide_hidden_size,
+    check_one_source,
+    check_saving,
+    check_loading,
+)
+CHECKS_AFTER_FILLING: tuple[Callable[[Config], None], ...] = (
+    check_tokenizer,
+    check_positions,
+    check_learning_rates,
+    check_warmup_ends_before_decay,
+)

@@ -1,0 +1,84 @@
+"""The order of training samples as three arrays, equal number for number to Megatron's.
+
+Documents are laid out end to end, `epochs` times over, in a shuffled order; the stream is cut into samples of seq_length tokens
+that share their boundary token with the next sample; the samples are shuffled.
+
+    documents      5 tokens | 3 | 6 | ...          document index   which document stands at each position of the stream
+    stream         a a a a a b b b c c c c c c ...
+    seq_length 4   |       |       |       |       sample index     (position in the document index, offset in that document)
+    samples        0       1       2       3       shuffle index    which sample is served first, second, ...
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+# Megatron's threshold: a last epoch of which less is needed is shuffled apart, so that what is left of it is not spread over the others.
+SEPARATE_FINAL_EPOCH_BELOW = 0.80
+
+
+class GPTIndices(NamedTuple):
+    document: np.ndarray  # [epochs * documents] int32
+    sample: np.ndarray  # [samples + 1, 2] int32, int64 beyond its range
+    shuffle: np.ndarray  # [samples] uint32, int64 beyond its range
+
+
+class Epochs(NamedTuple):
+    repeats: int
+    sample_count: int  # in all epochs together
+    shuffled_apart_from: int | None  # first sample that starts in the separate last epoch
+
+
+def plan_epochs(tokens_per_epoch: int, *, sample_count: int, seq_length: int) -> Epochs:
+    """How often the tokens are repeated to yield sample_count samples of seq_length tokens and one more token."""
+    repeats = max(1, -(-(sample_count * seq_length + 1) // tokens_per_epoch))
+    total = (repeats * tokens_per_epoch - 1) // seq_length
+    before_final = ((repeats - 1) * tokens_per_epoch - 1) // seq_length
+    samples_per_epoch = (tokens_per_epoch - 1) // seq_length
+    is_separate = repeats > 1 and sample_count - before_final < int(SEPARATE_FINAL_EPOCH_BELOW * samples_per_epoch)
+    return Epochs(repeats, total, before_final if is_separate else None)
+
+
+def build_gpt_indices(lengths: np.ndarray, documents: range, *, sample_count: int, seq_length: int, seed: int) -> GPTIndices:
+    """The indices of at least sample_count samples over the given documents.
+
+    lengths: [all documents] int32, in tokens. The documents must hold at least one token.
+    """
+    tokens_per_epoch = int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
+    if tokens_per_epoch == 0:
+        raise RuntimeError(f"documents {documents.start} to {documents.stop} hold no token to cut samples from")
+    epochs = plan_epochs(tokens_per_epoch, sample_count=sample_count, seq_length=seq_length)
+    generator = np.random.RandomState(seed)
+    document_index = _shuffled_documents(documents, epochs, generator)
+    sample_index = _cut_samples(lengths, document_index, sample_count=epochs.sample_count, seq_length=seq_length)
+    return GPTIndices(document_index, sample_index, _shuffled_samples(epochs, generator))
+
+
+def _shuffled_documents(documents: range, epochs: Epochs, generator: np.random.RandomState) -> np.ndarray:
+    groups = [epochs.repeats] if epochs.shuffled_apart_from is None else [epochs.repeats - 1, 1]
+    parts = [np.tile(np.arange(documents.start, documents.stop, dtype=np.int32), repeats) for repeats in groups]
+    for part in parts:
+        generator.shuffle(part)
+    return np.concatenate(parts)
+
+
+def _cut_samples(lengths: np.ndarray, document_index: np.ndarray, *, sample_count: int, seq_length: int) -> np.ndarray:
+    stream_lengths = lengths[document_index]
+    ends = np.cumsum(stream_lengths, dtype=np.int64)
+    starts = np.arange(sample_count + 1, dtype=np.int64) * seq_length
+    positions = np.searchsorted(ends, starts, side="right")
+    offsets = starts - (ends[positions] - stream_lengths[positions])
+    # Megatron starts at position 0 even if the first documents are empty.
+    positions[0], offsets[0] = 0, 0
+    fits_int32 = max(len(document_index), int(stream_lengths.max())) < np.iinfo(np.int32).max
+    return np.stack((positions, offsets), axis=1).astype(np.int32 if fits_int32 else np.int64)
+
+
+def _shuffled_samples(epochs: Epochs, generator: np.random.RandomState) -> np.ndarray:
+    dtype = np.uint32 if epochs.sample_count < np.iinfo(np.uint32).max - 1 else np.int64
+    split = epochs.sample_count if epochs.shuffled_apart_from is None else epochs.shuffled_apart_from
+    order = np.arange(epochs.sample_count, dtype=dtype)
+    generator.shuffle(order[:split])
+    if split < epochs.sample_count:
+        generator.shuffle(order[split:])
+    return order

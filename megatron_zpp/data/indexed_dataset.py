@@ -1,0 +1,266 @@
+"""Megatron's tokenised corpus on disk: PREFIX.bin holds the tokens of all documents, PREFIX.idx says where each one lies.
+
+PREFIX.idx is little-endian, and nothing after its header is aligned (S sequences, D = documents + 1; here every document is one sequence):
+
+    bytes   content
+    9       magic
+    8       version, 1
+    1       dtype code of the tokens
+    8       S
+    8       D
+    4 * S   int32 lengths, in tokens
+    8 * S   int64 offsets into PREFIX.bin, in bytes
+    8 * D   int64 index of each document's first sequence, then S
+"""
+
+import os
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+MAGIC = b"MMIDIDX\x00\x00"
+LEGACY_MAGIC = b"TNTIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {code: np.dtype(name) for code, name in ((1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2"))}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+INDEX_CHUNK_NUMEL = 1 << 20
+TOKEN_CHUNK_NUMEL = 1 << 24
+
+
+def best_dtype(vocab_size: int) -> np.dtype:
+    """The dtype Megatron stores ids below vocab_size in: uint16 below 65500, else int32."""
+    return np.dtype("<u2" if vocab_size < 65500 else "<i4")
+
+
+class IndexedDataset:
+    """The documents of PREFIX.bin and PREFIX.idx, read through memory maps; pickled as its prefix alone.
+
+    Raises ValueError for a missing, foreign, truncated or contradictory file, naming what was found and what is needed.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.index_path = f"{prefix}.idx"
+        self.token_path = f"{prefix}.bin"
+        _require_pair(prefix)
+        header = _read_header(self.index_path)
+        self.dtype = header.dtype
+        index = np.memmap(self.index_path, dtype=np.uint8, mode="r")
+        sequences, entries = header.sequence_count, header.document_entry_count
+        self.lengths = np.frombuffer(index, "<i4", sequences, HEADER.size)  # [S] tokens
+        self.offsets = np.frombuffer(index, "<i8", sequences, HEADER.size + 4 * sequences)  # [S] bytes
+        self.document_starts = np.frombuffer(index, "<i8", entries, HEADER.size + 12 * sequences)  # [D] sequences
+        self.token_count = int(self.lengths.sum(dtype=np.int64))
+        self._check_consistency()
+        self.tokens = _map_tokens(self.token_path, self.dtype)  # [token_count]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str]]:
+        return IndexedDataset, (self.prefix,)
+
+    def read(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Tokens [start, stop) of a document (to its end without stop), in the stored dtype, not copied."""
+        length = int(self.lengths[document])
+        first = int(self.offsets[document]) // self.dtype.itemsize
+        return self.tokens[first + start : first + (length if stop is None else min(stop, length))]
+
+    def _check_consistency(self) -> None:
+        found = os.path.getsize(self.token_path)
+        needed = self.token_count * self.dtype.itemsize
+        if found < needed:
+            raise ValueError(
+                f"{self.token_path} is truncated: it has {found} bytes, its .idx needs {needed} "
+                f"({self.token_count} tokens of {self.dtype.name}); copy it again or run tools/preprocess_data.py again."
+            )
+        if found > needed:
+            raise ValueError(
+                f"{self.token_path} does not belong to its .idx: it has {found} bytes, the .idx needs {needed}; "
+                "copy both files of one run of tools/preprocess_data.py."
+            )
+        if not self._offsets_end_at(needed) or not self._documents_cover_sequences():
+            raise ValueError(
+                f"{self.index_path} contradicts itself: its lengths, offsets and document index do not describe one .bin; "
+                "write it again with tools/preprocess_data.py."
+            )
+
+    def _offsets_end_at(self, token_bytes: int) -> bool:
+        if not len(self.lengths):
+            return token_bytes == 0
+        last_end = int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        return last_end == token_bytes and int(self.lengths.min()) >= 0 and int(self.offsets.min()) == 0
+
+    def _documents_cover_sequences(self) -> bool:
+        starts = self.document_starts
+        return len(starts) > 0 and int(starts[0]) == 0 and int(starts[-1]) == len(self.lengths)
+
+
+def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
+    """Nothing, if every stored id lies in [0, vocab_size); reads the whole .bin once, in chunks.
+
+    Raises ValueError naming file, id and document. One rank's word per node is enough.
+    """
+    for start in range(0, len(dataset.tokens), TOKEN_CHUNK_NUMEL):
+        chunk = dataset.tokens[start : start + TOKEN_CHUNK_NUMEL]
+        if int(chunk.max()) < vocab_size and int(chunk.min()) >= 0:
+            continue
+        position = start + int(np.argmax((chunk >= vocab_size) | (chunk < 0)))
+        document = int(np.searchsorted(dataset.offsets, position * dataset.dtype.itemsize, side="right")) - 1
+        raise ValueError(
+            f"{dataset.token_path} holds token id {int(dataset.tokens[position])} (document {document}), but the vocabulary has "
+            f"{vocab_size} ids; give the --vocab-size or --tokenizer-model the data was tokenised with."
+        )
+
+
+class IndexedDatasetWriter:
+    """Writes documents to PREFIX.bin as they come; `finalize` writes PREFIX.idx and gives both files their names.
+
+    Until then everything lies under temporary names beside them. As a context manager it finalizes nothing by itself:
+    leaving the block without `finalize`, by an error or not, removes the temporary files.
+    """
+
+    def __init__(self, prefix: str, dtype: np.dtype) -> None:
+        self.prefix = prefix
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in CODES:
+            raise ValueError(f"{prefix}.bin cannot hold {dtype}; use one of {', '.join(d.name for d in CODES)}.")
+        self.token_count = 0
+        self._lengths = array("i")
+        self._temporary_token_path = f"{prefix}.bin.{os.getpid()}.tmp"
+        self._temporary_index_path = f"{prefix}.idx.{os.getpid()}.tmp"
+        self._token_file = open(self._temporary_token_path, "wb")
+
+    @property
+    def document_count(self) -> int:
+        return len(self._lengths)
+
+    def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Appends one document, which may be empty. Raises ValueError for an id that the dtype cannot hold."""
+        self.add_documents(np.asarray(tokens), [len(tokens)])
+
+    def add_documents(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
+        """Appends documents that lie one behind the other in tokens ([sum of lengths])."""
+        if int(np.sum(lengths, dtype=np.int64)) != len(tokens):
+            raise RuntimeError(f"{self.prefix}: {len(tokens)} tokens for documents of {int(np.sum(lengths))} tokens")
+        self._token_file.write(self._stored(tokens).data)
+        self._lengths.extend(int(length) for length in lengths)
+        self.token_count += len(tokens)
+
+    def finalize(self) -> None:
+        """Makes PREFIX.bin and PREFIX.idx appear, complete; an old pair of that name disappears first."""
+        _sync_and_close(self._token_file)
+        self._write_index()
+        # The .idx goes first and comes last, so that an interruption never leaves an .idx beside a .bin of another run.
+        if os.path.exists(f"{self.prefix}.idx"):
+            os.remove(f"{self.prefix}.idx")
+        os.replace(self._temporary_token_path, f"{self.prefix}.bin")
+        os.replace(self._temporary_index_path, f"{self.prefix}.idx")
+
+    def discard(self) -> None:
+        """Removes what has no final name yet."""
+        self._token_file.close()
+        for path in (self._temporary_token_path, self._temporary_index_path):
+            if os.path.exists(path):
+                os.remove(path)
+
+    def __enter__(self) -> "IndexedDatasetWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.discard()
+
+    def _write_index(self) -> None:
+        count = self.document_count
+        with open(self._temporary_index_path, "wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], count, count + 1))
+            for block in self._index_blocks():
+                file.write(block.data)
+            _sync_and_close(file)
+
+    def _stored(self, tokens: np.ndarray) -> np.ndarray:
+        if tokens.dtype != self.dtype and len(tokens):
+            limits = np.iinfo(self.dtype)
+            if int(tokens.min()) < limits.min or int(tokens.max()) > limits.max:
+                raise ValueError(
+                    f"{self.prefix}.bin stores {self.dtype.name} and cannot hold the token ids {int(tokens.min())} to {int(tokens.max())}; "
+                    "give the --vocab-size or --tokenizer-model that the ids belong to."
+                )
+        return np.ascontiguousarray(tokens, dtype=self.dtype)
+
+    def _index_blocks(self) -> Iterator[np.ndarray]:
+        count = self.document_count
+        chunks = [slice(start, start + INDEX_CHUNK_NUMEL) for start in range(0, count, INDEX_CHUNK_NUMEL)]
+        for chunk in chunks:
+            yield np.array(self._lengths[chunk], dtype="<i4")
+        begin = 0
+        for chunk in chunks:
+            ends = begin + np.cumsum(self._lengths[chunk], dtype=np.int64) * self.dtype.itemsize
+            yield np.concatenate(([begin], ends[:-1])).astype("<i8")
+            begin = int(ends[-1])
+        for start in range(0, count + 1, INDEX_CHUNK_NUMEL):
+            yield np.arange(start, min(start + INDEX_CHUNK_NUMEL, count + 1), dtype="<i8")
+
+
+class _Header(NamedTuple):
+    dtype: np.dtype
+    sequence_count: int
+    document_entry_count: int
+
+
+def _require_pair(prefix: str) -> None:
+    for path in (f"{prefix}.idx", f"{prefix}.bin"):
+        if not os.path.isfile(path):
+            hint = f", for example {prefix[:-4]}" if prefix.endswith((".bin", ".idx")) else ""
+            raise ValueError(
+                f"{path} does not exist on this machine; --data-path needs the common prefix of a .bin and an .idx file{hint}, "
+                "as tools/preprocess_data.py writes them, on every node."
+            )
+
+
+def _read_header(path: str) -> _Header:
+    with open(path, "rb") as file:
+        head = file.read(HEADER.size)
+    if head.startswith(LEGACY_MAGIC):
+        raise ValueError(f"{path} is in the legacy TNTIDX format (lazy, cached); write the data again with tools/preprocess_data.py.")
+    if head[: len(MAGIC)] != MAGIC[: len(head)] or not head:
+        raise ValueError(f"{path} starts with {head[: len(MAGIC)]!r}, an .idx file starts with {MAGIC!r}; check --data-path.")
+    if len(head) < HEADER.size:
+        raise ValueError(f"{path} is truncated: it has {len(head)} bytes, its header alone needs {HEADER.size}; copy it again.")
+    _, version, code, sequence_count, document_entry_count = HEADER.unpack(head)
+    if version != VERSION:
+        raise ValueError(f"{path} has version {version}, needed is {VERSION}; write the data again with tools/preprocess_data.py.")
+    if code not in DTYPES:
+        known = ", ".join(f"{code} {dtype.name}" for code, dtype in DTYPES.items())
+        raise ValueError(f"{path} has dtype code {code}, token ids are one of {known}; write the data again with tools/preprocess_data.py.")
+    _check_index_bytes(path, HEADER.size + 12 * sequence_count + 8 * document_entry_count)
+    return _Header(DTYPES[code], sequence_count, document_entry_count)
+
+
+def _check_index_bytes(path: str, needed: int) -> None:
+    found = os.path.getsize(path)
+    if found < needed:
+        raise ValueError(f"{path} is truncated: it has {found} bytes, its header promises {needed}; copy it again.")
+    if found > needed:
+        raise ValueError(
+            f"{path} has {found} bytes, its header promises {needed}; an index with more (a multimodal one) is not supported: "
+            "write text alone with tools/preprocess_data.py."
+        )
+
+
+def _map_tokens(path: str, dtype: np.dtype) -> np.ndarray:
+    if not os.path.getsize(path):
+        return np.empty(0, dtype)  # an empty file cannot be mapped
+    # A plain view of the map: np.memmap as a type slows down every slice.
+    return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
+
+
+def _sync_and_close(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()

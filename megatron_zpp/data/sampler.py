@@ -1,0 +1,46 @@
+"""Which samples each rank sees, in which order, as plain arithmetic.
+
+Samples are numbered over the whole run. A global batch is the next run of consecutive samples, dealt to the ranks micro-batch by
+micro-batch; here 2 ranks, micro-batches of 2, global batches of 8:
+
+    sample       0  1 | 2  3 | 4  5 | 6  7 || 8  9 | 10 11 | ...
+    rank         0      1      0      1       0       1
+    micro-batch  0      0      1      1       0       0
+
+So one process that walks through the same samples in micro-batches of 2 meets the very same micro-batches, and a run that
+has consumed n samples goes on at sample n at any number of ranks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class MicroBatchIndices(NamedTuple):
+    first_sample: int  # counted over the whole run, also when the dataset starts over
+    samples: tuple[int, ...]  # indices into the dataset
+
+
+@dataclass(frozen=True)
+class MicroBatchSampler:
+    """This rank's micro-batches from consumed_samples on, without end: past total_samples the dataset starts over."""
+
+    total_samples: int
+    consumed_samples: int
+    micro_batch_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+
+    def __post_init__(self) -> None:
+        if self.total_samples <= 0:
+            raise ValueError("The dataset has no sample; give more data, a smaller --seq-length or another --split.")
+        if not 0 <= self.data_parallel_rank < self.data_parallel_size:
+            raise RuntimeError(f"data-parallel rank {self.data_parallel_rank} of {self.data_parallel_size}")
+        if self.micro_batch_size <= 0 or self.consumed_samples < 0:
+            raise RuntimeError(f"micro-batches of {self.micro_batch_size} samples after {self.consumed_samples}")
+
+    def __iter__(self) -> Iterator[MicroBatchIndices]:
+        first = self.consumed_samples + self.data_parallel_rank * self.micro_batch_size
+        while True:
+            yield MicroBatchIndices(first, tuple(i % self.total_samples for i in range(first, first + self.micro_batch_size)))
+            first += self.data_parallel_size * self.micro_batch_size

@@ -1,0 +1,37 @@
+"""Which documents train, validate and test: --split cuts a corpus into three runs of whole documents."""
+
+import math
+from itertools import accumulate
+
+SPLIT_NAMES = ("train", "valid", "test")
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """Three fractions with sum 1 from a --split such as "969, 30, 1"; parts left out at the end are 0, "/" separates too.
+
+    Raises ValueError, naming --split, for anything else than one to three non-negative numbers, one of them positive.
+    """
+    example = f'needed are up to three numbers for training, validation and test, for example "969, 30, 1"; found "{split}".'
+    try:
+        parts = [float(part) for part in split.replace("/", ",").split(",")]
+    except ValueError:
+        raise ValueError(f"--split is not a list of numbers: {example}") from None
+    if len(parts) > 3:
+        raise ValueError(f"--split has {len(parts)} parts: {example}")
+    if not all(math.isfinite(part) and part >= 0 for part in parts) or sum(parts) <= 0:
+        raise ValueError(f"--split has a negative part or no positive one: {example}")
+    total = sum(parts)
+    train, valid, test = ([part / total for part in parts] + [0.0, 0.0])[:3]
+    return train, valid, test
+
+
+def split_boundaries(fractions: tuple[float, float, float], document_count: int) -> tuple[int, int, int, int]:
+    """(0, training end, validation end, test end) in documents: cumulative fractions, each rounded (as Megatron Core does)."""
+    _, train, valid, test = (min(round(end * document_count), document_count) for end in accumulate(fractions, initial=0.0))
+    return 0, train, valid, test
+
+
+def split_documents(split: str, document_count: int) -> dict[str, range]:
+    """The documents of each split by name ("train", "valid", "test"), possibly none."""
+    ends = split_boundaries(parse_split(split), document_count)
+    return {name: range(start, stop) for name, start, stop in zip(SPLIT_NAMES, ends[:-1], ends[1:], strict=True)}

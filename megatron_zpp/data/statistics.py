@@ -1,0 +1,28 @@
+"""What a corpus costs a model that knows only how often each token occurs."""
+
+import numpy as np
+
+from megatron_zpp.data.indexed_dataset import TOKEN_CHUNK_NUMEL, IndexedDataset
+
+
+def count_tokens(dataset: IndexedDataset, documents: range, vocab_size: int) -> np.ndarray:
+    """How often each id occurs in the documents: [vocab_size] int64. Ids must lie below vocab_size (`check_token_ids`)."""
+    start = int(dataset.lengths[: documents.start].sum(dtype=np.int64))
+    stop = start + int(dataset.lengths[documents.start : documents.stop].sum(dtype=np.int64))
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for begin in range(start, stop, TOKEN_CHUNK_NUMEL):
+        counts += np.bincount(dataset.tokens[begin : min(begin + TOKEN_CHUNK_NUMEL, stop)], minlength=vocab_size)
+    return counts
+
+
+def unigram_cross_entropy(train_counts: np.ndarray, valid_counts: np.ndarray) -> float:
+    """Mean of -log p over the validation tokens, in nats per token, with p from the training counts, each plus one.
+
+    train_counts, valid_counts: [vocab_size]. Raises ValueError without validation tokens.
+    """
+    valid_total = int(valid_counts.sum())
+    if valid_total == 0:
+        raise ValueError("There is no validation token to take the mean over; give --split a larger validation share.")
+    smoothed = train_counts.astype(np.float64) + 1.0
+    surprise = np.log(smoothed.sum()) - np.log(smoothed)
+    return float((valid_counts * surprise).sum() / valid_total)

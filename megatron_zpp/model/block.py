@@ -1,0 +1,35 @@
+"""One transformer block.
+
+B micro-batch size, S tokens per sample, H hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.model.attention import Attention
+from megatron_zpp.model.mlp import MLP
+from megatron_zpp.model.norm import hidden_norm
+from megatron_zpp.model.randomness import UnitRandomness
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm and beside a residual path (pre-norm, as in GPT-2)."""
+
+    def __init__(self, config: ModelConfig, block_index: int, seed: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.attention_norm = hidden_norm(config, dtype)
+        self.attention = Attention(config, dtype)
+        self.mlp_norm = hidden_norm(config, dtype)
+        self.mlp = MLP(config, dtype)
+        self.dropout = config.hidden_dropout
+        has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
+        self.randomness = UnitRandomness(seed, unit_index=block_index + 1, has_dropout=has_dropout)
+
+    def forward(self, hidden_BSH: Tensor, first_sample: int) -> Tensor:
+        with self.randomness.scope(training=self.training, first_sample=first_sample, device=hidden_BSH.device):
+            hidden_BSH = hidden_BSH + F.dropout(self.attention(self.attention_norm(hidden_BSH)), self.dropout, self.training)
+            return hidden_BSH + F.dropout(self.mlp(self.mlp_norm(hidden_BSH)), self.dropout, self.training)

@@ -1,0 +1,33 @@
+"""The end of the model: hidden states become logits, and logits a loss.
+
+B micro-batch size, S tokens per sample, H hidden size, V padded vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.model.norm import hidden_norm
+from megatron_zpp.tensor_parallel.cross_entropy import token_loss
+
+
+class Final(nn.Module):
+    """Final norm, output projection and loss; a head of its own only where the output is untied."""
+
+    def __init__(self, config: ModelConfig, padded_vocab_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = hidden_norm(config, dtype)
+        if config.untie_embeddings_and_output_weights:
+            self.head = nn.Linear(config.hidden_size, padded_vocab_size, bias=False, dtype=dtype)  # weight: [V, H]
+
+    def forward(self, hidden_BSH: Tensor, tied_weight_VH: Tensor | None, labels_BS: Tensor | None) -> Tensor:
+        """loss_BS in fp32, or logits_BSV in the model's dtype where there are no labels.
+
+        tied_weight_VH: the word embedding's parameter, handed over by every call, so that it is registered once; None where untied.
+        """
+        normed_BSH = self.norm(hidden_BSH)
+        logits_BSV = self.head(normed_BSH) if tied_weight_VH is None else F.linear(normed_BSH, tied_weight_VH)
+        return logits_BSV if labels_BS is None else token_loss(logits_BSV, labels_BS)

@@ -1,0 +1,79 @@
+"""The GPT: embedding, blocks, final; and what it tells the sharding engine of itself.
+
+B micro-batch size, S tokens per sample, H hidden size, V padded vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.model.block import Block
+from megatron_zpp.model.embedding import Embedding
+from megatron_zpp.model.final import Final
+from megatron_zpp.model.initialization import initial_values
+from megatron_zpp.model.recompute import recomputed
+from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
+
+
+class GPT(nn.Module):
+    """A GPT-2/3 style language model, built without storage: its parameters are on the meta device until somebody replaces them.
+
+    Nothing here looks at a weight outside the forward of the module that uses it, keeps a copy of one, or remembers anything derived from
+    one: between uses a weight's storage may be gone.
+    """
+
+    def __init__(self, model_config: ModelConfig, padded_vocab_size: int, seed: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = model_config
+        self.padded_vocab_size = padded_vocab_size
+        self.seed = seed
+        with torch.device("meta"):
+            self.embedding = Embedding(model_config, padded_vocab_size, seed, dtype)
+            self.blocks = nn.ModuleList(Block(model_config, index, seed, dtype) for index in range(model_config.num_layers))
+            self.final = Final(model_config, padded_vocab_size, dtype)
+
+    def forward(self, tokens_BS: Tensor, labels_BS: Tensor | None, *, first_sample: int) -> Tensor:
+        """loss_BS, per token and in fp32; without labels logits_BSV in the model's dtype.
+
+        first_sample: index of the micro-batch's first sample in the run; with the seed it decides what is dropped in training mode.
+        """
+        hidden_BSH = self.embedding(tokens_BS, first_sample)
+        for block in self.blocks:
+            if self.config.checkpoint_activations:
+                hidden_BSH = recomputed(block, hidden_BSH, first_sample)
+            else:
+                hidden_BSH = block(hidden_BSH, first_sample)
+        loss_or_logits: Tensor = self.final(hidden_BSH, self._tied_weight(), labels_BS)
+        return loss_or_logits
+
+    def _tied_weight(self) -> Tensor | None:
+        return None if self.config.untie_embeddings_and_output_weights else self.embedding.word.weight
+
+    def unit_specs(self) -> tuple[UnitSpec, ...]:
+        """Every parameter, once, in the units that gather together."""
+        owners = {"embedding": "embedding"}
+        owners |= {f"block.{index}": f"blocks.{index}" for index in range(self.config.num_layers)}
+        owners["final_norm"] = "final.norm"
+        if self.config.untie_embeddings_and_output_weights:
+            owners["head"] = "final.head"
+        return tuple(UnitSpec(unit, self._param_specs(path)) for unit, path in owners.items())
+
+    def _param_specs(self, module_path: str) -> tuple[ParamSpec, ...]:
+        named_parameters = self.get_submodule(module_path).named_parameters(prefix=module_path)
+        return tuple(
+            ParamSpec(
+                name, tuple(parameter.shape), initial_values(self.config, self.seed, name, parameter.ndim), weight_decay=parameter.ndim > 1
+            )
+            for name, parameter in named_parameters
+        )
+
+    def uses(self) -> tuple[Use, ...]:
+        """The module calls of one forward in order, and the units each reads; a tied embedding is read by the first and by the last."""
+        output_unit = "head" if self.config.untie_embeddings_and_output_weights else "embedding"
+        return (
+            Use("embedding", ("embedding",), needs_weights_in_backward=False),
+            *(Use(f"blocks.{index}", (f"block.{index}",), needs_weights_in_backward=True) for index in range(self.config.num_layers)),
+            Use("final", ("final_norm", output_unit), needs_weights_in_backward=True),
+        )

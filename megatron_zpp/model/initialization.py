@@ -1,0 +1,72 @@
+"""First values of the parameters, so that a rank makes only the elements it owns and any rank would make the same."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from megatron_zpp.config.schema import ModelConfig
+    from megatron_zpp.model.gpt import GPT
+
+# A range costs at most one chunk that is generated and thrown away; below this a generator's start-up would show.
+CHUNK_NUMEL = 1 << 16
+# The two projections that write into the residual stream; see residual_std.
+RESIDUAL_PROJECTIONS = ("attention.projection.weight", "mlp.down.weight")
+
+
+def initial_values(config: ModelConfig, seed: int, name: str, dim_count: int) -> Callable[[int, int], Tensor]:
+    """The rule by which the parameter `name` with `dim_count` dims gets its first values: (start, stop) -> fp32 [stop - start]."""
+    if dim_count == 1:
+        return partial(constant_values, 0.0 if name.endswith(".bias") else 1.0)
+    std = residual_std(config) if name.endswith(RESIDUAL_PROJECTIONS) else config.init_method_std
+    return partial(normal_values, seed, name, std)
+
+
+def residual_std(config: ModelConfig) -> float:
+    """std / sqrt(2 L): the sum of 2 L independent branches then has the spread of one (GPT-2 report; Megatron's scaled initialisation)."""
+    return config.init_method_std / math.sqrt(2.0 * config.num_layers)
+
+
+def constant_values(value: float, start: int, stop: int) -> Tensor:
+    """[stop - start] fp32, all equal to `value`."""
+    return torch.full((stop - start,), value, dtype=torch.float32)
+
+
+def normal_values(seed: int, name: str, std: float, start: int, stop: int) -> Tensor:
+    """Elements start..stop of the flattened parameter `name`: normal with mean 0, [stop - start] fp32.
+
+    Every chunk of CHUNK_NUMEL elements has a generator of its own, keyed by (seed, name, chunk).
+    """
+    values = torch.empty(stop - start, dtype=torch.float32)
+    for chunk in range(start // CHUNK_NUMEL, -(-stop // CHUNK_NUMEL)):
+        chunk_start = chunk * CHUNK_NUMEL
+        begin, end = max(start, chunk_start), min(stop, chunk_start + CHUNK_NUMEL)
+        drawn = _chunk_generator(seed, name, chunk).standard_normal(end - chunk_start, dtype=np.float32)
+        values[begin - start : end - start] = torch.from_numpy(drawn[begin - chunk_start :])
+    return values.mul_(std)
+
+
+def _chunk_generator(seed: int, name: str, chunk: int) -> np.random.Generator:
+    # numpy's Philox takes a key of 128 bits. torch's CPU generator keeps 32 bits of its seed, with which two chunks of a large model would
+    # be equal, and its normal values depend on the vector instructions of the machine.
+    digest = hashlib.blake2b(f"{seed}/{name}/{chunk}".encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+
+
+def materialize(model: GPT, device: torch.device | str = "cpu") -> GPT:
+    """The model itself, its meta parameters replaced by real ones with their first values: for a model that lives whole in one process."""
+    for unit in model.unit_specs():
+        for spec in unit.params:
+            owner_path, attribute = spec.name.rsplit(".", 1)
+            values = spec.initial_values(0, math.prod(spec.shape)).view(spec.shape)
+            dtype = model.get_parameter(spec.name).dtype
+            setattr(model.get_submodule(owner_path), attribute, nn.Parameter(values.to(device=device, dtype=dtype)))
+    return model

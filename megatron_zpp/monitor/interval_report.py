@@ -1,0 +1,67 @@
+"""What is known about the iterations since the last training line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class IntervalReport:
+    """The values behind the training line, the JSON object and the TensorBoard points of one logged iteration."""
+
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    global_batch_size: int
+    seq_length: int
+    world_size: int
+    elapsed_ms_per_iteration: float
+    learning_rate: float
+    lm_loss: float  # mean over the interval's iterations that were not skipped
+    loss_scale: float
+    grad_norm: float
+    skipped_iterations: int
+    nan_iterations: int
+    tflops_per_gpu: float
+    inter_node_bytes: int  # into one node over the inter link, per optimizer step
+    intra_node_bytes: int  # into one rank over the intra link, per optimizer step
+    model_state_bytes: int
+    max_memory_bytes: int
+
+    @property
+    def consumed_tokens(self) -> int:
+        return self.consumed_samples * self.seq_length
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.global_batch_size * 1000.0 / self.elapsed_ms_per_iteration
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.samples_per_second * self.seq_length
+
+    @property
+    def tokens_per_gpu_per_second(self) -> float:
+        return self.tokens_per_second / self.world_size
+
+    def json_object(self) -> dict[str, int | float]:
+        """What --log-jsonl keeps, floats unrounded."""
+        return {
+            "iteration": self.iteration,
+            "consumed_samples": self.consumed_samples,
+            "consumed_tokens": self.consumed_tokens,
+            "lm_loss": self.lm_loss,
+            "learning_rate": self.learning_rate,
+            "global_batch_size": self.global_batch_size,
+            "grad_norm": self.grad_norm,
+            "loss_scale": self.loss_scale,
+            "skipped_iterations": self.skipped_iterations,
+            "nan_iterations": self.nan_iterations,
+            "elapsed_ms_per_iteration": self.elapsed_ms_per_iteration,
+            "tokens_per_second": self.tokens_per_second,
+            "tflops_per_gpu": self.tflops_per_gpu,
+            "inter_node_bytes": self.inter_node_bytes,
+            "intra_node_bytes": self.intra_node_bytes,
+            "model_state_bytes": self.model_state_bytes,
+            "max_memory_bytes": self.max_memory_bytes,
+        }

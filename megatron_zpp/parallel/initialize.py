@@ -1,0 +1,132 @@
+"""Joining the world: a device, a process group, and one verdict on start-up errors that every rank shares."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.parallel.launch import Launch
+
+FAILURE_KEY = "failure"
+REPORTS_KEY = "failure_reports"
+_REPORT_SECONDS = 5.0
+
+
+class StartupError(ValueError):
+    """A user's mistake that every rank knows of; its text names the ranks that met it."""
+
+
+class World:
+    """The ranks of this run, joined. Every rank must make the same calls in the same order, but for `report_failure`."""
+
+    def __init__(self, launch: Launch, device: torch.device, timeout: timedelta) -> None:
+        """Joins: gloo for CPU tensors always, NCCL for CUDA tensors on GPUs. One rank alone needs no launcher.
+
+        Raises ValueError where the launcher did not say where rank 0 is.
+        """
+        self.rank = launch.rank
+        self.world_size = launch.world_size
+        self.device = device
+        self.timeout = timeout
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._store = _join_store(launch, timeout)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=self._store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+
+    def hosts(self) -> list[str]:
+        """The host name of every rank, in rank order."""
+        return gather_texts(socket.gethostname())
+
+    @contextmanager
+    def agreement(self) -> Iterator[None]:
+        """Runs a block of start-up checks; a ValueError on any rank in it becomes a StartupError on every rank when all have left it.
+
+        The block must not wait for other ranks, since one of them may have left it early.
+        """
+        error = None
+        try:
+            yield
+        except ValueError as mistake:
+            error = str(mistake)
+        self.agree_on_errors(error)
+
+    def agree_on_errors(self, error: str | None) -> None:
+        """Nothing, where no rank met an error. Raises StartupError on every rank alike, with one line per distinct message."""
+        errors = gather_texts(error or "")
+        if any(errors):
+            raise StartupError(joined_errors(errors))
+
+    def report_failure(self, text: str) -> str:
+        """The first failure that any rank has reported, `text` of this rank if there was none before.
+
+        Rank 0, which may hold the store, waits a while for the others to read it.
+        """
+        own = f"rank {self.rank}: {text}"
+        try:
+            first: bytes = self._store.compare_set(FAILURE_KEY, "", own)
+            reports = self._store.add(REPORTS_KEY, 1)
+            deadline = time.monotonic() + _REPORT_SECONDS
+            while self.rank == 0 and reports < self.world_size and time.monotonic() < deadline:
+                time.sleep(0.05)
+                reports = self._store.add(REPORTS_KEY, 0)
+            return first.decode()
+        except RuntimeError:  # the store went away with the rank that held it
+            return own
+
+    def leave(self) -> None:
+        """Ends the process groups; no message may be under way."""
+        dist.destroy_process_group()
+
+
+def choose_device(launch: Launch, backend: str | None) -> torch.device:
+    """The device of this rank: a GPU where there is one and the backend is not gloo, else the CPU.
+
+    Raises ValueError where a machine has fewer GPUs than ranks, or NCCL is asked for without a GPU.
+    """
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if backend == "nccl" and devices == 0:
+        raise ValueError("--distributed-backend nccl needs a GPU and this machine shows none; leave the flag out to run on the CPU over gloo")
+    if backend == "gloo" or devices == 0:
+        return torch.device("cpu")
+    shares_device = "NCCL_HOSTID" in os.environ  # NCCL takes ranks with different host ids on one device for different machines
+    if launch.local_rank >= devices and not shares_device:
+        raise ValueError(f"local rank {launch.local_rank} finds only {devices} GPUs on this machine; start at most {devices} ranks per machine")
+    return torch.device("cuda", launch.local_rank % devices)
+
+
+def gather_texts(text: str) -> list[str]:
+    """Each rank's `text`, in rank order; every rank must call it."""
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    return texts
+
+
+def joined_errors(errors: Sequence[str]) -> str:
+    """One line per distinct message of `errors[rank]`, with the ranks that met it where not all did."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(errors):
+        if text:
+            ranks_of.setdefault(text, []).append(rank)
+    lines = []
+    for text, ranks in ranks_of.items():
+        met_everywhere = len(ranks) == len(errors)
+        lines.append(text if met_everywhere else f"{text} (on rank {', '.join(map(str, ranks))} of {len(errors)})")
+    return "\n".join(lines)
+
+
+def _join_store(launch: Launch, timeout: timedelta) -> dist.Store:
+    if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        return dist.HashStore()
+    if "MASTER_ADDR" not in os.environ:
+        raise ValueError("MASTER_ADDR is not set: start with torchrun, or export MASTER_ADDR (the host of rank 0) and MASTER_PORT")
+    os.environ.setdefault("MASTER_PORT", "29500")
+    store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+    return dist.PrefixStore("megatron_zpp", store)

@@ -1,0 +1,39 @@
+"""What a model tells the sharding engine of itself: parameters, the units that gather together, and the order in which they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter: where it stands in the module, its shape and its first values."""
+
+    name: str  # dotted attribute path in the module, e.g. "blocks.0.attention.qkv.weight"
+    shape: tuple[int, ...]
+    initial_values: Callable[
+        [int, int], Tensor
+    ]  # (start, stop) -> fp32 [stop - start] of the flattened parameter; any range, always the same values
+    weight_decay: bool
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """The parameters that are gathered together."""
+
+    name: str  # "embedding", "block.0", ..., "final_norm", "head"
+    params: tuple[ParamSpec, ...]
+
+
+@dataclass(frozen=True)
+class Use:
+    """One module call, in execution order, and the units it reads."""
+
+    module: str  # dotted path of the submodule whose forward and backward hooks bracket the use
+    units: tuple[str, ...]
+    needs_weights_in_backward: bool

@@ -1,0 +1,129 @@
+"""Who is where: data-parallel ranks as nodes of equal size, and the two links between them (pure arithmetic, no torch).
+
+A world of W = N x G ranks, drawn for N = 2 nodes of G = 3 ranks; a rank's primary slice stands in brackets:
+
+                 local rank j = 0    j = 1      j = 2
+    node n = 0      rank 0 [0]    rank 1 [2]  rank 2 [4]     <- intra link: the ranks of one row
+    node n = 1      rank 3 [1]    rank 4 [3]  rank 5 [5]
+                        ^
+                        inter link: the ranks of one column
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class Link(enum.Enum):
+    """The two links of the ladder: between the nodes, and between the ranks of one node."""
+
+    INTER = "inter"
+    INTRA = "intra"
+
+
+class Direction(enum.Enum):
+    """Which way a payload crosses a link: weights climb, gradients descend."""
+
+    CLIMB = "climb"
+    DESCEND = "descend"
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One direction of one link; it has a process group of its own, so that its messages never meet those of another lane."""
+
+    link: Link
+    direction: Direction
+
+    def __str__(self) -> str:
+        return f"{self.link.value}-{self.direction.value}"
+
+
+LANES = tuple(Lane(link, direction) for direction in Direction for link in Link)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The world of data-parallel ranks as nodes of `partition_ranks` ranks each (N and G of the ladder).
+
+    ranks_per_node: ranks of a physical node; bytes are metered between these.
+    partition_ranks: G, the ranks among which a secondary rung is split; a divisor of ranks_per_node.
+    Raises ValueError where a size does not divide.
+    """
+
+    world_size: int
+    ranks_per_node: int
+    partition_ranks: int
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or self.ranks_per_node < 1 or self.partition_ranks < 1:
+            raise ValueError(f"world size {self.world_size}, ranks per node {self.ranks_per_node} and partition {self.partition_ranks} must be positive")
+        if self.world_size % self.ranks_per_node:
+            raise ValueError(f"--ranks-per-node {self.ranks_per_node} does not divide the world size {self.world_size}; choose {_divisors(self.world_size)}")
+        if self.ranks_per_node % self.partition_ranks:
+            raise ValueError(f"a partition of {self.partition_ranks} ranks does not divide the {self.ranks_per_node} ranks of a node; choose {_divisors(self.ranks_per_node)}")
+
+    @classmethod
+    def of_nodes(cls, nodes: int, ranks_per_node: int) -> Topology:
+        """The world of `nodes` physical nodes, each of which is one partition."""
+        return cls(nodes * ranks_per_node, ranks_per_node, ranks_per_node)
+
+    @property
+    def nodes(self) -> int:
+        """N: how many copies of a secondary rung there are."""
+        return self.world_size // self.partition_ranks
+
+    def link_ranks(self, link: Link) -> int:
+        """How many ranks share one link: N over the inter link, G over the intra link."""
+        return self.nodes if link is Link.INTER else self.partition_ranks
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.partition_ranks
+
+    def local_rank_of(self, rank: int) -> int:
+        return rank % self.partition_ranks
+
+    def slice_of(self, rank: int) -> int:
+        """The primary slice that `rank` owns; ranks of equal local rank own neighbouring slices, so both links deliver in slice order."""
+        return self.local_rank_of(rank) * self.nodes + self.node_of(rank)
+
+    def secondary_slices_of(self, rank: int) -> range:
+        """The run of slices that the secondary rung of `rank` holds."""
+        first = self.local_rank_of(rank) * self.nodes
+        return range(first, first + self.nodes)
+
+    def members(self, link: Link, rank: int) -> tuple[int, ...]:
+        """The ranks that share `link` with `rank`, in the order of their slices."""
+        if link is Link.INTER:
+            return tuple(node * self.partition_ranks + self.local_rank_of(rank) for node in range(self.nodes))
+        first = self.node_of(rank) * self.partition_ranks
+        return tuple(range(first, first + self.partition_ranks))
+
+    def groups(self, link: Link) -> tuple[tuple[int, ...], ...]:
+        """Every group of ranks that shares `link`, in the order of their first ranks."""
+        return tuple(sorted({self.members(link, rank) for rank in range(self.world_size)}))
+
+    def share_node(self, rank: int, other: int) -> bool:
+        """True where two ranks stand on the same physical node."""
+        return rank // self.ranks_per_node == other // self.ranks_per_node
+
+
+def check_placement(hosts: Sequence[str], ranks_per_node: int) -> None:
+    """Nothing, where the ranks of each node are consecutive and share a host; `hosts[rank]` is the host name of a rank.
+
+    Several nodes may stand on one host (a rehearsal on one machine); one node on several hosts may not.
+    Raises ValueError naming the ranks and hosts in the way.
+    """
+    for first in range(0, len(hosts), ranks_per_node):
+        names = sorted(set(hosts[first : first + ranks_per_node]))
+        if len(names) > 1:
+            raise ValueError(
+                f"ranks {first} to {first + ranks_per_node - 1} form one node (--ranks-per-node {ranks_per_node}) but run on several hosts: {', '.join(names)}; "
+                "start the ranks of a node consecutively on one host, or lower --ranks-per-node"
+            )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(candidate) for candidate in range(1, number + 1) if number % candidate == 0)

@@ -1,0 +1,114 @@
+"""What is counted from one training line to the next, and the report that comes of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from megatron_zpp.comm.ledger import Category, Ledger, Traffic
+from megatron_zpp.config.schema import Config
+from megatron_zpp.model.flops import hardware_flops
+from megatron_zpp.monitor.interval_report import IntervalReport
+from megatron_zpp.training.step import StepOutcome
+
+
+@dataclass
+class Progress:
+    """Where the run stands; a checkpoint keeps it. scheduled_samples: samples of steps that were not skipped, which drive the learning rate."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    scheduled_samples: int = 0
+
+    def advance(self, samples: int, *, is_skipped: bool) -> None:
+        self.iteration += 1
+        self.consumed_samples += samples
+        if not is_skipped:
+            self.scheduled_samples += samples
+
+
+@dataclass
+class Interval:
+    """Sums over the iterations since the last training line."""
+
+    losses: list[float] = field(default_factory=list)  # of steps that were not skipped
+    iterations: int = 0
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+
+    def add(self, outcome: StepOutcome) -> None:
+        self.iterations += 1
+        self.skipped_iterations += outcome.is_skipped
+        self.nan_iterations += not math.isfinite(outcome.lm_loss)
+        if not outcome.is_skipped:
+            self.losses.append(outcome.lm_loss)
+
+    def mean_loss(self, latest: StepOutcome) -> float:
+        """NaN where every step was skipped, unless the latest loss itself is a number."""
+        return sum(self.losses) / len(self.losses) if self.losses else latest.lm_loss
+
+
+class StepTraffic:
+    """The bytes of weights and gradients of the latest step, from the ledger."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._before = Traffic()
+        self.latest = Traffic()
+
+    def close_step(self) -> None:
+        total = self._ledger.total(Category.WEIGHTS, Category.GRADIENTS)
+        self.latest = total - self._before
+        self._before = total
+
+    @property
+    def world_size(self) -> int:
+        return self._ledger.topology.world_size
+
+    @property
+    def inter_node_bytes(self) -> int:
+        return self._ledger.inter_node_bytes(self.latest)
+
+    @property
+    def intra_node_bytes(self) -> int:
+        return self.latest.intra_bytes
+
+
+@dataclass(frozen=True)
+class ReportInputs:
+    """What a report needs beside sums: the latest step and readings of clock and memory."""
+
+    outcome: StepOutcome
+    learning_rate: float
+    loss_scale: float
+    elapsed_seconds: float
+    max_memory_bytes: int
+
+
+def interval_report(
+    config: Config, padded_vocab_size: int, progress: Progress, interval: Interval, traffic: StepTraffic, inputs: ReportInputs
+) -> IntervalReport:
+    """The report of the interval that ends with the current iteration."""
+    samples = config.training.global_batch_size
+    seconds = inputs.elapsed_seconds / interval.iterations
+    world_size = traffic.world_size
+    return IntervalReport(
+        iteration=progress.iteration,
+        train_iters=config.training.train_iters,
+        consumed_samples=progress.consumed_samples,
+        global_batch_size=samples,
+        seq_length=config.model.seq_length,
+        world_size=world_size,
+        elapsed_ms_per_iteration=seconds * 1000.0,
+        learning_rate=inputs.learning_rate,
+        lm_loss=interval.mean_loss(inputs.outcome),
+        loss_scale=inputs.loss_scale,
+        grad_norm=inputs.outcome.grad_norm,
+        skipped_iterations=interval.skipped_iterations,
+        nan_iterations=interval.nan_iterations,
+        tflops_per_gpu=hardware_flops(config.model, padded_vocab_size, samples) / seconds / world_size / 1e12,
+        inter_node_bytes=traffic.inter_node_bytes,
+        intra_node_bytes=traffic.intra_node_bytes,
+        model_state_bytes=inputs.outcome.model_state_bytes,
+        max_memory_bytes=inputs.max_memory_bytes,
+    )

@@ -1,0 +1,152 @@
+"""From a resolved configuration to the parts of a run: each function checks what it builds and raises ValueError for a user's mistake."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from megatron_zpp.checkpoint.manifest import CheckpointError, find_checkpoint
+from megatron_zpp.checkpoint.reader import CheckpointReader, load_engine
+from megatron_zpp.comm.backend import TorchBackend
+from megatron_zpp.comm.lanes import make_lanes
+from megatron_zpp.comm.ledger import Ledger
+from megatron_zpp.comm.links import Ladder
+from megatron_zpp.config.arguments import arguments
+from megatron_zpp.config.schema import Config, PrecisionConfig
+from megatron_zpp.data.datasets import Datasets, build_datasets, count_samples
+from megatron_zpp.data.indexed_dataset import check_token_ids
+from megatron_zpp.data.tokenizer import build_tokenizer, padded_vocab_size
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.monitor.jsonl import JsonLinesWriter
+from megatron_zpp.monitor.logging import RankPrinter
+from megatron_zpp.monitor.tensorboard import TensorboardWriter
+from megatron_zpp.parallel.groups import make_lane_groups
+from megatron_zpp.parallel.initialize import World
+from megatron_zpp.parallel.topology import Topology, check_placement
+from megatron_zpp.training.metrics import Progress
+from megatron_zpp.training.trainer import Outlets
+from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
+from megatron_zpp.zero.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler
+from megatron_zpp.zero.optimizer import AdamOptions
+from megatron_zpp.zero.policy import POLICIES
+from megatron_zpp.zero.schedule import Prefetch
+from megatron_zpp.zero.unit import exact_codecs
+
+
+def use_deterministic_kernels() -> None:
+    """Lets torch run only kernels that give the same bits every time. Must come before the first CUDA call."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def build_ladder(config: Config, world: World) -> Ladder:
+    """The two links of this rank, with process groups of their own; every rank must call it."""
+    ranks_per_node = config.distributed.ranks_per_node
+    check_placement(world.hosts(), ranks_per_node)
+    topology = Topology(world.world_size, ranks_per_node, ranks_per_node)
+    groups = make_lane_groups(topology, world.rank, world.timeout)
+    backend = TorchBackend(topology, world.rank, groups)
+    return Ladder(backend, make_lanes(world.device), Ledger(topology, world.rank), world.device)
+
+
+def build_vocabulary(config: Config) -> tuple[int, int]:
+    """The vocabulary's size, and the size it is padded to."""
+    vocab_size = build_tokenizer(config.data).vocab_size
+    return vocab_size, padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by)
+
+
+def build_run_data(config: Config, vocab_size: int, *, checks_token_ids: bool) -> Datasets:
+    """Training, validation and test data. checks_token_ids: on one rank per machine, reads every token once."""
+    training = config.training
+    train_samples = training.train_samples or training.train_iters * training.global_batch_size
+    counts = count_samples(
+        train_samples=train_samples,
+        global_batch_size=training.global_batch_size,
+        eval_interval=training.eval_interval,
+        eval_iters=training.eval_iters,
+    )
+    datasets = build_datasets(
+        config.data, seq_length=config.model.seq_length, seed=training.seed, sample_counts=counts, vocab_size=vocab_size
+    )
+    if checks_token_ids and datasets.source is not None:
+        check_token_ids(datasets.source, vocab_size)
+    return datasets
+
+
+def find_reader(config: Config) -> CheckpointReader | None:
+    """The checkpoint to load, open; None where --load is not given, or holds none and the run may start anew."""
+    checkpoint = config.checkpoint
+    if checkpoint.load is None:
+        return None
+    folder = find_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step)
+    if folder is None and checkpoint.exit_on_missing_checkpoint:
+        raise CheckpointError(f"--load {checkpoint.load} holds no checkpoint and --exit-on-missing-checkpoint is given; correct the path")
+    return None if folder is None else CheckpointReader(folder)
+
+
+def build_model(config: Config, padded_vocab: int, reader: CheckpointReader | None) -> GPT:
+    """The model, without storage; checked against the checkpoint that is to be loaded."""
+    model = GPT(config.model, padded_vocab, config.training.seed, working_dtype(config.precision))
+    if reader is not None:
+        shapes = {param.name: param.shape for unit in model.unit_specs() for param in unit.params}
+        reader.check_model(shapes, asdict(config.model))
+    return model
+
+
+def build_engine(config: Config, model: GPT, ladder: Ladder, device: torch.device) -> ZeroEngine:
+    """The engine over the model's units; the model gets its storage here."""
+    optimizer, zero = config.optimizer, config.zero
+    dtype = working_dtype(config.precision)
+    options = EngineOptions(
+        policy=POLICIES[zero.zero_stage],
+        weight_codecs=exact_codecs(dtype),
+        gradient_codecs=exact_codecs(dtype),
+        dtype=dtype,
+        block_numel=zero.quantization_block_size,
+        prefetch=Prefetch(zero.zero_prefetch_units, zero.zero_prefetch_units_intra),
+        adam=AdamOptions(optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps, optimizer.weight_decay),
+        clip_grad=optimizer.clip_grad,
+    )
+    return ZeroEngine(model, model.unit_specs(), model.uses(), options, ladder, device, _loss_scaler(config.precision))
+
+
+def load_progress(config: Config, engine: ZeroEngine, reader: CheckpointReader | None) -> Progress:
+    """Where the run goes on: after the checkpoint, whose weights and optimizer state the engine takes over, or at the start."""
+    if reader is None:
+        return Progress()
+    checkpoint, manifest = config.checkpoint, reader.manifest
+    load_engine(engine, reader, with_moments=not (checkpoint.no_load_optim or checkpoint.finetune))
+    if checkpoint.finetune:
+        return Progress()
+    return Progress(manifest.iteration, manifest.consumed_samples, manifest.run["scheduled_samples"])
+
+
+def open_outlets(config: Config, printer: RankPrinter) -> Outlets:
+    """The files and printers of this rank."""
+    logging = config.logging
+    json_lines = JsonLinesWriter(logging.log_jsonl) if logging.log_jsonl is not None and printer.rank == 0 else None
+    tensorboard = None
+    if logging.tensorboard_dir is not None and printer.rank == printer.world_size - 1:
+        tensorboard = TensorboardWriter(logging.tensorboard_dir, logging.tensorboard_queue_size)
+        tensorboard.write_arguments(arguments(config))
+    return Outlets(printer, json_lines, tensorboard)
+
+
+def working_dtype(precision: PrecisionConfig) -> torch.dtype:
+    """The number format of working weights and activations."""
+    if precision.bf16:
+        return torch.bfloat16
+    return torch.float16 if precision.fp16 else torch.float32
+
+
+def _loss_scaler(precision: PrecisionConfig) -> LossScaler:
+    if not precision.fp16:
+        return ConstantLossScaler()
+    if precision.loss_scale is not None:
+        return ConstantLossScaler(precision.loss_scale)
+    return DynamicLossScaler(
+        precision.initial_loss_scale, precision.min_loss_scale, precision.loss_scale_window, precision.hysteresis
+    )

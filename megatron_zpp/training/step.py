@@ -1,0 +1,50 @@
+"""One training step as straight-line calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_zpp.data.loader import MicroBatch
+from megatron_zpp.zero.engine import ZeroEngine
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one step came to. lm_loss: mean over the micro-batches of all ranks. model_state_bytes: at the end of backward."""
+
+    lm_loss: float
+    grad_norm: float
+    is_skipped: bool
+    model_state_bytes: int
+
+
+def train_step(model: nn.Module, engine: ZeroEngine, batches: Iterator[MicroBatch], microbatches: int, learning_rate: float) -> StepOutcome:
+    """Forward and backward of `microbatches` micro-batches, then one optimizer step; every rank must call it."""
+    model.train()
+    losses = []
+    for index in range(microbatches):
+        loss = microbatch_loss(model, next(batches), engine.device)
+        engine.backward(loss, microbatches=microbatches, is_last_microbatch=index == microbatches - 1)
+        losses.append(loss.detach())
+    engine.finish_gradients()
+    model_state_bytes = engine.model_state_bytes()
+    result = engine.step(learning_rate)
+    return StepOutcome(mean_loss(losses, engine), result.grad_norm, result.is_skipped, model_state_bytes)
+
+
+def microbatch_loss(model: nn.Module, batch: MicroBatch, device: torch.device) -> Tensor:
+    """The mean loss over the tokens of a micro-batch that count, a fp32 scalar."""
+    loss_BS = model(batch.tokens.to(device), batch.labels.to(device), first_sample=batch.first_sample)
+    loss_mask_BS = batch.loss_mask.to(device)
+    return (loss_BS * loss_mask_BS).sum() / loss_mask_BS.sum()
+
+
+def mean_loss(losses: list[Tensor], engine: ZeroEngine) -> float:
+    """The mean over this rank's losses and over all ranks, added in rank order; every rank must call it."""
+    total = torch.stack(losses).double().sum().view(1)
+    totals = engine.ladder.gather_world(total)  # [world_size, 1] fp64
+    return sum(row[0] for row in totals.tolist()) / (len(losses) * totals.shape[0])

@@ -1,0 +1,161 @@
+"""The training loop: steps, lines, validation, checkpoints, from wherever the run stands to its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_zpp.checkpoint.writer import RunState, save_checkpoint
+from megatron_zpp.config.schema import GROUPS, Config
+from megatron_zpp.data.datasets import Datasets
+from megatron_zpp.data.loader import MicroBatch, build_loader
+from megatron_zpp.data.sample import SampleSource
+from megatron_zpp.data.sampler import MicroBatchSampler
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.monitor.jsonl import JsonLinesWriter
+from megatron_zpp.monitor.logging import RankPrinter
+from megatron_zpp.monitor.memory import max_memory_bytes
+from megatron_zpp.monitor.tensorboard import TensorboardWriter
+from megatron_zpp.monitor.training_line import training_line, validation_lines
+from megatron_zpp.training.evaluation import evaluate
+from megatron_zpp.training.lr_schedule import LearningRateSchedule
+from megatron_zpp.training.metrics import Interval, Progress, ReportInputs, StepTraffic, interval_report
+from megatron_zpp.training.step import StepOutcome, train_step
+from megatron_zpp.zero.engine import ZeroEngine
+
+
+@dataclass(frozen=True)
+class Outlets:
+    """Where the run tells of itself: JSON lines on rank 0, TensorBoard on the last rank, or None."""
+
+    printer: RankPrinter
+    json_lines: JsonLinesWriter | None
+    tensorboard: TensorboardWriter | None
+
+
+class Trainer:
+    """One rank's training run. Every rank makes the same calls.
+
+    progress: where the run stands; it is moved on.
+    """
+
+    def __init__(self, config: Config, model: GPT, engine: ZeroEngine, datasets: Datasets, outlets: Outlets, progress: Progress) -> None:
+        self._config = config
+        self._model = model
+        self._engine = engine
+        self._outlets = outlets
+        self._progress = progress
+        self._schedule = LearningRateSchedule.from_config(config.optimizer, config.training)
+        self._traffic = StepTraffic(engine.ladder.ledger)
+        topology = engine.ladder.topology
+        self._microbatches = config.training.global_batch_size // (config.training.micro_batch_size * topology.world_size)
+        evaluations = progress.iteration // config.training.eval_interval
+        consumed_valid_samples = evaluations * config.training.eval_iters * config.training.global_batch_size
+        self._train_batches = self._batches(datasets.train, progress.consumed_samples)
+        self._valid_batches = self._held_out_batches(datasets.valid, consumed_valid_samples)
+        self._test_batches = self._held_out_batches(datasets.test, 0)
+
+    def run(self) -> None:
+        """Trains up to --train-iters or the first multiple of --exit-interval, and saves what --save asks for."""
+        printer = self._outlets.printer
+        printer.milestone("before the start of training step")
+        interval, started = Interval(), time.perf_counter()
+        while self._progress.iteration < self._config.training.train_iters:
+            learning_rate = self._schedule.learning_rate(self._progress.scheduled_samples)
+            outcome = train_step(self._model, self._engine, self._train_batches, self._microbatches, learning_rate)
+            self._traffic.close_step()
+            self._progress.advance(self._config.training.global_batch_size, is_skipped=outcome.is_skipped)
+            interval.add(outcome)
+            if self._is_multiple_of(self._config.logging.log_interval):
+                self._report(interval, outcome, learning_rate, time.perf_counter() - started)
+                interval, started = Interval(), time.perf_counter()
+            paused = time.perf_counter()
+            self._between_steps()
+            started += time.perf_counter() - paused
+            if self._is_multiple_of(self._config.training.exit_interval):
+                printer.milestone(f"exiting program at iteration {self._progress.iteration}")
+                break
+        self._finish()
+
+    def _between_steps(self) -> None:
+        if self._is_multiple_of(self._config.training.eval_interval) and self._progress.iteration < self._config.training.train_iters:
+            self._validate()
+        if self._is_multiple_of(self._config.checkpoint.save_interval):
+            self._save()
+
+    def _finish(self) -> None:
+        if self._config.checkpoint.save is not None and not self._is_multiple_of(self._config.checkpoint.save_interval):
+            self._save()
+        if self._progress.iteration == self._config.training.train_iters:
+            self._validate(drawn_from=" on validation set")
+            self._test()
+
+    def _is_multiple_of(self, interval: int | None) -> bool:
+        return interval is not None and self._progress.iteration % interval == 0
+
+    def _held_out_batches(self, source: SampleSource | None, consumed_samples: int) -> Iterator[MicroBatch] | None:
+        """None where the corpus leaves the split empty, or --eval-iters is 0."""
+        if source is None or self._config.training.eval_iters == 0:
+            return None
+        return self._batches(source, consumed_samples)
+
+    def _batches(self, source: SampleSource, consumed_samples: int) -> Iterator[MicroBatch]:
+        backend = self._engine.ladder.backend
+        sampler = MicroBatchSampler(
+            total_samples=len(source),
+            consumed_samples=consumed_samples,
+            micro_batch_size=self._config.training.micro_batch_size,
+            data_parallel_rank=backend.rank,
+            data_parallel_size=backend.topology.world_size,
+        )
+        return build_loader(source, sampler, self._config.data.num_workers)
+
+    def _report(self, interval: Interval, outcome: StepOutcome, learning_rate: float, elapsed_seconds: float) -> None:
+        memory = max_memory_bytes(self._engine.device)
+        inputs = ReportInputs(outcome, learning_rate, self._engine.loss_scaler.scale, elapsed_seconds, memory)
+        report = interval_report(self._config, self._model.padded_vocab_size, self._progress, interval, self._traffic, inputs)
+        self._outlets.printer.on_last(training_line(report))
+        if self._outlets.json_lines is not None:
+            self._outlets.json_lines.write(report.json_object())
+        if self._outlets.tensorboard is not None and self._is_multiple_of(self._config.logging.tensorboard_log_interval):
+            self._outlets.tensorboard.write_interval(report)
+
+    def _validate(self, drawn_from: str = "") -> None:
+        loss = self._evaluate(self._valid_batches, drawn_from)
+        if loss is None:
+            return
+        progress = self._progress
+        if self._outlets.json_lines is not None:
+            self._outlets.json_lines.write({"iteration": progress.iteration, "validation_loss": loss})
+        if self._outlets.tensorboard is not None:
+            self._outlets.tensorboard.write_validation(progress.iteration, progress.consumed_samples, loss)
+
+    def _test(self) -> None:
+        loss = self._evaluate(self._test_batches, " on test set")
+        if loss is not None and self._outlets.json_lines is not None:
+            self._outlets.json_lines.write({"iteration": self._progress.iteration, "test_loss": loss})
+
+    def _evaluate(self, batches: Iterator[MicroBatch] | None, drawn_from: str) -> float | None:
+        """The mean loss, printed; None where there is nothing to evaluate on."""
+        if batches is None:
+            return None
+        loss = evaluate(self._model, self._engine, batches, self._config.training.eval_iters * self._microbatches)
+        self._outlets.printer.on_last(validation_lines(self._progress.iteration, loss, drawn_from=drawn_from))
+        return loss
+
+    def _save(self) -> None:
+        checkpoint = self._config.checkpoint
+        if checkpoint.save is None:
+            return
+        progress, printer = self._progress, self._outlets.printer
+        printer.on_first(f"saving checkpoint at iteration {progress.iteration:7d} to {checkpoint.save}")
+        state = RunState(progress.iteration, progress.consumed_samples, progress.scheduled_samples, self._flags())
+        save_checkpoint(Path(checkpoint.save), self._engine, state, with_moments=not checkpoint.no_save_optim)
+        printer.on_first(f"  successfully saved checkpoint at iteration {progress.iteration:7d} to {checkpoint.save}")
+
+    def _flags(self) -> dict[str, Any]:
+        groups = {group: asdict(getattr(self._config, group)) for group in GROUPS}
+        return {**groups, "padded_vocab_size": self._model.padded_vocab_size}

@@ -1,0 +1,144 @@
+"""Where every element of a unit stands, on every rung of every rank (pure arithmetic, no torch).
+
+A unit has two regions: *blocks* (parameters of two or more dimensions, each starting at a quantization-block boundary) and *exact*
+(parameters of one dimension). Each region is padded with zeros to a multiple of slices x block and cut into equal runs, one per slice.
+The unit of a `weight` [3, 3] and a `bias` [3], cut into 4 slices with blocks of 4 elements (w: weight, b: bias, .: padding):
+
+    region      blocks                            exact
+    flat        wwww wwww w... .... | bbb. .... .... ....
+    slice       0    1    2    3      0    1    2    3
+    offset      0    4    8    12     16   20   24   28
+
+    slice 0 at rest    wwww bbb.      secondary rung of slices 0 and 1    wwww wwww bbb. ....
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_zpp.parallel.specs import ParamSpec
+
+
+@dataclass(frozen=True)
+class PlacedParam:
+    """A parameter's place in the flat unit: `numel` elements from `offset` on."""
+
+    spec: ParamSpec
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [start, stop) of one flattened parameter, at `offset` in the flat buffer of some rung.
+
+    counted: whether this rank counts them in the gradient norm (False for a replica that another rank counts).
+    """
+
+    spec: ParamSpec
+    start: int
+    stop: int
+    offset: int
+    counted: bool = True
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements [start, stop) of a flat buffer."""
+
+    start: int
+    stop: int
+
+
+class FlatLayout:
+    """The layout of one unit over `slices` primary slices with quantization blocks of `block_numel` elements."""
+
+    def __init__(self, params: Sequence[ParamSpec], slices: int, block_numel: int) -> None:
+        blocks = [param for param in params if len(param.shape) > 1]
+        exact = [param for param in params if len(param.shape) <= 1]
+        granule = slices * block_numel
+        blocks_offsets, blocks_end = _place(blocks, block_numel)
+        exact_offsets, exact_end = _place(exact, 1)
+        self.slices = slices
+        self.block_numel = block_numel
+        self.blocks_numel = _round_up(blocks_end, granule)
+        self.exact_numel = _round_up(exact_end, granule)
+        self.numel = self.blocks_numel + self.exact_numel
+        self.blocks_run = self.blocks_numel // slices
+        self.exact_run = self.exact_numel // slices
+        self.slice_numel = self.blocks_run + self.exact_run
+        self.params = tuple(
+            [PlacedParam(spec, offset, _numel(spec)) for spec, offset in zip(blocks, blocks_offsets, strict=True)]
+            + [PlacedParam(spec, self.blocks_numel + offset, _numel(spec)) for spec, offset in zip(exact, exact_offsets, strict=True)]
+        )
+
+    def runs_of(self, first: int, slices: int) -> tuple[tuple[Range, int], tuple[Range, int]]:
+        """The two ranges of the flat unit that make up `slices` slices from `first` on, each with its offset in their own flat buffer."""
+        blocks = Range(first * self.blocks_run, (first + slices) * self.blocks_run)
+        exact = Range(self.blocks_numel + first * self.exact_run, self.blocks_numel + (first + slices) * self.exact_run)
+        return (blocks, 0), (exact, slices * self.blocks_run)
+
+    def segments(self, first: int = 0, slices: int | None = None) -> Iterator[Segment]:
+        """The pieces of parameters in the flat buffer that holds `slices` slices from `first` on (all of them by default), in order."""
+        count = self.slices if slices is None else slices
+        for run, base in self.runs_of(first, count):
+            for param in self.params:
+                start = max(run.start, param.offset)
+                stop = min(run.stop, param.offset + param.numel)
+                if start < stop:
+                    yield Segment(param.spec, start - param.offset, stop - param.offset, base + start - run.start)
+
+    def paddings(self) -> Iterator[Range]:
+        """The ranges of the flat unit that belong to no parameter, in order; they hold zeros always."""
+        end = 0
+        for param in self.params:
+            if param.offset > end:
+                yield Range(end, param.offset)
+            end = param.offset + param.numel
+        if end < self.numel:
+            yield Range(end, self.numel)
+
+    def ranges_by(
+        self, key: Callable[[Segment], bool], first: int = 0, slices: int | None = None
+    ) -> Iterator[tuple[Range, bool]]:
+        """The flat buffer of `slices` slices from `first` on, cut where `key` changes and where the regions meet; with each range's key.
+
+        Padding goes with the segment before it: zeros stay zeros under AdamW and add nothing to a norm.
+        """
+        count = self.slices if slices is None else slices
+        boundary, end = count * self.blocks_run, count * self.slice_numel
+        segments = list(self.segments(first, count))
+        yield from _cut(Range(0, boundary), [segment for segment in segments if segment.offset < boundary], key)
+        yield from _cut(Range(boundary, end), [segment for segment in segments if segment.offset >= boundary], key)
+
+
+def _cut(region: Range, segments: Sequence[Segment], key: Callable[[Segment], bool]) -> Iterator[tuple[Range, bool]]:
+    if region.start == region.stop:
+        return
+    start, value = region.start, key(segments[0]) if segments else True
+    for segment in segments:
+        if key(segment) != value:
+            yield Range(start, segment.offset), value
+            start, value = segment.offset, key(segment)
+    yield Range(start, region.stop), value
+
+
+def _place(params: Sequence[ParamSpec], alignment: int) -> tuple[list[int], int]:
+    offsets = []
+    end = 0
+    for param in params:
+        offsets.append(_round_up(end, alignment))
+        end = offsets[-1] + _numel(param)
+    return offsets, end
+
+
+def _numel(param: ParamSpec) -> int:
+    numel = 1
+    for extent in param.shape:
+        numel *= extent
+    return numel
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,145 @@
+"""When units climb and rest: a pure function of the uses, made once, never a recorded trace (no torch).
+
+A pass over the model is a list of moments. At each moment the engine first lets units rest, then submits climbs (those of this use and
+of the uses ahead), then waits for the units of this use. For a model of embedding, two blocks and a head that shares the embedding,
+with two uses ahead over the inter link and one over the intra link:
+
+    moment              rest            climb to secondary    climb to full     wait
+    pre_forward  0      -               emb b0 b1             emb b0            emb
+    post_forward 0      emb             -                     -                 -
+    pre_forward  1      -               b0 b1 head emb        b0 b1             b0
+    post_forward 1      b0              -                     -                 -
+    pre_forward  2      -               b1 head emb           b1 head emb       b1
+    post_forward 2      b1              -                     -                 -
+    pre_forward  3      -               head emb b1 b0        head emb b1       head emb
+    post_forward 3      -               (the last use keeps its weights for its backward)
+    pre_backward 3      -               head emb b1 b0        head emb b1       head emb
+    pre_backward 2      head emb        b1 b0                 b1 b0             b1
+    pre_backward 1      b1              b0                    b0                b0
+    pre_backward 0      b0              -                     -                 -
+
+A climb listed again at a later moment is one that the engine skips, since it is on its way or fresh: lists are what must have been
+submitted by then, in order. So the same schedule serves every policy, evaluation in the middle, and skipped steps.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_zpp.parallel.specs import Use
+
+
+class Phase(enum.Enum):
+    """The kinds of moments."""
+
+    PRE_FORWARD = "pre_forward"
+    POST_FORWARD = "post_forward"
+    PRE_BACKWARD = "pre_backward"
+    AFTER_BACKWARD = "after_backward"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One hook of one use; AFTER_BACKWARD comes once, for use 0."""
+
+    phase: Phase
+    use: int
+
+
+@dataclass(frozen=True)
+class Actions:
+    """What happens at a moment, in this order; all entries are unit names."""
+
+    rest: tuple[str, ...] = ()
+    climb_to_secondary: tuple[str, ...] = ()
+    climb_to_full: tuple[str, ...] = ()
+    wait: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """How many uses ahead climbs are submitted, over each link; a secondary rung costs only 1/G of a full one."""
+
+    inter_uses: int = 2
+    intra_uses: int = 1
+
+
+Schedule = Mapping[Moment, Actions]
+
+
+def training_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
+    """The actions of forward and backward. Recomputing a use needs no moments of its own: its weights are there for its backward."""
+    forward = [_Stop(Moment(Phase.PRE_FORWARD, index), use.units) for index, use in enumerate(uses)]
+    backward = [_Stop(Moment(Phase.PRE_BACKWARD, index), _read_in_backward(use)) for index, use in reversed(list(enumerate(uses)))]
+    actions = _climbs(forward + backward, prefetch)
+    last = len(uses) - 1
+    for index in range(last):
+        actions[Moment(Phase.POST_FORWARD, index)] = Actions(rest=_without(uses[index].units, uses[index + 1].units))
+        at = Moment(Phase.PRE_BACKWARD, index)
+        actions[at] = replace(actions[at], rest=_without(uses[index + 1].units, _read_in_backward(uses[index])))
+    actions[Moment(Phase.POST_FORWARD, last)] = Actions(rest=_without(uses[last].units, _read_in_backward(uses[last])))
+    actions[Moment(Phase.AFTER_BACKWARD, 0)] = Actions(rest=uses[0].units)
+    return actions
+
+
+def evaluation_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
+    """The actions of a forward without gradients: every use rests at once."""
+    actions = _climbs([_Stop(Moment(Phase.PRE_FORWARD, index), use.units) for index, use in enumerate(uses)], prefetch)
+    for index, use in enumerate(uses):
+        following = uses[index + 1].units if index + 1 < len(uses) else ()
+        actions[Moment(Phase.POST_FORWARD, index)] = Actions(rest=_without(use.units, following))
+    return actions
+
+
+def descent_order(uses: Sequence[Use]) -> tuple[str, ...]:
+    """Every unit once, in the order in which their gradients descend: a unit is complete after the backward of its first use."""
+    first_use: dict[str, int] = {}
+    for index, use in enumerate(uses):
+        for unit in use.units:
+            first_use.setdefault(unit, index)
+    return tuple(sorted(first_use, key=lambda unit: -first_use[unit]))
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """A moment at which units must be full."""
+
+    moment: Moment
+    units: tuple[str, ...]
+
+
+def _climbs(stops: Sequence[_Stop], prefetch: Prefetch) -> dict[Moment, Actions]:
+    actions = {}
+    for index, stop in enumerate(stops):
+        to_secondary = _units_ahead(stops, index, prefetch.inter_uses)
+        to_full = _units_ahead(stops, index, prefetch.intra_uses)
+        actions[stop.moment] = Actions((), to_secondary, to_full, stop.units)
+    return actions
+
+
+def _units_ahead(stops: Sequence[_Stop], index: int, uses_ahead: int) -> tuple[str, ...]:
+    """The units of this stop and of the next `uses_ahead` stops that need others, each once, in the order of need.
+
+    A stop that needs a unit which is in use here, and rests in between, ends the look ahead: that climb can only start after the rest.
+    """
+    here = stops[index]
+    units = list(here.units)
+    found = 0
+    for stop in stops[index + 1 :]:
+        is_turn = stop.moment.use == here.moment.use
+        if found == uses_ahead or (not is_turn and set(here.units) & set(stop.units)):
+            break
+        added = _without(stop.units, units)
+        units += added
+        found += bool(added)
+    return tuple(units)
+
+
+def _read_in_backward(use: Use) -> tuple[str, ...]:
+    return use.units if use.needs_weights_in_backward else ()
+
+
+def _without(units: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
+    return tuple(unit for unit in units if unit not in others)

@@ -1,0 +1,103 @@
+"""Pretrain a GPT: the run from top to bottom. Every setting is a flag; see --help or docs/flags.md."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from megatron_zpp.config.arguments import arguments_block
+from megatron_zpp.config.assumptions import banner
+from megatron_zpp.config.cli import ERROR_EXIT_CODE, error_text, parse_flags
+from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.schema import Config
+from megatron_zpp.config.validate import resolve
+from megatron_zpp.monitor.logging import RankPrinter
+from megatron_zpp.parallel.launch import Launch, read_launch
+
+if TYPE_CHECKING:
+    from megatron_zpp.parallel.initialize import World
+
+FAILURE_EXIT_CODE = 1
+
+
+def main(argv: list[str]) -> int:
+    try:
+        launch = read_launch(os.environ)
+    except ValueError as error:
+        return refuse(str(error))
+    config, mistake = Config(), None
+    try:
+        config = resolve(parse_flags(argv), launch.world_size, launch.local_world_size)
+    except FlagError as error:
+        mistake = str(error)
+    if mistake is not None and launch.world_size == 1:
+        return refuse(mistake)
+    return run_in_world(config, launch, mistake)
+
+
+def run_in_world(config: Config, launch: Launch, mistake: str | None) -> int:
+    """The exit code of the run, or of a world that agrees on the `mistake` of one of its ranks."""
+    from megatron_zpp.parallel.initialize import StartupError, World, choose_device  # torch is imported from here on
+
+    try:
+        device = choose_device(launch, config.distributed.distributed_backend)
+        world = World(launch, device, timedelta(minutes=config.distributed.distributed_timeout_minutes))
+    except ValueError as error:
+        return refuse(str(error))
+    try:
+        world.agree_on_errors(mistake)
+        train(config, launch, world)
+    except StartupError as error:
+        world.leave()
+        return refuse(str(error)) if launch.rank == 0 else ERROR_EXIT_CODE
+    except Exception as error:
+        fail(world, error)
+    world.leave()
+    return 0
+
+
+def train(config: Config, launch: Launch, world: World) -> None:
+    """The run itself: model -> engine -> data -> training. Raises StartupError for a mistake of the user's, on every rank alike."""
+    from megatron_zpp.training import setup
+    from megatron_zpp.training.trainer import Trainer
+
+    printer = RankPrinter(launch.rank, launch.world_size)
+    printer.on_first("\n".join(filter(None, [banner(config), arguments_block(config), *config.notices])))
+    if config.training.deterministic_mode:
+        setup.use_deterministic_kernels()
+    with world.agreement():
+        ladder = setup.build_ladder(config, world)
+    with world.agreement():
+        vocab_size, padded_vocab = setup.build_vocabulary(config)
+        printer.on_first(f" > padded vocab (size: {vocab_size}) with {padded_vocab - vocab_size} dummy tokens (new size: {padded_vocab})")
+        datasets = setup.build_run_data(config, vocab_size, checks_token_ids=launch.local_rank == 0)
+        reader = setup.find_reader(config)
+        model = setup.build_model(config, padded_vocab, reader)
+        outlets = setup.open_outlets(config, printer)
+    printer.on_first("\n".join(datasets.messages) or " > datasets are ready")
+    engine = setup.build_engine(config, model, ladder, world.device)
+    with world.agreement():
+        progress = setup.load_progress(config, engine, reader)
+    printer.milestone("after model, optimizer and data are built")
+    Trainer(config, model, engine, datasets, outlets, progress).run()
+    engine.close()
+
+
+def refuse(mistake: str) -> int:
+    print(error_text(FlagError(mistake)), file=sys.stderr, flush=True)
+    return ERROR_EXIT_CODE
+
+
+def fail(world: World, error: Exception) -> None:
+    """Ends this process at once, so that no rank waits for it; names the rank that failed first."""
+    traceback.print_exc()
+    first = world.report_failure(f"{type(error).__name__}: {error}")
+    print(f"[Rank {world.rank}] ended, because {first}", file=sys.stderr, flush=True)
+    os._exit(FAILURE_EXIT_CODE)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,99 @@
+# Sourced by the scripts beside it: the repository root as working directory, and a Python with what the requirement files name.
+
+readonly ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+cd "$ROOT"
+
+# prepare_environment yes|no REQUIREMENT_FILE...
+# yes: makes or reuses .venv. no: stays in the active environment and leaves it alone where it has what the files name.
+prepare_environment() {
+    local use_venv="$1"
+    shift
+    if [[ "$use_venv" == yes ]]; then
+        make_venv
+        install_if_changed "$@"
+    else
+        require_python "$(command -v python || command -v python3 || true)"
+        has_requirements "$@" || install "$@"
+    fi
+}
+
+make_venv() {
+    if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+        local base
+        base="$(find_python)"
+        require_python "$base"
+        echo "Making .venv with $("$base" --version)"
+        "$base" -m venv .venv || stop "$base cannot make a virtual environment; install its venv module, or give --no-venv."
+    fi
+    require_python "$ROOT/.venv/bin/python"
+    export VIRTUAL_ENV="$ROOT/.venv" PATH="$ROOT/.venv/bin:$PATH"
+}
+
+# The first Python that is new enough, else the first at all.
+find_python() {
+    local name
+    for name in "${PYTHON:-python3}" python3.{14,13,12,11,10} python; do
+        if is_new_enough "$name"; then
+            command -v "$name"
+            return
+        fi
+    done
+    command -v "${PYTHON:-python3}" || true
+}
+
+is_new_enough() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1
+}
+
+require_python() {
+    [[ -n "$1" ]] || stop "no Python is found; install Python 3.10 or newer."
+    is_new_enough "$1" || stop "$1 is $("$1" --version 2>&1), needed is Python 3.10 or newer; install one, or name one with PYTHON=..."
+}
+
+# The stamp holds a hash of the files it was made from, so that a second start does not ask pip again.
+install_if_changed() {
+    local stamp=".venv/requirements-$(printf '%s\n' "$@" | checksum).stamp" current
+    current="$(cat constraints.txt "$@" | checksum)"
+    if [[ "$(cat "$stamp" 2>/dev/null)" != "$current" ]]; then
+        install "$@"
+        echo "$current" >"$stamp"
+    fi
+}
+
+install() {
+    local file arguments=()
+    for file in "$@"; do
+        arguments+=(--requirement "$file")
+    done
+    echo "Installing $* (the first time takes a few minutes)"
+    python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "${arguments[@]}" ||
+        stop "pip could not install $*; its messages above say why."
+}
+
+has_requirements() {
+    python - "$@" <<'PYTHON'
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    from packaging.requirements import Requirement
+except ImportError:
+    sys.exit(1)
+lines = [line.strip() for path in sys.argv[1:] for line in open(path, encoding="utf-8")]
+for requirement in [Requirement(line) for line in lines if line and not line.startswith("#")]:
+    try:
+        if not requirement.specifier.contains(version(requirement.name), prereleases=True):
+            sys.exit(1)
+    except PackageNotFoundError:
+        sys.exit(1)
+PYTHON
+}
+
+checksum() {
+    cksum | cut -d ' ' -f 1
+}
+
+stop() {
+    echo "error: $*" >&2
+    exit 2
+}

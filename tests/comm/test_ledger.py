@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+
+from megatron_zpp.comm.ledger import Category, Ledger, Traffic
+from megatron_zpp.parallel.topology import Link, Topology
+
+TOPOLOGIES = [Topology.of_nodes(1, 1), Topology.of_nodes(3, 2), Topology(8, 4, 2), Topology(12, 4, 1)]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+@pytest.mark.parametrize("link", list(Link))
+def test_the_bytes_that_enter_the_nodes_are_counted_message_by_message(topology: Topology, link: Link) -> None:
+    entering = [0] * (topology.world_size // topology.ranks_per_node)
+    within = 0
+    for receiver in range(topology.world_size):
+        for sender in topology.members(link, receiver):
+            node, sending_node = receiver // topology.ranks_per_node, sender // topology.ranks_per_node
+            entering[node] += 100 * (node != sending_node)
+            within += 100 * (node == sending_node and sender != receiver)
+    for rank in range(topology.world_size):
+        ledger = Ledger(topology, rank)
+        traffic = ledger.measure(link, 100)
+        assert ledger.inter_node_bytes(traffic) == entering[rank // topology.ranks_per_node]
+        assert traffic.intra_bytes * topology.world_size == within
+
+
+def test_a_gather_of_the_world_counts_every_other_rank_once() -> None:
+    assert Ledger(Topology.of_nodes(3, 2), 4).measure_world(10) == Traffic(inter_bytes=40, intra_bytes=10)
+
+
+def test_measuring_books_nothing_and_categories_are_kept_apart() -> None:
+    ledger = Ledger(Topology.of_nodes(2, 2), 0)
+    traffic = ledger.measure(Link.INTER, 7)
+    assert ledger.total(*Category) == Traffic()
+    ledger.book(Category.WEIGHTS, traffic)
+    ledger.book(Category.EVALUATION, Traffic(1, 2))
+    ledger.book(Category.WEIGHTS, traffic)
+    assert ledger.total(Category.WEIGHTS) == Traffic(14, 0)
+    assert ledger.total(Category.WEIGHTS, Category.EVALUATION) == Traffic(15, 2)
+    assert ledger.total(Category.WEIGHTS, Category.EVALUATION) - ledger.total(Category.WEIGHTS) == Traffic(1, 2)
+
+
+def test_the_accounts_of_two_ranks_are_their_own() -> None:
+    ledgers = [Ledger(Topology.of_nodes(1, 2), rank) for rank in range(2)]
+    ledgers[0].book(Category.CONTROL, Traffic(3, 3))
+    assert ledgers[1].total(Category.CONTROL) == Traffic()

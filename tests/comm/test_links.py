@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_zpp.comm.backend import VirtualBackend, VirtualWorld
+from megatron_zpp.comm.codecs import CastCodec, Regions, Runs
+from megatron_zpp.comm.lanes import PolledLanes
+from megatron_zpp.comm.ledger import Ledger
+from megatron_zpp.comm.links import Ladder, LinkCodecs
+from megatron_zpp.parallel.topology import Topology
+
+SHAPES = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (1, 4), (4, 1)]
+RUNS = Runs(blocks=5, exact=3)
+EXACT = CastCodec(torch.float32)
+
+
+def _on_every_rank(shape: tuple[int, int], program: Callable[[Ladder], Tensor]) -> list[Tensor]:
+    def run(backend: VirtualBackend) -> Tensor:
+        return program(Ladder(backend, PolledLanes(), Ledger(backend.topology, backend.rank), torch.device("cpu")))
+
+    return cast(list[Tensor], VirtualWorld(Topology.of_nodes(*shape)).run(run))
+
+
+def _whole(world_size: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """The flat unit of `world_size` slices: all blocks runs, then all exact runs."""
+    return torch.randn(world_size * RUNS.numel, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def _cut(flat: Tensor, world_size: int, first: int, slices: int) -> Tensor:
+    """Slices [first, first + slices) of the flat unit as a flat buffer of their own, by plain indexing."""
+    blocks = flat[: world_size * RUNS.blocks].view(world_size, -1)[first : first + slices]
+    exact = flat[world_size * RUNS.blocks :].view(world_size, -1)[first : first + slices]
+    return torch.cat([blocks.flatten(), exact.flatten()])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_two_climbs_bring_every_rank_the_whole_unit_in_slice_order(shape: tuple[int, int]) -> None:
+    world_size = shape[0] * shape[1]
+
+    def program(ladder: Ladder) -> Tensor:
+        own = Regions.of(_cut(_whole(world_size), world_size, ladder.own_slice, 1), RUNS)
+        payloads = torch.empty(ladder.nodes, EXACT.payload_bytes(RUNS), dtype=torch.uint8)
+        full = torch.empty(world_size * RUNS.numel)
+        hop = ladder.climb_to_secondary("unit", lambda payload: EXACT.encode_into(own, payload), payloads)
+        ladder.lanes.wait(ladder.climb_to_full("unit", EXACT, payloads, Regions.of(full, RUNS), hop))
+        return full
+
+    assert all(torch.equal(full, _whole(world_size)) for full in _on_every_rank(shape, program))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_first_climb_brings_the_run_of_slices_of_this_local_rank(shape: tuple[int, int]) -> None:
+    world_size = shape[0] * shape[1]
+
+    def program(ladder: Ladder) -> Tensor:
+        own = Regions.of(_cut(_whole(world_size), world_size, ladder.own_slice, 1), RUNS)
+        payloads = torch.empty(ladder.nodes, EXACT.payload_bytes(RUNS), dtype=torch.uint8)
+        ladder.lanes.wait(ladder.climb_to_secondary("unit", lambda payload: EXACT.encode_into(own, payload), payloads))
+        secondary = torch.empty(ladder.nodes * RUNS.numel)
+        EXACT.decode_into(payloads, Regions.of(secondary, RUNS))
+        return secondary
+
+    for rank, secondary in enumerate(_on_every_rank(shape, program)):
+        local_rank = rank % shape[1]
+        assert torch.equal(secondary, _cut(_whole(world_size), world_size, local_rank * shape[0], shape[0]))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_descent_brings_the_mean_over_the_node_and_then_over_the_nodes_in_rank_order(shape: tuple[int, int], accumulate: bool) -> None:
+    nodes, ranks_per_node = shape
+    world_size = nodes * ranks_per_node
+
+    def program(ladder: Ladder) -> Tensor:
+        full = Regions.of(_whole(world_size, seed=ladder.backend.rank), RUNS)
+        primary = torch.full((RUNS.numel,), 0.25)
+        hops = ladder.descend("unit", LinkCodecs(EXACT, EXACT), full, Regions.of(primary, RUNS), accumulate=accumulate)
+        ladder.lanes.wait(hops[-1])
+        return primary
+
+    across = _ordered_mean([_ordered_mean([_whole(world_size, node * ranks_per_node + j) for j in range(ranks_per_node)]) for node in range(nodes)])
+    topology = Topology.of_nodes(nodes, ranks_per_node)
+    for rank, primary in enumerate(_on_every_rank(shape, program)):
+        expected = _cut(across, world_size, topology.slice_of(rank), 1)
+        assert torch.equal(primary, 0.25 + expected if accumulate else expected)
+
+
+def _ordered_mean(values: list[Tensor]) -> Tensor:
+    total = values[0].clone()
+    for value in values[1:]:
+        total = total + value
+    return total / len(values)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_descending_rung_by_rung_gives_the_same_bits_as_both_hops_in_one_job(shape: tuple[int, int]) -> None:
+    world_size = shape[0] * shape[1]
+    codecs = LinkCodecs(CastCodec(torch.bfloat16), CastCodec(torch.bfloat16))
+
+    def program(ladder: Ladder) -> Tensor:
+        full = Regions.of(_whole(world_size, seed=ladder.backend.rank).bfloat16(), RUNS)
+        once, stepwise = torch.zeros(RUNS.numel), torch.zeros(RUNS.numel)
+        secondary = Regions.of(torch.zeros(ladder.nodes * RUNS.numel), RUNS)
+        hops = ladder.descend("unit", codecs, full, Regions.of(once, RUNS), accumulate=False)
+        hop = ladder.descend_to_secondary("unit", codecs.intra, full, secondary, accumulate=False)
+        hops.append(ladder.descend_from_secondary("unit", codecs.inter, secondary, Regions.of(stepwise, RUNS), accumulate=False, after=hop))
+        for each in hops:
+            ladder.lanes.wait(each)
+        return torch.stack([once, stepwise])
+
+    assert all(torch.equal(*result) for result in _on_every_rank(shape, program))
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (4, 4)])
+def test_the_mean_of_large_fp16_gradients_does_not_overflow_on_either_hop(shape: tuple[int, int]) -> None:
+    codec = CastCodec(torch.float16)
+
+    def program(ladder: Ladder) -> Tensor:
+        full = Regions.of(torch.full((ladder.topology.world_size * RUNS.numel,), 60000.0, dtype=torch.float16), RUNS)
+        primary = torch.zeros(RUNS.numel)
+        ladder.lanes.wait(ladder.descend("unit", LinkCodecs(codec, codec), full, Regions.of(primary, RUNS), accumulate=False)[-1])
+        return primary
+
+    assert all((primary == 60000.0).all() for primary in _on_every_rank(shape, program))
+
+
+def test_buffers_of_finished_jobs_serve_the_next_ones() -> None:
+    def program(ladder: Ladder) -> Tensor:
+        allocated = []
+        full = Regions.of(_whole(4), RUNS)
+        primary = Regions.of(torch.zeros(RUNS.numel), RUNS)
+        for _ in range(5):
+            ladder.lanes.wait(ladder.descend("unit", LinkCodecs(EXACT, EXACT), full, primary, accumulate=False)[-1])
+            allocated.append(ladder.staging.allocated_bytes)
+        return torch.tensor(allocated)
+
+    for allocated in _on_every_rank((2, 2), program):
+        assert (allocated == allocated[0]).all() and allocated[0] > 0

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import torch
+
+from megatron_zpp.comm.staging import Staging
+
+
+def test_a_buffer_given_back_is_handed_out_again_and_nothing_new_is_allocated() -> None:
+    staging = Staging(torch.device("cpu"))
+    first = staging.take(48)
+    place = first.data_ptr()
+    staging.give(first)
+    assert staging.take(48).data_ptr() == place
+    assert staging.allocated_bytes == 48
+
+
+def test_two_takers_never_share_a_buffer() -> None:
+    staging = Staging(torch.device("cpu"))
+    buffers = [staging.take(32) for _ in range(4)]
+    assert len({buffer.data_ptr() for buffer in buffers}) == 4
+    for buffer in buffers:
+        staging.give(buffer)
+    again = [staging.take(32) for _ in range(4)]
+    assert {buffer.data_ptr() for buffer in again} == {buffer.data_ptr() for buffer in buffers}
+
+
+def test_a_buffer_has_the_size_asked_for() -> None:
+    staging = Staging(torch.device("cpu"))
+    staging.give(staging.take(64))
+    assert (staging.take(16).numel(), staging.take(64).numel()) == (16, 64)
+    assert staging.allocated_bytes == 80

@@ -1,0 +1,138 @@
+"""From words to a Config."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_zpp.config.cli import PROGRAM, error_text, help_text, parse_flags
+from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.obsolete import ACCEPTED, REFUSED
+from megatron_zpp.config.options import options
+from megatron_zpp.config.schema import GROUPS, Config
+
+
+def words_after(option):
+    """A value of the option, and the words that give it."""
+    if option.kind is bool:
+        return True, []
+    if option.kind is tuple:
+        return ("a", "b"), ["a", "b"]
+    if isinstance(option.flag.allowed, tuple):
+        return option.flag.allowed[-1], [str(option.flag.allowed[-1])]
+    value = {"quantization_block_size": 64}.get(option.name) or {int: 3, float: 0.125, str: "text"}[option.kind]
+    return value, [str(value)]
+
+
+def test_no_flags_give_the_defaults():
+    assert parse_flags([]) == Config()
+
+
+@pytest.mark.parametrize("option", options(), ids=lambda option: option.name)
+def test_every_spelling_sets_its_field_and_only_it(option):
+    value, words = words_after(option)
+    for spelling in option.spellings:
+        config = parse_flags([spelling, *words])
+        assert config.value_of(option.name) == value
+        assert config.given == {option.name}
+        assert config.with_values(**{option.name: option.default}) == Config(given=config.given, notices=config.notices)
+
+
+@given(st.floats(min_value=0, max_value=1e30, allow_nan=False))
+def test_a_float_survives_the_command_line(lr):
+    assert parse_flags(["--lr", repr(lr)]).optimizer.lr == lr
+
+
+def test_value_after_an_equals_sign():
+    assert parse_flags(["--lr=3e-4"]).optimizer.lr == 3e-4
+
+
+def test_batch_size_is_micro_batch_size():
+    assert parse_flags(["--batch-size", "4"]).training.micro_batch_size == 4
+
+
+def test_two_spellings_of_one_value_agree():
+    assert parse_flags(["--micro-batch-size", "4", "--batch-size", "4"]).training.micro_batch_size == 4
+
+
+def test_last_word_wins_so_that_scripts_can_append():
+    assert parse_flags(["--lr", "1", "--lr", "0.5"]).optimizer.lr == 0.5
+
+
+@pytest.mark.parametrize(
+    "words, parts",
+    [
+        ("--micro-batch-size 2 --batch-size 4", ["--micro-batch-size 2", "--batch-size 4", "give only one"]),
+        ("--layernorm-epsilon 1e-6 --norm-epsilon 1e-5", ["--norm-epsilon 1e-05", "--layernorm-epsilon 1e-06", "give only one"]),
+        ("--zero-stag 3", ["--zero-stag ", "did you mean --zero-stage?"]),
+        ("--num_layers 3", ["--num_layers ", "did you mean --num-layers?"]),
+        ("-lr=3", ["-lr ", "did you mean --lr?"]),
+        ("--xyzzyx", ["--xyzzyx", "--help"]),
+        ("--num-layer=3", ["--num-layer ", "did you mean --num-layers?"]),
+        ("stray", ["stray", "belongs to no flag", "--help"]),
+        ("--bf16 true", ["true", "belongs to no flag"]),
+        ("--bf16=true", ["--bf16", "'true'", "--help"]),
+        ("--lr", ["--lr", "expected one argument", "--help"]),
+        ("--data-path --bf16", ["--data-path", "expected at least one argument", "--help"]),
+        ("--num-layers twelve", ["--num-layers twelve", "not a whole number", "such as 8"]),
+        ("--num-layers 1.5", ["--num-layers 1.5", "not a whole number", "such as 8"]),
+        ("--lr fast", ["--lr fast", "not a number", "such as 0.1"]),
+        ("--zero-stage 4", ["--zero-stage 4", "not available", "choose 0, 1, 2 or 3"]),
+        ("--lr-decay-style wsd", ["--lr-decay-style wsd", "choose constant, linear or cosine"]),
+        ("--batch-size 0", ["--batch-size 0", "out of range", "at least 1"]),
+        ("--seed -1", ["--seed -1", "out of range", "at least 0 and at most 4294967295"]),
+        ("--hidden-dropout 1", ["--hidden-dropout 1.0", "out of range", "at least 0 and below 1"]),
+        ("--lr nan", ["--lr nan", "out of range", "at least 0"]),
+        ("--quantization-block-size 100", ["--quantization-block-size 100", "a multiple of 32 and at least 32"]),
+    ],
+)
+def test_mistake_names_flag_value_and_remedy(words, parts):
+    with pytest.raises(FlagError) as error:
+        parse_flags(words.split())
+    assert all(part in str(error.value) for part in parts), str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("option", [option for option in options() if option.kind in (int, float)], ids=lambda option: option.name)
+def test_every_numeric_flag_refuses_minus_one(option):
+    with pytest.raises(FlagError, match=f"^{option.spelling} -1"):
+        parse_flags([option.spelling, "-1"])
+
+
+@pytest.mark.parametrize("spelling", ACCEPTED)
+def test_old_flag_is_accepted_with_one_notice_and_changes_nothing(spelling):
+    config = parse_flags([spelling, *["1"] * ACCEPTED[spelling].num_values, "--num-layers", "2"])
+    (notice,) = config.notices
+    assert notice.startswith(f"accepted, has no effect here: {spelling} (")
+    assert config.with_values(local_rank=None) == Config(given=config.given, notices=config.notices).with_values(num_layers=2)
+
+
+@pytest.mark.parametrize("spelling", REFUSED)
+def test_refused_flag_names_its_replacement(spelling):
+    with pytest.raises(FlagError) as error:
+        parse_flags(["--num-layers", "2", spelling, "2"])
+    assert str(error.value) == f"{spelling} is not accepted; {REFUSED[spelling]}."
+
+
+def test_replacements_of_refused_flags_exist():
+    known = {spelling for option in options() for spelling in option.spellings}
+    named = {word.rstrip(",") for remedy in REFUSED.values() for word in remedy.split() if word.startswith("--")}
+    assert named <= known
+
+
+def test_help_names_every_flag_group_and_exits_with_0(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_flags(["--help"])
+    printed = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert all(spelling in printed for option in options() for spelling in option.spellings)
+    assert all(f"\n{group}:\n" in printed for group in GROUPS)
+
+
+def test_help_tells_default_and_unit():
+    text = " ".join(help_text().split())
+    assert "Transformer blocks. (required; unit: blocks; at least 1)" in text
+    assert "(default: 4 x --hidden-size; unit: values; at least 1)" in text
+
+
+def test_error_text_names_the_program():
+    assert error_text(FlagError("--lr is wrong.")) == f"{PROGRAM}: error: --lr is wrong."

@@ -1,0 +1,16 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from distributed import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Processes that real worlds are made of, started when the first test asks for them."""
+    pool = RankPool()
+    yield pool
+    pool.close()

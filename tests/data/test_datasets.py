@@ -1,0 +1,110 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_corpus import GOLDEN, counting_documents, write_corpus, write_golden_corpus
+
+from megatron_zpp.config.schema import DataConfig
+from megatron_zpp.data.datasets import Datasets, SampleCounts, build_datasets, count_samples
+from megatron_zpp.data.gpt_dataset import GPTDataset
+
+
+def build(data: DataConfig, counts: tuple[int, int, int] = (6, 3, 1), seq_length: int = 8) -> Datasets:
+    return build_datasets(data, seq_length=seq_length, seed=1234, sample_counts=SampleCounts(*counts), vocab_size=100)
+
+
+def train_of(datasets: Datasets) -> GPTDataset:
+    assert isinstance(datasets.train, GPTDataset)
+    return datasets.train
+
+
+def test_three_splits_equal_megatrons(tmp_path: Path) -> None:
+    golden = GOLDEN["three_splits"]
+    datasets = build(DataConfig(data_path=(write_golden_corpus(tmp_path),), split=golden["split"]))
+    for name, dataset in (("train", datasets.train), ("valid", datasets.valid), ("test", datasets.test)):
+        assert dataset is not None
+        assert (len(dataset), dataset[0]["tokens"].tolist()) == (golden[name]["length"], golden[name]["first"])
+    assert datasets.messages == ()
+
+
+def test_fifteen_documents_at_the_default_split_train_and_say_what_is_empty(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path, counting_documents([4] * 15))
+    datasets = build(DataConfig(data_path=(prefix,)))
+    assert (datasets.valid, datasets.test) == (None, None)
+    assert len(datasets.train) >= 6
+    assert [message.split(" split")[0] for message in datasets.messages] == ["The validation", "The test"]
+    assert "--split 969, 30, 1 cuts its 15 documents into 15, 0, 0" in datasets.messages[0]
+
+
+def test_a_split_whose_documents_are_all_empty_counts_as_empty(tmp_path: Path) -> None:
+    datasets = build(DataConfig(data_path=(write_corpus(tmp_path, [[1, 2, 3], []]),), split="1,1"))
+    assert datasets.valid is None
+
+
+@pytest.mark.parametrize("documents", [[], [[]], [[], [1, 2]]])
+def test_an_empty_training_split_is_an_error(tmp_path: Path, documents: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match="training split of .* is empty: --split 1,1 .* Give training a larger share"):
+        build(DataConfig(data_path=(write_corpus(tmp_path, documents),), split="1,1"))
+
+
+def test_indices_are_cached_beside_the_data_unless_told_otherwise(tmp_path: Path) -> None:
+    prefix = write_golden_corpus(tmp_path)
+    build(DataConfig(data_path=(prefix,)))
+    build(DataConfig(data_path=(prefix,), data_cache_path=str(tmp_path / "elsewhere")))
+    beside = sorted(path.name for path in Path(f"{prefix}.cache").iterdir())
+    assert beside == sorted(path.name for path in (tmp_path / "elsewhere").iterdir())
+
+
+def test_changed_data_never_meets_the_old_cache(tmp_path: Path) -> None:
+    build(DataConfig(data_path=(write_corpus(tmp_path, counting_documents([5, 5, 20])),), split="1"))
+    prefix = write_corpus(tmp_path, counting_documents([20, 5, 5]))
+    again = train_of(build(DataConfig(data_path=(prefix,), split="1")))
+    fresh = train_of(build(DataConfig(data_path=(prefix,), split="1", data_cache_path=str(tmp_path / "fresh"))))
+    for left, right in zip(again.indices, fresh.indices, strict=True):
+        assert np.array_equal(left, right)
+
+
+@pytest.mark.parametrize(("split", "train_count", "seq_length"), [("80,20", 6, 8), ("1", 60, 8), ("1", 6, 4)])
+def test_other_requests_never_meet_each_others_cache(tmp_path: Path, split: str, train_count: int, seq_length: int) -> None:
+    prefix = write_golden_corpus(tmp_path)
+    build(DataConfig(data_path=(prefix,), data_cache_path=str(tmp_path / "shared"), split="1"))
+    shared, alone = (
+        build(DataConfig(data_path=(prefix,), data_cache_path=str(tmp_path / folder), split=split), (train_count, 3, 1), seq_length)
+        for folder in ("shared", "alone")
+    )
+    for left, right in zip(train_of(shared).indices, train_of(alone).indices, strict=True):
+        assert np.array_equal(left, right)
+
+
+def test_an_unwritable_place_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    data = DataConfig(data_path=(write_golden_corpus(tmp_path),), split="80,10,10", data_cache_path=str(tmp_path / "file" / "cache"))
+    datasets = build(data)
+    assert len(datasets.messages) == 1
+    assert "built in memory" in datasets.messages[0]
+
+
+def test_mock_data_needs_no_files_and_its_splits_differ() -> None:
+    datasets = build(DataConfig(mock_data=True))
+    assert datasets.valid is not None
+    assert datasets.source is None
+    assert (len(datasets.train), len(datasets.valid)) == (6, 3)
+    assert datasets.train[0]["tokens"].tolist() != datasets.valid[0]["tokens"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (DataConfig(mock_data=True, data_path=("a",)), "--mock-data and --data-path exclude each other"),
+        (DataConfig(), "Neither --data-path nor --mock-data"),
+        (DataConfig(data_path=("a", "b")), "--data-path has 2 values, but blends are not supported yet"),
+        (DataConfig(data_path=("nowhere",)), r"nowhere\.idx does not exist"),
+    ],
+)
+def test_unusable_data_is_refused(data: DataConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(data)
+
+
+def test_sample_counts_are_megatrons() -> None:
+    assert count_samples(train_samples=100 * 8, global_batch_size=8, eval_interval=30, eval_iters=5) == (800, 4 * 5 * 8, 5 * 8)

@@ -1,0 +1,55 @@
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_corpus import GOLDEN, counting_documents, write_corpus, write_golden_corpus
+
+from megatron_zpp.data.gpt_dataset import GPTDataset
+from megatron_zpp.data.gpt_indices import build_gpt_indices
+from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.data.split import SPLIT_NAMES, split_documents
+
+CASES = [(case, name) for case in ("one_epoch", "three_splits") for name in SPLIT_NAMES if GOLDEN[case][name] is not None]
+
+
+def open_dataset(prefix: str, documents: range, *, sample_count: int, seq_length: int = 8) -> GPTDataset:
+    source = IndexedDataset(prefix)
+    return GPTDataset(source, build_gpt_indices(source.lengths, documents, sample_count=sample_count, seq_length=seq_length, seed=1234))
+
+
+@pytest.mark.parametrize(("case", "name"), CASES)
+def test_first_sample_equals_megatrons(tmp_path: Path, case: str, name: str) -> None:
+    documents = split_documents(GOLDEN[case]["split"], 10)[name]
+    dataset = open_dataset(write_golden_corpus(tmp_path), documents, sample_count=GOLDEN[case]["sample_counts"][SPLIT_NAMES.index(name)])
+    golden = GOLDEN[case][name]
+    assert len(dataset) == golden["length"]
+    assert dataset[0]["tokens"].tolist() == golden["first"]
+    assert dataset[0]["labels"].tolist() == golden["first_labels"]
+
+
+def test_samples_of_all_indices_are_the_shuffled_stream(tmp_path: Path) -> None:
+    lengths = [3, 0, 7, 1, 1, 0, 12]
+    documents = counting_documents(lengths)
+    dataset = open_dataset(write_corpus(tmp_path, documents), range(7), sample_count=9, seq_length=5)
+    stream = [token for document in dataset.indices.document for token in documents[document]]
+    for index, sample in enumerate(dataset.indices.shuffle.tolist()):
+        assert dataset[index]["tokens"].tolist() == stream[sample * 5 : sample * 5 + 5]
+        assert dataset[index]["labels"].tolist() == stream[sample * 5 + 1 : sample * 5 + 6]
+
+
+def test_samples_are_64_bit_ids_with_every_position_in_the_loss(tmp_path: Path) -> None:
+    sample = open_dataset(write_golden_corpus(tmp_path), range(10), sample_count=1)[0]
+    assert (sample["tokens"].dtype, sample["labels"].dtype, sample["loss_mask"].dtype) == (np.int64, np.int64, np.float32)
+    assert sample["loss_mask"].tolist() == [1.0] * 8
+
+
+@pytest.mark.parametrize("index", [-1, 9])
+def test_an_index_outside_of_the_dataset_is_refused(tmp_path: Path, index: int) -> None:
+    with pytest.raises(IndexError, match=f"sample {index} of 9"):
+        open_dataset(write_golden_corpus(tmp_path), range(10), sample_count=8)[index]
+
+
+def test_pickled_dataset_gives_the_same_samples(tmp_path: Path) -> None:
+    dataset = open_dataset(write_golden_corpus(tmp_path), range(10), sample_count=8)
+    assert pickle.loads(pickle.dumps(dataset))[4]["tokens"].tolist() == dataset[4]["tokens"].tolist()

@@ -1,0 +1,35 @@
+"""Whole runs of the entry as the ranks of a real world, on a model small enough to run hundreds of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from distributed import RankPool
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --make-vocab-size-divisible-by 8"
+RUN = "--num-workers 0 --quantization-block-size 32 --lr 1e-2 --lr-decay-style constant --log-interval 1 --eval-iters 0"
+TINY = f"{MODEL} {RUN}".split()
+
+
+def entry(flags: list[str]) -> int:
+    """The exit code of the entry on this rank."""
+    from pretrain_zeropp_gpt import main
+
+    return main(flags)
+
+
+def pretrain(ranks: RankPool, nodes: int, ranks_per_node: int, flags: str, jsonl: Path) -> list[dict[str, Any]]:
+    """The objects that a run with TINY and `flags` writes to --log-jsonl; later flags win over earlier ones."""
+    codes = ranks.run(nodes, ranks_per_node, entry, [*TINY, *flags.split(), "--log-jsonl", str(jsonl)])
+    assert codes == [0] * len(codes)
+    return [json.loads(line) for line in jsonl.read_text().splitlines()]
+
+
+def losses(records: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Loss and gradient norm of every training iteration, unrounded."""
+    return [(record["lm_loss"], record["grad_norm"]) for record in records if "lm_loss" in record]

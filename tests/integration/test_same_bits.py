@@ -1,0 +1,84 @@
+"""The loss does not depend on where states rest: the same bits at one world shape, fp32 rounding across shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import RankPool
+from runs import TINY, losses, pretrain
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.validate import resolve
+from megatron_zpp.data.datasets import SampleCounts, build_datasets
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.initialization import materialize
+
+SHAPES = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)]
+STEPS = 20
+CLIP = 0.5  # below every gradient norm of these runs, so that clipping is active
+
+
+@pytest.mark.parametrize("recompute", ["", "--checkpoint-activations"], ids=["plain", "recompute"])
+@pytest.mark.parametrize("precision", ["", "--bf16"], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), SHAPES)
+def test_loss_and_gradient_norm_have_the_same_bits_in_all_stages(
+    ranks: RankPool, tmp_path: Path, nodes: int, ranks_per_node: int, precision: str, recompute: str
+) -> None:
+    found = [
+        losses(
+            pretrain(
+                ranks,
+                nodes,
+                ranks_per_node,
+                f"--micro-batch-size 2 --train-iters {STEPS} --clip-grad {CLIP} --zero-stage {stage} {precision} {recompute}",
+                tmp_path / f"{stage}.jsonl",
+            )
+        )
+        for stage in range(4)
+    ]
+    assert len(found[0]) == STEPS
+    assert all(grad_norm > CLIP for _, grad_norm in found[0])
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+@pytest.fixture(scope="module")
+def plain_losses() -> list[tuple[float, float]]:
+    return plain_loop(global_batch_size=12)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), SHAPES)
+def test_every_shape_follows_a_plain_loop_within_fp32_rounding(
+    ranks: RankPool, tmp_path: Path, plain_losses: list[tuple[float, float]], nodes: int, ranks_per_node: int, stage: int
+) -> None:
+    flags = f"--micro-batch-size 1 --global-batch-size 12 --train-iters {STEPS} --clip-grad {CLIP} --zero-stage {stage}"
+    found = losses(pretrain(ranks, nodes, ranks_per_node, flags, tmp_path / "run.jsonl"))
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in plain_losses], rel=1e-6)
+    assert [norm for _, norm in found] == pytest.approx([norm for _, norm in plain_losses], rel=1e-4)
+
+
+def plain_loop(global_batch_size: int) -> list[tuple[float, float]]:
+    """The same training without any of the engine: one process, torch's AdamW and clipping."""
+    config = resolve(parse_flags([*TINY, "--train-iters", str(STEPS)]), 1, 1)
+    dataset = build_datasets(config.data, seq_length=16, seed=1234, sample_counts=SampleCounts(STEPS * global_batch_size, 0, 0), vocab_size=100)
+    model = materialize(GPT(config.model, 104, config.training.seed, torch.float32)).train()
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.999), eps=1e-8)
+    found = []
+    for step in range(STEPS):
+        total = 0.0
+        for index in range(step * global_batch_size, (step + 1) * global_batch_size):
+            sample = dataset.train[index]
+            tokens, labels = torch.from_numpy(sample["tokens"])[None], torch.from_numpy(sample["labels"])[None]
+            loss = model(tokens, labels, first_sample=index).mean()
+            (loss / global_batch_size).backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((total / global_batch_size, norm))
+    return found

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from small_gpt import VOCAB, sample_batch, small_config, small_gpt
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
+from megatron_zpp.model.gpt import GPT
+
+
+def gpt_config(layers: int, hidden: int, heads: int, length: int, recompute: bool = False) -> ModelConfig:
+    return ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        ffn_hidden_size=4 * hidden,
+        kv_channels=hidden // heads,
+        seq_length=length,
+        max_position_embeddings=length,
+        checkpoint_activations=recompute,
+    )
+
+
+def test_gpt2_small_has_its_published_number_of_parameters() -> None:
+    config = gpt_config(layers=12, hidden=768, heads=12, length=1024)
+    model = GPT(config, 50257, 1, torch.float32)
+    assert parameter_count(config, 50257) == 124_439_808
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_the_parameter_count_is_that_of_the_units(untied: bool) -> None:
+    config = small_config(untie_embeddings_and_output_weights=untied)
+    specs = [spec for unit in GPT(config, VOCAB, 1, torch.float32).unit_specs() for spec in unit.params]
+    assert parameter_count(config, VOCAB) == sum(math.prod(spec.shape) for spec in specs)
+
+
+@pytest.mark.parametrize("untied", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_hardware_flops_are_the_matrix_products_that_run(untied: bool, recompute: bool) -> None:
+    # With dropout on, recomputation runs to the end of the block; without it the last product, which backward does not need, is left out.
+    model = small_gpt(untie_embeddings_and_output_weights=untied, checkpoint_activations=recompute, hidden_dropout=0.1)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(*sample_batch(samples=3), first_sample=0).sum().backward()
+    assert counter.get_total_flops() == hardware_flops(model.config, VOCAB, sample_count=3)
+
+
+def test_model_flops_leave_out_half_of_the_attention_square_and_every_recomputation() -> None:
+    config = small_config()
+    heads_width = config.num_attention_heads * config.kv_channels
+    square = 3 * config.num_layers * 4 * config.seq_length**2 * heads_width
+    assert hardware_flops(config, VOCAB, 5) - model_flops(config, VOCAB, 5) == 5 * square // 2
+    assert model_flops(small_config(checkpoint_activations=True), VOCAB, 5) == model_flops(config, VOCAB, 5)
+
+
+@pytest.mark.parametrize(("seconds", "published_tflops"), [(9.9559, 7.65), (3.6806, 20.70)])
+def test_hardware_flops_give_the_published_throughput_of_the_zeropp_tutorial(seconds: float, published_tflops: float) -> None:
+    """18 billion parameters on 64 V100: iteration times and TFLOPs per GPU as the DeepSpeed ZeRO++ tutorial shows them."""
+    config = gpt_config(layers=40, hidden=6144, heads=32, length=512, recompute=True)
+    assert round(hardware_flops(config, 50304, sample_count=64) / 64 / seconds / 1e12, 2) == published_tflops

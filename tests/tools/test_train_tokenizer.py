@@ -1,0 +1,85 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tool import ROOT, run_tool, write_json_lines
+
+from megatron_zpp.data.tokenizer import GPTSentencePieceTokenizer, SentencePieceTokenizer
+
+SOURCES = sorted((ROOT / "megatron_zpp" / "data").glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    texts = [path.read_text(encoding="utf-8") for path in SOURCES]
+    return write_json_lines(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", [{"text": text} for text in texts])
+
+
+@pytest.fixture(scope="module")
+def model(corpus: Path) -> Path:
+    done = run_tool("train_tokenizer", "--input", corpus, "--model-prefix", corpus.parent / "new" / "tok", "--vocab-size", 600)
+    assert done.returncode == 0, done.stderr
+    return corpus.parent / "new" / "tok.model"
+
+
+def test_source_code_comes_back_unchanged_in_far_fewer_tokens_than_characters(model: Path) -> None:
+    tokenizer = GPTSentencePieceTokenizer(str(model))
+    assert tokenizer.vocab_size == 600
+    for path in SOURCES:
+        text = path.read_text(encoding="utf-8")
+        ids = tokenizer.tokenize(text)
+        assert tokenizer.detokenize(ids) == text
+        assert len(ids) < max(len(text) / 2, 1)
+
+
+# U+2581 is how SentencePiece writes a space; halves of surrogate pairs are no text.
+@given(text=st.text(st.characters(exclude_characters="\u2581", exclude_categories=["Cs"])))
+def test_every_text_comes_back_unchanged(model: Path, text: str) -> None:
+    for tokenizer in (GPTSentencePieceTokenizer(str(model)), SentencePieceTokenizer(str(model))):
+        assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+
+
+@pytest.mark.parametrize("text", ["\t\tx\n", "\n\n  x \n", " x", "x ", "  ", "\r\n", "\0", "\ufeffx", "<s></s><unk><0x0A>", "é漢🎉", ""])
+def test_white_space_and_special_spellings_come_back_unchanged(model: Path, text: str) -> None:
+    tokenizer = GPTSentencePieceTokenizer(str(model))
+    assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+
+
+def test_training_again_gives_the_same_bytes(corpus: Path, model: Path, tmp_path: Path) -> None:
+    run_tool("train_tokenizer", "--input", corpus, "--model-prefix", tmp_path / "again", "--vocab-size", 600)
+    assert (tmp_path / "again.model").read_bytes() == model.read_bytes()
+
+
+def test_a_long_corpus_is_thinned_out_evenly(corpus: Path, model: Path, tmp_path: Path) -> None:
+    limit = corpus.stat().st_size / 2e6 + 0.001
+    done = run_tool(
+        "train_tokenizer", "--input", corpus, "--model-prefix", tmp_path / "half", "--vocab-size", 600, "--max-megabytes", limit
+    )
+    assert done.returncode == 0
+    assert (tmp_path / "half.model").read_bytes() != model.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("line", "arguments", "message"),
+    [
+        ("{", (), "line 2: not JSON in UTF-8"),
+        ('{"body": "x"}', (), 'line 2: no string under the key "text"; --json-key'),
+        ('{"text": "x"}', ("--vocab-size", 100_000), "SentencePiece cannot train 100000 pieces"),
+        ('{"text": "x"}', ("--max-megabytes", 0), "--max-megabytes 0"),
+    ],
+)
+def test_unusable_input_is_refused_and_leaves_no_model(tmp_path: Path, line: str, arguments: tuple[object, ...], message: str) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(f'{{"text": "some words to count"}}\n{line}\n')
+    done = run_tool("train_tokenizer", "--input", source, "--model-prefix", tmp_path / "tok", *arguments)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("train_tokenizer.py: error: ")
+    assert message in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_missing_input_is_refused(tmp_path: Path) -> None:
+    done = run_tool("train_tokenizer", "--input", "nowhere.jsonl", "--model-prefix", tmp_path / "tok")
+    assert done.returncode == 2
+    assert "--input nowhere.jsonl is not a file" in done.stderr

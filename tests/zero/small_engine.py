@@ -1,0 +1,303 @@
+"""A small model, its engine and a training loop for one rank of a virtual world, and the same training by plain torch."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_zpp.comm.backend import Backend, VirtualBackend, VirtualWorld
+from megatron_zpp.comm.lanes import Hop, PolledLanes
+from megatron_zpp.comm.ledger import Ledger
+from megatron_zpp.comm.links import Ladder
+from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
+from megatron_zpp.parallel.topology import Lane, Topology
+from megatron_zpp.zero.engine import EngineOptions, StepResult, ZeroEngine
+from megatron_zpp.zero.loss_scaler import LossScaler
+from megatron_zpp.zero.optimizer import AdamOptions
+from megatron_zpp.zero.policy import POLICIES, Policy, Rung
+from megatron_zpp.zero.schedule import Prefetch
+from megatron_zpp.zero.unit import exact_codecs
+
+CPU = torch.device("cpu")
+SECONDARY_ROW = Policy(Rung.PRIMARY, Rung.SECONDARY, Rung.SECONDARY, Rung.SECONDARY)  # a row that no flag offers
+ROWS = {**{f"stage {stage}": policy for stage, policy in POLICIES.items()}, "secondary row": SECONDARY_ROW}
+VOCAB, TOKENS, GLOBAL_BATCH = 13, 4, 48
+LEARNING_RATE, CLIP_GRAD = 1e-2, 0.3
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """inner: the width of each block's inner layer, so units differ in size. spare: the blocks have a parameter that not every rank uses."""
+
+    inner: tuple[int, ...] = (5, 11)
+    hidden: int = 6
+    is_tied: bool = True
+    is_recomputed: bool = False
+    has_spare: bool = False
+
+
+class SmallBlock(nn.Module):
+    def __init__(self, hidden: int, inner: int, has_spare: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, inner)
+        self.down = nn.Linear(inner, hidden)
+        self.spare = nn.Parameter(torch.empty(3, hidden)) if has_spare else None
+
+    def forward(self, hidden: Tensor, uses_spare: bool) -> Tensor:
+        if self.spare is not None and uses_spare:
+            hidden = hidden + self.spare.sum(0)
+        out: Tensor = hidden + self.down(F.gelu(self.up(self.norm(hidden))))
+        return out
+
+
+class SmallFinal(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(shape.hidden)
+        self.head = None if shape.is_tied else nn.Linear(shape.hidden, VOCAB, bias=False)
+
+    def forward(self, hidden: Tensor, tied_weight: Tensor | None, labels: Tensor) -> Tensor:
+        normed = self.norm(hidden)
+        logits = F.linear(normed, tied_weight) if self.head is None and tied_weight is not None else self._head(normed)
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+    def _head(self, normed: Tensor) -> Tensor:
+        if self.head is None:
+            raise RuntimeError("a tied model needs the tied weight")
+        logits: Tensor = self.head(normed)
+        return logits
+
+
+class SmallModel(nn.Module):
+    """Embedding, residual blocks and a head, tied or not; on the meta device."""
+
+    def __init__(self, shape: ModelShape, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape = shape
+        self.detached_block: int | None = None  # a block whose output gets no gradient
+        with torch.device("meta"):
+            self.embedding = nn.Embedding(VOCAB, shape.hidden)
+            self.blocks = nn.ModuleList(SmallBlock(shape.hidden, inner, shape.has_spare) for inner in shape.inner)
+            self.final = SmallFinal(shape)
+            self.to(dtype)
+
+    def forward(self, tokens: Tensor, labels: Tensor, uses_spare: bool = False) -> Tensor:
+        hidden: Tensor = self.embedding(tokens)
+        for index, block in enumerate(self.blocks):
+            before = hidden
+            if self.shape.is_recomputed:
+                hidden = cast(Tensor, checkpoint(block, hidden, uses_spare, use_reentrant=False))
+            else:
+                hidden = block(hidden, uses_spare)
+            if index == self.detached_block:
+                hidden = before + hidden.detach()
+        loss: Tensor = self.final(hidden, self.embedding.weight if self.shape.is_tied else None, labels)
+        return loss
+
+    def unit_specs(self) -> tuple[UnitSpec, ...]:
+        paths = {"embedding": "embedding"} | {f"block.{index}": f"blocks.{index}" for index in range(len(self.blocks))}
+        paths["final_norm"] = "final.norm"
+        if not self.shape.is_tied:
+            paths["head"] = "final.head"
+        return tuple(UnitSpec(unit, self._params(path)) for unit, path in paths.items())
+
+    def _params(self, path: str) -> tuple[ParamSpec, ...]:
+        return tuple(
+            ParamSpec(name, tuple(parameter.shape), partial(initial_values, name, parameter.numel(), parameter.ndim), parameter.ndim > 1)
+            for name, parameter in self.get_submodule(path).named_parameters(prefix=path)
+        )
+
+    def uses(self) -> tuple[Use, ...]:
+        blocks = tuple(Use(f"blocks.{index}", (f"block.{index}",), True) for index in range(len(self.blocks)))
+        output = "embedding" if self.shape.is_tied else "head"
+        return (Use("embedding", ("embedding",), False), *blocks, Use("final", ("final_norm", output), True))
+
+
+def initial_values(name: str, numel: int, ndim: int, start: int, stop: int) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = torch.randn(numel, generator=generator) * (0.4 if ndim > 1 else 0.1)
+    return (values + (1.0 if name.endswith("norm.weight") else 0.0))[start:stop]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of a few steps on a fixed global batch."""
+
+    policy: Policy = POLICIES[3]
+    dtype: torch.dtype = torch.float32
+    shape: ModelShape = ModelShape()
+    steps: int = 4
+    microbatches: int = 1
+    prefetch: Prefetch = Prefetch()
+    block_numel: int = 4
+    clip_grad: float = CLIP_GRAD
+    loss_scaler: Callable[[], LossScaler] | None = None
+
+
+class RecordingLanes(PolledLanes):
+    """Polled lanes that remember every submission."""
+
+    def __init__(self, pause: Callable[[], None] | None = None) -> None:
+        super().__init__(pause)
+        self.submissions: list[tuple[str, Lane]] = []
+
+    def submit(self, hop: Hop) -> None:
+        self.submissions.append((hop.name, hop.lane))
+        super().submit(hop)
+
+
+def random_pauses(seed: int) -> Callable[[], None]:
+    generator = random.Random(seed)
+    return lambda: time.sleep(generator.choice([0.0, 0.0, 0.0005, 0.002]))
+
+
+@dataclass
+class Rank:
+    """One rank that trains."""
+
+    job: Job
+    backend: Backend
+    lanes: RecordingLanes = field(default_factory=RecordingLanes)
+    uses_spare: bool = False
+
+    def __post_init__(self) -> None:
+        self.model = SmallModel(self.job.shape, self.job.dtype)
+        self.ledger = Ledger(self.backend.topology, self.backend.rank)
+        codecs = exact_codecs(self.job.dtype)
+        options = EngineOptions(
+            self.job.policy, codecs, codecs, self.job.dtype, self.job.block_numel, self.job.prefetch, AdamOptions(), self.job.clip_grad
+        )
+        ladder = Ladder(self.backend, self.lanes, self.ledger, CPU)
+        scaler = self.job.loss_scaler() if self.job.loss_scaler else None
+        self.engine = ZeroEngine(self.model, self.model.unit_specs(), self.model.uses(), options, ladder, CPU, scaler)
+
+    def loss(self, step: int, microbatch: int = 0) -> Tensor:
+        tokens, labels = self.batch(step, microbatch)
+        loss: Tensor = self.model(tokens, labels, self.uses_spare)
+        return loss
+
+    def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        world_size = self.backend.topology.world_size
+        samples = max(1, GLOBAL_BATCH // (world_size * self.job.microbatches))
+        first = (microbatch * world_size + self.backend.rank) * samples
+        tokens, labels = global_batch(step)
+        rows = [row % GLOBAL_BATCH for row in range(first, first + samples)]
+        return tokens[rows], labels[rows]
+
+    def backward(self, loss: Tensor, microbatch: int = 0) -> None:
+        count = self.job.microbatches
+        self.engine.backward(loss, microbatches=count, is_last_microbatch=microbatch == count - 1)
+
+    def accumulate(self, step: int) -> float:
+        """The mean loss of this rank's micro-batches, whose gradients are on their way."""
+        total = 0.0
+        for microbatch in range(self.job.microbatches):
+            loss = self.loss(step, microbatch)
+            self.backward(loss, microbatch)
+            total += loss.item()
+        return total / self.job.microbatches
+
+    def step(self, step: int) -> tuple[float, StepResult]:
+        loss = self.accumulate(step)
+        return loss, self.engine.step(LEARNING_RATE)
+
+    def train(self) -> list[tuple[float, float]]:
+        """Loss of this rank and global gradient norm, per step."""
+        history = []
+        for step in range(self.job.steps):
+            loss, result = self.step(step)
+            history.append((loss, result.grad_norm))
+        self.engine.close()
+        return history
+
+    def own_main_weights(self) -> dict[str, list[tuple[int, Tensor]]]:
+        """By parameter the (start, values) of the slice that this rank owns."""
+        pieces: dict[str, list[tuple[int, Tensor]]] = {}
+        for unit in self.engine.units:
+            for segment in unit.layout.segments(unit.first_slice, unit.slices):
+                values = unit.main_weight[segment.offset : segment.offset + segment.stop - segment.start].clone()
+                pieces.setdefault(segment.spec.name, []).append((segment.start, values))
+        return pieces
+
+
+def global_batch(step: int) -> tuple[Tensor, Tensor]:
+    text = torch.randint(VOCAB, (GLOBAL_BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(1000 + step))
+    return text[:, :-1], text[:, 1:]
+
+
+def run_world(shape: tuple[int, int] | Topology, program: Callable[[VirtualBackend], Result], limit_seconds: float = 60.0) -> list[Result]:
+    """What `program` returns on each rank; ranks that wait for each other in vain end with a TimeoutError."""
+    world = VirtualWorld(shape if isinstance(shape, Topology) else Topology.of_nodes(*shape))
+    watch = threading.Timer(limit_seconds, _give_up, [world])
+    watch.daemon = True
+    watch.start()
+    try:
+        return cast(list[Result], world.run(program))
+    finally:
+        watch.cancel()
+
+
+def _give_up(world: VirtualWorld) -> None:
+    with world._lock:
+        world._failure = world._failure or TimeoutError("ranks of the virtual world wait for each other in vain")
+        world._lock.notify_all()
+
+
+def train_world(shape: tuple[int, int], job: Job) -> list[list[tuple[float, float]]]:
+    """The history of every rank."""
+    return run_world(shape, lambda backend: Rank(job, backend).train())
+
+
+def mean_losses(histories: list[list[tuple[float, float]]]) -> list[float]:
+    """The loss of the global batch, per step."""
+    return [sum(loss for loss, _ in of_ranks) / len(of_ranks) for of_ranks in zip(*histories, strict=True)]
+
+
+def plain_model(shape: ModelShape, dtype: torch.dtype = torch.float32) -> SmallModel:
+    """The same model with the same first weights, as real parameters."""
+    model = SmallModel(shape, dtype).to_empty(device=CPU)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_values(name, parameter.numel(), parameter.ndim, 0, parameter.numel()).view(parameter.shape))
+    return model
+
+
+def train_plainly(job: Job, spare_share: float = 0.0) -> tuple[list[tuple[float, float]], SmallModel]:
+    """Loss and gradient norm per step of torch's own loop over the whole global batch in fp32, and the model at its end.
+
+    spare_share: the share of the batch, from its first sample on, that uses the spare parameters.
+    """
+    model = plain_model(job.shape)
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    adam = AdamOptions()
+    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": adam.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(adam.beta1, adam.beta2), eps=adam.eps)
+    history = []
+    for step in range(job.steps):
+        tokens, labels = global_batch(step)
+        cut = round(GLOBAL_BATCH * spare_share)
+        loss = torch.zeros(())
+        for rows, uses_spare in ((slice(0, cut), True), (slice(cut, None), False)):
+            if len(tokens[rows]):
+                loss = loss + model(tokens[rows], labels[rows], uses_spare) * (len(tokens[rows]) / GLOBAL_BATCH)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)  # a parameter without gradient decays like the others
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_grad)
+        optimizer.step()
+        history.append((loss.item(), norm.item()))
+    return history, model

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_zpp.parallel.specs import Use
+from megatron_zpp.zero import schedule as schedule_module
+from megatron_zpp.zero.schedule import Moment, Phase, Prefetch, Schedule, descent_order, evaluation_schedule, training_schedule
+
+prefetches = st.builds(Prefetch, st.integers(0, 4), st.integers(0, 4))
+
+
+def _uses(blocks: int, is_tied: bool) -> tuple[Use, ...]:
+    middle = tuple(Use(f"blocks.{index}", (f"b{index}",), True) for index in range(blocks))
+    return (Use("embedding", ("emb",), False), *middle, Use("final", ("norm", "emb" if is_tied else "head"), True))
+
+
+models = st.builds(_uses, st.integers(1, 8), st.booleans())
+
+
+def _forward(uses: tuple[Use, ...]) -> list[Moment]:
+    return [Moment(phase, index) for index in range(len(uses)) for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
+
+
+def _backward(uses: tuple[Use, ...]) -> list[Moment]:
+    return [Moment(Phase.PRE_BACKWARD, index) for index in reversed(range(len(uses)))] + [Moment(Phase.AFTER_BACKWARD, 0)]
+
+
+class RestingLadder:
+    """Which units rest, climb or stand full, if every unit rests whenever the schedule lets it: an independent reading of the moments."""
+
+    def __init__(self, uses: tuple[Use, ...], schedule: Schedule) -> None:
+        self.uses = uses
+        self.schedule = schedule
+        self.to_secondary: list[str] = []  # submissions, in order
+        self.to_full: list[str] = []
+        self.on_secondary: set[str] = set()  # there or on the way; gone once the unit is full
+        self.climbing: set[str] = set()
+        self.full: set[str] = set()
+        self.most_full = 0
+
+    def run(self, moment: Moment) -> None:
+        actions = self.schedule.get(moment)
+        assert actions is not None, f"no actions for {moment}"
+        self.full -= set(actions.rest)
+        for unit in actions.climb_to_full:
+            self._submit_secondary(unit)
+            if unit not in self.full | self.climbing:
+                self.climbing.add(unit)
+                self.to_full.append(unit)
+        for unit in actions.climb_to_secondary:
+            self._submit_secondary(unit)
+        for unit in actions.wait:
+            assert unit in self.full | self.climbing, f"{unit} is waited for at {moment} and nobody submitted its climb"
+            self.climbing.discard(unit)
+            self.on_secondary.discard(unit)
+            self.full.add(unit)
+        if moment.phase is Phase.PRE_FORWARD:
+            assert set(self.uses[moment.use].units) <= self.full
+        if moment.phase is Phase.PRE_BACKWARD and self.uses[moment.use].needs_weights_in_backward:
+            assert set(self.uses[moment.use].units) <= self.full
+        self.most_full = max(self.most_full, len(self.full | self.climbing))
+
+    def _submit_secondary(self, unit: str) -> None:
+        if unit not in self.full | self.climbing | self.on_secondary:
+            self.on_secondary.add(unit)
+            self.to_secondary.append(unit)
+
+
+def _microbatch(uses: tuple[Use, ...], prefetch: Prefetch) -> RestingLadder:
+    ladder = RestingLadder(uses, training_schedule(uses, prefetch))
+    for moment in _forward(uses) + _backward(uses):
+        ladder.run(moment)
+    return ladder
+
+
+@given(models, prefetches)
+def test_every_unit_that_a_use_reads_was_submitted_before_it_is_waited_for_and_stands_full_when_it_is_read(
+    uses: tuple[Use, ...], prefetch: Prefetch
+) -> None:
+    _microbatch(uses, prefetch)
+
+
+@given(models, prefetches)
+def test_after_a_micro_batch_everything_rests_and_nothing_is_on_its_way(uses: tuple[Use, ...], prefetch: Prefetch) -> None:
+    ladder = _microbatch(uses, prefetch)
+    assert not ladder.full | ladder.climbing | ladder.on_secondary
+
+
+@given(models, prefetches)
+def test_blocks_and_a_tied_embedding_climb_twice_per_micro_batch_and_the_others_once(uses: tuple[Use, ...], prefetch: Prefetch) -> None:
+    is_tied = "emb" in uses[-1].units
+    expected = Counter({use.units[0]: 2 for use in uses[1:-1]}) + Counter(norm=1, emb=2 if is_tied else 1)
+    if not is_tied:
+        expected["head"] = 1
+    ladder = _microbatch(uses, prefetch)
+    assert Counter(ladder.to_full) == expected
+    assert Counter(ladder.to_secondary) == expected
+
+
+@given(models, prefetches)
+def test_climbs_are_submitted_in_the_order_of_need_whatever_the_prefetch(uses: tuple[Use, ...], prefetch: Prefetch) -> None:
+    by_need = _microbatch(uses, Prefetch(0, 0))
+    ahead = _microbatch(uses, prefetch)
+    assert ahead.to_full == by_need.to_full
+    assert ahead.to_secondary == by_need.to_secondary
+
+
+@given(st.integers(4, 12), st.booleans(), prefetches)
+def test_how_many_units_stand_full_at_once_does_not_depend_on_the_depth(blocks: int, is_tied: bool, prefetch: Prefetch) -> None:
+    assert _microbatch(_uses(blocks, is_tied), prefetch).most_full <= 4 + prefetch.intra_uses
+
+
+@given(models, prefetches)
+def test_an_evaluation_reads_full_units_climbs_once_per_use_and_ends_at_rest(uses: tuple[Use, ...], prefetch: Prefetch) -> None:
+    ladder = RestingLadder(uses, evaluation_schedule(uses, prefetch))
+    for moment in _forward(uses):
+        ladder.run(moment)
+    assert Counter(ladder.to_full) == Counter(unit for use in uses for unit in use.units)
+    assert not ladder.full | ladder.climbing | ladder.on_secondary
+
+
+@given(models, prefetches, st.data())
+def test_an_evaluation_between_any_two_moments_leaves_the_micro_batch_with_full_units(
+    uses: tuple[Use, ...], prefetch: Prefetch, data: st.DataObject
+) -> None:
+    moments = _forward(uses) + _backward(uses)
+    at = data.draw(st.sampled_from([0, 2 * len(uses), len(moments)]))  # before forward, before backward, after both
+    ladder = RestingLadder(uses, training_schedule(uses, prefetch))
+    for moment in moments[:at]:
+        ladder.run(moment)
+    ladder.schedule = evaluation_schedule(uses, prefetch)
+    for moment in _forward(uses):
+        ladder.run(moment)
+    ladder.schedule = training_schedule(uses, prefetch)
+    for moment in moments[at:]:
+        ladder.run(moment)
+
+
+@given(models)
+def test_without_prefetch_a_moment_lists_the_units_of_its_own_use_only(uses: tuple[Use, ...]) -> None:
+    for moment, actions in training_schedule(uses, Prefetch(0, 0)).items():
+        assert set(actions.climb_to_full) <= set(uses[moment.use].units)
+        assert actions.climb_to_full == actions.climb_to_secondary == actions.wait
+
+
+@given(models)
+def test_units_descend_once_each_in_the_order_in_which_backward_completes_them(uses: tuple[Use, ...]) -> None:
+    completed: list[str] = []
+    for index in reversed(range(len(uses))):  # a unit is complete after the backward of the first use that reads it
+        earlier = {unit for use in uses[:index] for unit in use.units}
+        completed += [unit for unit in uses[index].units if unit not in earlier]
+    assert list(descent_order(uses)) == completed
+
+
+def test_a_model_of_one_use_keeps_its_weights_from_forward_to_backward() -> None:
+    uses = (Use("all", ("all",), True),)
+    ladder = _microbatch(uses, Prefetch())
+    assert ladder.to_full == ["all"]
+    assert not ladder.full
+
+
+def test_a_unit_read_by_two_neighbouring_uses_does_not_rest_between_them() -> None:
+    uses = (Use("a", ("x",), True), Use("b", ("x", "y"), True), Use("c", ("z",), True))
+    ladder = _microbatch(uses, Prefetch(0, 0))
+    assert ladder.to_full == ["x", "y", "z", "x", "y"]
+
+
+@pytest.mark.parametrize("column", ["rest", "climb_to_secondary", "climb_to_full", "wait"])
+def test_the_table_at_the_top_of_the_file_is_true(column: str) -> None:
+    uses = (Use("e", ("emb",), False), Use("0", ("b0",), True), Use("1", ("b1",), True), Use("f", ("head", "emb"), True))
+    actions = training_schedule(uses, Prefetch(inter_uses=2, intra_uses=1))
+    table = _drawn_table()
+    drawn = {moment: cells for moment, cells in table.items() if cells}
+    assert len(table) == 12 and len(drawn) == 11
+    for moment, cells in drawn.items():
+        expected = cells[["rest", "climb_to_secondary", "climb_to_full", "wait"].index(column)]
+        assert " ".join(getattr(actions[moment], column)) == expected.replace("-", ""), moment
+    last_forward = actions[Moment(Phase.POST_FORWARD, 3)]
+    assert (last_forward.rest, last_forward.wait) == ((), ())
+
+
+def _drawn_table() -> dict[Moment, list[str]]:
+    table = {}
+    for line in (schedule_module.__doc__ or "").splitlines():
+        found = re.match(r"\s+(pre_forward|post_forward|pre_backward)\s+(\d)\s+(.*)", line)
+        if found:
+            cells = re.split(r"\s{2,}", found[3].strip())
+            table[Moment(Phase(found[1]), int(found[2]))] = [] if cells[0].startswith("(") else cells
+    return table

@@ -1,0 +1,98 @@
+"""A SentencePiece model, PREFIX.model, from the text of JSON lines; it gives every text back unchanged, tabs and line ends included.
+
+(With one exception: SentencePiece writes a space as U+2581, so that character in a text comes back as a space.)
+"""
+
+import argparse
+import io
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import sentencepiece
+
+
+def main() -> None:
+    parser = _parser()
+    args = parser.parse_args()
+    try:
+        run(args)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Writes the model; raises ValueError for an unreadable line or a vocabulary that the text cannot fill."""
+    if not os.path.isfile(args.input):
+        raise ValueError(f"--input {args.input} is not a file; give one file of JSON lines.")
+    if args.max_megabytes <= 0:
+        raise ValueError(f"--max-megabytes {args.max_megabytes:g} leaves no text to train on; give more than 0.")
+    started = time.monotonic()
+    print(f"Training a {args.model_type} model of {args.vocab_size} pieces on {args.input} ...", flush=True)
+    texts = list(spread_texts(args.input, args.json_key, max_bytes=int(args.max_megabytes * 1e6)))
+    model = train_model(texts, vocab_size=args.vocab_size, model_type=args.model_type)
+    path = Path(f"{args.model_prefix}.model")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(model)
+    os.replace(temporary, path)
+    print(f"{path}: {args.vocab_size} pieces, trained in {time.monotonic() - started:.1f} s")
+
+
+def train_model(texts: Sequence[str], *, vocab_size: int, model_type: str) -> bytes:
+    """The serialized model: the same bytes for the same texts."""
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            # The trainer drops sentences with a tab and cuts none at a line end. Both characters are left to the byte pieces.
+            sentence_iterator=(part for text in texts for line in text.splitlines() for part in line.split("\t") if part),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type=model_type,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            # Indentation becomes one piece.
+            allow_whitespace_only_pieces=True,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ValueError(f"SentencePiece cannot train {vocab_size} pieces ({error}); try another --vocab-size or more text.") from None
+    return model.getvalue()
+
+
+def spread_texts(path: str, key: str, *, max_bytes: int) -> Iterator[str]:
+    """The texts of a file of JSON lines, or evenly spread ones of them, about max_bytes, if it has more."""
+    stride = max(1, -(-os.path.getsize(path) // max_bytes))
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if (number - 1) % stride == 0 and not line.isspace():
+                yield _read_text(line, key, f"{path}, line {number}")
+
+
+def _read_text(line: bytes, key: str, place: str) -> str:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{place}: not JSON in UTF-8 ({error}); every line needs one object.") from None
+    if not isinstance(record, dict) or not isinstance(record.get(key), str):
+        raise ValueError(f'{place}: no string under the key "{key}"; --json-key names the key to read.')
+    return record[key]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="train_tokenizer.py", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--input", required=True, help="file of JSON lines")
+    parser.add_argument("--model-prefix", required=True, help="the model is named PREFIX.model")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="pieces, byte pieces and sentence ends included (default: 4096)")
+    parser.add_argument("--json-key", default="text", help="key of the text (default: text)")
+    parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe")
+    parser.add_argument("--max-megabytes", type=float, default=20, help="text to train on at most, spread over the file (default: 20)")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
