@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: which file holds which piece of which parameter, and what a run needs to go on exactly.
 
-    DIR/latest_checkpointed_iteration.txt      the iteration to load, as Megatron has it
-    DIR/iter_0000100/manifest.json             this manifest
-    DIR/iter_0000100/rank_00000.safetensors    one file per rank: fp32 tensors named `<parameter>.<state>`, one dimension each
+DIR/latest_checkpointed_iteration.txt      the iteration to load, as Megatron has it
+DIR/iter_0000100/manifest.json             this manifest
+DIR/iter_0000100/rank_00000.safetensors    one file per rank: fp32 tensors named `<parameter>.<state>`, one dimension each
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class Manifest:
-    """states: names of what is stored per parameter. run: what a resumed run needs beside the tensors. flags: the resolved configuration."""
+    """states: what is stored of every parameter. run: what a resumed run needs beside the tensors. flags: the resolved configuration."""
 
     iteration: int
     consumed_samples: int
@@ -60,13 +60,17 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{path} is not a manifest of {FORMAT}; give the folder of a checkpoint of this program")
         version = fields.pop("format_version")
         if version != FORMAT_VERSION:
-            raise CheckpointError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}; use the program that wrote it")
+            raise CheckpointError(
+                f"{path} has format version {version}, this program reads {FORMAT_VERSION}; use the program that wrote it"
+            )
         fields["pieces"] = tuple(StoredPiece(**piece) for piece in fields["pieces"])
         fields["shapes"] = {name: tuple(shape) for name, shape in fields["shapes"].items()}
         fields["states"] = tuple(fields["states"])
         return Manifest(**fields)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}); the checkpoint is incomplete, choose another with --ckpt-step") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}); the checkpoint is incomplete, choose another with --ckpt-step"
+        ) from error
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); choose another checkpoint with --ckpt-step") from error
 
@@ -91,7 +95,9 @@ def find_checkpoint(directory: Path, step: int | None) -> Path | None:
         return None
     text = latest.read_text(encoding="utf-8").strip()
     if not text.isdigit():
-        raise CheckpointError(f"{latest} holds {text!r} instead of an iteration; name one with --ckpt-step, there is {_existing(directory)}")
+        raise CheckpointError(
+            f"{latest} holds {text!r} instead of an iteration; name one with --ckpt-step, there is {_existing(directory)}"
+        )
     return iteration_folder(directory, int(text))
 
 

@@ -37,7 +37,9 @@ class CheckpointReader:
                 values[first - start : last - start] = self._slice(piece, state, first - piece.start, last - piece.start)
                 missing -= last - first
         if missing:
-            raise CheckpointError(f"{self.folder} lacks {missing} of elements {start} to {stop} of {parameter}; choose another with --ckpt-step")
+            raise CheckpointError(
+                f"{self.folder} lacks {missing} of elements {start} to {stop} of {parameter}; choose another with --ckpt-step"
+            )
         return values
 
     def _slice(self, piece: StoredPiece, state: str, first: int, last: int) -> Tensor:

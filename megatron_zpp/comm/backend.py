@@ -94,7 +94,7 @@ class VirtualWorld:
     def _run_rank(self, program: Callable[[VirtualBackend], object], rank: int, results: list[object]) -> None:
         try:
             results[rank] = program(self.backend_of(rank))
-        except BaseException as error:  # noqa: BLE001 - carried over to the caller's thread
+        except BaseException as error:
             with self._lock:
                 self._failure = self._failure or error
                 self._lock.notify_all()

@@ -21,6 +21,11 @@ from megatron_zpp.parallel.topology import LANES, Lane
 
 _FIRST_PAUSE_SECONDS = 20e-6
 _LONGEST_PAUSE_SECONDS = 500e-6
+_WATCH_SECONDS = 1.0
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(eq=False)
@@ -55,20 +60,23 @@ class Lanes(Protocol):
     def drain(self) -> None: ...
 
 
-def make_lanes(device: torch.device) -> Lanes:
-    """Streams on CUDA, polled handles elsewhere."""
-    return StreamLanes(device) if device.type == "cuda" else PolledLanes()
+def make_lanes(device: torch.device, watch: Callable[[], None]) -> Lanes:
+    """Streams on CUDA, polled handles elsewhere. watch: raises once another rank is known to have failed."""
+    return StreamLanes(device) if device.type == "cuda" else PolledLanes(watch=watch)
 
 
 class PolledLanes:
     """Lanes of asynchronous handles, moved along by whoever submits or waits; one collective under way per lane.
 
     pause: called before every launch; tests pass random delays.
+    watch: called now and then in a long wait; raises once another rank is known to have failed, since a message from that rank, or from
+    one that waits for it, will never come.
     """
 
-    def __init__(self, pause: Callable[[], None] | None = None) -> None:
+    def __init__(self, pause: Callable[[], None] = _nothing, watch: Callable[[], None] = _nothing) -> None:
         self._queues: dict[Lane, deque[Hop]] = {lane: deque() for lane in LANES}
         self._pause = pause
+        self._watch = watch
         self._error: BaseException | None = None
 
     def submit(self, hop: Hop) -> None:
@@ -84,12 +92,16 @@ class PolledLanes:
 
     def _wait_until(self, is_reached: Callable[[], bool]) -> None:
         pause_seconds = _FIRST_PAUSE_SECONDS
+        next_watch = time.monotonic() + _WATCH_SECONDS
         while not is_reached():
             if self._progress():
                 pause_seconds = _FIRST_PAUSE_SECONDS
             elif not is_reached():
                 time.sleep(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+                if time.monotonic() > next_watch:
+                    self._watch()
+                    next_watch = time.monotonic() + _WATCH_SECONDS
 
     def _progress(self) -> bool:
         """True where at least one hop was launched or landed."""
@@ -112,8 +124,7 @@ class PolledLanes:
             return self._land(queue, hop)
         if hop.after is not None and not hop.after.has_landed:
             return False
-        if self._pause is not None:
-            self._pause()
+        self._pause()
         hop.is_launched = True
         hop.work = hop.launch()
         return True

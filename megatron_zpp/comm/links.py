@@ -50,9 +50,7 @@ class Ladder:
         self.partition_ranks = self.topology.link_ranks(Link.INTRA)
         self.own_slice = self.topology.slice_of(backend.rank)
 
-    def climb_to_secondary(
-        self, name: str, encode_own: Callable[[Tensor], None], payloads: Tensor, after: Hop | None = None
-    ) -> Hop:
+    def climb_to_secondary(self, name: str, encode_own: Callable[[Tensor], None], payloads: Tensor, after: Hop | None = None) -> Hop:
         """The hop that fills `payloads` [N, payload_bytes], a secondary rung, from the own slices of all nodes.
 
         encode_own: fills the payload [1, payload_bytes] of this rank's slice.
@@ -100,7 +98,14 @@ class Ladder:
             within.release()
 
         first = self._submit(
-            Hop(name, INTRA_DESCEND, lambda: within.send(lambda payloads: codecs.intra.encode_into(full, payloads)), _nothing, None, within.traffic)
+            Hop(
+                name,
+                INTRA_DESCEND,
+                lambda: within.send(lambda payloads: codecs.intra.encode_into(full, payloads)),
+                _nothing,
+                None,
+                within.traffic,
+            )
         )
         last = Hop(name, INTER_DESCEND, lambda: across.send(recode), lambda: across.land(primary, accumulate), first, across.traffic)
         return [first, self._submit(last)]

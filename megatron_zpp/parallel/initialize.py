@@ -81,6 +81,11 @@ class World:
         except RuntimeError:  # the store went away with the rank that held it
             return own
 
+    def check_others(self) -> None:
+        """Nothing, while no rank has reported a failure. Raises RuntimeError once one has."""
+        if self._store.check([FAILURE_KEY]):
+            raise RuntimeError("another rank has failed")
+
     def leave(self) -> None:
         """Ends the process groups; no message may be under way."""
         dist.destroy_process_group()
@@ -93,12 +98,16 @@ def choose_device(launch: Launch, backend: str | None) -> torch.device:
     """
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend == "nccl" and devices == 0:
-        raise ValueError("--distributed-backend nccl needs a GPU and this machine shows none; leave the flag out to run on the CPU over gloo")
+        raise ValueError(
+            "--distributed-backend nccl needs a GPU and this machine shows none; leave the flag out to run on the CPU over gloo"
+        )
     if backend == "gloo" or devices == 0:
         return torch.device("cpu")
     shares_device = "NCCL_HOSTID" in os.environ  # NCCL takes ranks with different host ids on one device for different machines
     if launch.local_rank >= devices and not shares_device:
-        raise ValueError(f"local rank {launch.local_rank} finds only {devices} GPUs on this machine; start at most {devices} ranks per machine")
+        raise ValueError(
+            f"local rank {launch.local_rank} finds only {devices} GPUs on this machine; start at most {devices} ranks per machine"
+        )
     return torch.device("cuda", launch.local_rank % devices)
 
 

@@ -59,11 +59,18 @@ class Topology:
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.ranks_per_node < 1 or self.partition_ranks < 1:
-            raise ValueError(f"world size {self.world_size}, ranks per node {self.ranks_per_node} and partition {self.partition_ranks} must be positive")
+            raise ValueError(
+                f"world size {self.world_size}, ranks per node {self.ranks_per_node}, partition {self.partition_ranks}: all must be positive"
+            )
         if self.world_size % self.ranks_per_node:
-            raise ValueError(f"--ranks-per-node {self.ranks_per_node} does not divide the world size {self.world_size}; choose {_divisors(self.world_size)}")
+            raise ValueError(
+                f"--ranks-per-node {self.ranks_per_node} does not divide the world size {self.world_size}; choose {_divisors(self.world_size)}"
+            )
         if self.ranks_per_node % self.partition_ranks:
-            raise ValueError(f"a partition of {self.partition_ranks} ranks does not divide the {self.ranks_per_node} ranks of a node; choose {_divisors(self.ranks_per_node)}")
+            raise ValueError(
+                f"a partition of {self.partition_ranks} ranks does not divide the {self.ranks_per_node} ranks of a node; "
+                f"choose {_divisors(self.ranks_per_node)}"
+            )
 
     @classmethod
     def of_nodes(cls, nodes: int, ranks_per_node: int) -> Topology:
@@ -120,7 +127,8 @@ def check_placement(hosts: Sequence[str], ranks_per_node: int) -> None:
         names = sorted(set(hosts[first : first + ranks_per_node]))
         if len(names) > 1:
             raise ValueError(
-                f"ranks {first} to {first + ranks_per_node - 1} form one node (--ranks-per-node {ranks_per_node}) but run on several hosts: {', '.join(names)}; "
+                f"ranks {first} to {first + ranks_per_node - 1} form one node (--ranks-per-node {ranks_per_node}) "
+                f"but run on several hosts: {', '.join(names)}; "
                 "start the ranks of a node consecutively on one host, or lower --ranks-per-node"
             )
 

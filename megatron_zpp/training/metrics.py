@@ -14,7 +14,10 @@ from megatron_zpp.training.step import StepOutcome
 
 @dataclass
 class Progress:
-    """Where the run stands; a checkpoint keeps it. scheduled_samples: samples of steps that were not skipped, which drive the learning rate."""
+    """Where the run stands; a checkpoint keeps it.
+
+    scheduled_samples: samples of the steps that were not skipped; they drive the learning rate.
+    """
 
     iteration: int = 0
     consumed_samples: int = 0

@@ -49,7 +49,7 @@ def build_ladder(config: Config, world: World) -> Ladder:
     topology = Topology(world.world_size, ranks_per_node, ranks_per_node)
     groups = make_lane_groups(topology, world.rank, world.timeout)
     backend = TorchBackend(topology, world.rank, groups)
-    return Ladder(backend, make_lanes(world.device), Ledger(topology, world.rank), world.device)
+    return Ladder(backend, make_lanes(world.device, world.check_others), Ledger(topology, world.rank), world.device)
 
 
 def build_vocabulary(config: Config) -> tuple[int, int]:
@@ -147,6 +147,4 @@ def _loss_scaler(precision: PrecisionConfig) -> LossScaler:
         return ConstantLossScaler()
     if precision.loss_scale is not None:
         return ConstantLossScaler(precision.loss_scale)
-    return DynamicLossScaler(
-        precision.initial_loss_scale, precision.min_loss_scale, precision.loss_scale_window, precision.hysteresis
-    )
+    return DynamicLossScaler(precision.initial_loss_scale, precision.min_loss_scale, precision.loss_scale_window, precision.hysteresis)

@@ -143,7 +143,7 @@ class ZeroEngine:
         self._is_last_microbatch = is_last_microbatch
         self._is_in_backward = True
         try:
-            (loss * (self.loss_scaler.scale / microbatches)).backward()  # type: ignore[no-untyped-call]
+            (loss * (self.loss_scaler.scale / microbatches)).backward()
             self._sweep()
         finally:
             self._is_in_backward = False

@@ -97,9 +97,7 @@ class UnitGradient:
         self._hops.append(hop)
         if is_last_microbatch:
             self._hops.append(
-                self._ladder.descend_from_secondary(
-                    self.name, self._codecs.inter, self._resting, self.primary, accumulate=False, after=hop
-                )
+                self._ladder.descend_from_secondary(self.name, self._codecs.inter, self._resting, self.primary, accumulate=False, after=hop)
             )
 
     def _climb_back(self) -> None:

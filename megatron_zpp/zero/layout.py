@@ -99,9 +99,7 @@ class FlatLayout:
         if end < self.numel:
             yield Range(end, self.numel)
 
-    def ranges_by(
-        self, key: Callable[[Segment], bool], first: int = 0, slices: int | None = None
-    ) -> Iterator[tuple[Range, bool]]:
+    def ranges_by(self, key: Callable[[Segment], bool], first: int = 0, slices: int | None = None) -> Iterator[tuple[Range, bool]]:
         """The flat buffer of `slices` slices from `first` on, cut where `key` changes and where the regions meet; with each range's key.
 
         Padding goes with the segment before it: zeros stay zeros under AdamW and add nothing to a norm.

@@ -1,4 +1,4 @@
-"""Loss scales: constant, or dynamic with hysteresis (as Megatron's: grow after a window of good steps, back off after repeated bad ones)."""
+"""Loss scales: constant, or dynamic with hysteresis, as Megatron's: grow after a window of good steps, back off after repeated bad ones."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class ConstantLossScaler:
 
     def load_state(self, state: dict[str, float]) -> None:
         """A constant scale is a flag of this run, whatever the checkpoint's was."""
-        return None
+        return
 
 
 @dataclass
 class DynamicLossScaler:
-    """Doubles after `window` steps without overflow; halves, not below `min_scale`, once `hysteresis` overflows have used up the patience."""
+    """Doubles after `window` steps without overflow; halves, down to `min_scale`, at every overflow from the `hysteresis`-th on."""
 
     scale: float = 2.0**32
     min_scale: float = 1.0

@@ -8,8 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from pretrain_zeropp_gpt import main
 from megatron_zpp.zero.gradients import UnitGradient
+from pretrain_zeropp_gpt import main
 
 descend = UnitGradient.descend
 calls = 0

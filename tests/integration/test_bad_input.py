@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from distributed import RankPool
-from runs import TINY, entry
 from tiny_corpus import write_corpus
+
+from runs import TINY, entry
 
 DATA = "--tokenizer-type NullTokenizer --train-iters 2 --split 100,0,0"
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from distributed import RankPool
-from runs import losses, pretrain
 from tiny_corpus import write_corpus
+
+from runs import losses, pretrain
 
 SAVED_AT, END = 5, 9
 
@@ -23,12 +24,14 @@ def corpus(tmp_path: Path) -> Path:
 
 def flags(corpus: Path, precision: str, stage: int) -> str:
     return (
-        f"--data-path {corpus} --split 80,10,10 --tokenizer-type NullTokenizer --train-iters {END} --micro-batch-size 2 --global-batch-size 16 "
-        f"--eval-iters 1 --eval-interval 3 --zero-stage {stage} {precision}"
+        f"--data-path {corpus} --split 80,10,10 --tokenizer-type NullTokenizer --train-iters {END} --micro-batch-size 2 "
+        f"--global-batch-size 16 --eval-iters 1 --eval-interval 3 --zero-stage {stage} {precision}"
     )
 
 
-@pytest.mark.parametrize("precision", ["", "--bf16", "--fp16 --initial-loss-scale 65536 --loss-scale-window 3"], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "precision", ["", "--bf16", "--fp16 --initial-loss-scale 65536 --loss-scale-window 3"], ids=["fp32", "bf16", "fp16"]
+)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_resume_equals_not_having_stopped_bit_for_bit(ranks: RankPool, tmp_path: Path, corpus: Path, stage: int, precision: str) -> None:
     common = flags(corpus, precision, stage)

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import RankPool
-from runs import TINY, losses, pretrain
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.validate import resolve
 from megatron_zpp.data.datasets import SampleCounts, build_datasets
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.initialization import materialize
+from runs import TINY, losses, pretrain
 
 SHAPES = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)]
 STEPS = 20
@@ -62,7 +62,9 @@ def test_every_shape_follows_a_plain_loop_within_fp32_rounding(
 def plain_loop(global_batch_size: int) -> list[tuple[float, float]]:
     """The same training without any of the engine: one process, torch's AdamW and clipping."""
     config = resolve(parse_flags([*TINY, "--train-iters", str(STEPS)]), 1, 1)
-    dataset = build_datasets(config.data, seq_length=16, seed=1234, sample_counts=SampleCounts(STEPS * global_batch_size, 0, 0), vocab_size=100)
+    dataset = build_datasets(
+        config.data, seq_length=16, seed=1234, sample_counts=SampleCounts(STEPS * global_batch_size, 0, 0), vocab_size=100
+    )
     model = materialize(GPT(config.model, 104, config.training.seed, torch.float32)).train()
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
