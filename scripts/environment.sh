@@ -12,7 +12,8 @@ prepare_environment() {
         make_venv
         install_if_changed "$@"
     else
-        require_python "$(command -v python || command -v python3 || true)"
+        command -v python >/dev/null || python() { python3 "$@"; }
+        require_python python
         has_requirements "$@" || install "$@"
     fi
 }

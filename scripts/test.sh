@@ -32,9 +32,10 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 echo "== ruff: style"
 python -m ruff check .
+python -m ruff format --check --quiet .
 echo "== mypy: types"
 python -m mypy
 echo "== import-linter: floors of the house"
-lint-imports
+lint-imports --no-logo
 echo "== pytest: statements"
 python -m pytest ${pytest_arguments[@]+"${pytest_arguments[@]}"}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from megatron_zpp.config.schema import DataConfig, ModelConfig
 from megatron_zpp.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_zpp.model.generation import Sampling, generated_tokens
 from megatron_zpp.model.gpt import GPT
+
+Group = TypeVar("Group", DataConfig, ModelConfig)
 
 
 def main() -> None:
@@ -39,6 +41,11 @@ def run(args: argparse.Namespace) -> None:
     sampling = Sampling(tokenizer.vocab_size, args.temperature, args.top_k)
     prompt = tokenizer.tokenize(args.prompt)
     model = load_model(reader)
+    if tokenizer.vocab_size > model.padded_vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, more than the {model.padded_vocab_size} of the model; "
+            "give the --tokenizer-model that the training used."
+        )
     generator = torch.Generator().manual_seed(args.seed)
     tokens = until_end(generated_tokens(model, prompt or [tokenizer.eod], sampling, generator), tokenizer)
     print(tokenizer.detokenize([*prompt, *islice(tokens, args.max_new_tokens)]))
@@ -54,13 +61,13 @@ def open_checkpoint(directory: Path, step: int | None) -> CheckpointReader:
 
 def data_config(manifest: Manifest, tokenizer_model: str | None) -> DataConfig:
     """The run's flags about text, with tokenizer_model instead of its own where one is given."""
-    data = DataConfig(**_flags(manifest, "data"))
+    data = _group(DataConfig, manifest, "data")
     return data if tokenizer_model is None else replace(data, tokenizer_model=tokenizer_model)
 
 
 def load_model(reader: CheckpointReader) -> GPT:
     """The checkpoint's model in evaluation mode, its main weights in fp32 on the CPU."""
-    config = ModelConfig(**_flags(reader.manifest, "model"))
+    config = _group(ModelConfig, reader.manifest, "model")
     model = GPT(config, _flags(reader.manifest, "padded_vocab_size"), seed=0, dtype=torch.float32)
     for unit in model.unit_specs():
         for param in unit.params:
@@ -80,11 +87,17 @@ def until_end(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[int]:
 
 
 def _flags(manifest: Manifest, name: str) -> Any:
+    if name not in manifest.flags:
+        raise CheckpointError(f"the manifest of iteration {manifest.iteration} lacks {name} among its flags; choose another checkpoint.")
+    return manifest.flags[name]
+
+
+def _group(kind: type[Group], manifest: Manifest, name: str) -> Group:
     try:
-        return manifest.flags[name]
-    except KeyError:
+        return kind(**_flags(manifest, name))
+    except TypeError as error:
         raise CheckpointError(
-            f"the manifest of iteration {manifest.iteration} lacks the run's {name} flags; choose another checkpoint."
+            f"the {name} flags in the manifest of iteration {manifest.iteration} are not this program's ({error})."
         ) from None
 
 

@@ -103,7 +103,7 @@ def draw(runs: Sequence[Curves]) -> "Figure":
         solid, dashed = {"color": f"C{index}"}, {"color": "C1" if is_one else f"C{index}", "linestyle": "--"}
         _line(loss, curves.training_loss, f"{label}training", **solid)
         _line(loss, curves.validation_loss, f"{label}validation", marker="o", **dashed)
-        _line(rate, curves.learning_rate, curves.name, **solid)
+        _line(rate, curves.learning_rate, "" if is_one else curves.name, **solid)
         _line(traffic, _megabytes(curves.inter_node_bytes), f"{label}between nodes,\ninto one node", **solid)
         _line(traffic, _megabytes(curves.intra_node_bytes), f"{label}inside a node,\ninto one rank", **dashed)
     _finish(loss, "loss (nats per token)")
@@ -129,7 +129,8 @@ def _finish(axes: "Axes", label: str) -> None:
     axes.set_ylabel(label)
     axes.grid(visible=True, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize="small")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize="small")
 
 
 def _megabytes(curve: Mapping[int, float]) -> dict[int, float]:

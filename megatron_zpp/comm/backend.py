@@ -177,10 +177,18 @@ class VirtualBackend:
 
 
 def _deliver_gather(parts: list[_Part]) -> None:
+    _check_sizes(parts, [len(parts) * part.sent.numel() for part in parts])
     for part in parts:
         torch.cat([other.sent.flatten() for other in parts], out=part.output.view(-1))
 
 
 def _deliver_exchange(parts: list[_Part]) -> None:
+    _check_sizes(parts, [part.sent.numel() for part in parts])
     for member, part in enumerate(parts):
         torch.cat([other.sent.view(len(parts), -1)[member] for other in parts], out=part.output.view(-1))
+
+
+def _check_sizes(parts: list[_Part], expected: list[int]) -> None:
+    outputs = [part.output.numel() for part in parts]
+    if len({*outputs, *expected}) > 1:
+        raise RuntimeError(f"the members of a collective meet with different messages: outputs of {outputs}, parts for {expected}")

@@ -3,16 +3,20 @@
 A payload holds the slice's blocks run and its exact run, each padded to 16 bytes:
 
     | blocks run, encoded | exact run, never quantized |
+
+An exact run holds norm gains and biases, which are few and feel an error most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
+
+from megatron_zpp.ops.quantization import coded_bytes, decode_blocks, decode_mean_blocks, encode_blocks, recode_mean_blocks
 
 PAYLOAD_ALIGNMENT_BYTES = 16
 
@@ -79,7 +83,12 @@ class Regions:
 
 
 class Codec(Protocol):
-    """How the slices of a rung become payloads and back. Values are fp32, bf16 or fp16; payloads are uint8."""
+    """How the slices of a rung become payloads and back. Values are fp32, bf16 or fp16; payloads are uint8.
+
+    rests_encoded: whether a rung at rest keeps its payload, because encoding costs more than a copy.
+    """
+
+    rests_encoded: ClassVar[bool]
 
     def payload_bytes(self, runs: Runs) -> int:
         """Bytes of one slice's payload, a multiple of 16."""
@@ -102,9 +111,10 @@ class CastCodec:
     """Values as they are, cast to `dtype`: exact where they have that dtype already."""
 
     dtype: torch.dtype
+    rests_encoded: ClassVar[bool] = False
 
     def payload_bytes(self, runs: Runs) -> int:
-        return self._padded_bytes(runs.blocks) + self._padded_bytes(runs.exact)
+        return self.run_bytes(runs.blocks) + self.run_bytes(runs.exact)
 
     def encode_into(self, values: Regions, payloads: Tensor) -> None:
         self._regions(payloads, values.runs).copy_(values)
@@ -113,38 +123,90 @@ class CastCodec:
         values.copy_(self._regions(payloads, values.runs))
 
     def decode_mean_into(self, payloads: Tensor, mean: Regions, *, accumulate: bool) -> None:
-        members = [self._regions(payload, mean.runs) for payload in payloads]
-        total = _like(mean) if accumulate else mean
-        total.copy_(members[0])
-        for member in members[1:]:
-            total.add_(member)
-        for part in total.parts():
-            part.div_(len(members))
-        if accumulate:
-            mean.add_(total)
+        for payload_part, mean_part in zip(self._regions(payloads, mean.runs).parts(), mean.parts(), strict=True):
+            add_mean_(mean_part, payload_part, accumulate=accumulate)
+
+    def run_bytes(self, numel: int) -> int:
+        """Bytes of a run of `numel` values, padded."""
+        return -(-numel * self.dtype.itemsize // PAYLOAD_ALIGNMENT_BYTES) * PAYLOAD_ALIGNMENT_BYTES
+
+    def run_at(self, payloads: Tensor, offset_bytes: int, numel: int) -> Tensor:
+        """The values [..., numel] that stand at `offset_bytes` in every row of payloads [..., payload_bytes]."""
+        return payloads[..., offset_bytes : offset_bytes + numel * self.dtype.itemsize].view(self.dtype)
 
     def _regions(self, payloads: Tensor, runs: Runs) -> Regions:
-        element_bytes = self.dtype.itemsize
-        boundary = self._padded_bytes(runs.blocks)
-        return Regions(
-            payloads[:, : runs.blocks * element_bytes].view(self.dtype),
-            payloads[:, boundary : boundary + runs.exact * element_bytes].view(self.dtype),
-        )
+        return Regions(self.run_at(payloads, 0, runs.blocks), self.run_at(payloads, self.run_bytes(runs.blocks), runs.exact))
 
-    def _padded_bytes(self, numel: int) -> int:
-        return -(-numel * self.dtype.itemsize // PAYLOAD_ALIGNMENT_BYTES) * PAYLOAD_ALIGNMENT_BYTES
+
+@dataclass(frozen=True)
+class BlockCodec:
+    """The blocks run as integers of `bits` bits with one fp32 scale per block; the exact run as it is.
+
+    | codes | scales | exact run |, each padded to 16 bytes
+    """
+
+    bits: int
+    block_numel: int
+    exact: CastCodec
+    rests_encoded: ClassVar[bool] = True
+
+    def payload_bytes(self, runs: Runs) -> int:
+        return self._coded_bytes(runs) + self.exact.run_bytes(runs.exact)
+
+    def encode_into(self, values: Regions, payloads: Tensor) -> None:
+        encode_blocks(values.blocks, payloads, bits=self.bits, block_numel=self.block_numel)
+        self.exact_run(payloads, values.runs).copy_(values.exact)
+
+    def decode_into(self, payloads: Tensor, values: Regions) -> None:
+        decode_blocks(payloads, values.blocks, bits=self.bits, block_numel=self.block_numel)
+        values.exact.copy_(self.exact_run(payloads, values.runs))
+
+    def decode_mean_into(self, payloads: Tensor, mean: Regions, *, accumulate: bool) -> None:
+        decode_mean_blocks(payloads, mean.blocks, bits=self.bits, block_numel=self.block_numel, accumulate=accumulate)
+        add_mean_(mean.exact, self.exact_run(payloads, mean.runs), accumulate=accumulate)
+
+    def exact_run(self, payloads: Tensor, runs: Runs) -> Tensor:
+        """The exact runs [..., runs.exact] of payloads [..., payload_bytes]."""
+        return self.exact.run_at(payloads, self._coded_bytes(runs), runs.exact)
+
+    def _coded_bytes(self, runs: Runs) -> int:
+        return coded_bytes(runs.blocks, self.bits, self.block_numel)
+
+
+def make_codec(bits: int, dtype: torch.dtype, block_numel: int) -> Codec:
+    """Blocks of 4 or 8 bits, or for 16 the working dtype itself. Raises ValueError for other bits."""
+    exact = CastCodec(dtype)
+    if bits == 16:
+        return exact
+    if bits in (4, 8):
+        return BlockCodec(bits, block_numel, exact)
+    raise ValueError(f"{bits} bits per value is no codec; choose 4, 8 or 16")
 
 
 def recode_mean_into(codec: Codec, payloads: Tensor, next_codec: Codec, recoded: Tensor, runs: Runs) -> None:
     """Fills recoded [slices, next payload_bytes] with the mean over members of payloads [members, slices, payload_bytes].
 
-    The middle of a two-hop descent; the mean is in fp32 before `next_codec` encodes it.
+    The middle of a two-hop descent; the mean is in fp32 before `next_codec` encodes it. Between block codecs it is one fused pass.
     """
-    scratch = torch.empty(recoded.shape[0] * runs.numel, dtype=torch.float32, device=payloads.device)
-    mean = Regions.of(scratch, runs)
+    if isinstance(codec, BlockCodec) and isinstance(next_codec, BlockCodec) and codec.block_numel == next_codec.block_numel:
+        recode_mean_blocks(
+            payloads, recoded, run_numel=runs.blocks, bits=codec.bits, next_bits=next_codec.bits, block_numel=codec.block_numel
+        )
+        exact_mean = torch.empty(recoded.shape[0], runs.exact, dtype=torch.float32, device=recoded.device)
+        add_mean_(exact_mean, codec.exact_run(payloads, runs), accumulate=False)
+        next_codec.exact_run(recoded, runs).copy_(exact_mean)
+        return
+    mean = Regions.of(torch.empty(recoded.shape[0] * runs.numel, dtype=torch.float32, device=recoded.device), runs)
     codec.decode_mean_into(payloads, mean, accumulate=False)
     next_codec.encode_into(mean, recoded)
 
 
-def _like(values: Regions) -> Regions:
-    return Regions(torch.empty_like(values.blocks), torch.empty_like(values.exact))
+def add_mean_(mean: Tensor, members: Tensor, *, accumulate: bool) -> None:
+    """Writes to the fp32 `mean` [slices, run], or adds to it, the mean of members [members, slices, run], summed in fp32 in their order."""
+    total = torch.empty_like(mean) if accumulate else mean
+    total.copy_(members[0])
+    for member in members[1:]:
+        total.add_(member)
+    total.div_(len(members))
+    if accumulate:
+        mean.add_(total)

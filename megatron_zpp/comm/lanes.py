@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -22,6 +22,8 @@ from megatron_zpp.parallel.topology import LANES, Lane
 _FIRST_PAUSE_SECONDS = 20e-6
 _LONGEST_PAUSE_SECONDS = 500e-6
 _WATCH_SECONDS = 1.0
+
+Result = TypeVar("Result")
 
 
 def _nothing() -> None:
@@ -100,7 +102,7 @@ class PolledLanes:
                 time.sleep(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
                 if time.monotonic() > next_watch:
-                    self._watch()
+                    self._keeping_errors(self._watch)
                     next_watch = time.monotonic() + _WATCH_SECONDS
 
     def _progress(self) -> bool:
@@ -108,13 +110,19 @@ class PolledLanes:
         if self._error is not None:
             raise RuntimeError("an earlier collective of this rank failed") from self._error
         has_moved = False
+        while any(self._keeping_errors(self._progress_lanes)):
+            has_moved = True
+        return has_moved
+
+    def _keeping_errors(self, call: Callable[[], Result]) -> Result:
         try:
-            while any([self._progress_lane(queue) for queue in self._queues.values()]):
-                has_moved = True
+            return call()
         except BaseException as error:
             self._error = error
             raise
-        return has_moved
+
+    def _progress_lanes(self) -> list[bool]:
+        return [self._progress_lane(queue) for queue in self._queues.values()]
 
     def _progress_lane(self, queue: deque[Hop]) -> bool:
         if not queue:

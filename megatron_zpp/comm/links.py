@@ -11,7 +11,7 @@ A link of one rank is the identity: no codec, no bytes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from megatron_zpp.comm.codecs import Codec, Regions, Runs, recode_mean_into
 from megatron_zpp.comm.lanes import Hop, Lanes
 from megatron_zpp.comm.ledger import Category, Ledger
 from megatron_zpp.comm.staging import Staging
-from megatron_zpp.parallel.topology import Direction, Lane, Link
+from megatron_zpp.parallel.topology import Direction, Lane, Link, Topology
 
 INTER_CLIMB = Lane(Link.INTER, Direction.CLIMB)
 INTRA_CLIMB = Lane(Link.INTRA, Direction.CLIMB)
@@ -35,6 +35,29 @@ class LinkCodecs:
 
     inter: Codec
     intra: Codec
+
+    def in_world(self, topology: Topology, exact: Codec) -> LinkCodecs:
+        """The codecs that are at work in a world: a link of one rank takes over the other link's, and one rank alone has `exact`."""
+        if topology.world_size == 1:
+            return LinkCodecs(exact, exact)
+        if topology.link_ranks(Link.INTER) == 1:
+            return LinkCodecs(self.intra, self.intra)
+        if topology.link_ranks(Link.INTRA) == 1:
+            return LinkCodecs(self.inter, self.inter)
+        return self
+
+
+@dataclass(frozen=True)
+class Climb:
+    """What climbs: a unit's slices of `runs` each.
+
+    encode_own: fills the payload [1, payload_bytes] of this rank's slice in the inter link's codec.
+    """
+
+    name: str
+    runs: Runs
+    codecs: LinkCodecs
+    encode_own: Callable[[Tensor], None]
 
 
 class Ladder:
@@ -50,25 +73,33 @@ class Ladder:
         self.partition_ranks = self.topology.link_ranks(Link.INTRA)
         self.own_slice = self.topology.slice_of(backend.rank)
 
-    def climb_to_secondary(self, name: str, encode_own: Callable[[Tensor], None], payloads: Tensor, after: Hop | None = None) -> Hop:
-        """The hop that fills `payloads` [N, payload_bytes], a secondary rung, from the own slices of all nodes.
-
-        encode_own: fills the payload [1, payload_bytes] of this rank's slice.
-        """
+    def climb_to_secondary(self, climb: Climb, payloads: Tensor, after: Hop | None = None) -> Hop:
+        """The hop that fills `payloads` [N, payload_bytes], a secondary rung in the intra link's codec, from all nodes' own slices."""
+        codecs, name = climb.codecs, climb.name
         if self.nodes == 1:
-            return self._submit(Hop(name, INTER_CLIMB, lambda: encode_own(payloads), _nothing, after))
-        own: list[Tensor] = []
+            return self._submit(Hop(name, INTER_CLIMB, lambda: climb.encode_own(payloads), _nothing, after))
+        own_bytes = codecs.inter.payload_bytes(climb.runs)
+        forwards = codecs.inter == codecs.intra
+        buffers: list[Tensor] = []
 
         def launch() -> Work:
-            own.append(self.staging.take(payloads.shape[1]))
-            encode_own(own[0].view(1, -1))
-            return self.backend.all_gather(INTER_CLIMB, payloads.view(-1), own[0])
+            own = self.staging.take(own_bytes)
+            received = payloads.view(-1) if forwards else self.staging.take(self.nodes * own_bytes)
+            buffers.extend([own] if forwards else [own, received])
+            climb.encode_own(own.view(1, -1))
+            return self.backend.all_gather(INTER_CLIMB, received, own)
 
-        traffic = self.ledger.measure(Link.INTER, payloads.shape[1])
-        return self._submit(Hop(name, INTER_CLIMB, launch, lambda: self.staging.give(own.pop()), after, traffic))
+        def land() -> None:
+            if not forwards:
+                recode_mean_into(codecs.inter, buffers[1].view(1, -1, own_bytes), codecs.intra, payloads, climb.runs)
+            while buffers:
+                self.staging.give(buffers.pop())
 
-    def climb_to_full(self, name: str, codec: Codec, payloads: Tensor, full: Regions, after: Hop | None) -> Hop:
+        return self._submit(Hop(name, INTER_CLIMB, launch, land, after, self.ledger.measure(Link.INTER, own_bytes)))
+
+    def climb_to_full(self, climb: Climb, payloads: Tensor, full: Regions, after: Hop | None) -> Hop:
         """The hop that fills `full` [W slices] from the secondary rungs, payloads [N, payload_bytes], of the ranks of this node."""
+        codec, name = climb.codecs.intra, climb.name
         if self.partition_ranks == 1:
             return self._submit(Hop(name, INTRA_CLIMB, _nothing, lambda: codec.decode_into(payloads, full), after))
         gathered: list[Tensor] = []
@@ -112,23 +143,23 @@ class Ladder:
 
     def descend_to_secondary(self, name: str, codec: Codec, full: Regions, secondary: Regions, *, accumulate: bool) -> Hop:
         """The hop that brings to the fp32 `secondary` [N slices] the mean of `full` [W slices] over the ranks of this node."""
-        return self._descend_one_link(Hop(name, INTRA_DESCEND, _nothing, _nothing), codec, full, secondary, accumulate)
+        return self._submit(self._descent(name, INTRA_DESCEND, codec, full, secondary, accumulate))
 
     def descend_from_secondary(
         self, name: str, codec: Codec, secondary: Regions, primary: Regions, *, accumulate: bool, after: Hop | None = None
     ) -> Hop:
         """The hop that brings to the fp32 `primary` [1 slice] the mean of `secondary` [N slices] over the nodes."""
-        return self._descend_one_link(Hop(name, INTER_DESCEND, _nothing, _nothing, after), codec, secondary, primary, accumulate)
+        return self._submit(replace(self._descent(name, INTER_DESCEND, codec, secondary, primary, accumulate), after=after))
 
-    def _descend_one_link(self, hop: Hop, codec: Codec, values: Regions, mean: Regions, accumulate: bool) -> Hop:
-        if self.topology.link_ranks(hop.lane.link) == 1:
-            hop.land = lambda: _bring(values, mean, accumulate)
-            return self._submit(hop)
-        exchange = _Exchange(self, hop.lane, codec, values.runs, values.slices)
-        hop.launch = lambda: exchange.send(lambda payloads: codec.encode_into(values, payloads))
-        hop.land = lambda: exchange.land(mean, accumulate)
-        hop.traffic = exchange.traffic
-        return self._submit(hop)
+    def _descent(self, name: str, lane: Lane, codec: Codec, values: Regions, mean: Regions, accumulate: bool) -> Hop:
+        if self.topology.link_ranks(lane.link) == 1:
+            return Hop(name, lane, _nothing, lambda: _bring(values, mean, accumulate))
+        exchange = _Exchange(self, lane, codec, values.runs, values.slices)
+
+        def launch() -> Work:
+            return exchange.send(lambda payloads: codec.encode_into(values, payloads))
+
+        return Hop(name, lane, launch, lambda: exchange.land(mean, accumulate), traffic=exchange.traffic)
 
     def gather_world(self, own: Tensor) -> Tensor:
         """[world_size, numel]: the few numbers `own` [numel] of every rank, in rank order; blocks, and every rank must call it."""

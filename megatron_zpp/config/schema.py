@@ -147,6 +147,29 @@ class ZeroConfig:
         help="What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too.",
         allowed=(0, 1, 2, 3),
     )
+    zero_quantized_weights: bool = flag(False, help="qwZ: weights cross links as blocks of integers; needs --zero-stage 1, 2 or 3.")
+    zero_hpz_partition_size: int = flag(
+        1,
+        help="hpZ: ranks that share a secondary copy of the weights, so that backward gathers stay among them; the ranks of a node are "
+        "the usual choice, 1 is off; needs --zero-stage 3.",
+        unit="ranks",
+        allowed=POSITIVE_COUNT,
+    )
+    zero_quantized_gradients: bool = flag(False, help="qgZ: gradients cross links as blocks of integers; needs --zero-stage 1, 2 or 3.")
+    zero_quantized_weights_bits: int = flag(8, help="Bits of a weight under --zero-quantized-weights.", unit="bits", allowed=(4, 8))
+    zero_quantized_gradients_intra_bits: int = flag(
+        4,
+        help="Bits of a gradient inside a node under --zero-quantized-gradients; 16 is the working precision.",
+        unit="bits",
+        allowed=(4, 8, 16),
+    )
+    zero_quantized_gradients_inter_bits: int = flag(
+        4,
+        help="The same between nodes.",
+        unit="bits",
+        allowed=(4, 8, 16),
+    )
+    zero_full_precision_iters: int = flag(0, help="First iterations in which nothing is quantized.", unit="iterations", allowed=COUNT)
     quantization_block_size: int = flag(
         256,
         help="Values that share a scale, and the grain of the sharded layout.",

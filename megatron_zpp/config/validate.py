@@ -24,7 +24,7 @@ def resolve(config: Config, world_size: int, local_world_size: int | None) -> Co
         check(config)
     check_ranks_per_node(config, world_size)
     check_global_batch(config, world_size)
-    return config.with_notices(*flags_without_effect(config))
+    return config.with_notices(*flags_without_effect(config), *links_that_are_missing(config, world_size))
 
 
 def check_required(config: Config) -> None:
@@ -148,6 +148,33 @@ def check_tokenizer(config: Config) -> None:
         raise FlagError(f"--tokenizer-type {data.tokenizer_type} needs its SentencePiece model; give --tokenizer-model.")
 
 
+def check_quantization(config: Config) -> None:
+    """ZeRO++ quantizes what crosses a link between shards, which stage 0 does not have."""
+    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if config.value_of(name) and config.zero.zero_stage == 0:
+            raise FlagError(f"{spelling_of(name)} has nothing to quantize in --zero-stage 0; choose --zero-stage 1, 2 or 3.")
+    for name, switch in QUANTIZATION_DETAILS.items():
+        if name in config.given and not any(config.value_of(feature) for feature in switch):
+            features = any_of([spelling_of(feature) for feature in switch])
+            raise FlagError(f"{spelling_of(name)} {config.value_of(name)} changes nothing without {features}; give that as well.")
+
+
+def check_secondary_partition(config: Config) -> None:
+    partition_ranks, ranks_per_node = config.zero.zero_hpz_partition_size, config.distributed.ranks_per_node
+    if partition_ranks == 1:
+        return
+    if config.zero.zero_stage != 3:
+        raise FlagError(
+            f"--zero-hpz-partition-size {partition_ranks} keeps a copy of sharded weights, which --zero-stage {config.zero.zero_stage} "
+            "does not have; choose --zero-stage 3, or 1 for no copy."
+        )
+    if ranks_per_node % partition_ranks != 0:
+        raise FlagError(
+            f"--zero-hpz-partition-size {partition_ranks} does not divide the {ranks_per_node} ranks of a node; "
+            f"choose {any_of(divisors(ranks_per_node))}."
+        )
+
+
 def check_saving(config: Config) -> None:
     checkpoint = config.checkpoint
     if checkpoint.save is None and checkpoint.save_interval is not None:
@@ -201,6 +228,16 @@ def flags_without_effect(config: Config) -> list[str]:
     return [f"{spelling_of(name)} has no effect {reason}" for name, reason in reasons.items() if name in config.given]
 
 
+def links_that_are_missing(config: Config, world_size: int) -> list[str]:
+    """What quantization cannot do in this world, because there is no link between nodes, or none at all."""
+    features = [spelling_of(name) for name in ("zero_quantized_weights", "zero_quantized_gradients") if config.value_of(name)]
+    if not features or world_size > config.distributed.ranks_per_node:
+        return []
+    if world_size == 1:
+        return [f"{' and '.join(features)}: there is one rank, so nothing crosses a link and nothing is quantized"]
+    return [f"{' and '.join(features)}: there is one node, so only the link inside it carries quantized values"]
+
+
 def divisors(number: int) -> list[int]:
     """All divisors, ascending."""
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
@@ -211,6 +248,12 @@ def nearest_divisors(number: int, wish: int) -> list[int]:
     return sorted(sorted(divisors(number), key=lambda divisor: abs(divisor - wish))[:4])
 
 
+QUANTIZATION_DETAILS = {
+    "zero_quantized_weights_bits": ("zero_quantized_weights",),
+    "zero_quantized_gradients_intra_bits": ("zero_quantized_gradients",),
+    "zero_quantized_gradients_inter_bits": ("zero_quantized_gradients",),
+    "zero_full_precision_iters": ("zero_quantized_weights", "zero_quantized_gradients"),
+}
 CHECKS_BEFORE_FILLING: tuple[Callable[[Config], None], ...] = (
     check_required,
     check_ranges,
@@ -222,6 +265,7 @@ CHECKS_BEFORE_FILLING: tuple[Callable[[Config], None], ...] = (
     check_schedule_counts_like_length,
     check_heads_divide_hidden_size,
     check_one_source,
+    check_quantization,
     check_saving,
     check_loading,
 )
@@ -230,4 +274,5 @@ CHECKS_AFTER_FILLING: tuple[Callable[[Config], None], ...] = (
     check_positions,
     check_learning_rates,
     check_warmup_ends_before_decay,
+    check_secondary_partition,
 )

@@ -23,13 +23,15 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     """
     if "WORLD_SIZE" in environment:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environment else "LOCAL_SIZE")
-    elif "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
+    elif "SLURM_PROCID" in environment and _number(environment, "SLURM_NTASKS") > 1:
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
     else:
         return Launch(0, 1, 0, 1)
     rank, world_size = (_number(environment, name) for name in names[:2])
-    local_rank = _number(environment, names[2]) if names[2] in environment else 0
+    local_rank = _number(environment, names[2])
     local_world_size = _number(environment, names[3]) if names[3] in environment else None
+    if rank >= world_size:
+        raise ValueError(f"the launcher set {names[0]}={rank} and {names[1]}={world_size}; ranks count from 0, so correct one of them")
     return Launch(rank, world_size, local_rank, local_world_size)
 
 

@@ -60,11 +60,12 @@ class Topology:
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.ranks_per_node < 1 or self.partition_ranks < 1:
             raise ValueError(
-                f"world size {self.world_size}, ranks per node {self.ranks_per_node}, partition {self.partition_ranks}: all must be positive"
+                f"{self.world_size} ranks, {self.ranks_per_node} per node, {self.partition_ranks} per partition: all must be positive"
             )
         if self.world_size % self.ranks_per_node:
             raise ValueError(
-                f"--ranks-per-node {self.ranks_per_node} does not divide the world size {self.world_size}; choose {_divisors(self.world_size)}"
+                f"--ranks-per-node {self.ranks_per_node} does not divide the world size {self.world_size}; "
+                f"choose {_divisors(self.world_size)}"
             )
         if self.ranks_per_node % self.partition_ranks:
             raise ValueError(

@@ -15,7 +15,7 @@ from megatron_zpp.comm.lanes import make_lanes
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.config.arguments import arguments
-from megatron_zpp.config.schema import Config, PrecisionConfig
+from megatron_zpp.config.schema import Config, PrecisionConfig, ZeroConfig
 from megatron_zpp.data.datasets import Datasets, build_datasets, count_samples
 from megatron_zpp.data.indexed_dataset import check_token_ids
 from megatron_zpp.data.tokenizer import build_tokenizer, padded_vocab_size
@@ -31,9 +31,8 @@ from megatron_zpp.training.trainer import Outlets
 from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler
 from megatron_zpp.zero.optimizer import AdamOptions
-from megatron_zpp.zero.policy import POLICIES
+from megatron_zpp.zero.policy import POLICIES, Policy, with_quantized_gradients, with_quantized_weights, with_secondary_weights
 from megatron_zpp.zero.schedule import Prefetch
-from megatron_zpp.zero.unit import exact_codecs
 
 
 def use_deterministic_kernels() -> None:
@@ -46,7 +45,8 @@ def build_ladder(config: Config, world: World) -> Ladder:
     """The two links of this rank, with process groups of their own; every rank must call it."""
     ranks_per_node = config.distributed.ranks_per_node
     check_placement(world.hosts(), ranks_per_node)
-    topology = Topology(world.world_size, ranks_per_node, ranks_per_node)
+    partition_ranks = config.zero.zero_hpz_partition_size
+    topology = Topology(world.world_size, ranks_per_node, partition_ranks if partition_ranks > 1 else ranks_per_node)
     groups = make_lane_groups(topology, world.rank, world.timeout)
     backend = TorchBackend(topology, world.rank, groups)
     return Ladder(backend, make_lanes(world.device, world.check_others), Ledger(topology, world.rank), world.device)
@@ -101,16 +101,27 @@ def build_engine(config: Config, model: GPT, ladder: Ladder, device: torch.devic
     optimizer, zero = config.optimizer, config.zero
     dtype = working_dtype(config.precision)
     options = EngineOptions(
-        policy=POLICIES[zero.zero_stage],
-        weight_codecs=exact_codecs(dtype),
-        gradient_codecs=exact_codecs(dtype),
+        policy=choose_policy(zero),
         dtype=dtype,
         block_numel=zero.quantization_block_size,
         prefetch=Prefetch(zero.zero_prefetch_units, zero.zero_prefetch_units_intra),
         adam=AdamOptions(optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps, optimizer.weight_decay),
         clip_grad=optimizer.clip_grad,
+        full_precision_iterations=zero.zero_full_precision_iters,
     )
     return ZeroEngine(model, model.unit_specs(), model.uses(), options, ladder, device, _loss_scaler(config.precision))
+
+
+def choose_policy(zero: ZeroConfig) -> Policy:
+    """The row of the policy table that the flags ask for."""
+    policy = POLICIES[zero.zero_stage]
+    if zero.zero_quantized_weights:
+        policy = with_quantized_weights(policy, zero.zero_quantized_weights_bits)
+    if zero.zero_hpz_partition_size > 1:
+        policy = with_secondary_weights(policy)
+    if zero.zero_quantized_gradients:
+        policy = with_quantized_gradients(policy, zero.zero_quantized_gradients_intra_bits, zero.zero_quantized_gradients_inter_bits)
+    return policy
 
 
 def load_progress(config: Config, engine: ZeroEngine, reader: CheckpointReader | None) -> Progress:
@@ -121,6 +132,7 @@ def load_progress(config: Config, engine: ZeroEngine, reader: CheckpointReader |
     load_engine(engine, reader, with_moments=not (checkpoint.no_load_optim or checkpoint.finetune))
     if checkpoint.finetune:
         return Progress()
+    engine.start_iteration(manifest.iteration)
     return Progress(manifest.iteration, manifest.consumed_samples, manifest.run["scheduled_samples"])
 
 

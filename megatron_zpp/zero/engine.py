@@ -6,16 +6,17 @@ It reads one row of the policy table and one schedule; nothing in it asks which 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from megatron_zpp.comm.codecs import make_codec
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Ladder, LinkCodecs
 from megatron_zpp.parallel.specs import UnitSpec, Use
+from megatron_zpp.zero.descents import Descents
 from megatron_zpp.zero.grad_norm import global_norm
 from megatron_zpp.zero.gradients import UnitGradient
 from megatron_zpp.zero.hooks import hook_parameters, hook_uses
@@ -24,7 +25,9 @@ from megatron_zpp.zero.loss_scaler import ConstantLossScaler, LossScaler
 from megatron_zpp.zero.optimizer import AdamOptions, ShardedAdamW
 from megatron_zpp.zero.policy import Policy
 from megatron_zpp.zero.schedule import (
+    Actions,
     Moment,
+    Pass,
     Phase,
     Prefetch,
     descent_order,
@@ -33,7 +36,6 @@ from megatron_zpp.zero.schedule import (
 )
 from megatron_zpp.zero.unit import WeightUnit
 
-_DESCENTS_UNDER_WAY = 2
 _CLIP_EPSILON = 1e-6
 
 
@@ -42,16 +44,16 @@ class EngineOptions:
     """What the engine is to do beside the policy.
 
     dtype: of the working weights and their gradients. clip_grad: largest global gradient norm, 0 for no clipping.
+    full_precision_iterations: in that many first steps of a run everything crosses the links in the working precision.
     """
 
     policy: Policy
-    weight_codecs: LinkCodecs
-    gradient_codecs: LinkCodecs
     dtype: torch.dtype = torch.float32
     block_numel: int = 256
     prefetch: Prefetch = Prefetch()
     adam: AdamOptions = AdamOptions()
     clip_grad: float = 1.0
+    full_precision_iterations: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,6 @@ class StepResult:
 
     grad_norm: float
     is_skipped: bool
-
-
-@dataclass
-class _Descents:
-    """Units whose gradients are complete, in the static order in which every rank lets them descend."""
-
-    order: tuple[str, ...]
-    complete: set[str] = field(default_factory=set)
-    submitted: int = 0
 
 
 class ZeroEngine:
@@ -94,25 +87,27 @@ class ZeroEngine:
         self.loss_scaler = loss_scaler or ConstantLossScaler()
         self._options = options
         self._policy = options.policy
-        self._schedules = {True: training_schedule(uses, options.prefetch), False: evaluation_schedule(uses, options.prefetch)}
+        training = training_schedule(uses, options.prefetch)
+        self._passes = {True: Pass(training), False: Pass(evaluation_schedule(uses, options.prefetch))}
+        self._first_actions = training[Moment(Phase.PRE_FORWARD, 0)]
         self.units: list[WeightUnit] = []
         self.gradients: list[UnitGradient] = []
+        self._iteration = 0
         like = torch.empty(0, dtype=options.dtype, device=device)
         for spec in unit_specs:
             self._add_unit(spec, like)
         self._unit_of = {unit.name: unit for unit in self.units}
-        self._gradient_of = {gradient.name: gradient for gradient in self.gradients}
         self.optimizer = ShardedAdamW(self.units, self.gradients, options.adam)
-        self._descents = _Descents(descent_order(uses))
-        self._under_way: deque[UnitGradient] = deque()
+        self._descents = Descents(descent_order(uses), {gradient.name: gradient for gradient in self.gradients})
         self._is_in_backward = False
         self._is_last_microbatch = True
         hook_uses(module, uses, self)
 
     def _add_unit(self, spec: UnitSpec, like: Tensor) -> None:
         layout = FlatLayout(spec.params, self.ladder.topology.world_size, self._options.block_numel)
-        unit = WeightUnit(spec, layout, self._policy, self.ladder, self._options.weight_codecs, like)
-        gradient = UnitGradient(spec.name, layout, self._policy, self.ladder, self._options.gradient_codecs, like)
+        weight_codecs, gradient_codecs = self._codecs()
+        unit = WeightUnit(spec, layout, self._policy, self.ladder, weight_codecs, like)
+        gradient = UnitGradient(spec.name, layout, self._policy, self.ladder, gradient_codecs, like)
         for parameter, placed in zip(unit.parameters, layout.params, strict=True):
             owner, _, attribute = placed.spec.name.rpartition(".")
             setattr(self.module.get_submodule(owner), attribute, parameter)
@@ -120,23 +115,35 @@ class ZeroEngine:
         self.units.append(unit)
         self.gradients.append(gradient)
 
+    def _codecs(self) -> tuple[LinkCodecs, LinkCodecs]:
+        """Of weights and of gradients, in the current iteration."""
+        options = self._options
+        is_exact = self._iteration < options.full_precision_iterations
+        policy = self._policy.in_full_precision() if is_exact else self._policy
+        weights, gradients = (
+            LinkCodecs(*(make_codec(link_bits, options.dtype, options.block_numel) for link_bits in (bits.inter, bits.intra)))
+            for bits in (policy.weight_bits, policy.gradient_bits)
+        )
+        exact = make_codec(16, options.dtype, options.block_numel)
+        return weights.in_world(self.ladder.topology, exact), gradients.in_world(self.ladder.topology, exact)
+
     # ---- forward and backward
 
     def pre_forward(self, use: int) -> None:
         """Called before a use's forward; within backward it is a recomputation, whose weights are there already."""
         if not self._is_in_backward:
-            self._run(Moment(Phase.PRE_FORWARD, use))
+            self._reach(Moment(Phase.PRE_FORWARD, use), torch.is_grad_enabled())
 
     def post_forward(self, use: int) -> None:
         """Called after a use's forward."""
         if not self._is_in_backward:
-            self._run(Moment(Phase.POST_FORWARD, use))
+            self._reach(Moment(Phase.POST_FORWARD, use), torch.is_grad_enabled())
 
     def pre_backward(self, use: int) -> None:
         """Called when the gradient of a use's output has arrived."""
         if not self._is_in_backward:
             raise RuntimeError("call engine.backward(loss) instead of loss.backward()")
-        self._run(Moment(Phase.PRE_BACKWARD, use))
+        self._reach(Moment(Phase.PRE_BACKWARD, use), is_training=True)
 
     def backward(self, loss: Tensor, *, microbatches: int = 1, is_last_microbatch: bool = True) -> None:
         """Adds the gradients of one micro-batch; `loss` is its mean loss, `microbatches` their number in this step."""
@@ -144,30 +151,29 @@ class ZeroEngine:
         self._is_in_backward = True
         try:
             (loss * (self.loss_scaler.scale / microbatches)).backward()
-            self._sweep()
+            self._descents.sweep(is_last_microbatch=is_last_microbatch)
         finally:
             self._is_in_backward = False
-        self._run(Moment(Phase.AFTER_BACKWARD, 0), is_training=True)
+        self._reach(Moment(Phase.AFTER_BACKWARD, 0), is_training=True)
         if not is_last_microbatch:
-            self._submit_climbs(Moment(Phase.PRE_FORWARD, 0), is_training=True)
+            self._submit_first_climbs()
 
-    def _run(self, moment: Moment, is_training: bool | None = None) -> None:
-        training = torch.is_grad_enabled() or self._is_in_backward if is_training is None else is_training
-        actions = self._schedules[training][moment]
-        for name in actions.rest:
-            self._unit_of[name].rest(self._policy.weights_in_step)
-        self._submit_climbs(moment, training)
-        for name in actions.wait:
-            self._unit_of[name].wait(Category.WEIGHTS if training else Category.EVALUATION)
+    def _reach(self, moment: Moment, is_training: bool) -> None:
+        for actions in self._passes[is_training].due_at(moment):
+            for name in actions.rest:
+                self._unit_of[name].rest(self._policy.weights_in_step)
+            self._submit_climbs(actions)
+            for name in actions.wait:
+                self._unit_of[name].wait(Category.WEIGHTS if is_training else Category.EVALUATION)
 
-    def _submit_climbs(self, moment: Moment, is_training: bool) -> None:
-        actions = self._schedules[is_training][moment]
+    def _submit_climbs(self, actions: Actions) -> None:
         for name in actions.climb_to_full:
             self._unit_of[name].climb_to_full()
         for name in actions.climb_to_secondary:
             self._unit_of[name].climb_to_secondary()
 
-    # ---- gradients
+    def _submit_first_climbs(self) -> None:
+        self._submit_climbs(self._first_actions)
 
     def _collect(self, unit: WeightUnit, gradient: UnitGradient, index: int) -> None:
         parameter = unit.parameters[index]
@@ -176,28 +182,7 @@ class ZeroEngine:
         is_complete = gradient.collect(index, parameter.grad)
         parameter.grad = None
         if is_complete:
-            self._descents.complete.add(unit.name)
-            self._descend_complete()
-
-    def _sweep(self) -> None:
-        """Completes the units that the loss did not reach in full, in the static order."""
-        for name in self._descents.order[self._descents.submitted :]:
-            if name not in self._descents.complete:
-                self._gradient_of[name].fill_missing()
-                self._descents.complete.add(name)
-        self._descend_complete()
-        self._descents.complete.clear()
-        self._descents.submitted = 0
-
-    def _descend_complete(self) -> None:
-        descents = self._descents
-        while descents.submitted < len(descents.order) and descents.order[descents.submitted] in descents.complete:
-            gradient = self._gradient_of[descents.order[descents.submitted]]
-            gradient.descend(is_last_microbatch=self._is_last_microbatch)
-            descents.submitted += 1
-            self._under_way.append(gradient)
-            if len(self._under_way) > _DESCENTS_UNDER_WAY:
-                self._under_way.popleft().finish()
+            self._descents.complete(unit.name, is_last_microbatch=self._is_last_microbatch)
 
     # ---- step
 
@@ -214,18 +199,29 @@ class ZeroEngine:
         self.loss_scaler.update(is_overflow=not is_finite)
         if is_finite:
             self.weights_changed()
-        self._submit_climbs(Moment(Phase.PRE_FORWARD, 0), is_training=True)
+        self.start_iteration(self._iteration + 1)
+        self._submit_first_climbs()
         return StepResult(grad_norm, not is_finite)
 
     def finish_gradients(self) -> None:
         """Returns once every descent under way has landed."""
-        while self._under_way:
-            self._under_way.popleft().finish()
+        self._descents.finish()
 
     def weights_changed(self) -> None:
         """Must be called after any write to the main weights: makes every rung made from the old ones stale."""
         for unit in self.units:
             unit.invalidate()
+
+    def start_iteration(self, iteration: int) -> None:
+        """Says that `iteration` steps of the run are done; a resumed run says so before its first step."""
+        ends_full_precision = self._iteration < self._options.full_precision_iterations <= iteration
+        self._iteration = iteration
+        if not ends_full_precision:
+            return
+        weight_codecs, gradient_codecs = self._codecs()
+        for unit, gradient in zip(self.units, self.gradients, strict=True):
+            unit.use_codecs(weight_codecs)
+            gradient.codecs = gradient_codecs
 
     def _clip_factor(self, grad_norm: float) -> float:
         factor = self._options.clip_grad / (grad_norm + _CLIP_EPSILON)

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_zpp.comm.codecs import CastCodec, Regions, Runs
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category
-from megatron_zpp.comm.links import Ladder, LinkCodecs
+from megatron_zpp.comm.links import Climb, Ladder, LinkCodecs
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.policy import Policy, Rung
 
@@ -33,7 +33,7 @@ class UnitGradient:
         self._runs = Runs(layout.blocks_run, layout.exact_run)
         self._policy = policy
         self._ladder = ladder
-        self._codecs = codecs
+        self.codecs = codecs
         self._like = like
         slices = {Rung.PRIMARY: 1, Rung.SECONDARY: ladder.nodes, Rung.FULL: layout.slices}[policy.gradients]
         own = {Rung.PRIMARY: 0, Rung.SECONDARY: ladder.own_slice % ladder.nodes, Rung.FULL: ladder.own_slice}[policy.gradients]
@@ -86,29 +86,29 @@ class UnitGradient:
         self._arrived.clear()
         if self._policy.gradients is Rung.FULL:
             if is_last_microbatch:
-                self._hops += self._ladder.descend(self.name, self._codecs, self._resting, self.primary, accumulate=False)
+                self._hops += self._ladder.descend(self.name, self.codecs, self._resting, self.primary, accumulate=False)
                 self._climb_back()
             return
         values = Regions.of(self._flat(), self._runs)
         if self._policy.gradients is Rung.PRIMARY:
-            self._hops += self._ladder.descend(self.name, self._codecs, values, self.primary, accumulate=True)
+            self._hops += self._ladder.descend(self.name, self.codecs, values, self.primary, accumulate=True)
             return
-        hop = self._ladder.descend_to_secondary(self.name, self._codecs.intra, values, self._resting, accumulate=True)
+        hop = self._ladder.descend_to_secondary(self.name, self.codecs.intra, values, self._resting, accumulate=True)
         self._hops.append(hop)
         if is_last_microbatch:
             self._hops.append(
-                self._ladder.descend_from_secondary(self.name, self._codecs.inter, self._resting, self.primary, accumulate=False, after=hop)
+                self._ladder.descend_from_secondary(self.name, self.codecs.inter, self._resting, self.primary, accumulate=False, after=hop)
             )
 
     def _climb_back(self) -> None:
         if self._policy.optimizer is not Rung.FULL:
             return
         codec = CastCodec(torch.float32)
+        climb = Climb(self.name, self._runs, LinkCodecs(codec, codec), lambda payload: codec.encode_into(self.primary, payload))
         payload_bytes = codec.payload_bytes(self._runs)
         payloads = self._ladder.staging.take(self._ladder.nodes * payload_bytes).view(-1, payload_bytes)
-        after = self._hops[-1]
-        secondary = self._ladder.climb_to_secondary(self.name, lambda payload: codec.encode_into(self.primary, payload), payloads, after)
-        self._hops += [secondary, self._ladder.climb_to_full(self.name, codec, payloads, self._resting, secondary)]
+        secondary = self._ladder.climb_to_secondary(climb, payloads, self._hops[-1])
+        self._hops += [secondary, self._ladder.climb_to_full(climb, payloads, self._resting, secondary)]
         self._collected = payloads.view(-1)
 
     def finish(self) -> None:

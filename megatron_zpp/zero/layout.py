@@ -55,6 +55,8 @@ class FlatLayout:
     """The layout of one unit over `slices` primary slices with quantization blocks of `block_numel` elements."""
 
     def __init__(self, params: Sequence[ParamSpec], slices: int, block_numel: int) -> None:
+        if not params:
+            raise ValueError("a unit needs at least one parameter")
         blocks = [param for param in params if len(param.shape) > 1]
         exact = [param for param in params if len(param.shape) <= 1]
         granule = slices * block_numel

@@ -27,6 +27,8 @@ class AdamOptions:
 class ShardedAdamW:
     """torch's fused AdamW on views of the fp32 main weights, one view per unit and range of equal weight decay.
 
+    The bits do not depend on how weights are cut into views as long as every cut is at a multiple of 32 elements, which quantization blocks
+    see to: the fused kernel rounds otherwise in the rest of a view that does not fill its vectors.
     moments: per unit and name of MOMENTS, fp32 like the unit's main weight; the optimizer's state tensors are views of them.
     """
 

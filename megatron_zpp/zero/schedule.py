@@ -66,7 +66,28 @@ class Prefetch:
     intra_uses: int = 1
 
 
-Schedule = Mapping[Moment, Actions]
+Schedule = Mapping[Moment, Actions]  # in the order of time
+
+
+class Pass:
+    """One pass over the model, moment by moment; `schedule` says what is due at each.
+
+    A moment that is not announced, because a use was skipped or its output got no gradient on this rank, is made up for at the next that
+    is: every rank acts on the same moments in the same order, whatever its own part of the data led through.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._moments = tuple(schedule)
+        self._index_of = {moment: index for index, moment in enumerate(self._moments)}
+        self._position = 0
+
+    def due_at(self, moment: Moment) -> list[Actions]:
+        """The actions of this moment, after those of moments that were passed over; an earlier moment than the last begins a new pass."""
+        index = self._index_of[moment]
+        start = self._position if index >= self._position else 0
+        self._position = index + 1
+        return [self._schedule[due] for due in self._moments[start : index + 1]]
 
 
 def training_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
@@ -81,7 +102,7 @@ def training_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
         actions[at] = replace(actions[at], rest=_without(uses[index + 1].units, _read_in_backward(uses[index])))
     actions[Moment(Phase.POST_FORWARD, last)] = Actions(rest=_without(uses[last].units, _read_in_backward(uses[last])))
     actions[Moment(Phase.AFTER_BACKWARD, 0)] = Actions(rest=uses[0].units)
-    return actions
+    return _in_order_of_time(actions, len(uses))
 
 
 def evaluation_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
@@ -90,7 +111,7 @@ def evaluation_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
     for index, use in enumerate(uses):
         following = uses[index + 1].units if index + 1 < len(uses) else ()
         actions[Moment(Phase.POST_FORWARD, index)] = Actions(rest=_without(use.units, following))
-    return actions
+    return _in_order_of_time(actions, len(uses))
 
 
 def descent_order(uses: Sequence[Use]) -> tuple[str, ...]:
@@ -119,6 +140,13 @@ def _climbs(stops: Sequence[_Stop], prefetch: Prefetch) -> dict[Moment, Actions]
     return actions
 
 
+def _in_order_of_time(actions: Mapping[Moment, Actions], uses: int) -> Schedule:
+    forward = [Moment(phase, use) for use in range(uses) for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
+    backward = [Moment(Phase.PRE_BACKWARD, use) for use in reversed(range(uses))]
+    moments = [*forward, *backward, Moment(Phase.AFTER_BACKWARD, 0)]
+    return {moment: actions[moment] for moment in moments if moment in actions}
+
+
 def _units_ahead(stops: Sequence[_Stop], index: int, uses_ahead: int) -> tuple[str, ...]:
     """The units of this stop and of the next `uses_ahead` stops that need others, each once, in the order of need.
 
@@ -127,8 +155,8 @@ def _units_ahead(stops: Sequence[_Stop], index: int, uses_ahead: int) -> tuple[s
     here = stops[index]
     units = list(here.units)
     found = 0
-    for stop in stops[index + 1 :]:
-        is_turn = stop.moment.use == here.moment.use
+    for distance, stop in enumerate(stops[index + 1 :], start=1):
+        is_turn = distance == 1 and stop.moment.use == here.moment.use
         if found == uses_ahead or (not is_turn and set(here.units) & set(stop.units)):
             break
         added = _without(stop.units, units)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.comm.codecs import CastCodec, Regions, Runs
+from megatron_zpp.comm.codecs import Regions, Runs
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category
-from megatron_zpp.comm.links import Ladder, LinkCodecs
+from megatron_zpp.comm.links import Climb, Ladder, LinkCodecs
 from megatron_zpp.parallel.specs import UnitSpec
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.policy import Policy, Rung
@@ -42,6 +42,8 @@ class WeightUnit:
         self._full_hop: Hop | None = None
         self._secondary: Tensor | None = None  # [N, payload_bytes] uint8
         self._secondary_version = 0
+        self._own_payload: Tensor | None = None  # [1, payload_bytes] uint8
+        self._own_version = 0
         self._secondary_hop: Hop | None = None
         self._detach()
         self._release_full()
@@ -60,9 +62,9 @@ class WeightUnit:
         """Submits the climb over the inter link, unless a rung above the primary is fresh or on its way."""
         if self._policy.optimizer is Rung.FULL or self._is_under_way(Rung.SECONDARY) or self._is_under_way(Rung.FULL):
             return
-        payload_bytes = self._codecs.inter.payload_bytes(self.runs)
+        payload_bytes = self._codecs.intra.payload_bytes(self.runs)
         self._secondary = self._ladder.staging.take(self._ladder.nodes * payload_bytes).view(-1, payload_bytes)
-        self._secondary_hop = self._ladder.climb_to_secondary(self.name, self._encode_own, self._secondary)
+        self._secondary_hop = self._ladder.climb_to_secondary(self._climb(), self._secondary)
 
     def climb_to_full(self) -> None:
         """Submits what is missing of the climb to the full rung."""
@@ -78,16 +80,20 @@ class WeightUnit:
         self.climb_to_secondary()
         if self._secondary is None:
             raise RuntimeError(f"unit {self.name}: no secondary rung to climb from")
-        self._full_hop = self._ladder.climb_to_full(self.name, self._codecs.intra, self._secondary, full, self._secondary_hop)
+        self._full_hop = self._ladder.climb_to_full(self._climb(), self._secondary, full, self._secondary_hop)
 
     def wait(self, category: Category) -> None:
-        """Returns once the full rung is fresh, and books what the climb moved."""
+        """Returns once the full rung is fresh, and books what the climb moved.
+
+        category: of a climb that serves this use alone; one to a rung that stays for the step is the training's, whoever asks first.
+        """
         if self._full_hop is None:
+            if self._full_version != self._version:
+                raise RuntimeError(f"unit {self.name}: its full rung is stale and no climb is on its way")
             return
         self._ladder.lanes.wait(self._full_hop)
-        for hop in (self._secondary_hop, self._full_hop):
-            if hop is not None:
-                self._ladder.ledger.book(category, hop.traffic)
+        self._book(self._secondary_hop, Rung.SECONDARY, category)
+        self._book(self._full_hop, Rung.FULL, category)
         if self._secondary_hop is not None:
             self._secondary_version = self._version
         self._full_version = self._version
@@ -99,7 +105,7 @@ class WeightUnit:
     # ---- down
 
     def rest(self, rung: Rung) -> None:
-        """Lets go of everything above `rung`."""
+        """Lets go of everything above `rung`, unless a climb is under way: somebody needs it already."""
         if self._secondary_hop is not None or self._full_hop is not None:
             return
         if rung < Rung.FULL:
@@ -119,6 +125,12 @@ class WeightUnit:
         self._release_secondary()
         self.rest(self._policy.weights_between_steps)
 
+    def use_codecs(self, codecs: LinkCodecs) -> None:
+        """Lets the next climbs cross the links in `codecs`; rungs made with others are stale."""
+        self._codecs = codecs
+        self._own_payload = None
+        self.invalidate()
+
     # ---- what rests where
 
     def main_regions(self) -> Regions:
@@ -127,15 +139,34 @@ class WeightUnit:
 
     def live_tensors(self) -> list[Tensor]:
         """The tensors whose storages hold this unit's weights now."""
-        return [self.main_weight, self._full] + ([] if self._secondary is None else [self._secondary])
+        rungs = [self.main_weight, self._full, self._secondary, self._own_payload]
+        return [tensor for tensor in rungs if tensor is not None]
+
+    def _book(self, hop: Hop | None, rung: Rung, category: Category) -> None:
+        if hop is not None:
+            stays = rung <= self._policy.weights_in_step
+            self._ladder.ledger.book(Category.WEIGHTS if stays else category, hop.traffic)
 
     def _is_under_way(self, rung: Rung) -> bool:
         if rung is Rung.FULL:
             return self._full_hop is not None or self._full_version == self._version
         return self._secondary_hop is not None or (self._secondary is not None and self._secondary_version == self._version)
 
+    def _climb(self) -> Climb:
+        return Climb(self.name, self.runs, self._codecs, self._encode_own)
+
     def _encode_own(self, payload: Tensor) -> None:
-        self._codecs.inter.encode_into(self.main_regions(), payload)
+        """Where encoding costs more than a copy and the unit climbs from here repeatedly, it is done once and the rung rests encoded."""
+        codec = self._codecs.inter
+        if not codec.rests_encoded or self._policy.weights_in_step is not Rung.PRIMARY:
+            codec.encode_into(self.main_regions(), payload)
+            return
+        if self._own_payload is None:
+            self._own_payload = torch.empty_like(payload)
+        if self._own_version != self._version:
+            codec.encode_into(self.main_regions(), self._own_payload)
+            self._own_version = self._version
+        payload.copy_(self._own_payload)
 
     def _attach(self) -> None:
         for parameter, view in zip(self.parameters, self._views, strict=True):
@@ -157,9 +188,3 @@ class WeightUnit:
         if self._secondary is not None:
             self._ladder.staging.give(self._secondary.view(-1))
         self._secondary = None
-
-
-def exact_codecs(dtype: torch.dtype) -> LinkCodecs:
-    """Payloads in `dtype` on both links."""
-    codec = CastCodec(dtype)
-    return LinkCodecs(codec, codec)

@@ -71,7 +71,7 @@ def test_each_slice_has_a_payload_of_its_own() -> None:
         assert torch.equal(alone[0], together[index])
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(runs, st.integers(1, 7), st.integers(1, 4), st.sampled_from(DTYPES), st.booleans())
 def test_the_mean_bit_equals_an_ordered_fp32_sum_divided_by_the_members(
     some_runs: Runs, members: int, slices: int, dtype: torch.dtype, accumulate: bool
@@ -84,14 +84,14 @@ def test_the_mean_bit_equals_an_ordered_fp32_sum_divided_by_the_members(
     assert torch.equal(mean, before + expected if accumulate else expected)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(runs, st.integers(1, 7), st.integers(1, 4), st.sampled_from(DTYPES), st.booleans())
 def test_the_mean_is_the_fp64_mean_within_the_rounding_of_its_operations(
     some_runs: Runs, members: int, slices: int, dtype: torch.dtype, accumulate: bool
 ) -> None:
     mean, sent, before = _decoded_mean(some_runs, members, slices, dtype, accumulate)
     exact = torch.stack([values.double() for values in sent]).mean(0)
-    # members - 1 sums, a division and perhaps an addition round once each; every intermediate result is at most the sum of magnitudes
+    # members - 1 sums, a division and perhaps an addition round once each, none of a result above the sum of magnitudes
     magnitude = torch.stack([values.double().abs() for values in sent]).mean(0) + before.double().abs()
     bound = (members + 1) * UNIT_ROUNDOFF * 1.001 * magnitude
     assert ((mean.double() - exact - (before.double() if accumulate else 0)).abs() <= bound).all()
@@ -99,7 +99,7 @@ def test_the_mean_is_the_fp64_mean_within_the_rounding_of_its_operations(
 
 def _decoded_mean(some_runs: Runs, members: int, slices: int, dtype: torch.dtype, accumulate: bool) -> tuple[Tensor, list[Tensor], Tensor]:
     codec = CastCodec(dtype)
-    sent = [_values(slices, some_runs, dtype, seed=10 + member, scale=10.0**member) for member in range(members)]
+    sent = [_values(slices, some_runs, dtype, seed=10 + member, scale=4.0**member) for member in range(members)]
     payloads = _payloads(codec, members, slices, some_runs=some_runs)
     for member, values in enumerate(sent):
         codec.encode_into(values, payloads[member])

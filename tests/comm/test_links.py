@@ -11,7 +11,7 @@ from megatron_zpp.comm.backend import VirtualBackend, VirtualWorld
 from megatron_zpp.comm.codecs import CastCodec, Regions, Runs
 from megatron_zpp.comm.lanes import PolledLanes
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.links import Ladder, LinkCodecs
+from megatron_zpp.comm.links import Climb, Ladder, LinkCodecs
 from megatron_zpp.parallel.topology import Topology
 
 SHAPES = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (1, 4), (4, 1)]
@@ -24,6 +24,10 @@ def _on_every_rank(shape: tuple[int, int], program: Callable[[Ladder], Tensor]) 
         return program(Ladder(backend, PolledLanes(), Ledger(backend.topology, backend.rank), torch.device("cpu")))
 
     return cast(list[Tensor], VirtualWorld(Topology.of_nodes(*shape)).run(run))
+
+
+def _climb(own: Regions) -> Climb:
+    return Climb("unit", RUNS, LinkCodecs(EXACT, EXACT), lambda payload: EXACT.encode_into(own, payload))
 
 
 def _whole(world_size: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -46,8 +50,8 @@ def test_the_two_climbs_bring_every_rank_the_whole_unit_in_slice_order(shape: tu
         own = Regions.of(_cut(_whole(world_size), world_size, ladder.own_slice, 1), RUNS)
         payloads = torch.empty(ladder.nodes, EXACT.payload_bytes(RUNS), dtype=torch.uint8)
         full = torch.empty(world_size * RUNS.numel)
-        hop = ladder.climb_to_secondary("unit", lambda payload: EXACT.encode_into(own, payload), payloads)
-        ladder.lanes.wait(ladder.climb_to_full("unit", EXACT, payloads, Regions.of(full, RUNS), hop))
+        hop = ladder.climb_to_secondary(_climb(own), payloads)
+        ladder.lanes.wait(ladder.climb_to_full(_climb(own), payloads, Regions.of(full, RUNS), hop))
         return full
 
     assert all(torch.equal(full, _whole(world_size)) for full in _on_every_rank(shape, program))
@@ -60,7 +64,7 @@ def test_the_first_climb_brings_the_run_of_slices_of_this_local_rank(shape: tupl
     def program(ladder: Ladder) -> Tensor:
         own = Regions.of(_cut(_whole(world_size), world_size, ladder.own_slice, 1), RUNS)
         payloads = torch.empty(ladder.nodes, EXACT.payload_bytes(RUNS), dtype=torch.uint8)
-        ladder.lanes.wait(ladder.climb_to_secondary("unit", lambda payload: EXACT.encode_into(own, payload), payloads))
+        ladder.lanes.wait(ladder.climb_to_secondary(_climb(own), payloads))
         secondary = torch.empty(ladder.nodes * RUNS.numel)
         EXACT.decode_into(payloads, Regions.of(secondary, RUNS))
         return secondary
@@ -83,7 +87,9 @@ def test_a_descent_brings_the_mean_over_the_node_and_then_over_the_nodes_in_rank
         ladder.lanes.wait(hops[-1])
         return primary
 
-    across = _ordered_mean([_ordered_mean([_whole(world_size, node * ranks_per_node + j) for j in range(ranks_per_node)]) for node in range(nodes)])
+    across = _ordered_mean(
+        [_ordered_mean([_whole(world_size, node * ranks_per_node + j) for j in range(ranks_per_node)]) for node in range(nodes)]
+    )
     topology = Topology.of_nodes(nodes, ranks_per_node)
     for rank, primary in enumerate(_on_every_rank(shape, program)):
         expected = _cut(across, world_size, topology.slice_of(rank), 1)

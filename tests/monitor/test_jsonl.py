@@ -20,7 +20,7 @@ def test_every_float_comes_back_bit_for_bit(tmp_path_factory, value):
     with JsonLinesWriter(path) as writer:
         writer.write({"lm_loss": value})
     ((read,),) = [row.values() for row in read_back(path)]
-    assert read == value and math.copysign(1, read) == math.copysign(1, value) or math.isnan(read) and math.isnan(value)
+    assert (read == value and math.copysign(1, read) == math.copysign(1, value)) or (math.isnan(read) and math.isnan(value))
 
 
 def test_nan_is_written_as_nan(tmp_path):

@@ -100,5 +100,7 @@ def test_nodes_of_consecutive_ranks_on_one_host_are_accepted_also_several_on_the
 
 @pytest.mark.parametrize("hosts", [["a", "b", "a", "b"], ["a", "a", "a", "b"]])
 def test_a_node_spread_over_hosts_is_refused_naming_ranks_hosts_and_remedy(hosts: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"ranks \d to \d form one node \(--ranks-per-node 2\).*a, b; start the ranks of a node consecutively"):
+    with pytest.raises(
+        ValueError, match=r"ranks \d to \d form one node \(--ranks-per-node 2\).*a, b; start the ranks of a node consecutively"
+    ):
         check_placement(hosts, ranks_per_node=2)

@@ -8,7 +8,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -27,7 +27,6 @@ from megatron_zpp.zero.loss_scaler import LossScaler
 from megatron_zpp.zero.optimizer import AdamOptions
 from megatron_zpp.zero.policy import POLICIES, Policy, Rung
 from megatron_zpp.zero.schedule import Prefetch
-from megatron_zpp.zero.unit import exact_codecs
 
 CPU = torch.device("cpu")
 SECONDARY_ROW = Policy(Rung.PRIMARY, Rung.SECONDARY, Rung.SECONDARY, Rung.SECONDARY)  # a row that no flag offers
@@ -39,10 +38,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """inner: the width of each block's inner layer, so units differ in size. spare: the blocks have a parameter that not every rank uses."""
+    """inner: the width of each block's inner layer, so that units differ in size. has_spare: a parameter per block that may go unused."""
 
-    inner: tuple[int, ...] = (5, 11)
-    hidden: int = 6
+    inner: tuple[int, ...] = (17, 40)
+    hidden: int = 12
     is_tied: bool = True
     is_recomputed: bool = False
     has_spare: bool = False
@@ -142,7 +141,7 @@ class Job:
     steps: int = 4
     microbatches: int = 1
     prefetch: Prefetch = Prefetch()
-    block_numel: int = 4
+    block_numel: int = 32
     clip_grad: float = CLIP_GRAD
     loss_scaler: Callable[[], LossScaler] | None = None
 
@@ -150,7 +149,7 @@ class Job:
 class RecordingLanes(PolledLanes):
     """Polled lanes that remember every submission."""
 
-    def __init__(self, pause: Callable[[], None] | None = None) -> None:
+    def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
         super().__init__(pause)
         self.submissions: list[tuple[str, Lane]] = []
 
@@ -176,10 +175,7 @@ class Rank:
     def __post_init__(self) -> None:
         self.model = SmallModel(self.job.shape, self.job.dtype)
         self.ledger = Ledger(self.backend.topology, self.backend.rank)
-        codecs = exact_codecs(self.job.dtype)
-        options = EngineOptions(
-            self.job.policy, codecs, codecs, self.job.dtype, self.job.block_numel, self.job.prefetch, AdamOptions(), self.job.clip_grad
-        )
+        options = EngineOptions(self.job.policy, self.job.dtype, self.job.block_numel, self.job.prefetch, AdamOptions(), self.job.clip_grad)
         ladder = Ladder(self.backend, self.lanes, self.ledger, CPU)
         scaler = self.job.loss_scaler() if self.job.loss_scaler else None
         self.engine = ZeroEngine(self.model, self.model.unit_specs(), self.model.uses(), options, ladder, CPU, scaler)
@@ -261,6 +257,12 @@ def train_world(shape: tuple[int, int], job: Job) -> list[list[tuple[float, floa
     return run_world(shape, lambda backend: Rank(job, backend).train())
 
 
+@cache
+def undisturbed(shape: tuple[int, int], job: Job) -> list[list[tuple[float, float]]]:
+    """The history of every rank of a run in which nothing else happens, made once per job."""
+    return train_world(shape, job)
+
+
 def mean_losses(histories: list[list[tuple[float, float]]]) -> list[float]:
     """The loss of the global batch, per step."""
     return [sum(loss for loss, _ in of_ranks) / len(of_ranks) for of_ranks in zip(*histories, strict=True)]
@@ -280,14 +282,19 @@ def train_plainly(job: Job, spare_share: float = 0.0) -> tuple[list[tuple[float,
 
     spare_share: the share of the batch, from its first sample on, that uses the spare parameters.
     """
-    model = plain_model(job.shape)
+    return _train_plainly(job.shape, job.steps, job.clip_grad, spare_share)
+
+
+@cache
+def _train_plainly(shape: ModelShape, steps: int, clip_grad: float, spare_share: float) -> tuple[list[tuple[float, float]], SmallModel]:
+    model = plain_model(shape)
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     adam = AdamOptions()
     groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": adam.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(adam.beta1, adam.beta2), eps=adam.eps)
     history = []
-    for step in range(job.steps):
+    for step in range(steps):
         tokens, labels = global_batch(step)
         cut = round(GLOBAL_BATCH * spare_share)
         loss = torch.zeros(())
@@ -297,7 +304,7 @@ def train_plainly(job: Job, spare_share: float = 0.0) -> tuple[list[tuple[float,
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)  # a parameter without gradient decays like the others
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_grad)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad)
         optimizer.step()
         history.append((loss.item(), norm.item()))
     return history, model

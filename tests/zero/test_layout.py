@@ -122,7 +122,9 @@ def test_ranges_cover_a_buffer_once_cut_at_the_regions_and_keep_segments_of_diff
     boundary = slices * layout.blocks_run
     assert all(part.start < part.stop and not part.start < boundary < part.stop for part, _ in ranges)
     for segment in layout.segments(first, slices):
-        holding = [key for part, key in ranges if part.start <= segment.offset and segment.offset + segment.stop - segment.start <= part.stop]
+        holding = [
+            key for part, key in ranges if part.start <= segment.offset and segment.offset + segment.stop - segment.start <= part.stop
+        ]
         assert holding == [segment.spec.weight_decay]
 
 

@@ -27,8 +27,3 @@ def test_each_stage_shards_one_state_more_than_the_stage_before() -> None:
 def test_a_row_without_a_meaning_is_refused(row: tuple[Rung, Rung, Rung, Rung]) -> None:
     with pytest.raises(ValueError, match="rung"):
         Policy(*row)
-
-
-def test_an_optimizer_on_the_full_rung_keeps_weights_on_the_full_rung_at_all_times() -> None:
-    with pytest.raises(ValueError, match="full rung"):
-        Policy(FULL, FULL, PRIMARY, FULL)

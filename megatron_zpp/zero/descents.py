@@ -1,0 +1,50 @@
+"""Which unit's gradient descends when: complete units, in one static order on every rank, a few under way at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from megatron_zpp.zero.gradients import UnitGradient
+
+_LARGEST_UNDER_WAY = 2  # each holds the gradient of a whole unit until it has landed
+
+
+class Descents:
+    """The descents of one rank.
+
+    order: the names of all units in the order in which they descend. A unit that is complete earlier, on this rank or on all, waits for
+    those before it: the lanes carry the same messages in the same order everywhere.
+    """
+
+    def __init__(self, order: Sequence[str], gradients: Mapping[str, UnitGradient]) -> None:
+        self._order = order
+        self._gradients = gradients
+        self._complete: set[str] = set()
+        self._submitted = 0
+        self._under_way: deque[UnitGradient] = deque()
+
+    def complete(self, name: str, *, is_last_microbatch: bool) -> None:
+        """Takes note that every gradient of the unit has come, and submits what may descend now."""
+        self._complete.add(name)
+        while self._submitted < len(self._order) and self._order[self._submitted] in self._complete:
+            gradient = self._gradients[self._order[self._submitted]]
+            gradient.descend(is_last_microbatch=is_last_microbatch)
+            self._submitted += 1
+            self._under_way.append(gradient)
+            if len(self._under_way) > _LARGEST_UNDER_WAY:
+                self._under_way.popleft().finish()
+
+    def sweep(self, *, is_last_microbatch: bool) -> None:
+        """Ends a micro-batch: units that the loss did not reach in full descend with zeros in the gaps, in their turn."""
+        for name in self._order[self._submitted :]:
+            if name not in self._complete:
+                self._gradients[name].fill_missing()
+                self.complete(name, is_last_microbatch=is_last_microbatch)
+        self._complete.clear()
+        self._submitted = 0
+
+    def finish(self) -> None:
+        """Returns once every descent under way has landed."""
+        while self._under_way:
+            self._under_way.popleft().finish()

@@ -1,0 +1,89 @@
+"""What the documents name exists: files, flags, functions, links."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.config.cli import help_text
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "megatron_zpp"
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/numerics.md", "docs/one_step.md"]
+PROGRAM = re.compile(r"^(?:tools|scripts)/\w+\.(?:py|sh)$|^pretrain_zeropp_gpt\.py$")
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+FUNCTION = re.compile(r"`?((?:\w+/)?\w+\.py):(\w+)`?")
+LINK = re.compile(r"\]\((?!http)([^)#]+)\)")
+
+
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+def commands(document: str) -> list[list[str]]:
+    """The words of every command in the document's bash blocks, comments left out."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", text_of(document), re.MULTILINE | re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+
+
+@cache
+def flags_of(program: str) -> frozenset[str]:
+    """The flags that a program of this repository prints in its help."""
+    if program == "pretrain_zeropp_gpt.py":
+        return frozenset(FLAG.findall(help_text()))
+    interpreter = "bash" if program.endswith(".sh") else sys.executable
+    done = subprocess.run([interpreter, program, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return frozenset(FLAG.findall(done.stdout))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_run_programs_that_exist_with_flags_that_they_know(document: str) -> None:
+    for words in commands(document):
+        places = [place for place, word in enumerate(words) if PROGRAM.match(word)]
+        assert len(places) == 1, words
+        program, arguments = words[places[0]], words[places[0] + 1 :]
+        assert (ROOT / program).is_file()
+        unknown = {word for word in arguments if word.startswith("--")} - flags_of(program)
+        assert not unknown, (program, unknown)
+
+
+def test_flags_in_the_text_of_the_documents_exist() -> None:
+    programs = {word for document in DOCUMENTS for words in commands(document) for word in words if PROGRAM.match(word)}
+    known = frozenset({"--help"}).union(*map(flags_of, programs))
+    for document in DOCUMENTS:
+        quoted = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text_of(document), flags=re.MULTILINE | re.DOTALL))
+        assert {flag for words in quoted for flag in FLAG.findall(words)} <= known
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_to_files(document: str) -> None:
+    for target in LINK.findall(text_of(document)):
+        assert (ROOT / document).parent.joinpath(target).exists(), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_functions_that_are_named_with_their_file_are_defined_there(document: str) -> None:
+    for file, name in FUNCTION.findall(text_of(document)):
+        path = PACKAGE / file if "/" in file else ROOT / file
+        defined = {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        assert name in defined, f"{file}:{name}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_paths_of_tests_and_documents_exist(document: str) -> None:
+    for path in re.findall(r"`((?:tests|docs|scripts|tools|megatron_zpp)/[\w./]*)`", text_of(document)):
+        assert (ROOT / path).exists(), path
+
+
+def test_every_room_of_the_package_is_on_a_floor_of_the_readme() -> None:
+    floors = text_of("README.md").split("## Where things are")[1].split("```")[1]
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert rooms <= set(floors.split())

@@ -1,0 +1,172 @@
+"""Checkpoints written here by hand, in pieces of odd sizes, stand in for those of any number of ranks."""
+
+import json
+import sys
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import generate_text
+import pytest
+import torch
+from generate_text import load_model, open_checkpoint, until_end
+from safetensors.torch import save_file
+from small_gpt import VOCAB, small_config, small_gpt
+from tool import run_tool
+from train_tokenizer import train_model
+
+from megatron_zpp.checkpoint.manifest import LATEST_FILE, Manifest, StoredPiece, iteration_folder
+from megatron_zpp.config.schema import DataConfig
+from megatron_zpp.data.tokenizer import NullTokenizer
+from megatron_zpp.model.generation import Sampling, generated_tokens
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.initialization import materialize
+
+RANKS = 3
+PROMPT = [5, 9, 2]
+NULL = DataConfig(data_path=("corpus",), tokenizer_type="NullTokenizer", vocab_size=VOCAB)
+
+
+def write_checkpoint(directory: Path, model: GPT, iteration: int = 7, data: DataConfig = NULL) -> Path:
+    """The iteration's folder; every parameter lies in RANKS pieces, unless it is too small."""
+    files: dict[str, dict[str, torch.Tensor]] = {f"rank_{rank:05d}.safetensors": {} for rank in range(RANKS)}
+    pieces = []
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().flatten()
+        ends = [0, flat.numel() // 5, flat.numel() // 2, flat.numel()]
+        for file, start, stop in zip(files, ends[:-1], ends[1:], strict=True):
+            pieces.append(StoredPiece(name, start, stop, file))
+            files[file][f"{name}.weight"] = flat[start:stop].clone()
+    folder = iteration_folder(directory, iteration)
+    folder.mkdir(parents=True)
+    for file, tensors in files.items():
+        save_file(tensors, folder / file)
+    flags = {"model": asdict(model.config), "data": asdict(data), "padded_vocab_size": model.padded_vocab_size}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    manifest = Manifest(iteration, 0, shapes, ("weight",), tuple(pieces), {}, flags, {}, {})
+    (folder / "manifest.json").write_text(manifest.to_json())
+    (directory / LATEST_FILE).write_text(str(iteration))
+    return folder
+
+
+def continuation(model: GPT, prompt: list[int], count: int, sampling: Sampling, seed: int) -> list[int]:
+    """What the model itself generates, up to the end of a document."""
+    tokens = islice(generated_tokens(model.eval(), prompt, sampling, torch.Generator().manual_seed(seed)), count)
+    return list(until_end(tokens, NullTokenizer(VOCAB)))
+
+
+def words(tokens: list[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+class Refusal:
+    """Runs the tool in this process, which spares the start of another, and expects it to refuse."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch = monkeypatch
+        self.capsys = capsys
+
+    def __call__(self, directory: Path, arguments: tuple[object, ...], message: str) -> None:
+        self.monkeypatch.setattr(sys, "argv", ["generate_text.py", "--load", str(directory), *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            generate_text.main()
+        printed = self.capsys.readouterr()
+        assert ended.value.code == 2
+        assert printed.err.startswith("generate_text.py: error: ")
+        assert message in printed.err
+        assert printed.out == ""
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
+    return Refusal(monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_weights_from_any_pieces_are_the_saved_ones(tmp_path: Path, untied: bool) -> None:
+    model = small_gpt(untie_embeddings_and_output_weights=untied)
+    write_checkpoint(tmp_path, model)
+    loaded = load_model(open_checkpoint(tmp_path, None))
+    assert not loaded.training
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight), name
+
+
+def test_the_tool_prints_the_prompt_and_what_the_model_continues_it_with(tmp_path: Path) -> None:
+    model = small_gpt()
+    write_checkpoint(tmp_path, model)
+    arguments = ("--prompt", words(PROMPT), "--max-new-tokens", 20, "--temperature", 0.7, "--top-k", 11, "--seed", 3)
+    done = run_tool("generate_text", "--load", tmp_path, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == words(PROMPT + continuation(model, PROMPT, 20, Sampling(VOCAB, 0.7, 11), seed=3))
+
+
+def test_without_a_prompt_a_document_begins(tmp_path: Path) -> None:
+    model = small_gpt()
+    write_checkpoint(tmp_path, model)
+    done = run_tool("generate_text", "--load", tmp_path, "--max-new-tokens", 5, "--temperature", 0)
+    assert done.stdout.strip() == words(continuation(model, [NullTokenizer(VOCAB).eod], 5, Sampling(VOCAB, 0), seed=0))
+
+
+def test_generation_ends_with_the_document() -> None:
+    assert list(until_end(iter([3, 1, VOCAB - 1, 4]), NullTokenizer(VOCAB))) == [3, 1]
+
+
+def test_the_iteration_can_be_chosen(tmp_path: Path) -> None:
+    old, new = small_gpt(seed=1), small_gpt(seed=2)
+    write_checkpoint(tmp_path, old, iteration=5)
+    write_checkpoint(tmp_path, new, iteration=10)
+    for step, model in ((5, old), (10, new), (None, new)):
+        loaded = load_model(open_checkpoint(tmp_path, step))
+        assert torch.equal(loaded.embedding.word.weight, model.embedding.word.weight)
+
+
+def test_another_path_to_the_tokenizer_replaces_that_of_the_training(tmp_path: Path, refused: Refusal) -> None:
+    sentences = [f"{a}{b}{c} " for a in "abcd" for b in "efgh" for c in "ijkl"]
+    tokenizer = tmp_path / "tok.model"
+    tokenizer.write_bytes(train_model(sentences, vocab_size=290, model_type="bpe"))
+    data = DataConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model="gone.model")
+    write_checkpoint(tmp_path / "saved", materialize(GPT(small_config(), 304, 7, torch.float32)), data=data)
+    refused(tmp_path / "saved", (), "--tokenizer-model gone.model does not exist")
+    done = run_tool("generate_text", "--load", tmp_path / "saved", "--prompt", "aei", "--tokenizer-model", tokenizer)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("aei")
+    write_checkpoint(tmp_path / "smaller", small_gpt(), data=data)
+    refused(tmp_path / "smaller", ("--tokenizer-model", tokenizer), "290 ids, more than the 61")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--ckpt-step", 8), "--ckpt-step 8"),
+        (("--max-new-tokens", 0), "--max-new-tokens 0 asks for no token"),
+        (("--temperature", -1), "temperature -1.0 is negative"),
+        (("--top-k", 62), "top-k 62 is not within 0..61"),
+        (("--prompt", "5 x"), "ids separated by spaces"),
+        (("--prompt", "5 61"), "Token id 61"),
+    ],
+)
+def test_unusable_requests_are_refused(tmp_path: Path, refused: Refusal, arguments: tuple[object, ...], message: str) -> None:
+    write_checkpoint(tmp_path, small_gpt())
+    refused(tmp_path, arguments, message)
+
+
+def damage_manifest(folder: Path, change: dict[str, Any]) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
+def test_unusable_checkpoints_are_refused(tmp_path: Path, refused: Refusal) -> None:
+    refused(tmp_path / "none", (), "holds no checkpoint")
+    folder = write_checkpoint(tmp_path, small_gpt())
+    whole = (folder / "manifest.json").read_text()
+    flags = json.loads(whole)["flags"]
+    damage_manifest(folder, {"flags": {**flags, "model": {**flags["model"], "num_eyes": 2}}})
+    refused(tmp_path, (), "the model flags in the manifest of iteration 7")
+    damage_manifest(folder, {"flags": {"model": flags["model"]}})
+    refused(tmp_path, (), "lacks data among its flags")
+    (folder / "manifest.json").write_text(whole)
+    (folder / "rank_00001.safetensors").write_bytes(b"short")
+    refused(tmp_path, ("--prompt", "1"), "rank_00001.safetensors cannot be read")

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from small_engine import SECONDARY_ROW, Job, ModelShape, Rank, run_world
+from torch import Tensor
+
+from megatron_zpp.comm.backend import VirtualBackend
+from megatron_zpp.parallel.specs import Use
+from megatron_zpp.parallel.topology import Direction, Lane, Link
+from megatron_zpp.zero.policy import POLICIES, Policy, Rung
+from megatron_zpp.zero.schedule import Moment, Phase, Prefetch, Schedule, descent_order, evaluation_schedule, training_schedule
+
+Submission = tuple[str, Lane]
+INTER_CLIMB, INTRA_CLIMB = Lane(Link.INTER, Direction.CLIMB), Lane(Link.INTRA, Direction.CLIMB)
+INTRA_DESCEND, INTER_DESCEND = Lane(Link.INTRA, Direction.DESCEND), Lane(Link.INTER, Direction.DESCEND)
+KEEPS_SECONDARY = dataclasses.replace(POLICIES[3], weights_in_step=Rung.SECONDARY)
+ROWS = {"stage 1": POLICIES[1], "stage 2": POLICIES[2], "stage 3": POLICIES[3], "hpz": KEEPS_SECONDARY, "secondary row": SECONDARY_ROW}
+
+
+class ScheduleReader:
+    """The submissions that the pure schedule implies: each listed climb once, unless its rung is there or on its way."""
+
+    def __init__(self, policy: Policy, uses: tuple[Use, ...], prefetch: Prefetch) -> None:
+        self.policy = policy
+        self.uses = uses
+        self.training = training_schedule(uses, prefetch)
+        self.evaluation = evaluation_schedule(uses, prefetch)
+        self.rung: dict[str, Rung] = {unit: Rung.PRIMARY for use in uses for unit in use.units}  # highest, or on its way
+        self.has_secondary: set[str] = set()
+        self.submissions: list[Submission] = []
+
+    def climbs(self, schedule: Schedule, moment: Moment) -> None:
+        for unit in schedule[moment].climb_to_full:
+            self._to_secondary(unit)
+            if self.rung[unit] is not Rung.FULL:
+                self.submissions.append((unit, INTRA_CLIMB))
+                self.rung[unit] = Rung.FULL
+        for unit in schedule[moment].climb_to_secondary:
+            self._to_secondary(unit)
+
+    def _to_secondary(self, unit: str) -> None:
+        if self.rung[unit] is not Rung.FULL and unit not in self.has_secondary:
+            self.submissions.append((unit, INTER_CLIMB))
+            self.has_secondary.add(unit)
+
+    def moment(self, schedule: Schedule, moment: Moment) -> None:
+        actions = schedule[moment]
+        for unit in actions.rest:
+            self._rest(unit, self.policy.weights_in_step)
+        self.climbs(schedule, moment)
+        for unit in actions.wait:
+            if self.policy.weights_in_step is not Rung.SECONDARY:
+                self.has_secondary.discard(unit)
+
+    def _rest(self, unit: str, rung: Rung) -> None:
+        if rung < Rung.FULL:
+            self.rung[unit] = rung
+        if rung < Rung.SECONDARY:
+            self.has_secondary.discard(unit)
+
+    def forward(self, schedule: Schedule) -> None:
+        for index in range(len(self.uses)):
+            self.moment(schedule, Moment(Phase.PRE_FORWARD, index))
+            self.moment(schedule, Moment(Phase.POST_FORWARD, index))
+
+    def backward(self) -> None:
+        for index in reversed(range(len(self.uses))):
+            self.moment(self.training, Moment(Phase.PRE_BACKWARD, index))
+        self.moment(self.training, Moment(Phase.AFTER_BACKWARD, 0))
+
+    def first_climbs(self) -> None:
+        self.climbs(self.training, Moment(Phase.PRE_FORWARD, 0))
+
+    def weights_changed(self) -> None:
+        self.has_secondary.clear()
+        self.rung = dict.fromkeys(self.rung, Rung.PRIMARY)
+
+
+def _implied(job: Job, uses: tuple[Use, ...], has_evaluations: bool) -> list[Submission]:
+    reader = ScheduleReader(job.policy, uses, job.prefetch)
+    for _ in range(job.steps):
+        for microbatch in range(job.microbatches):
+            if has_evaluations:
+                reader.forward(reader.evaluation)
+            reader.forward(reader.training)
+            if has_evaluations:
+                reader.forward(reader.evaluation)
+            reader.backward()
+            if microbatch < job.microbatches - 1:
+                reader.first_climbs()
+        reader.weights_changed()
+        reader.first_climbs()
+    return reader.submissions
+
+
+def _recorded(job: Job, has_evaluations: bool) -> tuple[list[list[Submission]], tuple[Use, ...]]:
+    def program(backend: VirtualBackend) -> tuple[list[Submission], tuple[Use, ...]]:
+        rank = Rank(job, backend)
+        for step in range(job.steps):
+            for microbatch in range(job.microbatches):
+                rank.backward(_loss(rank, step, microbatch, has_evaluations), microbatch)
+            rank.engine.step(1e-2)
+        rank.engine.close()
+        return rank.lanes.submissions, rank.model.uses()
+
+    results = run_world((2, 2), program)
+    return [submissions for submissions, _ in results], results[0][1]
+
+
+def _loss(rank: Rank, step: int, microbatch: int, has_evaluations: bool) -> Tensor:
+    if has_evaluations:
+        with torch.no_grad():
+            rank.loss(77)
+    loss = rank.loss(step, microbatch)
+    if has_evaluations:
+        with torch.no_grad():
+            rank.loss(78)
+    return loss
+
+
+MODELS = {
+    "default prefetch, tied, kept": (Prefetch(), ModelShape((5, 11, 2))),
+    "default prefetch, untied, recomputed": (Prefetch(), ModelShape((5, 11, 2), is_tied=False, is_recomputed=True)),
+    "no prefetch, tied, recomputed": (Prefetch(0, 0), ModelShape((5, 11, 2), is_recomputed=True)),
+    "long prefetch, untied, kept": (Prefetch(3, 2), ModelShape((5, 11, 2), is_tied=False)),
+}
+
+
+@pytest.mark.parametrize("row", list(ROWS))
+@pytest.mark.parametrize("has_evaluations", [False, True], ids=["training", "with evaluations"])
+@pytest.mark.parametrize("model", list(MODELS))
+def test_the_engine_submits_exactly_the_climbs_that_the_schedule_implies(row: str, has_evaluations: bool, model: str) -> None:
+    prefetch, shape = MODELS[model]
+    job = Job(ROWS[row], shape=shape, steps=2, microbatches=2, prefetch=prefetch)
+    recorded, uses = _recorded(job, has_evaluations)
+    implied = _implied(job, uses, has_evaluations)
+    for submissions in recorded:
+        assert [each for each in submissions if each[1].direction is Direction.CLIMB] == implied
+
+
+@pytest.mark.parametrize("row", ["stage 2", "stage 3", "hpz"])
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_gradients_on_the_primary_rung_descend_unit_by_unit_over_both_links_in_every_micro_batch(row: str, is_tied: bool) -> None:
+    job = Job(ROWS[row], shape=ModelShape(is_tied=is_tied), steps=2, microbatches=3)
+    recorded, uses = _recorded(job, has_evaluations=False)
+    one = [(unit, lane) for unit in descent_order(uses) for lane in (INTRA_DESCEND, INTER_DESCEND)]
+    for submissions in recorded:
+        assert [each for each in submissions if each[1].direction is Direction.DESCEND] == one * 6
+
+
+def test_gradients_on_the_secondary_rung_cross_the_inter_link_in_the_last_micro_batch_only() -> None:
+    job = Job(SECONDARY_ROW, steps=2, microbatches=3)
+    recorded, uses = _recorded(job, has_evaluations=False)
+    order = descent_order(uses)
+    within = [(unit, INTRA_DESCEND) for unit in order]
+    both = [(unit, lane) for unit in order for lane in (INTRA_DESCEND, INTER_DESCEND)]
+    for submissions in recorded:
+        assert [each for each in submissions if each[1].direction is Direction.DESCEND] == (within * 2 + both) * 2
+
+
+def test_data_parallel_gradients_descend_and_climb_back_in_the_last_micro_batch_only() -> None:
+    job = Job(POLICIES[0], steps=2, microbatches=3)
+    recorded, uses = _recorded(job, has_evaluations=True)
+    one = [(unit, lane) for unit in descent_order(uses) for lane in (INTRA_DESCEND, INTER_DESCEND, INTER_CLIMB, INTRA_CLIMB)]
+    assert all(submissions == one * 2 for submissions in recorded)
+
+
+@pytest.mark.parametrize("row", list(ROWS))
+def test_every_rank_submits_the_same_list_also_where_a_parameter_has_no_gradient_on_some(row: str) -> None:
+    def program(backend: VirtualBackend) -> list[Submission]:
+        rank = Rank(Job(ROWS[row], shape=ModelShape(has_spare=True)), backend, uses_spare=backend.rank == 2)
+        rank.train()
+        return rank.lanes.submissions
+
+    first, *others = run_world((2, 2), program)
+    assert all(submissions == first for submissions in others)
