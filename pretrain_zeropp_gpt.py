@@ -77,7 +77,8 @@ def train(config: Config, launch: Launch, world: World) -> None:
         reader = setup.find_reader(config)
         model = setup.build_model(config, padded_vocab, reader)
         outlets = setup.open_outlets(config, printer)
-    printer.on_first("\n".join(datasets.messages) or " > datasets are ready")
+    kernels = setup.prepare_kernels(config)
+    printer.on_first("\n".join(filter(None, [*datasets.messages, kernels, " > datasets are ready"])))
     engine = setup.build_engine(config, model, ladder, world.device)
     with world.agreement():
         progress = setup.load_progress(config, engine, reader)

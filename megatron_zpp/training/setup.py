@@ -23,6 +23,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.jsonl import JsonLinesWriter
 from megatron_zpp.monitor.logging import RankPrinter
 from megatron_zpp.monitor.tensorboard import TensorboardWriter
+from megatron_zpp.ops import extension
 from megatron_zpp.parallel.groups import make_lane_groups
 from megatron_zpp.parallel.initialize import World
 from megatron_zpp.parallel.topology import Topology, check_placement
@@ -110,6 +111,14 @@ def build_engine(config: Config, model: GPT, ladder: Ladder, device: torch.devic
         full_precision_iterations=zero.zero_full_precision_iters,
     )
     return ZeroEngine(model, model.unit_specs(), model.uses(), options, ladder, device, _loss_scaler(config.precision))
+
+
+def prepare_kernels(config: Config) -> str:
+    """Loads the quantization kernels where a run quantizes, and says what it runs on; an empty string where nothing is quantized."""
+    if not (config.zero.zero_quantized_weights or config.zero.zero_quantized_gradients):
+        return ""
+    extension.load()
+    return extension.report()
 
 
 def choose_policy(zero: ZeroConfig) -> Policy:

@@ -16,10 +16,11 @@ class Unit:
     vectors: int
     climbs: int
 
-    def slice_numel(self, world_size: int) -> int:
-        """Elements of one primary slice: each region padded to whole blocks for every rank, each matrix beginning at a block."""
+    def runs(self, world_size: int) -> tuple[int, int]:
+        """Elements of one primary slice by region: each padded to whole blocks for every rank, each matrix beginning at a block."""
         blocks = sum(ceil(numel / BLOCK) * BLOCK for numel in self.matrices)
-        return sum(ceil(numel / (world_size * BLOCK)) * BLOCK for numel in (blocks, self.vectors))
+        matrices, vectors = (ceil(numel / (world_size * BLOCK)) * BLOCK for numel in (blocks, self.vectors))
+        return matrices, vectors
 
 
 def units(*, is_tied: bool) -> list[Unit]:
@@ -31,22 +32,55 @@ def units(*, is_tied: bool) -> list[Unit]:
     return [embedding, *[block] * LAYERS, Unit((), 2 * HIDDEN, climbs=1), *head]
 
 
-def inter_node_bytes(stage: int, *, nodes: int, ranks_per_node: int, microbatches: int, element_bytes: int, is_tied: bool) -> int:
+@dataclass(frozen=True)
+class Features:
+    """Which of ZeRO++ is on: bits of a weight and of a gradient (16 stands for the working precision), and the secondary copy."""
+
+    weight_bits: int = 16
+    keeps_secondary: bool = False
+    gradient_bits: int = 16
+
+
+def payload_bytes(unit: Unit, world_size: int, bits: int, element_bytes: int) -> int:
+    """One slice on its way: codes and fp32 scales of the matrices, or their values, then the vectors; each part padded to 16 bytes."""
+    matrices, vectors = unit.runs(world_size)
+    if bits == 16:
+        return padded(matrices * element_bytes) + padded(vectors * element_bytes)
+    return padded(matrices * bits // 8) + padded(matrices // BLOCK * 4) + padded(vectors * element_bytes)
+
+
+def padded(nbytes: int) -> int:
+    return ceil(nbytes / 16) * 16
+
+
+@dataclass(frozen=True)
+class World:
+    nodes: int
+    ranks_per_node: int
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+def inter_node_bytes(
+    world: World, stage: int, *, microbatches: int, element_bytes: int, is_tied: bool = True, features: Features = Features()
+) -> int:
     """Bytes entering one node per step: each of its ranks receives, per crossing of a unit, one slice from each other node."""
     total = 0
     for unit in units(is_tied=is_tied):
-        slice_numel = unit.slice_numel(nodes * ranks_per_node)
-        gradient, mean = element_bytes * slice_numel, 4 * slice_numel
-        weights = element_bytes * slice_numel
+        weights = payload_bytes(unit, world.size, features.weight_bits, element_bytes)
+        gradient = payload_bytes(unit, world.size, features.gradient_bits, element_bytes)
+        climbs = 1 if features.keeps_secondary else microbatches * unit.climbs
         total += {
-            0: gradient + mean,
+            0: gradient + payload_bytes(unit, world.size, 16, 4),  # the fp32 mean climbs back
             1: gradient + weights,
             2: microbatches * gradient + weights,
-            3: microbatches * (gradient + unit.climbs * weights),
+            3: microbatches * gradient + climbs * weights,
         }[stage]
-    return total * (nodes - 1) * ranks_per_node
+    return total * (world.nodes - 1) * world.ranks_per_node
 
 
 def padded_numel(world_size: int, *, is_tied: bool) -> int:
     """Elements of the whole model with its padding."""
-    return world_size * sum(unit.slice_numel(world_size) for unit in units(is_tied=is_tied))
+    return world_size * sum(sum(unit.runs(world_size)) for unit in units(is_tied=is_tied))

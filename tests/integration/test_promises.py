@@ -6,32 +6,44 @@ import itertools
 from pathlib import Path
 
 import pytest
-from closed_forms import inter_node_bytes, padded_numel
+from closed_forms import Features, World, inter_node_bytes, padded_numel
 from distributed import RankPool
 
 from runs import pretrain
 
+WORLDS = [World(2, 1), World(2, 2), World(3, 2)]
 
-@pytest.mark.parametrize("microbatches", [1, 4])
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 1), (2, 2), (3, 2)])
-def test_bytes_between_nodes_equal_the_closed_form(
-    ranks: RankPool, tmp_path: Path, nodes: int, ranks_per_node: int, stage: int, microbatches: int
-) -> None:
-    world_size = nodes * ranks_per_node
-    for is_tied, precision in itertools.product([True, False], ["", "--bf16"]):
-        flags = f"--train-iters 3 --global-batch-size {world_size * microbatches} --zero-stage {stage} {precision}"
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_bytes_between_nodes_equal_the_closed_form(ranks: RankPool, tmp_path: Path, world: World, stage: int) -> None:
+    for microbatches, is_tied, element_bytes in [(1, True, 4), (1, False, 2), (4, True, 2), (4, False, 4)]:
+        flags = f"--train-iters 2 --global-batch-size {world.size * microbatches} --zero-stage {stage}"
         flags += "" if is_tied else " --untie-embeddings-and-output-weights"
-        records = pretrain(ranks, nodes, ranks_per_node, flags, tmp_path / f"{is_tied}{precision}.jsonl")
-        expected = inter_node_bytes(
-            stage,
-            nodes=nodes,
-            ranks_per_node=ranks_per_node,
-            microbatches=microbatches,
-            element_bytes=2 if precision else 4,
-            is_tied=is_tied,
-        )
-        assert [record["inter_node_bytes"] for record in records] == [expected] * 3
+        flags += " --bf16" if element_bytes == 2 else ""
+        log = tmp_path / f"{microbatches}-{is_tied}.jsonl"
+        records = pretrain(ranks, world.nodes, world.ranks_per_node, flags, log)
+        expected = inter_node_bytes(world, stage, microbatches=microbatches, element_bytes=element_bytes, is_tied=is_tied)
+        assert [record["inter_node_bytes"] for record in records] == [expected] * 2
+
+
+SWITCHES = {
+    "qwZ": ("--zero-quantized-weights", {"weight_bits": 8}),
+    "hpZ": ("--zero-hpz-partition-size {ranks_per_node}", {"keeps_secondary": True}),
+    "qgZ": ("--zero-quantized-gradients", {"gradient_bits": 4}),
+}
+
+
+@pytest.mark.parametrize("world", [World(2, 2), World(3, 2)], ids=str)
+def test_bytes_between_nodes_equal_the_closed_form_for_all_eight_combinations(ranks: RankPool, tmp_path: Path, world: World) -> None:
+    for names in (names for count in range(4) for names in itertools.combinations(SWITCHES, count)):
+        flags = " ".join(SWITCHES[name][0].format(ranks_per_node=world.ranks_per_node) for name in names)
+        features = Features(**{key: value for name in names for key, value in SWITCHES[name][1].items()})
+        for microbatches in (1, 4):
+            run = f"--zero-stage 3 --bf16 --train-iters 2 --global-batch-size {world.size * microbatches} {flags}"
+            records = pretrain(ranks, world.nodes, world.ranks_per_node, run, tmp_path / f"{'-'.join(names)}{microbatches}.jsonl")
+            expected = inter_node_bytes(world, 3, microbatches=microbatches, element_bytes=2, features=features)
+            assert [record["inter_node_bytes"] for record in records] == [expected] * 2
 
 
 @pytest.mark.parametrize(("stage", "bytes_full", "bytes_sharded"), [(0, 18, 0), (1, 6, 12), (2, 2, 16), (3, 0, 16)])
@@ -43,3 +55,19 @@ def test_model_states_take_the_bytes_of_the_policy_table(
     records = pretrain(ranks, nodes, ranks_per_node, f"--train-iters 2 --bf16 --zero-stage {stage}", tmp_path / "run.jsonl")
     numel = padded_numel(world_size, is_tied=True)
     assert [record["model_state_bytes"] for record in records] == [numel * bytes_full + numel // world_size * bytes_sharded] * 2
+
+
+def test_a_secondary_copy_takes_two_bytes_per_parameter_of_the_partition_and_about_one_when_quantized(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    numel = padded_numel(4, is_tied=True)
+    found = {}
+    for name, flags in {
+        "plain": "",
+        "hpZ": "--zero-hpz-partition-size 2",
+        "both": "--zero-hpz-partition-size 2 --zero-quantized-weights",
+    }.items():
+        records = pretrain(ranks, 2, 2, f"--train-iters 1 --bf16 --zero-stage 3 {flags}", tmp_path / f"{name}.jsonl")
+        found[name] = records[0]["model_state_bytes"]
+    assert found["hpZ"] - found["plain"] == 2 * numel / 2
+    assert 1.0 * numel / 2 < found["both"] - found["plain"] < 1.25 * numel / 2  # scales of blocks of 32 are an eighth, some runs are exact

@@ -1,0 +1,57 @@
+"""ZeRO++ in whole runs: hpZ changes no bit, qwZ and qgZ change little, and a resumed run goes on with the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from distributed import RankPool
+
+from runs import losses, pretrain
+
+STEPS = 30
+HPZ = "--zero-hpz-partition-size 2"
+ALL = f"--zero-quantized-weights {HPZ} --zero-quantized-gradients"
+BUSY = f"--zero-stage 3 --train-iters {STEPS} --global-batch-size 12 --eval-interval 4 --eval-iters 1 --checkpoint-activations"
+
+
+@pytest.mark.parametrize(
+    "others", ["", "--zero-quantized-weights", "--zero-quantized-weights --zero-quantized-gradients"], ids=["plain", "qwZ", "qwZ+qgZ"]
+)
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16 --initial-loss-scale 1048576 --hysteresis 1"], ids=["bf16", "fp16"])
+def test_a_secondary_copy_changes_no_bit_of_the_loss(ranks: RankPool, tmp_path: Path, precision: str, others: str) -> None:
+    without = pretrain(ranks, 2, 2, f"{BUSY} {precision} {others}", tmp_path / "without.jsonl")
+    kept = pretrain(ranks, 2, 2, f"{BUSY} {precision} {others} {HPZ}", tmp_path / "with.jsonl")
+    assert len(losses(kept)) == STEPS
+    assert losses(kept) == losses(without)
+    assert validation_losses(kept) == validation_losses(without) and len(validation_losses(kept)) == 8
+    if "fp16" in precision:
+        assert any(record.get("skipped_iterations") for record in kept)
+
+
+def test_a_resumed_run_of_all_three_has_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
+    flags = f"--zero-stage 3 --bf16 --train-iters 8 --global-batch-size 8 {ALL} --zero-full-precision-iters 2"
+    whole = pretrain(ranks, 2, 2, flags, tmp_path / "whole.jsonl")
+    checkpoints = f"--save {tmp_path / 'saved'} --load {tmp_path / 'saved'}"
+    pretrain(ranks, 2, 2, f"{flags} {checkpoints} --exit-interval 5", tmp_path / "parts.jsonl")
+    parts = pretrain(ranks, 2, 2, f"{flags} {checkpoints}", tmp_path / "parts.jsonl")
+    assert losses(parts) == losses(whole)
+
+
+def test_the_first_iterations_in_full_precision_are_those_of_plain_zero(ranks: RankPool, tmp_path: Path) -> None:
+    flags = "--zero-stage 3 --bf16 --train-iters 6 --global-batch-size 8"
+    plain = losses(pretrain(ranks, 2, 2, flags, tmp_path / "plain.jsonl"))
+    late = losses(pretrain(ranks, 2, 2, f"{flags} {ALL} --zero-full-precision-iters 3", tmp_path / "late.jsonl"))
+    assert late[:3] == plain[:3] and all(one != other for one, other in zip(late[3:], plain[3:], strict=True))
+
+
+def test_quantized_stages_have_the_same_bits_with_one_microbatch(ranks: RankPool, tmp_path: Path) -> None:
+    flags = f"--bf16 --train-iters {STEPS} --zero-quantized-weights --zero-quantized-gradients"
+    found = [losses(pretrain(ranks, 2, 2, f"{flags} --zero-stage {stage}", tmp_path / f"{stage}.jsonl")) for stage in (1, 2, 3)]
+    found.append(losses(pretrain(ranks, 2, 2, f"{flags} --zero-stage 3 {HPZ}", tmp_path / "hpz.jsonl")))
+    assert len(found[0]) == STEPS
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+def validation_losses(records: list[dict[str, float]]) -> list[float]:
+    return [record["validation_loss"] for record in records if "validation_loss" in record]
