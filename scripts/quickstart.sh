@@ -10,8 +10,9 @@ bash scripts/quickstart.sh [--no-venv] [--fresh]
   --no-venv   use the active environment instead of .venv
   --fresh     start anew; without it, steps whose results are in runs/quickstart are not done again
 
-Trains a GPT of 5 million parameters with ZeRO-3 on four CPU ranks, as two nodes of two ranks, or with one rank per GPU
-where there are GPUs. Needs a few minutes on two CPU cores, and no network once the requirements are installed.
+Trains a GPT of 5 million parameters with ZeRO++ (ZeRO-3 with qwZ, hpZ and qgZ) on four CPU ranks, as two nodes of two
+ranks, or with one rank per GPU where there are GPUs; then runs ZeRO-3 and ZeRO++ side by side for a few iterations.
+Needs a few minutes on two CPU cores, and no network once the requirements are installed.
 TEXT
 }
 
@@ -29,13 +30,15 @@ done
 readonly RUN=runs/quickstart
 readonly CORPUS="$RUN/corpus.jsonl" TOKENIZER="$RUN/tokenizer.model" DATA="$RUN/corpus_text_document"
 readonly CHECKPOINTS="$RUN/checkpoints" LOG="$RUN/log.jsonl" SAMPLE="$RUN/sample.txt" PICTURE="$RUN/run.png"
-readonly FIRST_ITERATIONS=125 ALL_ITERATIONS=150 SAMPLES_PER_ITERATION=32 VOCAB_SIZE=2048 SPLIT=95,4,1
+readonly TABLE="$RUN/compared.md"
+readonly FIRST_ITERATIONS=110 ALL_ITERATIONS=130 COMPARED_ITERATIONS=12
+readonly SAMPLES_PER_ITERATION=32 VOCAB_SIZE=2048 SPLIT=95,4,1
 
 MODEL=(--num-layers 6 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --attention-dropout 0 --hidden-dropout 0)
 TRAINING=(--global-batch-size "$SAMPLES_PER_ITERATION" --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
     --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 15 --lr-decay-iters "$ALL_ITERATIONS")
 TEXT=(--data-path "$DATA" --split "$SPLIT" --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model "$TOKENIZER" --num-workers 0)
-RHYTHM=(--log-interval 5 --eval-interval 50 --eval-iters 10 --save-interval 50
+RHYTHM=(--log-interval 5 --eval-interval 50 --eval-iters 8 --save-interval 50
     --save "$CHECKPOINTS" --load "$CHECKPOINTS" --log-jsonl "$LOG")
 
 main() {
@@ -45,6 +48,9 @@ main() {
     fi
     mkdir -p "$RUN"
     choose_ranks
+
+    step "Kernels for quantization"
+    bash scripts/build_extensions.sh --no-venv
 
     step "Corpus: the sources of Python's standard library"
     made "$CORPUS" || python tools/collect_corpus.py --output "$CORPUS" --max-megabytes 20
@@ -70,9 +76,14 @@ main() {
     step "Loss, learning rate and bytes per link"
     python tools/plot_run.py --log-jsonl "$LOG" --output "$PICTURE"
 
+    step "ZeRO-3 beside ZeRO++, $COMPARED_ITERATIONS iterations each"
+    compare plain
+    compare zeropp "${ZEROPP[@]}"
+    python tools/compare_runs.py --log-jsonl "$RUN/compared_plain.jsonl" "$RUN/compared_zeropp.jsonl" --names ZeRO-3 ZeRO++ | tee "$TABLE"
+
     step "Verdict"
     verdict
-    echo "In $RUN: ${PICTURE##*/}, ${SAMPLE##*/}, ${LOG##*/} and ${CHECKPOINTS##*/}; ${SECONDS} s in all."
+    echo "In $RUN: ${PICTURE##*/}, ${TABLE##*/}, ${SAMPLE##*/}, ${LOG##*/} and ${CHECKPOINTS##*/}; ${SECONDS} s in all."
 }
 
 # One rank per GPU, else four ranks on the CPU that rehearse two nodes of two; bf16 where the processor multiplies it natively.
@@ -89,7 +100,9 @@ choose_ranks() {
         if grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then PRECISION=(--bf16); fi
         export OMP_NUM_THREADS=1
     fi
-    SHARDING=(--zero-stage 3 --ranks-per-node "$((RANKS > 1 ? RANKS / 2 : 1))" --micro-batch-size "$((SAMPLES_PER_ITERATION / RANKS))")
+    local ranks_per_node="$((RANKS > 1 ? RANKS / 2 : 1))"
+    SHARDING=(--zero-stage 3 --ranks-per-node "$ranks_per_node" --micro-batch-size "$((SAMPLES_PER_ITERATION / RANKS))")
+    ZEROPP=(--zero-quantized-weights --zero-hpz-partition-size "$ranks_per_node" --zero-quantized-gradients)
 }
 
 train_to() {
@@ -97,8 +110,23 @@ train_to() {
         echo "done before: $CHECKPOINTS has iteration $1"
         return
     fi
+    pretrain "${RHYTHM[@]}" "${ZEROPP[@]}" --train-iters "$1"
+}
+
+# compare NAME FLAG...: the first iterations once more, with these flags of ZeRO++ and no others.
+compare() {
+    local log="$RUN/compared_$1.jsonl" output="$RUN/compared_$1.txt"
+    shift
+    if ! made "$log"; then
+        pretrain --log-interval 1 --eval-iters 0 --log-jsonl "$log.new" --train-iters "$COMPARED_ITERATIONS" "$@" >"$output" 2>&1 ||
+            { tail -n 20 "$output" >&2 && stop "the run failed; $output has all it said."; }
+        mv "$log.new" "$log"
+    fi
+}
+
+pretrain() {
     python -m torch.distributed.run --standalone --nproc_per_node "$RANKS" pretrain_zeropp_gpt.py \
-        "${MODEL[@]}" "${TRAINING[@]}" "${TEXT[@]}" "${RHYTHM[@]}" "${SHARDING[@]}" ${PRECISION[@]+"${PRECISION[@]}"} --train-iters "$1"
+        "${MODEL[@]}" "${TRAINING[@]}" "${TEXT[@]}" "${SHARDING[@]}" ${PRECISION[@]+"${PRECISION[@]}"} "$@"
 }
 
 # Not 0 where the model has learned less than one nat per token beyond how often each token occurs.

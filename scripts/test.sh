@@ -37,5 +37,7 @@ echo "== mypy: types"
 python -m mypy
 echo "== import-linter: floors of the house"
 lint-imports --no-logo
+echo "== kernels"
+bash scripts/build_extensions.sh --no-venv
 echo "== pytest: statements"
 python -m pytest ${pytest_arguments[@]+"${pytest_arguments[@]}"}

@@ -207,6 +207,7 @@ def add_mean_(mean: Tensor, members: Tensor, *, accumulate: bool) -> None:
     total.copy_(members[0])
     for member in members[1:]:
         total.add_(member)
-    total.div_(len(members))
+    # A tensor on the same device: dividing by a number, torch on CUDA multiplies by its rounded inverse.
+    total.div_(torch.full((), len(members), dtype=torch.float32, device=total.device))
     if accumulate:
         mean.add_(total)

@@ -1,0 +1,169 @@
+"""How fast the quantization ops are on this machine's CPU: beside a memcpy of the same bytes, and beside the plain-torch reference.
+
+    python benchmarks/quantization.py --threads 1
+
+Prints a table in Markdown and writes the same as JSON. A rate counts 16-bit values: for each size, so many megabytes of bf16 values are
+encoded, decoded, or are the mean. Kernel and memcpy take turns in every round, so that whatever else the machine does slows both; rates and
+shares are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_zpp.ops import extension, quantization, reference
+
+SLICES = 4
+MOST_MEMBERS = 4
+SAMPLE_SECONDS = 0.01  # a sample repeats the call for about so long
+VALUE_BYTES = 2
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op, with calls that run it on the kernel and on the reference, for the same tensors."""
+
+    name: str
+    bits: int
+    kernel: Call
+    reference: Call
+
+
+@dataclass(frozen=True)
+class Result:
+    megabytes: int
+    bits: int
+    op: str
+    gigabytes_per_second: float
+    memcpy_gigabytes_per_second: float
+    share_of_memcpy: float
+    factor_over_reference: float
+
+
+def main(arguments: list[str]) -> int:
+    options = _parse(arguments)
+    torch.set_num_threads(options.threads)
+    if not extension.load():
+        print(f"error: {extension.report()}", file=sys.stderr)
+        return 1
+    results = [result for megabytes in options.megabytes for result in _measure_size(megabytes, options)]
+    command = f"python benchmarks/quantization.py {' '.join(arguments)}".strip()
+    machine = {"processor": _processor(), "threads": options.threads, "torch": torch.__version__, "date": date.today().isoformat()}
+    print(f"{', '.join(f'{name} {value}' for name, value in machine.items())}; `{command}`\n\n{_table(results)}")
+    if options.output:
+        measured = {"command": command, **machine, "results": [asdict(result) for result in results]}
+        options.output.write_text(json.dumps(measured, indent=2) + "\n")
+    return 0
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Times the quantization ops beside memcpy and beside the plain-torch reference.")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 4, 16, 64, 256], help="of bf16 values (default: %(default)s)")
+    parser.add_argument("--block-numel", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--reference-rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    return parser.parse_args(arguments)
+
+
+def _measure_size(megabytes: int, options: argparse.Namespace) -> Iterator[Result]:
+    run_numel = megabytes * 2**20 // VALUE_BYTES // SLICES // options.block_numel * options.block_numel
+    value_bytes = SLICES * run_numel * VALUE_BYTES
+    for bits in quantization.BITS[::-1]:
+        values = torch.randn(SLICES, run_numel, generator=torch.Generator().manual_seed(1)).bfloat16()
+        memcpy = _memcpy(values, torch.empty_like(values))
+        for case in _cases(values, bits, options.block_numel):
+            kernel_seconds, memcpy_seconds, share = _side_by_side(case.kernel, memcpy, options.rounds)
+            reference_seconds = statistics.median(_seconds_per_call(case.reference) for _ in range(options.reference_rounds))
+            gigabytes = value_bytes / 1e9
+            factor = reference_seconds / kernel_seconds
+            yield Result(megabytes, bits, case.name, gigabytes / kernel_seconds, gigabytes / memcpy_seconds, share, factor)
+
+
+def _cases(values: Tensor, bits: int, block_numel: int) -> Iterator[Case]:
+    slices, run_numel = values.shape
+    form = {"bits": bits, "block_numel": block_numel}
+    payloads = torch.zeros(MOST_MEMBERS, slices, quantization.coded_bytes(run_numel, **form), dtype=torch.uint8)
+    for member in payloads:
+        quantization.encode_blocks(values, member, **form)
+    encoded, decoded, mean = torch.zeros_like(payloads[0]), torch.empty_like(values), torch.zeros(values.shape)
+
+    def case(name: str, op: str, *tensors: Tensor, **arguments: object) -> Case:
+        return Case(name, bits, *(partial(getattr(room, op), *tensors, **arguments) for room in (quantization, reference)))
+
+    yield case("encode", "encode_blocks", values, encoded, **form)
+    yield case("decode to bf16", "decode_blocks", payloads[0], decoded, **form)
+    for members in (2, MOST_MEMBERS):
+        received = payloads[:members]
+        yield case(f"decode, add mean of {members}", "decode_mean_blocks", received, mean, **form, accumulate=True)
+        yield case(
+            f"decode, mean of {members}, encode", "recode_mean_blocks", received, encoded, run_numel=run_numel, next_bits=bits, **form
+        )
+
+
+def _memcpy(source: Tensor, target: Tensor) -> Call:
+    def copy() -> None:
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+    return copy
+
+
+def _side_by_side(kernel: Call, memcpy: Call, rounds: int) -> tuple[float, float, float]:
+    """Medians over rounds: seconds of the kernel, seconds of the memcpy, and the kernel's speed as a share of the memcpy's."""
+    kernel_repeats, memcpy_repeats = _repeats(kernel), _repeats(memcpy)
+    samples = [(_seconds_per_call(kernel, kernel_repeats), _seconds_per_call(memcpy, memcpy_repeats)) for _ in range(rounds)]
+    share = statistics.median(memcpy_seconds / kernel_seconds for kernel_seconds, memcpy_seconds in samples)
+    kernel_seconds, memcpy_seconds = (statistics.median(column) for column in zip(*samples, strict=True))
+    return kernel_seconds, memcpy_seconds, share
+
+
+def _repeats(call: Call) -> int:
+    call()
+    return max(1, round(SAMPLE_SECONDS / _seconds_per_call(call)))
+
+
+def _seconds_per_call(call: Call, repeats: int = 1) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats
+
+
+def _table(results: list[Result]) -> str:
+    lines = ["| MB of bf16 | codes | op | GB/s | memcpy GB/s | share of memcpy | x reference |", "|---:|---|---|---:|---:|---:|---:|"]
+    return "\n".join([*lines, *(_row(result) for result in results)])
+
+
+def _row(result: Result) -> str:
+    rates = f"{result.gigabytes_per_second:.1f} | {result.memcpy_gigabytes_per_second:.1f} | {result.share_of_memcpy:.0%}"
+    return f"| {result.megabytes} | INT{result.bits} | {result.op} | {rates} | {result.factor_over_reference:.0f} |"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,15 @@
+// The operators of megatron_zpp. Bodies are registered beside their kernels, fake kernels in megatron_zpp/ops/extension.py.
+//
+// values     [slices, run]             fp32, bf16 or fp16; inner dim contiguous, any row stride; run is a multiple of block_numel
+// mean       [slices, run]             fp32, as values
+// payloads   [slices, bytes]           uint8; bytes at least those of codes and scales; rows start at multiples of 16 bytes
+//            [members, slices, bytes]  where a mean over members is taken
+// recoded    [slices, bytes]           as payloads
+#include <torch/library.h>
+
+TORCH_LIBRARY(megatron_zpp, m) {
+  m.def("encode_blocks(Tensor values, Tensor(a!) payloads, int bits, int block_numel) -> ()");
+  m.def("decode_blocks(Tensor payloads, Tensor(a!) values, int bits, int block_numel) -> ()");
+  m.def("decode_mean_blocks(Tensor payloads, Tensor(a!) mean, int bits, int block_numel, bool accumulate) -> ()");
+  m.def("recode_mean_blocks(Tensor payloads, Tensor(a!) recoded, int run_numel, int bits, int next_bits, int block_numel) -> ()");
+}

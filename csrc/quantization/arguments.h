@@ -1,0 +1,123 @@
+// What kernels receive: plain pointers and strides, taken from tensors after the checks that keep every access inside them.
+// megatron_zpp/ops/quantization.py says the same to users, and says more.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <type_traits>
+
+#include "block_format.h"
+
+namespace megatron_zpp {
+
+// The payload rows of all members: row [member, slice] starts at base + member * member_stride + slice * slice_stride.
+template <class Byte>  // uint8_t or const uint8_t
+struct PayloadRows {
+  Byte* base;
+  int64_t member_stride;  // bytes
+  int64_t slice_stride;   // bytes
+  int64_t members;
+  int64_t slices;
+  RowLayout layout;
+
+  ZPP_HOST_DEVICE Byte* codes(int64_t member, int64_t slice) const { return base + member * member_stride + slice * slice_stride; }
+  ZPP_HOST_DEVICE auto* scales(int64_t member, int64_t slice) const {
+    using Scale = std::conditional_t<std::is_const_v<Byte>, const float, float>;
+    return reinterpret_cast<Scale*>(codes(member, slice) + layout.scales_offset);
+  }
+};
+
+// Values of one run per slice.
+template <class T>
+struct ValueRows {
+  T* base;
+  int64_t slice_stride;  // elements
+
+  ZPP_HOST_DEVICE T* run(int64_t slice) const { return base + slice * slice_stride; }
+};
+
+inline void check_format(int64_t run_numel, int64_t bits, int64_t block_numel) {
+  TORCH_CHECK(bits == 4 || bits == 8, "bits is ", bits, ", needed is 4 or 8");
+  const bool is_whole = block_numel > 0 && block_numel % kBlockNumelMultiple == 0;
+  TORCH_CHECK(is_whole, "block_numel is ", block_numel, ", needed is a multiple of ", kBlockNumelMultiple);
+  TORCH_CHECK(run_numel >= 0 && run_numel % block_numel == 0, "run of ", run_numel, " values is no multiple of block_numel ", block_numel);
+}
+
+inline void check_inner_dim(const at::Tensor& tensor, const char* name) {
+  const bool is_contiguous = tensor.numel() == 0 || tensor.size(-1) == 1 || tensor.stride(-1) == 1;
+  TORCH_CHECK(is_contiguous, name, " has a strided inner dim; needed is a contiguous one");
+}
+
+template <class T>
+ValueRows<const T> readable_values(const at::Tensor& values) {
+  return {values.const_data_ptr<T>(), values.stride(0)};
+}
+
+template <class T>
+ValueRows<T> writable_values(const at::Tensor& values) {
+  return {values.mutable_data_ptr<T>(), values.stride(0)};
+}
+
+inline void check_values(const at::Tensor& values, const char* name) {
+  TORCH_CHECK(values.dim() == 2, name, " has ", values.dim(), " dims, needed is [slices, run]");
+  check_inner_dim(values, name);
+}
+
+inline void check_payloads(const at::Tensor& payloads, const char* name, int64_t dims, int64_t slices, const RowLayout& layout) {
+  TORCH_CHECK(payloads.scalar_type() == at::kByte, name, " is ", payloads.scalar_type(), ", needed is uint8");
+  TORCH_CHECK(payloads.dim() == dims, name, " has ", payloads.dim(), " dims, needed are ", dims);
+  TORCH_CHECK(payloads.size(-2) == slices, name, " has ", payloads.size(-2), " slices, needed are ", slices);
+  TORCH_CHECK(payloads.size(-1) >= layout.coded_bytes, name, " has rows of ", payloads.size(-1), " bytes, needed are ", layout.coded_bytes);
+  check_inner_dim(payloads, name);
+  bool is_aligned = reinterpret_cast<uintptr_t>(payloads.const_data_ptr()) % kPartAlignmentBytes == 0;
+  for (int64_t dim = 0; dim < dims - 1; ++dim) {
+    is_aligned = is_aligned && (payloads.size(dim) == 1 || payloads.stride(dim) % kPartAlignmentBytes == 0);
+  }
+  TORCH_CHECK(payloads.numel() == 0 || is_aligned, name, " has rows that do not start at multiples of ", kPartAlignmentBytes, " bytes");
+}
+
+inline PayloadRows<const uint8_t> readable_payloads(const at::Tensor& payloads, const char* name, int64_t slices, const RowLayout& layout) {
+  check_payloads(payloads, name, 2, slices, layout);
+  return {payloads.const_data_ptr<uint8_t>(), 0, payloads.stride(0), 1, slices, layout};
+}
+
+inline PayloadRows<const uint8_t> readable_members(const at::Tensor& payloads, const char* name, int64_t slices, const RowLayout& layout) {
+  check_payloads(payloads, name, 3, slices, layout);
+  TORCH_CHECK(payloads.size(0) > 0, name, " has no members, and the mean of none is not defined");
+  return {payloads.const_data_ptr<uint8_t>(), payloads.stride(0), payloads.stride(1), payloads.size(0), slices, layout};
+}
+
+inline PayloadRows<uint8_t> writable_payloads(const at::Tensor& payloads, const char* name, int64_t slices, const RowLayout& layout) {
+  check_payloads(payloads, name, 2, slices, layout);
+  return {payloads.mutable_data_ptr<uint8_t>(), 0, payloads.stride(0), 1, slices, layout};
+}
+
+// Calls launch with the bits as a compile-time constant.
+template <class Launch>
+void dispatch_bits(int64_t bits, Launch launch) {
+  switch (bits) {
+    case 4:
+      return launch(std::integral_constant<int, 4>());
+    case 8:
+      return launch(std::integral_constant<int, 8>());
+    default:
+      TORCH_CHECK(false, "bits is ", bits, ", needed is 4 or 8");
+  }
+}
+
+// Calls launch with a value of the C++ type that the tensor holds.
+template <class Launch>
+void dispatch_values(const at::Tensor& values, const char* name, Launch launch) {
+  switch (values.scalar_type()) {
+    case at::kFloat:
+      return launch(float());
+    case at::kBFloat16:
+      return launch(c10::BFloat16());
+    case at::kHalf:
+      return launch(c10::Half());
+    default:
+      TORCH_CHECK(false, name, " is ", values.scalar_type(), ", needed is float32, bfloat16 or float16");
+  }
+}
+
+}  // namespace megatron_zpp

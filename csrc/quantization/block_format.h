@@ -1,0 +1,165 @@
+// The format of quantized blocks: how a block's scale, its codes and their bytes follow from its values.
+// One definition for host and device. A payload row holds a run of blocks and whatever its owner puts behind them:
+//
+//     | codes, padded to 16 bytes | scales fp32, padded to 16 bytes | bytes that no kernel touches |
+//
+// Bit-equality with megatron_zpp/ops/reference.py needs IEEE fp32: no contraction (-ffp-contract=off, --fmad=false), no fast-math,
+// subnormals kept.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#define ZPP_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define ZPP_HOST_DEVICE inline
+#endif
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "payloads and pairs of 16-bit values are read as little-endian words"
+#endif
+
+namespace megatron_zpp {
+
+constexpr int64_t kPartAlignmentBytes = 16;   // of codes and of scales: the widest access of a GPU thread
+constexpr int64_t kBlockNumelMultiple = 32;   // one warp; 16 bytes of 4-bit codes
+constexpr uint32_t kNanScaleBits = 0x7fc00000;
+constexpr float kRoundingShift = 12582912.0f;  // 1.5 * 2^23: floats there are 1 apart, so adding it rounds to an integer, half to even
+constexpr uint32_t kRoundingShiftBits = 0x4b400000;
+
+ZPP_HOST_DEVICE uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+ZPP_HOST_DEVICE float float_of(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// ---- Where things are in a payload row -------------------------------------------------------------------------------------------------
+
+struct RowLayout {
+  int64_t blocks;         // of one run
+  int64_t scales_offset;  // bytes
+  int64_t coded_bytes;    // codes and scales
+};
+
+ZPP_HOST_DEVICE constexpr int64_t padded_bytes(int64_t bytes) {
+  return (bytes + kPartAlignmentBytes - 1) / kPartAlignmentBytes * kPartAlignmentBytes;
+}
+
+ZPP_HOST_DEVICE constexpr RowLayout row_layout(int64_t run_numel, int64_t bits, int64_t block_numel) {
+  const int64_t blocks = run_numel / block_numel;
+  const int64_t scales_offset = padded_bytes(run_numel / 8 * bits);
+  return {blocks, scales_offset, scales_offset + padded_bytes(blocks * static_cast<int64_t>(sizeof(float)))};
+}
+
+// ---- Values ----------------------------------------------------------------------------------------------------------------------------
+
+// Magnitude: the bits without the sign. As integers they are ordered as the absolute values are, infinity and then NaN above all others,
+// so that an integer maximum finds the largest value and every non-finite one, in any order.
+template <class T>
+struct ValueFormat;
+
+template <>
+struct ValueFormat<float> {
+  using Magnitude = uint32_t;
+  static constexpr Magnitude kInfinity = 0x7f800000;
+  static constexpr int kSignificandBits = 24;
+  ZPP_HOST_DEVICE static Magnitude magnitude(float value) { return bits_of(value) & 0x7fffffffu; }
+  ZPP_HOST_DEVICE static float widened(Magnitude magnitude) { return float_of(magnitude); }
+};
+
+template <>
+struct ValueFormat<c10::BFloat16> {
+  using Magnitude = uint16_t;
+  static constexpr Magnitude kInfinity = 0x7f80;
+  static constexpr int kSignificandBits = 8;
+  ZPP_HOST_DEVICE static Magnitude magnitude(c10::BFloat16 value) { return value.x & 0x7fffu; }
+  ZPP_HOST_DEVICE static float widened(Magnitude magnitude) { return float_of(static_cast<uint32_t>(magnitude) << 16); }
+};
+
+template <>
+struct ValueFormat<c10::Half> {
+  using Magnitude = uint16_t;
+  static constexpr Magnitude kInfinity = 0x7c00;
+  static constexpr int kSignificandBits = 11;
+  ZPP_HOST_DEVICE static Magnitude magnitude(c10::Half value) { return value.x & 0x7fffu; }
+  ZPP_HOST_DEVICE static float widened(Magnitude magnitude) {
+    return static_cast<float>(c10::Half(magnitude, c10::Half::from_bits()));
+  }
+};
+
+// ---- Scales and codes ------------------------------------------------------------------------------------------------------------------
+
+template <int kBits>
+struct CodeFormat {
+  static_assert(kBits == 4 || kBits == 8, "codes have 4 or 8 bits");
+  static constexpr int32_t kLargest = (1 << (kBits - 1)) - 1;  // Q: codes are symmetric, -Q to Q
+};
+
+// The scale of a block: NaN where a value is not finite, 0 where all are 0 or the quotient underflows.
+template <class T, int kBits>
+ZPP_HOST_DEVICE float block_scale(typename ValueFormat<T>::Magnitude largest) {
+  if (largest >= ValueFormat<T>::kInfinity) {
+    return float_of(kNanScaleBits);
+  }
+  return ValueFormat<T>::widened(largest) / static_cast<float>(CodeFormat<kBits>::kLargest);
+}
+
+// Blocks of other scales have codes 0.
+ZPP_HOST_DEVICE bool has_codes(float scale) { return scale > 0.0f; }
+
+// An integer whose low bits are the two's complement code nearest to the quotient, half to even; exact for |quotient| < 2^22.
+ZPP_HOST_DEVICE uint32_t rounded(float quotient) { return bits_of(quotient + kRoundingShift) - kRoundingShiftBits; }
+
+// The code of a value in a block that has codes. A subnormal scale is too coarse to keep quotients within -Q to Q, hence the clamp.
+template <int kBits>
+ZPP_HOST_DEVICE uint32_t code_of(float value, float scale) {
+  constexpr float kLargest = static_cast<float>(CodeFormat<kBits>::kLargest);
+  float quotient = value / scale;
+  quotient = quotient > kLargest ? kLargest : quotient;
+  quotient = quotient < -kLargest ? -kLargest : quotient;
+  return rounded(quotient);
+}
+
+ZPP_HOST_DEVICE float decoded(int32_t code, float scale) { return static_cast<float>(code) * scale; }
+
+// ---- Bytes of codes --------------------------------------------------------------------------------------------------------------------
+
+// Two neighbouring codes: two bytes, or the low and the high nibble of one.
+struct CodePair {
+  int32_t even;
+  int32_t odd;
+};
+
+template <int kBits>
+ZPP_HOST_DEVICE void store_pair(uint8_t* codes, int64_t pair, uint32_t even, uint32_t odd) {
+  if constexpr (kBits == 8) {
+    const uint16_t word = static_cast<uint16_t>((even & 0xffu) | (odd << 8));
+    memcpy(codes + 2 * pair, &word, sizeof(word));
+  } else {
+    codes[pair] = static_cast<uint8_t>((even & 0xfu) | ((odd & 0xfu) << 4));
+  }
+}
+
+template <int kBits>
+ZPP_HOST_DEVICE CodePair load_pair(const uint8_t* codes, int64_t pair) {
+  if constexpr (kBits == 8) {
+    uint16_t word;
+    memcpy(&word, codes + 2 * pair, sizeof(word));
+    return {static_cast<int8_t>(word & 0xffu), static_cast<int16_t>(word) >> 8};
+  } else {
+    const uint8_t byte = codes[pair];
+    return {((byte & 0xf) ^ 8) - 8, static_cast<int8_t>(byte) >> 4};
+  }
+}
+
+}  // namespace megatron_zpp

@@ -1,0 +1,112 @@
+"""The definition of the quantization ops, in plain torch: the kernels of csrc/ equal it bit for bit, and where they are missing it runs.
+
+One block of x, with Q = 127 (8 bits) or 7 (4 bits):
+
+    scale = max|x| / Q          0 where that is 0 or underflows; NaN where a value of the block is not finite
+    code  = rint(x / scale)     half to even, clamped to -Q..Q; 0 where the scale is 0 or NaN
+    x'    = code * scale        rounded once more, to the dtype asked for
+
+Arguments are as checked by megatron_zpp.ops.quantization.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PART_ALIGNMENT_BYTES = 16
+NAN = float("nan")  # 0x7fc00000 in fp32
+
+
+class Parts(NamedTuple):
+    """The two parts of payload rows [slices, bytes] that the ops read and write, as views."""
+
+    codes: Tensor  # [slices, run * bits / 8] uint8
+    scales: Tensor  # [slices, run / block * 4] uint8, the bytes of fp32 values
+
+
+def parts_of(payloads: Tensor, run_numel: int, bits: int, block_numel: int) -> Parts:
+    """Codes and scales of rows `| codes, padded to 16 bytes | scales, padded to 16 bytes | others' bytes |`."""
+    codes_bytes = run_numel * bits // 8
+    scales_start = padded_bytes(codes_bytes)
+    scales_bytes = run_numel // block_numel * 4
+    return Parts(payloads[:, :codes_bytes], payloads[:, scales_start : scales_start + scales_bytes])
+
+
+def padded_bytes(part_bytes: int) -> int:
+    """`part_bytes` rounded up to a multiple of 16."""
+    return -(-part_bytes // PART_ALIGNMENT_BYTES) * PART_ALIGNMENT_BYTES
+
+
+def encode_blocks(values: Tensor, payloads: Tensor, bits: int, block_numel: int) -> None:
+    if values.numel() == 0:
+        return
+    slices, run_numel = values.shape
+    parts = parts_of(payloads, run_numel, bits, block_numel)
+    blocks = values.float().reshape(slices, run_numel // block_numel, block_numel)
+    largest_code = torch.full((), 2 ** (bits - 1) - 1, dtype=torch.float32, device=values.device)
+    largest = blocks.abs().amax(-1)
+    scales = _divided(largest, largest_code).masked_fill(~largest.isfinite(), NAN)
+    codes = _divided(blocks, scales.unsqueeze(-1)).round().clamp(-largest_code, largest_code)
+    has_codes = (scales > 0).unsqueeze(-1)
+    parts.codes.copy_(_packed(torch.where(has_codes, codes, 0).to(torch.int8).view(slices, run_numel), bits))
+    parts.scales.copy_(scales.view(torch.uint8))
+
+
+def decode_blocks(payloads: Tensor, values: Tensor, bits: int, block_numel: int) -> None:
+    decoded = _decoded(payloads, values.shape[1], bits, block_numel)
+    values.copy_(decoded)
+    # Conversions of NaN differ between processors and vector widths.
+    values.masked_fill_(decoded.isnan(), NAN)
+
+
+def decode_mean_blocks(payloads: Tensor, mean: Tensor, bits: int, block_numel: int, accumulate: bool) -> None:
+    total = _decoded(payloads[0], mean.shape[1], bits, block_numel)
+    for member in payloads[1:]:
+        total += _decoded(member, mean.shape[1], bits, block_numel)
+    total = _divided(total, torch.full((), payloads.shape[0], dtype=torch.float32, device=mean.device))
+    if accumulate:
+        mean += total
+    else:
+        mean.copy_(total)
+
+
+def recode_mean_blocks(payloads: Tensor, recoded: Tensor, run_numel: int, bits: int, next_bits: int, block_numel: int) -> None:
+    mean = torch.empty(recoded.shape[0], run_numel, dtype=torch.float32, device=payloads.device)
+    decode_mean_blocks(payloads, mean, bits, block_numel, accumulate=False)
+    encode_blocks(mean, recoded, next_bits, block_numel)
+
+
+def _divided(dividend: Tensor, divisor: Tensor) -> Tensor:
+    # Divisors are tensors on the same device: instead of dividing by a number, torch on CUDA multiplies by its rounded inverse.
+    return torch.div(dividend, divisor)
+
+
+def _decoded(payloads: Tensor, run_numel: int, bits: int, block_numel: int) -> Tensor:
+    slices = payloads.shape[0]
+    if slices == 0 or run_numel == 0:
+        return torch.empty(slices, run_numel, device=payloads.device)
+    parts = parts_of(payloads, run_numel, bits, block_numel)
+    # Rows may be any number of bytes apart, fp32 values may not.
+    scales = parts.scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
+    codes = _unpacked(parts.codes, bits).float().view(slices, run_numel // block_numel, block_numel)
+    return (codes * scales.unsqueeze(-1)).view(slices, run_numel)
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """The bytes, uint8 [slices, run * bits / 8], of codes [slices, run] int8."""
+    if bits == 8:
+        return codes.view(torch.uint8)
+    low, high = codes[:, 0::2].view(torch.uint8), codes[:, 1::2].view(torch.uint8)
+    return (low & 0xF) | (high << 4)
+
+
+def _unpacked(packed: Tensor, bits: int) -> Tensor:
+    """The codes, int8 [slices, run], in bytes [slices, run * bits / 8] uint8."""
+    if bits == 8:
+        return packed.view(torch.int8)
+    # Shifts of int8 keep the sign.
+    low, high = packed.view(torch.int8) << 4 >> 4, packed.view(torch.int8) >> 4
+    return torch.stack([low, high], dim=-1).flatten(-2)

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Builds the kernels of csrc/ for this machine. See --help.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+usage() {
+    cat <<'TEXT'
+bash scripts/build_extensions.sh [--no-venv] [--portable]
+
+  --no-venv    use the active environment instead of .venv
+  --portable   for every processor of this architecture rather than for this one; slower
+
+Needs a compiler for the C++ of the torch installed (2.13: C++20, as GCC 11 or clang 14; CXX names another).
+Takes about a minute, and nothing where the same build is there already.
+Without the kernels everything runs on plain torch, with the same bits, slower.
+TEXT
+}
+
+use_venv=yes
+arguments=()
+for argument in "$@"; do
+    case "$argument" in
+        --no-venv) use_venv=no ;;
+        --portable) arguments+=("$argument") ;;
+        -h | --help) usage && exit ;;
+        *) usage >&2 && stop "$argument is not an argument of this script." ;;
+    esac
+done
+
+prepare_environment "$use_venv" requirements.txt
+exec python -m megatron_zpp.ops.extension ${arguments[@]+"${arguments[@]}"}

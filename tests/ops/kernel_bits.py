@@ -1,0 +1,98 @@
+"""Kernels against the reference, bit for bit, on values of all kinds. As a program: the same for the library it is given."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from itertools import product
+from types import ModuleType
+from typing import Any
+
+import torch
+from per_block import equal_bits
+from torch import Tensor
+
+from megatron_zpp.ops import reference
+from megatron_zpp.ops.quantization import coded_bytes
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BITS = (4, 8)
+SLICES = 3
+MARGIN_BYTES = 48  # behind codes and scales, where an exact run would be
+UNTOUCHED = 0xA5
+Ops = ModuleType | Any
+
+
+def kinds_of_values(dtype: torch.dtype, run_numel: int) -> Iterator[Tensor]:
+    """Matrices [SLICES, run_numel]: ordinary, tiny, subnormal, huge, with zeros, with ties, with values that are not finite."""
+    normal = torch.randn(SLICES, run_numel, generator=torch.Generator().manual_seed(run_numel))
+    largest = torch.finfo(dtype).max
+    for scale in (1.0, 2.0**-20, 2.0**-126, 2.0**-140, 2.0**-149, 2.0**90, largest / 8):
+        yield (normal * scale).clamp(-largest, largest).to(dtype)
+    yield torch.full_like(normal, largest).to(dtype) * normal.sign().to(dtype)
+    yield torch.full_like(normal, -0.0).to(dtype)
+    yield torch.round(normal * 4).to(dtype) * 0.5
+    alone = torch.zeros_like(normal)
+    alone[:, run_numel - 1] = -3.0
+    yield alone.to(dtype)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        for position in (0, run_numel // 2 + 1, run_numel - 1):
+            spoilt = normal.clone()
+            spoilt[1, position] = bad
+            yield spoilt.to(dtype)
+
+
+def encoded(ops: Ops, values: Tensor, bits: int, block_numel: int) -> Tensor:
+    row_bytes = coded_bytes(values.shape[1], bits, block_numel)
+    payloads = torch.full((values.shape[0], row_bytes + MARGIN_BYTES), UNTOUCHED, dtype=torch.uint8)
+    ops.encode_blocks(values, payloads, bits, block_numel)
+    return payloads
+
+
+def decoded(ops: Ops, payloads: Tensor, run_numel: int, dtype: torch.dtype, bits: int, block_numel: int) -> Tensor:
+    values = torch.full((payloads.shape[0], run_numel), 7.0, dtype=dtype)
+    ops.decode_blocks(payloads, values, bits, block_numel)
+    return values
+
+
+def mean(ops: Ops, payloads: Tensor, run_numel: int, bits: int, block_numel: int, accumulate: bool) -> Tensor:
+    target = torch.linspace(-1, 1, payloads.shape[1] * run_numel).view(-1, run_numel).clone()
+    ops.decode_mean_blocks(payloads, target, bits, block_numel, accumulate)
+    return target
+
+
+def recoded(ops: Ops, payloads: Tensor, run_numel: int, bits: int, next_bits: int, block_numel: int) -> Tensor:
+    target = torch.full((payloads.shape[1], coded_bytes(run_numel, next_bits, block_numel) + MARGIN_BYTES), UNTOUCHED, dtype=torch.uint8)
+    ops.recode_mean_blocks(payloads, target, run_numel, bits, next_bits, block_numel)
+    return target
+
+
+def check_all(ops: Ops, block_numel: int, blocks: int) -> int:
+    """Raises AssertionError at the first differing bit; returns how many results were compared."""
+    run_numel, compared = block_numel * blocks, 0
+
+    def same(make: Callable[..., Tensor], *arguments: object) -> Tensor:
+        nonlocal compared
+        expected = make(reference, *arguments)
+        assert equal_bits(make(ops, *arguments), expected), (make.__name__, arguments)
+        compared += 1
+        return expected
+
+    for dtype, bits in product(DTYPES, BITS):
+        kinds = [same(encoded, values, bits, block_numel) for values in kinds_of_values(dtype, run_numel)]
+        for payloads, output in product(kinds, DTYPES):
+            same(decoded, payloads, run_numel, output, bits, block_numel)
+        received = torch.stack(kinds)
+        for first, members in product(range(0, len(kinds), 4), (1, 2, 3, 4)):
+            some = received[first : first + members]
+            same(mean, some, run_numel, bits, block_numel, False)
+            same(mean, some, run_numel, bits, block_numel, True)
+            for next_bits in BITS:
+                same(recoded, some, run_numel, bits, next_bits, block_numel)
+    return compared
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.ops.load_library(sys.argv[1])
+    print(sum(check_all(torch.ops.megatron_zpp, block_numel, blocks) for block_numel, blocks in ((32, 37), (256, 19))))

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import fcntl
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_zpp.ops import build as build_module
+from megatron_zpp.ops.build import SOURCES, Build, made_once
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    return shutil.copytree(SOURCES, tmp_path / "csrc")
+
+
+def test_the_key_is_the_same_for_the_same_sources_anywhere(sources: Path) -> None:
+    assert Build(sources).key() == Build().key()
+
+
+@pytest.mark.parametrize("name", ["ops.cpp", "quantization/block_format.h", "quantization/cpu/encode.cpp"])
+def test_a_changed_source_or_header_changes_the_key(sources: Path, name: str) -> None:
+    (sources / name).write_text((sources / name).read_text() + "\n")
+    assert Build(sources).key() != Build().key()
+
+
+def test_a_new_torch_processor_or_flag_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [Build().key(), Build(portable=True).key()]
+    for owner, name, value in [
+        (torch, "__version__", "9.9.9"),
+        (build_module, "_processor_features", lambda: "another"),
+        (build_module, "COMPILER_FLAGS", ("-O0",)),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            keys.append(Build().key())
+    assert len(set(keys)) == 5
+
+
+def test_builds_lie_in_the_folder_that_the_environment_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert Build().library() == tmp_path / "cache" / "megatron_zpp" / Build().key() / "megatron_zpp_ops.so"
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    assert Build().library().is_relative_to(tmp_path / "extensions")
+
+
+def _compiled(calls: list[Path], seconds: float = 0.0) -> object:
+    def compile_in(folder: Path) -> Path:
+        calls.append(folder)
+        time.sleep(seconds)
+        (folder / "made.so").write_text("library")
+        return folder / "made.so"
+
+    return compile_in
+
+
+def test_of_several_builders_at_once_one_compiles_and_all_get_the_library(tmp_path: Path) -> None:
+    library, calls, found = tmp_path / "key" / "library.so", [], []
+
+    def make() -> None:
+        found.append(made_once(library, _compiled(calls, seconds=0.3), 60).read_text())
+
+    builders = [threading.Thread(target=make) for _ in range(4)]
+    for builder in builders:
+        builder.start()
+    for builder in builders:
+        builder.join()
+    assert found == ["library"] * 4
+    assert len(calls) == 1
+    assert sorted(path.name for path in library.parent.iterdir()) == ["library.lock", "library.so"]
+
+
+def test_a_lock_file_that_nobody_holds_does_not_delay(tmp_path: Path) -> None:
+    library = tmp_path / "library.so"
+    library.with_suffix(".lock").write_text("left behind")
+    assert made_once(library, _compiled(calls := []), 0.0) == library
+    assert len(calls) == 1
+
+
+def test_a_lock_that_is_never_released_delays_for_the_timeout_only(tmp_path: Path) -> None:
+    library = tmp_path / "library.so"
+    with open(library.with_suffix(".lock"), "ab") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        start = time.monotonic()
+        assert made_once(library, _compiled(calls := []), 0.3).read_text() == "library"
+    assert len(calls) == 1
+    assert time.monotonic() - start < 10
+
+
+def test_a_failed_build_leaves_nothing_that_looks_like_one(tmp_path: Path) -> None:
+    def fail(folder: Path) -> Path:
+        (folder / "half.so").write_text("half")
+        raise RuntimeError("no compiler")
+
+    library = tmp_path / "library.so"
+    with pytest.raises(RuntimeError, match="no compiler"):
+        made_once(library, fail, 0.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["library.lock"]
+
+
+def test_missing_sources_are_said(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="has no sources; a checkout of the repository has them"):
+        Build(tmp_path / "csrc").make()
+
+
+def test_what_the_compiler_refuses_ends_in_a_runtime_error(tmp_path: Path) -> None:
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "broken.cpp").write_text("this is not C++\n")
+    with pytest.raises(RuntimeError, match="the kernels could not be compiled"):
+        Build(tmp_path / "csrc").compile(tmp_path)

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.ops import extension
+from megatron_zpp.ops.build import Build
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_loaded_kernels_serve_cpu_tensors_alone_and_the_report_names_the_library() -> None:
+    assert extension.has_kernels_for("cpu")
+    assert not extension.has_kernels_for("cuda")
+    assert extension.report() == f"Quantization runs on the C++ kernels in {Build().library()}."
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_without_a_build_nothing_is_compiled_and_the_report_names_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(extension.REFERENCE_VARIABLE, raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert not extension.load()
+    assert not extension.has_kernels_for("cpu")
+    assert list(tmp_path.iterdir()) == []
+    assert extension.report().endswith("same bits, slower. This builds the kernels: bash scripts/build_extensions.sh")
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_the_environment_can_keep_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(extension.REFERENCE_VARIABLE, "1")
+    assert not extension.load()
+    assert "because MEGATRON_ZPP_REFERENCE_OPS is set" in extension.report()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_second_build_finds_the_first_and_says_where(capfd: pytest.CaptureFixture[str]) -> None:
+    assert extension.main([]) == 0
+    assert capfd.readouterr().out == f"{Build().library()} (0 s)\n"
+
+
+def test_importing_the_ops_neither_loads_kernels_nor_looks_for_compilers() -> None:
+    imports = "import sys; from megatron_zpp.ops import extension, quantization"
+    program = f"{imports}; print('torch.utils.cpp_extension' in sys.modules, extension._loaded)"
+    finished = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert finished.stdout == "False None\n"

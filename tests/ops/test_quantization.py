@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_bits import BITS, DTYPES, UNTOUCHED, check_all, decoded, encoded
+from per_block import equal_bits
+from torch import Tensor
+
+from megatron_zpp.ops import extension, quantization, reference
+from megatron_zpp.ops.build import Build
+from megatron_zpp.ops.quantization import coded_bytes
+
+BLOCK = 32
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def _payloads(*shape: int, run_numel: int, bits: int = 8, extra: int = 0) -> Tensor:
+    return torch.full((*shape, coded_bytes(run_numel, bits, BLOCK) + extra), UNTOUCHED, dtype=torch.uint8)
+
+
+@given(st.integers(0, 100), st.sampled_from([32, 64, 256, 1024]), st.sampled_from(BITS))
+def test_coded_bytes_are_codes_and_scales_each_padded_to_16(blocks: int, block_numel: int, bits: int) -> None:
+    codes, scales = blocks * block_numel * bits // 8, blocks * 4
+    assert coded_bytes(blocks * block_numel, bits, block_numel) == codes + -codes % 16 + scales + -scales % 16
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("block_numel, blocks", [(32, 1), (32, 300), (96, 45), (256, 3), (256, 16), (1024, 5), (8192, 2)])
+def test_kernels_bit_equal_the_reference(block_numel: int, blocks: int) -> None:
+    assert check_all(torch.ops.megatron_zpp, block_numel, blocks) > 100
+
+
+def test_portable_kernels_bit_equal_the_reference_too() -> None:
+    library = Build(portable=True).make()
+    program = Path(__file__).with_name("kernel_bits.py")
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "", "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run([sys.executable, str(program), str(library)], env=environment, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert int(finished.stdout) > 500
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_codes_without_division_equal_the_definition_for_every_pair_of_largest_value_and_value(dtype: torch.dtype, bits: int) -> None:
+    # Codes of 16-bit values depend on both significands and the difference of exponents alone, while nothing leaves the normal range.
+    significand_steps = 2 ** (7 if dtype == torch.bfloat16 else 10)
+    first = torch.tensor(1.0, dtype=dtype).view(torch.int16).item()
+    values = torch.arange(first - 9 * significand_steps, first + significand_steps, dtype=torch.int16).view(
+        dtype
+    )  # 9 binades below 1, and [1, 2)
+    for largest in values[-significand_steps:].split(64):
+        blocks = torch.minimum(values.expand(len(largest), -1), largest.unsqueeze(1))
+        assert equal_bits(
+            encoded(torch.ops.megatron_zpp, blocks, bits, values.numel()), encoded(reference, blocks, bits, values.numel())
+        ), largest
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_all_65536_values_of_16_bits_encode_and_decode_as_in_the_reference(dtype: torch.dtype, bits: int) -> None:
+    # As neighbours, as the largest of a block beside its own halves, and beside values that are 0.
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    halves = torch.stack([every, *[every / 2**power for power in range(1, 16)], *[-every / 2**power for power in range(16)]], dim=1)
+    alone = torch.zeros(2**16, 32, dtype=dtype)
+    alone[:, 5] = every
+    for values in (every.view(1, -1), halves.view(4, -1), alone.view(4, -1)):
+        payloads = encoded(reference, values, bits, BLOCK)
+        assert equal_bits(encoded(torch.ops.megatron_zpp, values, bits, BLOCK), payloads)
+        for output in DTYPES:
+            arguments = (payloads, values.shape[1], output, bits, BLOCK)
+            assert equal_bits(decoded(torch.ops.megatron_zpp, *arguments), decoded(reference, *arguments))
+
+
+@pytest.mark.usefixtures("kernels")
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 4), st.integers(0, 70), st.integers(0, 3), st.integers(0, 5), st.sampled_from(DTYPES), st.sampled_from(BITS))
+def test_rows_may_be_apart_and_nothing_beside_them_is_touched(
+    slices: int, blocks: int, gap: int, margin: int, dtype: torch.dtype, bits: int
+) -> None:
+    run_numel = blocks * BLOCK
+    values = torch.randn(slices, run_numel + gap, generator=torch.Generator().manual_seed(gap))[:, :run_numel].to(dtype)
+    wide = torch.zeros(slices, run_numel + gap, dtype=dtype)
+    wide[:, :run_numel] = values
+    row_bytes = coded_bytes(run_numel, bits, BLOCK)
+    payloads = _payloads(slices, run_numel=run_numel, bits=bits, extra=16 * margin)
+    quantization.encode_blocks(wide[:, :run_numel], payloads, bits=bits, block_numel=BLOCK)
+    assert equal_bits(payloads[:, :row_bytes], encoded(reference, values, bits, BLOCK)[:, :row_bytes])
+    assert (payloads[:, row_bytes:] == UNTOUCHED).all()
+    apart = torch.full((slices, run_numel + gap), 7.0, dtype=dtype)
+    quantization.decode_blocks(payloads, apart[:, :run_numel], bits=bits, block_numel=BLOCK)
+    assert equal_bits(apart[:, :run_numel], decoded(reference, payloads, run_numel, dtype, bits, BLOCK))
+    assert (apart[:, run_numel:] == 7).all()
+
+
+@pytest.mark.usefixtures("kernels", "two_threads")
+@pytest.mark.parametrize("bits", BITS)
+def test_two_threads_give_the_bits_of_one(bits: int) -> None:
+    values = torch.randn(3, 2**16, generator=torch.Generator().manual_seed(bits)).bfloat16()
+    payloads = encoded(torch.ops.megatron_zpp, values, bits, 256)
+    parallel = decoded(torch.ops.megatron_zpp, payloads, 2**16, torch.bfloat16, bits, 256)
+    torch.set_num_threads(1)
+    assert equal_bits(payloads, encoded(torch.ops.megatron_zpp, values, bits, 256))
+    assert equal_bits(parallel, decoded(torch.ops.megatron_zpp, payloads, 2**16, torch.bfloat16, bits, 256))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_reference_takes_over_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_kernels = _all_four_ops()
+    monkeypatch.setattr(extension, "_loaded", None)
+    monkeypatch.setattr(reference, "encode_blocks", _counted(reference.encode_blocks, calls := []))
+    assert all(equal_bits(left, right) for left, right in zip(with_kernels, _all_four_ops(), strict=True))
+    assert len(calls) == 2  # on its own, and inside recode_mean_blocks
+
+
+def _all_four_ops() -> list[Tensor]:
+    values = torch.randn(2, 320, generator=torch.Generator().manual_seed(5))
+    payloads, recoded = _payloads(3, 2, run_numel=320), _payloads(2, run_numel=320, bits=4)
+    quantization.encode_blocks(values, payloads[0], bits=8, block_numel=BLOCK)
+    payloads[1:] = payloads[0]
+    decoded_values, mean = torch.empty(2, 320, dtype=torch.float16), torch.ones(2, 320)
+    quantization.decode_blocks(payloads[1], decoded_values, bits=8, block_numel=BLOCK)
+    quantization.decode_mean_blocks(payloads, mean, bits=8, block_numel=BLOCK, accumulate=True)
+    quantization.recode_mean_blocks(payloads, recoded, run_numel=320, bits=8, next_bits=4, block_numel=BLOCK)
+    return [payloads, decoded_values, mean, recoded]
+
+
+def _counted(function: object, calls: list[object]) -> object:
+    def count(*arguments: object) -> object:
+        calls.append(arguments)
+        return function(*arguments)
+
+    return count
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("op", extension.OPS)
+def test_ops_pass_opcheck(op: str) -> None:
+    values = torch.randn(2, 64)
+    payloads, payload = torch.zeros(3, 2, coded_bytes(64, 8, BLOCK), dtype=torch.uint8), torch.zeros(2, 96, dtype=torch.uint8)
+    arguments = {
+        "encode_blocks": (values, payload, 8, BLOCK),
+        "decode_blocks": (payload, values, 8, BLOCK),
+        "decode_mean_blocks": (payloads, values, 8, BLOCK, True),
+        "recode_mean_blocks": (payloads, payload, 64, 8, 4, BLOCK),
+    }
+    torch.library.opcheck(getattr(torch.ops.megatron_zpp, op).default, arguments[op])
+
+
+GOOD = torch.zeros(2, 64)
+GOOD_PAYLOADS = torch.zeros(2, 96, dtype=torch.uint8)
+MISTAKES = [
+    ({"values": GOOD.double()}, "values is torch.float64; needed is torch.float32 or torch.bfloat16 or torch.float16."),
+    ({"values": GOOD[0]}, "values has shape [64]; needed is [slices, run]."),
+    ({"values": torch.zeros(64, 2).T}, "values has strides [1, 2]; needed is a contiguous inner dim."),
+    ({"values": torch.zeros(2, 65)}, "a run has 65 values; needed is a multiple of block_numel, 32."),
+    ({"values": torch.zeros(3, 64)}, "slices of payloads: 2; needed is 3."),
+    ({"values": GOOD.to("meta")}, "found are values on meta, payloads on cpu; needed is one device."),
+    ({"payloads": GOOD_PAYLOADS.view(torch.int8)}, "payloads is torch.int8; needed is torch.uint8."),
+    ({"payloads": GOOD_PAYLOADS[:, :79]}, "payloads has shape [2, 79]; needed is [slices, at least 80 bytes]."),
+    ({"payloads": torch.zeros(1, 2, 96, dtype=torch.uint8)}, "payloads has shape [1, 2, 96]; needed is [slices, at least 80 bytes]."),
+    ({"payloads": torch.zeros(2, 100, dtype=torch.uint8)}, "strides [100, 1]; needed are rows that start at multiples of 16 bytes."),
+    ({"payloads": torch.zeros(2, 96, dtype=torch.uint8)[:, 8:]}, "payloads starts at byte 8 with strides [96, 1]; needed are rows"),
+    ({"payloads": torch.zeros(96, dtype=torch.uint8).expand(2, 96)}, "strides [0, 1]; needed are rows that do not overlap."),
+    ({"bits": 6}, "bits is 6; needed is 4 or 8."),
+    ({"block_numel": 48}, "block_numel is 48; needed is a multiple of 32."),
+    ({"block_numel": 0}, "block_numel is 0; needed is a multiple of 32."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change, message", MISTAKES)
+def test_mistakes_are_told_with_what_was_found_and_what_is_needed(change: dict[str, object], message: str) -> None:
+    arguments = {"values": GOOD, "payloads": GOOD_PAYLOADS, "bits": 8, "block_numel": BLOCK} | change
+    with pytest.raises(ValueError, match=re.escape(message)):
+        quantization.encode_blocks(**arguments)
+
+
+def test_there_is_no_mean_of_no_members() -> None:
+    with pytest.raises(ValueError, match=re.escape("payloads has shape [0, 2, 96]; needed is at least one member")):
+        quantization.decode_mean_blocks(torch.zeros(0, 2, 96, dtype=torch.uint8), GOOD, bits=8, block_numel=BLOCK, accumulate=False)
+
+
+def test_a_mean_is_fp32() -> None:
+    with pytest.raises(ValueError, match="mean is torch.bfloat16; needed is torch.float32."):
+        quantization.decode_mean_blocks(GOOD_PAYLOADS.unsqueeze(0), GOOD.bfloat16(), bits=8, block_numel=BLOCK, accumulate=False)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    "op, arguments, message",
+    [
+        ("encode_blocks", (GOOD.double(), GOOD_PAYLOADS, 8, BLOCK), "values is Double, needed is float32, bfloat16 or float16"),
+        ("encode_blocks", (GOOD, GOOD_PAYLOADS, 5, BLOCK), "bits is 5, needed is 4 or 8"),
+        ("encode_blocks", (GOOD, GOOD_PAYLOADS[:, :64], 8, BLOCK), "payloads has rows of 64 bytes, needed are 80"),
+        ("decode_blocks", (GOOD_PAYLOADS[:1], GOOD, 8, BLOCK), "payloads has 1 slices, needed are 2"),
+        ("decode_mean_blocks", (GOOD_PAYLOADS, GOOD, 8, BLOCK, False), "payloads has 2 dims, needed are 3"),
+        (
+            "recode_mean_blocks",
+            (GOOD_PAYLOADS.unsqueeze(0), GOOD_PAYLOADS, 50, 8, 4, BLOCK),
+            "run of 50 values is no multiple of block_numel 32",
+        ),
+    ],
+)
+def test_kernels_called_past_the_python_checks_refuse_what_would_leave_their_tensors(
+    op: str, arguments: tuple[object, ...], message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        getattr(torch.ops.megatron_zpp, op)(*arguments)

@@ -1,0 +1,94 @@
+"""A table of several runs side by side: bytes per step over each link, memory, time and loss, from the files of --log-jsonl."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from plot_run import read_objects
+
+Record = Mapping[str, Any]
+MEGABYTE = 1e6
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One run in figures. Bytes are those of the last logged step; the time is the median over logged steps but the first."""
+
+    name: str
+    iterations: int
+    inter_node_bytes: float
+    intra_node_bytes: float
+    model_state_bytes: float
+    step_ms: float
+    training_loss: float
+    validation_loss: float | None
+
+
+def main() -> None:
+    parser = _parser()
+    args = parser.parse_args()
+    try:
+        names = args.names or [Path(path).stem for path in args.log_jsonl]
+        if len(names) != len(args.log_jsonl):
+            raise ValueError(f"--names has {len(names)} names for {len(args.log_jsonl)} files of --log-jsonl; give one for each.")
+        print(table([summarize(name, read_objects(Path(path))) for name, path in zip(names, args.log_jsonl, strict=True)]))
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+
+def summarize(name: str, records: Sequence[Record]) -> Summary:
+    """The figures of one run. Raises ValueError where it logged no training iteration."""
+    steps = [record for record in records if "lm_loss" in record]
+    if not steps:
+        raise ValueError(f"{name} has no logged iteration; train longer than one --log-interval.")
+    last = steps[-1]
+    validations = [record["validation_loss"] for record in records if "validation_loss" in record]
+    return Summary(
+        name=name,
+        iterations=int(last["iteration"]),
+        inter_node_bytes=last["inter_node_bytes"],
+        intra_node_bytes=last["intra_node_bytes"],
+        model_state_bytes=last["model_state_bytes"],
+        step_ms=median(step["elapsed_ms_per_iteration"] for step in steps[1:] or steps),
+        training_loss=last["lm_loss"],
+        validation_loss=validations[-1] if validations else None,
+    )
+
+
+def table(summaries: Sequence[Summary]) -> str:
+    """A Markdown table, one row per run; the share of bytes is that of the first run's."""
+    head = ("run", "iterations", "MB into a node", "share", "MB into a rank in its node", "state MB per rank", "step ms", "loss", "validation")
+    rows = [head, *(_row(summary, summaries[0]) for summary in summaries)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines.insert(1, "| " + " | ".join("-" * width for width in widths) + " |")
+    return "\n".join(lines)
+
+
+def _row(summary: Summary, first: Summary) -> tuple[str, ...]:
+    share = summary.inter_node_bytes / first.inter_node_bytes if first.inter_node_bytes else 0.0
+    return (
+        summary.name,
+        str(summary.iterations),
+        f"{summary.inter_node_bytes / MEGABYTE:.2f}",
+        f"{share:.3f}",
+        f"{summary.intra_node_bytes / MEGABYTE:.2f}",
+        f"{summary.model_state_bytes / MEGABYTE:.2f}",
+        f"{summary.step_ms:.0f}",
+        f"{summary.training_loss:.4f}",
+        "-" if summary.validation_loss is None else f"{summary.validation_loss:.4f}",
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--log-jsonl", nargs="+", required=True, metavar="FILE", help="files that --log-jsonl of the training wrote")
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="what to call the runs (default: the file names)")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
