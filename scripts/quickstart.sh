@@ -70,8 +70,8 @@ main() {
     train_to "$ALL_ITERATIONS"
 
     step "A sample of what the model writes"
-    python tools/generate_text.py --load "$CHECKPOINTS" --prompt "class Test" \
-        --max-new-tokens 150 --temperature 0.6 --top-k 40 | tee "$SAMPLE"
+    python tools/generate_text.py --load "$CHECKPOINTS" --prompt "    def __init__(self" \
+        --max-new-tokens 120 --temperature 0.5 --top-k 40 | tee "$SAMPLE"
 
     step "Loss, learning rate and bytes per link"
     python tools/plot_run.py --log-jsonl "$LOG" --output "$PICTURE"

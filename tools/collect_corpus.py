@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from command import run_command
+
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 SMALL_CORPUS_MEGABYTES = 5
 
@@ -19,12 +21,7 @@ class Source(NamedTuple):
 
 
 def main() -> None:
-    parser = _parser()
-    args = parser.parse_args()
-    try:
-        run(args)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    run_command(_parser(), run)
 
 
 def run(args: argparse.Namespace) -> None:

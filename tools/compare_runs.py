@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from command import run_command
 from plot_run import read_objects
 
 Record = Mapping[str, Any]
@@ -28,15 +29,15 @@ class Summary:
 
 
 def main() -> None:
-    parser = _parser()
-    args = parser.parse_args()
-    try:
-        names = args.names or [Path(path).stem for path in args.log_jsonl]
-        if len(names) != len(args.log_jsonl):
-            raise ValueError(f"--names has {len(names)} names for {len(args.log_jsonl)} files of --log-jsonl; give one for each.")
-        print(table([summarize(name, read_objects(Path(path))) for name, path in zip(names, args.log_jsonl, strict=True)]))
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    run_command(_parser(), run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints the table; raises ValueError for a wrong number of names or a file without a logged iteration."""
+    names = args.names or [Path(path).stem for path in args.log_jsonl]
+    if len(names) != len(args.log_jsonl):
+        raise ValueError(f"--names has {len(names)} names for {len(args.log_jsonl)} files of --log-jsonl; give one for each.")
+    print(table([summarize(name, read_objects(Path(path))) for name, path in zip(names, args.log_jsonl, strict=True)]))
 
 
 def summarize(name: str, records: Sequence[Record]) -> Summary:
@@ -60,7 +61,17 @@ def summarize(name: str, records: Sequence[Record]) -> Summary:
 
 def table(summaries: Sequence[Summary]) -> str:
     """A Markdown table, one row per run; the share of bytes is that of the first run's."""
-    head = ("run", "iterations", "MB into a node", "share", "MB into a rank in its node", "state MB per rank", "step ms", "loss", "validation")
+    head = (
+        "run",
+        "iterations",
+        "MB into a node",
+        "share",
+        "MB into a rank in its node",
+        "state MB per rank",
+        "step ms",
+        "loss",
+        "validation",
+    )
     rows = [head, *(_row(summary, summaries[0]) for summary in summaries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]

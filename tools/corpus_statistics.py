@@ -7,18 +7,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from command import run_command
+
 from megatron_zpp.data.indexed_dataset import IndexedDataset, check_token_ids
 from megatron_zpp.data.split import split_documents
 from megatron_zpp.data.statistics import count_tokens, unigram_cross_entropy
 
 
 def main() -> None:
-    parser = _parser()
-    args = parser.parse_args()
-    try:
-        run(args)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    run_command(_parser(), run)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -13,6 +13,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from command import run_command
+
 from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest, find_checkpoint
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.config.schema import DataConfig, ModelConfig
@@ -24,12 +26,7 @@ Group = TypeVar("Group", DataConfig, ModelConfig)
 
 
 def main() -> None:
-    parser = _parser()
-    args = parser.parse_args()
-    try:
-        run(args)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    run_command(_parser(), run)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from command import run_command
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -35,12 +37,7 @@ class Curves:
 
 
 def main() -> None:
-    parser = _parser()
-    args = parser.parse_args()
-    try:
-        run(args)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    run_command(_parser(), run)
 
 
 def run(args: argparse.Namespace) -> None:

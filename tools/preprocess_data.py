@@ -19,6 +19,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from command import MISTAKE_EXIT_CODE, run_command
+
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter, best_dtype
 from megatron_zpp.data.tokenizer import Tokenizer, build_tokenizer
@@ -86,13 +88,11 @@ _worker_encoder: list[Encoder] = []
 
 def main() -> None:
     parser = _parser()
-    args = parser.parse_args()
     try:
-        run(args)
+        run_command(parser, run)
     except BrokenProcessPool:
-        parser.exit(2, f"{parser.prog}: error: a worker process was ended from outside, perhaps for memory; give fewer --workers.\n")
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+        message = "a worker process was ended from outside, perhaps for memory; give fewer --workers."
+        parser.exit(MISTAKE_EXIT_CODE, f"{parser.prog}: error: {message}\n")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -12,15 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import sentencepiece
+from command import run_command
 
 
 def main() -> None:
-    parser = _parser()
-    args = parser.parse_args()
-    try:
-        run(args)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    run_command(_parser(), run)
 
 
 def run(args: argparse.Namespace) -> None:

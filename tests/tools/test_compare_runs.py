@@ -13,7 +13,9 @@ def steps(inter_node_bytes: int, losses: list[float], milliseconds: list[float])
 
 def test_runs_stand_side_by_side_with_their_share_of_the_first_ones_bytes(tmp_path: Path) -> None:
     plain = write_json_lines(tmp_path / "plain.jsonl", steps(8_000_000, [7.0, 6.5, 6.25], [900, 100, 110]))
-    both = write_json_lines(tmp_path / "both.jsonl", [*steps(2_000_000, [7.0, 6.75], [800, 90]), {"iteration": 20, "validation_loss": 6.875}])
+    both = write_json_lines(
+        tmp_path / "both.jsonl", [*steps(2_000_000, [7.0, 6.75], [800, 90]), {"iteration": 20, "validation_loss": 6.875}]
+    )
     done = run_tool("compare_runs", "--log-jsonl", plain, both, "--names", "plain", "ZeRO++")
     assert done.returncode == 0, done.stderr
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()]
