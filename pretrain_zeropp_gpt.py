@@ -70,12 +70,14 @@ def train(config: Config, launch: Launch, world: World) -> None:
         setup.use_deterministic_kernels()
     with world.agreement():
         ladder = setup.build_ladder(config, world)
+    memory_bytes = setup.memory_per_rank(world)
     with world.agreement():
         vocab_size, padded_vocab = setup.build_vocabulary(config)
         printer.on_first(f" > padded vocab (size: {vocab_size}) with {padded_vocab - vocab_size} dummy tokens (new size: {padded_vocab})")
-        datasets = setup.build_run_data(config, vocab_size, checks_token_ids=launch.local_rank == 0)
         reader = setup.find_reader(config)
         model = setup.build_model(config, padded_vocab, reader)
+        setup.check_memory(config, model, ladder.topology, world.device, memory_bytes)
+        datasets = setup.build_run_data(config, vocab_size, checks_token_ids=launch.local_rank == 0)
         outlets = setup.open_outlets(config, printer)
     kernels = setup.prepare_kernels(config)
     printer.on_first("\n".join(filter(None, [*datasets.messages, kernels, " > datasets are ready"])))

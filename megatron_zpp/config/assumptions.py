@@ -11,6 +11,7 @@ from megatron_zpp.config.schema import Config
 
 DEFAULT_LR = 3e-4
 MOCK_VOCAB_SIZE = 50257  # GPT-2's, padded to 50304 by default
+DEEPSPEED_LOSS_SCALE = 2.0**16  # from Megatron's 2^32 a run would skip its first dozens of steps
 BENCHMARK_VALUES: dict[str, Any] = {"train_iters": 50, "lr": DEFAULT_LR, "lr_decay_style": "constant", "log_interval": 10}
 
 
@@ -22,12 +23,13 @@ def assume(config: Config) -> Config:
     """
     if config.data.data_path:
         _check_data_has_length_and_tokenizer(config)
-        return _with_learning_rate(config)
+        return _with_learning_rate(_with_loss_scale(config))
     if _has_length(config):
         headline = "no data is given: training on mock data"
-        return _with_learning_rate(_assuming(config, headline, _mock_values(config)))
+        return _with_learning_rate(_with_loss_scale(_assuming(config, headline, _mock_values(config))))
     headline = "benchmark mode: neither data nor a length of training is given"
-    return _assuming(config, headline, {**_mock_values(config), **BENCHMARK_VALUES})
+    loss_scale = {"initial_loss_scale": DEEPSPEED_LOSS_SCALE} if _has_open_loss_scale(config) else {}
+    return _assuming(config, headline, {**_mock_values(config), **BENCHMARK_VALUES, **loss_scale})
 
 
 def banner(config: Config) -> str:
@@ -67,6 +69,19 @@ def _with_learning_rate(config: Config) -> Config:
     if config.optimizer.lr is not None:
         return config
     return config.with_values(lr=DEFAULT_LR).with_notices(f"--lr is not given: {DEFAULT_LR} is used")
+
+
+def _with_loss_scale(config: Config) -> Config:
+    if config.zero.deepspeed_config is None or not _has_open_loss_scale(config):
+        return config
+    line = f"--initial-loss-scale is not given: {DEEPSPEED_LOSS_SCALE} is used, as DeepSpeed has it"
+    return config.with_values(initial_loss_scale=DEEPSPEED_LOSS_SCALE).with_notices(line)
+
+
+def _has_open_loss_scale(config: Config) -> bool:
+    precision = config.precision
+    is_open = precision.fp16 and precision.loss_scale is None and "initial_loss_scale" not in config.given
+    return is_open and precision.min_loss_scale <= DEEPSPEED_LOSS_SCALE
 
 
 def _assuming(config: Config, headline: str, values: dict[str, Any]) -> Config:

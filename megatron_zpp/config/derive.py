@@ -17,7 +17,11 @@ def derive(config: Config, world_size: int, local_world_size: int | None) -> Con
     """
     config = config.with_values(**_model_values(config), **_batch_values(config, world_size))
     config = config.with_values(**_length_values(config))
-    return config.with_values(**_decay_values(config), ranks_per_node=_ranks_per_node(config, world_size, local_world_size))
+    return config.with_values(
+        **_decay_values(config),
+        ranks_per_node=_ranks_per_node(config, world_size, local_world_size),
+        zero_hpz_partition_size=1 if world_size == 1 else config.zero.zero_hpz_partition_size,
+    )
 
 
 def _or(value: T | None, otherwise: T) -> T:

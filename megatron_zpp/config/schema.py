@@ -7,6 +7,7 @@ The flag of a field is its name with dashes: `num_layers` is `--num-layers`. A f
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -130,7 +131,12 @@ class PrecisionConfig:
     fp16: bool = flag(False, help="Train in fp16 with a loss scale; excludes --bf16.")
     bf16: bool = flag(False, help="Train in bf16; excludes --fp16.")
     loss_scale: float | None = flag(None, help="Constant loss scale for fp16; without it the scale is dynamic.", unit="1", allowed=POSITIVE)
-    initial_loss_scale: float = flag(2.0**32, help="First dynamic loss scale.", unit="1", allowed=POSITIVE)
+    initial_loss_scale: float = flag(
+        2.0**32,
+        help="First dynamic loss scale; 65536 is assumed with --deepspeed-config, and when neither data nor length is given.",
+        unit="1",
+        allowed=POSITIVE,
+    )
     min_loss_scale: float = flag(1.0, help="Smallest dynamic loss scale.", unit="1", allowed=POSITIVE)
     loss_scale_window: int = flag(
         1000, help="Steps without overflow before the loss scale doubles.", unit="iterations", allowed=POSITIVE_COUNT
@@ -146,6 +152,9 @@ class ZeroConfig:
         0,
         help="What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too.",
         allowed=(0, 1, 2, 3),
+    )
+    deepspeed_config: str | None = flag(
+        None, help="DeepSpeed JSON file, whose keys are read as flags.", unit="path", aliases=("--deepspeed_config",)
     )
     zero_quantized_weights: bool = flag(False, help="qwZ: weights cross links as blocks of integers; needs --zero-stage 1, 2 or 3.")
     zero_hpz_partition_size: int = flag(
@@ -273,6 +282,7 @@ class Config:
     """Every flag in its group, and what was said about them on the way.
 
     given: names of the fields the user set. notices: lines worth printing. assumptions: what the run assumes, one line each.
+    sources: where the value of a field comes from, if not from the command line.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -287,6 +297,7 @@ class Config:
     given: frozenset[str] = frozenset()
     notices: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
 
     def with_values(self, **values: Any) -> Config:
         """The same configuration with these fields of its groups replaced; field names are unique among groups."""

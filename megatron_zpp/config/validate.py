@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_zpp.config.assumptions import assume
+from megatron_zpp.config.deepspeed_json import naming_sources, with_deepspeed_json
 from megatron_zpp.config.derive import derive
 from megatron_zpp.config.flag import REQUIRED, FlagError, any_of, check_value
 from megatron_zpp.config.options import options, spelling_of
@@ -15,16 +16,25 @@ def resolve(config: Config, world_size: int, local_world_size: int | None) -> Co
     """The configuration of this run in a world of `world_size` data-parallel ranks, filled in and checked.
 
     Called once, alike on every rank. local_world_size: ranks that the launcher started on this node, None where it does not say.
-    Raises FlagError for the first rule that is broken.
+    Reads the file of --deepspeed_config first. Raises FlagError for the first rule that is broken.
     """
+    config = with_deepspeed_json(config, world_size)
+    try:
+        return _resolve(config, world_size, local_world_size)
+    except FlagError as error:
+        raise FlagError(naming_sources(str(error), config.sources)) from None
+
+
+def _resolve(config: Config, world_size: int, local_world_size: int | None) -> Config:
     for check in CHECKS_BEFORE_FILLING:
         check(config)
+    wished = config.zero.zero_hpz_partition_size
     config = derive(assume(config), world_size, local_world_size)
     for check in CHECKS_AFTER_FILLING:
         check(config)
     check_ranks_per_node(config, world_size)
     check_global_batch(config, world_size)
-    return config.with_notices(*flags_without_effect(config), *links_that_are_missing(config, world_size))
+    return config.with_notices(*flags_without_effect(config), *links_that_are_missing(config, world_size, wished))
 
 
 def check_required(config: Config) -> None:
@@ -160,18 +170,20 @@ def check_quantization(config: Config) -> None:
 
 
 def check_secondary_partition(config: Config) -> None:
-    partition_ranks, ranks_per_node = config.zero.zero_hpz_partition_size, config.distributed.ranks_per_node
-    if partition_ranks == 1:
-        return
-    if config.zero.zero_stage != 3:
+    partition_ranks = config.zero.zero_hpz_partition_size
+    if partition_ranks > 1 and config.zero.zero_stage != 3:
         raise FlagError(
             f"--zero-hpz-partition-size {partition_ranks} keeps a copy of sharded weights, which --zero-stage {config.zero.zero_stage} "
             "does not have; choose --zero-stage 3, or 1 for no copy."
         )
+
+
+def check_partition_divides_node(config: Config) -> None:
+    partition_ranks, ranks_per_node = config.zero.zero_hpz_partition_size, config.distributed.ranks_per_node
     if ranks_per_node % partition_ranks != 0:
         raise FlagError(
             f"--zero-hpz-partition-size {partition_ranks} does not divide the {ranks_per_node} ranks of a node; "
-            f"choose {any_of(divisors(ranks_per_node))}."
+            f"choose {any_of(divisors(ranks_per_node))}, or start a multiple of {partition_ranks} ranks per node."
         )
 
 
@@ -228,13 +240,15 @@ def flags_without_effect(config: Config) -> list[str]:
     return [f"{spelling_of(name)} has no effect {reason}" for name, reason in reasons.items() if name in config.given]
 
 
-def links_that_are_missing(config: Config, world_size: int) -> list[str]:
-    """What quantization cannot do in this world, because there is no link between nodes, or none at all."""
+def links_that_are_missing(config: Config, world_size: int, wished_partition_ranks: int) -> list[str]:
+    """What ZeRO++ cannot do in this world, because there is no link between nodes, or none at all."""
     features = [spelling_of(name) for name in ("zero_quantized_weights", "zero_quantized_gradients") if config.value_of(name)]
+    if wished_partition_ranks > config.zero.zero_hpz_partition_size:
+        features.insert(0, f"{spelling_of('zero_hpz_partition_size')} {wished_partition_ranks}")
     if not features or world_size > config.distributed.ranks_per_node:
         return []
     if world_size == 1:
-        return [f"{' and '.join(features)}: there is one rank, so nothing crosses a link and nothing is quantized"]
+        return [f"{' and '.join(features)}: there is one rank, so nothing crosses a link, is quantized or kept as a copy"]
     return [f"{' and '.join(features)}: there is one node, so only the link inside it carries quantized values"]
 
 
@@ -266,6 +280,7 @@ CHECKS_BEFORE_FILLING: tuple[Callable[[Config], None], ...] = (
     check_heads_divide_hidden_size,
     check_one_source,
     check_quantization,
+    check_secondary_partition,
     check_saving,
     check_loading,
 )
@@ -274,5 +289,5 @@ CHECKS_AFTER_FILLING: tuple[Callable[[Config], None], ...] = (
     check_positions,
     check_learning_rates,
     check_warmup_ends_before_decay,
-    check_secondary_partition,
+    check_partition_divides_node,
 )

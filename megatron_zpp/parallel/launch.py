@@ -17,7 +17,7 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
-    """The place of this process, from torchrun's variables, else Slurm's, else one rank on its own.
+    """The place of this process, from the variables of torchrun or of DeepSpeed's launcher, else Slurm's, else one rank on its own.
 
     Raises ValueError naming the variable that is missing or not a number.
     """
@@ -38,5 +38,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
     if not text.isdigit():
-        raise ValueError(f"the launcher set {name}={text!r} where a whole number is needed; start with torchrun, srun or plain python")
+        raise ValueError(
+            f"the launcher set {name}={text!r} where a whole number is needed; start with torchrun, srun, deepspeed or plain python"
+        )
     return int(text)

@@ -20,17 +20,20 @@ from megatron_zpp.data.datasets import Datasets, build_datasets, count_samples
 from megatron_zpp.data.indexed_dataset import check_token_ids
 from megatron_zpp.data.tokenizer import build_tokenizer, padded_vocab_size
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.monitor.available_memory import bytes_for_rank
 from megatron_zpp.monitor.jsonl import JsonLinesWriter
 from megatron_zpp.monitor.logging import RankPrinter
 from megatron_zpp.monitor.tensorboard import TensorboardWriter
 from megatron_zpp.ops import extension
 from megatron_zpp.parallel.groups import make_lane_groups
-from megatron_zpp.parallel.initialize import World
+from megatron_zpp.parallel.initialize import World, gather_texts
 from megatron_zpp.parallel.topology import Topology, check_placement
+from megatron_zpp.training.memory_need import check_fits
 from megatron_zpp.training.metrics import Progress
 from megatron_zpp.training.trainer import Outlets
 from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler
+from megatron_zpp.zero.memory_plan import Sharding
 from megatron_zpp.zero.optimizer import AdamOptions
 from megatron_zpp.zero.policy import POLICIES, Policy, with_quantized_gradients, with_quantized_weights, with_secondary_weights
 from megatron_zpp.zero.schedule import Prefetch
@@ -95,6 +98,25 @@ def build_model(config: Config, padded_vocab: int, reader: CheckpointReader | No
         shapes = {param.name: param.shape for unit in model.unit_specs() for param in unit.params}
         reader.check_model(shapes, asdict(config.model))
     return model
+
+
+def memory_per_rank(world: World) -> int | None:
+    """Bytes that every rank may use, the least of all ranks; None where nobody can tell. Every rank must call it."""
+    hosts = world.hosts()
+    nbytes = bytes_for_rank(world.device, hosts.count(hosts[world.rank]))
+    found = [int(text) for text in gather_texts("" if nbytes is None else str(nbytes)) if text]
+    return min(found, default=None)
+
+
+def check_memory(config: Config, model: GPT, topology: Topology, device: torch.device, bytes_there: int | None) -> None:
+    """Nothing, where the run fits in the memory of every rank. Must come before the engine, which allocates."""
+    sharding = Sharding(
+        policy=choose_policy(config.zero),
+        block_numel=config.zero.quantization_block_size,
+        element_bytes=working_dtype(config.precision).itemsize,
+        prefetch=Prefetch(config.zero.zero_prefetch_units, config.zero.zero_prefetch_units_intra),
+    )
+    check_fits(config, model, sharding, topology, is_on_gpu=device.type == "cuda", bytes_there=bytes_there)
 
 
 def build_engine(config: Config, model: GPT, ladder: Ladder, device: torch.device) -> ZeroEngine:

@@ -39,6 +39,19 @@ def test_given_value_wins_over_the_assumption_even_where_it_is_the_default(name)
     assert len(config.assumptions) == len(ASSUMED)
 
 
+def test_benchmark_mode_in_fp16_assumes_deepspeeds_first_loss_scale():
+    config = resolved("--fp16")
+    assert config.precision.initial_loss_scale == 65536.0
+    assert config.assumptions[-1] == "--initial-loss-scale 65536.0"
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--fp16 --initial-loss-scale 8", "--fp16 --loss-scale 8", "--fp16 --min-loss-scale 1e6"])
+def test_a_loss_scale_that_is_given_or_of_no_use_is_not_assumed(flags):
+    config = resolved(flags)
+    assert not [line for line in config.assumptions if "loss-scale" in line]
+    assert config.precision.initial_loss_scale == (8.0 if "initial" in flags else 2.0**32)
+
+
 def test_mock_data_alone_is_still_benchmark_mode():
     config = resolved("--mock-data")
     assert config.training.train_iters == 50

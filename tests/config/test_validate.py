@@ -144,6 +144,19 @@ def test_world_that_ranks_per_node_does_not_divide_is_told_what_does():
         resolved("", 6, 4)
 
 
+def test_a_partition_that_does_not_divide_a_node_is_told_what_does():
+    with pytest.raises(
+        FlagError, match="^--zero-hpz-partition-size 4 does not divide the 6 ranks of a node; choose 1, 2, 3 or 6, or start "
+    ):
+        resolved("--zero-stage 3 --zero-hpz-partition-size 4", 6, 6)
+
+
+def test_one_rank_alone_keeps_no_secondary_copy():
+    config = resolved(f"--zero-stage 3 --zero-hpz-partition-size 4 --lr 1 {LENGTH}")
+    assert config.zero.zero_hpz_partition_size == 1
+    assert config.notices == ("--zero-hpz-partition-size 4: there is one rank, so nothing crosses a link, is quantized or kept as a copy",)
+
+
 def test_world_of_unknown_nodes_is_told_to_say_it():
     with pytest.raises(FlagError, match="--ranks-per-node is not given .* 4 ranks .* LOCAL_WORLD_SIZE.*; give --ranks-per-node"):
         resolved("", 4, None)

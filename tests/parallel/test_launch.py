@@ -5,11 +5,26 @@ import pytest
 from megatron_zpp.parallel.launch import Launch, read_launch
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+DEEPSPEED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4", "CROSS_RANK": "1", "CROSS_SIZE": "2"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2"}
 
 
 def test_torchrun_tells_all_four_numbers() -> None:
     assert read_launch(TORCHRUN) == Launch(rank=5, world_size=8, local_rank=1, local_world_size=4)
+
+
+def test_the_deepspeed_launcher_tells_the_same_as_torchrun() -> None:
+    assert read_launch(DEEPSPEED) == read_launch(TORCHRUN)
+
+
+def test_the_deepspeed_launcher_inside_a_slurm_job_goes_before_slurm() -> None:
+    assert read_launch(SLURM | DEEPSPEED) == read_launch(DEEPSPEED)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"])
+def test_a_variable_of_the_deepspeed_launcher_that_is_not_a_number_is_named_with_its_value(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}='four'.*deepspeed"):
+        read_launch(DEEPSPEED | {name: "four"})
 
 
 def test_local_size_stands_in_for_local_world_size() -> None:

@@ -1,0 +1,107 @@
+"""Whether a run fits: what each rank needs of memory by part, what is there, and the smallest world that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megatron_zpp.config.flag import any_of
+from megatron_zpp.config.schema import Config
+from megatron_zpp.model.activations import activation_bytes
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.parallel.topology import Topology
+from megatron_zpp.zero.memory_plan import MemoryPlan, Sharding, largest_plan
+
+LARGEST_NODES = 1 << 14
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """What one rank needs: the plan of its sharded states, and an estimate of its activations."""
+
+    plan: MemoryPlan
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """Bytes at the fullest moment: in backward, or where the gradient norm is taken."""
+        return self.plan.states + self.plan.buffers + max(self.plan.gathered + self.activations, self.plan.norm)
+
+    def __str__(self) -> str:
+        parts = {
+            "weights": self.plan.weights,
+            "gradients": self.plan.gradients,
+            "optimizer state": self.plan.optimizer_state,
+            "secondary copy": self.plan.secondary,
+            "gathered units": self.plan.gathered,
+            "payload buffers": self.plan.buffers,
+        }
+        words = [f"{name} {in_gib(nbytes)}" for name, nbytes in parts.items() if nbytes > 0]
+        return f"{', '.join(words)}, activations about {in_gib(self.activations)}"
+
+
+def check_fits(
+    config: Config, model: GPT, sharding: Sharding, topology: Topology, *, is_on_gpu: bool, bytes_there: int | None
+) -> MemoryNeed:
+    """What each rank of this run needs; nothing is allocated.
+
+    bytes_there: the least that any rank may use, None where nobody can tell.
+    Raises ValueError where it is less than the need, with the smallest world of such nodes that fits.
+    """
+    need = memory_need(config, model, sharding, topology, is_on_gpu=is_on_gpu)
+    if bytes_there is None or need.total <= bytes_there:
+        return need
+
+    def fits(nodes: int) -> bool:
+        world = replace(topology, world_size=nodes * topology.ranks_per_node)
+        return memory_need(config, model, sharding, world, is_on_gpu=is_on_gpu).total <= bytes_there
+
+    who = f"each of the {topology.world_size} ranks" if topology.world_size > 1 else "the one rank"
+    memory = "GPU memory" if is_on_gpu else "host memory"
+    raise ValueError(
+        f"{who} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(bytes_there)} of {memory}; "
+        f"{_remedy(config, smallest_nodes(fits, topology.world_size // topology.ranks_per_node), topology.ranks_per_node)}."
+    )
+
+
+def memory_need(config: Config, model: GPT, sharding: Sharding, topology: Topology, *, is_on_gpu: bool) -> MemoryNeed:
+    """The need of each rank in a world of this topology."""
+    starts_exact = config.zero.zero_full_precision_iters > 0
+    plan = largest_plan(model.unit_specs(), model.uses(), sharding, topology, starts_exact=starts_exact)
+    activations = activation_bytes(
+        config.model,
+        model.padded_vocab_size,
+        config.training.micro_batch_size,
+        sharding.element_bytes,
+        keeps_attention_scores=config.model.attention_dropout > 0 and not is_on_gpu,
+    )
+    return MemoryNeed(plan, activations)
+
+
+def smallest_nodes(fits: Callable[[int], bool], nodes_too_few: int) -> int | None:
+    """The number of nodes that fits where one less does not; None where LARGEST_NODES do not fit either."""
+    too_few, enough = nodes_too_few, 2 * nodes_too_few
+    while not fits(enough):
+        too_few, enough = enough, 2 * enough
+        if too_few >= LARGEST_NODES:
+            return None
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
+    return enough
+
+
+def in_gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def _remedy(config: Config, nodes: int | None, ranks_per_node: int) -> str:
+    levers = [] if config.model.checkpoint_activations else ["--checkpoint-activations"]
+    levers += [] if config.zero.zero_stage == 3 else ["--zero-stage 3"]
+    if nodes is None:
+        levers += [] if config.zero.zero_hpz_partition_size == 1 else ["--zero-hpz-partition-size 1"]
+        levers += [] if config.training.micro_batch_size == 1 else ["a smaller --micro-batch-size"]
+        return f"no number of such nodes is enough; choose {any_of([*levers, 'a smaller model'])}"
+    others = f", or give {any_of(levers)}" if levers else ""
+    ranks = f"{ranks_per_node} rank" + ("s" if ranks_per_node > 1 else "")
+    return f"the smallest world that fits is {nodes} nodes of {ranks} with this much memory each{others}"

@@ -1,0 +1,190 @@
+"""What one rank needs of memory, from units, policy and world alone (no torch).
+
+States are exact: what the engine reports at the end of a backward. Gathered units and buffers are the most that the schedule and the
+lanes can have alive at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_zpp.parallel.specs import UnitSpec, Use
+from megatron_zpp.parallel.topology import Link, Topology
+from megatron_zpp.zero.layout import FlatLayout
+from megatron_zpp.zero.policy import LinkBits, Policy, Rung
+from megatron_zpp.zero.schedule import Prefetch, evaluation_schedule, training_schedule
+
+MAIN_BYTES = 4  # a main weight, its gradient, or one of Adam's two moments, in fp32
+ADAM_MOMENTS = 2
+NORM_BYTES = 8  # the gradient norm squares a slice in fp64
+PAYLOAD_ALIGNMENT_BYTES = 16
+SCALE_BYTES = 4
+DESCENTS_UNDER_WAY = 3  # two landing and one that autograd fills
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How units are sharded. element_bytes: of a working weight."""
+
+    policy: Policy
+    block_numel: int
+    element_bytes: int
+    prefetch: Prefetch
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on one rank.
+
+    weights: main weights, and working weights where they rest full. secondary: secondary copies and payloads that rest encoded.
+    gathered: units that are full at once for their use. buffers: payloads on their way. norm: what the gradient norm needs for a moment.
+    """
+
+    weights: int
+    gradients: int
+    optimizer_state: int
+    secondary: int
+    gathered: int
+    buffers: int
+    norm: int
+
+    @property
+    def states(self) -> int:
+        """What stays from step to step."""
+        return self.weights + self.gradients + self.optimizer_state + self.secondary
+
+
+def plan_memory(unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: Sharding, topology: Topology) -> MemoryPlan:
+    """What each rank of a world of this topology needs."""
+    layouts = {spec.name: FlatLayout(spec.params, topology.world_size, sharding.block_numel) for spec in unit_specs}
+    units = [_PlannedUnit(layout, sharding, topology) for layout in layouts.values()]
+    same_size = Counter(units)
+    return MemoryPlan(
+        weights=sum(unit.weights_bytes() for unit in units),
+        gradients=sum(unit.gradient_bytes() for unit in units),
+        optimizer_state=sum(ADAM_MOMENTS * MAIN_BYTES * unit.main_numel() for unit in units),
+        secondary=sum(unit.secondary_bytes() for unit in units),
+        gathered=_gathered_bytes(uses, sharding, {name: layout.numel for name, layout in layouts.items()}),
+        buffers=sum(unit.buffer_bytes(count) for unit, count in same_size.items()),
+        norm=max(NORM_BYTES * unit.slice_numel for unit in units),
+    )
+
+
+def payload_bytes(runs: tuple[int, int], bits: int, block_numel: int, element_bytes: int) -> int:
+    """Bytes of one slice on its way, as comm/codecs.py lays them out; runs: elements of its blocks and of its exact run."""
+    blocks, exact = runs
+    exact_bytes = _padded(exact * element_bytes)
+    if bits == 16:
+        return _padded(blocks * element_bytes) + exact_bytes
+    return _padded(blocks * bits // 8) + _padded(blocks // block_numel * SCALE_BYTES) + exact_bytes
+
+
+def bits_in_world(bits: LinkBits, topology: Topology) -> LinkBits:
+    """The bits at work: a link of one rank takes over the other link's, and one rank alone quantizes nothing."""
+    if topology.world_size == 1:
+        return LinkBits()
+    if topology.link_ranks(Link.INTER) == 1:
+        return LinkBits(bits.intra, bits.intra)
+    return LinkBits(bits.inter, bits.inter) if topology.link_ranks(Link.INTRA) == 1 else bits
+
+
+class _PlannedUnit:
+    """The bytes of one unit; two units of equal runs are equal, since buffers serve all units of a size."""
+
+    def __init__(self, layout: FlatLayout, sharding: Sharding, topology: Topology) -> None:
+        self.slice_numel = layout.slice_numel
+        self._runs = (layout.blocks_run, layout.exact_run)
+        self._sharding = sharding
+        self._policy = sharding.policy
+        self._world_size = topology.world_size
+        self._nodes = topology.link_ranks(Link.INTER)
+        self._partition_ranks = topology.link_ranks(Link.INTRA)
+        self._weight_bits = bits_in_world(self._policy.weight_bits, topology)
+        self._gradient_bits = bits_in_world(self._policy.gradient_bits, topology)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _PlannedUnit) and self._runs == other._runs
+
+    def __hash__(self) -> int:
+        return hash(self._runs)
+
+    def main_numel(self) -> int:
+        return self._slices_on(self._policy.optimizer) * self.slice_numel
+
+    def weights_bytes(self) -> int:
+        working = self._sharding.element_bytes * self._full_numel() if self._policy.weights_in_step is Rung.FULL else 0
+        return MAIN_BYTES * self.main_numel() + working
+
+    def gradient_bytes(self) -> int:
+        return MAIN_BYTES * self._slices_on(self._policy.gradients) * self.slice_numel
+
+    def secondary_bytes(self) -> int:
+        if self._policy.weights_in_step is Rung.SECONDARY:
+            return self._nodes * self._payload_bytes(self._weight_bits.intra)
+        rests_encoded = self._policy.weights_in_step is Rung.PRIMARY and self._weight_bits.inter < 16
+        return self._payload_bytes(self._weight_bits.inter) if rests_encoded else 0
+
+    def buffer_bytes(self, count: int) -> int:
+        """Payloads on their way at once, where `count` units have this size."""
+        return self._climb_bytes(count) + min(count, DESCENTS_UNDER_WAY) * self._descent_bytes()
+
+    def _climb_bytes(self, count: int) -> int:
+        if self._policy.optimizer is Rung.FULL:
+            return 0
+        inter, intra = (self._payload_bytes(bits) for bits in (self._weight_bits.inter, self._weight_bits.intra))
+        to_secondary = (inter if self._nodes > 1 else 0) + (0 if self._policy.weights_in_step is Rung.SECONDARY else self._nodes * intra)
+        if self._nodes > 1 and self._weight_bits.inter != self._weight_bits.intra:
+            to_secondary += self._nodes * inter
+        to_full = self._world_size * intra if self._partition_ranks > 1 else 0
+        prefetch = self._sharding.prefetch
+        return min(count, 1 + prefetch.inter_uses) * to_secondary + min(count, 1 + prefetch.intra_uses) * to_full
+
+    def _descent_bytes(self) -> int:
+        exchanged = 2 * self._world_size * self._payload_bytes(self._gradient_bits.intra) if self._partition_ranks > 1 else 0
+        exchanged += 2 * self._nodes * self._payload_bytes(self._gradient_bits.inter) if self._nodes > 1 else 0
+        if self._policy.gradients is not Rung.FULL:
+            return exchanged + self._sharding.element_bytes * self._full_numel()
+        return exchanged + (self._climb_back_bytes() if self._policy.optimizer is Rung.FULL else 0)
+
+    def _climb_back_bytes(self) -> int:
+        """Of the fp32 mean, where the optimizer rests full."""
+        mean = payload_bytes(self._runs, 16, self._sharding.block_numel, MAIN_BYTES)
+        gathered = self._world_size * mean if self._partition_ranks > 1 else 0
+        return gathered + self._nodes * mean + (mean if self._nodes > 1 else 0)
+
+    def _payload_bytes(self, bits: int) -> int:
+        return payload_bytes(self._runs, bits, self._sharding.block_numel, self._sharding.element_bytes)
+
+    def _full_numel(self) -> int:
+        return self._world_size * self.slice_numel
+
+    def _slices_on(self, rung: Rung) -> int:
+        return {Rung.PRIMARY: 1, Rung.SECONDARY: self._nodes, Rung.FULL: self._world_size}[rung]
+
+
+def _gathered_bytes(uses: Sequence[Use], sharding: Sharding, numel_of: dict[str, int]) -> int:
+    if sharding.policy.weights_in_step is Rung.FULL:
+        return 0
+    largest = 0
+    for schedule in (training_schedule(uses, sharding.prefetch), evaluation_schedule(uses, sharding.prefetch)):
+        full: set[str] = set()
+        for actions in schedule.values():
+            full = (full - set(actions.rest)) | set(actions.climb_to_full)
+            largest = max(largest, sum(numel_of[name] for name in full))
+    return sharding.element_bytes * largest
+
+
+def largest_plan(
+    unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: Sharding, topology: Topology, *, starts_exact: bool
+) -> MemoryPlan:
+    """The larger plan of a run whose first iterations may be in full precision (`starts_exact`)."""
+    plans = [plan_memory(unit_specs, uses, sharding, topology)]
+    if starts_exact:
+        plans.append(plan_memory(unit_specs, uses, replace(sharding, policy=sharding.policy.in_full_precision()), topology))
+    return max(plans, key=lambda plan: plan.states + plan.gathered + plan.buffers)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // PAYLOAD_ALIGNMENT_BYTES) * PAYLOAD_ALIGNMENT_BYTES

@@ -1,0 +1,459 @@
+"""A DeepSpeed JSON beside flags."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.deepspeed_json import with_deepspeed_json
+from megatron_zpp.config.deepspeed_keys import FIELDS, REFUSED, WITHOUT_MEANING
+from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.schema import Config
+from megatron_zpp.config.validate import resolve
+
+SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --train-iters 4 --lr 1e-3 "
+TUTORIAL_JSON = """
+{
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": 10000000,
+        "reduce_scatter": false,
+
+        "zero_quantized_weights": true,
+        "zero_hpz_partition_size": 16,
+        "zero_quantized_gradients": true,
+
+        "contiguous_gradients": true,
+        "overlap_comm": true
+    }
+}
+"""
+TUTORIAL_FLAGS = """--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 40 --hidden-size 6144 --seq-length 512
+    --num-attention-heads 32 --batch-size 1 --zero-stage 3 --deepspeed_config ds_zeropp_config.json --deepspeed-activation-checkpointing
+    --fp16 --checkpoint-activations"""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write(text, name="ds.json"):
+    with open(name, "w", encoding="utf-8") as file:
+        file.write(text if isinstance(text, str) else json.dumps(text))
+
+
+def nested(key, value):
+    """The object that holds `value` at a dotted key."""
+    section, _, name = key.rpartition(".")
+    return {section: {name: value}} if section else {key: value}
+
+
+def translated(content, flags="", world_size=4):
+    write(content)
+    return with_deepspeed_json(parse_flags(f"--deepspeed_config ds.json {flags}".split()), world_size)
+
+
+def resolved(content, flags="", world_size=4, local_world_size=2):
+    write(content)
+    return resolve(parse_flags(f"{SHAPE} --deepspeed_config ds.json {flags}".split()), world_size, local_world_size)
+
+
+def message_of(function, *arguments):
+    with pytest.raises(FlagError) as error:
+        function(*arguments)
+    text = str(error.value)
+    assert "ds.json" in text and "\n" not in text and text[-1] in ".?", text
+    return text
+
+
+# ---- the tutorial
+
+
+def test_the_tutorials_command_as_printed_in_its_world():
+    write(TUTORIAL_JSON, "ds_zeropp_config.json")
+    config = resolve(parse_flags(TUTORIAL_FLAGS.split()), 64, 16)
+    zero, training = config.zero, config.training
+    assert (zero.zero_stage, zero.zero_quantized_weights, zero.zero_hpz_partition_size, zero.zero_quantized_gradients) == (
+        3,
+        True,
+        16,
+        True,
+    )
+    assert (training.micro_batch_size, training.global_batch_size, training.train_iters) == (1, 64, 50)
+    assert (config.data.mock_data, config.data.tokenizer_type, config.data.vocab_size) == (True, "NullTokenizer", 50257)
+    assert (config.precision.fp16, config.precision.initial_loss_scale) == (True, 65536.0)
+    assert config.model.checkpoint_activations
+    assert config.assumptions[0].startswith("benchmark mode")
+    assert {"--mock-data", "--tokenizer-type NullTokenizer", "--train-iters 50", "--initial-loss-scale 65536.0"} <= set(config.assumptions)
+
+
+def test_the_tutorials_json_names_in_one_notice_what_has_no_meaning():
+    write(TUTORIAL_JSON, "ds_zeropp_config.json")
+    notices = resolve(parse_flags(TUTORIAL_FLAGS.split()), 64, 16).notices
+    (line,) = [notice for notice in notices if "without meaning" in notice]
+    assert line.endswith(": reduce_bucket_size, reduce_scatter, contiguous_gradients, overlap_comm")
+    assert (
+        "ds_zeropp_config.json sets --zero-stage 3 --zero-quantized-weights --zero-hpz-partition-size 16 --zero-quantized-gradients"
+        in notices
+    )
+
+
+def test_the_tutorials_partition_on_smaller_nodes_is_refused_with_file_key_value_and_remedy():
+    write(TUTORIAL_JSON, "ds_zeropp_config.json")
+    with pytest.raises(FlagError) as error:
+        resolve(parse_flags(TUTORIAL_FLAGS.split()), 64, 8)
+    assert str(error.value) == (
+        "--zero-hpz-partition-size 16 does not divide the 8 ranks of a node; choose 1, 2, 4 or 8, or start a multiple of 16 ranks per node "
+        "(--zero-hpz-partition-size is zero_optimization.zero_hpz_partition_size 16 in ds_zeropp_config.json)."
+    )
+
+
+def test_one_rank_alone_keeps_no_copy_and_is_told_so():
+    write(TUTORIAL_JSON, "ds_zeropp_config.json")
+    config = resolve(parse_flags(TUTORIAL_FLAGS.split()), 1, None)
+    assert config.zero.zero_hpz_partition_size == 1
+    assert any(notice.startswith("--zero-hpz-partition-size 16 and ") and "one rank" in notice for notice in config.notices)
+
+
+# ---- keys that are flags
+
+
+@pytest.mark.parametrize(
+    "key, value, expected",
+    [
+        ("zero_optimization.stage", 2, 2),
+        ("zero_optimization.stage", 3.0, 3),
+        ("zero_optimization.zero_quantized_weights", True, True),
+        ("zero_optimization.zero_hpz_partition_size", 2, 2),
+        ("zero_optimization.zero_quantized_gradients", True, True),
+        ("fp16.enabled", True, True),
+        ("fp16.loss_scale", 128, 128.0),
+        ("fp16.initial_scale_power", 16, 65536.0),
+        ("fp16.initial_scale_power", 0, 1.0),
+        ("fp16.loss_scale_window", 500, 500),
+        ("fp16.hysteresis", 4, 4),
+        ("fp16.min_loss_scale", 1e-5, 1e-5),
+        ("bf16.enabled", True, True),
+        ("gradient_clipping", 0.5, 0.5),
+        ("gradient_clipping", 0, 0.0),
+        ("steps_per_print", 5, 5),
+    ],
+)
+def test_a_key_sets_its_field_as_if_given(key, value, expected):
+    config = translated(nested(key, value))
+    field = FIELDS[key]
+    assert config.value_of(field) == expected and type(config.value_of(field)) is type(expected)
+    assert config.given == {"deepspeed_config", field}
+    assert config.sources == {field: f"{key} {json.dumps(value)} in ds.json"}
+
+
+def test_every_key_that_is_a_flag_is_in_the_test_above_or_below():
+    assert set(FIELDS) == {key for key, _, _ in test_a_key_sets_its_field_as_if_given.pytestmark[0].args[1]}
+
+
+def test_a_loss_scale_of_0_is_dynamic():
+    assert translated({"fp16": {"enabled": True, "loss_scale": 0}}).precision.loss_scale is None
+
+
+@pytest.mark.parametrize("key", sorted(FIELDS))
+def test_null_leaves_the_flag_alone(key):
+    assert translated(nested(key, None)).given == {"deepspeed_config"}
+
+
+@pytest.mark.parametrize("flags, value", [("", 65536.0), ("--initial-loss-scale 8", 8.0), ("--loss-scale 4", 2.0**32)])
+def test_with_a_json_the_first_loss_scale_of_fp16_is_deepspeeds_unless_given(flags, value):
+    config = resolved({}, f"--fp16 {flags}")
+    assert config.precision.initial_loss_scale == value
+    assert any("--initial-loss-scale is not given: 65536.0" in notice for notice in config.notices) == (value == 65536.0)
+
+
+def test_without_a_json_the_first_loss_scale_stays_megatrons():
+    assert resolve(parse_flags(f"{SHAPE} --fp16".split()), 1, None).precision.initial_loss_scale == 2.0**32
+
+
+def test_an_empty_file_changes_nothing():
+    config = translated({})
+    assert config == Config(given=config.given, notices=config.notices).with_values(deepspeed_config="ds.json")
+    assert config.notices == ("ds.json sets no flag",)
+
+
+def test_without_the_flag_no_file_is_read():
+    assert with_deepspeed_json(parse_flags([]), 4) == Config()
+
+
+# ---- conflicts
+
+CONFLICTS = [
+    ("--zero-stage 3", "zero_optimization.stage", 2),
+    ("--zero-quantized-weights", "zero_optimization.zero_quantized_weights", False),
+    ("--zero-hpz-partition-size 2", "zero_optimization.zero_hpz_partition_size", 4),
+    ("--zero-quantized-gradients", "zero_optimization.zero_quantized_gradients", False),
+    ("--fp16", "fp16.enabled", False),
+    ("--loss-scale 8.0", "fp16.loss_scale", 16),
+    ("--loss-scale 8.0", "fp16.loss_scale", 0),
+    ("--initial-loss-scale 8.0", "fp16.initial_scale_power", 16),
+    ("--loss-scale-window 5", "fp16.loss_scale_window", 6),
+    ("--hysteresis 1", "fp16.hysteresis", 2),
+    ("--min-loss-scale 2.0", "fp16.min_loss_scale", 1),
+    ("--bf16", "bf16.enabled", False),
+    ("--clip-grad 2.0", "gradient_clipping", 1.0),
+    ("--log-interval 3", "steps_per_print", 10),
+    ("--micro-batch-size 3", "train_micro_batch_size_per_gpu", 1),
+    ("--global-batch-size 16", "train_batch_size", 8),
+]
+
+
+@pytest.mark.parametrize("flags, key, value", CONFLICTS)
+def test_a_contradiction_names_flag_and_key_with_both_values(flags, key, value):
+    text = message_of(translated, nested(key, value), flags)
+    assert text == f"{flags} contradicts {key} {json.dumps(value)} in ds.json; give one of them, or the same value."
+
+
+def test_every_key_that_is_a_flag_can_contradict():
+    assert {key for _, key, _ in CONFLICTS} == {*FIELDS, "train_batch_size", "train_micro_batch_size_per_gpu"}
+
+
+@pytest.mark.parametrize(
+    "flags, key, value",
+    [
+        ("--zero-stage 3", "zero_optimization.stage", 3),
+        ("--fp16", "fp16.enabled", True),
+        ("--initial-loss-scale 65536", "fp16.initial_scale_power", 16),
+        ("--clip-grad 1", "gradient_clipping", 1.0),
+        ("--batch-size 2", "train_micro_batch_size_per_gpu", 2),
+        ("--global-batch-size 16", "train_batch_size", 16),
+    ],
+)
+def test_the_same_value_twice_is_fine(flags, key, value):
+    assert translated(nested(key, value), flags).given
+
+
+# ---- batches
+
+
+@given(
+    micro=st.integers(1, 5),
+    steps=st.integers(1, 5),
+    world_size=st.integers(1, 9),
+    left_out=st.sampled_from(["", "micro", "steps", "total"]),
+)
+def test_any_two_of_the_batch_keys_give_the_third(tmp_path_factory, micro, steps, world_size, left_out):
+    keys = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps, "train_batch_size": micro * steps * world_size}
+    names = dict(zip(("micro", "steps", "total"), keys, strict=True))
+    file = tmp_path_factory.getbasetemp() / "batch.json"
+    file.write_text(json.dumps({key: value for key, value in keys.items() if key != names.get(left_out)}))
+    training = with_deepspeed_json(parse_flags(["--deepspeed_config", str(file)]), world_size).training
+    assert (training.micro_batch_size, training.global_batch_size) == (micro, micro * steps * world_size)
+
+
+@pytest.mark.parametrize(
+    "content, flags, expected",
+    [
+        ({"train_batch_size": 12}, "", (3, 12)),
+        ({"train_batch_size": 12}, "--batch-size 1", (1, 12)),
+        ({"train_micro_batch_size_per_gpu": 2}, "", (2, 8)),
+        ({"train_micro_batch_size_per_gpu": 2}, "--global-batch-size 16", (2, 16)),
+        ({"gradient_accumulation_steps": 3}, "", (1, 12)),
+        ({"gradient_accumulation_steps": 3}, "--batch-size 2", (2, 24)),
+        ({"gradient_accumulation_steps": 3}, "--global-batch-size 24", (2, 24)),
+        ({}, "--batch-size 2", (2, None)),
+    ],
+)
+def test_one_batch_key_is_completed_as_deepspeed_does_and_with_flags(content, flags, expected):
+    training = translated(content, flags, world_size=4).training
+    assert (training.micro_batch_size, training.global_batch_size) == expected
+
+
+@pytest.mark.parametrize(
+    "content, flags, words",
+    [
+        (
+            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2},
+            "",
+            ["train_batch_size 64", "4 x 2 accumulation steps x 4 ranks is 32 and not the batch of 64", "correct one"],
+        ),
+        ({"train_batch_size": 10}, "", ["train_batch_size 10", "does not divide into 1 accumulation steps on 4 ranks", "a multiple of 4"]),
+        ({"train_batch_size": 12, "gradient_accumulation_steps": 2}, "", ["12", "2 accumulation steps on 4 ranks", "a multiple of 8"]),
+        (
+            {"gradient_accumulation_steps": 2},
+            "--batch-size 2 --global-batch-size 8",
+            ["gradient_accumulation_steps 2 in ds.json", "--micro-batch-size 2", "--global-batch-size 8", "is 16 and not the batch of 8"],
+        ),
+        ({"train_batch_size": 0}, "", ["train_batch_size in ds.json: 0 is out of range", "at least 1"]),
+    ],
+)
+def test_batches_that_do_not_agree_are_refused_in_words(content, flags, words):
+    text = message_of(translated, content, flags)
+    assert all(word in text for word in words), text
+
+
+def test_a_batch_of_the_json_that_does_not_split_names_its_key():
+    text = message_of(resolved, {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 1})
+    assert "--global-batch-size 10 is not a multiple of 4" in text and "train_batch_size 10 in ds.json" in text
+
+
+# ---- keys that mean nothing here, are not available, or do not exist
+
+
+@pytest.mark.parametrize("key", sorted(WITHOUT_MEANING))
+def test_a_key_without_meaning_is_listed_and_changes_nothing(key):
+    for value in (True, False, 5, "auto", {"block_size": 1}):
+        config = translated(nested(key, value))
+        assert config.given == {"deepspeed_config"}
+        assert config.notices[-1].endswith(f"take their place: {key.rpartition('.')[2]}")
+
+
+@pytest.mark.parametrize("key", sorted(REFUSED))
+def test_a_key_that_is_not_available_is_refused_unless_neutral(key):
+    neutral, remedy = REFUSED[key]
+    for value in neutral:
+        assert translated(nested(key, value)).notices == ("ds.json sets no flag",)
+    for value in (True, 17, "bf16", {"device": "cpu"}, {"enabled": True, "type": "x"}):
+        assert message_of(translated, nested(key, value)) == f"{key} {json.dumps(value)} in ds.json is not available; {remedy}."
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"zero_optimization": {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none", "pin_memory": True}}},
+        {"zero_optimization": {"mics_shard_size": -1, "zeropp_loco_param": None}},
+        {"amp": {"enabled": False, "opt_level": "O1"}, "tensorboard": {"enabled": False}, "gradient_predivide_factor": 1.0},
+        {"zero_optimization": None, "fp16": {}, "optimizer": {}},
+    ],
+)
+def test_what_is_turned_off_is_accepted(content):
+    assert translated(content).given == {"deepspeed_config"}
+
+
+@pytest.mark.parametrize("key", [*sorted(FIELDS), *sorted(REFUSED), "train_batch_size", "gradient_accumulation_steps"])
+def test_auto_is_refused(key):
+    text = message_of(translated, nested(key, "auto"))
+    assert text.startswith(f'{key} "auto" in ds.json is filled in by another program; write the value')
+
+
+@pytest.mark.parametrize(
+    "key, nearest",
+    [
+        ("zero_optimisation", "zero_optimization"),
+        ("zero_optimization.zero_quantized_weight", "zero_optimization.zero_quantized_weights"),
+        ("zero_optimization.zero_hpz_size", "zero_optimization.zero_hpz_partition_size"),
+        ("zero_optimization.Stage", "zero_optimization.stage"),
+        ("zero_quantized_gradients", "zero_optimization.zero_quantized_gradients"),
+        ("fp16.initial_scale", "fp16.initial_scale_power"),
+        ("bf16.enable", "bf16.enabled"),
+        ("train_batchsize", "train_batch_size"),
+        ("fp16.gradient_clipping", "gradient_clipping"),
+    ],
+)
+def test_an_unknown_key_at_any_level_is_refused_with_the_nearest(key, nearest):
+    text = message_of(translated, nested(key, 1))
+    assert text == f"{key} in ds.json is not a key of a DeepSpeed configuration; did you mean {nearest}?"
+
+
+def test_an_unknown_key_without_a_neighbour_is_refused():
+    assert message_of(translated, {"xyzzy": 1}).endswith("; correct or remove it.")
+
+
+@pytest.mark.parametrize(
+    "key, value, words",
+    [
+        ("zero_optimization.stage", 4, "4 is not available; choose 0, 1, 2 or 3"),
+        ("zero_optimization.stage", "3", "is not a whole number"),
+        ("zero_optimization.stage", True, "is not a whole number"),
+        ("zero_optimization.stage", 2.5, "is not a whole number"),
+        ("zero_optimization.zero_hpz_partition_size", 0, "0 is out of range; choose a value that is at least 1"),
+        ("zero_optimization.zero_quantized_weights", 1, "is not true or false"),
+        ("fp16.enabled", "yes", "is not true or false"),
+        ("fp16.initial_scale_power", 127, "127 is out of range; choose a value that is at least 0 and at most 126"),
+        ("fp16.initial_scale_power", -1, "-1 is out of range"),
+        ("fp16.loss_scale", -1, "-1.0 is out of range"),
+        ("fp16.hysteresis", 0, "0 is out of range"),
+        ("gradient_clipping", "1.0", "is not a number"),
+        ("gradient_clipping", [1], "is not a number"),
+        ("steps_per_print", float("inf"), "is not a whole number"),
+        ("gradient_clipping", float("nan"), "nan is out of range"),
+        ("train_batch_size", 1.5, "is not a whole number"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_or_range_is_named_with_its_key(key, value, words):
+    text = message_of(translated, nested(key, value))
+    assert text.startswith(f"{key} ") and words in text, text
+
+
+@pytest.mark.parametrize("section", ["zero_optimization", "fp16", "bf16"])
+def test_a_section_that_is_no_object_is_refused(section):
+    assert (
+        message_of(translated, {section: True}) == f"{section} true in ds.json is not an object; write {section} with its keys in braces."
+    )
+
+
+# ---- files
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ('{\n  "fp16": {"enabled": true,}\n}', "is no JSON: line 2, column "),
+        ('{\n  "fp16": {"enabled": true}\n  "bf16": {}\n}', "is no JSON: line 3, column 3: Expecting ',' delimiter."),
+        ("", "is no JSON: line 1, column 1"),
+        ("[]", "holds no JSON object"),
+        ('{"fp16": {}, "fp16": {}}', "fp16 stands twice in one object in ds.json"),
+        ('{"fp16": {"enabled": true, "enabled": false}}', "enabled stands twice"),
+    ],
+)
+def test_a_file_that_cannot_be_understood_is_named_with_the_place(text, words):
+    assert words in message_of(translated, text)
+
+
+def test_a_missing_file_and_a_folder_are_named():
+    with pytest.raises(
+        FlagError, match="^--deepspeed_config nothing.json cannot be read \\(No such file or directory\\); correct the path.$"
+    ):
+        with_deepspeed_json(parse_flags("--deepspeed_config nothing.json".split()), 1)
+    with pytest.raises(FlagError, match="Is a directory"):
+        with_deepspeed_json(parse_flags("--deepspeed_config .".split()), 1)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "ds.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(FlagError, match="ds.json is no text in UTF-8"):
+        with_deepspeed_json(parse_flags("--deepspeed_config ds.json".split()), 1)
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    (tmp_path / "ds.json").write_bytes(b"\xef\xbb\xbf{}")
+    assert with_deepspeed_json(parse_flags("--deepspeed_config ds.json".split()), 1).notices == ("ds.json sets no flag",)
+
+
+# ---- later messages name the source
+
+
+@pytest.mark.parametrize(
+    "content, flags, words",
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "", ["--fp16 is fp16.enabled true", "--bf16 is bf16.enabled true"]),
+        (
+            {"zero_optimization": {"zero_quantized_weights": True}},
+            "--zero-stage 0",
+            ["zero_optimization.zero_quantized_weights true in ds.json"],
+        ),
+        (
+            {"zero_optimization": {"zero_hpz_partition_size": 2}},
+            "--zero-stage 2",
+            ["zero_hpz_partition_size 2 in ds.json", "--zero-stage 3"],
+        ),
+        ({"fp16": {"enabled": True, "initial_scale_power": 0, "min_loss_scale": 2}}, "", ["initial_scale_power 0", "min_loss_scale 2"]),
+    ],
+)
+def test_a_rule_that_the_json_breaks_names_file_and_key(content, flags, words):
+    text = message_of(resolved, content, flags)
+    assert all(word in text for word in words), text
+
+
+def test_a_flag_of_the_command_line_has_no_source_in_messages():
+    with pytest.raises(FlagError) as error:
+        resolved({"zero_optimization": {"stage": 3}}, "--fp16 --bf16")
+    assert "ds.json" not in str(error.value)

@@ -1,0 +1,119 @@
+"""Whether a run fits, and the smallest world that does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.schema import Config
+from megatron_zpp.config.validate import resolve
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.parallel.topology import Topology
+from megatron_zpp.training.memory_need import MemoryNeed, check_fits, in_gib, memory_need, smallest_nodes
+from megatron_zpp.training.setup import choose_policy
+from megatron_zpp.zero.memory_plan import Sharding
+from megatron_zpp.zero.schedule import Prefetch
+
+GIB = 2**30
+TUTORIAL = "--num-layers 40 --hidden-size 6144 --seq-length 512 --num-attention-heads 32 --batch-size 1 --fp16 --checkpoint-activations"
+ZEROPP = "--zero-stage 3 --zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size"
+SMALL = "--num-layers 4 --hidden-size 256 --seq-length 64 --num-attention-heads 4 --batch-size 1 --fp16"
+
+
+class Run:
+    """A configuration in a world, with its model on the meta device."""
+
+    def __init__(self, flags: str, nodes: int, ranks_per_node: int) -> None:
+        self.config: Config = resolve(parse_flags(flags.split()), nodes * ranks_per_node, ranks_per_node)
+        self.model = GPT(self.config.model, 50304, 1, torch.float16)
+        partition_ranks = self.config.zero.zero_hpz_partition_size
+        self.topology = Topology(nodes * ranks_per_node, ranks_per_node, partition_ranks if partition_ranks > 1 else ranks_per_node)
+        self.sharding = Sharding(choose_policy(self.config.zero), 256, 2, Prefetch())
+
+    def need(self, *, is_on_gpu: bool = True) -> MemoryNeed:
+        return memory_need(self.config, self.model, self.sharding, self.topology, is_on_gpu=is_on_gpu)
+
+    def check(self, bytes_there: int | None) -> MemoryNeed:
+        return check_fits(self.config, self.model, self.sharding, self.topology, is_on_gpu=True, bytes_there=bytes_there)
+
+    def refusal(self, bytes_there: int) -> str:
+        with pytest.raises(ValueError, match="needs") as error:
+            self.check(bytes_there)
+        return str(error.value)
+
+
+def test_the_tutorials_model_needs_4_3_gib_of_states_per_rank_beside_its_copy_and_fits_its_64_gpus_of_32_gb() -> None:
+    """4.29 GiB is 16 bytes x 18.43 billion parameters / 64, what the tutorial's log calls MemAllocated."""
+    need = Run(f"{TUTORIAL} {ZEROPP} 16", 4, 16).need()
+    assert (need.plan.states - need.plan.secondary) / GIB == pytest.approx(4.29, abs=0.01)
+    assert need.plan.secondary / GIB == pytest.approx(18.43e9 * (1 + 4 / 256) / 16 / GIB, rel=0.01)
+    assert need.total < 32e9
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node", "gib"), [(1, 1, 275), (1, 8, 34.3)])
+def test_the_tutorials_model_on_fewer_ranks_needs_what_16_bytes_per_parameter_say(nodes: int, ranks_per_node: int, gib: float) -> None:
+    need = Run(f"{TUTORIAL} --zero-stage 3", nodes, ranks_per_node).need()
+    assert need.plan.states / GIB == pytest.approx(gib, rel=0.002)
+
+
+def test_a_run_that_fits_is_not_refused_and_neither_is_one_in_unknown_memory() -> None:
+    run = Run(f"{SMALL} --zero-stage 3", 1, 2)
+    assert run.check(run.need().total) == run.check(None) == run.need()
+
+
+def test_a_run_that_lacks_one_byte_is_refused_with_every_part_in_figures() -> None:
+    run = Run(f"{TUTORIAL} {ZEROPP} 16", 1, 16)
+    need = run.need()
+    text = run.refusal(need.total - 1)
+    plan = need.plan
+    parts = {
+        "weights": plan.weights,
+        "gradients": plan.gradients,
+        "optimizer state": plan.optimizer_state,
+        "secondary copy": plan.secondary,
+    }
+    parts |= {"gathered units": plan.gathered, "payload buffers": plan.buffers, "activations about": need.activations}
+    assert all(f"{name} {in_gib(nbytes)}" in text for name, nbytes in parts.items())
+    assert f"each of the 16 ranks needs {in_gib(need.total)}" in text and f"has {in_gib(need.total - 1)} of GPU memory" in text
+    assert text.endswith("; the smallest world that fits is 2 nodes of 16 ranks with this much memory each.")
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 4])
+def test_the_smallest_world_fits_and_one_node_less_does_not(ranks_per_node: int) -> None:
+    text = Run(f"{TUTORIAL} --zero-stage 3", 1, ranks_per_node).refusal(40 * GIB)
+    nodes = int(text.split("the smallest world that fits is ")[1].split()[0])
+    totals = [Run(f"{TUTORIAL} --zero-stage 3", count, ranks_per_node).need().total for count in (nodes - 1, nodes)]
+    assert totals[1] <= 40 * GIB < totals[0]
+
+
+def test_where_no_world_fits_the_levers_are_named() -> None:
+    text = Run(SMALL.replace("--batch-size 1", "--batch-size 2"), 1, 2).refusal(2**20)
+    assert "; no number of such nodes is enough; " in text
+    assert text.endswith("; choose --checkpoint-activations, --zero-stage 3, a smaller --micro-batch-size or a smaller model.")
+
+
+def test_a_copy_too_large_for_a_partition_is_named_since_more_nodes_do_not_shrink_it() -> None:
+    text = Run(f"{TUTORIAL} {ZEROPP} 2", 2, 2).refusal(8 * GIB)
+    assert text.endswith("; no number of such nodes is enough; choose --zero-hpz-partition-size 1 or a smaller model.")
+
+
+def test_levers_stand_beside_the_smallest_world() -> None:
+    run = Run(f"{SMALL} --zero-stage 2", 1, 2)
+    assert run.refusal(run.need().total - 1).endswith(", or give --checkpoint-activations or --zero-stage 3.")
+
+
+def test_attention_dropout_on_the_cpu_keeps_scores() -> None:
+    run = Run(SMALL, 1, 1)
+    assert run.need(is_on_gpu=False).activations > run.need(is_on_gpu=True).activations
+
+
+@given(limit=st.integers(2, 5000), start=st.integers(1, 40))
+def test_the_search_finds_the_least_number_that_fits(limit: int, start: int) -> None:
+    assert smallest_nodes(lambda nodes: nodes >= limit, start) == max(limit, start + 1)
+
+
+def test_the_search_ends_where_nothing_fits() -> None:
+    assert smallest_nodes(lambda nodes: False, 1) is None
