@@ -144,6 +144,7 @@ class Job:
     block_numel: int = 32
     clip_grad: float = CLIP_GRAD
     loss_scaler: Callable[[], LossScaler] | None = None
+    full_precision_iterations: int = 0
 
 
 class RecordingLanes(PolledLanes):
@@ -175,7 +176,15 @@ class Rank:
     def __post_init__(self) -> None:
         self.model = SmallModel(self.job.shape, self.job.dtype)
         self.ledger = Ledger(self.backend.topology, self.backend.rank)
-        options = EngineOptions(self.job.policy, self.job.dtype, self.job.block_numel, self.job.prefetch, AdamOptions(), self.job.clip_grad)
+        options = EngineOptions(
+            self.job.policy,
+            self.job.dtype,
+            self.job.block_numel,
+            self.job.prefetch,
+            AdamOptions(),
+            self.job.clip_grad,
+            self.job.full_precision_iterations,
+        )
         ladder = Ladder(self.backend, self.lanes, self.ledger, CPU)
         scaler = self.job.loss_scaler() if self.job.loss_scaler else None
         self.engine = ZeroEngine(self.model, self.model.unit_specs(), self.model.uses(), options, ladder, CPU, scaler)

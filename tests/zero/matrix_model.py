@@ -1,0 +1,73 @@
+"""A model of matrices alone, whose units need no padding, have no exact run and all climb twice per micro-batch in stage 3."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from small_engine import CPU, initial_values
+from torch import Tensor, nn
+
+from megatron_zpp.comm.backend import Backend
+from megatron_zpp.comm.lanes import PolledLanes
+from megatron_zpp.comm.ledger import Ledger
+from megatron_zpp.comm.links import Ladder
+from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
+from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
+from megatron_zpp.zero.policy import Policy
+
+WIDTH, LAYERS = 64, 3
+PARAMETERS = (LAYERS + 1) * WIDTH**2  # each matrix makes 4 blocks of 256 values for each of 4 ranks: scales fill 16 bytes
+BLOCK = 256
+WORLD = (2, 2)
+
+
+class _Output(nn.Module):
+    def forward(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(hidden, weight).float().square().mean()
+
+
+class MatrixModel(nn.Module):
+    """A tied embedding and square layers, on the meta device."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.embedding = nn.Embedding(WIDTH, WIDTH, dtype=dtype)
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype) for _ in range(LAYERS))
+        self.output = _Output()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden)) / WIDTH
+        loss: Tensor = self.output(hidden, self.embedding.weight)
+        return loss
+
+    def unit_specs(self) -> tuple[UnitSpec, ...]:
+        paths = ["embedding", *(f"layers.{index}" for index in range(LAYERS))]
+        return tuple(UnitSpec(path, (self._param(f"{path}.weight"),)) for path in paths)
+
+    def _param(self, name: str) -> ParamSpec:
+        return ParamSpec(name, (WIDTH, WIDTH), partial(initial_values, name, WIDTH * WIDTH, 2), True)
+
+    def uses(self) -> tuple[Use, ...]:
+        layers = tuple(Use(f"layers.{index}", (f"layers.{index}",), True) for index in range(LAYERS))
+        return (Use("embedding", ("embedding",), False), *layers, Use("output", ("embedding",), True))
+
+
+class MatrixRank:
+    """One rank that trains the model in bf16."""
+
+    def __init__(self, policy: Policy, backend: Backend) -> None:
+        self.model = MatrixModel(torch.bfloat16)
+        self.ledger = Ledger(backend.topology, backend.rank)
+        options = EngineOptions(policy, torch.bfloat16, BLOCK)
+        ladder = Ladder(backend, PolledLanes(), self.ledger, CPU)
+        self.engine = ZeroEngine(self.model, self.model.unit_specs(), self.model.uses(), options, ladder, CPU)
+
+    def accumulate(self, microbatches: int) -> None:
+        for microbatch in range(microbatches):
+            loss = self.model(torch.arange(8) + microbatch)
+            self.engine.backward(loss, microbatches=microbatches, is_last_microbatch=microbatch == microbatches - 1)

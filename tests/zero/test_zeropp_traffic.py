@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from matrix_model import BLOCK as MATRIX_BLOCK
+from matrix_model import PARAMETERS, WORLD, MatrixRank
+from small_engine import VOCAB, Job, ModelShape, Rank, run_world
+
+from megatron_zpp.comm.backend import VirtualBackend
+from megatron_zpp.comm.ledger import Category, Traffic
+from megatron_zpp.parallel.topology import Topology
+from megatron_zpp.zero.policy import (
+    POLICIES,
+    LinkBits,
+    Policy,
+    with_quantized_gradients,
+    with_quantized_weights,
+    with_secondary_weights,
+)
+
+BLOCK = 32
+INNER, HIDDEN = (40,), 6
+EXACT, INT8, INT4 = LinkBits(16, 16), LinkBits(8, 8), LinkBits(4, 4)
+WORLDS = [(nodes, ranks) for nodes, ranks in itertools.product(range(1, 5), range(1, 5)) if nodes * ranks <= 8]
+PROMISED = [(2, 2), (2, 4), (4, 2), (3, 2)]
+
+
+@dataclass(frozen=True)
+class Features:
+    """A member of the family: its stage, and what crosses the links in how many bits (16: the working precision)."""
+
+    stage: int = 3
+    keeps_secondary: bool = False
+    weights: LinkBits = EXACT
+    gradients: LinkBits = EXACT
+
+    def policy(self) -> Policy:
+        policy = with_secondary_weights(POLICIES[self.stage]) if self.keeps_secondary else POLICIES[self.stage]
+        if self.gradients != EXACT:
+            policy = with_quantized_gradients(policy, intra_bits=self.gradients.intra, inter_bits=self.gradients.inter)
+        if self.weights.inter == self.weights.intra != 16:
+            return with_quantized_weights(policy, self.weights.inter)
+        return dataclasses.replace(policy, weight_bits=self.weights)
+
+
+COMBINATIONS = {
+    "ZeRO-3": Features(),
+    "qwZ": Features(weights=INT8),
+    "hpZ": Features(keeps_secondary=True),
+    "qgZ": Features(gradients=INT4),
+    "qwZ+hpZ": Features(keeps_secondary=True, weights=INT8),
+    "qwZ+qgZ": Features(weights=INT8, gradients=INT4),
+    "hpZ+qgZ": Features(keeps_secondary=True, gradients=INT4),
+    "all": Features(keeps_secondary=True, weights=INT8, gradients=INT4),
+}
+LOWER_STAGES = {
+    f"stage {stage} {name}": dataclasses.replace(COMBINATIONS[name], stage=stage) for stage in (1, 2) for name in ("qwZ", "qgZ", "qwZ+qgZ")
+}
+OTHER_BITS = {
+    "4-bit weights": Features(weights=INT4),
+    "4-bit weights, hpZ": Features(keeps_secondary=True, weights=INT4),
+    "weights 8 between, 16 inside": Features(weights=LinkBits(8, 16)),
+    "weights 4 between, 8 inside, hpZ": Features(keeps_secondary=True, weights=LinkBits(4, 8)),
+    "8-bit gradients": Features(gradients=INT8),
+    "gradients 4 between, 8 inside": Features(gradients=LinkBits(4, 8)),
+    "gradients 4 between, 16 inside": Features(gradients=LinkBits(4, 16)),
+    "gradients 16 between, 4 inside": Features(gradients=LinkBits(16, 4)),
+}
+
+
+# ---- the closed form
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """Elements of a unit, given per parameter: in two or more dims, and in one."""
+
+    blocks: tuple[int, ...]
+    exact: tuple[int, ...]
+    climbs: int  # per micro-batch where weights do not stay
+
+    def payload_bytes(self, world_size: int, bits: int, element_bytes: int) -> int:
+        """Of one slice: codes, scales and exact run, each padded to 16 bytes; regions padded to whole blocks for every rank."""
+        blocks_numel = sum(_up(numel, BLOCK) for numel in self.blocks)
+        blocks_run, exact_run = (_up(numel, world_size * BLOCK) // world_size for numel in (blocks_numel, sum(self.exact)))
+        exact_bytes = _up(exact_run * element_bytes, 16)
+        if bits == 16:
+            return _up(blocks_run * element_bytes, 16) + exact_bytes
+        return _up(blocks_run * bits // 8, 16) + _up(blocks_run // BLOCK * 4, 16) + exact_bytes
+
+
+def _up(number: int, multiple: int) -> int:
+    while number % multiple:
+        number += 1
+    return number
+
+
+def _units(is_tied: bool = True) -> list[UnitSize]:
+    blocks = [UnitSize((inner * HIDDEN, HIDDEN * inner), (HIDDEN, HIDDEN, inner, HIDDEN), climbs=2) for inner in INNER]
+    embedding = UnitSize((VOCAB * HIDDEN,), (), climbs=2 if is_tied else 1)
+    norm = UnitSize((), (HIDDEN, HIDDEN), climbs=1)
+    return [embedding, *blocks, norm] + ([] if is_tied else [UnitSize((VOCAB * HIDDEN,), (), climbs=1)])
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A world: all ranks, those of a physical node, and those among which a secondary rung is split."""
+
+    world: int
+    per_node: int
+    partition: int
+
+    def received(self, members: list[int], nbytes: int) -> tuple[int, int]:
+        """What rank 0 gets from each other member: over the border of its physical node, and within."""
+        other_nodes = sum(member >= self.per_node for member in members)
+        return other_nodes * nbytes, (len(members) - 1 - other_nodes) * nbytes
+
+
+def _closed_form(features: Features, units: list[UnitSize], ranks: Ranks, element_bytes: int, microbatches: int) -> tuple[int, int]:
+    """Bytes per step that enter a node, and that a rank gets from ranks of its own node; the same for every rank."""
+    over_inter = list(range(0, ranks.world, ranks.partition))
+    over_intra = list(range(ranks.partition))
+    entering = within = 0
+    for unit in units:
+        climbs = unit.climbs * microbatches if features.stage == 3 else 1
+        descents = 1 if features.stage == 1 else microbatches
+        inter, intra = len(over_inter), len(over_intra)
+        payload = {bits: unit.payload_bytes(ranks.world, bits, element_bytes) for bits in (4, 8, 16)}
+        messages = [
+            (over_inter, payload[features.weights.inter], 1 if features.keeps_secondary else climbs),
+            (over_intra, payload[features.weights.intra] * inter, climbs),
+            (over_intra, payload[features.gradients.intra] * (ranks.world // intra), descents),
+            (over_inter, payload[features.gradients.inter], descents),
+        ]
+        for members, nbytes, times in messages:
+            from_others, from_own = ranks.received(members, nbytes)
+            entering += times * from_others * ranks.per_node
+            within += times * from_own
+    return entering, within
+
+
+# ---- the ledger
+
+
+def _measured(topology: Topology, job: Job, steps: int = 1) -> list[list[tuple[int, int]]]:
+    """By rank and step, in the form of the closed form."""
+
+    def program(backend: VirtualBackend) -> list[tuple[int, int]]:
+        rank = Rank(job, backend)
+        before, by_step = Traffic(), []
+        for step in range(steps):
+            rank.step(step)
+            total = rank.ledger.total(Category.WEIGHTS, Category.GRADIENTS)
+            by_step.append((rank.ledger.inter_node_bytes(total - before), (total - before).intra_bytes))
+            before = total
+        rank.engine.close()
+        return by_step
+
+    return run_world(topology, program)
+
+
+def _check(features: Features, topology: Topology, dtype: torch.dtype, microbatches: int, is_tied: bool = True, steps: int = 1) -> None:
+    ranks = Ranks(topology.world_size, topology.ranks_per_node, topology.partition_ranks)
+    expected = _closed_form(features, _units(is_tied), ranks, dtype.itemsize, microbatches)
+    shape = ModelShape(INNER, HIDDEN, is_tied)
+    job = Job(features.policy(), dtype, shape, microbatches=microbatches, block_numel=BLOCK)
+    assert _measured(topology, job, steps) == [[expected] * steps] * topology.world_size
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("name", list(COMBINATIONS))
+@pytest.mark.parametrize("world", PROMISED, ids=str)
+def test_each_combination_moves_the_bytes_of_the_closed_form(world: tuple[int, int], name: str, microbatches: int) -> None:
+    _check(COMBINATIONS[name], Topology.of_nodes(*world), torch.bfloat16, microbatches)
+
+
+@pytest.mark.parametrize("world", [world for world in WORLDS if world not in PROMISED], ids=str)
+def test_the_bytes_of_other_worlds_are_those_of_the_closed_form_too(world: tuple[int, int]) -> None:
+    first = 3 * world[0] + 5 * world[1]
+    for turn in (first, first + 3):  # every combination in several worlds
+        name = list(COMBINATIONS)[turn % len(COMBINATIONS)]
+        dtype = [torch.float32, torch.bfloat16][turn % 2]
+        _check(COMBINATIONS[name], Topology.of_nodes(*world), dtype, microbatches=1 + turn % 2, is_tied=turn % 4 < 2)
+
+
+@pytest.mark.parametrize("name", [*LOWER_STAGES, *OTHER_BITS])
+@pytest.mark.parametrize("world", [(2, 2), (1, 3), (3, 1)], ids=str)
+def test_lower_stages_and_other_bits_move_the_bytes_of_the_closed_form(world: tuple[int, int], name: str) -> None:
+    _check({**LOWER_STAGES, **OTHER_BITS}[name], Topology.of_nodes(*world), torch.bfloat16, microbatches=2)
+
+
+@pytest.mark.parametrize("partition, name", [(1, "all"), (1, "qwZ"), *((2, name) for name in COMBINATIONS)])
+def test_partitions_smaller_than_a_node_move_the_bytes_of_the_closed_form(partition: int, name: str) -> None:
+    _check(COMBINATIONS[name], Topology(8, ranks_per_node=4, partition_ranks=partition), torch.bfloat16, microbatches=2)
+
+
+@pytest.mark.parametrize("name", ["qwZ", "all"])
+def test_every_step_moves_the_same_bytes(name: str) -> None:
+    _check(COMBINATIONS[name], Topology.of_nodes(2, 2), torch.bfloat16, microbatches=2, steps=3)
+
+
+# ---- the table of the design
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("name", list(COMBINATIONS))
+def test_without_padding_bytes_between_nodes_are_those_of_the_table_plus_the_scales(name: str, microbatches: int) -> None:
+    def program(backend: VirtualBackend) -> tuple[int, int]:
+        rank = MatrixRank(COMBINATIONS[name].policy(), backend)
+        rank.accumulate(microbatches)
+        rank.engine.step(1e-3)
+        rank.engine.close()
+        return tuple(rank.ledger.inter_node_bytes(rank.ledger.total(each)) for each in (Category.WEIGHTS, Category.GRADIENTS))  # type: ignore[return-value]
+
+    k = microbatches
+    table = {
+        "ZeRO-3": 3 * k,
+        "qwZ": 2 * k,
+        "hpZ": 1 + k,
+        "qgZ": 2.25 * k,
+        "qwZ+hpZ": 0.5 + k,
+        "qwZ+qgZ": 1.25 * k,
+        "hpZ+qgZ": 1 + 0.25 * k,
+        "all": 0.5 + 0.25 * k,
+    }
+    unit_bytes = 2 * PARAMETERS * (WORLD[0] - 1) / WORLD[0]
+    features = COMBINATIONS[name]
+    coded_weights, coded_gradients = features.weights == INT8, features.gradients == INT4
+    scales = {True: 4 / MATRIX_BLOCK, False: 0.0}  # bytes per parameter
+    crossings = 1 if features.keeps_secondary else 2 * k
+    extra = (crossings * scales[coded_weights] + k * scales[coded_gradients]) / 2
+    for weights, gradients in run_world(WORLD, program):
+        assert (weights + gradients) / unit_bytes == table[name] + extra
+        assert weights / unit_bytes == crossings * ((1 if coded_weights else 2) + scales[coded_weights]) / 2
+        assert crossings * scales[coded_weights] / 2 <= 0.016 * weights / unit_bytes
+        assert k * scales[coded_gradients] / 2 <= 0.032 * gradients / unit_bytes
