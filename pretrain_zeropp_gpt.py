@@ -61,31 +61,38 @@ def run_in_world(config: Config, launch: Launch, mistake: str | None) -> int:
 
 def train(config: Config, launch: Launch, world: World) -> None:
     """The run itself: model -> engine -> data -> training. Raises StartupError for a mistake of the user's, on every rank alike."""
+    from megatron_zpp.parallel.topology import check_placement
     from megatron_zpp.training import setup
     from megatron_zpp.training.trainer import Trainer
 
     printer = RankPrinter(launch.rank, launch.world_size)
     printer.on_first("\n".join(filter(None, [banner(config), arguments_block(config), *config.notices])))
+    setup.check_same_flags(config)
     if config.training.deterministic_mode:
         setup.use_deterministic_kernels()
+    hosts = world.hosts()
     with world.agreement():
-        ladder = setup.build_ladder(config, world)
+        check_placement(hosts, config.distributed.ranks_per_node)
+    ladder = setup.build_ladder(config, world)
     memory_bytes = setup.memory_per_rank(world)
     with world.agreement():
         vocab_size, padded_vocab = setup.build_vocabulary(config)
-        printer.on_first(f" > padded vocab (size: {vocab_size}) with {padded_vocab - vocab_size} dummy tokens (new size: {padded_vocab})")
         reader = setup.find_reader(config)
         model = setup.build_model(config, padded_vocab, reader)
         setup.check_memory(config, model, ladder.topology, world.device, memory_bytes)
         datasets = setup.build_run_data(config, vocab_size, checks_token_ids=launch.local_rank == 0)
         outlets = setup.open_outlets(config, printer)
-    kernels = setup.prepare_kernels(config)
-    printer.on_first("\n".join(filter(None, [*datasets.messages, kernels, " > datasets are ready"])))
+    printer.on_first("\n".join([*setup.describe_run(config, ladder, vocab_size, model), *datasets.messages]))
+    printer.milestone("after dataloaders are built")
     engine = setup.build_engine(config, model, ladder, world.device)
     with world.agreement():
         progress = setup.load_progress(config, engine, reader)
-    printer.milestone("after model, optimizer and data are built")
-    Trainer(config, model, engine, datasets, outlets, progress).run()
+    printer.on_first(setup.describe_start(config, reader, progress))
+    del reader  # its files stay mapped as long as it lives
+    try:
+        Trainer(config, model, engine, datasets, outlets, progress).run()
+    finally:
+        outlets.close()
     engine.close()
 
 

@@ -11,6 +11,8 @@ bash scripts/build_extensions.sh [--no-venv] [--portable]
   --portable   for every processor of this architecture rather than for this one; slower
 
 Needs a compiler for the C++ of the torch installed (2.13: C++20, as GCC 11 or clang 14; CXX names another).
+Where torch has CUDA and nvcc is found (CUDA_HOME or PATH), the CUDA kernels are built too: for the GPUs of this machine, or for the
+architectures that TORCH_CUDA_ARCH_LIST names (as "8.0;9.0"), from 8.0 on. Runs elsewhere find such a build if they name the same.
 Takes about a minute, and nothing where the same build is there already.
 Without the kernels everything runs on plain torch, with the same bits, slower.
 TEXT

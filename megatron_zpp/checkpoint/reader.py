@@ -15,6 +15,18 @@ from megatron_zpp.checkpoint.manifest import CheckpointError, StoredPiece, read_
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.pieces import WEIGHT, resting_pieces
 
+# What decides the function of the weights; heads, for example, leave no trace in shapes.
+MODEL_FLAGS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "ffn_hidden_size",
+    "max_position_embeddings",
+    "norm_epsilon",
+    "untie_embeddings_and_output_weights",
+)
+
 
 class CheckpointReader:
     """One checkpoint, open for reading. Raises CheckpointError where its manifest cannot be used."""
@@ -55,19 +67,19 @@ class CheckpointReader:
         return values
 
     def check_model(self, shapes: Mapping[str, tuple[int, ...]], flags: Mapping[str, Any]) -> None:
-        """Nothing, where the checkpoint holds a model of these shapes.
+        """Nothing, where the checkpoint holds this model: the same shapes, and the same function of the weights.
 
-        flags: the model's configuration here, compared with the checkpoint's to name what differs.
+        flags: the model's configuration here, compared with the checkpoint's.
         Raises CheckpointError naming the flags, or the first parameter, that differ.
         """
-        if dict(self.manifest.shapes) == dict(shapes):
-            return
         theirs = self.manifest.flags.get("model", {})
         differing = [
-            f"--{name.replace('_', '-')} {theirs[name]} there and {value} here"
-            for name, value in flags.items()
-            if name in theirs and theirs[name] != value
+            f"--{name.replace('_', '-')} {theirs[name]} there and {flags[name]} here"
+            for name in MODEL_FLAGS
+            if name in theirs and theirs[name] != flags[name]
         ]
+        if not differing and dict(self.manifest.shapes) == dict(shapes):
+            return
         raise CheckpointError(
             f"{self.folder} holds another model: {'; '.join(differing) or _first_difference(self.manifest.shapes, shapes)}; "
             "give the flags of the checkpoint or another --load"

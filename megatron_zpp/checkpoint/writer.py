@@ -46,8 +46,11 @@ def save_checkpoint(directory: Path, engine: ZeroEngine, state: RunState, *, wit
     if rank == 0:
         manifest = _manifest(engine, state, stored, with_moments)
         _write_durably(unfinished / MANIFEST_FILE, manifest.to_json())
-        shutil.rmtree(final, ignore_errors=True)
+        replaced = final.with_name(final.name + ".replaced")
+        if final.exists():
+            final.rename(replaced)
         unfinished.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
         move_latest(directory, state.iteration)
     gather_texts("saved")
     return final
@@ -62,8 +65,15 @@ def move_latest(directory: Path, iteration: int) -> None:
 
 def _write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
     save_file({f"{piece.parameter}.{piece.state}": piece.values.detach().cpu().clone() for piece in pieces}, path)
+    os.chmod(path, 0o666 & ~_umask())  # safetensors makes files that only their owner can read
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def _umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
 
 
 def _stored(pieces: Iterable[Piece], file: str) -> list[dict[str, Any]]:

@@ -63,7 +63,11 @@ class Lanes(Protocol):
 
 
 def make_lanes(device: torch.device, watch: Callable[[], None]) -> Lanes:
-    """Streams on CUDA, polled handles elsewhere. watch: raises once another rank is known to have failed."""
+    """Streams on CUDA, polled handles elsewhere.
+
+    watch: raises once another rank is known to have failed. On CUDA the host does not wait, so there the launcher, or NCCL's timeout,
+    ends the others.
+    """
     return StreamLanes(device) if device.type == "cuda" else PolledLanes(watch=watch)
 
 
@@ -176,6 +180,5 @@ class StreamLanes:
         torch.cuda.current_stream(self._device).wait_event(hop.event)
 
     def drain(self) -> None:
-        """Makes the compute stream wait for every lane."""
-        for stream in self._streams.values():
-            torch.cuda.current_stream(self._device).wait_stream(stream)
+        """Returns once the device has finished every lane."""
+        torch.cuda.synchronize(self._device)

@@ -12,7 +12,7 @@ class Staging:
     """Free buffers of one device by their size in bytes. On CUDA a taker's stream waits for the giver's last use."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._free: dict[int, list[tuple[Tensor, Any]]] = {}
         self.allocated_bytes = 0
 
@@ -21,13 +21,18 @@ class Staging:
         free = self._free.get(nbytes)
         if not free:
             self.allocated_bytes += nbytes
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         buffer, event = free.pop()
         if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+            torch.cuda.current_stream(self.device).wait_event(event)
         return buffer
+
+    def clear(self) -> None:
+        """Lets go of the free buffers, whose sizes nobody will ask for again; every use of them must have ended."""
+        self.allocated_bytes -= sum(nbytes * len(buffers) for nbytes, buffers in self._free.items())
+        self._free.clear()
 
     def give(self, buffer: Tensor) -> None:
         """Takes a buffer back once the current stream has finished with it."""
-        event = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+        event = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
         self._free.setdefault(buffer.numel(), []).append((buffer, event))

@@ -36,6 +36,17 @@ ACCEPTED: dict[str, AcceptedFlag] = {
 REFUSED: dict[str, str] = {
     "--model-parallel-size": "use --tensor-model-parallel-size",
     "--warmup": "use --lr-warmup-fraction",
+    "--vocab-file": "GPT-2 BPE is not available yet, use --tokenizer-model with a SentencePiece model",
+    "--merge-file": "GPT-2 BPE is not available yet, use --tokenizer-model with a SentencePiece model",
+    "--recompute-granularity": "use --checkpoint-activations, which recomputes every block",
+    "--recompute-activations": "use --checkpoint-activations, which recomputes every block",
+    "--swiglu": "leave it out, blocks have GELU",
+    "--normalization": "leave it out, blocks have LayerNorm",
+    "--position-embedding-type": "leave it out, positions are learned",
+    "--use-rotary-position-embeddings": "leave it out, positions are learned",
+    "--group-query-attention": "leave it out, every head has keys and values of its own",
+    "--num-query-groups": "leave it out, every head has keys and values of its own",
+    "--use-distributed-optimizer": "use --zero-stage 1",
     "--num-experts": "leave it out, mixtures of experts are not available",
     "--fp8-format": "use --bf16, fp8 is not available",
 }

@@ -245,7 +245,8 @@ def links_that_are_missing(config: Config, world_size: int, wished_partition_ran
     features = [spelling_of(name) for name in ("zero_quantized_weights", "zero_quantized_gradients") if config.value_of(name)]
     if wished_partition_ranks > config.zero.zero_hpz_partition_size:
         features.insert(0, f"{spelling_of('zero_hpz_partition_size')} {wished_partition_ranks}")
-    if not features or world_size > config.distributed.ranks_per_node:
+    partition_ranks = config.zero.zero_hpz_partition_size
+    if not features or world_size > (partition_ranks if partition_ranks > 1 else config.distributed.ranks_per_node):
         return []
     if world_size == 1:
         return [f"{' and '.join(features)}: there is one rank, so nothing crosses a link, is quantized or kept as a copy"]

@@ -55,6 +55,11 @@ def build_datasets(data: DataConfig, *, seq_length: int, seed: int, sample_count
     return corpus.datasets(sample_counts)
 
 
+def cache_folder(data: DataConfig, source: IndexedDataset) -> Path:
+    """Where what is derived from a corpus is kept: --data-cache-path, else a folder beside the corpus."""
+    return Path(data.data_cache_path or f"{source.prefix}.cache")
+
+
 def _mock_datasets(*, seq_length: int, seed: int, sample_counts: SampleCounts, vocab_size: int) -> Datasets:
     train, valid, test = (
         MockDataset(seed=seed, stream=stream, seq_length=seq_length, vocab_size=vocab_size, sample_count=count)
@@ -67,7 +72,7 @@ class _Corpus:
     def __init__(self, data: DataConfig, source: IndexedDataset, *, seq_length: int, seed: int) -> None:
         self.source = source
         self.split = data.split
-        self.cache_folder = Path(data.data_cache_path or f"{source.prefix}.cache")
+        self.cache_folder = cache_folder(data, source)
         self.seq_length = seq_length
         self.seed = seed
         self.lengths_digest = hashlib.sha256(source.lengths.data).hexdigest()

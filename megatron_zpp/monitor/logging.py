@@ -16,16 +16,12 @@ class RankPrinter:
         self._now = now
 
     def on_first(self, text: str) -> None:
-        if self.rank == 0:
+        if self.rank == 0 and text:
             _print_whole(text)
 
     def on_last(self, text: str) -> None:
         if self.rank == self.world_size - 1:
             _print_whole(text)
-
-    def on_every(self, text: str) -> None:
-        """The text on every rank, after its number."""
-        _print_whole(f"[Rank {self.rank}] {text}")
 
     def milestone(self, text: str) -> None:
         """The text and the time, on the first rank: `[after dataloaders are built] datetime: 2026-08-03 12:00:00 `."""

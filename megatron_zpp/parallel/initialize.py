@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import time
@@ -87,8 +88,13 @@ class World:
             raise RuntimeError("another rank has failed")
 
     def leave(self) -> None:
-        """Ends the process groups; no message may be under way."""
+        """Ends the process groups; no message may be under way. Every rank must call it.
+
+        What still holds a collective goes now: gloo's threads must not be left to free it while the interpreter shuts down.
+        """
+        dist.barrier()
         dist.destroy_process_group()
+        gc.collect()
 
 
 def choose_device(launch: Launch, backend: str | None) -> torch.device:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from megatron_zpp.config.schema import OptimizerConfig, TrainingConfig
 
@@ -48,10 +47,6 @@ class LearningRateSchedule:
         if num_samples > self.decay_samples:
             return self.min_lr
         return self.min_lr + self._remaining_share(num_samples) * (self.max_lr - self.min_lr)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The curve as plain numbers and one word, for a checkpoint to compare."""
-        return asdict(self)
 
     def _remaining_share(self, num_samples: int) -> float:
         """1 at the end of the warmup, 0 at the end of the decay."""

@@ -32,14 +32,16 @@ class Progress:
 
 @dataclass
 class Interval:
-    """Sums over the iterations since the last training line."""
+    """Sums over the iterations since the last report."""
 
     losses: list[float] = field(default_factory=list)  # of steps that were not skipped
+    seconds: float = 0.0  # of the steps alone
     iterations: int = 0
     skipped_iterations: int = 0
     nan_iterations: int = 0
 
-    def add(self, outcome: StepOutcome) -> None:
+    def add(self, outcome: StepOutcome, seconds: float) -> None:
+        self.seconds += seconds
         self.iterations += 1
         self.skipped_iterations += outcome.is_skipped
         self.nan_iterations += not math.isfinite(outcome.lm_loss)
@@ -79,12 +81,11 @@ class StepTraffic:
 
 @dataclass(frozen=True)
 class ReportInputs:
-    """What a report needs beside sums: the latest step and readings of clock and memory."""
+    """What a report needs beside sums: the latest step and a reading of memory."""
 
     outcome: StepOutcome
     learning_rate: float
     loss_scale: float
-    elapsed_seconds: float
     max_memory_bytes: int
 
 
@@ -93,7 +94,7 @@ def interval_report(
 ) -> IntervalReport:
     """The report of the interval that ends with the current iteration."""
     samples = config.training.global_batch_size
-    seconds = inputs.elapsed_seconds / interval.iterations
+    seconds = interval.seconds / interval.iterations
     world_size = traffic.world_size
     return IntervalReport(
         iteration=progress.iteration,

@@ -15,6 +15,7 @@ from megatron_zpp.data.loader import MicroBatch, build_loader
 from megatron_zpp.data.sample import SampleSource
 from megatron_zpp.data.sampler import MicroBatchSampler
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.monitor.interval_report import IntervalReport
 from megatron_zpp.monitor.jsonl import JsonLinesWriter
 from megatron_zpp.monitor.logging import RankPrinter
 from megatron_zpp.monitor.memory import max_memory_bytes
@@ -35,6 +36,12 @@ class Outlets:
     json_lines: JsonLinesWriter | None
     tensorboard: TensorboardWriter | None
 
+    def close(self) -> None:
+        """Writes what is held back."""
+        for writer in (self.json_lines, self.tensorboard):
+            if writer is not None:
+                writer.close()
+
 
 class Trainer:
     """One rank's training run. Every rank makes the same calls.
@@ -54,31 +61,34 @@ class Trainer:
         self._microbatches = config.training.global_batch_size // (config.training.micro_batch_size * topology.world_size)
         evaluations = progress.iteration // config.training.eval_interval
         consumed_valid_samples = evaluations * config.training.eval_iters * config.training.global_batch_size
+        self._since_line, self._since_point = Interval(), Interval()
         self._train_batches = self._batches(datasets.train, progress.consumed_samples)
         self._valid_batches = self._held_out_batches(datasets.valid, consumed_valid_samples)
         self._test_batches = self._held_out_batches(datasets.test, 0)
 
     def run(self) -> None:
         """Trains up to --train-iters or the first multiple of --exit-interval, and saves what --save asks for."""
-        printer = self._outlets.printer
+        printer, training = self._outlets.printer, self._config.training
+        first = self._progress.iteration
         printer.milestone("before the start of training step")
-        interval, started = Interval(), time.perf_counter()
-        while self._progress.iteration < self._config.training.train_iters:
-            learning_rate = self._schedule.learning_rate(self._progress.scheduled_samples)
-            outcome = train_step(self._model, self._engine, self._train_batches, self._microbatches, learning_rate)
-            self._traffic.close_step()
-            self._progress.advance(self._config.training.global_batch_size, is_skipped=outcome.is_skipped)
-            interval.add(outcome)
-            if self._is_multiple_of(self._config.logging.log_interval):
-                self._report(interval, outcome, learning_rate, time.perf_counter() - started)
-                interval, started = Interval(), time.perf_counter()
-            paused = time.perf_counter()
+        while self._progress.iteration < training.train_iters:
+            self._step()
             self._between_steps()
-            started += time.perf_counter() - paused
-            if self._is_multiple_of(self._config.training.exit_interval):
+            if self._is_multiple_of(training.exit_interval):
                 printer.milestone(f"exiting program at iteration {self._progress.iteration}")
                 break
-        self._finish()
+        if self._progress.iteration > first:
+            self._finish()
+
+    def _step(self) -> None:
+        started = time.perf_counter()
+        learning_rate = self._schedule.learning_rate(self._progress.scheduled_samples)
+        outcome = train_step(self._model, self._engine, self._train_batches, self._microbatches, learning_rate)
+        seconds = time.perf_counter() - started
+        self._traffic.close_step()
+        self._progress.advance(self._config.training.global_batch_size, is_skipped=outcome.is_skipped)
+        memory = max_memory_bytes(self._engine.device)
+        self._report(outcome, ReportInputs(outcome, learning_rate, self._engine.loss_scaler.scale, memory), seconds)
 
     def _between_steps(self) -> None:
         if self._is_multiple_of(self._config.training.eval_interval) and self._progress.iteration < self._config.training.train_iters:
@@ -111,17 +121,29 @@ class Trainer:
             data_parallel_rank=backend.rank,
             data_parallel_size=backend.topology.world_size,
         )
-        return build_loader(source, sampler, self._config.data.num_workers)
+        yield from build_loader(source, sampler, self._config.data.num_workers)  # workers start when the first batch is asked for
 
-    def _report(self, interval: Interval, outcome: StepOutcome, learning_rate: float, elapsed_seconds: float) -> None:
-        memory = max_memory_bytes(self._engine.device)
-        inputs = ReportInputs(outcome, learning_rate, self._engine.loss_scaler.scale, elapsed_seconds, memory)
-        report = interval_report(self._config, self._model.padded_vocab_size, self._progress, interval, self._traffic, inputs)
-        self._outlets.printer.on_last(training_line(report))
-        if self._outlets.json_lines is not None:
-            self._outlets.json_lines.write(report.json_object())
-        if self._outlets.tensorboard is not None and self._is_multiple_of(self._config.logging.tensorboard_log_interval):
-            self._outlets.tensorboard.write_interval(report)
+    def _report(self, outcome: StepOutcome, inputs: ReportInputs, seconds: float) -> None:
+        """A training line every --log-interval iterations and at the end, a TensorBoard point every --tensorboard-log-interval."""
+        outlets, logging = self._outlets, self._config.logging
+        self._since_line.add(outcome, seconds)
+        self._since_point.add(outcome, seconds)
+        if self._is_multiple_of(logging.log_interval) or self._is_last():
+            report = self._interval_report(self._since_line, inputs)
+            outlets.printer.on_last(training_line(report))
+            if outlets.json_lines is not None:
+                outlets.json_lines.write(report.json_object())
+            self._since_line = Interval()
+        if outlets.tensorboard is not None and self._is_multiple_of(logging.tensorboard_log_interval):
+            outlets.tensorboard.write_interval(self._interval_report(self._since_point, inputs))
+            self._since_point = Interval()
+
+    def _interval_report(self, interval: Interval, inputs: ReportInputs) -> IntervalReport:
+        return interval_report(self._config, self._model.padded_vocab_size, self._progress, interval, self._traffic, inputs)
+
+    def _is_last(self) -> bool:
+        training = self._config.training
+        return self._progress.iteration == training.train_iters or self._is_multiple_of(training.exit_interval)
 
     def _validate(self, drawn_from: str = "") -> None:
         loss = self._evaluate(self._valid_batches, drawn_from)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron_zpp.comm.codecs import make_codec
 from megatron_zpp.comm.ledger import Category
@@ -93,6 +94,7 @@ class ZeroEngine:
         self.units: list[WeightUnit] = []
         self.gradients: list[UnitGradient] = []
         self._iteration = 0
+        self._parameter_hooks: list[RemovableHandle] = []
         like = torch.empty(0, dtype=options.dtype, device=device)
         for spec in unit_specs:
             self._add_unit(spec, like)
@@ -111,7 +113,7 @@ class ZeroEngine:
         for parameter, placed in zip(unit.parameters, layout.params, strict=True):
             owner, _, attribute = placed.spec.name.rpartition(".")
             setattr(self.module.get_submodule(owner), attribute, parameter)
-        hook_parameters(unit.parameters, lambda index: self._collect(unit, gradient, index))
+        self._parameter_hooks += hook_parameters(unit.parameters, lambda index: self._collect(unit, gradient, index))
         self.units.append(unit)
         self.gradients.append(gradient)
 
@@ -222,6 +224,8 @@ class ZeroEngine:
         for unit, gradient in zip(self.units, self.gradients, strict=True):
             unit.use_codecs(weight_codecs)
             gradient.codecs = gradient_codecs
+        self.ladder.lanes.drain()
+        self.ladder.staging.clear()
 
     def _clip_factor(self, grad_norm: float) -> float:
         factor = self._options.clip_grad / (grad_norm + _CLIP_EPSILON)
@@ -238,5 +242,10 @@ class ZeroEngine:
         return sum(storages.values())
 
     def close(self) -> None:
-        """Waits for climbs that were submitted ahead, so that no message is under way when the process groups end."""
+        """Waits for climbs that were submitted ahead, so that no message is under way when the process groups end.
+
+        The hooks go, because through them autograd would keep the engine for the rest of the process.
+        """
         self.ladder.lanes.drain()
+        for hook in self._parameter_hooks:
+            hook.remove()

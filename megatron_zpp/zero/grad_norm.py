@@ -14,15 +14,17 @@ from torch import Tensor
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.zero.gradients import UnitGradient
 
+_CHUNK_NUMEL = 1 << 22  # bounds the fp64 copies at 32 MB
+
 
 def global_norm(gradients: Sequence[UnitGradient], ladder: Ladder) -> float:
     """The L2 norm of the mean gradient over all units and slices; every rank must call it."""
     partials = torch.stack([_squared_norm(gradient, ladder.own_slice) for gradient in gradients])
     gathered = ladder.gather_world(partials)  # [world_size, units] fp64, in rank order
-    ranks = sorted(range(ladder.topology.world_size), key=ladder.topology.slice_of)
+    rows = gathered.tolist()
     total = 0.0
-    for row in gathered[ranks].tolist():
-        for partial in row:
+    for rank in sorted(range(ladder.topology.world_size), key=ladder.topology.slice_of):
+        for partial in rows[rank]:
             total += partial
     return math.sqrt(total) if total >= 0 else math.nan
 
@@ -31,6 +33,7 @@ def _squared_norm(gradient: UnitGradient, own_slice: int) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=gradient.total.device)
     for counted_range, is_counted in gradient.layout.ranges_by(lambda segment: segment.counted, own_slice, 1):
         if is_counted:
-            values = gradient.primary.range(counted_range.start, counted_range.stop).double()
-            total += torch.dot(values, values)
+            for chunk in gradient.primary.range(counted_range.start, counted_range.stop).split(_CHUNK_NUMEL):
+                values = chunk.double()
+                total += torch.dot(values, values)
     return total

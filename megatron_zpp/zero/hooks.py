@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron_zpp.parallel.specs import Use
 
@@ -33,10 +34,9 @@ def hook_uses(module: nn.Module, uses: Sequence[Use], moments: Moments) -> None:
         submodule.register_forward_hook(partial(_post_forward, moments, index))
 
 
-def hook_parameters(parameters: Sequence[nn.Parameter], collect: Callable[[int], None]) -> None:
-    """Calls collect(index) when a parameter's gradient of this backward is whole: once, also where two uses contribute."""
-    for index, parameter in enumerate(parameters):
-        parameter.register_post_accumulate_grad_hook(partial(_collect, collect, index))
+def hook_parameters(parameters: Sequence[nn.Parameter], collect: Callable[[int], None]) -> list[RemovableHandle]:
+    """Handles of hooks that call collect(index) when the gradient of this backward is whole: once, also where two uses contribute."""
+    return [parameter.register_post_accumulate_grad_hook(partial(_collect, collect, index)) for index, parameter in enumerate(parameters)]
 
 
 def _pre_forward(moments: Moments, use: int, module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -67,6 +67,9 @@ class DynamicLossScaler:
         return {"scale": self.scale, "good_steps": self._good_steps, "patience": self._patience}
 
     def load_state(self, state: dict[str, float]) -> None:
-        self.scale = state.get("scale", self.scale)
-        self._good_steps = int(state.get("good_steps", 0))
-        self._patience = int(state.get("patience", self.hysteresis))
+        """Goes on where a dynamic scale stood; a constant one, such as the 1 of a bf16 run, is no place to start from."""
+        if "good_steps" not in state:
+            return
+        self.scale = state["scale"]
+        self._good_steps = int(state["good_steps"])
+        self._patience = int(state["patience"])

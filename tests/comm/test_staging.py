@@ -29,3 +29,12 @@ def test_a_buffer_has_the_size_asked_for() -> None:
     staging.give(staging.take(64))
     assert (staging.take(16).numel(), staging.take(64).numel()) == (16, 64)
     assert staging.allocated_bytes == 80
+
+
+def test_cleared_buffers_are_let_go_and_no_longer_counted() -> None:
+    staging = Staging(torch.device("cpu"))
+    kept, returned = staging.take(64), staging.take(128)
+    staging.give(returned)
+    staging.clear()
+    assert staging.allocated_bytes == 64
+    assert staging.take(128) is not returned and staging.allocated_bytes == 64 + 128 and kept.numel() == 64

@@ -12,7 +12,8 @@ from distributed import RankPool
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --make-vocab-size-divisible-by 8"
-RUN = "--num-workers 0 --quantization-block-size 32 --lr 1e-2 --lr-decay-style constant --log-interval 1 --eval-iters 0"
+RUN = "--num-workers 0 --distributed-backend gloo "
+RUN += "--quantization-block-size 32 --lr 1e-2 --lr-decay-style constant --log-interval 1 --eval-iters 0"
 TINY = f"{MODEL} {RUN}".split()
 
 

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from distributed import RankPool
 from tiny_corpus import write_corpus
 
@@ -53,6 +54,8 @@ def message_of(ranks: RankPool, nodes: int, ranks_per_node: int, *flags_by_rank:
 )
 def test_a_flag_that_cannot_be_is_refused_once_for_all_ranks(ranks: RankPool, flags: str, words: list[str]) -> None:
     if "nccl" in flags:
+        if torch.cuda.is_available():
+            pytest.skip("this machine has a GPU")
         results = ranks.run(2, 2, entry_and_errors, [flags])
         assert all(code != 0 and all(word in text for word in words) for code, text in results)
         return
@@ -98,6 +101,35 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_flags_that_differ(ran
     assert ranks.run(1, 2, entry, [*TINY, "--train-iters", "1", "--save", str(saved)]) == [0, 0]
     message = message_of(ranks, 1, 2, f"--train-iters 2 --load {saved} --num-layers 3")
     assert "--num-layers 2 there and 3 here" in message
+
+
+def test_a_checkpoint_of_the_same_shapes_and_other_heads_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    assert ranks.run(1, 2, entry, [*TINY, "--train-iters", "1", "--save", str(saved)]) == [0, 0]
+    message = message_of(ranks, 1, 2, f"--train-iters 2 --load {saved} --num-attention-heads 2")
+    assert "--num-attention-heads 4 there and 2 here" in message
+
+
+def test_ranks_started_with_different_flags_are_refused(ranks: RankPool) -> None:
+    message = message_of(ranks, 1, 2, "--train-iters 1 --lr 1e-3", "--train-iters 1 --lr 1e-2")
+    assert "--lr 0.001 on rank 0 and 0.01 on rank 1" in message
+
+
+@pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir"])
+def test_a_folder_that_cannot_be_written_is_refused_before_training(ranks: RankPool, tmp_path: Path, flag: str) -> None:
+    (tmp_path / "file").write_text("in the way")
+    message = message_of(ranks, 1, 2, f"--train-iters 1 {flag} {tmp_path / 'file' / 'folder'}")
+    assert f"{flag} {tmp_path / 'file' / 'folder'}" in message
+
+
+def test_what_was_loaded_and_what_differs_is_said(ranks: RankPool, tmp_path: Path) -> None:
+    flags = [*TINY, "--load", str(tmp_path), "--save", str(tmp_path)]
+    first = ranks.run(1, 2, entry_and_output, [*flags, "--train-iters", "1"])
+    second = ranks.run(1, 2, entry_and_output, [*flags, "--train-iters", "1", "--seed", "7"])
+    assert "holds no checkpoint; starting from scratch" in first[0][1]
+    assert f"successfully loaded checkpoint from {tmp_path / 'iter_0000001'} at iteration 1" in second[0][1]
+    assert "--seed 1234 there and 7 here" in second[0][1] and "nothing left to train" in second[0][1]
+    assert "saving checkpoint" not in second[0][1]
 
 
 def test_a_missing_checkpoint_is_refused_when_asked_to(ranks: RankPool, tmp_path: Path) -> None:

@@ -12,28 +12,40 @@ from distributed import free_port
 from runs import TINY
 
 PROGRAM = Path(__file__).with_name("failing_rank.py")
+ENTRY = Path(__file__).parents[2] / "pretrain_zeropp_gpt.py"
 
 
-def test_a_rank_that_fails_in_mid_job_ends_all_ranks_with_its_message() -> None:
-    common = {
+def start_ranks(world_size: int, program: Path, *flags: str) -> list[subprocess.Popen[str]]:
+    """Processes of their own, as a launcher starts them, two to a node."""
+    environment = {
         **os.environ,
-        "WORLD_SIZE": "4",
+        "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, str(PROGRAM), *TINY, "--train-iters", "50", "--zero-stage", "3"]
-    processes = [
+    return [
         subprocess.Popen(
-            command,
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)},
+            [sys.executable, str(program), *TINY, *flags],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)},
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
         )
-        for rank in range(4)
+        for rank in range(world_size)
     ]
+
+
+def test_processes_of_a_finished_run_end_with_exit_code_0() -> None:
+    for _ in range(3):
+        processes = start_ranks(4, ENTRY, "--train-iters", "2", "--zero-stage", "3", "--eval-iters", "1")
+        errors = [process.communicate(timeout=120)[1] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0, 0, 0], errors
+
+
+def test_a_rank_that_fails_in_mid_job_ends_all_ranks_with_its_message() -> None:
+    processes = start_ranks(4, PROGRAM, "--train-iters", "50", "--zero-stage", "3")
     errors = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [1, 1, 1, 1]
     assert "ended, because rank 1: RuntimeError: the disk of rank 1 is on fire" in errors[1]

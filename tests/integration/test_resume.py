@@ -51,6 +51,20 @@ def test_a_checkpoint_of_one_world_and_stage_goes_on_in_another_within_fp32_roun
     assert [loss for loss, _ in losses(parts)] == pytest.approx([loss for loss, _ in losses(whole)], rel=1e-6)
 
 
+def test_a_dynamic_loss_scale_does_not_start_from_the_constant_one_of_another_precision(
+    ranks: RankPool, tmp_path: Path, corpus: Path
+) -> None:
+    checkpoints = f"--save {tmp_path / 'saved'} --load {tmp_path / 'saved'}"
+    pretrain(ranks, 1, 2, f"{flags(corpus, '--bf16', 3)} {checkpoints} --exit-interval 2", tmp_path / "bf16.jsonl")
+    records = pretrain(ranks, 1, 2, f"{flags(corpus, '--fp16 --initial-loss-scale 1024', 3)} {checkpoints}", tmp_path / "fp16.jsonl")
+    assert records[0]["iteration"] == 3 and records[0]["loss_scale"] == 1024
+
+
+def test_the_last_iteration_is_logged_also_between_log_intervals(ranks: RankPool, tmp_path: Path) -> None:
+    records = pretrain(ranks, 1, 2, "--train-iters 5 --log-interval 2", tmp_path / "run.jsonl")
+    assert [record["iteration"] for record in records] == [2, 4, 5]
+
+
 def told(record: dict[str, float]) -> dict[str, float]:
     """What a record says of the training, without clocks and memory."""
     measured = ("elapsed_ms_per_iteration", "tokens_per_second", "tflops_per_gpu", "max_memory_bytes")
