@@ -110,4 +110,7 @@ def fail(world: World, error: Exception) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # at once: a thread of gloo that frees a tensor while the interpreter shuts down would abort a finished run

@@ -1,4 +1,4 @@
-// What kernels receive: plain pointers and strides, taken from tensors after the checks that keep every access inside them.
+// Rows taken from tensors, after the checks that keep every access inside them.
 // megatron_zpp/ops/quantization.py says the same to users, and says more.
 #pragma once
 
@@ -6,35 +6,9 @@
 
 #include <type_traits>
 
-#include "block_format.h"
+#include "rows.h"
 
 namespace megatron_zpp {
-
-// The payload rows of all members: row [member, slice] starts at base + member * member_stride + slice * slice_stride.
-template <class Byte>  // uint8_t or const uint8_t
-struct PayloadRows {
-  Byte* base;
-  int64_t member_stride;  // bytes
-  int64_t slice_stride;   // bytes
-  int64_t members;
-  int64_t slices;
-  RowLayout layout;
-
-  ZPP_HOST_DEVICE Byte* codes(int64_t member, int64_t slice) const { return base + member * member_stride + slice * slice_stride; }
-  ZPP_HOST_DEVICE auto* scales(int64_t member, int64_t slice) const {
-    using Scale = std::conditional_t<std::is_const_v<Byte>, const float, float>;
-    return reinterpret_cast<Scale*>(codes(member, slice) + layout.scales_offset);
-  }
-};
-
-// Values of one run per slice.
-template <class T>
-struct ValueRows {
-  T* base;
-  int64_t slice_stride;  // elements
-
-  ZPP_HOST_DEVICE T* run(int64_t slice) const { return base + slice * slice_stride; }
-};
 
 inline void check_format(int64_t run_numel, int64_t bits, int64_t block_numel) {
   TORCH_CHECK(bits == 4 || bits == 8, "bits is ", bits, ", needed is 4 or 8");

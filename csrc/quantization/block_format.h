@@ -4,11 +4,8 @@
 //     | codes, padded to 16 bytes | scales fp32, padded to 16 bytes | bytes that no kernel touches |
 //
 // Bit-equality with megatron_zpp/ops/reference.py needs IEEE fp32: no contraction (-ffp-contract=off, --fmad=false), no fast-math,
-// subnormals kept.
+// subnormals kept. Nothing of torch is in here, so that the kernels of GPUs compile without it.
 #pragma once
-
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
 #include <cstdint>
 #include <cstring>
@@ -43,6 +40,9 @@ ZPP_HOST_DEVICE float float_of(uint32_t bits) {
   return value;
 }
 
+// Results that are NaN have these bits, whatever a processor makes of its own accord.
+ZPP_HOST_DEVICE float with_canonical_nan(float value) { return value != value ? float_of(kNanScaleBits) : value; }
+
 // ---- Where things are in a payload row -------------------------------------------------------------------------------------------------
 
 struct RowLayout {
@@ -63,6 +63,14 @@ ZPP_HOST_DEVICE constexpr RowLayout row_layout(int64_t run_numel, int64_t bits, 
 
 // ---- Values ----------------------------------------------------------------------------------------------------------------------------
 
+// 16-bit values as their bits.
+struct Bf16Bits {
+  uint16_t bits;
+};
+struct Fp16Bits {
+  uint16_t bits;
+};
+
 // Magnitude: the bits without the sign. As integers they are ordered as the absolute values are, infinity and then NaN above all others,
 // so that an integer maximum finds the largest value and every non-finite one, in any order.
 template <class T>
@@ -78,23 +86,24 @@ struct ValueFormat<float> {
 };
 
 template <>
-struct ValueFormat<c10::BFloat16> {
+struct ValueFormat<Bf16Bits> {
   using Magnitude = uint16_t;
   static constexpr Magnitude kInfinity = 0x7f80;
+  static constexpr uint16_t kNan = 0x7fc0;
   static constexpr int kSignificandBits = 8;
-  ZPP_HOST_DEVICE static Magnitude magnitude(c10::BFloat16 value) { return value.x & 0x7fffu; }
+  ZPP_HOST_DEVICE static Magnitude magnitude(Bf16Bits value) { return value.bits & 0x7fffu; }
   ZPP_HOST_DEVICE static float widened(Magnitude magnitude) { return float_of(static_cast<uint32_t>(magnitude) << 16); }
 };
 
 template <>
-struct ValueFormat<c10::Half> {
+struct ValueFormat<Fp16Bits> {
   using Magnitude = uint16_t;
   static constexpr Magnitude kInfinity = 0x7c00;
+  static constexpr uint16_t kNan = 0x7e00;
   static constexpr int kSignificandBits = 11;
-  ZPP_HOST_DEVICE static Magnitude magnitude(c10::Half value) { return value.x & 0x7fffu; }
-  ZPP_HOST_DEVICE static float widened(Magnitude magnitude) {
-    return static_cast<float>(c10::Half(magnitude, c10::Half::from_bits()));
-  }
+  ZPP_HOST_DEVICE static Magnitude magnitude(Fp16Bits value) { return value.bits & 0x7fffu; }
+  // Of finite magnitudes. In fp32's place, exponents are 112 too small, also those of subnormals; multiplying by 2^112 is exact.
+  ZPP_HOST_DEVICE static float widened(Magnitude magnitude) { return float_of(static_cast<uint32_t>(magnitude) << 13) * 0x1p+112f; }
 };
 
 // ---- Scales and codes ------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """One build of the kernels of csrc/: what it depends on, where it lies, and how it comes to be there.
 
-A build lies under a key of all it depends on: after a change of sources, torch or processor there is no build, rather than a wrong one.
+A build lies under a key of all it depends on: after a change of sources, torch, processor or GPUs there is no build, rather than a wrong
+one. A build with CUDA bodies is one for some architectures of GPUs; one without has nothing of CUDA in it.
 
     {TORCH_EXTENSIONS_DIR, else XDG_CACHE_HOME, else ~/.cache}/megatron_zpp/<key>/megatron_zpp_ops.so
 """
@@ -13,7 +14,9 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +27,10 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parents[2] / "csrc"
-SOURCE_SUFFIXES = (".cpp", ".h")
+SOURCE_SUFFIXES = (".cpp", ".cu", ".h", ".txt")
+COMPILED_SUFFIXES = (".cpp", ".cu")
+CUDA_FOLDER = "cuda"
+NVCC_OPTIONS = "nvcc_options.txt"  # in the folder of sources, one per line
 LIBRARY_NAME = "megatron_zpp_ops"
 LOCK_TIMEOUT_SECONDS = 600.0
 LOCK_POLL_SECONDS = 0.2
@@ -35,26 +41,38 @@ COMPILER_FLAGS = ("-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off", "-fn
 NATIVE_FLAG = "-march=native"
 OPENMP_FLAG = "-fopenmp"
 
+ARCHITECTURES_VARIABLE = "TORCH_CUDA_ARCH_LIST"
+OLDEST_ARCHITECTURE = (8, 0)
+
 
 @dataclass(frozen=True)
 class Build:
     """One way to build the kernels.
 
     portable: for every processor of the architecture rather than for this one; slower.
+    cuda_architectures: compute capabilities of the GPUs that it is for, as "9.0" or "9.0+PTX"; none: it has no CUDA bodies.
     """
 
     sources: Path = SOURCES
     portable: bool = False
+    cuda_architectures: tuple[str, ...] = ()
 
     def compiler_flags(self) -> list[str]:
         return [*COMPILER_FLAGS, *([] if self.portable else [NATIVE_FLAG]), *self.link_flags()]
+
+    def nvcc_flags(self) -> list[str]:
+        options = (self.sources / NVCC_OPTIONS).read_text().split()
+        return [*options, *(flag for architecture in self.cuda_architectures for flag in _code_flags(architecture))]
 
     def link_flags(self) -> list[str]:
         return [OPENMP_FLAG] if torch.backends.openmp.is_available() else []
 
     def files(self) -> list[Path]:
-        """Sources and headers, sorted; none where csrc/ is not beside the package."""
-        return sorted(path for path in self.sources.rglob("*") if path.suffix in SOURCE_SUFFIXES)
+        """Sources and headers that join the build, sorted; none where csrc/ is not beside the package."""
+        return sorted(path for path in self.sources.rglob("*") if path.suffix in SOURCE_SUFFIXES and self._joins(path))
+
+    def _joins(self, path: Path) -> bool:
+        return bool(self.cuda_architectures) or CUDA_FOLDER not in path.relative_to(self.sources).parts
 
     def key(self) -> str:
         """16 hex digits of everything that the build depends on."""
@@ -62,6 +80,7 @@ class Build:
             "sources": {str(path.relative_to(self.sources)): hashlib.sha256(path.read_bytes()).hexdigest() for path in self.files()},
             "torch": torch.__version__,
             "flags": self.compiler_flags(),
+            "cuda architectures": self.cuda_architectures,
             "architecture": platform.machine(),
             "processor": "any" if self.portable else _processor_features(),
         }
@@ -82,14 +101,18 @@ class Build:
 
     def compile(self, folder: Path) -> Path:
         """The shared library, made in `folder`. Raises RuntimeError where the compiler fails."""
+        if self.cuda_architectures:
+            os.environ["CUDA_HOME"] = str(_toolkit())
         # Imported here: torch's module looks for compilers and CUDA, which building alone needs.
         from setuptools import Distribution
-        from torch.utils.cpp_extension import BuildExtension, CppExtension
+        from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
-        extension = CppExtension(
+        make_extension = CUDAExtension if self.cuda_architectures else CppExtension
+        nvcc_flags = {"nvcc": self.nvcc_flags()} if self.cuda_architectures else {}
+        extension = make_extension(
             LIBRARY_NAME,
-            [str(path) for path in self.files() if path.suffix == ".cpp"],
-            extra_compile_args=self.compiler_flags(),
+            [str(path) for path in self.files() if path.suffix in COMPILED_SUFFIXES],
+            extra_compile_args={"cxx": self.compiler_flags(), **nvcc_flags},
             extra_link_args=self.link_flags(),
             py_limited_api=True,  # nothing of Python is in the library: it serves every version of it
         )
@@ -102,6 +125,57 @@ class Build:
         except Exception as error:  # setuptools and torch each have kinds of their own
             raise RuntimeError(f"the kernels could not be compiled, the compiler's messages say why: {error}") from error
         return next(folder.glob(f"{LIBRARY_NAME}*"))
+
+
+def cuda_architectures(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """What CUDA bodies are built for here: the architectures that TORCH_CUDA_ARCH_LIST names, else those of the GPUs present.
+
+    None where torch has no CUDA. Raises ValueError for a name that is not a number, and for one that is too old.
+    """
+    if torch.version.cuda is None:
+        return ()
+    named = re.split(r"[;,\s]+", environment.get(ARCHITECTURES_VARIABLE, "").strip())
+    if named != [""]:
+        return tuple(dict.fromkeys(_checked_architecture(name) for name in named if name))
+    present = {torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())}
+    return tuple(f"{major}.{minor}" for major, minor in sorted(present) if (major, minor) >= OLDEST_ARCHITECTURE)
+
+
+def has_nvcc() -> bool:
+    """Whether CUDA's compiler is found: in CUDA_HOME, or on PATH."""
+    return _nvcc() is not None
+
+
+def _checked_architecture(name: str) -> str:
+    matched = re.fullmatch(r"(\d+)\.(\d)[af]?(\+PTX)?", name)
+    if matched is None or (int(matched[1]), int(matched[2])) < OLDEST_ARCHITECTURE:
+        raise ValueError(f"{ARCHITECTURES_VARIABLE} holds {name}; needed are numbers from 8.0 on, such as 8.0, 9.0 or 9.0+PTX.")
+    return name
+
+
+def _code_flags(architecture: str) -> list[str]:
+    number = architecture.removesuffix("+PTX").replace(".", "")
+    flags = [f"-gencode=arch=compute_{number},code=sm_{number}"]
+    if architecture.endswith("+PTX"):
+        flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return flags
+
+
+def _nvcc() -> str | None:
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    return next((found for home in homes if (found := shutil.which("nvcc", path=f"{home}/bin"))), None) or shutil.which("nvcc")
+
+
+def _toolkit() -> Path:
+    """The folder of CUDA's compiler and headers. The compiler itself is asked: what is on PATH may be a link or a script that calls it."""
+    nvcc = _nvcc()
+    if nvcc is None:
+        raise RuntimeError("CUDA bodies need nvcc, which is neither in CUDA_HOME nor on PATH.")
+    dry_run = subprocess.run(
+        [nvcc, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull], capture_output=True, text=True, check=False
+    )
+    found = re.search(r"^#\$ _HERE_=(.+)$", dry_run.stderr, re.MULTILINE)
+    return Path(found[1]).parent if found else Path(nvcc).resolve().parents[1]
 
 
 def made_once(library: Path, compile_in: Callable[[Path], Path], lock_timeout_seconds: float) -> Path:

@@ -11,12 +11,12 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-from megatron_zpp.ops.build import Build
+from megatron_zpp.ops.build import ARCHITECTURES_VARIABLE, Build, cuda_architectures, has_nvcc
 
 REFERENCE_VARIABLE = "MEGATRON_ZPP_REFERENCE_OPS"
 BUILD_COMMAND = "bash scripts/build_extensions.sh"
@@ -26,28 +26,36 @@ _loaded: Path | None = None  # the library of this process; torch keeps it until
 
 
 def load() -> bool:
-    """Whether ops run on kernels from now on: loads the build for this processor, else a portable one.
+    """Whether ops run on kernels from now on: loads the build for the GPUs here, else one without CUDA; for this processor, else portable.
 
     MEGATRON_ZPP_REFERENCE_OPS=1 in the environment keeps to the reference.
     """
     global _loaded
     if _loaded is None and not _wants_reference(os.environ):
-        _loaded = next((build.library() for build in (Build(), Build(portable=True)) if build.library().is_file()), None)
+        _loaded = next((library for library in map(Build.library, _candidates()) if library.is_file()), None)
         if _loaded is not None:
             torch.ops.load_library(str(_loaded))
             _register_fake_kernels()
     return _loaded is not None
 
 
+def _candidates() -> Iterator[Build]:
+    for architectures in dict.fromkeys((cuda_architectures(os.environ), ())):
+        for portable in (False, True):
+            yield Build(portable=portable, cuda_architectures=architectures)
+
+
 def has_kernels_for(device_type: str) -> bool:
     """Whether ops on this type of device run on loaded kernels rather than on the reference."""
-    return _loaded is not None and device_type == "cpu"
+    if _loaded is None:
+        return False
+    return all(torch._C._dispatch_has_kernel_for_dispatch_key(f"megatron_zpp::{op}", device_type.upper()) for op in OPS)
 
 
-def report() -> str:
-    """One sentence on what the ops of this process run on, with the command that builds the kernels where they are missing."""
-    if _loaded is not None:
-        return f"Quantization runs on the C++ kernels in {_loaded}."
+def report(device_type: str = "cpu") -> str:
+    """One sentence on what ops on this type of device run on, with the command that builds the kernels where they are missing."""
+    if has_kernels_for(device_type):
+        return f"Quantization runs on the {'C++' if device_type == 'cpu' else 'CUDA'} kernels in {_loaded}."
     if _wants_reference(os.environ):
         return f"Quantization runs on the plain-torch reference, because {REFERENCE_VARIABLE} is set: same bits, slower."
     return f"Quantization runs on the plain-torch reference: same bits, slower. This builds the kernels: {BUILD_COMMAND}"
@@ -67,14 +75,25 @@ def _wants_reference(environment: Mapping[str, str]) -> bool:
     return environment.get(REFERENCE_VARIABLE, "0") not in ("", "0")
 
 
+def _buildable_architectures() -> tuple[str, ...]:
+    """Those that CUDA bodies can be built for here; says what is missing where torch has CUDA and there are none."""
+    architectures = cuda_architectures(os.environ)
+    if torch.version.cuda is not None and not architectures:
+        print(f"Without CUDA bodies: no GPU is here, and {ARCHITECTURES_VARIABLE} (such as 9.0) does not say for which to build them.")
+    if architectures and not has_nvcc():
+        print("Without CUDA bodies: nvcc is neither in CUDA_HOME nor on PATH.")
+        return ()
+    return architectures
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m megatron_zpp.ops.extension", description="Builds the kernels of csrc/.")
     parser.add_argument("--portable", action="store_true", help="for every processor of this architecture rather than for this one; slower")
-    build = Build(portable=parser.parse_args(arguments).portable)
+    portable = parser.parse_args(arguments).portable
     start = time.monotonic()
     try:
-        library = build.make()
-    except RuntimeError as error:
+        library = Build(portable=portable, cuda_architectures=_buildable_architectures()).make()
+    except (RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"{library} ({time.monotonic() - start:.0f} s)")

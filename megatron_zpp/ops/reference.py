@@ -6,6 +6,7 @@ One block of x, with Q = 127 (8 bits) or 7 (4 bits):
     code  = rint(x / scale)     half to even, clamped to -Q..Q; 0 where the scale is 0 or NaN
     x'    = code * scale        rounded once more, to the dtype asked for
 
+Results that are NaN have the bits 0x7fc00000 in fp32, 0x7fc0 in bf16 and 0x7e00 in fp16: processors differ in what they make themselves.
 Arguments are as checked by megatron_zpp.ops.quantization.
 """
 
@@ -58,7 +59,6 @@ def encode_blocks(values: Tensor, payloads: Tensor, bits: int, block_numel: int)
 def decode_blocks(payloads: Tensor, values: Tensor, bits: int, block_numel: int) -> None:
     decoded = _decoded(payloads, values.shape[1], bits, block_numel)
     values.copy_(decoded)
-    # Conversions of NaN differ between processors and vector widths.
     values.masked_fill_(decoded.isnan(), NAN)
 
 
@@ -71,6 +71,7 @@ def decode_mean_blocks(payloads: Tensor, mean: Tensor, bits: int, block_numel: i
         mean += total
     else:
         mean.copy_(total)
+    mean.masked_fill_(mean.isnan(), NAN)
 
 
 def recode_mean_blocks(payloads: Tensor, recoded: Tensor, run_numel: int, bits: int, next_bits: int, block_numel: int) -> None:

@@ -1,4 +1,4 @@
-"""Kernels against the reference, bit for bit, on values of all kinds. As a program: the same for the library it is given."""
+"""Kernels against the reference, bit for bit, on values of all kinds. As a program: for a library, and for sizes as block_numel:blocks."""
 
 from __future__ import annotations
 
@@ -95,4 +95,5 @@ def check_all(ops: Ops, block_numel: int, blocks: int) -> int:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.ops.load_library(sys.argv[1])
-    print(sum(check_all(torch.ops.megatron_zpp, block_numel, blocks) for block_numel, blocks in ((32, 37), (256, 19))))
+    sizes = [[int(number) for number in size.split(":")] for size in sys.argv[2:]]
+    print(sum(check_all(torch.ops.megatron_zpp, block_numel, blocks) for block_numel, blocks in sizes))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_zpp.ops import build as build_module
-from megatron_zpp.ops.build import SOURCES, Build, made_once
+from megatron_zpp.ops.build import SOURCES, Build, cuda_architectures, made_once
 
 
 @pytest.fixture
@@ -39,6 +39,49 @@ def test_a_new_torch_processor_or_flag_changes_the_key(monkeypatch: pytest.Monke
             patch.setattr(owner, name, value)
             keys.append(Build().key())
     assert len(set(keys)) == 5
+
+
+CUDA_SOURCE = "quantization/cuda/encode.cu"
+
+
+def test_cuda_bodies_join_builds_for_gpus_alone_and_change_no_other_key(sources: Path) -> None:
+    cpu, gpu = Build(sources), Build(sources, cuda_architectures=("9.0",))
+    assert sources / CUDA_SOURCE in gpu.files() and sources / CUDA_SOURCE not in cpu.files()
+    keys = [cpu.key(), gpu.key(), Build(sources, cuda_architectures=("8.0", "9.0")).key()]
+    assert len(set(keys)) == 3
+    (sources / CUDA_SOURCE).write_text("// another\n")
+    assert cpu.key() == keys[0] and gpu.key() != keys[1]
+
+
+@pytest.mark.parametrize(
+    "named, found",
+    [("9.0", ("9.0",)), ("8.0;9.0+PTX", ("8.0", "9.0+PTX")), ("8.6 9.0a, 8.6", ("8.6", "9.0a"))],
+)
+def test_architectures_are_those_that_the_environment_names(named: str, found: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert cuda_architectures({"TORCH_CUDA_ARCH_LIST": named}) == found
+
+
+def test_a_torch_without_cuda_has_no_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert cuda_architectures({"TORCH_CUDA_ARCH_LIST": "9.0"}) == ()
+
+
+@pytest.mark.parametrize("name", ["Hopper", "7.5", "90"])
+def test_architectures_that_the_kernels_do_not_run_on_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(ValueError, match=f"TORCH_CUDA_ARCH_LIST holds {name}; needed are numbers from 8.0 on"):
+        cuda_architectures({"TORCH_CUDA_ARCH_LIST": name})
+
+
+def test_the_compiler_is_told_each_architecture_and_the_rules_of_the_arithmetic() -> None:
+    flags = Build(cuda_architectures=("8.0", "9.0+PTX")).nvcc_flags()
+    assert {"--fmad=false", "--prec-div=true", "--ftz=false"} <= set(flags)
+    assert [flag for flag in flags if "gencode" in flag] == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_90,code=compute_90",
+    ]
 
 
 def test_builds_lie_in_the_folder_that_the_environment_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ def test_loaded_kernels_serve_cpu_tensors_alone_and_the_report_names_the_library
     assert extension.has_kernels_for("cpu")
     assert not extension.has_kernels_for("cuda")
     assert extension.report() == f"Quantization runs on the C++ kernels in {Build().library()}."
+    assert extension.report("cuda").endswith(f"This builds the kernels: {extension.BUILD_COMMAND}")
 
 
 @pytest.mark.usefixtures("no_kernels")

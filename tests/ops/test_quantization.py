@@ -49,7 +49,9 @@ def test_portable_kernels_bit_equal_the_reference_too() -> None:
     library = Build(portable=True).make()
     program = Path(__file__).with_name("kernel_bits.py")
     environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "", "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run([sys.executable, str(program), str(library)], env=environment, capture_output=True, text=True, check=False)
+    finished = subprocess.run(
+        [sys.executable, str(program), str(library), "32:37", "256:19"], env=environment, capture_output=True, text=True, check=False
+    )
     assert finished.returncode == 0, finished.stderr
     assert int(finished.stdout) > 500
 

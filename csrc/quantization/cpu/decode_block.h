@@ -1,8 +1,6 @@
 // The values of one block of codes, in loops that compilers vectorise; where AVX-512 has a shorter way to the same bits, that.
 #pragma once
 
-#include <algorithm>
-
 #include "../block_format.h"
 #include "half_loops.h"
 
@@ -109,8 +107,10 @@ void store_decoded(const uint8_t* codes, float scale, int64_t numel, float*, c10
 
 template <int kBits, class T>
 void decode_block(const uint8_t* codes, float scale, int64_t numel, float* scratch, T* values) {
-  if (scale != scale) {
-    std::fill_n(values, numel, static_cast<T>(float_of(kNanScaleBits)));
+  constexpr uint32_t kInfinity = ValueFormat<float>::kInfinity;
+  if (ValueFormat<float>::magnitude(scale) >= kInfinity) {
+    // NaN, or infinity, which no block is encoded with; but any bytes decode alike everywhere, and 0 times infinity is NaN.
+    for_each_decoded<kBits>(codes, scale, numel, [values](int64_t i, float value) { values[i] = static_cast<T>(with_canonical_nan(value)); });
   } else {
     store_decoded<kBits>(codes, scale, numel, scratch, values);
   }

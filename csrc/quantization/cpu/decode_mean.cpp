@@ -10,7 +10,14 @@ namespace {
 
 void add_block(const float* __restrict total, int64_t numel, float* __restrict mean) {
   for (int64_t i = 0; i < numel; ++i) {
-    mean[i] += total[i];
+    mean[i] = with_canonical_nan(mean[i] + total[i]);
+  }
+}
+
+// Opposite infinities of two members add up to NaN.
+void make_nan_canonical(float* mean, int64_t numel) {
+  for (int64_t i = 0; i < numel; ++i) {
+    mean[i] = with_canonical_nan(mean[i]);
   }
 }
 
@@ -22,6 +29,8 @@ void launch_decode_mean(PayloadRows<const uint8_t> payloads, ValueRows<float> me
       mean_block<kBits>(payloads, group.slice, block, block_numel, accumulate ? scratch : mean);
       if (accumulate) {
         add_block(scratch, block_numel, mean);
+      } else {
+        make_nan_canonical(mean, block_numel);
       }
     }
   });

@@ -4,6 +4,7 @@
 #include "../exact_reciprocal.h"
 #include "groups.h"
 #include "half_loops.h"
+#include "torch_values.h"
 
 namespace megatron_zpp::cpu {
 

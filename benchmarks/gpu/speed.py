@@ -1,0 +1,170 @@
+"""Speed: every kernel beside a plain device copy that moves the same bytes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu.build import require_kernels
+from gpu.outcome import NotDone, Outcome, gpu_or_not_done
+
+MEGABYTES = (1, 4, 16, 64, 256, 1024, 2048)  # of bf16 values
+SLICES = 4
+BLOCK_NUMEL = 256
+CACHE_BYTES = 256 * 2**20  # more than any GPU's cache: smaller cases go round through several sets of tensors
+MOST_SETS = 64
+ROUNDS = 7
+ROUND_SECONDS = 0.01
+AIM = 0.8
+AIM_FROM_MEGABYTES = 64
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Result:
+    """moved_bytes: read and written by the kernel; the copy moves as many."""
+
+    megabytes: int
+    bits: int
+    op: str
+    moved_bytes: int
+    microseconds: float
+    terabytes_per_second: float
+    share_of_copy: float
+
+
+def run() -> Outcome:
+    gpu_or_not_done()
+    require_kernels("cuda")
+    outcome, results = Outcome(), []
+    for megabytes in MEGABYTES:
+        try:
+            results += list(_measure_size(megabytes))
+        except torch.OutOfMemoryError:
+            outcome.omissions.append(f"{megabytes} MB: not enough GPU memory is free")
+    outcome.measured = {"results": [asdict(result) for result in results]}
+    outcome.lines = [*_table(results), *_aims(results)]
+    return outcome
+
+
+def _measure_size(megabytes: int) -> Iterator[Result]:
+    run_numel = megabytes * 2**20 // 2 // SLICES // BLOCK_NUMEL * BLOCK_NUMEL
+    for bits in (8, 4):
+        for op, make in _ops(run_numel, bits).items():
+            yield _measure(megabytes, bits, op, make)
+            torch.cuda.empty_cache()
+
+
+def _ops(run_numel: int, bits: int) -> dict[str, Callable[[], tuple[Call, int]]]:
+    """By name: what makes a call with tensors of its own, and the bytes that it moves."""
+    from megatron_zpp.ops import quantization
+
+    form = {"bits": bits, "block_numel": BLOCK_NUMEL}
+    row_bytes = quantization.coded_bytes(run_numel, **form)
+
+    def payloads(*shape: int) -> Tensor:
+        made = torch.empty(*shape, row_bytes, dtype=torch.uint8, device="cuda")
+        values = torch.randn(SLICES, run_numel, device="cuda", dtype=torch.bfloat16)
+        for member in made.view(-1, SLICES, row_bytes):
+            quantization.encode_blocks(values, member, **form)
+        return made
+
+    def encode(dtype: torch.dtype) -> tuple[Call, int]:
+        values = torch.randn(SLICES, run_numel, device="cuda").to(dtype)
+        target = torch.empty(SLICES, row_bytes, dtype=torch.uint8, device="cuda")
+        return partial(quantization.encode_blocks, values, target, **form), values.nbytes + target.nbytes
+
+    def decode(dtype: torch.dtype) -> tuple[Call, int]:
+        source, values = payloads(SLICES), torch.empty(SLICES, run_numel, dtype=dtype, device="cuda")
+        return partial(quantization.decode_blocks, source, values, **form), values.nbytes + source.nbytes
+
+    def add_mean(members: int) -> tuple[Call, int]:
+        source, mean = payloads(members, SLICES), torch.zeros(SLICES, run_numel, device="cuda")
+        return partial(quantization.decode_mean_blocks, source, mean, **form, accumulate=True), 2 * mean.nbytes + source.nbytes
+
+    def recode(members: int) -> tuple[Call, int]:
+        source, target = payloads(members, SLICES), torch.empty(SLICES, row_bytes, dtype=torch.uint8, device="cuda")
+        call = partial(quantization.recode_mean_blocks, source, target, run_numel=run_numel, next_bits=bits, **form)
+        return call, source.nbytes + target.nbytes
+
+    return {
+        "encode bf16": partial(encode, torch.bfloat16),
+        "encode fp32": partial(encode, torch.float32),
+        "decode to bf16": partial(decode, torch.bfloat16),
+        "decode to fp32": partial(decode, torch.float32),
+        "decode, add mean of 2": partial(add_mean, 2),
+        "decode, mean of 2, encode": partial(recode, 2),
+        "decode, mean of 8, encode": partial(recode, 8),
+    }
+
+
+def _measure(megabytes: int, bits: int, op: str, make: Callable[[], tuple[Call, int]]) -> Result:
+    first, moved_bytes = make()
+    sets = max(1, min(MOST_SETS, CACHE_BYTES // moved_bytes))
+    kernels = [first, *(make()[0] for _ in range(sets - 1))]
+    copies = [_copy(moved_bytes) for _ in range(sets)]
+    kernel, copy = _replayed(kernels), _replayed(copies)
+    rounds = [(_seconds(kernel) / sets, _seconds(copy) / sets) for _ in range(ROUNDS)]
+    seconds = statistics.median(kernel_seconds for kernel_seconds, _ in rounds)
+    share = statistics.median(copy_seconds / kernel_seconds for kernel_seconds, copy_seconds in rounds)
+    return Result(megabytes, bits, op, moved_bytes, seconds * 1e6, moved_bytes / seconds / 1e12, share)
+
+
+def _copy(moved_bytes: int) -> Call:
+    source = torch.randint(0, 256, (moved_bytes // 2,), dtype=torch.uint8, device="cuda")
+    return partial(torch.empty_like(source).copy_, source)
+
+
+def _replayed(calls: list[Call]) -> Call:
+    """All calls as one graph, so that launching from Python does not count."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def _seconds(replay: Call) -> float:
+    once = _timed(replay, 1)
+    return _timed(replay, max(1, round(ROUND_SECONDS / max(once, 1e-6))))
+
+
+def _timed(replay: Call, repeats: int) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / repeats
+
+
+def _table(results: list[Result]) -> list[str]:
+    if not results:
+        raise NotDone("no size fits into the GPU's memory")
+    rows = [
+        f"| {result.megabytes} | INT{result.bits} | {result.op} | {result.microseconds:.1f} | "
+        f"{result.terabytes_per_second:.2f} | {result.share_of_copy:.0%} |"
+        for result in results
+    ]
+    return ["| MB of bf16 | codes | op | us | TB/s | share of copy |", "|---:|---|---|---:|---:|---:|", *rows]
+
+
+def _aims(results: list[Result]) -> list[str]:
+    aimed: list[Any] = [
+        result
+        for result in results
+        if result.megabytes >= AIM_FROM_MEGABYTES and result.op.startswith(("encode", "decode to")) and result.share_of_copy < AIM
+    ]
+    if not aimed:
+        return [f"aim met: encode and decode run at {AIM:.0%} of copy bandwidth or more from {AIM_FROM_MEGABYTES} MB up"]
+    return [f"aim missed: INT{result.bits} {result.op} at {result.megabytes} MB: {result.share_of_copy:.0%} of copy" for result in aimed]

@@ -1,0 +1,74 @@
+// Scale and codes of the block that a team holds.
+#pragma once
+
+#include <type_traits>
+
+#include "../exact_reciprocal.h"
+#include "code_chunks.h"
+#include "teams.h"
+
+namespace megatron_zpp::cuda {
+
+template <class Teams, int kBits, class Chunk, class ToCode>
+__device__ __forceinline__ void store_held(
+    const Share& share, const Piece& piece, const Chunk (&held)[Teams::kHeld], uint8_t* codes, ToCode to_code) {
+  constexpr int kChunkBytes = CodeChunk<kBits, Chunk::kNumel>::kBytes;
+  uint8_t* target = codes + piece.first * kChunkBytes;
+  for_each_held<Teams>(share, piece, [&](int i, int chunk) {
+    store_codes<kBits, Chunk::kNumel>(coded<kBits>(held[i], to_code), target + chunk * kChunkBytes);
+  });
+}
+
+// Codes of the chunks held, as the block's scale has them; factor as exact_reciprocal says.
+template <class Teams, int kBits, class Chunk>
+__device__ __forceinline__ void store_scaled(
+    const Share& share, const Piece& piece, const Chunk (&held)[Teams::kHeld], float scale, float factor, uint8_t* codes) {
+  if (!has_codes(scale)) {
+    store_held<Teams, kBits>(share, piece, held, codes, [](float) { return 0u; });
+  } else if (factor != 0.0f) {
+    store_held<Teams, kBits>(share, piece, held, codes, [factor](float value) { return rounded(value * factor); });
+  } else {
+    store_held<Teams, kBits>(share, piece, held, codes, [scale](float value) { return code_of<kBits>(value, scale); });
+  }
+}
+
+template <class T, int kBits>
+__device__ __forceinline__ float factor_of(typename ValueFormat<T>::Magnitude largest, float scale) {
+  if constexpr (ValueFormat<T>::kSignificandBits <= 11) {
+    return exact_reciprocal<T, kBits>(largest, scale);
+  } else {
+    return 0.0f;
+  }
+}
+
+// Encodes the team's block. load(piece, held) fills what the thread holds of a piece; chunks that are not there are zeros.
+// It is called once for each, and once more where the team cannot hold the whole block.
+template <class Teams, int kBits, class Chunk, class Load>
+__device__ __forceinline__ void encode_block(const Share& share, Load load, uint8_t* codes, float* scale_target) {
+  using T = typename Chunk::Value;
+  Chunk held[Teams::kHeld];
+  const int64_t pieces = pieces_of<Teams>(share);
+  uint32_t largest = 0;
+  for (int64_t index = 0; index < pieces; ++index) {
+    load(piece_at<Teams>(share, index), held);
+#pragma unroll
+    for (int i = 0; i < Teams::kHeld; ++i) {
+      largest = larger(largest, largest_magnitude(held[i]));
+    }
+  }
+  const auto magnitude = static_cast<typename ValueFormat<T>::Magnitude>(team_max<Teams>(largest));
+  const float scale = block_scale<T, kBits>(magnitude);
+  const float factor = factor_of<T, kBits>(magnitude, scale);
+  if (share.thread == 0 && share.chunks > 0) {
+    *scale_target = scale;
+  }
+  for (int64_t index = 0; index < pieces; ++index) {
+    const Piece piece = piece_at<Teams>(share, index);
+    if (pieces > 1) {
+      load(piece, held);
+    }
+    store_scaled<Teams, kBits>(share, piece, held, scale, factor, codes);
+  }
+}
+
+}  // namespace megatron_zpp::cuda

@@ -1,0 +1,60 @@
+// recode_mean_blocks on GPUs: the middle of a descent over two links, in one pass. The fp32 mean never leaves the registers.
+// A block of more than 16,384 values is read twice.
+#include "encode_block.h"
+#include "launchers.h"
+#include "mean_of_members.h"
+
+namespace megatron_zpp::cuda {
+namespace {
+
+template <class Teams, int kBits, int kNextBits>
+__global__ void __launch_bounds__(Teams::kGridBlockThreads)
+    recode_mean_kernel(PayloadRows<const uint8_t> payloads, PayloadRows<uint8_t> recoded, int64_t block_numel, Divisor divisor) {
+  for_each_block<Teams>(payloads.slices, payloads.layout.blocks, block_numel, [&](int64_t slice, int64_t block, const Share& share) {
+    encode_block<Teams, kNextBits, MeanChunk>(
+        share,
+        [&](const Piece& piece, MeanChunk(&held)[Teams::kHeld]) {
+          float totals[Teams::kHeld][MeanChunk::kNumel];
+          load_mean<Teams, kBits>(payloads, slice, block, block_numel / 8 * kBits, share, piece, divisor, totals);
+#pragma unroll
+          for (int i = 0; i < Teams::kHeld; ++i) {
+#pragma unroll
+            for (int j = 0; j < MeanChunk::kNumel; ++j) {
+              held[i].values[j] = totals[i][j];
+            }
+          }
+        },
+        recoded.codes(0, slice) + block * (block_numel / 8 * kNextBits),
+        recoded.scales(0, slice) + block);
+  });
+}
+
+}  // namespace
+
+template <int kBits, int kNextBits>
+cudaError_t launch_recode_mean(
+    PayloadRows<const uint8_t> payloads, PayloadRows<uint8_t> recoded, int64_t block_numel, cudaStream_t stream) {
+  const Divisor divisor = divisor_of(payloads.members);
+  return dispatch_teams<MeanChunk::kNumel>(block_numel, [&](auto teams) {
+    using Teams = decltype(teams);
+    return start<Teams>(
+        recode_mean_kernel<Teams, kBits, kNextBits>,
+        payloads.slices,
+        payloads.layout.blocks,
+        stream,
+        payloads,
+        recoded,
+        block_numel,
+        divisor);
+  });
+}
+
+#define ZPP_INSTANTIATE(bits, next_bits) \
+  template cudaError_t launch_recode_mean<bits, next_bits>(PayloadRows<const uint8_t>, PayloadRows<uint8_t>, int64_t, cudaStream_t);
+ZPP_INSTANTIATE(4, 4)
+ZPP_INSTANTIATE(4, 8)
+ZPP_INSTANTIATE(8, 4)
+ZPP_INSTANTIATE(8, 8)
+#undef ZPP_INSTANTIATE
+
+}  // namespace megatron_zpp::cuda

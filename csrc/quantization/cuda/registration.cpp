@@ -1,0 +1,117 @@
+// The CUDA bodies of the operators: checks, the current stream of the tensors' device, and the launch.
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include "../arguments.h"
+#include "launchers.h"
+
+namespace megatron_zpp::cuda {
+namespace {
+
+template <class T>
+struct Bits;
+template <>
+struct Bits<float> {
+  using Type = float;
+};
+template <>
+struct Bits<c10::BFloat16> {
+  using Type = Bf16Bits;
+};
+template <>
+struct Bits<c10::Half> {
+  using Type = Fp16Bits;
+};
+
+template <class T>
+ValueRows<const typename Bits<T>::Type> readable_bits(const at::Tensor& values) {
+  return {reinterpret_cast<const typename Bits<T>::Type*>(values.const_data_ptr<T>()), values.stride(0)};
+}
+
+template <class T>
+ValueRows<typename Bits<T>::Type> writable_bits(const at::Tensor& values) {
+  return {reinterpret_cast<typename Bits<T>::Type*>(values.mutable_data_ptr<T>()), values.stride(0)};
+}
+
+void check_launch(cudaError_t error, const char* op) {
+  TORCH_CHECK(error == cudaSuccess, op, " could not be launched: ", cudaGetErrorString(error));
+}
+
+void check_same_device(const at::Tensor& left, const at::Tensor& right) {
+  TORCH_CHECK(left.device() == right.device(), "tensors are on ", left.device(), " and ", right.device(), ", needed is one device");
+}
+
+void encode_blocks(const at::Tensor& values, at::Tensor& payloads, int64_t bits, int64_t block_numel) {
+  check_same_device(values, payloads);
+  check_values(values, "values");
+  check_format(values.size(1), bits, block_numel);
+  const auto rows = writable_payloads(payloads, "payloads", values.size(0), row_layout(values.size(1), bits, block_numel));
+  const c10::cuda::CUDAGuard guard(values.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  dispatch_bits(bits, [&](auto kBits) {
+    dispatch_values(values, "values", [&](auto zero) {
+      const auto source = readable_bits<decltype(zero)>(values);
+      check_launch(launch_encode<decltype(kBits)::value>(source, rows, block_numel, stream), "encode_blocks");
+    });
+  });
+}
+
+void decode_blocks(const at::Tensor& payloads, at::Tensor& values, int64_t bits, int64_t block_numel) {
+  check_same_device(payloads, values);
+  check_values(values, "values");
+  check_format(values.size(1), bits, block_numel);
+  const auto rows = readable_payloads(payloads, "payloads", values.size(0), row_layout(values.size(1), bits, block_numel));
+  const c10::cuda::CUDAGuard guard(values.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  dispatch_bits(bits, [&](auto kBits) {
+    dispatch_values(values, "values", [&](auto zero) {
+      const auto target = writable_bits<decltype(zero)>(values);
+      check_launch(launch_decode<decltype(kBits)::value>(rows, target, block_numel, stream), "decode_blocks");
+    });
+  });
+}
+
+void decode_mean_blocks(const at::Tensor& payloads, at::Tensor& mean, int64_t bits, int64_t block_numel, bool accumulate) {
+  check_same_device(payloads, mean);
+  check_values(mean, "mean");
+  check_format(mean.size(1), bits, block_numel);
+  TORCH_CHECK(mean.scalar_type() == at::kFloat, "mean is ", mean.scalar_type(), ", needed is float32");
+  const auto rows = readable_members(payloads, "payloads", mean.size(0), row_layout(mean.size(1), bits, block_numel));
+  const c10::cuda::CUDAGuard guard(mean.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  dispatch_bits(bits, [&](auto kBits) {
+    const auto target = writable_values<float>(mean);
+    check_launch(launch_decode_mean<decltype(kBits)::value>(rows, target, block_numel, accumulate, stream), "decode_mean_blocks");
+  });
+}
+
+void recode_mean_blocks(
+    const at::Tensor& payloads, at::Tensor& recoded, int64_t run_numel, int64_t bits, int64_t next_bits, int64_t block_numel) {
+  check_same_device(payloads, recoded);
+  check_format(run_numel, bits, block_numel);
+  check_format(run_numel, next_bits, block_numel);
+  TORCH_CHECK(recoded.dim() == 2, "recoded has ", recoded.dim(), " dims, needed is [slices, bytes]");
+  const int64_t slices = recoded.size(0);
+  const auto rows = readable_members(payloads, "payloads", slices, row_layout(run_numel, bits, block_numel));
+  const auto next_rows = writable_payloads(recoded, "recoded", slices, row_layout(run_numel, next_bits, block_numel));
+  const c10::cuda::CUDAGuard guard(recoded.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  dispatch_bits(bits, [&](auto kBits) {
+    dispatch_bits(next_bits, [&](auto kNextBits) {
+      const cudaError_t error =
+          launch_recode_mean<decltype(kBits)::value, decltype(kNextBits)::value>(rows, next_rows, block_numel, stream);
+      check_launch(error, "recode_mean_blocks");
+    });
+  });
+}
+
+}  // namespace
+}  // namespace megatron_zpp::cuda
+
+TORCH_LIBRARY_IMPL(megatron_zpp, CUDA, m) {
+  m.impl("encode_blocks", megatron_zpp::cuda::encode_blocks);
+  m.impl("decode_blocks", megatron_zpp::cuda::decode_blocks);
+  m.impl("decode_mean_blocks", megatron_zpp::cuda::decode_mean_blocks);
+  m.impl("recode_mean_blocks", megatron_zpp::cuda::recode_mean_blocks);
+}

@@ -1,0 +1,196 @@
+// Chunks of values: 16 neighbouring bytes of fp32, bf16 or fp16, or the 8 fp32 values of a mean, in a thread's registers.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "../rows.h"
+
+namespace megatron_zpp::cuda {
+
+constexpr int kWideAccessBytes = 16;
+constexpr int kChunkWords = kWideAccessBytes / 4;
+
+// As it lies in memory; 16-bit values are pairs in a word, the even one low.
+template <class T>
+struct PackedChunk {
+  using Value = T;
+  static constexpr int kNumel = kWideAccessBytes / static_cast<int>(sizeof(T));
+  uint32_t words[kChunkWords];
+};
+
+struct MeanChunk {
+  using Value = float;
+  static constexpr int kNumel = 8;
+  float values[kNumel];
+};
+
+// ---- Memory ----------------------------------------------------------------------------------------------------------------------------
+
+// Whether all chunks of all runs start at multiples of 16 bytes, given that the first ones of blocks are 64 bytes or more apart.
+template <class T>
+bool has_wide_access(const ValueRows<T>& rows, int64_t slices) {
+  const auto stride_bytes = rows.slice_stride * static_cast<int64_t>(sizeof(T));
+  return reinterpret_cast<uintptr_t>(rows.base) % kWideAccessBytes == 0 && (slices == 1 || stride_bytes % kWideAccessBytes == 0);
+}
+
+template <class T>
+__device__ __forceinline__ void load_wide(const T* values, PackedChunk<T>& chunk) {
+  const uint4 loaded = *reinterpret_cast<const uint4*>(values);
+  chunk.words[0] = loaded.x;
+  chunk.words[1] = loaded.y;
+  chunk.words[2] = loaded.z;
+  chunk.words[3] = loaded.w;
+}
+
+template <class T>
+__device__ __forceinline__ void store_wide(const PackedChunk<T>& chunk, T* values) {
+  *reinterpret_cast<uint4*>(values) = make_uint4(chunk.words[0], chunk.words[1], chunk.words[2], chunk.words[3]);
+}
+
+__device__ __forceinline__ void load_narrow(const float* values, PackedChunk<float>& chunk) {
+#pragma unroll
+  for (int i = 0; i < kChunkWords; ++i) {
+    chunk.words[i] = bits_of(values[i]);
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void load_narrow(const T* values, PackedChunk<T>& chunk) {
+#pragma unroll
+  for (int i = 0; i < kChunkWords; ++i) {
+    chunk.words[i] = values[2 * i].bits | static_cast<uint32_t>(values[2 * i + 1].bits) << 16;
+  }
+}
+
+__device__ __forceinline__ void store_narrow(const PackedChunk<float>& chunk, float* values) {
+#pragma unroll
+  for (int i = 0; i < kChunkWords; ++i) {
+    values[i] = float_of(chunk.words[i]);
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void store_narrow(const PackedChunk<T>& chunk, T* values) {
+#pragma unroll
+  for (int i = 0; i < kChunkWords; ++i) {
+    values[2 * i].bits = static_cast<uint16_t>(chunk.words[i]);
+    values[2 * i + 1].bits = static_cast<uint16_t>(chunk.words[i] >> 16);
+  }
+}
+
+// ---- Values of a chunk as fp32 ---------------------------------------------------------------------------------------------------------
+
+struct Pair {
+  float even;
+  float odd;
+};
+
+template <class T>
+__device__ __forceinline__ Pair widened_pair(uint32_t word);
+
+template <>
+__device__ __forceinline__ Pair widened_pair<Bf16Bits>(uint32_t word) {
+  return {float_of(word << 16), float_of(word & 0xffff0000u)};
+}
+
+template <>
+__device__ __forceinline__ Pair widened_pair<Fp16Bits>(uint32_t word) {
+  __half2 halves;
+  memcpy(&halves, &word, sizeof(word));
+  const float2 wide = __half22float2(halves);
+  return {wide.x, wide.y};
+}
+
+// Two of the chunk's values, `pair` < kNumel / 2.
+template <class T>
+__device__ __forceinline__ Pair pair_at(const PackedChunk<T>& chunk, int pair) {
+  return widened_pair<T>(chunk.words[pair]);
+}
+
+__device__ __forceinline__ Pair pair_at(const PackedChunk<float>& chunk, int pair) {
+  return {float_of(chunk.words[2 * pair]), float_of(chunk.words[2 * pair + 1])};
+}
+
+__device__ __forceinline__ Pair pair_at(const MeanChunk& chunk, int pair) { return {chunk.values[2 * pair], chunk.values[2 * pair + 1]}; }
+
+// ---- Largest magnitudes ----------------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t larger(uint32_t left, uint32_t right) { return left > right ? left : right; }
+
+template <class T>
+__device__ __forceinline__ uint32_t largest_magnitude(const PackedChunk<T>& chunk) {
+  uint32_t even = 0, odd = 0;
+#pragma unroll
+  for (int i = 0; i < kChunkWords; ++i) {
+    even = larger(even, chunk.words[i] & 0x7fffu);
+    odd = larger(odd, chunk.words[i] & 0x7fffffffu);  // the even value below decides between equals only
+  }
+  return larger(even, odd >> 16);
+}
+
+__device__ __forceinline__ uint32_t largest_magnitude(const PackedChunk<float>& chunk) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kChunkWords; ++i) {
+    largest = larger(largest, chunk.words[i] & 0x7fffffffu);
+  }
+  return largest;
+}
+
+__device__ __forceinline__ uint32_t largest_magnitude(const MeanChunk& chunk) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < MeanChunk::kNumel; ++i) {
+    largest = larger(largest, ValueFormat<float>::magnitude(chunk.values[i]));
+  }
+  return largest;
+}
+
+// ---- fp32 to the values of a chunk -----------------------------------------------------------------------------------------------------
+
+// A word of two values rounded half to even, subnormals kept; not for NaN.
+template <class T>
+__device__ __forceinline__ uint32_t narrowed_pair(Pair pair);
+
+template <>
+__device__ __forceinline__ uint32_t narrowed_pair<Bf16Bits>(Pair pair) {
+  const __nv_bfloat162 narrow = __floats2bfloat162_rn(pair.even, pair.odd);
+  uint32_t word;
+  memcpy(&word, &narrow, sizeof(word));
+  return word;
+}
+
+template <>
+__device__ __forceinline__ uint32_t narrowed_pair<Fp16Bits>(Pair pair) {
+  const __half2 narrow = __floats2half2_rn(pair.even, pair.odd);
+  uint32_t word;
+  memcpy(&word, &narrow, sizeof(word));
+  return word;
+}
+
+template <class T>
+__device__ __forceinline__ void set_pair(PackedChunk<T>& chunk, int index, Pair pair) {
+  chunk.words[index] = narrowed_pair<T>(pair);
+}
+
+__device__ __forceinline__ void set_pair(PackedChunk<float>& chunk, int index, Pair pair) {
+  chunk.words[2 * index] = bits_of(pair.even);
+  chunk.words[2 * index + 1] = bits_of(pair.odd);
+}
+
+// set_pair for values that may be NaN.
+template <class T>
+__device__ __forceinline__ void set_any_pair(PackedChunk<T>& chunk, int index, Pair pair) {
+  const uint32_t word = narrowed_pair<T>(pair);
+  const uint32_t even = pair.even != pair.even ? ValueFormat<T>::kNan : word & 0xffffu;
+  const uint32_t odd = pair.odd != pair.odd ? ValueFormat<T>::kNan : word >> 16;
+  chunk.words[index] = even | odd << 16;
+}
+
+__device__ __forceinline__ void set_any_pair(PackedChunk<float>& chunk, int index, Pair pair) {
+  set_pair(chunk, index, {with_canonical_nan(pair.even), with_canonical_nan(pair.odd)});
+}
+
+}  // namespace megatron_zpp::cuda

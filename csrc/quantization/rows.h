@@ -1,0 +1,36 @@
+// What kernels receive: plain pointers and strides.
+#pragma once
+
+#include <type_traits>
+
+#include "block_format.h"
+
+namespace megatron_zpp {
+
+// The payload rows of all members: row [member, slice] starts at base + member * member_stride + slice * slice_stride.
+template <class Byte>  // uint8_t or const uint8_t
+struct PayloadRows {
+  Byte* base;
+  int64_t member_stride;  // bytes
+  int64_t slice_stride;   // bytes
+  int64_t members;
+  int64_t slices;
+  RowLayout layout;
+
+  ZPP_HOST_DEVICE Byte* codes(int64_t member, int64_t slice) const { return base + member * member_stride + slice * slice_stride; }
+  ZPP_HOST_DEVICE auto* scales(int64_t member, int64_t slice) const {
+    using Scale = std::conditional_t<std::is_const_v<Byte>, const float, float>;
+    return reinterpret_cast<Scale*>(codes(member, slice) + layout.scales_offset);
+  }
+};
+
+// Values of one run per slice.
+template <class T>
+struct ValueRows {
+  T* base;
+  int64_t slice_stride;  // elements
+
+  ZPP_HOST_DEVICE T* run(int64_t slice) const { return base + slice * slice_stride; }
+};
+
+}  // namespace megatron_zpp

@@ -1,0 +1,182 @@
+// A stand-in for CUDA's header, to run kernels on the CPU: the threads of a grid block take turns, one fiber each, and change at barriers.
+// Grid blocks run one after the other. A barrier that some threads of a grid block (or lanes of a warp) never reach ends the process.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include <ucontext.h>
+
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __launch_bounds__(threads)
+#define __shared__ static  // one grid block runs at a time
+
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct float2 {
+  float x, y;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
+inline const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "invalid configuration argument"; }
+using cudaStream_t = void*;
+struct cudaLaunchConfig_t {
+  dim3 gridDim;
+  dim3 blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+};
+
+namespace cuda_on_cpu {
+
+constexpr unsigned kLanes = 32;
+constexpr size_t kStackBytes = 256 * 1024;
+
+struct Warp {
+  uint64_t arrivals = 0;
+  uint32_t exchanged[2][kLanes] = {};  // by turns: before a slot is written again, all lanes have read it
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
+  uint64_t warp_barriers = 0;
+  uint64_t block_barriers = 0;
+  bool is_done = false;
+};
+
+struct GridBlock {
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  std::function<void()> body;
+  ucontext_t scheduler;
+  unsigned current = 0;
+  uint64_t block_arrivals = 0;
+  uint64_t progress = 0;  // grows whenever some thread passes a barrier or ends
+};
+
+inline GridBlock running;
+
+inline Fiber& current_fiber() { return running.fibers[running.current]; }
+
+inline void wait_until(const uint64_t& arrivals, uint64_t needed) {
+  while (arrivals < needed) {
+    swapcontext(&current_fiber().context, &running.scheduler);
+  }
+  ++running.progress;
+}
+
+inline void run_thread() {
+  running.body();
+  current_fiber().is_done = true;
+  ++running.progress;
+  swapcontext(&current_fiber().context, &running.scheduler);
+}
+
+inline void start_fiber(Fiber& fiber) {
+  getcontext(&fiber.context);
+  fiber.context.uc_stack.ss_sp = fiber.stack.get();
+  fiber.context.uc_stack.ss_size = kStackBytes;
+  fiber.context.uc_link = nullptr;
+  makecontext(&fiber.context, run_thread, 0);
+  fiber.warp_barriers = fiber.block_barriers = 0;
+  fiber.is_done = false;
+}
+
+inline bool take_turns() {
+  bool all_done = true;
+  for (running.current = 0; running.current < running.fibers.size(); ++running.current) {
+    if (!current_fiber().is_done) {
+      all_done = false;
+      threadIdx = dim3(running.current);
+      swapcontext(&running.scheduler, &current_fiber().context);
+    }
+  }
+  return all_done;
+}
+
+inline void run_grid_block(unsigned threads, const std::function<void()>& body) {
+  running.fibers.resize(threads);
+  running.warps.assign(threads / kLanes, Warp{});
+  running.body = body;
+  running.block_arrivals = 0;
+  for (Fiber& fiber : running.fibers) {
+    start_fiber(fiber);
+  }
+  uint64_t before;
+  do {
+    before = running.progress;
+    if (take_turns()) {
+      return;
+    }
+  } while (running.progress != before);
+  std::fprintf(stderr, "some threads of a grid block wait at a barrier that others never reach\n");
+  std::abort();
+}
+
+// EMULATED_GRID_LIMIT in the environment: fewer grid blocks and rows than asked for, so that kernels have to loop over the rest.
+inline unsigned limited(unsigned extent) {
+  const char* limit = std::getenv("EMULATED_GRID_LIMIT");
+  return limit != nullptr && static_cast<unsigned>(std::atoi(limit)) < extent ? static_cast<unsigned>(std::atoi(limit)) : extent;
+}
+
+}  // namespace cuda_on_cpu
+
+inline void __syncthreads() {
+  using namespace cuda_on_cpu;
+  ++running.block_arrivals;
+  wait_until(running.block_arrivals, ++current_fiber().block_barriers * running.fibers.size());
+}
+
+inline uint32_t __shfl_xor_sync(unsigned mask, uint32_t value, int lane_mask) {
+  using namespace cuda_on_cpu;
+  if (mask != 0xffffffffu) {
+    std::fprintf(stderr, "only shuffles of whole warps are emulated\n");
+    std::abort();
+  }
+  Warp& warp = running.warps[running.current / kLanes];
+  const unsigned lane = running.current % kLanes;
+  const uint64_t barrier = ++current_fiber().warp_barriers;
+  warp.exchanged[barrier % 2][lane] = value;
+  ++warp.arrivals;
+  wait_until(warp.arrivals, barrier * kLanes);
+  return warp.exchanged[barrier % 2][lane ^ static_cast<unsigned>(lane_mask)];
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
+  using namespace cuda_on_cpu;
+  const unsigned threads = config->blockDim.x;
+  if (threads == 0 || threads > 1024 || threads % kLanes || config->gridDim.x == 0 || config->gridDim.y == 0 || config->gridDim.y > 65535) {
+    return cudaErrorInvalidConfiguration;
+  }
+  gridDim = dim3(limited(config->gridDim.x), limited(config->gridDim.y));
+  blockDim = config->blockDim;
+  for (unsigned y = 0; y < gridDim.y; ++y) {
+    for (unsigned x = 0; x < gridDim.x; ++x) {
+      blockIdx = dim3(x, y, 0);
+      run_grid_block(threads, [&] { kernel(arguments...); });
+    }
+  }
+  return cudaSuccess;
+}

@@ -1,0 +1,14 @@
+// The CUDA kernels and their registration as they are, compiled for the CPU against the headers beside this file, as ops of CPU tensors.
+#include "../../../csrc/ops.cpp"
+#include "../../../csrc/quantization/cuda/decode.cu"
+#include "../../../csrc/quantization/cuda/decode_mean.cu"
+#include "../../../csrc/quantization/cuda/encode.cu"
+#include "../../../csrc/quantization/cuda/recode_mean.cu"
+#include "../../../csrc/quantization/cuda/registration.cpp"
+
+TORCH_LIBRARY_IMPL(megatron_zpp, CPU, m) {
+  m.impl("encode_blocks", megatron_zpp::cuda::encode_blocks);
+  m.impl("decode_blocks", megatron_zpp::cuda::decode_blocks);
+  m.impl("decode_mean_blocks", megatron_zpp::cuda::decode_mean_blocks);
+  m.impl("recode_mean_blocks", megatron_zpp::cuda::recode_mean_blocks);
+}

@@ -1,0 +1,59 @@
+"""The CUDA kernels as they are, their grids emulated on the CPU: indexing, arithmetic and bytes. Speed is for GPUs to tell."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from emulation import emulated_kernels
+
+from megatron_zpp.ops.build import SOURCES, Build
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+
+
+def _run(program: str, *arguments: str, **environment: str) -> int:
+    """What the program prints, for kernels loaded in a process of its own."""
+    command = [sys.executable, str(FOLDER / program), *arguments]
+    variables = {"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1", **environment}
+    finished = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return int(finished.stdout)
+
+
+# By the threads that share a block: 4 or 8, 8, 32, 256, 512, and 512 that hold half of it at a time.
+@pytest.mark.parametrize(
+    "sizes", [["32:1", "32:65"], ["96:45", "256:33"], ["992:2", "1024:9"], ["1056:2", "8192:1"], ["8224:1"], ["32800:1"]]
+)
+def test_emulated_kernels_bit_equal_the_reference(sizes: list[str]) -> None:
+    assert _run("kernel_bits.py", str(emulated_kernels()), *sizes) == 960 * len(sizes)
+
+
+def test_a_grid_smaller_than_the_work_goes_round_to_the_same_bits() -> None:
+    assert _run("kernel_bits.py", str(emulated_kernels()), "32:200", EMULATED_GRID_LIMIT="2") == 960
+
+
+def test_emulated_kernels_touch_nothing_beside_their_rows_which_may_start_anywhere() -> None:
+    assert _run("guarded_rows.py", str(emulated_kernels())) > 500
+
+
+@pytest.mark.parametrize("library", [emulated_kernels, Build().make, Build(portable=True).make], ids=["cuda", "native", "portable"])
+def test_any_scale_and_any_mean_give_the_reference_s_bits_nan_included(library: object) -> None:
+    assert _run("odd_payloads.py", str(library())) == 70
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+@pytest.mark.parametrize("source", sorted(path.name for path in (SOURCES / "quantization" / "cuda").glob("*.cu")))
+def test_device_code_neither_contracts_nor_flushes_nor_approximates(source: str, tmp_path: Path) -> None:
+    options = (SOURCES / "nvcc_options.txt").read_text().split()
+    ptx = tmp_path / "kernels.ptx"
+    subprocess.run(["nvcc", *options, "-arch=sm_80", "-ptx", str(SOURCES / "quantization/cuda" / source), "-o", str(ptx)], check=True)
+    text = ptx.read_text()
+    assert re.findall(r"\b(?:fma|mad)\.[a-z.]*f32|\.ftz|\.approx|\.full", text) == []
+    assert set(re.findall(r"\bdiv\.[a-z.0-9]*f32", text)) <= {"div.rn.f32"}
+    assert re.findall(r"\b(?:ld|st)\.local|\bred\.|\batom\.", text) == []
