@@ -1,4 +1,4 @@
-"""What a step of the tiny GPT of `runs.py` must move and keep, written straight from the definition of units, slices and uses."""
+"""What a step of the tiny GPT of `tiny_runs.py` must move and keep, written straight from the definition of units, slices and uses."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from distributed import RankPool
 from tiny_corpus import write_corpus
-
-from runs import TINY, entry
+from tiny_runs import TINY, entry
 
 DATA = "--tokenizer-type NullTokenizer --train-iters 2 --split 100,0,0"
 

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from distributed import free_port
-
-from runs import TINY
+from tiny_runs import TINY
 
 PROGRAM = Path(__file__).with_name("failing_rank.py")
 ENTRY = Path(__file__).parents[2] / "pretrain_zeropp_gpt.py"

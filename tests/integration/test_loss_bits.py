@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import RankPool
+from tiny_runs import TINY, losses, pretrain
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.validate import resolve
 from megatron_zpp.data.datasets import SampleCounts, build_datasets
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.initialization import materialize
-from runs import TINY, losses, pretrain
 
 SHAPES = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)]
 STEPS = 20

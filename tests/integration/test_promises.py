@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from closed_forms import Features, World, inter_node_bytes, padded_numel
 from distributed import RankPool
-
-from runs import pretrain
+from tiny_runs import pretrain
 
 WORLDS = [World(2, 1), World(2, 2), World(3, 2)]
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from distributed import RankPool
 from tiny_corpus import write_corpus
-
-from runs import losses, pretrain
+from tiny_runs import losses, pretrain
 
 SAVED_AT, END = 5, 9
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from distributed import RankPool, free_port
+from tiny_runs import entry
 
 from megatron_zpp.monitor.available_memory import CONTROL_GROUP, HOST_MEMORY, available_host_bytes
-from runs import entry
 
 ROOT = Path(__file__).parents[2]
 JSON = ROOT / "scripts" / "ds_zeropp_config.json"

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from distributed import RankPool
-
-from runs import losses, pretrain
+from tiny_runs import losses, pretrain
 
 STEPS = 30
 HPZ = "--zero-hpz-partition-size 2"
