@@ -103,6 +103,7 @@ class ZeroEngine:
         self._descents = Descents(descent_order(uses), {gradient.name: gradient for gradient in self.gradients})
         self._is_in_backward = False
         self._is_last_microbatch = True
+        self._is_closed = False
         hook_uses(module, uses, self)
 
     def _add_unit(self, spec: UnitSpec, like: Tensor) -> None:
@@ -149,6 +150,8 @@ class ZeroEngine:
 
     def backward(self, loss: Tensor, *, microbatches: int = 1, is_last_microbatch: bool = True) -> None:
         """Adds the gradients of one micro-batch; `loss` is its mean loss, `microbatches` their number in this step."""
+        if self._is_closed:
+            raise RuntimeError("the engine is closed: its parameters' gradients would go nowhere")
         self._is_last_microbatch = is_last_microbatch
         self._is_in_backward = True
         try:
@@ -249,3 +252,4 @@ class ZeroEngine:
         self.ladder.lanes.drain()
         for hook in self._parameter_hooks:
             hook.remove()
+        self._is_closed = True

@@ -264,3 +264,14 @@ def test_clip_grad_zero_means_no_clipping() -> None:
     job = Job(POLICIES[3], clip_grad=0.0, steps=3)
     free = dataclasses.replace(job, clip_grad=1e9)
     assert train_world((1, 2), job) == train_world((1, 2), free)
+
+
+def test_a_closed_engine_refuses_a_backward_instead_of_losing_its_gradients() -> None:
+    def program(backend: VirtualBackend) -> None:
+        rank = Rank(Job(POLICIES[3], steps=1), backend)
+        rank.step(0)
+        rank.engine.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            rank.backward(rank.loss(1))
+
+    run_world((1, 2), program)

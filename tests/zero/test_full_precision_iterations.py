@@ -73,8 +73,8 @@ def test_the_later_iterations_are_those_of_a_run_that_resumes_there(row: str, sk
     def program(backend: VirtualBackend, is_resumed: bool) -> History:
         rank = Rank(_job(row), backend)
         history = _train(rank, 0, EXACT_STEPS, skipped)
-        rank.engine.close()
         if is_resumed:
+            rank.engine.close()
             before, rank = rank, Rank(_job(row), backend)
             _copy_state(before, rank, EXACT_STEPS)
         history += _train(rank, EXACT_STEPS, STEPS)
