@@ -74,7 +74,7 @@ def train(config: Config, launch: Launch, world: World) -> None:
     with world.agreement():
         check_placement(hosts, config.distributed.ranks_per_node)
     ladder = setup.build_ladder(config, world)
-    memory_bytes = setup.memory_per_rank(world)
+    memory_bytes = setup.memory_per_rank(world, hosts)
     with world.agreement():
         vocab_size, padded_vocab = setup.build_vocabulary(config)
         reader = setup.find_reader(config)
@@ -82,7 +82,9 @@ def train(config: Config, launch: Launch, world: World) -> None:
         setup.check_memory(config, model, ladder.topology, world.device, memory_bytes)
         datasets = setup.build_run_data(config, vocab_size, checks_token_ids=launch.local_rank == 0)
         outlets = setup.open_outlets(config, printer)
-    printer.on_first("\n".join([*setup.describe_run(config, ladder, vocab_size, model), *datasets.messages]))
+    kernels = setup.prepare_kernels(config, world.device)
+    lines = [*setup.describe_run(config, ladder, vocab_size, model), kernels, *datasets.messages]
+    printer.on_first("\n".join(filter(None, lines)))
     printer.milestone("after dataloaders are built")
     engine = setup.build_engine(config, model, ladder, world.device)
     with world.agreement():

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_zpp.checkpoint.manifest import CheckpointError, StoredPiece, read_manifest
+from megatron_zpp.config.options import spelling_of
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.pieces import WEIGHT, resting_pieces
 
@@ -74,7 +75,7 @@ class CheckpointReader:
         """
         theirs = self.manifest.flags.get("model", {})
         differing = [
-            f"--{name.replace('_', '-')} {theirs[name]} there and {flags[name]} here"
+            f"{spelling_of(name)} {theirs[name]} there and {flags[name]} here"
             for name in MODEL_FLAGS
             if name in theirs and theirs[name] != flags[name]
         ]

@@ -80,18 +80,24 @@ class StepTraffic:
 
 
 @dataclass(frozen=True)
-class ReportInputs:
-    """What a report needs beside sums: the latest step and a reading of memory."""
+class StepReadings:
+    """The latest step, the rate it was made with, and the loss scale of the next."""
 
     outcome: StepOutcome
     learning_rate: float
     loss_scale: float
+
+
+@dataclass(frozen=True)
+class ReportInputs:
+    """What a report needs beside sums."""
+
+    latest: StepReadings
+    padded_vocab_size: int
     max_memory_bytes: int
 
 
-def interval_report(
-    config: Config, padded_vocab_size: int, progress: Progress, interval: Interval, traffic: StepTraffic, inputs: ReportInputs
-) -> IntervalReport:
+def interval_report(config: Config, progress: Progress, interval: Interval, traffic: StepTraffic, inputs: ReportInputs) -> IntervalReport:
     """The report of the interval that ends with the current iteration."""
     samples = config.training.global_batch_size
     seconds = interval.seconds / interval.iterations
@@ -104,15 +110,15 @@ def interval_report(
         seq_length=config.model.seq_length,
         world_size=world_size,
         elapsed_ms_per_iteration=seconds * 1000.0,
-        learning_rate=inputs.learning_rate,
-        lm_loss=interval.mean_loss(inputs.outcome),
-        loss_scale=inputs.loss_scale,
-        grad_norm=inputs.outcome.grad_norm,
+        learning_rate=inputs.latest.learning_rate,
+        lm_loss=interval.mean_loss(inputs.latest.outcome),
+        loss_scale=inputs.latest.loss_scale,
+        grad_norm=inputs.latest.outcome.grad_norm,
         skipped_iterations=interval.skipped_iterations,
         nan_iterations=interval.nan_iterations,
-        tflops_per_gpu=hardware_flops(config.model, padded_vocab_size, samples) / seconds / world_size / 1e12,
+        tflops_per_gpu=hardware_flops(config.model, inputs.padded_vocab_size, samples) / seconds / world_size / 1e12,
         inter_node_bytes=traffic.inter_node_bytes,
         intra_node_bytes=traffic.intra_node_bytes,
-        model_state_bytes=inputs.outcome.model_state_bytes,
+        model_state_bytes=inputs.latest.outcome.model_state_bytes,
         max_memory_bytes=inputs.max_memory_bytes,
     )

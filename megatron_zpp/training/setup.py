@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -149,9 +149,11 @@ def build_model(config: Config, padded_vocab: int, reader: CheckpointReader | No
     return model
 
 
-def memory_per_rank(world: World) -> int | None:
-    """Bytes that every rank may use, the least of all ranks; None where nobody can tell. Every rank must call it."""
-    hosts = world.hosts()
+def memory_per_rank(world: World, hosts: Sequence[str]) -> int | None:
+    """Bytes that every rank may use, the least of all ranks; None where nobody can tell. Every rank must call it.
+
+    hosts: the host name of every rank, in rank order.
+    """
     nbytes = bytes_for_rank(world.device, hosts.count(hosts[world.rank]))
     found = [int(text) for text in gather_texts("" if nbytes is None else str(nbytes)) if text]
     return min(found, default=None)
@@ -163,7 +165,7 @@ def check_memory(config: Config, model: GPT, topology: Topology, device: torch.d
         policy=choose_policy(config.zero),
         block_numel=config.zero.quantization_block_size,
         element_bytes=working_dtype(config.precision).itemsize,
-        prefetch=Prefetch(config.zero.zero_prefetch_units, config.zero.zero_prefetch_units_intra),
+        prefetch=_prefetch(config.zero),
     )
     check_fits(config, model, sharding, topology, is_on_gpu=device.type == "cuda", bytes_there=bytes_there)
 
@@ -176,7 +178,7 @@ def build_engine(config: Config, model: GPT, ladder: Ladder, device: torch.devic
         policy=choose_policy(zero),
         dtype=dtype,
         block_numel=zero.quantization_block_size,
-        prefetch=Prefetch(zero.zero_prefetch_units, zero.zero_prefetch_units_intra),
+        prefetch=_prefetch(zero),
         adam=AdamOptions(optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps, optimizer.weight_decay),
         clip_grad=optimizer.clip_grad,
         full_precision_iterations=zero.zero_full_precision_iters,
@@ -220,14 +222,12 @@ def describe_run(config: Config, ladder: Ladder, vocab_size: int, model: GPT) ->
     """Who trains what on what, in lines."""
     topology, device, padded = ladder.topology, ladder.staging.device, model.padded_vocab_size
     nodes = topology.world_size // topology.ranks_per_node
-    lines = [
+    return [
         f"using world size: {topology.world_size} ({nodes} nodes x {topology.ranks_per_node} ranks), device: {device.type}, "
         f"backend: {'nccl' if device.type == 'cuda' else 'gloo'}",
         f" > padded vocab (size: {vocab_size}) with {padded - vocab_size} dummy tokens (new size: {padded})",
         f" > number of parameters: {parameter_count(config.model, padded)}",
-        prepare_kernels(config, device),
     ]
-    return [line for line in lines if line]
 
 
 def describe_start(config: Config, reader: CheckpointReader | None, progress: Progress) -> str:
@@ -290,6 +290,10 @@ def working_dtype(precision: PrecisionConfig) -> torch.dtype:
     if precision.bf16:
         return torch.bfloat16
     return torch.float16 if precision.fp16 else torch.float32
+
+
+def _prefetch(zero: ZeroConfig) -> Prefetch:
+    return Prefetch(zero.zero_prefetch_units, zero.zero_prefetch_units_intra)
 
 
 def _loss_scaler(precision: PrecisionConfig) -> LossScaler:

@@ -23,8 +23,8 @@ from megatron_zpp.monitor.tensorboard import TensorboardWriter
 from megatron_zpp.monitor.training_line import training_line, validation_lines
 from megatron_zpp.training.evaluation import evaluate
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
-from megatron_zpp.training.metrics import Interval, Progress, ReportInputs, StepTraffic, interval_report
-from megatron_zpp.training.step import StepOutcome, train_step
+from megatron_zpp.training.metrics import Interval, Progress, ReportInputs, StepReadings, StepTraffic, interval_report
+from megatron_zpp.training.step import train_step
 from megatron_zpp.zero.engine import ZeroEngine
 
 
@@ -87,8 +87,7 @@ class Trainer:
         seconds = time.perf_counter() - started
         self._traffic.close_step()
         self._progress.advance(self._config.training.global_batch_size, is_skipped=outcome.is_skipped)
-        memory = max_memory_bytes(self._engine.device)
-        self._report(outcome, ReportInputs(outcome, learning_rate, self._engine.loss_scaler.scale, memory), seconds)
+        self._report(StepReadings(outcome, learning_rate, self._engine.loss_scaler.scale), seconds)
 
     def _between_steps(self) -> None:
         if self._is_multiple_of(self._config.training.eval_interval) and self._progress.iteration < self._config.training.train_iters:
@@ -123,23 +122,24 @@ class Trainer:
         )
         yield from build_loader(source, sampler, self._config.data.num_workers)  # workers start when the first batch is asked for
 
-    def _report(self, outcome: StepOutcome, inputs: ReportInputs, seconds: float) -> None:
+    def _report(self, readings: StepReadings, seconds: float) -> None:
         """A training line every --log-interval iterations and at the end, a TensorBoard point every --tensorboard-log-interval."""
         outlets, logging = self._outlets, self._config.logging
-        self._since_line.add(outcome, seconds)
-        self._since_point.add(outcome, seconds)
+        self._since_line.add(readings.outcome, seconds)
+        self._since_point.add(readings.outcome, seconds)
         if self._is_multiple_of(logging.log_interval) or self._is_last():
-            report = self._interval_report(self._since_line, inputs)
+            report = self._interval_report(self._since_line, readings)
             outlets.printer.on_last(training_line(report))
             if outlets.json_lines is not None:
                 outlets.json_lines.write(report.json_object())
             self._since_line = Interval()
         if outlets.tensorboard is not None and self._is_multiple_of(logging.tensorboard_log_interval):
-            outlets.tensorboard.write_interval(self._interval_report(self._since_point, inputs))
+            outlets.tensorboard.write_interval(self._interval_report(self._since_point, readings))
             self._since_point = Interval()
 
-    def _interval_report(self, interval: Interval, inputs: ReportInputs) -> IntervalReport:
-        return interval_report(self._config, self._model.padded_vocab_size, self._progress, interval, self._traffic, inputs)
+    def _interval_report(self, interval: Interval, readings: StepReadings) -> IntervalReport:
+        inputs = ReportInputs(readings, self._model.padded_vocab_size, max_memory_bytes(self._engine.device))
+        return interval_report(self._config, self._progress, interval, self._traffic, inputs)
 
     def _is_last(self) -> bool:
         training = self._config.training
