@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -47,8 +48,12 @@ def _candidates() -> Iterator[Build]:
 
 def has_kernels_for(device_type: str) -> bool:
     """Whether ops on this type of device run on loaded kernels rather than on the reference."""
-    if _loaded is None:
-        return False
+    return _loaded is not None and _are_registered(device_type)
+
+
+@cache
+def _are_registered(device_type: str) -> bool:
+    """The dispatcher's answer, which no longer changes once the library is loaded: every op call asks for it."""
     return all(torch._C._dispatch_has_kernel_for_dispatch_key(f"megatron_zpp::{op}", device_type.upper()) for op in OPS)
 
 
