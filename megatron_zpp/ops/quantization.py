@@ -70,9 +70,7 @@ def decode_blocks(payloads: Tensor, values: Tensor, *, bits: int, block_numel: i
     _ops_for(values).decode_blocks(payloads, values, bits, block_numel)
 
 
-def decode_mean_blocks(
-    payloads: Tensor, mean: Tensor, *, bits: int, block_numel: int, accumulate: bool, rotated: bool = False
-) -> None:
+def decode_mean_blocks(payloads: Tensor, mean: Tensor, *, bits: int, block_numel: int, accumulate: bool, rotated: bool = False) -> None:
     """Writes to `mean` [slices, run] fp32, or adds to it, the mean over members of `payloads`.
 
     payloads: [members, slices, >= coded_bytes] uint8. The sum runs over members 0, 1, ... in fp32, then it is divided by their number.

@@ -100,16 +100,20 @@ def recode_mean_blocks(
 ) -> None:
     mean = torch.empty(recoded.shape[0], run_numel, dtype=torch.float32, device=payloads.device)
     decode_mean_blocks(payloads, mean, bits, block_numel, accumulate=False)
-    encode_blocks(mean, recoded, next_bits, block_numel, noise_key=noise_key)
+    encode_blocks(mean, recoded, next_bits, block_numel, False, noise_key)
 
 
 def noise(key: int, numel: int, device: torch.device | str = "cpu") -> Tensor:
     """The noise w of values 0, 1, ... [numel] fp32, numel even: odd multiples of 2^-17 between -1/2 and 1/2."""
-    first, second = _noise_words(key)
-    pairs = torch.arange(numel // 2, device=device)
-    hashes = _hashed((pairs + first) & UINT32, ((pairs >> 32) + second) & UINT32)
+    hashes = pair_hashes(key, torch.arange(numel // 2, device=device))
     k = torch.stack([hashes & 0xFFFF, hashes >> 16], dim=-1).flatten()
     return (2 * k + 1).float() * 2.0**-17 - 0.5
+
+
+def pair_hashes(key: int, pairs: Tensor) -> Tensor:
+    """The hashes, 32 bits as int64, of values 2 * pair and 2 * pair + 1 for each of `pairs`, int64."""
+    first, second = _noise_words(key)
+    return _hashed((pairs + first) & UINT32, ((pairs >> 32) + second) & UINT32)
 
 
 def _noise_words(key: int) -> tuple[int, int]:
