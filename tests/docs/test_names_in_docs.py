@@ -16,7 +16,7 @@ from megatron_zpp.config.cli import help_text
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_zpp"
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/numerics.md", "docs/one_step.md"]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "flags.md")]
 PROGRAM = re.compile(r"^(?:tools|scripts)/\w+\.(?:py|sh)$|^pretrain_zeropp_gpt\.py$")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 FUNCTION = re.compile(r"`?((?:\w+/)?\w+\.py):(\w+)`?")
@@ -31,7 +31,7 @@ def commands(document: str) -> list[list[str]]:
     """The words of every command in the document's bash blocks, comments left out."""
     blocks = re.findall(r"^```bash\n(.*?)^```", text_of(document), re.MULTILINE | re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+    return list(filter(None, (shlex.split(line, comments=True) for line in lines)))
 
 
 @cache
