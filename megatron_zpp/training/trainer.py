@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_zpp.checkpoint.writer import RunState, save_checkpoint
 from megatron_zpp.config.schema import GROUPS, Config
+from megatron_zpp.data.blended_dataset import SourceTally
 from megatron_zpp.data.datasets import Datasets
-from megatron_zpp.data.loader import MicroBatch, build_loader
+from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.sample import SampleSource
 from megatron_zpp.data.sampler import MicroBatchSampler
 from megatron_zpp.model.gpt import GPT
@@ -20,10 +20,10 @@ from megatron_zpp.monitor.jsonl import JsonLinesWriter
 from megatron_zpp.monitor.logging import RankPrinter
 from megatron_zpp.monitor.memory import max_memory_bytes
 from megatron_zpp.monitor.tensorboard import TensorboardWriter
-from megatron_zpp.monitor.training_line import training_line, validation_lines
+from megatron_zpp.monitor.training_line import samples_line, training_line, validation_lines
 from megatron_zpp.training.evaluation import evaluate
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
-from megatron_zpp.training.metrics import Interval, Progress, ReportInputs, StepReadings, StepTraffic, interval_report
+from megatron_zpp.training.metrics import Interval, Progress, ReportInputs, StepReadings, StepTimes, StepTraffic, interval_report
 from megatron_zpp.training.step import train_step
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -62,9 +62,11 @@ class Trainer:
         evaluations = progress.iteration // config.training.eval_interval
         consumed_valid_samples = evaluations * config.training.eval_iters * config.training.global_batch_size
         self._since_line, self._since_point = Interval(), Interval()
+        self._rules = datasets.rules
         self._train_batches = self._batches(datasets.train, progress.consumed_samples)
         self._valid_batches = self._held_out_batches(datasets.valid, consumed_valid_samples)
         self._test_batches = self._held_out_batches(datasets.test, 0)
+        self._tally = SourceTally(datasets.train) if config.logging.log_samples_per_source else None
 
     def run(self) -> None:
         """Trains up to --train-iters or the first multiple of --exit-interval, and saves what --save asks for."""
@@ -81,13 +83,14 @@ class Trainer:
             self._finish()
 
     def _step(self) -> None:
-        started = time.perf_counter()
+        started, waited = time.perf_counter(), self._train_batches.wait_seconds
         learning_rate = self._schedule.learning_rate(self._progress.scheduled_samples)
         outcome = train_step(self._model, self._engine, self._train_batches, self._microbatches, learning_rate)
         seconds = time.perf_counter() - started
         self._traffic.close_step()
         self._progress.advance(self._config.training.global_batch_size, is_skipped=outcome.is_skipped)
-        self._report(StepReadings(outcome, learning_rate, self._engine.loss_scaler.scale), seconds)
+        times = StepTimes(seconds, self._train_batches.wait_seconds - waited)
+        self._report(StepReadings(outcome, learning_rate, self._engine.loss_scaler.scale), times)
 
     def _between_steps(self) -> None:
         if self._is_multiple_of(self._config.training.eval_interval) and self._progress.iteration < self._config.training.train_iters:
@@ -105,13 +108,13 @@ class Trainer:
     def _is_multiple_of(self, interval: int | None) -> bool:
         return interval is not None and self._progress.iteration % interval == 0
 
-    def _held_out_batches(self, source: SampleSource | None, consumed_samples: int) -> Iterator[MicroBatch] | None:
+    def _held_out_batches(self, source: SampleSource | None, consumed_samples: int) -> MicroBatches | None:
         """None where the corpus leaves the split empty, or --eval-iters is 0."""
         if source is None or self._config.training.eval_iters == 0:
             return None
         return self._batches(source, consumed_samples)
 
-    def _batches(self, source: SampleSource, consumed_samples: int) -> Iterator[MicroBatch]:
+    def _batches(self, source: SampleSource, consumed_samples: int) -> MicroBatches:
         backend = self._engine.ladder.backend
         sampler = MicroBatchSampler(
             total_samples=len(source),
@@ -120,22 +123,30 @@ class Trainer:
             data_parallel_rank=backend.rank,
             data_parallel_size=backend.topology.world_size,
         )
-        yield from build_loader(source, sampler, self._config.data.num_workers)  # workers start when the first batch is asked for
+        return MicroBatches(source, sampler, self._config.data.num_workers, self._rules)
 
-    def _report(self, readings: StepReadings, seconds: float) -> None:
+    def _report(self, readings: StepReadings, times: StepTimes) -> None:
         """A training line every --log-interval iterations and at the end, a TensorBoard point every --tensorboard-log-interval."""
         outlets, logging = self._outlets, self._config.logging
-        self._since_line.add(readings.outcome, seconds)
-        self._since_point.add(readings.outcome, seconds)
+        self._since_line.add(readings.outcome, times)
+        self._since_point.add(readings.outcome, times)
         if self._is_multiple_of(logging.log_interval) or self._is_last():
             report = self._interval_report(self._since_line, readings)
             outlets.printer.on_last(training_line(report))
             if outlets.json_lines is not None:
-                outlets.json_lines.write(report.json_object())
+                outlets.json_lines.write({**report.json_object(), **self._samples_per_source()})
             self._since_line = Interval()
         if outlets.tensorboard is not None and self._is_multiple_of(logging.tensorboard_log_interval):
             outlets.tensorboard.write_interval(self._interval_report(self._since_point, readings))
             self._since_point = Interval()
+
+    def _samples_per_source(self) -> dict[str, dict[str, int]]:
+        """Printed too; nothing without --log-samples-per-source."""
+        if self._tally is None:
+            return {}
+        counts = self._tally.up_to(self._progress.consumed_samples)
+        self._outlets.printer.on_last(samples_line(counts))
+        return {"consumed_samples_per_source": counts}
 
     def _interval_report(self, interval: Interval, readings: StepReadings) -> IntervalReport:
         inputs = ReportInputs(readings, self._model.padded_vocab_size, max_memory_bytes(self._engine.device))
@@ -160,7 +171,7 @@ class Trainer:
         if loss is not None and self._outlets.json_lines is not None:
             self._outlets.json_lines.write({"iteration": self._progress.iteration, "test_loss": loss})
 
-    def _evaluate(self, batches: Iterator[MicroBatch] | None, drawn_from: str) -> float | None:
+    def _evaluate(self, batches: MicroBatches | None, drawn_from: str) -> float | None:
         """The mean loss, printed; None where there is nothing to evaluate on."""
         if batches is None:
             return None

@@ -36,7 +36,9 @@ def assert_same(left: GPTIndices, right: GPTIndices) -> None:
 
 @needs_kernels
 @settings(deadline=None, max_examples=300)
-@given(lengths=corpora, seq_length=sizes_around_powers_of_two, epochs=st.integers(1, 5), part=st.floats(0, 1), seed=st.integers(0, 2**32 - 1))
+@given(
+    lengths=corpora, seq_length=sizes_around_powers_of_two, epochs=st.integers(1, 5), part=st.floats(0, 1), seed=st.integers(0, 2**32 - 1)
+)
 def test_cpp_and_numpy_build_the_same_indices(lengths: list[int], seq_length: int, epochs: int, part: float, seed: int) -> None:
     sample_count = int((epochs - 1 + part) * sum(lengths)) // seq_length
     array = np.array(lengths, dtype=np.int32)
@@ -93,9 +95,7 @@ def test_cpp_refuses_other_dtypes_and_shapes() -> None:
     with pytest.raises(RuntimeError, match="rows of 3"):
         ops.build_sample_index(lengths, documents, 1, torch.zeros(2, 3, dtype=torch.int32))
     with pytest.raises(RuntimeError, match="do not fit"):
-        ops.build_blend_index(
-            torch.ones(40_000, dtype=torch.float64), torch.zeros(1, dtype=torch.int16), torch.zeros(1, dtype=torch.int64)
-        )
+        ops.build_blend_index(torch.ones(40_000, dtype=torch.float64), torch.zeros(1, dtype=torch.int16), torch.zeros(1, dtype=torch.int64))
     with pytest.raises(RuntimeError, match="differ in length"):
         ops.build_blend_index(torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int16), torch.zeros(2, dtype=torch.int64))
 
@@ -137,5 +137,3 @@ def test_a_blend_has_room_for_any_number_of_datasets(builder: str, datasets: int
     dataset_index, _ = deal_samples(weights / weights.sum(), 3)
     # Whoever has one sample is ahead after the next, so the second one goes to the first of the others.
     assert (dataset_index.dtype.name, dataset_index.tolist()) == (dtype, [datasets - 1, 0, datasets - 1])
-
-
