@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+from typing import TYPE_CHECKING
 
-from megatron_zpp.ops import extension
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
 
 NUMPY_ROWS = 1 << 20  # samples that numpy places at a time
 
@@ -19,6 +21,8 @@ def cut_samples(lengths: np.ndarray, document_index: np.ndarray, *, sample_count
     fits_int32 = max(len(document_index), int(lengths.max())) < np.iinfo(np.int32).max
     samples = np.empty((sample_count + 1, 2), dtype=np.int32 if fits_int32 else np.int64)
     if uses_kernels():
+        import torch
+
         arrays = (_tensor(lengths), _tensor(document_index))
         torch.ops.megatron_zpp.build_sample_index(*arrays, seq_length, torch.from_numpy(samples))
     else:
@@ -34,6 +38,8 @@ def deal_samples(weights: np.ndarray, sample_count: int) -> tuple[np.ndarray, np
     dataset_index = np.empty(sample_count, dtype=np.int16 if len(weights) <= np.iinfo(np.int16).max else np.int32)
     dataset_sample = np.empty(sample_count, dtype=np.int64)
     if uses_kernels():
+        import torch
+
         torch.ops.megatron_zpp.build_blend_index(_tensor(weights), torch.from_numpy(dataset_index), torch.from_numpy(dataset_sample))
     else:
         _deal_samples_in_numpy(weights, dataset_index, dataset_sample)
@@ -42,10 +48,14 @@ def deal_samples(weights: np.ndarray, sample_count: int) -> tuple[np.ndarray, np
 
 def uses_kernels() -> bool:
     """Whether indices are built in C++ on this machine."""
+    from megatron_zpp.ops import extension  # with torch, which whoever only loads indices does not need
+
     return extension.load()
 
 
 def _tensor(values: np.ndarray) -> torch.Tensor:
+    import torch
+
     # What lies in a mapped .idx file is neither aligned nor writable, and torch wants both.
     return torch.from_numpy(np.require(values, requirements=("C", "A", "W", "O")))
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.config.schema import ModelConfig
-from megatron_zpp.model.documents import Documents
+from megatron_zpp.model.document_attention import Documents
 
 
 class Attention(nn.Module):

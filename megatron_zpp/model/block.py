@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.attention import Attention
-from megatron_zpp.model.documents import Documents
+from megatron_zpp.model.document_attention import Documents
 from megatron_zpp.model.mlp import MLP
 from megatron_zpp.model.norm import hidden_norm
 from megatron_zpp.model.randomness import UnitRandomness

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.block import Block
-from megatron_zpp.model.documents import HeadShape, separated
+from megatron_zpp.model.document_attention import HeadShape, separated
 from megatron_zpp.model.embedding import Embedding
 from megatron_zpp.model.final import Final
 from megatron_zpp.model.initialization import initial_values

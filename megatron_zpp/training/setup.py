@@ -25,7 +25,7 @@ from megatron_zpp.data.build_once import Speaker
 from megatron_zpp.data.datasets import DataRequest, Datasets, build_datasets, cache_folder, count_samples
 from megatron_zpp.data.token_check import check_token_ids_once
 from megatron_zpp.data.tokenizer import build_tokenizer, padded_vocab_size
-from megatron_zpp.model.documents import describe as describe_documents
+from megatron_zpp.model.document_attention import describe as describe_documents
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.available_memory import bytes_for_rank

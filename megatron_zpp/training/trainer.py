@@ -133,15 +133,16 @@ class Trainer:
         if self._is_multiple_of(logging.log_interval) or self._is_last():
             report = self._interval_report(self._since_line, readings)
             outlets.printer.on_last(training_line(report))
+            by_source = self._samples_per_source()
             if outlets.json_lines is not None:
-                outlets.json_lines.write({**report.json_object(), **self._samples_per_source()})
+                outlets.json_lines.write({**report.json_object(), **by_source})
             self._since_line = Interval()
         if outlets.tensorboard is not None and self._is_multiple_of(logging.tensorboard_log_interval):
             outlets.tensorboard.write_interval(self._interval_report(self._since_point, readings))
             self._since_point = Interval()
 
     def _samples_per_source(self) -> dict[str, dict[str, int]]:
-        """Printed too; nothing without --log-samples-per-source."""
+        """For --log-jsonl, and printed; nothing without --log-samples-per-source."""
         if self._tally is None:
             return {}
         counts = self._tally.up_to(self._progress.consumed_samples)
