@@ -75,16 +75,17 @@ def train(config: Config, launch: Launch, world: World) -> None:
         check_placement(hosts, config.distributed.ranks_per_node)
     ladder = setup.build_ladder(config, world)
     memory_bytes = setup.memory_per_rank(world, hosts)
-    with world.agreement():
+    with world.agreement("preparing data", printer.on_first):
         setup.check_backends(config, world.device)
-        vocab_size, padded_vocab = setup.build_vocabulary(config)
+        vocabulary = setup.build_vocabulary(config)
         reader = setup.find_reader(config)
-        model = setup.build_model(config, padded_vocab, reader)
+        model = setup.build_model(config, vocabulary.padded_size, reader)
         setup.check_memory(config, model, ladder.topology, world.device, memory_bytes)
-        datasets = setup.build_run_data(config, vocab_size, checks_token_ids=launch.local_rank == 0)
+        speaker = setup.speaker_of(launch, hosts[launch.rank], printer)
+        datasets = setup.build_run_data(config, vocabulary, speaker, checks_token_ids=launch.local_rank == 0)
         outlets = setup.open_outlets(config, printer)
     kernels = setup.prepare_kernels(config, world.device)
-    lines = [*setup.describe_run(config, ladder, vocab_size, model), kernels, *datasets.messages]
+    lines = [*setup.describe_run(config, ladder, vocabulary.size, model), kernels, *datasets.messages]
     printer.on_first("\n".join(filter(None, lines)))
     printer.milestone("after dataloaders are built")
     engine = setup.build_engine(config, model, ladder, world.device)

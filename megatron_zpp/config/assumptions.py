@@ -21,7 +21,7 @@ def assume(config: Config) -> Config:
     Without data and length this is the benchmark mode: mock data, a short run, a constant learning rate.
     Raises FlagError for data without a length or without a tokenizer.
     """
-    if config.data.data_path:
+    if config.data.names_corpora:
         _check_data_has_length_and_tokenizer(config)
         return _with_learning_rate(_with_loss_scale(config))
     if _has_length(config):
@@ -47,11 +47,12 @@ def _has_length(config: Config) -> bool:
 
 def _check_data_has_length_and_tokenizer(config: Config) -> None:
     data_path = " ".join(config.data.data_path)
+    corpora = f"--data-path {data_path}" if data_path else "the data"
     if not _has_length(config):
-        raise FlagError(f"--data-path {data_path} needs a length of training; give --train-iters or --train-samples.")
+        raise FlagError(f"{corpora} needs a length of training; give --train-iters or --train-samples.")
     if config.data.tokenizer_type is None:
         raise FlagError(
-            f"--data-path {data_path} needs its tokenizer; give --tokenizer-type SentencePieceTokenizer or GPTSentencePieceTokenizer "
+            f"{corpora} needs its tokenizer; give --tokenizer-type SentencePieceTokenizer or GPTSentencePieceTokenizer "
             "with --tokenizer-model, or NullTokenizer with --vocab-size."
         )
 

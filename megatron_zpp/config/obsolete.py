@@ -31,6 +31,10 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--no-bias-dropout-fusion": AcceptedFlag(0, "there are no fused kernels of this kind"),
     "--no-gradient-accumulation-fusion": AcceptedFlag(0, "gradients always accumulate in fp32"),
     "--data-impl": AcceptedFlag(1, "data files are always memory-mapped"),
+    "--mmap-warmup": AcceptedFlag(0, "data files are read where and when they are needed"),
+    "--no-mmap-bin-files": AcceptedFlag(0, "data files are always memory-mapped"),
+    "--num-dataset-builder-threads": AcceptedFlag(1, "each node builds an index once, and keeps it"),
+    "--no-create-attention-mask-in-dataloader": AcceptedFlag(0, "no mask is made that attention does not need"),
 }
 
 REFUSED: dict[str, str] = {

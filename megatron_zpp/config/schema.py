@@ -256,7 +256,19 @@ class DistributedConfig:
 class DataConfig:
     """Text and tokenizer."""
 
-    data_path: tuple[str, ...] = flag((), help="Prefix of the .bin and .idx files of the corpus.", unit="path")
+    data_path: tuple[str, ...] = flag(
+        (),
+        help="Prefix of the .bin and .idx files of the corpus; several make a blend: weight prefix weight prefix ..., or prefix prefix ... "
+        "in the shares of their samples.",
+        unit="path",
+    )
+    train_data_path: tuple[str, ...] = flag((), help="The same for training alone, whole; excludes --data-path.", unit="path")
+    valid_data_path: tuple[str, ...] = flag((), help="The same for validation alone, with --train-data-path.", unit="path")
+    test_data_path: tuple[str, ...] = flag((), help="The same for the test alone, with --train-data-path.", unit="path")
+    data_args_path: str | None = flag(None, help="Text file with the words of --data-path, for many corpora.", unit="path")
+    per_split_data_args_path: str | None = flag(
+        None, help="JSON file with the words of the three flags for one split each, under train, valid and test.", unit="path"
+    )
     split: str = flag("969, 30, 1", help="Shares of documents for training, validation and test.", unit="parts")
     mock_data: bool = flag(False, help="Train on generated tokens instead of files; assumed without --data-path.")
     tokenizer_type: str = flag(
@@ -273,8 +285,24 @@ class DataConfig:
         allowed=POSITIVE_COUNT,
         otherwise="50257 for NullTokenizer with mock data",
     )
-    data_cache_path: str | None = flag(None, help="Folder of the index cache.", unit="path", otherwise="a folder beside the corpus")
+    data_cache_path: str | None = flag(None, help="Folder of the index cache.", unit="path", otherwise="a folder beside each corpus")
+    mid_level_dataset_surplus: float = flag(
+        0.005,
+        help="Each corpus of a weighted blend is cut into this share of samples more than its weight asks for.",
+        unit="1",
+        allowed=FRACTION,
+    )
+    dataloader_type: str = flag("single", help="Samples in one shuffled order, the same at every number of ranks.", allowed=("single",))
+    reset_position_ids: bool = flag(False, help="Positions start over after an end-of-document token.")
+    reset_attention_mask: bool = flag(False, help="No token attends across an end-of-document token.")
+    eod_mask_loss: bool = flag(False, help="What follows an end-of-document token is not predicted: the loss leaves it out.")
     num_workers: int = flag(2, help="Processes that read data, per rank; 0 reads in the training process.", unit="processes", allowed=COUNT)
+
+    @property
+    def names_corpora(self) -> bool:
+        """Whether any flag names files to train on."""
+        paths = (self.data_path, self.train_data_path, self.valid_data_path, self.test_data_path)
+        return any(paths) or self.data_args_path is not None or self.per_split_data_args_path is not None
 
 
 @dataclass(frozen=True)
@@ -308,6 +336,7 @@ class LoggingConfig:
         unit="iterations",
         allowed=POSITIVE_COUNT,
     )
+    log_samples_per_source: bool = flag(False, help="Say with each training line how many samples of each corpus have been consumed.")
     log_jsonl: str | None = flag(None, help="File that gets one JSON object per training line.", unit="path")
     tensorboard_dir: str | None = flag(None, help="Folder for TensorBoard.", unit="path")
     tensorboard_log_interval: int = flag(1, help="Iterations between TensorBoard points.", unit="iterations", allowed=POSITIVE_COUNT)

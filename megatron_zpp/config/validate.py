@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_zpp.config.assumptions import assume
+from megatron_zpp.config.data_sources import COMMON_FLAGS, SPLIT_FLAGS, DataSources, read_sources
 from megatron_zpp.config.deepspeed_json import naming_sources, with_deepspeed_json
 from megatron_zpp.config.derive import derive
 from megatron_zpp.config.flag import REQUIRED, FlagError, any_of, check_value
@@ -134,14 +135,30 @@ def check_positions(config: Config) -> None:
         )
 
 
-def check_one_source(config: Config) -> None:
-    data = config.data
-    if data.mock_data and data.data_path:
-        raise FlagError(f"--mock-data and --data-path {' '.join(data.data_path)} exclude each other; give one of them.")
-    if len(data.data_path) > 1:
+def check_sources(config: Config) -> None:
+    sources = read_sources(config.data)
+    if config.data.mock_data and config.data.names_corpora:
+        raise FlagError(f"--mock-data and {' and '.join(flags_of_corpora(config))} exclude each other; give one of them.")
+    if sources.by_split and "split" in config.given:
         raise FlagError(
-            f"--data-path {' '.join(data.data_path)} names {len(data.data_path)} prefixes, and blending is not available; give one prefix."
+            f"--split {config.data.split} and {' and '.join(flags_of_corpora(config))} exclude each other, "
+            "for each split has corpora of its own; leave --split out."
         )
+    if "mid_level_dataset_surplus" in config.given and not has_weights(sources):
+        surplus = config.data.mid_level_dataset_surplus
+        raise FlagError(f"--mid-level-dataset-surplus {surplus} changes nothing without a weighted blend; leave it out.")
+
+
+def flags_of_corpora(config: Config) -> list[str]:
+    """The flags that name what the run trains on, with their values."""
+    names = (*COMMON_FLAGS, "per_split_data_args_path", *SPLIT_FLAGS.values())
+    given = {name: config.value_of(name) for name in names if config.value_of(name)}
+    return [f"{spelling_of(name)} {value if isinstance(value, str) else ' '.join(value)}" for name, value in given.items()]
+
+
+def has_weights(sources: DataSources) -> bool:
+    blends = [sources.common, *sources.by_split.values()]
+    return any(blend is not None and blend.weights is not None for blend in blends)
 
 
 def check_tokenizer(config: Config) -> None:
@@ -291,7 +308,7 @@ CHECKS_BEFORE_FILLING: tuple[Callable[[Config], None], ...] = (
     check_one_warmup,
     check_schedule_counts_like_length,
     check_heads_divide_hidden_size,
-    check_one_source,
+    check_sources,
     check_quantization,
     check_secondary_partition,
     check_saving,

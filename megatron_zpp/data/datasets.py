@@ -1,19 +1,23 @@
-"""The training, validation and test data of a run, from --data-path and --split or from --mock-data."""
+"""The training, validation and test data of a run, from --data-path and the flags beside it, or from --mock-data."""
 
-import hashlib
+from __future__ import annotations
+
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_zpp.config.data_sources import Blend, DataSources, read_sources
 from megatron_zpp.config.schema import DataConfig
-from megatron_zpp.data.gpt_dataset import GPTDataset
-from megatron_zpp.data.gpt_indices import GPTIndices, build_gpt_indices
-from megatron_zpp.data.index_cache import IndexCache
+from megatron_zpp.data.blend import blended_dataset, plan_by_epochs, plan_by_weights
+from megatron_zpp.data.build_once import SILENCE, Speaker
+from megatron_zpp.data.corpus import SPLIT_WORDS, Corpus, Order
+from megatron_zpp.data.documents import DocumentRules
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.mock_dataset import MockDataset
 from megatron_zpp.data.sample import SampleSource
-from megatron_zpp.data.split import SPLIT_NAMES, split_documents
+from megatron_zpp.data.split import SPLIT_NAMES
 
-SPLIT_WORDS = {"train": "training", "valid": "validation", "test": "test"}
+DOCUMENTS_LOOKED_AT = 100
 
 
 class SampleCounts(NamedTuple):
@@ -22,11 +26,23 @@ class SampleCounts(NamedTuple):
     test: int
 
 
+@dataclass(frozen=True)
+class DataRequest:
+    """What a run asks of its data. vocab_size matters for mock data only; eod: the id of the end-of-document token."""
+
+    seq_length: int
+    seed: int
+    sample_counts: SampleCounts
+    vocab_size: int
+    eod: int
+
+
 class Datasets(NamedTuple):
     train: SampleSource
     valid: SampleSource | None
     test: SampleSource | None
-    source: IndexedDataset | None  # what all three are cut from; none for mock data
+    sources: tuple[IndexedDataset, ...]  # all corpora, each once; none for mock data
+    rules: DocumentRules
     messages: tuple[str, ...]  # for one rank to print
 
 
@@ -37,94 +53,117 @@ def count_samples(*, train_samples: int, global_batch_size: int, eval_interval: 
     return SampleCounts(train_samples, evaluations * eval_iters * global_batch_size, eval_iters * global_batch_size)
 
 
-def build_datasets(data: DataConfig, *, seq_length: int, seed: int, sample_counts: SampleCounts, vocab_size: int) -> Datasets:
-    """The datasets of a run, each long enough for sample_counts; without documents, validation and test are None, and a message says so.
+def build_datasets(data: DataConfig, request: DataRequest, speaker: Speaker = SILENCE) -> Datasets:
+    """The datasets of a run, each long enough; without tokens, validation and test are None, and a message says so.
 
-    Every rank calls this; ranks of a node share the index cache. vocab_size matters for mock data only.
+    Every rank calls this; ranks that share a cache folder build an index once, and `speaker` says so where it takes time.
     Raises ValueError for unusable files, an unusable --split, or a training split without tokens.
     """
-    if data.mock_data and data.data_path:
+    sources = read_sources(data)
+    if data.mock_data and data.names_corpora:
         raise ValueError("--mock-data and --data-path exclude each other; leave one of them out.")
+    rules = DocumentRules(request.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
     if data.mock_data:
-        return _mock_datasets(seq_length=seq_length, seed=seed, sample_counts=sample_counts, vocab_size=vocab_size)
-    if not data.data_path:
+        return _mock_datasets(request, rules)
+    if not data.names_corpora:
         raise ValueError("Neither --data-path nor --mock-data is given; give one of them.")
-    if len(data.data_path) > 1:
-        raise ValueError(f"--data-path has {len(data.data_path)} values, but blends are not supported yet; give one prefix.")
-    corpus = _Corpus(data, IndexedDataset(data.data_path[0]), seq_length=seq_length, seed=seed)
-    return corpus.datasets(sample_counts)
+    order = Order(request.seq_length, request.seed, Path(data.data_cache_path) if data.data_cache_path else None)
+    return _Shelf(data, sources, order, speaker).datasets(request.sample_counts, rules)
 
 
 def cache_folder(data: DataConfig, source: IndexedDataset) -> Path:
     """Where what is derived from a corpus is kept: --data-cache-path, else a folder beside the corpus."""
-    return Path(data.data_cache_path or f"{source.prefix}.cache")
+    return Order(0, 0, Path(data.data_cache_path) if data.data_cache_path else None).folder_beside(source.prefix)
 
 
-def _mock_datasets(*, seq_length: int, seed: int, sample_counts: SampleCounts, vocab_size: int) -> Datasets:
+def _mock_datasets(request: DataRequest, rules: DocumentRules) -> Datasets:
     train, valid, test = (
-        MockDataset(seed=seed, stream=stream, seq_length=seq_length, vocab_size=vocab_size, sample_count=count)
-        for stream, count in enumerate(sample_counts)
+        MockDataset(seed=request.seed, stream=stream, seq_length=request.seq_length, vocab_size=request.vocab_size, sample_count=count)
+        for stream, count in enumerate(request.sample_counts)
     )
-    return Datasets(train, valid, test, None, ())
+    return Datasets(train, valid, test, (), rules, ())
 
 
-class _Corpus:
-    def __init__(self, data: DataConfig, source: IndexedDataset, *, seq_length: int, seed: int) -> None:
-        self.source = source
-        self.split = data.split
-        self.cache_folder = cache_folder(data, source)
-        self.seq_length = seq_length
-        self.seed = seed
-        self.lengths_digest = hashlib.sha256(source.lengths.data).hexdigest()
-        self.documents = split_documents(data.split, len(source))
+def _without_ends(source: IndexedDataset, rules: DocumentRules) -> str | None:
+    """One sentence where the rules look for ends of documents and the first documents have none; else None."""
+    if not (rules.resets_positions or rules.resets_attention or rules.masks_loss):
+        return None
+    looked_at = [source.read(document)[-1:] for document in range(min(DOCUMENTS_LOOKED_AT, len(source)))]
+    if any(int(last[0]) == rules.eod for last in looked_at if len(last)):
+        return None
+    return (
+        f"WARNING: none of the first {len(looked_at)} documents of {source.prefix} ends in the end-of-document token {rules.eod}, so "
+        "--reset-position-ids, --reset-attention-mask and --eod-mask-loss find no end there; preprocess with --append-eod."
+    )
 
-    def datasets(self, sample_counts: SampleCounts) -> Datasets:
-        found: dict[str, GPTDataset | None] = {}
-        messages: list[str] = []
-        for name, sample_count in zip(SPLIT_NAMES, sample_counts, strict=True):
-            if self._has_tokens(name):
-                found[name] = self._build(name, sample_count, messages)
-            else:
-                found[name] = None
-                messages.append(self._empty(name))
+
+class _Shelf:
+    """All corpora of a run, each opened once, and what is to be said about them."""
+
+    def __init__(self, data: DataConfig, sources: DataSources, order: Order, speaker: Speaker) -> None:
+        self._surplus = data.mid_level_dataset_surplus
+        self._speaker = speaker
+        self._messages: list[str] = []
+        self._blends = {name: blend for name in SPLIT_NAMES if (blend := sources.common or sources.by_split.get(name)) is not None}
+        split = data.split if sources.common is not None else None
+        prefixes = dict.fromkeys(prefix for blend in self._blends.values() for prefix in blend.prefixes)
+        self._corpora = {prefix: Corpus(prefix, split, order) for prefix in prefixes}
+
+    def datasets(self, sample_counts: SampleCounts, rules: DocumentRules) -> Datasets:
+        found = {name: self._dataset(name, count) for name, count in zip(SPLIT_NAMES, sample_counts, strict=True)}
         if found["train"] is None:
-            raise ValueError(f"{messages[0]} Give training a larger share or more documents.")
-        return Datasets(found["train"], found["valid"], found["test"], self.source, tuple(dict.fromkeys(messages)))
+            raise ValueError(f"{self._messages[0]} Give training a larger share or more documents.")
+        self._warn_of_repeated_corpora()
+        sources = tuple(corpus.source for corpus in self._corpora.values())
+        self._messages += [message for source in sources if (message := _without_ends(source, rules)) is not None]
+        return Datasets(found["train"], found["valid"], found["test"], sources, rules, tuple(dict.fromkeys(self._messages)))
 
-    def _has_tokens(self, name: str) -> bool:
-        documents = self.documents[name]
-        return bool(self.source.lengths[documents.start : documents.stop].any())
+    def _dataset(self, split_name: str, sample_count: int) -> SampleSource | None:
+        blend = self._blends.get(split_name)
+        if blend is None:
+            return None
+        if not blend.is_plain:
+            return self._blend(blend, split_name, sample_count)
+        corpus = self._corpora[blend.prefixes[0]]
+        if corpus.token_count(split_name) == 0:
+            self._messages.append(corpus.why_empty(split_name))
+            return None
+        return corpus.dataset(split_name, sample_count, self._speaker, self._messages)
 
-    def _empty(self, name: str) -> str:
-        counts = ", ".join(str(len(documents)) for documents in self.documents.values())
-        return (
-            f"The {SPLIT_WORDS[name]} split of {self.source.prefix} is empty: --split {self.split} cuts its {len(self.source)} documents "
-            f"into {counts}."
-        )
+    def _blend(self, blend: Blend, split_name: str, sample_count: int) -> SampleSource | None:
+        """The blend of the corpora that have something in this split; None where none has, or nothing is asked for."""
+        weights = blend.weights or [self._corpora[prefix].samples_per_epoch(split_name) for prefix in blend.prefixes]
+        used = []
+        for prefix, weight in zip(blend.prefixes, weights, strict=True):
+            corpus = self._corpora[prefix]
+            if corpus.token_count(split_name) == 0:
+                self._leave_out(corpus.why_empty(split_name), split_name, is_weighted=blend.weights is not None)
+            elif weight == 0:
+                words = SPLIT_WORDS[split_name]
+                self._messages.append(f"The {words} split of {prefix} is shorter than one sample: the blend leaves it out.")
+            else:
+                used.append((corpus, weight))
+        if not used or sample_count == 0:
+            return None
+        corpora = [corpus for corpus, _ in used]
+        shares = [weight for _, weight in used]
+        if blend.weights is not None:
+            plan = plan_by_weights(shares, sample_count, self._surplus)
+        else:
+            plan = plan_by_epochs([int(share) for share in shares], sample_count)
+        return blended_dataset(corpora, plan, split_name, self._speaker, self._messages)
 
-    def _build(self, name: str, sample_count: int, messages: list[str]) -> GPTDataset:
-        cached = IndexCache(self.cache_folder, name, self._description(name, sample_count)).load_or_build(
-            lambda: self._build_indices(name, sample_count)
-        )
-        if cached.message is not None:
-            messages.append(cached.message)
-        return GPTDataset(self.source, cached.indices)
+    def _leave_out(self, why_empty: str, split_name: str, *, is_weighted: bool) -> None:
+        if split_name == "train" and is_weighted:
+            raise ValueError(f"{why_empty} Give it documents to train on, or leave it out of the blend.")
+        self._messages.append(f"{why_empty} The blend leaves it out.")
 
-    def _build_indices(self, name: str, sample_count: int) -> GPTIndices:
-        return build_gpt_indices(
-            self.source.lengths, self.documents[name], sample_count=sample_count, seq_length=self.seq_length, seed=self.seed
-        )
-
-    def _description(self, name: str, sample_count: int) -> dict[str, object]:
-        documents = self.documents[name]
-        return {
-            "class": "GPTDataset",
-            "dataset_path": self.source.prefix,
-            # The indices depend on the data through the document lengths alone.
-            "document_lengths_sha256": self.lengths_digest,
-            "documents": [documents.start, documents.stop],
-            "index_split": name,
-            "num_samples": sample_count,
-            "random_seed": self.seed,
-            "sequence_length": self.seq_length,
-        }
+    def _warn_of_repeated_corpora(self) -> None:
+        for name, blend in self._blends.items():
+            repeated = {prefix for prefix in blend.prefixes if blend.prefixes.count(prefix) > 1}
+            if repeated:
+                names = ", ".join(sorted(repeated))
+                self._messages.append(
+                    f"WARNING: the {SPLIT_WORDS[name]} blend names {names} more than once, and draws the same samples for each; "
+                    "one larger weight draws further samples instead."
+                )

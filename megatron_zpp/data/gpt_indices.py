@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_zpp.data.index_builders import cut_samples
+
 # Megatron's threshold: a last epoch of which less is needed is shuffled apart, so that what is left of it is not spread over the others.
 SEPARATE_FINAL_EPOCH_BELOW = 0.80
 
@@ -50,7 +52,7 @@ def build_gpt_indices(lengths: np.ndarray, documents: range, *, sample_count: in
     epochs = plan_epochs(tokens_per_epoch, sample_count=sample_count, seq_length=seq_length)
     generator = np.random.RandomState(seed)
     document_index = _shuffled_documents(documents, epochs, generator)
-    sample_index = _cut_samples(lengths, document_index, sample_count=epochs.sample_count, seq_length=seq_length)
+    sample_index = cut_samples(lengths, document_index, sample_count=epochs.sample_count, seq_length=seq_length)
     return GPTIndices(document_index, sample_index, _shuffled_samples(epochs, generator))
 
 
@@ -59,19 +61,7 @@ def _shuffled_documents(documents: range, epochs: Epochs, generator: np.random.R
     parts = [np.tile(np.arange(documents.start, documents.stop, dtype=np.int32), repeats) for repeats in groups]
     for part in parts:
         generator.shuffle(part)
-    return np.concatenate(parts)
-
-
-def _cut_samples(lengths: np.ndarray, document_index: np.ndarray, *, sample_count: int, seq_length: int) -> np.ndarray:
-    stream_lengths = lengths[document_index]
-    ends = np.cumsum(stream_lengths, dtype=np.int64)
-    starts = np.arange(sample_count + 1, dtype=np.int64) * seq_length
-    positions = np.searchsorted(ends, starts, side="right")
-    offsets = starts - (ends[positions] - stream_lengths[positions])
-    # Megatron starts at position 0 even if the first documents are empty.
-    positions[0], offsets[0] = 0, 0
-    fits_int32 = max(len(document_index), int(stream_lengths.max())) < np.iinfo(np.int32).max
-    return np.stack((positions, offsets), axis=1).astype(np.int32 if fits_int32 else np.int64)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _shuffled_samples(epochs: Epochs, generator: np.random.RandomState) -> np.ndarray:

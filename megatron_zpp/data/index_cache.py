@@ -1,82 +1,80 @@
-"""GPT indices kept on disk, built once per node: whoever comes first builds under a file lock, everyone else waits there and loads.
+"""Indices kept on disk, built by one process and loaded by all. The files of one set of indices:
 
-No collective is involved, so no rank can time out in one. The files of one set of indices:
-
-    {md5 of the description}-GPTDataset-{split}-{document_index,sample_index,shuffle_index}.npy, -description.txt, .lock
+{md5 of the description}-{class}-{split}-{..._index}.npy for each array, -description.txt, .lock, and .error after a failure
 """
 
-import errno
-import fcntl
+from __future__ import annotations
+
 import hashlib
 import json
-import os
-import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Generic, TypeVar
 
 import numpy as np
 
+from megatron_zpp.data.blended_dataset import BlendIndices
+from megatron_zpp.data.build_once import SILENCE, Speaker, appearing_whole, built_once
 from megatron_zpp.data.gpt_indices import GPTIndices
 
-INDEX_NAMES = ("document_index", "sample_index", "shuffle_index")
-NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
+# A smaller file is read: maps of files are limited in number, and a blend of thousands has tens of thousands of arrays.
+MAPPED_FROM_BYTES = 1 << 16
+
+Indices = TypeVar("Indices", GPTIndices, BlendIndices)
 
 
-class CachedIndices(NamedTuple):
-    indices: GPTIndices
+@dataclass(frozen=True)
+class CachedIndices(Generic[Indices]):
+    indices: Indices
     message: str | None  # why nothing was kept on disk
 
 
-class IndexCache:
+class IndexCache(Generic[Indices]):
     """The place of one set of indices in a cache folder.
 
-    description: everything the indices depend on, JSON values only; other values, other files.
+    description: everything the indices depend on and the "class" that reads them, JSON values only; other values, other files.
     """
 
-    def __init__(self, folder: Path, split_name: str, description: Mapping[str, object]) -> None:
+    def __init__(self, kind: type[Indices], folder: Path, split_name: str, description: Mapping[str, object]) -> None:
+        self.kind: type[Indices] = kind
         self.folder = folder
         self.description = json.dumps(description, indent=4)
         digest = hashlib.md5(self.description.encode(), usedforsecurity=False).hexdigest()
-        self.stem = f"{digest}-GPTDataset-{split_name}"
+        self.stem = f"{digest}-{description['class']}-{split_name}"
 
-    def load_or_build(self, build: Callable[[], GPTIndices]) -> CachedIndices:
-        """The indices, from disk where they are there and whole, else from build; every rank of a node may call this at once."""
-        kept = self._load()
-        if kept is not None:
-            return CachedIndices(kept, None)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock_file = open(self._path(".lock"), "ab")
-        except OSError as error:
-            return CachedIndices(build(), self._not_kept(error))
-        with lock_file:
-            _lock(lock_file)
-            kept = self._load()
-            if kept is not None:
-                return CachedIndices(kept, None)
+    def load_or_build(self, build: Callable[[], Indices], what: str = "indices", speaker: Speaker = SILENCE) -> CachedIndices[Indices]:
+        """The indices, from disk where they are there and whole, else from build; every rank may call this at once, none needs to."""
+        unkept: list[CachedIndices[Indices]] = []
+
+        def build_and_store() -> Indices:
             indices = build()
             try:
                 self._store(indices)
             except OSError as error:
-                return CachedIndices(indices, self._not_kept(error))
-            return CachedIndices(indices, None)
+                unkept.append(CachedIndices(indices, self._not_kept(error)))
+            return indices
 
-    def _load(self) -> GPTIndices | None:
+        try:
+            indices = built_once(self.folder / self.stem, what, self._load, build_and_store, speaker)
+        except OSError as error:
+            return CachedIndices(build(), self._not_kept(error))
+        return unkept[0] if unkept else CachedIndices(indices, None)
+
+    def _load(self) -> Indices | None:
         try:
             if self._path("-description.txt").read_text() != self.description:
                 return None
-            return GPTIndices(*(_load_array(self._path(f"-{name}.npy")) for name in INDEX_NAMES))
+            return self.kind(*(_load_array(self._path(f"-{name}_index.npy")) for name in self.kind._fields))
         except (OSError, ValueError, EOFError):
             return None
 
-    def _store(self, indices: GPTIndices) -> None:
-        for name, values in zip(INDEX_NAMES, indices, strict=True):
-            with _appearing_whole(self._path(f"-{name}.npy")) as file:
+    def _store(self, indices: Indices) -> None:
+        for name, values in zip(self.kind._fields, indices, strict=True):
+            with appearing_whole(self._path(f"-{name}_index.npy")) as file:
                 np.save(file, values, allow_pickle=False)
         # Last: its presence says that the arrays are complete.
-        with _appearing_whole(self._path("-description.txt")) as file:
+        with appearing_whole(self._path("-description.txt")) as file:
             file.write(self.description.encode())
 
     def _path(self, ending: str) -> Path:
@@ -90,29 +88,6 @@ class IndexCache:
 
 
 def _load_array(path: Path) -> np.ndarray:
-    values = np.load(path, mmap_mode="r", allow_pickle=False)
+    is_mapped = path.stat().st_size >= MAPPED_FROM_BYTES
     # A plain view of the map: np.memmap as a type slows down every element access.
-    return values.view(np.ndarray)
-
-
-def _lock(file: BinaryIO) -> None:
-    """Waits for the file's lock, which closing the file gives back."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError as error:
-        # Without locks several ranks build the same indices; each file still appears whole, with the same bytes.
-        if error.errno not in NO_LOCKS_HERE:
-            raise
-
-
-@contextmanager
-def _appearing_whole(path: Path) -> Iterator[BinaryIO]:
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    return np.load(path, mmap_mode="r" if is_mapped else None, allow_pickle=False).view(np.ndarray)

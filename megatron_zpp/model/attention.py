@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.model.document_attention import Documents
 
 
 class Attention(nn.Module):
-    """Every token attends to itself and to the tokens before it.
+    """Every token attends to itself and to the tokens before it, with `documents` to those of its document alone.
 
     The rows of `qkv` are ordered as Megatron orders them, head by head and q, k, v within a head: a run of rows is a set of whole heads.
     """
@@ -26,9 +27,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * heads_width, dtype=dtype)  # weight: [N * 3 * D, H]
         self.projection = nn.Linear(heads_width, config.hidden_size, dtype=dtype)  # weight: [H, N * D]
 
-    def forward(self, hidden_BSH: Tensor) -> Tensor:
+    def forward(self, hidden_BSH: Tensor, documents: Documents | None = None) -> Tensor:
         qkv_BSN3D = self.qkv(hidden_BSH).unflatten(-1, (-1, 3, self.head_channels))
         query_BNSD, key_BNSD, value_BNSD = qkv_BSN3D.permute(3, 0, 2, 1, 4)
         dropout = self.dropout if self.training else 0.0
-        mixed_BNSD = F.scaled_dot_product_attention(query_BNSD, key_BNSD, value_BNSD, dropout_p=dropout, is_causal=True)
+        if documents is None:
+            mixed_BNSD = F.scaled_dot_product_attention(query_BNSD, key_BNSD, value_BNSD, dropout_p=dropout, is_causal=True)
+        else:
+            mixed_BNSD = documents.attend(query_BNSD, key_BNSD, value_BNSD, dropout)
         return self.projection(mixed_BNSD.transpose(1, 2).flatten(2))

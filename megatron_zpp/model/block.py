@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.attention import Attention
+from megatron_zpp.model.document_attention import Documents
 from megatron_zpp.model.mlp import MLP
 from megatron_zpp.model.norm import hidden_norm
 from megatron_zpp.model.randomness import UnitRandomness
@@ -29,7 +30,8 @@ class Block(nn.Module):
         has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
         self.randomness = UnitRandomness(seed, unit_index=block_index + 1, has_dropout=has_dropout)
 
-    def forward(self, hidden_BSH: Tensor, first_sample: int) -> Tensor:
+    def forward(self, hidden_BSH: Tensor, first_sample: int, documents: Documents | None = None) -> Tensor:
         with self.randomness.scope(training=self.training, first_sample=first_sample, device=hidden_BSH.device):
-            hidden_BSH = hidden_BSH + F.dropout(self.attention(self.attention_norm(hidden_BSH)), self.dropout, self.training)
+            mixed_BSH = self.attention(self.attention_norm(hidden_BSH), documents)
+            hidden_BSH = hidden_BSH + F.dropout(mixed_BSH, self.dropout, self.training)
             return hidden_BSH + F.dropout(self.mlp(self.mlp_norm(hidden_BSH)), self.dropout, self.training)

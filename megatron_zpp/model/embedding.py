@@ -14,7 +14,7 @@ from megatron_zpp.model.randomness import UnitRandomness
 
 
 class Embedding(nn.Module):
-    """Word embedding plus learned absolute position embedding, then dropout."""
+    """Word embedding plus learned absolute position embedding, then dropout. Without position ids, positions count from 0."""
 
     def __init__(self, config: ModelConfig, padded_vocab_size: int, seed: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -23,11 +23,12 @@ class Embedding(nn.Module):
         self.dropout = config.hidden_dropout
         self.randomness = UnitRandomness(seed, unit_index=0, has_dropout=config.hidden_dropout > 0)
 
-    def forward(self, tokens_BS: Tensor, first_sample: int) -> Tensor:
+    def forward(self, tokens_BS: Tensor, first_sample: int, position_ids_BS: Tensor | None = None) -> Tensor:
         sample_length, positions = tokens_BS.shape[1], self.position.num_embeddings
         if sample_length > positions:
             raise RuntimeError(f"a sample of {sample_length} tokens does not fit the model's {positions} positions")
-        hidden_BSH = self.word(tokens_BS) + self.position.weight[:sample_length]
+        position_XSH = self.position.weight[:sample_length] if position_ids_BS is None else self.position(position_ids_BS)
+        hidden_BSH = self.word(tokens_BS) + position_XSH
         with self.randomness.scope(training=self.training, first_sample=first_sample, device=hidden_BSH.device):
             return F.dropout(hidden_BSH, self.dropout, self.training)
 

@@ -1,6 +1,6 @@
 """The GPT: embedding, blocks, final; and what it tells the sharding engine of itself.
 
-B micro-batch size, S tokens per sample, H hidden size, V padded vocabulary.
+B micro-batch size, S tokens per sample, R runs of one document each, H hidden size, V padded vocabulary.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.block import Block
+from megatron_zpp.model.document_attention import HeadShape, separated
 from megatron_zpp.model.embedding import Embedding
 from megatron_zpp.model.final import Final
 from megatron_zpp.model.initialization import initial_values
@@ -34,19 +35,36 @@ class GPT(nn.Module):
             self.blocks = nn.ModuleList(Block(model_config, index, seed, dtype) for index in range(model_config.num_layers))
             self.final = Final(model_config, padded_vocab_size, dtype)
 
-    def forward(self, tokens_BS: Tensor, labels_BS: Tensor | None, *, first_sample: int) -> Tensor:
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        labels_BS: Tensor | None,
+        *,
+        first_sample: int,
+        position_ids_BS: Tensor | None = None,
+        document_lengths_R: Tensor | None = None,
+    ) -> Tensor:
         """loss_BS, per token and in fp32; without labels logits_BSV in the model's dtype.
 
         first_sample: index of the micro-batch's first sample in the run; with the seed it decides what is dropped in training mode.
+        document_lengths_R: int64 on the host, tokens of the runs that attention stays inside, sample after sample; None: whole samples.
         """
-        hidden_BSH = self.embedding(tokens_BS, first_sample)
+        hidden_BSH = self.embedding(tokens_BS, first_sample, position_ids_BS)
+        documents = None
+        if document_lengths_R is not None:
+            samples, length = tokens_BS.shape
+            documents = separated(document_lengths_R, (samples, length), self.head_shape(hidden_BSH.dtype), tokens_BS.device)
         for block in self.blocks:
             if self.config.checkpoint_activations:
-                hidden_BSH = recomputed(block, hidden_BSH, first_sample)
+                hidden_BSH = recomputed(block, hidden_BSH, first_sample, documents)
             else:
-                hidden_BSH = block(hidden_BSH, first_sample)
+                hidden_BSH = block(hidden_BSH, first_sample, documents)
         loss_or_logits: Tensor = self.final(hidden_BSH, self._tied_weight(), labels_BS)
         return loss_or_logits
+
+    def head_shape(self, dtype: torch.dtype) -> HeadShape:
+        """What attention's choice of a kernel for documents depends on."""
+        return HeadShape(dtype, self.config.kv_channels, has_dropout=self.config.attention_dropout > 0)
 
     def _tied_weight(self) -> Tensor | None:
         return None if self.config.untie_embeddings_and_output_weights else self.embedding.word.weight

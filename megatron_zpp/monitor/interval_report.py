@@ -16,6 +16,7 @@ class IntervalReport:
     seq_length: int
     world_size: int
     elapsed_ms_per_iteration: float
+    data_ms_per_iteration: float  # of the above, this rank's wait for micro-batches
     learning_rate: float
     lm_loss: float  # mean over the interval's iterations that were not skipped
     loss_scale: float
@@ -58,6 +59,7 @@ class IntervalReport:
             "skipped_iterations": self.skipped_iterations,
             "nan_iterations": self.nan_iterations,
             "elapsed_ms_per_iteration": self.elapsed_ms_per_iteration,
+            "data_ms_per_iteration": self.data_ms_per_iteration,
             "tokens_per_second": self.tokens_per_second,
             "tflops_per_gpu": self.tflops_per_gpu,
             "inter_node_bytes": self.inter_node_bytes,

@@ -23,6 +23,10 @@ class RankPrinter:
         if self.rank == self.world_size - 1:
             _print_whole(text)
 
+    def on_this(self, text: str) -> None:
+        """On every rank that calls it."""
+        _print_whole(text)
+
     def milestone(self, text: str) -> None:
         """The text and the time, on the first rank: `[after dataloaders are built] datetime: 2026-08-03 12:00:00 `."""
         self.on_first(f"[{text}] datetime: {self._now():%Y-%m-%d %H:%M:%S} ")

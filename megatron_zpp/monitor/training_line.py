@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from megatron_zpp.monitor.interval_report import IntervalReport
 
@@ -38,6 +39,13 @@ def validation_lines(iteration: int, lm_loss: float, *, drawn_from: str = "") ->
     )
     dashes = "-" * (len(line) + 1)
     return f"{dashes}\n{line}\n{dashes}"
+
+
+def samples_line(consumed_samples: Mapping[str, int]) -> str:
+    """The samples consumed of each corpus, and their shares."""
+    total = max(1, sum(consumed_samples.values()))
+    fields = (f"{source}: {count} ({100 * count / total:.2f} %)" for source, count in consumed_samples.items())
+    return f" consumed samples per source | {' | '.join(fields)} |"
 
 
 def perplexity_of(lm_loss: float) -> float:

@@ -6,14 +6,15 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from megatron_zpp.parallel.launch import Launch
+from megatron_zpp.parallel.roll_call import RollCall
 
 FAILURE_KEY = "failure"
 REPORTS_KEY = "failure_reports"
@@ -48,16 +49,19 @@ class World:
         return gather_texts(socket.gethostname())
 
     @contextmanager
-    def agreement(self) -> Iterator[None]:
+    def agreement(self, long_work: str | None = None, announce: Callable[[str], None] = print) -> Iterator[None]:
         """Runs a block of start-up checks; a ValueError on any rank in it becomes a StartupError on every rank when all have left it.
 
-        The block must not wait for other ranks, since one of them may have left it early.
+        The block must not wait for other ranks, since one of them may have left it early. long_work: what it does, where that may take
+        longer than a collective may; announce then gets a line now and then while this rank waits for others.
         """
         error = None
-        try:
-            yield
-        except ValueError as mistake:
-            error = str(mistake)
+        roll_call = RollCall(self._store, self.rank, self.world_size, long_work or "", self.check_others)
+        with roll_call.after(announce) if long_work is not None and self.world_size > 1 else nullcontext():
+            try:
+                yield
+            except ValueError as mistake:
+                error = str(mistake)
         self.agree_on_errors(error)
 
     def agree_on_errors(self, error: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic
 from megatron_zpp.config.schema import Config
@@ -28,6 +29,13 @@ class Progress:
         self.consumed_samples += samples
         if not is_skipped:
             self.scheduled_samples += samples
+
+
+class StepTimes(NamedTuple):
+    """Seconds of one step on this rank, and how many of them it waited for its micro-batches."""
+
+    seconds: float
+    data_seconds: float
 
 
 @dataclass
@@ -58,12 +66,14 @@ class Interval:
 
     losses: list[float] = field(default_factory=list)  # of steps that were not skipped
     seconds: float = 0.0  # of the steps alone
+    data_seconds: float = 0.0  # of them, spent waiting for micro-batches
     iterations: int = 0
     skipped_iterations: int = 0
     nan_iterations: int = 0
 
-    def add(self, outcome: StepOutcome, seconds: float) -> None:
-        self.seconds += seconds
+    def add(self, outcome: StepOutcome, times: StepTimes) -> None:
+        self.seconds += times.seconds
+        self.data_seconds += times.data_seconds
         self.iterations += 1
         self.skipped_iterations += outcome.is_skipped
         self.nan_iterations += not math.isfinite(outcome.lm_loss)
@@ -132,6 +142,7 @@ def interval_report(config: Config, progress: Progress, interval: Interval, traf
         seq_length=config.model.seq_length,
         world_size=world_size,
         elapsed_ms_per_iteration=seconds * 1000.0,
+        data_ms_per_iteration=interval.data_seconds / interval.iterations * 1000.0,
         learning_rate=inputs.latest.learning_rate,
         lm_loss=interval.mean_loss(inputs.latest.outcome),
         loss_scale=inputs.latest.loss_scale,

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,11 +18,14 @@ from megatron_zpp.comm.lanes import make_lanes
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.config.arguments import arguments
+from megatron_zpp.config.data_sources import read_sources
 from megatron_zpp.config.options import options, spelling_of
 from megatron_zpp.config.schema import GROUP_OF_FIELD, Config, PrecisionConfig, ZeroConfig
-from megatron_zpp.data.datasets import Datasets, build_datasets, cache_folder, count_samples
+from megatron_zpp.data.build_once import Speaker
+from megatron_zpp.data.datasets import DataRequest, Datasets, build_datasets, cache_folder, count_samples
 from megatron_zpp.data.token_check import check_token_ids_once
 from megatron_zpp.data.tokenizer import build_tokenizer, padded_vocab_size
+from megatron_zpp.model.document_attention import describe as describe_documents
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.available_memory import bytes_for_rank
@@ -33,6 +36,7 @@ from megatron_zpp.ops import extension
 from megatron_zpp.ops.apex import check_apex
 from megatron_zpp.parallel.groups import make_lane_groups
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
+from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.training.memory_need import check_fits
 from megatron_zpp.training.metrics import Progress
@@ -60,7 +64,13 @@ FLAGS_OF_A_CONTINUED_RUN = (
     "global_batch_size",
     "train_iters",
     "data_path",
+    "train_data_path",
+    "data_args_path",
+    "per_split_data_args_path",
     "split",
+    "reset_position_ids",
+    "reset_attention_mask",
+    "eod_mask_loss",
     "tokenizer_type",
     "attention_dropout",
     "hidden_dropout",
@@ -80,6 +90,14 @@ FLAGS_OF_A_CONTINUED_RUN = (
 )
 
 
+class Vocabulary(NamedTuple):
+    """size: number of ids. padded_size: rows of the embedding. eod: the id that ends a document."""
+
+    size: int
+    padded_size: int
+    eod: int
+
+
 def use_deterministic_kernels() -> None:
     """Lets torch run only kernels that give the same bits every time. Must come before the first matrix product."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -92,6 +110,7 @@ def check_same_flags(config: Config) -> None:
     Raises StartupError naming the flags that differ, on every rank alike.
     """
     own = {name: value for name, value in arguments(config).items() if name not in FLAGS_THAT_MAY_DIFFER}
+    own["data_path"] = _shares_in_words(config)
     by_rank = [json.loads(text) for text in gather_texts(json.dumps(own))]
     for rank, theirs in enumerate(by_rank):
         differing = [
@@ -113,14 +132,20 @@ def build_ladder(config: Config, world: World) -> Ladder:
     return Ladder(backend, make_lanes(world.device, world.check_others), Ledger(topology, world.rank), world.device)
 
 
-def build_vocabulary(config: Config) -> tuple[int, int]:
-    """The vocabulary's size, and the size it is padded to."""
-    vocab_size = build_tokenizer(config.data).vocab_size
-    return vocab_size, padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by)
+def build_vocabulary(config: Config) -> Vocabulary:
+    """The tokenizer's ids, as the model and the data need to know them."""
+    tokenizer = build_tokenizer(config.data)
+    padded_size = padded_vocab_size(tokenizer.vocab_size, config.model.make_vocab_size_divisible_by)
+    return Vocabulary(tokenizer.vocab_size, padded_size, tokenizer.eod)
 
 
-def build_run_data(config: Config, vocab_size: int, *, checks_token_ids: bool) -> Datasets:
-    """Training, validation and test data. checks_token_ids: on one rank per machine, for the corpus as a whole."""
+def speaker_of(launch: Launch, host: str, printer: RankPrinter) -> Speaker:
+    """This rank's voice while data is prepared: whoever builds says so, and of those that wait the first of each machine."""
+    return Speaker(f"rank {launch.rank} on {host}", printer.on_this, announces_waiting=launch.local_rank == 0)
+
+
+def build_run_data(config: Config, vocabulary: Vocabulary, speaker: Speaker, *, checks_token_ids: bool) -> Datasets:
+    """Training, validation and test data. checks_token_ids: on one rank per machine, for the corpora as a whole."""
     training = config.training
     train_samples = training.train_samples or training.train_iters * training.global_batch_size
     counts = count_samples(
@@ -129,11 +154,11 @@ def build_run_data(config: Config, vocab_size: int, *, checks_token_ids: bool) -
         eval_interval=training.eval_interval,
         eval_iters=training.eval_iters,
     )
-    datasets = build_datasets(
-        config.data, seq_length=config.model.seq_length, seed=training.seed, sample_counts=counts, vocab_size=vocab_size
-    )
-    if checks_token_ids and datasets.source is not None:
-        check_token_ids_once(datasets.source, vocab_size, cache_folder(config.data, datasets.source))
+    request = DataRequest(config.model.seq_length, training.seed, counts, vocabulary.size, vocabulary.eod)
+    datasets = build_datasets(config.data, request, speaker)
+    if checks_token_ids:
+        for source in datasets.sources:
+            check_token_ids_once(source, vocabulary.size, cache_folder(config.data, source), speaker)
     return datasets
 
 
@@ -252,7 +277,15 @@ def describe_run(config: Config, ladder: Ladder, vocab_size: int, model: GPT) ->
         f"optimizer backend: {config.optimizer.optimizer_backend}, norm backend: {config.model.norm_backend}",
         f" > padded vocab (size: {vocab_size}) with {padded - vocab_size} dummy tokens (new size: {padded})",
         f" > number of parameters: {parameter_count(config.model, padded)}",
+        *_documents_in_words(config, model, device),
     ]
+
+
+def _documents_in_words(config: Config, model: GPT, device: torch.device) -> list[str]:
+    if not config.data.reset_attention_mask:
+        return []
+    head = model.head_shape(working_dtype(config.precision))
+    return [describe_documents(device, head, (config.training.micro_batch_size, config.model.seq_length))]
 
 
 def describe_start(config: Config, reader: CheckpointReader | None, progress: Progress) -> str:
@@ -315,6 +348,14 @@ def working_dtype(precision: PrecisionConfig) -> torch.dtype:
     if precision.bf16:
         return torch.bfloat16
     return torch.float16 if precision.fp16 else torch.float32
+
+
+def _shares_in_words(config: Config) -> str:
+    """The number of corpora and their weights, which must not differ where paths may; of each split with corpora of its own."""
+    sources = read_sources(config.data)
+    blends = {"": sources.common} if sources.common is not None else sources.by_split
+    words = (f"{split} {len(blend.prefixes)} corpora of weights {blend.weights}" for split, blend in blends.items() if blend is not None)
+    return ", ".join(words).strip()
 
 
 def _prefetch(zero: ZeroConfig) -> Prefetch:

@@ -52,10 +52,19 @@ def train_step(model: nn.Module, engine: ZeroEngine, batches: Iterator[MicroBatc
 
 
 def microbatch_loss(model: nn.Module, batch: MicroBatch, device: torch.device) -> Tensor:
-    """The mean loss over the tokens of a micro-batch that count, a fp32 scalar."""
-    loss_BS = model(batch.tokens.to(device), batch.labels.to(device), first_sample=batch.first_sample)
+    """The mean loss over the tokens of a micro-batch that count, a fp32 scalar; 0 where none does.
+
+    As in Megatron, every micro-batch weighs the same in the means over micro-batches and ranks, however many of its tokens count.
+    """
+    loss_BS = model(
+        batch.tokens.to(device),
+        batch.labels.to(device),
+        first_sample=batch.first_sample,
+        position_ids_BS=None if batch.position_ids is None else batch.position_ids.to(device),
+        document_lengths_R=batch.document_lengths,
+    )
     loss_mask_BS = batch.loss_mask.to(device)
-    return (loss_BS * loss_mask_BS).sum() / loss_mask_BS.sum()
+    return (loss_BS * loss_mask_BS).sum() / loss_mask_BS.sum().clamp(min=1.0)
 
 
 def mean_loss(losses: list[Tensor], engine: ZeroEngine) -> float:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_zpp.checkpoint.writer import RunState, save_checkpoint
 from megatron_zpp.config.schema import GROUPS, Config
+from megatron_zpp.data.blended_dataset import SourceTally
 from megatron_zpp.data.datasets import Datasets
-from megatron_zpp.data.loader import MicroBatch, build_loader
+from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.sample import SampleSource
 from megatron_zpp.data.sampler import MicroBatchSampler
 from megatron_zpp.model.gpt import GPT
@@ -20,11 +20,20 @@ from megatron_zpp.monitor.jsonl import JsonLinesWriter
 from megatron_zpp.monitor.logging import RankPrinter
 from megatron_zpp.monitor.memory import max_memory_bytes
 from megatron_zpp.monitor.tensorboard import TensorboardWriter
-from megatron_zpp.monitor.training_line import training_line, validation_lines
+from megatron_zpp.monitor.training_line import samples_line, training_line, validation_lines
 from megatron_zpp.training.evaluation import evaluate
 from megatron_zpp.training.leaving import Leaving, reason_for_leaving
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
-from megatron_zpp.training.metrics import BadIterations, Interval, Progress, ReportInputs, StepReadings, StepTraffic, interval_report
+from megatron_zpp.training.metrics import (
+    BadIterations,
+    Interval,
+    Progress,
+    ReportInputs,
+    StepReadings,
+    StepTimes,
+    StepTraffic,
+    interval_report,
+)
 from megatron_zpp.training.step import StepPlan, train_step
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -65,9 +74,11 @@ class Trainer:
         self._since_line, self._since_point = Interval(), Interval()
         self._bad_iterations = BadIterations()
         self._reason_for_leaving: str | None = None
+        self._rules = datasets.rules
         self._train_batches = self._batches(datasets.train, progress.consumed_samples)
         self._valid_batches = self._held_out_batches(datasets.valid, consumed_valid_samples)
         self._test_batches = self._held_out_batches(datasets.test, 0)
+        self._tally = SourceTally(datasets.train) if config.logging.log_samples_per_source else None
 
     def run(self) -> None:
         """Trains up to --train-iters, or until there is a reason to leave before, and saves what --save asks for."""
@@ -87,15 +98,16 @@ class Trainer:
             self._finish()
 
     def _step(self, leaving: Leaving) -> None:
-        started = time.perf_counter()
+        started, waited = time.perf_counter(), self._train_batches.wait_seconds
         plan = StepPlan(self._microbatches, self._schedule.learning_rate(self._progress.scheduled_samples), leaving.wish)
         outcome = train_step(self._model, self._engine, self._train_batches, plan)
         seconds = time.perf_counter() - started
         self._traffic.close_step()
         self._bad_iterations.count(outcome, self._progress)
         self._progress.advance(self._config.training.global_batch_size, is_skipped=outcome.is_skipped)
+        times = StepTimes(seconds, self._train_batches.wait_seconds - waited)
         self._reason_for_leaving = reason_for_leaving(outcome.wishes, self._progress.iteration, self._config.training)
-        self._report(StepReadings(outcome, plan.learning_rate, self._engine.loss_scaler.scale), seconds)
+        self._report(StepReadings(outcome, plan.learning_rate, self._engine.loss_scaler.scale), times)
         self._end_if_all_is_bad()
 
     def _between_steps(self) -> None:
@@ -114,13 +126,13 @@ class Trainer:
     def _is_multiple_of(self, interval: int | None) -> bool:
         return interval is not None and self._progress.iteration % interval == 0
 
-    def _held_out_batches(self, source: SampleSource | None, consumed_samples: int) -> Iterator[MicroBatch] | None:
+    def _held_out_batches(self, source: SampleSource | None, consumed_samples: int) -> MicroBatches | None:
         """None where the corpus leaves the split empty, or --eval-iters is 0."""
         if source is None or self._config.training.eval_iters == 0:
             return None
         return self._batches(source, consumed_samples)
 
-    def _batches(self, source: SampleSource, consumed_samples: int) -> Iterator[MicroBatch]:
+    def _batches(self, source: SampleSource, consumed_samples: int) -> MicroBatches:
         backend = self._engine.ladder.backend
         sampler = MicroBatchSampler(
             total_samples=len(source),
@@ -129,22 +141,31 @@ class Trainer:
             data_parallel_rank=backend.rank,
             data_parallel_size=backend.topology.world_size,
         )
-        yield from build_loader(source, sampler, self._config.data.num_workers)  # workers start when the first batch is asked for
+        return MicroBatches(source, sampler, self._config.data.num_workers, self._rules)
 
-    def _report(self, readings: StepReadings, seconds: float) -> None:
+    def _report(self, readings: StepReadings, times: StepTimes) -> None:
         """A training line every --log-interval iterations and at the end, a TensorBoard point every --tensorboard-log-interval."""
         outlets, logging = self._outlets, self._config.logging
-        self._since_line.add(readings.outcome, seconds)
-        self._since_point.add(readings.outcome, seconds)
+        self._since_line.add(readings.outcome, times)
+        self._since_point.add(readings.outcome, times)
         if self._is_multiple_of(logging.log_interval) or self._is_last():
             report = self._interval_report(self._since_line, readings)
             outlets.printer.on_last(training_line(report))
+            by_source = self._samples_per_source()
             if outlets.json_lines is not None:
-                outlets.json_lines.write(report.json_object())
+                outlets.json_lines.write({**report.json_object(), **by_source})
             self._since_line = Interval()
         if outlets.tensorboard is not None and self._is_multiple_of(logging.tensorboard_log_interval):
             outlets.tensorboard.write_interval(self._interval_report(self._since_point, readings))
             self._since_point = Interval()
+
+    def _samples_per_source(self) -> dict[str, dict[str, int]]:
+        """For --log-jsonl, and printed; nothing without --log-samples-per-source."""
+        if self._tally is None:
+            return {}
+        counts = self._tally.up_to(self._progress.consumed_samples)
+        self._outlets.printer.on_last(samples_line(counts))
+        return {"consumed_samples_per_source": counts}
 
     def _interval_report(self, interval: Interval, readings: StepReadings) -> IntervalReport:
         inputs = ReportInputs(readings, self._model.padded_vocab_size, max_memory_bytes(self._engine.device))
@@ -169,7 +190,7 @@ class Trainer:
         if loss is not None and self._outlets.json_lines is not None:
             self._outlets.json_lines.write({"iteration": self._progress.iteration, "test_loss": loss})
 
-    def _evaluate(self, batches: Iterator[MicroBatch] | None, drawn_from: str) -> float | None:
+    def _evaluate(self, batches: MicroBatches | None, drawn_from: str) -> float | None:
         """The mean loss, printed; None where there is nothing to evaluate on."""
         if batches is None:
             return None

@@ -5,12 +5,12 @@ import pytest
 from tiny_corpus import GOLDEN, counting_documents, write_corpus, write_golden_corpus
 
 from megatron_zpp.config.schema import DataConfig
-from megatron_zpp.data.datasets import Datasets, SampleCounts, build_datasets, count_samples
+from megatron_zpp.data.datasets import DataRequest, Datasets, SampleCounts, build_datasets, count_samples
 from megatron_zpp.data.gpt_dataset import GPTDataset
 
 
 def build(data: DataConfig, counts: tuple[int, int, int] = (6, 3, 1), seq_length: int = 8) -> Datasets:
-    return build_datasets(data, seq_length=seq_length, seed=1234, sample_counts=SampleCounts(*counts), vocab_size=100)
+    return build_datasets(data, DataRequest(seq_length, 1234, SampleCounts(*counts), vocab_size=100, eod=99))
 
 
 def train_of(datasets: Datasets) -> GPTDataset:
@@ -87,7 +87,7 @@ def test_an_unwritable_place_is_said_once(tmp_path: Path) -> None:
 def test_mock_data_needs_no_files_and_its_splits_differ() -> None:
     datasets = build(DataConfig(mock_data=True))
     assert datasets.valid is not None
-    assert datasets.source is None
+    assert datasets.sources == ()
     assert (len(datasets.train), len(datasets.valid)) == (6, 3)
     assert datasets.train[0]["tokens"].tolist() != datasets.valid[0]["tokens"].tolist()
 
@@ -97,7 +97,6 @@ def test_mock_data_needs_no_files_and_its_splits_differ() -> None:
     [
         (DataConfig(mock_data=True, data_path=("a",)), "--mock-data and --data-path exclude each other"),
         (DataConfig(), "Neither --data-path nor --mock-data"),
-        (DataConfig(data_path=("a", "b")), "--data-path has 2 values, but blends are not supported yet"),
         (DataConfig(data_path=("nowhere",)), r"nowhere\.idx does not exist"),
     ],
 )

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_zpp.data.blended_dataset import BlendIndices, build_blend_indices
 from megatron_zpp.data.gpt_indices import GPTIndices
-from megatron_zpp.data.index_cache import CachedIndices, IndexCache
+from megatron_zpp.data.index_cache import MAPPED_FROM_BYTES, CachedIndices, IndexCache
 
 DESCRIPTION = {"class": "GPTDataset", "num_samples": 3}
 
@@ -35,17 +36,17 @@ def build_slowly_and_count(folder: Path) -> None:
         time.sleep(0.3)
         return some_indices()
 
-    assert_equal(IndexCache(folder / "cache", "train", DESCRIPTION).load_or_build(build).indices, some_indices())
+    assert_equal(IndexCache(GPTIndices, folder / "cache", "train", DESCRIPTION).load_or_build(build).indices, some_indices())
 
 
 def test_second_call_loads_what_the_first_one_built(tmp_path: Path) -> None:
-    cache = IndexCache(tmp_path / "new" / "folder", "train", DESCRIPTION)
+    cache = IndexCache(GPTIndices, tmp_path / "new" / "folder", "train", DESCRIPTION)
     assert cache.load_or_build(some_indices).message is None
     assert_equal(cache.load_or_build(must_not_build).indices, some_indices())
 
 
 def test_files_have_megatrons_names_and_nothing_temporary_remains(tmp_path: Path) -> None:
-    IndexCache(tmp_path, "valid", DESCRIPTION).load_or_build(some_indices)
+    IndexCache(GPTIndices, tmp_path, "valid", DESCRIPTION).load_or_build(some_indices)
     stem = hashlib.md5(json.dumps(DESCRIPTION, indent=4).encode()).hexdigest() + "-GPTDataset-valid"
     endings = ["-description.txt", "-document_index.npy", "-sample_index.npy", "-shuffle_index.npy", ".lock"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [stem + ending for ending in endings]
@@ -53,15 +54,15 @@ def test_files_have_megatrons_names_and_nothing_temporary_remains(tmp_path: Path
 
 
 def test_another_description_has_other_files(tmp_path: Path) -> None:
-    IndexCache(tmp_path, "train", DESCRIPTION).load_or_build(some_indices)
-    other = IndexCache(tmp_path, "train", {**DESCRIPTION, "num_samples": 4}).load_or_build(lambda: some_indices(9))
+    IndexCache(GPTIndices, tmp_path, "train", DESCRIPTION).load_or_build(some_indices)
+    other = IndexCache(GPTIndices, tmp_path, "train", {**DESCRIPTION, "num_samples": 4}).load_or_build(lambda: some_indices(9))
     assert_equal(other.indices, some_indices(9))
 
 
 @pytest.mark.parametrize("ending", ["-description.txt", "-document_index.npy", "-sample_index.npy", "-shuffle_index.npy"])
 @pytest.mark.parametrize("damage", ["gone", "empty", "cut"])
 def test_a_damaged_cache_is_built_again(tmp_path: Path, ending: str, damage: str) -> None:
-    cache = IndexCache(tmp_path, "train", DESCRIPTION)
+    cache = IndexCache(GPTIndices, tmp_path, "train", DESCRIPTION)
     cache.load_or_build(some_indices)
     path = tmp_path / f"{cache.stem}{ending}"
     content = path.read_bytes()
@@ -76,10 +77,29 @@ def test_a_builder_that_dies_leaves_no_half_cache(tmp_path: Path) -> None:
     def fail() -> GPTIndices:
         raise MemoryError
 
-    cache = IndexCache(tmp_path, "train", DESCRIPTION)
+    cache = IndexCache(GPTIndices, tmp_path, "train", DESCRIPTION)
     with pytest.raises(MemoryError):
         cache.load_or_build(fail)
+    assert (tmp_path / f"{cache.stem}.error").exists()
     assert_equal(cache.load_or_build(some_indices).indices, some_indices())
+    assert not (tmp_path / f"{cache.stem}.error").exists()
+
+
+def test_small_arrays_are_read_and_large_ones_mapped(tmp_path: Path) -> None:
+    large = np.arange(MAPPED_FROM_BYTES, dtype=np.int32)
+    cache = IndexCache(GPTIndices, tmp_path, "train", DESCRIPTION)
+    cache.load_or_build(lambda: some_indices()._replace(document=large))
+    loaded = cache.load_or_build(must_not_build).indices
+    assert np.array_equal(loaded.document, large)
+    assert isinstance(loaded.document.base, np.memmap) and not isinstance(loaded.sample.base, np.memmap)
+
+
+def test_blends_have_files_of_their_own(tmp_path: Path) -> None:
+    cache = IndexCache(BlendIndices, tmp_path, "train", {"class": "BlendedDataset"})
+    built = cache.load_or_build(lambda: build_blend_indices([0.5, 0.5], 4)).indices
+    loaded = cache.load_or_build(lambda: build_blend_indices([1.0], 1)).indices
+    assert [values.tolist() for values in loaded] == [values.tolist() for values in built] == [[0, 1, 0, 1], [0, 0, 1, 1], [2, 2]]
+    assert (tmp_path / f"{cache.stem}-dataset_index.npy").exists() and "BlendedDataset-train" in cache.stem
 
 
 def test_processes_that_come_at_once_build_once(tmp_path: Path) -> None:
@@ -100,7 +120,7 @@ def unwritable(folder: Path) -> Path:
 
 
 def test_an_unwritable_folder_means_indices_in_memory_and_one_line(tmp_path: Path) -> None:
-    cached: CachedIndices = IndexCache(unwritable(tmp_path), "train", DESCRIPTION).load_or_build(some_indices)
+    cached: CachedIndices[GPTIndices] = IndexCache(GPTIndices, unwritable(tmp_path), "train", DESCRIPTION).load_or_build(some_indices)
     assert_equal(cached.indices, some_indices())
     assert cached.message is not None
     assert "built in memory" in cached.message
@@ -113,7 +133,7 @@ def test_a_disk_that_fills_up_means_indices_in_memory_and_one_line(tmp_path: Pat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", no_space)
-    cached = IndexCache(tmp_path, "train", DESCRIPTION).load_or_build(some_indices)
+    cached = IndexCache(GPTIndices, tmp_path, "train", DESCRIPTION).load_or_build(some_indices)
     assert_equal(cached.indices, some_indices())
     assert cached.message is not None
     assert "No space left on device" in cached.message

@@ -3,14 +3,17 @@ from itertools import islice
 import pytest
 import torch
 
-from megatron_zpp.data.loader import MicroBatch, build_loader
+from megatron_zpp.data.documents import DocumentRules
+from megatron_zpp.data.loader import MicroBatch, MicroBatches
 from megatron_zpp.data.mock_dataset import MockDataset
 from megatron_zpp.data.sampler import MicroBatchSampler
 
+NO_RULES = DocumentRules(eod=0, resets_positions=False, resets_attention=False, masks_loss=False)
 
-def first_batches(num_workers: int, count: int) -> list[MicroBatch]:
+
+def first_batches(num_workers: int, count: int, rules: DocumentRules = NO_RULES) -> list[MicroBatch]:
     dataset = MockDataset(seed=1, stream=0, seq_length=6, vocab_size=50, sample_count=100)
-    return list(islice(build_loader(dataset, MicroBatchSampler(100, 8, 2, 1, 2), num_workers), count))
+    return list(islice(MicroBatches(dataset, MicroBatchSampler(100, 8, 2, 1, 2), num_workers, rules), count))
 
 
 def test_a_micro_batch_stacks_the_samplers_samples() -> None:

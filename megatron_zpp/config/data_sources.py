@@ -1,0 +1,111 @@
+"""Which corpora a run reads, and in what shares: --data-path and the flags beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.options import spelling_of
+from megatron_zpp.config.schema import DataConfig
+
+SPLITS = ("train", "valid", "test")
+COMMON_FLAGS = ("data_path", "data_args_path")
+SPLIT_FLAGS = {"train": "train_data_path", "valid": "valid_data_path", "test": "test_data_path"}
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Prefixes of corpora and their weights, as given; without weights each corpus has the share of its samples in one epoch."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+    @property
+    def is_plain(self) -> bool:
+        """One corpus, which needs no index of a blend."""
+        return len(self.prefixes) == 1
+
+
+@dataclass(frozen=True)
+class DataSources:
+    """common: one blend that --split cuts into three. by_split: or one for each split alone, whole; a split may have none."""
+
+    common: Blend | None
+    by_split: Mapping[str, Blend]
+
+
+def read_sources(data: DataConfig) -> DataSources:
+    """The blends that the flags name; files that flags name are read.
+
+    Raises FlagError for flags that exclude each other and for unusable values.
+    """
+    given = [name for name in (*COMMON_FLAGS, "per_split_data_args_path") if getattr(data, name)]
+    split_given = [name for name in SPLIT_FLAGS.values() if getattr(data, name)]
+    if len(given) > 1 or (given and split_given):
+        words = " and ".join(spelling_of(name) for name in [*given, *split_given])
+        raise FlagError(f"{words} exclude each other; give the corpora in one of these ways.")
+    if data.per_split_data_args_path is not None:
+        return _by_split(_read_split_file(data.per_split_data_args_path))
+    if split_given:
+        return _by_split({split: (spelling_of(name), getattr(data, name)) for split, name in SPLIT_FLAGS.items() if getattr(data, name)})
+    if data.data_args_path is not None:
+        return DataSources(parse_blend("--data-args-path", _read(data.data_args_path, "--data-args-path").split()), {})
+    return DataSources(parse_blend("--data-path", data.data_path) if data.data_path else None, {})
+
+
+def parse_blend(spelling: str, words: Sequence[str]) -> Blend:
+    """The blend of `weight prefix weight prefix ...`, or of `prefix prefix ...`, as Megatron tells them apart.
+
+    An even number of words is of the first kind, unless one that should be a weight is no number. Raises FlagError for no words, and for
+    weights that are not positive numbers.
+    """
+    if not words:
+        raise FlagError(f"{spelling} names no corpus; give prefixes, or weights and prefixes in turn.")
+    weights = [_number_in(word) for word in words[0::2]]
+    if len(words) % 2 or any(weight is None for weight in weights):
+        return Blend(tuple(words), None)
+    for word, weight in zip(words[0::2], weights, strict=True):
+        if weight is None or not (math.isfinite(weight) and weight > 0):
+            raise FlagError(f"{spelling} has the weight {word}; needed is a positive number, and a corpus without a share is left out.")
+    return Blend(tuple(words[1::2]), tuple(weight for weight in weights if weight is not None))
+
+
+def _number_in(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _by_split(words_of: Mapping[str, tuple[str, Sequence[str]]]) -> DataSources:
+    if "train" not in words_of:
+        given = " and ".join(spelling for spelling, _ in words_of.values())
+        raise FlagError(
+            f"{given or '--per-split-data-args-path'} leaves training without a corpus; give --train-data-path, or its key train."
+        )
+    return DataSources(None, {split: parse_blend(spelling, words) for split, (spelling, words) in words_of.items()})
+
+
+def _read_split_file(path: str) -> dict[str, tuple[str, Sequence[str]]]:
+    spelling = "--per-split-data-args-path"
+    rule = f'{spelling} {path} is not what is needed: a JSON object of lists of words, such as {{"train": ["0.7", "a", "0.3", "b"]}}.'
+    try:
+        found: Any = json.loads(_read(path, spelling))
+    except json.JSONDecodeError:
+        raise FlagError(rule) from None
+    is_object = isinstance(found, dict) and set(found) <= set(SPLITS)
+    if not is_object or not all(words is None or isinstance(words, list) for words in found.values()):
+        raise FlagError(f"{rule[:-1]}, with the keys {', '.join(SPLITS)}.")
+    return {split: (f"{spelling} {path} ({split})", [str(word) for word in words]) for split, words in found.items() if words}
+
+
+def _read(path: str, spelling: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FlagError(f"{spelling} {path} cannot be read ({error}); give a text file that every rank can read.") from None

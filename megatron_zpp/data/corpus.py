@@ -1,0 +1,99 @@
+"""One corpus of a run: its documents by split, and the indices of its samples, kept beside it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from megatron_zpp.data.build_once import Speaker
+from megatron_zpp.data.gpt_dataset import GPTDataset
+from megatron_zpp.data.gpt_indices import GPTIndices, build_gpt_indices
+from megatron_zpp.data.index_cache import CachedIndices, IndexCache
+from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.data.split import SPLIT_NAMES, split_documents
+
+SPLIT_WORDS = {"train": "training", "valid": "validation", "test": "test"}
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the order of samples depends on beside the documents. cache_folder: None for a folder beside each corpus."""
+
+    seq_length: int
+    seed: int
+    cache_folder: Path | None
+
+    def folder_beside(self, prefix: str) -> Path:
+        """Where what is derived from a corpus is kept."""
+        return self.cache_folder or Path(f"{prefix}.cache")
+
+
+class Corpus:
+    """split: shares of the documents as in --split, None where each split may use all of them.
+
+    Raises ValueError for unusable files or an unusable split.
+    """
+
+    def __init__(self, prefix: str, split: str | None, order: Order) -> None:
+        self.source = IndexedDataset(prefix)
+        self.order = order
+        self._split = split
+        everything = dict.fromkeys(SPLIT_NAMES, range(len(self.source)))
+        self._documents: Mapping[str, range] = everything if split is None else split_documents(split, len(self.source))
+
+    @property
+    def prefix(self) -> str:
+        return self.source.prefix
+
+    def token_count(self, split_name: str) -> int:
+        """Tokens in the documents of a split."""
+        documents = self._documents[split_name]
+        return int(self.source.lengths[documents.start : documents.stop].sum(dtype="int64"))
+
+    def samples_per_epoch(self, split_name: str) -> int:
+        """Samples that one pass over the documents of a split yields."""
+        return max(0, self.token_count(split_name) - 1) // self.order.seq_length
+
+    def why_empty(self, split_name: str) -> str:
+        """One sentence for a split without tokens."""
+        found = f"The {SPLIT_WORDS[split_name]} split of {self.prefix} is empty"
+        if self._split is None:
+            return f"{found}: its {len(self.source)} documents hold no token."
+        counts = ", ".join(str(len(documents)) for documents in self._documents.values())
+        return f"{found}: --split {self._split} cuts its {len(self.source)} documents into {counts}."
+
+    def dataset(self, split_name: str, sample_count: int, speaker: Speaker, messages: list[str]) -> GPTDataset:
+        """At least sample_count samples of a split that has tokens; 0: one pass. Appends to `messages` what a user should know."""
+        cached = self._cached_indices(split_name, sample_count, speaker)
+        if cached.message is not None:
+            messages.append(cached.message)
+        return GPTDataset(self.source, cached.indices)
+
+    def _cached_indices(self, split_name: str, sample_count: int, speaker: Speaker) -> CachedIndices[GPTIndices]:
+        documents, order = self._documents[split_name], self.order
+
+        def build() -> GPTIndices:
+            return build_gpt_indices(
+                self.source.lengths, documents, sample_count=sample_count, seq_length=order.seq_length, seed=order.seed
+            )
+
+        description = {
+            "class": "GPTDataset",
+            "corpus": Path(self.prefix).name,
+            # The indices depend on the data through the document lengths alone.
+            "document_lengths_sha256": self._lengths_digest,
+            "documents": [documents.start, documents.stop],
+            "index_split": split_name,
+            "num_samples": sample_count,
+            "random_seed": order.seed,
+            "sequence_length": order.seq_length,
+        }
+        cache = IndexCache(GPTIndices, order.folder_beside(self.prefix), split_name, description)
+        return cache.load_or_build(build, f"the {SPLIT_WORDS[split_name]} indices of {self.prefix}", speaker)
+
+    @cached_property
+    def _lengths_digest(self) -> str:
+        return hashlib.sha256(self.source.lengths.data).hexdigest()

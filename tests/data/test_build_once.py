@@ -1,0 +1,176 @@
+import errno
+import fcntl
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.data import build_once
+from megatron_zpp.data.build_once import SILENCE, Speaker, appearing_whole, built_once
+
+
+def reader(path: Path) -> Callable[[], str | None]:
+    return lambda: path.read_text() if path.exists() else None
+
+
+def writer(path: Path, text: str = "built") -> Callable[[], str]:
+    def write() -> str:
+        with appearing_whole(path) as file:
+            file.write(text.encode())
+        return text
+
+    return write
+
+
+def must_not_build() -> str:
+    raise AssertionError("built although it is there")
+
+
+def build_in(folder: Path, build: Callable[[], str], speaker: Speaker = SILENCE) -> str:
+    return built_once(folder / "thing", "the thing", reader(folder / "thing.txt"), build, speaker)
+
+
+class Waiting(threading.Thread):
+    """Another process that wants the same: locks of two open files exclude each other inside one process, too."""
+
+    def __init__(self, folder: Path, build: Callable[[], str], speaker: Speaker = SILENCE) -> None:
+        super().__init__()
+        self.folder, self.build, self.speaker = folder, build, speaker
+        self.result: str | Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = build_in(self.folder, self.build, self.speaker)
+        except Exception as error:
+            self.result = error
+
+    def end(self) -> "str | Exception | None":
+        self.join(30)
+        return self.result
+
+
+def test_what_is_there_is_loaded_without_a_trace(tmp_path: Path) -> None:
+    (tmp_path / "thing.txt").write_text("built")
+    assert build_in(tmp_path, must_not_build) == "built"
+    assert [path.name for path in tmp_path.iterdir()] == ["thing.txt"]
+
+
+@pytest.mark.parametrize(("raised", "expected"), [(ValueError("give more"), ValueError), (MemoryError("none left"), RuntimeError)])
+def test_who_waited_for_a_builder_that_fails_ends_with_its_message(raised: Exception, expected: type[Exception], tmp_path: Path) -> None:
+    waiting: list[Waiting] = []
+
+    def fail() -> str:
+        waiting.extend(Waiting(tmp_path, must_not_build) for _ in range(2))
+        time.sleep(0.3)  # until they stand at the lock
+        raise raised
+
+    with pytest.raises(type(raised)):
+        build_in(tmp_path, fail, Speaker("rank 0 on a", print))
+    for error in (waiter.end() for waiter in waiting):
+        assert type(error) is expected and str(raised) in str(error)
+    if expected is RuntimeError:
+        assert "rank 0 on a failed to build the thing: MemoryError" in str(waiting[0].result)
+
+
+def test_who_comes_after_a_failure_tries_again_and_clears_it(tmp_path: Path) -> None:
+    def fail() -> str:
+        raise ValueError("give more")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="give more"):
+            build_in(tmp_path, fail)
+    assert build_in(tmp_path, writer(tmp_path / "thing.txt")) == "built"
+    assert not (tmp_path / "thing.error").exists()
+
+
+def hold_and_build_forever(folder: Path) -> None:
+    build_in(folder, lambda: time.sleep(600) or "")  # type: ignore[func-returns-value]
+
+
+def test_when_the_builder_is_killed_the_next_in_line_builds(tmp_path: Path) -> None:
+    builder = multiprocessing.get_context("spawn").Process(target=hold_and_build_forever, args=(tmp_path,))
+    builder.start()
+    while not (tmp_path / "thing.lock").exists() or not (tmp_path / "thing.lock").read_text():
+        time.sleep(0.05)
+    waiting = Waiting(tmp_path, writer(tmp_path / "thing.txt"))
+    time.sleep(0.3)
+    assert waiting.is_alive() and builder.pid is not None
+    os.kill(builder.pid, signal.SIGKILL)
+    assert waiting.end() == "built"
+    builder.join()
+
+
+def test_a_lock_whose_holder_shows_no_life_is_passed_by_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_once, "SILENT_SECONDS", 0.5)
+    lines: list[str] = []
+    with open(tmp_path / "thing.lock", "ab") as lock:
+        lock.write(b"rank 9 on gone")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert build_in(tmp_path, writer(tmp_path / "thing.txt"), Speaker("rank 1 on b", lines.append)) == "built"
+    assert lines == ["rank 9 on gone has shown no life for 0 s: rank 1 on b builds the thing itself"]
+
+
+def test_a_living_builder_is_waited_for_longer_than_the_silence_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_once, "SILENT_SECONDS", 0.6)
+    monkeypatch.setattr(build_once, "HEARTBEAT_SECONDS", 0.1)
+    waiting: list[Waiting] = []
+
+    def build_slowly() -> str:
+        waiting.append(Waiting(tmp_path, must_not_build))
+        time.sleep(1.2)
+        return writer(tmp_path / "thing.txt")()
+
+    assert build_in(tmp_path, build_slowly) == "built"
+    assert waiting[0].end() == "built"
+
+
+def test_files_that_appear_end_the_wait_even_if_the_lock_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_once, "LOOK_SECONDS", 0.1)
+    with open(tmp_path / "thing.lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = Waiting(tmp_path, must_not_build)
+        writer(tmp_path / "thing.txt")()
+        assert waiting.end() == "built"
+
+
+def test_builder_and_who_waits_say_so_where_it_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"FIRST_LINE_SECONDS": 0.1, "LINE_SECONDS": 0.3, "HEARTBEAT_SECONDS": 0.1}.items():
+        monkeypatch.setattr(build_once, name, seconds)
+    builder_lines: list[str] = []
+    loud_lines: list[str] = []
+    quiet_lines: list[str] = []
+    waiting: list[Waiting] = []
+
+    def build_slowly() -> str:
+        waiting.append(Waiting(tmp_path, must_not_build, Speaker("rank 1 on a", loud_lines.append)))
+        waiting.append(Waiting(tmp_path, must_not_build, Speaker("rank 2 on a", quiet_lines.append, announces_waiting=False)))
+        time.sleep(0.8)
+        return writer(tmp_path / "thing.txt")()
+
+    build_in(tmp_path, build_slowly, Speaker("rank 0 on a", builder_lines.append))
+    assert [waiter.end() for waiter in waiting] == ["built", "built"]
+    assert builder_lines[0] == "rank 0 on a builds the thing (0 s)" and builder_lines[-1] == "rank 0 on a has built the thing (1 s)"
+    assert loud_lines[0] == "rank 1 on a waits for the thing, which rank 0 on a builds (0 s)"
+    assert quiet_lines == []
+
+
+def test_a_file_system_without_locks_lets_everyone_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert build_in(tmp_path, writer(tmp_path / "thing.txt")) == "built"
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="in the middle"), appearing_whole(tmp_path / "file") as file:
+        file.write(b"half")
+        raise RuntimeError("in the middle")
+    assert list(tmp_path.iterdir()) == []

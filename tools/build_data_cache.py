@@ -1,0 +1,76 @@
+"""Prepares the data of a run ahead of it, on one machine without GPUs: indices, blends and the check of token ids.
+
+Takes the flags of the run as they are, and the number of its ranks. What is there already is not built again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from command import MISTAKE_EXIT_CODE
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.validate import resolve
+from megatron_zpp.data.blended_dataset import BlendedDataset
+from megatron_zpp.data.build_once import Speaker
+from megatron_zpp.data.sample import SampleSource
+
+FLAGS_HELP = "the flags of pretrain_zeropp_gpt.py, as the run will get them; --data-cache-path says where the indices go"
+
+
+def main() -> None:
+    parser = _parser()
+    args, flags = parser.parse_known_args()
+    try:
+        run(args, flags)
+    except (ValueError, OSError) as error:
+        parser.exit(MISTAKE_EXIT_CODE, f"{parser.prog}: error: {error}\n")
+
+
+def run(args: argparse.Namespace, flags: list[str]) -> None:
+    """Prints what was prepared; raises ValueError for what the run itself would refuse about its flags and its data."""
+    config = resolve(parse_flags(flags), args.ranks, args.ranks)
+    if not config.data.names_corpora:
+        raise ValueError("--data-path is not given, nor another flag that names corpora; give the flags of the run.")
+    from megatron_zpp.training import setup  # torch is imported from here on
+
+    started = time.monotonic()
+    speaker = Speaker(f"build_data_cache on {socket.gethostname()}", print)
+    datasets = setup.build_run_data(config, setup.build_vocabulary(config), speaker, checks_token_ids=not args.no_token_check)
+    for message in datasets.messages:
+        print(message)
+    for name, dataset in (("training", datasets.train), ("validation", datasets.valid), ("test", datasets.test)):
+        print(f"{name}: {_in_words(dataset)}")
+    print(f"ready in {time.monotonic() - started:.1f} s")
+
+
+def _in_words(dataset: SampleSource | None) -> str:
+    if dataset is None:
+        return "nothing"
+    blend = f" of {len(dataset.datasets)} corpora" if isinstance(dataset, BlendedDataset) else ""
+    return f"{len(dataset)} samples{blend}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="build_data_cache.py",
+        usage="%(prog)s --ranks N [flags of the run]",
+        description=__doc__,
+        epilog=FLAGS_HELP,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--ranks", type=int, required=True, help="data-parallel ranks of the run, which --global-batch-size may follow from"
+    )
+    parser.add_argument("--no-token-check", action="store_true", help="leave the check of token ids, which reads every .bin, to the run")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
