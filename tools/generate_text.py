@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import run_command
 
-from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest, find_checkpoint
+from megatron_zpp.checkpoint.folders import find_checkpoint
+from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.config.schema import DataConfig, ModelConfig
 from megatron_zpp.data.tokenizer import Tokenizer, build_tokenizer

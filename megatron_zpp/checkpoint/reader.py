@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_zpp.checkpoint.manifest import (
     ELEMENT_BYTES,
     MANIFEST_FILE,
+    MARKER_FILE,
     CheckpointError,
     DamagedCheckpointError,
     StoredFile,
@@ -54,12 +55,14 @@ class Wanted:
 class CheckpointReader:
     """One checkpoint, open for reading. Raises CheckpointError where its manifest cannot be used.
 
-    bytes_read: of its files, so far. As long as it is open, a run that shares the folder does not delete the checkpoint.
+    bytes_read: of its files, so far. identity: a text that no other checkpoint has.
+    As long as it is open, a run that shares the folder does not delete the checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder)
+        self.identity = f"{folder.name} {(folder / MARKER_FILE).read_text(encoding='utf-8')}"
         self.bytes_read = 0
         self._lock = (folder / MANIFEST_FILE).open("rb")
         with suppress(OSError):  # some file systems have no locks

@@ -31,12 +31,12 @@ from megatron_zpp.checkpoint.durable import sync_folder, write_durably
 from megatron_zpp.checkpoint.folders import (
     Stage,
     complete_iterations,
+    delete_checkpoint,
     expendable,
     iteration_folder,
     leftovers,
     move_latest,
     put_in_place,
-    delete_checkpoint,
     settle,
     staged_folder,
 )
@@ -55,13 +55,11 @@ from megatron_zpp.checkpoint.manifest import (
 )
 from megatron_zpp.checkpoint.owner import OWNER_FILE, is_abandoned, this_process
 from megatron_zpp.checkpoint.shard_file import TensorEntry, lay_out, write_file
+from megatron_zpp.checkpoint.shared_folder import LOOK_EVERY_SECONDS, SHARED_FOLDER, VISIBLE_WITHIN_SECONDS, is_seen
 from megatron_zpp.checkpoint.snapshot import HostSnapshot
 from megatron_zpp.parallel.initialize import gather_texts, joined_errors
 from megatron_zpp.zero.pieces import Piece
 
-VISIBLE_WITHIN_SECONDS = 60.0  # network file systems show another machine's files late
-_SHARED = "--save must be a folder of one file system that all ranks share"
-_LOOK_EVERY_SECONDS = 0.02
 _SPARE_BYTES = 1 << 20  # of the manifest and other small files
 Gather = Callable[[str], list[str]]
 Result = TypeVar("Result")
@@ -262,8 +260,8 @@ class CheckpointSaver:
             if save.all_written.is_set():
                 deadline = deadline or time.monotonic() + VISIBLE_WITHIN_SECONDS
                 if time.monotonic() > deadline:
-                    raise CheckpointError(f"rank 0 does not see {path}, which rank {rank} has written; {_SHARED}")
-            time.sleep(_LOOK_EVERY_SECONDS)
+                    raise CheckpointError(f"rank 0 does not see {path}, which rank {rank} has written; {SHARED_FOLDER}")
+            time.sleep(LOOK_EVERY_SECONDS)
 
     def _delete_expendable(self, save: _Save) -> tuple[int, ...]:
         options = self._options
@@ -293,7 +291,7 @@ def seal(unfinished: Path, manifest: Manifest) -> None:
     for stored in manifest.files:
         nbytes = (unfinished / stored.name).stat().st_size
         if nbytes != stored.nbytes:
-            raise CheckpointError(f"{unfinished / stored.name} has {nbytes} bytes where {stored.nbytes} were written; {_SHARED}")
+            raise CheckpointError(f"{unfinished / stored.name} has {nbytes} bytes where {stored.nbytes} were written; {SHARED_FOLDER}")
     text = manifest.to_json()
     write_durably(unfinished / MANIFEST_FILE, text)
     write_durably(unfinished / MARKER_FILE, marker_json(text))
@@ -317,11 +315,8 @@ def _make_unfinished(folder: Path) -> None:
 
 def _check_folder(folder: Path, needed_bytes: int) -> None:
     """Nothing, where this rank sees the folder and its disk has room for the whole checkpoint."""
-    deadline = time.monotonic() + VISIBLE_WITHIN_SECONDS
-    while not (folder / OWNER_FILE).exists():
-        if time.monotonic() > deadline:
-            raise CheckpointError(f"rank 0 has made {folder}, which is not there on this rank's machine; {_SHARED}")
-        time.sleep(_LOOK_EVERY_SECONDS)
+    if not is_seen(folder / OWNER_FILE):
+        raise CheckpointError(f"rank 0 has made {folder}, which is not there on this rank's machine; {SHARED_FOLDER}")
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         raise CheckpointError(

@@ -188,4 +188,5 @@ def _write(file: FileIO, buffer: memoryview, checksums: _Checksums) -> None:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().reshape(-1).cpu().contiguous()
-    return memoryview(flat.view(torch.uint8).numpy())
+    values: memoryview = flat.view(torch.uint8).numpy().data
+    return values

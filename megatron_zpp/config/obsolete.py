@@ -30,6 +30,11 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--no-bias-gelu-fusion": AcceptedFlag(0, "there are no fused kernels of this kind"),
     "--no-bias-dropout-fusion": AcceptedFlag(0, "there are no fused kernels of this kind"),
     "--no-gradient-accumulation-fusion": AcceptedFlag(0, "gradients always accumulate in fp32"),
+    "--no-save-rng": AcceptedFlag(0, "randomness follows from --seed and the sample, there is no state to save"),
+    "--no-load-rng": AcceptedFlag(0, "randomness follows from --seed and the sample, there is no state to load"),
+    "--ckpt-format": AcceptedFlag(1, "there is one format, safetensors and a manifest"),
+    "--use-dist-ckpt": AcceptedFlag(0, "checkpoints are always sharded"),
+    "--universal-checkpoint": AcceptedFlag(0, "every checkpoint can be loaded at any world size and stage"),
     "--data-impl": AcceptedFlag(1, "data files are always memory-mapped"),
 }
 

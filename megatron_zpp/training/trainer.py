@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from megatron_zpp.checkpoint.writer import RunState, save_checkpoint
-from megatron_zpp.config.schema import GROUPS, Config
+from megatron_zpp.config.schema import Config
 from megatron_zpp.data.datasets import Datasets
 from megatron_zpp.data.loader import MicroBatch, build_loader
 from megatron_zpp.data.sample import SampleSource
@@ -24,6 +21,7 @@ from megatron_zpp.monitor.training_line import training_line, validation_lines
 from megatron_zpp.training.evaluation import evaluate
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
 from megatron_zpp.training.metrics import Interval, Progress, ReportInputs, StepReadings, StepTraffic, interval_report
+from megatron_zpp.training.saving import RunSaver
 from megatron_zpp.training.step import train_step
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -56,6 +54,7 @@ class Trainer:
         self._outlets = outlets
         self._progress = progress
         self._schedule = LearningRateSchedule.from_config(config.optimizer, config.training)
+        self._saver = RunSaver(config, engine, model.padded_vocab_size, outlets.printer)
         self._traffic = StepTraffic(engine.ladder.ledger)
         topology = engine.ladder.topology
         self._microbatches = config.training.global_batch_size // (config.training.micro_batch_size * topology.world_size)
@@ -73,6 +72,7 @@ class Trainer:
         printer.milestone("before the start of training step")
         while self._progress.iteration < training.train_iters:
             self._step()
+            self._saver.check()
             self._between_steps()
             if self._is_multiple_of(training.exit_interval):
                 printer.milestone(f"exiting program at iteration {self._progress.iteration}")
@@ -93,14 +93,15 @@ class Trainer:
         if self._is_multiple_of(self._config.training.eval_interval) and self._progress.iteration < self._config.training.train_iters:
             self._validate()
         if self._is_multiple_of(self._config.checkpoint.save_interval):
-            self._save()
+            self._saver.save(self._progress)
 
     def _finish(self) -> None:
-        if self._config.checkpoint.save is not None and not self._is_multiple_of(self._config.checkpoint.save_interval):
-            self._save()
+        if not self._is_multiple_of(self._config.checkpoint.save_interval):
+            self._saver.save(self._progress)
         if self._progress.iteration == self._config.training.train_iters:
             self._validate(drawn_from=" on validation set")
             self._test()
+        self._saver.finish()
 
     def _is_multiple_of(self, interval: int | None) -> bool:
         return interval is not None and self._progress.iteration % interval == 0
@@ -167,17 +168,3 @@ class Trainer:
         loss = evaluate(self._model, self._engine, batches, self._config.training.eval_iters * self._microbatches)
         self._outlets.printer.on_last(validation_lines(self._progress.iteration, loss, drawn_from=drawn_from))
         return loss
-
-    def _save(self) -> None:
-        checkpoint = self._config.checkpoint
-        if checkpoint.save is None:
-            return
-        progress, printer = self._progress, self._outlets.printer
-        printer.on_first(f"saving checkpoint at iteration {progress.iteration:7d} to {checkpoint.save}")
-        state = RunState(progress.iteration, progress.consumed_samples, progress.scheduled_samples, self._flags())
-        save_checkpoint(Path(checkpoint.save), self._engine, state, with_moments=not checkpoint.no_save_optim)
-        printer.on_first(f"  successfully saved checkpoint at iteration {progress.iteration:7d} to {checkpoint.save}")
-
-    def _flags(self) -> dict[str, Any]:
-        groups = {group: asdict(getattr(self._config, group)) for group in GROUPS}
-        return {**groups, "padded_vocab_size": self._model.padded_vocab_size}
