@@ -83,8 +83,7 @@ class Manifest:
 
 def marker_json(manifest_text: str) -> str:
     """The text of the marker that makes a folder with this manifest a checkpoint."""
-    data = manifest_text.encode()
-    return json.dumps({"format": FORMAT, "manifest_bytes": len(data), "manifest_crc32": zlib.crc32(data)}) + "\n"
+    return json.dumps(_marker_of(manifest_text.encode())) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -95,9 +94,13 @@ def read_manifest(folder: Path) -> Manifest:
     marker = _json_object(folder / MARKER_FILE, _bytes_of(folder / MARKER_FILE))
     path = folder / MANIFEST_FILE
     data = _bytes_of(path)
-    if (len(data), zlib.crc32(data)) != (marker.get("manifest_bytes"), marker.get("manifest_crc32")):
+    if marker != _marker_of(data):
         raise DamagedCheckpointError(f"{path} is damaged: its {len(data)} bytes do not have the checksum in {MARKER_FILE}")
     return _parse(path, _json_object(path, data))
+
+
+def _marker_of(manifest: bytes) -> dict[str, Any]:
+    return {"format": FORMAT, "manifest_bytes": len(manifest), "manifest_crc32": zlib.crc32(manifest)}
 
 
 def is_complete(folder: Path) -> bool:
