@@ -91,7 +91,7 @@ class CheckpointReader:
         return values
 
     def fill(self, pieces: Iterable[Piece]) -> None:
-        """Writes into each piece's values what is stored of it; no chunk of a file is read twice.
+        """Writes into each piece's values what is stored of it; no chunk but a header's is read twice.
 
         Raises DamagedCheckpointError where an element is missing or its bytes are not those written.
         """

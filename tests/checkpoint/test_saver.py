@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from small_state import Ranks, check_holds, manifest_at, set_state, shares, stat
 from megatron_zpp.checkpoint import saver as saver_module
 from megatron_zpp.checkpoint import shared_folder
 from megatron_zpp.checkpoint.folders import LATEST_FILE, Stage, complete_iterations, iteration_folder, leftovers, staged_folder
-from megatron_zpp.checkpoint.manifest import CheckpointError
+from megatron_zpp.checkpoint.manifest import CheckpointError, read_manifest
 from megatron_zpp.checkpoint.owner import OWNER_FILE, this_process
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SavedCheckpoint, SaveOptions
 
@@ -173,9 +174,9 @@ def test_the_next_save_deletes_what_dead_runs_left_and_nothing_of_a_living_one(t
     dead = staged_folder(iteration_folder(tmp_path, 5), Stage.UNFINISHED, "dead")
     living = staged_folder(iteration_folder(tmp_path, 6), Stage.UNFINISHED, "abcd")
     half_deleted = staged_folder(iteration_folder(tmp_path, 0), Stage.REMOVED, "dead")
-    for folder, owner in ((dead, '{"place": "%s", "pid": 0, "started": "0"}' % this_process().place), (living, this_process().to_json())):
+    for folder, owner in ((dead, replace(this_process(), started="0")), (living, this_process())):
         folder.mkdir()
-        (folder / OWNER_FILE).write_text(owner)
+        (folder / OWNER_FILE).write_text(owner.to_json())
     half_deleted.mkdir()
     (tmp_path / "notes").mkdir()
     Ranks(tmp_path, state_at(2)).save(2)
@@ -215,8 +216,6 @@ def test_files_are_readable_for_others_as_the_umask_allows(tmp_path: Path) -> No
 
 
 def test_every_piece_of_every_rank_is_in_the_manifest(tmp_path: Path) -> None:
-    from megatron_zpp.checkpoint.manifest import read_manifest
-
     Ranks(tmp_path, state_at(1), 4).save(1)
     manifest = read_manifest(tmp_path / "iter_0000001")
     stored = {(piece.file, piece.parameter, state, piece.start, piece.stop) for piece in manifest.pieces for state in piece.offsets}
