@@ -3,9 +3,9 @@
 DIR/latest_checkpointed_iteration.txt      the iteration to load, or `release`, as Megatron has it
 DIR/iter_0000100/                          a complete checkpoint
 DIR/release/                               weights of no run, such as converted ones
-DIR/iter_0000200.tmp-1f0c66aa/             being written
-DIR/iter_0000200.replaced-1f0c66aa/        complete; a newer one of the same iteration is taking its place
-DIR/iter_0000100.removed-1f0c66aa/         being deleted
+DIR/iter_0000200.tmp-TOKEN/                being written
+DIR/iter_0000200.replaced-TOKEN/           complete; a newer one of the same iteration is taking its place
+DIR/iter_0000100.removed-TOKEN/            being deleted
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, CheckpointError, is_
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-_NAME = re.compile(r"(?P<base>iter_(?P<iteration>\d{7,})|release)(\.(?P<stage>tmp|replaced|removed)-[0-9a-f]+)?")
+_NAME = re.compile(r"(?P<base>iter_(?P<iteration>\d{7,})|release)(\.(?P<stage>tmp|replaced|removed)-(?P<token>[0-9a-f-]+))?")
 
 
 class Stage(Enum):
@@ -40,6 +40,7 @@ class Leftover:
 
     folder: Path
     stage: Stage
+    token: str
 
     @property
     def final(self) -> Path:
@@ -53,14 +54,14 @@ def iteration_folder(directory: Path, iteration: int) -> Path:
 
 
 def staged_folder(final: Path, stage: Stage, token: str) -> Path:
-    """A neighbour of a checkpoint's folder. token: hexadecimal digits that no other save uses."""
+    """A neighbour of a checkpoint's folder. token: of the process that makes it, see `owner`."""
     return final.with_name(f"{final.name}.{stage.value}-{token}")
 
 
 def leftovers(directory: Path) -> list[Leftover]:
     """Every folder that is no complete checkpoint by its name, whoever may still be writing it."""
     found = [(path, _NAME.fullmatch(path.name)) for path in sorted(directory.iterdir())]
-    return [Leftover(path, Stage(match["stage"])) for path, match in found if match and match["stage"]]
+    return [Leftover(path, Stage(match["stage"]), match["token"]) for path, match in found if match and match["stage"]]
 
 
 def saved_iterations(directory: Path) -> list[int]:

@@ -1,49 +1,30 @@
-"""Who is writing a folder, so that what a dead run left behind can be told from what a living one is writing."""
+"""Who is writing a folder, told by its name, so that what a dead run left behind is known from what a living one is writing."""
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import socket
 import time
-from dataclasses import asdict, dataclass
+import zlib
 from pathlib import Path
 
-OWNER_FILE = "owner.json"
 ABANDONED_AFTER_SECONDS = 3600.0  # without any change, where the owner is on another machine
+_TOKEN = re.compile(r"(?P<place>[0-9a-f]{8})-(?P<pid>[0-9a-f]+)-(?P<started>[0-9a-f]+)")
 _ZOMBIE_STATES = "ZX"
 
 
-@dataclass(frozen=True)
-class Owner:
-    """A process. place: the machine, its boot and its process ids, empty where they cannot be told. started: in ticks since the boot."""
-
-    place: str
-    pid: int
-    started: str
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+def own_token() -> str:
+    """This process in hexadecimal digits: the machine, its boot and its process ids; the process id; when it started."""
+    return f"{_place()}-{os.getpid():x}-{_start_of(os.getpid()) or 0:x}"
 
 
-def this_process() -> Owner:
-    """The owner of what this process writes."""
-    return Owner(_place(), os.getpid(), _start_of(os.getpid()) or "")
-
-
-def is_abandoned(folder: Path) -> bool:
-    """Whether nobody writes this folder any more: its owner, on this machine, is dead; or nothing in it has changed for an hour."""
-    owner = _owner_of(folder)
-    if owner is not None and owner.place and owner.place == _place():
-        return _start_of(owner.pid) != owner.started
+def is_abandoned(folder: Path, token: str) -> bool:
+    """Whether nobody writes this folder: the owner of `token`, on this machine, is dead; or nothing in it has changed for an hour."""
+    owner = _TOKEN.fullmatch(token)
+    if owner is not None and owner["place"] == _place() and _start_of(os.getpid()) is not None:
+        return _start_of(int(owner["pid"], 16)) != int(owner["started"], 16)
     return time.time() - _last_change(folder) > ABANDONED_AFTER_SECONDS
-
-
-def _owner_of(folder: Path) -> Owner | None:
-    try:
-        return Owner(**json.loads((folder / OWNER_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 def _last_change(folder: Path) -> float:
@@ -57,18 +38,20 @@ def _last_change(folder: Path) -> float:
 
 
 def _place() -> str:
+    """Where a process id means one process; [8] hexadecimal digits."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+        process_ids = os.readlink("/proc/self/ns/pid")
     except OSError:  # not Linux
-        return ""
+        boot = process_ids = ""
+    return f"{zlib.crc32(f'{socket.gethostname()} {boot} {process_ids}'.encode()):08x}"
 
 
-def _start_of(pid: int) -> str | None:
-    """When the process started; None where it is not running."""
+def _start_of(pid: int) -> int | None:
+    """When the process started, in ticks since the boot; None where it is not running, or the system does not tell."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     state, *after = text.rpartition(")")[2].split()  # the name before the bracket may hold anything
-    return None if state in _ZOMBIE_STATES else after[18]
+    return None if state in _ZOMBIE_STATES else int(after[18])

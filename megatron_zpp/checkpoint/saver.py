@@ -2,7 +2,7 @@
 
 What stands on the disk when a run dies, step by step:
 
-    1 rank 0 makes iter_N.tmp-TOKEN with owner.json       a leftover, deleted by the next save
+    1 rank 0 makes iter_N.tmp-TOKEN                       a leftover, deleted by the next save
     2 every rank writes and fsyncs rank_R.safetensors
     3 every rank writes rank_R.json: its pieces and checksums
     4 rank 0 writes manifest.json, then complete.json
@@ -17,7 +17,6 @@ files of step 3.
 from __future__ import annotations
 
 import json
-import secrets
 import shutil
 import threading
 import time
@@ -53,7 +52,7 @@ from megatron_zpp.checkpoint.manifest import (
     parse_file,
     parse_piece,
 )
-from megatron_zpp.checkpoint.owner import OWNER_FILE, is_abandoned, this_process
+from megatron_zpp.checkpoint.owner import is_abandoned, own_token
 from megatron_zpp.checkpoint.shard_file import TensorEntry, lay_out, write_file
 from megatron_zpp.checkpoint.shared_folder import LOOK_EVERY_SECONDS, SHARED_FOLDER, VISIBLE_WITHIN_SECONDS, is_seen
 from megatron_zpp.checkpoint.snapshot import HostSnapshot
@@ -206,8 +205,8 @@ class CheckpointSaver:
         """The token of a new unfinished folder that every rank sees, on a disk with room for all."""
         token, mistake = "", ""
         if self._share.rank == 0:
-            token = secrets.token_hex(4)
-            mistake = _failure_of(lambda: _make_unfinished(staged_folder(final, Stage.UNFINISHED, token)))
+            token = own_token()
+            mistake = _failure_of(lambda: make_unfinished(staged_folder(final, Stage.UNFINISHED, token)))
         answers = [json.loads(text) for text in self._gather(json.dumps([token, mistake, self._share.nbytes]))]
         token, mistake, _ = answers[0]
         if mistake:
@@ -302,20 +301,20 @@ def seal(unfinished: Path, manifest: Manifest) -> None:
     sync_folder(unfinished)
 
 
-def _make_unfinished(folder: Path) -> None:
+def make_unfinished(folder: Path) -> None:
     """Makes the folder of a new save, after what dead runs left beside it is gone."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for leftover in leftovers(folder.parent):
-        if leftover.stage is not Stage.UNFINISHED or is_abandoned(leftover.folder):
+        if leftover.stage is not Stage.UNFINISHED or is_abandoned(leftover.folder, leftover.token):
             settle(leftover)
+    shutil.rmtree(folder, ignore_errors=True)  # of a save of this process that failed
     folder.mkdir()
-    write_durably(folder / OWNER_FILE, this_process().to_json())
     sync_folder(folder.parent)
 
 
 def _check_folder(folder: Path, needed_bytes: int) -> None:
     """Nothing, where this rank sees the folder and its disk has room for the whole checkpoint."""
-    if not is_seen(folder / OWNER_FILE):
+    if not is_seen(folder):
         raise CheckpointError(f"rank 0 has made {folder}, which is not there on this rank's machine; {SHARED_FOLDER}")
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:

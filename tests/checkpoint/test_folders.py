@@ -103,7 +103,7 @@ def test_unfinished_and_half_deleted_folders_are_no_checkpoints(directory: Path)
     for folder in staged:
         shutil.copytree(iteration_folder(directory, 2), folder)
     assert complete_iterations(directory) == [1, 2]
-    assert leftovers(directory) == [Leftover(staged[1], Stage.REMOVED), Leftover(staged[0], Stage.UNFINISHED)]
+    assert leftovers(directory) == [Leftover(staged[1], Stage.REMOVED, "ab12"), Leftover(staged[0], Stage.UNFINISHED, "ab12")]
 
 
 def test_between_the_two_renames_of_a_replacement_the_old_checkpoint_is_found(directory: Path) -> None:
@@ -112,7 +112,7 @@ def test_between_the_two_renames_of_a_replacement_the_old_checkpoint_is_found(di
     final.rename(aside)
     assert find_checkpoint(directory, None) == find_checkpoint(directory, 2) == aside
     check_holds(aside, 2)
-    settle(Leftover(aside, Stage.REPLACED))
+    settle(Leftover(aside, Stage.REPLACED, "ab12"))
     assert find_checkpoint(directory, None) == final and not aside.exists()
 
 

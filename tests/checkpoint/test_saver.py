@@ -6,7 +6,6 @@ import os
 import shutil
 import threading
 from collections import namedtuple
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from megatron_zpp.checkpoint import saver as saver_module
 from megatron_zpp.checkpoint import shared_folder
 from megatron_zpp.checkpoint.folders import LATEST_FILE, Stage, complete_iterations, iteration_folder, leftovers, staged_folder
 from megatron_zpp.checkpoint.manifest import CheckpointError, read_manifest
-from megatron_zpp.checkpoint.owner import OWNER_FILE, this_process
+from megatron_zpp.checkpoint.owner import own_token
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SavedCheckpoint, SaveOptions
 
 IN_BACKGROUND = SaveOptions(in_background=True)
@@ -171,14 +170,12 @@ def test_the_same_iteration_can_be_saved_again(tmp_path: Path) -> None:
 
 def test_the_next_save_deletes_what_dead_runs_left_and_nothing_of_a_living_one(tmp_path: Path) -> None:
     Ranks(tmp_path, state_at(1)).save(1)
-    dead = staged_folder(iteration_folder(tmp_path, 5), Stage.UNFINISHED, "dead")
-    living = staged_folder(iteration_folder(tmp_path, 6), Stage.UNFINISHED, "abcd")
-    half_deleted = staged_folder(iteration_folder(tmp_path, 0), Stage.REMOVED, "dead")
-    for folder, owner in ((dead, replace(this_process(), started="0")), (living, this_process())):
+    token = own_token()
+    dead = staged_folder(iteration_folder(tmp_path, 5), Stage.UNFINISHED, token + "0")
+    living = staged_folder(iteration_folder(tmp_path, 6), Stage.UNFINISHED, token)
+    half_deleted = staged_folder(iteration_folder(tmp_path, 0), Stage.REMOVED, token)
+    for folder in (dead, living, half_deleted, tmp_path / "notes"):
         folder.mkdir()
-        (folder / OWNER_FILE).write_text(owner.to_json())
-    half_deleted.mkdir()
-    (tmp_path / "notes").mkdir()
     Ranks(tmp_path, state_at(2)).save(2)
     assert names(tmp_path) == {"iter_0000001", "iter_0000002", living.name, "notes", LATEST_FILE}
 
