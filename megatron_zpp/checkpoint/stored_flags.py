@@ -51,7 +51,8 @@ def _flags(manifest: Manifest, name: str) -> Any:
 def _group(kind: type[Group], manifest: Manifest, name: str) -> Group:
     flags = _flags(manifest, name)
     try:
-        return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in flags.items()})
+        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
+        return kind(**fields)
     except (TypeError, AttributeError) as error:
         raise CheckpointError(
             f"the {name} flags in the manifest of iteration {manifest.iteration} are not this program's ({error})."

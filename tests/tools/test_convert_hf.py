@@ -9,18 +9,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import convert_from_hf
+import convert_to_hf
 import pytest
 import sentencepiece
 import torch
 from generate_text import load_model, open_checkpoint
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from small_gpt import VOCAB, small_config, small_gpt
 from test_generate_text import write_checkpoint
 from tool import ROOT
 from train_tokenizer import train_model
 
-import convert_from_hf
-import convert_to_hf
 from megatron_zpp.config.schema import DataConfig, ModelConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.initialization import materialize

@@ -58,6 +58,8 @@ def test_damage_is_told_with_the_file_and_an_exit_code(
     assert output_of(monkeypatch, capsys, "--load", directory, "--verify")[0] == 0
 
 
-def test_a_folder_without_checkpoints_is_a_mistake(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_is_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     code, text = output_of(monkeypatch, capsys, "--load", tmp_path / "none")
     assert code == 2 and "holds no checkpoint" in text
