@@ -8,6 +8,7 @@ import traceback
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from megatron_zpp.checkpoint.arguments import with_checkpoint_args
 from megatron_zpp.config.arguments import arguments_block
 from megatron_zpp.config.assumptions import banner
 from megatron_zpp.config.cli import ERROR_EXIT_CODE, error_text, parse_flags
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> int:
         return refuse(str(error))
     config, mistake = Config(), None
     try:
-        config = resolve(parse_flags(argv), launch.world_size, launch.local_world_size)
+        config = resolve(with_checkpoint_args(parse_flags(argv)), launch.world_size, launch.local_world_size)
     except FlagError as error:
         mistake = str(error)
     if mistake is not None and launch.world_size == 1:
@@ -62,7 +63,7 @@ def run_in_world(config: Config, launch: Launch, mistake: str | None) -> int:
 def train(config: Config, launch: Launch, world: World) -> None:
     """The run itself: model -> engine -> data -> training. Raises StartupError for a mistake of the user's, on every rank alike."""
     from megatron_zpp.parallel.topology import check_placement
-    from megatron_zpp.training import setup
+    from megatron_zpp.training import setup, start
     from megatron_zpp.training.trainer import Trainer
 
     printer = RankPrinter(launch.rank, launch.world_size)
@@ -75,24 +76,27 @@ def train(config: Config, launch: Launch, world: World) -> None:
         check_placement(hosts, config.distributed.ranks_per_node)
     ladder = setup.build_ladder(config, world)
     memory_bytes = setup.memory_per_rank(world, hosts)
+    origin = start.find_origin(config, world)
     with world.agreement("preparing data", printer.on_first):
         setup.check_backends(config, world.device)
+        config = start.with_schedule(config, origin)
         vocabulary = setup.build_vocabulary(config)
-        reader = setup.find_reader(config)
-        model = setup.build_model(config, vocabulary.padded_size, reader)
+        model = setup.build_model(config, vocabulary.padded_size, origin.reader)
         setup.check_memory(config, model, ladder.topology, world.device, memory_bytes)
         speaker = setup.speaker_of(launch, hosts[launch.rank], printer)
         datasets = setup.build_run_data(config, vocabulary, speaker, checks_token_ids=launch.local_rank == 0)
         outlets = setup.open_outlets(config, printer)
+        config = config.with_values(vocab_size=vocabulary.size)
+    setup.check_save_is_shared(config, world)
     kernels = setup.prepare_kernels(config, world.device)
     lines = [*setup.describe_run(config, ladder, vocabulary.size, model), kernels, *datasets.messages]
     printer.on_first("\n".join(filter(None, lines)))
     printer.milestone("after dataloaders are built")
     engine = setup.build_engine(config, model, ladder, world.device)
     with world.agreement():
-        progress = setup.load_progress(config, engine, reader)
-    printer.on_first(setup.describe_start(config, reader, progress))
-    del reader  # its files stay mapped as long as it lives
+        progress = start.load_progress(config, engine, origin)
+    printer.on_first(start.describe_start(config, origin, progress))
+    origin.close()
     try:
         Trainer(config, model, engine, datasets, outlets, progress).run()
     finally:

@@ -13,3 +13,32 @@ def run_command(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespa
         run(args)
     except (ValueError, OSError) as error:
         parser.exit(MISTAKE_EXIT_CODE, f"{parser.prog}: error: {error}\n")
+
+
+ELEMENT_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
+    """Which checkpoint to read."""
+    parser.add_argument("--load", required=True, metavar="DIR", help="folder that --save of the training named")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration of the checkpoint (default: the latest)")
+
+
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    """Where weights are written, and in what form."""
+    parser.add_argument("--output", required=True, metavar="DIR", help="new folder to write")
+    parser.add_argument("--dtype", choices=sorted(ELEMENT_TYPES), default="float32", help="of the weights written (default: float32)")
+    parser.add_argument(
+        "--max-shard-size", dest="max_shard_bytes", type=_gigabytes, default=_gigabytes("5"), metavar="GB", help="of one file (default: 5)"
+    )
+
+
+def _gigabytes(text: str) -> int:
+    """Bytes. Raises ArgumentTypeError for what is no positive number."""
+    try:
+        nbytes = int(float(text) * 1e9)
+    except (ValueError, OverflowError):
+        nbytes = 0
+    if nbytes < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no positive number of gigabytes")
+    return nbytes

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,14 +14,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import run_command
 
-from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest, find_checkpoint
+from megatron_zpp.checkpoint.manifest import Manifest
 from megatron_zpp.checkpoint.reader import CheckpointReader
-from megatron_zpp.config.schema import DataConfig, ModelConfig
+from megatron_zpp.checkpoint.stored_flags import data_flags, model_flags, open_checkpoint, padded_vocab_size
+from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_zpp.model.generation import Sampling, generated_tokens
 from megatron_zpp.model.gpt import GPT
-
-Group = TypeVar("Group", DataConfig, ModelConfig)
 
 
 def main() -> None:
@@ -48,24 +46,16 @@ def run(args: argparse.Namespace) -> None:
     print(tokenizer.detokenize([*prompt, *islice(tokens, args.max_new_tokens)]))
 
 
-def open_checkpoint(directory: Path, step: int | None) -> CheckpointReader:
-    """The checkpoint of iteration `step`, else the latest. Raises CheckpointError where there is none."""
-    folder = find_checkpoint(directory, step)
-    if folder is None:
-        raise CheckpointError(f"--load {directory} holds no checkpoint; give the folder that --save of the training named.")
-    return CheckpointReader(folder)
-
-
 def data_config(manifest: Manifest, tokenizer_model: str | None) -> DataConfig:
     """The run's flags about text, with tokenizer_model instead of its own where one is given."""
-    data = _group(DataConfig, manifest, "data")
+    data = data_flags(manifest)
     return data if tokenizer_model is None else replace(data, tokenizer_model=tokenizer_model)
 
 
 def load_model(reader: CheckpointReader) -> GPT:
     """The checkpoint's model in evaluation mode, its main weights in fp32 on the CPU."""
-    config = replace(_group(ModelConfig, reader.manifest, "model"), norm_backend="torch")  # Apex normalizes on GPUs only
-    model = GPT(config, _flags(reader.manifest, "padded_vocab_size"), seed=0, dtype=torch.float32)
+    config = model_flags(reader.manifest)
+    model = GPT(config, padded_vocab_size(reader.manifest), seed=0, dtype=torch.float32)
     for unit in model.unit_specs():
         for param in unit.params:
             owner, _, attribute = param.name.rpartition(".")
@@ -81,21 +71,6 @@ def until_end(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[int]:
         if token == tokenizer.eod:
             return
         yield token
-
-
-def _flags(manifest: Manifest, name: str) -> Any:
-    if name not in manifest.flags:
-        raise CheckpointError(f"the manifest of iteration {manifest.iteration} lacks {name} among its flags; choose another checkpoint.")
-    return manifest.flags[name]
-
-
-def _group(kind: type[Group], manifest: Manifest, name: str) -> Group:
-    try:
-        return kind(**_flags(manifest, name))
-    except TypeError as error:
-        raise CheckpointError(
-            f"the {name} flags in the manifest of iteration {manifest.iteration} are not this program's ({error})."
-        ) from None
 
 
 def _parser() -> argparse.ArgumentParser:

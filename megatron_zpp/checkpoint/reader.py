@@ -1,20 +1,33 @@
-"""Loading: any range of any parameter, from whichever files hold its pieces; nothing is ever unpickled."""
+"""Loading: any range of any parameter, from whichever files hold its pieces; each byte that is read is verified, none is unpickled."""
 
 from __future__ import annotations
 
+import fcntl
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_zpp.checkpoint.manifest import CheckpointError, StoredPiece, read_manifest
+from megatron_zpp.checkpoint.manifest import (
+    ELEMENT_BYTES,
+    MANIFEST_FILE,
+    MARKER_FILE,
+    CheckpointError,
+    DamagedCheckpointError,
+    StoredFile,
+    read_manifest,
+)
+from megatron_zpp.checkpoint.reshard import ByteRun, MissingElementsError, PieceIndex, Source, chunk_runs
+from megatron_zpp.checkpoint.shard_file import VerifiedFile
 from megatron_zpp.config.options import spelling_of
-from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.pieces import WEIGHT, resting_pieces
+from megatron_zpp.zero.pieces import Piece
 
 # What decides the function of the weights; heads, for example, leave no trace in shapes.
 MODEL_FLAGS = (
@@ -27,45 +40,79 @@ MODEL_FLAGS = (
     "norm_epsilon",
     "untie_embeddings_and_output_weights",
 )
+RUN_CHUNKS = 16  # chunks of one read
+READING_THREADS = 2  # while one waits for the disk the other verifies
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A place of a file and the values it is to fill."""
+
+    source: Source
+    values: Tensor  # [source.count] fp32
 
 
 class CheckpointReader:
-    """One checkpoint, open for reading. Raises CheckpointError where its manifest cannot be used."""
+    """One checkpoint, open for reading. Raises CheckpointError where its manifest cannot be used.
+
+    bytes_read: of its files, so far. identity: a text that no other checkpoint has.
+    As long as it is open, a run that shares the folder does not delete the checkpoint.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder)
-        self._pieces: dict[str, list[StoredPiece]] = defaultdict(list)
-        for piece in self.manifest.pieces:
-            self._pieces[piece.parameter].append(piece)
-        self._files: dict[str, Any] = {}
+        self.identity = f"{folder.name} {(folder / MARKER_FILE).read_text(encoding='utf-8')}"
+        self.bytes_read = 0
+        self._lock = (folder / MANIFEST_FILE).open("rb")
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        self._index = PieceIndex(self.manifest.pieces)
+        self._files = {file.name: file for file in self.manifest.files}
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._lock.close()
+
+    @property
+    def is_release(self) -> bool:
+        """Whether it holds weights of no run: there is nothing to go on from but them."""
+        return not self.manifest.run
 
     def read(self, parameter: str, state: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of one state of a flattened parameter, [stop - start] fp32 on the CPU."""
         values = torch.empty(stop - start, dtype=torch.float32)
-        missing = stop - start
-        for piece in self._pieces[parameter]:
-            first, last = max(start, piece.start), min(stop, piece.stop)
-            if first < last:
-                values[first - start : last - start] = self._slice(piece, state, first - piece.start, last - piece.start)
-                missing -= last - first
-        if missing:
-            raise CheckpointError(
-                f"{self.folder} lacks {missing} of elements {start} to {stop} of {parameter}; choose another with --ckpt-step"
-            )
+        self.fill([Piece(parameter, state, start, stop, values)])
         return values
 
-    def _slice(self, piece: StoredPiece, state: str, first: int, last: int) -> Tensor:
-        path = self.folder / piece.file
+    def fill(self, pieces: Iterable[Piece]) -> None:
+        """Writes into each piece's values what is stored of it; no chunk but a header's is read twice.
+
+        Raises DamagedCheckpointError where an element is missing or its bytes are not those written.
+        """
+        by_file: dict[str, list[Wanted]] = defaultdict(list)
         try:
-            if piece.file not in self._files:
-                self._files[piece.file] = safe_open(path, framework="pt")
-            values: Tensor = self._files[piece.file].get_slice(f"{piece.parameter}.{state}")[first:last]
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error}); choose another checkpoint with --ckpt-step") from error
-        if values.numel() != last - first:
-            raise CheckpointError(f"{path} holds {values.numel()} elements of {piece.parameter} where its manifest says {last - first}")
-        return values
+            for piece in pieces:
+                for source in self._index.sources(piece.parameter, piece.state, piece.start, piece.stop):
+                    values = piece.values[source.first : source.first + source.count]
+                    by_file[source.file].append(Wanted(source, values))
+        except MissingElementsError as error:
+            raise DamagedCheckpointError(f"{self.folder} is incomplete: {error}") from None
+        for name, wanted in by_file.items():
+            self._fill_from(self._files[name], sorted(wanted, key=lambda place: place.source.offset))
+
+    def verify(self, files: Sequence[StoredFile] | None = None) -> Iterator[str]:
+        """What is wrong with the files (all by default): one finding per damaged file, none where every byte is as written."""
+        for stored in self.manifest.files if files is None else files:
+            try:
+                self._read_all(stored)
+            except DamagedCheckpointError as error:
+                yield error.finding
 
     def check_model(self, shapes: Mapping[str, tuple[int, ...]], flags: Mapping[str, Any]) -> None:
         """Nothing, where the checkpoint holds this model: the same shapes, and the same function of the weights.
@@ -86,18 +133,43 @@ class CheckpointReader:
             "give the flags of the checkpoint or another --load"
         )
 
+    def _fill_from(self, stored: StoredFile, wanted: Sequence[Wanted]) -> None:
+        ranges = [(place.source.offset, place.source.end) for place in wanted]
+        file = VerifiedFile(self.folder, stored, self.manifest.chunk_bytes)
+        try:
+            self._for_each_run(lambda run: _scatter(file.read(run.start, run.stop), run.start, wanted), stored, ranges)
+        finally:
+            self.bytes_read += file.bytes_read
+            file.close()
 
-def load_engine(engine: ZeroEngine, reader: CheckpointReader, *, with_moments: bool) -> None:
-    """Fills the engine's main weights, and with_moments its optimizer and loss scaler, with the checkpoint's."""
-    if with_moments and len(reader.manifest.states) == 1:
-        raise CheckpointError(f"{reader.folder} holds no optimizer state; give --no-load-optim or --finetune to go on without it")
-    for piece in resting_pieces(engine):
-        if with_moments or piece.state == WEIGHT:
-            piece.values.copy_(reader.read(piece.parameter, piece.state, piece.start, piece.stop))
-    if with_moments:
-        engine.optimizer.steps = reader.manifest.run["optimizer_steps"]
-        engine.loss_scaler.load_state(reader.manifest.run["loss_scaler"])
-    engine.weights_changed()
+    def _read_all(self, stored: StoredFile) -> None:
+        file = VerifiedFile(self.folder, stored, self.manifest.chunk_bytes)
+        try:
+            self._for_each_run(lambda run: file.read(run.start, run.stop), stored, [(0, stored.nbytes)])
+        finally:
+            self.bytes_read += file.bytes_read
+            file.close()
+
+    def _for_each_run(self, task: Any, stored: StoredFile, ranges: Sequence[tuple[int, int]]) -> None:
+        runs: list[ByteRun] = list(chunk_runs(ranges, self.manifest.chunk_bytes, stored.nbytes, RUN_CHUNKS))
+        if len(runs) == 1:
+            task(runs[0])
+            return
+        with ThreadPoolExecutor(READING_THREADS) as threads:
+            for _ in threads.map(task, runs):
+                pass
+
+
+def _scatter(data: bytearray, start: int, wanted: Sequence[Wanted]) -> None:
+    """Copies what bytes [start, start + len(data)) of a file hold of the wanted places, which are in order of their offsets."""
+    elements = torch.frombuffer(data, dtype=torch.float32, count=len(data) // ELEMENT_BYTES)
+    stop = start + len(data)
+    for place in wanted:
+        source = place.source
+        first, last = max(start, source.offset), min(stop, source.end)
+        if first < last:
+            target = place.values[(first - source.offset) // ELEMENT_BYTES : (last - source.offset) // ELEMENT_BYTES]
+            target.copy_(elements[(first - start) // ELEMENT_BYTES : (last - start) // ELEMENT_BYTES])
 
 
 def _first_difference(theirs: Mapping[str, tuple[int, ...]], ours: Mapping[str, tuple[int, ...]]) -> str:

@@ -309,21 +309,51 @@ class DataConfig:
 class CheckpointConfig:
     """Saving and loading."""
 
-    save: str | None = flag(None, help="Folder to save checkpoints in.", unit="path")
-    load: str | None = flag(None, help="Folder to load a checkpoint from.", unit="path")
+    save: str | None = flag(None, help="Folder to save checkpoints in, of a file system that all ranks share.", unit="path")
+    load: str | None = flag(None, help="Folder to load a checkpoint from; without one in it the run starts anew.", unit="path")
     save_interval: int | None = flag(
         None,
         help="Iterations from one checkpoint to the next; the end of training is always saved under --save.",
+        unit="iterations",
+        aliases=("--persistent-save-interval",),
+        allowed=POSITIVE_COUNT,
+    )
+    async_save: bool = flag(False, help="Copy the state to host memory and write the checkpoint from there while training goes on.")
+    keep_last: int | None = flag(
+        None, help="Checkpoints to keep; older ones are deleted after a save.", unit="checkpoints", allowed=POSITIVE_COUNT, otherwise="all"
+    )
+    save_retain_interval: int | None = flag(
+        None,
+        help="Keep checkpoints at multiples of this, and the last one (or --keep-last); others are deleted after a save.",
         unit="iterations",
         allowed=POSITIVE_COUNT,
     )
     no_save_optim: bool = flag(False, help="Leave optimizer state out of checkpoints.")
     no_load_optim: bool = flag(False, help="Start with fresh optimizer state.")
     finetune: bool = flag(False, help="Load weights only: iteration, consumed samples and schedule start at 0.")
+    pretrained_checkpoint: str | None = flag(
+        None, help="Folder to load weights from, as --finetune does, where --load holds no checkpoint.", unit="path"
+    )
     ckpt_step: int | None = flag(
         None, help="Iteration of the checkpoint to load.", unit="iterations", allowed=COUNT, otherwise="the latest"
     )
+    load_last_good_checkpoint: bool = flag(
+        False, help="Verify the checkpoint before loading it, and where it is damaged take the newest older one that is not."
+    )
     exit_on_missing_checkpoint: bool = flag(False, help="End with an error where --load holds no checkpoint, instead of starting anew.")
+    use_checkpoint_args: bool = flag(
+        False, help="Take the shape of the model and the tokenizer from the checkpoint, where no flag gives them."
+    )
+    override_opt_param_scheduler: bool = flag(
+        False,
+        help="Where the schedule of learning rate and weight decay differs from the checkpoint's, use that of the flags.",
+        aliases=("--override-opt_param-scheduler",),
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False,
+        help="Use the checkpoint's schedule of learning rate and weight decay, whatever the flags say.",
+        aliases=("--use-checkpoint-opt_param-scheduler",),
+    )
 
 
 @dataclass(frozen=True)

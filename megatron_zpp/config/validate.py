@@ -216,20 +216,34 @@ def check_partition_divides_node(config: Config) -> None:
 
 def check_saving(config: Config) -> None:
     checkpoint = config.checkpoint
-    if checkpoint.save is None and checkpoint.save_interval is not None:
-        raise FlagError(f"--save-interval {checkpoint.save_interval} needs a folder; give --save.")
-    if checkpoint.save is None and checkpoint.no_save_optim:
-        raise FlagError("--no-save-optim needs a folder to save in; give --save.")
+    if checkpoint.save is None:
+        for name in ("save_interval", "async_save", "keep_last", "save_retain_interval", "no_save_optim"):
+            if config.value_of(name) not in (None, False):
+                raise FlagError(f"{_as_given(config, name)} needs a folder to save in; give --save.")
+    interval, retain_interval = checkpoint.save_interval, checkpoint.save_retain_interval
+    if interval is not None and retain_interval is not None and retain_interval % interval != 0:
+        raise FlagError(
+            f"--save-retain-interval {retain_interval} is not a multiple of --save-interval {interval}, so some of what it is to keep "
+            f"would never be saved; choose {interval * max(1, round(retain_interval / interval))}."
+        )
 
 
 def check_loading(config: Config) -> None:
-    if config.checkpoint.load is not None:
+    checkpoint = config.checkpoint
+    if checkpoint.override_opt_param_scheduler and checkpoint.use_checkpoint_opt_param_scheduler:
+        raise FlagError("--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other; give one of them.")
+    if checkpoint.load is not None:
         return
-    for name in ("no_load_optim", "finetune", "ckpt_step", "exit_on_missing_checkpoint"):
-        value = config.value_of(name)
-        if value not in (None, False):
-            words = spelling_of(name) if value is True else f"{spelling_of(name)} {value}"
-            raise FlagError(f"{words} needs a checkpoint to load; give --load.")
+    for name in NEED_LOAD:
+        if config.value_of(name) not in (None, False):
+            raise FlagError(f"{_as_given(config, name)} needs a checkpoint to load; give --load.")
+    if checkpoint.use_checkpoint_args and checkpoint.pretrained_checkpoint is None:
+        raise FlagError("--use-checkpoint-args needs a checkpoint; give --load or --pretrained-checkpoint.")
+
+
+def _as_given(config: Config, name: str) -> str:
+    value = config.value_of(name)
+    return spelling_of(name) if value is True else f"{spelling_of(name)} {value}"
 
 
 def check_ranks_per_node(config: Config, world_size: int) -> None:
@@ -298,6 +312,15 @@ QUANTIZATION_DETAILS = {
     "zero_quantized_gradients_rounding": ("zero_quantized_gradients",),
     "zero_full_precision_iters": ("zero_quantized_weights", "zero_quantized_gradients"),
 }
+NEED_LOAD = (
+    "no_load_optim",
+    "finetune",
+    "ckpt_step",
+    "load_last_good_checkpoint",
+    "exit_on_missing_checkpoint",
+    "override_opt_param_scheduler",
+    "use_checkpoint_opt_param_scheduler",
+)
 CHECKS_BEFORE_FILLING: tuple[Callable[[Config], None], ...] = (
     check_required,
     check_ranges,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from megatron_zpp.config.schema import OptimizerConfig, TrainingConfig
 
@@ -26,13 +28,29 @@ class LearningRateSchedule:
     @classmethod
     def from_config(cls, optimizer: OptimizerConfig, training: TrainingConfig) -> LearningRateSchedule:
         """The schedule of a resolved configuration."""
-        samples_per_step = training.global_batch_size
-        decay_samples = _samples(optimizer.lr_decay_samples, optimizer.lr_decay_iters, samples_per_step)
-        if optimizer.lr_warmup_fraction is not None:
-            warmup_samples = optimizer.lr_warmup_fraction * decay_samples
+        return cls.from_flags(vars(optimizer), training.global_batch_size)
+
+    @classmethod
+    def from_flags(cls, flags: Mapping[str, Any], samples_per_step: int) -> LearningRateSchedule:
+        """The schedule of resolved optimizer flags by name. Raises KeyError where one is missing."""
+        decay_samples = _samples(flags["lr_decay_samples"], flags["lr_decay_iters"], samples_per_step)
+        if flags["lr_warmup_fraction"] is not None:
+            warmup_samples = flags["lr_warmup_fraction"] * decay_samples
         else:
-            warmup_samples = optimizer.lr_warmup_samples + optimizer.lr_warmup_iters * samples_per_step
-        return cls(optimizer.lr_decay_style, optimizer.lr, optimizer.min_lr, optimizer.lr_warmup_init, warmup_samples, decay_samples)
+            warmup_samples = flags["lr_warmup_samples"] + flags["lr_warmup_iters"] * samples_per_step
+        return cls(flags["lr_decay_style"], flags["lr"], flags["min_lr"], flags["lr_warmup_init"], warmup_samples, decay_samples)
+
+    def differences(self, other: LearningRateSchedule) -> Iterator[tuple[str, Any, Any]]:
+        """Name and both values of what makes the curve of `other` another one; a constant rate has no end of decay."""
+        without_effect = set()
+        if self.style == other.style == "constant":
+            without_effect |= {"min_lr", "decay_samples"}
+        if self.warmup_samples == other.warmup_samples == 0:
+            without_effect.add("warmup_init_lr")
+        for member in fields(self):
+            ours, theirs = getattr(self, member.name), getattr(other, member.name)
+            if ours != theirs and member.name not in without_effect:
+                yield member.name, ours, theirs
 
     def __post_init__(self) -> None:
         if self.style not in ("constant", "linear", "cosine"):

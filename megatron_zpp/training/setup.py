@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from megatron_zpp.checkpoint.manifest import CheckpointError, find_checkpoint
-from megatron_zpp.checkpoint.reader import CheckpointReader, load_engine
+from megatron_zpp.checkpoint.reader import CheckpointReader
+from megatron_zpp.checkpoint.shared_folder import SHARED_FOLDER, is_seen
 from megatron_zpp.comm.backend import TorchBackend
 from megatron_zpp.comm.lanes import make_lanes
 from megatron_zpp.comm.ledger import Ledger
@@ -20,7 +21,7 @@ from megatron_zpp.comm.links import Ladder
 from megatron_zpp.config.arguments import arguments
 from megatron_zpp.config.data_sources import read_sources
 from megatron_zpp.config.options import options, spelling_of
-from megatron_zpp.config.schema import GROUP_OF_FIELD, Config, PrecisionConfig, ZeroConfig
+from megatron_zpp.config.schema import Config, PrecisionConfig, ZeroConfig
 from megatron_zpp.data.build_once import Speaker
 from megatron_zpp.data.datasets import DataRequest, Datasets, build_datasets, cache_folder, count_samples
 from megatron_zpp.data.token_check import check_token_ids_once
@@ -39,7 +40,6 @@ from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.training.memory_need import check_fits
-from megatron_zpp.training.metrics import Progress
 from megatron_zpp.training.trainer import Outlets
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
@@ -57,37 +57,6 @@ from megatron_zpp.zero.schedule import Prefetch
 
 # Paths may be spelled differently on different machines.
 FLAGS_THAT_MAY_DIFFER = {"local_rank", *(option.name for option in options() if option.flag.unit == "path")}
-# A change of one of these is legitimate, and easily made by accident.
-FLAGS_OF_A_CONTINUED_RUN = (
-    "seed",
-    "seq_length",
-    "global_batch_size",
-    "train_iters",
-    "data_path",
-    "train_data_path",
-    "data_args_path",
-    "per_split_data_args_path",
-    "split",
-    "reset_position_ids",
-    "reset_attention_mask",
-    "eod_mask_loss",
-    "tokenizer_type",
-    "attention_dropout",
-    "hidden_dropout",
-    "lr",
-    "min_lr",
-    "lr_decay_style",
-    "lr_decay_iters",
-    "lr_decay_samples",
-    "lr_warmup_iters",
-    "lr_warmup_samples",
-    "lr_warmup_fraction",
-    "weight_decay",
-    "clip_grad",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-)
 
 
 class Vocabulary(NamedTuple):
@@ -160,17 +129,6 @@ def build_run_data(config: Config, vocabulary: Vocabulary, speaker: Speaker, *, 
         for source in datasets.sources:
             check_token_ids_once(source, vocabulary.size, cache_folder(config.data, source), speaker)
     return datasets
-
-
-def find_reader(config: Config) -> CheckpointReader | None:
-    """The checkpoint to load, open; None where --load is not given, or holds none and the run may start anew."""
-    checkpoint = config.checkpoint
-    if checkpoint.load is None:
-        return None
-    folder = find_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step)
-    if folder is None and checkpoint.exit_on_missing_checkpoint:
-        raise CheckpointError(f"--load {checkpoint.load} holds no checkpoint and --exit-on-missing-checkpoint is given; correct the path")
-    return None if folder is None else CheckpointReader(folder)
 
 
 def check_backends(config: Config, device: torch.device) -> None:
@@ -255,18 +213,6 @@ def choose_policy(zero: ZeroConfig) -> Policy:
     return policy
 
 
-def load_progress(config: Config, engine: ZeroEngine, reader: CheckpointReader | None) -> Progress:
-    """Where the run goes on: after the checkpoint, whose weights and optimizer state the engine takes over, or at the start."""
-    if reader is None:
-        return Progress()
-    checkpoint, manifest = config.checkpoint, reader.manifest
-    load_engine(engine, reader, with_moments=not (checkpoint.no_load_optim or checkpoint.finetune))
-    if checkpoint.finetune:
-        return Progress()
-    engine.start_iteration(manifest.iteration)
-    return Progress(manifest.iteration, manifest.consumed_samples, manifest.run["scheduled_samples"])
-
-
 def describe_run(config: Config, ladder: Ladder, vocab_size: int, model: GPT) -> list[str]:
     """Who trains what on what, in lines."""
     topology, device, padded = ladder.topology, ladder.staging.device, model.padded_vocab_size
@@ -288,33 +234,6 @@ def _documents_in_words(config: Config, model: GPT, device: torch.device) -> lis
     return [describe_documents(device, head, (config.training.micro_batch_size, config.model.seq_length))]
 
 
-def describe_start(config: Config, reader: CheckpointReader | None, progress: Progress) -> str:
-    """What was loaded, and which flags of a run that goes on differ from those it was started with; an empty string without --load."""
-    if config.checkpoint.load is None:
-        return ""
-    if reader is None:
-        return f"WARNING: --load {config.checkpoint.load} holds no checkpoint; starting from scratch"
-    lines = [f"  successfully loaded checkpoint from {reader.folder} at iteration {reader.manifest.iteration}"]
-    if progress.iteration >= config.training.train_iters:
-        lines.append(f"nothing left to train: --train-iters {config.training.train_iters} is reached")
-    if not config.checkpoint.finetune:
-        differing = flags_that_differ(config, reader.manifest.flags)
-        lines += [f"WARNING: the checkpoint's run had other flags: {'; '.join(differing)}"] if differing else []
-    return "\n".join(lines)
-
-
-def flags_that_differ(config: Config, theirs: Mapping[str, Any]) -> list[str]:
-    """The flags that decide data order, numbers or rates, where this run's differ from a checkpoint's, each with both values."""
-    differing = []
-    for name in FLAGS_OF_A_CONTINUED_RUN:
-        group = GROUP_OF_FIELD[name]
-        then, now = theirs.get(group, {}).get(name), config.value_of(name)
-        then = tuple(then) if isinstance(then, list) else then
-        if name in theirs.get(group, {}) and then != now:
-            differing.append(f"{spelling_of(name)} {then} there and {now} here")
-    return differing
-
-
 def open_outlets(config: Config, printer: RankPrinter) -> Outlets:
     """The files and printers of this rank. Raises ValueError for a folder that this rank cannot write to."""
     logging = config.logging
@@ -328,6 +247,28 @@ def open_outlets(config: Config, printer: RankPrinter) -> Outlets:
         tensorboard = TensorboardWriter(logging.tensorboard_dir, logging.tensorboard_queue_size)
         tensorboard.write_arguments(arguments(config))
     return Outlets(printer, json_lines, tensorboard)
+
+
+def check_save_is_shared(config: Config, world: World) -> None:
+    """Nothing, where every rank sees in the folder of --save what rank 0 puts there; every rank must call it.
+
+    Raises StartupError on every rank alike: better known now than at the first save.
+    """
+    if config.checkpoint.save is None or world.world_size == 1:
+        return
+    folder = Path(config.checkpoint.save)
+    probe = folder / f".probe_of_run_{gather_texts(secrets.token_hex(4))[0]}"
+    with world.agreement():
+        if world.rank == 0:
+            check_writable("--save", folder, world.rank)
+            probe.touch()
+    try:
+        with world.agreement():
+            if not is_seen(probe):
+                raise ValueError(f"--save {folder} on this rank's machine is not the folder that rank 0 sees; {SHARED_FOLDER}")
+    finally:
+        if world.rank == 0:
+            probe.unlink()
 
 
 def check_writable(flag: str, folder: Path, rank: int) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from megatron_zpp.checkpoint.writer import RunState, save_checkpoint
-from megatron_zpp.config.schema import GROUPS, Config
+from megatron_zpp.config.schema import Config
 from megatron_zpp.data.blended_dataset import SourceTally
 from megatron_zpp.data.datasets import Datasets
 from megatron_zpp.data.loader import MicroBatches
@@ -34,6 +31,7 @@ from megatron_zpp.training.metrics import (
     StepTraffic,
     interval_report,
 )
+from megatron_zpp.training.saving import RunSaver
 from megatron_zpp.training.step import StepPlan, train_step
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -66,6 +64,7 @@ class Trainer:
         self._outlets = outlets
         self._progress = progress
         self._schedule = LearningRateSchedule.from_config(config.optimizer, config.training)
+        self._saver = RunSaver(config, engine, model.padded_vocab_size, outlets.printer)
         self._traffic = StepTraffic(engine.ladder.ledger)
         topology = engine.ladder.topology
         self._microbatches = config.training.global_batch_size // (config.training.micro_batch_size * topology.world_size)
@@ -89,6 +88,7 @@ class Trainer:
         try:
             while self._progress.iteration < training.train_iters and self._reason_for_leaving is None:
                 self._step(leaving)
+                self._saver.check()
                 self._between_steps()
         finally:
             leaving.close()
@@ -114,14 +114,15 @@ class Trainer:
         if self._is_multiple_of(self._config.training.eval_interval) and self._progress.iteration < self._config.training.train_iters:
             self._validate()
         if self._is_multiple_of(self._config.checkpoint.save_interval):
-            self._save()
+            self._saver.save(self._progress)
 
     def _finish(self) -> None:
-        if self._config.checkpoint.save is not None and not self._is_multiple_of(self._config.checkpoint.save_interval):
-            self._save()
+        if not self._is_multiple_of(self._config.checkpoint.save_interval):
+            self._saver.save(self._progress)
         if self._progress.iteration == self._config.training.train_iters:
             self._validate(drawn_from=" on validation set")
             self._test()
+        self._saver.finish()
 
     def _is_multiple_of(self, interval: int | None) -> bool:
         return interval is not None and self._progress.iteration % interval == 0
@@ -205,22 +206,9 @@ class Trainer:
             return
         before = self._bad_iterations.progress_before
         if self._bad_iterations.weights_are_from_before and before.iteration > 0:
-            self._save(before)
+            self._saver.save(before)
+            self._saver.finish()
         raise RuntimeError(
             f"{limit} iterations in a row (--max-consecutive-bad-iterations) had a NaN or infinite loss or gradient; the last good one was "
             f"iteration {before.iteration}. Look at the data that follows it, or lower --lr."
         )
-
-    def _save(self, progress: Progress | None = None) -> None:
-        checkpoint = self._config.checkpoint
-        if checkpoint.save is None:
-            return
-        progress, printer = progress or self._progress, self._outlets.printer
-        printer.on_first(f"saving checkpoint at iteration {progress.iteration:7d} to {checkpoint.save}")
-        state = RunState(progress.iteration, progress.consumed_samples, progress.scheduled_samples, self._flags())
-        save_checkpoint(Path(checkpoint.save), self._engine, state, with_moments=not checkpoint.no_save_optim)
-        printer.on_first(f"  successfully saved checkpoint at iteration {progress.iteration:7d} to {checkpoint.save}")
-
-    def _flags(self) -> dict[str, Any]:
-        groups = {group: asdict(getattr(self._config, group)) for group in GROUPS}
-        return {**groups, "padded_vocab_size": self._model.padded_vocab_size}

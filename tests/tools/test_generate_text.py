@@ -1,9 +1,10 @@
-"""Checkpoints written here by hand, in pieces of odd sizes, stand in for those of any number of ranks."""
+"""Checkpoints in pieces of odd sizes stand in for those of any number of ranks."""
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,20 @@ import generate_text
 import pytest
 import torch
 from generate_text import load_model, open_checkpoint, until_end
-from safetensors.torch import save_file
 from small_gpt import VOCAB, small_config, small_gpt
+from small_state import Gathering
 from tool import run_tool
 from train_tokenizer import train_model
 
-from megatron_zpp.checkpoint.manifest import LATEST_FILE, Manifest, StoredPiece, iteration_folder
+from megatron_zpp.checkpoint.folders import iteration_folder
+from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, MARKER_FILE, Manifest, marker_json
+from megatron_zpp.checkpoint.saver import CheckpointSaver, SaveOptions, Share
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.tokenizer import NullTokenizer
 from megatron_zpp.model.generation import Sampling, generated_tokens
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.initialization import materialize
+from megatron_zpp.zero.pieces import Piece
 
 RANKS = 3
 PROMPT = [5, 9, 2]
@@ -30,24 +34,20 @@ NULL = DataConfig(data_path=("corpus",), tokenizer_type="NullTokenizer", vocab_s
 
 def write_checkpoint(directory: Path, model: GPT, iteration: int = 7, data: DataConfig = NULL) -> Path:
     """The iteration's folder; every parameter lies in RANKS pieces, unless it is too small."""
-    files: dict[str, dict[str, torch.Tensor]] = {f"rank_{rank:05d}.safetensors": {} for rank in range(RANKS)}
-    pieces = []
+    pieces: list[list[Piece]] = [[] for _ in range(RANKS)]
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()
         ends = [0, flat.numel() // 5, flat.numel() // 2, flat.numel()]
-        for file, start, stop in zip(files, ends[:-1], ends[1:], strict=True):
-            pieces.append(StoredPiece(name, start, stop, file))
-            files[file][f"{name}.weight"] = flat[start:stop].clone()
-    folder = iteration_folder(directory, iteration)
-    folder.mkdir(parents=True)
-    for file, tensors in files.items():
-        save_file(tensors, folder / file)
+        for rank, (start, stop) in enumerate(pairwise(ends)):
+            pieces[rank].append(Piece(name, "weight", start, stop, flat[start:stop]))
+    gathering = Gathering(RANKS)
+    savers = [CheckpointSaver(directory, Share(rank, RANKS, pieces[rank]), SaveOptions(), gathering.of(rank)) for rank in range(RANKS)]
     flags = {"model": asdict(model.config), "data": asdict(data), "padded_vocab_size": model.padded_vocab_size}
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    manifest = Manifest(iteration, 0, shapes, ("weight",), tuple(pieces), {}, flags, {}, {})
-    (folder / "manifest.json").write_text(manifest.to_json())
-    (directory / LATEST_FILE).write_text(str(iteration))
-    return folder
+    manifest = Manifest(iteration, 0, shapes, {"weight": "F32"}, {"scheduled_samples": 0}, flags, {}, {})
+    with ThreadPoolExecutor(RANKS) as threads:
+        list(threads.map(lambda saver: saver.save(manifest), savers))
+    return iteration_folder(directory, iteration)
 
 
 def continuation(model: GPT, prompt: list[int], count: int, sampling: Sampling, seed: int) -> list[int]:
@@ -154,8 +154,10 @@ def test_unusable_requests_are_refused(tmp_path: Path, refused: Refusal, argumen
 
 
 def damage_manifest(folder: Path, change: dict[str, Any]) -> None:
-    path = folder / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    path = folder / MANIFEST_FILE
+    text = json.dumps(json.loads(path.read_text()) | change)
+    path.write_text(text)
+    (folder / MARKER_FILE).write_text(marker_json(text))
 
 
 def test_unusable_checkpoints_are_refused(tmp_path: Path, refused: Refusal) -> None:
@@ -167,6 +169,6 @@ def test_unusable_checkpoints_are_refused(tmp_path: Path, refused: Refusal) -> N
     refused(tmp_path, (), "the model flags in the manifest of iteration 7")
     damage_manifest(folder, {"flags": {"model": flags["model"]}})
     refused(tmp_path, (), "lacks data among its flags")
-    (folder / "manifest.json").write_text(whole)
+    damage_manifest(folder, json.loads(whole))
     (folder / "rank_00001.safetensors").write_bytes(b"short")
-    refused(tmp_path, ("--prompt", "1"), "rank_00001.safetensors cannot be read")
+    refused(tmp_path, ("--prompt", "1"), "rank_00001.safetensors has 5 bytes where its manifest says")

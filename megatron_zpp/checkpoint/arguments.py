@@ -1,0 +1,61 @@
+"""--use-checkpoint-args: the shape of the model and its tokenizer from a checkpoint, where no flag gives them (no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_zpp.checkpoint.folders import find_checkpoint
+from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError, Manifest, read_manifest
+from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.schema import CheckpointConfig, Config, ModelConfig
+
+# How the function is computed is this machine's choice.
+MODEL_FIELDS = tuple(member.name for member in fields(ModelConfig) if member.name not in ("checkpoint_activations", "norm_backend"))
+TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_size")
+
+
+def with_checkpoint_args(config: Config) -> Config:
+    """The configuration with the checkpoint's values in place of defaults: flags go first, then the checkpoint.
+
+    Raises FlagError where the checkpoint cannot be read. Without a checkpoint the flags have to do.
+    """
+    if not config.checkpoint.use_checkpoint_args:
+        return config
+    try:
+        folder = checkpoint_folder(config.checkpoint)
+        manifest = None if folder is None else read_manifest(folder)
+    except CheckpointError as error:
+        raise FlagError(f"--use-checkpoint-args: {error}.") from error
+    if manifest is None:
+        return config.with_notices("--use-checkpoint-args: there is no checkpoint yet, the flags decide")
+    values = {name: value for name, value in _values(config, manifest).items() if name not in config.given}
+    sources = {**config.sources, **dict.fromkeys(values, f"from {folder}")}
+    config = replace(config, given=config.given | values.keys(), sources=sources).with_values(**values)
+    return config.with_notices(f"--use-checkpoint-args: from {folder}: {', '.join(sorted(values)) or 'nothing'}")
+
+
+def checkpoint_folder(checkpoint: CheckpointConfig) -> Path | None:
+    """The folder that --load, --ckpt-step and --pretrained-checkpoint mean; None where there is none yet."""
+    folder = None if checkpoint.load is None else find_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step)
+    if folder is None and checkpoint.pretrained_checkpoint is not None:
+        folder = find_checkpoint(Path(checkpoint.pretrained_checkpoint), None)
+        if folder is None:
+            raise CheckpointError(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} holds no checkpoint; correct the path")
+    return folder
+
+
+def _values(config: Config, manifest: Manifest) -> dict[str, Any]:
+    values = _members(manifest, "model", MODEL_FIELDS)
+    if "tokenizer_type" not in config.given:
+        values |= _members(manifest, "data", TOKENIZER_FIELDS)
+    return values
+
+
+def _members(manifest: Manifest, group: str, names: tuple[str, ...]) -> dict[str, Any]:
+    theirs = manifest.flags.get(group, {})
+    if not isinstance(theirs, Mapping):
+        raise DamagedCheckpointError(f"the manifest of iteration {manifest.iteration} has no {group} flags")
+    return {name: theirs[name] for name in names if theirs.get(name) is not None}

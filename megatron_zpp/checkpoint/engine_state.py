@@ -1,0 +1,74 @@
+"""What of an engine goes into a checkpoint, and how it comes back out of one, at any world size and stage."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_zpp.checkpoint.manifest import ELEMENT_TYPE, CheckpointError, Manifest
+from megatron_zpp.checkpoint.reader import CheckpointReader
+from megatron_zpp.checkpoint.saver import Share
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.optimizer import MOMENTS
+from megatron_zpp.zero.pieces import WEIGHT, owned_pieces, parameters, resting_pieces
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What goes into the manifest beside the engine's own state."""
+
+    iteration: int
+    consumed_samples: int
+    scheduled_samples: int
+    flags: Mapping[str, Any]
+
+
+def share_of(engine: ZeroEngine, *, with_moments: bool) -> Share:
+    """This rank's share of every checkpoint: the primary slices it owns."""
+    backend = engine.ladder.backend
+    pieces = [piece for piece in owned_pieces(engine) if with_moments or piece.state == WEIGHT]
+    return Share(backend.rank, backend.topology.world_size, pieces)
+
+
+def manifest_of(engine: ZeroEngine, state: RunState, *, with_moments: bool) -> Manifest:
+    """The manifest of the engine's state as it is now, without files and pieces."""
+    topology = engine.ladder.topology
+    return Manifest(
+        iteration=state.iteration,
+        consumed_samples=state.consumed_samples,
+        shapes={param.spec.name: param.spec.shape for param in parameters(engine)},
+        states=dict.fromkeys((WEIGHT, *MOMENTS) if with_moments else (WEIGHT,), ELEMENT_TYPE),
+        run={
+            "scheduled_samples": state.scheduled_samples,
+            "optimizer_steps": engine.optimizer.steps,
+            "loss_scaler": engine.loss_scaler.state(),
+        },
+        flags=state.flags,
+        topology={
+            "world_size": topology.world_size,
+            "ranks_per_node": topology.ranks_per_node,
+            "partition_ranks": topology.partition_ranks,
+        },
+        versions=versions(),
+    )
+
+
+def versions() -> dict[str, str]:
+    """What wrote a checkpoint."""
+    return {"torch": torch.__version__, "python": platform.python_version()}
+
+
+def load_engine(engine: ZeroEngine, reader: CheckpointReader, *, with_moments: bool) -> None:
+    """Fills the engine's main weights, and with_moments its optimizer and loss scaler, with the checkpoint's."""
+    missing = [state for state in MOMENTS if state not in reader.manifest.states]
+    if with_moments and missing:
+        raise CheckpointError(f"{reader.folder} holds no optimizer state; give --no-load-optim or --finetune to go on without it")
+    reader.fill(piece for piece in resting_pieces(engine) if with_moments or piece.state == WEIGHT)
+    if with_moments:
+        engine.optimizer.steps = reader.manifest.run["optimizer_steps"]
+        engine.loss_scaler.load_state(reader.manifest.run["loss_scaler"])
+    engine.weights_changed()

@@ -1,0 +1,72 @@
+"""Weights as safetensors files for other programs, written one tensor at a time: memory for the largest tensor, not for the model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_zpp.checkpoint.durable import rename_durably, write_durably
+from megatron_zpp.checkpoint.manifest import CHUNK_BYTES
+from megatron_zpp.checkpoint.owner import own_token
+from megatron_zpp.checkpoint.shard_file import DTYPES, TensorEntry, lay_out, write_file
+
+METADATA = {"format": "pt"}  # transformers insists on it
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which gets its name when the block is left without an error. Raises ValueError where the name is taken."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists already; choose another name or remove it.")
+    unfinished = folder.with_name(f"{folder.name}.tmp-{own_token()}")
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        if folder.exists():
+            folder.rmdir()
+        rename_durably(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def write_tensors(folder: Path, entries: Sequence[TensorEntry], values_of: Callable[[TensorEntry], Tensor], most_bytes: int) -> list[str]:
+    """The names of the files written: model.safetensors, or shards of at most `most_bytes` each (or one tensor) with an index.
+
+    values_of: a tensor of the entry's shape, in any dtype; it is cast to the entry's.
+    """
+    shards = _shards(entries, most_bytes)
+    names = [_shard_name(index, len(shards)) for index in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        values = (values_of(entry).to(DTYPES[entry.element_type]) for entry in shard)
+        write_file(folder / name, lay_out(shard, METADATA), values, CHUNK_BYTES)
+    if len(shards) > 1:
+        places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+        total_bytes = sum(entry.nbytes for entry in entries)
+        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total_bytes}, "weight_map": places})
+    return names
+
+
+def write_json(path: Path, members: dict[str, Any]) -> None:
+    write_durably(path, json.dumps(members, indent=2) + "\n")
+
+
+def _shards(entries: Sequence[TensorEntry], most_bytes: int) -> list[list[TensorEntry]]:
+    shards: list[list[TensorEntry]] = [[]]
+    filled_bytes = 0
+    for entry in entries:
+        if shards[-1] and filled_bytes + entry.nbytes > most_bytes:
+            shards.append([])
+            filled_bytes = 0
+        shards[-1].append(entry)
+        filled_bytes += entry.nbytes
+    return shards
+
+
+def _shard_name(index: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"

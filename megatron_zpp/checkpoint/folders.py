@@ -1,0 +1,185 @@
+"""The folders of a directory of checkpoints: their names, which one to load, which ones may go.
+
+DIR/latest_checkpointed_iteration.txt      the iteration to load, or `release`, as Megatron has it
+DIR/iter_0000100/                          a complete checkpoint
+DIR/release/                               weights of no run, such as converted ones
+DIR/iter_0000200.tmp-TOKEN/                being written
+DIR/iter_0000200.replaced-TOKEN/           complete; a newer one of the same iteration is taking its place
+DIR/iter_0000100.removed-TOKEN/            being deleted
+"""
+
+from __future__ import annotations
+
+import fcntl
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from megatron_zpp.checkpoint.durable import rename_durably, write_durably
+from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, CheckpointError, is_complete
+
+LATEST_FILE = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+_NAME = re.compile(r"(?P<base>iter_(?P<iteration>\d{7,})|release)(\.(?P<stage>tmp|replaced|removed)-(?P<token>[0-9a-f-]+))?")
+
+
+class Stage(Enum):
+    """What a folder beside the complete checkpoints is, by its name."""
+
+    UNFINISHED = "tmp"
+    REPLACED = "replaced"
+    REMOVED = "removed"
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A folder that somebody was writing, replacing or deleting."""
+
+    folder: Path
+    stage: Stage
+    token: str
+
+    @property
+    def final(self) -> Path:
+        """The folder of the checkpoint itself."""
+        return self.folder.with_name(self.folder.name.split(".")[0])
+
+
+def iteration_folder(directory: Path, iteration: int) -> Path:
+    """The folder of one iteration, named as Megatron names it."""
+    return directory / f"iter_{iteration:07d}"
+
+
+def staged_folder(final: Path, stage: Stage, token: str) -> Path:
+    """A neighbour of a checkpoint's folder. token: of the process that makes it, see `owner`."""
+    return final.with_name(f"{final.name}.{stage.value}-{token}")
+
+
+def leftovers(directory: Path) -> list[Leftover]:
+    """Every folder that is no complete checkpoint by its name, whoever may still be writing it."""
+    found = [(path, _NAME.fullmatch(path.name)) for path in sorted(directory.iterdir())]
+    return [Leftover(path, Stage(match["stage"]), match["token"]) for path, match in found if match and match["stage"]]
+
+
+def saved_iterations(directory: Path) -> list[int]:
+    """The iterations that have a folder, ascending, complete or not."""
+    matches = (_NAME.fullmatch(path.name) for path in directory.glob("iter_*") if path.is_dir())
+    return sorted(int(match["iteration"]) for match in matches if match and not match["stage"])
+
+
+def find_checkpoint(directory: Path, step: int | None) -> Path | None:
+    """The folder to load: that of iteration `step`, else the latest; None where `directory` holds no checkpoint at all.
+
+    Raises CheckpointError where `step` is asked for and missing, or the latest cannot be told.
+    """
+    if step is not None:
+        folder = _in_place(iteration_folder(directory, step))
+        if folder is None:
+            raise CheckpointError(f"--ckpt-step {step}: {directory} holds no checkpoint of it; there is {_existing(directory)}")
+        return folder
+    latest = directory / LATEST_FILE
+    try:
+        text = latest.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{latest} cannot be read ({error.strerror}); correct --load") from error
+    if text != RELEASE and not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise CheckpointError(
+            f"{latest} holds {text[:40]!r} instead of an iteration; name one with --ckpt-step, there is {_existing(directory)}"
+        )
+    folder = _in_place(directory / RELEASE if text == RELEASE else iteration_folder(directory, int(text)))
+    if folder is None:
+        raise CheckpointError(f"{latest} names {text}, which {directory} does not hold; there is {_existing(directory)}, see --ckpt-step")
+    return folder
+
+
+def older_checkpoints(folder: Path) -> list[Path]:
+    """The folders of earlier iterations beside this one, newest first, complete or not."""
+    match = _NAME.fullmatch(folder.name)
+    if match is None or match["iteration"] is None:
+        return []
+    older = [iteration for iteration in saved_iterations(folder.parent) if iteration < int(match["iteration"])]
+    return [iteration_folder(folder.parent, iteration) for iteration in reversed(older)]
+
+
+def move_latest(directory: Path, text: str) -> None:
+    """Points `latest` at an iteration or at the release, in one step: a reader sees the old or the new one, never half a file."""
+    temporary = directory / (LATEST_FILE + ".new")
+    write_durably(temporary, text)
+    rename_durably(temporary, directory / LATEST_FILE)
+
+
+def put_in_place(unfinished: Path, final: Path, token: str) -> None:
+    """Gives a complete folder its name. One that has it already steps aside first and is found there until it is deleted."""
+    aside = staged_folder(final, Stage.REPLACED, token)
+    if final.exists():
+        rename_durably(final, aside)
+    rename_durably(unfinished, final)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def settle(leftover: Leftover) -> None:
+    """Deletes a leftover of a dead run; a complete checkpoint that stepped aside for nothing goes back to its place."""
+    if leftover.stage is Stage.REPLACED and not leftover.final.exists() and is_complete(leftover.folder):
+        rename_durably(leftover.folder, leftover.final)
+    else:
+        shutil.rmtree(leftover.folder, ignore_errors=True)
+
+
+def expendable(iterations: Iterable[int], current: int, keep_last: int | None, retain_interval: int | None) -> list[int]:
+    """The complete iterations that may go once `current` is saved.
+
+    Kept are the last `keep_last` up to the current one (one, where only retain_interval is given), the multiples of retain_interval, and
+    whatever is later than the current one: it belongs to another branch of the run.
+    """
+    if keep_last is None and retain_interval is None:
+        return []
+    until_now = sorted(iteration for iteration in iterations if iteration <= current)
+    last = set(until_now[-(keep_last or 1) :])
+    return [
+        iteration
+        for iteration in until_now
+        if iteration not in last and (retain_interval is None or iteration % retain_interval != 0) and iteration != current
+    ]
+
+
+def delete_checkpoint(folder: Path, token: str) -> bool:
+    """Deletes a checkpoint, in such an order that it is never half there; False where somebody reads it, or guards it against writing."""
+    try:
+        manifest = (folder / MANIFEST_FILE).open("r+b")
+    except PermissionError:
+        return False
+    with manifest:
+        try:
+            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # a file system without locks, where readers cannot be seen
+        removed = staged_folder(folder, Stage.REMOVED, token)
+        rename_durably(folder, removed)
+    shutil.rmtree(removed, ignore_errors=True)
+    return True
+
+
+def complete_iterations(directory: Path) -> list[int]:
+    """The iterations whose checkpoints can be used, as far as their manifests tell, ascending."""
+    return [iteration for iteration in saved_iterations(directory) if is_complete(iteration_folder(directory, iteration))]
+
+
+def _in_place(final: Path) -> Path | None:
+    """The checkpoint's folder, or the one that had stepped aside when a run died between two renames."""
+    if final.is_dir():
+        return final
+    if not final.parent.is_dir():
+        return None
+    asides: Sequence[Leftover] = [found for found in leftovers(final.parent) if found.stage is Stage.REPLACED and found.final == final]
+    return next((found.folder for found in asides if is_complete(found.folder)), None)
+
+
+def _existing(directory: Path) -> str:
+    return ", ".join(map(str, saved_iterations(directory))) or "none"

@@ -1,0 +1,163 @@
+"""The GPT-2 layout of Hugging Face: names, shapes and order of the same weights, and the config that goes with them.
+
+Where the layouts differ (N heads of D channels, H = N D, V the vocabulary without its padding):
+
+    ours                                       theirs
+    embedding.word.weight [padded V, H]        wte.weight [V, H]
+    attention.qkv.weight [N 3 D, H]            attn.c_attn.weight [H, 3 N D]: transposed, all heads of q, then of k, then of v
+    other weights of linear layers [out, in]   [in, out]
+    final.head.weight, if untied               lm_head.weight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.config.schema import ModelConfig
+
+PREFIX = "transformer."
+HEAD = "lm_head.weight"
+TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh")  # two names of the one function of our MLP
+IGNORED_BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks that old versions saved
+CHANGES_THE_FUNCTION: dict[str, Any] = {
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """One tensor in both layouts. name, shape: theirs. to_theirs and to_ours: of the whole tensor, fp32."""
+
+    ours: str
+    name: str
+    shape: tuple[int, ...]
+    to_theirs: Callable[[Tensor], Tensor]
+    to_ours: Callable[[Tensor], Tensor]
+
+
+def rules(model: ModelConfig, vocab_size: int, padded_vocab_size: int) -> Iterator[TensorRule]:
+    """Every tensor of the model. vocab_size: rows of their embedding.
+
+    Raises ValueError for a model that the layout has no place for.
+    """
+    if model.num_attention_heads * model.kv_channels != model.hidden_size:
+        raise ValueError(
+            f"the GPT-2 layout has heads of hidden size / heads channels, and this model has {model.num_attention_heads} heads of "
+            f"{model.kv_channels} channels beside a hidden size of {model.hidden_size}; it cannot be converted."
+        )
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    yield _vocabulary("embedding.word.weight", f"{PREFIX}wte.weight", (vocab_size, hidden), padded_vocab_size)
+    yield _same("embedding.position.weight", f"{PREFIX}wpe.weight", (model.max_position_embeddings, hidden))
+    for index in range(model.num_layers):
+        ours, theirs = f"blocks.{index}", f"{PREFIX}h.{index}"
+        yield from _norm(f"{ours}.attention_norm", f"{theirs}.ln_1", hidden)
+        yield from _qkv(f"{ours}.attention.qkv", f"{theirs}.attn.c_attn", model)
+        yield from _linear(f"{ours}.attention.projection", f"{theirs}.attn.c_proj", hidden, hidden)
+        yield from _norm(f"{ours}.mlp_norm", f"{theirs}.ln_2", hidden)
+        yield from _linear(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc", hidden, ffn)
+        yield from _linear(f"{ours}.mlp.down", f"{theirs}.mlp.c_proj", ffn, hidden)
+    yield from _norm("final.norm", f"{PREFIX}ln_f", hidden)
+    if model.untie_embeddings_and_output_weights:
+        yield _vocabulary("final.head.weight", HEAD, (vocab_size, hidden), padded_vocab_size)
+
+
+def config_json(model: ModelConfig, vocab_size: int, end_of_document: int | None) -> dict[str, Any]:
+    """Their config.json. end_of_document: the token id, None where there is no tokenizer."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": TANH_GELUS[0],
+        "n_layer": model.num_layers,
+        "n_embd": model.hidden_size,
+        "n_head": model.num_attention_heads,
+        "n_inner": model.ffn_hidden_size,
+        "n_positions": model.max_position_embeddings,
+        "vocab_size": vocab_size,
+        "layer_norm_epsilon": model.norm_epsilon,
+        "embd_pdrop": model.hidden_dropout,
+        "resid_pdrop": model.hidden_dropout,
+        "attn_pdrop": model.attention_dropout,
+        "initializer_range": model.init_method_std,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "bos_token_id": end_of_document,
+        "eos_token_id": end_of_document,
+    }
+
+
+def model_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Our configuration of the model that their config.json describes.
+
+    Raises ValueError for another kind of model, or a GPT-2 whose function ours cannot compute, with the reason.
+    """
+    if config.get("model_type") != "gpt2":
+        raise ValueError(f"config.json describes a model of type {config.get('model_type')}; only gpt2 can be converted.")
+    activation = config.get("activation_function", TANH_GELUS[0])
+    if activation not in TANH_GELUS:
+        raise ValueError(f"config.json has activation_function {activation}, and blocks here have the tanh form of GELU, {TANH_GELUS[0]}.")
+    for key, value in CHANGES_THE_FUNCTION.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"config.json has {key} {config[key]}, which this model does not compute; only {value} can be converted.")
+    hidden, positions = config["n_embd"], config["n_positions"]
+    return ModelConfig(
+        num_layers=config["n_layer"],
+        hidden_size=hidden,
+        num_attention_heads=config["n_head"],
+        ffn_hidden_size=config.get("n_inner") or 4 * hidden,
+        kv_channels=hidden // config["n_head"],
+        seq_length=positions,
+        max_position_embeddings=positions,
+        norm_epsilon=config.get("layer_norm_epsilon", 1e-5),
+        untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", True),
+        init_method_std=config.get("initializer_range", 0.02),
+        attention_dropout=config.get("attn_pdrop", 0.1),
+        hidden_dropout=config.get("resid_pdrop", 0.1),
+    )
+
+
+def padded_rows(rows_VH: Tensor, padded_vocab_size: int) -> Tensor:
+    """The rows with their mean as padding.
+
+    A row of zeros would get the logit 0, which in a trained GPT-2 is far above those of real tokens; the mean row gets the mean logit, and
+    so at most its share of the probability (Jensen's inequality).
+    """
+    missing = padded_vocab_size - rows_VH.shape[0]
+    return rows_VH if missing == 0 else torch.cat([rows_VH, rows_VH.mean(0, keepdim=True).expand(missing, -1)])
+
+
+def _same(ours: str, theirs: str, shape: tuple[int, ...]) -> TensorRule:
+    return TensorRule(ours, theirs, shape, lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _vocabulary(ours: str, theirs: str, shape: tuple[int, int], padded_vocab_size: int) -> TensorRule:
+    return TensorRule(ours, theirs, shape, lambda rows: rows[: shape[0]], lambda rows: padded_rows(rows, padded_vocab_size))
+
+
+def _norm(ours: str, theirs: str, hidden: int) -> Iterator[TensorRule]:
+    for part in ("weight", "bias"):
+        yield _same(f"{ours}.{part}", f"{theirs}.{part}", (hidden,))
+
+
+def _linear(ours: str, theirs: str, width_in: int, width_out: int) -> Iterator[TensorRule]:
+    yield TensorRule(f"{ours}.weight", f"{theirs}.weight", (width_in, width_out), Tensor.t, Tensor.t)
+    yield _same(f"{ours}.bias", f"{theirs}.bias", (width_out,))
+
+
+def _qkv(ours: str, theirs: str, model: ModelConfig) -> Iterator[TensorRule]:
+    heads, channels, hidden = model.num_attention_heads, model.kv_channels, model.hidden_size
+
+    def by_kind(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (heads, 3, channels)).transpose(0, 1).flatten(0, 2)
+
+    def by_head(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (3, heads, channels)).transpose(0, 1).flatten(0, 2)
+
+    weight_shape = (hidden, 3 * heads * channels)
+    yield TensorRule(f"{ours}.weight", f"{theirs}.weight", weight_shape, lambda rows: by_kind(rows).t(), lambda tensor: by_head(tensor.t()))
+    yield TensorRule(f"{ours}.bias", f"{theirs}.bias", (3 * heads * channels,), by_kind, by_head)

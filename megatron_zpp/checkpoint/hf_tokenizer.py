@@ -1,0 +1,97 @@
+"""The tokenizer of a run as files that Hugging Face's classes read: the same ids for the same text."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+
+from megatron_zpp.checkpoint.export import write_json
+
+MARK = "\u2581"  # stands for a space in pieces
+_PROBE = "  a\u00a0 \ufb01 \u2460A  b "  # spaces, a ligature and signs that normalization would change
+_TOKENIZER_CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+
+
+def write_tokenizer(folder: Path, tokenizer_type: str | None, model_path: str | None) -> str:
+    """What was written into `folder`, in a sentence.
+
+    The SentencePiece model itself, always; and a tokenizer.json where its kind allows one that gives the same ids.
+    """
+    if tokenizer_type == "NullTokenizer" or model_path is None:
+        return "no tokenizer files: the run had ids for text"
+    shutil.copyfile(model_path, folder / "tokenizer.model")
+    if tokenizer_type != "GPTSentencePieceTokenizer":
+        return f"tokenizer.model alone: {tokenizer_type} adds pieces that only this program knows"
+    pieces = sentencepiece.SentencePieceProcessor(model_file=model_path)
+    if not _is_plain_bpe(pieces):
+        return "tokenizer.model alone, for the sentencepiece library: it is no BPE model of text as it is"
+    write_json(folder / "tokenizer.json", bpe_json(pieces))
+    end = pieces.id_to_piece(pieces.eos_id())
+    write_json(folder / "tokenizer_config.json", {**_TOKENIZER_CONFIG, "bos_token": end, "eos_token": end})
+    return "tokenizer.json, tokenizer_config.json and tokenizer.model"
+
+
+def bpe_json(pieces: sentencepiece.SentencePieceProcessor) -> dict[str, Any]:
+    """The tokenizer.json of a BPE model of text as it is, with bytes for what has no piece.
+
+    A pair merges the earlier, the higher the score of what it makes.
+    """
+    names = [pieces.id_to_piece(index) for index in range(pieces.get_piece_size())]
+    vocab = {name: index for index, name in enumerate(names)}
+    merges = []
+    for index in sorted(_mergeable(pieces), key=lambda index: -pieces.get_score(index)):
+        name = names[index]
+        splits = [(name[:cut], name[cut:]) for cut in range(1, len(name))]
+        merges += [[left, right] for left, right in splits if left in vocab and right in vocab]
+    special = [index for index in range(len(names)) if pieces.is_control(index) or pieces.is_unknown(index)]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": index, "content": names[index], **flags} for index in special],
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": MARK},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": MARK}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+            ],
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": names[pieces.unk_id()],
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": vocab,
+            "merges": merges,
+        },
+    }
+
+
+def _mergeable(pieces: sentencepiece.SentencePieceProcessor) -> list[int]:
+    ids = range(pieces.get_piece_size())
+    return [
+        index
+        for index in ids
+        if not (pieces.is_control(index) or pieces.is_unknown(index) or pieces.is_byte(index) or pieces.is_unused(index))
+        and len(pieces.id_to_piece(index)) > 1
+    ]
+
+
+def _is_plain_bpe(pieces: sentencepiece.SentencePieceProcessor) -> bool:
+    """Whether text reaches the pieces unchanged, unknown characters become bytes, and scores are the ranks of merges."""
+    scores = [pieces.get_score(index) for index in _mergeable(pieces)]
+    has_bytes = any(pieces.is_byte(index) for index in range(pieces.get_piece_size()))
+    is_unchanged = pieces.normalize(_PROBE) == _PROBE.replace(" ", MARK)
+    return has_bytes and is_unchanged and all(score <= 0 and score == round(score) for score in scores)

@@ -1,0 +1,57 @@
+"""Who is writing a folder, told by its name, so that what a dead run left behind is known from what a living one is writing."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+import zlib
+from pathlib import Path
+
+ABANDONED_AFTER_SECONDS = 3600.0  # without any change, where the owner is on another machine
+_TOKEN = re.compile(r"(?P<place>[0-9a-f]{8})-(?P<pid>[0-9a-f]+)-(?P<started>[0-9a-f]+)")
+_ZOMBIE_STATES = "ZX"
+
+
+def own_token() -> str:
+    """This process in hexadecimal digits: the machine, its boot and its process ids; the process id; when it started."""
+    return f"{_place()}-{os.getpid():x}-{_start_of(os.getpid()) or 0:x}"
+
+
+def is_abandoned(folder: Path, token: str) -> bool:
+    """Whether nobody writes this folder: the owner of `token`, on this machine, is dead; or nothing in it has changed for an hour."""
+    owner = _TOKEN.fullmatch(token)
+    if owner is not None and owner["place"] == _place() and _start_of(os.getpid()) is not None:
+        return _start_of(int(owner["pid"], 16)) != int(owner["started"], 16)
+    return time.time() - _last_change(folder) > ABANDONED_AFTER_SECONDS
+
+
+def _last_change(folder: Path) -> float:
+    newest = 0.0
+    for path in (folder, *folder.glob("*")):
+        try:
+            newest = max(newest, path.stat().st_mtime)
+        except OSError:
+            continue
+    return newest
+
+
+def _place() -> str:
+    """Where a process id means one process; [8] hexadecimal digits."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        process_ids = os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        boot = process_ids = ""
+    return f"{zlib.crc32(f'{socket.gethostname()} {boot} {process_ids}'.encode()):08x}"
+
+
+def _start_of(pid: int) -> int | None:
+    """When the process started, in ticks since the boot; None where it is not running, or the system does not tell."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    state, *after = text.rpartition(")")[2].split()  # the name before the bracket may hold anything
+    return None if state in _ZOMBIE_STATES else int(after[18])

@@ -1,0 +1,93 @@
+"""From pieces as they were stored to ranges as they are wanted: any world size to any other (pure arithmetic, no torch).
+
+Two ranks have stored a parameter of ten elements; the middle one of three wants elements 3 to 7:
+
+    stored    a a a a a | b b b b b          file a, file b
+    wanted    . . . w w w w . . .            2 elements from a, then 2 from b
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_zpp.checkpoint.manifest import ELEMENT_BYTES, StoredPiece
+
+
+@dataclass(frozen=True)
+class Source:
+    """`count` elements from byte `offset` of `file` on; they go to element `first` of the wanted range."""
+
+    file: str
+    offset: int
+    first: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        """The byte after the last one."""
+        return self.offset + self.count * ELEMENT_BYTES
+
+
+@dataclass(frozen=True)
+class ByteRun:
+    """Bytes [start, stop) of a file; both are chunk boundaries, or stop is the end of the file."""
+
+    start: int
+    stop: int
+
+
+class MissingElementsError(LookupError):
+    """Elements [start, stop) of one state of a parameter lie in no piece."""
+
+    def __init__(self, parameter: str, state: str, start: int, stop: int) -> None:
+        super().__init__(f"elements {start} to {stop} of {parameter} ({state}) are in none of its files")
+
+
+class PieceIndex:
+    """Finds ranges among stored pieces, which do not overlap within one state of one parameter."""
+
+    def __init__(self, pieces: Iterable[StoredPiece]) -> None:
+        self._pieces: dict[tuple[str, str], list[StoredPiece]] = defaultdict(list)
+        for piece in sorted(pieces, key=lambda piece: piece.start):
+            for state in piece.offsets:
+                self._pieces[piece.parameter, state].append(piece)
+        self._starts = {key: [piece.start for piece in pieces] for key, pieces in self._pieces.items()}
+
+    def sources(self, parameter: str, state: str, start: int, stop: int) -> Iterator[Source]:
+        """Where elements [start, stop) are, in order. Raises MissingElementsError where one of them is nowhere."""
+        pieces, starts = self._pieces.get((parameter, state), []), self._starts.get((parameter, state), [])
+        position = start
+        while position < stop:
+            place = bisect_right(starts, position) - 1
+            if place < 0 or pieces[place].stop <= position:
+                end = min(stop, starts[place + 1]) if place + 1 < len(starts) else stop
+                raise MissingElementsError(parameter, state, position, end)
+            piece = pieces[place]
+            count = min(stop, piece.stop) - position
+            yield Source(piece.file, piece.offsets[state] + (position - piece.start) * ELEMENT_BYTES, position - start, count)
+            position += count
+
+
+def chunk_runs(ranges: Sequence[tuple[int, int]], chunk_bytes: int, file_bytes: int, most_chunks: int) -> Iterator[ByteRun]:
+    """The chunks that the byte ranges touch, each once and in order, in runs of at most `most_chunks`.
+
+    ranges: (start, end) within the file, in order of their starts.
+    """
+    first = stop = 0  # chunks [first, stop) wait to be given out
+    for start, end in ranges:
+        if start >= end:
+            continue
+        begin, beyond = start // chunk_bytes, -(-end // chunk_bytes)
+        if begin > stop:
+            yield from _runs(first, stop, chunk_bytes, file_bytes, most_chunks)
+            first = stop = begin
+        stop = max(stop, beyond)
+    yield from _runs(first, stop, chunk_bytes, file_bytes, most_chunks)
+
+
+def _runs(first: int, stop: int, chunk_bytes: int, file_bytes: int, most_chunks: int) -> Iterator[ByteRun]:
+    for chunk in range(first, stop, most_chunks):
+        yield ByteRun(chunk * chunk_bytes, min(min(chunk + most_chunks, stop) * chunk_bytes, file_bytes))

@@ -1,0 +1,61 @@
+"""What a checkpoint's manifest says of the model and of its text, as configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from megatron_zpp.checkpoint.folders import find_checkpoint
+from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest
+from megatron_zpp.checkpoint.reader import CheckpointReader
+from megatron_zpp.config.schema import DataConfig, ModelConfig
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.parallel.specs import UnitSpec
+
+Group = TypeVar("Group", DataConfig, ModelConfig)
+
+
+def open_checkpoint(directory: Path, step: int | None) -> CheckpointReader:
+    """The checkpoint of iteration `step`, else the latest. Raises CheckpointError where there is none."""
+    folder = find_checkpoint(directory, step)
+    if folder is None:
+        raise CheckpointError(f"--load {directory} holds no checkpoint; give the folder that --save of the training named.")
+    return CheckpointReader(folder)
+
+
+def model_flags(manifest: Manifest) -> ModelConfig:
+    """The model's configuration, with torch's norms: those of Apex run on GPUs only, and compute the same."""
+    return replace(_group(ModelConfig, manifest, "model"), norm_backend="torch")
+
+
+def data_flags(manifest: Manifest) -> DataConfig:
+    return _group(DataConfig, manifest, "data")
+
+
+def padded_vocab_size(manifest: Manifest) -> int:
+    return int(_flags(manifest, "padded_vocab_size"))
+
+
+def units_of(model: ModelConfig, padded_vocab: int) -> tuple[UnitSpec, ...]:
+    """The parameters of a model of this configuration, by unit; nothing is allocated."""
+    return GPT(model, padded_vocab, seed=0, dtype=torch.float32).unit_specs()
+
+
+def _flags(manifest: Manifest, name: str) -> Any:
+    if name not in manifest.flags:
+        raise CheckpointError(f"the manifest of iteration {manifest.iteration} lacks {name} among its flags; choose another checkpoint.")
+    return manifest.flags[name]
+
+
+def _group(kind: type[Group], manifest: Manifest, name: str) -> Group:
+    flags = _flags(manifest, name)
+    try:
+        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
+        return kind(**fields)
+    except (TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"the {name} flags in the manifest of iteration {manifest.iteration} are not this program's ({error})."
+        ) from None

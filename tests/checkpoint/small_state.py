@@ -1,0 +1,103 @@
+"""A state small enough to save hundreds of times, cut among ranks that live in threads of this process."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.checkpoint.manifest import ELEMENT_TYPE, Manifest
+from megatron_zpp.checkpoint.reader import CheckpointReader
+from megatron_zpp.checkpoint.saver import CheckpointSaver, Gather, SaveOptions, Share
+from megatron_zpp.zero.pieces import Piece
+
+SHAPES = {"embedding.weight": (60, 20), "norm.weight": (20,), "head.weight": (20, 90)}
+STATES = ("weight", "exp_avg")
+CHUNK_BYTES = 512
+State = Mapping[tuple[str, str], Tensor]
+
+
+def state_at(iteration: int) -> State:
+    """By parameter and state all elements, flat: another one at every iteration."""
+    generator = torch.Generator().manual_seed(iteration)
+    return {
+        (name, state): torch.randn(torch.Size(shape).numel(), generator=generator) for name, shape in SHAPES.items() for state in STATES
+    }
+
+
+def shares(state: State, world_size: int, seed: int = 0) -> list[Share]:
+    """The state cut at random places; the pieces are views of it, so that later changes of the state are changes of theirs."""
+    places = random.Random(seed)
+    pieces: list[list[Piece]] = [[] for _ in range(world_size)]
+    for name, shape in SHAPES.items():
+        numel = torch.Size(shape).numel()
+        ends = [0, *sorted(places.choices(range(numel + 1), k=world_size - 1)), numel]
+        for rank, (start, stop) in enumerate(pairwise(ends)):
+            if start < stop:
+                pieces[rank] += [Piece(name, kind, start, stop, state[name, kind][start:stop]) for kind in STATES]
+    return [Share(rank, world_size, of_rank) for rank, of_rank in enumerate(pieces)]
+
+
+def manifest_at(iteration: int, chunk_bytes: int = CHUNK_BYTES) -> Manifest:
+    states = dict.fromkeys(STATES, ELEMENT_TYPE)
+    return Manifest(iteration, 8 * iteration, SHAPES, states, {"scheduled_samples": 0}, {}, {}, {}, chunk_bytes)
+
+
+class Gathering:
+    """`gather` for ranks in threads of one process."""
+
+    def __init__(self, world_size: int) -> None:
+        self._texts = [""] * world_size
+        self._barrier = threading.Barrier(world_size, timeout=60)
+
+    def of(self, rank: int) -> Gather:
+        def gather(text: str) -> list[str]:
+            self._texts[rank] = text
+            self._barrier.wait()
+            texts = list(self._texts)
+            self._barrier.wait()
+            return texts
+
+        return gather
+
+
+class Ranks:
+    """The savers of a small world; `on_each` lets all of them do the same at a time."""
+
+    def __init__(self, directory: Path, state: State, world_size: int = 2, options: SaveOptions | None = None) -> None:
+        gathering = Gathering(world_size)
+        self.savers = [
+            CheckpointSaver(directory, share, options or SaveOptions(), gathering.of(share.rank)) for share in shares(state, world_size)
+        ]
+
+    def save(self, iteration: int) -> None:
+        self.on_each(lambda saver: saver.save(manifest_at(iteration)))
+
+    def finish(self) -> None:
+        self.on_each(lambda saver: saver.finish())
+
+    def on_each(self, act: Callable[[CheckpointSaver], object]) -> list[object]:
+        """What each rank returned; the first error that a rank raised is raised here."""
+        with ThreadPoolExecutor(len(self.savers)) as threads:
+            return list(threads.map(act, self.savers))
+
+
+def set_state(state: State, iteration: int) -> None:
+    """Makes the state that of an iteration, in place."""
+    for key, values in state_at(iteration).items():
+        state[key].copy_(values)
+
+
+def check_holds(folder: Path, iteration: int) -> None:
+    """Nothing, where the checkpoint is whole and holds, bit for bit, the state of the iteration."""
+    with CheckpointReader(folder) as reader:
+        assert list(reader.verify()) == []
+        assert reader.manifest.iteration == iteration
+        for (name, kind), values in state_at(iteration).items():
+            assert torch.equal(reader.read(name, kind, 0, values.numel()), values)

@@ -1,0 +1,143 @@
+"""Which folder is what, which one is loaded, which ones may go."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_state import Ranks, check_holds, state_at
+
+from megatron_zpp.checkpoint.folders import (
+    LATEST_FILE,
+    Leftover,
+    Stage,
+    complete_iterations,
+    delete_checkpoint,
+    expendable,
+    find_checkpoint,
+    iteration_folder,
+    leftovers,
+    move_latest,
+    older_checkpoints,
+    put_in_place,
+    settle,
+    staged_folder,
+)
+from megatron_zpp.checkpoint.manifest import CheckpointError
+from megatron_zpp.checkpoint.reader import CheckpointReader
+
+ITERATIONS = st.sets(st.integers(1, 40), max_size=15)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the checkpoints of iterations 1 and 2, for tests to copy."""
+    directory = tmp_path_factory.mktemp("saved")
+    for iteration in (1, 2):
+        Ranks(directory, state_at(iteration), world_size=1).save(iteration)
+    return directory
+
+
+@pytest.fixture
+def directory(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "checkpoints"))
+
+
+@given(ITERATIONS, st.integers(1, 40), st.none() | st.integers(1, 6), st.none() | st.integers(1, 10))
+def test_what_may_go_is_neither_among_the_last_nor_a_multiple_nor_later(
+    iterations: set[int], current: int, keep_last: int | None, retain_interval: int | None
+) -> None:
+    present = iterations | {current}
+    gone = set(expendable(present, current, keep_last, retain_interval))
+    until_now = sorted(iteration for iteration in present if iteration <= current)
+    if keep_last is None and retain_interval is None:
+        assert not gone
+        return
+    last = set(until_now[-(keep_last or 1) :])
+    multiples = {iteration for iteration in present if retain_interval is not None and iteration % retain_interval == 0}
+    assert gone == set(until_now) - last - multiples
+    assert current not in gone
+
+
+def test_the_latest_is_loaded_or_the_one_asked_for(directory: Path) -> None:
+    assert find_checkpoint(directory, None) == iteration_folder(directory, 2)
+    assert find_checkpoint(directory, 1) == iteration_folder(directory, 1)
+    assert find_checkpoint(directory / "none", None) is None
+    with pytest.raises(CheckpointError, match="--ckpt-step 3: .* there is 1, 2"):
+        find_checkpoint(directory, 3)
+
+
+@pytest.mark.parametrize("text", ["", "iter_2", "-1", "2.5", "9" * 40, "\x80\x04\x95"])
+def test_a_latest_file_that_names_no_iteration_is_refused(directory: Path, text: str) -> None:
+    (directory / LATEST_FILE).write_text(text)
+    with pytest.raises(CheckpointError, match="instead of an iteration; name one with --ckpt-step, there is 1, 2"):
+        find_checkpoint(directory, None)
+
+
+def test_a_latest_file_that_names_a_missing_iteration_says_what_there_is(directory: Path) -> None:
+    move_latest(directory, "9")
+    with pytest.raises(CheckpointError, match="names 9, which .* does not hold; there is 1, 2"):
+        find_checkpoint(directory, None)
+
+
+def test_weights_of_no_run_are_found_under_their_name(directory: Path) -> None:
+    (directory / "release").mkdir()
+    move_latest(directory, "release")
+    assert find_checkpoint(directory, None) == directory / "release"
+
+
+def test_older_ones_come_newest_first(directory: Path) -> None:
+    Ranks(directory, state_at(9), world_size=1).save(9)
+    assert older_checkpoints(iteration_folder(directory, 9)) == [iteration_folder(directory, 2), iteration_folder(directory, 1)]
+    assert older_checkpoints(iteration_folder(directory, 1)) == older_checkpoints(directory / "release") == []
+
+
+def test_unfinished_and_half_deleted_folders_are_no_checkpoints(directory: Path) -> None:
+    staged = [
+        staged_folder(iteration_folder(directory, number), stage, "ab12") for number, stage in ((3, Stage.UNFINISHED), (1, Stage.REMOVED))
+    ]
+    for folder in staged:
+        shutil.copytree(iteration_folder(directory, 2), folder)
+    assert complete_iterations(directory) == [1, 2]
+    assert leftovers(directory) == [Leftover(staged[1], Stage.REMOVED, "ab12"), Leftover(staged[0], Stage.UNFINISHED, "ab12")]
+
+
+def test_between_the_two_renames_of_a_replacement_the_old_checkpoint_is_found(directory: Path) -> None:
+    final = iteration_folder(directory, 2)
+    aside = staged_folder(final, Stage.REPLACED, "ab12")
+    final.rename(aside)
+    assert find_checkpoint(directory, None) == find_checkpoint(directory, 2) == aside
+    check_holds(aside, 2)
+    settle(Leftover(aside, Stage.REPLACED, "ab12"))
+    assert find_checkpoint(directory, None) == final and not aside.exists()
+
+
+def test_a_replacement_leaves_one_checkpoint_the_new_one(directory: Path) -> None:
+    final = iteration_folder(directory, 2)
+    new = staged_folder(final, Stage.UNFINISHED, "ab12")
+    shutil.copytree(iteration_folder(directory, 1), new)
+    put_in_place(new, final, "ab12")
+    check_holds(final, 1)
+    assert leftovers(directory) == []
+
+
+def test_a_checkpoint_that_is_being_read_is_not_deleted(directory: Path) -> None:
+    folder = iteration_folder(directory, 1)
+    with CheckpointReader(folder):
+        assert not delete_checkpoint(folder, "ab12")
+    check_holds(folder, 1)
+    assert delete_checkpoint(folder, "ab12")
+    assert complete_iterations(directory) == [2] and leftovers(directory) == []
+
+
+def test_a_file_system_without_locks_can_be_read_and_deleted_from(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    check_holds(iteration_folder(directory, 1), 1)
+    assert delete_checkpoint(iteration_folder(directory, 1), "ab12")

@@ -1,0 +1,65 @@
+"""What the tool tells of good, damaged and half-written checkpoints."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import inspect_checkpoint
+import pytest
+from small_state import Ranks, state_at
+
+
+def output_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    """Exit code and output of the tool, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["inspect_checkpoint.py", *map(str, arguments)])
+    code = 0
+    try:
+        inspect_checkpoint.main()
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    for iteration in (1, 2):
+        Ranks(tmp_path, state_at(iteration)).save(iteration)
+    return tmp_path
+
+
+def test_it_tells_what_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], directory: Path) -> None:
+    (directory / "iter_0000003.tmp-ab12").mkdir()
+    (directory / "iter_0000004").mkdir()
+    code, text = output_of(monkeypatch, capsys, "--load", directory, "--parameters", "--verify")
+    assert code == 0
+    for words in (
+        "checkpoints of iterations 1, 2",
+        "incomplete or damaged: 4",
+        "latest_checkpointed_iteration.txt: 2",
+        "not finished (tmp): iter_0000003.tmp-ab12",
+        "iter_0000002: iteration 2, 16 samples consumed",
+        "3020 parameters in 3 tensors; states: weight, exp_avg",
+        "2 files, ",
+        "embedding.weight [60, 20] in 2 pieces",
+        "are as they were written",
+    ):
+        assert words in text, words
+
+
+def test_damage_is_told_with_the_file_and_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], directory: Path
+) -> None:
+    shard = directory / "iter_0000001" / "rank_00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x00")
+    code, text = output_of(monkeypatch, capsys, "--load", directory, "--ckpt-step", 1, "--verify")
+    assert code == 1 and f"DAMAGED: {shard} is damaged: bytes" in text
+    assert output_of(monkeypatch, capsys, "--load", directory, "--verify")[0] == 0
+
+
+def test_a_folder_without_checkpoints_is_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, text = output_of(monkeypatch, capsys, "--load", tmp_path / "none")
+    assert code == 2 and "holds no checkpoint" in text

@@ -1,0 +1,39 @@
+"""The weights of a checkpoint as plain safetensors with our names and shapes, whatever number of ranks saved them."""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from command import ELEMENT_TYPES, add_checkpoint_flags, add_output_flags, run_command
+from convert_to_hf import whole_parameter
+
+from megatron_zpp.checkpoint.export import new_folder, write_json, write_tensors
+from megatron_zpp.checkpoint.shard_file import TensorEntry
+from megatron_zpp.checkpoint.stored_flags import open_checkpoint
+
+
+def main() -> None:
+    run_command(_parser(), run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Writes the weights one at a time, and the flags of the run beside them."""
+    with open_checkpoint(Path(args.load), args.ckpt_step) as reader:
+        entries = [TensorEntry(name, ELEMENT_TYPES[args.dtype], shape) for name, shape in reader.manifest.shapes.items()]
+        with new_folder(Path(args.output)) as folder:
+            files = write_tensors(folder, entries, lambda entry: whole_parameter(reader, entry.name), args.max_shard_bytes)
+            write_json(folder / "flags.json", dict(reader.manifest.flags))
+        print(f"{args.output}: {len(entries)} parameters of iteration {reader.manifest.iteration} in {len(files)} files, {args.dtype}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="consolidate_checkpoint.py", description=__doc__, allow_abbrev=False)
+    add_checkpoint_flags(parser)
+    add_output_flags(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

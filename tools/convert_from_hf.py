@@ -1,0 +1,69 @@
+"""A GPT-2 of Hugging Face (safetensors) as a checkpoint that --load takes: weights only, training starts at iteration 0."""
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from command import run_command
+
+from megatron_zpp.checkpoint.gpt2_layout import model_config, rules
+from megatron_zpp.checkpoint.hf_folder import HfFolder
+from megatron_zpp.checkpoint.release import write_release
+from megatron_zpp.checkpoint.stored_flags import units_of
+from megatron_zpp.config.schema import DataConfig, ModelConfig
+from megatron_zpp.data.tokenizer import padded_vocab_size
+
+
+def main() -> None:
+    run_command(_parser(), run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Writes the checkpoint and says how to train with it."""
+    if args.make_vocab_size_divisible_by < 1:
+        raise ValueError(f"--make-vocab-size-divisible-by {args.make_vocab_size_divisible_by} must be 1 or more.")
+    source = HfFolder(Path(args.input))
+    model, vocab_size = _model(source, args)
+    padded = padded_vocab_size(vocab_size, args.make_vocab_size_divisible_by)
+    rule_of = {rule.ours: rule for rule in rules(model, vocab_size, padded)}
+    source.check_names([rule.name for rule in rule_of.values()])
+
+    def weight_of(name: str) -> Tensor:
+        rule = rule_of[name]
+        return rule.to_ours(source.read(rule.name, rule.shape))
+
+    data = DataConfig(tokenizer_type=args.tokenizer_type, tokenizer_model=args.tokenizer_model, vocab_size=vocab_size)
+    flags = {"model": asdict(model), "data": asdict(data), "padded_vocab_size": padded}
+    folder = write_release(Path(args.output), units_of(model, padded), weight_of, flags)
+    print(f"{folder}: {len(rule_of)} parameters, vocabulary of {vocab_size} ids padded to {padded}")
+    print(f"train with --load {args.output} --use-checkpoint-args, or with --pretrained-checkpoint {args.output} and --load of the run")
+
+
+def _model(source: HfFolder, args: argparse.Namespace) -> tuple[ModelConfig, int]:
+    try:
+        model, vocab_size = model_config(source.config), int(source.config["vocab_size"])
+    except KeyError as error:
+        raise ValueError(f"{source.folder / 'config.json'} lacks {error}.") from None
+    fields = {**asdict(model), "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by}
+    return ModelConfig(**fields), vocab_size
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="convert_from_hf.py", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--input", required=True, metavar="DIR", help="folder with config.json and safetensors")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder for --load or --pretrained-checkpoint")
+    parser.add_argument(
+        "--make-vocab-size-divisible-by", type=int, default=128, metavar="N", help="as in the training to come (default: 128)"
+    )
+    parser.add_argument("--tokenizer-type", default="NullTokenizer", metavar="TYPE", help="recorded for --use-checkpoint-args")
+    parser.add_argument("--tokenizer-model", metavar="PATH", help="recorded for --use-checkpoint-args")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

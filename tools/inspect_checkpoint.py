@@ -1,0 +1,91 @@
+"""What is in a folder of checkpoints, and with --verify whether every byte is as it was written."""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from command import add_checkpoint_flags, run_command
+
+from megatron_zpp.checkpoint.folders import LATEST_FILE, complete_iterations, leftovers, saved_iterations
+from megatron_zpp.checkpoint.manifest import Manifest
+from megatron_zpp.checkpoint.reader import CheckpointReader
+from megatron_zpp.checkpoint.stored_flags import open_checkpoint
+
+DAMAGED_EXIT_CODE = 1
+
+
+def main() -> None:
+    run_command(_parser(), run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints the report; ends with exit code 1 where --verify finds damage."""
+    directory = Path(args.load)
+    if directory.is_dir():
+        print("\n".join(directory_lines(directory)))
+    with open_checkpoint(directory, args.ckpt_step) as reader:
+        print("\n".join(checkpoint_lines(reader)))
+        if args.parameters:
+            print("\n".join(parameter_lines(reader.manifest)))
+        if args.verify:
+            _verify(reader)
+
+
+def directory_lines(directory: Path) -> Iterator[str]:
+    """The iterations that are there, and what is lying about."""
+    complete = complete_iterations(directory)
+    yield f"{directory}: checkpoints of iterations {', '.join(map(str, complete)) or 'none'}"
+    unusable = [str(iteration) for iteration in saved_iterations(directory) if iteration not in complete]
+    if unusable:
+        yield f"  incomplete or damaged: {', '.join(unusable)}"
+    if (directory / LATEST_FILE).exists():
+        yield f"  {LATEST_FILE}: {(directory / LATEST_FILE).read_text(encoding='utf-8', errors='replace').strip()}"
+    for leftover in leftovers(directory):
+        yield f"  not finished ({leftover.stage.value}): {leftover.folder.name}"
+
+
+def checkpoint_lines(reader: CheckpointReader) -> Iterator[str]:
+    """One checkpoint in a few lines."""
+    manifest = reader.manifest
+    numel = sum(math.prod(shape) for shape in manifest.shapes.values())
+    nbytes = sum(file.nbytes for file in manifest.files)
+    yield f"{reader.folder}: iteration {manifest.iteration}, {manifest.consumed_samples} samples consumed"
+    yield f"  {numel} parameters in {len(manifest.shapes)} tensors; states: {', '.join(manifest.states)}"
+    yield f"  {len(manifest.files)} files, {nbytes} bytes, {len(manifest.pieces)} pieces, chunks of {manifest.chunk_bytes} bytes"
+    for title, members in (("topology", manifest.topology), ("versions", manifest.versions), ("run", manifest.run)):
+        if members:
+            yield f"  {title}: {', '.join(f'{name} {value}' for name, value in members.items())}"
+    model = manifest.flags.get("model")
+    if isinstance(model, dict):
+        yield f"  model: {', '.join(f'{name} {value}' for name, value in model.items())}"
+
+
+def parameter_lines(manifest: Manifest) -> Iterator[str]:
+    """Every parameter with its shape and the number of its pieces."""
+    for name, shape in manifest.shapes.items():
+        pieces = sum(piece.parameter == name for piece in manifest.pieces)
+        yield f"  {name} {list(shape)} in {pieces} pieces"
+
+
+def _verify(reader: CheckpointReader) -> None:
+    findings = list(reader.verify())
+    if findings:
+        print("\n".join(f"DAMAGED: {finding}" for finding in findings))
+        sys.exit(DAMAGED_EXIT_CODE)
+    print(f"verified: all {reader.bytes_read} bytes read are as they were written")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="inspect_checkpoint.py", description=__doc__, allow_abbrev=False)
+    add_checkpoint_flags(parser)
+    parser.add_argument("--parameters", action="store_true", help="list every parameter")
+    parser.add_argument("--verify", action="store_true", help="read everything and compare checksums; exit code 1 on damage")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
