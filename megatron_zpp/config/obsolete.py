@@ -31,13 +31,12 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--no-bias-dropout-fusion": AcceptedFlag(0, "there are no fused kernels of this kind"),
     "--no-gradient-accumulation-fusion": AcceptedFlag(0, "gradients always accumulate in fp32"),
     "--data-impl": AcceptedFlag(1, "data files are always memory-mapped"),
+    "--trust-remote-code": AcceptedFlag(0, "tokenizers are read from files, no code of others runs"),
 }
 
 REFUSED: dict[str, str] = {
     "--model-parallel-size": "use --tensor-model-parallel-size",
     "--warmup": "use --lr-warmup-fraction",
-    "--vocab-file": "GPT-2 BPE is not available yet, use --tokenizer-model with a SentencePiece model",
-    "--merge-file": "GPT-2 BPE is not available yet, use --tokenizer-model with a SentencePiece model",
     "--recompute-granularity": "use --checkpoint-activations, which recomputes every block",
     "--recompute-activations": "use --checkpoint-activations, which recomputes every block",
     "--swiglu": "leave it out, blocks have GELU",
