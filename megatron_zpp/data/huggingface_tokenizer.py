@@ -48,7 +48,7 @@ def _load(path: Path, model_path: str) -> Any:
         ) from None
     if not path.is_file():
         raise ValueError(
-            f"--tokenizer-model {model_path} has no tokenizer.json on this machine, and nothing is downloaded; give the file, or its folder."
+            f"--tokenizer-model {model_path} has no tokenizer.json here, and nothing is downloaded; give the file, or its folder."
         )
     try:
         return tokenizers.Tokenizer.from_file(str(path))
