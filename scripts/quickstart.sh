@@ -60,7 +60,7 @@ main() {
         --vocab-size "$VOCAB_SIZE" --max-megabytes 5
 
     step "Text to tokens"
-    made "$DATA.idx" || python tools/preprocess_data.py --input "$CORPUS" --output-prefix "${DATA%_text_document}" --append-eod \
+    made "$DATA.idx" || python tools/preprocess_data.py --input "$CORPUS" --output-prefix "${DATA%_text_document}" --append-eod --resume \
         --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model "$TOKENIZER"
 
     step "Training, iterations 1 to $FIRST_ITERATIONS"

@@ -5,14 +5,20 @@
 
 import argparse
 import io
-import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import sentencepiece
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from command import run_command
+
+from megatron_zpp.data.document_encoder import read_texts
+from megatron_zpp.data.json_lines import STANDARD_INPUT, Position, count_text_bytes, find_inputs, line_batches
 
 
 def main() -> None:
@@ -21,13 +27,13 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Writes the model; raises ValueError for an unreadable line or a vocabulary that the text cannot fill."""
-    if not os.path.isfile(args.input):
-        raise ValueError(f"--input {args.input} is not a file; give one file of JSON lines.")
+    if STANDARD_INPUT in args.input:
+        raise ValueError("--input - cannot be read twice; give files.")
     if args.max_megabytes <= 0:
         raise ValueError(f"--max-megabytes {args.max_megabytes:g} leaves no text to train on; give more than 0.")
     started = time.monotonic()
-    print(f"Training a {args.model_type} model of {args.vocab_size} pieces on {args.input} ...", flush=True)
-    texts = list(spread_texts(args.input, args.json_key, max_bytes=int(args.max_megabytes * 1e6)))
+    print(f"Training a {args.model_type} model of {args.vocab_size} pieces on {' '.join(args.input)} ...", flush=True)
+    texts = list(spread_texts(find_inputs(args.input), args.json_key, max_bytes=int(args.max_megabytes * 1e6)))
     model = train_model(texts, vocab_size=args.vocab_size, model_type=args.model_type)
     path = Path(f"{args.model_prefix}.model")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,28 +66,26 @@ def train_model(texts: Sequence[str], *, vocab_size: int, model_type: str) -> by
     return model.getvalue()
 
 
-def spread_texts(path: str, key: str, *, max_bytes: int) -> Iterator[str]:
-    """The texts of a file of JSON lines, or evenly spread ones of them, about max_bytes, if it has more."""
-    stride = max(1, -(-os.path.getsize(path) // max_bytes))
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if (number - 1) % stride == 0 and not line.isspace():
-                yield _read_text(line, key, f"{path}, line {number}")
-
-
-def _read_text(line: bytes, key: str, place: str) -> str:
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{place}: not JSON in UTF-8 ({error}); every line needs one object.") from None
-    if not isinstance(record, dict) or not isinstance(record.get(key), str):
-        raise ValueError(f'{place}: no string under the key "{key}"; --json-key names the key to read.')
-    return record[key]
+def spread_texts(paths: Sequence[str], key: str, *, max_bytes: int) -> Iterator[str]:
+    """The texts of files of JSON lines, or evenly spread ones of them, about max_bytes, if they have more."""
+    stride = max(1, -(-count_text_bytes(paths) // max_bytes))
+    count = first_line = 0
+    for batch in line_batches(paths, Position()):
+        first_line = 0 if batch.offset == 0 else first_line
+        lines = batch.text.removesuffix(b"\n").split(b"\n")
+        for number, line in enumerate(lines, first_line + 1):
+            if count % stride == 0 and not line.isspace() and line:
+                try:
+                    yield read_texts(line, (key,))[key]
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(f"{paths[batch.source]}, line {number}: {str(error).replace('--json-keys', '--json-key')}") from None
+            count += 1
+        first_line += len(lines)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="train_tokenizer.py", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--input", required=True, help="file of JSON lines")
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="JSON lines, plain, .gz or .zst: files, globs or folders")
     parser.add_argument("--model-prefix", required=True, help="the model is named PREFIX.model")
     parser.add_argument("--vocab-size", type=int, default=4096, help="pieces, byte pieces and sentence ends included (default: 4096)")
     parser.add_argument("--json-key", default="text", help="key of the text (default: text)")

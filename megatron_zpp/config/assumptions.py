@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.options import spelling_of
-from megatron_zpp.config.schema import Config
+from megatron_zpp.config.schema import TOKENIZER_FILES, Config
 
 DEFAULT_LR = 3e-4
 MOCK_VOCAB_SIZE = 50257  # GPT-2's, padded to 50304 by default
@@ -21,6 +21,7 @@ def assume(config: Config) -> Config:
     Without data and length this is the benchmark mode: mock data, a short run, a constant learning rate.
     Raises FlagError for data without a length or without a tokenizer.
     """
+    config = _with_gpt2_tokenizer(config)
     if config.data.names_corpora:
         _check_data_has_length_and_tokenizer(config)
         return _with_learning_rate(_with_loss_scale(config))
@@ -52,14 +53,22 @@ def _check_data_has_length_and_tokenizer(config: Config) -> None:
         raise FlagError(f"{corpora} needs a length of training; give --train-iters or --train-samples.")
     if config.data.tokenizer_type is None:
         raise FlagError(
-            f"{corpora} needs its tokenizer; give --tokenizer-type SentencePieceTokenizer or GPTSentencePieceTokenizer "
-            "with --tokenizer-model, or NullTokenizer with --vocab-size."
+            f"{corpora} needs its tokenizer; give --tokenizer-type GPT2BPETokenizer with --vocab-file and --merge-file, "
+            "NullTokenizer with --vocab-size, or another with --tokenizer-model."
         )
+
+
+def _with_gpt2_tokenizer(config: Config) -> Config:
+    data = config.data
+    if data.tokenizer_type is not None or data.vocab_file is None or data.merge_file is None:
+        return config
+    line = "--tokenizer-type is not given: GPT2BPETokenizer is used, to which --vocab-file and --merge-file belong"
+    return config.with_values(tokenizer_type="GPT2BPETokenizer").with_notices(line)
 
 
 def _mock_values(config: Config) -> dict[str, Any]:
     tokenizer_type = config.data.tokenizer_type
-    if tokenizer_type is None and config.data.tokenizer_model is None:
+    if tokenizer_type is None and not any(config.value_of(name) for name in TOKENIZER_FILES):
         tokenizer_type = "NullTokenizer"
     if tokenizer_type != "NullTokenizer":
         return {"mock_data": True}

@@ -16,7 +16,7 @@ from megatron_zpp.config.schema import GROUPS, Config
 PROGRAM = "pretrain_zeropp_gpt.py"
 ERROR_EXIT_CODE = 2
 
-METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", tuple: "PATH"}
+METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
 def parse_flags(argv: Sequence[str]) -> Config:

@@ -40,13 +40,12 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--no-mmap-bin-files": AcceptedFlag(0, "data files are always memory-mapped"),
     "--num-dataset-builder-threads": AcceptedFlag(1, "each node builds an index once, and keeps it"),
     "--no-create-attention-mask-in-dataloader": AcceptedFlag(0, "no mask is made that attention does not need"),
+    "--trust-remote-code": AcceptedFlag(0, "tokenizers are read from files, no code of others runs"),
 }
 
 REFUSED: dict[str, str] = {
     "--model-parallel-size": "use --tensor-model-parallel-size",
     "--warmup": "use --lr-warmup-fraction",
-    "--vocab-file": "GPT-2 BPE is not available yet, use --tokenizer-model with a SentencePiece model",
-    "--merge-file": "GPT-2 BPE is not available yet, use --tokenizer-model with a SentencePiece model",
     "--recompute-granularity": "use --checkpoint-activations, which recomputes every block",
     "--recompute-activations": "use --checkpoint-activations, which recomputes every block",
     "--swiglu": "leave it out, blocks have GELU",

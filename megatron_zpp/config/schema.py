@@ -252,6 +252,19 @@ class DistributedConfig:
     )
 
 
+TOKENIZER_TYPES = (
+    "GPT2BPETokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "HuggingFaceTokenizer",
+    "HFTokenizer",
+    "TikTokenizer",
+    "NullTokenizer",
+)
+TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Text and tokenizer."""
@@ -274,13 +287,29 @@ class DataConfig:
     tokenizer_type: str = flag(
         None,
         help="Tokenizer of the corpus.",
-        allowed=("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "NullTokenizer"),
+        allowed=TOKENIZER_TYPES,
         otherwise="NullTokenizer with mock data, else required",
     )
-    tokenizer_model: str | None = flag(None, help="SentencePiece model file.", unit="path")
+    tokenizer_model: str | None = flag(
+        None, help="SentencePiece .model, tokenizer.json (or its folder) of HuggingFaceTokenizer, .tiktoken of TikTokenizer.", unit="path"
+    )
+    vocab_file: str | None = flag(None, help="vocab.json of GPT2BPETokenizer.", unit="path", aliases=("--vocab",))
+    merge_file: str | None = flag(None, help="merges.txt of GPT2BPETokenizer.", unit="path")
+    vocab_extra_ids: int = flag(0, help="Pieces <extra_id_N> that SentencePieceTokenizer puts last.", unit="ids", allowed=COUNT)
+    tiktoken_pattern: str | None = flag(
+        None, help="How TikTokenizer cuts text into words, by Megatron's names.", allowed=("v1", "v2"), otherwise="required by TikTokenizer"
+    )
+    tiktoken_num_special_tokens: int = flag(1000, help="Ids of TikTokenizer before those of its file.", unit="ids", allowed=POSITIVE_COUNT)
+    tokenizer_special_tokens: tuple[str, ...] = flag(
+        (),
+        help="Names of TikTokenizer's first ids, with <unk>, <s> and </s> among them.",
+        unit="tokens",
+        aliases=("--tiktoken-special-tokens",),
+        otherwise="<unk> <s> </s>",
+    )
     vocab_size: int | None = flag(
         None,
-        help="Vocabulary before padding: NullTokenizer needs it, a SentencePiece model must agree with it.",
+        help="Vocabulary before padding: NullTokenizer needs it, TikTokenizer cuts its file to it, every other must agree with it.",
         unit="tokens",
         allowed=POSITIVE_COUNT,
         otherwise="50257 for NullTokenizer with mock data",

@@ -10,7 +10,7 @@ from megatron_zpp.config.deepspeed_json import naming_sources, with_deepspeed_js
 from megatron_zpp.config.derive import derive
 from megatron_zpp.config.flag import REQUIRED, FlagError, any_of, check_value
 from megatron_zpp.config.options import options, spelling_of
-from megatron_zpp.config.schema import Config
+from megatron_zpp.config.schema import TOKENIZER_FILES, TOKENIZER_TYPES, Config
 
 
 def resolve(config: Config, world_size: int, local_world_size: int | None) -> Config:
@@ -162,17 +162,14 @@ def has_weights(sources: DataSources) -> bool:
 
 
 def check_tokenizer(config: Config) -> None:
+    """Whatever the kind needs is given, before a file is read."""
     data = config.data
     if data.tokenizer_type is None:
-        raise FlagError(
-            f"--tokenizer-model {data.tokenizer_model} needs its kind; "
-            "give --tokenizer-type SentencePieceTokenizer or GPTSentencePieceTokenizer."
-        )
-    if data.tokenizer_type == "NullTokenizer":
-        if data.vocab_size is None:
-            raise FlagError("--tokenizer-type NullTokenizer needs the size of its vocabulary; give --vocab-size.")
-    elif data.tokenizer_model is None:
-        raise FlagError(f"--tokenizer-type {data.tokenizer_type} needs its SentencePiece model; give --tokenizer-model.")
+        given = " and ".join(f"{spelling_of(name)} {config.value_of(name)}" for name in TOKENIZER_FILES if config.value_of(name))
+        raise FlagError(f"{given} needs its kind; give --tokenizer-type, one of {', '.join(TOKENIZER_TYPES)}.")
+    for name in NEEDED_BY_TOKENIZER.get(data.tokenizer_type, ("tokenizer_model",)):
+        if config.value_of(name) is None:
+            raise FlagError(f"--tokenizer-type {data.tokenizer_type} needs {FLAGS_OF_TOKENIZERS[name]}; give {spelling_of(name)}.")
 
 
 def check_quantization(config: Config) -> None:
@@ -276,8 +273,13 @@ def flags_without_effect(config: Config) -> list[str]:
         reasons = dict.fromkeys(("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), "without --fp16")
     elif config.precision.loss_scale is not None:
         reasons = dict.fromkeys(("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), "beside --loss-scale")
-    if config.data.tokenizer_type == "NullTokenizer":
-        reasons["tokenizer_model"] = "with --tokenizer-type NullTokenizer"
+    used = (
+        *NEEDED_BY_TOKENIZER.get(config.data.tokenizer_type, ("tokenizer_model",)),
+        *TAKEN_BY_TOKENIZER.get(config.data.tokenizer_type, ()),
+    )
+    reasons |= {
+        name: f"with --tokenizer-type {config.data.tokenizer_type}" for name in FLAGS_OF_TOKENIZERS if name not in (*used, "vocab_size")
+    }
     return [f"{spelling_of(name)} has no effect {reason}" for name, reason in reasons.items() if name in config.given]
 
 
@@ -304,6 +306,26 @@ def nearest_divisors(number: int, wish: int) -> list[int]:
     return sorted(sorted(divisors(number), key=lambda divisor: abs(divisor - wish))[:4])
 
 
+FLAGS_OF_TOKENIZERS = {
+    "tokenizer_model": "its model file",
+    "vocab_file": "its vocab.json",
+    "merge_file": "its merges.txt",
+    "vocab_size": "the size of its vocabulary",
+    "vocab_extra_ids": "the number of its extra ids",
+    "tiktoken_pattern": "the name of its pattern, v1 or v2",
+    "tiktoken_num_special_tokens": "the number of its special tokens",
+    "tokenizer_special_tokens": "the names of its special tokens",
+}
+# What a kind needs, where that is not --tokenizer-model alone, and what it takes besides.
+NEEDED_BY_TOKENIZER = {
+    "NullTokenizer": ("vocab_size",),
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "TikTokenizer": ("tokenizer_model", "tiktoken_pattern"),
+}
+TAKEN_BY_TOKENIZER = {
+    "SentencePieceTokenizer": ("vocab_extra_ids",),
+    "TikTokenizer": ("tiktoken_num_special_tokens", "tokenizer_special_tokens"),
+}
 QUANTIZATION_DETAILS = {
     "zero_quantized_weights_bits": ("zero_quantized_weights",),
     "zero_quantized_gradients_intra_bits": ("zero_quantized_gradients",),

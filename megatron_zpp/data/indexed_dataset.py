@@ -1,6 +1,7 @@
 """Megatron's tokenised corpus on disk: PREFIX.bin holds the tokens of all documents, PREFIX.idx says where each one lies.
 
-PREFIX.idx is little-endian, and nothing after its header is aligned (S sequences, D = documents + 1; here every document is one sequence):
+PREFIX.idx is little-endian, and nothing after its header is aligned (S sequences, D = documents + 1; a document is one sequence, or none
+where it is empty, or several in data of other origin; samples are cut from sequences):
 
     bytes   content
     9       magic
@@ -15,10 +16,7 @@ PREFIX.idx is little-endian, and nothing after its header is aligned (S sequence
 
 import os
 import struct
-from array import array
-from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,8 +36,9 @@ def best_dtype(vocab_size: int) -> np.dtype:
 
 
 class IndexedDataset:
-    """The documents of PREFIX.bin and PREFIX.idx, read through memory maps; pickled as its prefix alone.
+    """The sequences of PREFIX.bin and PREFIX.idx, read through memory maps; pickled as its prefix alone.
 
+    What it accepts lies inside of the files from the first byte to the last: no read of it can leave them.
     Raises ValueError for a missing, foreign, truncated or contradictory file, naming what was found and what is needed.
     """
 
@@ -84,21 +83,28 @@ class IndexedDataset:
                 f"{self.token_path} does not belong to its .idx: it has {found} bytes, the .idx needs {needed}; "
                 "copy both files of one run of tools/preprocess_data.py."
             )
-        if not self._offsets_end_at(needed) or not self._documents_cover_sequences():
+        if not self._offsets_are_sums_of_lengths() or not self._documents_cover_sequences():
             raise ValueError(
                 f"{self.index_path} contradicts itself: its lengths, offsets and document index do not describe one .bin; "
                 "write it again with tools/preprocess_data.py."
             )
 
-    def _offsets_end_at(self, token_bytes: int) -> bool:
-        if not len(self.lengths):
-            return token_bytes == 0
-        last_end = int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
-        return last_end == token_bytes and int(self.lengths.min()) >= 0 and int(self.offsets.min()) == 0
+    def _offsets_are_sums_of_lengths(self) -> bool:
+        begin = 0
+        for start in range(0, len(self.lengths), INDEX_CHUNK_NUMEL):
+            lengths, offsets = (values[start : start + INDEX_CHUNK_NUMEL] for values in (self.lengths, self.offsets))
+            ends = begin + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+            if int(lengths.min()) < 0 or int(offsets[0]) != begin or not np.array_equal(offsets[1:], ends[:-1]):
+                return False
+            begin = int(ends[-1])
+        return True
 
     def _documents_cover_sequences(self) -> bool:
         starts = self.document_starts
-        return len(starts) > 0 and int(starts[0]) == 0 and int(starts[-1]) == len(self.lengths)
+        if not len(starts) or int(starts[0]) != 0 or int(starts[-1]) != len(self.lengths):
+            return False
+        chunks = (starts[start : start + INDEX_CHUNK_NUMEL + 1] for start in range(0, len(starts), INDEX_CHUNK_NUMEL))
+        return all(bool((chunk[:-1] <= chunk[1:]).all()) for chunk in chunks)
 
 
 def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
@@ -116,95 +122,6 @@ def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
             f"{dataset.token_path} holds token id {int(dataset.tokens[position])} (document {document}), but the vocabulary has "
             f"{vocab_size} ids; give the --vocab-size or --tokenizer-model the data was tokenised with."
         )
-
-
-class IndexedDatasetWriter:
-    """Writes documents to PREFIX.bin as they come; `finalize` writes PREFIX.idx and gives both files their names.
-
-    Until then everything lies under temporary names beside them. As a context manager it finalizes nothing by itself:
-    leaving the block without `finalize`, by an error or not, removes the temporary files.
-    """
-
-    def __init__(self, prefix: str, dtype: np.dtype) -> None:
-        self.prefix = prefix
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        if self.dtype not in CODES:
-            raise ValueError(f"{prefix}.bin cannot hold {dtype}; use one of {', '.join(d.name for d in CODES)}.")
-        self.token_count = 0
-        self._lengths = array("i")
-        self._temporary_token_path = f"{prefix}.bin.{os.getpid()}.tmp"
-        self._temporary_index_path = f"{prefix}.idx.{os.getpid()}.tmp"
-        self._token_file = open(self._temporary_token_path, "wb")
-
-    @property
-    def document_count(self) -> int:
-        return len(self._lengths)
-
-    def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Appends one document, which may be empty. Raises ValueError for an id that the dtype cannot hold."""
-        self.add_documents(np.asarray(tokens), [len(tokens)])
-
-    def add_documents(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
-        """Appends documents that lie one behind the other in tokens ([sum of lengths])."""
-        if int(np.sum(lengths, dtype=np.int64)) != len(tokens):
-            raise RuntimeError(f"{self.prefix}: {len(tokens)} tokens for documents of {int(np.sum(lengths))} tokens")
-        self._token_file.write(self._stored(tokens).data)
-        self._lengths.extend(int(length) for length in lengths)
-        self.token_count += len(tokens)
-
-    def finalize(self) -> None:
-        """Makes PREFIX.bin and PREFIX.idx appear, complete; an old pair of that name disappears first."""
-        _sync_and_close(self._token_file)
-        self._write_index()
-        # The .idx goes first and comes last, so that an interruption never leaves an .idx beside a .bin of another run.
-        if os.path.exists(f"{self.prefix}.idx"):
-            os.remove(f"{self.prefix}.idx")
-        os.replace(self._temporary_token_path, f"{self.prefix}.bin")
-        os.replace(self._temporary_index_path, f"{self.prefix}.idx")
-
-    def discard(self) -> None:
-        """Removes what has no final name yet."""
-        self._token_file.close()
-        for path in (self._temporary_token_path, self._temporary_index_path):
-            if os.path.exists(path):
-                os.remove(path)
-
-    def __enter__(self) -> "IndexedDatasetWriter":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.discard()
-
-    def _write_index(self) -> None:
-        count = self.document_count
-        with open(self._temporary_index_path, "wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], count, count + 1))
-            for block in self._index_blocks():
-                file.write(block.data)
-            _sync_and_close(file)
-
-    def _stored(self, tokens: np.ndarray) -> np.ndarray:
-        if tokens.dtype != self.dtype and len(tokens):
-            limits = np.iinfo(self.dtype)
-            if int(tokens.min()) < limits.min or int(tokens.max()) > limits.max:
-                raise ValueError(
-                    f"{self.prefix}.bin stores {self.dtype.name} and cannot hold the token ids {int(tokens.min())} to {int(tokens.max())}; "
-                    "give the --vocab-size or --tokenizer-model that the ids belong to."
-                )
-        return np.ascontiguousarray(tokens, dtype=self.dtype)
-
-    def _index_blocks(self) -> Iterator[np.ndarray]:
-        count = self.document_count
-        chunks = [slice(start, start + INDEX_CHUNK_NUMEL) for start in range(0, count, INDEX_CHUNK_NUMEL)]
-        for chunk in chunks:
-            yield np.array(self._lengths[chunk], dtype="<i4")
-        begin = 0
-        for chunk in chunks:
-            ends = begin + np.cumsum(self._lengths[chunk], dtype=np.int64) * self.dtype.itemsize
-            yield np.concatenate(([begin], ends[:-1])).astype("<i8")
-            begin = int(ends[-1])
-        for start in range(0, count + 1, INDEX_CHUNK_NUMEL):
-            yield np.arange(start, min(start + INDEX_CHUNK_NUMEL, count + 1), dtype="<i8")
 
 
 class _Header(NamedTuple):
@@ -258,9 +175,3 @@ def _map_tokens(path: str, dtype: np.dtype) -> np.ndarray:
         return np.empty(0, dtype)  # an empty file cannot be mapped
     # A plain view of the map: np.memmap as a type slows down every slice.
     return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
-
-
-def _sync_and_close(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()

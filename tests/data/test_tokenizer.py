@@ -11,13 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.config.schema import DataConfig
-from megatron_zpp.data.tokenizer import (
-    GPTSentencePieceTokenizer,
-    NullTokenizer,
-    SentencePieceTokenizer,
-    build_tokenizer,
-    padded_vocab_size,
-)
+from megatron_zpp.data.sentencepiece_tokenizer import GPTSentencePieceTokenizer, SentencePieceTokenizer
+from megatron_zpp.data.tokenizer import NullTokenizer, build_tokenizer, padded_vocab_size
 
 MODEL_SIZE = 300
 

@@ -1,3 +1,4 @@
+import gzip
 import hashlib
 import json
 import subprocess
@@ -5,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import zstandard
+from tiny_corpus import GOLDEN, counting_documents
 from tool import ROOT, run_tool, write_json_lines
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
@@ -13,6 +16,7 @@ NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 100)
 
 
 def preprocess(source: Path, prefix: Path, *arguments: object, workers: int = 1) -> subprocess.CompletedProcess[str]:
+    """The tool on one source, by default with NULL."""
     return run_tool("preprocess_data", "--input", source, "--output-prefix", prefix, "--workers", workers, *(arguments or NULL))
 
 
@@ -26,7 +30,7 @@ def test_documents_come_out_in_the_order_of_the_lines(tmp_path: Path) -> None:
     done = preprocess(source, tmp_path / "new" / "out")
     assert (done.returncode, done.stderr) == (0, "")
     assert documents_of(str(tmp_path / "new" / "out_text_document")) == [[i, i + 1] for i in range(9)]
-    assert "9 documents, 18 tokens (uint16), 0 empty documents skipped, 36 bytes in .bin, 222 bytes in .idx" in done.stdout
+    assert "9 documents (0 of them empty), 18 tokens (uint16), 36 bytes in .bin, 222 bytes in .idx" in done.stdout
 
 
 def test_append_eod_ends_every_document(tmp_path: Path) -> None:
@@ -40,15 +44,66 @@ def test_every_json_key_has_its_own_files(tmp_path: Path) -> None:
     done = preprocess(source, tmp_path / "out", *NULL, "--json-keys", "title", "body")
     assert documents_of(str(tmp_path / "out_title_document")) == [[1]]
     assert documents_of(str(tmp_path / "out_body_document")) == [[2, 3], [4]]
-    assert "out_title_document: 1 documents, 1 tokens (uint16), 1 empty documents skipped" in done.stdout
+    assert "out_title_document: 2 documents (1 of them empty), 1 tokens (uint16)" in done.stdout
 
 
-def test_empty_documents_and_blank_lines_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_empty_documents_have_no_sequence_and_blank_lines_are_no_documents(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
-    source.write_text('{"text": "1"}\n\n{"text": ""}\n  \n{"text": "2"}')
+    source.write_text('{"text": "1"}\n\n{"text": ""}\n  \r\n{"text": "2"}')
     done = preprocess(source, tmp_path / "out", *NULL, "--append-eod")
     assert documents_of(str(tmp_path / "out_text_document")) == [[1, 99], [2, 99]]
-    assert "1 empty documents skipped" in done.stdout
+    # As Megatron writes it: an empty document ends where it begins.
+    assert IndexedDataset(str(tmp_path / "out_text_document")).document_starts.tolist() == [0, 1, 1, 2]
+    assert "3 documents (1 of them empty), 4 tokens" in done.stdout
+
+
+def test_the_golden_corpus_comes_out_in_megatrons_bytes(tmp_path: Path) -> None:
+    documents = counting_documents(GOLDEN["dataset"]["doc_lengths"])
+    source = write_json_lines(tmp_path / "in.jsonl", [{"text": " ".join(map(str, document))} for document in documents])
+    assert preprocess(source, tmp_path / "out").returncode == 0
+    for ending in ("bin", "idx"):
+        content = (tmp_path / f"out_text_document.{ending}").read_bytes()
+        assert hashlib.sha256(content).hexdigest() == GOLDEN["dataset"][f"{ending}_sha256"]
+
+
+def test_large_vocabularies_are_stored_in_int32(tmp_path: Path) -> None:
+    source = write_json_lines(tmp_path / "in.jsonl", [{"text": "70000 1"}])
+    assert preprocess(source, tmp_path / "out", "--tokenizer-type", "NullTokenizer", "--vocab-size", 70001).returncode == 0
+    assert IndexedDataset(str(tmp_path / "out_text_document")).dtype.name == "int32"
+    assert documents_of(str(tmp_path / "out_text_document")) == [[70000, 1]]
+
+
+def test_files_globs_folders_and_standard_input_are_read_in_the_order_they_are_named(tmp_path: Path) -> None:
+    lines = [f'{{"text": "{i}"}}\n'.encode() for i in range(12)]
+    (tmp_path / "folder" / "deep").mkdir(parents=True)
+    (tmp_path / "plain.jsonl").write_bytes(b"".join(lines[:2]))
+    (tmp_path / "two.jsonl.gz").write_bytes(gzip.compress(lines[2]) + gzip.compress(lines[3]))
+    frames = [zstandard.ZstdCompressor().compress(line) for line in (lines[4], lines[5])]
+    (tmp_path / "two.jsonl.zst").write_bytes(b"".join(frames))
+    (tmp_path / "folder" / "a.json").write_bytes(lines[6])
+    (tmp_path / "folder" / "deep" / "b.jsonl.gz").write_bytes(gzip.compress(lines[7]))
+    (tmp_path / "folder" / "readme.txt").write_bytes(b"no documents")
+    for i in (8, 9):
+        (tmp_path / f"part{i}.jsonl").write_bytes(lines[i])
+    words = [tmp_path / "plain.jsonl", tmp_path / "two.jsonl.gz", tmp_path / "two.jsonl.zst", tmp_path / "folder", tmp_path / "part*.jsonl"]
+    command = [sys.executable, "tools/preprocess_data.py", "--input", *map(str, words), "-", "--output-prefix", str(tmp_path / "out")]
+    flags = ["--workers", "2", "--partitions", "4", "--keep-sequential-samples", *map(str, NULL)]
+    done = subprocess.run([*command, *flags], cwd=ROOT, input=b"".join(lines[10:]), capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert documents_of(str(tmp_path / "out_text_document")) == [[i] for i in range(12)]
+
+
+@pytest.mark.parametrize("name", ["in.jsonl.gz", "in.jsonl.zst"])
+def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, name: str) -> None:
+    text = b'{"text": "1 2 3"}\n' * 50_000
+    whole = gzip.compress(text) if name.endswith("gz") else zstandard.ZstdCompressor().compress(text)
+    (tmp_path / name).write_bytes(whole[:-20])
+    done = preprocess(tmp_path / name, tmp_path / "out")
+    assert done.returncode == 2
+    assert f"{tmp_path / name} is damaged or cut off" in done.stderr
+    assert not (tmp_path / "out_text_document.idx").exists()
+    (tmp_path / name).write_bytes(text[:100])
+    assert f"{name} is not compressed as its name says" in preprocess(tmp_path / name, tmp_path / "new").stderr
 
 
 def test_several_workers_write_the_bytes_of_one(tmp_path: Path) -> None:
@@ -91,10 +146,34 @@ def test_a_bad_line_stops_everything_with_file_and_line_number(tmp_path: Path, l
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
+def test_invalid_lines_are_left_out_counted_and_listed_where_that_is_asked_for(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(
+        b'{"text": "1", "more": "5"}\n[\n{"text": "2", "more": "x"}\n{"more": "3"}\n{"text": "\xff"}\n{"text": "4", "more": ""}'
+    )
+    done = preprocess(source, tmp_path / "out", *NULL, "--skip-invalid", "--json-keys", "text", "more")
+    assert done.returncode == 0, done.stderr
+    # A line that is bad for one key is left out for all.
+    assert documents_of(str(tmp_path / "out_text_document")) == [[1], [4]]
+    assert documents_of(str(tmp_path / "out_more_document")) == [[5]]
+    listed = (tmp_path / "out_skipped_lines.txt").read_text().splitlines()
+    assert [line.split(": ")[0] for line in listed] == [f"{source}, line {number}" for number in (2, 3, 4, 5)]
+    assert f"4 invalid lines skipped, listed in {tmp_path}/out_skipped_lines.txt" in done.stdout
+    assert "ids separated by spaces" in listed[1]
+    # The list of an earlier run goes with its files.
+    source.write_bytes(b'{"text": "1", "more": "5"}\n')
+    assert preprocess(source, tmp_path / "out", *NULL, "--skip-invalid", "--json-keys", "text", "more").returncode == 0
+    assert not (tmp_path / "out_skipped_lines.txt").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((*NULL, "--partitions", 2), "--partitions 2 is not supported"),
+        ((*NULL, "--partitions", 0), "--partitions 0 must be 1 or more"),
+        ((*NULL, "--split-sentences"), "--split-sentences is not available: GPT reads documents"),
+        ((*NULL, "--journal-interval", -1), "--journal-interval -1"),
+        ((*NULL, "--input", "-", "--resume"), "--resume cannot go back in standard input"),
+        ((), "--tokenizer-type None is unknown; choose one of GPT2BPETokenizer"),
         ((*NULL, "--json-keys", "a", "a"), "names a key twice"),
         ((*NULL, "--log-interval", 0), "--log-interval 0"),
         (("--tokenizer-type", "NullTokenizer"), "needs --vocab-size"),
@@ -106,7 +185,7 @@ def test_a_bad_line_stops_everything_with_file_and_line_number(tmp_path: Path, l
 )
 def test_flags_that_do_not_fit_are_refused(tmp_path: Path, arguments: tuple[object, ...], message: str) -> None:
     source = write_json_lines(tmp_path / "in.jsonl", [{"text": "1"}])
-    done = preprocess(source, tmp_path / "out", *arguments)
+    done = run_tool("preprocess_data", "--input", source, "--output-prefix", tmp_path / "out", "--workers", 1, *arguments)
     assert done.returncode == 2
     assert "preprocess_data.py: error: " in done.stderr
     assert message in done.stderr
@@ -114,11 +193,20 @@ def test_flags_that_do_not_fit_are_refused(tmp_path: Path, arguments: tuple[obje
 
 
 def test_a_missing_or_empty_input_is_refused(tmp_path: Path) -> None:
-    assert "--input nowhere.jsonl is not a file" in preprocess(Path("nowhere.jsonl"), tmp_path / "out").stderr
+    assert "--input nowhere.jsonl is not a file, a folder or a glob" in preprocess(Path("nowhere.jsonl"), tmp_path / "out").stderr
+    assert "is a folder without files that end in .jsonl" in preprocess(tmp_path, tmp_path / "out").stderr
     source = write_json_lines(tmp_path / "in.jsonl", [{"text": ""}])
     done = preprocess(source, tmp_path / "out")
     assert (done.returncode, [path.name for path in tmp_path.iterdir()]) == (2, ["in.jsonl"])
     assert "holds no document with text" in done.stderr
+
+
+def test_the_best_number_of_workers_is_found_without_writing(tmp_path: Path) -> None:
+    source = write_json_lines(tmp_path / "in.jsonl", [{"text": "1 2"}] * 10)
+    done = preprocess(source, tmp_path / "out", *NULL, "--find-optimal-num-workers", "--workers-to-check", 1, 2, "--max-documents", 5)
+    assert done.returncode == 0, done.stderr
+    assert "The fastest is --workers" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 def test_preprocessing_imports_no_torch() -> None:
@@ -132,7 +220,7 @@ def run_with_patch(tmp_path: Path, patch: str) -> subprocess.CompletedProcess[st
     arguments = ["--input", str(source), "--output-prefix", str(tmp_path / "out"), "--workers", "2", *map(str, NULL)]
     script = tmp_path / "script.py"
     script.write_text(
-        f"import multiprocessing, os, sys\nsys.path.insert(0, {str(ROOT / 'tools')!r})\nimport preprocess_data\n"
+        f"import multiprocessing, os, sys\nsys.path.insert(0, {str(ROOT / 'tools')!r})\nimport preprocess_data\nfrom megatron_zpp.data import document_encoder\n"
         f"if __name__ == '__main__':\n    {patch}\n    sys.argv[1:] = {json.dumps(arguments)}\n    preprocess_data.main()\n"
     )
     return subprocess.run([sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -145,7 +233,7 @@ def test_worker_processes_started_afresh_get_the_encoder(tmp_path: Path) -> None
 
 
 def test_a_worker_that_is_killed_ends_the_tool(tmp_path: Path) -> None:
-    done = run_with_patch(tmp_path, "multiprocessing.set_start_method('fork'); preprocess_data._read_texts = lambda *_: os._exit(9)")
+    done = run_with_patch(tmp_path, "multiprocessing.set_start_method('fork'); document_encoder.read_texts = lambda *_: os._exit(9)")
     assert done.returncode == 2
     assert done.stderr == "preprocess_data.py: error: a worker process was ended from outside, perhaps for memory; give fewer --workers.\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "script.py"]

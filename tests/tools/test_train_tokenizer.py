@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tool import ROOT, run_tool, write_json_lines
 
-from megatron_zpp.data.tokenizer import GPTSentencePieceTokenizer, SentencePieceTokenizer
+from megatron_zpp.data.sentencepiece_tokenizer import GPTSentencePieceTokenizer, SentencePieceTokenizer
 
 SOURCES = sorted((ROOT / "megatron_zpp" / "data").glob("*.py"))
 
@@ -62,8 +62,8 @@ def test_a_long_corpus_is_thinned_out_evenly(corpus: Path, model: Path, tmp_path
 @pytest.mark.parametrize(
     ("line", "arguments", "message"),
     [
-        ("{", (), "line 2: not JSON in UTF-8"),
-        ('{"body": "x"}', (), 'line 2: no string under the key "text"; --json-key'),
+        ("{", (), "line 2: not JSON ("),
+        ('{"body": "x"}', (), 'line 2: key "text" is missing (found: body); --json-key names'),
         ('{"text": "x"}', ("--vocab-size", 100_000), "SentencePiece cannot train 100000 pieces"),
         ('{"text": "x"}', ("--max-megabytes", 0), "--max-megabytes 0"),
     ],
@@ -81,4 +81,4 @@ def test_unusable_input_is_refused_and_leaves_no_model(tmp_path: Path, line: str
 def test_a_missing_input_is_refused(tmp_path: Path) -> None:
     done = run_tool("train_tokenizer", "--input", "nowhere.jsonl", "--model-prefix", tmp_path / "tok")
     assert done.returncode == 2
-    assert "--input nowhere.jsonl is not a file" in done.stderr
+    assert "--input nowhere.jsonl is not a file, a folder or a glob" in done.stderr

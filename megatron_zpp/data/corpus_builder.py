@@ -1,0 +1,128 @@
+"""The output of one preprocessing: a pair of files per JSON key, and the list of lines left out."""
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import BinaryIO
+
+import numpy as np
+
+from megatron_zpp.data.document_encoder import BadLine, EncodedBatch
+from megatron_zpp.data.indexed_writer import Extent, IndexedDatasetWriter, publish
+from megatron_zpp.data.json_lines import LineBatch, Position
+from megatron_zpp.data.preprocess_journal import Journal, Progress
+
+
+class CorpusBuilder:
+    """Takes encoded batches in the order of the input, and says in the journal how far it has come.
+
+    Killed at any moment, it leaves what another one goes on from, to the same bytes. start: the progress of an earlier one.
+    """
+
+    def __init__(self, journal: Journal, keys: Sequence[str], dtype: np.dtype, journal_seconds: float, start: Progress | None) -> None:
+        self._journal = journal
+        self._journal_seconds = journal_seconds
+        self.prefixes = {key: f"{journal.prefix}_{key}_document" for key in keys}
+        self.progress = start or Progress(extents={key: Extent() for key in keys})
+        self._writers: dict[str, IndexedDatasetWriter] = {}
+        if not self.progress.is_complete:
+            for key, prefix in self.prefixes.items():
+                self._writers[key] = IndexedDatasetWriter(prefix, dtype, self.progress.extents[key] if start else None)
+        self._skipped_list = _open_list(f"{self.skipped_list_path}.partial", self.progress.skipped_list_bytes)
+        self._saved_at = time.monotonic()
+
+    @property
+    def skipped_list_path(self) -> str:
+        return f"{self._journal.prefix}_skipped_lines.txt"
+
+    def add(self, batch: LineBatch, encoded: EncodedBatch, path: str, file_bytes: int) -> None:
+        """Writes the documents of one batch and lists its bad lines. file_bytes: of all inputs so far."""
+        before = self.progress
+        first_line = before.position.line if batch.source == before.position.source else 0
+        for key, (tokens, lengths, ends) in encoded.documents.items():
+            self._writers[key].add_sequences(tokens, lengths, ends)
+        for line in encoded.bad_lines:
+            self._skipped_list.write(f"{describe(line, path, first_line)}\n".encode("utf-8", errors="backslashreplace"))
+        # Only now: an error on the way leaves the progress of the batch before, which the files are cut back to.
+        self.progress = replace(
+            before,
+            position=Position(batch.source, batch.offset + encoded.text_bytes, first_line + encoded.line_count),
+            extents={key: writer.extent for key, writer in self._writers.items()},
+            file_bytes=file_bytes,
+            text_bytes=before.text_bytes + encoded.text_bytes,
+            skipped_lines=before.skipped_lines + len(encoded.bad_lines),
+            skipped_list_bytes=self._skipped_list.tell(),
+        )
+        if time.monotonic() - self._saved_at >= self._journal_seconds:
+            self._save()
+
+    def finish(self) -> None:
+        """Makes all files of the output appear under their names."""
+        if not self.progress.is_complete:
+            self._sync_list()
+            for writer in self._writers.values():
+                writer.complete()
+            self.progress = replace(self.progress, is_complete=True)
+            self._journal.save(self.progress)
+        for prefix in self.prefixes.values():
+            publish(prefix)
+        self._publish_list()
+        self._journal.remove()
+
+    def stop(self) -> bool:
+        """Whether there is something to go on from: what was written, with a journal of how far it goes; if not, nothing is left."""
+        if not self.progress.text_bytes:
+            self.discard()
+            return False
+        # A full disk may be why the work stops; the journal's last word then stands.
+        with contextlib.suppress(OSError):
+            if not self.progress.is_complete:
+                self._save()
+        for close in (*(writer.close for writer in self._writers.values()), self._skipped_list.close):
+            with contextlib.suppress(OSError):
+                close()
+        return True
+
+    def discard(self) -> None:
+        """Removes all that has no final name yet."""
+        for writer in self._writers.values():
+            writer.discard()
+        self._skipped_list.close()
+        os.remove(f"{self.skipped_list_path}.partial")
+        self._journal.remove()
+
+    def _save(self) -> None:
+        for writer in self._writers.values():
+            writer.sync()
+        self._sync_list()
+        self._journal.save(self.progress)
+        self._saved_at = time.monotonic()
+
+    def _sync_list(self) -> None:
+        self._skipped_list.flush()
+        os.fsync(self._skipped_list.fileno())
+
+    def _publish_list(self) -> None:
+        """The list of this run replaces one of an earlier run, also where it is empty and goes."""
+        self._skipped_list.close()
+        partial = f"{self.skipped_list_path}.partial"
+        with contextlib.suppress(FileNotFoundError):
+            if self.progress.skipped_lines:
+                os.replace(partial, self.skipped_list_path)
+            else:
+                os.remove(partial)
+                os.remove(self.skipped_list_path)
+
+
+def describe(line: BadLine, path: str, first_line: int) -> str:
+    """Where a bad line is and what is wrong with it. first_line: lines of the file before its batch."""
+    return f"{path}, line {first_line + line.place + 1}: {line.reason}"
+
+
+def _open_list(path: str, needed_bytes: int) -> BinaryIO:
+    file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+    file.truncate(needed_bytes)
+    file.seek(needed_bytes)
+    return file

@@ -1,0 +1,240 @@
+"""Writing a tokenised corpus in the format of `indexed_dataset`: tokens, lengths and documents stream to disk, nothing stays in memory.
+
+    PREFIX.bin.partial   the tokens so far
+    PREFIX.idx.partial   room for the header, then the lengths so far
+    PREFIX.doc.partial   int64 number of sequences before each document's end
+
+`complete` puts offsets and document index behind the lengths and the header before them; `publish` gives both files their names.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from megatron_zpp.data.indexed_dataset import CODES, HEADER, INDEX_CHUNK_NUMEL, MAGIC, VERSION, IndexedDataset
+
+COPY_BYTES = 1 << 24
+LONGEST_SEQUENCE = np.iinfo(np.int32).max
+
+
+class Extent(NamedTuple):
+    """How much a writer has taken in."""
+
+    token_count: int = 0
+    sequence_count: int = 0
+    document_count: int = 0
+
+
+class IndexedDatasetWriter:
+    """Writes documents as they come; `finalize` makes PREFIX.bin and PREFIX.idx appear, an old pair of that name disappears.
+
+    start: continues the partial files of an earlier writer from there; what lies behind is cut off.
+    As a context manager it finalizes nothing by itself: leaving the block without `finalize`, by an error or not, removes the partial
+    files. Raises ValueError where another process is writing this prefix.
+    """
+
+    def __init__(self, prefix: str, dtype: np.dtype, start: Extent | None = None) -> None:
+        self.prefix = prefix
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in CODES:
+            raise ValueError(f"{prefix}.bin cannot hold {dtype}; use one of {', '.join(d.name for d in CODES)}.")
+        needed = self._needed_bytes(start or Extent())
+        found = needed if start else (0, 0, 0)
+        self._token_file = _open_partial(f"{prefix}.bin", found[0])
+        _lock(self._token_file, prefix)
+        self._length_file = _open_partial(f"{prefix}.idx", found[1])
+        self._document_file = _open_partial(f"{prefix}.doc", found[2])
+        for file, size in zip(self._files, needed, strict=True):
+            file.truncate(size)
+            file.seek(size)
+        self._extent = start or Extent()
+
+    @property
+    def extent(self) -> Extent:
+        return self._extent
+
+    @property
+    def token_count(self) -> int:
+        return self._extent.token_count
+
+    @property
+    def document_count(self) -> int:
+        return self._extent.document_count
+
+    def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Appends one document of one sequence, which may be empty. Raises ValueError for an id that the dtype cannot hold."""
+        self.add_documents(np.asarray(tokens), [len(tokens)])
+
+    def add_documents(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
+        """Appends documents of one sequence each that lie one behind the other in tokens ([sum of lengths])."""
+        self.add_sequences(tokens, lengths, np.arange(1, len(lengths) + 1))
+
+    def add_sequences(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray, document_ends: Sequence[int] | np.ndarray) -> None:
+        """Appends sequences that lie one behind the other in tokens ([sum of lengths]).
+
+        document_ends: [documents] how many of these sequences lie before each document's end, ascending.
+        """
+        lengths = np.asarray(lengths, dtype=np.int64)
+        ends = np.asarray(document_ends, dtype=np.int64)
+        if int(lengths.sum()) != len(tokens) or (int(ends[-1]) if len(ends) else 0) != len(lengths):
+            raise RuntimeError(f"{self.prefix}: {len(tokens)} tokens and {len(ends)} documents for lengths {lengths}")
+        if len(lengths) and int(lengths.max()) > LONGEST_SEQUENCE:
+            raise ValueError(f"{self.prefix}.idx cannot hold a document of {int(lengths.max())} tokens; split it: {LONGEST_SEQUENCE} fit.")
+        self._token_file.write(self._stored(tokens).data)
+        self._length_file.write(lengths.astype("<i4").data)
+        self._document_file.write((self._extent.sequence_count + ends).astype("<i8").data)
+        self._advance(len(tokens), len(lengths), len(ends))
+
+    def add_dataset(self, dataset: IndexedDataset) -> None:
+        """Appends all of another corpus, its documents as they are. Raises ValueError where its dtype is another."""
+        if dataset.dtype != self.dtype:
+            raise ValueError(f"{dataset.token_path} holds {dataset.dtype.name}, needed is {self.dtype.name}; tokenise both alike.")
+        # Read, not mapped: pages of a map would count as memory of this process.
+        with open(dataset.token_path, "rb") as tokens:
+            while block := tokens.read(COPY_BYTES):
+                self._token_file.write(block)
+        for lengths in _chunks(dataset.lengths):
+            self._length_file.write(np.ascontiguousarray(lengths).data)
+        for ends in _chunks(dataset.document_starts[1:]):
+            self._document_file.write((self._extent.sequence_count + ends).astype("<i8").data)
+        self._advance(dataset.token_count, len(dataset.lengths), len(dataset.document_starts) - 1)
+
+    def finalize(self) -> None:
+        """Makes PREFIX.bin and PREFIX.idx appear, complete."""
+        self.complete()
+        publish(self.prefix)
+
+    def sync(self) -> None:
+        """Everything up to the extent is on the disk, and would survive a loss of power."""
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+
+    def complete(self) -> None:
+        """The partial files hold the whole corpus and are on the disk: `publish` only has to name them."""
+        self._length_file.flush()
+        self._document_file.flush()
+        for block in self._index_blocks():
+            self._length_file.write(block.data)
+        self._length_file.seek(0)
+        sequences, entries = self._extent.sequence_count, self._extent.document_count + 1
+        self._length_file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], sequences, entries))
+        self.sync()
+        self.close()
+
+    def close(self) -> None:
+        """Leaves the partial files to a later writer."""
+        for file in self._files:
+            file.close()
+
+    def discard(self) -> None:
+        """Removes what has no final name yet."""
+        self.close()
+        for path in partial_paths(self.prefix):
+            with suppress(FileNotFoundError):
+                os.remove(path)
+
+    def __enter__(self) -> "IndexedDatasetWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.discard()
+
+    @property
+    def _files(self) -> tuple[BinaryIO, BinaryIO, BinaryIO]:
+        return self._token_file, self._length_file, self._document_file
+
+    def _needed_bytes(self, extent: Extent) -> tuple[int, int, int]:
+        lengths = HEADER.size + 4 * extent.sequence_count
+        return extent.token_count * self.dtype.itemsize, lengths, 8 * extent.document_count
+
+    def _advance(self, tokens: int, sequences: int, documents: int) -> None:
+        extent = self._extent
+        self._extent = Extent(extent.token_count + tokens, extent.sequence_count + sequences, extent.document_count + documents)
+
+    def _stored(self, tokens: np.ndarray) -> np.ndarray:
+        if tokens.dtype != self.dtype and len(tokens):
+            limits = np.iinfo(self.dtype)
+            if int(tokens.min()) < limits.min or int(tokens.max()) > limits.max:
+                raise ValueError(
+                    f"{self.prefix}.bin stores {self.dtype.name} and cannot hold the token ids {int(tokens.min())} to {int(tokens.max())}; "
+                    "give the --vocab-size or --tokenizer-model that the ids belong to."
+                )
+        return np.ascontiguousarray(tokens, dtype=self.dtype)
+
+    def _index_blocks(self) -> Iterator[np.ndarray]:
+        begin = 0
+        with open(f"{self.prefix}.idx.partial", "rb") as lengths:
+            lengths.seek(HEADER.size)
+            for count in _chunk_numels(self._extent.sequence_count):
+                ends = begin + np.cumsum(np.fromfile(lengths, "<i4", count), dtype=np.int64) * self.dtype.itemsize
+                yield np.concatenate(([begin], ends[:-1])).astype("<i8")
+                begin = int(ends[-1])
+        yield np.zeros(1, "<i8")
+        with open(f"{self.prefix}.doc.partial", "rb") as documents:
+            for count in _chunk_numels(self._extent.document_count):
+                yield np.fromfile(documents, "<i8", count)
+
+
+def partial_paths(prefix: str) -> tuple[str, str, str]:
+    """The files that a writer of this prefix has before `publish`."""
+    return f"{prefix}.bin.partial", f"{prefix}.idx.partial", f"{prefix}.doc.partial"
+
+
+def publish(prefix: str) -> None:
+    """Gives completed partial files their names; goes on from anywhere in the middle, if an earlier call was interrupted."""
+    tokens, index, documents = partial_paths(prefix)
+    if os.path.exists(tokens):
+        # An old .idx goes before the .bin is replaced, so that an interruption never leaves it beside the .bin of another run.
+        with suppress(FileNotFoundError):
+            os.remove(f"{prefix}.idx")
+        os.replace(tokens, f"{prefix}.bin")
+    if os.path.exists(index):
+        os.replace(index, f"{prefix}.idx")
+    with suppress(FileNotFoundError):
+        os.remove(documents)
+    sync_folder(prefix)
+
+
+def sync_folder(path: str) -> None:
+    """The names in the folder of path are on the disk."""
+    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _open_partial(path: str, needed_bytes: int) -> BinaryIO:
+    """The partial file of path, not emptied: it may belong to a writer at work."""
+    file = open(os.open(f"{path}.partial", os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+    found = os.fstat(file.fileno()).st_size
+    if found < needed_bytes:
+        file.close()
+        raise ValueError(f"{path}.partial has {found} bytes, {needed_bytes} were written; remove the partial files and start anew.")
+    return file
+
+
+def _lock(file: BinaryIO, prefix: str) -> None:
+    # Released by the system when the process ends, however it ends; not inherited by worker processes.
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.close()
+        raise ValueError(f"{prefix}.bin is being written by another process; wait for it, or choose another prefix.") from None
+    except OSError:
+        # A file system without locks: two writers of one prefix at a time remain the user's to avoid.
+        return
+
+
+def _chunk_numels(count: int) -> Iterator[int]:
+    return (min(INDEX_CHUNK_NUMEL, count - start) for start in range(0, count, INDEX_CHUNK_NUMEL))
+
+
+def _chunks(values: np.ndarray) -> Iterator[np.ndarray]:
+    return (values[start : start + INDEX_CHUNK_NUMEL] for start in range(0, len(values), INDEX_CHUNK_NUMEL))

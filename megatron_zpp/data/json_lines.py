@@ -1,0 +1,177 @@
+"""Files of JSON lines, read as batches of whole lines: plain, gzip, zstd, from a glob, a folder or standard input."""
+
+import glob
+import gzip
+import os
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+STANDARD_INPUT = "-"
+ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
+BATCH_BYTES = 1 << 18
+# zstd's --ultra --long=31 needs so much; a file says itself how much it needs.
+LARGEST_WINDOW_BYTES = 1 << 31
+COMPRESSED_BLOCK_BYTES = 1 << 16
+GZIP_MAGIC, ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+MAGIC_BYTES = 4
+
+
+class Position(NamedTuple):
+    """Between two lines: `line` of them, `offset` bytes of text, lie before it in the file at place `source` of the inputs."""
+
+    source: int = 0
+    offset: int = 0
+    line: int = 0
+
+
+class LineBatch(NamedTuple):
+    """Whole lines of one file."""
+
+    source: int  # the file's place among the inputs
+    offset: int  # bytes of text before the first line
+    text: bytes  # line ends included; the last line of a file may lack its own
+    file_bytes: int  # read from the file so far, compressed where it is
+
+
+def find_inputs(words: Sequence[str]) -> list[str]:
+    """The files that the words of --input stand for, in their order; those of a folder (with all below it) or a glob sorted by name.
+
+    Raises ValueError for a word without a file, and for a file that is named twice.
+    """
+    paths = [path for word in words for path in _files_of(word)]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ValueError(f"--input names {path} twice; name it once, its documents would be written twice.")
+    return paths
+
+
+def line_batches(paths: Sequence[str], start: Position) -> Iterator[LineBatch]:
+    """All lines of the files from a position on, about BATCH_BYTES at a time. Raises ValueError, naming the file, for damaged ones."""
+    for source in range(start.source, len(paths)):
+        offset = start.offset if source == start.source else 0
+        try:
+            with Source(paths[source]) as file:
+                yield from _batches_of(file, source, offset)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{paths[source]} is damaged or cut off ({error}); copy it again.") from None
+
+
+def count_text_bytes(paths: Sequence[str]) -> int:
+    """Bytes of text in the files; compressed ones have to be read for it."""
+    return sum(_text_bytes(path) for path in paths)
+
+
+class Source:
+    """One file, or standard input for "-", as text: decompressed where its first bytes say so. file_bytes: read of it so far."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._reads_stdin = path == STANDARD_INPUT
+        self._file = open(sys.stdin.fileno() if self._reads_stdin else path, "rb", closefd=not self._reads_stdin)
+        self._read_bytes = 0
+        self._head = self._file.peek(MAGIC_BYTES)
+        if self._head and not self.is_compressed and path.endswith((".gz", ".zst")):
+            raise ValueError(f"{path} is not compressed as its name says; rename it, or copy it again.")
+
+    @property
+    def is_compressed(self) -> bool:
+        return self._head.startswith((GZIP_MAGIC, ZSTD_MAGIC))
+
+    @property
+    def file_bytes(self) -> int:
+        return self._read_bytes if self._reads_stdin else self._file.tell()
+
+    def blocks(self, offset: int) -> Iterator[bytes]:
+        """The text from offset on, in blocks of about BATCH_BYTES."""
+        if self._head.startswith(GZIP_MAGIC):
+            yield from _behind(offset, _gzip_blocks(self._file))
+        elif self._head.startswith(ZSTD_MAGIC):
+            yield from _behind(offset, _zstd_blocks(self._file))
+        else:
+            if offset:
+                self._file.seek(offset)
+            yield from self._plain_blocks()
+
+    def __enter__(self) -> "Source":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def _plain_blocks(self) -> Iterator[bytes]:
+        while block := self._file.read(BATCH_BYTES):
+            self._read_bytes += len(block)
+            yield block
+
+
+def _files_of(word: str) -> list[str]:
+    if word == STANDARD_INPUT or os.path.isfile(word):
+        return [word]
+    if os.path.isdir(word):
+        found = sorted(str(path) for path in Path(word).rglob("*") if path.is_file() and path.name.endswith(ENDINGS))
+        if not found:
+            raise ValueError(f"--input {word} is a folder without files that end in {', '.join(ENDINGS)}; give files, or a glob.")
+        return found
+    found = sorted(path for path in glob.glob(word, recursive=True) if os.path.isfile(path))
+    if not found:
+        raise ValueError(f"--input {word} is not a file, a folder or a glob that matches one; give JSON lines, or - for standard input.")
+    return found
+
+
+def _text_bytes(path: str) -> int:
+    with Source(path) as file:
+        return sum(map(len, file.blocks(0))) if file.is_compressed else os.path.getsize(path)
+
+
+def _batches_of(file: Source, source: int, offset: int) -> Iterator[LineBatch]:
+    parts: list[bytes] = []
+    for block in file.blocks(offset):
+        end = block.rfind(b"\n") + 1
+        if not end:
+            parts.append(block)
+            continue
+        text = b"".join([*parts, block[:end]])
+        yield LineBatch(source, offset, text, file.file_bytes)
+        offset += len(text)
+        parts = [block[end:]] if end < len(block) else []
+    if parts:
+        yield LineBatch(source, offset, b"".join(parts), file.file_bytes)
+
+
+def _gzip_blocks(file: BinaryIO) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=file) as text:
+        while block := text.read(BATCH_BYTES):
+            yield block
+
+
+def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
+    """The text of one frame after the other. (The package's own reader takes a cut-off file for a whole one.)"""
+    try:
+        import zstandard
+    except ImportError:
+        raise ValueError("a file compressed by zstd needs package zstandard, which is not installed; run: pip install zstandard") from None
+    decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW_BYTES)
+    frame, rest = decompressor.decompressobj(), b""
+    is_inside = False
+    try:
+        while rest or (rest := file.read(COMPRESSED_BLOCK_BYTES)):
+            if block := frame.decompress(rest):
+                yield block
+            is_inside, rest = not frame.eof, frame.unused_data if frame.eof else b""
+            if frame.eof:
+                frame = decompressor.decompressobj()
+    except zstandard.ZstdError as error:
+        raise EOFError(str(error)) from None
+    if is_inside:
+        raise EOFError("its last frame does not end")
+
+
+def _behind(offset: int, blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """The blocks without their first offset bytes."""
+    for block in blocks:
+        if offset < len(block):
+            yield block[offset:]
+        offset = max(0, offset - len(block))

@@ -1,0 +1,37 @@
+"""Lists of token ids, as arrays and checked."""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class TokenizedTexts(NamedTuple):
+    """The ids of several texts, one behind the other."""
+
+    ids: np.ndarray  # [sum of lengths] int32
+    lengths: np.ndarray  # [texts] int64
+
+
+def join_lists(lists: Iterable[list[int]]) -> TokenizedTexts:
+    """The ids of several texts, from one list for each."""
+    # array.fromlist reads a list at three times the speed of np.array.
+    ids, lengths = array("i"), array("q")
+    for members in lists:
+        ids.fromlist(members)
+        lengths.append(len(members))
+    return TokenizedTexts(np.frombuffer(ids, np.int32), np.frombuffer(lengths, np.int64))
+
+
+def join_arrays(arrays: Sequence[np.ndarray]) -> TokenizedTexts:
+    """The ids of several texts, from one array for each; every id is below 2^31."""
+    ids = np.concatenate([np.empty(0, np.int32), *(members.astype(np.int32, copy=False) for members in arrays)])
+    return TokenizedTexts(ids, np.array([len(members) for members in arrays], dtype=np.int64))
+
+
+def check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Nothing, if every id lies in [0, vocab_size); ValueError naming the first that does not."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"Token id {token} is outside of the vocabulary of {vocab_size} ids; check --vocab-size or --tokenizer-model.")

@@ -1,0 +1,233 @@
+"""An interrupted preprocessing goes on to the bytes of one that was not interrupted."""
+
+import argparse
+import gzip
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import preprocess_data
+import pytest
+from tool import ROOT, write_json_lines
+
+from megatron_zpp.data.indexed_dataset import IndexedDataset
+
+FLAGS = ["--json-keys", "text", "more", "--append-eod", "--skip-invalid", "--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
+
+
+def digests(prefix: Path) -> dict[str, str]:
+    """The finished files of a prefix; nothing else of it may exist."""
+    return {path.name[len(prefix.name) :]: hashlib.sha256(path.read_bytes()).hexdigest() for path in prefix.parent.glob(f"{prefix.name}*")}
+
+
+def write_source(folder: Path, documents: int, seed: int) -> list[Path]:
+    """Two files with bad lines and empty documents among the others; the second is compressed."""
+    rng = random.Random(seed)
+    texts = [" ".join(str(rng.randrange(1000)) for _ in range(rng.choice([0, 3, 400]))) for _ in range(documents)]
+    lines = [json.dumps({"text": text, "more": text[::-1] if rng.random() < 0.5 else ""}) for text in texts]
+    lines = ["{" if rng.random() < 0.01 else line for line in lines]
+    half = len(lines) // 2
+    (folder / "a.jsonl").write_text("".join(f"{line}\n" for line in lines[:half]))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[half:]).encode(), compresslevel=1))
+    return [folder / "a.jsonl", folder / "b.jsonl.gz"]
+
+
+def command(sources: list[Path], prefix: Path, *arguments: str) -> list[str]:
+    names = [str(source) for source in sources]
+    return [sys.executable, "tools/preprocess_data.py", "--input", *names, "--output-prefix", str(prefix), *FLAGS, *arguments]
+
+
+def start(sources: list[Path], prefix: Path, *arguments: str) -> "subprocess.Popen[bytes]":
+    words = command(sources, prefix, "--workers", "2", "--journal-interval", "0.02", *arguments)
+    return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def children_of(process_id: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()]
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(process: "subprocess.Popen[bytes]", path: Path, file_bytes: int) -> None:
+    """Until the file has so many bytes, or the process has ended."""
+    while process.poll() is None and not (path.exists() and path.stat().st_size >= file_bytes):
+        time.sleep(0.002)
+
+
+def kill_and_resume(folder: Path, rounds: int, seed: int) -> int:
+    """How many of the rounds were killed in the middle of their work."""
+    sources = write_source(folder, documents=6000, seed=seed)
+    whole = start(sources, folder / "whole")
+    assert whole.communicate()[1].count(b"error") == 0
+    expected, rng, killed = digests(folder / "whole"), random.Random(seed), 0
+    assert len(expected) == 5
+    whole_bytes = (folder / "whole_text_document.bin").stat().st_size
+    for number in range(rounds):
+        prefix = folder / f"out{number}"
+        process = start(sources, prefix)
+        wait_for(process, Path(f"{prefix}_text_document.bin.partial"), int(rng.uniform(0, 1) * whole_bytes))
+        time.sleep(rng.uniform(0, 0.05))
+        process.kill()
+        process.communicate()
+        killed += Path(f"{prefix}.unfinished.json").exists()
+        resumed = start(sources, prefix, "--resume")
+        assert resumed.communicate()[1].count(b"error") == 0
+        assert digests(prefix) == expected
+    return killed
+
+
+def test_killed_5_times_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    assert kill_and_resume(tmp_path, 5, seed=5) >= 3
+
+
+@pytest.mark.long
+def test_killed_20_times_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    assert kill_and_resume(tmp_path, 20, seed=20) >= 12
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_worker_processes_end_with_a_tool_that_is_killed(tmp_path: Path) -> None:
+    process = start(write_source(tmp_path, documents=20_000, seed=3), tmp_path / "out")
+    deadline = time.monotonic() + 30
+    while len(workers := children_of(process.pid)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert len(workers) == 2
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, workers))
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_it_with_a_word_on_how_to_go_on(tmp_path: Path, signal_number: int) -> None:
+    sources = write_source(tmp_path, documents=20_000, seed=4)
+    process = start(sources, tmp_path / "out", "--journal-interval", "3600")
+    wait_for(process, tmp_path / "out_text_document.bin.partial", 1)
+    process.send_signal(signal_number)
+    errors = process.communicate()[1].decode()
+    assert process.returncode == 130, errors
+    assert errors.splitlines()[-1] == "preprocess_data.py: interrupted; the same command with --resume goes on from there."
+    journal = json.loads((tmp_path / "out.unfinished.json").read_text())
+    assert journal["progress"]["text_bytes"] > 0
+
+
+# From here on in this process, with one worker: the tool's `run`, in a fork that ends at a chosen moment without a word, as SIGKILL does.
+
+
+def arguments(sources: list[Path], prefix: Path, *more: str) -> argparse.Namespace:
+    return preprocess_data._parser().parse_args(command(sources, prefix, "--workers", "1", "--journal-interval", "0", *more)[2:])
+
+
+def run_until_call(args: argparse.Namespace, last_call: int) -> bool:
+    """Whether the run ends at its last_call-th change to names or disk, before that change."""
+    child = os.fork()
+    if child == 0:
+        calls = iter(range(last_call))
+        for name in ("replace", "remove", "fsync", "unlink", "open"):
+            setattr(os, name, ending_instead(getattr(os, name), calls))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        preprocess_data.run(args)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+def ending_instead(function: Callable[..., object], calls: Iterator[int]) -> Callable[..., object]:
+    def call(*args: object, **kwargs: object) -> object:
+        if next(calls, None) is None:
+            os._exit(9)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def test_killed_at_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    sources = write_source(tmp_path, documents=30, seed=6)
+    preprocess_data.run(arguments(sources, tmp_path / "whole"))
+    expected = digests(tmp_path / "whole")
+    last_call = 0
+    while True:
+        prefix = tmp_path / f"out{last_call}"
+        # Files of an earlier run are there, as they are where a corpus is made anew.
+        preprocess_data.run(arguments(sources[:1], prefix))
+        if not run_until_call(arguments(sources, prefix), last_call):
+            break
+        preprocess_data.run(arguments(sources, prefix, "--resume"))
+        assert digests(prefix) == expected, last_call
+        last_call += 1
+    assert last_call > 30
+
+
+def unfinished(folder: Path) -> tuple[list[Path], Path]:
+    """The sources and prefix of a run that was ended after its first journal entry."""
+    sources, prefix = write_source(folder, documents=30, seed=7), folder / "out"
+    assert run_until_call(arguments(sources, prefix), 18)
+    assert (folder / "out.unfinished.json").exists()
+    return sources, prefix
+
+
+def test_an_unfinished_run_is_not_thrown_away_by_accident(tmp_path: Path) -> None:
+    sources, prefix = unfinished(tmp_path)
+    with pytest.raises(ValueError, match=r"has an unfinished run; give --resume to go on, or remove .*out\.unfinished\.json to start anew"):
+        preprocess_data.run(arguments(sources, prefix))
+    (tmp_path / "out.unfinished.json").unlink()
+    preprocess_data.run(arguments(sources, prefix))
+    assert len(digests(prefix)) == 5
+
+
+@pytest.mark.parametrize("change", ["content", "time", "order", "fewer", "flags", "journal", "partial"])
+def test_going_on_with_something_else_is_refused(tmp_path: Path, change: str) -> None:
+    sources, prefix = unfinished(tmp_path)
+    more: list[str] = []
+    if change == "content":
+        sources[1].write_bytes(sources[1].read_bytes() + b"\n")
+        message = r"--input .*b\.jsonl\.gz has changed \(it had \d+ bytes, it has \d+"
+    elif change == "time":
+        os.utime(sources[0], ns=(0, 0))
+        message = r"--input .*a\.jsonl has changed .* or it was written anew\); to start anew, remove .*out\.unfinished\.json"
+    elif change == "order":
+        sources.reverse()
+        message = r"b\.jsonl\.gz is at the place of .*a\.jsonl"
+    elif change == "fewer":
+        sources.pop()
+        message = "names 1 files, before 2"
+    elif change == "flags":
+        more = ["--vocab-size", "1001"]
+        message = "vocab_size is 1001, the unfinished run had 1000; give the same flags"
+    elif change == "journal":
+        (tmp_path / "out.unfinished.json").write_text("{")
+        message = "unfinished.json cannot be read"
+    else:
+        Path(f"{prefix}_text_document.bin.partial").write_bytes(b"")
+        message = "bin.partial has 0 bytes"
+    with pytest.raises(ValueError, match=message):
+        preprocess_data.run(arguments(sources, prefix, "--resume", *more))
+
+
+def test_a_bad_line_far_into_the_text_costs_nothing_that_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_zpp.data.json_lines.BATCH_BYTES", 100)
+    source = write_json_lines(tmp_path / "in.jsonl", [{"text": str(i), "more": ""} for i in range(50)])
+    source.write_text(source.read_text() + "{\n" + '{"text": "7", "more": ""}\n')
+    args = arguments([source], tmp_path / "out")
+    args.skip_invalid = False
+    with pytest.raises(
+        ValueError, match=r"in.jsonl, line 51: not JSON .*--skip-invalid.*; the same command with --resume goes on from there\."
+    ):
+        preprocess_data.run(args)
+    args.skip_invalid, args.resume = True, True
+    preprocess_data.run(args)
+    dataset = IndexedDataset(str(tmp_path / "out_text_document"))
+    assert [dataset.read(i).tolist() for i in range(len(dataset))] == [*([i, 999] for i in range(50)), [7, 999]]
+    assert (tmp_path / "out_skipped_lines.txt").read_text().startswith(f"{source}, line 51: ")

@@ -1,0 +1,137 @@
+"""What a tokenised corpus holds: header, counts, lengths, sample documents; and whether its .idx and .bin fit together."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from command import run_command
+from tokenizer_flags import add_tokenizer_flags, tokenizer_config
+
+from megatron_zpp.data.indexed_dataset import CODES, INDEX_CHUNK_NUMEL, VERSION, IndexedDataset, check_token_ids
+from megatron_zpp.data.tokenizer import Tokenizer, build_tokenizer
+
+BAR_COLUMNS = 50
+
+
+def main() -> None:
+    run_command(_parser(), run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints it all; raises ValueError for files that do not fit together and for ids outside of a vocabulary that is given."""
+    if args.num_samples < 0 or args.sample_tokens < 1:
+        raise ValueError(f"--num-samples {args.num_samples} must be 0 or more, --sample-tokens {args.sample_tokens} 1 or more.")
+    tokenizer = build_tokenizer(tokenizer_config(args)) if args.tokenizer_type else None
+    dataset = IndexedDataset(args.data_path)
+    print(header(dataset))
+    histogram = length_histogram(dataset)
+    print(f"\n{histogram_text(histogram)}")
+    if args.histogram_png:
+        draw_histogram(histogram, args.histogram_png)
+        print(f"\n{args.histogram_png}: the same as a picture")
+    for sequence in sample_places(len(dataset), args.num_samples):
+        print(f"\nsequence {sequence}: {sample_text(dataset, sequence, args.sample_tokens, tokenizer)}")
+    print(f"\nintact: {dataset.index_path} describes {dataset.token_path} to the last byte")
+    vocab_size = args.vocab_size or (tokenizer.vocab_size if tokenizer else None)
+    if vocab_size is not None:
+        check_token_ids(dataset, vocab_size)
+        print(f"intact: every token id is below {vocab_size}")
+
+
+def header(dataset: IndexedDataset) -> str:
+    """Format and counts, one per line."""
+    documents = len(dataset.document_starts) - 1
+    empty = sum(int((starts[1:] == starts[:-1]).sum()) for starts in _overlapping_chunks(dataset.document_starts))
+    lengths = dataset.lengths
+    rows = {
+        "format": f"MMIDIDX, version {VERSION}",
+        "token ids": f"{dataset.dtype.name} (code {CODES[dataset.dtype]})",
+        "documents": f"{documents} ({empty} of them empty)",
+        "sequences": f"{len(dataset)}",
+        "tokens": f"{dataset.token_count}",
+        "bytes": f"{os.path.getsize(dataset.token_path)} in .bin, {os.path.getsize(dataset.index_path)} in .idx",
+    }
+    if len(dataset):
+        rows["lengths"] = f"{int(lengths.min())} to {int(lengths.max())}, mean {dataset.token_count / len(dataset):.1f} tokens"
+    return "\n".join(f"{name:<10} {value}" for name, value in rows.items())
+
+
+def length_histogram(dataset: IndexedDataset) -> list[int]:
+    """How many sequences have 0 tokens, 1, 2 to 3, 4 to 7, ...: one number per power of two."""
+    counts = np.zeros(33, dtype=np.int64)
+    for start in range(0, len(dataset), INDEX_CHUNK_NUMEL):
+        # frexp's exponent of n is the number of bits of n.
+        counts += np.bincount(np.frexp(dataset.lengths[start : start + INDEX_CHUNK_NUMEL].astype(np.float64))[1], minlength=33)
+    filled = np.flatnonzero(counts)
+    return counts[: int(filled[-1]) + 1].tolist() if len(filled) else []
+
+
+def histogram_text(histogram: list[int]) -> str:
+    """A line per power of two, the longest bar for the most sequences."""
+    if not histogram:
+        return "no sequence"
+    most = max(histogram)
+    lines = [f"{'tokens':>23}  sequences"]
+    for bits, count in enumerate(histogram):
+        bar = "#" * -(-count * BAR_COLUMNS // most)
+        lines.append(f"{_range_of(bits):>23}  {count:<9} {bar}".rstrip())
+    return "\n".join(lines)
+
+
+def draw_histogram(histogram: list[int], path: str) -> None:
+    """Writes the histogram as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 4.5))
+    axes.bar([_range_of(bits) for bits in range(len(histogram))], histogram)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("sequences")
+    axes.tick_params(axis="x", labelrotation=60)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def sample_places(count: int, wanted: int) -> list[int]:
+    """Up to `wanted` sequences, spread evenly from the first to the last."""
+    return sorted(set(np.linspace(0, count - 1, min(wanted, count), dtype=np.int64).tolist())) if count else []
+
+
+def sample_text(dataset: IndexedDataset, sequence: int, tokens: int, tokenizer: Tokenizer | None) -> str:
+    """The beginning of a sequence as text, or as ids without a tokenizer."""
+    ids = dataset.read(sequence, 0, tokens).tolist()
+    length = int(dataset.lengths[sequence])
+    text = " ".join(map(str, ids)) if tokenizer is None else repr(tokenizer.detokenize(ids))
+    return f"{length} tokens: {text}{' ...' if length > len(ids) else ''}"
+
+
+def _range_of(bits: int) -> str:
+    if bits < 2:
+        return str(bits)
+    return f"{1 << (bits - 1)} to {(1 << bits) - 1}"
+
+
+def _overlapping_chunks(values: np.ndarray) -> list[np.ndarray]:
+    return [values[start : start + INDEX_CHUNK_NUMEL + 1] for start in range(0, len(values) - 1, INDEX_CHUNK_NUMEL)]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="inspect_dataset.py", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--data-path", required=True, metavar="PREFIX", help="common prefix of the .bin and the .idx file")
+    parser.add_argument("--num-samples", type=int, default=3, metavar="N", help="sequences to show (default: 3)")
+    parser.add_argument("--sample-tokens", type=int, default=50, metavar="N", help="tokens of each to show (default: 50)")
+    parser.add_argument("--histogram-png", metavar="PATH", help="draw the histogram of lengths as well")
+    add_tokenizer_flags(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Several tokenised corpora as one: the pairs of .bin and .idx of a folder, or named ones, one behind the other."""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from command import run_command
+
+from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
+
+
+def main() -> None:
+    run_command(_parser(), run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Writes OUTPUT_PREFIX.bin and .idx; raises ValueError for a damaged corpus and for token ids of different dtypes."""
+    if args.multimodal:
+        raise ValueError("--multimodal is not available: corpora hold text alone; leave it out.")
+    began = time.monotonic()
+    prefixes = find_prefixes(args.input, args.output_prefix)
+    # All are opened before anything is written, and closed again: there may be thousands.
+    dtypes = {prefix: IndexedDataset(prefix).dtype for prefix in prefixes}
+    for prefix, dtype in dtypes.items():
+        if dtype != dtypes[prefixes[0]]:
+            raise ValueError(
+                f"{prefix}.bin holds {dtype.name}, {prefixes[0]}.bin {dtypes[prefixes[0]].name}; "
+                "merge what was tokenised with one vocabulary."
+            )
+    Path(args.output_prefix).parent.mkdir(parents=True, exist_ok=True)
+    with IndexedDatasetWriter(args.output_prefix, dtypes[prefixes[0]]) as writer:
+        for prefix in prefixes:
+            before = writer.extent
+            writer.add_dataset(IndexedDataset(prefix))
+            documents = writer.document_count - before.document_count
+            print(f"{prefix}: {documents} documents, {writer.token_count - before.token_count} tokens", flush=True)
+        writer.finalize()
+    print(
+        f"{args.output_prefix}: {writer.document_count} documents, {writer.token_count} tokens of {len(prefixes)} corpora "
+        f"in {time.monotonic() - began:.1f} s"
+    )
+
+
+def find_prefixes(words: list[str], output_prefix: str) -> list[str]:
+    """The prefixes that the words of --input name: of a folder all of its pairs, sorted by name. Raises ValueError for half a pair."""
+    found = [prefix for word in words for prefix in (_prefixes_in(Path(word)) if os.path.isdir(word) else [_without_ending(word)])]
+    output = os.path.abspath(output_prefix)
+    for prefix in found:
+        if os.path.abspath(prefix) == output:
+            raise ValueError(f"--output-prefix {output_prefix} is one of the corpora to merge; write to another place.")
+        if found.count(prefix) > 1:
+            raise ValueError(f"--input names {prefix} twice; name it once.")
+    if not found:
+        raise ValueError(f"--input {' '.join(words)} has no pair of .bin and .idx; give the folder of a corpus, or its prefix.")
+    return found
+
+
+def _prefixes_in(folder: Path) -> list[str]:
+    names = {ending: {path.stem for path in folder.glob(f"*{ending}")} for ending in (".bin", ".idx")}
+    for half in sorted(names[".bin"] ^ names[".idx"]):
+        missing = ".idx" if half in names[".bin"] else ".bin"
+        raise ValueError(f"{folder / half}{missing} does not exist, its other half does; copy it, or move the half away.")
+    return [str(folder / name) for name in sorted(names[".bin"])]
+
+
+def _without_ending(word: str) -> str:
+    return word[:-4] if word.endswith((".bin", ".idx")) else word
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="merge_datasets.py", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="folders of corpora, or their prefixes, in this order")
+    parser.add_argument("--output-prefix", required=True, help="the merged corpus is PREFIX.bin and PREFIX.idx")
+    parser.add_argument("--multimodal", action="store_true", help="refused: corpora hold text alone")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
