@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -15,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-WORKER = Path(__file__).with_name("worker.py")
+WORKER = "slow_links.worker"
+IMPORT_FROM = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 PORT = 29500
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
@@ -35,7 +37,14 @@ class Ranks:
     def __init__(self, inside: Sequence[Sequence[str]], ranks_per_node: int, address: str, environment: Mapping[str, str]) -> None:
         self._logs = tempfile.TemporaryDirectory(prefix="slow_links_")
         world_size = len(inside) * ranks_per_node
-        common = {**os.environ, "MASTER_ADDR": address, "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(ranks_per_node), **environment}
+        common = {
+            **os.environ,
+            "MASTER_ADDR": address,
+            "PYTHONPATH": os.pathsep.join(IMPORT_FROM),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(ranks_per_node),
+            **environment,
+        }
         self.ranks_per_node = ranks_per_node
         self.processes: list[subprocess.Popen[str]] = []
         for rank in range(world_size):
@@ -43,7 +52,7 @@ class Ranks:
             own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
             with self._log_of(rank).open("wb") as log:
                 process = subprocess.Popen(
-                    [*inside[node], sys.executable, str(WORKER)],
+                    [*inside[node], sys.executable, "-m", WORKER],
                     env={**common, **own},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -108,10 +117,8 @@ class Ranks:
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    try:
+                    with contextlib.suppress(BrokenPipeError):
                         pipe.close()
-                    except BrokenPipeError:
-                        pass
         self._logs.cleanup()
 
     def _log_of(self, rank: int) -> Path:
@@ -119,7 +126,9 @@ class Ranks:
 
     def _what_was_said(self, ranks: Sequence[int]) -> str:
         time.sleep(0.2)  # for exit codes and last words
-        return "\n".join(f"[rank {rank}, exit code {self.processes[rank].poll()}] {self._log_of(rank).read_text()[-2000:]}" for rank in ranks)
+        return "\n".join(
+            f"[rank {rank}, exit code {self.processes[rank].poll()}] {self._log_of(rank).read_text()[-2000:]}" for rank in ranks
+        )
 
 
 def _die_with_parent() -> None:

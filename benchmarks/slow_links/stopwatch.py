@@ -58,5 +58,3 @@ class StopwatchLanes:
             return result
 
         return timed
-
-

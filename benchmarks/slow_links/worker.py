@@ -15,8 +15,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
-
 import torch
 import torch.distributed as dist
 

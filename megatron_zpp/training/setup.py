@@ -19,7 +19,7 @@ from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.config.arguments import arguments
 from megatron_zpp.config.options import options, spelling_of
-from megatron_zpp.config.schema import GROUP_OF_FIELD, Config, PrecisionConfig, ZeroConfig
+from megatron_zpp.config.schema import GROUP_OF_FIELD, Config, PrecisionConfig
 from megatron_zpp.data.datasets import Datasets, build_datasets, cache_folder, count_samples
 from megatron_zpp.data.token_check import check_token_ids_once
 from megatron_zpp.data.tokenizer import build_tokenizer, padded_vocab_size
@@ -35,13 +35,11 @@ from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.training.memory_need import check_fits
 from megatron_zpp.training.metrics import Progress
+from megatron_zpp.training.sharding import choose_policy, prefetch_of, sharding_of, topology_of
 from megatron_zpp.training.trainer import Outlets
 from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler
-from megatron_zpp.zero.memory_plan import Sharding
 from megatron_zpp.zero.optimizer import AdamOptions
-from megatron_zpp.zero.policy import POLICIES, Policy, with_quantized_gradients, with_quantized_weights, with_secondary_weights
-from megatron_zpp.zero.schedule import Prefetch
 
 # Paths may be spelled differently on different machines.
 FLAGS_THAT_MAY_DIFFER = {"local_rank", *(option.name for option in options() if option.flag.unit == "path")}
@@ -97,9 +95,7 @@ def check_same_flags(config: Config) -> None:
 
 def build_ladder(config: Config, world: World) -> Ladder:
     """The two links of this rank, with process groups of their own; every rank must call it."""
-    ranks_per_node = config.distributed.ranks_per_node
-    partition_ranks = config.zero.zero_hpz_partition_size
-    topology = Topology(world.world_size, ranks_per_node, partition_ranks if partition_ranks > 1 else ranks_per_node)
+    topology = topology_of(config, world.world_size)
     groups = make_lane_groups(topology, world.rank, world.timeout)
     backend = TorchBackend(topology, world.rank, groups)
     return Ladder(backend, make_lanes(world.device, world.check_others), Ledger(topology, world.rank), world.device)
@@ -161,13 +157,7 @@ def memory_per_rank(world: World, hosts: Sequence[str]) -> int | None:
 
 def check_memory(config: Config, model: GPT, topology: Topology, device: torch.device, bytes_there: int | None) -> None:
     """Nothing, where the run fits in the memory of every rank. Must come before the engine, which allocates."""
-    sharding = Sharding(
-        policy=choose_policy(config.zero),
-        block_numel=config.zero.quantization_block_size,
-        element_bytes=working_dtype(config.precision).itemsize,
-        prefetch=_prefetch(config.zero),
-    )
-    check_fits(config, model, sharding, topology, is_on_gpu=device.type == "cuda", bytes_there=bytes_there)
+    check_fits(config, model, sharding_of(config), topology, is_on_gpu=device.type == "cuda", bytes_there=bytes_there)
 
 
 def build_engine(config: Config, model: GPT, ladder: Ladder, device: torch.device) -> ZeroEngine:
@@ -178,7 +168,7 @@ def build_engine(config: Config, model: GPT, ladder: Ladder, device: torch.devic
         policy=choose_policy(zero),
         dtype=dtype,
         block_numel=zero.quantization_block_size,
-        prefetch=_prefetch(zero),
+        prefetch=prefetch_of(zero),
         adam=AdamOptions(optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps, optimizer.weight_decay),
         clip_grad=optimizer.clip_grad,
         full_precision_iterations=zero.zero_full_precision_iters,
@@ -192,18 +182,6 @@ def prepare_kernels(config: Config, device: torch.device) -> str:
         return ""
     extension.load()
     return extension.report(device.type)
-
-
-def choose_policy(zero: ZeroConfig) -> Policy:
-    """The row of the policy table that the flags ask for."""
-    policy = POLICIES[zero.zero_stage]
-    if zero.zero_quantized_weights:
-        policy = with_quantized_weights(policy, zero.zero_quantized_weights_bits)
-    if zero.zero_hpz_partition_size > 1:
-        policy = with_secondary_weights(policy)
-    if zero.zero_quantized_gradients:
-        policy = with_quantized_gradients(policy, zero.zero_quantized_gradients_intra_bits, zero.zero_quantized_gradients_inter_bits)
-    return policy
 
 
 def load_progress(config: Config, engine: ZeroEngine, reader: CheckpointReader | None) -> Progress:
@@ -290,10 +268,6 @@ def working_dtype(precision: PrecisionConfig) -> torch.dtype:
     if precision.bf16:
         return torch.bfloat16
     return torch.float16 if precision.fp16 else torch.float32
-
-
-def _prefetch(zero: ZeroConfig) -> Prefetch:
-    return Prefetch(zero.zero_prefetch_units, zero.zero_prefetch_units_intra)
 
 
 def _loss_scaler(precision: PrecisionConfig) -> LossScaler:
