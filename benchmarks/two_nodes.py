@@ -70,7 +70,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _measure(workload: Workload, plan: Plan, record: Record, arguments: list[str]) -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     record.note("command", " ".join(["python benchmarks/two_nodes.py", *arguments]))
     session = Session(workload, NAMES)
@@ -78,8 +78,6 @@ def _measure(workload: Workload, plan: Plan, record: Record, arguments: list[str
         record.note("machine", f"{_processor()}, {os.cpu_count()} cores, torch {session.machine['torch']}, {date.today().isoformat()}")
         measure(session, workload, plan, record)
         session.end()
-    except KeyboardInterrupt:
-        raise RuntimeError("interrupted; the same command goes on after the last finished round") from None
     finally:
         session.close()
 

@@ -19,6 +19,7 @@ from typing import Any
 WORKER = "slow_links.worker"
 IMPORT_FROM = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 PORT = 29500
+LAST_WORDS_BYTES = 2000
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 Answer = dict[str, Any]
@@ -35,7 +36,6 @@ class Ranks:
     """
 
     def __init__(self, inside: Sequence[Sequence[str]], ranks_per_node: int, address: str, environment: Mapping[str, str]) -> None:
-        self._logs = tempfile.TemporaryDirectory(prefix="slow_links_")
         world_size = len(inside) * ranks_per_node
         common = {
             **os.environ,
@@ -47,20 +47,20 @@ class Ranks:
         }
         self.ranks_per_node = ranks_per_node
         self.processes: list[subprocess.Popen[str]] = []
+        self._logs = [tempfile.TemporaryFile("w+b") for _ in range(world_size)]  # without a name: nothing to remove
         for rank in range(world_size):
             node, local_rank = divmod(rank, ranks_per_node)
             own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-            with self._log_of(rank).open("wb") as log:
-                process = subprocess.Popen(
-                    [*inside[node], sys.executable, "-m", WORKER],
-                    env={**common, **own},
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                    start_new_session=True,  # Ctrl-C is for the parent, which ends its ranks in order
-                    preexec_fn=_die_with_parent,
-                )
+            process = subprocess.Popen(
+                [*inside[node], sys.executable, "-m", WORKER],
+                env={**common, **own},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._logs[rank],
+                text=True,
+                start_new_session=True,  # Ctrl-C is for the parent, which ends its ranks in order
+                preexec_fn=_die_with_parent,
+            )
             self.processes.append(process)
 
     def start(self, timeout_seconds: float) -> Answer:
@@ -119,16 +119,18 @@ class Ranks:
                 if pipe is not None:
                     with contextlib.suppress(BrokenPipeError):
                         pipe.close()
-        self._logs.cleanup()
+        for log in self._logs:
+            log.close()
 
-    def _log_of(self, rank: int) -> Path:
-        return Path(self._logs.name) / f"rank{rank}.txt"
+    def _last_words(self, rank: int) -> str:
+        log = self._logs[rank].fileno()
+        size = os.fstat(log).st_size
+        start = max(0, size - LAST_WORDS_BYTES)
+        return os.pread(log, size - start, start).decode(errors="replace")  # seek would move the writer too
 
     def _what_was_said(self, ranks: Sequence[int]) -> str:
         time.sleep(0.2)  # for exit codes and last words
-        return "\n".join(
-            f"[rank {rank}, exit code {self.processes[rank].poll()}] {self._log_of(rank).read_text()[-2000:]}" for rank in ranks
-        )
+        return "\n".join(f"[rank {rank}, exit code {self.processes[rank].poll()}] {self._last_words(rank)}" for rank in ranks)
 
 
 def _die_with_parent() -> None:
