@@ -47,6 +47,13 @@ def hardware_flops(config: ModelConfig, padded_vocab_size: int, sample_count: in
     return per_token * sample_count * config.seq_length
 
 
+def forward_flops_of_uses(config: ModelConfig, padded_vocab_size: int, sample_count: int) -> tuple[int, ...]:
+    """Operations of the forward of each use (embedding, blocks, final) on `sample_count` samples; a third of `model_flops` together."""
+    tokens = sample_count * config.seq_length
+    block = tokens * (_linear_flops_per_token(config) + _attention_scores_flops_per_token(config) // 2)
+    return (0, *[block] * config.num_layers, tokens * _head_flops_per_token(config, padded_vocab_size))
+
+
 def _linear_flops_per_token(config: ModelConfig) -> int:
     heads_width = config.num_attention_heads * config.kv_channels
     return 2 * config.hidden_size * (3 * heads_width + heads_width + 2 * config.ffn_hidden_size)

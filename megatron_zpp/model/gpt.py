@@ -15,6 +15,7 @@ from megatron_zpp.model.embedding import Embedding
 from megatron_zpp.model.final import Final
 from megatron_zpp.model.initialization import initial_values
 from megatron_zpp.model.recompute import recomputed
+from megatron_zpp.model.shapes import uses_of
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 
 
@@ -89,9 +90,4 @@ class GPT(nn.Module):
 
     def uses(self) -> tuple[Use, ...]:
         """The module calls of one forward in order, and the units each reads; a tied embedding is read by the first and by the last."""
-        output_unit = "head" if self.config.untie_embeddings_and_output_weights else "embedding"
-        return (
-            Use("embedding", ("embedding",), needs_weights_in_backward=False),
-            *(Use(f"blocks.{index}", (f"block.{index}",), needs_weights_in_backward=True) for index in range(self.config.num_layers)),
-            Use("final", ("final_norm", output_unit), needs_weights_in_backward=True),
-        )
+        return uses_of(self.config)

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from megatron_zpp.config.flag import any_of
 from megatron_zpp.config.schema import Config
 from megatron_zpp.model.activations import activation_bytes
-from megatron_zpp.model.gpt import GPT
+from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.memory_plan import MemoryPlan, Sharding, largest_plan
 
 LARGEST_NODES = 1 << 14
+
+
+class SizedModel(Protocol):
+    """What a plan needs to know of a model: model.gpt.GPT, or model.shapes.ModelShape without torch."""
+
+    @property
+    def padded_vocab_size(self) -> int: ...
+
+    def unit_specs(self) -> tuple[UnitSpec, ...]: ...
+
+    def uses(self) -> tuple[Use, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -41,7 +53,7 @@ class MemoryNeed:
 
 
 def check_fits(
-    config: Config, model: GPT, sharding: Sharding, topology: Topology, *, is_on_gpu: bool, bytes_there: int | None
+    config: Config, model: SizedModel, sharding: Sharding, topology: Topology, *, is_on_gpu: bool, bytes_there: int | None
 ) -> MemoryNeed:
     """What each rank of this run needs; nothing is allocated.
 
@@ -64,7 +76,7 @@ def check_fits(
     )
 
 
-def memory_need(config: Config, model: GPT, sharding: Sharding, topology: Topology, *, is_on_gpu: bool) -> MemoryNeed:
+def memory_need(config: Config, model: SizedModel, sharding: Sharding, topology: Topology, *, is_on_gpu: bool) -> MemoryNeed:
     """The need of each rank in a world of this topology."""
     starts_exact = config.zero.zero_full_precision_iters > 0
     plan = largest_plan(model.unit_specs(), model.uses(), sharding, topology, starts_exact=starts_exact)

@@ -21,7 +21,7 @@ from megatron_zpp.comm.links import Ladder
 from megatron_zpp.config.arguments import arguments
 from megatron_zpp.config.data_sources import read_sources
 from megatron_zpp.config.options import options, spelling_of
-from megatron_zpp.config.schema import Config, PrecisionConfig, ZeroConfig
+from megatron_zpp.config.schema import Config, PrecisionConfig
 from megatron_zpp.data.build_once import Speaker
 from megatron_zpp.data.datasets import DataRequest, Datasets, build_datasets, cache_folder, count_samples
 from megatron_zpp.data.token_check import check_token_ids_once
@@ -40,20 +40,11 @@ from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.training.memory_need import check_fits
+from megatron_zpp.training.sharding import choose_policy, prefetch_of, sharding_of, topology_of
 from megatron_zpp.training.trainer import Outlets
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler
-from megatron_zpp.zero.memory_plan import Sharding
-from megatron_zpp.zero.policy import (
-    POLICIES,
-    CodeOptions,
-    Policy,
-    with_quantized_gradients,
-    with_quantized_weights,
-    with_secondary_weights,
-)
-from megatron_zpp.zero.schedule import Prefetch
 
 # Paths may be spelled differently on different machines.
 FLAGS_THAT_MAY_DIFFER = {"local_rank", *(option.name for option in options() if option.flag.unit == "path")}
@@ -93,9 +84,7 @@ def check_same_flags(config: Config) -> None:
 
 def build_ladder(config: Config, world: World) -> Ladder:
     """The two links of this rank, with process groups of their own; every rank must call it."""
-    ranks_per_node = config.distributed.ranks_per_node
-    partition_ranks = config.zero.zero_hpz_partition_size
-    topology = Topology(world.world_size, ranks_per_node, partition_ranks if partition_ranks > 1 else ranks_per_node)
+    topology = topology_of(config, world.world_size)
     groups = make_lane_groups(topology, world.rank, world.timeout)
     backend = TorchBackend(topology, world.rank, groups)
     return Ladder(backend, make_lanes(world.device, world.check_others), Ledger(topology, world.rank), world.device)
@@ -160,13 +149,7 @@ def memory_per_rank(world: World, hosts: Sequence[str]) -> int | None:
 
 def check_memory(config: Config, model: GPT, topology: Topology, device: torch.device, bytes_there: int | None) -> None:
     """Nothing, where the run fits in the memory of every rank. Must come before the engine, which allocates."""
-    sharding = Sharding(
-        policy=choose_policy(config.zero),
-        block_numel=config.zero.quantization_block_size,
-        element_bytes=working_dtype(config.precision).itemsize,
-        prefetch=_prefetch(config.zero),
-    )
-    check_fits(config, model, sharding, topology, is_on_gpu=device.type == "cuda", bytes_there=bytes_there)
+    check_fits(config, model, sharding_of(config), topology, is_on_gpu=device.type == "cuda", bytes_there=bytes_there)
 
 
 def build_engine(config: Config, model: GPT, ladder: Ladder, device: torch.device) -> ZeroEngine:
@@ -177,7 +160,7 @@ def build_engine(config: Config, model: GPT, ladder: Ladder, device: torch.devic
         policy=choose_policy(zero),
         dtype=dtype,
         block_numel=zero.quantization_block_size,
-        prefetch=_prefetch(zero),
+        prefetch=prefetch_of(zero),
         adam=AdamOptions(
             optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps, optimizer.weight_decay, optimizer.optimizer_backend
         ),
@@ -194,23 +177,6 @@ def prepare_kernels(config: Config, device: torch.device) -> str:
         return ""
     extension.load()
     return extension.report(device.type)
-
-
-def choose_policy(zero: ZeroConfig) -> Policy:
-    """The row of the policy table that the flags ask for."""
-    policy = POLICIES[zero.zero_stage]
-    if zero.zero_quantized_weights:
-        policy = with_quantized_weights(policy, zero.zero_quantized_weights_bits)
-    if zero.zero_hpz_partition_size > 1:
-        policy = with_secondary_weights(policy)
-    if zero.zero_quantized_gradients:
-        options = CodeOptions(
-            is_rotated=zero.zero_quantized_gradients_rotation == "hadamard",
-            is_stochastic=zero.zero_quantized_gradients_rounding == "stochastic",
-        )
-        intra_bits, inter_bits = zero.zero_quantized_gradients_intra_bits, zero.zero_quantized_gradients_inter_bits
-        policy = with_quantized_gradients(policy, intra_bits, inter_bits, options)
-    return policy
 
 
 def describe_run(config: Config, ladder: Ladder, vocab_size: int, model: GPT) -> list[str]:
@@ -297,10 +263,6 @@ def _shares_in_words(config: Config) -> str:
     blends = {"": sources.common} if sources.common is not None else sources.by_split
     words = (f"{split} {len(blend.prefixes)} corpora of weights {blend.weights}" for split, blend in blends.items() if blend is not None)
     return ", ".join(words).strip()
-
-
-def _prefetch(zero: ZeroConfig) -> Prefetch:
-    return Prefetch(zero.zero_prefetch_units, zero.zero_prefetch_units_intra)
 
 
 def _loss_scaler(precision: PrecisionConfig) -> LossScaler:

@@ -1,0 +1,135 @@
+"""From rounds to statements: speedups, what the bytes alone would allow, and how near the measured ones come."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slow_links.configurations import FSDP2, NAMES, ZERO3, Workload
+from slow_links.rates import UNLIMITED, Rate
+from slow_links.record import Record
+
+Round = dict[str, Any]  # by configuration, a measurement as JSON
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median over rounds, and the least and the most."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration at one rate. Speedups are medians of ratios within a round, where both ran side by side.
+
+    allowed: the speedup over ZeRO-3 that fewer bytes alone would give, 1 / ((1 - f) + f * bytes ratio); None where nothing limits.
+    """
+
+    name: str
+    seconds: Spread
+    tokens_per_second: float
+    over_zero3: float
+    over_fsdp2: float
+    kernel_bytes: float
+    ledger_bytes: float | None
+    control_bytes: float | None
+    allowed: float | None
+    hidden: dict[str, float]
+
+    @property
+    def reached(self) -> float | None:
+        """Share of the allowed speedup."""
+        return None if self.allowed is None else self.over_zero3 / self.allowed
+
+    @property
+    def kernel_over_ledger(self) -> float | None:
+        """What the kernel counted beyond the ledger, as a share of the ledger: headers, acknowledgements, the store's messages."""
+        if self.ledger_bytes is None or self.control_bytes is None:
+            return None
+        return self.kernel_bytes / (self.ledger_bytes + self.control_bytes) - 1
+
+
+@dataclass(frozen=True)
+class Rated:
+    """All configurations at one rate.
+
+    f: share of ZeRO-3's step that links cost. fsdp2_3m_seconds: FSDP2's step with a reduce-scatter that moves what it has to.
+    """
+
+    rate: Rate
+    f: float | None
+    fsdp2_3m_seconds: float
+    rows: dict[str, Row]
+
+    def gain_by_part(self, name: str) -> dict[str, float]:
+        """The factors whose product is the speedup of `name` over FSDP2."""
+        fsdp2, zero3 = self.rows[FSDP2].seconds.median, self.rows[ZERO3].seconds.median
+        return {
+            "exchange instead of gloo's reduce-scatter": fsdp2 / self.fsdp2_3m_seconds,
+            "two hops, overlap and engine": self.fsdp2_3m_seconds / zero3,
+            "quantization and secondary copies": zero3 / self.rows[name].seconds.median,
+        }
+
+
+def analyse(record: Record, workload: Workload) -> list[Rated]:
+    """One entry per rate, the fastest first. Without rounds at an unlimited rate there is no f, and nothing that follows from it."""
+    unlimited = record.rounds(UNLIMITED)
+    return [_rated(rate, record, workload, unlimited) for rate in record.rates]
+
+
+def _rated(rate: Rate, record: Record, workload: Workload, unlimited: Sequence[Round]) -> Rated:
+    rounds = record.rounds(rate)
+    f = None
+    if unlimited and rate.is_limited:
+        f = max(0.0, 1 - _median(unlimited, ZERO3, "seconds") / _median(rounds, ZERO3, "seconds"))
+    rows = {name: _row(name, rounds, workload, f) for name in NAMES if name in rounds[0]}
+    seconds = rows[FSDP2].seconds.median
+    least = _median(unlimited, FSDP2, "seconds") if unlimited else 0.0
+    spared = fsdp2_bytes_spared(workload) / rate.bytes_per_second
+    return Rated(rate, f, max(min(least, seconds), seconds - spared), rows)
+
+
+def fsdp2_bytes_spared(workload: Workload) -> float:
+    """Bytes into a node that FSDP2 would not move if gloo's reduce-scatter were a ring: (W - 1) / W of the model per micro-batch."""
+    world_size = workload.world_size
+    return workload.microbatches * 2 * workload.parameters * (world_size - 1) / world_size
+
+
+def _row(name: str, rounds: Sequence[Round], workload: Workload, f: float | None) -> Row:
+    seconds = Spread.of([measured[name]["seconds"] for measured in rounds])
+    bytes_ratio = _median(rounds, name, "kernel_bytes") / _median(rounds, ZERO3, "kernel_bytes")
+    has_ledger = rounds[0][name]["ledger_bytes"] is not None
+    kinds = {kind for measured in rounds for kind in measured[name]["hidden"]}
+    return Row(
+        name=name,
+        seconds=seconds,
+        tokens_per_second=workload.tokens_per_step / seconds.median,
+        over_zero3=_ratio(rounds, ZERO3, name),
+        over_fsdp2=_ratio(rounds, FSDP2, name),
+        kernel_bytes=_median(rounds, name, "kernel_bytes"),
+        ledger_bytes=_median(rounds, name, "ledger_bytes") if has_ledger else None,
+        control_bytes=_median(rounds, name, "control_bytes") if has_ledger else None,
+        allowed=None if f is None or name == FSDP2 else 1 / ((1 - f) + f * bytes_ratio),
+        hidden={kind: _median_of(rounds, lambda measured, kind=kind: measured[name]["hidden"].get(kind, 0.0)) for kind in sorted(kinds)},
+    )
+
+
+def _ratio(rounds: Sequence[Round], name: str, other: str) -> float:
+    return _median_of(rounds, lambda measured: measured[name]["seconds"] / measured[other]["seconds"])
+
+
+def _median(rounds: Sequence[Round], name: str, key: str) -> float:
+    return _median_of(rounds, lambda measured: measured[name][key])
+
+
+def _median_of(rounds: Sequence[Round], value: Callable[[Round], float]) -> float:
+    return statistics.median(value(measured) for measured in rounds)

@@ -1,0 +1,66 @@
+"""What is compared: our ZeRO-3 with and without the features of ZeRO++, and PyTorch's FSDP2; and the GPT that all of them train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.config.validate import resolve
+from megatron_zpp.data.tokenizer import padded_vocab_size
+from megatron_zpp.model.flops import parameter_count
+
+FSDP2 = "FSDP2"
+ZERO3 = "ZeRO-3"
+ALL = "ZeRO++"
+FEATURES = {
+    "qwZ": ["--zero-quantized-weights"],
+    "hpZ": ["--zero-hpz-partition-size", "{ranks_per_node}"],
+    "qgZ": ["--zero-quantized-gradients"],
+}
+NAMES = (FSDP2, ZERO3, *(f"+{name}" for name in FEATURES), ALL)
+# Dropout off: its random numbers are drawn differently by both, and neither has to be fast at it.
+COMMON = "--bf16 --mock-data --num-workers 0 --lr 1e-4 --lr-decay-style constant --attention-dropout 0 --hidden-dropout 0 --eval-iters 0"
+DEFAULT_MODEL = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 8192"
+SMOKE_MODEL = "--num-layers 1 --hidden-size 512 --num-attention-heads 8 --seq-length 16 --vocab-size 8192"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The world and what each of its ranks trains; flags are the training script's."""
+
+    nodes: int
+    ranks_per_node: int
+    model: str = DEFAULT_MODEL
+    micro_batch_size: int = 1
+    microbatches: int = 1
+    extra: list[str] = field(default_factory=list)
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return resolve(parse_flags(self.flags(ZERO3)), self.world_size, self.ranks_per_node).model
+
+    @property
+    def padded_vocab_size(self) -> int:
+        given = parse_flags(self.flags(ZERO3))
+        return padded_vocab_size(given.data.vocab_size or 1, given.model.make_vocab_size_divisible_by)
+
+    @property
+    def parameters(self) -> int:
+        return parameter_count(self.model_config, self.padded_vocab_size)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.micro_batch_size * self.microbatches * self.world_size * self.model_config.seq_length
+
+    def flags(self, name: str) -> list[str]:
+        """The training script's flags of one configuration; those of FSDP2 are ZeRO-3's, of which it reads all but ZeRO's own."""
+        samples = self.micro_batch_size * self.microbatches * self.world_size
+        batch = ["--micro-batch-size", str(self.micro_batch_size), "--global-batch-size", str(samples), "--train-iters", "1000000"]
+        features = [] if name in (FSDP2, ZERO3) else list(FEATURES) if name == ALL else [name.removeprefix("+")]
+        switches = [word.format(ranks_per_node=self.ranks_per_node) for feature in features for word in FEATURES[feature]]
+        return [*COMMON.split(), *self.model.split(), *batch, "--zero-stage", "3", *switches, *self.extra]

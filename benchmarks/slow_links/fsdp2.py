@@ -1,0 +1,77 @@
+"""PyTorch's FSDP2 on the same GPT: bf16 parameters and reduction, resharded after forward, one unit per block, fused AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.validate import resolve
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.initialization import materialize
+from megatron_zpp.parallel.initialize import World
+from megatron_zpp.parallel.launch import Launch
+from megatron_zpp.training import setup
+from slow_links.ours import microbatches, same_batch
+
+
+class Fsdp2Training:
+    """The step that our engine makes, by FSDP2: mean gradient of the micro-batches, clipped, fp32 main weights; the mean loss of all ranks.
+
+    Gradients are reduced in every micro-batch, as ZeRO-3 does.
+    """
+
+    def __init__(self, flags: Sequence[str], launch: Launch, world: World) -> None:
+        config = resolve(parse_flags(flags), launch.world_size, launch.local_world_size)
+        _, padded_vocab = setup.build_vocabulary(config)
+        mesh = init_device_mesh(world.device.type, (launch.world_size,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        model = materialize(GPT(config.model, padded_vocab, config.training.seed, torch.float32), world.device)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        self._model = model
+        self._device = world.device
+        optimizer = config.optimizer
+        decaying = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+        others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+        self._optimizer = torch.optim.AdamW(
+            [{"params": decaying, "weight_decay": optimizer.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=optimizer.lr,
+            betas=(optimizer.adam_beta1, optimizer.adam_beta2),
+            eps=optimizer.adam_eps,
+            fused=True,
+        )
+        self._clip_grad = optimizer.clip_grad
+        self._batches = same_batch(config, launch.rank)
+        self._microbatches = microbatches(config, launch.world_size)
+
+    def step(self) -> float:
+        """The loss of one training step."""
+        self._model.train()
+        total = torch.zeros(1, dtype=torch.float64)
+        for _ in range(self._microbatches):
+            batch = next(self._batches)
+            losses = self._model(batch.tokens.to(self._device), batch.labels.to(self._device), first_sample=batch.first_sample)
+            loss = losses.mean()
+            (loss / self._microbatches).backward()
+            total += loss.detach().double().cpu() / self._microbatches
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_grad)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        dist.all_reduce(total)
+        return float(total) / dist.get_world_size()
+
+    def drain(self) -> None:
+        """FSDP2 leaves nothing under way."""
+
+    def node_bytes(self) -> dict[str, int]:
+        """Nothing: FSDP2 keeps no account."""
+        return {}
+
+    def close(self) -> None:
+        """FSDP2 holds no threads or groups of its own."""

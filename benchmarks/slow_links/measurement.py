@@ -1,0 +1,119 @@
+"""The whole measurement of one world: every rate, every round, every configuration in turns."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.validate import resolve
+from megatron_zpp.model.shapes import ModelShape
+from megatron_zpp.training.sharding import sharding_of, topology_of
+from megatron_zpp.zero.traffic import smallest_inter_hop_bytes
+from slow_links.configurations import ALL, FSDP2, NAMES, ZERO3, Workload
+from slow_links.network import BURST_BYTES
+from slow_links.rates import UNLIMITED, Rate
+from slow_links.record import Record
+from slow_links.session import Session
+
+FEWEST_BURSTS = 10
+LEAST_SHARE_OF_UNIT = 0.01  # the final norm's few kilobytes may pass in a burst: they are no part of any time
+LARGEST_RATE_ERROR = 0.10
+LONG_PROBE_SECONDS = 0.25
+# Where links should be held when nobody says: ZeRO-3's step spends this many times its computation on its bytes (4.5: f is about 0.8),
+# and at last FSDP2's takes 20 times its step without limit.
+ZERO3_LINK_SHARES = (1.0, 2.0, 4.5)
+FSDP2_LINK_SHARE = 19.5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """rates: None where they are to be chosen after the first rounds without limit. seconds: that a measurement takes, about."""
+
+    rates: Sequence[Rate] | None
+    rounds: int
+    seconds: float
+    is_profiled: bool
+
+
+def smallest_hop(workload: Workload) -> int:
+    """Bytes that enter a node in the smallest hop of a unit that matters, with all features on.
+
+    Raises ValueError where a burst would carry a large part of it.
+    """
+    config = resolve(parse_flags(workload.flags(ALL)), workload.world_size, workload.ranks_per_node)
+    model = ModelShape(config.model, workload.padded_vocab_size)
+    nbytes = smallest_inter_hop_bytes(
+        model.unit_specs(), sharding_of(config), topology_of(config, workload.world_size), LEAST_SHARE_OF_UNIT
+    )
+    if nbytes < FEWEST_BURSTS * BURST_BYTES:
+        raise ValueError(
+            f"the smallest hop between nodes brings {nbytes} bytes into one, less than {FEWEST_BURSTS} bursts of {BURST_BYTES}, which pass "
+            "at any rate after a pause; choose a larger --hidden-size in --model."
+        )
+    return nbytes
+
+
+def measure(session: Session, workload: Workload, plan: Plan, record: Record) -> None:
+    """Adds the rounds that the record lacks; every round is written when it is finished."""
+    record.note("intra_node_leak_bytes", session.check_nodes_keep_to_themselves())
+    hop_bytes = smallest_hop(workload)
+    record.note("smallest_hop_bytes", hop_bytes)
+    if plan.rates is None:
+        _measure_rate(session, UNLIMITED, plan, record, hop_bytes)
+        rates: Sequence[Rate] = chosen_rates(record)
+    else:
+        rates = plan.rates
+    for rate in rates:
+        _measure_rate(session, rate, plan, record, hop_bytes)
+
+
+def chosen_rates(record: Record) -> list[Rate]:
+    """Rates at which the bytes of a step take several times its computation; once chosen, a record keeps them."""
+    kept = record.content["notes"].get("chosen_rates")
+    if kept is None:
+        rounds = record.rounds(UNLIMITED)
+        kept = [str(_rate_for(rounds, ZERO3, share)) for share in ZERO3_LINK_SHARES]
+        kept.append(str(_rate_for(rounds, FSDP2, FSDP2_LINK_SHARE)))
+        record.note("chosen_rates", kept)
+    return [Rate.parse(text) for text in kept]
+
+
+def _rate_for(rounds: Sequence[dict[str, Any]], name: str, link_share: float) -> Rate:
+    """In two digits, the rate at which the bytes of a step take `link_share` times its time without limit."""
+    seconds = statistics.median(measured[name]["seconds"] for measured in rounds)
+    nbytes = statistics.median(measured[name]["kernel_bytes"] for measured in rounds)
+    return Rate(float(f"{8 * nbytes / (link_share * seconds):.2g}"))
+
+
+def _measure_rate(session: Session, rate: Rate, plan: Plan, record: Record, hop_bytes: int) -> None:
+    if len(record.rounds(rate)) >= plan.rounds:
+        print(f"{rate}: {len(record.rounds(rate))} rounds are there", flush=True)
+        return
+    session.network.hold(rate)
+    if rate.is_limited:
+        record.note(f"achieved at {rate}", _check_rate(session, rate, hop_bytes))
+    for index in range(len(record.rounds(rate)), plan.rounds):
+        names = NAMES if index % 2 == 0 else tuple(reversed(NAMES))
+        measured = {}
+        for name in names:
+            measured[name] = session.run(name, plan.seconds, is_profiled=plan.is_profiled).as_json()
+            print(f"{rate}, round {index + 1}: {name} {measured[name]['seconds'] * 1e3:.0f} ms per step", flush=True)
+        record.add_round(rate, measured)
+
+
+def _check_rate(session: Session, rate: Rate, hop_bytes: int) -> dict[str, float]:
+    """The rates that the smallest hop's bytes and a longer message reach. Raises RuntimeError where one is not what was asked for."""
+    achieved = {}
+    for nbytes in (hop_bytes, max(hop_bytes, int(LONG_PROBE_SECONDS * rate.bytes_per_second))):
+        reached = session.achieved(nbytes)
+        achieved[f"{nbytes} bytes"] = reached.bits_per_second
+        print(f"{rate}: {nbytes} bytes after a pause go at {reached}", flush=True)
+        if abs(reached.bits_per_second / rate.bits_per_second - 1) > LARGEST_RATE_ERROR:
+            raise RuntimeError(
+                f"the link held to {rate} carries {nbytes} bytes at {reached}, more than {LARGEST_RATE_ERROR:.0%} off; "
+                "is the machine busy? Give a lower --rate, or a larger --hidden-size in --model."
+            )
+    return achieved

@@ -1,0 +1,72 @@
+"""One configuration of this repository as a rank runs it: from flags to an engine by the way that the training script takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron_zpp.comm.ledger import Category
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.schema import Config
+from megatron_zpp.config.validate import resolve
+from megatron_zpp.data.loader import MicroBatch
+from megatron_zpp.parallel.initialize import World
+from megatron_zpp.parallel.launch import Launch
+from megatron_zpp.training import setup
+from megatron_zpp.training.step import train_step
+from slow_links.stopwatch import StopwatchLanes
+
+PROMISED = (Category.WEIGHTS, Category.GRADIENTS)
+
+
+class OurTraining:
+    """A model and its engine; every rank must make the same calls."""
+
+    def __init__(self, flags: Sequence[str], launch: Launch, world: World) -> None:
+        config = resolve(parse_flags(flags), launch.world_size, launch.local_world_size)
+        self._config = config
+        self._ladder = setup.build_ladder(config, world)
+        self.lanes = StopwatchLanes(self._ladder.lanes)
+        self._ladder.lanes = self.lanes
+        setup.prepare_kernels(config, world.device)
+        _, padded_vocab = setup.build_vocabulary(config)
+        self._model = setup.build_model(config, padded_vocab, None)
+        self._engine = setup.build_engine(config, self._model, self._ladder, world.device)
+        self._batches = same_batch(config, launch.rank)
+        self._microbatches = microbatches(config, launch.world_size)
+
+    def step(self) -> float:
+        """The loss of one training step."""
+        return train_step(self._model, self._engine, self._batches, self._microbatches, self._config.optimizer.lr).lm_loss
+
+    def drain(self) -> None:
+        """Returns once the climbs that a step submits for the next one have landed too."""
+        self._ladder.lanes.drain()
+
+    def node_bytes(self) -> dict[str, int]:
+        """What the ledger has booked as entering this rank's node since the start: weights and gradients, and all other."""
+        ledger = self._ladder.ledger
+        promised = ledger.inter_node_bytes(ledger.total(*PROMISED))
+        return {"promised": promised, "control": ledger.inter_node_bytes(ledger.total(*Category)) - promised}
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def microbatches(config: Config, world_size: int) -> int:
+    return config.training.global_batch_size // (config.training.micro_batch_size * world_size)
+
+
+def same_batch(config: Config, rank: int) -> Iterator[MicroBatch]:
+    """One micro-batch of random tokens without end, different on every rank and equal in every configuration."""
+    samples, length = config.training.micro_batch_size, config.model.seq_length
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(0, config.data.vocab_size or 1, (samples, length + 1), generator=generator)
+    batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.ones(samples, length), rank * samples)
+    while True:
+        yield batch
+
+
+Training = Any  # OurTraining or slow_links.fsdp2.Fsdp2Training: step, drain, node_bytes, close

@@ -1,0 +1,56 @@
+"""What was measured so far, as a JSON file that grows round by round: an interrupted measurement goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slow_links.rates import Rate
+
+
+class Record:
+    """Rounds by rate, each with one measurement per configuration.
+
+    subject: what must be the same for rounds to be comparable. Raises ValueError where the file there is about another subject.
+    """
+
+    def __init__(self, path: Path, subject: Mapping[str, Any], *, starts_anew: bool) -> None:
+        self._path = path
+        plain_subject = json.loads(json.dumps(subject))
+        self.content: dict[str, Any] = {"subject": plain_subject, "notes": {}, "rates": {}}
+        if not path.exists() or starts_anew:
+            return
+        found = json.loads(path.read_text())
+        differing = [name for name, value in plain_subject.items() if found["subject"].get(name) != value]
+        if differing:
+            pairs = "; ".join(f"{name} {found['subject'].get(name)} there and {plain_subject[name]} here" for name in differing)
+            raise ValueError(f"--output {path} holds another measurement ({pairs}); choose another file, or --fresh to start anew.")
+        self.content = found
+
+    @property
+    def rates(self) -> list[Rate]:
+        """Those with at least one round, the fastest first."""
+        return sorted(map(Rate.parse, self.content["rates"]), reverse=True)
+
+    def rounds(self, rate: Rate) -> list[dict[str, Any]]:
+        """Finished rounds: by configuration, a measurement as JSON."""
+        rounds: list[dict[str, Any]] = self.content["rates"].get(str(rate), [])
+        return rounds
+
+    def add_round(self, rate: Rate, measured: Mapping[str, Mapping[str, Any]]) -> None:
+        self.content["rates"].setdefault(str(rate), []).append(dict(measured))
+        self._write()
+
+    def note(self, name: str, value: Any) -> None:
+        """Keeps a fact beside the rounds."""
+        self.content["notes"][name] = value
+        self._write()
+
+    def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self._path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(self.content, indent=1) + "\n")
+        os.replace(unfinished, self._path)

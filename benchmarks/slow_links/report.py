@@ -1,0 +1,133 @@
+"""The measurement as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from slow_links.analysis import Rated, Row
+from slow_links.configurations import ALL, FSDP2, ZERO3, Workload
+from slow_links.prediction import Prediction
+from slow_links.rates import UNLIMITED, Rate
+from slow_links.record import Record
+
+MEGABYTE = 1e6
+
+
+def markdown(record: Record, workload: Workload, ratings: Sequence[Rated]) -> str:
+    """All tables, under the facts that they depend on."""
+    blocks = [_facts(record, workload)]
+    blocks += [_table_of(rated) for rated in ratings]
+    zero3 = next((rated.rows[ZERO3].seconds.median for rated in ratings if rated.rate == UNLIMITED), None)
+    if zero3 is not None:
+        blocks.append(_predictions(ratings, Prediction(workload, zero3)))
+    if any(row.hidden for rated in ratings for row in rated.rows.values()):
+        blocks.append(_hidden(ratings))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _facts(record: Record, workload: Workload) -> str:
+    notes = record.content["notes"]
+    lines = [
+        f"{workload.nodes} nodes x {workload.ranks_per_node} ranks, {workload.parameters / 1e6:.1f} million parameters, "
+        f"{workload.microbatches} micro-batch{'es' if workload.microbatches > 1 else ''} per step, "
+        f"{workload.tokens_per_step} tokens per step; {notes.get('machine', '')}",
+        "",
+        f"    {notes.get('command', '')}",
+        "",
+        f"A collective inside a node put {notes.get('intra_node_leak_bytes')} bytes on its link. The smallest hop between nodes of a unit "
+        f"that matters brings {notes.get('smallest_hop_bytes')} bytes into one; after a pause they went at:",
+        "",
+    ]
+    for name, achieved in notes.items():
+        if name.startswith("achieved at "):
+            rates = ", ".join(f"{nbytes} at {rate / 1e6:.4g} mbit" for nbytes, rate in achieved.items())
+            lines.append(f"- {name.removeprefix('achieved at ')}: {rates}")
+    return "\n".join(lines)
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "step, ms (least to most)": lambda row: _spread(row),
+    "tokens/s": lambda row: f"{row.tokens_per_second:.0f}",
+    "x ZeRO-3": lambda row: f"{row.over_zero3:.2f}",
+    "x FSDP2": lambda row: f"{row.over_fsdp2:.2f}",
+    "MB into a node: kernel": lambda row: f"{row.kernel_bytes / MEGABYTE:.2f}",
+    "ledger": lambda row: _or_dash(row.ledger_bytes, lambda nbytes: f"{nbytes / MEGABYTE:.2f}"),
+    "kernel over ledger": lambda row: _or_dash(row.kernel_over_ledger, lambda share: f"{share:+.2%}"),
+    "x ZeRO-3 by bytes alone": lambda row: _or_dash(row.allowed, lambda allowed: f"{allowed:.2f}"),
+    "reached": lambda row: _or_dash(row.reached, lambda share: f"{share:.0%}"),
+}
+
+
+def _table_of(rated: Rated) -> str:
+    f = "" if rated.f is None else f": f = {rated.f:.2f} of ZeRO-3's step is the links'"
+    header = ["", *COLUMNS]
+    rows = [[row.name, *(cell(row) for cell in COLUMNS.values())] for row in rated.rows.values()]
+    lines = [f"### {rated.rate}{f}", "", *_table(header, rows)]
+    if rated.rate.is_limited:
+        lines += ["", f"FSDP2 with 3M, modelled: {rated.fsdp2_3m_seconds * 1e3:.0f} ms. {ALL} over FSDP2, by part: {_parts(rated)}."]
+    return "\n".join(lines)
+
+
+def _parts(rated: Rated) -> str:
+    gains = rated.gain_by_part(ALL)
+    return f"{' x '.join(f'{gain:.2f} ({part})' for part, gain in gains.items())} = {_product(gains.values()):.2f}"
+
+
+def _predictions(ratings: Sequence[Rated], prediction: Prediction) -> str:
+    names = [name for name in ratings[0].rows if name != FSDP2]
+    rows = []
+    for rated in ratings:
+        cells = [str(rated.rate)]
+        for name in names:
+            measured, predicted = rated.rows[name].seconds.median, prediction.seconds(name, rated.rate) or 0.0
+            cells.append(f"{predicted * 1e3:.0f} / {measured * 1e3:.0f} ({predicted / measured - 1:+.0%})")
+        rows.append(cells)
+    text = "### Predicted by the time model of tools/plan_run.py from ZeRO-3's step without limit, beside the measured step, ms"
+    return "\n".join([text, "", *_table(["", *names], rows), "", _errors(ratings, prediction, names)])
+
+
+def _errors(ratings: Sequence[Rated], prediction: Prediction, names: Sequence[str]) -> str:
+    def error(rate: Rate, row: Row) -> float:
+        return abs((prediction.seconds(row.name, rate) or 0.0) / row.seconds.median - 1)
+
+    errors = [error(rated.rate, rated.rows[name]) for rated in ratings if rated.rate.is_limited for name in names]
+    if not errors:
+        return ""
+    return f"Mean error at limited rates {sum(errors) / len(errors):.1%}, largest {max(errors):.1%}."
+
+
+def _hidden(ratings: Sequence[Rated]) -> str:
+    """Where rank 0's step goes beside computation, in milliseconds."""
+    rows = []
+    for rated in ratings:
+        for row in rated.rows.values():
+            if row.hidden:
+                codec = sum(seconds for kind, seconds in row.hidden.items() if kind.startswith(("encode", "decode")))
+                waits = {kind.removeprefix("wait "): seconds for kind, seconds in row.hidden.items() if kind.startswith("wait")}
+                lanes = [f"{waits.get(lane, 0.0) * 1e3:.0f}" for lane in LANES]
+                rows.append([f"{rated.rate} {row.name}", f"{row.hidden.get('collectives', 0):.0f}", f"{codec * 1e3:.0f}", *lanes])
+    header = ["", "collectives", "encode, decode, copy", *(f"wait {lane}" for lane in LANES)]
+    return "\n".join(["### Inside a step of rank 0, ms", "", *_table(header, rows)])
+
+
+LANES = ("inter-climb", "intra-climb", "intra-descend", "inter-descend")
+
+
+def _spread(row: Row) -> str:
+    return f"{row.seconds.median * 1e3:.0f} ({row.seconds.least * 1e3:.0f} to {row.seconds.most * 1e3:.0f})"
+
+
+def _or_dash(value: float | None, text: Callable[[float], str]) -> str:
+    return "-" if value is None else text(value)
+
+
+def _product(factors: Iterable[float]) -> float:
+    product = 1.0
+    for factor in factors:
+        product *= factor
+    return product
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return [f"| {' | '.join(cells)} |" for cells in [header, rule, *rows]]

@@ -1,0 +1,60 @@
+"""Where a rank's time goes beside computation: encoding and decoding, and waiting for each lane."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from megatron_zpp.comm.lanes import Hop, Lanes
+
+
+class StopwatchLanes:
+    """Lanes that count while `is_running`: seconds in what hops do before and after their collective, and seconds spent in waits.
+
+    A hop that is landed while another is waited for counts as codec time, not as waiting. On CUDA only the host's time is seen.
+    """
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self.is_running = False
+        self.seconds: Counter[str] = Counter()
+        self.collectives = 0
+
+    def submit(self, hop: Hop) -> None:
+        if self.is_running:
+            hop.launch = self._timed(hop.launch, f"encode, start {hop.lane}", counts=True)
+            hop.land = self._timed(hop.land, f"decode {hop.lane}")
+        self._lanes.submit(hop)
+
+    def wait(self, hop: Hop) -> None:
+        if not self.is_running or hop.has_landed:
+            self._lanes.wait(hop)
+            return
+        before, worked = time.perf_counter(), self._work()
+        self._lanes.wait(hop)
+        self.seconds[f"wait {hop.lane}"] += time.perf_counter() - before - (self._work() - worked)
+
+    def drain(self) -> None:
+        self._lanes.drain()
+
+    def readings(self) -> dict[str, float]:
+        """Seconds by kind and the number of collectives since the last call."""
+        taken = {**self.seconds, "collectives": float(self.collectives)}
+        self.seconds.clear()
+        self.collectives = 0
+        return taken
+
+    def _work(self) -> float:
+        return sum(seconds for kind, seconds in self.seconds.items() if not kind.startswith("wait"))
+
+    def _timed(self, call: Callable[[], Any], kind: str, *, counts: bool = False) -> Callable[[], Any]:
+        def timed() -> Any:
+            before = time.perf_counter()
+            result = call()
+            self.seconds[kind] += time.perf_counter() - before
+            self.collectives += counts and result is not None
+            return result
+
+        return timed

@@ -1,0 +1,152 @@
+"""One rank: builds every configuration in one process group and does what its parent asks, a JSON object per line on standard input.
+
+Questions and answers go through pipes, so that nothing but the measured steps crosses the links.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.monitor.memory import max_memory_bytes
+from megatron_zpp.parallel.initialize import World, choose_device
+from megatron_zpp.parallel.launch import read_launch
+from slow_links.configurations import FSDP2
+from slow_links.fsdp2 import Fsdp2Training
+from slow_links.ours import OurTraining, Training
+
+PROBE_PORT = 29700
+PROBE_PAUSE_SECONDS = 0.3  # enough for the bucket to fill
+SECONDS_WITHOUT_ANSWER = 60.0
+
+
+class Rank:
+    """The trainings of this rank, by name."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        launch = read_launch(os.environ)
+        self._launch = launch
+        self._world = World(launch, choose_device(launch, os.environ.get("SLOW_LINKS_BACKEND")), timeout)
+        self._trainings: dict[str, Training] = {}
+        node, ranks_per_node = divmod(launch.rank, launch.local_world_size or 1)[0], launch.local_world_size or 1
+        groups = [dist.new_group(range(first, first + ranks_per_node)) for first in range(0, launch.world_size, ranks_per_node)]
+        self._own_node = groups[node]
+
+    def build(self, name: str, flags: list[str]) -> dict[str, Any]:
+        make = Fsdp2Training if name == FSDP2 else OurTraining
+        self._trainings[name] = make(flags, self._launch, self._world)
+        return {"resident_bytes": _resident_bytes()}
+
+    def run(self, name: str, steps: int, is_profiled: bool = False) -> dict[str, Any]:
+        """Seconds from now until `steps` steps and all that they sent have ended, and the ledger's bytes of them."""
+        training = self._trainings[name]
+        lanes = getattr(training, "lanes", None)
+        if lanes is not None:
+            lanes.is_running = is_profiled
+        before, start = training.node_bytes(), time.perf_counter()
+        losses = [training.step() for _ in range(steps)]
+        training.drain()
+        seconds = time.perf_counter() - start
+        booked = {kind: nbytes - before[kind] for kind, nbytes in training.node_bytes().items()}
+        return {"seconds": seconds, "loss": losses[-1], "ledger": booked, "hidden": lanes.readings() if lanes is not None else {}}
+
+    def gather_in_node(self, nbytes: int) -> dict[str, Any]:
+        """A collective that must stay inside the node."""
+        own = torch.zeros(nbytes, dtype=torch.uint8)
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(self._own_node))]
+        dist.all_gather(parts, own, group=self._own_node)
+        return {}
+
+    def send(self, address: str, nbytes: int) -> dict[str, Any]:
+        """When the last of `nbytes` was handed over to a waiting receiver, after a pause; the clock is one for the whole machine."""
+        with _connected(address) as link:
+            link.recv(1)
+            time.sleep(PROBE_PAUSE_SECONDS)
+            start = time.monotonic()
+            link.sendall(bytes(nbytes))
+        return {"start": start}
+
+    def receive(self, address: str, nbytes: int) -> dict[str, Any]:
+        """When the last of `nbytes` arrived."""
+        buffer = bytearray(1 << 20)
+        with socket.create_server((address, PROBE_PORT)) as server:
+            server.settimeout(SECONDS_WITHOUT_ANSWER)
+            link, _ = server.accept()
+            with link:
+                link.settimeout(SECONDS_WITHOUT_ANSWER)
+                link.sendall(b"+")
+                received = 0
+                while received < nbytes:
+                    count = link.recv_into(buffer)
+                    if count == 0:
+                        raise RuntimeError(f"the sender left after {received} of {nbytes} bytes")
+                    received += count
+        return {"end": time.monotonic()}
+
+    def reset_peak(self) -> dict[str, Any]:
+        """Forgets the peak of memory so far; says what is held now."""
+        if self._world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._world.device)
+            return {"held_bytes": torch.cuda.memory_allocated(self._world.device)}
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
+        return {"held_bytes": _resident_bytes()}
+
+    def peak(self) -> dict[str, Any]:
+        return {"peak_bytes": max_memory_bytes(self._world.device)}
+
+    def end(self) -> dict[str, Any]:
+        for training in self._trainings.values():
+            training.close()
+        self._world.leave()
+        return {}
+
+
+def _connected(address: str) -> socket.socket:
+    deadline = time.monotonic() + SECONDS_WITHOUT_ANSWER
+    while True:
+        try:
+            return socket.create_connection((address, PROBE_PORT), SECONDS_WITHOUT_ANSWER)
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print must not mix with answers
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    rank: Rank | None = None
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            if rank is None:
+                rank = Rank(timedelta(seconds=question["timeout_seconds"]))
+                answer: dict[str, Any] = {"device": torch.device(rank._world.device).type, "torch": torch.__version__}
+            else:
+                answer = getattr(rank, question.pop("ask"))(**question)
+        except Exception:
+            answers.write(json.dumps({"error": traceback.format_exc()}) + "\n")
+            answers.flush()
+            os._exit(1)
+        answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+    os._exit(0)  # at once: gloo's threads must not be left to free tensors while the interpreter shuts down
+
+
+if __name__ == "__main__":
+    main()

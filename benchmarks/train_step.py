@@ -1,0 +1,156 @@
+"""A training step on one node: our ZeRO-3 beside PyTorch's FSDP2, time and peak memory, in turns.
+
+    python benchmarks/train_step.py --ranks 2
+
+Each has processes of its own, since memory is counted per process; both worlds are alive from start to end and never run at once. Memory
+is the peak during the timed steps beyond what the process held before it built its model: weights, gradients, optimizer state,
+activations, buffers. On a machine with GPUs, one rank per GPU over NCCL, and the memory is the GPU's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any, NoReturn
+
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+
+from slow_links.configurations import DEFAULT_MODEL, FSDP2, SMOKE_MODEL, ZERO3, Workload  # noqa: E402
+from slow_links.ranks import RankFailed, Ranks  # noqa: E402
+
+SECONDS_PER_ANSWER = 600.0
+FAILURE_EXIT_CODE = 1
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Result:
+    """seconds: per step by round, on the slowest rank. peak_bytes: of the rank that needs most, beyond what it held before its model."""
+
+    name: str
+    seconds: list[float]
+    peak_bytes: int
+    losses: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+class World:
+    """The ranks of one configuration."""
+
+    def __init__(self, name: str, workload: Workload) -> None:
+        self.name = name
+        environment = {"MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workload.world_size))}
+        self.ranks = Ranks([[]], workload.ranks_per_node, "127.0.0.1", environment)
+        self.machine = self.ranks.start(SECONDS_PER_ANSWER)
+        self._held = [answer["held_bytes"] for answer in self._ask(ask="reset_peak")]
+        self._ask(ask="build", name=name, flags=workload.flags(name))
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+
+    def run(self, steps: int) -> None:
+        """One round: a step that does not count, then `steps` that do."""
+        self._ask(ask="run", name=self.name, steps=1)
+        if not self.seconds:
+            self._ask(ask="reset_peak")
+        answers = self._ask(ask="run", name=self.name, steps=steps)
+        self.seconds.append(max(answer["seconds"] for answer in answers) / steps)
+        self.losses.append(answers[0]["loss"])
+
+    def result(self) -> Result:
+        peaks = [answer["peak_bytes"] - held for answer, held in zip(self._ask(ask="peak"), self._held, strict=True)]
+        return Result(self.name, self.seconds, max(peaks), self.losses)
+
+    def _ask(self, **question: Any) -> list[dict[str, Any]]:
+        return self.ranks.ask_all(SECONDS_PER_ANSWER, **question)
+
+
+def main(arguments: list[str]) -> int:
+    options = _parse(arguments)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
+    workload = Workload(1, options.ranks, options.model, options.micro_batch_size, options.gradient_accumulation, options.flags.split())
+    worlds: list[World] = []
+    try:
+        for name in (FSDP2, ZERO3):
+            worlds.append(World(name, workload))
+        for index in range(options.rounds):
+            for world in worlds if index % 2 == 0 else reversed(worlds):
+                world.run(options.steps)
+        results = [world.result() for world in worlds]
+        machine = worlds[0].machine
+        for world in worlds:
+            world.ranks.end()
+    except (RankFailed, RuntimeError) as error:
+        print(f"train_step.py: failed: {error}", file=sys.stderr)
+        return FAILURE_EXIT_CODE
+    finally:
+        for world in worlds:
+            world.ranks.kill()
+    facts = f"{options.ranks} ranks, {workload.parameters / 1e6:.1f} million parameters, {workload.tokens_per_step} tokens per step, "
+    facts += f"{machine['device']}, {os.cpu_count()} cores, torch {machine['torch']}, {date.today().isoformat()}"
+    command = " ".join(["python benchmarks/train_step.py", *arguments])
+    print(f"{facts}\n\n    {command}\n\n{_table(results)}")
+    if options.output is not None:
+        measured = {"command": command, "machine": facts, "results": [asdict(result) for result in results]}
+        options.output.write_text(json.dumps(measured, indent=1) + "\n")
+    return 0
+
+
+def _table(results: list[Result]) -> str:
+    peer = results[0]
+    lines = [
+        "| | step, ms (least to most) | of FSDP2's step | peak memory, MiB | of FSDP2's | loss at the end |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for result in results:
+        ratios = [own / other for own, other in zip(result.seconds, peer.seconds, strict=True)]
+        spread = f"{result.median * 1e3:.0f} ({min(result.seconds) * 1e3:.0f} to {max(result.seconds) * 1e3:.0f})"
+        memory = f"{result.peak_bytes / 2**20:.0f} | {result.peak_bytes / peer.peak_bytes:.2f}"
+        lines.append(f"| {result.name} | {spread} | {statistics.median(ratios):.3f} | {memory} | {result.losses[-1]:.4f} |")
+    return "\n".join(lines)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7, help="(default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="timed, of each in every round (default: %(default)s)")
+    parser.add_argument("--model", default=DEFAULT_MODEL, metavar="FLAGS", help="of the training script (default: %(default)s)")
+    parser.add_argument("--flags", default="", metavar="FLAGS", help="more flags of the training script")
+    parser.add_argument("--micro-batch-size", type=int, default=2)
+    parser.add_argument("--gradient-accumulation", type=int, default=1, metavar="K", help="micro-batches per step (default: %(default)s)")
+    parser.add_argument("--output", type=Path, metavar="JSON", help="file to write the same figures to")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model and one round; its figures mean nothing")
+    options = parser.parse_args(arguments)
+    if options.smoke:
+        vars(options).update(model=SMOKE_MODEL, rounds=1, steps=2)
+    for name in ("ranks", "rounds", "steps", "micro_batch_size", "gradient_accumulation"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)} is too small; give 1 or more")
+    return options
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    raise RuntimeError(f"ended by {signal.Signals(number).name}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,156 @@
+"""Training over a real, slow network on one machine: our ZeRO-3 and ZeRO++ beside PyTorch's FSDP2, at several rates of the link.
+
+    python benchmarks/two_nodes.py                          2 nodes x 2 ranks, 5 rates chosen after the step without limit
+    python benchmarks/two_nodes.py --nodes 4 --rate unlimited 500mbit 100mbit
+    python benchmarks/two_nodes.py --smoke                  in under a minute, whether everything works; its figures mean nothing
+
+Nodes are network namespaces joined by a bridge, each over a link that a token bucket holds to a rate in both directions. Every
+configuration lives in the same processes and takes its turn in every round. Needs root or unprivileged user namespaces, and the commands
+ip and tc. Nothing stays behind, however it ends: the network belongs to this process and its ranks, which end with it.
+
+Writes OUTPUT.json, round by round (the same command goes on with an interrupted one), OUTPUT.md and OUTPUT.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import signal
+import sys
+from datetime import date
+from pathlib import Path
+from typing import NoReturn
+
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+
+from slow_links.analysis import analyse  # noqa: E402
+from slow_links.chart import draw  # noqa: E402
+from slow_links.configurations import DEFAULT_MODEL, NAMES, SMOKE_MODEL, Workload  # noqa: E402
+from slow_links.measurement import Plan, measure, smallest_hop  # noqa: E402
+from slow_links.ranks import RankFailed  # noqa: E402
+from slow_links.rates import Rate  # noqa: E402
+from slow_links.record import Record  # noqa: E402
+from slow_links.report import markdown  # noqa: E402
+from slow_links.sandbox import CannotIsolate, enter_own_network  # noqa: E402
+from slow_links.session import Session  # noqa: E402
+
+from megatron_zpp.config.flag import FlagError  # noqa: E402
+
+SMOKE = {"model": SMOKE_MODEL, "rate": ["unlimited", "200mbit"], "rounds": 1, "seconds": 0.5}
+MISTAKE_EXIT_CODE = 2
+FAILURE_EXIT_CODE = 1
+
+
+def main(arguments: list[str]) -> int:
+    options = _parse(arguments)
+    try:
+        return _run(options, arguments)
+    except (ValueError, FlagError, CannotIsolate, OSError) as error:
+        print(f"two_nodes.py: error: {error}", file=sys.stderr)
+        return MISTAKE_EXIT_CODE
+    except (RankFailed, RuntimeError) as error:
+        print(f"two_nodes.py: failed: {error}", file=sys.stderr)
+        return FAILURE_EXIT_CODE
+
+
+def _run(options: argparse.Namespace, arguments: list[str]) -> int:
+    workload = Workload(
+        options.nodes, options.ranks_per_node, options.model, options.micro_batch_size, options.gradient_accumulation, options.flags.split()
+    )
+    rates = None if options.rate == ["auto"] else [Rate.parse(text) for text in options.rate]
+    smallest_hop(workload)
+    record = Record(options.output.with_suffix(".json"), _subject(workload, options), starts_anew=options.fresh)
+    if not options.report_only:
+        enter_own_network([str(FOLDER / "two_nodes.py"), *arguments])
+        _measure(workload, Plan(rates, options.rounds, options.seconds, options.profile), record, arguments)
+    _report(record, workload, options.output)
+    return 0
+
+
+def _measure(workload: Workload, plan: Plan, record: Record, arguments: list[str]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
+    record.note("command", " ".join(["python benchmarks/two_nodes.py", *arguments]))
+    session = Session(workload, NAMES)
+    try:
+        record.note("machine", f"{_processor()}, {os.cpu_count()} cores, torch {session.machine['torch']}, {date.today().isoformat()}")
+        measure(session, workload, plan, record)
+        session.end()
+    finally:
+        session.close()
+
+
+def _report(record: Record, workload: Workload, output: Path) -> None:
+    ratings = analyse(record, workload)
+    if not ratings:
+        raise ValueError(f"{output.with_suffix('.json')} holds no finished round; measure first.")
+    text = markdown(record, workload, ratings)
+    output.with_suffix(".md").write_text(text)
+    draw(ratings, workload, output.with_suffix(".png"))
+    print(f"\n{text}\n{output.with_suffix('.json')}, .md, .png")
+
+
+def _subject(workload: Workload, options: argparse.Namespace) -> dict[str, object]:
+    return {
+        "nodes": workload.nodes,
+        "ranks_per_node": workload.ranks_per_node,
+        "model": workload.model,
+        "micro_batch_size": workload.micro_batch_size,
+        "gradient_accumulation": workload.microbatches,
+        "flags": workload.extra,
+        "profile": options.profile,
+    }
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument(
+        "--rate",
+        nargs="+",
+        default=["auto"],
+        metavar="RATE",
+        help="of every node's link, such as 200mbit or unlimited; auto (the default): without limit, and four rates chosen after it",
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="per rate (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="that one configuration runs in one round, about (default: %(default)s)")
+    parser.add_argument("--model", default=DEFAULT_MODEL, metavar="FLAGS", help="of the training script (default: %(default)s)")
+    parser.add_argument("--flags", default="", metavar="FLAGS", help="more flags of the training script, for our configurations")
+    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--gradient-accumulation", type=int, default=1, metavar="K", help="micro-batches per step (default: %(default)s)")
+    parser.add_argument("--profile", action="store_true", help="also count collectives, and time codecs and waits, on rank 0")
+    parser.add_argument("--output", type=Path, metavar="STEM", help="files to write, without suffix")
+    parser.add_argument("--fresh", action="store_true", help="forget the rounds that OUTPUT.json holds")
+    parser.add_argument("--report-only", action="store_true", help="measure nothing; write the tables and the chart again")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, two rates, one round")
+    options = parser.parse_args(arguments)
+    if options.smoke:
+        vars(options).update(SMOKE, fresh=not options.report_only)
+    for name in ("nodes", "ranks_per_node", "rounds", "micro_batch_size", "gradient_accumulation"):
+        if getattr(options, name) < (2 if name == "nodes" else 1):
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)} is too small")
+    if options.output is None:
+        kind = "smoke_" if options.smoke else ""
+        accumulation = f"_k{options.gradient_accumulation}" if options.gradient_accumulation > 1 else ""
+        options.output = FOLDER / "results" / f"{kind}two_nodes_{options.nodes}x{options.ranks_per_node}{accumulation}"
+    return options
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    """Ends by an exception, so that ranks are ended too."""
+    raise RuntimeError(f"ended by {signal.Signals(number).name}; the same command goes on after the last finished round")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,15 @@
+"""Constants of machines that a plan falls back on; each says where it is from (no torch)."""
+
+from __future__ import annotations
+
+from megatron_zpp.zero.time_model import CodecSpeed
+
+# One core of a server CPU, blocks of 256, 16 MB and more, from benchmarks/results/quantization_cpu.json: encode and decode take 15 to 20
+# gigabytes of 16-bit values per second, a mean of 2 and of 4 members 7 and 4.
+CPU_CODEC = CodecSpeed(encode=0.12e-9, decode=0.10e-9, summed=0.13e-9)
+# Assumed, no GPU has measured ours: what SDP4Bit (arXiv 2410.15526) reports for its codec on an A100, 682 GB/s of fp32 values.
+GPU_CODEC = CodecSpeed(encode=6e-12, decode=6e-12, summed=6e-12)
+# Of small messages: gloo over a bridge on one machine 0.5 to 1 ms, NCCL over a network and inside a node as commonly reported.
+GLOO_COLLECTIVE_SECONDS = 0.7e-3
+NCCL_INTER_COLLECTIVE_SECONDS = 30e-6
+NCCL_INTRA_COLLECTIVE_SECONDS = 15e-6

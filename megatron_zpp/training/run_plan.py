@@ -1,0 +1,133 @@
+"""What a run will need before anybody starts it: memory, bytes and time of every member of the ZeRO family (no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_zpp.config.schema import Config, ModelConfig
+from megatron_zpp.config.validate import QUANTIZATION_DETAILS, resolve
+from megatron_zpp.model.flops import forward_flops_of_uses
+from megatron_zpp.model.shapes import ModelShape
+from megatron_zpp.training.memory_need import MemoryNeed, memory_need
+from megatron_zpp.training.sharding import sharding_of, topology_of
+from megatron_zpp.zero.time_model import Computation, Job, Machine, StepTime, step_time
+from megatron_zpp.zero.traffic import PlannedTraffic, planned_traffic
+
+
+@dataclass(frozen=True)
+class Member:
+    """A member of the family by what its flags switch on."""
+
+    name: str
+    stage: int
+    has_quantized_weights: bool = False
+    has_secondary_weights: bool = False
+    has_quantized_gradients: bool = False
+
+    @property
+    def features(self) -> int:
+        return self.has_quantized_weights + self.has_secondary_weights + self.has_quantized_gradients
+
+    def flags(self, ranks_per_node: int) -> str:
+        """The flags that ask for it."""
+        words = [f"--zero-stage {self.stage}"]
+        words += ["--zero-quantized-weights"] * self.has_quantized_weights
+        words += [f"--zero-hpz-partition-size {ranks_per_node}"] * self.has_secondary_weights
+        words += ["--zero-quantized-gradients"] * self.has_quantized_gradients
+        return " ".join(words)
+
+
+MEMBERS = (
+    Member("ZeRO-0", 0),
+    Member("ZeRO-1", 1),
+    Member("ZeRO-2", 2),
+    Member("ZeRO-3", 3),
+    Member("+qwZ", 3, has_quantized_weights=True),
+    Member("+hpZ", 3, has_secondary_weights=True),
+    Member("+qgZ", 3, has_quantized_gradients=True),
+    Member("ZeRO++", 3, has_quantized_weights=True, has_secondary_weights=True, has_quantized_gradients=True),
+)
+
+
+@dataclass(frozen=True)
+class PlannedWorld:
+    """nodes of ranks_per_node ranks, on GPUs or not."""
+
+    nodes: int
+    ranks_per_node: int
+    is_on_gpu: bool
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """One member's run: what each rank needs, what it receives in a step, and what a step has to do."""
+
+    member: Member
+    config: Config
+    memory: MemoryNeed
+    traffic: PlannedTraffic
+    job: Job
+
+    @property
+    def node_bytes(self) -> int:
+        """That enter one node in a step."""
+        return self.traffic.total.inter_bytes * self.job.topology.ranks_per_node
+
+    def time(self, machine: Machine, computation: Computation) -> StepTime:
+        return step_time(self.job, machine, computation)
+
+
+def plan_run(given: Config, member: Member, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
+    """The plan of a run with the flags as given (unresolved), but as this member. Raises FlagError as the run would."""
+    config = resolve(_as_member(given, member, world), world.size, world.ranks_per_node)
+    model, topology, sharding = ModelShape(config.model, padded_vocab_size), topology_of(config, world.size), sharding_of(config)
+    microbatches = config.training.global_batch_size // (config.training.micro_batch_size * world.size)
+    job = Job(model.unit_specs(), model.uses(), sharding, topology, microbatches)
+    return RunPlan(
+        member,
+        config,
+        memory_need(config, model, sharding, topology, is_on_gpu=world.is_on_gpu),
+        planned_traffic(job.unit_specs, job.uses, sharding, topology, microbatches),
+        job,
+    )
+
+
+def computation_by_rate(config: Config, padded_vocab_size: int, flops_per_second: float) -> Computation:
+    """A micro-batch on a device that makes so many operations per second, recomputation counted."""
+    flops = forward_flops_of_uses(config.model, padded_vocab_size, config.training.micro_batch_size)
+    forward = tuple(operations / flops_per_second for operations in flops)
+    return Computation(forward, _backward(config.model, forward))
+
+
+def computation_by_step(config: Config, padded_vocab_size: int, seconds: float, microbatches: int) -> Computation:
+    """A micro-batch of a step that takes so many seconds where links are no limit, shared among uses by their operations."""
+    relative = computation_by_rate(config, padded_vocab_size, 1.0)
+    scale = seconds / microbatches / relative.seconds
+    return Computation(tuple(scale * part for part in relative.forward), tuple(scale * part for part in relative.backward))
+
+
+def _backward(config: ModelConfig, forward: tuple[float, ...]) -> tuple[float, ...]:
+    again = 1 if config.checkpoint_activations else 0
+    return (2 * forward[0], *((2 + again) * seconds for seconds in forward[1:-1]), 2 * forward[-1])
+
+
+def _as_member(given: Config, member: Member, world: PlannedWorld) -> Config:
+    values: Mapping[str, Any] = {
+        "zero_stage": member.stage,
+        "zero_quantized_weights": member.has_quantized_weights,
+        "zero_hpz_partition_size": _partition(given, world) if member.has_secondary_weights else 1,
+        "zero_quantized_gradients": member.has_quantized_gradients,
+    }
+    # Details of a feature that this member lacks would be refused as given for nothing.
+    return replace(given.with_values(**values), given=given.given - QUANTIZATION_DETAILS.keys())
+
+
+def _partition(given: Config, world: PlannedWorld) -> int:
+    asked = given.zero.zero_hpz_partition_size
+    return asked if asked > 1 else world.ranks_per_node

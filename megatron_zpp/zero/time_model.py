@@ -1,0 +1,265 @@
+"""How long a step takes on a machine: the walk through a step, told on clocks instead of devices (no torch).
+
+What is assumed:
+- A link carries one hop at a time, first come, first served: `bytes / rate`, plus a constant for every collective. Both directions of a
+  link share nothing (full duplex), and all ranks of a node send at once, so a hop between nodes costs what enters the node.
+- Computation takes the time it takes alone; nothing competes with it, unless codecs run on it (below).
+- Overlap.STREAMS: hops run beside computation, encoding and decoding included (lanes on CUDA streams). Overlap.POLLED: transfers run
+  beside computation, but a hop is started and landed only where the step submits or waits, and encoding and decoding take the time of
+  computation (lanes on gloo). Overlap.NONE: every hop is waited for where it is submitted.
+- 16-bit values are cast and copied in no time; integers cost a constant per value. The optimizer's own time counts as computation.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_zpp.parallel.specs import UnitSpec, Use
+from megatron_zpp.parallel.topology import LANES, Lane, Link, Topology
+from megatron_zpp.zero.crossings import CodecWork, Crossing
+from megatron_zpp.zero.memory_plan import Sharding
+from megatron_zpp.zero.walk import Walk
+
+_SIMULATED_MICROBATCHES = 3  # more repeat the last
+
+
+class Overlap(enum.Enum):
+    """What goes on beside computation."""
+
+    STREAMS = "streams"
+    POLLED = "polled"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """bytes_per_second: into one node over the inter link, into one rank over the intra link."""
+
+    bytes_per_second: float
+    seconds_per_collective: float = 0.0
+
+
+@dataclass(frozen=True)
+class CodecSpeed:
+    """Seconds per value of one rank; summed: per value and member of a mean."""
+
+    encode: float = 0.0
+    decode: float = 0.0
+    summed: float = 0.0
+
+    def seconds(self, work: CodecWork) -> float:
+        return work.encoded * self.encode + work.decoded * self.decode + work.summed * self.summed
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a step runs. inter_exchange_efficiency: share of the inter link's rate that an exchange of gradients as integers reaches."""
+
+    inter: LinkSpeed
+    intra: LinkSpeed
+    codec: CodecSpeed
+    overlap: Overlap
+    inter_exchange_efficiency: float = 1.0
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Seconds of each use's forward and backward for one micro-batch, recomputation included."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+    def of(self, use: int, *, is_backward: bool) -> float:
+        return (self.backward if is_backward else self.forward)[use]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.forward) + sum(self.backward)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, and how long each part of the machine is busy in it."""
+
+    seconds: float
+    computing: float
+    inter_link: float
+    intra_link: float
+    codecs: float
+
+    def __sub__(self, other: StepTime) -> StepTime:
+        return StepTime(
+            self.seconds - other.seconds,
+            self.computing - other.computing,
+            self.inter_link - other.inter_link,
+            self.intra_link - other.intra_link,
+            self.codecs - other.codecs,
+        )
+
+    def plus(self, times: int, other: StepTime) -> StepTime:
+        return StepTime(
+            self.seconds + times * other.seconds,
+            self.computing + times * other.computing,
+            self.inter_link + times * other.inter_link,
+            self.intra_link + times * other.intra_link,
+            self.codecs + times * other.codecs,
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained and how it is sharded."""
+
+    unit_specs: Sequence[UnitSpec]
+    uses: Sequence[Use]
+    sharding: Sharding
+    topology: Topology
+    microbatches: int
+
+
+def step_time(job: Job, machine: Machine, computation: Computation) -> StepTime:
+    """The time of a step after others like it."""
+    simulated = min(job.microbatches, _SIMULATED_MICROBATCHES)
+    found = _simulated_time(job, machine, computation, simulated)
+    if simulated == job.microbatches:
+        return found
+    one_more = found - _simulated_time(job, machine, computation, simulated - 1)
+    return found.plus(job.microbatches - simulated, one_more)
+
+
+def _simulated_time(job: Job, machine: Machine, computation: Computation, microbatches: int) -> StepTime:
+    clock = _CLOCKS[machine.overlap](machine, computation, job.topology.ranks_per_node)
+    walk = Walk(job.unit_specs, job.uses, job.sharding, job.topology, clock)
+    walk.step(microbatches, submits_next_climbs=True)
+    before = clock.reading()
+    walk.step(microbatches, submits_next_climbs=True)
+    return clock.reading() - before
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A hop on a clock. end: of its transfer, once launched; then of its landing."""
+
+    crossing: Crossing
+    after: _Pending | None
+    is_launched: bool = False
+    has_landed: bool = False
+    end: float = 0.0
+
+
+class _Clock:
+    """Time on one rank: computation stands at `now`, each link is taken until `link_free`, and `busy` adds up what was at work."""
+
+    def __init__(self, machine: Machine, computation: Computation, ranks_per_node: int) -> None:
+        self.machine = machine
+        self.computation = computation
+        self.ranks_per_node = ranks_per_node
+        self.now = 0.0
+        self.busy = dict.fromkeys(("computing", "inter_link", "intra_link", "codecs"), 0.0)
+        self.link_free = dict.fromkeys(Link, 0.0)
+
+    def reading(self) -> StepTime:
+        return StepTime(self.now, **self.busy)
+
+    def compute(self, use: int, *, is_backward: bool) -> None:
+        seconds = self.computation.of(use, is_backward=is_backward)
+        self.busy["computing"] += seconds
+        self.now += seconds
+
+    def code(self, work: CodecWork) -> float:
+        """Seconds of a codec, put down as busy."""
+        seconds = self.machine.codec.seconds(work)
+        self.busy["codecs"] += seconds
+        return seconds
+
+    def transfer(self, crossing: Crossing, ready: float) -> float:
+        """When a hop that is ready has crossed its link."""
+        machine, traffic, link = self.machine, crossing.traffic, crossing.lane.link
+        if traffic.inter_bytes == 0 and traffic.intra_bytes == 0:
+            return ready
+        efficiency = machine.inter_exchange_efficiency if crossing.before.encoded and link is Link.INTER else 1.0
+        between = traffic.inter_bytes * self.ranks_per_node / (machine.inter.bytes_per_second * efficiency)
+        within = traffic.intra_bytes / machine.intra.bytes_per_second
+        speed = machine.inter if link is Link.INTER else machine.intra
+        seconds = max(between, within) + speed.seconds_per_collective
+        self.busy["inter_link"] += between
+        self.busy["intra_link"] += within
+        self.link_free[link] = max(ready, self.link_free[link]) + seconds
+        return self.link_free[link]
+
+
+class _StreamClock(_Clock):
+    """Lanes of their own: a hop's time is known when it is submitted."""
+
+    def __init__(self, machine: Machine, computation: Computation, ranks_per_node: int) -> None:
+        super().__init__(machine, computation, ranks_per_node)
+        self._lane_free = dict.fromkeys(LANES, 0.0)
+
+    def submit(self, crossing: Crossing, after: _Pending | None) -> _Pending:
+        start = max(self.now, self._lane_free[crossing.lane], after.end if after is not None else 0.0)
+        end = self.transfer(crossing, start + self.code(crossing.before)) + self.code(crossing.after)
+        self._lane_free[crossing.lane] = end
+        return _Pending(crossing, after, is_launched=True, has_landed=True, end=end)
+
+    def wait(self, ticket: _Pending) -> None:
+        self.now = max(self.now, ticket.end)
+
+
+class _NoOverlapClock(_StreamClock):
+    def submit(self, crossing: Crossing, after: _Pending | None) -> _Pending:
+        pending = super().submit(crossing, after)
+        self.now = pending.end
+        return pending
+
+
+class _PolledClock(_Clock):
+    """Lanes that move along where the step submits or waits, on the time of computation."""
+
+    def __init__(self, machine: Machine, computation: Computation, ranks_per_node: int) -> None:
+        super().__init__(machine, computation, ranks_per_node)
+        self._queues: dict[Lane, deque[_Pending]] = {lane: deque() for lane in LANES}
+
+    def submit(self, crossing: Crossing, after: _Pending | None) -> _Pending:
+        pending = _Pending(crossing, after)
+        self._queues[crossing.lane].append(pending)
+        self._progress()
+        return pending
+
+    def wait(self, ticket: _Pending) -> None:
+        while not ticket.has_landed:
+            if not self._progress():
+                self.now = min(queue[0].end for queue in self._queues.values() if queue and queue[0].is_launched)
+
+    def _progress(self) -> bool:
+        has_moved = False
+        while any([self._progress_lane(queue) for queue in self._queues.values()]):
+            has_moved = True
+        return has_moved
+
+    def _progress_lane(self, queue: deque[_Pending]) -> bool:
+        if not queue:
+            return False
+        hop = queue[0]
+        if hop.is_launched:
+            if hop.end > self.now:
+                return False
+            self.now += self.code(hop.crossing.after)
+            hop.has_landed = True
+            queue.popleft()
+            return True
+        if hop.after is not None and not hop.after.has_landed:
+            return False
+        self.now += self.code(hop.crossing.before)
+        hop.end = self.transfer(hop.crossing, self.now)
+        hop.is_launched = True
+        return True
+
+
+_CLOCKS: dict[Overlap, type[_StreamClock] | type[_PolledClock]] = {
+    Overlap.STREAMS: _StreamClock,
+    Overlap.POLLED: _PolledClock,
+    Overlap.NONE: _NoOverlapClock,
+}

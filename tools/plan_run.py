@@ -1,0 +1,290 @@
+"""What a run needs before it is started: memory per rank, bytes per link and time per iteration, for every member of the ZeRO family.
+
+    python tools/plan_run.py --nodes 24 --inter-gigabits 100 400 --teraflops 40 --memory-gigabytes 32 -- \
+        --num-layers 40 --hidden-size 6144 --num-attention-heads 32 --seq-length 1024 --ranks-per-node 16 --fp16 --checkpoint-activations
+
+Flags after `--` are the training script's; those of ZeRO decide details only (bits, block, partition), since all members are compared.
+Pure arithmetic in a second, for any size of cluster; torch is not imported. docs/slow_links.md says what the time model assumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from command import MISTAKE_EXIT_CODE
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.schema import Config
+from megatron_zpp.data.tokenizer import build_tokenizer, padded_vocab_size
+from megatron_zpp.model.flops import parameter_count
+from megatron_zpp.training.assumed_hardware import (
+    CPU_CODEC,
+    GLOO_COLLECTIVE_SECONDS,
+    GPU_CODEC,
+    NCCL_INTER_COLLECTIVE_SECONDS,
+    NCCL_INTRA_COLLECTIVE_SECONDS,
+)
+from megatron_zpp.training.memory_need import in_gib
+from megatron_zpp.training.run_plan import (
+    MEMBERS,
+    PlannedWorld,
+    RunPlan,
+    computation_by_rate,
+    computation_by_step,
+    plan_run,
+)
+from megatron_zpp.zero.time_model import Computation, LinkSpeed, Machine, Overlap, StepTime
+
+NULL_VOCABULARY = 50257  # of mock data, see config/assumptions.py
+WORTHWHILE = 1.03  # a feature that gains less is not worth its flag
+GIGABYTE, GIGABIT, TERA = 1e9, 1e9 / 8, 1e12
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One member over one rate of the link between nodes. bound_by: what is busy longest."""
+
+    plan: RunPlan
+    gigabits: float
+    time: StepTime
+    fits: bool
+
+    @property
+    def bound_by(self) -> str:
+        busy = {
+            "computation": self.time.computing,
+            "link between nodes": self.time.inter_link,
+            "link inside a node": self.time.intra_link,
+            "codecs": self.time.codecs,
+        }
+        return max(busy, key=lambda part: busy[part])
+
+
+def main() -> None:
+    parser = _parser()
+    options, flags = _split(parser, sys.argv[1:])
+    try:
+        run(options, flags)
+    except (ValueError, OSError) as error:
+        parser.exit(MISTAKE_EXIT_CODE, f"{parser.prog}: error: {error}\n")
+
+
+def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
+    """Prints the plan; raises ValueError for flags that no run could have."""
+    given = parse_flags(flags)
+    world = PlannedWorld(options.nodes, given.distributed.ranks_per_node or 1, is_on_gpu=options.device == "gpu")
+    padded = padded_vocab_size(_vocab_size(given), given.model.make_vocab_size_divisible_by)
+    plans = [plan_run(given, member, world, padded) for member in MEMBERS]
+    zero3 = next(plan for plan in plans if plan.member.name == "ZeRO-3")
+    computation = _computation(options, zero3, padded)
+    by_rate = {gigabits: [_estimate(plan, gigabits, computation, options) for plan in plans] for gigabits in options.inter_gigabits}
+    print(_text(world, zero3, padded, computation, by_rate))
+    if options.output is not None:
+        options.output.write_text(json.dumps(_as_json(world, by_rate), indent=1) + "\n")
+
+
+def _estimate(plan: RunPlan, gigabits: float, computation: Computation, options: argparse.Namespace) -> Estimate:
+    fits = options.memory_gigabytes is None or plan.memory.total <= options.memory_gigabytes * GIGABYTE
+    return Estimate(plan, gigabits, plan.time(_machine(gigabits, options), computation), fits)
+
+
+def _machine(gigabits: float, options: argparse.Namespace) -> Machine:
+    on_gpu = options.device == "gpu"
+    inter_latency, intra_latency = (
+        (NCCL_INTER_COLLECTIVE_SECONDS, NCCL_INTRA_COLLECTIVE_SECONDS) if on_gpu else (GLOO_COLLECTIVE_SECONDS, GLOO_COLLECTIVE_SECONDS)
+    )
+    overlap = Overlap(options.overlap) if options.overlap else Overlap.STREAMS if on_gpu else Overlap.POLLED
+    return Machine(
+        LinkSpeed(gigabits * GIGABIT * options.link_efficiency, inter_latency),
+        LinkSpeed(options.intra_gigabytes * GIGABYTE, intra_latency),
+        GPU_CODEC if on_gpu else CPU_CODEC,
+        overlap,
+    )
+
+
+def _computation(options: argparse.Namespace, zero3: RunPlan, padded: int) -> Computation:
+    if options.step_seconds is not None:
+        return computation_by_step(zero3.config, padded, options.step_seconds, zero3.job.microbatches)
+    return computation_by_rate(zero3.config, padded, options.teraflops * TERA)
+
+
+def recommended(estimates: Sequence[Estimate]) -> Estimate | None:
+    """Of the members that fit, the one with the fewest features whose step is hardly longer than the shortest; None where none fits."""
+    fitting = [estimate for estimate in estimates if estimate.fits]
+    if not fitting:
+        return None
+    shortest = min(estimate.time.seconds for estimate in fitting)
+    good = [estimate for estimate in fitting if estimate.time.seconds <= WORTHWHILE * shortest]
+    return min(good, key=lambda estimate: (estimate.plan.member.features, estimate.plan.memory.total))
+
+
+def _vocab_size(given: Config) -> int:
+    if given.data.tokenizer_model is not None:
+        return build_tokenizer(given.data).vocab_size
+    return given.data.vocab_size or NULL_VOCABULARY
+
+
+def _text(world: PlannedWorld, zero3: RunPlan, padded: int, computation: Computation, by_rate: dict[float, list[Estimate]]) -> str:
+    microbatches = zero3.job.microbatches
+    seconds = computation.seconds * microbatches
+    parameters = parameter_count(zero3.config.model, padded)
+    lines = [
+        f"{parameters / 1e9:.3g} billion parameters on {world.nodes} nodes x {world.ranks_per_node} ranks, {microbatches} micro-batches of "
+        f"{zero3.config.training.micro_batch_size} per rank and iteration, {seconds:.4g} s of computation per iteration",
+        "",
+        *_memory_table(next(iter(by_rate.values()))),
+    ]
+    for gigabits, estimates in by_rate.items():
+        lines += ["", f"Link of a node: {gigabits:g} Gbit/s in each direction", "", *_time_table(estimates), "", _advice(estimates, world)]
+    return "\n".join(lines)
+
+
+def _memory_table(estimates: Sequence[Estimate]) -> list[str]:
+    header = [
+        "memory per rank",
+        "weights",
+        "gradients",
+        "optimizer",
+        "secondary copy",
+        "gathered",
+        "buffers",
+        "activations",
+        "total",
+        "fits",
+    ]
+    rows = []
+    for estimate in estimates:
+        plan, need = estimate.plan.memory.plan, estimate.plan.memory
+        parts = (
+            plan.weights,
+            plan.gradients,
+            plan.optimizer_state,
+            plan.secondary,
+            plan.gathered,
+            plan.buffers,
+            need.activations,
+            need.total,
+        )
+        rows.append([estimate.plan.member.name, *map(in_gib, parts), "yes" if estimate.fits else "no"])
+    return _table(header, rows)
+
+
+def _time_table(estimates: Sequence[Estimate]) -> list[str]:
+    header = ["", "GB into a node", "GB into a rank inside its node", "collectives", "s per iteration", "x ZeRO-3", "busy longest"]
+    zero3 = next(estimate.time.seconds for estimate in estimates if estimate.plan.member.name == "ZeRO-3")
+    rows = [
+        [
+            estimate.plan.member.name,
+            f"{estimate.plan.node_bytes / GIGABYTE:.4g}",
+            f"{estimate.plan.traffic.total.intra_bytes / GIGABYTE:.4g}",
+            str(estimate.plan.traffic.collectives),
+            f"{estimate.time.seconds:.4g}",
+            f"{zero3 / estimate.time.seconds:.2f}",
+            estimate.bound_by,
+        ]
+        for estimate in estimates
+    ]
+    return _table(header, rows)
+
+
+def _advice(estimates: Sequence[Estimate], world: PlannedWorld) -> str:
+    choice = recommended(estimates)
+    if choice is None:
+        return "Recommended: none of these fits; take more nodes, --checkpoint-activations or a smaller --micro-batch-size."
+    member, time = choice.plan.member, choice.time.seconds
+    fitting = [estimate for estimate in estimates if estimate.fits]
+    fastest = min(fitting, key=lambda estimate: estimate.time.seconds)
+    why = (
+        "the fastest that fits"
+        if fastest is choice
+        else f"{time / fastest.time.seconds - 1:.1%} behind {fastest.plan.member.name}, and simpler"
+    )
+    return f"Recommended: {member.flags(world.ranks_per_node)} ({member.name}, {why})"
+
+
+def _as_json(world: PlannedWorld, by_rate: dict[float, list[Estimate]]) -> dict[str, Any]:
+    return {
+        "nodes": world.nodes,
+        "ranks_per_node": world.ranks_per_node,
+        "rates": [
+            {
+                "inter_gigabits": gigabits,
+                "recommended": None if (choice := recommended(estimates)) is None else choice.plan.member.name,
+                "members": {estimate.plan.member.name: _member_json(estimate) for estimate in estimates},
+            }
+            for gigabits, estimates in by_rate.items()
+        ],
+    }
+
+
+def _member_json(estimate: Estimate) -> dict[str, Any]:
+    return {
+        "memory_bytes": estimate.plan.memory.total,
+        "fits": estimate.fits,
+        "inter_node_bytes": estimate.plan.node_bytes,
+        "intra_node_bytes": estimate.plan.traffic.total.intra_bytes,
+        "seconds": estimate.time.seconds,
+    }
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return [f"| {' | '.join(cells)} |" for cells in [header, rule, *rows]]
+
+
+def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Own options, and the training script's flags: what stands after `--`, or is none of the own."""
+    if "--" in arguments:
+        at = list(arguments).index("--")
+        return parser.parse_args(arguments[:at]), list(arguments[at + 1 :])
+    options, flags = parser.parse_known_args(arguments)
+    return options, flags
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not positive; give a positive number")
+    return number
+
+
+def _nodes(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of nodes; give 1 or more")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="plan_run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--nodes", type=_nodes, required=True, help="machines; the ranks of each are --ranks-per-node among the training script's flags")
+    add("--inter-gigabits", type=_positive, nargs="+", required=True, metavar="X", help="rates of a node's link to the others, Gbit/s")
+    add("--intra-gigabytes", type=_positive, default=100.0, metavar="X", help="into one rank inside its node, GB/s (default: %(default)s)")
+    speed = parser.add_mutually_exclusive_group(required=True)
+    speed.add_argument("--teraflops", type=_positive, metavar="X", help="that a rank sustains while it computes, recomputation counted")
+    speed.add_argument("--step-seconds", type=_positive, metavar="X", help="measured, of an iteration where links are no limit")
+    add("--memory-gigabytes", type=_positive, metavar="X", help="that a rank may use; without it everything fits")
+    add("--device", choices=("gpu", "cpu"), default="gpu", help="codec speed, latencies and overlap (default: %(default)s)")
+    add("--link-efficiency", type=_positive, default=1.0, metavar="X", help="share of the link's rate that collectives reach (default: 1)")
+    add(
+        "--overlap",
+        choices=[overlap.value for overlap in Overlap],
+        help="what runs beside computation (default: streams on gpu, else polled)",
+    )
+    add("--output", type=Path, metavar="JSON", help="file to write the same figures to")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
