@@ -51,9 +51,9 @@ def separated(document_lengths_R: Tensor, sample_shape: tuple[int, int], head: H
     return MaskedDocuments(document_lengths_R, sample_shape, head.dtype, device)
 
 
-def mask_bytes(samples: int, length: int, dtype: torch.dtype) -> int:
+def mask_bytes(samples: int, length: int, element_bytes: int) -> int:
     """What a micro-batch's mask takes where documents are separated by one."""
-    return samples * length * length * dtype.itemsize
+    return samples * length * length * element_bytes
 
 
 class MaskedDocuments:
@@ -100,7 +100,7 @@ def describe(device: torch.device, head: HeadShape, sample_shape: tuple[int, int
     """One sentence on how documents are kept apart."""
     if has_varlen(device, head):
         return "Attention stays inside documents: kernels for runs of different lengths (torch.nn.attention.varlen)."
-    mebibytes = mask_bytes(*sample_shape, head.dtype) / 2**20
+    mebibytes = mask_bytes(*sample_shape, head.dtype.itemsize) / 2**20
     return f"Attention stays inside documents: a mask of {mebibytes:.1f} MiB per micro-batch, which all blocks share."
 
 
