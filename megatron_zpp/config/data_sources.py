@@ -27,8 +27,8 @@ class Blend:
 
     @property
     def is_plain(self) -> bool:
-        """One corpus, which needs no index of a blend."""
-        return len(self.prefixes) == 1
+        """One corpus without a weight; with one, Megatron cuts it as a blend of one."""
+        return len(self.prefixes) == 1 and self.weights is None
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,11 @@ def activation_bytes(
     return kept + hidden + max(head, backward_of_block)
 
 
+def mask_bytes(samples: int, length: int, element_bytes: int) -> int:
+    """What a micro-batch's mask takes where documents are separated by one."""
+    return samples * length * length * element_bytes
+
+
 def _block_bytes_per_token(config: ModelConfig, element_bytes: int, keeps_attention_scores: bool) -> int:
     """Inputs and outputs of two norms (4 H); q, k, v, their mixture and its copy for the projection (5 A); both sides of GELU (2 F)."""
     heads_width = config.num_attention_heads * config.kv_channels

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_zpp.model.activations import mask_bytes
+
 LARGEST_VARLEN_CHANNELS = 256  # of a head, and a multiple of 8
 # Of outputs of about 1: some roundings of values with 8 or 11 significant bits. A token of another document would change them by about 1.
 PROBE_TOLERANCE = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
@@ -49,11 +51,6 @@ def separated(document_lengths_R: Tensor, sample_shape: tuple[int, int], head: H
     if has_varlen(device, head):
         return VarlenDocuments(document_lengths_R, device)
     return MaskedDocuments(document_lengths_R, sample_shape, head.dtype, device)
-
-
-def mask_bytes(samples: int, length: int, dtype: torch.dtype) -> int:
-    """What a micro-batch's mask takes where documents are separated by one."""
-    return samples * length * length * dtype.itemsize
 
 
 class MaskedDocuments:
@@ -100,7 +97,7 @@ def describe(device: torch.device, head: HeadShape, sample_shape: tuple[int, int
     """One sentence on how documents are kept apart."""
     if has_varlen(device, head):
         return "Attention stays inside documents: kernels for runs of different lengths (torch.nn.attention.varlen)."
-    mebibytes = mask_bytes(*sample_shape, head.dtype) / 2**20
+    mebibytes = mask_bytes(*sample_shape, head.dtype.itemsize) / 2**20
     return f"Attention stays inside documents: a mask of {mebibytes:.1f} MiB per micro-batch, which all blocks share."
 
 

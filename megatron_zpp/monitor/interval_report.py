@@ -59,11 +59,11 @@ class IntervalReport:
             "skipped_iterations": self.skipped_iterations,
             "nan_iterations": self.nan_iterations,
             "elapsed_ms_per_iteration": self.elapsed_ms_per_iteration,
-            "data_ms_per_iteration": self.data_ms_per_iteration,
             "tokens_per_second": self.tokens_per_second,
             "tflops_per_gpu": self.tflops_per_gpu,
             "inter_node_bytes": self.inter_node_bytes,
             "intra_node_bytes": self.intra_node_bytes,
             "model_state_bytes": self.model_state_bytes,
             "max_memory_bytes": self.max_memory_bytes,
+            "data_ms_per_iteration": self.data_ms_per_iteration,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ class RollCall:
     def after(self, announce: Callable[[str], None]) -> Iterator[None]:
         """Runs the block and returns when every rank has left its own, however long that takes; an error in the block ends the wait.
 
-        announce: gets a line now and then about who is waited for. Raises RuntimeError where a rank shows no life any more.
+        announce: gets a line now and then, on rank 0, about who is waited for. Raises RuntimeError on rank 0 where a rank shows no life.
         """
         done = threading.Event()
         beating = threading.Thread(target=self._beat, args=(done,), daemon=True)
@@ -44,13 +45,15 @@ class RollCall:
         finally:
             done.set()
             beating.join()
-        self.store.add(self._key("done"), 1)
         self.store.add(self._key("done", self.rank), 1)
+        self.store.add(self._key("done"), 1)
         self._wait(announce)
 
     def _beat(self, done: threading.Event) -> None:
-        while not done.wait(HEARTBEAT_SECONDS):
-            self.store.add(self._key("alive", self.rank), 1)
+        # A store that is gone ends the run anyway.
+        with contextlib.suppress(RuntimeError):
+            while not done.wait(HEARTBEAT_SECONDS):
+                self.store.add(self._key("alive", self.rank), 1)
 
     def _wait(self, announce: Callable[[str], None]) -> None:
         started = time.monotonic()
@@ -61,8 +64,8 @@ class RollCall:
             time.sleep(poll_seconds)
             poll_seconds = min(2 * poll_seconds, LAST_POLL_SECONDS)
             self.check_others()
-            if time.monotonic() < next_line:
-                continue
+            if self.rank > 0 or time.monotonic() < next_line:
+                continue  # one rank that looks for the others is enough
             next_line += LINE_SECONDS
             missing = [rank for rank in range(self.world_size) if self.store.add(self._key("done", rank), 0) == 0]
             self._check_alive(missing, last_beats)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from megatron_zpp.config.flag import any_of
 from megatron_zpp.config.schema import Config
-from megatron_zpp.model.activations import activation_bytes
+from megatron_zpp.model.activations import activation_bytes, mask_bytes
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.memory_plan import MemoryPlan, Sharding, largest_plan
@@ -87,6 +87,9 @@ def memory_need(config: Config, model: SizedModel, sharding: Sharding, topology:
         sharding.element_bytes,
         keeps_attention_scores=config.model.attention_dropout > 0 and not is_on_gpu,
     )
+    if config.data.reset_attention_mask:
+        # A kernel that needs no mask is known on the device only.
+        activations += mask_bytes(config.training.micro_batch_size, config.model.seq_length, sharding.element_bytes)
     return MemoryNeed(plan, activations)
 
 

@@ -27,9 +27,34 @@ def test_a_micro_batch_stacks_the_samplers_samples() -> None:
     assert batch.loss_mask.tolist() == [[1.0] * 6] * 2
 
 
+def test_documents_travel_with_the_tokens_they_are_found_in() -> None:
+    rules = DocumentRules(eod=11, resets_positions=True, resets_attention=True, masks_loss=True)
+    batches = first_batches(0, 4, rules)
+    assert any((batch.tokens == 11).any() for batch in batches)
+    for batch in batches:
+        positions, lengths = rules.position_ids(batch.tokens.numpy()), rules.document_lengths(batch.tokens.numpy())
+        assert batch.position_ids is not None and batch.document_lengths is not None
+        assert positions is not None and batch.position_ids.tolist() == positions.tolist()
+        assert lengths is not None and batch.document_lengths.tolist() == lengths.tolist()
+        assert torch.equal(batch.loss_mask == 0, batch.tokens == 11)
+
+
+def test_waiting_is_counted() -> None:
+    dataset = MockDataset(seed=1, stream=0, seq_length=6, vocab_size=50, sample_count=100)
+    batches = MicroBatches(dataset, MicroBatchSampler(100, 0, 2, 0, 1), 0, NO_RULES)
+    next(batches)
+    first = batches.wait_seconds
+    next(batches)
+    assert 0 < first < batches.wait_seconds
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_workers_change_nothing(num_workers: int) -> None:
-    for alone, worked in zip(first_batches(0, 8), first_batches(num_workers, 8), strict=True):
+    rules = DocumentRules(eod=11, resets_positions=True, resets_attention=True, masks_loss=True)
+    for alone, worked in zip(first_batches(0, 8, rules), first_batches(num_workers, 8, rules), strict=True):
+        assert alone.position_ids is not None and worked.position_ids is not None
+        assert alone.document_lengths is not None and worked.document_lengths is not None
+        assert torch.equal(alone.position_ids, worked.position_ids) and torch.equal(alone.document_lengths, worked.document_lengths)
         assert alone.first_sample == worked.first_sample
         assert torch.equal(alone.tokens, worked.tokens)
         assert torch.equal(alone.labels, worked.labels)

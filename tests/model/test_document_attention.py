@@ -4,7 +4,8 @@ from small_gpt import sample_batch, small_gpt
 from torch import Tensor
 
 from megatron_zpp.model import document_attention
-from megatron_zpp.model.document_attention import HeadShape, MaskedDocuments, VarlenDocuments, has_varlen, mask_bytes, separated
+from megatron_zpp.model.activations import mask_bytes
+from megatron_zpp.model.document_attention import HeadShape, MaskedDocuments, VarlenDocuments, has_varlen, separated
 from megatron_zpp.model.gpt import GPT
 
 CPU = torch.device("cpu")
@@ -107,7 +108,7 @@ def test_runs_that_are_not_the_samples_are_a_broken_invariant(lengths: list[int]
 
 def test_one_mask_serves_all_blocks_and_its_size_is_said() -> None:
     mask = MaskedDocuments(torch.tensor(LENGTHS), (3, 12), torch.bfloat16, CPU)._mask_B1SS
-    assert mask.numel() * mask.itemsize == mask_bytes(3, 12, torch.bfloat16)
+    assert mask.numel() * mask.itemsize == mask_bytes(3, 12, element_bytes=2)
     assert "a mask of 16.0 MiB per micro-batch" in document_attention.describe(CPU, HeadShape(torch.float32, 64, False), (4, 1024))
 
 

@@ -17,6 +17,7 @@ REPORT = IntervalReport(
     seq_length=16,
     world_size=2,
     elapsed_ms_per_iteration=250.0,
+    data_ms_per_iteration=0.5,
     learning_rate=0.5,
     lm_loss=3.0,
     loss_scale=64.0,

@@ -19,6 +19,7 @@ REPORT = IntervalReport(
     seq_length=512,
     world_size=64,
     elapsed_ms_per_iteration=7122.7,
+    data_ms_per_iteration=0.5,
     learning_rate=3e-4,
     lm_loss=14.90005,
     loss_scale=2048.0,
@@ -34,7 +35,7 @@ REPORT = IntervalReport(
 PUBLISHED_KEYS = (
     "iteration consumed_samples consumed_tokens lm_loss learning_rate global_batch_size grad_norm loss_scale skipped_iterations "
     "nan_iterations elapsed_ms_per_iteration tokens_per_second tflops_per_gpu inter_node_bytes intra_node_bytes model_state_bytes "
-    "max_memory_bytes"
+    "max_memory_bytes data_ms_per_iteration"
 ).split()
 
 

@@ -1,0 +1,152 @@
+"""What the indices of a large corpus cost: seconds and peak memory to build, in C++ and in numpy, and milliseconds to open from the cache.
+
+    python benchmarks/data_index.py --documents 1000000 --tokens 1000000000
+
+The corpus has synthetic lengths and no tokens to speak of: its .bin is a hole as long as the tokens would be. Each figure comes from a
+process of its own; the peak counts what building adds to what the process held before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_zpp.config.schema import DataConfig
+from megatron_zpp.data import index_builders
+from megatron_zpp.data.datasets import DataRequest, SampleCounts, build_datasets
+from megatron_zpp.data.gpt_indices import build_gpt_indices
+from megatron_zpp.data.index_builders import deal_samples
+from megatron_zpp.data.indexed_dataset import CODES, HEADER, MAGIC, VERSION
+from megatron_zpp.monitor.memory import PROCESS_STATUS, max_resident_bytes
+
+MEASURES = ("build", "blend", "open")
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="data_index.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=1_000_000, help="documents of the corpus (default: 1000000)")
+    parser.add_argument("--tokens", type=int, default=1_000_000_000, help="tokens of the corpus (default: 1000000000)")
+    parser.add_argument("--seq-length", type=int, default=1024, help="tokens of a sample (default: 1024)")
+    parser.add_argument("--sources", type=int, default=8, help="corpora of the blend that is measured (default: 8)")
+    parser.add_argument("--rounds", type=int, default=5, help="times that each figure is taken; the median counts (default: 5)")
+    parser.add_argument("--output", type=Path, help="JSON file for the figures")
+    parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)
+    parser.add_argument("--builder", choices=("C++", "numpy"), default="C++", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.measure is not None:
+        print(json.dumps(measured(args)))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        args.folder = Path(folder)
+        write_corpus(args.folder / "corpus", lengths_of(args))
+        figures = [median_of(args, measure, builder) for measure, builder in rows()]
+    report(args, figures)
+    return 0
+
+
+def rows() -> list[tuple[str, str]]:
+    return [("build", "C++"), ("build", "numpy"), ("blend", "C++"), ("blend", "numpy"), ("open", "C++")]
+
+
+def lengths_of(args: argparse.Namespace) -> np.ndarray:
+    """[documents] int32 with the given sum: log-normal, as lengths of texts are."""
+    drawn = np.random.RandomState(1).lognormal(0.0, 1.0, args.documents)
+    lengths = np.floor(drawn * (args.tokens / drawn.sum())).astype(np.int32)
+    lengths[: args.tokens - int(lengths.sum(dtype=np.int64))] += 1
+    return lengths
+
+
+def write_corpus(prefix: Path, lengths: np.ndarray) -> None:
+    """PREFIX.idx in full, PREFIX.bin as a hole."""
+    dtype = np.dtype("<u2")
+    ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
+    with open(f"{prefix}.idx", "wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], len(lengths), len(lengths) + 1))
+        for values in (
+            lengths.astype("<i4"),
+            (ends - lengths.astype(np.int64) * dtype.itemsize).astype("<i8"),
+            np.arange(len(lengths) + 1),
+        ):
+            file.write(values.astype(values.dtype.newbyteorder("<")).data)
+    with open(f"{prefix}.bin", "wb") as file:
+        file.truncate(int(ends[-1]))
+
+
+def median_of(args: argparse.Namespace, measure: str, builder: str) -> dict[str, object]:
+    """The median over rounds of what fresh processes measure."""
+    command = [sys.executable, __file__, "--measure", measure, "--builder", builder, "--folder", str(args.folder)]
+    command += [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in ("documents", "tokens", "seq-length", "sources")]
+    found = [json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout) for _ in range(args.rounds)]
+    names = ("seconds", "added_megabytes")
+    return {"measure": measure, "builder": builder, **{name: statistics.median(figures[name] for figures in found) for name in names}}
+
+
+def measured(args: argparse.Namespace) -> dict[str, float]:
+    """Seconds of one call in this process, and the memory it added at its peak."""
+    if args.builder == "numpy":
+        index_builders.uses_kernels = lambda: False
+    elif not index_builders.uses_kernels():
+        raise SystemExit("The kernels are not built; run bash scripts/build_extensions.sh.")
+    lengths = lengths_of(args) if args.measure == "build" else np.empty(0, dtype=np.int32)
+    sample_count = args.tokens // args.seq_length
+    if args.measure == "open":
+        open_cached(args, sample_count)  # builds, where this is the first round
+    before = resident_bytes()
+    PROCESS_STATUS.with_name("clear_refs").write_text("5")  # the peak counts from here on
+    started = time.perf_counter()
+    if args.measure == "build":
+        build_gpt_indices(lengths, range(args.documents), sample_count=sample_count, seq_length=args.seq_length, seed=1234)
+    elif args.measure == "blend":
+        weights = np.arange(1, args.sources + 1, dtype=np.float64)
+        deal_samples(weights / weights.sum(), sample_count)
+    else:
+        open_cached(args, sample_count)
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "added_megabytes": (max_resident_bytes(PROCESS_STATUS) - before) / 1e6}
+
+
+def open_cached(args: argparse.Namespace, sample_count: int) -> None:
+    """What a run does at its start: opens the corpus, recognises the indices by its contents, maps them, and reads a sample."""
+    request = DataRequest(args.seq_length, 1234, SampleCounts(sample_count, 0, 0), vocab_size=1, eod=0)
+    build_datasets(DataConfig(data_path=(str(args.folder / "corpus"),), split="1"), request).train[0]
+
+
+def resident_bytes() -> int:
+    for line in PROCESS_STATUS.read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def report(args: argparse.Namespace, figures: list[dict[str, object]]) -> None:
+    blend = f"blend of {args.sources} corpora, {args.tokens // args.seq_length:,} samples"
+    words = {
+        "build": f"indices of {args.tokens:,} tokens in {args.documents:,} documents",
+        "blend": blend,
+        "open": "opening the cached indices",
+    }
+    print("| what | with | seconds | memory added, MB |\n| --- | --- | ---: | ---: |")
+    for row in figures:
+        print(f"| {words[str(row['measure'])]} | {row['builder']} | {row['seconds']:.3f} | {row['added_megabytes']:.0f} |")
+    if args.output is not None:
+        machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "numpy": np.__version__}
+        setting = {name: getattr(args, name) for name in ("documents", "tokens", "seq_length", "sources", "rounds")}
+        args.output.write_text(json.dumps({"date": date.today().isoformat(), **machine, **setting, "figures": figures}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
