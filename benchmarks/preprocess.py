@@ -54,6 +54,10 @@ class Kind:
     flags: list[str]
 
 
+# Text that is ids already: the fastest way through reading, queues and writing, and so the hardest on memory.
+IDS = Kind("ids", ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(2**31 - 1)])
+
+
 @dataclass
 class Seconds:
     """What the slices took, summed. wall: by the clock; cpu: of all processes."""
@@ -121,9 +125,11 @@ def main(argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         write_corpus(Path(os.__file__).parent, folder / "corpus.jsonl", max_bytes=1 << 40)
-        kinds = {kind.name: kind for kind in train_tokenizers(folder) if kind.name in args.tokenizers}
-        results = [measure(kind, folder, args) for kind in kinds.values()] if args.megabytes else []
-        memory = measure_memory(kinds[args.tokenizers[-1]], folder, args) if args.memory_megabytes else {}
+        kinds = {kind.name: kind for kind in (*train_tokenizers(folder), IDS)}
+        results = [measure(kinds[name], folder, args) for name in args.tokenizers] if args.megabytes else []
+        if args.memory_tokenizer == IDS.name:
+            write_ids(folder / "corpus.jsonl")
+        memory = measure_memory(kinds[args.memory_tokenizer], folder, args) if args.memory_megabytes else {}
     machine = f"{_processor()}, {args.workers} workers, Python {platform.python_version()}"
     print(f"\n{machine}, {date.today()}\n")
     print("\n\n".join(table for table in (speed_table(results), memory_table(memory)) if table))
@@ -148,6 +154,12 @@ def train_tokenizers(folder: Path) -> list[Kind]:
         Kind("SentencePiece", ["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", str(folder / "sp.model")]),
         Kind("GPT-2 BPE", ["--tokenizer-type", "GPT2BPETokenizer", *files]),
     ]
+
+
+def write_ids(path: Path) -> None:
+    """A corpus of documents of 1 to 1000 ids of nine digits."""
+    lengths = np.random.default_rng(1).integers(1, 1000, 2000).tolist()
+    path.write_text("".join(json.dumps({"text": " ".join(["123456789"] * length)}) + "\n" for length in lengths))
 
 
 def measure(kind: Kind, folder: Path, args: argparse.Namespace) -> Result:
@@ -317,7 +329,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--slice-megabytes", type=float, default=20, help="of each turn (default: 20)")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="(default: one per core)")
     parser.add_argument("--tokenizers", nargs="+", choices=names, default=list(names), help="(default: both)")
-    parser.add_argument("--memory-megabytes", type=float, nargs="+", help="measure peak memory at these sizes, with the last tokenizer")
+    parser.add_argument("--memory-megabytes", type=float, nargs="+", help="measure peak memory at these sizes of input")
+    parser.add_argument("--memory-tokenizer", choices=(*names, IDS.name), default="GPT-2 BPE", help="(default: GPT-2 BPE)")
     parser.add_argument("--folder", help="where the corpus is put for the time of the run (default: the system's)")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "preprocess.json")
     return parser
