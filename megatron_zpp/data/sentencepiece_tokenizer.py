@@ -3,12 +3,28 @@
 import os
 from collections.abc import Sequence
 
+import numpy as np
 import sentencepiece
 
+from megatron_zpp.data.sentencepiece_segments import segment_encoder
 from megatron_zpp.data.token_ids import TokenizedTexts, check_ids, join_lists
 
 # Megatron's order; what the model lacks gets the ids after its last one.
 ADDED_PIECES = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
+
+
+class Batches:
+    """The ids of many texts at a time: in segments where the model allows it, else as SentencePiece has them."""
+
+    def __init__(self, pieces: sentencepiece.SentencePieceProcessor) -> None:
+        self._pieces = pieces
+        self._segments = segment_encoder(pieces)
+
+    def tokenize(self, texts: Sequence[str]) -> TokenizedTexts:
+        if self._segments is not None:
+            return self._segments.encode(texts)
+        # Without a number of threads a batch takes all cores, which are those of the other workers.
+        return join_lists(self._pieces.encode(list(texts), num_threads=1))
 
 
 class GPTSentencePieceTokenizer:
@@ -16,6 +32,7 @@ class GPTSentencePieceTokenizer:
 
     def __init__(self, model_path: str) -> None:
         self._pieces = _load_model(model_path)
+        self._batches = Batches(self._pieces)
         self.vocab_size = self._pieces.get_piece_size()
         self.eod = self._pieces.eos_id()
         if self.eod < 0:
@@ -28,7 +45,7 @@ class GPTSentencePieceTokenizer:
         return self._pieces.encode(text)
 
     def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
-        return _tokenize_batch(self._pieces, texts)
+        return self._batches.tokenize(texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         check_ids(ids, self.vocab_size)
@@ -51,7 +68,8 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
         return [self.bos, *self._pieces.encode(text)]
 
     def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
-        return join_lists([self.bos, *ids] for ids in self._pieces.encode(list(texts), num_threads=1))
+        ids, lengths = super().tokenize_batch(texts)
+        return TokenizedTexts(np.insert(ids, np.cumsum(lengths) - lengths, self.bos), lengths + 1)
 
 
 class SentencePieceTokenizer:
@@ -63,6 +81,7 @@ class SentencePieceTokenizer:
 
     def __init__(self, model_path: str, extra_ids: int = 0) -> None:
         self._pieces = _load_model(model_path)
+        self._batches = Batches(self._pieces)
         self._model_size = self._pieces.get_piece_size()
         self._added = self._missing_pieces(extra_ids)
         self.vocab_size = self._model_size + len(self._added)
@@ -72,7 +91,7 @@ class SentencePieceTokenizer:
         return self._pieces.encode(text)
 
     def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
-        return _tokenize_batch(self._pieces, texts)
+        return self._batches.tokenize(texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         check_ids(ids, self.vocab_size)
@@ -93,11 +112,6 @@ class SentencePieceTokenizer:
 
     def _id_of(self, piece: str) -> int:
         return self._model_size + self._added.index(piece) if piece in self._added else self._pieces.piece_to_id(piece)
-
-
-def _tokenize_batch(pieces: sentencepiece.SentencePieceProcessor, texts: Sequence[str]) -> TokenizedTexts:
-    # Without a number of threads a batch takes all cores, which are those of the other workers.
-    return join_lists(pieces.encode(list(texts), num_threads=1))
 
 
 def _load_model(path: str) -> sentencepiece.SentencePieceProcessor:

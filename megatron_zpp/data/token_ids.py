@@ -32,6 +32,6 @@ def join_arrays(arrays: Sequence[np.ndarray]) -> TokenizedTexts:
 
 def check_ids(ids: Sequence[int], vocab_size: int) -> None:
     """Nothing, if every id lies in [0, vocab_size); ValueError naming the first that does not."""
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"Token id {token} is outside of the vocabulary of {vocab_size} ids; check --vocab-size or --tokenizer-model.")
+    if len(ids) and not 0 <= min(ids) <= max(ids) < vocab_size:
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise ValueError(f"Token id {wrong} is outside of the vocabulary of {vocab_size} ids; check --vocab-size or --tokenizer-model.")

@@ -76,6 +76,13 @@ def test_mock_data_with_a_real_tokenizer_keeps_it():
     assert config.assumptions[1:] == ("--mock-data",)
 
 
+def test_gpt2_files_without_a_type_are_a_gpt2_tokenizer():
+    for data in ("", "--data-path corpus "):
+        config = resolved(data + "--train-iters 7 --lr 1 --vocab-file v --merge-file m")
+        assert (config.data.tokenizer_type, config.data.vocab_size) == ("GPT2BPETokenizer", None)
+        assert "--tokenizer-type is not given: GPT2BPETokenizer is used, to which --vocab-file and --merge-file belong" in config.notices
+
+
 def test_fully_said_mock_run_assumes_nothing():
     config = resolved("--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --train-iters 7 --lr 1")
     assert (config.assumptions, config.notices) == ((), ())

@@ -2,6 +2,7 @@ import io
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import ByteLevelBPETokenizer
+from trained_tokenizers import tiktoken_lines, write_gpt2_files
 
 from megatron_zpp.config.schema import DataConfig
-from megatron_zpp.data.sentencepiece_tokenizer import GPTSentencePieceTokenizer, SentencePieceTokenizer
+from megatron_zpp.data.sentencepiece_tokenizer import GPTSentencePieceTokenizer, Llama2Tokenizer, SentencePieceTokenizer
 from megatron_zpp.data.tokenizer import NullTokenizer, build_tokenizer, padded_vocab_size
 
 MODEL_SIZE = 300
@@ -46,6 +49,31 @@ def test_gpt_sentencepiece_ends_documents_with_the_models_own_end(model_path: st
     assert tokenizer.detokenize(tokenizer.tokenize("return x\n")) == "return x\n"
 
 
+def test_llama_2_begins_every_text_with_its_own_piece(model_path: str) -> None:
+    plain, llama = GPTSentencePieceTokenizer(model_path), Llama2Tokenizer(model_path)
+    assert (llama.vocab_size, llama.eod, llama.bos) == (MODEL_SIZE, 2, 1)
+    assert llama.tokenize("the fox") == [1, *plain.tokenize("the fox")]
+    assert llama.tokenize_batch(["", "fox"]).ids.tolist() == [1, 1, *plain.tokenize("fox")]
+    assert llama.detokenize(llama.tokenize("the fox")) == "the fox"
+
+
+def test_a_batch_has_the_ids_of_its_texts(model_path: str) -> None:
+    texts = ["the fox", "", " x\t<EOD>é漢", "dog " * 500]
+    for tokenizer in (SentencePieceTokenizer(model_path), GPTSentencePieceTokenizer(model_path), Llama2Tokenizer(model_path)):
+        ids, lengths = tokenizer.tokenize_batch(texts)
+        expected = [tokenizer.tokenize(text) for text in texts]
+        assert ids.tolist() == [token for members in expected for token in members]
+        assert lengths.tolist() == [len(members) for members in expected]
+        assert tokenizer.tokenize_batch([]).ids.tolist() == []
+    assert NullTokenizer(10).tokenize_batch(["1 2", "", "3"]).lengths.tolist() == [2, 0, 1]
+
+
+def test_extra_ids_are_the_last_pieces(model_path: str) -> None:
+    tokenizer = SentencePieceTokenizer(model_path, extra_ids=2)
+    assert tokenizer.vocab_size == MODEL_SIZE + 7
+    assert tokenizer.detokenize([tokenizer.vocab_size - 1]) == "<extra_id_1>"
+
+
 def test_sentencepiece_adds_megatrons_pieces_behind_the_model(model_path: str) -> None:
     tokenizer = SentencePieceTokenizer(model_path)
     # <CLS>, <SEP>, <EOD>, <MASK>, and <PAD>, which this model lacks; it has its own sentence ends.
@@ -70,6 +98,8 @@ def test_a_model_without_sentence_end_is_refused_where_it_is_needed(tmp_path: Pa
     path = write_model(tmp_path / "endless.model", eos_id=-1)
     with pytest.raises(ValueError, match="--tokenizer-model .* no end-of-sentence piece"):
         GPTSentencePieceTokenizer(path)
+    with pytest.raises(ValueError, match="--tokenizer-model .* no begin-of-sentence piece"):
+        Llama2Tokenizer(write_model(tmp_path / "beginless.model", bos_id=-1))
     assert SentencePieceTokenizer(path).vocab_size == MODEL_SIZE + 6
 
 
@@ -98,7 +128,7 @@ def test_ids_outside_of_the_vocabulary_are_not_text(model_path: str) -> None:
             tokenizer.detokenize([tokenizer.vocab_size])
 
 
-@pytest.mark.parametrize("kind", [SentencePieceTokenizer, GPTSentencePieceTokenizer])
+@pytest.mark.parametrize("kind", [SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer])
 def test_build_tokenizer_builds_the_named_kind(model_path: str, kind: type) -> None:
     assert type(build_tokenizer(DataConfig(tokenizer_type=kind.__name__, tokenizer_model=model_path))) is kind
     assert build_tokenizer(DataConfig(tokenizer_type="NullTokenizer", vocab_size=7)).vocab_size == 7
@@ -121,6 +151,22 @@ def test_build_tokenizer_builds_the_named_kind(model_path: str, kind: type) -> N
 def test_flags_that_describe_no_tokenizer_are_refused(data: DataConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_tokenizer(data)
+
+
+def test_every_kind_is_built_from_its_own_flags(tmp_path: Path) -> None:
+    vocab_file, merge_file = write_gpt2_files(tmp_path, 300)
+    gpt2 = build_tokenizer(DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocab_file, merge_file=merge_file, vocab_size=300))
+    assert gpt2.eod == 299
+    ByteLevelBPETokenizer(vocab_file, merge_file).save(str(tmp_path / "tokenizer.json"))
+    for name in ("HuggingFaceTokenizer", "HFTokenizer"):
+        assert build_tokenizer(DataConfig(tokenizer_type=name, tokenizer_model=str(tmp_path))).tokenize("x y") == gpt2.tokenize("x y")
+    (tmp_path / "bytes.tiktoken").write_text(tiktoken_lines([bytes([byte]) for byte in range(256)]))
+    data = DataConfig(tokenizer_type="TikTokenizer", tokenizer_model=str(tmp_path / "bytes.tiktoken"), tiktoken_num_special_tokens=5)
+    assert build_tokenizer(replace(data, tiktoken_pattern="v2")).tokenize("A") == [5 + 65]
+    with pytest.raises(ValueError, match="TikTokenizer needs --tiktoken-pattern"):
+        build_tokenizer(data)
+    with pytest.raises(ValueError, match="GPT2BPETokenizer needs --vocab-file .* and --merge-file"):
+        build_tokenizer(DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocab_file))
 
 
 def test_a_vocab_size_that_contradicts_the_model_is_refused(model_path: str) -> None:

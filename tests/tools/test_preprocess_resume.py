@@ -68,7 +68,7 @@ def wait_for(process: "subprocess.Popen[bytes]", path: Path, file_bytes: int) ->
 
 def kill_and_resume(folder: Path, rounds: int, seed: int) -> int:
     """How many of the rounds were killed in the middle of their work."""
-    sources = write_source(folder, documents=6000, seed=seed)
+    sources = write_source(folder, documents=3000, seed=seed)
     whole = start(sources, folder / "whole")
     assert whole.communicate()[1].count(b"error") == 0
     expected, rng, killed = digests(folder / "whole"), random.Random(seed), 0
@@ -99,7 +99,7 @@ def test_killed_20_times_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 def test_worker_processes_end_with_a_tool_that_is_killed(tmp_path: Path) -> None:
-    process = start(write_source(tmp_path, documents=20_000, seed=3), tmp_path / "out")
+    process = start(write_source(tmp_path, documents=8000, seed=3), tmp_path / "out")
     deadline = time.monotonic() + 30
     while len(workers := children_of(process.pid)) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -113,7 +113,7 @@ def test_worker_processes_end_with_a_tool_that_is_killed(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_it_with_a_word_on_how_to_go_on(tmp_path: Path, signal_number: int) -> None:
-    sources = write_source(tmp_path, documents=20_000, seed=4)
+    sources = write_source(tmp_path, documents=8000, seed=4)
     process = start(sources, tmp_path / "out", "--journal-interval", "3600")
     wait_for(process, tmp_path / "out_text_document.bin.partial", 1)
     process.send_signal(signal_number)
