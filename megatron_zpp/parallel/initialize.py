@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,11 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.parallel.failures import Failures
 from megatron_zpp.parallel.launch import Launch
-
-FAILURE_KEY = "failure"
-REPORTS_KEY = "failure_reports"
-_REPORT_SECONDS = 5.0
 
 
 class StartupError(ValueError):
@@ -38,9 +34,10 @@ class World:
         self.timeout = timeout
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        self._store = _join_store(launch, timeout)
+        store = _join_store(launch, timeout)
+        self._failures = Failures(store, launch.rank, launch.world_size)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=self._store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
 
     def hosts(self) -> list[str]:
         """The host name of every rank, in rank order."""
@@ -66,26 +63,12 @@ class World:
             raise StartupError(joined_errors(errors))
 
     def report_failure(self, text: str) -> str:
-        """The first failure that any rank has reported, `text` of this rank if there was none before.
-
-        Rank 0, which may hold the store, waits a while for the others to read it.
-        """
-        own = f"rank {self.rank}: {text}"
-        try:
-            first: bytes = self._store.compare_set(FAILURE_KEY, "", own)
-            reports = self._store.add(REPORTS_KEY, 1)
-            deadline = time.monotonic() + _REPORT_SECONDS
-            while self.rank == 0 and reports < self.world_size and time.monotonic() < deadline:
-                time.sleep(0.05)
-                reports = self._store.add(REPORTS_KEY, 0)
-            return first.decode()
-        except RuntimeError:  # the store went away with the rank that held it
-            return own
+        """The first failure that any rank has reported, `text` of this rank if there was none before."""
+        return self._failures.report(text)
 
     def check_others(self) -> None:
-        """Nothing, while no rank has reported a failure. Raises RuntimeError once one has."""
-        if self._store.check([FAILURE_KEY]):
-            raise RuntimeError("another rank has failed")
+        """Nothing, while no rank is known to have failed. Raises RuntimeError once one has."""
+        self._failures.check()
 
     def leave(self) -> None:
         """Ends the process groups; no message may be under way. Every rank must call it.
