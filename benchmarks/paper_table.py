@@ -179,7 +179,7 @@ def main() -> None:
     text = "\n".join(
         [
             "TFLOPS per GPU as published (8 operations per parameter and token), and as the time model has them.",
-            f"Fitted: {found.teraflops:.1f} TFLOP/s per GPU; into a node {rates} ports; codecs {found.codec_seconds * 1e12:.1f} ps a value.",
+            f"Fitted: {found.teraflops:.1f} TFLOP/s per GPU; into a node {rates} ports; codecs {found.codec_seconds * 1e12:.1f} ps/value.",
             "",
             *table(found, zero3, zeropp),
             "",

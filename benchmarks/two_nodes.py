@@ -133,9 +133,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         if getattr(options, name) < (2 if name == "nodes" else 1):
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)} is too small")
     if options.output is None:
-        kind = "smoke_" if options.smoke else ""
+        folder = FOLDER.parent / "runs" / "smoke" if options.smoke else FOLDER / "results"
         accumulation = f"_k{options.gradient_accumulation}" if options.gradient_accumulation > 1 else ""
-        options.output = FOLDER / "results" / f"{kind}two_nodes_{options.nodes}x{options.ranks_per_node}{accumulation}"
+        options.output = folder / f"two_nodes_{options.nodes}x{options.ranks_per_node}{accumulation}"
     return options
 
 

@@ -216,7 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     accepted.add_argument("--split-sentences", action="store_true", help="refused: GPT reads documents")
     accepted.add_argument("--keep-newlines", action="store_true", help="text is never changed")
     for flag in ("--lang", "--dataset-impl", "--seq-length", "--performance-dir", "--make-vocab-size-divisible-by"):
-        accepted.add_argument(flag, metavar="VALUE", help=argparse.SUPPRESS)
+        accepted.add_argument(flag, metavar="VALUE", help="changes nothing here")
     return parser
 
 

@@ -41,7 +41,7 @@ class StopwatchLanes:
 
     def readings(self) -> dict[str, float]:
         """Seconds by kind and the number of collectives since the last call."""
-        taken = {**self.seconds, "collectives": float(self.collectives)}
+        taken = {**self.seconds, "collectives": float(self.collectives)} if self.collectives else {}
         self.seconds.clear()
         self.collectives = 0
         return taken

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -63,8 +64,20 @@ class TorchBackend:
         if world_size == 1:
             return own.detach().clone().unsqueeze(0)
         output = own.new_empty(world_size * own.numel())
-        _all_gather(output, own.contiguous())
+        with naming("a few numbers of every rank"):
+            _all_gather(output, own.contiguous())
         return output.view(world_size, -1)
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """A collective's own error says neither what it moved nor what may be wrong; the one raised here does."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what}: the collective failed, since a rank or the link to it is gone, or slower than --distributed-timeout-minutes: {error}"
+        ) from error
 
 
 class VirtualWorld:

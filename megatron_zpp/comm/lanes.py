@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from megatron_zpp.comm.backend import Work
+from megatron_zpp.comm.backend import Work, naming
 from megatron_zpp.comm.ledger import Traffic
 from megatron_zpp.parallel.topology import LANES, Lane
 
@@ -145,7 +145,8 @@ class PolledLanes:
         if hop.work is not None:
             if not hop.work.is_completed():
                 return False
-            hop.work.wait()
+            with naming(f"unit {hop.name}, lane {hop.lane}"):
+                hop.work.wait()
         hop.land()
         hop.work = None
         hop.has_landed = True

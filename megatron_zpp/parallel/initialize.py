@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -13,13 +12,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.parallel.failures import Failures
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.parallel.roll_call import RollCall
-
-FAILURE_KEY = "failure"
-REPORTS_KEY = "failure_reports"
-_REPORT_SECONDS = 5.0
-_SIGN_SECONDS = 3.0  # longer than a waiting rank takes from one call of check_others to the next
 
 
 class StartupError(ValueError):
@@ -41,6 +36,7 @@ class World:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._store = _join_store(launch, timeout)
+        self._failures = Failures(self._store, launch.rank, launch.world_size)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=self._store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
 
@@ -71,44 +67,12 @@ class World:
             raise StartupError(joined_errors(errors))
 
     def report_failure(self, text: str) -> str:
-        """The first failure that any rank has reported, `text` of this rank if there was none before.
-
-        It names the ranks that give no sign of life, whose message the others may have waited for in vain.
-        Rank 0, which may hold the store, waits a while for the others to read it.
-        """
-        own = f"rank {self.rank}: {text}"
-        try:
-            self._store.set(_ended_key(self.rank), "")
-            silent = [] if self._store.check([FAILURE_KEY]) else self._silent_ranks()
-            if silent:
-                own += f" (no sign of life from rank {', '.join(map(str, silent))})"
-            first: bytes = self._store.compare_set(FAILURE_KEY, "", own)
-            reports = self._store.add(REPORTS_KEY, 1)
-            deadline = time.monotonic() + _REPORT_SECONDS
-            while self.rank == 0 and reports < self.world_size and time.monotonic() < deadline:
-                time.sleep(0.05)
-                reports = self._store.add(REPORTS_KEY, 0)
-            return first.decode()
-        except RuntimeError:  # the store went away with the rank that held it
-            return own
-
-    def _silent_ranks(self) -> list[int]:
-        """The ranks that neither wait for others now nor have ended with an error: dead, stopped, or busy without end."""
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        before = {rank: self._store.add(_signs_key(rank), 0) for rank in others}
-        time.sleep(_SIGN_SECONDS)
-        return [
-            rank for rank in others if self._store.add(_signs_key(rank), 0) == before[rank] and not self._store.check([_ended_key(rank)])
-        ]
+        """The first failure that any rank has reported, `text` of this rank if there was none before."""
+        return self._failures.report(text)
 
     def check_others(self) -> None:
-        """Nothing, while no rank has reported a failure; a rank that waits calls it every second or so, which is its sign of life.
-
-        Raises RuntimeError once one has.
-        """
-        self._store.add(_signs_key(self.rank), 1)
-        if self._store.check([FAILURE_KEY]):
-            raise RuntimeError("another rank has failed")
+        """Nothing, while no rank is known to have failed. Raises RuntimeError once one has."""
+        self._failures.check()
 
     def leave(self) -> None:
         """Ends the process groups; no message may be under way. Every rank must call it.
@@ -158,14 +122,6 @@ def joined_errors(errors: Sequence[str]) -> str:
         met_everywhere = len(ranks) == len(errors)
         lines.append(text if met_everywhere else f"{text} (on rank {', '.join(map(str, ranks))} of {len(errors)})")
     return "\n".join(lines)
-
-
-def _signs_key(rank: int) -> str:
-    return f"signs_of_life_of_rank_{rank}"
-
-
-def _ended_key(rank: int) -> str:
-    return f"rank_{rank}_has_ended"
 
 
 def _join_store(launch: Launch, timeout: timedelta) -> dist.Store:

@@ -17,7 +17,7 @@ from megatron_zpp.config.cli import help_text
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_zpp"
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "flags.md")]
-PROGRAM = re.compile(r"^(?:tools|scripts)/\w+\.(?:py|sh)$|^pretrain_zeropp_gpt\.py$")
+PROGRAM = re.compile(r"^(?:tools|scripts|benchmarks)/\w+\.(?:py|sh)$|^pretrain_zeropp_gpt\.py$")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 FUNCTION = re.compile(r"`?((?:\w+/)?\w+\.py):(\w+)`?")
 LINK = re.compile(r"\]\((?!http)([^)#]+)\)")
@@ -51,7 +51,9 @@ def test_commands_run_programs_that_exist_with_flags_that_they_know(document: st
         assert len(places) == 1, words
         program, arguments = words[places[0]], words[places[0] + 1 :]
         assert (ROOT / program).is_file()
-        unknown = {word for word in arguments if word.startswith("--")} - flags_of(program)
+        end = arguments.index("--") if "--" in arguments else len(arguments)  # what follows goes to the training script
+        own, passed_on = ({word for word in part if word.startswith("--")} for part in (arguments[:end], arguments[end + 1 :]))
+        unknown = (own - flags_of(program)) | (passed_on - flags_of("pretrain_zeropp_gpt.py"))
         assert not unknown, (program, unknown)
 
 
@@ -79,7 +81,7 @@ def test_functions_that_are_named_with_their_file_are_defined_there(document: st
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_paths_of_tests_and_documents_exist(document: str) -> None:
-    for path in re.findall(r"`((?:tests|docs|scripts|tools|megatron_zpp)/[\w./]*)`", text_of(document)):
+    for path in re.findall(r"`((?:tests|docs|scripts|tools|benchmarks|megatron_zpp)/[\w./]*)`", text_of(document)):
         assert (ROOT / path).exists(), path
 
 

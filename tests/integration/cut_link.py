@@ -1,0 +1,99 @@
+"""A run on two nodes whose link is cut in mid-step, then the same command again; a program for test_link_fault.
+
+    PYTHONPATH=.:benchmarks:tests:tests/integration python tests/integration/cut_link.py FOLDER
+
+Prints JSON: exit codes and last words of every rank of both runs, and the seconds from the cut to the end of the last rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from slow_links.network import INTERFACE, Network
+from slow_links.rates import UNLIMITED, Rate
+from slow_links.sandbox import enter_own_network
+from tiny_runs import TINY
+
+ROOT = Path(__file__).resolve().parents[2]
+NODES, RANKS_PER_NODE = 2, 2
+SLOW = Rate.parse("1mbit")  # a step is on the link for most of its time
+TIMEOUT_MINUTES = 1
+TRAIN_ITERS, SAVE_INTERVAL = 12, 3
+LONGEST_SECONDS = 200.0
+
+
+def command(folder: Path) -> list[str]:
+    flags = f"--bf16 --zero-stage 3 --train-iters {TRAIN_ITERS} --save-interval {SAVE_INTERVAL} --save {folder} --load {folder} "
+    flags += f"--distributed-timeout-minutes {TIMEOUT_MINUTES} --log-jsonl {folder / 'run.jsonl'}"
+    return [sys.executable, str(ROOT / "pretrain_zeropp_gpt.py"), *TINY, *flags.split()]
+
+
+def start(network: Network, folder: Path, port: int) -> list[subprocess.Popen[str]]:
+    processes = []
+    for rank in range(NODES * RANKS_PER_NODE):
+        node, local_rank = divmod(rank, RANKS_PER_NODE)
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(NODES * RANKS_PER_NODE),
+            "LOCAL_WORLD_SIZE": str(RANKS_PER_NODE),
+            "MASTER_ADDR": network.address(0),
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "OMP_NUM_THREADS": "1",
+        }
+        processes.append(
+            subprocess.Popen(
+                [*network.inside(node), *command(folder)],
+                env={**os.environ, **environment},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL),  # PR_SET_PDEATHSIG: none outlives this program
+            )
+        )
+    return processes
+
+
+def outcome(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    """Exit code and standard error of every rank; a rank that does not end is killed and has a negative one."""
+    deadline = time.monotonic() + LONGEST_SECONDS
+    found = []
+    for process in processes:
+        try:
+            errors = process.communicate(timeout=max(1.0, deadline - time.monotonic()))[1]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            errors = process.communicate()[1]
+        found.append((process.returncode, errors))
+    return found
+
+
+def main() -> None:
+    enter_own_network(sys.argv)
+    folder = Path(sys.argv[1])
+    network = Network(NODES)
+    network.hold(SLOW)
+    ranks = start(network, folder, 29500)
+    while not list(folder.glob("iter_*/manifest.json")) and all(rank.poll() is None for rank in ranks):
+        time.sleep(0.05)
+    time.sleep(0.7)  # into the next step
+    network.cut(1)
+    cut = time.monotonic()
+    first = outcome(ranks)
+    seconds = time.monotonic() - cut
+    network.restore(1)
+    network.hold(UNLIMITED)
+    second = outcome(start(network, folder, 29501))
+    print(json.dumps({"cut_to_end_seconds": seconds, "first": first, "second": second}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The link between two nodes is cut in mid-step: every rank ends and says why, and the same command goes on from the last checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from slow_links.sandbox import CannotIsolate, isolating_command
+
+PROGRAM = Path(__file__).with_name("cut_link.py")
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_SECONDS = 60.0  # --distributed-timeout-minutes 1
+FAREWELL_SECONDS = 15.0  # to report the failure and end
+
+
+@pytest.mark.long
+def test_a_cut_link_ends_every_rank_in_time_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    try:
+        isolating_command()
+    except CannotIsolate as error:
+        pytest.skip(str(error))
+    folders = [ROOT, ROOT / "benchmarks", ROOT / "tests", ROOT / "tests" / "integration"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    finished = subprocess.run(
+        [sys.executable, str(PROGRAM), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    found = json.loads(finished.stdout)
+    assert [code for code, _ in found["first"]] == [1] * 4
+    assert found["cut_to_end_seconds"] < TIMEOUT_SECONDS + FAREWELL_SECONDS
+    for rank, (_, errors) in enumerate(found["first"]):
+        assert f"[Rank {rank}] ended, because rank" in errors
+        assert "a rank or the link to it is gone, or slower than --distributed-timeout-minutes" in errors
+    assert [code for code, _ in found["second"]] == [0] * 4
+    iterations = [json.loads(line)["iteration"] for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    resumed = iterations.index(4, iterations.index(4) + 1) if iterations.count(4) == 2 else iterations.index(4)
+    assert iterations[resumed:] == list(range(4, 13))

@@ -1,0 +1,49 @@
+"""The shape of a model, made without torch, is what the model itself says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.config.validate import resolve
+from megatron_zpp.model.flops import forward_flops_of_uses, model_flops
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.shapes import ModelShape
+
+SHAPES = {
+    "plain": "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16",
+    "untied": "--num-layers 3 --hidden-size 48 --num-attention-heads 4 --seq-length 16 --untie-embeddings-and-output-weights",
+    "odd": "--num-layers 1 --hidden-size 24 --num-attention-heads 2 --kv-channels 20 --ffn-hidden-size 50 --seq-length 8 "
+    "--max-position-embeddings 11",
+}
+
+
+def config_of(name: str) -> ModelConfig:
+    return resolve(parse_flags(SHAPES[name].split()), 1, None).model
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_units_and_uses_are_those_of_the_model(name: str) -> None:
+    shape, model = ModelShape(config_of(name), 104), GPT(config_of(name), 104, 1, torch.float32)
+    assert shape.uses() == model.uses()
+    own, other = (
+        [(unit.name, [(param.name, param.shape, param.weight_decay) for param in unit.params]) for unit in specs]
+        for specs in (shape.unit_specs(), model.unit_specs())
+    )
+    assert own == other
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_forwards_of_all_uses_are_a_third_of_the_models_operations(name: str) -> None:
+    config = config_of(name)
+    flops = forward_flops_of_uses(config, 104, 3)
+    assert len(flops) == len(ModelShape(config, 104).uses())
+    assert 3 * sum(flops) == model_flops(config, 104, 3)
+
+
+def test_values_of_a_shape_are_refused() -> None:
+    spec = ModelShape(config_of("plain"), 104).unit_specs()[0].params[0]
+    with pytest.raises(RuntimeError, match="has no values"):
+        spec.initial_values(0, 1)

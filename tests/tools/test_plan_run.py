@@ -1,0 +1,88 @@
+"""tools/plan_run.py: a plan in a second, without torch, whose memory and bytes are those of the run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from closed_forms import World, inter_node_bytes
+from tool import ROOT, run_tool
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.validate import resolve
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.training.memory_need import memory_need
+from megatron_zpp.training.sharding import sharding_of, topology_of
+
+MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --make-vocab-size-divisible-by 8"
+RUN = [*MODEL.split(), "--quantization-block-size", "32", "--bf16", "--ranks-per-node", "2"]
+LARGE = "--num-layers 40 --hidden-size 6144 --num-attention-heads 32 --seq-length 1024 --ranks-per-node 16 --fp16 --checkpoint-activations"
+
+
+def plan(tmp_path: Path, *options: str, flags: list[str] = RUN) -> dict[str, object]:
+    output = tmp_path / "plan.json"
+    finished = run_tool("plan_run", *options, "--output", output, "--", *flags)
+    assert finished.returncode == 0, finished.stderr
+    found: dict[str, object] = json.loads(output.read_text())
+    return found
+
+
+def test_bytes_and_memory_are_those_of_the_run(tmp_path: Path) -> None:
+    found = plan(tmp_path, "--nodes", "3", "--inter-gigabits", "1", "--step-seconds", "0.1", "--device", "cpu")
+    members = found["rates"][0]["members"]  # type: ignore[index]
+    for stage in range(4):
+        expected = inter_node_bytes(World(3, 2), stage, microbatches=1, element_bytes=2)
+        assert members[f"ZeRO-{stage}"]["inter_node_bytes"] == expected
+    config = resolve(parse_flags([*RUN, "--zero-stage", "3"]), 6, 2)
+    model = GPT(config.model, 104, 1, torch.bfloat16)
+    need = memory_need(config, model, sharding_of(config), topology_of(config, 6), is_on_gpu=False)
+    assert members["ZeRO-3"]["memory_bytes"] == need.total
+
+
+def test_a_slow_link_recommends_all_features_and_a_fast_one_the_plainest_that_fits(tmp_path: Path) -> None:
+    options = ["--nodes", "24", "--inter-gigabits", "10", "10000", "--teraflops", "40", "--memory-gigabytes", "32"]
+    found = plan(tmp_path, *options, flags=LARGE.split())
+    slow, fast = found["rates"]  # type: ignore[misc]
+    assert slow["recommended"] == "ZeRO++" and fast["recommended"] == "ZeRO-3"
+    assert not slow["members"]["ZeRO-2"]["fits"] and slow["members"]["ZeRO-3"]["seconds"] > 2 * slow["members"]["ZeRO++"]["seconds"]
+
+
+def test_where_nothing_fits_nothing_is_recommended(tmp_path: Path) -> None:
+    options = ["--nodes", "1", "--inter-gigabits", "10", "--teraflops", "40", "--memory-gigabytes", "1"]
+    assert plan(tmp_path, *options, flags=LARGE.split())["rates"][0]["recommended"] is None  # type: ignore[index]
+
+
+def test_details_of_a_feature_count_where_the_feature_is_on(tmp_path: Path) -> None:
+    options = ["--nodes", "2", "--inter-gigabits", "1", "--step-seconds", "0.1"]
+    plain, wide = (plan(tmp_path, *options, flags=[*RUN, *more]) for more in ([], ["--zero-quantized-gradients-inter-bits", "8"]))
+    plain_members, wide_members = (found["rates"][0]["members"] for found in (plain, wide))  # type: ignore[index]
+    assert wide_members["+qgZ"]["inter_node_bytes"] > plain_members["+qgZ"]["inter_node_bytes"]
+    assert wide_members["ZeRO-3"] == plain_members["ZeRO-3"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--nodes 0 --inter-gigabits 1 --teraflops 1", "0 is no number of nodes"),
+        ("--nodes 2 --inter-gigabits -1 --teraflops 1", "-1 is not positive"),
+        ("--nodes 2 --inter-gigabits 1", "--step-seconds"),
+        ("--nodes 2 --inter-gigabits 1 --teraflops 1 -- --num-layers 2", "--hidden-size"),
+        ("--nodes 2 --inter-gigabits 1 --teraflops 1 -- --zero-stag 3", "did you mean --zero-stage?"),
+    ],
+)
+def test_mistakes_end_in_one_line_that_says_what_to_do(words: str, expected: str) -> None:
+    finished = run_tool("plan_run", *words.split())
+    assert finished.returncode == 2
+    assert expected in finished.stderr.splitlines()[-1]
+
+
+def test_torch_is_not_imported() -> None:
+    words = ["plan_run.py", "--nodes", "2", "--inter-gigabits", "1", "--teraflops", "1", "--", *RUN]
+    program = (
+        f"import sys; sys.argv = {words!r}; sys.path.insert(0, 'tools'); import plan_run; plan_run.main(); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, stdout=subprocess.DEVNULL).returncode == 0
