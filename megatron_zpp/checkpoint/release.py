@@ -13,7 +13,7 @@ from megatron_zpp.checkpoint.engine_state import versions
 from megatron_zpp.checkpoint.folders import RELEASE, Stage, iteration_folder, move_latest, put_in_place, staged_folder
 from megatron_zpp.checkpoint.manifest import CHUNK_BYTES, ELEMENT_TYPE, Manifest, StoredFile, StoredPiece
 from megatron_zpp.checkpoint.owner import own_token
-from megatron_zpp.checkpoint.saver import make_unfinished, seal, write_pieces
+from megatron_zpp.checkpoint.unfinished import make_unfinished, seal, write_pieces
 from megatron_zpp.parallel.specs import UnitSpec
 from megatron_zpp.zero.pieces import WEIGHT, Piece
 

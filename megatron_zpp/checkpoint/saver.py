@@ -24,42 +24,26 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from megatron_zpp.checkpoint.durable import sync_folder, write_durably
 from megatron_zpp.checkpoint.folders import (
     Stage,
     complete_iterations,
     delete_checkpoint,
     expendable,
     iteration_folder,
-    leftovers,
     move_latest,
     put_in_place,
-    settle,
     staged_folder,
 )
-from megatron_zpp.checkpoint.manifest import (
-    ELEMENT_BYTES,
-    ELEMENT_TYPE,
-    MANIFEST_FILE,
-    MARKER_FILE,
-    CheckpointError,
-    Manifest,
-    StoredFile,
-    StoredPiece,
-    marker_json,
-    parse_file,
-    parse_piece,
-)
-from megatron_zpp.checkpoint.owner import is_abandoned, own_token
-from megatron_zpp.checkpoint.shard_file import TensorEntry, lay_out, write_file
-from megatron_zpp.checkpoint.shared_folder import LOOK_EVERY_SECONDS, SHARED_FOLDER, VISIBLE_WITHIN_SECONDS, is_seen
+from megatron_zpp.checkpoint.manifest import ELEMENT_BYTES, CheckpointError, Manifest, StoredFile, StoredPiece
+from megatron_zpp.checkpoint.owner import own_token
+from megatron_zpp.checkpoint.shared_folder import LOOK_EVERY_SECONDS, SHARED_FOLDER, VISIBLE_WITHIN_SECONDS
 from megatron_zpp.checkpoint.snapshot import HostSnapshot
+from megatron_zpp.checkpoint.unfinished import SPARE_BYTES, check_room, make_unfinished, read_record, seal, write_pieces, write_record
 from megatron_zpp.parallel.initialize import gather_texts, joined_errors
 from megatron_zpp.zero.pieces import Piece
 
-_SPARE_BYTES = 1 << 20  # of the manifest and other small files
 Gather = Callable[[str], list[str]]
 Result = TypeVar("Result")
 
@@ -212,8 +196,8 @@ class CheckpointSaver:
         if mistake:
             raise CheckpointError(mistake)
         folder = staged_folder(final, Stage.UNFINISHED, token)
-        needed_bytes = sum(nbytes for _, _, nbytes in answers) + _SPARE_BYTES
-        self._agree(_failure_of(lambda: _check_folder(folder, needed_bytes)), folder)
+        needed_bytes = sum(nbytes for _, _, nbytes in answers) + SPARE_BYTES
+        self._agree(_failure_of(lambda: check_room(folder, needed_bytes)), folder)
         return token
 
     # ---- what may run in a thread
@@ -224,11 +208,7 @@ class CheckpointSaver:
 
     def _write_share(self, save: _Save, pieces: Sequence[Piece]) -> None:
         file, stored = write_pieces(save.unfinished / self._share.file_name, pieces, save.manifest.chunk_bytes)
-        record = json.dumps({"file": vars(file), "pieces": [vars(piece) for piece in stored]})
-        partial = save.unfinished / f"{_record_name(self._share.rank)}.partial"
-        write_durably(partial, record)
-        partial.rename(save.unfinished / _record_name(self._share.rank))
-        sync_folder(save.unfinished)
+        write_record(save.unfinished, self._share.rank, file, stored)
 
     def _finish_save(self, save: _Save) -> None:
         if self._share.rank == 0 and save.written.exception() is None:
@@ -236,8 +216,8 @@ class CheckpointSaver:
 
     def _make_checkpoint(self, save: _Save) -> SavedCheckpoint:
         records = [self._wait_for_record(save, rank) for rank in range(self._share.world_size)]
-        files = tuple(parse_file(record["file"]) for record in records)
-        pieces = tuple(parse_piece(piece) for record in records for piece in record["pieces"])
+        files = tuple(file for file, _ in records)
+        pieces = tuple(piece for _, of_rank in records for piece in of_rank)
         seal(save.unfinished, replace(save.manifest, files=files, pieces=pieces))
         iteration = save.manifest.iteration
         put_in_place(save.unfinished, iteration_folder(self.directory, iteration), save.token)
@@ -245,22 +225,17 @@ class CheckpointSaver:
         not_deleted = self._delete_expendable(save)
         return SavedCheckpoint(iteration, sum(file.nbytes for file in files), time.monotonic() - save.started, not_deleted)
 
-    def _wait_for_record(self, save: _Save, rank: int) -> dict[str, Any]:
-        path = save.unfinished / _record_name(rank)
+    def _wait_for_record(self, save: _Save, rank: int) -> tuple[StoredFile, list[StoredPiece]]:
         deadline = None
-        while True:
-            try:
-                record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-                return record
-            except FileNotFoundError:
-                pass
+        while (record := read_record(save.unfinished, rank)) is None:
             if save.given_up.is_set():
                 raise RuntimeError("the save was given up")
             if save.all_written.is_set():
                 deadline = deadline or time.monotonic() + VISIBLE_WITHIN_SECONDS
                 if time.monotonic() > deadline:
-                    raise CheckpointError(f"rank 0 does not see {path}, which rank {rank} has written; {SHARED_FOLDER}")
+                    raise CheckpointError(f"rank 0 does not see in {save.unfinished} what rank {rank} has written; {SHARED_FOLDER}")
             time.sleep(LOOK_EVERY_SECONDS)
+        return record
 
     def _delete_expendable(self, save: _Save) -> tuple[int, ...]:
         options = self._options
@@ -270,66 +245,6 @@ class CheckpointSaver:
         unwanted = expendable(complete, save.manifest.iteration, options.keep_last, options.retain_interval)
         folders = {iteration: iteration_folder(self.directory, iteration) for iteration in unwanted}
         return tuple(iteration for iteration, folder in folders.items() if not delete_checkpoint(folder, save.token))
-
-
-def write_pieces(path: Path, pieces: Sequence[Piece], chunk_bytes: int) -> tuple[StoredFile, list[StoredPiece]]:
-    """A file that holds the pieces, as the manifest lists it: tensors of one dimension named `<parameter>.<state>.<start>`."""
-    names = [f"{piece.parameter}.{piece.state}.{piece.start}" for piece in pieces]
-    layout = lay_out(
-        [TensorEntry(name, ELEMENT_TYPE, (piece.stop - piece.start,)) for name, piece in zip(names, pieces, strict=True)],
-    )
-    file = write_file(path, layout, (piece.values for piece in pieces), chunk_bytes)
-    offsets: dict[tuple[str, int, int], dict[str, int]] = {}
-    for piece, offset in zip(pieces, layout.offsets, strict=True):
-        offsets.setdefault((piece.parameter, piece.start, piece.stop), {})[piece.state] = offset
-    return file, [StoredPiece(*place, path.name, by_state) for place, by_state in offsets.items()]
-
-
-def seal(unfinished: Path, manifest: Manifest) -> None:
-    """Writes manifest and marker into a folder that has all files of the manifest, and takes out what only served the writing."""
-    for stored in manifest.files:
-        nbytes = (unfinished / stored.name).stat().st_size
-        if nbytes != stored.nbytes:
-            raise CheckpointError(f"{unfinished / stored.name} has {nbytes} bytes where {stored.nbytes} were written; {SHARED_FOLDER}")
-    text = manifest.to_json()
-    write_durably(unfinished / MANIFEST_FILE, text)
-    write_durably(unfinished / MARKER_FILE, marker_json(text))
-    kept = {MANIFEST_FILE, MARKER_FILE, *(stored.name for stored in manifest.files)}
-    for path in unfinished.iterdir():
-        if path.name not in kept:
-            path.unlink()
-    sync_folder(unfinished)
-
-
-def make_unfinished(folder: Path) -> None:
-    """Makes the folder of a new save, after what dead runs left beside it is gone."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in leftovers(folder.parent):
-        if leftover.stage is not Stage.UNFINISHED or is_abandoned(leftover.folder, leftover.token):
-            settle(leftover)
-    shutil.rmtree(folder, ignore_errors=True)  # of a save of this process that failed
-    folder.mkdir()
-    sync_folder(folder.parent)
-
-
-def _check_folder(folder: Path, needed_bytes: int) -> None:
-    """Nothing, where this rank sees the folder and its disk has room for the whole checkpoint."""
-    if not is_seen(folder):
-        raise CheckpointError(f"rank 0 has made {folder}, which is not there on this rank's machine; {SHARED_FOLDER}")
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < needed_bytes:
-        raise CheckpointError(
-            f"the checkpoint takes {in_gib(needed_bytes)} and {folder.parent} has {in_gib(free_bytes)} left; "
-            "free some, keep fewer checkpoints with --keep-last, or choose another --save"
-        )
-
-
-def in_gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.3f} GiB"
-
-
-def _record_name(rank: int) -> str:
-    return f"rank_{rank:05d}.json"
 
 
 def _settle(future: Future[Result], task: Callable[[], Result]) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from small_state import Ranks, check_holds, manifest_at, set_state, shares, state_at
 
-from megatron_zpp.checkpoint import saver as saver_module
-from megatron_zpp.checkpoint import shared_folder
+from megatron_zpp.checkpoint import shared_folder, unfinished
 from megatron_zpp.checkpoint.folders import LATEST_FILE, Stage, complete_iterations, iteration_folder, leftovers, staged_folder
 from megatron_zpp.checkpoint.manifest import CheckpointError, read_manifest
 from megatron_zpp.checkpoint.owner import own_token
@@ -26,13 +25,13 @@ class SlowDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.released = threading.Event()
-        write_file = saver_module.write_file
+        write_file = unfinished.write_file
 
         def wait_and_write(*arguments: object) -> object:
             assert self.released.wait(60)
             return write_file(*arguments)
 
-        monkeypatch.setattr(saver_module, "write_file", wait_and_write)
+        monkeypatch.setattr(unfinished, "write_file", wait_and_write)
 
 
 def names(directory: Path) -> set[str]:
@@ -128,20 +127,20 @@ def test_an_error_of_one_rank_is_raised_on_every_rank(tmp_path: Path, monkeypatc
 
 
 def _break_disk(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    write_file = saver_module.write_file
+    write_file = unfinished.write_file
 
     def fail_on_one(path: Path, *arguments: object) -> object:
         if path.name == f"rank_{rank:05d}.safetensors":
             raise CheckpointError(f"{path} cannot be written (No space left on device)")
         return write_file(path, *arguments)
 
-    monkeypatch.setattr(saver_module, "write_file", fail_on_one)
+    monkeypatch.setattr(unfinished, "write_file", fail_on_one)
 
 
 def test_too_little_space_is_said_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**30, 0, 2**20))
-    monkeypatch.setattr(saver_module, "write_file", None)
+    monkeypatch.setattr(unfinished, "write_file", None)
     with pytest.raises(CheckpointError, match="the checkpoint takes 0.001 GiB and .* has 0.001 GiB left; free some, keep fewer"):
         Ranks(tmp_path, state_at(1)).save(1)
     assert names(tmp_path) == set()

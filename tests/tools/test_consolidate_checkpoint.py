@@ -7,12 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import consolidate_checkpoint
 import pytest
 import torch
 from safetensors.torch import load_file
 from small_gpt import small_gpt
 from test_generate_text import write_checkpoint
-from tool import ROOT, run_tool
+from tool import ROOT
 
 from megatron_zpp.checkpoint.release import write_release
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec
@@ -33,17 +34,21 @@ print(peak_bytes() - before)
 
 
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
-def test_the_files_hold_the_main_weights_under_our_names(tmp_path: Path, dtype: str, torch_dtype: torch.dtype) -> None:
+def test_the_files_hold_the_main_weights_under_our_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dtype: str, torch_dtype: torch.dtype
+) -> None:
     model = small_gpt()
     write_checkpoint(tmp_path / "saved", model)
-    done = run_tool("consolidate_checkpoint", "--load", tmp_path / "saved", "--output", tmp_path / "plain", "--dtype", dtype)
-    assert done.returncode == 0, done.stderr
+    arguments = ["--load", str(tmp_path / "saved"), "--output", str(tmp_path / "plain"), "--dtype", dtype]
+    monkeypatch.setattr(sys, "argv", ["consolidate_checkpoint.py", *arguments])
+    consolidate_checkpoint.main()
     found = load_file(tmp_path / "plain" / "model.safetensors")
     assert found.keys() == model.state_dict().keys()
     assert all(torch.equal(found[name], weight.to(torch_dtype)) for name, weight in model.state_dict().items())
     assert json.loads((tmp_path / "plain" / "flags.json").read_text())["model"]["num_layers"] == 2
-    again = run_tool("consolidate_checkpoint", "--load", tmp_path / "saved", "--output", tmp_path / "plain")
-    assert again.returncode == 2 and "exists already" in again.stderr
+    with pytest.raises(SystemExit) as ended:
+        consolidate_checkpoint.main()
+    assert ended.value.code == 2 and "exists already" in capsys.readouterr().err
 
 
 def test_memory_is_that_of_one_unit_however_large_the_model(tmp_path: Path) -> None:

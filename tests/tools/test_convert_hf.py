@@ -40,7 +40,7 @@ def randomized(untied: bool = False) -> GPT:
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
     return model
 
 
@@ -146,8 +146,8 @@ def test_the_exported_tokenizer_gives_the_ids_of_the_training(tmp_path: Path, mo
 
 def test_a_tokenizer_of_another_kind_goes_along_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     path = tmp_path / "tok.model"
-    path.write_bytes(train_model([f"{a}{b}{c} " for a in "abcd" for b in "efgh" for c in "ijkl"], vocab_size=290, model_type="unigram"))
-    data = DataConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=str(path), vocab_size=290)
+    path.write_bytes(train_model([f"{a}{b}{c} " for a in "abcd" for b in "efgh" for c in "ijkl"], vocab_size=280, model_type="unigram"))
+    data = DataConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=str(path), vocab_size=280)
     folder = exported(tmp_path, materialize(GPT(gpt2_config(), 304, 7, torch.float32)), monkeypatch, data=data)
     assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.model"}
     assert "tokenizer.model alone" in capsys.readouterr().out

@@ -1,0 +1,106 @@
+"""The folder of a save under way: made, filled by every rank, and sealed when all of it is there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_zpp.checkpoint.durable import sync_folder, write_durably
+from megatron_zpp.checkpoint.folders import Stage, leftovers, settle
+from megatron_zpp.checkpoint.manifest import (
+    ELEMENT_TYPE,
+    MANIFEST_FILE,
+    MARKER_FILE,
+    CheckpointError,
+    Manifest,
+    StoredFile,
+    StoredPiece,
+    marker_json,
+    parse_file,
+    parse_piece,
+)
+from megatron_zpp.checkpoint.owner import is_abandoned
+from megatron_zpp.checkpoint.shard_file import TensorEntry, lay_out, write_file
+from megatron_zpp.checkpoint.shared_folder import SHARED_FOLDER, is_seen
+from megatron_zpp.zero.pieces import Piece
+
+SPARE_BYTES = 1 << 20  # for the manifest and other small files
+
+
+def make_unfinished(folder: Path) -> None:
+    """Makes the folder of a new save, after what dead runs left beside it is gone."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in leftovers(folder.parent):
+        if leftover.stage is not Stage.UNFINISHED or is_abandoned(leftover.folder, leftover.token):
+            settle(leftover)
+    shutil.rmtree(folder, ignore_errors=True)  # of a save of this process that failed
+    folder.mkdir()
+    sync_folder(folder.parent)
+
+
+def check_room(folder: Path, needed_bytes: int) -> None:
+    """Nothing, where this rank sees the folder and its disk has room for the whole checkpoint."""
+    if not is_seen(folder):
+        raise CheckpointError(f"rank 0 has made {folder}, which is not there on this rank's machine; {SHARED_FOLDER}")
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        raise CheckpointError(
+            f"the checkpoint takes {_in_gib(needed_bytes)} and {folder.parent} has {_in_gib(free_bytes)} left; "
+            "free some, keep fewer checkpoints with --keep-last, or choose another --save"
+        )
+
+
+def _in_gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.3f} GiB"
+
+
+def write_pieces(path: Path, pieces: Sequence[Piece], chunk_bytes: int) -> tuple[StoredFile, list[StoredPiece]]:
+    """A file that holds the pieces, as the manifest lists it: tensors of one dimension named `<parameter>.<state>.<start>`."""
+    names = [f"{piece.parameter}.{piece.state}.{piece.start}" for piece in pieces]
+    layout = lay_out(
+        [TensorEntry(name, ELEMENT_TYPE, (piece.stop - piece.start,)) for name, piece in zip(names, pieces, strict=True)],
+    )
+    file = write_file(path, layout, (piece.values for piece in pieces), chunk_bytes)
+    offsets: dict[tuple[str, int, int], dict[str, int]] = {}
+    for piece, offset in zip(pieces, layout.offsets, strict=True):
+        offsets.setdefault((piece.parameter, piece.start, piece.stop), {})[piece.state] = offset
+    return file, [StoredPiece(*place, path.name, by_state) for place, by_state in offsets.items()]
+
+
+def write_record(unfinished: Path, rank: int, file: StoredFile, pieces: Sequence[StoredPiece]) -> None:
+    """Says in the folder that a rank has written its file, and what is in it."""
+    partial = unfinished / f"{_record_name(rank)}.partial"
+    write_durably(partial, json.dumps({"file": vars(file), "pieces": [vars(piece) for piece in pieces]}))
+    partial.rename(unfinished / _record_name(rank))
+    sync_folder(unfinished)
+
+
+def read_record(unfinished: Path, rank: int) -> tuple[StoredFile, list[StoredPiece]] | None:
+    """What a rank has said, or None where it has not yet."""
+    try:
+        record = json.loads((unfinished / _record_name(rank)).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return parse_file(record["file"]), [parse_piece(piece) for piece in record["pieces"]]
+
+
+def seal(unfinished: Path, manifest: Manifest) -> None:
+    """Writes manifest and marker into a folder that has all files of the manifest, and takes out what only served the writing."""
+    for stored in manifest.files:
+        nbytes = (unfinished / stored.name).stat().st_size
+        if nbytes != stored.nbytes:
+            raise CheckpointError(f"{unfinished / stored.name} has {nbytes} bytes where {stored.nbytes} were written; {SHARED_FOLDER}")
+    text = manifest.to_json()
+    write_durably(unfinished / MANIFEST_FILE, text)
+    write_durably(unfinished / MARKER_FILE, marker_json(text))
+    kept = {MANIFEST_FILE, MARKER_FILE, *(stored.name for stored in manifest.files)}
+    for path in unfinished.iterdir():
+        if path.name not in kept:
+            path.unlink()
+    sync_folder(unfinished)
+
+
+def _record_name(rank: int) -> str:
+    return f"rank_{rank:05d}.json"
