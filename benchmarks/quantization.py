@@ -81,6 +81,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--reference-rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--options", action="store_true", help="also time rotated values and stochastic rounding, of bf16 and fp32")
     return parser.parse_args(arguments)
 
 
@@ -90,7 +91,7 @@ def _measure_size(megabytes: int, options: argparse.Namespace) -> Iterator[Resul
     for bits in quantization.BITS[::-1]:
         values = torch.randn(SLICES, run_numel, generator=torch.Generator().manual_seed(1)).bfloat16()
         memcpy = _memcpy(values, torch.empty_like(values))
-        for case in _cases(values, bits, options.block_numel):
+        for case in _cases(values, bits, options.block_numel, options.options):
             kernel_seconds, memcpy_seconds, share = _side_by_side(case.kernel, memcpy, options.rounds)
             reference_seconds = statistics.median(_seconds_per_call(case.reference) for _ in range(options.reference_rounds))
             gigabytes = value_bytes / 1e9
@@ -98,7 +99,7 @@ def _measure_size(megabytes: int, options: argparse.Namespace) -> Iterator[Resul
             yield Result(megabytes, bits, case.name, gigabytes / kernel_seconds, gigabytes / memcpy_seconds, share, factor)
 
 
-def _cases(values: Tensor, bits: int, block_numel: int) -> Iterator[Case]:
+def _cases(values: Tensor, bits: int, block_numel: int, has_options: bool) -> Iterator[Case]:
     slices, run_numel = values.shape
     form = {"bits": bits, "block_numel": block_numel}
     payloads = torch.zeros(MOST_MEMBERS, slices, quantization.coded_bytes(run_numel, **form), dtype=torch.uint8)
@@ -117,6 +118,17 @@ def _cases(values: Tensor, bits: int, block_numel: int) -> Iterator[Case]:
         yield case(
             f"decode, mean of {members}, encode", "recode_mean_blocks", received, encoded, run_numel=run_numel, next_bits=bits, **form
         )
+    if not has_options:
+        return
+    wide, received = values.float(), payloads[:2]
+    for name, source in (("", values), (" fp32", wide)):
+        yield case(f"rotate{name}, encode", "encode_blocks", source, encoded, **form, rotated=True)
+        yield case(f"encode{name} stochastically", "encode_blocks", source, encoded, **form, noise_key=1)
+        yield case(f"rotate{name}, encode stochastically", "encode_blocks", source, encoded, **form, rotated=True, noise_key=1)
+    yield case("encode fp32", "encode_blocks", wide, encoded, **form)
+    yield case("decode, add rotated mean of 2", "decode_mean_blocks", received, mean, **form, accumulate=True, rotated=True)
+    stochastic = {"run_numel": run_numel, "next_bits": bits, "noise_key": 1}
+    yield case("decode, mean of 2, encode stochastically", "recode_mean_blocks", received, encoded, **form, **stochastic)
 
 
 def _memcpy(source: Tensor, target: Tensor) -> Call:

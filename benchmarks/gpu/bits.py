@@ -25,17 +25,23 @@ class OpsOn:
     def __init__(self, device: str) -> None:
         self._device = device
 
-    def encode_blocks(self, values: Tensor, payloads: Tensor, bits: int, block_numel: int) -> None:
-        self._call("encode_blocks", (values,), payloads, bits, block_numel)
+    def encode_blocks(
+        self, values: Tensor, payloads: Tensor, bits: int, block_numel: int, rotated: bool = False, noise_key: int | None = None
+    ) -> None:
+        self._call("encode_blocks", (values,), payloads, bits, block_numel, rotated, noise_key)
 
     def decode_blocks(self, payloads: Tensor, values: Tensor, bits: int, block_numel: int) -> None:
         self._call("decode_blocks", (payloads,), values, bits, block_numel)
 
-    def decode_mean_blocks(self, payloads: Tensor, mean: Tensor, bits: int, block_numel: int, accumulate: bool) -> None:
-        self._call("decode_mean_blocks", (payloads,), mean, bits, block_numel, accumulate)
+    def decode_mean_blocks(
+        self, payloads: Tensor, mean: Tensor, bits: int, block_numel: int, accumulate: bool, rotated: bool = False
+    ) -> None:
+        self._call("decode_mean_blocks", (payloads,), mean, bits, block_numel, accumulate, rotated)
 
-    def recode_mean_blocks(self, payloads: Tensor, recoded: Tensor, run_numel: int, bits: int, next_bits: int, block_numel: int) -> None:
-        self._call("recode_mean_blocks", (payloads,), recoded, run_numel, bits, next_bits, block_numel)
+    def recode_mean_blocks(
+        self, payloads: Tensor, recoded: Tensor, run_numel: int, bits: int, next_bits: int, block_numel: int, noise_key: int | None = None
+    ) -> None:
+        self._call("recode_mean_blocks", (payloads,), recoded, run_numel, bits, next_bits, block_numel, noise_key)
 
     def _call(self, op: str, read: tuple[Tensor, ...], written: Tensor, *numbers: Any) -> None:
         target = written.to(self._device)
@@ -60,12 +66,12 @@ def run() -> Outcome:
 
 
 def _check_sizes(outcome: Outcome, device: str) -> None:
-    from kernel_bits import check_all
+    from kernel_bits import check_all, check_options
 
     compared, start = 0, time.monotonic()
     for block_numel, blocks in SIZES:
         try:
-            compared += check_all(OpsOn(device), block_numel, blocks)
+            compared += check_all(OpsOn(device), block_numel, blocks) + check_options(OpsOn(device), block_numel, blocks)
         except AssertionError as difference:
             outcome.check(f"{blocks} blocks of {block_numel}: kernels equal the reference {difference}", holds=False)
     outcome.measured |= {"results_compared": compared, "compare_seconds": round(time.monotonic() - start, 1)}
@@ -86,6 +92,9 @@ def _check_all_16_bit_values(outcome: Outcome, device: str) -> None:
             for bits in BITS:
                 payloads = encoded(reference, values, bits, 32)
                 is_equal = equal_bits(encoded(OpsOn(device), values, bits, 32), payloads)
+                for options in ((True, None), (False, 7)):
+                    arguments = (values, bits, 32, *options)
+                    is_equal = is_equal and equal_bits(encoded(OpsOn(device), *arguments), encoded(reference, *arguments))
                 for output in DTYPES:
                     arguments = (payloads, values.shape[1], output, bits, 32)
                     is_equal = is_equal and equal_bits(decoded(OpsOn(device), *arguments), decoded(reference, *arguments))
@@ -172,4 +181,7 @@ def _check_reference_on_gpu(outcome: Outcome) -> None:
                 on_gpu = torch.full_like(payloads, 0xA5).cuda()
                 reference.encode_blocks(values.cuda(), on_gpu, bits, 32)
                 differing += not equal_bits(on_gpu.cpu(), payloads)
+                optional = encoded(reference, values, bits, 32, True, 2**62)
+                reference.encode_blocks(values.cuda(), on_gpu, bits, 32, True, 2**62)
+                differing += not equal_bits(on_gpu.cpu(), optional)
     outcome.check("the plain-torch reference encodes on the GPU as on the CPU", holds=differing == 0)

@@ -75,22 +75,23 @@ def _ops(run_numel: int, bits: int) -> dict[str, Callable[[], tuple[Call, int]]]
             quantization.encode_blocks(values, member, **form)
         return made
 
-    def encode(dtype: torch.dtype) -> tuple[Call, int]:
+    def encode(dtype: torch.dtype, **options: Any) -> tuple[Call, int]:
         values = torch.randn(SLICES, run_numel, device="cuda").to(dtype)
         target = torch.empty(SLICES, row_bytes, dtype=torch.uint8, device="cuda")
-        return partial(quantization.encode_blocks, values, target, **form), values.nbytes + target.nbytes
+        return partial(quantization.encode_blocks, values, target, **form, **options), values.nbytes + target.nbytes
 
     def decode(dtype: torch.dtype) -> tuple[Call, int]:
         source, values = payloads(SLICES), torch.empty(SLICES, run_numel, dtype=dtype, device="cuda")
         return partial(quantization.decode_blocks, source, values, **form), values.nbytes + source.nbytes
 
-    def add_mean(members: int) -> tuple[Call, int]:
+    def add_mean(members: int, **options: Any) -> tuple[Call, int]:
         source, mean = payloads(members, SLICES), torch.zeros(SLICES, run_numel, device="cuda")
-        return partial(quantization.decode_mean_blocks, source, mean, **form, accumulate=True), 2 * mean.nbytes + source.nbytes
+        call = partial(quantization.decode_mean_blocks, source, mean, **form, accumulate=True, **options)
+        return call, 2 * mean.nbytes + source.nbytes
 
-    def recode(members: int) -> tuple[Call, int]:
+    def recode(members: int, **options: Any) -> tuple[Call, int]:
         source, target = payloads(members, SLICES), torch.empty(SLICES, row_bytes, dtype=torch.uint8, device="cuda")
-        call = partial(quantization.recode_mean_blocks, source, target, run_numel=run_numel, next_bits=bits, **form)
+        call = partial(quantization.recode_mean_blocks, source, target, run_numel=run_numel, next_bits=bits, **form, **options)
         return call, source.nbytes + target.nbytes
 
     return {
@@ -101,6 +102,11 @@ def _ops(run_numel: int, bits: int) -> dict[str, Callable[[], tuple[Call, int]]]
         "decode, add mean of 2": partial(add_mean, 2),
         "decode, mean of 2, encode": partial(recode, 2),
         "decode, mean of 8, encode": partial(recode, 8),
+        "rotate bf16, encode": partial(encode, torch.bfloat16, rotated=True),
+        "encode bf16 stochastically": partial(encode, torch.bfloat16, noise_key=1),
+        "rotate bf16, encode stochastically": partial(encode, torch.bfloat16, rotated=True, noise_key=1),
+        "decode, add rotated mean of 2": partial(add_mean, 2, rotated=True),
+        "decode, mean of 2, encode stochastically": partial(recode, 2, noise_key=1),
     }
 
 

@@ -1,7 +1,8 @@
 // Noise for stochastic rounding: a function of a key and of a value's index, so that every thread and every device draws the same.
 //
 // The code of a quotient q is rint(q + w) with w an odd multiple of 2^-17 between -1/2 and 1/2, each equally likely: it is the integer
-// below q or the one above, with q as its mean. One hash serves two neighbouring values.
+// below q or the one above, with q as its mean. One hash serves two neighbouring values. Clamped quotients and noise add up to at most
+// Q + 1/2 - 2^-17 without rounding, so codes are within -Q to Q.
 #pragma once
 
 #include "block_format.h"
@@ -26,8 +27,9 @@ inline Noise noise_of(uint64_t key) {
   return {true, static_cast<uint32_t>(mixed), static_cast<uint32_t>(mixed >> 32)};
 }
 
-// triple32 of C. Wellons' hash-prospector, joined by a second word behind its first round.
-ZPP_HOST_DEVICE uint32_t hashed(uint32_t counter, uint32_t word) {
+// triple32 of C. Wellons' hash-prospector, joined by a second word behind its first round. Word: uint32_t, or a vector of them.
+template <class Word>
+ZPP_HOST_DEVICE Word hashed(Word counter, Word word) {
   counter ^= counter >> 17;
   counter *= 0xed5ad4bbu;
   counter ^= counter >> 11;
@@ -39,19 +41,21 @@ ZPP_HOST_DEVICE uint32_t hashed(uint32_t counter, uint32_t word) {
   return counter;
 }
 
-// The hash for values 2 * pair and 2 * pair + 1, counted over all slices.
-ZPP_HOST_DEVICE uint32_t pair_hash(const Noise& noise, int64_t pair) {
-  return hashed(static_cast<uint32_t>(pair) + noise.first_word, static_cast<uint32_t>(pair >> 32) + noise.second_word);
+// The hashes of pairs first, first + 1, ... of neighbouring values, counted over all slices, up to the next multiple of 2^32.
+struct PairHashes {
+  uint32_t counter;
+  uint32_t word;
+
+  ZPP_HOST_DEVICE uint32_t at(int64_t i) const { return hashed(counter + static_cast<uint32_t>(i), word); }
+};
+
+ZPP_HOST_DEVICE PairHashes pair_hashes(const Noise& noise, int64_t first) {
+  return {static_cast<uint32_t>(first) + noise.first_word, static_cast<uint32_t>(first >> 32) + noise.second_word};
 }
 
 // The noise in the hash's 16 low or high bits k: (2k + 1) / 2^17 - 1/2. Floats in [1, 2) are 2^-23 apart; nothing here rounds.
-ZPP_HOST_DEVICE float even_noise(uint32_t hash) { return float_of(((hash << 7) & 0x007fff80u) | 0x3f800040u) - 1.5f; }
-ZPP_HOST_DEVICE float odd_noise(uint32_t hash) { return float_of(((hash >> 9) & 0x007fff80u) | 0x3f800040u) - 1.5f; }
-
-// The code of a value in a block that has codes. The sum stays below Q + 1/2: Q and the noise add up without rounding.
-template <int kBits>
-ZPP_HOST_DEVICE uint32_t noisy_code_of(float value, float scale, float noise) {
-  return rounded(clamped_quotient<kBits>(value, scale) + noise);
+ZPP_HOST_DEVICE float noise_in(uint32_t hash, bool is_odd) {
+  return float_of(((is_odd ? hash >> 9 : hash << 7) & 0x007fff80u) | 0x3f800040u) - 1.5f;
 }
 
 }  // namespace megatron_zpp

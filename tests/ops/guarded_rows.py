@@ -48,11 +48,15 @@ def check_rows(block_numel: int, blocks: int, first: int, gap: int) -> int:
             torch.ops.megatron_zpp.encode_blocks(runs, payloads[member], bits, block_numel)
             reference.encode_blocks(runs, expected[member], bits, block_numel)
         assert equal_bits(payloads, expected), (dtype, bits)
+        for rotated, noise_key in ((True, None), (False, 1)):
+            torch.ops.megatron_zpp.encode_blocks(runs, payloads[1], bits, block_numel, rotated, noise_key)
+            reference.encode_blocks(runs, expected[1], bits, block_numel, rotated, noise_key)
+            assert equal_bits(payloads, expected), (dtype, bits, rotated, noise_key)
         before = flat.clone()
         torch.ops.megatron_zpp.decode_blocks(payloads[2], runs, bits, block_numel)
         reference.decode_blocks(expected[2], before.as_strided(runs.shape, runs.stride(), first), bits, block_numel)
         assert equal_bits(flat, before), (dtype, bits)
-        compared += 2 + _check_means(payloads, run_numel, bits, block_numel, first, gap)
+        compared += 4 + _check_means(payloads, run_numel, bits, block_numel, first, gap)
     return compared
 
 
@@ -60,19 +64,19 @@ def _check_means(payloads: Tensor, run_numel: int, bits: int, block_numel: int, 
     stride = first + run_numel + gap
     flat = at_the_end_of_memory(torch.linspace(-1, 1, 2 * stride - gap))
     before = flat.clone()
-    for accumulate in (True, False):
+    for options in ((True, False), (True, True), (False, True), (False, False)):
         torch.ops.megatron_zpp.decode_mean_blocks(
-            payloads, flat.as_strided((2, run_numel), (stride, 1), first), bits, block_numel, accumulate
+            payloads, flat.as_strided((2, run_numel), (stride, 1), first), bits, block_numel, *options
         )
-        reference.decode_mean_blocks(payloads, before.as_strided((2, run_numel), (stride, 1), first), bits, block_numel, accumulate)
-        assert equal_bits(flat, before), (bits, accumulate)
+        reference.decode_mean_blocks(payloads, before.as_strided((2, run_numel), (stride, 1), first), bits, block_numel, *options)
+        assert equal_bits(flat, before), (bits, options)
     for next_bits in BITS:
         recoded = at_the_end_of_memory(torch.full((2, coded_bytes(run_numel, next_bits, block_numel)), UNTOUCHED, dtype=torch.uint8))
         expected = recoded.clone()
         torch.ops.megatron_zpp.recode_mean_blocks(payloads, recoded, run_numel, bits, next_bits, block_numel)
         reference.recode_mean_blocks(payloads, expected, run_numel, bits, next_bits, block_numel)
         assert equal_bits(recoded, expected), (bits, next_bits)
-    return 4
+    return 6
 
 
 if __name__ == "__main__":

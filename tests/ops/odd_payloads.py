@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 
 import torch
 from kernel_bits import BITS, DTYPES, decoded, mean, recoded
@@ -37,13 +38,13 @@ def check_any_payloads() -> int:
             for dtype in DTYPES:
                 arguments = (payloads[0], run_numel, dtype, bits, BLOCK)
                 assert equal_bits(decoded(ops, *arguments), decoded(reference, *arguments)), (bits, dtype)
-            for accumulate in (False, True):
-                arguments = (payloads, run_numel, bits, BLOCK, accumulate)
-                assert equal_bits(mean(ops, *arguments), mean(reference, *arguments)), (bits, members, accumulate)
-            for next_bits in BITS:
-                arguments = (payloads, run_numel, bits, next_bits, BLOCK)
-                assert equal_bits(recoded(ops, *arguments), recoded(reference, *arguments)), (bits, members, next_bits)
-            compared += 7
+            for accumulate, rotated in product((False, True), repeat=2):
+                arguments = (payloads, run_numel, bits, BLOCK, accumulate, rotated)
+                assert equal_bits(mean(ops, *arguments), mean(reference, *arguments)), (bits, members, accumulate, rotated)
+            for next_bits, noise_key in product(BITS, (None, 1)):
+                arguments = (payloads, run_numel, bits, next_bits, BLOCK, noise_key)
+                assert equal_bits(recoded(ops, *arguments), recoded(reference, *arguments)), (bits, members, next_bits, noise_key)
+            compared += 11
     return compared
 
 

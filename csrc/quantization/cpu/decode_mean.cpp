@@ -31,7 +31,7 @@ void launch_decode_mean(
       float* total = accumulate ? scratch : mean;
       mean_block<kBits>(payloads, group.slice, block, block_numel, total);
       if (rotated) {
-        rotate(total, block_numel, 1.0f / kRotatedNumel);
+        rotate(total, block_numel, 1.0f / kRotatedNumel, total);
       }
       if (accumulate) {
         add_block(scratch, block_numel, mean);

@@ -11,17 +11,20 @@ namespace {
 template <int kBits, class T>
 void launch_encode(ValueRows<const T> values, PayloadRows<uint8_t> payloads, int64_t block_numel, const Noise& noise) {
   for_each_group(payloads.slices, payloads.layout.blocks, block_numel, [&](const Group& group, float* scratch) {
-    encode_group<kBits>(values.run(group.slice) + group.first_block * block_numel, scratch, group, block_numel, noise, payloads);
+    const T* source = values.run(group.slice) + group.first_block * block_numel;
+    encode_group<kBits>(source, group, block_numel, noise, scratch, payloads);
   });
 }
 
 template <int kBits, class T>
 void launch_encode_rotated(ValueRows<const T> values, PayloadRows<uint8_t> payloads, int64_t block_numel, const Noise& noise) {
   for_each_group(payloads.slices, payloads.layout.blocks, block_numel, [&](const Group& group, float* scratch) {
-    const int64_t numel = group.blocks * block_numel;
-    widen(values.run(group.slice) + group.first_block * block_numel, numel, scratch);
-    rotate(scratch, numel, 1.0f);
-    encode_group<kBits>(static_cast<const float*>(scratch), nullptr, group, block_numel, noise, payloads);
+    const T* source = values.run(group.slice) + group.first_block * block_numel;
+    uint32_t largest[kMostGroupBlocks];
+    for (int64_t block = 0; block < group.blocks; ++block) {
+      largest[block] = rotate(source + block * block_numel, block_numel, 1.0f, scratch + block * block_numel);
+    }
+    encode_group<kBits>(static_cast<const float*>(scratch), largest, group, block_numel, noise, nullptr, payloads);
   });
 }
 

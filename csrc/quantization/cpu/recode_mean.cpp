@@ -15,7 +15,7 @@ void launch_recode_mean(
     for (int64_t block = 0; block < group.blocks; ++block) {
       mean_block<kBits>(payloads, group.slice, group.first_block + block, block_numel, means + block * block_numel);
     }
-    encode_group<kNextBits>(static_cast<const float*>(means), nullptr, group, block_numel, noise, recoded);
+    encode_group<kNextBits>(static_cast<const float*>(means), group, block_numel, noise, nullptr, recoded);
   });
 }
 

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "../exact_reciprocal.h"
+#include "../noise.h"
 #include "code_chunks.h"
 #include "teams.h"
 
@@ -15,20 +16,33 @@ __device__ __forceinline__ void store_held(
   constexpr int kChunkBytes = CodeChunk<kBits, Chunk::kNumel>::kBytes;
   uint8_t* target = codes + piece.first * kChunkBytes;
   for_each_held<Teams>(share, piece, [&](int i, int chunk) {
-    store_codes<kBits, Chunk::kNumel>(coded<kBits>(held[i], to_code), target + chunk * kChunkBytes);
+    const int64_t first_pair = (piece.first + chunk) * (Chunk::kNumel / 2);
+    store_codes<kBits, Chunk::kNumel>(coded<kBits>(held[i], first_pair, to_code), target + chunk * kChunkBytes);
   });
 }
 
-// Codes of the chunks held, as the block's scale has them; factor as exact_reciprocal says.
+// Codes of the chunks held, as the block's scale has them; factor as exact_reciprocal says. The block's pairs count from first_pair.
 template <class Teams, int kBits, class Chunk>
 __device__ __forceinline__ void store_scaled(
-    const Share& share, const Piece& piece, const Chunk (&held)[Teams::kHeld], float scale, float factor, uint8_t* codes) {
+    const Share& share,
+    const Piece& piece,
+    const Chunk (&held)[Teams::kHeld],
+    float scale,
+    float factor,
+    const Noise& noise,
+    int64_t first_pair,
+    uint8_t* codes) {
   if (!has_codes(scale)) {
-    store_held<Teams, kBits>(share, piece, held, codes, [](float) { return 0u; });
+    store_held<Teams, kBits>(share, piece, held, codes, [](float, int64_t, bool) { return 0u; });
+  } else if (noise.is_on) {
+    store_held<Teams, kBits>(share, piece, held, codes, [&](float value, int64_t pair, bool is_odd) {
+      const uint32_t hash = pair_hashes(noise, first_pair + pair).at(0);
+      return rounded(clamped_quotient<kBits>(value, scale) + noise_in(hash, is_odd));
+    });
   } else if (factor != 0.0f) {
-    store_held<Teams, kBits>(share, piece, held, codes, [factor](float value) { return rounded(value * factor); });
+    store_held<Teams, kBits>(share, piece, held, codes, [factor](float value, int64_t, bool) { return rounded(value * factor); });
   } else {
-    store_held<Teams, kBits>(share, piece, held, codes, [scale](float value) { return code_of<kBits>(value, scale); });
+    store_held<Teams, kBits>(share, piece, held, codes, [scale](float value, int64_t, bool) { return code_of<kBits>(value, scale); });
   }
 }
 
@@ -42,9 +56,10 @@ __device__ __forceinline__ float factor_of(typename ValueFormat<T>::Magnitude la
 }
 
 // Encodes the team's block. load(piece, held) fills what the thread holds of a piece; chunks that are not there are zeros.
-// It is called once for each, and once more where the team cannot hold the whole block.
+// It is called once for each, and once more where the team cannot hold the whole block. The block's pairs of values count from first_pair.
 template <class Teams, int kBits, class Chunk, class Load>
-__device__ __forceinline__ void encode_block(const Share& share, Load load, uint8_t* codes, float* scale_target) {
+__device__ __forceinline__ void encode_block(
+    const Share& share, Load load, const Noise& noise, int64_t first_pair, uint8_t* codes, float* scale_target) {
   using T = typename Chunk::Value;
   Chunk held[Teams::kHeld];
   const int64_t pieces = pieces_of<Teams>(share);
@@ -67,7 +82,7 @@ __device__ __forceinline__ void encode_block(const Share& share, Load load, uint
     if (pieces > 1) {
       load(piece, held);
     }
-    store_scaled<Teams, kBits>(share, piece, held, scale, factor, codes);
+    store_scaled<Teams, kBits>(share, piece, held, scale, factor, noise, first_pair, codes);
   }
 }
 

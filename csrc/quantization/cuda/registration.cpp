@@ -42,17 +42,19 @@ void check_same_device(const at::Tensor& left, const at::Tensor& right) {
   TORCH_CHECK(left.device() == right.device(), "tensors are on ", left.device(), " and ", right.device(), ", needed is one device");
 }
 
-void encode_blocks(const at::Tensor& values, at::Tensor& payloads, int64_t bits, int64_t block_numel) {
+void encode_blocks(
+    const at::Tensor& values, at::Tensor& payloads, int64_t bits, int64_t block_numel, bool rotated, std::optional<int64_t> noise_key) {
   check_same_device(values, payloads);
   check_values(values, "values");
   check_format(values.size(1), bits, block_numel);
   const auto rows = writable_payloads(payloads, "payloads", values.size(0), row_layout(values.size(1), bits, block_numel));
+  const Noise noise = noise_for(noise_key);
   const c10::cuda::CUDAGuard guard(values.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   dispatch_bits(bits, [&](auto kBits) {
     dispatch_values(values, "values", [&](auto zero) {
       const auto source = readable_bits<decltype(zero)>(values);
-      check_launch(launch_encode<decltype(kBits)::value>(source, rows, block_numel, stream), "encode_blocks");
+      check_launch(launch_encode<decltype(kBits)::value>(source, rows, block_numel, rotated, noise, stream), "encode_blocks");
     });
   });
 }
@@ -72,7 +74,7 @@ void decode_blocks(const at::Tensor& payloads, at::Tensor& values, int64_t bits,
   });
 }
 
-void decode_mean_blocks(const at::Tensor& payloads, at::Tensor& mean, int64_t bits, int64_t block_numel, bool accumulate) {
+void decode_mean_blocks(const at::Tensor& payloads, at::Tensor& mean, int64_t bits, int64_t block_numel, bool accumulate, bool rotated) {
   check_same_device(payloads, mean);
   check_values(mean, "mean");
   check_format(mean.size(1), bits, block_numel);
@@ -82,12 +84,19 @@ void decode_mean_blocks(const at::Tensor& payloads, at::Tensor& mean, int64_t bi
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   dispatch_bits(bits, [&](auto kBits) {
     const auto target = writable_values<float>(mean);
-    check_launch(launch_decode_mean<decltype(kBits)::value>(rows, target, block_numel, accumulate, stream), "decode_mean_blocks");
+    const cudaError_t error = launch_decode_mean<decltype(kBits)::value>(rows, target, block_numel, accumulate, rotated, stream);
+    check_launch(error, "decode_mean_blocks");
   });
 }
 
 void recode_mean_blocks(
-    const at::Tensor& payloads, at::Tensor& recoded, int64_t run_numel, int64_t bits, int64_t next_bits, int64_t block_numel) {
+    const at::Tensor& payloads,
+    at::Tensor& recoded,
+    int64_t run_numel,
+    int64_t bits,
+    int64_t next_bits,
+    int64_t block_numel,
+    std::optional<int64_t> noise_key) {
   check_same_device(payloads, recoded);
   check_format(run_numel, bits, block_numel);
   check_format(run_numel, next_bits, block_numel);
@@ -95,12 +104,13 @@ void recode_mean_blocks(
   const int64_t slices = recoded.size(0);
   const auto rows = readable_members(payloads, "payloads", slices, row_layout(run_numel, bits, block_numel));
   const auto next_rows = writable_payloads(recoded, "recoded", slices, row_layout(run_numel, next_bits, block_numel));
+  const Noise noise = noise_for(noise_key);
   const c10::cuda::CUDAGuard guard(recoded.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   dispatch_bits(bits, [&](auto kBits) {
     dispatch_bits(next_bits, [&](auto kNextBits) {
       const cudaError_t error =
-          launch_recode_mean<decltype(kBits)::value, decltype(kNextBits)::value>(rows, next_rows, block_numel, stream);
+          launch_recode_mean<decltype(kBits)::value, decltype(kNextBits)::value>(rows, next_rows, block_numel, noise, stream);
       check_launch(error, "recode_mean_blocks");
     });
   });

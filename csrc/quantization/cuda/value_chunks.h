@@ -1,4 +1,4 @@
-// Chunks of values: 16 neighbouring bytes of fp32, bf16 or fp16, or the 8 fp32 values of a mean, in a thread's registers.
+// Chunks of values: 16 neighbouring bytes of fp32, bf16 or fp16, or 4 or 8 fp32 values that were computed, in a thread's registers.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,9 +20,10 @@ struct PackedChunk {
   uint32_t words[kChunkWords];
 };
 
-struct MeanChunk {
+template <int kNumel_>
+struct WideChunk {
   using Value = float;
-  static constexpr int kNumel = 8;
+  static constexpr int kNumel = kNumel_;
   float values[kNumel];
 };
 
@@ -113,7 +114,22 @@ __device__ __forceinline__ Pair pair_at(const PackedChunk<float>& chunk, int pai
   return {float_of(chunk.words[2 * pair]), float_of(chunk.words[2 * pair + 1])};
 }
 
-__device__ __forceinline__ Pair pair_at(const MeanChunk& chunk, int pair) { return {chunk.values[2 * pair], chunk.values[2 * pair + 1]}; }
+template <int kNumel>
+__device__ __forceinline__ Pair pair_at(const WideChunk<kNumel>& chunk, int pair) {
+  return {chunk.values[2 * pair], chunk.values[2 * pair + 1]};
+}
+
+template <class T>
+__device__ __forceinline__ WideChunk<PackedChunk<T>::kNumel> widened(const PackedChunk<T>& chunk) {
+  WideChunk<PackedChunk<T>::kNumel> wide;
+#pragma unroll
+  for (int pair = 0; pair < PackedChunk<T>::kNumel / 2; ++pair) {
+    const Pair values = pair_at(chunk, pair);
+    wide.values[2 * pair] = values.even;
+    wide.values[2 * pair + 1] = values.odd;
+  }
+  return wide;
+}
 
 // ---- Largest magnitudes ----------------------------------------------------------------------------------------------------------------
 
@@ -139,10 +155,11 @@ __device__ __forceinline__ uint32_t largest_magnitude(const PackedChunk<float>& 
   return largest;
 }
 
-__device__ __forceinline__ uint32_t largest_magnitude(const MeanChunk& chunk) {
+template <int kNumel>
+__device__ __forceinline__ uint32_t largest_magnitude(const WideChunk<kNumel>& chunk) {
   uint32_t largest = 0;
 #pragma unroll
-  for (int i = 0; i < MeanChunk::kNumel; ++i) {
+  for (int i = 0; i < kNumel; ++i) {
     largest = larger(largest, ValueFormat<float>::magnitude(chunk.values[i]));
   }
   return largest;
