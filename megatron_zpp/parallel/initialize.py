@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.parallel.failures import Failures
+from megatron_zpp.parallel.failure_board import FailureBoard
 from megatron_zpp.parallel.launch import Launch
 
 
@@ -35,7 +35,7 @@ class World:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         store = _join_store(launch, timeout)
-        self._failures = Failures(store, launch.rank, launch.world_size)
+        self._failure_board = FailureBoard(store, launch.rank, launch.world_size)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
 
@@ -64,11 +64,11 @@ class World:
 
     def report_failure(self, text: str) -> str:
         """The first failure that any rank has reported, `text` of this rank if there was none before."""
-        return self._failures.report(text)
+        return self._failure_board.report(text)
 
     def check_others(self) -> None:
         """Nothing, while no rank is known to have failed. Raises RuntimeError once one has."""
-        self._failures.check()
+        self._failure_board.check()
 
     def leave(self) -> None:
         """Ends the process groups; no message may be under way. Every rank must call it.

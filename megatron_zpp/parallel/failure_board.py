@@ -17,7 +17,7 @@ ANSWER_SECONDS = 0.2  # that a look at the store may take before the caller goes
 Answer = TypeVar("Answer")
 
 
-class Failures:
+class FailureBoard:
     """The first failure of a run, as every rank can learn it.
 
     A store's client blocks without end where the link to it is cut, so every question is asked by a thread that may be left behind.
