@@ -25,7 +25,7 @@ FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
 from slow_links.configurations import DEFAULT_MODEL, FSDP2, SMOKE_MODEL, ZERO3, Workload  # noqa: E402
-from slow_links.ranks import RankFailed, Ranks  # noqa: E402
+from slow_links.ranks import Ranks  # noqa: E402
 
 SECONDS_PER_ANSWER = 600.0
 FAILURE_EXIT_CODE = 1
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
         machine = worlds[0].machine
         for world in worlds:
             world.ranks.end()
-    except (RankFailed, RuntimeError) as error:
+    except RuntimeError as error:
         print(f"train_step.py: failed: {error}", file=sys.stderr)
         return FAILURE_EXIT_CODE
     finally:

@@ -29,14 +29,11 @@ from slow_links.analysis import analyse  # noqa: E402
 from slow_links.chart import draw  # noqa: E402
 from slow_links.configurations import DEFAULT_MODEL, NAMES, SMOKE_MODEL, Workload  # noqa: E402
 from slow_links.measurement import Plan, measure, smallest_hop  # noqa: E402
-from slow_links.ranks import RankFailed  # noqa: E402
 from slow_links.rates import Rate  # noqa: E402
 from slow_links.record import Record  # noqa: E402
 from slow_links.report import markdown  # noqa: E402
 from slow_links.sandbox import CannotIsolate, enter_own_network  # noqa: E402
 from slow_links.session import Session  # noqa: E402
-
-from megatron_zpp.config.flag import FlagError  # noqa: E402
 
 SMOKE = {"model": SMOKE_MODEL, "rate": ["unlimited", "200mbit"], "rounds": 1, "seconds": 0.5}
 MISTAKE_EXIT_CODE = 2
@@ -47,10 +44,10 @@ def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     try:
         return _run(options, arguments)
-    except (ValueError, FlagError, CannotIsolate, OSError) as error:
+    except (ValueError, OSError, CannotIsolate) as error:
         print(f"two_nodes.py: error: {error}", file=sys.stderr)
         return MISTAKE_EXIT_CODE
-    except (RankFailed, RuntimeError) as error:
+    except RuntimeError as error:
         print(f"two_nodes.py: failed: {error}", file=sys.stderr)
         return FAILURE_EXIT_CODE
 

@@ -31,6 +31,7 @@ class Spread:
 class Row:
     """One configuration at one rate. Speedups are medians of ratios within a round, where both ran side by side.
 
+    in_models: kernel_bytes in units of M (N - 1)/N, the model in 16 bits times the share that comes from other nodes.
     allowed: the speedup over ZeRO-3 that fewer bytes alone would give, 1 / ((1 - f) + f * bytes ratio); None where nothing limits.
     """
 
@@ -40,6 +41,7 @@ class Row:
     over_zero3: float
     over_fsdp2: float
     kernel_bytes: float
+    in_models: float
     ledger_bytes: float | None
     control_bytes: float | None
     allowed: float | None
@@ -116,6 +118,7 @@ def _row(name: str, rounds: Sequence[Round], workload: Workload, f: float | None
         over_zero3=_ratio(rounds, ZERO3, name),
         over_fsdp2=_ratio(rounds, FSDP2, name),
         kernel_bytes=_median(rounds, name, "kernel_bytes"),
+        in_models=_median(rounds, name, "kernel_bytes") / workload.model_share_bytes,
         ledger_bytes=_median(rounds, name, "ledger_bytes") if has_ledger else None,
         control_bytes=_median(rounds, name, "control_bytes") if has_ledger else None,
         allowed=None if f is None or name == FSDP2 else 1 / ((1 - f) + f * bytes_ratio),

@@ -21,7 +21,7 @@ FEATURES = {
 NAMES = (FSDP2, ZERO3, *(f"+{name}" for name in FEATURES), ALL)
 # Dropout off: its random numbers are drawn differently by both, and neither has to be fast at it.
 COMMON = "--bf16 --mock-data --num-workers 0 --lr 1e-4 --lr-decay-style constant --attention-dropout 0 --hidden-dropout 0 --eval-iters 0"
-DEFAULT_MODEL = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 8192"
+DEFAULT_MODEL = "--num-layers 10 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 4096"
 SMOKE_MODEL = "--num-layers 1 --hidden-size 512 --num-attention-heads 8 --seq-length 16 --vocab-size 8192"
 
 
@@ -52,6 +52,11 @@ class Workload:
     @property
     def parameters(self) -> int:
         return parameter_count(self.model_config, self.padded_vocab_size)
+
+    @property
+    def model_share_bytes(self) -> float:
+        """M (N - 1)/N: what enters a node when every slice of the other nodes does once, in 16 bits."""
+        return 2 * self.parameters * (self.nodes - 1) / self.nodes
 
     @property
     def tokens_per_step(self) -> int:

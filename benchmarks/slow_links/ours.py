@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -19,6 +19,18 @@ from megatron_zpp.training.step import train_step
 from slow_links.stopwatch import StopwatchLanes
 
 PROMISED = (Category.WEIGHTS, Category.GRADIENTS)
+
+
+class Training(Protocol):
+    """What a rank asks of a configuration; every rank must make the same calls."""
+
+    def step(self) -> float: ...
+
+    def drain(self) -> None: ...
+
+    def node_bytes(self) -> dict[str, int]: ...
+
+    def close(self) -> None: ...
 
 
 class OurTraining:
@@ -67,6 +79,3 @@ def same_batch(config: Config, rank: int) -> Iterator[MicroBatch]:
     batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.ones(samples, length), rank * samples)
     while True:
         yield batch
-
-
-Training = Any  # OurTraining or slow_links.fsdp2.Fsdp2Training: step, drain, node_bytes, close

@@ -10,7 +10,7 @@ UNLIMITED_WORDS = ("unlimited", "none", "0")
 
 @dataclass(frozen=True, order=True)
 class Rate:
-    """Bits per second of a node's link in each direction; None in `bits_per_second` would not sort, so no limit is infinity."""
+    """What a node's link carries in each direction; infinity without limit."""
 
     bits_per_second: float
 

@@ -11,6 +11,7 @@ from slow_links.rates import UNLIMITED, Rate
 from slow_links.record import Record
 
 MEGABYTE = 1e6
+LANES = ("inter-climb", "intra-climb", "intra-descend", "inter-descend")
 
 
 def markdown(record: Record, workload: Workload, ratings: Sequence[Rated]) -> str:
@@ -45,12 +46,21 @@ def _facts(record: Record, workload: Workload) -> str:
     return "\n".join(lines)
 
 
+def _spread(row: Row) -> str:
+    return f"{row.seconds.median * 1e3:.0f} ({row.seconds.least * 1e3:.0f} to {row.seconds.most * 1e3:.0f})"
+
+
+def _or_dash(value: float | None, text: Callable[[float], str]) -> str:
+    return "-" if value is None else text(value)
+
+
 COLUMNS: dict[str, Callable[[Row], str]] = {
-    "step, ms (least to most)": lambda row: _spread(row),
+    "step, ms (least to most)": _spread,
     "tokens/s": lambda row: f"{row.tokens_per_second:.0f}",
     "x ZeRO-3": lambda row: f"{row.over_zero3:.2f}",
     "x FSDP2": lambda row: f"{row.over_fsdp2:.2f}",
     "MB into a node: kernel": lambda row: f"{row.kernel_bytes / MEGABYTE:.2f}",
+    "in M (N - 1)/N": lambda row: f"{row.in_models:.2f}",
     "ledger": lambda row: _or_dash(row.ledger_bytes, lambda nbytes: f"{nbytes / MEGABYTE:.2f}"),
     "kernel over ledger": lambda row: _or_dash(row.kernel_over_ledger, lambda share: f"{share:+.2%}"),
     "x ZeRO-3 by bytes alone": lambda row: _or_dash(row.allowed, lambda allowed: f"{allowed:.2f}"),
@@ -108,17 +118,6 @@ def _hidden(ratings: Sequence[Rated]) -> str:
                 rows.append([f"{rated.rate} {row.name}", f"{row.hidden.get('collectives', 0):.0f}", f"{codec * 1e3:.0f}", *lanes])
     header = ["", "collectives", "encode, decode, copy", *(f"wait {lane}" for lane in LANES)]
     return "\n".join(["### Inside a step of rank 0, ms", "", *_table(header, rows)])
-
-
-LANES = ("inter-climb", "intra-climb", "intra-descend", "inter-descend")
-
-
-def _spread(row: Row) -> str:
-    return f"{row.seconds.median * 1e3:.0f} ({row.seconds.least * 1e3:.0f} to {row.seconds.most * 1e3:.0f})"
-
-
-def _or_dash(value: float | None, text: Callable[[float], str]) -> str:
-    return "-" if value is None else text(value)
 
 
 def _product(factors: Iterable[float]) -> float:

@@ -38,9 +38,12 @@ class Rank:
         self._launch = launch
         self._world = World(launch, choose_device(launch, os.environ.get("SLOW_LINKS_BACKEND")), timeout)
         self._trainings: dict[str, Training] = {}
-        node, ranks_per_node = divmod(launch.rank, launch.local_world_size or 1)[0], launch.local_world_size or 1
-        groups = [dist.new_group(range(first, first + ranks_per_node)) for first in range(0, launch.world_size, ranks_per_node)]
-        self._own_node = groups[node]
+        ranks_per_node = launch.local_world_size or 1
+        nodes = [dist.new_group(range(first, first + ranks_per_node)) for first in range(0, launch.world_size, ranks_per_node)]
+        self._own_node = nodes[launch.rank // ranks_per_node]
+
+    def introduce(self) -> dict[str, Any]:
+        return {"device": self._world.device.type, "torch": torch.__version__}
 
     def build(self, name: str, flags: list[str]) -> dict[str, Any]:
         make = Fsdp2Training if name == FSDP2 else OurTraining
@@ -136,7 +139,7 @@ def main() -> None:
         try:
             if rank is None:
                 rank = Rank(timedelta(seconds=question["timeout_seconds"]))
-                answer: dict[str, Any] = {"device": torch.device(rank._world.device).type, "torch": torch.__version__}
+                answer = rank.introduce()
             else:
                 answer = getattr(rank, question.pop("ask"))(**question)
         except Exception:

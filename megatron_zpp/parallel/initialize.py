@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.parallel.failures import Failures
+from megatron_zpp.parallel.failure_board import FailureBoard
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.parallel.roll_call import RollCall
 
@@ -35,8 +35,13 @@ class World:
         self.timeout = timeout
         if device.type == "cuda":
             torch.cuda.set_device(device)
+<<<<<<< HEAD
         self._store = _join_store(launch, timeout)
         self._failures = Failures(self._store, launch.rank, launch.world_size)
+=======
+        store = _join_store(launch, timeout)
+        self._failure_board = FailureBoard(store, launch.rank, launch.world_size)
+>>>>>>> nodes
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=self._store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
 
@@ -68,11 +73,11 @@ class World:
 
     def report_failure(self, text: str) -> str:
         """The first failure that any rank has reported, `text` of this rank if there was none before."""
-        return self._failures.report(text)
+        return self._failure_board.report(text)
 
     def check_others(self) -> None:
         """Nothing, while no rank is known to have failed. Raises RuntimeError once one has."""
-        self._failures.check()
+        self._failure_board.check()
 
     def leave(self) -> None:
         """Ends the process groups; no message may be under way. Every rank must call it.

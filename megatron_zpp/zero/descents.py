@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from megatron_zpp.zero.gradients import UnitGradient
-
-_LARGEST_UNDER_WAY = 2  # each holds the gradient of a whole unit until it has landed
+from megatron_zpp.zero.schedule import LARGEST_UNDER_WAY
 
 
 class Descents:
@@ -32,7 +31,7 @@ class Descents:
             gradient.descend(is_last_microbatch=is_last_microbatch)
             self._submitted += 1
             self._under_way.append(gradient)
-            if len(self._under_way) > _LARGEST_UNDER_WAY:
+            if len(self._under_way) > LARGEST_UNDER_WAY:
                 self._under_way.popleft().finish()
 
     def sweep(self, *, is_last_microbatch: bool) -> None:

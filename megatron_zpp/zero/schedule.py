@@ -30,6 +30,8 @@ from dataclasses import dataclass, replace
 
 from megatron_zpp.parallel.specs import Use
 
+LARGEST_UNDER_WAY = 2  # descents; each holds the gradient of a whole unit until it has landed
+
 
 class Phase(enum.Enum):
     """The kinds of moments."""

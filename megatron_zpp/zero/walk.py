@@ -15,9 +15,7 @@ from megatron_zpp.zero.crossings import Crossing, UnitCrossings
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.memory_plan import Sharding
 from megatron_zpp.zero.policy import Rung
-from megatron_zpp.zero.schedule import Actions, Moment, Phase, descent_order, training_schedule
-
-LARGEST_UNDER_WAY = 2  # descents, as in zero/descents.py
+from megatron_zpp.zero.schedule import LARGEST_UNDER_WAY, Actions, Moment, Phase, descent_order, training_schedule
 
 Ticket = TypeVar("Ticket")
 
@@ -38,7 +36,7 @@ class Listener(Protocol[Ticket]):
 class _Unit(Generic[Ticket]):
     """Which rungs of one unit are fresh or on their way."""
 
-    def __init__(self, crossings: UnitCrossings, nodes: int) -> None:
+    def __init__(self, crossings: UnitCrossings) -> None:
         self.climb_to_secondary, self.climb_to_full = crossings.climb()
         self.descend = crossings.descend()
         self.climb_of_mean = crossings.climb_of_mean()
@@ -63,7 +61,7 @@ class Walk(Generic[Ticket]):
         self._units: dict[str, _Unit[Ticket]] = {}
         for spec in unit_specs:
             layout = FlatLayout(spec.params, topology.world_size, sharding.block_numel)
-            self._units[spec.name] = _Unit(UnitCrossings(spec.name, layout, sharding, topology), topology.nodes)
+            self._units[spec.name] = _Unit(UnitCrossings(spec.name, layout, sharding, topology))
         self._schedule = training_schedule(uses, sharding.prefetch)
         self._completed_by: list[list[str]] = [[] for _ in uses]
         first_use = {unit: index for index, use in reversed(list(enumerate(uses))) for unit in use.units}

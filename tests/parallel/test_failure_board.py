@@ -8,8 +8,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from megatron_zpp.parallel import failures
-from megatron_zpp.parallel.failures import Failures
+from megatron_zpp.parallel import failure_board
+from megatron_zpp.parallel.failure_board import FailureBoard
 
 
 class SilentStore(dist.HashStore):
@@ -41,11 +41,12 @@ def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_while_nobody_has_failed_a_check_passes() -> None:
-    Failures(dist.HashStore(), 0, 2).check()
+    FailureBoard(dist.HashStore(), 0, 2).check()
 
 
 def test_the_first_failure_is_what_every_rank_reports() -> None:
     store = dist.HashStore()
+<<<<<<< HEAD:tests/parallel/test_failures.py
     first = Failures(store, 1, 2).report("out of memory")
     assert first.startswith("rank 1: out of memory")
     assert Failures(store, 0, 2).report("connection closed") == first
@@ -58,25 +59,29 @@ def test_the_first_failure_names_ranks_that_neither_wait_nor_have_ended(monkeypa
     monkeypatch.setattr(failures.time, "sleep", lambda _: next(looks, lambda: None)())
     store.set(failures._ended_key(2), "")
     assert Failures(store, 0, 4).report("connection closed") == "rank 0: connection closed (no sign of life from rank 3)"
+=======
+    assert FailureBoard(store, 1, 2).report("out of memory") == "rank 1: out of memory"
+    assert FailureBoard(store, 0, 2).report("connection closed") == "rank 1: out of memory"
+>>>>>>> nodes:tests/parallel/test_failure_board.py
 
 
 def test_a_check_raises_once_another_rank_has_failed() -> None:
     store = dist.HashStore()
-    Failures(store, 1, 2).report("out of memory")
+    FailureBoard(store, 1, 2).report("out of memory")
     with pytest.raises(RuntimeError, match="another rank has failed"):
-        Failures(store, 0, 2).check()
+        FailureBoard(store, 0, 2).check()
 
 
 def test_a_check_raises_when_the_store_is_lost() -> None:
     with pytest.raises(RuntimeError, match="connection reset"):
-        Failures(LostStore(), 1, 2).check()
+        FailureBoard(LostStore(), 1, 2).check()
 
 
 def test_a_silent_store_holds_neither_checks_nor_a_report_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "REPORT_SECONDS", 0.3)
+    monkeypatch.setattr(failure_board, "REPORT_SECONDS", 0.3)
     store = SilentStore()
     started = time.monotonic()
-    board = Failures(store, 1, 2)
+    board = FailureBoard(store, 1, 2)
     board.check()
     board.check()
     assert board.report("timed out") == "rank 1: timed out"
