@@ -16,7 +16,7 @@ from megatron_zpp.config.cli import help_text
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_zpp"
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/numerics.md", "docs/one_step.md"]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/datasets.md", "docs/numerics.md", "docs/one_step.md"]
 PROGRAM = re.compile(r"^(?:tools|scripts)/\w+\.(?:py|sh)$|^pretrain_zeropp_gpt\.py$")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 FUNCTION = re.compile(r"`?((?:\w+/)?\w+\.py):(\w+)`?")
