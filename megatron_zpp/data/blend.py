@@ -52,7 +52,7 @@ def blended_dataset(corpora: Sequence[Corpus], plan: BlendPlan, split_name: str,
     """
     first = corpora[0]
     description = {"class": "BlendedDataset", "split": split_name, "weights": plan.weights, "size": plan.sample_count}
-    cache = IndexCache(BlendIndices, first.order.folder_beside(first.prefix), split_name, description)
+    cache = IndexCache(BlendIndices, first.order.folder_of(first.prefix), split_name, description)
     what = f"the {SPLIT_WORDS[split_name]} blend of {len(corpora)} corpora"
     cached = cache.load_or_build(lambda: build_blend_indices(plan.weights, plan.sample_count), what, speaker)
     if cached.message is not None:

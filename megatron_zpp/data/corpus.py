@@ -26,9 +26,14 @@ class Order:
     seed: int
     cache_folder: Path | None
 
-    def folder_beside(self, prefix: str) -> Path:
-        """Where what is derived from a corpus is kept."""
-        return self.cache_folder or Path(f"{prefix}.cache")
+    def folder_of(self, prefix: str) -> Path:
+        """Where the indices of a corpus are kept."""
+        return folder_of(self.cache_folder, prefix)
+
+
+def folder_of(cache_folder: Path | None, prefix: str) -> Path:
+    """Where what is derived from a corpus is kept: in the cache folder, else beside the corpus."""
+    return cache_folder or Path(f"{prefix}.cache")
 
 
 class Corpus:
@@ -91,7 +96,7 @@ class Corpus:
             "random_seed": order.seed,
             "sequence_length": order.seq_length,
         }
-        cache = IndexCache(GPTIndices, order.folder_beside(self.prefix), split_name, description)
+        cache = IndexCache(GPTIndices, order.folder_of(self.prefix), split_name, description)
         return cache.load_or_build(build, f"the {SPLIT_WORDS[split_name]} indices of {self.prefix}", speaker)
 
     @cached_property

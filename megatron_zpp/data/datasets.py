@@ -10,7 +10,7 @@ from megatron_zpp.config.data_sources import Blend, DataSources, read_sources
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.blend import blended_dataset, plan_by_epochs, plan_by_weights
 from megatron_zpp.data.build_once import SILENCE, Speaker
-from megatron_zpp.data.corpus import SPLIT_WORDS, Corpus, Order
+from megatron_zpp.data.corpus import SPLIT_WORDS, Corpus, Order, folder_of
 from megatron_zpp.data.documents import DocumentRules
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.mock_dataset import MockDataset
@@ -67,13 +67,17 @@ def build_datasets(data: DataConfig, request: DataRequest, speaker: Speaker = SI
         return _mock_datasets(request, rules)
     if not data.names_corpora:
         raise ValueError("Neither --data-path nor --mock-data is given; give one of them.")
-    order = Order(request.seq_length, request.seed, Path(data.data_cache_path) if data.data_cache_path else None)
+    order = Order(request.seq_length, request.seed, _cache_path(data))
     return _Shelf(data, sources, order, speaker).datasets(request.sample_counts, rules)
 
 
 def cache_folder(data: DataConfig, source: IndexedDataset) -> Path:
     """Where what is derived from a corpus is kept: --data-cache-path, else a folder beside the corpus."""
-    return Order(0, 0, Path(data.data_cache_path) if data.data_cache_path else None).folder_beside(source.prefix)
+    return folder_of(_cache_path(data), source.prefix)
+
+
+def _cache_path(data: DataConfig) -> Path | None:
+    return Path(data.data_cache_path) if data.data_cache_path else None
 
 
 def _mock_datasets(request: DataRequest, rules: DocumentRules) -> Datasets:

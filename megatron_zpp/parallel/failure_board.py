@@ -18,13 +18,8 @@ ANSWER_SECONDS = 0.2  # that a look at the store may take before the caller goes
 Answer = TypeVar("Answer")
 
 
-<<<<<<< HEAD:megatron_zpp/parallel/failures.py
-class Failures:
-    """The first failure of a run, as every rank can learn it. A rank that waits for others calls `check` now and then: its sign of life.
-=======
 class FailureBoard:
-    """The first failure of a run, as every rank can learn it.
->>>>>>> nodes:megatron_zpp/parallel/failure_board.py
+    """The first failure of a run, as every rank can learn it. A rank that waits for others calls `check` now and then: its sign of life.
 
     A store's client blocks without end where the link to it is cut, so every question is asked by a thread that may be left behind.
     """

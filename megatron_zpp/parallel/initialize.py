@@ -35,13 +35,8 @@ class World:
         self.timeout = timeout
         if device.type == "cuda":
             torch.cuda.set_device(device)
-<<<<<<< HEAD
         self._store = _join_store(launch, timeout)
-        self._failures = Failures(self._store, launch.rank, launch.world_size)
-=======
-        store = _join_store(launch, timeout)
-        self._failure_board = FailureBoard(store, launch.rank, launch.world_size)
->>>>>>> nodes
+        self._failure_board = FailureBoard(self._store, launch.rank, launch.world_size)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=self._store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
 

@@ -87,15 +87,15 @@ def test_corpora_shorter_than_a_sample_are_left_out_where_one_epoch_is_their_sha
         build(DataConfig(data_path=(short, short), split="1"), (40, 0, 0), seq_length=4)
 
 
-def test_300_corpora_blend(tmp_path: Path) -> None:
-    prefixes = [write_corpus(tmp_path, [[number] * 30], name=f"c{number}") for number in range(300)]
+def test_more_than_255_corpora_blend(tmp_path: Path) -> None:
+    prefixes = [write_corpus(tmp_path, [[number] * 30], name=f"c{number}") for number in range(260)]
     words = [word for prefix in prefixes for word in ("1", prefix)]
     (tmp_path / "words.txt").write_text(" ".join(words))
     datasets = build(
-        DataConfig(data_args_path=str(tmp_path / "words.txt"), split="1", data_cache_path=str(tmp_path / "cache")), (600, 0, 0)
+        DataConfig(data_args_path=str(tmp_path / "words.txt"), split="1", data_cache_path=str(tmp_path / "cache")), (520, 0, 0)
     )
-    assert sorted(int(datasets.train[index]["tokens"][0]) for index in range(600)) == sorted([*range(300)] * 2)
-    assert len(datasets.sources) == 300
+    assert sorted(int(datasets.train[index]["tokens"][0]) for index in range(520)) == sorted([*range(260)] * 2)
+    assert len(datasets.sources) == 260
 
 
 def test_each_split_may_have_corpora_of_its_own_and_uses_them_whole(tmp_path: Path) -> None:

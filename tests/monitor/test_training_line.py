@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_zpp.monitor.interval_report import IntervalReport
-from megatron_zpp.monitor.training_line import perplexity_of, training_line, validation_lines
+from megatron_zpp.monitor.training_line import perplexity_of, samples_line, training_line, validation_lines
 
 # Iteration 20 of the ZeRO++ tutorial's 64-GPU run.
 REPORT = IntervalReport(
@@ -87,3 +87,8 @@ def test_final_validation_names_its_set():
 def test_perplexity_is_cut_off_at_exp_20():
     assert perplexity_of(25.0) == perplexity_of(20.0) == math.exp(20)
     assert math.isnan(perplexity_of(math.nan))
+
+
+def test_samples_line_has_counts_and_shares():
+    assert samples_line({"a": 1, "b": 3}) == " consumed samples per source | a: 1 (25.00 %) | b: 3 (75.00 %) |"
+    assert samples_line({"a": 0}) == " consumed samples per source | a: 0 (0.00 %) |"

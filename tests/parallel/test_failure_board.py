@@ -37,7 +37,7 @@ class LostStore(dist.HashStore):
 
 @pytest.fixture(autouse=True)
 def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "SIGN_SECONDS", 0.1)
+    monkeypatch.setattr(failure_board, "SIGN_SECONDS", 0.1)
 
 
 def test_while_nobody_has_failed_a_check_passes() -> None:
@@ -46,23 +46,18 @@ def test_while_nobody_has_failed_a_check_passes() -> None:
 
 def test_the_first_failure_is_what_every_rank_reports() -> None:
     store = dist.HashStore()
-<<<<<<< HEAD:tests/parallel/test_failures.py
-    first = Failures(store, 1, 2).report("out of memory")
+    first = FailureBoard(store, 1, 2).report("out of memory")
     assert first.startswith("rank 1: out of memory")
-    assert Failures(store, 0, 2).report("connection closed") == first
+    assert FailureBoard(store, 0, 2).report("connection closed") == first
 
 
 def test_the_first_failure_names_ranks_that_neither_wait_nor_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    waiting = Failures(store, 1, 4)
+    waiting = FailureBoard(store, 1, 4)
     looks = iter([waiting.check])  # while rank 0 looks who lives, rank 1 waits, and calls check
-    monkeypatch.setattr(failures.time, "sleep", lambda _: next(looks, lambda: None)())
-    store.set(failures._ended_key(2), "")
-    assert Failures(store, 0, 4).report("connection closed") == "rank 0: connection closed (no sign of life from rank 3)"
-=======
-    assert FailureBoard(store, 1, 2).report("out of memory") == "rank 1: out of memory"
-    assert FailureBoard(store, 0, 2).report("connection closed") == "rank 1: out of memory"
->>>>>>> nodes:tests/parallel/test_failure_board.py
+    monkeypatch.setattr(failure_board.time, "sleep", lambda _: next(looks, lambda: None)())
+    store.set(failure_board._ended_key(2), "")
+    assert FailureBoard(store, 0, 4).report("connection closed") == "rank 0: connection closed (no sign of life from rank 3)"
 
 
 def test_a_check_raises_once_another_rank_has_failed() -> None:
