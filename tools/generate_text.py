@@ -17,7 +17,7 @@ from command import run_command
 from megatron_zpp.checkpoint.manifest import Manifest
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.stored_flags import data_flags, model_flags, open_checkpoint, padded_vocab_size
-from megatron_zpp.config.schema import DataConfig
+from megatron_zpp.config.schema import TOKENIZER_FILES, DataConfig
 from megatron_zpp.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_zpp.model.generation import Sampling, generated_tokens
 from megatron_zpp.model.gpt import GPT
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens} asks for no token; give 1 or more.")
     reader = open_checkpoint(Path(args.load), args.ckpt_step)
-    tokenizer = build_tokenizer(data_config(reader.manifest, args.tokenizer_model))
+    tokenizer = build_tokenizer(data_config(reader.manifest, args))
     sampling = Sampling(tokenizer.vocab_size, args.temperature, args.top_k)
     prompt = tokenizer.tokenize(args.prompt)
     model = load_model(reader)
@@ -46,10 +46,10 @@ def run(args: argparse.Namespace) -> None:
     print(tokenizer.detokenize([*prompt, *islice(tokens, args.max_new_tokens)]))
 
 
-def data_config(manifest: Manifest, tokenizer_model: str | None) -> DataConfig:
-    """The run's flags about text, with tokenizer_model instead of its own where one is given."""
-    data = data_flags(manifest)
-    return data if tokenizer_model is None else replace(data, tokenizer_model=tokenizer_model)
+def data_config(manifest: Manifest, args: argparse.Namespace) -> DataConfig:
+    """The run's flags about text, with the tokenizer files that are given instead of its own."""
+    given = {name: getattr(args, name) for name in TOKENIZER_FILES if getattr(args, name) is not None}
+    return replace(data_flags(manifest), **given)
 
 
 def load_model(reader: CheckpointReader) -> GPT:
@@ -82,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0 always takes the likeliest token (default: 1)")
     parser.add_argument("--top-k", type=int, default=0, metavar="N", help="draw among the N likeliest tokens only; 0: all (default: 0)")
     parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the drawing (default: 1234)")
-    parser.add_argument("--tokenizer-model", metavar="PATH", help="SentencePiece model (default: the one the training used)")
+    for name in TOKENIZER_FILES:
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar="PATH", help="tokenizer file (default: the one the training used)")
     return parser
 
 

@@ -1,6 +1,7 @@
 """Text to tokens: JSON lines in, PREFIX_KEY_document.bin and .idx out (Megatron's flags, names and format)."""
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -8,6 +9,7 @@ import time
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import NoReturn
 
@@ -76,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
         builder.discard()
         raise
     except BaseException as error:
-        _stop(builder, error)
+        _stop(job, builder, error)
     _report(builder, dtype.name, time.monotonic() - began, (start or Progress()).text_bytes)
 
 
@@ -90,6 +92,7 @@ def write_documents(job: Job, builder: CorpusBuilder) -> None:
     if start.is_complete:
         return
     sizes = [file.file_bytes for file in job.journal.inputs]
+    bytes_before = [0, *accumulate(sizes)]
     batches = encoded_batches(job.encoder, line_batches(job.paths, start.position), job.workers)
     total_bytes = None if STANDARD_INPUT in job.paths else sum(sizes)
     with closing(batches), ProgressBar(total_bytes, start.file_bytes, job.log_interval) as bar:
@@ -99,7 +102,7 @@ def write_documents(job: Job, builder: CorpusBuilder) -> None:
                 position = builder.progress.position
                 first_line = position.line if batch.source == position.source else 0
                 raise ValueError(f"{describe(encoded.bad_lines[0], path, first_line)} (--skip-invalid leaves such lines out)")
-            builder.add(batch, encoded, path, sum(sizes[: batch.source]) + batch.file_bytes)
+            builder.add(batch, encoded, path, bytes_before[batch.source] + batch.file_bytes)
             bar.advance(encoded.line_count, encoded.text_bytes, builder.progress.file_bytes)
 
 
@@ -117,7 +120,8 @@ def _job(args: argparse.Namespace) -> Job:
         workers=args.workers,
         skips_invalid=args.skip_invalid,
         log_interval=args.log_interval,
-        journal_seconds=args.journal_interval,
+        # Nothing goes on from standard input, so nothing is said about how far it has come.
+        journal_seconds=math.inf if STANDARD_INPUT in paths else args.journal_interval,
     )
 
 
@@ -136,9 +140,13 @@ def _start(job: Job, resumes: bool) -> Progress | None:
     return None
 
 
-def _stop(builder: CorpusBuilder, error: BaseException) -> NoReturn:
+def _stop(job: Job, builder: CorpusBuilder, error: BaseException) -> NoReturn:
     """The error, with what can be done now."""
-    can_resume = builder.stop()
+    if STANDARD_INPUT in job.paths:
+        builder.discard()
+        can_resume = False
+    else:
+        can_resume = builder.stop()
     hint = "; the same command with --resume goes on from there." if can_resume else ""
     if isinstance(error, KeyboardInterrupt):
         raise KeyboardInterrupt(hint) from None
@@ -216,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     accepted.add_argument("--split-sentences", action="store_true", help="refused: GPT reads documents")
     accepted.add_argument("--keep-newlines", action="store_true", help="text is never changed")
     for flag in ("--lang", "--dataset-impl", "--seq-length", "--performance-dir", "--make-vocab-size-divisible-by"):
-        accepted.add_argument(flag, metavar="VALUE", help="changes nothing here")
+        accepted.add_argument(flag, metavar="VALUE", help="not needed here")
     return parser
 
 

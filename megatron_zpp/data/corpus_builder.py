@@ -61,7 +61,7 @@ class CorpusBuilder:
     def finish(self) -> None:
         """Makes all files of the output appear under their names."""
         if not self.progress.is_complete:
-            self._sync_list()
+            self._save()
             for writer in self._writers.values():
                 writer.complete()
             self.progress = replace(self.progress, is_complete=True)
@@ -76,8 +76,8 @@ class CorpusBuilder:
         if not self.progress.text_bytes:
             self.discard()
             return False
-        # A full disk may be why the work stops; the journal's last word then stands.
-        with contextlib.suppress(OSError):
+        # A full disk may be why the work stops, or the files are closed already; the journal's last word then stands.
+        with contextlib.suppress(OSError, ValueError):
             if not self.progress.is_complete:
                 self._save()
         for close in (*(writer.close for writer in self._writers.values()), self._skipped_list.close):
@@ -90,7 +90,8 @@ class CorpusBuilder:
         for writer in self._writers.values():
             writer.discard()
         self._skipped_list.close()
-        os.remove(f"{self.skipped_list_path}.partial")
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(f"{self.skipped_list_path}.partial")
         self._journal.remove()
 
     def _save(self) -> None:

@@ -5,6 +5,7 @@ import gzip
 import os
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -42,8 +43,8 @@ def find_inputs(words: Sequence[str]) -> list[str]:
     Raises ValueError for a word without a file, and for a file that is named twice.
     """
     paths = [path for word in words for path in _files_of(word)]
-    for path in paths:
-        if paths.count(path) > 1:
+    for path, count in Counter(paths).items():
+        if count > 1:
             raise ValueError(f"--input names {path} twice; name it once, its documents would be written twice.")
     return paths
 

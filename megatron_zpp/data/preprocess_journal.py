@@ -41,7 +41,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Journal:
-    """The file PREFIX.unfinished.json, which exists while the work on PREFIX is not finished.
+    """The file PREFIX.unfinished, which exists while the work on PREFIX is not finished.
 
     inputs, settings: all that the output depends on; work goes on only where they are what they were.
     """
@@ -52,7 +52,7 @@ class Journal:
 
     @property
     def path(self) -> Path:
-        return Path(f"{self.prefix}.unfinished.json")
+        return Path(f"{self.prefix}.unfinished")
 
     def save(self, progress: Progress) -> None:
         content = {

@@ -93,6 +93,26 @@ def test_files_globs_folders_and_standard_input_are_read_in_the_order_they_are_n
     assert documents_of(str(tmp_path / "out_text_document")) == [[i] for i in range(12)]
 
 
+def test_a_bad_line_of_standard_input_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "tools/preprocess_data.py", "--input", "-", "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
+    lines = b'{"text": "1 2 3"}\n' * 50_000 + b"{\n"
+    done = subprocess.run([*command, *map(str, NULL)], cwd=ROOT, input=lines, capture_output=True, check=False)
+    assert b"-, line 50001: not JSON" in done.stderr
+    assert b"--resume" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_of_the_output_can_be_the_input_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"text": "1 2 3"}\n' * 50_000 + b"{\n")
+    stopped = preprocess(tmp_path, tmp_path / "out")
+    assert "line 50001: not JSON" in stopped.stderr
+    assert (tmp_path / "out.unfinished").exists()
+    done = preprocess(tmp_path, tmp_path / "out", *NULL, "--resume", "--skip-invalid")
+    assert done.returncode == 0, done.stderr
+    assert len(IndexedDataset(str(tmp_path / "out_text_document"))) == 50_000
+
+
 @pytest.mark.parametrize("name", ["in.jsonl.gz", "in.jsonl.zst"])
 def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, name: str) -> None:
     text = b'{"text": "1 2 3"}\n' * 50_000

@@ -81,7 +81,7 @@ def kill_and_resume(folder: Path, rounds: int, seed: int) -> int:
         time.sleep(rng.uniform(0, 0.05))
         process.kill()
         process.communicate()
-        killed += Path(f"{prefix}.unfinished.json").exists()
+        killed += Path(f"{prefix}.unfinished").exists()
         resumed = start(sources, prefix, "--resume")
         assert resumed.communicate()[1].count(b"error") == 0
         assert digests(prefix) == expected
@@ -120,7 +120,7 @@ def test_a_signal_stops_it_with_a_word_on_how_to_go_on(tmp_path: Path, signal_nu
     errors = process.communicate()[1].decode()
     assert process.returncode == 130, errors
     assert errors.splitlines()[-1] == "preprocess_data.py: interrupted; the same command with --resume goes on from there."
-    journal = json.loads((tmp_path / "out.unfinished.json").read_text())
+    journal = json.loads((tmp_path / "out.unfinished").read_text())
     assert journal["progress"]["text_bytes"] > 0
 
 
@@ -174,15 +174,15 @@ def unfinished(folder: Path) -> tuple[list[Path], Path]:
     """The sources and prefix of a run that was ended after its first journal entry."""
     sources, prefix = write_source(folder, documents=30, seed=7), folder / "out"
     assert run_until_call(arguments(sources, prefix), 18)
-    assert (folder / "out.unfinished.json").exists()
+    assert (folder / "out.unfinished").exists()
     return sources, prefix
 
 
 def test_an_unfinished_run_is_not_thrown_away_by_accident(tmp_path: Path) -> None:
     sources, prefix = unfinished(tmp_path)
-    with pytest.raises(ValueError, match=r"has an unfinished run; give --resume to go on, or remove .*out\.unfinished\.json to start anew"):
+    with pytest.raises(ValueError, match=r"has an unfinished run; give --resume to go on, or remove .*out\.unfinished to start anew"):
         preprocess_data.run(arguments(sources, prefix))
-    (tmp_path / "out.unfinished.json").unlink()
+    (tmp_path / "out.unfinished").unlink()
     preprocess_data.run(arguments(sources, prefix))
     assert len(digests(prefix)) == 5
 
@@ -196,7 +196,7 @@ def test_going_on_with_something_else_is_refused(tmp_path: Path, change: str) ->
         message = r"--input .*b\.jsonl\.gz has changed \(it had \d+ bytes, it has \d+"
     elif change == "time":
         os.utime(sources[0], ns=(0, 0))
-        message = r"--input .*a\.jsonl has changed .* or it was written anew\); to start anew, remove .*out\.unfinished\.json"
+        message = r"--input .*a\.jsonl has changed .* or it was written anew\); to start anew, remove .*out\.unfinished"
     elif change == "order":
         sources.reverse()
         message = r"b\.jsonl\.gz is at the place of .*a\.jsonl"
@@ -207,8 +207,8 @@ def test_going_on_with_something_else_is_refused(tmp_path: Path, change: str) ->
         more = ["--vocab-size", "1001"]
         message = "vocab_size is 1001, the unfinished run had 1000; give the same flags"
     elif change == "journal":
-        (tmp_path / "out.unfinished.json").write_text("{")
-        message = "unfinished.json cannot be read"
+        (tmp_path / "out.unfinished").write_text("{")
+        message = "unfinished cannot be read"
     else:
         Path(f"{prefix}_text_document.bin.partial").write_bytes(b"")
         message = "bin.partial has 0 bytes"
