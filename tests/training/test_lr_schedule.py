@@ -89,3 +89,20 @@ def test_half_of_a_cosine_is_half_of_the_way():
 def test_unknown_style_names_the_choices():
     with pytest.raises(ValueError, match="--lr-decay-style wsd is not available; choose constant, linear or cosine."):
         LearningRateSchedule("wsd", 1.0, 0.0, 0.0, 0, 10)
+
+
+def test_schedules_differ_in_what_shapes_their_curves() -> None:
+    one = LearningRateSchedule("linear", 1e-2, 0.0, 0.0, 0, 100)
+    assert list(one.differences(one)) == []
+    other = LearningRateSchedule("linear", 2e-2, 0.0, 0.0, 10, 100)
+    assert list(one.differences(other)) == [("max_lr", 1e-2, 2e-2), ("warmup_samples", 0, 10)]
+    assert list(one.differences(LearningRateSchedule("linear", 1e-2, 0.0, 1e-3, 0, 100))) == []
+
+
+def test_constant_rates_have_no_end_of_decay_to_differ_in() -> None:
+    one = LearningRateSchedule("constant", 1e-2, 0.0, 0.0, 0, 100)
+    assert list(one.differences(LearningRateSchedule("constant", 1e-2, 1e-3, 0.0, 0, 900))) == []
+    assert list(one.differences(LearningRateSchedule("linear", 1e-2, 0.0, 0.0, 0, 900))) == [
+        ("style", "constant", "linear"),
+        ("decay_samples", 100, 900),
+    ]

@@ -1,0 +1,79 @@
+"""--use-checkpoint-args: flags, then the checkpoint, then defaults."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_zpp.checkpoint.arguments import with_checkpoint_args
+from megatron_zpp.checkpoint.release import write_release
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.schema import Config, DataConfig, ModelConfig
+from megatron_zpp.config.validate import resolve
+from megatron_zpp.parallel.specs import ParamSpec, UnitSpec
+
+UNITS = [UnitSpec("u", (ParamSpec("w", (3,), lambda start, stop: torch.zeros(stop - start), weight_decay=False),))]
+MODEL = ModelConfig(
+    num_layers=3, hidden_size=24, num_attention_heads=2, ffn_hidden_size=50, kv_channels=12, seq_length=7, max_position_embeddings=9
+)
+DATA = DataConfig(tokenizer_type="NullTokenizer", vocab_size=77)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    write_release(tmp_path, UNITS, lambda name: torch.zeros(3), {"model": asdict(MODEL), "data": asdict(DATA)})
+    return tmp_path
+
+
+def merged(flags: str) -> Config:
+    return resolve(with_checkpoint_args(parse_flags(f"--use-checkpoint-args --train-iters 5 --lr 1 {flags}".split())), 1, None)
+
+
+def test_the_checkpoint_fills_what_flags_leave_open(directory: Path) -> None:
+    config = merged(f"--load {directory}")
+    assert config.model == MODEL
+    assert (config.data.tokenizer_type, config.data.vocab_size) == ("NullTokenizer", 77)
+    assert any(notice.startswith(f"--use-checkpoint-args: from {directory / 'release'}") for notice in config.notices)
+
+
+def test_a_flag_goes_before_the_checkpoint_also_where_it_is_the_default(directory: Path) -> None:
+    config = merged(f"--load {directory} --seq-length 8 --attention-dropout 0.1 --ffn-hidden-size 60 --norm-epsilon 1e-6")
+    assert (config.model.seq_length, config.model.ffn_hidden_size, config.model.norm_epsilon) == (8, 60, 1e-6)
+    assert config.model.num_layers == 3
+
+
+def test_another_tokenizer_takes_nothing_of_the_checkpoints(directory: Path) -> None:
+    config = merged(f"--load {directory} --tokenizer-type NullTokenizer --vocab-size 99 --mock-data")
+    assert config.data.vocab_size == 99
+
+
+def test_what_recomputes_is_not_the_checkpoints_business(directory: Path) -> None:
+    assert merged(f"--load {directory} --checkpoint-activations").model.checkpoint_activations
+
+
+def test_pretrained_weights_give_the_shape_until_there_is_a_checkpoint(directory: Path) -> None:
+    flags = f"--load {directory / 'none'} --pretrained-checkpoint {directory}"
+    assert merged(flags).model == MODEL
+
+
+def test_without_a_checkpoint_the_flags_have_to_do(tmp_path: Path) -> None:
+    with pytest.raises(FlagError, match="--num-layers, --hidden-size, .* must be given"):
+        merged(f"--load {tmp_path}")
+    config = merged(f"--load {tmp_path} --num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 4")
+    assert "--use-checkpoint-args: there is no checkpoint yet, the flags decide" in config.notices
+
+
+def test_a_value_of_the_checkpoint_that_breaks_a_rule_is_named_with_its_source(directory: Path) -> None:
+    source = f"--max-position-embeddings is from {directory}"
+    with pytest.raises(FlagError, match=f"--max-position-embeddings 9 is below --seq-length 10.*{source}"):
+        merged(f"--load {directory} --seq-length 10")
+
+
+def test_a_damaged_checkpoint_is_a_mistake_that_is_named(directory: Path) -> None:
+    (directory / "release" / "complete.json").write_text("{}")
+    with pytest.raises(FlagError, match="--use-checkpoint-args: .*manifest.json is damaged"):
+        merged(f"--load {directory}")
