@@ -68,6 +68,8 @@ class CorpusBuilder:
             self._journal.save(self.progress)
         for prefix in self.prefixes.values():
             publish(prefix)
+        for writer in self._writers.values():
+            writer.close()
         self._publish_list()
         self._journal.remove()
 

@@ -108,6 +108,7 @@ class IndexedDatasetWriter:
         """Makes PREFIX.bin and PREFIX.idx appear, complete."""
         self.complete()
         publish(self.prefix)
+        self.close()
 
     def sync(self) -> None:
         """Everything up to the extent is on the disk, and would survive a loss of power."""
@@ -116,7 +117,7 @@ class IndexedDatasetWriter:
             os.fsync(file.fileno())
 
     def complete(self) -> None:
-        """The partial files hold the whole corpus and are on the disk: `publish` only has to name them."""
+        """The partial files hold the whole corpus, on the disk: `publish` has only to name them, before `close` gives up the lock."""
         self._length_file.flush()
         self._document_file.flush()
         for block in self._index_blocks():
@@ -125,7 +126,6 @@ class IndexedDatasetWriter:
         sequences, entries = self._extent.sequence_count, self._extent.document_count + 1
         self._length_file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], sequences, entries))
         self.sync()
-        self.close()
 
     def close(self) -> None:
         """Leaves the partial files to a later writer."""
@@ -224,12 +224,23 @@ def _lock(file: BinaryIO, prefix: str) -> None:
     # Released by the system when the process ends, however it ends; not inherited by worker processes.
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_taken = not _is_at(file, f"{prefix}.bin.partial")
     except (BlockingIOError, PermissionError):
-        file.close()
-        raise ValueError(f"{prefix}.bin is being written by another process; wait for it, or choose another prefix.") from None
+        is_taken = True
     except OSError:
         # A file system without locks: two writers of one prefix at a time remain the user's to avoid.
         return
+    if is_taken:
+        file.close()
+        raise ValueError(f"{prefix}.bin is being written by another process; wait for it, or choose another prefix.")
+
+
+def _is_at(file: BinaryIO, path: str) -> bool:
+    """Whether the file still has this name: a writer that just finished may have given it its final one."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _chunk_numels(count: int) -> Iterator[int]:

@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import sentencepiece
 
-from megatron_zpp.data.sentencepiece_segments import segment_encoder
+from megatron_zpp.data.sentencepiece_segments import SegmentEncoder, segment_encoder
 from megatron_zpp.data.token_ids import TokenizedTexts, check_ids, join_lists
 
 # Megatron's order; what the model lacks gets the ids after its last one.
@@ -18,7 +19,11 @@ class Batches:
 
     def __init__(self, pieces: sentencepiece.SentencePieceProcessor) -> None:
         self._pieces = pieces
-        self._segments = segment_encoder(pieces)
+
+    @cached_property
+    def _segments(self) -> SegmentEncoder | None:
+        # Made where batches are asked for: training has no use for it.
+        return segment_encoder(self._pieces)
 
     def tokenize(self, texts: Sequence[str]) -> TokenizedTexts:
         if self._segments is not None:

@@ -135,6 +135,15 @@ def test_two_processes_cannot_write_one_prefix(tmp_path: Path) -> None:
     assert IndexedDataset(prefix).read(0).tolist() == [1, 2]
 
 
+def test_a_file_that_got_its_name_before_the_lock_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = str(tmp_path / "corpus")
+    Path(f"{prefix}.bin.partial").write_bytes(b"\1\0")
+    monkeypatch.setattr(indexed_writer.fcntl, "lockf", lambda *_: Path(f"{prefix}.bin.partial").rename(f"{prefix}.bin"))
+    with pytest.raises(ValueError, match=r"corpus\.bin is being written by another process"):
+        IndexedDatasetWriter(prefix, np.dtype("uint16"))
+    assert Path(f"{prefix}.bin").read_bytes() == b"\1\0"
+
+
 def test_publishing_goes_on_from_any_point_it_was_interrupted_at(tmp_path: Path) -> None:
     for renamed in range(3):
         prefix = write_corpus(tmp_path, [[9, 9, 9]], name=f"corpus{renamed}")

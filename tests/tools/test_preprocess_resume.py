@@ -115,7 +115,7 @@ def test_worker_processes_end_with_a_tool_that_is_killed(tmp_path: Path) -> None
 def test_a_signal_stops_it_with_a_word_on_how_to_go_on(tmp_path: Path, signal_number: int) -> None:
     sources = write_source(tmp_path, documents=8000, seed=4)
     process = start(sources, tmp_path / "out", "--journal-interval", "3600")
-    wait_for(process, tmp_path / "out_text_document.bin.partial", 1)
+    wait_for(process, tmp_path / "out_text_document.bin.partial", 200_000)
     process.send_signal(signal_number)
     errors = process.communicate()[1].decode()
     assert process.returncode == 130, errors
