@@ -49,7 +49,9 @@ def run(args: argparse.Namespace) -> None:
 def data_config(manifest: Manifest, tokenizer_model: str | None) -> DataConfig:
     """The run's flags about text, with tokenizer_model instead of its own where one is given."""
     data = data_flags(manifest)
-    return data if tokenizer_model is None else replace(data, tokenizer_model=tokenizer_model)
+    if tokenizer_model is None or data.tokenizer_type == "NullTokenizer":
+        return data
+    return replace(data, tokenizer_model=tokenizer_model, vocab_size=None)  # of the model given, whatever the run's had
 
 
 def load_model(reader: CheckpointReader) -> GPT:
