@@ -8,7 +8,7 @@ import traceback
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from megatron_zpp.checkpoint.arguments import with_checkpoint_args
+from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.config.arguments import arguments_block
 from megatron_zpp.config.assumptions import banner
 from megatron_zpp.config.cli import ERROR_EXIT_CODE, error_text, parse_flags

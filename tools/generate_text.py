@@ -48,8 +48,11 @@ def run(args: argparse.Namespace) -> None:
 
 def data_config(manifest: Manifest, args: argparse.Namespace) -> DataConfig:
     """The run's flags about text, with the tokenizer files that are given instead of its own."""
+    data = data_flags(manifest)
     given = {name: getattr(args, name) for name in TOKENIZER_FILES if getattr(args, name) is not None}
-    return replace(data_flags(manifest), **given)
+    if not given or data.tokenizer_type == "NullTokenizer":
+        return data
+    return replace(data, **given, vocab_size=None)  # of the files given, whatever the run's had
 
 
 def load_model(reader: CheckpointReader) -> GPT:

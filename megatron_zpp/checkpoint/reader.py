@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -150,7 +150,7 @@ class CheckpointReader:
             self.bytes_read += file.bytes_read
             file.close()
 
-    def _for_each_run(self, task: Any, stored: StoredFile, ranges: Sequence[tuple[int, int]]) -> None:
+    def _for_each_run(self, task: Callable[[ByteRun], object], stored: StoredFile, ranges: Sequence[tuple[int, int]]) -> None:
         runs: list[ByteRun] = list(chunk_runs(ranges, self.manifest.chunk_bytes, stored.nbytes, RUN_CHUNKS))
         if len(runs) == 1:
             task(runs[0])

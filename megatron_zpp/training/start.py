@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.checkpoint.arguments import checkpoint_folder
+from megatron_zpp.checkpoint.checkpoint_args import checkpoint_folder
 from megatron_zpp.checkpoint.engine_state import load_engine
 from megatron_zpp.checkpoint.folders import older_checkpoints
 from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError

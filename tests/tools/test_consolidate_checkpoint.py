@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import consolidate_checkpoint
 import pytest
@@ -20,17 +21,32 @@ from megatron_zpp.parallel.specs import ParamSpec, UnitSpec
 
 UNITS, UNIT_NUMEL = 16, 2 << 20
 UNIT_BYTES = UNIT_NUMEL * 4
+NAMES = [f"blocks.{index}.weight" for index in range(UNITS)]
 MEASURED = """
-import resource, sys
+import json, resource, sys
 sys.path[:0] = ["tools", "."]
-import consolidate_checkpoint
-from megatron_zpp.checkpoint import reader
+import consolidate_checkpoint, convert_from_hf, convert_to_hf, inspect_checkpoint
+import torch
 def peak_bytes(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak_bytes()
 sys.argv = ["consolidate_checkpoint.py", *sys.argv[1:]]
 consolidate_checkpoint.main()
-print(peak_bytes() - before)
+facts = {"taken_bytes": peak_bytes() - before, "modules": sorted(sys.modules), "has_group": torch.distributed.is_initialized()}
+print(json.dumps(facts))
 """
+
+
+@pytest.fixture(scope="module")
+def consolidated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder of 16 equal units that the tool wrote in a process of its own, and what that process says of itself."""
+    folder = tmp_path_factory.mktemp("large")
+    values = torch.arange(UNIT_NUMEL, dtype=torch.float32).view(1024, -1)
+    specs = [ParamSpec(name, tuple(values.shape), lambda start, stop: values, weight_decay=True) for name in NAMES]
+    write_release(folder / "saved", [UnitSpec(spec.name, (spec,)) for spec in specs], lambda name: values, {})
+    arguments = ["--load", folder / "saved", "--output", folder / "plain", "--dtype", "bfloat16", "--max-shard-size", "0.02"]
+    command = [sys.executable, "-c", MEASURED, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return folder / "plain", json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
@@ -51,16 +67,14 @@ def test_the_files_hold_the_main_weights_under_our_names(
     assert ended.value.code == 2 and "exists already" in capsys.readouterr().err
 
 
-def test_memory_is_that_of_one_unit_however_large_the_model(tmp_path: Path) -> None:
+def test_memory_is_that_of_one_unit_however_large_the_model(consolidated: tuple[Path, dict[str, Any]]) -> None:
     """The unit as read and as cast, and the buffers of two reads; the model has 16 units."""
-    names = [f"blocks.{index}.weight" for index in range(UNITS)]
-    values = torch.arange(UNIT_NUMEL, dtype=torch.float32).view(1024, -1)
-    units = [UnitSpec(name, (ParamSpec(name, tuple(values.shape), lambda start, stop: values, weight_decay=True),)) for name in names]
-    write_release(tmp_path / "saved", units, lambda name: values, {})
-    arguments = ["--load", tmp_path / "saved", "--output", tmp_path / "plain", "--dtype", "bfloat16", "--max-shard-size", "0.02"]
-    command = [sys.executable, "-c", MEASURED, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    taken_bytes = int(done.stdout.splitlines()[-1])
-    assert taken_bytes < 6 * UNIT_BYTES < UNITS * UNIT_BYTES / 2
-    index = json.loads((tmp_path / "plain" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == UNITS * UNIT_NUMEL * 2 and set(index["weight_map"]) == set(names)
+    folder, facts = consolidated
+    assert facts["taken_bytes"] < 6 * UNIT_BYTES < UNITS * UNIT_BYTES / 2
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == UNITS * UNIT_NUMEL * 2 and set(index["weight_map"]) == set(NAMES)
+
+
+def test_the_tools_need_neither_transformers_nor_a_process_group(consolidated: tuple[Path, dict[str, Any]]) -> None:
+    assert "convert_to_hf" in consolidated[1]["modules"] and "transformers" not in consolidated[1]["modules"]
+    assert not consolidated[1]["has_group"]

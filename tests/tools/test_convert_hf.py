@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -194,7 +193,7 @@ def test_folders_that_are_no_gpt2_of_ours_are_refused_with_the_reason(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
     assert words in refusal(convert_from_hf, monkeypatch, capsys, "--input", folder, "--output", tmp_path / "back")
-    assert not (tmp_path / "back" / "latest_checkpointed_iteration.txt").exists()
+    assert not (tmp_path / "back").exists() or not list((tmp_path / "back").iterdir())
 
 
 def test_pickled_weights_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -207,14 +206,7 @@ def test_pickled_weights_are_never_opened(tmp_path: Path, monkeypatch: pytest.Mo
     assert "cannot be read" in refusal(convert_from_hf, monkeypatch, capsys, "--input", folder, "--output", tmp_path / "back")
 
 
-def test_the_tools_import_neither_transformers_nor_a_process_group(tmp_path: Path) -> None:
-    code = "import sys; sys.path[:0] = ['tools', '.']; import convert_to_hf, convert_from_hf, consolidate_checkpoint, inspect_checkpoint; "
-    code += "import torch; print('transformers' in sys.modules, torch.distributed.is_initialized())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
-
-
-def test_a_checkpoint_can_be_made_from_flags_of_the_config(tmp_path: Path) -> None:
+def test_the_configuration_comes_back_from_their_config_json() -> None:
     from megatron_zpp.checkpoint.gpt2_layout import config_json, model_config
 
     model = gpt2_config()

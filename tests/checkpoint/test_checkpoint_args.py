@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_zpp.checkpoint.arguments import with_checkpoint_args
+from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.checkpoint.release import write_release
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
