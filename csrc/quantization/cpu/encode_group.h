@@ -30,24 +30,11 @@ void store_codes(const c10::BFloat16* __restrict values, int64_t numel, float*, 
   }
 }
 
-template <int kBits, class ToCode>
-void store_codes(const float* __restrict values, int64_t numel, float*, uint8_t* __restrict codes, ToCode to_code) {
-  if constexpr (kBits == 8) {
-    for (int64_t i = 0; i < numel; ++i) {
-      codes[i] = static_cast<uint8_t>(to_code(values[i]));
-    }
-  } else {
-    for (int64_t pair = 0; pair < numel / 2; ++pair) {
-      store_pair<kBits>(codes, pair, to_code(values[2 * pair]), to_code(values[2 * pair + 1]));
-    }
-  }
-}
-
 // scratch: fp32 [numel].
 template <int kBits, class ToCode>
 void store_codes(const c10::Half* __restrict values, int64_t numel, float* __restrict scratch, uint8_t* __restrict codes, ToCode to_code) {
   widen_half(values, numel, scratch);
-  store_codes<kBits>(scratch, numel, scratch, codes, to_code);
+  store_codes<kBits>(scratch, numel, codes, to_code);
 }
 
 template <int kBits, class T>

@@ -80,7 +80,7 @@ inline Halves load_halves(const c10::Half* values) {
   return load_halves(wide);
 }
 
-// Stores the codes in the low bits of the words, those of even places and those of odd ones.
+// Stores the codes in the low bits of the words of even places and of odd ones.
 template <int kBits>
 void store_halves(uint8_t* codes, LaneWords even, LaneWords odd) {
   if constexpr (kBits == 8) {

@@ -20,6 +20,10 @@ constexpr float kLargestInvertedScale = 0x1p+100f;
 
 constexpr int64_t kChunkNumel = 256;  // one uncertain value in 2^14 (8 bits) makes 1 chunk of 64 divide
 
+// How far a quotient may be from its integer to be sure: the bits of 1/2 - (Q + 1) * 2^-22.
+template <int kBits>
+constexpr uint32_t kFarthestSure = 0x3f000000u - (static_cast<uint32_t>(CodeFormat<kBits>::kLargest + 1) << 3);
+
 // Noise for kLanes pairs of values.
 inline Halves noise_of(LaneWords hashes) {
   constexpr uint32_t kOneAndHalfStep = 0x3f800040u;
@@ -27,22 +31,35 @@ inline Halves noise_of(LaneWords hashes) {
   return {floats_of(even) - 1.5f, floats_of(odd) - 1.5f};
 }
 
-inline LaneWords distance_from_integer(Lanes value, Lanes shifted) { return words_of(value - (shifted - kRoundingShift)) & 0x7fffffffu; }
-
-// Stores the integers nearest to quotients(values, index). Returns whether all are farther from half-integers than two ways to the same
-// quotients can be from each other.
-template <int kBits, class T, class Quotients>
-bool store_rounded(const T* values, int64_t numel, uint8_t* codes, Quotients quotients) {
-  constexpr float kMargin = static_cast<float>(CodeFormat<kBits>::kLargest + 1) * 0x1p-22f;
-  LaneWords farthest{};
-  for (int64_t i = 0; i < numel; i += 2 * kLanes) {
-    const Halves exact = quotients(load_halves(values + i), i / 2);
-    const Halves shifted = {exact.even + kRoundingShift, exact.odd + kRoundingShift};
-    const LaneWords even = distance_from_integer(exact.even, shifted.even), odd = distance_from_integer(exact.odd, shifted.odd);
-    farthest = larger(farthest, larger(even, odd));
-    store_halves<kBits>(codes + i / 8 * kBits, words_of(shifted.even), words_of(shifted.odd));  // the shift's low bits are 0
+// Rounds lanes to integers, and keeps in mind the one that is farthest from its own.
+template <int kBits>
+class Rounding {
+ public:
+  // Words with the codes in their low bits: those of the shift are 0.
+  LaneWords operator()(Lanes quotients) {
+    const Lanes shifted = quotients + kRoundingShift;
+    farthest_ = larger(farthest_, words_of(quotients - (shifted - kRoundingShift)) & 0x7fffffffu);
+    return words_of(shifted);
   }
-  return largest_of(farthest) <= bits_of(0.5f - kMargin);
+
+  // Whether all were farther from half-integers than two ways to the same quotient can be from each other.
+  bool was_sure() const { return largest_of(farthest_) <= kFarthestSure<kBits>; }
+
+ private:
+  LaneWords farthest_{};
+};
+
+template <int kBits, class T, class Quotients>
+bool store_rounded(const T* values, int64_t numel, const PairHashes& hashes, uint8_t* codes, Quotients quotients) {
+  Rounding<kBits> rounding;
+  const LaneWords counters = kLaneNumbers + hashes.counter, word = LaneWords{} + hashes.word;
+  for (int64_t i = 0; i < numel; i += 2 * kLanes) {
+    const Halves some = load_halves(values + i);
+    const Halves noise = noise_of(hashed(counters + static_cast<uint32_t>(i / 2), word));
+    const LaneWords even = rounding(quotients(some.even) + noise.even);
+    store_halves<kBits>(codes + i / 8 * kBits, even, rounding(quotients(some.odd) + noise.odd));
+  }
+  return rounding.was_sure();
 }
 
 template <int kBits>
@@ -53,29 +70,79 @@ Lanes clamped_quotients(Lanes values, float scale) {
   return quotients < -kLargest ? Lanes{} - kLargest : quotients;
 }
 
-// Stores the codes of a chunk of a block that has codes; with_noise(quotients, index) adds what there is to add.
-template <int kBits, class T, class WithNoise>
-void store_chunk(const T* values, int64_t numel, float scale, uint8_t* codes, WithNoise with_noise) {
-  if (scale >= kSmallestInvertedScale && scale <= kLargestInvertedScale) {
+inline bool is_invertible(float scale) { return scale >= kSmallestInvertedScale && scale <= kLargestInvertedScale; }
+
+// store(quotients) stores the codes of a chunk and returns whether they are sure.
+template <int kBits, class Store>
+void store_surely(float scale, Store store) {
+  if (is_invertible(scale)) {
     const float inverse = 1.0f / scale;
-    const bool are_sure = store_rounded<kBits>(values, numel, codes, [=](Halves some, int64_t pair) {
-      return with_noise(Halves{some.even * inverse, some.odd * inverse}, pair);
-    });
-    if (are_sure) {
+    if (store([inverse](Lanes values) { return values * inverse; })) {
       return;
     }
   }
-  store_rounded<kBits>(values, numel, codes, [=](Halves some, int64_t pair) {
-    return with_noise(Halves{clamped_quotients<kBits>(some.even, scale), clamped_quotients<kBits>(some.odd, scale)}, pair);
-  });
+  store([scale](Lanes values) { return clamped_quotients<kBits>(values, scale); });
+}
+
+// How far a float is, in bits, from the integer to which the shift rounded it.
+inline uint32_t distance_from_integer(float value, float shifted) {
+  return ValueFormat<float>::magnitude(value - (shifted - kRoundingShift));
+}
+
+inline uint32_t larger(uint32_t left, uint32_t right) { return left > right ? left : right; }
+
+// to_code: fp32 value to an integer with the code in its low bits.
+template <int kBits, class ToCode>
+void store_codes(const float* __restrict values, int64_t numel, uint8_t* __restrict codes, ToCode to_code) {
+  if constexpr (kBits == 8) {
+    for (int64_t i = 0; i < numel; ++i) {
+      codes[i] = static_cast<uint8_t>(to_code(values[i]));
+    }
+  } else {
+    for (int64_t pair = 0; pair < numel / 2; ++pair) {
+      store_pair<kBits>(codes, pair, to_code(values[2 * pair]), to_code(values[2 * pair + 1]));
+    }
+  }
+}
+
+// The nearest codes of a chunk, if they are sure. A call of its own, with a known number of values: compilers vectorise that best.
+template <int kBits, int64_t kNumel>
+[[gnu::noinline]] bool store_nearest_surely(const float* __restrict values, float inverse, uint8_t* __restrict codes) {
+  uint32_t farthest = 0;
+  if constexpr (kBits == 8) {
+    for (int64_t i = 0; i < kNumel; ++i) {
+      const float quotient = values[i] * inverse, shifted = quotient + kRoundingShift;
+      farthest = larger(farthest, distance_from_integer(quotient, shifted));
+      codes[i] = static_cast<uint8_t>(bits_of(shifted));
+    }
+  } else {
+    for (int64_t pair = 0; pair < kNumel / 2; ++pair) {
+      const float even = values[2 * pair] * inverse, odd = values[2 * pair + 1] * inverse;
+      const float shifted_even = even + kRoundingShift, shifted_odd = odd + kRoundingShift;
+      farthest = larger(farthest, larger(distance_from_integer(even, shifted_even), distance_from_integer(odd, shifted_odd)));
+      store_pair<kBits>(codes, pair, bits_of(shifted_even), bits_of(shifted_odd));
+    }
+  }
+  return farthest <= kFarthestSure<kBits>;
+}
+
+template <int kBits, int64_t kNumel>
+void store_nearest_chunk(const float* values, float scale, float inverse, uint8_t* codes) {
+  if (!is_invertible(scale) || !store_nearest_surely<kBits, kNumel>(values, inverse, codes)) {
+    store_codes<kBits>(values, kNumel, codes, [scale](float value) { return code_of<kBits>(value, scale); });
+  }
 }
 
 // The nearest codes of a block that has codes.
 template <int kBits>
 void store_nearest(const float* values, int64_t block_numel, float scale, uint8_t* codes) {
-  for (int64_t first = 0; first < block_numel; first += kChunkNumel) {
-    const int64_t numel = std::min(kChunkNumel, block_numel - first);
-    store_chunk<kBits>(values + first, numel, scale, codes + first / 8 * kBits, [](Halves quotients, int64_t) { return quotients; });
+  const float inverse = 1.0f / scale;
+  int64_t first = 0;
+  for (; first + kChunkNumel <= block_numel; first += kChunkNumel) {
+    store_nearest_chunk<kBits, kChunkNumel>(values + first, scale, inverse, codes + first / 8 * kBits);
+  }
+  for (; first < block_numel; first += kBlockNumelMultiple) {
+    store_nearest_chunk<kBits, kBlockNumelMultiple>(values + first, scale, inverse, codes + first / 8 * kBits);
   }
 }
 
@@ -86,10 +153,8 @@ void store_noisy(const T* values, int64_t block_numel, float scale, const Noise&
     const int64_t pairs_to_carry = (int64_t{1} << 32) - static_cast<uint32_t>(first_pair + first / 2);
     numel = std::min({kChunkNumel, block_numel - first, 2 * pairs_to_carry});
     const PairHashes hashes = pair_hashes(noise, first_pair + first / 2);
-    const LaneWords counters = kLaneNumbers + hashes.counter, word = LaneWords{} + hashes.word;
-    store_chunk<kBits>(values + first, numel, scale, codes + first / 8 * kBits, [=](Halves quotients, int64_t pair) {
-      const Halves some = noise_of(hashed(counters + static_cast<uint32_t>(pair), word));
-      return Halves{quotients.even + some.even, quotients.odd + some.odd};
+    store_surely<kBits>(scale, [&](auto quotients) {
+      return store_rounded<kBits>(values + first, numel, hashes, codes + first / 8 * kBits, quotients);
     });
   }
 }
