@@ -7,7 +7,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import ELEMENT_TYPES, add_checkpoint_flags, add_output_flags, run_command
-from convert_to_hf import whole_parameter
 
 from megatron_zpp.checkpoint.export import new_folder, write_json, write_tensors
 from megatron_zpp.checkpoint.shard_file import TensorEntry
@@ -23,7 +22,7 @@ def run(args: argparse.Namespace) -> None:
     with open_checkpoint(Path(args.load), args.ckpt_step) as reader:
         entries = [TensorEntry(name, ELEMENT_TYPES[args.dtype], shape) for name, shape in reader.manifest.shapes.items()]
         with new_folder(Path(args.output)) as folder:
-            files = write_tensors(folder, entries, lambda entry: whole_parameter(reader, entry.name), args.max_shard_bytes)
+            files = write_tensors(folder, entries, lambda entry: reader.weight(entry.name), args.max_shard_bytes)
             write_json(folder / "flags.json", dict(reader.manifest.flags))
         print(f"{args.output}: {len(entries)} parameters of iteration {reader.manifest.iteration} in {len(files)} files, {args.dtype}")
 

@@ -15,7 +15,6 @@ from megatron_zpp.checkpoint.export import new_folder, write_json, write_tensors
 from megatron_zpp.checkpoint.gpt2_layout import config_json, rules
 from megatron_zpp.checkpoint.hf_tokenizer import write_tokenizer
 from megatron_zpp.checkpoint.manifest import Manifest
-from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.shard_file import TensorEntry
 from megatron_zpp.checkpoint.stored_flags import data_flags, model_flags, open_checkpoint, padded_vocab_size
 from megatron_zpp.config.schema import DataConfig
@@ -38,22 +37,13 @@ def run(args: argparse.Namespace) -> None:
 
         def values_of(entry: TensorEntry) -> Tensor:
             rule = rule_of[entry.name]
-            return rule.to_theirs(whole_parameter(reader, rule.ours))
+            return rule.to_theirs(reader.weight(rule.ours))
 
         with new_folder(Path(args.output)) as folder:
             write_json(folder / "config.json", config_json(model, vocab_size, None if tokenizer is None else tokenizer.eod))
             files = write_tensors(folder, entries, values_of, args.max_shard_bytes)
             told = write_tokenizer(folder, data.tokenizer_type, data.tokenizer_model)
     print(f"{args.output}: {len(entries)} tensors in {len(files)} files, vocabulary of {vocab_size} ids; {told}")
-
-
-def whole_parameter(reader: CheckpointReader, name: str) -> Tensor:
-    """The main weight of a parameter in its shape, fp32."""
-    shape = reader.manifest.shapes[name]
-    numel = 1
-    for extent in shape:
-        numel *= extent
-    return reader.read(name, "weight", 0, numel).view(shape)
 
 
 def _data(manifest: Manifest, args: argparse.Namespace) -> DataConfig:

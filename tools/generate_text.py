@@ -62,9 +62,7 @@ def load_model(reader: CheckpointReader) -> GPT:
     for unit in model.unit_specs():
         for param in unit.params:
             owner, _, attribute = param.name.rpartition(".")
-            parameter = getattr(model.get_submodule(owner), attribute)
-            weight = reader.read(param.name, "weight", 0, parameter.numel()).view(param.shape)
-            setattr(model.get_submodule(owner), attribute, nn.Parameter(weight, requires_grad=False))
+            setattr(model.get_submodule(owner), attribute, nn.Parameter(reader.weight(param.name), requires_grad=False))
     return model.eval()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,7 @@ from megatron_zpp.checkpoint.manifest import (
 from megatron_zpp.checkpoint.reshard import ByteRun, MissingElementsError, PieceIndex, Source, chunk_runs
 from megatron_zpp.checkpoint.shard_file import VerifiedFile
 from megatron_zpp.config.options import spelling_of
-from megatron_zpp.zero.pieces import Piece
+from megatron_zpp.zero.pieces import WEIGHT, Piece
 
 # What decides the function of the weights; heads, for example, leave no trace in shapes.
 MODEL_FLAGS = (
@@ -89,6 +90,13 @@ class CheckpointReader:
         values = torch.empty(stop - start, dtype=torch.float32)
         self.fill([Piece(parameter, state, start, stop, values)])
         return values
+
+    def weight(self, parameter: str) -> Tensor:
+        """The whole main weight of a parameter in its shape, fp32 on the CPU."""
+        shape = self.manifest.shapes.get(parameter)
+        if shape is None:
+            raise CheckpointError(f"{self.folder} holds no parameter {parameter}; it is of another model")
+        return self.read(parameter, WEIGHT, 0, math.prod(shape)).view(shape)
 
     def fill(self, pieces: Iterable[Piece]) -> None:
         """Writes into each piece's values what is stored of it; no chunk but a header's is read twice.
