@@ -35,16 +35,16 @@ __device__ __forceinline__ void store_codes(const CodeChunk<kBits, kNumel>& chun
   }
 }
 
-// to_code(value, pair, is_odd): an integer with the code in its low bits; pairs of values count from first_pair.
+// to_code(value, pair, is_odd): an integer with the code in its low bits; pair: of the chunk.
 template <int kBits, class Chunk, class ToCode>
-__device__ __forceinline__ CodeChunk<kBits, Chunk::kNumel> coded(const Chunk& values, int64_t first_pair, ToCode to_code) {
+__device__ __forceinline__ CodeChunk<kBits, Chunk::kNumel> coded(const Chunk& values, ToCode to_code) {
   constexpr uint32_t kMask = (1u << kBits) - 1;
   constexpr int kPairsPerWord = 16 / kBits;
   CodeChunk<kBits, Chunk::kNumel> chunk{};
 #pragma unroll
   for (int pair = 0; pair < Chunk::kNumel / 2; ++pair) {
     const Pair wide = pair_at(values, pair);
-    const uint32_t even = to_code(wide.even, first_pair + pair, false), odd = to_code(wide.odd, first_pair + pair, true);
+    const uint32_t even = to_code(wide.even, pair, false), odd = to_code(wide.odd, pair, true);
     const uint32_t codes = (even & kMask) | (odd & kMask) << kBits;
     chunk.words[pair / kPairsPerWord] |= codes << (2 * kBits * (pair % kPairsPerWord));
   }

@@ -46,8 +46,7 @@ __global__ void __launch_bounds__(Teams::kGridBlockThreads)
     encode_block<Teams, kBits, Chunk>(
         share,
         [&](const Piece& piece, Chunk(&held)[Teams::kHeld]) { load_held<Teams>(source, share, piece, is_wide, held); },
-        noise,
-        (slice * payloads.layout.blocks + block) * (block_numel / 2),
+        BlockNoise{noise, slice * payloads.layout.blocks + block, block_numel},
         payloads.codes(0, slice) + block * (block_numel / 8 * kBits),
         payloads.scales(0, slice) + block);
   });

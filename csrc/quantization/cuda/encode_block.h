@@ -10,18 +10,26 @@
 
 namespace megatron_zpp::cuda {
 
+// What a block's noise follows from. Its first pair of values is counted where it is needed, so as not to occupy registers.
+struct BlockNoise {
+  const Noise& noise;
+  int64_t block;  // counted over all slices
+  int64_t block_numel;
+};
+
+// to_code(value, chunk, pair, is_odd): an integer with the code in its low bits; chunk: of the block, pair: of the chunk.
 template <class Teams, int kBits, class Chunk, class ToCode>
 __device__ __forceinline__ void store_held(
     const Share& share, const Piece& piece, const Chunk (&held)[Teams::kHeld], uint8_t* codes, ToCode to_code) {
   constexpr int kChunkBytes = CodeChunk<kBits, Chunk::kNumel>::kBytes;
   uint8_t* target = codes + piece.first * kChunkBytes;
   for_each_held<Teams>(share, piece, [&](int i, int chunk) {
-    const int64_t first_pair = (piece.first + chunk) * (Chunk::kNumel / 2);
-    store_codes<kBits, Chunk::kNumel>(coded<kBits>(held[i], first_pair, to_code), target + chunk * kChunkBytes);
+    const auto to_code_there = [&](float value, int pair, bool is_odd) { return to_code(value, piece.first + chunk, pair, is_odd); };
+    store_codes<kBits, Chunk::kNumel>(coded<kBits>(held[i], to_code_there), target + chunk * kChunkBytes);
   });
 }
 
-// Codes of the chunks held, as the block's scale has them; factor as exact_reciprocal says. The block's pairs count from first_pair.
+// Codes of the chunks held, as the block's scale has them; factor as exact_reciprocal says.
 template <class Teams, int kBits, class Chunk>
 __device__ __forceinline__ void store_scaled(
     const Share& share,
@@ -29,20 +37,20 @@ __device__ __forceinline__ void store_scaled(
     const Chunk (&held)[Teams::kHeld],
     float scale,
     float factor,
-    const Noise& noise,
-    int64_t first_pair,
+    const BlockNoise& noise,
     uint8_t* codes) {
   if (!has_codes(scale)) {
-    store_held<Teams, kBits>(share, piece, held, codes, [](float, int64_t, bool) { return 0u; });
-  } else if (noise.is_on) {
-    store_held<Teams, kBits>(share, piece, held, codes, [&](float value, int64_t pair, bool is_odd) {
-      const uint32_t hash = pair_hashes(noise, first_pair + pair).at(0);
-      return rounded(clamped_quotient<kBits>(value, scale) + noise_in(hash, is_odd));
+    store_held<Teams, kBits>(share, piece, held, codes, [](float, int64_t, int, bool) { return 0u; });
+  } else if (noise.noise.is_on) {
+    const int64_t first_pair = noise.block * (noise.block_numel / 2);
+    store_held<Teams, kBits>(share, piece, held, codes, [&](float value, int64_t chunk, int pair, bool is_odd) {
+      const PairHashes hashes = pair_hashes(noise.noise, first_pair + chunk * (Chunk::kNumel / 2));
+      return rounded(clamped_quotient<kBits>(value, scale) + noise_in(hashes.at(pair), is_odd));
     });
   } else if (factor != 0.0f) {
-    store_held<Teams, kBits>(share, piece, held, codes, [factor](float value, int64_t, bool) { return rounded(value * factor); });
+    store_held<Teams, kBits>(share, piece, held, codes, [factor](float value, int64_t, int, bool) { return rounded(value * factor); });
   } else {
-    store_held<Teams, kBits>(share, piece, held, codes, [scale](float value, int64_t, bool) { return code_of<kBits>(value, scale); });
+    store_held<Teams, kBits>(share, piece, held, codes, [scale](float value, int64_t, int, bool) { return code_of<kBits>(value, scale); });
   }
 }
 
@@ -56,10 +64,9 @@ __device__ __forceinline__ float factor_of(typename ValueFormat<T>::Magnitude la
 }
 
 // Encodes the team's block. load(piece, held) fills what the thread holds of a piece; chunks that are not there are zeros.
-// It is called once for each, and once more where the team cannot hold the whole block. The block's pairs of values count from first_pair.
+// It is called once for each, and once more where the team cannot hold the whole block.
 template <class Teams, int kBits, class Chunk, class Load>
-__device__ __forceinline__ void encode_block(
-    const Share& share, Load load, const Noise& noise, int64_t first_pair, uint8_t* codes, float* scale_target) {
+__device__ __forceinline__ void encode_block(const Share& share, Load load, const BlockNoise& noise, uint8_t* codes, float* scale_target) {
   using T = typename Chunk::Value;
   Chunk held[Teams::kHeld];
   const int64_t pieces = pieces_of<Teams>(share);
@@ -82,7 +89,7 @@ __device__ __forceinline__ void encode_block(
     if (pieces > 1) {
       load(piece, held);
     }
-    store_scaled<Teams, kBits>(share, piece, held, scale, factor, noise, first_pair, codes);
+    store_scaled<Teams, kBits>(share, piece, held, scale, factor, noise, codes);
   }
 }
 

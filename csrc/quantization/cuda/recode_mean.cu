@@ -26,8 +26,7 @@ __global__ void __launch_bounds__(Teams::kGridBlockThreads) recode_mean_kernel(
             }
           }
         },
-        noise,
-        (slice * payloads.layout.blocks + block) * (block_numel / 2),
+        BlockNoise{noise, slice * payloads.layout.blocks + block, block_numel},
         recoded.codes(0, slice) + block * (block_numel / 8 * kNextBits),
         recoded.scales(0, slice) + block);
   });
