@@ -24,7 +24,7 @@ from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointE
 HEADER_ALIGNMENT_BYTES = 8  # so that data can be mapped
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 TYPE_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
-_QUEUED_TENSORS = 8
+_QUEUED_TENSORS = 1  # each is kept in memory until its checksum is there
 
 
 @dataclass(frozen=True)
