@@ -11,7 +11,7 @@ from tiny_runs import TINY, losses, pretrain
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.validate import resolve
-from megatron_zpp.data.datasets import SampleCounts, build_datasets
+from megatron_zpp.data.datasets import DataRequest, SampleCounts, build_datasets
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.initialization import materialize
 
@@ -64,9 +64,8 @@ def test_every_shape_follows_a_plain_loop_within_fp32_rounding(
 def plain_loop(global_batch_size: int) -> list[tuple[float, float]]:
     """The same training without any of the engine: one process, torch's AdamW and clipping."""
     config = resolve(parse_flags([*TINY, "--train-iters", str(STEPS)]), 1, 1)
-    dataset = build_datasets(
-        config.data, seq_length=16, seed=1234, sample_counts=SampleCounts(STEPS * global_batch_size, 0, 0), vocab_size=100
-    )
+    request = DataRequest(seq_length=16, seed=1234, sample_counts=SampleCounts(STEPS * global_batch_size, 0, 0), vocab_size=100, eod=99)
+    dataset = build_datasets(config.data, request)
     model = materialize(GPT(config.model, 104, config.training.seed, torch.float32)).train()
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
