@@ -96,21 +96,17 @@ def _start(shape: str) -> Session:
     from megatron_zpp.parallel.launch import Launch
     from megatron_zpp.training import setup
     from megatron_zpp.training.memory_need import memory_need
+    from megatron_zpp.training.sharding import sharding_of
     from megatron_zpp.training.step import StepPlan, train_step
-    from megatron_zpp.zero.memory_plan import Sharding
-    from megatron_zpp.zero.schedule import Prefetch
 
     config = resolve(parse_flags(f"{shape} {FLAGS}".split()), 1, None)
     launch = Launch(0, 1, 0, 1)
     world = World(launch, choose_device(launch, None), timedelta(minutes=5))
     ladder = setup.build_ladder(config, world)
-    _, padded_vocab = setup.build_vocabulary(config)
+    padded_vocab = setup.build_vocabulary(config).padded_size
     model = setup.build_model(config, padded_vocab, None)
-    zero, samples = config.zero, config.training.micro_batch_size
-    sharding = Sharding(
-        setup.choose_policy(zero), zero.quantization_block_size, 2, Prefetch(zero.zero_prefetch_units, zero.zero_prefetch_units_intra)
-    )
-    need = memory_need(config, model, sharding, ladder.topology, is_on_gpu=world.device.type == "cuda")
+    samples = config.training.micro_batch_size
+    need = memory_need(config, model, sharding_of(config), ladder.topology, is_on_gpu=world.device.type == "cuda")
     engine = setup.build_engine(config, model, ladder, world.device)
     batches = _same_batch(samples, config.model.seq_length, config.data.vocab_size or padded_vocab)
     return Session(

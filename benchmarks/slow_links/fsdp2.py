@@ -27,7 +27,7 @@ class Fsdp2Training:
 
     def __init__(self, flags: Sequence[str], launch: Launch, world: World) -> None:
         config = resolve(parse_flags(flags), launch.world_size, launch.local_world_size)
-        _, padded_vocab = setup.build_vocabulary(config)
+        padded_vocab = setup.build_vocabulary(config).padded_size
         mesh = init_device_mesh(world.device.type, (launch.world_size,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         model = materialize(GPT(config.model, padded_vocab, config.training.seed, torch.float32), world.device)

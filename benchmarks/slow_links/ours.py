@@ -15,7 +15,7 @@ from megatron_zpp.data.loader import MicroBatch
 from megatron_zpp.parallel.initialize import World
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training import setup
-from megatron_zpp.training.step import train_step
+from megatron_zpp.training.step import StepPlan, train_step
 from slow_links.stopwatch import StopwatchLanes
 
 PROMISED = (Category.WEIGHTS, Category.GRADIENTS)
@@ -38,20 +38,19 @@ class OurTraining:
 
     def __init__(self, flags: Sequence[str], launch: Launch, world: World) -> None:
         config = resolve(parse_flags(flags), launch.world_size, launch.local_world_size)
-        self._config = config
         self._ladder = setup.build_ladder(config, world)
         self.lanes = StopwatchLanes(self._ladder.lanes)
         self._ladder.lanes = self.lanes
         setup.prepare_kernels(config, world.device)
-        _, padded_vocab = setup.build_vocabulary(config)
+        padded_vocab = setup.build_vocabulary(config).padded_size
         self._model = setup.build_model(config, padded_vocab, None)
         self._engine = setup.build_engine(config, self._model, self._ladder, world.device)
         self._batches = same_batch(config, launch.rank)
-        self._microbatches = microbatches(config, launch.world_size)
+        self._plan = StepPlan(microbatches(config, launch.world_size), config.optimizer.lr)
 
     def step(self) -> float:
         """The loss of one training step."""
-        return train_step(self._model, self._engine, self._batches, self._microbatches, self._config.optimizer.lr).lm_loss
+        return train_step(self._model, self._engine, self._batches, self._plan).lm_loss
 
     def drain(self) -> None:
         """Returns once the climbs that a step submits for the next one have landed too."""
