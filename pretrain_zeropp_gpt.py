@@ -76,6 +76,7 @@ def train(config: Config, launch: Launch, world: World) -> None:
     ladder = setup.build_ladder(config, world)
     memory_bytes = setup.memory_per_rank(world, hosts)
     with world.agreement():
+        setup.check_backends(config, world.device)
         vocab_size, padded_vocab = setup.build_vocabulary(config)
         reader = setup.find_reader(config)
         model = setup.build_model(config, padded_vocab, reader)

@@ -5,11 +5,14 @@
 // payloads   [slices, bytes]           uint8; bytes at least those of codes and scales; rows start at multiples of 16 bytes
 //            [members, slices, bytes]  where a mean over members is taken
 // recoded    [slices, bytes]           as payloads
+// noise_key  none: codes are the nearest; else rounding is stochastic, its noise drawn from the key and a value's index in [slices, run]
 #include <torch/library.h>
 
 TORCH_LIBRARY(megatron_zpp, m) {
-  m.def("encode_blocks(Tensor values, Tensor(a!) payloads, int bits, int block_numel) -> ()");
+  m.def("encode_blocks(Tensor values, Tensor(a!) payloads, int bits, int block_numel, bool rotated=False, int? noise_key=None) -> ()");
   m.def("decode_blocks(Tensor payloads, Tensor(a!) values, int bits, int block_numel) -> ()");
-  m.def("decode_mean_blocks(Tensor payloads, Tensor(a!) mean, int bits, int block_numel, bool accumulate) -> ()");
-  m.def("recode_mean_blocks(Tensor payloads, Tensor(a!) recoded, int run_numel, int bits, int next_bits, int block_numel) -> ()");
+  m.def("decode_mean_blocks(Tensor payloads, Tensor(a!) mean, int bits, int block_numel, bool accumulate, bool rotated=False) -> ()");
+  m.def(
+      "recode_mean_blocks(Tensor payloads, Tensor(a!) recoded, int run_numel, int bits, int next_bits, int block_numel, "
+      "int? noise_key=None) -> ()");
 }

@@ -36,6 +36,19 @@ def worst_error(values: Tensor, bits: int, block_numel: int) -> Tensor:
     return half_step.expand(-1, block_numel).reshape(values.shape)
 
 
+def hadamard() -> Tensor:
+    """fp64 [32, 32], the fivefold Kronecker product of [[1, 1], [1, -1]]."""
+    matrix = np.ones((1, 1))
+    for _ in range(5):
+        matrix = np.kron(matrix, np.array([[1.0, 1.0], [1.0, -1.0]]))
+    return torch.from_numpy(matrix)
+
+
+def rotated(values: Tensor) -> Tensor:
+    """fp64 in the shape of `values`: every 32 values in a row times the Hadamard matrix."""
+    return (values.double().reshape(-1, 32) @ hadamard()).view(values.shape)
+
+
 def roundoff(dtype: torch.dtype) -> float:
     """Largest relative error of one rounding to `dtype`."""
     return torch.finfo(dtype).eps / 2

@@ -64,7 +64,7 @@ def data_config(manifest: Manifest, tokenizer_model: str | None) -> DataConfig:
 
 def load_model(reader: CheckpointReader) -> GPT:
     """The checkpoint's model in evaluation mode, its main weights in fp32 on the CPU."""
-    config = _group(ModelConfig, reader.manifest, "model")
+    config = replace(_group(ModelConfig, reader.manifest, "model"), norm_backend="torch")  # Apex normalizes on GPUs only
     model = GPT(config, _flags(reader.manifest, "padded_vocab_size"), seed=0, dtype=torch.float32)
     for unit in model.unit_specs():
         for param in unit.params:

@@ -96,7 +96,7 @@ def _start(shape: str) -> Session:
     from megatron_zpp.parallel.launch import Launch
     from megatron_zpp.training import setup
     from megatron_zpp.training.memory_need import memory_need
-    from megatron_zpp.training.step import train_step
+    from megatron_zpp.training.step import StepPlan, train_step
     from megatron_zpp.zero.memory_plan import Sharding
     from megatron_zpp.zero.schedule import Prefetch
 
@@ -114,7 +114,7 @@ def _start(shape: str) -> Session:
     engine = setup.build_engine(config, model, ladder, world.device)
     batches = _same_batch(samples, config.model.seq_length, config.data.vocab_size or padded_vocab)
     return Session(
-        step=lambda: train_step(model, engine, batches, 1, 1e-4),
+        step=lambda: train_step(model, engine, batches, StepPlan(1, 1e-4)),
         engine=engine,
         planned_states=need.plan.states,
         planned_total=need.total,

@@ -4,8 +4,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <type_traits>
 
+#include "noise.h"
 #include "rows.h"
 
 namespace megatron_zpp {
@@ -64,6 +66,11 @@ inline PayloadRows<const uint8_t> readable_members(const at::Tensor& payloads, c
 inline PayloadRows<uint8_t> writable_payloads(const at::Tensor& payloads, const char* name, int64_t slices, const RowLayout& layout) {
   check_payloads(payloads, name, 2, slices, layout);
   return {payloads.mutable_data_ptr<uint8_t>(), 0, payloads.stride(0), 1, slices, layout};
+}
+
+inline Noise noise_for(const std::optional<int64_t>& key) {
+  TORCH_CHECK(!key || *key >= 0, "noise_key is ", key.value_or(0), ", needed is none or one from 0 on");
+  return key ? noise_of(static_cast<uint64_t>(*key)) : kNoNoise;
 }
 
 // Calls launch with the bits as a compile-time constant.

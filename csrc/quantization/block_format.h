@@ -129,14 +129,20 @@ ZPP_HOST_DEVICE bool has_codes(float scale) { return scale > 0.0f; }
 // An integer whose low bits are the two's complement code nearest to the quotient, half to even; exact for |quotient| < 2^22.
 ZPP_HOST_DEVICE uint32_t rounded(float quotient) { return bits_of(quotient + kRoundingShift) - kRoundingShiftBits; }
 
-// The code of a value in a block that has codes. A subnormal scale is too coarse to keep quotients within -Q to Q, hence the clamp.
+// A subnormal scale is too coarse to keep quotients within -Q to Q, and any scale is rounded, hence the clamp.
 template <int kBits>
-ZPP_HOST_DEVICE uint32_t code_of(float value, float scale) {
+ZPP_HOST_DEVICE float clamped_quotient(float value, float scale) {
   constexpr float kLargest = static_cast<float>(CodeFormat<kBits>::kLargest);
   float quotient = value / scale;
   quotient = quotient > kLargest ? kLargest : quotient;
   quotient = quotient < -kLargest ? -kLargest : quotient;
-  return rounded(quotient);
+  return quotient;
+}
+
+// The code of a value in a block that has codes.
+template <int kBits>
+ZPP_HOST_DEVICE uint32_t code_of(float value, float scale) {
+  return rounded(clamped_quotient<kBits>(value, scale));
 }
 
 ZPP_HOST_DEVICE float decoded(int32_t code, float scale) { return static_cast<float>(code) * scale; }

@@ -10,7 +10,7 @@ An exact run holds norm gains and biases, which are few and feel an error most.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
@@ -105,6 +105,9 @@ class Codec(Protocol):
         The sum runs over members 0, 1, ... in fp32, then it is divided by their number.
         """
 
+    def keyed(self, key: int) -> Codec:
+        """The same codec with its stochastic rounding drawn from `key`; itself where it rounds to nearest."""
+
 
 @dataclass(frozen=True)
 class CastCodec:
@@ -126,6 +129,9 @@ class CastCodec:
         for payload_part, mean_part in zip(self._regions(payloads, mean.runs).parts(), mean.parts(), strict=True):
             add_mean_(mean_part, payload_part, accumulate=accumulate)
 
+    def keyed(self, key: int) -> CastCodec:
+        return self
+
     def run_bytes(self, numel: int) -> int:
         """Bytes of a run of `numel` values, padded."""
         return -(-numel * self.dtype.itemsize // PAYLOAD_ALIGNMENT_BYTES) * PAYLOAD_ALIGNMENT_BYTES
@@ -143,54 +149,89 @@ class BlockCodec:
     """The blocks run as integers of `bits` bits with one fp32 scale per block; the exact run as it is.
 
     | codes | scales | exact run |, each padded to 16 bytes
+
+    is_rotated: every 32 neighbours are encoded as their Hadamard transform, which spreads an outlier's error, and the mean is transformed
+    back. It spreads errors onto the padding behind a parameter too: what was 0 there comes back as something small, and whoever needs
+    zeros there has to write them.
+    noise_key: what stochastic rounding is drawn from, together with a value's index among those encoded at once; None rounds to nearest.
     """
 
     bits: int
     block_numel: int
     exact: CastCodec
+    is_rotated: bool = False
+    noise_key: int | None = None
     rests_encoded: ClassVar[bool] = True
 
     def payload_bytes(self, runs: Runs) -> int:
         return self._coded_bytes(runs) + self.exact.run_bytes(runs.exact)
 
     def encode_into(self, values: Regions, payloads: Tensor) -> None:
-        encode_blocks(values.blocks, payloads, bits=self.bits, block_numel=self.block_numel)
+        encode_blocks(
+            values.blocks, payloads, bits=self.bits, block_numel=self.block_numel, rotated=self.is_rotated, noise_key=self.noise_key
+        )
         self.exact_run(payloads, values.runs).copy_(values.exact)
 
     def decode_into(self, payloads: Tensor, values: Regions) -> None:
-        decode_blocks(payloads, values.blocks, bits=self.bits, block_numel=self.block_numel)
+        if self.is_rotated:
+            # A mean of one: gradients alone are rotated, and they end in means, so that decode_blocks need not know rotation.
+            wide = torch.empty_like(values.blocks, dtype=torch.float32)
+            self._decode_mean(payloads.unsqueeze(0), wide, accumulate=False)
+            values.blocks.copy_(wide)
+        else:
+            decode_blocks(payloads, values.blocks, bits=self.bits, block_numel=self.block_numel)
         values.exact.copy_(self.exact_run(payloads, values.runs))
 
     def decode_mean_into(self, payloads: Tensor, mean: Regions, *, accumulate: bool) -> None:
-        decode_mean_blocks(payloads, mean.blocks, bits=self.bits, block_numel=self.block_numel, accumulate=accumulate)
+        self._decode_mean(payloads, mean.blocks, accumulate=accumulate)
         add_mean_(mean.exact, self.exact_run(payloads, mean.runs), accumulate=accumulate)
+
+    def keyed(self, key: int) -> BlockCodec:
+        return self if self.noise_key is None else replace(self, noise_key=key)
+
+    def has_blocks_of(self, other: BlockCodec) -> bool:
+        """Whether both encode the same blocks of the same numbers, be it with other bits."""
+        return (self.block_numel, self.is_rotated) == (other.block_numel, other.is_rotated)
 
     def exact_run(self, payloads: Tensor, runs: Runs) -> Tensor:
         """The exact runs [..., runs.exact] of payloads [..., payload_bytes]."""
         return self.exact.run_at(payloads, self._coded_bytes(runs), runs.exact)
 
+    def _decode_mean(self, payloads: Tensor, mean: Tensor, *, accumulate: bool) -> None:
+        decode_mean_blocks(payloads, mean, bits=self.bits, block_numel=self.block_numel, accumulate=accumulate, rotated=self.is_rotated)
+
     def _coded_bytes(self, runs: Runs) -> int:
         return coded_bytes(runs.blocks, self.bits, self.block_numel)
 
 
-def make_codec(bits: int, dtype: torch.dtype, block_numel: int) -> Codec:
-    """Blocks of 4 or 8 bits, or for 16 the working dtype itself. Raises ValueError for other bits."""
+def make_codec(bits: int, dtype: torch.dtype, block_numel: int, *, is_rotated: bool = False, is_stochastic: bool = False) -> Codec:
+    """Blocks of 4 or 8 bits, or for 16 the working dtype itself, which has no options. Raises ValueError for other bits.
+
+    is_stochastic: the codec starts with key 0; `keyed` gives it the one to use.
+    """
     exact = CastCodec(dtype)
     if bits == 16:
         return exact
     if bits in (4, 8):
-        return BlockCodec(bits, block_numel, exact)
+        return BlockCodec(bits, block_numel, exact, is_rotated, 0 if is_stochastic else None)
     raise ValueError(f"{bits} bits per value is no codec; choose 4, 8 or 16")
 
 
 def recode_mean_into(codec: Codec, payloads: Tensor, next_codec: Codec, recoded: Tensor, runs: Runs) -> None:
     """Fills recoded [slices, next payload_bytes] with the mean over members of payloads [members, slices, payload_bytes].
 
-    The middle of a two-hop descent; the mean is in fp32 before `next_codec` encodes it. Between block codecs it is one fused pass.
+    The middle of a two-hop descent; the mean is in fp32 before `next_codec` encodes it. Between alike block codecs it is one fused pass,
+    in which rotated values stay rotated.
     """
-    if isinstance(codec, BlockCodec) and isinstance(next_codec, BlockCodec) and codec.block_numel == next_codec.block_numel:
+    if isinstance(codec, BlockCodec) and isinstance(next_codec, BlockCodec) and codec.has_blocks_of(next_codec):
         recode_mean_blocks(
-            payloads, recoded, run_numel=runs.blocks, bits=codec.bits, next_bits=next_codec.bits, block_numel=codec.block_numel
+            payloads,
+            recoded,
+            run_numel=runs.blocks,
+            bits=codec.bits,
+            next_bits=next_codec.bits,
+            block_numel=codec.block_numel,
+            noise_key=next_codec.noise_key,
         )
         exact_mean = torch.empty(recoded.shape[0], runs.exact, dtype=torch.float32, device=recoded.device)
         add_mean_(exact_mean, codec.exact_run(payloads, runs), accumulate=False)

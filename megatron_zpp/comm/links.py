@@ -20,6 +20,7 @@ from megatron_zpp.comm.backend import Backend, Work
 from megatron_zpp.comm.codecs import Codec, Regions, Runs, recode_mean_into
 from megatron_zpp.comm.lanes import Hop, Lanes
 from megatron_zpp.comm.ledger import Category, Ledger
+from megatron_zpp.comm.noise import noise_key
 from megatron_zpp.comm.staging import Staging
 from megatron_zpp.parallel.topology import Direction, Lane, Link, Topology
 
@@ -31,19 +32,28 @@ INTER_DESCEND = Lane(Link.INTER, Direction.DESCEND)
 
 @dataclass(frozen=True)
 class LinkCodecs:
-    """The codec of each link, in one direction."""
+    """The codec of each link, in one direction. noise_seed: what stochastic rounding is drawn from, in codecs that have it."""
 
     inter: Codec
     intra: Codec
+    noise_seed: int = 0
+
+    def drawn_for(self, *place: int | str) -> LinkCodecs:
+        """The same codecs, with the draws of stochastic rounding that belong to `place`: the same in every run, others everywhere else."""
+        inter, intra = (
+            codec.keyed(noise_key(self.noise_seed, link.name, *place))
+            for link, codec in ((Link.INTER, self.inter), (Link.INTRA, self.intra))
+        )
+        return replace(self, inter=inter, intra=intra)
 
     def in_world(self, topology: Topology, exact: Codec) -> LinkCodecs:
         """The codecs that are at work in a world: a link of one rank takes over the other link's, and one rank alone has `exact`."""
         if topology.world_size == 1:
             return LinkCodecs(exact, exact)
         if topology.link_ranks(Link.INTER) == 1:
-            return LinkCodecs(self.intra, self.intra)
+            return replace(self, inter=self.intra)
         if topology.link_ranks(Link.INTRA) == 1:
-            return LinkCodecs(self.inter, self.inter)
+            return replace(self, intra=self.inter)
         return self
 
 

@@ -43,6 +43,11 @@ class ModelConfig:
     norm_epsilon: float = flag(
         1e-5, help="Added to the variance in LayerNorm.", unit="1", aliases=("--layernorm-epsilon",), allowed=POSITIVE
     )
+    norm_backend: str = flag(
+        "torch",
+        help="Whose kernels normalize: torch's, or NVIDIA Apex's FusedLayerNorm (GPUs only, built from NVIDIA's sources).",
+        allowed=("torch", "apex"),
+    )
     untie_embeddings_and_output_weights: bool = flag(False, help="Give the output layer a weight of its own instead of the embedding's.")
     init_method_std: float = flag(
         0.02,
@@ -87,6 +92,22 @@ class TrainingConfig:
     exit_interval: int | None = flag(
         None, help="Leave the program at the first iteration that is a multiple of this.", unit="iterations", allowed=POSITIVE_COUNT
     )
+    exit_duration_in_mins: int | None = flag(
+        None, help="Save and leave the program at the first step after this time.", unit="minutes", allowed=POSITIVE_COUNT
+    )
+    exit_signal_handler: bool = flag(
+        False, help="Save and leave the program, with exit code 0, at the step in which any rank gets --exit-signal or SIGUSR1."
+    )
+    exit_signal: str = flag(
+        "SIGTERM", help="The signal of --exit-signal-handler beside SIGUSR1.", allowed=("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+    )
+    max_consecutive_bad_iterations: int = flag(
+        100,
+        help="After so many steps in a row with a NaN or infinite loss or gradient, save the state from before them and end with an error; "
+        "0 goes on forever.",
+        unit="iterations",
+        allowed=COUNT,
+    )
     seed: int = flag(1234, help="Seed of weights, dropout and data order.", unit="1", allowed=Bounds(at_least=0, at_most=2**32 - 1))
     eval_interval: int = flag(1000, help="Iterations from one validation to the next.", unit="iterations", allowed=POSITIVE_COUNT)
     eval_iters: int = flag(100, help="Global batches of one validation; 0 turns validation off.", unit="iterations", allowed=COUNT)
@@ -122,6 +143,12 @@ class OptimizerConfig:
     adam_beta2: float = flag(0.999, help="Decay of Adam's second moment.", unit="1", allowed=FRACTION)
     adam_eps: float = flag(1e-8, help="Added to the root of Adam's second moment.", unit="1", allowed=POSITIVE)
     optimizer: str = flag("adam", help="Optimizer (AdamW on fp32 main weights).", allowed=("adam",))
+    optimizer_backend: str = flag(
+        "torch",
+        help="Whose kernels update weights and take gradient norms: torch's fused AdamW and fp64 sums, or NVIDIA Apex's FusedAdam and "
+        "multi-tensor L2 norm (GPUs only, built from NVIDIA's sources).",
+        allowed=("torch", "apex"),
+    )
 
 
 @dataclass(frozen=True)
@@ -177,6 +204,16 @@ class ZeroConfig:
         help="The same between nodes.",
         unit="bits",
         allowed=(4, 8, 16),
+    )
+    zero_quantized_gradients_rotation: str = flag(
+        "none",
+        help="Transform of 32 neighbouring gradients before they are quantized; it spreads outliers and costs no byte.",
+        allowed=("none", "hadamard"),
+    )
+    zero_quantized_gradients_rounding: str = flag(
+        "nearest",
+        help="Rounding of quantized gradients: to the nearest code, or up and down by chance so that errors have the mean 0.",
+        allowed=("nearest", "stochastic"),
     )
     zero_full_precision_iters: int = flag(0, help="First iterations in which nothing is quantized.", unit="iterations", allowed=COUNT)
     quantization_block_size: int = flag(

@@ -167,6 +167,16 @@ def check_quantization(config: Config) -> None:
         if name in config.given and not any(config.value_of(feature) for feature in switch):
             features = any_of([spelling_of(feature) for feature in switch])
             raise FlagError(f"{spelling_of(name)} {config.value_of(name)} changes nothing without {features}; give that as well.")
+    check_gradients_are_quantized_somewhere(config)
+
+
+def check_gradients_are_quantized_somewhere(config: Config) -> None:
+    zero = config.zero
+    if zero.zero_quantized_gradients and zero.zero_quantized_gradients_intra_bits == zero.zero_quantized_gradients_inter_bits == 16:
+        raise FlagError(
+            "--zero-quantized-gradients with 16 bits inside a node and between nodes quantizes nothing; choose 4 or 8 for "
+            "--zero-quantized-gradients-inter-bits, or leave --zero-quantized-gradients out."
+        )
 
 
 def check_secondary_partition(config: Config) -> None:
@@ -267,6 +277,8 @@ QUANTIZATION_DETAILS = {
     "zero_quantized_weights_bits": ("zero_quantized_weights",),
     "zero_quantized_gradients_intra_bits": ("zero_quantized_gradients",),
     "zero_quantized_gradients_inter_bits": ("zero_quantized_gradients",),
+    "zero_quantized_gradients_rotation": ("zero_quantized_gradients",),
+    "zero_quantized_gradients_rounding": ("zero_quantized_gradients",),
     "zero_full_precision_iters": ("zero_quantized_weights", "zero_quantized_gradients"),
 }
 CHECKS_BEFORE_FILLING: tuple[Callable[[Config], None], ...] = (

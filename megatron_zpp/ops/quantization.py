@@ -21,6 +21,7 @@ from megatron_zpp.ops import extension, reference
 BITS = (4, 8)
 BLOCK_NUMEL_MULTIPLE = 32
 SCALE_BYTES = 4
+NOISE_KEYS = 2**63
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -38,10 +39,15 @@ def coded_bytes(run_numel: int, bits: int, block_numel: int) -> int:
     return reference.padded_bytes(run_numel // 8 * bits) + reference.padded_bytes(run_numel // block_numel * SCALE_BYTES)
 
 
-def encode_blocks(values: Tensor, payloads: Tensor, *, bits: int, block_numel: int) -> None:
+def encode_blocks(
+    values: Tensor, payloads: Tensor, *, bits: int, block_numel: int, rotated: bool = False, noise_key: int | None = None
+) -> None:
     """Fills codes and scales of `payloads` [slices, >= coded_bytes] uint8 from `values` [slices, run] fp32, bf16 or fp16.
 
     A block with a value that is not finite decodes to NaN.
+    rotated: every 32 neighbours are rotated first, so that only decode_mean_blocks(rotated=True) restores the values.
+    noise_key: codes are rounded up or down by chance, without bias, from this key, 0 to 2**63 - 1, and the value's index in `values`;
+    None: to the nearest.
     """
     _check_values("values", values, VALUE_DTYPES)
     slices, run_numel = values.shape
@@ -49,7 +55,8 @@ def encode_blocks(values: Tensor, payloads: Tensor, *, bits: int, block_numel: i
     _check_equal("slices of payloads", payloads.shape[0], slices)
     _check_rows_apart("payloads", payloads)
     _check_same_device(values=values, payloads=payloads)
-    _ops_for(payloads).encode_blocks(values, payloads, bits, block_numel)
+    _check_noise_key(noise_key)
+    _ops_for(payloads).encode_blocks(values, payloads, bits, block_numel, rotated, noise_key)
 
 
 def decode_blocks(payloads: Tensor, values: Tensor, *, bits: int, block_numel: int) -> None:
@@ -63,10 +70,11 @@ def decode_blocks(payloads: Tensor, values: Tensor, *, bits: int, block_numel: i
     _ops_for(values).decode_blocks(payloads, values, bits, block_numel)
 
 
-def decode_mean_blocks(payloads: Tensor, mean: Tensor, *, bits: int, block_numel: int, accumulate: bool) -> None:
+def decode_mean_blocks(payloads: Tensor, mean: Tensor, *, bits: int, block_numel: int, accumulate: bool, rotated: bool = False) -> None:
     """Writes to `mean` [slices, run] fp32, or adds to it, the mean over members of `payloads`.
 
     payloads: [members, slices, >= coded_bytes] uint8. The sum runs over members 0, 1, ... in fp32, then it is divided by their number.
+    rotated: the payloads hold rotated values, and the mean is rotated back.
     """
     _check_values("mean", mean, (torch.float32,))
     slices, run_numel = mean.shape
@@ -75,14 +83,16 @@ def decode_mean_blocks(payloads: Tensor, mean: Tensor, *, bits: int, block_numel
     _check_has_members(payloads)
     _check_rows_apart("mean", mean)
     _check_same_device(payloads=payloads, mean=mean)
-    _ops_for(mean).decode_mean_blocks(payloads, mean, bits, block_numel, accumulate)
+    _ops_for(mean).decode_mean_blocks(payloads, mean, bits, block_numel, accumulate, rotated)
 
 
-def recode_mean_blocks(payloads: Tensor, recoded: Tensor, *, run_numel: int, bits: int, next_bits: int, block_numel: int) -> None:
+def recode_mean_blocks(
+    payloads: Tensor, recoded: Tensor, *, run_numel: int, bits: int, next_bits: int, block_numel: int, noise_key: int | None = None
+) -> None:
     """Fills codes and scales of `recoded` with the mean over members of `payloads`, encoded with next_bits.
 
     payloads: [members, slices, >= coded_bytes] uint8. recoded: [slices, >= coded_bytes at next_bits] uint8.
-    The same bits as decode_mean_blocks into fp32, then encode_blocks.
+    The same bits as decode_mean_blocks into fp32, then encode_blocks with `noise_key`. Rotated payloads give rotated ones.
     """
     _check_payloads("payloads", payloads, ("members", "slices"), coded_bytes(run_numel, bits, block_numel))
     _check_payloads("recoded", recoded, ("slices",), coded_bytes(run_numel, next_bits, block_numel))
@@ -90,7 +100,8 @@ def recode_mean_blocks(payloads: Tensor, recoded: Tensor, *, run_numel: int, bit
     _check_has_members(payloads)
     _check_rows_apart("recoded", recoded)
     _check_same_device(payloads=payloads, recoded=recoded)
-    _ops_for(recoded).recode_mean_blocks(payloads, recoded, run_numel, bits, next_bits, block_numel)
+    _check_noise_key(noise_key)
+    _ops_for(recoded).recode_mean_blocks(payloads, recoded, run_numel, bits, next_bits, block_numel, noise_key)
 
 
 def _ops_for(tensor: Tensor) -> ModuleType | Any:
@@ -136,6 +147,11 @@ def _check_has_members(payloads: Tensor) -> None:
 def _check_equal(name: str, found: int, needed: int) -> None:
     if found != needed:
         raise ValueError(f"{name}: {found}; needed is {needed}.")
+
+
+def _check_noise_key(noise_key: int | None) -> None:
+    if noise_key is not None and not 0 <= noise_key < NOISE_KEYS:
+        raise ValueError(f"noise_key is {noise_key}; needed is None or 0 to {NOISE_KEYS - 1}.")
 
 
 def _check_same_device(**tensors: Tensor) -> None:

@@ -6,6 +6,17 @@ One block of x, with Q = 127 (8 bits) or 7 (4 bits):
     code  = rint(x / scale)     half to even, clamped to -Q..Q; 0 where the scale is 0 or NaN
     x'    = code * scale        rounded once more, to the dtype asked for
 
+Two options of gradients, both of SDP4Bit (arXiv 2410.15526):
+
+rotated: every 32 neighbouring values x are encoded as H x, where H is the Hadamard matrix of +1 and -1: an outlier's error is spread over
+its group. Nothing is divided, as scales absorb the factor. H H = 32 I: the mean of rotated payloads is rotated once more, times 1/32.
+
+noise_key: rounding is stochastic, so that the mean over keys of code * scale is x, and errors of many ranks and steps cancel:
+
+    code = rint(clamp(x / scale, -Q, Q) + w)        w = (2k + 1) / 2^17 - 1/2, with k one of 0 .. 65535, all equally likely
+
+k is a function of the key and of the value's index in [slices, run], row by row: one 32-bit hash serves two neighbours.
+
 Results that are NaN have the bits 0x7fc00000 in fp32, 0x7fc0 in bf16 and 0x7e00 in fp16: processors differ in what they make themselves.
 Arguments are as checked by megatron_zpp.ops.quantization.
 """
@@ -18,7 +29,10 @@ import torch
 from torch import Tensor
 
 PART_ALIGNMENT_BYTES = 16
+ROTATED_NUMEL = 32  # neighbouring values that a rotation mixes; blocks are multiples of it
 NAN = float("nan")  # 0x7fc00000 in fp32
+UINT32 = 2**32 - 1
+UINT64 = 2**64 - 1
 
 
 class Parts(NamedTuple):
@@ -41,18 +55,23 @@ def padded_bytes(part_bytes: int) -> int:
     return -(-part_bytes // PART_ALIGNMENT_BYTES) * PART_ALIGNMENT_BYTES
 
 
-def encode_blocks(values: Tensor, payloads: Tensor, bits: int, block_numel: int) -> None:
+def encode_blocks(
+    values: Tensor, payloads: Tensor, bits: int, block_numel: int, rotated: bool = False, noise_key: int | None = None
+) -> None:
     if values.numel() == 0:
         return
     slices, run_numel = values.shape
     parts = parts_of(payloads, run_numel, bits, block_numel)
-    blocks = values.float().reshape(slices, run_numel // block_numel, block_numel)
+    wide = _rotated(values.float()) if rotated else values.float()
+    blocks = wide.reshape(slices, run_numel // block_numel, block_numel)
     largest_code = torch.full((), 2 ** (bits - 1) - 1, dtype=torch.float32, device=values.device)
     largest = blocks.abs().amax(-1)
     scales = _divided(largest, largest_code).masked_fill(~largest.isfinite(), NAN)
-    codes = _divided(blocks, scales.unsqueeze(-1)).round().clamp(-largest_code, largest_code)
+    quotients = _divided(blocks, scales.unsqueeze(-1)).clamp(-largest_code, largest_code)
+    if noise_key is not None:
+        quotients += noise(noise_key, values.numel(), values.device).view(quotients.shape)
     has_codes = (scales > 0).unsqueeze(-1)
-    parts.codes.copy_(_packed(torch.where(has_codes, codes, 0).to(torch.int8).view(slices, run_numel), bits))
+    parts.codes.copy_(_packed(torch.where(has_codes, quotients.round(), 0).to(torch.int8).view(slices, run_numel), bits))
     parts.scales.copy_(scales.view(torch.uint8))
 
 
@@ -62,11 +81,13 @@ def decode_blocks(payloads: Tensor, values: Tensor, bits: int, block_numel: int)
     values.masked_fill_(decoded.isnan(), NAN)
 
 
-def decode_mean_blocks(payloads: Tensor, mean: Tensor, bits: int, block_numel: int, accumulate: bool) -> None:
+def decode_mean_blocks(payloads: Tensor, mean: Tensor, bits: int, block_numel: int, accumulate: bool, rotated: bool = False) -> None:
     total = _decoded(payloads[0], mean.shape[1], bits, block_numel)
     for member in payloads[1:]:
         total += _decoded(member, mean.shape[1], bits, block_numel)
     total = _divided(total, torch.full((), payloads.shape[0], dtype=torch.float32, device=mean.device))
+    if rotated:
+        total = _rotated(total) * (1 / ROTATED_NUMEL)
     if accumulate:
         mean += total
     else:
@@ -74,10 +95,54 @@ def decode_mean_blocks(payloads: Tensor, mean: Tensor, bits: int, block_numel: i
     mean.masked_fill_(mean.isnan(), NAN)
 
 
-def recode_mean_blocks(payloads: Tensor, recoded: Tensor, run_numel: int, bits: int, next_bits: int, block_numel: int) -> None:
+def recode_mean_blocks(
+    payloads: Tensor, recoded: Tensor, run_numel: int, bits: int, next_bits: int, block_numel: int, noise_key: int | None = None
+) -> None:
     mean = torch.empty(recoded.shape[0], run_numel, dtype=torch.float32, device=payloads.device)
     decode_mean_blocks(payloads, mean, bits, block_numel, accumulate=False)
-    encode_blocks(mean, recoded, next_bits, block_numel)
+    encode_blocks(mean, recoded, next_bits, block_numel, False, noise_key)
+
+
+def noise(key: int, numel: int, device: torch.device | str = "cpu") -> Tensor:
+    """The noise w of values 0, 1, ... [numel] fp32, numel even: odd multiples of 2^-17 between -1/2 and 1/2."""
+    hashes = pair_hashes(key, torch.arange(numel // 2, device=device))
+    k = torch.stack([hashes & 0xFFFF, hashes >> 16], dim=-1).flatten()
+    return (2 * k + 1).float() * 2.0**-17 - 0.5
+
+
+def pair_hashes(key: int, pairs: Tensor) -> Tensor:
+    """The hashes, 32 bits as int64, of values 2 * pair and 2 * pair + 1 for each of `pairs`, int64."""
+    first, second = _noise_words(key)
+    return _hashed((pairs + first) & UINT32, ((pairs >> 32) + second) & UINT32)
+
+
+def _noise_words(key: int) -> tuple[int, int]:
+    """The low and the high half of the mixed key, so that keys next to each other start far apart: the step of SplitMix64 (Steele, Lea,
+    Flood 2014), which is a bijection."""
+    mixed = (key + 0x9E3779B97F4A7C15) & UINT64
+    mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & UINT64
+    mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & UINT64
+    mixed ^= mixed >> 31
+    return mixed & UINT32, mixed >> 32
+
+
+def _hashed(counters: Tensor, words: Tensor) -> Tensor:
+    """32-bit hashes, as int64: triple32 of C. Wellons' hash-prospector, joined by a second word behind its first round."""
+    x = counters ^ counters >> 17
+    x = (x * 0xED5AD4BB) & UINT32
+    x = x ^ x >> 11 ^ words
+    x = (x * 0xAC4C1B51) & UINT32
+    x = x ^ x >> 15
+    x = (x * 0x31848BAB) & UINT32
+    return x ^ x >> 14
+
+
+def _rotated(values: Tensor) -> Tensor:
+    """Every 32 neighbours of fp32 values [slices, run] times the Hadamard matrix, in five stages of sums and differences."""
+    for distance in (1, 2, 4, 8, 16):
+        low, high = values.reshape(-1, 2, distance).unbind(1)
+        values = torch.stack([low + high, low - high], dim=1).view(values.shape)
+    return values
 
 
 def _divided(dividend: Tensor, divisor: Tensor) -> Tensor:

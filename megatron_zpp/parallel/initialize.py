@@ -18,6 +18,7 @@ from megatron_zpp.parallel.launch import Launch
 FAILURE_KEY = "failure"
 REPORTS_KEY = "failure_reports"
 _REPORT_SECONDS = 5.0
+_SIGN_SECONDS = 3.0  # longer than a waiting rank takes from one call of check_others to the next
 
 
 class StartupError(ValueError):
@@ -68,10 +69,15 @@ class World:
     def report_failure(self, text: str) -> str:
         """The first failure that any rank has reported, `text` of this rank if there was none before.
 
+        It names the ranks that give no sign of life, whose message the others may have waited for in vain.
         Rank 0, which may hold the store, waits a while for the others to read it.
         """
         own = f"rank {self.rank}: {text}"
         try:
+            self._store.set(_ended_key(self.rank), "")
+            silent = [] if self._store.check([FAILURE_KEY]) else self._silent_ranks()
+            if silent:
+                own += f" (no sign of life from rank {', '.join(map(str, silent))})"
             first: bytes = self._store.compare_set(FAILURE_KEY, "", own)
             reports = self._store.add(REPORTS_KEY, 1)
             deadline = time.monotonic() + _REPORT_SECONDS
@@ -82,8 +88,21 @@ class World:
         except RuntimeError:  # the store went away with the rank that held it
             return own
 
+    def _silent_ranks(self) -> list[int]:
+        """The ranks that neither wait for others now nor have ended with an error: dead, stopped, or busy without end."""
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        before = {rank: self._store.add(_signs_key(rank), 0) for rank in others}
+        time.sleep(_SIGN_SECONDS)
+        return [
+            rank for rank in others if self._store.add(_signs_key(rank), 0) == before[rank] and not self._store.check([_ended_key(rank)])
+        ]
+
     def check_others(self) -> None:
-        """Nothing, while no rank has reported a failure. Raises RuntimeError once one has."""
+        """Nothing, while no rank has reported a failure; a rank that waits calls it every second or so, which is its sign of life.
+
+        Raises RuntimeError once one has.
+        """
+        self._store.add(_signs_key(self.rank), 1)
         if self._store.check([FAILURE_KEY]):
             raise RuntimeError("another rank has failed")
 
@@ -135,6 +154,14 @@ def joined_errors(errors: Sequence[str]) -> str:
         met_everywhere = len(ranks) == len(errors)
         lines.append(text if met_everywhere else f"{text} (on rank {', '.join(map(str, ranks))} of {len(errors)})")
     return "\n".join(lines)
+
+
+def _signs_key(rank: int) -> str:
+    return f"signs_of_life_of_rank_{rank}"
+
+
+def _ended_key(rank: int) -> str:
+    return f"rank_{rank}_has_ended"
 
 
 def _join_store(launch: Launch, timeout: timedelta) -> dist.Store:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic
 from megatron_zpp.config.schema import Config
@@ -28,6 +28,28 @@ class Progress:
         self.consumed_samples += samples
         if not is_skipped:
             self.scheduled_samples += samples
+
+
+@dataclass
+class BadIterations:
+    """The steps without a usable loss or gradient since the last good one.
+
+    progress_before: where the run stood before the first of them. weights_are_from_before: all of them were skipped.
+    """
+
+    consecutive: int = 0
+    weights_are_from_before: bool = True
+    progress_before: Progress = field(default_factory=Progress)
+
+    def count(self, outcome: StepOutcome, progress: Progress) -> None:
+        """Takes note of a step that the run took at `progress`."""
+        if math.isfinite(outcome.lm_loss) and not outcome.is_skipped:
+            self.consecutive, self.weights_are_from_before = 0, True
+            return
+        if self.consecutive == 0:
+            self.progress_before = replace(progress)
+        self.consecutive += 1
+        self.weights_are_from_before &= outcome.is_skipped
 
 
 @dataclass

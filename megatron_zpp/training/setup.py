@@ -30,17 +30,25 @@ from megatron_zpp.monitor.jsonl import JsonLinesWriter
 from megatron_zpp.monitor.logging import RankPrinter
 from megatron_zpp.monitor.tensorboard import TensorboardWriter
 from megatron_zpp.ops import extension
+from megatron_zpp.ops.apex import check_apex
 from megatron_zpp.parallel.groups import make_lane_groups
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.training.memory_need import check_fits
 from megatron_zpp.training.metrics import Progress
 from megatron_zpp.training.trainer import Outlets
+from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler
 from megatron_zpp.zero.memory_plan import Sharding
-from megatron_zpp.zero.optimizer import AdamOptions
-from megatron_zpp.zero.policy import POLICIES, Policy, with_quantized_gradients, with_quantized_weights, with_secondary_weights
+from megatron_zpp.zero.policy import (
+    POLICIES,
+    CodeOptions,
+    Policy,
+    with_quantized_gradients,
+    with_quantized_weights,
+    with_secondary_weights,
+)
 from megatron_zpp.zero.schedule import Prefetch
 
 # Paths may be spelled differently on different machines.
@@ -140,6 +148,14 @@ def find_reader(config: Config) -> CheckpointReader | None:
     return None if folder is None else CheckpointReader(folder)
 
 
+def check_backends(config: Config, device: torch.device) -> None:
+    """Nothing, where NVIDIA Apex is there as far as flags ask for it. Must come before the model and the engine."""
+    if config.optimizer.optimizer_backend == "apex":
+        check_apex("--optimizer-backend", "amp_C", device.type)
+    if config.model.norm_backend == "apex":
+        check_apex("--norm-backend", "fused_layer_norm_cuda", device.type)
+
+
 def build_model(config: Config, padded_vocab: int, reader: CheckpointReader | None) -> GPT:
     """The model, without storage; checked against the checkpoint that is to be loaded."""
     model = GPT(config.model, padded_vocab, config.training.seed, working_dtype(config.precision))
@@ -179,9 +195,12 @@ def build_engine(config: Config, model: GPT, ladder: Ladder, device: torch.devic
         dtype=dtype,
         block_numel=zero.quantization_block_size,
         prefetch=_prefetch(zero),
-        adam=AdamOptions(optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps, optimizer.weight_decay),
+        adam=AdamOptions(
+            optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps, optimizer.weight_decay, optimizer.optimizer_backend
+        ),
         clip_grad=optimizer.clip_grad,
         full_precision_iterations=zero.zero_full_precision_iters,
+        noise_seed=config.training.seed,
     )
     return ZeroEngine(model, model.unit_specs(), model.uses(), options, ladder, device, _loss_scaler(config.precision))
 
@@ -202,7 +221,12 @@ def choose_policy(zero: ZeroConfig) -> Policy:
     if zero.zero_hpz_partition_size > 1:
         policy = with_secondary_weights(policy)
     if zero.zero_quantized_gradients:
-        policy = with_quantized_gradients(policy, zero.zero_quantized_gradients_intra_bits, zero.zero_quantized_gradients_inter_bits)
+        options = CodeOptions(
+            is_rotated=zero.zero_quantized_gradients_rotation == "hadamard",
+            is_stochastic=zero.zero_quantized_gradients_rounding == "stochastic",
+        )
+        intra_bits, inter_bits = zero.zero_quantized_gradients_intra_bits, zero.zero_quantized_gradients_inter_bits
+        policy = with_quantized_gradients(policy, intra_bits, inter_bits, options)
     return policy
 
 
@@ -225,6 +249,7 @@ def describe_run(config: Config, ladder: Ladder, vocab_size: int, model: GPT) ->
     return [
         f"using world size: {topology.world_size} ({nodes} nodes x {topology.ranks_per_node} ranks), device: {device.type}, "
         f"backend: {'nccl' if device.type == 'cuda' else 'gloo'}",
+        f"optimizer backend: {config.optimizer.optimizer_backend}, norm backend: {config.model.norm_backend}",
         f" > padded vocab (size: {vocab_size}) with {padded - vocab_size} dummy tokens (new size: {padded})",
         f" > number of parameters: {parameter_count(config.model, padded)}",
     ]

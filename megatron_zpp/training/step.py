@@ -2,38 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from megatron_zpp.data.loader import MicroBatch
+from megatron_zpp.training.leaving import Wish
 from megatron_zpp.zero.engine import ZeroEngine
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one step came to. lm_loss: mean over the micro-batches of all ranks. model_state_bytes: at the end of backward."""
+    """What one step came to.
+
+    lm_loss: mean over the micro-batches of all ranks. model_state_bytes: at the end of backward. wishes: of all ranks.
+    """
 
     lm_loss: float
     grad_norm: float
     is_skipped: bool
     model_state_bytes: int
+    wishes: Wish = Wish.NONE
 
 
-def train_step(model: nn.Module, engine: ZeroEngine, batches: Iterator[MicroBatch], microbatches: int, learning_rate: float) -> StepOutcome:
-    """Forward and backward of `microbatches` micro-batches, then one optimizer step; every rank must call it."""
+@dataclass(frozen=True)
+class StepPlan:
+    """microbatches: of every rank. wish: asks this rank at the end of the step whether the run is to end."""
+
+    microbatches: int
+    learning_rate: float
+    wish: Callable[[], Wish] = lambda: Wish.NONE
+
+
+def train_step(model: nn.Module, engine: ZeroEngine, batches: Iterator[MicroBatch], plan: StepPlan) -> StepOutcome:
+    """Forward and backward of the plan's micro-batches, then one optimizer step; every rank must call it."""
     model.train()
     losses = []
-    for index in range(microbatches):
+    for index in range(plan.microbatches):
         loss = microbatch_loss(model, next(batches), engine.device)
-        engine.backward(loss, microbatches=microbatches, is_last_microbatch=index == microbatches - 1)
+        engine.backward(loss, microbatches=plan.microbatches, is_last_microbatch=index == plan.microbatches - 1)
         losses.append(loss.detach())
     engine.finish_gradients()
     model_state_bytes = engine.model_state_bytes()
-    result = engine.step(learning_rate)
-    return StepOutcome(mean_loss(losses, engine), result.grad_norm, result.is_skipped, model_state_bytes)
+    result = engine.step(plan.learning_rate)
+    lm_loss, wishes = exchanged(losses, plan.wish(), engine)
+    return StepOutcome(lm_loss, result.grad_norm, result.is_skipped, model_state_bytes, wishes)
 
 
 def microbatch_loss(model: nn.Module, batch: MicroBatch, device: torch.device) -> Tensor:
@@ -45,6 +60,15 @@ def microbatch_loss(model: nn.Module, batch: MicroBatch, device: torch.device) -
 
 def mean_loss(losses: list[Tensor], engine: ZeroEngine) -> float:
     """The mean over this rank's losses and over all ranks, added in rank order; every rank must call it."""
-    total = torch.stack(losses).double().sum().view(1)
-    totals = engine.ladder.gather_world(total)  # [world_size, 1] fp64
-    return sum(row[0] for row in totals.tolist()) / (len(losses) * totals.shape[0])
+    return exchanged(losses, Wish.NONE, engine)[0]
+
+
+def exchanged(losses: list[Tensor], wish: Wish, engine: ZeroEngine) -> tuple[float, Wish]:
+    """The mean loss as above, and the wishes of all ranks, in one gather; every rank must call it."""
+    total = torch.stack(losses).double().sum()
+    gathered = engine.ladder.gather_world(torch.stack([total, total.new_full((), float(wish))]))  # [world_size, 2] fp64
+    rows = gathered.tolist()
+    wishes = Wish.NONE
+    for _, theirs in rows:
+        wishes |= Wish(int(theirs))
+    return sum(loss for loss, _ in rows) / (len(losses) * len(rows)), wishes

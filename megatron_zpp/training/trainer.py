@@ -22,9 +22,10 @@ from megatron_zpp.monitor.memory import max_memory_bytes
 from megatron_zpp.monitor.tensorboard import TensorboardWriter
 from megatron_zpp.monitor.training_line import training_line, validation_lines
 from megatron_zpp.training.evaluation import evaluate
+from megatron_zpp.training.leaving import Leaving, reason_for_leaving
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
-from megatron_zpp.training.metrics import Interval, Progress, ReportInputs, StepReadings, StepTraffic, interval_report
-from megatron_zpp.training.step import train_step
+from megatron_zpp.training.metrics import BadIterations, Interval, Progress, ReportInputs, StepReadings, StepTraffic, interval_report
+from megatron_zpp.training.step import StepPlan, train_step
 from megatron_zpp.zero.engine import ZeroEngine
 
 
@@ -62,32 +63,40 @@ class Trainer:
         evaluations = progress.iteration // config.training.eval_interval
         consumed_valid_samples = evaluations * config.training.eval_iters * config.training.global_batch_size
         self._since_line, self._since_point = Interval(), Interval()
+        self._bad_iterations = BadIterations()
+        self._reason_for_leaving: str | None = None
         self._train_batches = self._batches(datasets.train, progress.consumed_samples)
         self._valid_batches = self._held_out_batches(datasets.valid, consumed_valid_samples)
         self._test_batches = self._held_out_batches(datasets.test, 0)
 
     def run(self) -> None:
-        """Trains up to --train-iters or the first multiple of --exit-interval, and saves what --save asks for."""
+        """Trains up to --train-iters, or until there is a reason to leave before, and saves what --save asks for."""
         printer, training = self._outlets.printer, self._config.training
         first = self._progress.iteration
         printer.milestone("before the start of training step")
-        while self._progress.iteration < training.train_iters:
-            self._step()
-            self._between_steps()
-            if self._is_multiple_of(training.exit_interval):
-                printer.milestone(f"exiting program at iteration {self._progress.iteration}")
-                break
+        leaving = Leaving(training)
+        try:
+            while self._progress.iteration < training.train_iters and self._reason_for_leaving is None:
+                self._step(leaving)
+                self._between_steps()
+        finally:
+            leaving.close()
+        if self._reason_for_leaving is not None:
+            printer.milestone(self._reason_for_leaving)
         if self._progress.iteration > first:
             self._finish()
 
-    def _step(self) -> None:
+    def _step(self, leaving: Leaving) -> None:
         started = time.perf_counter()
-        learning_rate = self._schedule.learning_rate(self._progress.scheduled_samples)
-        outcome = train_step(self._model, self._engine, self._train_batches, self._microbatches, learning_rate)
+        plan = StepPlan(self._microbatches, self._schedule.learning_rate(self._progress.scheduled_samples), leaving.wish)
+        outcome = train_step(self._model, self._engine, self._train_batches, plan)
         seconds = time.perf_counter() - started
         self._traffic.close_step()
+        self._bad_iterations.count(outcome, self._progress)
         self._progress.advance(self._config.training.global_batch_size, is_skipped=outcome.is_skipped)
-        self._report(StepReadings(outcome, learning_rate, self._engine.loss_scaler.scale), seconds)
+        self._reason_for_leaving = reason_for_leaving(outcome.wishes, self._progress.iteration, self._config.training)
+        self._report(StepReadings(outcome, plan.learning_rate, self._engine.loss_scaler.scale), seconds)
+        self._end_if_all_is_bad()
 
     def _between_steps(self) -> None:
         if self._is_multiple_of(self._config.training.eval_interval) and self._progress.iteration < self._config.training.train_iters:
@@ -143,7 +152,7 @@ class Trainer:
 
     def _is_last(self) -> bool:
         training = self._config.training
-        return self._progress.iteration == training.train_iters or self._is_multiple_of(training.exit_interval)
+        return self._progress.iteration == training.train_iters or self._reason_for_leaving is not None
 
     def _validate(self, drawn_from: str = "") -> None:
         loss = self._evaluate(self._valid_batches, drawn_from)
@@ -168,11 +177,24 @@ class Trainer:
         self._outlets.printer.on_last(validation_lines(self._progress.iteration, loss, drawn_from=drawn_from))
         return loss
 
-    def _save(self) -> None:
+    def _end_if_all_is_bad(self) -> None:
+        """Raises RuntimeError after --max-consecutive-bad-iterations, with a checkpoint from before the first of them behind it."""
+        limit = self._config.training.max_consecutive_bad_iterations
+        if limit == 0 or self._bad_iterations.consecutive < limit:
+            return
+        before = self._bad_iterations.progress_before
+        if self._bad_iterations.weights_are_from_before and before.iteration > 0:
+            self._save(before)
+        raise RuntimeError(
+            f"{limit} iterations in a row (--max-consecutive-bad-iterations) had a NaN or infinite loss or gradient; the last good one was "
+            f"iteration {before.iteration}. Look at the data that follows it, or lower --lr."
+        )
+
+    def _save(self, progress: Progress | None = None) -> None:
         checkpoint = self._config.checkpoint
         if checkpoint.save is None:
             return
-        progress, printer = self._progress, self._outlets.printer
+        progress, printer = progress or self._progress, self._outlets.printer
         printer.on_first(f"saving checkpoint at iteration {progress.iteration:7d} to {checkpoint.save}")
         state = RunState(progress.iteration, progress.consumed_samples, progress.scheduled_samples, self._flags())
         save_checkpoint(Path(checkpoint.save), self._engine, state, with_moments=not checkpoint.no_save_optim)

@@ -17,14 +17,15 @@ from megatron_zpp.comm.codecs import make_codec
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Ladder, LinkCodecs
 from megatron_zpp.parallel.specs import UnitSpec, Use
+from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.descents import Descents
-from megatron_zpp.zero.grad_norm import global_norm
+from megatron_zpp.zero.grad_norm import global_norm, squared_sum_apex, squared_sum_fp64
 from megatron_zpp.zero.gradients import UnitGradient
 from megatron_zpp.zero.hooks import hook_parameters, hook_uses
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, LossScaler
-from megatron_zpp.zero.optimizer import AdamOptions, ShardedAdamW
-from megatron_zpp.zero.policy import Policy
+from megatron_zpp.zero.optimizer import ShardedAdamW
+from megatron_zpp.zero.policy import CodeOptions, LinkBits, Policy
 from megatron_zpp.zero.schedule import (
     Actions,
     Moment,
@@ -46,6 +47,7 @@ class EngineOptions:
 
     dtype: of the working weights and their gradients. clip_grad: largest global gradient norm, 0 for no clipping.
     full_precision_iterations: in that many first steps of a run everything crosses the links in the working precision.
+    noise_seed: what stochastic rounding is drawn from.
     """
 
     policy: Policy
@@ -55,6 +57,7 @@ class EngineOptions:
     adam: AdamOptions = AdamOptions()
     clip_grad: float = 1.0
     full_precision_iterations: int = 0
+    noise_seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class ZeroEngine:
         for spec in unit_specs:
             self._add_unit(spec, like)
         self._unit_of = {unit.name: unit for unit in self.units}
+        self._squared_sum = squared_sum_apex if options.adam.backend == "apex" else squared_sum_fp64
         self.optimizer = ShardedAdamW(self.units, self.gradients, options.adam)
         self._descents = Descents(descent_order(uses), {gradient.name: gradient for gradient in self.gradients})
         self._is_in_backward = False
@@ -123,12 +127,18 @@ class ZeroEngine:
         options = self._options
         is_exact = self._iteration < options.full_precision_iterations
         policy = self._policy.in_full_precision() if is_exact else self._policy
-        weights, gradients = (
-            LinkCodecs(*(make_codec(link_bits, options.dtype, options.block_numel) for link_bits in (bits.inter, bits.intra)))
-            for bits in (policy.weight_bits, policy.gradient_bits)
-        )
+        weights = self._link_codecs(policy.weight_bits, CodeOptions())
+        gradients = self._link_codecs(policy.gradient_bits, policy.gradient_options)
         exact = make_codec(16, options.dtype, options.block_numel)
         return weights.in_world(self.ladder.topology, exact), gradients.in_world(self.ladder.topology, exact)
+
+    def _link_codecs(self, bits: LinkBits, code: CodeOptions) -> LinkCodecs:
+        options = self._options
+        inter, intra = (
+            make_codec(link_bits, options.dtype, options.block_numel, is_rotated=code.is_rotated, is_stochastic=code.is_stochastic)
+            for link_bits in (bits.inter, bits.intra)
+        )
+        return LinkCodecs(inter, intra, options.noise_seed)
 
     # ---- forward and backward
 
@@ -194,7 +204,7 @@ class ZeroEngine:
     def step(self, learning_rate: float) -> StepResult:
         """Updates the weights with the mean gradient, clipped, or skips the update where a NaN or inf is in it, on every rank alike."""
         self.finish_gradients()
-        scaled_norm = global_norm(self.gradients, self.ladder)
+        scaled_norm = global_norm(self.gradients, self.ladder, self._squared_sum)
         grad_norm = scaled_norm / self.loss_scaler.scale
         is_finite = math.isfinite(grad_norm)
         if is_finite:
@@ -211,6 +221,8 @@ class ZeroEngine:
     def finish_gradients(self) -> None:
         """Returns once every descent under way has landed."""
         self._descents.finish()
+        for gradient in self.gradients:
+            gradient.clear_padding()
 
     def weights_changed(self) -> None:
         """Must be called after any write to the main weights: makes every rung made from the old ones stale."""
@@ -221,6 +233,8 @@ class ZeroEngine:
         """Says that `iteration` steps of the run are done; a resumed run says so before its first step."""
         ends_full_precision = self._iteration < self._options.full_precision_iterations <= iteration
         self._iteration = iteration
+        for gradient in self.gradients:
+            gradient.start_iteration(iteration)
         if not ends_full_precision:
             return
         weight_codecs, gradient_codecs = self._codecs()

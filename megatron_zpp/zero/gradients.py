@@ -42,6 +42,9 @@ class UnitGradient:
         self.primary = self._resting.slice_at(own)
         self.for_optimizer = self._resting if policy.optimizer is Rung.FULL else self.primary
         self._arrived: set[int] = set()
+        self._paddings = tuple(layout.paddings(ladder.own_slice, 1))
+        self._iteration = 0
+        self._microbatch = 0
         self._collected: Tensor | None = None  # [numel] like the weights, one micro-batch
         self._hops: list[Hop] = []
 
@@ -84,20 +87,22 @@ class UnitGradient:
     def descend(self, *, is_last_microbatch: bool) -> None:
         """Submits the hops that this micro-batch owes; every rank must call it for the same units in the same order."""
         self._arrived.clear()
+        codecs = self.codecs.drawn_for(self.name, self._ladder.backend.rank, self._iteration, self._microbatch)
+        self._microbatch += 1
         if self._policy.gradients is Rung.FULL:
             if is_last_microbatch:
-                self._hops += self._ladder.descend(self.name, self.codecs, self._resting, self.primary, accumulate=False)
+                self._hops += self._ladder.descend(self.name, codecs, self._resting, self.primary, accumulate=False)
                 self._climb_back()
             return
         values = Regions.of(self._flat(), self._runs)
         if self._policy.gradients is Rung.PRIMARY:
-            self._hops += self._ladder.descend(self.name, self.codecs, values, self.primary, accumulate=True)
+            self._hops += self._ladder.descend(self.name, codecs, values, self.primary, accumulate=True)
             return
-        hop = self._ladder.descend_to_secondary(self.name, self.codecs.intra, values, self._resting, accumulate=True)
+        hop = self._ladder.descend_to_secondary(self.name, codecs.intra, values, self._resting, accumulate=True)
         self._hops.append(hop)
         if is_last_microbatch:
             self._hops.append(
-                self._ladder.descend_from_secondary(self.name, self.codecs.inter, self._resting, self.primary, accumulate=False, after=hop)
+                self._ladder.descend_from_secondary(self.name, codecs.inter, self._resting, self.primary, accumulate=False, after=hop)
             )
 
     def _climb_back(self) -> None:
@@ -120,6 +125,16 @@ class UnitGradient:
         if self._collected is not None:
             self._ladder.staging.give(self._collected.view(torch.uint8))
         self._collected = None
+
+    def clear_padding(self) -> None:
+        """Sets the own slice's padding to zero, where the means of rotated codes leave a part of their neighbours."""
+        for padding in self._paddings:
+            self.primary.range(padding.start, padding.stop).zero_()
+
+    def start_iteration(self, iteration: int) -> None:
+        """Says which step the next micro-batches belong to, and that none of it has descended."""
+        self._iteration = iteration
+        self._microbatch = 0
 
     def clear(self) -> None:
         """Sets the sums to zero for the next step."""

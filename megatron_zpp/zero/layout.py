@@ -91,15 +91,18 @@ class FlatLayout:
                 if start < stop:
                     yield Segment(param.spec, start - param.offset, stop - param.offset, base + start - run.start)
 
-    def paddings(self) -> Iterator[Range]:
-        """The ranges of the flat unit that belong to no parameter, in order; they hold zeros always."""
+    def paddings(self, first: int = 0, slices: int | None = None) -> Iterator[Range]:
+        """The ranges of the flat buffer of `slices` slices from `first` on that belong to no parameter, in order; they hold zeros always.
+
+        No range spans the two regions.
+        """
+        count = self.slices if slices is None else slices
+        boundary, stop = count * self.blocks_run, count * self.slice_numel
         end = 0
-        for param in self.params:
-            if param.offset > end:
-                yield Range(end, param.offset)
-            end = param.offset + param.numel
-        if end < self.numel:
-            yield Range(end, self.numel)
+        for segment in self.segments(first, count):
+            yield from _gap(end, segment.offset, boundary)
+            end = segment.offset + segment.stop - segment.start
+        yield from _gap(end, stop, boundary)
 
     def ranges_by(self, key: Callable[[Segment], bool], first: int = 0, slices: int | None = None) -> Iterator[tuple[Range, bool]]:
         """The flat buffer of `slices` slices from `first` on, cut where `key` changes and where the regions meet; with each range's key.
@@ -122,6 +125,15 @@ def _cut(region: Range, segments: Sequence[Segment], key: Callable[[Segment], bo
             yield Range(start, segment.offset), value
             start, value = segment.offset, key(segment)
     yield Range(start, region.stop), value
+
+
+def _gap(start: int, stop: int, boundary: int) -> Iterator[Range]:
+    """The elements [start, stop), cut at `boundary`."""
+    if start < boundary < stop:
+        yield Range(start, boundary)
+        start = boundary
+    if start < stop:
+        yield Range(start, stop)
 
 
 def _place(params: Sequence[ParamSpec], alignment: int) -> tuple[list[int], int]:

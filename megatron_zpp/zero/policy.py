@@ -35,6 +35,18 @@ class LinkBits:
 
 
 @dataclass(frozen=True)
+class CodeOptions:
+    """How values of fewer than 16 bits are coded.
+
+    is_rotated: a Hadamard transform over 32 neighbours comes before, so that no outlier sets the scale of its whole block.
+    is_stochastic: a value is rounded up with the probability of its distance from the code below, so that errors have the mean 0.
+    """
+
+    is_rotated: bool = False
+    is_stochastic: bool = False
+
+
+@dataclass(frozen=True)
 class Policy:
     """One row: where states rest and how they cross.
 
@@ -50,6 +62,7 @@ class Policy:
     weights_in_step: Rung
     weight_bits: LinkBits = LinkBits()
     gradient_bits: LinkBits = LinkBits()
+    gradient_options: CodeOptions = CodeOptions()
 
     def __post_init__(self) -> None:
         if self.optimizer is Rung.SECONDARY:
@@ -82,6 +95,6 @@ def with_secondary_weights(policy: Policy) -> Policy:
     return replace(policy, weights_in_step=Rung.SECONDARY)
 
 
-def with_quantized_gradients(policy: Policy, intra_bits: int = 4, inter_bits: int = 4) -> Policy:
+def with_quantized_gradients(policy: Policy, intra_bits: int = 4, inter_bits: int = 4, options: CodeOptions = CodeOptions()) -> Policy:
     """qgZ: gradients as integers over both links, summed in fp32 between them."""
-    return replace(policy, gradient_bits=LinkBits(inter_bits, intra_bits))
+    return replace(policy, gradient_bits=LinkBits(inter_bits, intra_bits), gradient_options=options)

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
-from block_numbers import after_blocks, roundoff, worst_error
+from block_numbers import ROUNDOFF, after_blocks, largest_code, rotated, roundoff, worst_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -250,6 +251,8 @@ def _check_middle(codec: Codec, next_codec: Codec, some_runs: Runs, dtype: torch
     _, payloads = _sent(codec, some_runs, dtype, members, slices)
     recoded = _payloads(next_codec, slices, some_runs=some_runs)
     recode_mean_into(codec, payloads, next_codec, recoded, some_runs)
+    if getattr(codec, "is_rotated", False) and getattr(next_codec, "is_rotated", False) and codec.block_numel == next_codec.block_numel:
+        codec, next_codec = replace(codec, is_rotated=False), replace(next_codec, is_rotated=False)  # the mean stays as it is
     mean = Regions.of(torch.empty(slices * some_runs.numel), some_runs)
     codec.decode_mean_into(payloads, mean, accumulate=False)
     assert torch.equal(recoded, _encoded(next_codec, mean))
@@ -260,6 +263,8 @@ CODECS: list[Codec] = [
     _codec(8, 64, torch.bfloat16),
     _codec(4, 96, torch.float32),
     _codec(8, 32, torch.float16),
+    replace(_codec(4, 32, torch.bfloat16), is_rotated=True, noise_key=1),
+    replace(_codec(8, 64, torch.bfloat16), noise_key=2),
     CastCodec(torch.bfloat16),
     CastCodec(torch.float32),
 ]
@@ -296,3 +301,79 @@ def test_the_mean_of_the_largest_fp16_values_stays_finite_in_every_pair_of_codec
         assert torch.equal(
             _flat(_decoded(next_codec, recoded, values.runs, torch.float16)), torch.full((40,), largest, dtype=torch.float16)
         )
+
+
+# ---- rotation and stochastic rounding
+
+
+def _all_options(bits: int, block_numel: int) -> list[BlockCodec]:
+    return [
+        BlockCodec(bits, block_numel, CastCodec(torch.float32), is_rotated, key) for is_rotated in (False, True) for key in (None, 0, 99)
+    ]
+
+
+def test_options_are_made_for_block_codecs_alone_and_a_stochastic_one_starts_with_key_0() -> None:
+    exact = CastCodec(torch.bfloat16)
+    assert make_codec(4, torch.bfloat16, 64) == BlockCodec(4, 64, exact, is_rotated=False, noise_key=None)
+    assert make_codec(4, torch.bfloat16, 64, is_rotated=True) == BlockCodec(4, 64, exact, is_rotated=True, noise_key=None)
+    assert make_codec(8, torch.bfloat16, 64, is_stochastic=True) == BlockCodec(8, 64, exact, is_rotated=False, noise_key=0)
+    assert make_codec(16, torch.bfloat16, 64, is_rotated=True, is_stochastic=True) == exact
+
+
+def test_a_key_changes_what_a_stochastic_codec_draws_and_nothing_of_one_that_rounds_to_nearest() -> None:
+    for codec in [*_all_options(4, 32), CastCodec(torch.float32)]:
+        keyed = codec.keyed(2**63 - 1)
+        if isinstance(codec, BlockCodec) and codec.noise_key is not None:
+            assert keyed == replace(codec, noise_key=2**63 - 1)
+        else:
+            assert keyed is codec
+
+
+@pytest.mark.parametrize("codec", _all_options(4, 64), ids=str)
+def test_options_change_neither_the_size_of_a_payload_nor_its_exact_run(codec: BlockCodec) -> None:
+    plain, values = _codec(4, 64), _values(3, Runs(192, 7), torch.float32, seed=13)
+    payloads, plain_payloads = _encoded(codec, values), _encoded(plain, values)
+    assert payloads.shape == plain_payloads.shape
+    assert _same_bits(codec.exact_run(payloads, values.runs), plain.exact_run(plain_payloads, values.runs))
+    assert torch.equal(payloads, plain_payloads) == (codec == plain)
+
+
+@pytest.mark.parametrize("codec", _all_options(8, 64), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_codec_decodes_what_it_encoded_within_a_step_of_every_hop(codec: BlockCodec, dtype: torch.dtype) -> None:
+    values = _values(2, Runs(192, 5), dtype, seed=14)
+    payloads = _encoded(codec, values)
+    mean = Regions.of(torch.empty(2 * 197), values.runs)
+    codec.decode_mean_into(payloads.unsqueeze(0), mean, accumulate=False)
+    assert torch.equal(_flat(_decoded(codec, payloads, values.runs, dtype)), _flat(mean).to(dtype))
+    # Stochastic rounding errs by up to a step. What was rotated comes back with averages of 32 errors, and with fp32 sums rounded 10 times.
+    encoded = rotated(values.blocks) if codec.is_rotated else values.blocks
+    bound = 2 * worst_error(encoded, 8, 64) * (1 + 20 * 127 * ROUNDOFF)
+    assert ((mean.blocks.double() - values.blocks.double()).abs() <= bound).all()
+
+
+def test_rotation_spreads_errors_onto_the_padding_of_a_group_of_32() -> None:
+    codec = BlockCodec(4, 64, CastCodec(torch.float32), is_rotated=True)
+    values = _values(1, Runs(128, 0), torch.float32, seed=15)
+    values.blocks[0, 85:] = 0.0
+    decoded = _decoded(codec, _encoded(codec, values), values.runs, torch.float32).blocks[0]
+    assert decoded[85:96].any() and not decoded[96:].any()
+
+
+@pytest.mark.parametrize("next_codec", [_all_options(4, 64)[5], _all_options(4, 32)[3], _all_options(8, 64)[2]], ids=str)
+def test_two_hops_of_rotated_codecs_end_within_their_steps_whether_the_middle_is_fused_or_not(next_codec: BlockCodec) -> None:
+    codec = BlockCodec(4, 64, CastCodec(torch.float32), is_rotated=True, noise_key=3)
+    some_runs = Runs(384, 3)
+    sent, payloads = _sent(codec, some_runs, torch.float32, members=3, slices=2)
+    recoded = _payloads(next_codec, 2, some_runs=some_runs)
+    recode_mean_into(codec, payloads, next_codec, recoded, some_runs)
+    decoded = _decoded(next_codec, recoded, some_runs, torch.float32)
+    # Stochastic rounding errs by up to a step. What was rotated comes back with averages of 32 errors, so a step of the first hop bounds
+    # the mean before the second hop in both spaces; fp32 sums are rounded 20 times.
+    blocks = torch.stack([values.blocks for values in sent])
+    true_mean = blocks.double().mean(0)
+    first_step = 2 * worst_error(rotated(blocks), 4, 64).mean(0)
+    reached = (rotated(true_mean) if next_codec.is_rotated else true_mean).abs() + first_step
+    second_step = 2 * worst_error(reached, next_codec.bits, next_codec.block_numel)
+    bound = (first_step + second_step) * (1 + 40 * largest_code(next_codec.bits) * ROUNDOFF)
+    assert ((decoded.blocks.double() - true_mean).abs() <= bound).all()

@@ -204,3 +204,21 @@ def test_nearest_divisors_divide_and_none_left_out_is_nearer(number, wish):
 
 def test_divisors_of_twelve():
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--zero-quantized-gradients-rotation hadamard", "-rotation hadamard changes nothing without --zero-quantized-gradients;"),
+        ("--zero-quantized-gradients-rounding stochastic", "-rounding stochastic changes nothing without --zero-quantized-gradients;"),
+        ("--zero-quantized-weights-bits 4", "--zero-quantized-weights-bits 4 changes nothing without --zero-quantized-weights;"),
+        (
+            "--zero-quantized-gradients --zero-quantized-gradients-intra-bits 16 --zero-quantized-gradients-inter-bits 16",
+            "quantizes nothing; choose 4 or 8 for --zero-quantized-gradients-inter-bits",
+        ),
+        ("--zero-quantized-gradients --zero-quantized-gradients-rounding up", "--zero-quantized-gradients-rounding up"),
+    ],
+)
+def test_details_of_quantization_that_could_change_nothing_are_refused(flags, message):
+    with pytest.raises(FlagError, match=message):
+        resolved(f"--zero-stage 3 {flags}")

@@ -1,8 +1,9 @@
-"""A run in which rank 1 fails in the middle of its third step; a program for test_failures."""
+"""A run in which rank 1 fails, dies or stops in the middle of its third step, as FAILURE says; a program for test_failures."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -19,7 +20,9 @@ def failing_descend(self: UnitGradient, *, is_last_microbatch: bool) -> None:
     global calls
     calls += 1
     if calls == 10 and os.environ["RANK"] == "1":
-        raise RuntimeError("the disk of rank 1 is on fire")
+        if os.environ["FAILURE"] == "raise":
+            raise RuntimeError("the disk of rank 1 is on fire")
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[os.environ["FAILURE"]])
     descend(self, is_last_microbatch=is_last_microbatch)
 
 

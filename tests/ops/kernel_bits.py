@@ -42,10 +42,10 @@ def kinds_of_values(dtype: torch.dtype, run_numel: int) -> Iterator[Tensor]:
             yield spoilt.to(dtype)
 
 
-def encoded(ops: Ops, values: Tensor, bits: int, block_numel: int) -> Tensor:
+def encoded(ops: Ops, values: Tensor, bits: int, block_numel: int, rotated: bool = False, noise_key: int | None = None) -> Tensor:
     row_bytes = coded_bytes(values.shape[1], bits, block_numel)
     payloads = torch.full((values.shape[0], row_bytes + MARGIN_BYTES), UNTOUCHED, dtype=torch.uint8)
-    ops.encode_blocks(values, payloads, bits, block_numel)
+    ops.encode_blocks(values, payloads, bits, block_numel, rotated, noise_key)
     return payloads
 
 
@@ -55,29 +55,38 @@ def decoded(ops: Ops, payloads: Tensor, run_numel: int, dtype: torch.dtype, bits
     return values
 
 
-def mean(ops: Ops, payloads: Tensor, run_numel: int, bits: int, block_numel: int, accumulate: bool) -> Tensor:
+def mean(ops: Ops, payloads: Tensor, run_numel: int, bits: int, block_numel: int, accumulate: bool, rotated: bool = False) -> Tensor:
     target = torch.linspace(-1, 1, payloads.shape[1] * run_numel).view(-1, run_numel).clone()
-    ops.decode_mean_blocks(payloads, target, bits, block_numel, accumulate)
+    ops.decode_mean_blocks(payloads, target, bits, block_numel, accumulate, rotated)
     return target
 
 
-def recoded(ops: Ops, payloads: Tensor, run_numel: int, bits: int, next_bits: int, block_numel: int) -> Tensor:
+def recoded(
+    ops: Ops, payloads: Tensor, run_numel: int, bits: int, next_bits: int, block_numel: int, noise_key: int | None = None
+) -> Tensor:
     target = torch.full((payloads.shape[1], coded_bytes(run_numel, next_bits, block_numel) + MARGIN_BYTES), UNTOUCHED, dtype=torch.uint8)
-    ops.recode_mean_blocks(payloads, target, run_numel, bits, next_bits, block_numel)
+    ops.recode_mean_blocks(payloads, target, run_numel, bits, next_bits, block_numel, noise_key)
     return target
+
+
+class Comparison:
+    """Counts the results of kernels that were compared with the reference's; AssertionError at the first differing bit."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+        self.compared = 0
+
+    def same(self, make: Callable[..., Tensor], *arguments: object) -> Tensor:
+        expected = make(reference, *arguments)
+        assert equal_bits(make(self._ops, *arguments), expected), (make.__name__, arguments)
+        self.compared += 1
+        return expected
 
 
 def check_all(ops: Ops, block_numel: int, blocks: int) -> int:
-    """Raises AssertionError at the first differing bit; returns how many results were compared."""
-    run_numel, compared = block_numel * blocks, 0
-
-    def same(make: Callable[..., Tensor], *arguments: object) -> Tensor:
-        nonlocal compared
-        expected = make(reference, *arguments)
-        assert equal_bits(make(ops, *arguments), expected), (make.__name__, arguments)
-        compared += 1
-        return expected
-
+    """Raises AssertionError at the first differing bit; returns how many results were compared. Without options."""
+    run_numel, comparison = block_numel * blocks, Comparison(ops)
+    same = comparison.same
     for dtype, bits in product(DTYPES, BITS):
         kinds = [same(encoded, values, bits, block_numel) for values in kinds_of_values(dtype, run_numel)]
         for payloads, output in product(kinds, DTYPES):
@@ -89,11 +98,27 @@ def check_all(ops: Ops, block_numel: int, blocks: int) -> int:
             same(mean, some, run_numel, bits, block_numel, True)
             for next_bits in BITS:
                 same(recoded, some, run_numel, bits, next_bits, block_numel)
-    return compared
+    return comparison.compared
+
+
+def check_options(ops: Ops, block_numel: int, blocks: int) -> int:
+    """check_all for rotated values and stochastic rounding."""
+    run_numel, comparison = block_numel * blocks, Comparison(ops)
+    same = comparison.same
+    for dtype, bits in product(DTYPES, BITS):
+        for rotated, noise_key in ((True, None), (False, 0), (True, 2**63 - 1)):
+            kinds = [same(encoded, values, bits, block_numel, rotated, noise_key) for values in kinds_of_values(dtype, run_numel)]
+        received = torch.stack(kinds)
+        for first, members in ((0, 1), (1, 3), (10, 2)):
+            some = received[first : first + members]
+            for accumulate, next_bits in zip((False, True), BITS, strict=True):
+                same(mean, some, run_numel, bits, block_numel, accumulate, True)
+                same(recoded, some, run_numel, bits, next_bits, block_numel, members)
+    return comparison.compared
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.ops.load_library(sys.argv[1])
     sizes = [[int(number) for number in size.split(":")] for size in sys.argv[2:]]
-    print(sum(check_all(torch.ops.megatron_zpp, block_numel, blocks) for block_numel, blocks in sizes))
+    print(sum(check(torch.ops.megatron_zpp, *size) for size in sizes for check in (check_all, check_options)))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_bits import BITS, DTYPES, UNTOUCHED, check_all, decoded, encoded
+from kernel_bits import BITS, DTYPES, UNTOUCHED, check_all, check_options, decoded, encoded
 from per_block import equal_bits
 from torch import Tensor
 
@@ -43,6 +43,12 @@ def test_coded_bytes_are_codes_and_scales_each_padded_to_16(blocks: int, block_n
 @pytest.mark.parametrize("block_numel, blocks", [(32, 1), (32, 300), (96, 45), (256, 3), (256, 16), (1024, 5), (8192, 2)])
 def test_kernels_bit_equal_the_reference(block_numel: int, blocks: int) -> None:
     assert check_all(torch.ops.megatron_zpp, block_numel, blocks) > 100
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("block_numel, blocks", [(32, 1), (32, 300), (96, 45), (256, 16), (1056, 2), (8192, 2)])
+def test_kernels_bit_equal_the_reference_on_rotated_values_and_in_stochastic_rounding(block_numel: int, blocks: int) -> None:
+    assert check_options(torch.ops.megatron_zpp, block_numel, blocks) > 100
 
 
 def test_portable_kernels_bit_equal_the_reference_too() -> None:
@@ -85,9 +91,21 @@ def test_all_65536_values_of_16_bits_encode_and_decode_as_in_the_reference(dtype
     for values in (every.view(1, -1), halves.view(4, -1), alone.view(4, -1)):
         payloads = encoded(reference, values, bits, BLOCK)
         assert equal_bits(encoded(torch.ops.megatron_zpp, values, bits, BLOCK), payloads)
+        for options in ((True, None), (False, 7), (True, 7)):
+            arguments = (values, bits, BLOCK, *options)
+            assert equal_bits(encoded(torch.ops.megatron_zpp, *arguments), encoded(reference, *arguments)), options
         for output in DTYPES:
             arguments = (payloads, values.shape[1], output, bits, BLOCK)
             assert equal_bits(decoded(torch.ops.megatron_zpp, *arguments), decoded(reference, *arguments))
+
+
+@pytest.mark.usefixtures("kernels")
+@settings(max_examples=60, deadline=None)
+@given(st.binary(min_size=1280, max_size=1280), st.sampled_from(BITS), st.booleans(), st.none() | st.integers(0, 2**63 - 1))
+def test_fp32_values_of_any_bits_encode_as_in_the_reference(some_bytes: bytes, bits: int, rotated: bool, noise_key: int | None) -> None:
+    values = torch.frombuffer(bytearray(some_bytes), dtype=torch.float32).view(2, 160)
+    arguments = (values, bits, BLOCK, rotated, noise_key)
+    assert equal_bits(encoded(torch.ops.megatron_zpp, *arguments), encoded(reference, *arguments))
 
 
 @pytest.mark.usefixtures("kernels")
@@ -116,9 +134,11 @@ def test_rows_may_be_apart_and_nothing_beside_them_is_touched(
 def test_two_threads_give_the_bits_of_one(bits: int) -> None:
     values = torch.randn(3, 2**16, generator=torch.Generator().manual_seed(bits)).bfloat16()
     payloads = encoded(torch.ops.megatron_zpp, values, bits, 256)
+    optional = encoded(torch.ops.megatron_zpp, values, bits, 256, True, 3)
     parallel = decoded(torch.ops.megatron_zpp, payloads, 2**16, torch.bfloat16, bits, 256)
     torch.set_num_threads(1)
     assert equal_bits(payloads, encoded(torch.ops.megatron_zpp, values, bits, 256))
+    assert equal_bits(optional, encoded(torch.ops.megatron_zpp, values, bits, 256, True, 3))
     assert equal_bits(parallel, decoded(torch.ops.megatron_zpp, payloads, 2**16, torch.bfloat16, bits, 256))
 
 
@@ -128,7 +148,7 @@ def test_the_reference_takes_over_with_the_same_bits(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(extension, "_loaded", None)
     monkeypatch.setattr(reference, "encode_blocks", _counted(reference.encode_blocks, calls := []))
     assert all(equal_bits(left, right) for left, right in zip(with_kernels, _all_four_ops(), strict=True))
-    assert len(calls) == 2  # on its own, and inside recode_mean_blocks
+    assert len(calls) == 3  # twice on its own, and inside recode_mean_blocks
 
 
 def _all_four_ops() -> list[Tensor]:
@@ -139,8 +159,11 @@ def _all_four_ops() -> list[Tensor]:
     decoded_values, mean = torch.empty(2, 320, dtype=torch.float16), torch.ones(2, 320)
     quantization.decode_blocks(payloads[1], decoded_values, bits=8, block_numel=BLOCK)
     quantization.decode_mean_blocks(payloads, mean, bits=8, block_numel=BLOCK, accumulate=True)
-    quantization.recode_mean_blocks(payloads, recoded, run_numel=320, bits=8, next_bits=4, block_numel=BLOCK)
-    return [payloads, decoded_values, mean, recoded]
+    quantization.recode_mean_blocks(payloads, recoded, run_numel=320, bits=8, next_bits=4, block_numel=BLOCK, noise_key=1)
+    quantization.encode_blocks(values, payloads[2], bits=8, block_numel=BLOCK, rotated=True, noise_key=2)
+    rotated_mean = torch.ones(2, 320)
+    quantization.decode_mean_blocks(payloads, rotated_mean, bits=8, block_numel=BLOCK, accumulate=True, rotated=True)
+    return [payloads, decoded_values, mean, recoded, rotated_mean]
 
 
 def _counted(function: object, calls: list[object]) -> object:
@@ -157,10 +180,10 @@ def test_ops_pass_opcheck(op: str) -> None:
     values = torch.randn(2, 64)
     payloads, payload = torch.zeros(3, 2, coded_bytes(64, 8, BLOCK), dtype=torch.uint8), torch.zeros(2, 96, dtype=torch.uint8)
     arguments = {
-        "encode_blocks": (values, payload, 8, BLOCK),
+        "encode_blocks": (values, payload, 8, BLOCK, True, 1),
         "decode_blocks": (payload, values, 8, BLOCK),
-        "decode_mean_blocks": (payloads, values, 8, BLOCK, True),
-        "recode_mean_blocks": (payloads, payload, 64, 8, 4, BLOCK),
+        "decode_mean_blocks": (payloads, values, 8, BLOCK, True, True),
+        "recode_mean_blocks": (payloads, payload, 64, 8, 4, BLOCK, 1),
     }
     torch.library.opcheck(getattr(torch.ops.megatron_zpp, op).default, arguments[op])
 
@@ -183,6 +206,8 @@ MISTAKES = [
     ({"bits": 6}, "bits is 6; needed is 4 or 8."),
     ({"block_numel": 48}, "block_numel is 48; needed is a multiple of 32."),
     ({"block_numel": 0}, "block_numel is 0; needed is a multiple of 32."),
+    ({"noise_key": -1}, "noise_key is -1; needed is None or 0 to 9223372036854775807."),
+    ({"noise_key": 2**63}, "noise_key is 9223372036854775808; needed is None or 0 to 9223372036854775807."),
 ]  # fmt: skip
 
 
@@ -191,6 +216,13 @@ def test_mistakes_are_told_with_what_was_found_and_what_is_needed(change: dict[s
     arguments = {"values": GOOD, "payloads": GOOD_PAYLOADS, "bits": 8, "block_numel": BLOCK} | change
     with pytest.raises(ValueError, match=re.escape(message)):
         quantization.encode_blocks(**arguments)
+
+
+def test_a_noise_key_out_of_range_is_told_where_means_are_recoded_too() -> None:
+    with pytest.raises(ValueError, match="noise_key is -1; needed is None or 0 to"):
+        quantization.recode_mean_blocks(
+            GOOD_PAYLOADS.unsqueeze(0), GOOD_PAYLOADS, run_numel=64, bits=8, next_bits=8, block_numel=BLOCK, noise_key=-1
+        )
 
 
 def test_there_is_no_mean_of_no_members() -> None:
@@ -209,6 +241,7 @@ def test_a_mean_is_fp32() -> None:
     [
         ("encode_blocks", (GOOD.double(), GOOD_PAYLOADS, 8, BLOCK), "values is Double, needed is float32, bfloat16 or float16"),
         ("encode_blocks", (GOOD, GOOD_PAYLOADS, 5, BLOCK), "bits is 5, needed is 4 or 8"),
+        ("encode_blocks", (GOOD, GOOD_PAYLOADS, 8, BLOCK, False, -2), "noise_key is -2, needed is none or one from 0 on"),
         ("encode_blocks", (GOOD, GOOD_PAYLOADS[:, :64], 8, BLOCK), "payloads has rows of 64 bytes, needed are 80"),
         ("decode_blocks", (GOOD_PAYLOADS[:1], GOOD, 8, BLOCK), "payloads has 1 slices, needed are 2"),
         ("decode_mean_blocks", (GOOD_PAYLOADS, GOOD, 8, BLOCK, False), "payloads has 2 dims, needed are 3"),

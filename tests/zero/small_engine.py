@@ -22,9 +22,9 @@ from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 from megatron_zpp.parallel.topology import Lane, Topology
+from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine import EngineOptions, StepResult, ZeroEngine
 from megatron_zpp.zero.loss_scaler import LossScaler
-from megatron_zpp.zero.optimizer import AdamOptions
 from megatron_zpp.zero.policy import POLICIES, Policy, Rung
 from megatron_zpp.zero.schedule import Prefetch
 
@@ -145,6 +145,7 @@ class Job:
     clip_grad: float = CLIP_GRAD
     loss_scaler: Callable[[], LossScaler] | None = None
     full_precision_iterations: int = 0
+    adam: AdamOptions = AdamOptions()
 
 
 class RecordingLanes(PolledLanes):
@@ -181,7 +182,7 @@ class Rank:
             self.job.dtype,
             self.job.block_numel,
             self.job.prefetch,
-            AdamOptions(),
+            self.job.adam,
             self.job.clip_grad,
             self.job.full_precision_iterations,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from megatron_zpp.comm.links import Ladder, LinkCodecs
 from megatron_zpp.parallel.specs import ParamSpec
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.layout import FlatLayout
-from megatron_zpp.zero.policy import POLICIES, LinkBits, Policy, Rung, with_quantized_gradients
+from megatron_zpp.zero.policy import POLICIES, CodeOptions, LinkBits, Policy, Rung, with_quantized_gradients
 
 WORLDS = list(itertools.product(range(1, 5), range(1, 5)))  # N, G
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -42,6 +43,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     bits: LinkBits = INT4
     block_numel: int = BLOCK
+    options: CodeOptions = CodeOptions()
 
     @property
     def world_size(self) -> int:
@@ -52,7 +54,8 @@ class Case:
         return FlatLayout(params, self.world_size, self.block_numel)
 
     def codecs(self) -> LinkCodecs:
-        return LinkCodecs(*(make_codec(bits, self.dtype, self.block_numel) for bits in (self.bits.inter, self.bits.intra)))
+        options = {"is_rotated": self.options.is_rotated, "is_stochastic": self.options.is_stochastic}
+        return LinkCodecs(*(make_codec(bits, self.dtype, self.block_numel, **options) for bits in (self.bits.inter, self.bits.intra)))
 
 
 def _no_values(start: int, stop: int) -> Tensor:
@@ -75,17 +78,21 @@ def _noise(layout: FlatLayout, seed: int) -> Tensor:
 
 
 def _descended(case: Case, microbatches: Sequence[list[Tensor]], codecs: LinkCodecs | None = None) -> Tensor:
-    """fp32 [numel]: the primary slices of all ranks after every micro-batch has been added, in the order of the flat unit."""
+    """fp32 [numel]: the primary slices of all ranks after every micro-batch has been added, in the order of the flat unit.
+
+    Stochastic rounding draws other numbers for every rank and micro-batch.
+    """
     layout = case.layout()
     runs = Runs(layout.blocks_run, layout.exact_run)
 
     def program(backend: VirtualBackend) -> tuple[int, Tensor]:
         ladder = Ladder(backend, PolledLanes(), Ledger(backend.topology, backend.rank), CPU)
         primary = torch.zeros(runs.numel)
-        for gradients in microbatches:
+        for index, gradients in enumerate(microbatches):
             full = Regions.of(gradients[backend.rank].clone(), runs)
             in_world = (codecs or case.codecs()).in_world(backend.topology, make_codec(16, case.dtype, BLOCK))
-            hops = ladder.descend("unit", in_world, full, Regions.of(primary, runs), accumulate=True)
+            drawn = in_world.drawn_for(backend.rank, index)
+            hops = ladder.descend("unit", drawn, full, Regions.of(primary, runs), accumulate=True)
             ladder.lanes.wait(hops[-1])
         return ladder.own_slice, primary
 
@@ -234,6 +241,76 @@ def test_gradients_of_any_size_descend_with_the_same_relative_error(size: float)
     case = Case(2, 3)
     gradients = [gradient * size for gradient in _gradients(case)]
     assert ((_descended(case, [gradients]).double() - _true_mean(gradients)).abs() <= _bound(case, gradients)).all()
+
+
+# ---- rotated and stochastic codes
+
+OPTIONS = [CodeOptions(True, False), CodeOptions(False, True), CodeOptions(True, True)]
+
+
+def _hadamard() -> Tensor:
+    """fp64 [32, 32]: the Hadamard matrix in the order of its Kronecker products; its inverse is itself / 32."""
+    return functools.reduce(torch.kron, [torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)] * 5)
+
+
+def _rotated(case: Case, flat: Tensor) -> Tensor:
+    """fp64: the flat unit with every 32 neighbours of its blocks region transformed."""
+    blocks_numel = case.layout().blocks_numel
+    blocks = flat[:blocks_numel].double().view(-1, 32) @ _hadamard()
+    return torch.cat([blocks.view(-1), flat[blocks_numel:].double()])
+
+
+def _bound_with_options(case: Case, gradients: list[Tensor]) -> Tensor:
+    """As _bound, where errors of a stochastic code reach a whole step, and those of rotated codes are added up over 32 values and divided.
+
+    Five sums of two, before and after, round values that are no larger than the 32 magnitudes together.
+    """
+    steps = 2.0 if case.options.is_stochastic else 1.0
+    if not case.options.is_rotated:
+        return steps * _bound(case, gradients)
+    fp32 = dataclasses.replace(case, dtype=torch.float32)
+    bound = steps * _bound(fp32, [_rotated(case, gradient) for gradient in gradients])
+    blocks_numel = case.layout().blocks_numel
+    magnitudes = torch.stack([gradient.double().abs() for gradient in gradients]).amax(0)[:blocks_numel].view(-1, 32).sum(1, keepdim=True)
+    bound[:blocks_numel] = (bound[:blocks_numel].view(-1, 32).mean(1, keepdim=True) + 10 * ROUNDOFF * magnitudes).repeat(1, 32).view(-1)
+    bound[blocks_numel:] = _bound(case, gradients)[blocks_numel:]
+    return bound
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("world", [(1, 3), (3, 1), (2, 2), (3, 2), (2, 4)], ids=str)
+def test_rotated_and_stochastic_codes_give_the_mean_within_their_bounds(world: tuple[int, int], options: CodeOptions) -> None:
+    for dtype, bits in itertools.product(DTYPES, [LinkBits(4, 4), LinkBits(4, 8), LinkBits(4, 16), LinkBits(16, 4)]):
+        case = Case(*world, dtype=dtype, bits=bits, options=options)
+        gradients = _gradients(case)
+        error = (_descended(case, [gradients]).double() - _true_mean(gradients)).abs()
+        assert (error <= _bound_with_options(case, gradients)).all()
+
+
+@pytest.mark.parametrize("is_rotated", [False, True])
+def test_stochastic_codes_lean_to_no_side_over_two_hops(is_rotated: bool) -> None:
+    """The slope is 1 within 4 standard errors: slope - 1 = sum(e t) / sum(t t), with errors e independent of the true mean t."""
+    case = Case(2, 2, shapes=((50257, 4),), block_numel=256, options=CodeOptions(is_rotated, True))
+    gradients = _gradients(case)
+    result, true_mean = _descended(case, [gradients]), _true_mean(gradients)
+    errors = result.double() - true_mean
+    standard_error = math.sqrt(float((errors * true_mean).square().sum())) / float(true_mean.square().sum())
+    assert abs(_slope(result, true_mean) - 1) <= 4 * standard_error < 0.003
+
+
+def test_rotation_halves_the_mean_squared_error_where_one_gradient_of_a_block_stands_out() -> None:
+    """One of 50 among ones: unrotated codes are 50 / 7 apart, so the others become 0; rotated, it is 32 times about 50 / sqrt(32)."""
+    case = Case(2, 2, shapes=((512, 256),), block_numel=256)
+    gradients = _gradients(case)
+    for gradient in gradients:
+        gradient[::256] = 50.0
+    plain, rotated = (
+        (_descended(dataclasses.replace(case, options=CodeOptions(is_rotated)), [gradients]).double() - _true_mean(gradients))
+        .square()
+        .mean()
+        for is_rotated in (False, True)
+    )
+    assert rotated < 0.5 * plain
 
 
 # ---- the engine

@@ -80,15 +80,18 @@ def test_parameters_of_two_or_more_dimensions_are_in_the_blocks_region_and_the_o
 
 
 @settings(max_examples=300)
-@given(layouts)
-def test_padding_is_what_no_parameter_covers(layout: FlatLayout) -> None:
-    covered = np.zeros(layout.numel, dtype=int)
-    for start, stop in _spans(layout).values():
-        covered[start:stop] += 1
-    for padding in layout.paddings():
-        assert padding.start < padding.stop
+@given(layouts, st.data())
+def test_padding_is_what_no_parameter_covers_in_the_buffer_of_any_run_of_slices(layout: FlatLayout, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, layout.slices - 1))
+    slices = data.draw(st.integers(1, layout.slices - first))
+    covered = np.zeros(slices * layout.slice_numel, dtype=int)
+    for segment in layout.segments(first, slices):
+        covered[segment.offset : segment.offset + segment.stop - segment.start] += 1
+    for padding in layout.paddings(first, slices):
+        assert padding.start < padding.stop and not padding.start < slices * layout.blocks_run < padding.stop
         covered[padding.start : padding.stop] += 1
     assert (covered == 1).all()
+    assert list(layout.paddings()) == list(layout.paddings(0, layout.slices))
 
 
 @settings(max_examples=300)

@@ -5,7 +5,7 @@ import torch
 from small_engine import ROWS, Job, ModelShape, Rank, run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
-from megatron_zpp.zero.policy import POLICIES
+from megatron_zpp.zero.policy import POLICIES, CodeOptions, with_quantized_gradients
 
 SHAPES = [(1, 1), (2, 1), (2, 2), (3, 2)]
 
@@ -106,10 +106,14 @@ def test_a_parameter_stays_the_same_object_from_construction_on() -> None:
     run_world((2, 2), program)
 
 
-@pytest.mark.parametrize("row", list(ROWS))
+@pytest.mark.parametrize("row", [*ROWS, "stage 3, rotated codes", "secondary row, rotated codes"])
 def test_the_padding_of_main_weights_and_gradients_stays_zero(row: str) -> None:
+    policy = ROWS[row.removesuffix(", rotated codes")]
+    if row.endswith("rotated codes"):
+        policy = with_quantized_gradients(policy, options=CodeOptions(is_rotated=True))
+
     def program(backend: VirtualBackend) -> None:
-        rank = Rank(Job(ROWS[row], microbatches=2), backend)
+        rank = Rank(Job(policy, microbatches=2), backend)
         for step in range(3):
             rank.accumulate(step)
             rank.engine.finish_gradients()

@@ -4,6 +4,7 @@
 #include "../arguments.h"
 #include "groups.h"
 #include "mean_block.h"
+#include "rotate.h"
 
 namespace megatron_zpp::cpu {
 namespace {
@@ -22,11 +23,16 @@ void make_nan_canonical(float* mean, int64_t numel) {
 }
 
 template <int kBits>
-void launch_decode_mean(PayloadRows<const uint8_t> payloads, ValueRows<float> means, int64_t block_numel, bool accumulate) {
+void launch_decode_mean(
+    PayloadRows<const uint8_t> payloads, ValueRows<float> means, int64_t block_numel, bool accumulate, bool rotated) {
   for_each_group(payloads.slices, payloads.layout.blocks, block_numel, [&](const Group& group, float* scratch) {
     for (int64_t block = group.first_block; block < group.first_block + group.blocks; ++block) {
       float* mean = means.run(group.slice) + block * block_numel;
-      mean_block<kBits>(payloads, group.slice, block, block_numel, accumulate ? scratch : mean);
+      float* total = accumulate ? scratch : mean;
+      mean_block<kBits>(payloads, group.slice, block, block_numel, total);
+      if (rotated) {
+        rotate(total, block_numel, 1.0f / kRotatedNumel);
+      }
       if (accumulate) {
         add_block(scratch, block_numel, mean);
       } else {
@@ -36,13 +42,13 @@ void launch_decode_mean(PayloadRows<const uint8_t> payloads, ValueRows<float> me
   });
 }
 
-void decode_mean_blocks(const at::Tensor& payloads, at::Tensor& mean, int64_t bits, int64_t block_numel, bool accumulate) {
+void decode_mean_blocks(const at::Tensor& payloads, at::Tensor& mean, int64_t bits, int64_t block_numel, bool accumulate, bool rotated) {
   check_values(mean, "mean");
   check_format(mean.size(1), bits, block_numel);
   TORCH_CHECK(mean.scalar_type() == at::kFloat, "mean is ", mean.scalar_type(), ", needed is float32");
   const auto rows = readable_members(payloads, "payloads", mean.size(0), row_layout(mean.size(1), bits, block_numel));
   dispatch_bits(bits, [&](auto kBits) {
-    launch_decode_mean<decltype(kBits)::value>(rows, writable_values<float>(mean), block_numel, accumulate);
+    launch_decode_mean<decltype(kBits)::value>(rows, writable_values<float>(mean), block_numel, accumulate, rotated);
   });
 }
 

@@ -1,0 +1,71 @@
+"""When a run is to end before its last iteration, on every rank at the same step."""
+
+from __future__ import annotations
+
+import enum
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from megatron_zpp.config.schema import TrainingConfig
+
+
+class Wish(enum.IntFlag):
+    """Why a rank wants to end the run. Ranks exchange their wishes once per step, and each follows them all."""
+
+    NONE = 0
+    SIGNAL = 1
+    DURATION = 2
+
+
+class Leaving:
+    """Wishes of this rank: a signal has come, or the time of --exit-duration-in-mins is over.
+
+    Takes over the signals while it lives; `close` gives them back.
+    """
+
+    def __init__(self, training: TrainingConfig) -> None:
+        self._has_signal = False
+        minutes = training.exit_duration_in_mins
+        self._deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
+        self._signals = signals_to_handle(training)
+        is_main = threading.current_thread() is threading.main_thread()
+        self._before = {number: signal.signal(number, self._take_note) for number in self._signals} if is_main else {}
+
+    def wish(self) -> Wish:
+        """What this rank wants now."""
+        wish = Wish.SIGNAL if self._has_signal else Wish.NONE
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            wish |= Wish.DURATION
+        return wish
+
+    def close(self) -> None:
+        """Gives the signals back to whoever had them."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _take_note(self, number: int, frame: FrameType | None) -> None:
+        self._has_signal = True
+
+
+def signals_to_handle(training: TrainingConfig) -> Sequence[signal.Signals]:
+    """--exit-signal, and SIGUSR1, which Slurm is asked to send ahead of the end of a job's time; none without --exit-signal-handler."""
+    if not training.exit_signal_handler:
+        return ()
+    return tuple({signal.Signals[training.exit_signal], signal.SIGUSR1})
+
+
+def reason_for_leaving(wishes: Wish, iteration: int, training: TrainingConfig) -> str | None:
+    """Why the run ends after `iteration`, before its last one; None where it goes on."""
+    if Wish.SIGNAL in wishes:
+        return (
+            f"exiting program after receiving {' or '.join(number.name for number in signals_to_handle(training))} at iteration {iteration}"
+        )
+    if Wish.DURATION in wishes:
+        return f"exiting program after {training.exit_duration_in_mins} minutes at iteration {iteration}"
+    if training.exit_interval is not None and iteration % training.exit_interval == 0:
+        return f"exiting program at iteration {iteration}"
+    return None

@@ -1,0 +1,105 @@
+"""AdamW over given parameters, by torch or by NVIDIA Apex: alike in arithmetic, with the moments in tensors of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron_zpp.ops.apex import apex_member
+
+
+@dataclass(frozen=True)
+class AdamOptions:
+    """Hyper-parameters of AdamW that stay fixed over a run. backend: whose kernels run, torch or apex."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    backend: str = "torch"
+
+
+class Adam(Protocol):
+    """steps: how many updates have been made; set for a resume."""
+
+    steps: int
+
+    def update(self, learning_rate: float) -> None:
+        """One step with the gradients that the parameters have."""
+
+
+@dataclass(frozen=True)
+class AdamParameters:
+    """What is updated: with weight decay and without, each with its moments exp_avg and exp_avg_sq, fp32 as the parameter is."""
+
+    decayed: Mapping[nn.Parameter, dict[str, Tensor]]
+    others: Mapping[nn.Parameter, dict[str, Tensor]]
+
+    def states(self) -> dict[nn.Parameter, dict[str, Tensor]]:
+        return {**self.decayed, **self.others}
+
+    def groups(self, options: AdamOptions) -> list[dict[str, object]]:
+        """Parameter groups as torch's optimizers take them; a group without parameters is left out."""
+        groups = [(self.decayed, options.weight_decay), (self.others, 0.0)]
+        return [{"params": list(params), "weight_decay": weight_decay} for params, weight_decay in groups if params]
+
+
+def make_adam(parameters: AdamParameters, options: AdamOptions) -> Adam:
+    """The AdamW that `options` ask for."""
+    return ApexAdam(parameters, options) if options.backend == "apex" else TorchAdam(parameters, options)
+
+
+class TorchAdam:
+    """torch's fused AdamW."""
+
+    def __init__(self, parameters: AdamParameters, options: AdamOptions) -> None:
+        betas = (options.beta1, options.beta2)
+        self._optimizer = torch.optim.AdamW(parameters.groups(options), lr=0.0, betas=betas, eps=options.eps, fused=True)
+        self._steps = []
+        for parameter, moments in parameters.states().items():
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            self._optimizer.state[parameter] = {"step": step, **moments}
+            self._steps.append(step)
+
+    @property
+    def steps(self) -> int:
+        return int(self._steps[0].item())
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        for step in self._steps:
+            step.fill_(value)
+
+    def update(self, learning_rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+
+
+class ApexAdam:
+    """FusedAdam of NVIDIA Apex, as AdamW; it counts its steps by group."""
+
+    def __init__(self, parameters: AdamParameters, options: AdamOptions) -> None:
+        fused_adam = apex_member("apex.optimizers", "FusedAdam")
+        betas = (options.beta1, options.beta2)
+        self._optimizer = fused_adam(parameters.groups(options), lr=0.0, betas=betas, eps=options.eps, adam_w_mode=True)
+        for parameter, moments in parameters.states().items():
+            self._optimizer.state[parameter] = dict(moments)
+
+    @property
+    def steps(self) -> int:
+        return int(self._optimizer.param_groups[0].get("step", 0))
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        for group in self._optimizer.param_groups:
+            group["step"] = value
+
+    def update(self, learning_rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()

@@ -1,0 +1,113 @@
+"""A run that is asked to end saves and leaves at the next step on every rank, and goes on from there as if it had never been asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import RankFailure, RankPool
+from tiny_runs import TINY, entry, losses, pretrain
+
+FLAGS = "--zero-stage 3 --train-iters 8 --global-batch-size 8"
+
+
+def entry_with_signal(number: int, iteration: int, flags: list[str]) -> int:
+    """The entry, on whose rank 2 the signal arrives in the middle of the step after `iteration`."""
+    from megatron_zpp.zero.engine import ZeroEngine
+
+    step, rank, steps = ZeroEngine.step, int(os.environ["RANK"]), 0
+
+    def step_with_signal(engine: ZeroEngine, learning_rate: float) -> Any:
+        nonlocal steps
+        steps += 1
+        if rank == 2 and steps == iteration + 1:
+            os.kill(os.getpid(), number)
+        return step(engine, learning_rate)
+
+    ZeroEngine.step = step_with_signal  # type: ignore[method-assign]
+    handler = signal.getsignal(number)
+    try:
+        code = entry(flags)
+    finally:
+        ZeroEngine.step = step  # type: ignore[method-assign]
+    assert signal.getsignal(number) == handler
+    return code
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_signal_to_one_rank_saves_and_ends_the_run_on_all_and_the_same_command_goes_on(
+    ranks: RankPool, tmp_path: Path, number: signal.Signals
+) -> None:
+    whole = pretrain(ranks, 2, 2, FLAGS, tmp_path / "whole.jsonl")
+    command = f"{FLAGS} --exit-signal-handler --save {tmp_path / 'saved'} --load {tmp_path / 'saved'}"
+    flags = [*TINY, *command.split(), "--log-jsonl", str(tmp_path / "parts.jsonl")]
+    assert ranks.run(2, 2, entry_with_signal, number, 3, flags) == [0, 0, 0, 0]
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "4"
+    parts = pretrain(ranks, 2, 2, command, tmp_path / "parts.jsonl")
+    assert losses(parts) == losses(whole)
+
+
+def entry_in_slow_time(seconds_per_look: float, flags: list[str]) -> int:
+    """The entry, for which `seconds_per_look` pass from one look at the clock to the next."""
+    from megatron_zpp.training import leaving
+
+    clock = leaving.time
+    looks = iter(range(1_000_000))
+
+    class SlowTime:
+        @staticmethod
+        def monotonic() -> float:
+            return seconds_per_look * next(looks)
+
+    leaving.time = SlowTime  # type: ignore[assignment]
+    try:
+        return entry(flags)
+    finally:
+        leaving.time = clock
+
+
+def test_a_run_leaves_at_the_first_step_after_its_time(ranks: RankPool, tmp_path: Path) -> None:
+    """The clock starts at 0 and shows 50, 100, 150 seconds after the first three steps: two minutes are over after the third."""
+    command = f"{FLAGS} --exit-duration-in-mins 2 --save {tmp_path / 'saved'}"
+    assert ranks.run(1, 2, entry_in_slow_time, 50.0, [*TINY, *command.split()]) == [0, 0]
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def entry_with_bad_gradients(first: int, flags: list[str]) -> int:
+    """The entry, whose loss is NaN on rank 1 from iteration `first` on."""
+    from megatron_zpp.zero.engine import ZeroEngine
+
+    backward, rank = ZeroEngine.backward, int(os.environ["RANK"])
+
+    def bad_backward(engine: ZeroEngine, loss: Any, **options: Any) -> None:
+        is_bad = rank == 1 and engine._iteration >= first - 1
+        backward(engine, loss * float("nan") if is_bad else loss, **options)
+
+    ZeroEngine.backward = bad_backward  # type: ignore[method-assign]
+    try:
+        return entry(flags)
+    finally:
+        ZeroEngine.backward = backward  # type: ignore[method-assign]
+
+
+def test_bad_iterations_in_a_row_end_the_run_with_an_error_and_a_checkpoint_from_before_them(tmp_path: Path) -> None:
+    command = f"{FLAGS} --max-consecutive-bad-iterations 3 --save {tmp_path / 'saved'} --save-interval 6"
+    ranks = RankPool()
+    with pytest.raises(RankFailure, match="exit code 1"):
+        ranks.run(1, 2, entry_with_bad_gradients, 5, [*TINY, *command.split()])
+    ranks.close()
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "4"
+    whole = RankPool()
+    expected = pretrain(whole, 1, 2, FLAGS, tmp_path / "whole.jsonl")
+    found = pretrain(whole, 1, 2, f"{FLAGS} --load {tmp_path / 'saved'}", tmp_path / "rest.jsonl")
+    whole.close()
+    assert losses(found) == losses(expected)[4:]
+
+
+def test_single_bad_iterations_do_not_end_a_run(ranks: RankPool, tmp_path: Path) -> None:
+    flags = f"{FLAGS} --fp16 --initial-loss-scale 1e30 --hysteresis 1 --max-consecutive-bad-iterations 9"
+    records = pretrain(ranks, 1, 2, flags, tmp_path / "run.jsonl")
+    assert len(losses(records)) == 8 and all(record["skipped_iterations"] == 1 for record in records if "lm_loss" in record)

@@ -1,0 +1,69 @@
+"""Reasons to end a run before its last iteration."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from megatron_zpp.config.schema import TrainingConfig
+from megatron_zpp.training.leaving import Leaving, Wish, reason_for_leaving, signals_to_handle
+from megatron_zpp.training.metrics import BadIterations, Progress
+from megatron_zpp.training.step import StepOutcome
+
+GOOD, SKIPPED = StepOutcome(1.0, 1.0, False, 0), StepOutcome(1.0, float("inf"), True, 0)
+NAN_LOSS = StepOutcome(float("nan"), 1.0, False, 0)
+
+
+def test_without_the_handler_no_signal_is_touched() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    leaving = Leaving(TrainingConfig())
+    assert signal.getsignal(signal.SIGTERM) == before and leaving.wish() == Wish.NONE
+    leaving.close()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2", "SIGUSR1"])
+def test_the_handler_takes_the_signal_of_the_flag_and_sigusr1_and_gives_them_back(name: str) -> None:
+    training = TrainingConfig(exit_signal_handler=True, exit_signal=name)
+    assert set(signals_to_handle(training)) == {signal.Signals[name], signal.SIGUSR1}
+    for number in signals_to_handle(training):
+        before = signal.getsignal(number)
+        leaving = Leaving(training)
+        assert leaving.wish() == Wish.NONE
+        signal.raise_signal(number)
+        assert leaving.wish() == Wish.SIGNAL
+        leaving.close()
+        assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize(
+    "wishes, iteration, reason",
+    [
+        (Wish.NONE, 7, None),
+        (Wish.NONE, 10, "exiting program at iteration 10"),
+        (Wish.SIGNAL, 7, "exiting program after receiving"),
+        (Wish.DURATION, 7, "exiting program after 3 minutes at iteration 7"),
+        (Wish.SIGNAL | Wish.DURATION, 10, "exiting program after receiving"),
+    ],
+)
+def test_the_reason_names_what_ended_the_run(wishes: Wish, iteration: int, reason: str | None) -> None:
+    training = TrainingConfig(exit_interval=5, exit_signal_handler=True, exit_duration_in_mins=3)
+    found = reason_for_leaving(wishes, iteration, training)
+    assert found is reason is None or (found is not None and reason is not None and found.startswith(reason))
+
+
+def test_a_good_iteration_ends_a_row_of_bad_ones() -> None:
+    bad = BadIterations()
+    for outcome, expected in [(SKIPPED, 1), (SKIPPED, 2), (GOOD, 0), (NAN_LOSS, 1), (SKIPPED, 2)]:
+        bad.count(outcome, Progress())
+        assert bad.consecutive == expected
+
+
+def test_the_state_before_the_first_of_a_row_is_known_as_long_as_no_bad_one_moved_the_weights() -> None:
+    bad, progress = BadIterations(), Progress(4, 40, 40)
+    bad.count(SKIPPED, progress)
+    progress.advance(10, is_skipped=True)
+    bad.count(SKIPPED, progress)
+    assert bad.progress_before == Progress(4, 40, 40) and bad.weights_are_from_before
+    bad.count(NAN_LOSS, progress)
+    assert not bad.weights_are_from_before
