@@ -74,6 +74,8 @@ def naming(what: str) -> Iterator[None]:
     """A collective's own error says neither what it moved nor what may be wrong; the one raised here does."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise RuntimeError(
             f"{what}: the collective failed, since a rank or the link to it is gone, or slower than --distributed-timeout-minutes: {error}"

@@ -35,6 +35,7 @@ def _resolve(config: Config, world_size: int, local_world_size: int | None) -> C
         check(config)
     check_ranks_per_node(config, world_size)
     check_global_batch(config, world_size)
+    check_remaining_link_is_quantized(config, world_size)
     return config.with_notices(*flags_without_effect(config), *links_that_are_missing(config, world_size, wished))
 
 
@@ -211,6 +212,14 @@ def check_partition_divides_node(config: Config) -> None:
         )
 
 
+def check_leaving(config: Config) -> None:
+    training = config.training
+    if "exit_signal" in config.given and not training.exit_signal_handler:
+        raise FlagError(f"--exit-signal {training.exit_signal} changes nothing without --exit-signal-handler; give that as well.")
+    if training.exit_signal_handler and config.checkpoint.save is None:
+        raise FlagError("--exit-signal-handler needs a folder to save in; give --save.")
+
+
 def check_saving(config: Config) -> None:
     checkpoint = config.checkpoint
     if checkpoint.save is None:
@@ -266,6 +275,22 @@ def check_global_batch(config: Config, world_size: int) -> None:
         )
 
 
+def check_remaining_link_is_quantized(config: Config, world_size: int) -> None:
+    """Where there is one node, gradients cross the link inside it alone."""
+    zero = config.zero
+    if zero.zero_quantized_gradients and zero.zero_quantized_gradients_intra_bits == 16 and not has_link_between_nodes(config, world_size):
+        raise FlagError(
+            "--zero-quantized-gradients-intra-bits 16 leaves --zero-quantized-gradients nothing to quantize, because there is one node; "
+            "choose 4 or 8, or leave --zero-quantized-gradients out."
+        )
+
+
+def has_link_between_nodes(config: Config, world_size: int) -> bool:
+    """Whether there are several nodes; an hpZ partition is one, where there are any."""
+    partition_ranks = config.zero.zero_hpz_partition_size
+    return world_size > (partition_ranks if partition_ranks > 1 else config.distributed.ranks_per_node)
+
+
 def flags_without_effect(config: Config) -> list[str]:
     """One line for each flag that was given and changes nothing beside the others."""
     reasons = {}
@@ -288,8 +313,7 @@ def links_that_are_missing(config: Config, world_size: int, wished_partition_ran
     features = [spelling_of(name) for name in ("zero_quantized_weights", "zero_quantized_gradients") if config.value_of(name)]
     if wished_partition_ranks > config.zero.zero_hpz_partition_size:
         features.insert(0, f"{spelling_of('zero_hpz_partition_size')} {wished_partition_ranks}")
-    partition_ranks = config.zero.zero_hpz_partition_size
-    if not features or world_size > (partition_ranks if partition_ranks > 1 else config.distributed.ranks_per_node):
+    if not features or has_link_between_nodes(config, world_size):
         return []
     if world_size == 1:
         return [f"{' and '.join(features)}: there is one rank, so nothing crosses a link, is quantized or kept as a copy"]
@@ -356,6 +380,7 @@ CHECKS_BEFORE_FILLING: tuple[Callable[[Config], None], ...] = (
     check_sources,
     check_quantization,
     check_secondary_partition,
+    check_leaving,
     check_saving,
     check_loading,
 )

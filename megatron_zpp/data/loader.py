@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,8 +60,15 @@ def _in_order(batches: _MicroBatches, sampler: MicroBatchSampler, num_workers: i
         prefetch_factor=MICRO_BATCHES_AHEAD,
         # A forked worker shares the indices; to one started otherwise they would be sent, and kept, whole.
         multiprocessing_context="fork" if "fork" in get_all_start_methods() else None,
+        worker_init_fn=_outlive_signals,
         generator=torch.Generator(),
     )
+
+
+def _outlive_signals(worker: int) -> None:
+    """Launchers send signals to whole process groups; the rank decides when its workers end, and they notice when it is gone."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _MicroBatches(Dataset[MicroBatch]):

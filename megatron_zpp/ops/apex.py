@@ -39,6 +39,13 @@ def check_apex(flag: str, extension: str, device_type: str) -> None:
             f"{wish} needs {extension}, which the NVIDIA Apex in {folders[0]} was built without; "
             f"build it again with its CUDA extensions ({HOME}), {_or_torch(flag)}"
         )
+    try:
+        import_module(extension)
+    except ImportError as error:
+        raise ValueError(
+            f"{wish} needs {extension}, and that of the NVIDIA Apex in {folders[0]} cannot be loaded ({error}); "
+            f"build it again for this torch ({HOME}), {_or_torch(flag)}"
+        ) from error
 
 
 def apex_member(module: str, name: str) -> Any:

@@ -42,20 +42,22 @@ class StepTimes(NamedTuple):
 class BadIterations:
     """The steps without a usable loss or gradient since the last good one.
 
-    progress_before: where the run stood before the first of them. weights_are_from_before: all of them were skipped.
+    progress_before, scaler_before: where the run and its loss scale stood before the first of them.
+    weights_are_from_before: all of them were skipped.
     """
 
     consecutive: int = 0
     weights_are_from_before: bool = True
     progress_before: Progress = field(default_factory=Progress)
+    scaler_before: dict[str, float] = field(default_factory=dict)
 
-    def count(self, outcome: StepOutcome, progress: Progress) -> None:
-        """Takes note of a step that the run took at `progress`."""
+    def count(self, outcome: StepOutcome, progress: Progress, scaler: dict[str, float]) -> None:
+        """Takes note of a step that the run took at `progress`, with the loss scale in this state."""
         if math.isfinite(outcome.lm_loss) and not outcome.is_skipped:
             self.consecutive, self.weights_are_from_before = 0, True
             return
         if self.consecutive == 0:
-            self.progress_before = replace(progress)
+            self.progress_before, self.scaler_before = replace(progress), scaler
         self.consecutive += 1
         self.weights_are_from_before &= outcome.is_skipped
 

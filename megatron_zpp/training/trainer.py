@@ -90,20 +90,21 @@ class Trainer:
                 self._step(leaving)
                 self._saver.check()
                 self._between_steps()
+            if self._reason_for_leaving is not None:
+                printer.milestone(self._reason_for_leaving)
+            if self._progress.iteration > first:
+                self._finish()
         finally:
-            leaving.close()
-        if self._reason_for_leaving is not None:
-            printer.milestone(self._reason_for_leaving)
-        if self._progress.iteration > first:
-            self._finish()
+            leaving.close()  # not before all is saved: a signal to this rank may come after that of another has ended the loop
 
     def _step(self, leaving: Leaving) -> None:
         started, waited = time.perf_counter(), self._train_batches.wait_seconds
         plan = StepPlan(self._microbatches, self._schedule.learning_rate(self._progress.scheduled_samples), leaving.wish)
+        scaler_before = self._engine.loss_scaler.state()
         outcome = train_step(self._model, self._engine, self._train_batches, plan)
         seconds = time.perf_counter() - started
         self._traffic.close_step()
-        self._bad_iterations.count(outcome, self._progress)
+        self._bad_iterations.count(outcome, self._progress, scaler_before)
         self._progress.advance(self._config.training.global_batch_size, is_skipped=outcome.is_skipped)
         times = StepTimes(seconds, self._train_batches.wait_seconds - waited)
         self._reason_for_leaving = reason_for_leaving(outcome.wishes, self._progress.iteration, self._config.training)
@@ -111,14 +112,13 @@ class Trainer:
         self._end_if_all_is_bad()
 
     def _between_steps(self) -> None:
+        """Saves first: whoever asks the run to leave may not wait for a validation."""
+        if self._is_multiple_of(self._config.checkpoint.save_interval) or self._is_last():
+            self._saver.save(self._progress)
         if self._is_multiple_of(self._config.training.eval_interval) and self._progress.iteration < self._config.training.train_iters:
             self._validate()
-        if self._is_multiple_of(self._config.checkpoint.save_interval):
-            self._saver.save(self._progress)
 
     def _finish(self) -> None:
-        if not self._is_multiple_of(self._config.checkpoint.save_interval):
-            self._saver.save(self._progress)
         if self._progress.iteration == self._config.training.train_iters:
             self._validate(drawn_from=" on validation set")
             self._test()
@@ -204,11 +204,22 @@ class Trainer:
         limit = self._config.training.max_consecutive_bad_iterations
         if limit == 0 or self._bad_iterations.consecutive < limit:
             return
-        before = self._bad_iterations.progress_before
-        if self._bad_iterations.weights_are_from_before and before.iteration > 0:
-            self._saver.save(before)
-            self._saver.finish()
         raise RuntimeError(
-            f"{limit} iterations in a row (--max-consecutive-bad-iterations) had a NaN or infinite loss or gradient; the last good one was "
-            f"iteration {before.iteration}. Look at the data that follows it, or lower --lr."
+            f"{limit} iterations in a row (--max-consecutive-bad-iterations) had a NaN or infinite loss or gradient, from iteration "
+            f"{self._bad_iterations.progress_before.iteration + 1} on; {self._save_from_before()}. Look at their data, or lower --lr."
         )
+
+    def _save_from_before(self) -> str:
+        """Saves the state that the run had before the bad iterations; says what was saved, or why nothing was."""
+        bad = self._bad_iterations
+        before = bad.progress_before
+        if before.iteration == 0:
+            return "there is nothing before it to save"
+        if not bad.weights_are_from_before:
+            return "nothing is saved, because one of them has changed the weights: go on from an earlier checkpoint"
+        if self._config.checkpoint.save is None:
+            return "nothing is saved without --save"
+        self._engine.loss_scaler.load_state(bad.scaler_before)
+        self._saver.save(before)
+        self._saver.finish()
+        return f"{self._config.checkpoint.save} holds the state from before, of iteration {before.iteration}"

@@ -219,7 +219,7 @@ class ZeroEngine:
         return StepResult(grad_norm, not is_finite)
 
     def finish_gradients(self) -> None:
-        """Returns once every descent under way has landed."""
+        """Returns once every descent under way has landed, and padding is zero."""
         self._descents.finish()
         for gradient in self.gradients:
             gradient.clear_padding()

@@ -42,7 +42,7 @@ class UnitGradient:
         self.primary = self._resting.slice_at(own)
         self.for_optimizer = self._resting if policy.optimizer is Rung.FULL else self.primary
         self._arrived: set[int] = set()
-        self._paddings = tuple(layout.paddings(ladder.own_slice, 1))
+        self._smeared_paddings = tuple(layout.paddings(ladder.own_slice, 1)) if policy.gradient_options.is_rotated else ()
         self._iteration = 0
         self._microbatch = 0
         self._collected: Tensor | None = None  # [numel] like the weights, one micro-batch
@@ -128,7 +128,7 @@ class UnitGradient:
 
     def clear_padding(self) -> None:
         """Sets the own slice's padding to zero, where the means of rotated codes leave a part of their neighbours."""
-        for padding in self._paddings:
+        for padding in self._smeared_paddings:
             self.primary.range(padding.start, padding.stop).zero_()
 
     def start_iteration(self, iteration: int) -> None:

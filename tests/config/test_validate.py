@@ -243,8 +243,17 @@ def test_divisors_of_twelve():
             "quantizes nothing; choose 4 or 8 for --zero-quantized-gradients-inter-bits",
         ),
         ("--zero-quantized-gradients --zero-quantized-gradients-rounding up", "--zero-quantized-gradients-rounding up"),
+        ("--exit-signal SIGINT", "--exit-signal SIGINT changes nothing without --exit-signal-handler"),
+        ("--exit-signal-handler", "--exit-signal-handler needs a folder to save in; give --save"),
     ],
 )
 def test_details_of_quantization_that_could_change_nothing_are_refused(flags, message):
     with pytest.raises(FlagError, match=message):
         resolved(f"--zero-stage 3 {flags}")
+
+
+def test_one_node_that_would_quantize_nothing_is_told_so():
+    flags = f"--zero-stage 3 --lr 1 {LENGTH} --zero-quantized-gradients --zero-quantized-gradients-intra-bits 16"
+    with pytest.raises(FlagError, match="-intra-bits 16 leaves --zero-quantized-gradients nothing to quantize, because there is one node"):
+        resolved(flags, 4, 4)
+    assert resolved(flags, 4, 2).zero.zero_quantized_gradients

@@ -12,6 +12,7 @@ from distributed import RankFailure, RankPool
 from tiny_runs import TINY, entry, losses, pretrain
 
 FLAGS = "--zero-stage 3 --train-iters 8 --global-batch-size 8"
+FP16 = "--fp16 --initial-loss-scale 1024 --hysteresis 1"
 
 
 def entry_with_signal(number: int, iteration: int, flags: list[str]) -> int:
@@ -94,17 +95,18 @@ def entry_with_bad_gradients(first: int, flags: list[str]) -> int:
 
 
 def test_bad_iterations_in_a_row_end_the_run_with_an_error_and_a_checkpoint_from_before_them(tmp_path: Path) -> None:
-    command = f"{FLAGS} --max-consecutive-bad-iterations 3 --save {tmp_path / 'saved'} --save-interval 6"
+    command = f"{FLAGS} {FP16} --max-consecutive-bad-iterations 3 --save {tmp_path / 'saved'} --save-interval 6"
     ranks = RankPool()
     with pytest.raises(RankFailure, match="exit code 1"):
         ranks.run(1, 2, entry_with_bad_gradients, 5, [*TINY, *command.split()])
     ranks.close()
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "4"
     whole = RankPool()
-    expected = pretrain(whole, 1, 2, FLAGS, tmp_path / "whole.jsonl")
-    found = pretrain(whole, 1, 2, f"{FLAGS} --load {tmp_path / 'saved'}", tmp_path / "rest.jsonl")
+    expected = pretrain(whole, 1, 2, f"{FLAGS} {FP16}", tmp_path / "whole.jsonl")
+    found = pretrain(whole, 1, 2, f"{FLAGS} {FP16} --load {tmp_path / 'saved'}", tmp_path / "rest.jsonl")
     whole.close()
     assert losses(found) == losses(expected)[4:]
+    assert found[0]["loss_scale"] == 1024
 
 
 def test_single_bad_iterations_do_not_end_a_run(ranks: RankPool, tmp_path: Path) -> None:

@@ -11,11 +11,14 @@ from tiny_runs import losses, pretrain
 STEPS = 30
 HPZ = "--zero-hpz-partition-size 2"
 ALL = f"--zero-quantized-weights {HPZ} --zero-quantized-gradients"
+BY_CHANCE = "--zero-quantized-gradients-rotation hadamard --zero-quantized-gradients-rounding stochastic"
 BUSY = f"--zero-stage 3 --train-iters {STEPS} --global-batch-size 12 --eval-interval 4 --eval-iters 1 --checkpoint-activations"
 
 
 @pytest.mark.parametrize(
-    "others", ["", "--zero-quantized-weights", "--zero-quantized-weights --zero-quantized-gradients"], ids=["plain", "qwZ", "qwZ+qgZ"]
+    "others",
+    ["", "--zero-quantized-weights", f"--zero-quantized-weights --zero-quantized-gradients {BY_CHANCE}"],
+    ids=["plain", "qwZ", "qwZ+qgZ"],
 )
 @pytest.mark.parametrize("precision", ["--bf16", "--fp16 --initial-loss-scale 1048576 --hysteresis 1"], ids=["bf16", "fp16"])
 def test_a_secondary_copy_changes_no_bit_of_the_loss(ranks: RankPool, tmp_path: Path, precision: str, others: str) -> None:
@@ -29,7 +32,7 @@ def test_a_secondary_copy_changes_no_bit_of_the_loss(ranks: RankPool, tmp_path: 
 
 
 def test_a_resumed_run_of_all_three_has_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
-    flags = f"--zero-stage 3 --bf16 --train-iters 8 --global-batch-size 8 {ALL} --zero-full-precision-iters 2"
+    flags = f"--zero-stage 3 --bf16 --train-iters 8 --global-batch-size 8 {ALL} {BY_CHANCE} --zero-full-precision-iters 2"
     whole = pretrain(ranks, 2, 2, flags, tmp_path / "whole.jsonl")
     checkpoints = f"--save {tmp_path / 'saved'} --load {tmp_path / 'saved'}"
     pretrain(ranks, 2, 2, f"{flags} {checkpoints} --exit-interval 5", tmp_path / "parts.jsonl")

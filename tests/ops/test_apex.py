@@ -50,6 +50,13 @@ def test_apex_without_its_extensions_is_refused(path: Path) -> None:
         check_apex("--optimizer-backend", "amp_C", "cuda")
 
 
+def test_apex_that_was_built_for_another_torch_is_refused(path: Path) -> None:
+    write_nvidia_apex(path)
+    (path / "amp_C.py").write_text("raise ImportError('undefined symbol: _ZN2at4_ops')")
+    with pytest.raises(ValueError, match="--optimizer-backend apex needs amp_C.*cannot be loaded .undefined symbol.*for this torch"):
+        check_apex("--optimizer-backend", "amp_C", "cuda")
+
+
 def test_apex_is_refused_without_a_gpu_and_accepted_with_one(path: Path) -> None:
     write_nvidia_apex(path)
     with pytest.raises(ValueError, match="--norm-backend apex needs a GPU, and this run is on cpu; choose --norm-backend torch"):
