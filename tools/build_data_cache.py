@@ -35,6 +35,8 @@ def main() -> None:
 
 def run(args: argparse.Namespace, flags: list[str]) -> None:
     """Prints what was prepared; raises ValueError for what the run itself would refuse about its flags and its data."""
+    if args.ranks < 1:
+        raise ValueError(f"--ranks {args.ranks} must be 1 or more: the data-parallel ranks of the run.")
     config = resolve(parse_flags(flags), args.ranks, args.ranks)
     if not config.data.names_corpora:
         raise ValueError("--data-path is not given, nor another flag that names corpora; give the flags of the run.")

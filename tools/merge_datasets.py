@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -50,12 +49,16 @@ def run(args: argparse.Namespace) -> None:
 def find_prefixes(words: list[str], output_prefix: str) -> list[str]:
     """The prefixes that the words of --input name: of a folder all of its pairs, sorted by name. Raises ValueError for half a pair."""
     found = [prefix for word in words for prefix in (_prefixes_in(Path(word)) if os.path.isdir(word) else [_without_ending(word)])]
-    output = os.path.abspath(output_prefix)
-    for prefix, count in Counter(found).items():
-        if os.path.abspath(prefix) == output:
+    output = os.path.realpath(f"{output_prefix}.bin")
+    named: dict[str, str] = {}
+    for prefix in found:
+        real = os.path.realpath(f"{prefix}.bin")
+        if real == output:
             raise ValueError(f"--output-prefix {output_prefix} is one of the corpora to merge; write to another place.")
-        if count > 1:
-            raise ValueError(f"--input names {prefix} twice; name it once.")
+        if real in named:
+            spelled = "" if named[real] == prefix else f" (as {named[real]} before)"
+            raise ValueError(f"--input names {prefix} twice{spelled}; name it once.")
+        named[real] = prefix
     if not found:
         raise ValueError(f"--input {' '.join(words)} has no pair of .bin and .idx; give the folder of a corpus, or its prefix.")
     return found

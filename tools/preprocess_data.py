@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         write_documents(job, builder)
         if not any(extent.sequence_count for extent in builder.progress.extents.values()):
-            raise NothingToWrite(f"--input {' '.join(args.input)} holds no document with text; nothing was written.")
+            raise NothingToWrite(f"--input {' '.join(args.input)} holds no document with text: {_why_empty(builder)}")
         builder.finish()
     except NothingToWrite:
         builder.discard()
@@ -86,8 +86,12 @@ class NothingToWrite(ValueError):
     """The input has no text at all."""
 
 
+class InvalidLine(ValueError):
+    """A line is no document, and is not to be skipped."""
+
+
 def write_documents(job: Job, builder: CorpusBuilder) -> None:
-    """Hands all documents from the builder's position on to it. Raises ValueError for the first bad line, unless they are skipped."""
+    """Hands all documents from the builder's position on to it. Raises InvalidLine for the first bad line, unless they are skipped."""
     start = builder.progress
     if start.is_complete:
         return
@@ -101,13 +105,13 @@ def write_documents(job: Job, builder: CorpusBuilder) -> None:
             if encoded.bad_lines and not job.skips_invalid:
                 position = builder.progress.position
                 first_line = position.line if batch.source == position.source else 0
-                raise ValueError(f"{describe(encoded.bad_lines[0], path, first_line)} (--skip-invalid leaves such lines out)")
+                raise InvalidLine(f"{describe(encoded.bad_lines[0], path, first_line)} (--skip-invalid leaves such lines out)")
             builder.add(batch, encoded, path, bytes_before[batch.source] + batch.file_bytes)
             bar.advance(encoded.line_count, encoded.text_bytes, builder.progress.file_bytes)
 
 
 def _job(args: argparse.Namespace) -> Job:
-    paths = find_inputs(args.input)
+    paths = find_inputs(args.input, print)
     data = tokenizer_config(args)
     tokenizer = build_tokenizer(data)
     settings = {"json_keys": args.json_keys, "append_eod": args.append_eod, **tokenizer_identity(data)}
@@ -148,6 +152,8 @@ def _stop(job: Job, builder: CorpusBuilder, error: BaseException) -> NoReturn:
     else:
         can_resume = builder.stop()
     hint = "; the same command with --resume goes on from there." if can_resume else ""
+    if can_resume and isinstance(error, InvalidLine):
+        hint = "; with --resume and --skip-invalid the same command goes on from there."
     if isinstance(error, KeyboardInterrupt):
         raise KeyboardInterrupt(hint) from None
     if isinstance(error, BrokenProcessPool):
@@ -155,6 +161,14 @@ def _stop(job: Job, builder: CorpusBuilder, error: BaseException) -> NoReturn:
     if can_resume and isinstance(error, ValueError | OSError):
         raise ValueError(f"{str(error).rstrip('.')}{hint}") from error
     raise error
+
+
+def _why_empty(builder: CorpusBuilder) -> str:
+    count = builder.progress.skipped_lines
+    if count:
+        return f"{count} lines are invalid, the first is {builder.first_skipped_line()}; nothing was written."
+    keys = " ".join(builder.prefixes)
+    return f"what lies under --json-keys {keys} is empty; name the keys that hold the text, nothing was written."
 
 
 def _report(builder: CorpusBuilder, dtype: str, seconds: float, earlier_bytes: int) -> None:
@@ -187,6 +201,10 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("workers", "partitions", "log_interval", "max_documents"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be 1 or more.")
+    if min(args.workers_to_check) < 1:
+        raise ValueError(f"--workers-to-check {min(args.workers_to_check)} must be 1 or more: it is a number of processes.")
+    if args.find_optimal_num_workers and STANDARD_INPUT in args.input:
+        raise ValueError("--find-optimal-num-workers reads its input once for each --workers-to-check, --input - cannot; give files.")
     if args.journal_interval < 0:
         raise ValueError(f"--journal-interval {args.journal_interval:g} must be 0 or more.")
     if len(set(args.json_keys)) < len(args.json_keys):

@@ -33,7 +33,9 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-megabytes {args.max_megabytes:g} leaves no text to train on; give more than 0.")
     started = time.monotonic()
     print(f"Training a {args.model_type} model of {args.vocab_size} pieces on {' '.join(args.input)} ...", flush=True)
-    texts = list(spread_texts(find_inputs(args.input), args.json_key, max_bytes=int(args.max_megabytes * 1e6)))
+    texts = list(spread_texts(find_inputs(args.input, print), args.json_key, max_bytes=int(args.max_megabytes * 1e6)))
+    if next(_sentences(texts), None) is None:
+        raise ValueError(f"--input {' '.join(args.input)} holds no text under --json-key {args.json_key}; give the key that holds it.")
     model = train_model(texts, vocab_size=args.vocab_size, model_type=args.model_type)
     path = Path(f"{args.model_prefix}.model")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,8 +50,7 @@ def train_model(texts: Sequence[str], *, vocab_size: int, model_type: str) -> by
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            # The trainer drops sentences with a tab and cuts none at a line end. Both characters are left to the byte pieces.
-            sentence_iterator=(part for text in texts for line in text.splitlines() for part in line.split("\t") if part),
+            sentence_iterator=_sentences(texts),
             model_writer=model,
             vocab_size=vocab_size,
             model_type=model_type,
@@ -64,6 +65,11 @@ def train_model(texts: Sequence[str], *, vocab_size: int, model_type: str) -> by
     except RuntimeError as error:
         raise ValueError(f"SentencePiece cannot train {vocab_size} pieces ({error}); try another --vocab-size or more text.") from None
     return model.getvalue()
+
+
+def _sentences(texts: Sequence[str]) -> Iterator[str]:
+    # The trainer drops sentences with a tab and cuts none at a line end. Both characters are left to the byte pieces.
+    return (part for text in texts for line in text.splitlines() for part in line.split("\t") if part)
 
 
 def spread_texts(paths: Sequence[str], key: str, *, max_bytes: int) -> Iterator[str]:

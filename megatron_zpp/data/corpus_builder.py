@@ -10,7 +10,7 @@ from typing import BinaryIO
 import numpy as np
 
 from megatron_zpp.data.document_encoder import BadLine, EncodedBatch
-from megatron_zpp.data.indexed_writer import Extent, IndexedDatasetWriter, publish
+from megatron_zpp.data.indexed_writer import Extent, IndexedDatasetWriter, open_partial, publish
 from megatron_zpp.data.json_lines import LineBatch, Position
 from megatron_zpp.data.preprocess_journal import Journal, Progress
 
@@ -27,10 +27,10 @@ class CorpusBuilder:
         self.prefixes = {key: f"{journal.prefix}_{key}_document" for key in keys}
         self.progress = start or Progress(extents={key: Extent() for key in keys})
         self._writers: dict[str, IndexedDatasetWriter] = {}
+        self._skipped_list: BinaryIO | None = None
+        # Complete files may have their final names already, the list too: nothing of them is opened again.
         if not self.progress.is_complete:
-            for key, prefix in self.prefixes.items():
-                self._writers[key] = IndexedDatasetWriter(prefix, dtype, self.progress.extents[key] if start else None)
-        self._skipped_list = _open_list(f"{self.skipped_list_path}.partial", self.progress.skipped_list_bytes)
+            self._open(dtype, goes_on=start is not None)
         self._saved_at = time.monotonic()
 
     @property
@@ -39,6 +39,8 @@ class CorpusBuilder:
 
     def add(self, batch: LineBatch, encoded: EncodedBatch, path: str, file_bytes: int) -> None:
         """Writes the documents of one batch and lists its bad lines. file_bytes: of all inputs so far."""
+        if self._skipped_list is None:
+            raise RuntimeError(f"{self._journal.prefix} is complete, but gets the batch at byte {batch.offset} of {path}")
         before = self.progress
         first_line = before.position.line if batch.source == before.position.source else 0
         for key, (tokens, lengths, ends) in encoded.documents.items():
@@ -82,19 +84,43 @@ class CorpusBuilder:
         with contextlib.suppress(OSError, ValueError):
             if not self.progress.is_complete:
                 self._save()
-        for close in (*(writer.close for writer in self._writers.values()), self._skipped_list.close):
-            with contextlib.suppress(OSError):
-                close()
+        self._close()
         return True
 
     def discard(self) -> None:
         """Removes all that has no final name yet."""
         for writer in self._writers.values():
             writer.discard()
-        self._skipped_list.close()
+        self._close()
         with contextlib.suppress(FileNotFoundError):
             os.remove(f"{self.skipped_list_path}.partial")
         self._journal.remove()
+
+    def first_skipped_line(self) -> str:
+        """Where the first line left out is, and what is wrong with it; empty where none was."""
+        if self._skipped_list is not None:
+            self._skipped_list.flush()
+        with open(f"{self.skipped_list_path}.partial", encoding="utf-8") as file:
+            return file.readline().rstrip("\n")
+
+    def _open(self, dtype: np.dtype, *, goes_on: bool) -> None:
+        try:
+            for key, prefix in self.prefixes.items():
+                self._writers[key] = IndexedDatasetWriter(prefix, dtype, self.progress.extents[key] if goes_on else None)
+            self._skipped_list = _open_list(self.skipped_list_path, self.progress.skipped_list_bytes)
+        except BaseException:
+            for writer in self._writers.values():
+                if goes_on:
+                    writer.close()
+                else:
+                    writer.discard()
+            raise
+
+    def _close(self) -> None:
+        for file in (*self._writers.values(), self._skipped_list):
+            with contextlib.suppress(OSError):
+                if file is not None:
+                    file.close()
 
     def _save(self) -> None:
         for writer in self._writers.values():
@@ -104,19 +130,21 @@ class CorpusBuilder:
         self._saved_at = time.monotonic()
 
     def _sync_list(self) -> None:
-        self._skipped_list.flush()
-        os.fsync(self._skipped_list.fileno())
+        if self._skipped_list is not None:
+            self._skipped_list.flush()
+            os.fsync(self._skipped_list.fileno())
 
     def _publish_list(self) -> None:
         """The list of this run replaces one of an earlier run, also where it is empty and goes."""
-        self._skipped_list.close()
+        if self._skipped_list is not None:
+            self._skipped_list.close()
         partial = f"{self.skipped_list_path}.partial"
-        with contextlib.suppress(FileNotFoundError):
-            if self.progress.skipped_lines:
-                os.replace(partial, self.skipped_list_path)
-            else:
-                os.remove(partial)
-                os.remove(self.skipped_list_path)
+        if not self.progress.skipped_lines:
+            for path in (partial, self.skipped_list_path):
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(path)
+        elif os.path.exists(partial) or not os.path.exists(self.skipped_list_path):
+            os.replace(partial, self.skipped_list_path)
 
 
 def describe(line: BadLine, path: str, first_line: int) -> str:
@@ -125,7 +153,7 @@ def describe(line: BadLine, path: str, first_line: int) -> str:
 
 
 def _open_list(path: str, needed_bytes: int) -> BinaryIO:
-    file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+    file = open_partial(path, needed_bytes)
     file.truncate(needed_bytes)
     file.seek(needed_bytes)
     return file

@@ -115,6 +115,8 @@ class _Shelf:
 
     def datasets(self, sample_counts: SampleCounts, rules: DocumentRules) -> Datasets:
         found = {name: self._dataset(name, count) for name, count in zip(SPLIT_NAMES, sample_counts, strict=True)}
+        if found["train"] is None and sample_counts.train == 0:
+            raise RuntimeError(f"the training data of {', '.join(self._corpora)} is asked for 0 samples")
         if found["train"] is None:
             raise ValueError(f"{self._messages[0]} Give training a larger share or more documents.")
         self._warn_of_repeated_corpora()

@@ -135,7 +135,7 @@ def _require_pair(prefix: str) -> None:
         if not os.path.isfile(path):
             hint = f", for example {prefix[:-4]}" if prefix.endswith((".bin", ".idx")) else ""
             raise ValueError(
-                f"{path} does not exist on this machine; --data-path needs the common prefix of a .bin and an .idx file{hint}, "
+                f"{path} does not exist on this machine; a corpus is named by the common prefix of its .bin and .idx file{hint}, "
                 "as tools/preprocess_data.py writes them, on every node."
             )
 
@@ -146,7 +146,7 @@ def _read_header(path: str) -> _Header:
     if head.startswith(LEGACY_MAGIC):
         raise ValueError(f"{path} is in the legacy TNTIDX format (lazy, cached); write the data again with tools/preprocess_data.py.")
     if head[: len(MAGIC)] != MAGIC[: len(head)] or not head:
-        raise ValueError(f"{path} starts with {head[: len(MAGIC)]!r}, an .idx file starts with {MAGIC!r}; check --data-path.")
+        raise ValueError(f"{path} starts with {head[: len(MAGIC)]!r}, an .idx file starts with {MAGIC!r}; check the prefix.")
     if len(head) < HEADER.size:
         raise ValueError(f"{path} is truncated: it has {len(head)} bytes, its header alone needs {HEADER.size}; copy it again.")
     _, version, code, sequence_count, document_entry_count = HEADER.unpack(head)

@@ -45,10 +45,10 @@ class IndexedDatasetWriter:
             raise ValueError(f"{prefix}.bin cannot hold {dtype}; use one of {', '.join(d.name for d in CODES)}.")
         needed = self._needed_bytes(start or Extent())
         found = needed if start else (0, 0, 0)
-        self._token_file = _open_partial(f"{prefix}.bin", found[0])
+        self._token_file = open_partial(f"{prefix}.bin", found[0])
         _lock(self._token_file, prefix)
-        self._length_file = _open_partial(f"{prefix}.idx", found[1])
-        self._document_file = _open_partial(f"{prefix}.doc", found[2])
+        self._length_file = open_partial(f"{prefix}.idx", found[1])
+        self._document_file = open_partial(f"{prefix}.doc", found[2])
         for file, size in zip(self._files, needed, strict=True):
             file.truncate(size)
             file.seek(size)
@@ -210,8 +210,8 @@ def sync_folder(path: str) -> None:
         os.close(folder)
 
 
-def _open_partial(path: str, needed_bytes: int) -> BinaryIO:
-    """The partial file of path, not emptied: it may belong to a writer at work."""
+def open_partial(path: str, needed_bytes: int) -> BinaryIO:
+    """The partial file of path, not emptied: it may belong to a writer at work. Raises ValueError where it lacks some of needed_bytes."""
     file = open(os.open(f"{path}.partial", os.O_RDWR | os.O_CREAT, 0o666), "r+b")
     found = os.fstat(file.fileno()).st_size
     if found < needed_bytes:

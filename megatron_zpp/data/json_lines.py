@@ -5,10 +5,8 @@ import gzip
 import os
 import sys
 import zlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import BinaryIO, NamedTuple, NoReturn
 
 STANDARD_INPUT = "-"
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
@@ -16,7 +14,9 @@ BATCH_BYTES = 1 << 18
 # zstd's --ultra --long=31 needs so much; a file says itself how much it needs.
 LARGEST_WINDOW_BYTES = 1 << 31
 COMPRESSED_BLOCK_BYTES = 1 << 16
-GZIP_MAGIC, ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+GZIP_MAGIC = b"\x1f\x8b"
+# A zstd file begins with a frame of text or, where pzstd wrote it, with one to skip (RFC 8878, 3.1).
+ZSTD_MAGICS = (b"\x28\xb5\x2f\xfd", *(bytes((low,)) + b"\x2a\x4d\x18" for low in range(0x50, 0x60)))
 MAGIC_BYTES = 4
 
 
@@ -37,15 +37,20 @@ class LineBatch(NamedTuple):
     file_bytes: int  # read from the file so far, compressed where it is
 
 
-def find_inputs(words: Sequence[str]) -> list[str]:
+def find_inputs(words: Sequence[str], say: Callable[[str], None]) -> list[str]:
     """The files that the words of --input stand for, in their order; those of a folder (with all below it) or a glob sorted by name.
 
-    Raises ValueError for a word without a file, and for a file that is named twice.
+    say: is told of files in a folder that are left out. Raises ValueError for a word without a file, and for a file that is named
+    twice, however it is spelled.
     """
-    paths = [path for word in words for path in _files_of(word)]
-    for path, count in Counter(paths).items():
-        if count > 1:
-            raise ValueError(f"--input names {path} twice; name it once, its documents would be written twice.")
+    paths = [path for word in words for path in _files_of(word, say)]
+    named: dict[str, str] = {}
+    for path in paths:
+        real = path if path == STANDARD_INPUT else os.path.realpath(path)
+        if real in named:
+            spelled = "" if named[real] == path else f" (as {named[real]} before)"
+            raise ValueError(f"--input names {path} twice{spelled}; name it once, its documents would be written twice.")
+        named[real] = path
     return paths
 
 
@@ -79,7 +84,7 @@ class Source:
 
     @property
     def is_compressed(self) -> bool:
-        return self._head.startswith((GZIP_MAGIC, ZSTD_MAGIC))
+        return self._head.startswith((GZIP_MAGIC, *ZSTD_MAGICS))
 
     @property
     def file_bytes(self) -> int:
@@ -89,7 +94,7 @@ class Source:
         """The text from offset on, in blocks of about BATCH_BYTES."""
         if self._head.startswith(GZIP_MAGIC):
             yield from _behind(offset, _gzip_blocks(self._file))
-        elif self._head.startswith(ZSTD_MAGIC):
+        elif self._head.startswith(ZSTD_MAGICS):
             yield from _behind(offset, _zstd_blocks(self._file))
         else:
             if offset:
@@ -108,18 +113,40 @@ class Source:
             yield block
 
 
-def _files_of(word: str) -> list[str]:
+def _files_of(word: str, say: Callable[[str], None]) -> list[str]:
     if word == STANDARD_INPUT or os.path.isfile(word):
         return [word]
     if os.path.isdir(word):
-        found = sorted(str(path) for path in Path(word).rglob("*") if path.is_file() and path.name.endswith(ENDINGS))
+        below = _files_below(word)
+        found = [path for path in below if path.endswith(ENDINGS)]
         if not found:
             raise ValueError(f"--input {word} is a folder without files that end in {', '.join(ENDINGS)}; give files, or a glob.")
+        if len(found) < len(below):
+            say(f"--input {word}: {len(below) - len(found)} files with other endings are not read.")
         return found
     found = sorted(path for path in glob.glob(word, recursive=True) if os.path.isfile(path))
     if not found:
         raise ValueError(f"--input {word} is not a file, a folder or a glob that matches one; give JSON lines, or - for standard input.")
     return found
+
+
+def _files_below(folder: str) -> list[str]:
+    """All files below the folder, sorted by name; links to folders are followed, but no folder is entered twice."""
+    entered: set[tuple[int, int]] = set()
+    found: list[str] = []
+    for place, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
+        status = os.stat(place)
+        if (status.st_dev, status.st_ino) in entered:
+            folders.clear()
+            continue
+        entered.add((status.st_dev, status.st_ino))
+        folders.sort()  # of two names of one folder, the first counts
+        found += [path for name in names if os.path.isfile(path := os.path.join(place, name))]
+    return sorted(found)
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise error
 
 
 def _text_bytes(path: str) -> int:

@@ -88,7 +88,7 @@ class Journal:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path} cannot be read ({error}); {self._way_out()}") from None
         self._check_settings(settings)
-        self._check_inputs(inputs)
+        self._check_inputs(inputs, len(inputs) if found.is_complete else found.position.source + 1)
         return found
 
     def remove(self) -> None:
@@ -104,11 +104,12 @@ class Journal:
                     f"give the same flags as before, or {self._way_out()}"
                 )
 
-    def _check_inputs(self, found: Sequence[InputFile]) -> None:
-        for was, now in zip(found, self.inputs, strict=False):
+    def _check_inputs(self, found: Sequence[InputFile], begun: int) -> None:
+        """begun: the first so many have been read, or in part, and must be unchanged; the others may have been repaired."""
+        for place, (was, now) in enumerate(zip(found, self.inputs, strict=False)):
             if was.path != now.path:
                 raise ValueError(f"--resume: --input {now.path} is at the place of {was.path}; give the same, or {self._way_out()}")
-            if was != now:
+            if place < begun and was != now:
                 raise ValueError(
                     f"--resume: --input {now.path} has changed (it had {was.file_bytes} bytes, it has {now.file_bytes}, or it was written "
                     f"anew); {self._way_out()}"

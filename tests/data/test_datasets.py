@@ -105,5 +105,11 @@ def test_unusable_data_is_refused(data: DataConfig, message: str) -> None:
         build(data)
 
 
+def test_a_blend_asked_for_no_training_samples_is_a_broken_promise(tmp_path: Path) -> None:
+    prefixes = [write_corpus(tmp_path, counting_documents([20]), name=name) for name in "ab"]
+    with pytest.raises(RuntimeError, match="is asked for 0 samples"):
+        build(DataConfig(data_path=("1", prefixes[0], "1", prefixes[1]), split="1"), counts=(0, 0, 0))
+
+
 def test_sample_counts_are_megatrons() -> None:
     assert count_samples(train_samples=100 * 8, global_batch_size=8, eval_interval=30, eval_iters=5) == (800, 4 * 5 * 8, 5 * 8)

@@ -52,7 +52,7 @@ def test_pickled_dataset_opens_the_same_files(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path, ending: str) -> None:
     prefix = write_golden_corpus(tmp_path)
     Path(f"{prefix}.{ending}").unlink()
-    with pytest.raises(ValueError, match=rf"corpus\.{ending} does not exist on this machine; --data-path"):
+    with pytest.raises(ValueError, match=rf"corpus\.{ending} does not exist on this machine; a corpus is named by the common prefix"):
         IndexedDataset(prefix)
 
 
@@ -65,7 +65,7 @@ def test_a_file_name_given_as_prefix_is_recognised(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("position", "replacement", "message"),
     [
-        (0, b"PK\x03\x04", r"starts with b'PK.*MMIDIDX.*check --data-path"),
+        (0, b"PK\x03\x04", r"starts with b'PK.*MMIDIDX.*check the prefix"),
         (0, b"TNTIDX\x00\x00", "legacy TNTIDX format.*preprocess_data"),
         (9, struct.pack("<Q", 2), "version 2, needed is 1"),
         (17, b"\x07", "dtype code 7.*1 uint8"),

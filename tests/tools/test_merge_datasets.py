@@ -32,7 +32,7 @@ def test_named_corpora_are_merged_in_the_order_of_their_names_on_the_command_lin
     assert [dataset.read(i).tolist() for i in range(len(dataset))] == [[], [4], [1], [2, 3]]
 
 
-@pytest.mark.parametrize("case", ["dtype", "half", "output", "twice", "empty", "damaged", "multimodal"])
+@pytest.mark.parametrize("case", ["dtype", "half", "output", "twice", "spelled", "empty", "damaged", "multimodal"])
 def test_what_cannot_be_merged_is_refused_and_nothing_is_written(tmp_path: Path, case: str) -> None:
     words: list[object] = ["--input", tmp_path, "--output-prefix", tmp_path / "out" / "merged"]
     write_corpus(tmp_path, [[1]], name="a")
@@ -48,6 +48,10 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_written(tmp_path: Path,
     elif case == "twice":
         words.insert(2, tmp_path / "a")
         message = f"--input names {tmp_path}/a twice"
+    elif case == "spelled":
+        (tmp_path / "there").symlink_to(tmp_path, target_is_directory=True)
+        words.insert(2, tmp_path / "there" / "a.bin")
+        message = f"--input names {tmp_path}/there/a twice (as {tmp_path}/a before); name it once"
     elif case == "empty":
         words[1] = shutil.copytree(tmp_path, tmp_path / "none", ignore=lambda *_: ["a.bin", "a.idx", "b.bin", "b.idx"])
         message = "has no pair of .bin and .idx"

@@ -196,6 +196,8 @@ def test_invalid_lines_are_left_out_counted_and_listed_where_that_is_asked_for(t
         ((), "--tokenizer-type None is unknown; choose one of GPT2BPETokenizer"),
         ((*NULL, "--json-keys", "a", "a"), "names a key twice"),
         ((*NULL, "--log-interval", 0), "--log-interval 0"),
+        ((*NULL, "--workers-to-check", 1, 0), "--workers-to-check 0 must be 1 or more"),
+        ((*NULL, "--find-optimal-num-workers", "--input", "-"), "--input - cannot; give files"),
         (("--tokenizer-type", "NullTokenizer"), "needs --vocab-size"),
         (("--tokenizer-type", "SentencePieceTokenizer"), "needs --tokenizer-model"),
         (("--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", "nowhere"), "--tokenizer-model nowhere does not exist"),
@@ -218,7 +220,11 @@ def test_a_missing_or_empty_input_is_refused(tmp_path: Path) -> None:
     source = write_json_lines(tmp_path / "in.jsonl", [{"text": ""}])
     done = preprocess(source, tmp_path / "out")
     assert (done.returncode, [path.name for path in tmp_path.iterdir()]) == (2, ["in.jsonl"])
-    assert "holds no document with text" in done.stderr
+    assert "holds no document with text: what lies under --json-keys text is empty" in done.stderr
+    source.write_text('{"text": ""}\n{\n[]\n')
+    done = preprocess(source, tmp_path / "out", *NULL, "--skip-invalid")
+    assert (done.returncode, [path.name for path in tmp_path.iterdir()]) == (2, ["in.jsonl"])
+    assert f"no document with text: 2 lines are invalid, the first is {source}, line 2: not JSON" in done.stderr
 
 
 def test_the_best_number_of_workers_is_found_without_writing(tmp_path: Path) -> None:

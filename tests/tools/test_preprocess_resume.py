@@ -13,11 +13,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import preprocess_data
 import pytest
 from tool import ROOT, write_json_lines
 
+from megatron_zpp.data.corpus_builder import CorpusBuilder
 from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.data.indexed_writer import Extent, IndexedDatasetWriter
+from megatron_zpp.data.preprocess_journal import Journal, Progress
 
 FLAGS = ["--json-keys", "text", "more", "--append-eod", "--skip-invalid", "--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
 
@@ -154,9 +158,10 @@ def ending_instead(function: Callable[..., object], calls: Iterator[int]) -> Cal
 
 
 def test_killed_at_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
-    sources = write_source(tmp_path, documents=30, seed=6)
+    sources = write_source(tmp_path, documents=30, seed=7)
     preprocess_data.run(arguments(sources, tmp_path / "whole"))
     expected = digests(tmp_path / "whole")
+    assert "_skipped_lines.txt" in expected
     last_call = 0
     while True:
         prefix = tmp_path / f"out{last_call}"
@@ -168,6 +173,27 @@ def test_killed_at_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_path:
         assert digests(prefix) == expected, last_call
         last_call += 1
     assert last_call > 30
+
+
+@pytest.mark.parametrize(("skipped_lines", "left"), [(1, ["out_skipped_lines.txt"]), (0, [])])
+def test_an_end_interrupted_behind_its_list_keeps_that_list_alone(tmp_path: Path, skipped_lines: int, left: list[str]) -> None:
+    (tmp_path / "out_skipped_lines.txt").write_text("line")
+    progress = Progress(skipped_lines=skipped_lines, skipped_list_bytes=4 * skipped_lines, is_complete=True)
+    CorpusBuilder(Journal(str(tmp_path / "out"), [], {}), [], np.dtype("uint16"), 0, progress).finish()
+    assert [path.name for path in tmp_path.iterdir()] == left
+    assert all(path.read_text() == "line" for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_key_that_cannot_be_written_leaves_nothing_of_the_others_but_what_is_gone_on_from(tmp_path: Path, goes_on: bool) -> None:
+    (tmp_path / "out_more_document.bin.partial").mkdir()
+    start = Progress(extents={"text": Extent(), "more": Extent()}) if goes_on else None
+    if goes_on:
+        IndexedDatasetWriter(str(tmp_path / "out_text_document"), np.dtype("uint16")).close()
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(IsADirectoryError):
+        CorpusBuilder(Journal(str(tmp_path / "out"), [], {}), ["text", "more"], np.dtype("uint16"), 0, start)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def unfinished(folder: Path) -> tuple[list[Path], Path]:
@@ -187,13 +213,13 @@ def test_an_unfinished_run_is_not_thrown_away_by_accident(tmp_path: Path) -> Non
     assert len(digests(prefix)) == 5
 
 
-@pytest.mark.parametrize("change", ["content", "time", "order", "fewer", "flags", "journal", "partial"])
+@pytest.mark.parametrize("change", ["content", "time", "order", "fewer", "flags", "journal", "partial", "list"])
 def test_going_on_with_something_else_is_refused(tmp_path: Path, change: str) -> None:
     sources, prefix = unfinished(tmp_path)
     more: list[str] = []
     if change == "content":
-        sources[1].write_bytes(sources[1].read_bytes() + b"\n")
-        message = r"--input .*b\.jsonl\.gz has changed \(it had \d+ bytes, it has \d+"
+        sources[0].write_bytes(sources[0].read_bytes() + b"\n")
+        message = r"--input .*a\.jsonl has changed \(it had \d+ bytes, it has \d+"
     elif change == "time":
         os.utime(sources[0], ns=(0, 0))
         message = r"--input .*a\.jsonl has changed .* or it was written anew\); to start anew, remove .*out\.unfinished"
@@ -209,6 +235,9 @@ def test_going_on_with_something_else_is_refused(tmp_path: Path, change: str) ->
     elif change == "journal":
         (tmp_path / "out.unfinished").write_text("{")
         message = "unfinished cannot be read"
+    elif change == "list":
+        Path(f"{prefix}_skipped_lines.txt.partial").unlink()
+        message = r"out_skipped_lines\.txt\.partial has 0 bytes, \d+ were written"
     else:
         Path(f"{prefix}_text_document.bin.partial").write_bytes(b"")
         message = "bin.partial has 0 bytes"
@@ -223,7 +252,7 @@ def test_a_bad_line_far_into_the_text_costs_nothing_that_was_done(tmp_path: Path
     args = arguments([source], tmp_path / "out")
     args.skip_invalid = False
     with pytest.raises(
-        ValueError, match=r"in.jsonl, line 51: not JSON .*--skip-invalid.*; the same command with --resume goes on from there\."
+        ValueError, match=r"in.jsonl, line 51: not JSON .*; with --resume and --skip-invalid the same command goes on from there\."
     ):
         preprocess_data.run(args)
     args.skip_invalid, args.resume = True, True
@@ -231,3 +260,19 @@ def test_a_bad_line_far_into_the_text_costs_nothing_that_was_done(tmp_path: Path
     dataset = IndexedDataset(str(tmp_path / "out_text_document"))
     assert [dataset.read(i).tolist() for i in range(len(dataset))] == [*([i, 999] for i in range(50)), [7, 999]]
     assert (tmp_path / "out_skipped_lines.txt").read_text().startswith(f"{source}, line 51: ")
+
+
+def test_an_input_that_was_not_begun_may_be_mended(tmp_path: Path) -> None:
+    sources = [write_json_lines(tmp_path / f"{name}.jsonl", [{"text": name, "more": ""}]) for name in "123"]
+    good = sources[1].read_text()
+    sources[1].write_text("{\n")
+    args = arguments(sources, tmp_path / "out")
+    args.skip_invalid = False
+    with pytest.raises(ValueError, match=r"2.jsonl, line 1: not JSON"):
+        preprocess_data.run(args)
+    sources[1].write_text(good)
+    args.resume = True
+    preprocess_data.run(args)
+    dataset = IndexedDataset(str(tmp_path / "out_text_document"))
+    assert [dataset.read(i).tolist() for i in range(len(dataset))] == [[1, 999], [2, 999], [3, 999]]
+    assert sorted(digests(tmp_path / "out")) == [f"_{key}_document.{ending}" for key in ("more", "text") for ending in ("bin", "idx")]

@@ -78,6 +78,13 @@ def test_unusable_input_is_refused_and_leaves_no_model(tmp_path: Path, line: str
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
+def test_text_without_content_is_refused(tmp_path: Path) -> None:
+    source = write_json_lines(tmp_path / "in.jsonl", [{"text": ""}, {"text": "\n\t\n"}])
+    done = run_tool("train_tokenizer", "--input", source, "--model-prefix", tmp_path / "tok")
+    assert done.returncode == 2
+    assert f"--input {source} holds no text under --json-key text; give the key that holds it." in done.stderr
+
+
 def test_a_missing_input_is_refused(tmp_path: Path) -> None:
     done = run_tool("train_tokenizer", "--input", "nowhere.jsonl", "--model-prefix", tmp_path / "tok")
     assert done.returncode == 2
