@@ -72,7 +72,7 @@ def wait_for(process: "subprocess.Popen[bytes]", path: Path, file_bytes: int) ->
 
 def kill_and_resume(folder: Path, rounds: int, seed: int) -> int:
     """How many of the rounds were killed in the middle of their work."""
-    sources = write_source(folder, documents=3000, seed=seed)
+    sources = write_source(folder, documents=9000, seed=seed)
     whole = start(sources, folder / "whole")
     assert whole.communicate()[1].count(b"error") == 0
     expected, rng, killed = digests(folder / "whole"), random.Random(seed), 0
@@ -82,7 +82,7 @@ def kill_and_resume(folder: Path, rounds: int, seed: int) -> int:
         prefix = folder / f"out{number}"
         process = start(sources, prefix)
         wait_for(process, Path(f"{prefix}_text_document.bin.partial"), int(rng.uniform(0, 1) * whole_bytes))
-        time.sleep(rng.uniform(0, 0.05))
+        time.sleep(rng.uniform(0, 0.02))
         process.kill()
         process.communicate()
         killed += Path(f"{prefix}.unfinished").exists()
