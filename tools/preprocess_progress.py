@@ -37,7 +37,9 @@ class ProgressBar:
         self.bar.set_postfix_str(rates, refresh=False)
         self.bar.update(file_bytes - self.bar.n)
         if self.bar.disable and is_due:
-            print(f"Processed {self.line_count} documents ({rates}{self._rest(file_bytes, seconds)}).", file=sys.stderr, flush=True)
+            # In one write, which an interruption does not cut before its line end.
+            sys.stderr.write(f"Processed {self.line_count} documents ({rates}{self._rest(file_bytes, seconds)}).\n")
+            sys.stderr.flush()
 
     def _rest(self, file_bytes: int, seconds: float) -> str:
         if self.total_bytes is None or file_bytes <= self.start_bytes:
