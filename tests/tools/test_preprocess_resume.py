@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +51,9 @@ def command(sources: list[Path], prefix: Path, *arguments: str) -> list[str]:
 
 def start(sources: list[Path], prefix: Path, *arguments: str) -> "subprocess.Popen[bytes]":
     words = command(sources, prefix, "--workers", "2", "--journal-interval", "0.02", *arguments)
-    return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    # A shell without job control starts background jobs, and so their children, with interrupts ignored.
+    heeds_interrupts = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=heeds_interrupts)
 
 
 def children_of(process_id: int) -> list[int]:
