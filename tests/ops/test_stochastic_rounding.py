@@ -89,7 +89,8 @@ def test_the_kernels_hashes_are_the_reference_s_also_beyond_32_bits(tmp_path: Pa
     source, library = tmp_path / "hashes.cpp", tmp_path / "hashes.so"
     source.write_text(
         f'#include "{SOURCES}/quantization/noise.h"\n'
-        'extern "C" uint32_t hash(uint64_t key, int64_t pair) { return megatron_zpp::pair_hashes(megatron_zpp::noise_of(key), pair).at(0); }\n'
+        "using namespace megatron_zpp;\n"
+        'extern "C" uint32_t hash(uint64_t key, int64_t pair) { return pair_hashes(noise_of(key), pair).at(0); }\n'
     )
     subprocess.run([os.environ.get("CXX", "c++"), "-std=c++17", "-fPIC", "-shared", str(source), "-o", str(library)], check=True)
     hash_of = ctypes.CDLL(str(library)).hash
