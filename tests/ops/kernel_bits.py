@@ -102,14 +102,15 @@ def check_all(ops: Ops, block_numel: int, blocks: int) -> int:
 
 
 def check_options(ops: Ops, block_numel: int, blocks: int) -> int:
-    """check_all for rotated values and stochastic rounding."""
+    """check_all for rotated values and stochastic rounding, on every other kind of values."""
     run_numel, comparison = block_numel * blocks, Comparison(ops)
     same = comparison.same
     for dtype, bits in product(DTYPES, BITS):
         for rotated, noise_key in ((True, None), (False, 0), (True, 2**63 - 1)):
-            kinds = [same(encoded, values, bits, block_numel, rotated, noise_key) for values in kinds_of_values(dtype, run_numel)]
+            some_kinds = list(kinds_of_values(dtype, run_numel))[::2]
+            kinds = [same(encoded, values, bits, block_numel, rotated, noise_key) for values in some_kinds]
         received = torch.stack(kinds)
-        for first, members in ((0, 1), (1, 3), (10, 2)):
+        for first, members in ((0, 1), (1, 3), (7, 2)):
             some = received[first : first + members]
             for accumulate, next_bits in zip((False, True), BITS, strict=True):
                 same(mean, some, run_numel, bits, block_numel, accumulate, True)
