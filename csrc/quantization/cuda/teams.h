@@ -33,6 +33,8 @@ struct Teams {
   static constexpr int kTeamsPerGridBlock = kGridBlockThreads / kTeamThreads;
   static constexpr int kPieceChunks = kTeamThreads * kHeld;
   static constexpr bool kHoldsWholeBlocks = kTeamThreads < kLargestTeamThreads;
+  // On a multiprocessor at a time; 0 leaves it to the compiler, which would rather spill registers than have the largest teams be alone.
+  static constexpr int kLeastGridBlocks = kHoldsWholeBlocks ? 0 : 1;
 };
 
 // One thread's part of a block: chunks `thread`, `thread + kTeamThreads`, ... of it.

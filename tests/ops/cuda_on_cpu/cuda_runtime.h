@@ -15,7 +15,7 @@
 #define __device__
 #define __forceinline__ inline
 #define __global__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __shared__ static  // one grid block runs at a time
 
 struct alignas(8) uint2 {
