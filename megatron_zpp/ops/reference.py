@@ -69,7 +69,7 @@ def encode_blocks(
     scales = _divided(largest, largest_code).masked_fill(~largest.isfinite(), NAN)
     quotients = _divided(blocks, scales.unsqueeze(-1)).clamp(-largest_code, largest_code)
     if noise_key is not None:
-        quotients += noise(noise_key, values.numel(), values.device).view(quotients.shape)
+        quotients += noise(noise_key, torch.arange(values.numel() // 2, device=values.device)).view(quotients.shape)
     has_codes = (scales > 0).unsqueeze(-1)
     parts.codes.copy_(_packed(torch.where(has_codes, quotients.round(), 0).to(torch.int8).view(slices, run_numel), bits))
     parts.scales.copy_(scales.view(torch.uint8))
@@ -103,15 +103,15 @@ def recode_mean_blocks(
     encode_blocks(mean, recoded, next_bits, block_numel, False, noise_key)
 
 
-def noise(key: int, numel: int, device: torch.device | str = "cpu") -> Tensor:
-    """The noise w of values 0, 1, ... [numel] fp32, numel even: odd multiples of 2^-17 between -1/2 and 1/2."""
-    hashes = pair_hashes(key, torch.arange(numel // 2, device=device))
+def noise(key: int, pairs: Tensor) -> Tensor:
+    """The noise w, fp32, of values 2 * pair and 2 * pair + 1 for each of `pairs`, int64: odd multiples of 2^-17 between -1/2 and 1/2."""
+    hashes = pair_hashes(key, pairs)
     k = torch.stack([hashes & 0xFFFF, hashes >> 16], dim=-1).flatten()
     return (2 * k + 1).float() * 2.0**-17 - 0.5
 
 
 def pair_hashes(key: int, pairs: Tensor) -> Tensor:
-    """The hashes, 32 bits as int64, of values 2 * pair and 2 * pair + 1 for each of `pairs`, int64."""
+    """The 32-bit hashes, as int64, whose low halves even values and whose high halves odd values draw from."""
     first, second = _noise_words(key)
     return _hashed((pairs + first) & UINT32, ((pairs >> 32) + second) & UINT32)
 

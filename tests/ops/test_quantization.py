@@ -81,6 +81,27 @@ def test_codes_without_division_equal_the_definition_for_every_pair_of_largest_v
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("noise_key", [None, 3])
+@pytest.mark.parametrize("exponent", [-135, -97, 0, 96, 120])
+def test_codes_of_fp32_values_beside_every_half_integer_are_those_of_the_division(exponent: int, noise_key: int | None, bits: int) -> None:
+    # Multiplying by the scale's inverse may round these to the other side: such chunks have to divide. The scales 2^-100 and 2^100, from
+    # which on all chunks divide, lie between some of the exponents.
+    largest_code, block_numel, blocks = 2 ** (bits - 1) - 1, 1280, 64
+    largest = torch.ldexp(1 + torch.rand(blocks, 1, generator=torch.Generator().manual_seed(bits)), torch.tensor(float(exponent)))
+    scales = (largest / torch.tensor(float(largest_code))).double()
+    halves = torch.arange(block_numel) % (2 * largest_code) - largest_code + 0.5
+    if noise_key is not None:
+        halves = halves - reference.noise(noise_key, torch.arange(blocks * block_numel // 2)).view(blocks, -1).double()
+    steps = torch.arange(block_numel) // (2 * largest_code) % 5 - 2  # units in the last place away
+    values = ((halves * scales).float().view(torch.int32) + steps.int()).view(torch.float32)
+    values = torch.where(values.abs() < largest, values, 0)
+    values[:, :1] = largest
+    arguments = (values.view(1, -1), bits, block_numel, False, noise_key)
+    assert equal_bits(encoded(torch.ops.megatron_zpp, *arguments), encoded(reference, *arguments))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_all_65536_values_of_16_bits_encode_and_decode_as_in_the_reference(dtype: torch.dtype, bits: int) -> None:
     # As neighbours, as the largest of a block beside its own halves, and beside values that are 0.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.cpp_extension import include_paths
 
 from megatron_zpp.ops import reference
 from megatron_zpp.ops.build import SOURCES
@@ -35,6 +35,10 @@ def _decoded(payloads: Tensor, run_numel: int, bits: int) -> Tensor:
     return values
 
 
+def _noise(key: int, numel: int) -> Tensor:
+    return reference.noise(key, torch.arange(numel // 2))
+
+
 def _correlation(left: Tensor, right: Tensor) -> float:
     """Times the square root of the number of values: its own standard error is 1 where they are independent."""
     return float((left * right).mean() * 12 * len(left) ** 0.5)
@@ -45,7 +49,7 @@ def _correlation(left: Tensor, right: Tensor) -> float:
 
 @pytest.mark.parametrize("key", KEYS)
 def test_noise_has_the_mean_and_the_variance_of_a_uniform_value(key: int) -> None:
-    noise = reference.noise(key, NUMEL).double()
+    noise = _noise(key, NUMEL).double()
     assert noise.abs().max() < 0.5 and torch.equal(noise * 2**17 % 2, torch.ones(NUMEL, dtype=torch.float64))
     # Uniform on (-1/2, 1/2): variance 1/12, fourth moment 1/80.
     assert abs(noise.mean()) <= DEVIATION * (1 / 12 / NUMEL) ** 0.5
@@ -54,7 +58,7 @@ def test_noise_has_the_mean_and_the_variance_of_a_uniform_value(key: int) -> Non
 
 @pytest.mark.parametrize("key", KEYS)
 def test_every_256th_of_the_range_is_drawn_equally_often(key: int) -> None:
-    counts = torch.histc(reference.noise(key, NUMEL), 256, -0.5, 0.5).double()
+    counts = torch.histc(_noise(key, NUMEL), 256, -0.5, 0.5).double()
     expected = NUMEL / 256
     chi_square = float(((counts - expected) ** 2 / expected).sum())
     assert abs(chi_square - 255) <= DEVIATION * (2 * 255) ** 0.5
@@ -63,15 +67,15 @@ def test_every_256th_of_the_range_is_drawn_equally_often(key: int) -> None:
 @pytest.mark.parametrize("distance", [1, 2, 3, 4, 32, 256, 2**12, 2**16])
 @pytest.mark.parametrize("key", KEYS)
 def test_noise_of_values_at_any_distance_is_uncorrelated(key: int, distance: int) -> None:
-    noise = reference.noise(key, NUMEL + 2**16).double()
+    noise = _noise(key, NUMEL + 2**16).double()
     assert abs(_correlation(noise[:NUMEL], noise[distance : distance + NUMEL])) <= DEVIATION
 
 
 @pytest.mark.parametrize("key", [0, 0x0123456789ABCDEF])
 def test_noise_of_keys_that_differ_in_one_bit_or_by_one_is_uncorrelated_at_any_small_offset(key: int) -> None:
-    noise = reference.noise(key, 2**14 + 16).double()
+    noise = _noise(key, 2**14 + 16).double()
     for other in [*(key ^ 1 << bit for bit in range(63)), key + 1]:
-        others = reference.noise(other, 2**14).double()
+        others = _noise(other, 2**14).double()
         for offset in (0, 1, 2, 16):
             assert abs(_correlation(noise[offset : offset + 2**14], others)) <= DEVIATION, (other, offset)
 
@@ -85,19 +89,50 @@ def test_half_of_all_bits_change_with_any_bit_of_the_pair_s_number() -> None:
         assert (shares - 0.5).abs().max() <= DEVIATION * 0.5 / 2**7, bit
 
 
-def test_the_kernels_hashes_are_the_reference_s_also_beyond_32_bits(tmp_path: Path) -> None:
-    source, library = tmp_path / "hashes.cpp", tmp_path / "hashes.so"
-    source.write_text(
-        f'#include "{SOURCES}/quantization/noise.h"\n'
-        "using namespace megatron_zpp;\n"
-        'extern "C" uint32_t hash(uint64_t key, int64_t pair) { return pair_hashes(noise_of(key), pair).at(0); }\n'
-    )
-    subprocess.run([os.environ.get("CXX", "c++"), "-std=c++17", "-fPIC", "-shared", str(source), "-o", str(library)], check=True)
-    hash_of = ctypes.CDLL(str(library)).hash
+KERNELS = f"""
+#include "{SOURCES}/quantization/cpu/quotient_codes.h"
+using namespace megatron_zpp;
+extern "C" uint32_t hash(uint64_t key, int64_t pair) {{ return pair_hashes(noise_of(key), pair).at(0); }}
+extern "C" void noisy_codes(const float* values, int64_t numel, float scale, uint64_t key, int64_t first_pair, uint8_t* codes) {{
+  cpu::store_noisy<8>(values, numel, scale, noise_of(key), first_pair, codes);
+}}
+"""
+
+
+@pytest.fixture(scope="module")
+def kernels_alone(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Functions of the C++ kernels for numbers of pairs that no tensor here has."""
+    folder = tmp_path_factory.mktemp("kernels")
+    (folder / "kernels.cpp").write_text(KERNELS)
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", *(f"-I{path}" for path in include_paths())]
+    compiler = os.environ.get("CXX", "c++")
+    subprocess.run([compiler, *flags, str(folder / "kernels.cpp"), "-o", str(folder / "kernels.so")], check=True)
+    return ctypes.CDLL(str(folder / "kernels.so"))
+
+
+def test_the_kernels_hashes_are_the_reference_s_also_beyond_32_bits(kernels_alone: ctypes.CDLL) -> None:
+    hash_of = kernels_alone.hash
     hash_of.argtypes, hash_of.restype = (ctypes.c_uint64, ctypes.c_int64), ctypes.c_uint32
     pairs = [0, 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 5 * 2**32 + 7, 2**48]
     for key in KEYS:
         assert [hash_of(key, pair) for pair in pairs] == reference.pair_hashes(key, torch.tensor(pairs)).tolist()
+
+
+@pytest.mark.parametrize("first_pair", [2**32 - 16, 2**32 - 144, 3 * 2**32 - 400, 2**32 - 512])
+def test_a_block_whose_pairs_go_beyond_32_bits_draws_the_reference_s_noise(kernels_alone: ctypes.CDLL, first_pair: int) -> None:
+    values, codes = torch.randn(1024, generator=torch.Generator().manual_seed(1)), torch.zeros(1024, dtype=torch.int8)
+    scale = values.abs().max() / torch.tensor(127.0)
+    pointer = ctypes.c_void_p
+    arguments = (
+        pointer(values.data_ptr()),
+        ctypes.c_int64(1024),
+        ctypes.c_float(scale.item()),
+        ctypes.c_uint64(6),
+        ctypes.c_int64(first_pair),
+    )
+    kernels_alone.noisy_codes(*arguments, pointer(codes.data_ptr()))
+    quotients = (values / scale).clamp(-127, 127) + reference.noise(6, first_pair + torch.arange(512))
+    assert torch.equal(codes, quotients.round().to(torch.int8))
 
 
 # ---- codes

@@ -1,10 +1,10 @@
 // Codes of fp32 quotients by way of one multiplication each, where that is sure to give the codes of the division.
 //
-// With i = fl(1 / s), fl(x * i) is within |x / s| * 2^-24 and half an ulp of x / s, and fl(x / s) within half an ulp; adding noise rounds
-// both sums by half an ulp more. All are below Q + 1, a power of two, so half an ulp is at most (Q + 1) * 2^-25: together they differ by
-// less than 6 * (Q + 1) * 2^-25 < (Q + 1) * 2^-22. Clamping moves them no further apart. So if what was multiplied is at least that far
-// from every half-integer, what was divided is on the same side, and both round to the same code. Few values are nearer: their chunk
-// divides.
+// All numbers here are below Q + 1, a power of two, so half an ulp is at most h = (Q + 1) * 2^-25. With i = fl(1 / s), x * i is within
+// |x / s| * 2^-24 < 2h of x / s, and fl(x * i) within h more. What the division gives, clamped to -Q to Q, is within 2h of x / s, since
+// |x / s| is at most Q * (1 + 2^-24). Adding noise rounds both by up to h. So the two differ by at most 7h. If what was multiplied is 8h
+// or more from every half-integer, what was divided is on the same side, and both round to the same code. Few values are nearer: their
+// chunk divides.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ constexpr float kLargestInvertedScale = 0x1p+100f;
 
 constexpr int64_t kChunkNumel = 256;  // one uncertain value in 2^14 (8 bits) makes 1 chunk of 64 divide
 
-// How far a quotient may be from its integer to be sure: the bits of 1/2 - (Q + 1) * 2^-22.
+// How far a quotient may be from its integer to be sure: the bits of 1/2 - 8h.
 template <int kBits>
 constexpr uint32_t kFarthestSure = 0x3f000000u - (static_cast<uint32_t>(CodeFormat<kBits>::kLargest + 1) << 3);
 
