@@ -181,7 +181,7 @@ class ZeroConfig:
         allowed=(0, 1, 2, 3),
     )
     deepspeed_config: str | None = flag(
-        None, help="DeepSpeed JSON file, whose keys are read as flags.", unit="path", aliases=("--deepspeed_config",)
+        None, help="DeepSpeed JSON file, whose keys are read as flags.", unit="path", aliases=("--deepspeed_config", "--deepscale_config")
     )
     zero_quantized_weights: bool = flag(False, help="qwZ: weights cross links as blocks of integers; needs --zero-stage 1, 2 or 3.")
     zero_hpz_partition_size: int = flag(
@@ -323,7 +323,9 @@ class DataConfig:
     )
     dataloader_type: str = flag("single", help="Samples in one shuffled order, the same at every number of ranks.", allowed=("single",))
     reset_position_ids: bool = flag(False, help="Positions start over after an end-of-document token.")
-    reset_attention_mask: bool = flag(False, help="No token attends across an end-of-document token.")
+    reset_attention_mask: bool = flag(
+        False, help="No token attends across an end-of-document token.", aliases=("--dataloader-inter-document-masking",)
+    )
     eod_mask_loss: bool = flag(False, help="What follows an end-of-document token is not predicted: the loss leaves it out.")
     num_workers: int = flag(2, help="Processes that read data, per rank; 0 reads in the training process.", unit="processes", allowed=COUNT)
 
