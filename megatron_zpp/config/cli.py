@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
             if option.group == group:
                 _add_option(section, option)
     section = parser.add_argument_group("accepted without effect")
-    known = {spelling for option in options() for spelling in option.spellings}
+    known = {spelling for option in options() for spelling in option.all_spellings}
     for spelling, accepted in ACCEPTED.items():
         if spelling not in known:
             _add(section, (spelling,), 0 if accepted.num_values == 0 else None, "VALUE", accepted.reason)
@@ -75,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
 def _add_option(section: Any, option: Option) -> None:
     nargs: int | str | None = 0 if option.kind is bool else "+" if option.kind is tuple else None
     _add(section, option.spellings, nargs, _metavar(option), _help_of(option))
+    for spelling, value in option.flag.shorthands:
+        _add(section, (spelling,), 0, None, f"Short for {option.spelling} {value}.")
 
 
 def _add(section: Any, spellings: Sequence[str], nargs: int | str | None, metavar: str | None, text: str) -> None:
@@ -90,7 +92,7 @@ def _metavar(option: Option) -> str | None:
 
 
 def _help_of(option: Option) -> str:
-    details = [default_in_words(option)] if option.kind is not bool else []
+    details = [default_in_words(option)]
     if option.flag.unit not in ("", "1", "path"):
         details.append(f"unit: {option.flag.unit}")
     if isinstance(option.flag.allowed, Bounds):
@@ -99,7 +101,9 @@ def _help_of(option: Option) -> str:
 
 
 def default_in_words(option: Option) -> str:
-    """`default: 0.1`, `default: 4 x --hidden-size`, `required` or `no default`."""
+    """`default: 0.1`, `default: 4 x --hidden-size`, `default: off`, `required` or `no default`."""
+    if option.kind is bool:
+        return "default: off"
     if option.default in (None, ()):
         otherwise = option.flag.otherwise
         return otherwise if otherwise == "required" else f"default: {otherwise}" if otherwise else "no default"
@@ -119,19 +123,22 @@ def _occurrences(argv: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _is_given(option: Option, occurrences: dict[str, list[str]]) -> bool:
-    return any(spelling in occurrences for spelling in option.spellings)
+    return any(spelling in occurrences for spelling in option.all_spellings)
 
 
 def _value_of(option: Option, occurrences: dict[str, list[str]]) -> Any:
     by_value: dict[Any, list[str]] = defaultdict(list)
-    for spelling in option.spellings:
+    for spelling in option.all_spellings:
         if spelling in occurrences:
             value = option.value_from(spelling, occurrences[spelling])
             if option.kind is not tuple:
                 check_value(spelling, value, option.flag.allowed)
             by_value[value].append(spelling)
     if len(by_value) > 1:
-        contradictions = " and ".join(f"{spelling} {value}" for value, spellings in by_value.items() for spelling in spellings)
+        shorthands = dict(option.flag.shorthands)
+        contradictions = " and ".join(
+            spelling if spelling in shorthands else f"{spelling} {value}" for value, spellings in by_value.items() for spelling in spellings
+        )
         raise FlagError(f"{contradictions} are two values for one setting; give only one of them.")
     return next(iter(by_value))
 
@@ -156,7 +163,7 @@ def _about_unknown(flag: str) -> str:
     instead = remedy_of_refused(flag)
     if instead is not None:
         return f"{flag} is not accepted; {instead}."
-    known = [spelling for option in options() for spelling in option.spellings] + list(ACCEPTED)
+    known = [spelling for option in options() for spelling in option.all_spellings] + list(ACCEPTED)
     nearest = difflib.get_close_matches("--" + flag.lstrip("-").replace("_", "-"), known, n=1)
     remedy = f"did you mean {nearest[0]}?" if nearest else "see --help for the list."
     return f"{flag} is not a flag of this program; {remedy}"
