@@ -38,6 +38,11 @@ def error_text(error: FlagError) -> str:
     return "\n".join(f"{PROGRAM}: error: {line}" for line in str(error).splitlines())
 
 
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Whether --help is among the words, whatever else is wrong with them."""
+    return not {"-h", "--help"}.isdisjoint(argv)
+
+
 def help_text() -> str:
     """The grouped help that --help prints."""
     return _parser().format_help()

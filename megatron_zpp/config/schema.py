@@ -510,6 +510,36 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True)
+class PlanConfig:
+    """The plan that --dry-run prints, for any world; a run that is started has nothing of it."""
+
+    dry_run: bool = flag(
+        False, help="Check every flag, print the plan of the run (memory per rank, bytes per link, tokens, time) and end; needs no GPU."
+    )
+    nodes: int | None = flag(None, help="Nodes of the planned world, of --ranks-per-node ranks each.", unit="nodes", allowed=POSITIVE_COUNT)
+    world_size: int | None = flag(
+        None,
+        help="All ranks of the planned world; with --nodes or --ranks-per-node.",
+        unit="ranks",
+        allowed=POSITIVE_COUNT,
+        otherwise="--nodes x --ranks-per-node, or the launcher's world",
+    )
+    device: str = flag(
+        None, help="Kind of device that is planned for.", allowed=("gpu", "cpu"), otherwise="gpu; cpu with --distributed-backend gloo"
+    )
+    memory_gigabytes: float | None = flag(
+        None, help="Memory of each rank; a run that needs more is refused, as it would be at its start.", unit="GB", allowed=POSITIVE
+    )
+    teraflops: float | None = flag(
+        None, help="What a rank sustains while it computes, recomputation counted; needed for a time.", unit="TFLOP/s", allowed=POSITIVE
+    )
+    inter_gigabits: float | None = flag(
+        None, help="Rate of a node's link to the others, in each direction.", unit="Gbit/s", allowed=POSITIVE
+    )
+    intra_gigabytes: float = flag(100.0, help="Rate into one rank inside its node.", unit="GB/s", allowed=POSITIVE)
+
+
+@dataclass(frozen=True)
 class Config:
     """Every flag in its group, and what was said about them on the way.
 
@@ -526,6 +556,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     given: frozenset[str] = frozenset()
     notices: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
@@ -546,6 +577,7 @@ class Config:
         return getattr(getattr(self, GROUP_OF_FIELD[name]), name)
 
 
+PLAN_GROUP = "plan"
 GROUPS: dict[str, type] = {
     "model": ModelConfig,
     "training": TrainingConfig,
@@ -556,5 +588,6 @@ GROUPS: dict[str, type] = {
     "data": DataConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
+    PLAN_GROUP: PlanConfig,
 }
 GROUP_OF_FIELD: dict[str, str] = {member.name: group for group, members in GROUPS.items() for member in fields(members)}

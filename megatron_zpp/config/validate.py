@@ -10,7 +10,7 @@ from megatron_zpp.config.deepspeed_json import naming_sources, with_deepspeed_js
 from megatron_zpp.config.derive import derive
 from megatron_zpp.config.flag import REQUIRED, FlagError, any_of, check_value
 from megatron_zpp.config.options import options, spelling_of
-from megatron_zpp.config.schema import TOKENIZER_FILES, TOKENIZER_TYPES, Config
+from megatron_zpp.config.schema import PLAN_GROUP, TOKENIZER_FILES, TOKENIZER_TYPES, Config
 
 
 def resolve(config: Config, world_size: int, local_world_size: int | None) -> Config:
@@ -247,6 +247,12 @@ def check_loading(config: Config) -> None:
         raise FlagError("--use-checkpoint-args needs a checkpoint; give --load or --pretrained-checkpoint.")
 
 
+def check_plan(config: Config) -> None:
+    for option in options():
+        if option.group == PLAN_GROUP and option.name in config.given and not config.plan.dry_run:
+            raise FlagError(f"{_as_given(config, option.name)} changes nothing in a run, only in a plan; give --dry-run as well.")
+
+
 def _as_given(config: Config, name: str) -> str:
     value = config.value_of(name)
     return spelling_of(name) if value is True else f"{spelling_of(name)} {value}"
@@ -383,6 +389,7 @@ CHECKS_BEFORE_FILLING: tuple[Callable[[Config], None], ...] = (
     check_leaving,
     check_saving,
     check_loading,
+    check_plan,
 )
 CHECKS_AFTER_FILLING: tuple[Callable[[Config], None], ...] = (
     check_tokenizer,
