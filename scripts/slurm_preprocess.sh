@@ -40,4 +40,4 @@ printf '%s\n' "${files[@]}" >"$parts/files.txt"
 read -r -a options <<<"${SBATCH_OPTIONS:-}"
 job="$(sbatch --parsable ${options[@]+"${options[@]}"} --array "0-$((SHARES - 1))" scripts/slurm_preprocess.sbatch "$parts" "$@")"
 job="${job%%;*}" # sbatch adds the name of the cluster where there are several
-sbatch ${options[@]+"${options[@]}"} --dependency "afterok:$job" scripts/slurm_merge.sbatch "$parts" "$output"
+sbatch ${options[@]+"${options[@]}"} --dependency "afterok:$job" scripts/slurm_merge.sbatch "$parts" "$output" "$SHARES"
