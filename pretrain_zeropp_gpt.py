@@ -25,12 +25,15 @@ FAILURE_EXIT_CODE = 1
 
 
 def main(argv: list[str]) -> int:
-    if asks_for_help(argv):
-        return show_help()
     try:
         launch = read_launch(os.environ)
     except ValueError as error:
-        return refuse(str(error))
+        if not (asks_for_help(argv) or "--dry-run" in argv):
+            return refuse(str(error))
+        launch = Launch(0, 1, 0, 1)  # nothing is to be started
+    if asks_for_help(argv):
+        RankPrinter(launch.rank, launch.world_size).on_first(help_text())
+        return 0
     config, mistake = Config(), None
     try:
         config = with_checkpoint_args(parse_flags(argv))
@@ -42,17 +45,6 @@ def main(argv: list[str]) -> int:
     if mistake is not None and (launch.world_size == 1 or "--dry-run" in argv):
         return refuse(mistake, launch.rank)
     return run_in_world(config, launch, mistake)
-
-
-def show_help() -> int:
-    """The exit code of --help; the first rank alone prints, wherever its launcher is understood."""
-    try:
-        rank = read_launch(os.environ).rank
-    except ValueError:
-        rank = 0
-    if rank == 0:
-        print(help_text())
-    return 0
 
 
 def show_plan(config: Config, launch: Launch) -> int:

@@ -133,6 +133,14 @@ def test_a_plan_ends_with_0_and_a_mistake_with_2_and_only_the_first_rank_speaks(
     assert "usage: pretrain_zeropp_gpt.py" in printed.out and printed.err.count("error: ") == 2
 
 
+def test_a_plan_and_the_help_need_no_launcher_that_makes_sense(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_LOCALID": "0"}.items():  # a batch script, without srun
+        monkeypatch.setenv(name, value)
+    assert (main(RUN.split()), main(["--help"]), main(MODEL.split())) == (0, 0, 2)
+    printed = capfd.readouterr()
+    assert "plan of 1 ranks" in printed.out and "usage: " in printed.out and "srun did not start this process" in printed.err
+
+
 @pytest.mark.parametrize("flags", ["--help", f"{RUN} --nodes 4 --ranks-per-node 8 --zero-stage 3 --teraflops 100 --inter-gigabits 100"])
 def test_neither_torch_nor_numpy_is_imported(flags: str) -> None:
     program = (
