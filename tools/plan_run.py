@@ -266,7 +266,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--overlap",
         choices=[overlap.value for overlap in Overlap],
-        help="what runs beside computation (default: streams on gpu, else polled)",
+        help="what runs beside computation (default: streams on gpu, else thread)",
     )
     add("--output", type=Path, metavar="JSON", help="file to write the same figures to")
     return parser

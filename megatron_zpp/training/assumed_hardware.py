@@ -20,7 +20,7 @@ NCCL_INTRA_COLLECTIVE_SECONDS = 15e-6
 def assumed_machine(inter_gigabits: float, intra_gigabytes: float, *, is_on_gpu: bool, overlap: Overlap | None = None) -> Machine:
     """A machine with these rates of links, in Gbit/s into a node and GB/s into a rank, and the constants above.
 
-    overlap: what runs beside computation; by default streams on GPUs, and elsewhere what polling reaches.
+    overlap: what runs beside computation; by default streams on GPUs, elsewhere a thread.
     """
     inter_latency = NCCL_INTER_COLLECTIVE_SECONDS if is_on_gpu else GLOO_COLLECTIVE_SECONDS
     intra_latency = NCCL_INTRA_COLLECTIVE_SECONDS if is_on_gpu else GLOO_COLLECTIVE_SECONDS
@@ -28,5 +28,5 @@ def assumed_machine(inter_gigabits: float, intra_gigabytes: float, *, is_on_gpu:
         LinkSpeed(inter_gigabits * GIGABIT, inter_latency),
         LinkSpeed(intra_gigabytes * GIGABYTE, intra_latency),
         GPU_CODEC if is_on_gpu else CPU_CODEC,
-        overlap or (Overlap.STREAMS if is_on_gpu else Overlap.POLLED),
+        overlap or (Overlap.STREAMS if is_on_gpu else Overlap.THREAD),
     )
