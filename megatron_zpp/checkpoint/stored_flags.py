@@ -27,8 +27,8 @@ def open_checkpoint(directory: Path, step: int | None) -> CheckpointReader:
 
 
 def model_flags(manifest: Manifest) -> ModelConfig:
-    """The model's configuration, with torch's norms: those of Apex run on GPUs only, and compute the same."""
-    return replace(_group(ModelConfig, manifest, "model"), norm_backend="torch")
+    """The model's configuration, with torch's norms and its own choice of attention: kernels that compute the same on any device."""
+    return replace(_group(ModelConfig, manifest, "model"), norm_backend="torch", attention_backend="auto")
 
 
 def data_flags(manifest: Manifest) -> DataConfig:

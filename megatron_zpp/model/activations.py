@@ -1,9 +1,12 @@
 """An estimate of the memory that activations take, from the configuration alone.
 
-T tokens of a micro-batch, S tokens per sample, H hidden size, A heads x channels, F feed-forward hidden size, V padded vocabulary.
+T tokens of a micro-batch, S tokens per sample, H hidden size, A heads x channels, C key and value heads x channels, F feed-forward hidden
+size, V padded vocabulary.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from megatron_zpp.config.schema import ModelConfig
 
@@ -14,16 +17,24 @@ NORMALIZER_BYTES = 4  # of a token and head, where the kernel computes scores ag
 CHUNK_BYTES = 2 * 64 * 2**20  # fp32 values of the loss that exist at once, see tensor_parallel/cross_entropy.py
 
 
+@dataclass(frozen=True)
+class AttentionNeed:
+    """What a kernel of attention keeps. keeps_scores: its S x S matrices. repeats_heads: shared key and value heads, once per query."""
+
+    keeps_scores: bool
+    repeats_heads: bool = False
+
+
 def activation_bytes(
-    config: ModelConfig, padded_vocab_size: int, micro_batch_size: int, element_bytes: int, *, keeps_attention_scores: bool
+    config: ModelConfig, padded_vocab_size: int, micro_batch_size: int, element_bytes: int, *, attention: AttentionNeed
 ) -> int:
     """An estimate of the most that activations and their gradients take in a micro-batch.
 
     What forward keeps of every block, or with recomputation every block's input and all of one block; and the larger of what the head
-    and one block's backward need beside it. keeps_attention_scores: whether the attention kernel keeps its S x S matrices.
+    and one block's backward need beside it.
     """
     tokens = micro_batch_size * config.seq_length
-    block = tokens * _block_bytes_per_token(config, element_bytes, keeps_attention_scores)
+    block = tokens * _block_bytes_per_token(config, element_bytes, attention)
     hidden = tokens * config.hidden_size * element_bytes
     kept = config.num_layers * hidden if config.checkpoint_activations else config.num_layers * block
     head = 2 * tokens * padded_vocab_size * element_bytes + min(CHUNK_BYTES, 2 * 4 * tokens * padded_vocab_size) + 2 * hidden
@@ -37,10 +48,18 @@ def mask_bytes(samples: int, length: int, element_bytes: int) -> int:
     return samples * length * length * element_bytes
 
 
-def _block_bytes_per_token(config: ModelConfig, element_bytes: int, keeps_attention_scores: bool) -> int:
-    """Inputs and outputs of two norms (4 H); q, k, v, their mixture and its copy for the projection (5 A); both sides of GELU (2 F)."""
-    heads_width = config.num_attention_heads * config.kv_channels
-    values = 4 * config.hidden_size + 5 * heads_width + 2 * config.ffn_hidden_size
+def _block_bytes_per_token(config: ModelConfig, element_bytes: int, attention: AttentionNeed) -> int:
+    """Inputs and outputs of two norms (4 H), attention, and both sides of the activation: 2 F, or 3 F with a gate."""
+    ffn_widths = 3 if config.swiglu else 2
+    values = 4 * config.hidden_size + _attention_values_per_token(config, attention) + ffn_widths * config.ffn_hidden_size
     masks = 2 * config.hidden_size * MASK_BYTES if config.hidden_dropout > 0 else 0
-    scores = SCORE_BYTES * config.seq_length if keeps_attention_scores else NORMALIZER_BYTES
+    scores = SCORE_BYTES * config.seq_length if attention.keeps_scores else NORMALIZER_BYTES
     return element_bytes * values + masks + 2 * STATISTICS_BYTES + config.num_attention_heads * scores
+
+
+def _attention_values_per_token(config: ModelConfig, attention: AttentionNeed) -> int:
+    """q, k, v, their mixture and its copy for the projection: 3 A + 2 C; and the projected values again where a step comes between."""
+    key_value_width = config.heads_width if attention.repeats_heads else config.key_value_heads * config.kv_channels
+    is_rotated = config.position_embedding_type == "rope"
+    is_copied = config.qk_layernorm or (config.key_value_heads < config.num_attention_heads and not is_rotated)
+    return 3 * config.heads_width + 2 * key_value_width + (config.qkv_width if is_copied else 0)
