@@ -25,8 +25,8 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.schema import Config
 from megatron_zpp.data.tokenizer import build_tokenizer, padded_vocab_size
 from megatron_zpp.model.flops import parameter_count
-from megatron_zpp.training.assumed_hardware import GIGABYTE, assumed_machine
 from megatron_zpp.training.memory_need import in_gib
+from megatron_zpp.training.planned_machine import GIGABYTE, planned_machine
 from megatron_zpp.training.run_plan import (
     MEMBERS,
     PlannedWorld,
@@ -93,7 +93,7 @@ def _estimate(plan: RunPlan, gigabits: float, computation: Computation, options:
 def _machine(gigabits: float, options: argparse.Namespace) -> Machine:
     overlap = Overlap(options.overlap) if options.overlap else None
     is_on_gpu = options.device == "gpu"
-    return assumed_machine(gigabits * options.link_efficiency, options.intra_gigabytes, is_on_gpu=is_on_gpu, overlap=overlap)
+    return planned_machine(gigabits * options.link_efficiency, options.intra_gigabytes, is_on_gpu=is_on_gpu, overlap=overlap)
 
 
 def _computation(options: argparse.Namespace, zero3: RunPlan, padded: int) -> Computation:

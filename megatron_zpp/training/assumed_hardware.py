@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_zpp.zero.time_model import CodecSpeed, LinkSpeed, Machine, Overlap
-
-GIGABYTE, GIGABIT = 1e9, 1e9 / 8
+from megatron_zpp.zero.time_model import CodecSpeed
 
 # One core of a server CPU, blocks of 256, 16 MB and more, from benchmarks/results/quantization_cpu.json: encode and decode take 15 to 20
 # gigabytes of 16-bit values per second, a mean of 2 and of 4 members 7 and 4.
@@ -15,18 +13,3 @@ GPU_CODEC = CodecSpeed(encode=6e-12, decode=6e-12, summed=6e-12)
 GLOO_COLLECTIVE_SECONDS = 0.7e-3
 NCCL_INTER_COLLECTIVE_SECONDS = 30e-6
 NCCL_INTRA_COLLECTIVE_SECONDS = 15e-6
-
-
-def assumed_machine(inter_gigabits: float, intra_gigabytes: float, *, is_on_gpu: bool, overlap: Overlap | None = None) -> Machine:
-    """A machine with these rates of links, in Gbit/s into a node and GB/s into a rank, and the constants above.
-
-    overlap: what runs beside computation; by default streams on GPUs, elsewhere a thread.
-    """
-    inter_latency = NCCL_INTER_COLLECTIVE_SECONDS if is_on_gpu else GLOO_COLLECTIVE_SECONDS
-    intra_latency = NCCL_INTRA_COLLECTIVE_SECONDS if is_on_gpu else GLOO_COLLECTIVE_SECONDS
-    return Machine(
-        LinkSpeed(inter_gigabits * GIGABIT, inter_latency),
-        LinkSpeed(intra_gigabytes * GIGABYTE, intra_latency),
-        GPU_CODEC if is_on_gpu else CPU_CODEC,
-        overlap or (Overlap.STREAMS if is_on_gpu else Overlap.THREAD),
-    )

@@ -13,8 +13,8 @@ from megatron_zpp.data.tokenizer import build_tokenizer, padded_vocab_size
 from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.launch import Launch
-from megatron_zpp.training.assumed_hardware import GIGABYTE, assumed_machine
 from megatron_zpp.training.memory_need import check_fits, in_gib
+from megatron_zpp.training.planned_machine import GIGABYTE, planned_machine
 from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, computation_by_rate, plan_as_given
 from megatron_zpp.zero.time_model import StepTime
 
@@ -166,7 +166,7 @@ def _time(plan: RunPlan, world: PlannedWorld) -> str:
         seconds = computation.seconds * plan.job.microbatches
         return f"{_speed(plan, world, seconds)}; without the link between nodes, whose rate --inter-gigabits says"
     rate = wishes.inter_gigabits or float("inf")  # one node has no such link
-    time = plan.time(assumed_machine(rate, wishes.intra_gigabytes, is_on_gpu=world.is_on_gpu), computation)
+    time = plan.time(planned_machine(rate, wishes.intra_gigabytes, is_on_gpu=world.is_on_gpu), computation)
     return f"{_speed(plan, world, time.seconds)}; busy are {_busy(time)}"
 
 
