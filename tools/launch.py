@@ -151,7 +151,9 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--node_rank", "--node-rank", type=int, metavar="N", help="place of this host among the hosts, from 0")
     how.add_argument("--ssh_port", "--ssh-port", type=_count, metavar="N", help="port of sshd (default: ssh's own)")
     how.add_argument("--python", default=sys.executable, metavar="PATH", help="Python of every host (default: this one)")
-    how.add_argument("--env-prefix", nargs="+", default=[], metavar="PREFIX", help="export variables with these beginnings as well")
+    how.add_argument(
+        "--env-prefix", action="append", default=[], metavar="PREFIX", help="export variables that begin so as well; may be repeated"
+    )
     how.add_argument(
         "--env-file", type=Path, metavar="FILE", help="lines of NAME=value to export (default: .deepspeed_env, here or at home)"
     )

@@ -23,7 +23,7 @@ from command import MISTAKE_EXIT_CODE
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.schema import Config
-from megatron_zpp.data.tokenizer import build_tokenizer, padded_vocab_size
+from megatron_zpp.data.tokenizer import build_tokenizer, embedding_rows
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.training.memory_need import in_gib
 from megatron_zpp.training.planned_machine import GIGABYTE, planned_machine
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     """Prints the plan; raises ValueError for flags that no run could have."""
     given = parse_flags(flags)
     world = PlannedWorld(options.nodes, given.distributed.ranks_per_node or 1, is_on_gpu=options.device == "gpu")
-    padded = padded_vocab_size(_vocab_size(given), given.model.make_vocab_size_divisible_by)
+    padded = embedding_rows(given.model, _vocab_size(given))
     plans = [plan_run(given, member, world, padded) for member in MEMBERS]
     zero3 = next(plan for plan in plans if plan.member.name == "ZeRO-3")
     computation = _computation(options, zero3, padded)

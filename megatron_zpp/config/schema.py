@@ -99,6 +99,13 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = flag(
         128, help="The vocabulary is padded to a multiple of this.", unit="tokens", allowed=POSITIVE_COUNT
     )
+    padded_vocab_size: int | None = flag(
+        None,
+        help="Rows of the embedding, at least as many as the tokenizer has ids.",
+        unit="tokens",
+        allowed=POSITIVE_COUNT,
+        otherwise="the next multiple of --make-vocab-size-divisible-by",
+    )
     normalization: str = flag("LayerNorm", help="What normalizes hidden states; RMSNorm has no mean and no bias.", allowed=NORMALIZATIONS)
     norm_epsilon: float = flag(
         1e-5, help="Added to the variance, or the mean square, in norms.", unit="1", aliases=("--layernorm-epsilon",), allowed=POSITIVE

@@ -130,6 +130,14 @@ def check_warmup_ends_before_decay(config: Config) -> None:
         )
 
 
+def check_vocabulary_padding(config: Config) -> None:
+    rows, multiple = config.model.padded_vocab_size, config.model.make_vocab_size_divisible_by
+    if rows is not None and rows % multiple != 0 and "make_vocab_size_divisible_by" in config.given:
+        raise FlagError(
+            f"--padded-vocab-size {rows} is not a multiple of --make-vocab-size-divisible-by {multiple}; leave one of them out."
+        )
+
+
 def check_sources(config: Config) -> None:
     sources = read_sources(config.data)
     if config.data.mock_data and config.data.names_corpora:
@@ -371,6 +379,7 @@ CHECKS_BEFORE_FILLING: tuple[Callable[[Config], None], ...] = (
     check_one_activation,
     check_one_kind_of_positions,
     check_norms,
+    check_vocabulary_padding,
     check_sources,
     check_quantization,
     check_secondary_partition,

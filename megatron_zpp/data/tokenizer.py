@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from megatron_zpp.config.schema import TOKENIZER_TYPES, DataConfig
+from megatron_zpp.config.schema import TOKENIZER_TYPES, DataConfig, ModelConfig
 
 if TYPE_CHECKING:
     from megatron_zpp.data.token_ids import TokenizedTexts
@@ -66,6 +66,17 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
             f"{' and '.join(_files(data))}; leave --vocab-size out."
         )
     return tokenizer
+
+
+def embedding_rows(model: ModelConfig, vocab_size: int) -> int:
+    """The vocabulary with its padding. Raises ValueError where --padded-vocab-size is too small for it."""
+    if model.padded_vocab_size is None:
+        return padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by)
+    if model.padded_vocab_size < vocab_size:
+        raise ValueError(
+            f"--padded-vocab-size {model.padded_vocab_size} is below the {vocab_size} ids of the tokenizer; choose {vocab_size} or more."
+        )
+    return model.padded_vocab_size
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:

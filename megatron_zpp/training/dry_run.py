@@ -9,7 +9,7 @@ from megatron_zpp.config.data_sources import Blend, read_sources
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.schema import Config
 from megatron_zpp.config.validate import resolve
-from megatron_zpp.data.tokenizer import build_tokenizer, padded_vocab_size
+from megatron_zpp.data.tokenizer import build_tokenizer, embedding_rows
 from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.launch import Launch
@@ -31,7 +31,7 @@ def described_plan(given: Config, launch: Launch) -> str:
     """
     config, world = _resolved(given, launch)
     vocab_size = build_tokenizer(config.data).vocab_size
-    plan = plan_as_given(config, world, padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by))
+    plan = plan_as_given(config, world, embedding_rows(config.model, vocab_size))
     _check_memory(plan, world)
     parts = {
         "parameters": _parameters(plan, vocab_size),

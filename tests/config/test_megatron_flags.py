@@ -1,5 +1,7 @@
 """The flags of Megatron-LM's and Megatron-DeepSpeed's GPT scripts: each works, changes nothing with one line about it, or is refused."""
 
+import re
+
 import pytest
 
 from megatron_zpp.config.cli import parse_flags
@@ -22,11 +24,13 @@ WORK = """
     --lr-decay-style inverse-square-root / --lr-decay-style WSD / --lr-decay-style wsd / --lr-decay-iters 9 / --lr-decay-samples 9
     --lr-wsd-decay-style exponential / --lr-wsd-decay-style minus_sqrt / --lr-wsd-decay-iters 9 / --lr-wsd-decay-samples 9
     --lr-warmup-iters 3 / --lr-warmup-samples 3 / --lr-warmup-fraction 0.1 / --lr-warmup-init 0
+    --lr-decay-tokens 9 / --lr-warmup-tokens 9 / --train-tokens 99
     --override-opt_param-scheduler / --override-opt-param-scheduler
     --use-checkpoint-opt_param-scheduler / --use-checkpoint-opt-param-scheduler
 
     --micro-batch-size 1 / --batch-size 1 / --global-batch-size 8 / --rampup-batch-size 1 1 8 / --decrease-batch-size-if-needed
     --train-iters 5 / --train-samples 40 / --exit-interval 5 / --exit-duration-in-mins 9 / --exit-signal-handler
+    --step-batch-size-schedule 0:768 / --kill-switch-file x / --iterations-to-skip 3 / --manual-gc / --manual-gc-interval 5
     --exit-signal SIGTERM / --seed 1234 / --init-method-std 0.02
 
     --fp16 / --bf16 / --loss-scale 4096 / --initial-loss-scale 65536 / --min-loss-scale 1 / --loss-scale-window 500 / --hysteresis 2
@@ -49,9 +53,11 @@ WORK = """
     --mid-level-dataset-surplus 0.01
 
     --eval-iters 10 / --eval-interval 100 / --skip-train / --full-validation / --eval-micro-batch-size 1 / --eval-global-batch-size 8
+    --start-eval-at-iter 5 / --multiple-validation-sets / --log-progress / --log-memory-interval 5 / --record-memory-history
+    --memory-snapshot-path x
     --log-interval 10 / --log-throughput / --log-params-norm / --log-num-zeros-in-grad / --timing-log-level 1 / --timing-log-option max
     --tensorboard-dir x / --tensorboard-log-interval 1 / --tensorboard-queue-size 9 / --log-timers-to-tensorboard
-    --log-batch-size-to-tensorboard / --log-memory-to-tensorboard / --log-world-size-to-tensorboard
+    --log-memory-to-tensorboard / --log-world-size-to-tensorboard
     --log-validation-ppl-to-tensorboard / --no-log-loss-scale-to-tensorboard / --wandb-project x / --wandb-exp-name x
     --wandb-save-dir x / --wandb-entity x / --profile / --profile-step-start 10 / --profile-step-end 12 / --profile-ranks 0
 """
@@ -70,10 +76,10 @@ CHANGE_NOTHING = """
     --transformer-impl transformer_engine / --zero-reduce-scatter / --zero-contigious-gradients / --zero-reduce-bucket-size 1
     --zero-allgather-bucket-size 1 / --remote-device none / --use-pin-memory / --cpu_torch_adam / --ds_fused_adam
     --no-pipeline-parallel / --deepspeed / --deepscale / --deepspeed-activation-checkpointing
-    --partition-activations / --contigious-checkpointing / --synchronize-each-layer / --profile-backward
+    --partition-activations / --contigious-checkpointing / --synchronize-each-layer
     --distribute-saved-activations / --distribute-checkpointed-activations
     --no-mmap-bin-files / --num-dataset-builder-threads 4 / --no-create-attention-mask-in-dataloader / --data-impl mmap / --mmap-warmup
-    --no-barrier-with-level-1-timing
+    --no-barrier-with-level-1-timing / --log-batch-size-to-tensorboard
 """
 
 # A value, or the flag itself.
@@ -86,6 +92,7 @@ REFUSED = """
     --non-persistent-ckpt-type local / --context-parallel-size 2 / --ds-sequence-parallel-size 2 / --remote-device cpu
     --cpu-optimizer / --dataloader-type external / --fim-data / --train-data-exact-num-epochs 1
     --train-doc-idx-path x / --train-sample-idx-path x / --train-shuffle-idx-path x / --return-data-index / --random-ltd
+    --profile-backward / --checkpoint-in-cpu / --log-optimizer-states-to-tensorboard
     --curriculum-learning-legacy / --one-logger-project x / --log-straggler / --log-energy
 """
 
@@ -93,10 +100,13 @@ REFUSED = """
 PENDING: frozenset[str] = frozenset(
     """
     --start-weight-decay --end-weight-decay --weight-decay-incr-style --lr-wsd-decay-style --lr-wsd-decay-iters --lr-wsd-decay-samples
+    --lr-decay-tokens --lr-warmup-tokens --train-tokens --step-batch-size-schedule --kill-switch-file --iterations-to-skip --manual-gc
+    --manual-gc-interval --start-eval-at-iter --multiple-validation-sets --log-progress --log-memory-interval --record-memory-history
+    --memory-snapshot-path --checkpoint-in-cpu --log-optimizer-states-to-tensorboard
     --rampup-batch-size --decrease-batch-size-if-needed --skip-train --full-validation --eval-micro-batch-size --eval-global-batch-size
     --recompute-granularity --recompute-method --recompute-num-layers --recompute-activations --checkpoint-num-layers
     --partition-activations --contigious-checkpointing --synchronize-each-layer --profile-backward --distribute-saved-activations
-    --distribute-checkpointed-activations --padded-vocab-size
+    --distribute-checkpointed-activations
     --log-throughput --log-params-norm --log-num-zeros-in-grad --timing-log-level --timing-log-option --log-timers-to-tensorboard
     --log-batch-size-to-tensorboard --log-memory-to-tensorboard --log-world-size-to-tensorboard --log-validation-ppl-to-tensorboard
     --no-log-loss-scale-to-tensorboard --wandb-project --wandb-exp-name --wandb-save-dir --wandb-entity --profile --profile-step-start
@@ -171,8 +181,11 @@ def test_a_flag_without_a_purpose_here_is_accepted_with_one_line_that_says_why(w
 
 @pytest.mark.parametrize("words", commands(REFUSED), ids=" ".join)
 def test_a_flag_that_would_change_the_run_is_refused_with_what_to_do_instead(words):
-    with pytest.raises(FlagError, match=f"^{' '.join(words[:1])}.* is not (accepted; (use|leave it out)|available.*choose )"):
+    with pytest.raises(FlagError) as error:
         parse_flags(words)
+    if is_pending(words) and "is not a flag" in str(error.value):
+        pytest.skip("not there yet")
+    assert re.match(f"{words[0]}.* is not (accepted; (use|leave it out)|available.*choose )", str(error.value))
 
 
 def test_megatron_lms_example_needs_two_edits_which_errors_name():

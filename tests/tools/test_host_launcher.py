@@ -74,7 +74,7 @@ def test_variables_come_from_prefixes_and_files(tmp_path: Path) -> None:
     fakes, words = launcher(tmp_path)
     (fakes.folder / ".deepspeed_env").write_text("# site\nNCCL_IB_HCA=mlx5_0,mlx5_1\nGREETING=good morning\n")
     more = {"NCCL_IB_HCA": "old", "MY_KEY": "1", "CUDA_VISIBLE_DEVICES": "3"}
-    (command, _) = shown(fakes, [*words, "--dry-run", "--env-prefix", "MY_", "--", "pretrain_zeropp_gpt.py"], **more)
+    (command, _) = shown(fakes, [*words, "--dry-run", "--env-prefix", "MY_", "pretrain_zeropp_gpt.py"], **more)
     assert {"NCCL_IB_HCA=mlx5_0,mlx5_1", "GREETING=good morning", "MY_KEY=1"} <= set(command)
     assert not any("CUDA_VISIBLE" in word for word in command)
     (tmp_path / "other_env").write_text("A=1\nB\n")
