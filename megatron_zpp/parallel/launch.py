@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DEFAULT_PORT = 29500
 # Ports of Slurm jobs: below the ephemeral ports of Linux, which begin at 32768, and apart for jobs that share a node.
@@ -38,8 +38,9 @@ class _Names:
 TORCHRUN = _Names("RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))  # LOCAL_SIZE is DeepSpeed's
 OPEN_MPI = _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ("OMPI_COMM_WORLD_LOCAL_SIZE",))
 HYDRA = _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",))  # mpirun of MPICH and Intel MPI
-# Those of a step go before what sbatch was told: srun may have been told otherwise.
-SLURM = _Names("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"))
+# What Slurm says of a step goes before what it says of the job: srun may have been told otherwise than sbatch.
+JOB = _Names("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"))
+STEP = replace(JOB, world_size="SLURM_STEP_NUM_TASKS")
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
@@ -77,15 +78,16 @@ def _launcher(environment: Mapping[str, str]) -> _Names | None:
         return TORCHRUN
     if mpirun is not None:
         return mpirun
-    if "SLURM_PROCID" not in environment or _number(environment, "SLURM_NTASKS") == 1:
+    slurm = STEP if STEP.world_size in environment else JOB
+    if slurm.rank not in environment or _number(environment, slurm.world_size) == 1:
         return None
     if not _is_slurm_task(environment):
-        tasks = environment["SLURM_NTASKS"]
+        tasks = environment[slurm.world_size]
         raise ValueError(
-            f"this Slurm job has SLURM_NTASKS={tasks}, but srun did not start this process, so it would be the only one of {tasks}; "
-            "start it with srun or torchrun, or unset SLURM_NTASKS for one rank"
+            f"this Slurm job has {slurm.world_size}={tasks}, but srun did not start this process, so it would be the only one of {tasks}; "
+            f"start it with srun or torchrun, or unset {slurm.world_size} for one rank"
         )
-    return SLURM
+    return slurm
 
 
 def _is_slurm_task(environment: Mapping[str, str]) -> bool:
@@ -107,7 +109,7 @@ def _master_address(environment: Mapping[str, str], names: _Names, *, has_one_no
         return environment["MASTER_ADDR"]
     if has_one_node:
         return "127.0.0.1"
-    if names is SLURM:
+    if names in (JOB, STEP):
         node_list = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST"))
         return None if node_list is None else first_host(node_list)
     return None
@@ -116,7 +118,7 @@ def _master_address(environment: Mapping[str, str], names: _Names, *, has_one_no
 def _port(environment: Mapping[str, str], names: _Names | None) -> int:
     if "MASTER_PORT" in environment:
         return _number(environment, "MASTER_PORT")
-    if names is SLURM and "SLURM_JOB_ID" in environment:
+    if names in (JOB, STEP) and "SLURM_JOB_ID" in environment:
         return FIRST_SLURM_PORT + _number(environment, "SLURM_JOB_ID") % SLURM_PORTS
     return DEFAULT_PORT
 

@@ -61,6 +61,10 @@ def test_the_tasks_of_a_step_go_before_those_that_the_job_asked_for(words: str, 
     assert read_launch(SLURM | {"SLURM_STEP_TASKS_PER_NODE": words}).local_world_size == count
 
 
+def test_the_number_of_tasks_of_a_step_goes_before_that_of_the_job() -> None:
+    assert read_launch(SLURM | {"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "4"}) == read_launch(SLURM)
+
+
 def test_torchrun_inside_a_slurm_job_goes_by_torchrun() -> None:
     assert read_launch(SLURM | SLURM_JOB | TORCHRUN) == read_launch(TORCHRUN)
 
