@@ -4,11 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zpp.config.cli import PROGRAM, error_text, help_text, parse_flags
+from megatron_zpp.config.cli import PROGRAM, default_in_words, error_text, help_text, parse_flags
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.obsolete import ACCEPTED, REFUSED, REFUSED_FAMILIES
 from megatron_zpp.config.options import options
 from megatron_zpp.config.schema import GROUPS, Config
+
+
+WHOLE_HELP = help_text()
 
 
 def words_after(option):
@@ -184,11 +187,18 @@ def test_capitals_of_a_choice_do_not_matter(word):
     assert parse_flags(["--normalization", word]).model.normalization == "RMSNorm"
 
 
-def test_help_tells_default_and_unit():
-    text = " ".join(help_text().split())
+@pytest.mark.parametrize("option", options(), ids=lambda option: option.name)
+def test_help_tells_default_and_unit_of_every_flag(option):
+    text = " ".join(WHOLE_HELP.split())
+    details = [default_in_words(option)] + ([f"unit: {option.flag.unit}"] if option.flag.unit not in ("", "1", "path") else [])
+    assert f"{' '.join(option.flag.help.split())} ({'; '.join(details)}" in text
+
+
+def test_help_tells_defaults_in_words():
+    text = " ".join(WHOLE_HELP.split())
     assert "Transformer blocks. (required; unit: blocks; at least 1)" in text
-    assert "(default: --hidden-size / --num-attention-heads; unit: values; at least 1)" in text
-    assert "--use-rotary-position-embeddings Short for --position-embedding-type rope." in text
+    assert "(default: --seq-length; unit: tokens; at least 1)" in text
+    assert "excludes --bf16. (default: off)" in text
 
 
 def test_error_text_names_the_program():
