@@ -102,7 +102,8 @@ def choose_device(launch: Launch, backend: str | None) -> torch.device:
     shares_device = "NCCL_HOSTID" in os.environ  # NCCL takes ranks with different host ids on one device for different machines
     if launch.local_rank >= devices and not shares_device:
         raise ValueError(
-            f"local rank {launch.local_rank} finds only {devices} GPUs on this machine; start at most {devices} ranks per machine"
+            f"local rank {launch.local_rank} finds only {devices} GPUs on this machine; start at most {devices} ranks per machine, "
+            "or let each rank see all GPUs of its machine (srun --gpu-bind=none)"
         )
     return torch.device("cuda", launch.local_rank % devices)
 

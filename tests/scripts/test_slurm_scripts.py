@@ -70,7 +70,7 @@ def test_srun_starts_a_rank_per_task_that_finds_its_place_and_the_flags(tmp_path
     done = fakes.run("bash", submitted(tmp_path, "slurm_srun.sbatch"), *FLAGS, **job(tmp_path))
     assert done.returncode == 0, done.stderr
     (srun,) = fakes.calls("srun")
-    assert srun.words[:3] == ["--kill-on-bad-exit=1", "--cpus-per-task", "5"]
+    assert srun.words[:4] == ["--kill-on-bad-exit=1", "--gpu-bind=none", "--cpus-per-task", "5"]
     ranks = fakes.calls("python")
     launches = [read_launch(rank.environment) for rank in ranks]
     assert launches == [Launch(rank, 4, rank % 2, 2, "node3", 15000 + 1234567 % 15000) for rank in range(4)]
