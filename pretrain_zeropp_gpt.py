@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.config.arguments import arguments_block
 from megatron_zpp.config.assumptions import banner
-from megatron_zpp.config.cli import ERROR_EXIT_CODE, error_text, parse_flags
+from megatron_zpp.config.cli import ERROR_EXIT_CODE, asks_for_help, error_text, help_text, parse_flags
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.schema import Config
 from megatron_zpp.config.validate import resolve
@@ -28,15 +28,35 @@ def main(argv: list[str]) -> int:
     try:
         launch = read_launch(os.environ)
     except ValueError as error:
-        return refuse(str(error))
+        if not (asks_for_help(argv) or "--dry-run" in argv):
+            return refuse(str(error))
+        launch = Launch(0, 1, 0, 1)  # nothing is to be started
+    if asks_for_help(argv):
+        RankPrinter(launch.rank, launch.world_size).on_first(help_text())
+        return 0
     config, mistake = Config(), None
     try:
-        config = resolve(with_checkpoint_args(parse_flags(argv)), launch.world_size, launch.local_world_size)
+        config = with_checkpoint_args(parse_flags(argv))
+        if config.plan.dry_run:
+            return show_plan(config, launch)
+        config = resolve(config, launch.world_size, launch.local_world_size)
     except FlagError as error:
         mistake = str(error)
-    if mistake is not None and launch.world_size == 1:
-        return refuse(mistake)
+    if mistake is not None and (launch.world_size == 1 or "--dry-run" in argv):
+        return refuse(mistake, launch.rank)
     return run_in_world(config, launch, mistake)
+
+
+def show_plan(config: Config, launch: Launch) -> int:
+    """The exit code of --dry-run; the first rank alone prints."""
+    from megatron_zpp.training.dry_run import described_plan
+
+    try:
+        text = described_plan(config, launch)
+    except ValueError as error:
+        return refuse(str(error), launch.rank)
+    RankPrinter(launch.rank, launch.world_size).on_first(text)
+    return 0
 
 
 def run_in_world(config: Config, launch: Launch, mistake: str | None) -> int:
@@ -53,7 +73,7 @@ def run_in_world(config: Config, launch: Launch, mistake: str | None) -> int:
         train(config, launch, world)
     except StartupError as error:
         world.leave()
-        return refuse(str(error)) if launch.rank == 0 else ERROR_EXIT_CODE
+        return refuse(str(error), launch.rank)
     except Exception as error:
         fail(world, error)
     world.leave()
@@ -104,8 +124,10 @@ def train(config: Config, launch: Launch, world: World) -> None:
     engine.close()
 
 
-def refuse(mistake: str) -> int:
-    print(error_text(FlagError(mistake)), file=sys.stderr, flush=True)
+def refuse(mistake: str, rank: int = 0) -> int:
+    """The exit code of a mistake, which the first rank prints."""
+    if rank == 0:
+        print(error_text(FlagError(mistake)), file=sys.stderr, flush=True)
     return ERROR_EXIT_CODE
 
 

@@ -99,6 +99,13 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = flag(
         128, help="The vocabulary is padded to a multiple of this.", unit="tokens", allowed=POSITIVE_COUNT
     )
+    padded_vocab_size: int | None = flag(
+        None,
+        help="Rows of the embedding, at least as many as the tokenizer has ids.",
+        unit="tokens",
+        allowed=POSITIVE_COUNT,
+        otherwise="the next multiple of --make-vocab-size-divisible-by",
+    )
     normalization: str = flag("LayerNorm", help="What normalizes hidden states; RMSNorm has no mean and no bias.", allowed=NORMALIZATIONS)
     norm_epsilon: float = flag(
         1e-5, help="Added to the variance, or the mean square, in norms.", unit="1", aliases=("--layernorm-epsilon",), allowed=POSITIVE
@@ -283,9 +290,10 @@ class ZeroConfig:
         0,
         help="What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too.",
         allowed=(0, 1, 2, 3),
+        shorthands=(("--use-distributed-optimizer", 1),),
     )
     deepspeed_config: str | None = flag(
-        None, help="DeepSpeed JSON file, whose keys are read as flags.", unit="path", aliases=("--deepspeed_config",)
+        None, help="DeepSpeed JSON file, whose keys are read as flags.", unit="path", aliases=("--deepspeed_config", "--deepscale_config")
     )
     zero_quantized_weights: bool = flag(False, help="qwZ: weights cross links as blocks of integers; needs --zero-stage 1, 2 or 3.")
     zero_hpz_partition_size: int = flag(
@@ -432,7 +440,9 @@ class DataConfig:
     )
     dataloader_type: str = flag("single", help="Samples in one shuffled order, the same at every number of ranks.", allowed=("single",))
     reset_position_ids: bool = flag(False, help="Positions start over after an end-of-document token.")
-    reset_attention_mask: bool = flag(False, help="No token attends across an end-of-document token.")
+    reset_attention_mask: bool = flag(
+        False, help="No token attends across an end-of-document token.", aliases=("--dataloader-inter-document-masking",)
+    )
     eod_mask_loss: bool = flag(False, help="What follows an end-of-document token is not predicted: the loss leaves it out.")
     num_workers: int = flag(2, help="Processes that read data, per rank; 0 reads in the training process.", unit="processes", allowed=COUNT)
 
@@ -512,6 +522,36 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True)
+class PlanConfig:
+    """The plan that --dry-run prints, for any world; a run that is started has nothing of it."""
+
+    dry_run: bool = flag(
+        False, help="Check every flag, print the plan of the run (memory per rank, bytes per link, tokens, time) and end; needs no GPU."
+    )
+    nodes: int | None = flag(None, help="Nodes of the planned world, of --ranks-per-node ranks each.", unit="nodes", allowed=POSITIVE_COUNT)
+    world_size: int | None = flag(
+        None,
+        help="All ranks of the planned world; with --nodes or --ranks-per-node.",
+        unit="ranks",
+        allowed=POSITIVE_COUNT,
+        otherwise="--nodes x --ranks-per-node, or the launcher's world",
+    )
+    device: str = flag(
+        None, help="Kind of device that is planned for.", allowed=("gpu", "cpu"), otherwise="gpu; cpu with --distributed-backend gloo"
+    )
+    memory_gigabytes: float | None = flag(
+        None, help="Memory of each rank; a run that needs more is refused, as it would be at its start.", unit="GB", allowed=POSITIVE
+    )
+    teraflops: float | None = flag(
+        None, help="What a rank sustains while it computes, recomputation counted; needed for a time.", unit="TFLOP/s", allowed=POSITIVE
+    )
+    inter_gigabits: float | None = flag(
+        None, help="Rate of a node's link to the others, in each direction.", unit="Gbit/s", allowed=POSITIVE
+    )
+    intra_gigabytes: float = flag(100.0, help="Rate into one rank inside its node.", unit="GB/s", allowed=POSITIVE)
+
+
+@dataclass(frozen=True)
 class Config:
     """Every flag in its group, and what was said about them on the way.
 
@@ -528,6 +568,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     given: frozenset[str] = frozenset()
     notices: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
@@ -548,6 +589,7 @@ class Config:
         return getattr(getattr(self, GROUP_OF_FIELD[name]), name)
 
 
+PLAN_GROUP = "plan"
 GROUPS: dict[str, type] = {
     "model": ModelConfig,
     "training": TrainingConfig,
@@ -558,5 +600,6 @@ GROUPS: dict[str, type] = {
     "data": DataConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
+    PLAN_GROUP: PlanConfig,
 }
 GROUP_OF_FIELD: dict[str, str] = {member.name: group for group, members in GROUPS.items() for member in fields(members)}

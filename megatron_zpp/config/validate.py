@@ -23,7 +23,7 @@ from megatron_zpp.config.derive import derive
 from megatron_zpp.config.divisors import divisors
 from megatron_zpp.config.flag import REQUIRED, FlagError, any_of, check_value
 from megatron_zpp.config.options import options, spelling_of
-from megatron_zpp.config.schema import TOKENIZER_FILES, TOKENIZER_TYPES, Config
+from megatron_zpp.config.schema import PLAN_GROUP, TOKENIZER_FILES, TOKENIZER_TYPES, Config
 
 
 def resolve(config: Config, world_size: int, local_world_size: int | None) -> Config:
@@ -129,6 +129,14 @@ def check_warmup_ends_before_decay(config: Config) -> None:
         raise FlagError(
             f"--lr-warmup-{unit} {warmup} does not end before the decay's horizon of {decay}; "
             f"choose {decay - 1} or less, or a higher --lr-decay-{unit}."
+        )
+
+
+def check_vocabulary_padding(config: Config) -> None:
+    rows, multiple = config.model.padded_vocab_size, config.model.make_vocab_size_divisible_by
+    if rows is not None and rows % multiple != 0 and "make_vocab_size_divisible_by" in config.given:
+        raise FlagError(
+            f"--padded-vocab-size {rows} is not a multiple of --make-vocab-size-divisible-by {multiple}; leave one of them out."
         )
 
 
@@ -241,6 +249,12 @@ def check_loading(config: Config) -> None:
             raise FlagError(f"{_as_given(config, name)} needs a checkpoint to load; give --load.")
     if checkpoint.use_checkpoint_args and checkpoint.pretrained_checkpoint is None:
         raise FlagError("--use-checkpoint-args needs a checkpoint; give --load or --pretrained-checkpoint.")
+
+
+def check_plan(config: Config) -> None:
+    for option in options():
+        if option.group == PLAN_GROUP and option.name in config.given and not config.plan.dry_run:
+            raise FlagError(f"{_as_given(config, option.name)} changes nothing in a run, only in a plan; give --dry-run as well.")
 
 
 def _as_given(config: Config, name: str) -> str:
@@ -367,12 +381,14 @@ CHECKS_BEFORE_FILLING: tuple[Callable[[Config], None], ...] = (
     check_one_activation,
     check_one_kind_of_positions,
     check_norms,
+    check_vocabulary_padding,
     check_sources,
     check_quantization,
     check_secondary_partition,
     check_leaving,
     check_saving,
     check_loading,
+    check_plan,
 )
 CHECKS_AFTER_FILLING: tuple[Callable[[Config], None], ...] = (
     check_tokenizer,

@@ -102,7 +102,8 @@ def choose_device(launch: Launch, backend: str | None) -> torch.device:
     shares_device = "NCCL_HOSTID" in os.environ  # NCCL takes ranks with different host ids on one device for different machines
     if launch.local_rank >= devices and not shares_device:
         raise ValueError(
-            f"local rank {launch.local_rank} finds only {devices} GPUs on this machine; start at most {devices} ranks per machine"
+            f"local rank {launch.local_rank} finds only {devices} GPUs on this machine; start at most {devices} ranks per machine, "
+            "or let each rank see all GPUs of its machine (srun --gpu-bind=none)"
         )
     return torch.device("cuda", launch.local_rank % devices)
 
@@ -128,10 +129,10 @@ def joined_errors(errors: Sequence[str]) -> str:
 
 
 def _join_store(launch: Launch, timeout: timedelta) -> dist.Store:
-    if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
-        return dist.HashStore()
-    if "MASTER_ADDR" not in os.environ:
+    if launch.master_address is None:
+        if launch.world_size == 1:
+            return dist.HashStore()
         raise ValueError("MASTER_ADDR is not set: start with torchrun, or export MASTER_ADDR (the host of rank 0) and MASTER_PORT")
-    os.environ.setdefault("MASTER_PORT", "29500")
+    os.environ.update(MASTER_ADDR=launch.master_address, MASTER_PORT=str(launch.master_port))
     store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
     return dist.PrefixStore("megatron_zpp", store)

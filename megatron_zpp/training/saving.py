@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_zpp.checkpoint.engine_state import RunState, manifest_of, share_of
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SavedCheckpoint, SaveOptions
-from megatron_zpp.config.schema import GROUPS, CheckpointConfig, Config
+from megatron_zpp.config.schema import GROUPS, PLAN_GROUP, CheckpointConfig, Config
 from megatron_zpp.monitor.logging import RankPrinter
 from megatron_zpp.training.metrics import Progress
 from megatron_zpp.zero.engine import ZeroEngine
@@ -64,7 +64,7 @@ class RunSaver:
 
 def flags_by_group(config: Config) -> dict[str, Any]:
     """The resolved configuration as a checkpoint keeps it."""
-    return {group: asdict(getattr(config, group)) for group in GROUPS}
+    return {group: asdict(getattr(config, group)) for group in GROUPS if group != PLAN_GROUP}
 
 
 def _options(checkpoint: CheckpointConfig) -> SaveOptions:

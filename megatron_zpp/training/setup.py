@@ -25,7 +25,7 @@ from megatron_zpp.config.schema import Config, PrecisionConfig
 from megatron_zpp.data.build_once import Speaker
 from megatron_zpp.data.datasets import DataRequest, Datasets, build_datasets, cache_folder, count_samples
 from megatron_zpp.data.token_check import check_token_ids_once
-from megatron_zpp.data.tokenizer import build_tokenizer, padded_vocab_size
+from megatron_zpp.data.tokenizer import build_tokenizer, embedding_rows
 from megatron_zpp.model.attention_kernel import check_attention, head_shape_of
 from megatron_zpp.model.document_attention import describe as describe_documents
 from megatron_zpp.model.document_attention import has_varlen
@@ -95,7 +95,7 @@ def build_ladder(config: Config, world: World) -> Ladder:
 def build_vocabulary(config: Config) -> Vocabulary:
     """The tokenizer's ids, as the model and the data need to know them."""
     tokenizer = build_tokenizer(config.data)
-    padded_size = padded_vocab_size(tokenizer.vocab_size, config.model.make_vocab_size_divisible_by)
+    padded_size = embedding_rows(config.model, tokenizer.vocab_size)
     return Vocabulary(tokenizer.vocab_size, padded_size, tokenizer.eod)
 
 
