@@ -13,11 +13,17 @@ class AcceptedFlag:
     reason: str
 
 
+ONE_TENSOR_RANK = "inputs of recomputed blocks are divided among tensor-parallel ranks, of which there is one"
 ACCEPTED: dict[str, AcceptedFlag] = {
     "--local-rank": AcceptedFlag(1, "the launcher's LOCAL_RANK decides"),
     "--local_rank": AcceptedFlag(1, "the launcher's LOCAL_RANK decides"),
     "--deepspeed": AcceptedFlag(0, "--zero-stage alone chooses the sharding"),
     "--deepspeed-activation-checkpointing": AcceptedFlag(0, "--checkpoint-activations turns recomputation on"),
+    "--partition-activations": AcceptedFlag(0, ONE_TENSOR_RANK),
+    "--distribute-saved-activations": AcceptedFlag(0, ONE_TENSOR_RANK),
+    "--distribute-checkpointed-activations": AcceptedFlag(0, ONE_TENSOR_RANK),
+    "--contigious-checkpointing": AcceptedFlag(0, "torch's allocator keeps the inputs of recomputed blocks"),
+    "--synchronize-each-layer": AcceptedFlag(0, "a block's kernels are in order on their stream"),
     "--no-pipeline-parallel": AcceptedFlag(0, "there is no pipeline engine"),
     "--DDP-impl": AcceptedFlag(1, "--zero-stage 0 is data parallelism"),
     "--use-cpu-initialization": AcceptedFlag(0, "weights are the same on every device and world size"),
@@ -46,8 +52,8 @@ ACCEPTED: dict[str, AcceptedFlag] = {
 REFUSED: dict[str, str] = {
     "--model-parallel-size": "use --tensor-model-parallel-size",
     "--warmup": "use --lr-warmup-fraction",
-    "--recompute-granularity": "use --checkpoint-activations, which recomputes every block",
-    "--recompute-activations": "use --checkpoint-activations, which recomputes every block",
+    "--checkpoint-in-cpu": "use a higher --recompute-num-layers, which keeps fewer inputs of recomputed blocks on the device",
+    "--profile-backward": "leave it out, backward is measured with everything else",
     "--swiglu": "leave it out, blocks have GELU",
     "--normalization": "leave it out, blocks have LayerNorm",
     "--position-embedding-type": "leave it out, positions are learned",

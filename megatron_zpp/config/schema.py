@@ -57,7 +57,29 @@ class ModelConfig:
     )
     attention_dropout: float = flag(0.1, help="Dropout probability of attention weights.", unit="1", allowed=FRACTION)
     hidden_dropout: float = flag(0.1, help="Dropout probability of embeddings and block outputs.", unit="1", allowed=FRACTION)
-    checkpoint_activations: bool = flag(False, help="Recompute every block in the backward pass instead of keeping its activations.")
+    recompute_granularity: str | None = flag(
+        None,
+        help="What backward computes again instead of keeping it: full is whole blocks, selective is attention between its projections.",
+        allowed=("full", "selective"),
+        otherwise="nothing; what the two short forms say",
+    )
+    recompute_method: str | None = flag(
+        None,
+        help="Which blocks --recompute-granularity full recomputes: uniform is all, in chunks of --recompute-num-layers of which only the "
+        "input is kept; block is the first --recompute-num-layers, one by one.",
+        allowed=("uniform", "block"),
+        otherwise="required by full; uniform with --checkpoint-activations",
+    )
+    recompute_num_layers: int | None = flag(
+        None,
+        help="Blocks of a chunk (uniform), or blocks that are recomputed (block).",
+        unit="blocks",
+        aliases=("--checkpoint-num-layers",),
+        allowed=POSITIVE_COUNT,
+        otherwise="1 with --recompute-granularity full",
+    )
+    recompute_activations: bool = flag(False, help="Short for --recompute-granularity selective.")
+    checkpoint_activations: bool = flag(False, help="Short for --recompute-granularity full --recompute-method uniform.")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.block import Block
-from megatron_zpp.model.document_attention import HeadShape, separated
+from megatron_zpp.model.chunks import recomputed_chunks
+from megatron_zpp.model.document_attention import Documents, HeadShape, separated
 from megatron_zpp.model.embedding import Embedding
 from megatron_zpp.model.final import Final
 from megatron_zpp.model.initialization import initial_values
@@ -55,13 +56,18 @@ class GPT(nn.Module):
         if document_lengths_R is not None:
             samples, length = tokens_BS.shape
             documents = separated(document_lengths_R, (samples, length), self.head_shape(hidden_BSH.dtype), tokens_BS.device)
-        for block in self.blocks:
-            if self.config.checkpoint_activations:
-                hidden_BSH = recomputed(block, hidden_BSH, first_sample, documents)
-            else:
-                hidden_BSH = block(hidden_BSH, first_sample, documents)
+        kept_from = 0
+        for chunk in recomputed_chunks(self.config):
+            hidden_BSH = recomputed(self._through, chunk, hidden_BSH, first_sample, documents)
+            kept_from = chunk.stop
+        hidden_BSH = self._through(range(kept_from, self.config.num_layers), hidden_BSH, first_sample, documents)
         loss_or_logits: Tensor = self.final(hidden_BSH, self._tied_weight(), labels_BS)
         return loss_or_logits
+
+    def _through(self, blocks: range, hidden_BSH: Tensor, first_sample: int, documents: Documents | None) -> Tensor:
+        for index in blocks:
+            hidden_BSH = self.blocks[index](hidden_BSH, first_sample, documents)
+        return hidden_BSH
 
     def head_shape(self, dtype: torch.dtype) -> HeadShape:
         """What attention's choice of a kernel for documents depends on."""

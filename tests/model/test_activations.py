@@ -50,7 +50,7 @@ def test_without_recomputation_the_estimate_is_what_autograd_keeps_within_a_twen
 def test_with_recomputation_a_block_adds_one_hidden_state_and_the_estimate_holds_what_autograd_keeps() -> None:
     estimates = [
         activation_bytes(
-            small_config(**{**SHAPE, "num_layers": layers}, checkpoint_activations=True),
+            small_config(**{**SHAPE, "num_layers": layers}, recompute_granularity="full"),
             VOCAB,
             SAMPLES,
             4,
@@ -59,7 +59,7 @@ def test_with_recomputation_a_block_adds_one_hidden_state_and_the_estimate_holds
         for layers in (6, 7)
     ]
     assert estimates[1] - estimates[0] == SAMPLES * SHAPE["seq_length"] * SHAPE["hidden_size"] * 4
-    assert kept_bytes(torch.float32, checkpoint_activations=True) <= estimates[0] < estimated_bytes(torch.float32) / 2
+    assert kept_bytes(torch.float32, recompute_granularity="full") <= estimates[0] < estimated_bytes(torch.float32) / 2
 
 
 def test_activations_grow_with_the_micro_batch() -> None:

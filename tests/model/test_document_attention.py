@@ -36,7 +36,7 @@ def logits(model: GPT, tokens: Tensor, lengths: list[int] | None, *, resets_posi
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_logits_of_a_packed_document_equal_those_of_the_document_alone(dtype: torch.dtype, recomputes: bool) -> None:
-    model = small_gpt(checkpoint_activations=recomputes, dtype=dtype)
+    model = small_gpt(recompute_granularity="full" if recomputes else None, dtype=dtype)
     tokens, _ = sample_batch()
     packed = logits(model, tokens, LENGTHS).flatten(0, 1)
     start = 0
@@ -80,7 +80,7 @@ def test_recomputation_keeps_the_documents(dropout: float) -> None:
     """Bit for bit: the recomputed forward has the same mask and drops the same."""
     tokens, labels = sample_batch()
     models = [
-        small_gpt(checkpoint_activations=recomputes, attention_dropout=dropout, hidden_dropout=dropout).train()
+        small_gpt(recompute_granularity="full" if recomputes else None, attention_dropout=dropout, hidden_dropout=dropout).train()
         for recomputes in (False, True)
     ]
     for one, other in zip(*(gradients(model, tokens, labels) for model in models), strict=True):

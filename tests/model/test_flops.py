@@ -22,7 +22,7 @@ def gpt_config(layers: int, hidden: int, heads: int, length: int, recompute: boo
         kv_channels=hidden // heads,
         seq_length=length,
         max_position_embeddings=length,
-        checkpoint_activations=recompute,
+        recompute_granularity="full" if recompute else None,
     )
 
 
@@ -44,7 +44,7 @@ def test_the_parameter_count_is_that_of_the_units(untied: bool) -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_hardware_flops_are_the_matrix_products_that_run(untied: bool, recompute: bool) -> None:
     # With dropout on, recomputation runs to the end of the block; without it the last product, which backward does not need, is left out.
-    model = small_gpt(untie_embeddings_and_output_weights=untied, checkpoint_activations=recompute, hidden_dropout=0.1)
+    model = small_gpt(untie_embeddings_and_output_weights=untied, recompute_granularity="full" if recompute else None, hidden_dropout=0.1)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(*sample_batch(samples=3), first_sample=0).sum().backward()
     assert counter.get_total_flops() == hardware_flops(model.config, VOCAB, sample_count=3)
@@ -55,7 +55,7 @@ def test_model_flops_leave_out_half_of_the_attention_square_and_every_recomputat
     heads_width = config.num_attention_heads * config.kv_channels
     square = 3 * config.num_layers * 4 * config.seq_length**2 * heads_width
     assert hardware_flops(config, VOCAB, 5) - model_flops(config, VOCAB, 5) == 5 * square // 2
-    assert model_flops(small_config(checkpoint_activations=True), VOCAB, 5) == model_flops(config, VOCAB, 5)
+    assert model_flops(small_config(recompute_granularity="full"), VOCAB, 5) == model_flops(config, VOCAB, 5)
 
 
 @pytest.mark.parametrize(("seconds", "published_tflops"), [(9.9559, 7.65), (3.6806, 20.70)])
