@@ -13,14 +13,7 @@ from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.schema import CheckpointConfig, Config, ModelConfig
 
 # How the function is computed is this machine's choice.
-MACHINE_FIELDS = {
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_activations",
-    "checkpoint_activations",
-    "norm_backend",
-}
+MACHINE_FIELDS = {"recompute_granularity", "recompute_method", "recompute_num_layers", "norm_backend"}
 MODEL_FIELDS = tuple(member.name for member in fields(ModelConfig) if member.name not in MACHINE_FIELDS)
 TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_size")
 

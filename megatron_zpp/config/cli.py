@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
             if option.group == group:
                 _add_option(section, option)
     section = parser.add_argument_group("accepted without effect")
-    known = {spelling for option in options() for spelling in option.spellings}
+    known = {spelling for option in options() for spelling in option.all_spellings}
     for spelling, accepted in ACCEPTED.items():
         if spelling not in known:
             _add(section, (spelling,), 0 if accepted.num_values == 0 else None, "VALUE", accepted.reason)
@@ -73,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
 def _add_option(section: Any, option: Option) -> None:
     nargs: int | str | None = 0 if option.kind is bool else "+" if option.kind is tuple else None
     _add(section, option.spellings, nargs, _metavar(option), _help_of(option))
+    for spelling, value in option.flag.shorthands:
+        _add(section, (spelling,), 0, None, f"Short for {option.spelling} {value}.")
 
 
 def _add(section: Any, spellings: Sequence[str], nargs: int | str | None, metavar: str | None, text: str) -> None:
@@ -117,19 +119,22 @@ def _occurrences(argv: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _is_given(option: Option, occurrences: dict[str, list[str]]) -> bool:
-    return any(spelling in occurrences for spelling in option.spellings)
+    return any(spelling in occurrences for spelling in option.all_spellings)
 
 
 def _value_of(option: Option, occurrences: dict[str, list[str]]) -> Any:
     by_value: dict[Any, list[str]] = defaultdict(list)
-    for spelling in option.spellings:
+    for spelling in option.all_spellings:
         if spelling in occurrences:
             value = option.value_from(spelling, occurrences[spelling])
             if option.kind is not tuple:
                 check_value(spelling, value, option.flag.allowed)
             by_value[value].append(spelling)
     if len(by_value) > 1:
-        contradictions = " and ".join(f"{spelling} {value}" for value, spellings in by_value.items() for spelling in spellings)
+        shorthands = dict(option.flag.shorthands)
+        contradictions = " and ".join(
+            spelling if spelling in shorthands else f"{spelling} {value}" for value, spellings in by_value.items() for spelling in spellings
+        )
         raise FlagError(f"{contradictions} are two values for one setting; give only one of them.")
     return next(iter(by_value))
 
@@ -141,7 +146,7 @@ def _unknown_error(words: Sequence[str]) -> FlagError:
     first = flags[0]
     if first in REFUSED:
         return FlagError(f"{first} is not accepted; {REFUSED[first]}.")
-    known = [spelling for option in options() for spelling in option.spellings] + list(ACCEPTED)
+    known = [spelling for option in options() for spelling in option.all_spellings] + list(ACCEPTED)
     nearest = difflib.get_close_matches("--" + first.lstrip("-").replace("_", "-"), known, n=1)
     remedy = f"did you mean {nearest[0]}?" if nearest else "see --help for the list."
     return FlagError(f"{first} is not a flag of this program; {remedy}")

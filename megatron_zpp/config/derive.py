@@ -31,7 +31,9 @@ def _or(value: T | None, otherwise: T) -> T:
 def _model_values(config: Config) -> dict[str, Any]:
     model = config.model
     return {
-        "ffn_hidden_size": _or(model.ffn_hidden_size, 4 * model.hidden_size),
+        "position_embedding_type": _position_embedding_type(config),
+        "num_query_groups": _or(model.num_query_groups, 1 if model.group_query_attention else model.num_attention_heads),
+        "ffn_hidden_size": _or(model.ffn_hidden_size, _ffn_hidden_size(config)),
         "kv_channels": _or(model.kv_channels, model.hidden_size // model.num_attention_heads),
         "max_position_embeddings": _or(model.max_position_embeddings, model.seq_length),
         **_recompute_values(model),
@@ -39,15 +41,31 @@ def _model_values(config: Config) -> dict[str, Any]:
 
 
 def _recompute_values(model: ModelConfig) -> dict[str, Any]:
-    """The short forms in full."""
-    granularity = "full" if model.checkpoint_activations else "selective" if model.recompute_activations else model.recompute_granularity
-    if granularity != "full":
-        return {"recompute_granularity": granularity}
+    if model.recompute_granularity != "full":
+        return {}
     return {
-        "recompute_granularity": granularity,
         "recompute_method": _or(model.recompute_method, "uniform"),
         "recompute_num_layers": _or(model.recompute_num_layers, 1),
     }
+
+
+def _position_embedding_type(config: Config) -> str:
+    model = config.model
+    return "none" if model.no_position_embedding and "position_embedding_type" not in config.given else model.position_embedding_type
+
+
+def _ffn_hidden_size(config: Config) -> int:
+    """4 H; two thirds of it where a gate adds a third matrix, in multiples of 64 as Megatron has it."""
+    hidden = config.model.hidden_size
+    if not config.model.swiglu:
+        return 4 * hidden
+    width = int(4 * hidden * 2 / 3 / 64) * 64
+    if width == 0:
+        raise FlagError(
+            f"--swiglu with --hidden-size {hidden} leaves the feed-forward layer no width, because two thirds of 4 x {hidden} are rounded "
+            "down to a multiple of 64; give --ffn-hidden-size."
+        )
+    return width
 
 
 def _batch_values(config: Config, world_size: int) -> dict[str, Any]:

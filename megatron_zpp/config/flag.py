@@ -59,6 +59,7 @@ class Flag:
     """The declaration of one flag, kept in the metadata of its dataclass field.
 
     otherwise: what `resolve` puts in place of a default of None, in words; REQUIRED where the user must say.
+    shorthands: flags without a value that stand for this one with a certain value, and that value.
     """
 
     help: str
@@ -66,6 +67,7 @@ class Flag:
     aliases: tuple[str, ...]
     allowed: Choices | Bounds | None
     otherwise: str
+    shorthands: tuple[tuple[str, Any], ...]
 
 
 def flag(
@@ -76,9 +78,10 @@ def flag(
     aliases: tuple[str, ...] = (),
     allowed: Choices | Bounds | None = None,
     otherwise: str = "",
+    shorthands: tuple[tuple[str, Any], ...] = (),
 ) -> Any:
     """A dataclass field that the command line, the checks and the page of flags are built from."""
-    return field(default=default, metadata={"flag": Flag(help, unit, aliases, allowed, otherwise)})
+    return field(default=default, metadata={"flag": Flag(help, unit, aliases, allowed, otherwise, shorthands)})
 
 
 def any_of(values: Sequence[object]) -> str:

@@ -29,7 +29,8 @@ def _group_section(group: str, members: type) -> str:
 
 
 def _row(option: Option) -> tuple[str, ...]:
-    aliases = ", ".join(f"`{alias}`" for alias in option.flag.aliases)
+    shorthands = (f"`{spelling}` ({value})" for spelling, value in option.flag.shorthands)
+    aliases = ", ".join([*(f"`{alias}`" for alias in option.flag.aliases), *shorthands])
     return (f"`{option.spelling}`", _default(option), option.flag.unit, _allowed(option), option.flag.help, aliases)
 
 

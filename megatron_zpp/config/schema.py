@@ -13,10 +13,14 @@ from typing import Any
 
 from megatron_zpp.config.flag import COUNT, FRACTION, NOT_NEGATIVE, POSITIVE, POSITIVE_COUNT, REQUIRED, Bounds, flag
 
+POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and regularisation of the GPT."""
+    """Architecture and regularisation of the GPT."""
 
     num_layers: int = flag(None, help="Transformer blocks.", unit="blocks", allowed=POSITIVE_COUNT, otherwise=REQUIRED)
     hidden_size: int = flag(None, help="Width of the residual stream.", unit="values", allowed=POSITIVE_COUNT, otherwise=REQUIRED)
@@ -28,25 +32,93 @@ class ModelConfig:
         otherwise=REQUIRED,
     )
     ffn_hidden_size: int = flag(
-        None, help="Width inside the feed-forward layer.", unit="values", allowed=POSITIVE_COUNT, otherwise="4 x --hidden-size"
+        None,
+        help="Width inside the feed-forward layer.",
+        unit="values",
+        allowed=POSITIVE_COUNT,
+        otherwise="4 x --hidden-size; with --swiglu two thirds of that, rounded down to a multiple of 64",
     )
     kv_channels: int = flag(
         None, help="Width of one attention head.", unit="values", allowed=POSITIVE_COUNT, otherwise="--hidden-size / --num-attention-heads"
     )
+    group_query_attention: bool = flag(False, help="Heads share keys and values; --num-query-groups alone says the same.")
+    num_query_groups: int = flag(
+        None,
+        help="Groups of attention heads that share one key and value head; they divide --num-attention-heads.",
+        unit="groups",
+        aliases=("--num-key-value-heads",),
+        allowed=POSITIVE_COUNT,
+        otherwise="--num-attention-heads, each head its own; 1 with --group-query-attention",
+    )
     seq_length: int = flag(None, help="Length of a training sample.", unit="tokens", allowed=POSITIVE_COUNT, otherwise=REQUIRED)
+    position_embedding_type: str = flag(
+        "learned_absolute",
+        help="How the model knows positions: a learned vector added to each token, rotation of queries and keys, or not at all.",
+        allowed=POSITION_EMBEDDING_TYPES,
+        shorthands=(("--use-rotary-position-embeddings", "rope"),),
+    )
+    no_position_embedding: bool = flag(False, help="Learn no positions: --position-embedding-type is none unless it is given.")
     max_position_embeddings: int = flag(
-        None, help="Learned positions; at least --seq-length.", unit="tokens", allowed=POSITIVE_COUNT, otherwise="--seq-length"
+        None,
+        help="Learned positions, at least --seq-length; other position embeddings have no limit.",
+        unit="tokens",
+        allowed=POSITIVE_COUNT,
+        otherwise="--seq-length",
+    )
+    rotary_base: float = flag(
+        10000.0,
+        help="Base of the wavelengths of rotary positions.",
+        unit="1",
+        aliases=("--rotary-position-embeddings-theta",),
+        allowed=POSITIVE,
+    )
+    rotary_percent: float = flag(
+        1.0, help="Share of a head's channels that rotate; the others know no positions.", unit="1", allowed=Bounds(above=0, at_most=1)
+    )
+    rotary_interleaved: bool = flag(False, help="Rotate neighbouring channels as pairs, instead of channel i with i + half of them.")
+    rotary_seq_len_interpolation_factor: float = flag(
+        1.0, help="Rotary positions are divided by this (linear interpolation).", unit="1", allowed=POSITIVE
+    )
+    use_rope_scaling: bool = flag(False, help="Stretch the long wavelengths of rotary positions as Llama 3.1 does.")
+    rope_scaling_factor: float = flag(8.0, help="How far --use-rope-scaling stretches them.", unit="1", allowed=Bounds(at_least=1))
+    rope_scaling_low_freq_factor: float = flag(
+        1.0,
+        help="Wavelengths above --rope-scaling-original-max-position-embeddings / this are stretched in full.",
+        unit="1",
+        allowed=POSITIVE,
+    )
+    rope_scaling_high_freq_factor: float = flag(
+        4.0,
+        help="Wavelengths below --rope-scaling-original-max-position-embeddings / this stay as they are.",
+        unit="1",
+        allowed=POSITIVE,
+    )
+    rope_scaling_original_max_position_embeddings: int = flag(
+        8192, help="Context length that the model had before --use-rope-scaling.", unit="tokens", allowed=POSITIVE_COUNT
     )
     make_vocab_size_divisible_by: int = flag(
         128, help="The vocabulary is padded to a multiple of this.", unit="tokens", allowed=POSITIVE_COUNT
     )
+    normalization: str = flag("LayerNorm", help="What normalizes hidden states; RMSNorm has no mean and no bias.", allowed=NORMALIZATIONS)
     norm_epsilon: float = flag(
-        1e-5, help="Added to the variance in LayerNorm.", unit="1", aliases=("--layernorm-epsilon",), allowed=POSITIVE
+        1e-5, help="Added to the variance, or the mean square, in norms.", unit="1", aliases=("--layernorm-epsilon",), allowed=POSITIVE
     )
+    apply_layernorm_1p: bool = flag(False, help="Norms store their gain minus 1, which keeps its digits in 16-bit formats.")
     norm_backend: str = flag(
         "torch",
-        help="Whose kernels normalize: torch's, or NVIDIA Apex's FusedLayerNorm (GPUs only, built from NVIDIA's sources).",
+        help="Whose kernels normalize: torch's, or NVIDIA Apex's FusedLayerNorm and FusedRMSNorm (GPUs only, built from NVIDIA's sources).",
         allowed=("torch", "apex"),
+    )
+    qk_layernorm: bool = flag(False, help="Normalize the query and the key of every head, before positions rotate them.")
+    swiglu: bool = flag(False, help="The feed-forward layer is gated: SiLU(gate) x value instead of GELU; excludes --squared-relu.")
+    squared_relu: bool = flag(False, help="The feed-forward layer has the square of ReLU instead of GELU; excludes --swiglu.")
+    disable_bias_linear: bool = flag(False, help="Linear layers have no biases.")
+    add_qkv_bias: bool = flag(False, help="Query, key and value have biases also with --disable-bias-linear.")
+    attention_backend: str = flag(
+        "auto",
+        help="Attention kernel: torch's own choice, flash alone, memory-efficient or cuDNN (fused), or plain matrix products "
+        "(unfused, local). One that cannot run is an error.",
+        allowed=ATTENTION_BACKENDS,
     )
     untie_embeddings_and_output_weights: bool = flag(False, help="Give the output layer a weight of its own instead of the embedding's.")
     init_method_std: float = flag(
@@ -59,27 +131,58 @@ class ModelConfig:
     hidden_dropout: float = flag(0.1, help="Dropout probability of embeddings and block outputs.", unit="1", allowed=FRACTION)
     recompute_granularity: str | None = flag(
         None,
-        help="What backward computes again instead of keeping it: full is whole blocks, selective is attention between its projections.",
+        help="What backward computes again instead of keeping it: whole blocks, or of every block what lies between attention's projections.",
         allowed=("full", "selective"),
-        otherwise="nothing; what the two short forms say",
+        otherwise="nothing",
+        shorthands=(("--checkpoint-activations", "full"), ("--recompute-activations", "selective")),
     )
     recompute_method: str | None = flag(
         None,
-        help="Which blocks --recompute-granularity full recomputes: uniform is all, in chunks of --recompute-num-layers of which only the "
-        "input is kept; block is the first --recompute-num-layers, one by one.",
+        help="Blocks that --recompute-granularity full recomputes: all, in chunks of --recompute-num-layers of which only the input is kept "
+        "(uniform), or the first --recompute-num-layers, one by one (block).",
         allowed=("uniform", "block"),
-        otherwise="required by full; uniform with --checkpoint-activations",
+        otherwise="uniform with --recompute-granularity full",
     )
     recompute_num_layers: int | None = flag(
         None,
-        help="Blocks of a chunk (uniform), or blocks that are recomputed (block).",
+        help="Blocks of a chunk with --recompute-method uniform, recomputed blocks with block; a chunk's weights stand in memory at once.",
         unit="blocks",
         aliases=("--checkpoint-num-layers",),
         allowed=POSITIVE_COUNT,
         otherwise="1 with --recompute-granularity full",
     )
-    recompute_activations: bool = flag(False, help="Short for --recompute-granularity selective.")
-    checkpoint_activations: bool = flag(False, help="Short for --recompute-granularity full --recompute-method uniform.")
+
+    @property
+    def key_value_heads(self) -> int:
+        """Key and value heads of a block; configurations from before --num-query-groups have one for each head."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def heads_width(self) -> int:
+        """Values of the queries of all heads, and of their mixtures."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def qkv_width(self) -> int:
+        """Values of the queries, keys and values of all heads."""
+        return self.heads_width + 2 * self.key_value_heads * self.kv_channels
+
+    @property
+    def has_linear_bias(self) -> bool:
+        return not self.disable_bias_linear
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return self.has_linear_bias or self.add_qkv_bias
+
+    @property
+    def learns_positions(self) -> bool:
+        return self.position_embedding_type == "learned_absolute"
+
+    @property
+    def rotary_channels(self) -> int:
+        """Channels of a head that rotate: an even number."""
+        return int(self.kv_channels * self.rotary_percent)
 
 
 @dataclass(frozen=True)

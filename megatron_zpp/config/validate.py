@@ -128,39 +128,15 @@ def check_heads_divide_hidden_size(config: Config) -> None:
 
 
 def check_recomputation(config: Config) -> None:
-    """One granularity, and of full a method; called with the flags as given."""
     model = config.model
-    granularities = {
-        spelling: granularity
-        for name, spelling, granularity in (
-            ("recompute_granularity", f"--recompute-granularity {model.recompute_granularity}", model.recompute_granularity),
-            ("recompute_activations", "--recompute-activations", "selective"),
-            ("checkpoint_activations", "--checkpoint-activations", "full"),
-        )
-        if config.value_of(name)
-    }
-    if len(set(granularities.values())) > 1:
-        raise FlagError(f"{' and '.join(granularities)} exclude each other; give one of them.")
-    if model.checkpoint_activations and model.recompute_method == "block":
-        raise FlagError(
-            "--checkpoint-activations recomputes all blocks and --recompute-method block the first ones; "
-            "give --recompute-granularity full instead of --checkpoint-activations."
-        )
-    if "full" not in granularities.values():
-        check_full_is_chosen(config)
-    elif not model.checkpoint_activations and model.recompute_method is None:
-        raise FlagError("--recompute-granularity full needs a method; give --recompute-method uniform or block.")
+    for name in ("recompute_method", "recompute_num_layers"):
+        if config.value_of(name) is not None and model.recompute_granularity != "full":
+            raise FlagError(f"{_as_given(config, name)} changes nothing without --recompute-granularity full; give that as well.")
     if model.recompute_num_layers is not None and model.recompute_num_layers > model.num_layers:
         raise FlagError(
             f"--recompute-num-layers {model.recompute_num_layers} is more than --num-layers {model.num_layers}; "
             f"choose {model.num_layers} or less."
         )
-
-
-def check_full_is_chosen(config: Config) -> None:
-    for name in ("recompute_method", "recompute_num_layers"):
-        if config.value_of(name) is not None:
-            raise FlagError(f"{_as_given(config, name)} changes nothing without --recompute-granularity full; give that as well.")
 
 
 def check_positions(config: Config) -> None:

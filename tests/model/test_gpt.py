@@ -192,7 +192,11 @@ class Rungs:
 @pytest.mark.parametrize("untied", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_weights_may_be_gone_outside_of_their_uses(untied: bool, recompute: bool) -> None:
-    changes: dict[str, Any] = {"untie_embeddings_and_output_weights": untied, "recompute_granularity": "full" if recompute else None, "hidden_dropout": 0.2}
+    changes: dict[str, Any] = {
+        "untie_embeddings_and_output_weights": untied,
+        "recompute_granularity": "full" if recompute else None,
+        "hidden_dropout": 0.2,
+    }
     model = small_gpt(**changes)
     expected_loss, expected_gradients = loss_and_gradients(model)
     Rungs(model)
