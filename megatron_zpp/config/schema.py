@@ -131,14 +131,14 @@ class ModelConfig:
     hidden_dropout: float = flag(0.1, help="Dropout probability of embeddings and block outputs.", unit="1", allowed=FRACTION)
     recompute_granularity: str | None = flag(
         None,
-        help="What backward computes again instead of keeping it: whole blocks, or of every block what lies between attention's projections.",
+        help="What backward computes again instead of keeping it: whole blocks, or attention between its projections.",
         allowed=("full", "selective"),
         otherwise="nothing",
         shorthands=(("--checkpoint-activations", "full"), ("--recompute-activations", "selective")),
     )
     recompute_method: str | None = flag(
         None,
-        help="Blocks that --recompute-granularity full recomputes: all, in chunks of --recompute-num-layers of which only the input is kept "
+        help="Blocks that --recompute-granularity full recomputes: all, in chunks of --recompute-num-layers that keep their input alone "
         "(uniform), or the first --recompute-num-layers, one by one (block).",
         allowed=("uniform", "block"),
         otherwise="uniform with --recompute-granularity full",
