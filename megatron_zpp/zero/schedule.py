@@ -25,6 +25,7 @@ submitted by then, in order. So the same schedule serves every policy, evaluatio
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -204,14 +205,13 @@ def _in_order_of_time(actions: Mapping[Moment, Actions], chunks: Sequence[range]
 def _units_ahead(stops: Sequence[_Stop], index: int, uses_ahead: int) -> tuple[str, ...]:
     """The units of this stop and of the next `uses_ahead` stops that need others, each once, in the order of need.
 
-    A stop that needs a unit which is in use here, and rests in between, ends the look ahead: that climb can only start after the rest.
+    A stop that needs one of these once more, after it has rested, ends the look ahead: that climb can only start after the rest.
     """
-    here = stops[index]
-    units = list(here.units)
+    units = list(stops[index].units)
     found = 0
-    for distance, stop in enumerate(stops[index + 1 :], start=1):
-        is_turn = distance == 1 and stop.moment.use == here.moment.use
-        if found == uses_ahead or (not is_turn and set(here.units) & set(stop.units)):
+    for before, stop in itertools.pairwise(stops[index:]):
+        is_turn = stop.moment.use == before.moment.use  # from forward to backward, without a rest
+        if found == uses_ahead or (not is_turn and set(units) & set(stop.units)):
             break
         added = _without(stop.units, units)
         units += added
