@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megatron_zpp.config.architecture import (
+    architecture_flags_without_effect,
+    check_heads_divide_hidden_size,
+    check_norms,
+    check_one_activation,
+    check_one_kind_of_positions,
+    check_positions,
+    check_query_groups,
+    check_rope_scaling,
+    check_rotary_channels,
+)
 from megatron_zpp.config.assumptions import assume
 from megatron_zpp.config.data_sources import COMMON_FLAGS, SPLIT_FLAGS, DataSources, read_sources
 from megatron_zpp.config.deepspeed_json import naming_sources, with_deepspeed_json
 from megatron_zpp.config.derive import derive
+from megatron_zpp.config.divisors import divisors
 from megatron_zpp.config.flag import REQUIRED, FlagError, any_of, check_value
 from megatron_zpp.config.options import options, spelling_of
 from megatron_zpp.config.schema import TOKENIZER_FILES, TOKENIZER_TYPES, Config
@@ -118,15 +130,6 @@ def check_warmup_ends_before_decay(config: Config) -> None:
         )
 
 
-def check_heads_divide_hidden_size(config: Config) -> None:
-    model = config.model
-    if model.kv_channels is None and model.hidden_size % model.num_attention_heads != 0:
-        raise FlagError(
-            f"--num-attention-heads {model.num_attention_heads} does not divide --hidden-size {model.hidden_size}; "
-            f"choose {any_of(nearest_divisors(model.hidden_size, model.num_attention_heads))}."
-        )
-
-
 def check_recomputation(config: Config) -> None:
     model = config.model
     for name in ("recompute_method", "recompute_num_layers"):
@@ -136,15 +139,6 @@ def check_recomputation(config: Config) -> None:
         raise FlagError(
             f"--recompute-num-layers {model.recompute_num_layers} is more than --num-layers {model.num_layers}; "
             f"choose {model.num_layers} or less."
-        )
-
-
-def check_positions(config: Config) -> None:
-    model = config.model
-    if model.max_position_embeddings < model.seq_length:
-        raise FlagError(
-            f"--max-position-embeddings {model.max_position_embeddings} is below --seq-length {model.seq_length}; "
-            f"choose {model.seq_length} or more."
         )
 
 
@@ -317,6 +311,7 @@ def flags_without_effect(config: Config) -> list[str]:
     reasons |= {
         name: f"with --tokenizer-type {config.data.tokenizer_type}" for name in FLAGS_OF_TOKENIZERS if name not in (*used, "vocab_size")
     }
+    reasons |= architecture_flags_without_effect(config)
     return [f"{spelling_of(name)} has no effect {reason}" for name, reason in reasons.items() if name in config.given]
 
 
@@ -330,16 +325,6 @@ def links_that_are_missing(config: Config, world_size: int, wished_partition_ran
     if world_size == 1:
         return [f"{' and '.join(features)}: there is one rank, so nothing crosses a link, is quantized or kept as a copy"]
     return [f"{' and '.join(features)}: there is one node, so only the link inside it carries quantized values"]
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-
-
-def nearest_divisors(number: int, wish: int) -> list[int]:
-    """The up to four divisors of `number` nearest to `wish`, ascending."""
-    return sorted(sorted(divisors(number), key=lambda divisor: abs(divisor - wish))[:4])
 
 
 FLAGS_OF_TOKENIZERS = {
@@ -390,6 +375,9 @@ CHECKS_BEFORE_FILLING: tuple[Callable[[Config], None], ...] = (
     check_schedule_counts_like_length,
     check_heads_divide_hidden_size,
     check_recomputation,
+    check_one_activation,
+    check_one_kind_of_positions,
+    check_norms,
     check_sources,
     check_quantization,
     check_secondary_partition,
@@ -400,6 +388,9 @@ CHECKS_BEFORE_FILLING: tuple[Callable[[Config], None], ...] = (
 CHECKS_AFTER_FILLING: tuple[Callable[[Config], None], ...] = (
     check_tokenizer,
     check_positions,
+    check_query_groups,
+    check_rotary_channels,
+    check_rope_scaling,
     check_learning_rates,
     check_warmup_ends_before_decay,
     check_partition_divides_node,

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from megatron_zpp.config.flag import any_of
 from megatron_zpp.config.schema import Config
-from megatron_zpp.model.activations import activation_bytes, mask_bytes
+from megatron_zpp.model.activations import AttentionNeed, activation_bytes, mask_bytes
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.memory_plan import MemoryPlan, Sharding, largest_plan
@@ -85,12 +85,22 @@ def memory_need(config: Config, model: SizedModel, sharding: Sharding, topology:
         model.padded_vocab_size,
         config.training.micro_batch_size,
         sharding.element_bytes,
-        keeps_attention_scores=config.model.attention_dropout > 0 and not is_on_gpu,
+        attention=_attention_need(config, sharding.element_bytes, is_on_gpu=is_on_gpu),
     )
     if config.data.reset_attention_mask:
         # A kernel that needs no mask is known on the device only.
         activations += mask_bytes(config.training.micro_batch_size, config.model.seq_length, sharding.element_bytes)
     return MemoryNeed(plan, activations)
+
+
+def _attention_need(config: Config, element_bytes: int, *, is_on_gpu: bool) -> AttentionNeed:
+    """What the kernel will keep that model.attention_kernel takes on such a device."""
+    backend, drops = config.model.attention_backend, config.model.attention_dropout > 0
+    flash_serves = element_bytes == 2 and backend != "fused" and not config.data.reset_attention_mask
+    return AttentionNeed(
+        keeps_scores=backend in ("unfused", "local") or (drops and not is_on_gpu),
+        repeats_heads=is_on_gpu and not flash_serves,
+    )
 
 
 def smallest_nodes(fits: Callable[[int], bool], nodes_too_few: int) -> int | None:

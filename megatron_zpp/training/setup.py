@@ -26,7 +26,9 @@ from megatron_zpp.data.build_once import Speaker
 from megatron_zpp.data.datasets import DataRequest, Datasets, build_datasets, cache_folder, count_samples
 from megatron_zpp.data.token_check import check_token_ids_once
 from megatron_zpp.data.tokenizer import build_tokenizer, padded_vocab_size
+from megatron_zpp.model.attention_kernel import check_attention, head_shape_of
 from megatron_zpp.model.document_attention import describe as describe_documents
+from megatron_zpp.model.document_attention import has_varlen
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.available_memory import bytes_for_rank
@@ -121,11 +123,16 @@ def build_run_data(config: Config, vocabulary: Vocabulary, speaker: Speaker, *, 
 
 
 def check_backends(config: Config, device: torch.device) -> None:
-    """Nothing, where NVIDIA Apex is there as far as flags ask for it. Must come before the model and the engine."""
+    """Nothing, where NVIDIA Apex and the kernels of attention are there as far as flags ask for them.
+
+    Must come before the model and the engine.
+    """
     if config.optimizer.optimizer_backend == "apex":
         check_apex("--optimizer-backend", "amp_C", device.type)
     if config.model.norm_backend == "apex":
         check_apex("--norm-backend", "fused_layer_norm_cuda", device.type)
+    head = head_shape_of(config.model, working_dtype(config.precision))
+    check_attention(device, head, masks_documents=config.data.reset_attention_mask and not has_varlen(device, head))
 
 
 def build_model(config: Config, padded_vocab: int, reader: CheckpointReader | None) -> GPT:

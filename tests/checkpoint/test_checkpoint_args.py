@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,30 @@ from megatron_zpp.parallel.specs import ParamSpec, UnitSpec
 
 UNITS = [UnitSpec("u", (ParamSpec("w", (3,), lambda start, stop: torch.zeros(stop - start), weight_decay=False),))]
 MODEL = ModelConfig(
-    num_layers=3, hidden_size=24, num_attention_heads=2, ffn_hidden_size=50, kv_channels=12, seq_length=7, max_position_embeddings=9
+    num_layers=3,
+    hidden_size=24,
+    num_attention_heads=2,
+    ffn_hidden_size=50,
+    kv_channels=12,
+    num_query_groups=2,
+    seq_length=7,
+    max_position_embeddings=9,
+)
+LLAMA = replace(
+    MODEL,
+    num_query_groups=1,
+    position_embedding_type="rope",
+    rotary_base=5e5,
+    rotary_percent=0.5,
+    rotary_interleaved=True,
+    use_rope_scaling=True,
+    rope_scaling_factor=32.0,
+    normalization="RMSNorm",
+    qk_layernorm=True,
+    swiglu=True,
+    disable_bias_linear=True,
+    add_qkv_bias=True,
+    untie_embeddings_and_output_weights=True,
 )
 DATA = DataConfig(tokenizer_type="NullTokenizer", vocab_size=77)
 
@@ -38,6 +61,17 @@ def test_the_checkpoint_fills_what_flags_leave_open(directory: Path) -> None:
     assert config.model == MODEL
     assert (config.data.tokenizer_type, config.data.vocab_size) == ("NullTokenizer", 77)
     assert any(notice.startswith(f"--use-checkpoint-args: from {directory / 'release'}") for notice in config.notices)
+
+
+def test_an_architecture_comes_whole_but_for_how_it_is_computed(tmp_path: Path) -> None:
+    flags = asdict(replace(LLAMA, attention_backend="flash", norm_backend="apex"))
+    write_release(tmp_path, UNITS, lambda name: torch.zeros(3), {"model": flags, "data": asdict(DATA)})
+    config = merged(f"--load {tmp_path} --attention-backend unfused --num-key-value-heads 2")
+    assert config.model == replace(LLAMA, attention_backend="unfused", num_query_groups=2)
+
+
+def test_flags_of_other_architectures_are_not_said_to_have_no_effect(directory: Path) -> None:
+    assert not any("has no effect" in notice for notice in merged(f"--load {directory}").notices)
 
 
 def test_a_flag_goes_before_the_checkpoint_also_where_it_is_the_default(directory: Path) -> None:

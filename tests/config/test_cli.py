@@ -19,7 +19,7 @@ def words_after(option):
         return ("a", "b"), ["a", "b"]
     if isinstance(option.flag.allowed, tuple):
         return option.flag.allowed[-1], [str(option.flag.allowed[-1])]
-    value = {"quantization_block_size": 64}.get(option.name) or {int: 3, float: 0.125, str: "text"}[option.kind]
+    value = {"quantization_block_size": 64, "rope_scaling_factor": 2.0}.get(option.name) or {int: 3, float: 0.125, str: "text"}[option.kind]
     return value, [str(value)]
 
 
@@ -129,10 +129,26 @@ def test_help_names_every_flag_group_and_exits_with_0(capsys):
     assert all(f"\n{group}:\n" in printed for group in GROUPS)
 
 
+def test_a_shorthand_is_its_flag_with_a_value_and_contradicts_another():
+    config = parse_flags(["--use-rotary-position-embeddings"])
+    assert config.model.position_embedding_type == "rope" and config.given == {"position_embedding_type"}
+    assert parse_flags(["--use-rotary-position-embeddings", "--position-embedding-type", "rope"]) == config
+    with pytest.raises(
+        FlagError, match="--position-embedding-type none and --use-rotary-position-embeddings are two values for one setting"
+    ):
+        parse_flags(["--use-rotary-position-embeddings", "--position-embedding-type", "none"])
+
+
+@pytest.mark.parametrize("word", ["RMSNorm", "rmsnorm", "RMSNORM"])
+def test_capitals_of_a_choice_do_not_matter(word):
+    assert parse_flags(["--normalization", word]).model.normalization == "RMSNorm"
+
+
 def test_help_tells_default_and_unit():
     text = " ".join(help_text().split())
     assert "Transformer blocks. (required; unit: blocks; at least 1)" in text
-    assert "(default: 4 x --hidden-size; unit: values; at least 1)" in text
+    assert "(default: --hidden-size / --num-attention-heads; unit: values; at least 1)" in text
+    assert "--use-rotary-position-embeddings Short for --position-embedding-type rope." in text
 
 
 def test_error_text_names_the_program():

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.divisors import divisors, nearest_divisors
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.schema import GROUPS
-from megatron_zpp.config.validate import divisors, nearest_divisors, resolve
+from megatron_zpp.config.validate import resolve
 
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
 LENGTH = "--train-iters 20 "

@@ -7,7 +7,7 @@ import torch
 from small_gpt import VOCAB, small_config, small_gpt
 from torch import Tensor
 
-from megatron_zpp.model.activations import activation_bytes
+from megatron_zpp.model.activations import AttentionNeed, activation_bytes
 
 SHAPE = {"num_layers": 6, "hidden_size": 96, "ffn_hidden_size": 384, "kv_channels": 24, "num_attention_heads": 4}
 SHAPE |= {"seq_length": 64, "max_position_embeddings": 64}
@@ -16,7 +16,7 @@ SAMPLES = 3
 
 def estimated_bytes(dtype: torch.dtype, **changes: object) -> int:
     config = small_config(**{**SHAPE, **changes})
-    return activation_bytes(config, VOCAB, SAMPLES, dtype.itemsize, keeps_attention_scores=config.attention_dropout > 0)
+    return activation_bytes(config, VOCAB, SAMPLES, dtype.itemsize, attention=AttentionNeed(keeps_scores=config.attention_dropout > 0))
 
 
 def kept_bytes(dtype: torch.dtype, **changes: object) -> int:
@@ -80,5 +80,5 @@ def test_recomputed_attention_keeps_no_scores_and_its_estimate_holds_what_is_kep
 
 def test_activations_grow_with_the_micro_batch() -> None:
     config = small_config(**SHAPE)
-    one, two = (activation_bytes(config, VOCAB, samples, 2, keeps_attention_scores=False) for samples in (1, 2))
+    one, two = (activation_bytes(config, VOCAB, samples, 2, attention=AttentionNeed(keeps_scores=False)) for samples in (1, 2))
     assert one < two <= 2 * one

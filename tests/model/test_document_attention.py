@@ -5,7 +5,8 @@ from torch import Tensor
 
 from megatron_zpp.model import document_attention
 from megatron_zpp.model.activations import mask_bytes
-from megatron_zpp.model.document_attention import HeadShape, MaskedDocuments, VarlenDocuments, has_varlen, separated
+from megatron_zpp.model.attention_kernel import HeadShape
+from megatron_zpp.model.document_attention import MaskedDocuments, VarlenDocuments, has_varlen, separated
 from megatron_zpp.model.gpt import GPT
 
 CPU = torch.device("cpu")
@@ -108,7 +109,7 @@ def test_runs_that_are_not_the_samples_are_a_broken_invariant(lengths: list[int]
 
 
 def test_one_mask_serves_all_blocks_and_its_size_is_said() -> None:
-    mask = MaskedDocuments(torch.tensor(LENGTHS), (3, 12), torch.bfloat16, CPU)._mask_B1SS
+    mask = MaskedDocuments(torch.tensor(LENGTHS), (3, 12), HeadShape(torch.bfloat16, 10, False), CPU)._mask_B1SS
     assert mask.numel() * mask.itemsize == mask_bytes(3, 12, element_bytes=2)
     assert "a mask of 16.0 MiB per micro-batch" in document_attention.describe(CPU, HeadShape(torch.float32, 64, False), (4, 1024))
 
@@ -127,7 +128,7 @@ def test_runs_reach_the_variable_length_kernel_in_its_layout(monkeypatch: pytest
     query, key, value = torch.randn(3, 3, 4, 12, 8, generator=torch.Generator().manual_seed(1)).unbind()
     lengths = torch.tensor(LENGTHS)
     varlen = VarlenDocuments(lengths, CPU).attend(query, key, value, 0.0)
-    masked = MaskedDocuments(lengths, (3, 12), torch.float32, CPU).attend(query, key, value, 0.0)
+    masked = MaskedDocuments(lengths, (3, 12), HeadShape(torch.float32, 8, False), CPU).attend(query, key, value, 0.0)
     assert (varlen - masked).abs().max() <= TOLERANCE[torch.float32]
 
 
