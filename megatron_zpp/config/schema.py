@@ -237,6 +237,9 @@ class TrainingConfig:
     eval_interval: int = flag(1000, help="Iterations from one validation to the next.", unit="iterations", allowed=POSITIVE_COUNT)
     eval_iters: int = flag(100, help="Global batches of one validation; 0 turns validation off.", unit="iterations", allowed=COUNT)
     deterministic_mode: bool = flag(False, help="Only kernels that give the same bits every time (CPU runs always do).")
+    compile: bool = flag(
+        False, help="Let torch.compile make kernels of the blocks: the same loss within rounding; the first steps wait for a compiler."
+    )
 
 
 @dataclass(frozen=True)

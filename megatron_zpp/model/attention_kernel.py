@@ -90,7 +90,7 @@ def check_attention(device: torch.device, head: HeadShape, *, masks_documents: b
     mask = torch.zeros(1, 1, 16, 16, dtype=head.dtype, device=device) if masks_documents else None
     dropout = 0.5 if head.has_dropout else 0.0
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(device_type=device.type):
+        with warnings.catch_warnings(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             warnings.simplefilter("ignore")  # torch names there every kernel that it was not allowed to take
             attend(query, key, key, dropout=dropout, backend=head.backend, mask_B1SS=mask).sum().backward()
     except RuntimeError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_gpt import VOCAB, small_config, small_gpt
+from small_gpt import ARCHITECTURES, VOCAB, small_config, small_gpt
 from torch import Tensor
 
 from megatron_zpp.model.activations import AttentionNeed, activation_bytes
@@ -15,13 +15,13 @@ SAMPLES = 3
 
 
 def estimated_bytes(dtype: torch.dtype, **changes: object) -> int:
-    config = small_config(**{**SHAPE, **changes})
+    config = small_config(**(SHAPE | changes))
     return activation_bytes(config, VOCAB, SAMPLES, dtype.itemsize, attention=AttentionNeed(keeps_scores=config.attention_dropout > 0))
 
 
 def kept_bytes(dtype: torch.dtype, **changes: object) -> int:
     """Bytes of the storages that autograd holds after a forward, weights left out."""
-    model = small_gpt(dtype=dtype, **{**SHAPE, **changes})
+    model = small_gpt(dtype=dtype, **(SHAPE | changes))
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -45,6 +45,24 @@ def test_without_recomputation_the_estimate_is_what_autograd_keeps_within_a_twen
     dropouts = {"hidden_dropout": hidden_dropout, "attention_dropout": attention_dropout}
     kept = kept_bytes(dtype, **dropouts)
     assert 0.95 * kept <= estimated_bytes(dtype, **dropouts) <= 4 / 3 * kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+def test_the_estimate_holds_what_autograd_keeps_of_every_architecture(dtype: torch.dtype, architecture: str) -> None:
+    changes = {**ARCHITECTURES[architecture], "num_attention_heads": 4}
+    kept = kept_bytes(dtype, **changes)
+    assert 0.95 * kept <= estimated_bytes(dtype, **changes) <= 4 / 3 * kept
+
+
+def test_heads_that_are_repeated_for_their_queries_count_as_often_as_queries() -> None:
+    config = small_config(num_attention_heads=6, num_query_groups=2)
+    shared, repeated = (
+        activation_bytes(config, VOCAB, 1, 4, attention=AttentionNeed(keeps_scores=False, repeats_heads=repeats))
+        for repeats in (False, True)
+    )
+    copies = config.num_layers + 1  # of a block: in forward, and the gradients of one
+    assert repeated - shared == copies * config.seq_length * 4 * 2 * (6 - 2) * config.kv_channels
 
 
 HIDDEN_BYTES = SAMPLES * SHAPE["seq_length"] * SHAPE["hidden_size"] * 4

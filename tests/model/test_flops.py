@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_gpt import VOCAB, sample_batch, small_config, small_gpt
+from small_gpt import ARCHITECTURES, LLAMA, VOCAB, sample_batch, small_config, small_gpt
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -48,18 +48,29 @@ def test_gpt2_small_has_its_published_number_of_parameters() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
 
 
-@pytest.mark.parametrize("untied", [False, True])
-def test_the_parameter_count_is_that_of_the_units(untied: bool) -> None:
-    config = small_config(untie_embeddings_and_output_weights=untied)
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+def test_the_parameter_count_is_that_of_the_model(architecture: str) -> None:
+    config = small_config(**ARCHITECTURES[architecture])
     specs = [spec for unit in GPT(config, VOCAB, 1, torch.float32).unit_specs() for spec in unit.params]
     assert parameter_count(config, VOCAB) == sum(math.prod(spec.shape) for spec in specs)
 
 
-@pytest.mark.parametrize("untied", [False, True])
+def test_parameters_and_operations_of_a_gated_block_with_shared_heads_are_those_counted_by_hand() -> None:
+    """One block: H 24, 4 query heads and 2 key heads of 10 channels, a gated layer of 40, no biases, RMSNorm; a head of its own."""
+    config = small_config(**LLAMA, num_layers=1)
+    qkv, projection, up, down, head = 24 * (40 + 20 + 20), 40 * 24, 24 * 80, 40 * 24, 24 * VOCAB
+    assert parameter_count(config, VOCAB) == VOCAB * 24 + 24 + qkv + projection + 24 + up + down + 24 + head
+    scores_and_mixture = 2 * 40 * 12 + 2 * 40 * 12  # per token, over the whole square of 12 tokens
+    forward_per_token = 2 * (qkv + projection + up + down + head) + scores_and_mixture // 2
+    assert model_flops(config, VOCAB, sample_count=5) == 3 * 5 * 12 * forward_per_token
+    assert hardware_flops(config, VOCAB, sample_count=5) == 3 * 5 * 12 * (forward_per_token + scores_and_mixture // 2)
+
+
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
 @pytest.mark.parametrize("recomputed", list(RECOMPUTED))
-def test_hardware_flops_are_the_matrix_products_that_run(untied: bool, recomputed: str) -> None:
+def test_hardware_flops_are_the_matrix_products_that_run(architecture: str, recomputed: str) -> None:
     # With dropout on, recomputation runs to the end of the block; without it the last product, which backward does not need, is left out.
-    model = small_gpt(num_layers=3, untie_embeddings_and_output_weights=untied, hidden_dropout=0.1, **RECOMPUTED[recomputed])
+    model = small_gpt(num_layers=3, hidden_dropout=0.1, **ARCHITECTURES[architecture], **RECOMPUTED[recomputed])
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(*sample_batch(samples=3), first_sample=0).sum().backward()
     assert counter.get_total_flops() == hardware_flops(model.config, VOCAB, sample_count=3)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_gpt import loss_and_gradients, sample_batch, small_gpt
+from small_gpt import ARCHITECTURES, loss_and_gradients, sample_batch, small_gpt
 
 DROPOUT: dict[str, Any] = {"attention_dropout": 0.2, "hidden_dropout": 0.2}
 FULL: dict[str, Any] = {"recompute_granularity": "full"}
@@ -19,9 +19,11 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_recomputation_changes_no_bit_of_loss_and_gradients_with_dropout_on(dtype: torch.dtype, kind: str) -> None:
-    plain_loss, plain = loss_and_gradients(small_gpt(dtype=dtype, num_layers=3, **DROPOUT), first_sample=40)
-    loss, recomputed = loss_and_gradients(small_gpt(dtype=dtype, num_layers=3, **KINDS[kind], **DROPOUT), first_sample=40)
+@pytest.mark.parametrize("architecture", ["GPT-2", "Qwen3"])
+def test_recomputation_changes_no_bit_of_loss_and_gradients_with_dropout_on(dtype: torch.dtype, kind: str, architecture: str) -> None:
+    changes = {"num_layers": 3, **ARCHITECTURES[architecture], **DROPOUT}
+    plain_loss, plain = loss_and_gradients(small_gpt(dtype=dtype, **changes), first_sample=40)
+    loss, recomputed = loss_and_gradients(small_gpt(dtype=dtype, **changes, **KINDS[kind]), first_sample=40)
     assert torch.equal(loss, plain_loss)
     assert recomputed.keys() == plain.keys()
     assert all(torch.equal(recomputed[name], plain[name]) for name in plain)
