@@ -16,11 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_zpp.checkpoint.hf_rules import TensorRule, norm, vocabulary, whole
+from megatron_zpp.checkpoint.hf_rules import HEAD, TensorRule, norm, vocabulary, whole
 from megatron_zpp.config.schema import ModelConfig
 
 PREFIX = "transformer."
-HEAD = "lm_head.weight"
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh")  # two names of the one function of our MLP
 IGNORED_BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks that old versions saved
 CHANGES_THE_FUNCTION: dict[str, Any] = {

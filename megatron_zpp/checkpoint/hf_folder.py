@@ -11,10 +11,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_zpp.checkpoint.hf_layouts import layout_of_type
+from megatron_zpp.checkpoint.hf_rules import HEAD
 
 INDEX_FILE = "model.safetensors.index.json"
 WHOLE_FILE = "model.safetensors"
-HEAD = "lm_head.weight"
 
 
 class HfFolder:

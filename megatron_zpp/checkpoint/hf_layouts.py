@@ -13,8 +13,11 @@ from megatron_zpp.config.schema import ModelConfig
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout. prefix: of the names in a whole model, which a model saved without its head lacks. ignored: ends of names that are no
-    weights. misfits: flags of what it has no place for; the other functions are for models without misfits."""
+    """One layout; all but `misfits` and `model_config` are for models without misfits.
+
+    prefix: of the names in a whole model, which one saved without its head lacks. ignored: ends of names that are no weights.
+    misfits: flags of what the layout has no place for.
+    """
 
     model_type: str
     prefix: str

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from megatron_zpp.config.schema import ModelConfig
 
+HEAD = "lm_head.weight"  # of an untied model, in every layout
+
 
 @dataclass(frozen=True)
 class Theirs:

@@ -22,11 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.hf_rules import TensorRule, Theirs, norm, vocabulary, whole
+from megatron_zpp.checkpoint.hf_rules import HEAD, TensorRule, Theirs, norm, vocabulary, whole
 from megatron_zpp.config.schema import ModelConfig
 
 PREFIX = "model."
-HEAD = "lm_head.weight"
 IGNORED_BUFFERS = (".rotary_emb.inv_freq",)  # old versions saved the frequencies
 DEFAULT_ROTARY_BASE = 10000.0
 

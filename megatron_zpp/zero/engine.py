@@ -152,9 +152,12 @@ class ZeroEngine:
             self._reach(Moment(Phase.PRE_FORWARD, use), torch.is_grad_enabled())
 
     def _recompute(self, use: int) -> None:
-        """Brings the weights of a use of a chunk; those of a use that is recomputed by itself are there for its backward."""
+        """Brings the weights of a use of a chunk; those of a use that is recomputed by itself are there for its backward.
+
+        Raises RuntimeError where they are not, because the uses did not say that they are recomputed together.
+        """
         moment = Moment(Phase.RECOMPUTE, use)
-        if self._passes[True].has(moment):
+        if self._passes[True].is_ahead(moment):
             self._reach(moment, is_training=True)
         for name in self._uses[use].units:
             self._unit_of[name].wait(Category.WEIGHTS)

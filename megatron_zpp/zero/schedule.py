@@ -86,8 +86,9 @@ class Pass:
         self._index_of = {moment: index for index, moment in enumerate(self._moments)}
         self._position = 0
 
-    def has(self, moment: Moment) -> bool:
-        return moment in self._index_of
+    def is_ahead(self, moment: Moment) -> bool:
+        """Whether the moment is one of this schedule and still to come in this pass."""
+        return self._index_of.get(moment, -1) >= self._position
 
     def due_at(self, moment: Moment) -> list[Actions]:
         """The actions of this moment, after those of moments that were passed over; an earlier moment than the last begins a new pass."""
