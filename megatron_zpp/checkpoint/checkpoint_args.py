@@ -13,8 +13,9 @@ from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.schema import GROUPS, CheckpointConfig, Config, ModelConfig
 
 # How the function is computed is this machine's choice; other fields are other words for the ones that are taken.
-LEFT_OUT = ("checkpoint_activations", "norm_backend", "attention_backend", "group_query_attention", "no_position_embedding")
-MODEL_FIELDS = tuple(member.name for member in fields(ModelConfig) if member.name not in LEFT_OUT)
+MACHINE_FIELDS = {"recompute_granularity", "recompute_method", "recompute_num_layers", "norm_backend", "attention_backend"}
+OTHER_WORDS = {"group_query_attention", "no_position_embedding"}
+MODEL_FIELDS = tuple(member.name for member in fields(ModelConfig) if member.name not in MACHINE_FIELDS | OTHER_WORDS)
 DEFAULTS = {group: {member.name: member.default for member in fields(GROUPS[group])} for group in ("model", "data")}
 TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_size")
 

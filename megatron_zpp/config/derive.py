@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from megatron_zpp.config.flag import FlagError
-from megatron_zpp.config.schema import Config
+from megatron_zpp.config.schema import Config, ModelConfig
 
 T = TypeVar("T")
 
@@ -37,6 +37,16 @@ def _model_values(config: Config) -> dict[str, Any]:
         "ffn_hidden_size": _or(model.ffn_hidden_size, _ffn_hidden_size(config)),
         "kv_channels": _or(model.kv_channels, model.hidden_size // model.num_attention_heads),
         "max_position_embeddings": _or(model.max_position_embeddings, model.seq_length),
+        **_recompute_values(model),
+    }
+
+
+def _recompute_values(model: ModelConfig) -> dict[str, Any]:
+    if model.recompute_granularity != "full":
+        return {}
+    return {
+        "recompute_method": _or(model.recompute_method, "uniform"),
+        "recompute_num_layers": _or(model.recompute_num_layers, 1),
     }
 
 

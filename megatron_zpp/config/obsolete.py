@@ -14,11 +14,17 @@ class AcceptedFlag:
     only: tuple[str, ...] = ()
 
 
+ONE_TENSOR_RANK = "inputs of recomputed blocks are divided among tensor-parallel ranks, of which there is one"
 ACCEPTED: dict[str, AcceptedFlag] = {
     "--local-rank": AcceptedFlag(1, "the launcher's LOCAL_RANK decides"),
     "--local_rank": AcceptedFlag(1, "the launcher's LOCAL_RANK decides"),
     "--deepspeed": AcceptedFlag(0, "--zero-stage alone chooses the sharding"),
-    "--deepspeed-activation-checkpointing": AcceptedFlag(0, "--checkpoint-activations turns recomputation on"),
+    "--deepspeed-activation-checkpointing": AcceptedFlag(0, "--recompute-granularity turns recomputation on"),
+    "--partition-activations": AcceptedFlag(0, ONE_TENSOR_RANK),
+    "--distribute-saved-activations": AcceptedFlag(0, ONE_TENSOR_RANK),
+    "--distribute-checkpointed-activations": AcceptedFlag(0, ONE_TENSOR_RANK),
+    "--contigious-checkpointing": AcceptedFlag(0, "torch's allocator keeps the inputs of recomputed blocks"),
+    "--synchronize-each-layer": AcceptedFlag(0, "a block's kernels are in order on their stream"),
     "--no-pipeline-parallel": AcceptedFlag(0, "there is no pipeline engine"),
     "--DDP-impl": AcceptedFlag(1, "--zero-stage 0 is data parallelism"),
     "--deepscale": AcceptedFlag(0, "--zero-stage alone chooses the sharding"),
@@ -77,7 +83,6 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--accumulate-allreduce-grads-in-fp32": AcceptedFlag(0, "gradients always accumulate in fp32, and their mean is taken in fp32"),
     "--grad-reduce-in-bf16": AcceptedFlag(0, "gradients always travel in the working precision, and their mean is taken in fp32"),
     "--apply-query-key-layer-scaling": AcceptedFlag(0, "the attention kernel accumulates in fp32 and needs no scaling by layer"),
-    "--no-rope-fusion": AcceptedFlag(0, "there are no fused kernels of this kind"),
     "--cross-entropy-loss-fusion": AcceptedFlag(0, "the loss is always computed in chunks, without a copy of the logits"),
     "--cross-entropy-fusion-impl": AcceptedFlag(1, "the loss is always computed in chunks, without a copy of the logits"),
     "--check-for-nan-in-loss-and-grad": AcceptedFlag(0, "loss and gradients of every step are looked at"),
@@ -114,8 +119,8 @@ ACCEPTED: dict[str, AcceptedFlag] = {
 REFUSED: dict[str, str] = {
     "--model-parallel-size": "use --tensor-model-parallel-size",
     "--warmup": "use --lr-warmup-fraction",
-    "--recompute-granularity": "use --checkpoint-activations, which recomputes every block",
-    "--recompute-activations": "use --checkpoint-activations, which recomputes every block",
+    "--checkpoint-in-cpu": "use a higher --recompute-num-layers, which keeps fewer inputs of recomputed blocks on the device",
+    "--profile-backward": "leave it out, backward is measured with everything else",
     "--quick-geglu": "use --swiglu, which gates as well",
     "--apply-residual-connection-post-layernorm": "leave it out, norms stand before attention and feed-forward layer",
     "--multi-latent-attention": "use --num-query-groups, which makes keys and values smaller as well",
@@ -133,7 +138,6 @@ REFUSED: dict[str, str] = {
     "--fp32-residual-connection": "leave it out, the residual stream has the working precision",
     "--fp16-lm-cross-entropy": "leave it out, the loss is computed in fp32",
     "--calculate-per-token-loss": "leave it out, a loss is the mean over the tokens of its micro-batch",
-    "--onnx-safe": "leave it out, tools/convert_to_hf.py exports models",
     "--load-tag": "use --ckpt-step with the iteration",
     "--reset-iteration": "use --finetune, which starts at iteration 0 with the weights alone",
     "--no-load-lr-state": "use --override-opt-param-scheduler, or --finetune to start at iteration 0",

@@ -136,7 +136,28 @@ class ModelConfig:
     )
     attention_dropout: float = flag(0.1, help="Dropout probability of attention weights.", unit="1", allowed=FRACTION)
     hidden_dropout: float = flag(0.1, help="Dropout probability of embeddings and block outputs.", unit="1", allowed=FRACTION)
-    checkpoint_activations: bool = flag(False, help="Recompute every block in the backward pass instead of keeping its activations.")
+    recompute_granularity: str | None = flag(
+        None,
+        help="What backward computes again instead of keeping it: whole blocks, or attention between its projections.",
+        allowed=("full", "selective"),
+        otherwise="nothing",
+        shorthands=(("--checkpoint-activations", "full"), ("--recompute-activations", "selective")),
+    )
+    recompute_method: str | None = flag(
+        None,
+        help="Blocks that --recompute-granularity full recomputes: all, in chunks of --recompute-num-layers that keep their input alone "
+        "(uniform), or the first --recompute-num-layers, one by one (block).",
+        allowed=("uniform", "block"),
+        otherwise="uniform with --recompute-granularity full",
+    )
+    recompute_num_layers: int | None = flag(
+        None,
+        help="Blocks of a chunk with --recompute-method uniform, recomputed blocks with block; a chunk's weights stand in memory at once.",
+        unit="blocks",
+        aliases=("--checkpoint-num-layers",),
+        allowed=POSITIVE_COUNT,
+        otherwise="1 with --recompute-granularity full",
+    )
 
     @property
     def key_value_heads(self) -> int:
@@ -223,6 +244,9 @@ class TrainingConfig:
     eval_interval: int = flag(1000, help="Iterations from one validation to the next.", unit="iterations", allowed=POSITIVE_COUNT)
     eval_iters: int = flag(100, help="Global batches of one validation; 0 turns validation off.", unit="iterations", allowed=COUNT)
     deterministic_mode: bool = flag(False, help="Only kernels that give the same bits every time (CPU runs always do).")
+    compile: bool = flag(
+        False, help="Let torch.compile make kernels of the blocks: the same loss within rounding; the first steps wait for a compiler."
+    )
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,18 @@ def check_vocabulary_padding(config: Config) -> None:
         )
 
 
+def check_recomputation(config: Config) -> None:
+    model = config.model
+    for name in ("recompute_method", "recompute_num_layers"):
+        if config.value_of(name) is not None and model.recompute_granularity != "full":
+            raise FlagError(f"{_as_given(config, name)} changes nothing without --recompute-granularity full; give that as well.")
+    if model.recompute_num_layers is not None and model.recompute_num_layers > model.num_layers:
+        raise FlagError(
+            f"--recompute-num-layers {model.recompute_num_layers} is more than --num-layers {model.num_layers}; "
+            f"choose {model.num_layers} or less."
+        )
+
+
 def check_sources(config: Config) -> None:
     sources = read_sources(config.data)
     if config.data.mock_data and config.data.names_corpora:
@@ -378,6 +390,7 @@ CHECKS_BEFORE_FILLING: tuple[Callable[[Config], None], ...] = (
     check_one_warmup,
     check_schedule_counts_like_length,
     check_heads_divide_hidden_size,
+    check_recomputation,
     check_one_activation,
     check_one_kind_of_positions,
     check_norms,

@@ -1,7 +1,7 @@
 """Causal self-attention.
 
 B micro-batch size, S tokens per sample, H hidden size, N query heads, K key and value heads, M = N / K query heads of a group,
-D channels of a head.
+D channels of a head, A = N D, X = A + 2 K D.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.attention_kernel import attend
+from megatron_zpp.model.chunks import recomputes_attention
 from megatron_zpp.model.document_attention import Documents
 from megatron_zpp.model.norm import make_norm
+from megatron_zpp.model.recompute import recomputed
 from megatron_zpp.model.rotary import Rotation
 
 
@@ -29,24 +31,34 @@ class Attention(nn.Module):
         self.queries_per_group = config.num_attention_heads // config.key_value_heads
         self.backend = config.attention_backend
         self.dropout = config.attention_dropout
+        self.is_recomputed = recomputes_attention(config)
         self.qkv = nn.Linear(config.hidden_size, config.qkv_width, bias=config.has_qkv_bias, dtype=dtype)  # weight: [K (M + 2) D, H]
         self.query_norm = make_norm(config, config.kv_channels, dtype) if config.qk_layernorm else None
         self.key_norm = make_norm(config, config.kv_channels, dtype) if config.qk_layernorm else None
         self.projection = nn.Linear(config.heads_width, config.hidden_size, bias=config.has_linear_bias, dtype=dtype)  # weight: [H, N D]
 
     def forward(self, hidden_BSH: Tensor, documents: Documents | None = None, rotation: Rotation | None = None) -> Tensor:
-        query_BNSD, key_BKSD, value_BKSD = self.heads(hidden_BSH, rotation)
+        qkv_BSX = self.qkv(hidden_BSH)
+        if self.is_recomputed:
+            mixed_BSA = recomputed(self.mixed, qkv_BSX, documents, rotation, restores_generator=self.dropout > 0)
+        else:
+            mixed_BSA = self.mixed(qkv_BSX, documents, rotation)
+        mixed_BSH: Tensor = self.projection(mixed_BSA)
+        return mixed_BSH
+
+    def mixed(self, qkv_BSX: Tensor, documents: Documents | None, rotation: Rotation | None) -> Tensor:
+        """mixed_BSA: what lies between the projections."""
+        query_BNSD, key_BKSD, value_BKSD = self.heads(qkv_BSX, rotation)
         dropout = self.dropout if self.training else 0.0
         if documents is None:
             mixed_BNSD = attend(query_BNSD, key_BKSD, value_BKSD, dropout=dropout, backend=self.backend)
         else:
             mixed_BNSD = documents.attend(query_BNSD, key_BKSD, value_BKSD, dropout)
-        mixed_BSH: Tensor = self.projection(mixed_BNSD.transpose(1, 2).flatten(2))
-        return mixed_BSH
+        return mixed_BNSD.transpose(1, 2).flatten(2)
 
-    def heads(self, hidden_BSH: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """query_BNSD, key_BKSD and value_BKSD: projected, normalized where the model does so, and rotated."""
-        groups = self.qkv(hidden_BSH).unflatten(-1, (-1, self.queries_per_group + 2, self.head_channels))  # [B, S, K, M + 2, D]
+    def heads(self, qkv_BSX: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """query_BNSD, key_BKSD and value_BKSD: normalized where the model does so, and rotated."""
+        groups = qkv_BSX.unflatten(-1, (-1, self.queries_per_group + 2, self.head_channels))  # [B, S, K, M + 2, D]
         query_BSKMD, key_BSK1D, value_BSK1D = groups.split((self.queries_per_group, 1, 1), dim=3)
         if self.query_norm is not None and self.key_norm is not None:
             query_BSKMD, key_BSK1D = self.query_norm(query_BSKMD), self.key_norm(key_BSK1D)

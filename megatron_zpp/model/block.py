@@ -35,6 +35,10 @@ class Block(nn.Module):
         self, hidden_BSH: Tensor, first_sample: int, documents: Documents | None = None, rotation: Rotation | None = None
     ) -> Tensor:
         with self.randomness.scope(training=self.training, first_sample=first_sample, device=hidden_BSH.device):
-            mixed_BSH = self.attention(self.attention_norm(hidden_BSH), documents, rotation)
-            hidden_BSH = hidden_BSH + F.dropout(mixed_BSH, self.dropout, self.training)
-            return hidden_BSH + F.dropout(self.mlp(self.mlp_norm(hidden_BSH)), self.dropout, self.training)
+            return self.transformed(hidden_BSH, documents, rotation)
+
+    def transformed(self, hidden_BSH: Tensor, documents: Documents | None, rotation: Rotation | None) -> Tensor:
+        """What the block computes; it reads nothing that differs between blocks but weights, so that it is compiled once for all."""
+        mixed_BSH = self.attention(self.attention_norm(hidden_BSH), documents, rotation)
+        hidden_BSH = hidden_BSH + F.dropout(mixed_BSH, self.dropout, self.training)
+        return hidden_BSH + F.dropout(self.mlp(self.mlp_norm(hidden_BSH)), self.dropout, self.training)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 
 from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.model.chunks import recomputed_blocks, recomputes_attention
 from megatron_zpp.model.shapes import ModelShape
 
 
@@ -37,13 +38,14 @@ def model_flops(config: ModelConfig, padded_vocab_size: int, sample_count: int) 
 def hardware_flops(config: ModelConfig, padded_vocab_size: int, sample_count: int) -> int:
     """Operations of training on `sample_count` samples as Megatron-DeepSpeed counts them: "hardware FLOPs".
 
-    T [f L (2 H (A + 2 C) + 2 A H + 2 m H F + 4 A S) + 3 * 2 H V] with f = 4 where blocks are recomputed and else 3: attention is the
-    full square, and what is recomputed counts again (the output projection is not recomputed).
-    Source: Narayanan et al., arXiv 2104.04473, equation 3, where A = C = H, F = 4 H, m = 2 and f = 4.
+    T [(3 L + R) (2 H (A + 2 C) + 2 A H + 2 m H F + 4 A S) + 3 * 2 H V] with R recomputed blocks: attention is the full square, and what
+    is recomputed counts again (of recomputed attention 4 A S; the output projection is not recomputed).
+    Source: Narayanan et al., arXiv 2104.04473, equation 3, where A = C = H, F = 4 H, m = 2 and R = L.
     """
-    block_passes = 4 if config.checkpoint_activations else 3
-    block_forward_per_token = _linear_flops_per_token(config) + _attention_scores_flops_per_token(config)
-    per_token = block_passes * config.num_layers * block_forward_per_token + 3 * _head_flops_per_token(config, padded_vocab_size)
+    scores = _attention_scores_flops_per_token(config)
+    block = _linear_flops_per_token(config) + scores
+    again = config.num_layers * scores if recomputes_attention(config) else recomputed_blocks(config) * block
+    per_token = 3 * config.num_layers * block + again + 3 * _head_flops_per_token(config, padded_vocab_size)
     return per_token * sample_count * config.seq_length
 
 
@@ -52,6 +54,16 @@ def forward_flops_of_uses(config: ModelConfig, padded_vocab_size: int, sample_co
     tokens = sample_count * config.seq_length
     block = tokens * (_linear_flops_per_token(config) + _attention_scores_flops_per_token(config) // 2)
     return (0, *[block] * config.num_layers, tokens * _head_flops_per_token(config, padded_vocab_size))
+
+
+def recomputed_flops_of_uses(config: ModelConfig, padded_vocab_size: int, sample_count: int) -> tuple[int, ...]:
+    """Operations that the backward of each use (embedding, blocks, final) repeats of its forward on `sample_count` samples."""
+    forward = forward_flops_of_uses(config, padded_vocab_size, sample_count)[1:-1]
+    if recomputes_attention(config):
+        blocks = [sample_count * config.seq_length * _attention_scores_flops_per_token(config) // 2] * config.num_layers
+    else:
+        blocks = [operations if index < recomputed_blocks(config) else 0 for index, operations in enumerate(forward)]
+    return (0, *blocks, 0)
 
 
 def _linear_flops_per_token(config: ModelConfig) -> int:

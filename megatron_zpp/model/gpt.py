@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.attention_kernel import HeadShape, head_shape_of
 from megatron_zpp.model.block import Block
-from megatron_zpp.model.document_attention import separated
+from megatron_zpp.model.chunks import recomputed_chunks
+from megatron_zpp.model.document_attention import Documents, separated
 from megatron_zpp.model.embedding import Embedding
 from megatron_zpp.model.final import Final
 from megatron_zpp.model.initialization import initial_values
@@ -60,13 +61,20 @@ class GPT(nn.Module):
             samples, length = tokens_BS.shape
             documents = separated(document_lengths_R, (samples, length), self.head_shape(hidden_BSH.dtype), tokens_BS.device)
         rotation = self._rotation(hidden_BSH, position_ids_BS)
-        for block in self.blocks:
-            if self.config.checkpoint_activations:
-                hidden_BSH = recomputed(block, hidden_BSH, first_sample, documents, rotation)
-            else:
-                hidden_BSH = block(hidden_BSH, first_sample, documents, rotation)
+        kept_from = 0
+        for chunk in recomputed_chunks(self.config):
+            hidden_BSH = recomputed(self._through, chunk, hidden_BSH, first_sample, documents, rotation)
+            kept_from = chunk.stop
+        hidden_BSH = self._through(range(kept_from, self.config.num_layers), hidden_BSH, first_sample, documents, rotation)
         loss_or_logits: Tensor = self.final(hidden_BSH, self._tied_weight(), labels_BS)
         return loss_or_logits
+
+    def _through(
+        self, blocks: range, hidden_BSH: Tensor, first_sample: int, documents: Documents | None, rotation: Rotation | None
+    ) -> Tensor:
+        for index in blocks:
+            hidden_BSH = self.blocks[index](hidden_BSH, first_sample, documents, rotation)
+        return hidden_BSH
 
     def head_shape(self, dtype: torch.dtype) -> HeadShape:
         """What attention's choice of a kernel depends on."""

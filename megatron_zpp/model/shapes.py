@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.model.chunks import recomputed_chunks
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -70,9 +71,10 @@ class ModelShape:
 def uses_of(config: ModelConfig) -> tuple[Use, ...]:
     """The module calls of one forward in order, and the units each reads; a tied embedding is read by the first and by the last."""
     output_unit = "head" if config.untie_embeddings_and_output_weights else "embedding"
+    chunk_of = {block: number for number, chunk in enumerate(recomputed_chunks(config)) for block in chunk}
     return (
         Use("embedding", ("embedding",), needs_weights_in_backward=False),
-        *(Use(f"blocks.{index}", (f"block.{index}",), needs_weights_in_backward=True) for index in range(config.num_layers)),
+        *(Use(f"blocks.{index}", (f"block.{index}",), True, chunk_of.get(index)) for index in range(config.num_layers)),
         Use("final", ("final_norm", output_unit), needs_weights_in_backward=True),
     )
 

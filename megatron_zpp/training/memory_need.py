@@ -121,7 +121,7 @@ def in_gib(nbytes: int) -> str:
 
 
 def _remedy(config: Config, nodes: int | None, ranks_per_node: int) -> str:
-    levers = [] if config.model.checkpoint_activations else ["--checkpoint-activations"]
+    levers = [] if config.model.recompute_granularity == "full" else ["--checkpoint-activations"]
     levers += [] if config.zero.zero_stage == 3 else ["--zero-stage 3"]
     if nodes is None:
         levers += [] if config.zero.zero_hpz_partition_size == 1 else ["--zero-hpz-partition-size 1"]

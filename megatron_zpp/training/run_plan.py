@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_zpp.config.deepspeed_json import with_deepspeed_json
-from megatron_zpp.config.schema import Config, ModelConfig
+from megatron_zpp.config.schema import Config
 from megatron_zpp.config.validate import QUANTIZATION_DETAILS, resolve
-from megatron_zpp.model.flops import forward_flops_of_uses
+from megatron_zpp.model.flops import forward_flops_of_uses, recomputed_flops_of_uses
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.training.memory_need import MemoryNeed, memory_need
 from megatron_zpp.training.sharding import sharding_of, topology_of
@@ -120,9 +120,13 @@ def _planned(config: Config, member: Member, world: PlannedWorld, padded_vocab_s
 
 def computation_by_rate(config: Config, padded_vocab_size: int, flops_per_second: float) -> Computation:
     """A micro-batch on a device that makes so many operations per second, recomputation counted."""
-    flops = forward_flops_of_uses(config.model, padded_vocab_size, config.training.micro_batch_size)
-    forward = tuple(operations / flops_per_second for operations in flops)
-    return Computation(forward, _backward(config.model, forward))
+    samples = config.training.micro_batch_size
+    forward = forward_flops_of_uses(config.model, padded_vocab_size, samples)
+    again = recomputed_flops_of_uses(config.model, padded_vocab_size, samples)
+    return Computation(
+        tuple(operations / flops_per_second for operations in forward),
+        tuple((2 * first + repeated) / flops_per_second for first, repeated in zip(forward, again, strict=True)),
+    )
 
 
 def computation_by_step(config: Config, padded_vocab_size: int, seconds: float, microbatches: int) -> Computation:
@@ -130,11 +134,6 @@ def computation_by_step(config: Config, padded_vocab_size: int, seconds: float, 
     relative = computation_by_rate(config, padded_vocab_size, 1.0)
     scale = seconds / microbatches / relative.seconds
     return Computation(tuple(scale * part for part in relative.forward), tuple(scale * part for part in relative.backward))
-
-
-def _backward(config: ModelConfig, forward: tuple[float, ...]) -> tuple[float, ...]:
-    again = 1 if config.checkpoint_activations else 0
-    return (2 * forward[0], *((2 + again) * seconds for seconds in forward[1:-1]), 2 * forward[-1])
 
 
 def _as_member(given: Config, member: Member, world: PlannedWorld) -> Config:

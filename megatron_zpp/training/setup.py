@@ -27,6 +27,7 @@ from megatron_zpp.data.datasets import DataRequest, Datasets, build_datasets, ca
 from megatron_zpp.data.token_check import check_token_ids_once
 from megatron_zpp.data.tokenizer import build_tokenizer, embedding_rows
 from megatron_zpp.model.attention_kernel import check_attention, head_shape_of
+from megatron_zpp.model.compilation import check_compilation, compile_blocks
 from megatron_zpp.model.document_attention import describe as describe_documents
 from megatron_zpp.model.document_attention import has_varlen
 from megatron_zpp.model.flops import parameter_count
@@ -123,7 +124,7 @@ def build_run_data(config: Config, vocabulary: Vocabulary, speaker: Speaker, *, 
 
 
 def check_backends(config: Config, device: torch.device) -> None:
-    """Nothing, where NVIDIA Apex and the kernels of attention are there as far as flags ask for them.
+    """Nothing, where NVIDIA Apex, the kernels of attention and a compiler are there as far as flags ask for them.
 
     Must come before the model and the engine.
     """
@@ -133,6 +134,8 @@ def check_backends(config: Config, device: torch.device) -> None:
         check_apex("--norm-backend", "fused_layer_norm_cuda", device.type)
     head = head_shape_of(config.model, working_dtype(config.precision))
     check_attention(device, head, masks_documents=config.data.reset_attention_mask and not has_varlen(device, head))
+    if config.training.compile:
+        check_compilation(device)
 
 
 def build_model(config: Config, padded_vocab: int, reader: CheckpointReader | None) -> GPT:
@@ -141,6 +144,8 @@ def build_model(config: Config, padded_vocab: int, reader: CheckpointReader | No
     if reader is not None:
         shapes = {param.name: param.shape for unit in model.unit_specs() for param in unit.params}
         reader.check_model(shapes, asdict(config.model))
+    if config.training.compile:
+        compile_blocks(model)
     return model
 
 

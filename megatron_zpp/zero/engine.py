@@ -91,6 +91,7 @@ class ZeroEngine:
         self.loss_scaler = loss_scaler or ConstantLossScaler()
         self._options = options
         self._policy = options.policy
+        self._uses = tuple(uses)
         training = training_schedule(uses, options.prefetch)
         self._passes = {True: Pass(training), False: Pass(evaluation_schedule(uses, options.prefetch))}
         self._first_actions = training[Moment(Phase.PRE_FORWARD, 0)]
@@ -144,9 +145,22 @@ class ZeroEngine:
     # ---- forward and backward
 
     def pre_forward(self, use: int) -> None:
-        """Called before a use's forward; within backward it is a recomputation, whose weights are there already."""
-        if not self._is_in_backward:
+        """Called before a use's forward; within backward it is a recomputation."""
+        if self._is_in_backward:
+            self._recompute(use)
+        else:
             self._reach(Moment(Phase.PRE_FORWARD, use), torch.is_grad_enabled())
+
+    def _recompute(self, use: int) -> None:
+        """Brings the weights of a use of a chunk; those of a use that is recomputed by itself are there for its backward.
+
+        Raises RuntimeError where they are not, because the uses did not say that they are recomputed together.
+        """
+        moment = Moment(Phase.RECOMPUTE, use)
+        if self._passes[True].is_ahead(moment):
+            self._reach(moment, is_training=True)
+        for name in self._uses[use].units:
+            self._unit_of[name].wait(Category.WEIGHTS)
 
     def post_forward(self, use: int) -> None:
         """Called after a use's forward."""

@@ -86,7 +86,7 @@ def test_another_tokenizer_takes_nothing_of_the_checkpoints(directory: Path) -> 
 
 
 def test_what_recomputes_is_not_the_checkpoints_business(directory: Path) -> None:
-    assert merged(f"--load {directory} --checkpoint-activations").model.checkpoint_activations
+    assert merged(f"--load {directory} --checkpoint-activations").model.recompute_granularity == "full"
 
 
 def test_pretrained_weights_give_the_shape_until_there_is_a_checkpoint(directory: Path) -> None:

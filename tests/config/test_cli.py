@@ -65,6 +65,7 @@ def test_last_word_wins_so_that_scripts_can_append():
     [
         ("--micro-batch-size 2 --batch-size 4", ["--micro-batch-size 2", "--batch-size 4", "give only one"]),
         ("--layernorm-epsilon 1e-6 --norm-epsilon 1e-5", ["--norm-epsilon 1e-05", "--layernorm-epsilon 1e-06", "give only one"]),
+        ("--checkpoint-activations --recompute-activations", ["--checkpoint-activations", "--recompute-activations", "give only one"]),
         ("--zero-stag 3", ["--zero-stag ", "did you mean --zero-stage?"]),
         ("--num_layers 3", ["--num_layers ", "did you mean --num-layers?"]),
         ("-lr=3", ["-lr ", "did you mean --lr?"]),

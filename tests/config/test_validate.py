@@ -41,6 +41,22 @@ def test_given_model_values_stay():
     assert (model.ffn_hidden_size, model.kv_channels, model.max_position_embeddings) == (100, 10, 40)
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", (None, None, None)),
+        ("--checkpoint-activations", ("full", "uniform", 1)),
+        ("--checkpoint-activations --checkpoint-num-layers 2", ("full", "uniform", 2)),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", ("full", "block", 2)),
+        ("--recompute-activations", ("selective", None, None)),
+        ("--recompute-granularity selective", ("selective", None, None)),
+    ],
+)
+def test_what_is_recomputed_follows_from_both_generations_of_flags(flags, expected):
+    model = resolved(flags).model
+    assert (model.recompute_granularity, model.recompute_method, model.recompute_num_layers) == expected
+
+
 @given(
     micro=st.none() | st.integers(1, 8),
     microbatches=st.none() | st.integers(1, 8),
@@ -105,6 +121,10 @@ def test_real_data_without_lr_gets_the_default_and_a_notice():
         ("--lr 1e-3 --min-lr 2e-3", ["--min-lr 0.002", "above --lr 0.001", "choose at most 0.001"]),
         ("--lr 1e-3 --lr-warmup-init 2e-3", ["--lr-warmup-init 0.002", "above --lr 0.001", "choose at most 0.001"]),
         ("--max-position-embeddings 16", ["--max-position-embeddings 16", "below --seq-length 32", "choose 32 or more"]),
+        ("--recompute-method block", ["--recompute-method block", "without --recompute-granularity full", "give that"]),
+        ("--checkpoint-num-layers 2", ["--recompute-num-layers 2", "without --recompute-granularity full", "give that"]),
+        ("--recompute-activations --recompute-method uniform", ["--recompute-method uniform", "without --recompute-granularity full"]),
+        ("--checkpoint-activations --checkpoint-num-layers 3", ["--recompute-num-layers 3", "--num-layers 2", "choose 2 or less"]),
         ("--mock-data --data-path corpus", ["--mock-data", "--data-path corpus", "exclude", "give one"]),
         ("--mock-data --data-args-path f", ["--data-args-path f", "cannot be read"]),
         ("--data-path a --train-data-path b", ["--data-path and --train-data-path", "exclude", "one of these ways"]),

@@ -41,7 +41,7 @@ def logits(model: GPT, tokens: Tensor, lengths: list[int] | None, *, resets_posi
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("architecture", ["GPT-2", "Llama", "one key head, neighbours rotate"])
 def test_logits_of_a_packed_document_equal_those_of_the_document_alone(dtype: torch.dtype, recomputes: bool, architecture: str) -> None:
-    model = small_gpt(checkpoint_activations=recomputes, dtype=dtype, **ARCHITECTURES[architecture])
+    model = small_gpt(recompute_granularity="full" if recomputes else None, dtype=dtype, **ARCHITECTURES[architecture])
     tokens, _ = sample_batch()
     packed = logits(model, tokens, LENGTHS).flatten(0, 1)
     start = 0
@@ -85,14 +85,12 @@ def gradients(model: GPT, tokens: Tensor, labels: Tensor) -> list[Tensor]:
 def test_recomputation_keeps_the_documents(dropout: float, architecture: str) -> None:
     """Bit for bit: the recomputed forward has the same mask, turns by the same angles and drops the same."""
     tokens, labels = sample_batch()
-    models = [
-        small_gpt(
-            checkpoint_activations=recomputes, attention_dropout=dropout, hidden_dropout=dropout, **ARCHITECTURES[architecture]
-        ).train()
-        for recomputes in (False, True)
-    ]
-    for one, other in zip(*(gradients(model, tokens, labels) for model in models), strict=True):
-        assert torch.equal(one, other)
+    changes = {"attention_dropout": dropout, "hidden_dropout": dropout, **ARCHITECTURES[architecture]}
+    plain = gradients(small_gpt(**changes).train(), tokens, labels)
+    for granularity in ("full", "selective"):
+        recomputed = gradients(small_gpt(recompute_granularity=granularity, **changes).train(), tokens, labels)
+        for one, other in zip(plain, recomputed, strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("architecture", ["GPT-2", "Llama"])

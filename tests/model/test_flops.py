@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_zpp.config.schema import ModelConfig
-from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
+from megatron_zpp.model.chunks import recomputed_blocks
+from megatron_zpp.model.flops import (
+    forward_flops_of_uses,
+    hardware_flops,
+    model_flops,
+    parameter_count,
+    recomputed_flops_of_uses,
+)
 from megatron_zpp.model.gpt import GPT
+
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "every block": {"recompute_granularity": "full"},
+    "chunks of two": {"recompute_granularity": "full", "recompute_num_layers": 2},
+    "the first block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+}
 
 
 def gpt_config(layers: int, hidden: int, heads: int, length: int, recompute: bool = False) -> ModelConfig:
@@ -22,7 +37,7 @@ def gpt_config(layers: int, hidden: int, heads: int, length: int, recompute: boo
         kv_channels=hidden // heads,
         seq_length=length,
         max_position_embeddings=length,
-        checkpoint_activations=recompute,
+        recompute_granularity="full" if recompute else None,
     )
 
 
@@ -52,10 +67,10 @@ def test_parameters_and_operations_of_a_gated_block_with_shared_heads_are_those_
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
-@pytest.mark.parametrize("recompute", [False, True])
-def test_hardware_flops_are_the_matrix_products_that_run(architecture: str, recompute: bool) -> None:
+@pytest.mark.parametrize("recomputed", list(RECOMPUTED))
+def test_hardware_flops_are_the_matrix_products_that_run(architecture: str, recomputed: str) -> None:
     # With dropout on, recomputation runs to the end of the block; without it the last product, which backward does not need, is left out.
-    model = small_gpt(**ARCHITECTURES[architecture], checkpoint_activations=recompute, hidden_dropout=0.1)
+    model = small_gpt(num_layers=3, hidden_dropout=0.1, **ARCHITECTURES[architecture], **RECOMPUTED[recomputed])
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(*sample_batch(samples=3), first_sample=0).sum().backward()
     assert counter.get_total_flops() == hardware_flops(model.config, VOCAB, sample_count=3)
@@ -66,7 +81,22 @@ def test_model_flops_leave_out_half_of_the_attention_square_and_every_recomputat
     heads_width = config.num_attention_heads * config.kv_channels
     square = 3 * config.num_layers * 4 * config.seq_length**2 * heads_width
     assert hardware_flops(config, VOCAB, 5) - model_flops(config, VOCAB, 5) == 5 * square // 2
-    assert model_flops(small_config(checkpoint_activations=True), VOCAB, 5) == model_flops(config, VOCAB, 5)
+    assert model_flops(small_config(recompute_granularity="full"), VOCAB, 5) == model_flops(config, VOCAB, 5)
+
+
+def test_recomputed_attention_counts_its_square_once_more() -> None:
+    config, selective = small_config(), small_config(recompute_granularity="selective")
+    square = 4 * config.num_layers * config.seq_length**2 * config.num_attention_heads * config.kv_channels
+    assert hardware_flops(selective, VOCAB, 5) - hardware_flops(config, VOCAB, 5) == 5 * square
+    assert model_flops(selective, VOCAB, 5) == model_flops(config, VOCAB, 5)
+
+
+@pytest.mark.parametrize("recomputed", list(RECOMPUTED))
+def test_backward_repeats_the_forward_of_recomputed_blocks(recomputed: str) -> None:
+    config = small_config(num_layers=3, **RECOMPUTED[recomputed])
+    forward, again = forward_flops_of_uses(config, VOCAB, 5), recomputed_flops_of_uses(config, VOCAB, 5)
+    count = recomputed_blocks(config)
+    assert again == (0, *forward[1 : count + 1], *[0] * (3 - count), 0)
 
 
 @pytest.mark.parametrize(("seconds", "published_tflops"), [(9.9559, 7.65), (3.6806, 20.70)])

@@ -138,9 +138,9 @@ class Rungs:
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
-@pytest.mark.parametrize("recompute", [False, True])
-def test_weights_may_be_gone_outside_of_their_uses(architecture: str, recompute: bool) -> None:
-    changes: dict[str, Any] = {**ARCHITECTURES[architecture], "checkpoint_activations": recompute, "hidden_dropout": 0.2}
+@pytest.mark.parametrize("recompute", [None, "full", "selective"])
+def test_weights_may_be_gone_outside_of_their_uses(architecture: str, recompute: str | None) -> None:
+    changes: dict[str, Any] = {**ARCHITECTURES[architecture], "recompute_granularity": recompute, "hidden_dropout": 0.2}
     model = small_gpt(**changes)
     expected_loss, expected_gradients = loss_and_gradients(model)
     Rungs(model)
