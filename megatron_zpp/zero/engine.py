@@ -201,14 +201,18 @@ class ZeroEngine:
 
     # ---- step
 
-    def step(self, learning_rate: float) -> StepResult:
-        """Updates the weights with the mean gradient, clipped, or skips the update where a NaN or inf is in it, on every rank alike."""
+    def step(self, learning_rate: float, weight_decay: float | None = None) -> StepResult:
+        """Updates the weights with the mean gradient, clipped, or skips the update where a NaN or inf is in it, on every rank alike.
+
+        weight_decay: of this step, where it is not the one of the options.
+        """
         self.finish_gradients()
         scaled_norm = global_norm(self.gradients, self.ladder, self._squared_sum)
         grad_norm = scaled_norm / self.loss_scaler.scale
         is_finite = math.isfinite(grad_norm)
         if is_finite:
-            self.optimizer.step(learning_rate, self._clip_factor(grad_norm) / self.loss_scaler.scale)
+            decay = self._options.adam.weight_decay if weight_decay is None else weight_decay
+            self.optimizer.step(learning_rate, decay, self._clip_factor(grad_norm) / self.loss_scaler.scale)
         for gradient in self.gradients:
             gradient.clear()
         self.loss_scaler.update(is_overflow=not is_finite)

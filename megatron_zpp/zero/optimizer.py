@@ -42,13 +42,13 @@ class ShardedAdamW:
     def steps(self, value: int) -> None:
         self._adam.steps = value
 
-    def step(self, learning_rate: float, gradient_factor: float) -> None:
+    def step(self, learning_rate: float, weight_decay: float, gradient_factor: float) -> None:
         """One update with the gradients times `gradient_factor` (unscaling and clipping in one)."""
         if gradient_factor != 1.0:
             for gradient in self._gradients:
                 for part in gradient.for_optimizer.parts():
                     part.mul_(gradient_factor)
-        self._adam.update(learning_rate)
+        self._adam.update(learning_rate, weight_decay)
 
     def live_tensors(self) -> list[Tensor]:
         """The tensors that hold optimizer state."""

@@ -28,7 +28,7 @@ STYLES = st.sampled_from(sorted(GOLDEN))
 
 def schedule_of(flags, world_size=1):
     config = resolve(parse_flags((SHAPE + flags).split()), world_size, world_size)
-    return LearningRateSchedule.from_config(config.optimizer, config.training)
+    return LearningRateSchedule.from_config(config.optimizer, config.training, config.model.seq_length)
 
 
 @pytest.mark.parametrize("style", GOLDEN)
@@ -87,8 +87,8 @@ def test_half_of_a_cosine_is_half_of_the_way():
 
 
 def test_unknown_style_names_the_choices():
-    with pytest.raises(ValueError, match="--lr-decay-style wsd is not available; choose constant, linear or cosine."):
-        LearningRateSchedule("wsd", 1.0, 0.0, 0.0, 0, 10)
+    with pytest.raises(ValueError, match="--lr-decay-style step is not available; choose .*inverse-square-root or WSD"):
+        LearningRateSchedule("step", 1.0, 0.0, 0.0, 0, 10)
 
 
 def test_schedules_differ_in_what_shapes_their_curves() -> None:
