@@ -182,10 +182,10 @@ def check_batches_of_new_run(config: Config, world_size: int) -> None:
 
 
 def check_batches(config: Config, world_size: int, consumed_samples: int) -> None:
-    """Every batch from there on is a multiple of what the ranks take at once."""
+    """Every batch from there on, where anything is trained, is a multiple of what the ranks take at once."""
     batches, training = running_schedule(config, world_size), config.training
     size = batches.misfit(consumed_samples)
-    if size is None:
+    if size is None or training.skip_train:
         return
     below = size // batches.grain * batches.grain
     wish = f"--global-batch-size {size} is"
@@ -201,10 +201,12 @@ def check_batches(config: Config, world_size: int, consumed_samples: int) -> Non
 
 
 def check_evaluation_batch(config: Config, world_size: int) -> None:
+    """Where it is not the batch of training, which has been checked."""
     training = config.training
+    is_own = training.skip_train or not config.given.isdisjoint({"eval_micro_batch_size", "eval_global_batch_size"})
     grain = training.eval_micro_batch_size * world_size
     size = training.eval_global_batch_size
-    if size % grain != 0 and not config.given.isdisjoint({"eval_micro_batch_size", "eval_global_batch_size"}):
+    if size % grain != 0 and is_own:
         below = size // grain * grain
         raise FlagError(
             f"--eval-global-batch-size {size} is not a multiple of {grain} (--eval-micro-batch-size {training.eval_micro_batch_size} x "
