@@ -18,7 +18,6 @@ from megatron_zpp.parallel.failure_board import FailureBoard
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.parallel.roll_call import RollCall
 
-
 PACKAGE = Path(__file__).parents[1]
 
 

@@ -30,10 +30,6 @@ class Progress:
         if not is_skipped:
             self.scheduled_samples += samples
 
-    def pass_over(self, samples: int) -> None:
-        """Moves on by an iteration that trains on nothing."""
-        self.advance(samples, is_skipped=True)
-
 
 class StepTimes(NamedTuple):
     """Seconds of one step of `samples` samples on this rank, and how many of them it waited for its micro-batches."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron_zpp.config.batch_schedule import running_schedule
@@ -12,7 +12,7 @@ from megatron_zpp.data.blended_dataset import SourceTally
 from megatron_zpp.data.datasets import Datasets
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.sample import SampleSource
-from megatron_zpp.data.sampler import MicroBatchSampler, WholePassSampler
+from megatron_zpp.data.sampler import MicroBatchIndices, MicroBatchSampler, WholePassSampler
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.interval_report import IntervalReport
 from megatron_zpp.monitor.jsonl import JsonLinesWriter
@@ -78,9 +78,12 @@ class Trainer:
         self._bad_iterations = BadIterations()
         self._reason_for_leaving: str | None = None
         self._rules = datasets.rules
-        self._train_batches = self._training_batches(datasets.train)
-        self._validation_sets = self._held_out_sets(datasets.valid, evaluations_before(progress.iteration, config.training))
-        self._test_sets = [] if datasets.test is None else self._held_out_sets({"": datasets.test}, 0, may_be_whole=False)
+        sampler = MicroBatchSampler(
+            len(datasets.train), progress.consumed_samples, config.training.micro_batch_size, *self._rank_and_ranks()
+        )
+        self._train_batches = self._batches(datasets.train, sampler)
+        self._validation_sets = self._held_out_sets(datasets.valid, is_whole=config.training.full_validation)
+        self._test_set = next(iter(self._held_out_sets({"": datasets.test}, is_whole=False)), None)
         self._tally = SourceTally(datasets.train) if config.logging.log_samples_per_source else None
 
     def run(self) -> None:
@@ -137,7 +140,7 @@ class Trainer:
         first, batch_size = progress.consumed_samples, self._batch_sizes.batch_size(progress.consumed_samples)
         for _ in range(batch_size // self._batch_sizes.grain):
             next(self._train_batches)
-        progress.pass_over(batch_size)
+        progress.advance(batch_size, is_skipped=True)
         self._engine.start_iteration(progress.iteration)
         self._reason_for_leaving = reason_for_leaving(Wish.NONE, progress.iteration, self._config.training)
         self._outlets.printer.on_last(
@@ -164,35 +167,25 @@ class Trainer:
     def _is_multiple_of(self, interval: int | None) -> bool:
         return interval is not None and self._progress.iteration % interval == 0
 
-    def _training_batches(self, source: SampleSource) -> MicroBatches:
-        size = self._config.training.micro_batch_size
-        return MicroBatches(
-            source,
-            MicroBatchSampler(len(source), self._progress.consumed_samples, size, *self._rank_and_ranks()),
-            self._config.data.num_workers,
-            self._rules,
-        )
+    def _batches(self, source: SampleSource, sampler: Iterable[MicroBatchIndices]) -> MicroBatches:
+        return MicroBatches(source, sampler, self._config.data.num_workers, self._rules)
 
-    def _held_out_sets(self, sources: Mapping[str, SampleSource], evaluations: int, *, may_be_whole: bool = True) -> list[HeldOutSet]:
-        """None where --eval-iters is 0. evaluations: how many there have been."""
-        training = self._config.training
-        if may_be_whole and training.full_validation:
-            return [self._whole_set(name, source) for name, source in sources.items()]
-        if training.eval_iters == 0:
-            return []
-        _, ranks = self._rank_and_ranks()
-        batch_size, micro_batch_size = training.eval_global_batch_size, training.eval_micro_batch_size
-        microbatches = training.eval_iters * (batch_size // (micro_batch_size * ranks))
-        consumed_samples = evaluations * microbatches * micro_batch_size * ranks
-        held_out = []
-        for name, source in sources.items():
-            sampler = MicroBatchSampler(len(source), consumed_samples, micro_batch_size, *self._rank_and_ranks())
-            held_out.append(HeldOutSet(name, MicroBatches(source, sampler, self._config.data.num_workers, self._rules), microbatches))
-        return held_out
+    def _held_out_sets(self, sources: Mapping[str, SampleSource | None], *, is_whole: bool) -> list[HeldOutSet]:
+        """One for each source, as far as there is something to evaluate on and --eval-iters is not 0."""
+        is_asked_for = is_whole or self._config.training.eval_iters > 0
+        take = self._whole_set if is_whole else self._drawn_set
+        return [take(name, source) for name, source in sources.items() if source is not None and is_asked_for]
 
     def _whole_set(self, name: str, source: SampleSource) -> HeldOutSet:
         sampler = WholePassSampler(len(source), self._config.training.eval_micro_batch_size, *self._rank_and_ranks())
-        return HeldOutSet(name, MicroBatches(source, sampler, self._config.data.num_workers, self._rules), sampler.microbatches)
+        return HeldOutSet(name, self._batches(source, sampler), sampler.microbatches)
+
+    def _drawn_set(self, name: str, source: SampleSource) -> HeldOutSet:
+        training, (rank, ranks) = self._config.training, self._rank_and_ranks()
+        size = training.eval_micro_batch_size
+        microbatches = training.eval_iters * (training.eval_global_batch_size // (size * ranks))
+        consumed_samples = evaluations_before(self._progress.iteration, training) * microbatches * size * ranks
+        return HeldOutSet(name, self._batches(source, MicroBatchSampler(len(source), consumed_samples, size, rank, ranks)), microbatches)
 
     def _rank_and_ranks(self) -> tuple[int, int]:
         backend = self._engine.ladder.backend
@@ -241,17 +234,18 @@ class Trainer:
                 self._outlets.tensorboard.write_validation(progress.iteration, progress.consumed_samples, loss, held_out.name)
 
     def _test(self) -> None:
-        for held_out in self._test_sets:
-            loss = self._evaluate(held_out, " on test set")
-            if self._outlets.json_lines is not None:
-                self._outlets.json_lines.write({"iteration": self._progress.iteration, "test_loss": loss})
+        if self._test_set is None:
+            return
+        loss = self._evaluate(self._test_set, " on test set")
+        if self._outlets.json_lines is not None:
+            self._outlets.json_lines.write({"iteration": self._progress.iteration, "test_loss": loss})
 
     def _evaluate(self, held_out: HeldOutSet, drawn_from: str) -> float:
         """The mean loss, printed."""
         with self._garbage.evaluation():
             loss = evaluate(self._model, self._engine, held_out)
-        name = f" {held_out.name}" if held_out.name else ""
-        drawn_from = f"{drawn_from or ' on validation set'}{name}" if name else drawn_from
+        if held_out.name:
+            drawn_from = f" on validation set {held_out.name}"
         self._outlets.printer.on_last(validation_lines(self._progress.iteration, loss, drawn_from=drawn_from))
         return loss
 
