@@ -78,12 +78,13 @@ class Trainer:
         self._bad_iterations = BadIterations()
         self._reason_for_leaving: str | None = None
         self._rules = datasets.rules
-        sampler = MicroBatchSampler(
-            len(datasets.train), progress.consumed_samples, config.training.micro_batch_size, *self._rank_and_ranks()
-        )
+        training = config.training
+        sampler = MicroBatchSampler(len(datasets.train), progress.consumed_samples, training.micro_batch_size, *self._rank_and_ranks())
         self._train_batches = self._batches(datasets.train, sampler)
-        self._validation_sets = self._held_out_sets(datasets.valid, is_whole=config.training.full_validation)
-        self._test_set = next(iter(self._held_out_sets({"": datasets.test}, is_whole=False)), None)
+        self._validation_sets = self._held_out_sets(datasets.valid)
+        self._test_set = None
+        if datasets.test is not None and training.eval_iters > 0:
+            self._test_set = self._drawn_set("", datasets.test, evaluations=0)
         self._tally = SourceTally(datasets.train) if config.logging.log_samples_per_source else None
 
     def run(self) -> None:
@@ -170,21 +171,26 @@ class Trainer:
     def _batches(self, source: SampleSource, sampler: Iterable[MicroBatchIndices]) -> MicroBatches:
         return MicroBatches(source, sampler, self._config.data.num_workers, self._rules)
 
-    def _held_out_sets(self, sources: Mapping[str, SampleSource | None], *, is_whole: bool) -> list[HeldOutSet]:
-        """One for each source, as far as there is something to evaluate on and --eval-iters is not 0."""
-        is_asked_for = is_whole or self._config.training.eval_iters > 0
-        take = self._whole_set if is_whole else self._drawn_set
-        return [take(name, source) for name, source in sources.items() if source is not None and is_asked_for]
+    def _held_out_sets(self, sources: Mapping[str, SampleSource]) -> list[HeldOutSet]:
+        """One for each source, and none where --eval-iters is 0."""
+        training = self._config.training
+        if training.full_validation:
+            return [self._whole_set(name, source) for name, source in sources.items()]
+        if training.eval_iters == 0:
+            return []
+        evaluations = evaluations_before(self._progress.iteration, training)
+        return [self._drawn_set(name, source, evaluations) for name, source in sources.items()]
 
     def _whole_set(self, name: str, source: SampleSource) -> HeldOutSet:
         sampler = WholePassSampler(len(source), self._config.training.eval_micro_batch_size, *self._rank_and_ranks())
         return HeldOutSet(name, self._batches(source, sampler), sampler.microbatches)
 
-    def _drawn_set(self, name: str, source: SampleSource) -> HeldOutSet:
+    def _drawn_set(self, name: str, source: SampleSource, evaluations: int) -> HeldOutSet:
+        """evaluations: how many there have been."""
         training, (rank, ranks) = self._config.training, self._rank_and_ranks()
         size = training.eval_micro_batch_size
         microbatches = training.eval_iters * (training.eval_global_batch_size // (size * ranks))
-        consumed_samples = evaluations_before(self._progress.iteration, training) * microbatches * size * ranks
+        consumed_samples = evaluations * microbatches * size * ranks
         return HeldOutSet(name, self._batches(source, MicroBatchSampler(len(source), consumed_samples, size, rank, ranks)), microbatches)
 
     def _rank_and_ranks(self) -> tuple[int, int]:
