@@ -50,14 +50,11 @@ def check_one_decay(config: Config) -> None:
 
 
 def _check_one_of(config: Config, *names: str) -> None:
-    given = {name: config.value_of(name) for name in names if config.value_of(name) not in (None, 0) or _is_zero_fraction(config, name)}
+    unsaid = {"lr_warmup_fraction": (None,)}  # a fraction of 0 was given, a length of 0 may be the default
+    given = {name: config.value_of(name) for name in names if config.value_of(name) not in unsaid.get(name, (None, 0))}
     if len(given) > 1:
         words = " and ".join(f"{spelling_of(name)} {value}" for name, value in list(given.items())[:2])
         raise FlagError(f"{words} exclude each other; give one of them.")
-
-
-def _is_zero_fraction(config: Config, name: str) -> bool:
-    return name == "lr_warmup_fraction" and config.value_of(name) == 0
 
 
 def check_annealing(config: Config) -> None:
@@ -113,8 +110,11 @@ def check_evaluation(config: Config) -> None:
         raise FlagError("--skip-train with --eval-iters 0 does nothing; give another --eval-iters, or --full-validation.")
     if training.full_validation and training.eval_iters == 0:
         raise FlagError("--full-validation and --eval-iters 0 exclude each other; leave one of them out.")
+
+
+def check_garbage_collection(config: Config) -> None:
     for name in ("manual_gc_interval", "no_manual_gc_eval"):
-        if config.value_of(name) and not training.manual_gc:
+        if config.value_of(name) and not config.training.manual_gc:
             raise FlagError(f"{spelling_of(name)} changes nothing without --manual-gc; give that as well.")
 
 
@@ -243,6 +243,7 @@ SCHEDULE_CHECKS_BEFORE_FILLING: tuple[Callable[[Config], None], ...] = (
     check_batch_flags,
     check_iterations_to_skip,
     check_evaluation,
+    check_garbage_collection,
 )
 SCHEDULE_CHECKS_AFTER_FILLING: tuple[Callable[[Config], None], ...] = (
     check_learning_rates,

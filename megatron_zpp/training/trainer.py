@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron_zpp.config.batch_schedule import running_schedule
@@ -11,8 +10,7 @@ from megatron_zpp.config.schema import Config
 from megatron_zpp.data.blended_dataset import SourceTally
 from megatron_zpp.data.datasets import Datasets
 from megatron_zpp.data.loader import MicroBatches
-from megatron_zpp.data.sample import SampleSource
-from megatron_zpp.data.sampler import MicroBatchIndices, MicroBatchSampler, WholePassSampler
+from megatron_zpp.data.sampler import MicroBatchSampler
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.interval_report import IntervalReport
 from megatron_zpp.monitor.jsonl import JsonLinesWriter
@@ -20,8 +18,9 @@ from megatron_zpp.monitor.logging import RankPrinter
 from megatron_zpp.monitor.memory import max_memory_bytes
 from megatron_zpp.monitor.tensorboard import TensorboardWriter
 from megatron_zpp.monitor.training_line import samples_line, training_line, validation_lines
-from megatron_zpp.training.evaluation import HeldOutSet, evaluate, evaluations_before, is_followed_by_validation
+from megatron_zpp.training.evaluation import evaluate
 from megatron_zpp.training.garbage import GarbageCollection
+from megatron_zpp.training.held_out import HeldOutSet, HeldOutSets, is_followed_by_validation
 from megatron_zpp.training.leaving import Leaving, Wish, reason_for_leaving
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
 from megatron_zpp.training.metrics import (
@@ -71,20 +70,16 @@ class Trainer:
         self._weight_decays = WeightDecaySchedule.from_config(config.optimizer)
         self._saver = RunSaver(config, engine, model.padded_vocab_size, outlets.printer)
         self._traffic = StepTraffic(engine.ladder.ledger)
-        self._batch_sizes = running_schedule(config, engine.ladder.topology.world_size)
         self._garbage = GarbageCollection(config.training)
         self._passed_over = frozenset(int(iteration) for iteration in config.training.iterations_to_skip)
         self._since_line, self._since_point = Interval(), Interval()
         self._bad_iterations = BadIterations()
         self._reason_for_leaving: str | None = None
-        self._rules = datasets.rules
-        training = config.training
-        sampler = MicroBatchSampler(len(datasets.train), progress.consumed_samples, training.micro_batch_size, *self._rank_and_ranks())
-        self._train_batches = self._batches(datasets.train, sampler)
-        self._validation_sets = self._held_out_sets(datasets.valid)
-        self._test_set = None
-        if datasets.test is not None and training.eval_iters > 0:
-            self._test_set = self._drawn_set("", datasets.test, evaluations=0)
+        rank, ranks = engine.ladder.backend.rank, engine.ladder.topology.world_size
+        sampler = MicroBatchSampler(len(datasets.train), progress.consumed_samples, config.training.micro_batch_size, rank, ranks)
+        self._batch_sizes = running_schedule(config, ranks)
+        self._train_batches = MicroBatches(datasets.train, sampler, config.data.num_workers, datasets.rules)
+        self._held_out = HeldOutSets(config, datasets, progress.iteration, rank=rank, ranks=ranks)
         self._tally = SourceTally(datasets.train) if config.logging.log_samples_per_source else None
 
     def run(self) -> None:
@@ -168,35 +163,6 @@ class Trainer:
     def _is_multiple_of(self, interval: int | None) -> bool:
         return interval is not None and self._progress.iteration % interval == 0
 
-    def _batches(self, source: SampleSource, sampler: Iterable[MicroBatchIndices]) -> MicroBatches:
-        return MicroBatches(source, sampler, self._config.data.num_workers, self._rules)
-
-    def _held_out_sets(self, sources: Mapping[str, SampleSource]) -> list[HeldOutSet]:
-        """One for each source, and none where --eval-iters is 0."""
-        training = self._config.training
-        if training.full_validation:
-            return [self._whole_set(name, source) for name, source in sources.items()]
-        if training.eval_iters == 0:
-            return []
-        evaluations = evaluations_before(self._progress.iteration, training)
-        return [self._drawn_set(name, source, evaluations) for name, source in sources.items()]
-
-    def _whole_set(self, name: str, source: SampleSource) -> HeldOutSet:
-        sampler = WholePassSampler(len(source), self._config.training.eval_micro_batch_size, *self._rank_and_ranks())
-        return HeldOutSet(name, self._batches(source, sampler), sampler.microbatches)
-
-    def _drawn_set(self, name: str, source: SampleSource, evaluations: int) -> HeldOutSet:
-        """evaluations: how many there have been."""
-        training, (rank, ranks) = self._config.training, self._rank_and_ranks()
-        size = training.eval_micro_batch_size
-        microbatches = training.eval_iters * (training.eval_global_batch_size // (size * ranks))
-        consumed_samples = evaluations * microbatches * size * ranks
-        return HeldOutSet(name, self._batches(source, MicroBatchSampler(len(source), consumed_samples, size, rank, ranks)), microbatches)
-
-    def _rank_and_ranks(self) -> tuple[int, int]:
-        backend = self._engine.ladder.backend
-        return backend.rank, backend.topology.world_size
-
     def _report(self, readings: StepReadings, times: StepTimes) -> None:
         """A training line every --log-interval iterations and at the end, a TensorBoard point every --tensorboard-log-interval."""
         outlets, logging = self._outlets, self._config.logging
@@ -231,7 +197,7 @@ class Trainer:
 
     def _validate(self, drawn_from: str = "") -> None:
         progress = self._progress
-        for held_out in self._validation_sets:
+        for held_out in self._held_out.validation:
             loss = self._evaluate(held_out, drawn_from)
             if self._outlets.json_lines is not None:
                 named = {"validation_set": held_out.name} if held_out.name else {}
@@ -240,9 +206,9 @@ class Trainer:
                 self._outlets.tensorboard.write_validation(progress.iteration, progress.consumed_samples, loss, held_out.name)
 
     def _test(self) -> None:
-        if self._test_set is None:
+        if self._held_out.test is None:
             return
-        loss = self._evaluate(self._test_set, " on test set")
+        loss = self._evaluate(self._held_out.test, " on test set")
         if self._outlets.json_lines is not None:
             self._outlets.json_lines.write({"iteration": self._progress.iteration, "test_loss": loss})
 
