@@ -84,20 +84,22 @@ def train(config: Config, launch: Launch, world: World) -> None:
     """The run itself: model -> engine -> data -> training. Raises StartupError for a mistake of the user's, on every rank alike."""
     from megatron_zpp.parallel.topology import check_placement
     from megatron_zpp.training import setup, start
+    from megatron_zpp.training.leaving import check_kill_switch
     from megatron_zpp.training.trainer import Trainer
 
     printer = RankPrinter(launch.rank, launch.world_size)
     printer.on_first("\n".join(filter(None, [banner(config), arguments_block(config), *config.notices])))
     setup.check_same_flags(config)
-    if config.training.deterministic_mode:
-        setup.use_deterministic_kernels()
     hosts = world.hosts()
     with world.agreement():
+        if config.training.deterministic_mode:
+            setup.use_deterministic_kernels()
         check_placement(hosts, config.distributed.ranks_per_node)
     ladder = setup.build_ladder(config, world)
     memory_bytes = setup.memory_per_rank(world, hosts)
     origin = start.find_origin(config, world)
     with world.agreement("preparing data", printer.on_first):
+        check_kill_switch(config.training, launch.rank)
         setup.check_backends(config, world.device)
         config = start.with_schedule(config, origin)
         vocabulary = setup.build_vocabulary(config)
@@ -115,6 +117,7 @@ def train(config: Config, launch: Launch, world: World) -> None:
     engine = setup.build_engine(config, model, ladder, world.device)
     with world.agreement():
         progress = start.load_progress(config, engine, origin)
+        config = start.with_remaining_batches(config, progress, world.world_size)
     printer.on_first(start.describe_start(config, origin, progress))
     origin.close()
     try:

@@ -20,6 +20,8 @@ from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.config.arguments import arguments
 from megatron_zpp.config.data_sources import read_sources
+from megatron_zpp.config.flag import any_of
+from megatron_zpp.config.horizons import length_in_samples
 from megatron_zpp.config.options import options, spelling_of
 from megatron_zpp.config.schema import Config, PrecisionConfig
 from megatron_zpp.data.build_once import Speaker
@@ -49,6 +51,8 @@ from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler
 
+# With which cuBLAS documents the same bits every time.
+DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 # Paths may be spelled differently on different machines.
 FLAGS_THAT_MAY_DIFFER = {"local_rank", *(option.name for option in options() if option.flag.unit == "path")}
 
@@ -62,9 +66,20 @@ class Vocabulary(NamedTuple):
 
 
 def use_deterministic_kernels() -> None:
-    """Lets torch run only kernels that give the same bits every time. Must come before the first matrix product."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    """Lets torch run only kernels that give the same bits every time. Must come before the first matrix product.
+
+    NCCL_ALGO does not matter, as no collective adds: ranks exchange payloads and add them in rank order. Raises ValueError where the
+    environment asks cuBLAS for what it cannot do twice the same way.
+    """
+    workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_WORKSPACES[0])
+    if workspace not in DETERMINISTIC_WORKSPACES:
+        raise ValueError(
+            f"--deterministic-mode does not go with CUBLAS_WORKSPACE_CONFIG={workspace} in the environment; "
+            f"choose {any_of(DETERMINISTIC_WORKSPACES)}, or leave it unset."
+        )
     torch.use_deterministic_algorithms(True)
+    # Nothing is read before it is written, so filling it with NaN would only cost time. torch's stubs lack the setting.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def check_same_flags(config: Config) -> None:
@@ -108,14 +123,15 @@ def speaker_of(launch: Launch, host: str, printer: RankPrinter) -> Speaker:
 def build_run_data(config: Config, vocabulary: Vocabulary, speaker: Speaker, *, checks_token_ids: bool) -> Datasets:
     """Training, validation and test data. checks_token_ids: on one rank per machine, for the corpora as a whole."""
     training = config.training
-    train_samples = training.train_samples or training.train_iters * training.global_batch_size
     counts = count_samples(
-        train_samples=train_samples,
-        global_batch_size=training.global_batch_size,
+        train_samples=length_in_samples(training, config.model.seq_length),
+        train_iters=training.train_iters,
         eval_interval=training.eval_interval,
-        eval_iters=training.eval_iters,
+        evaluated_samples=training.eval_iters * training.eval_global_batch_size,
     )
-    request = DataRequest(config.model.seq_length, training.seed, counts, vocabulary.size, vocabulary.eod)
+    request = DataRequest(
+        config.model.seq_length, training.seed, counts, vocabulary.size, vocabulary.eod, validates_on_all=training.full_validation
+    )
     datasets = build_datasets(config.data, request, speaker)
     if checks_token_ids:
         for source in datasets.sources:

@@ -80,7 +80,7 @@ def test_last_word_wins_so_that_scripts_can_append():
         ("--num-layers 1.5", ["--num-layers 1.5", "not a whole number", "such as 8"]),
         ("--lr fast", ["--lr fast", "not a number", "such as 0.1"]),
         ("--zero-stage 4", ["--zero-stage 4", "not available", "choose 0, 1, 2 or 3"]),
-        ("--lr-decay-style wsd", ["--lr-decay-style wsd", "choose constant, linear or cosine"]),
+        ("--lr-decay-style step", ["--lr-decay-style step", "choose constant, linear, cosine"]),
         ("--batch-size 0", ["--batch-size 0", "out of range", "at least 1"]),
         ("--seed -1", ["--seed -1", "out of range", "at least 0 and at most 4294967295"]),
         ("--hidden-dropout 1", ["--hidden-dropout 1.0", "out of range", "at least 0 and below 1"]),
