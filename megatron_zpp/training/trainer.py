@@ -99,7 +99,8 @@ class Trainer:
 
     def _step(self, leaving: Leaving) -> None:
         started, waited = time.perf_counter(), self._train_batches.wait_seconds
-        plan = StepPlan(self._microbatches, self._schedule.learning_rate(self._progress.scheduled_samples), leaving.wish)
+        learning_rate = self._schedule.learning_rate(self._progress.scheduled_samples)
+        plan = StepPlan(self._microbatches, learning_rate, leaving.wish, self._saver.wait_for_copy)
         scaler_before = self._engine.loss_scaler.state()
         outcome = train_step(self._model, self._engine, self._train_batches, plan)
         seconds = time.perf_counter() - started
