@@ -96,6 +96,12 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder} holds no parameter {parameter}; it is of another model")
         return self.read(parameter, WEIGHT, 0, math.prod(shape)).view(shape)
 
+    def weight_in_parts(self, parameter: str, part_numel: int) -> Iterator[Tensor]:
+        """The elements of `weight` in their order, at most so many at a time: memory for a few parts, however large the parameter is."""
+        numel = math.prod(self.manifest.shapes[parameter])
+        for start in range(0, numel, part_numel):
+            yield self.read(parameter, WEIGHT, start, min(start + part_numel, numel))
+
     def fill(self, pieces: Iterable[Piece]) -> None:
         """Writes into each piece's values what is stored of it; no chunk but a header's is read twice.
 

@@ -131,9 +131,7 @@ class _Flushing:
 
 def _stream(header: bytes, tensors: Iterable[Tensor]) -> Iterator[memoryview]:
     yield memoryview(header)
-    for tensor in tensors:
-        yield _bytes_of(tensor)
-        del tensor  # before the next one is made
+    yield from map(_bytes_of, tensors)
 
 
 def _runs_of(buffers: Iterable[memoryview], run_bytes: int) -> Iterator[list[memoryview]]:
