@@ -47,7 +47,6 @@ SHARE_KILLED_AT_START = 0.15
 SECONDS_TO_START = 120.0
 SECONDS_TO_END = 90.0
 
-
 ONE_RANK, ALL, ASKED, ASKED_LAUNCHER = "SIGKILL to one rank", "SIGKILL to all", "SIGTERM to one rank", "SIGTERM to torchrun"
 ENDS = (ONE_RANK, ALL, ASKED, ASKED_LAUNCHER)
 ENDS_WITH_A_SAVE = (ASKED, ASKED_LAUNCHER)
@@ -103,7 +102,7 @@ class Soak:
         return int(path.read_text()) if path.exists() else 0
 
     def run(self, minutes: float) -> None:
-        """Starts the run and ends it, over and over; the last end is one that is asked for."""
+        """Starts the run and ends it, over and over, until the time is up."""
         deadline = time.monotonic() + 60 * minutes
         while time.monotonic() < deadline:
             self._start()
