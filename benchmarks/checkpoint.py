@@ -11,9 +11,7 @@ starts, and all measures begin with an idle disk and an empty cache. Prints a ta
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import shutil
 import statistics
 import sys
@@ -21,10 +19,10 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 
 import torch
+from report import report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -77,19 +75,10 @@ def main(arguments: list[str]) -> int:
         rounds = [bench.round(number) for number in range(options.rounds)]
     finally:
         shutil.rmtree(folder)
-    command = f"python benchmarks/checkpoint.py {' '.join(arguments)}".strip()
-    machine = {
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "threads": options.threads,
-        "torch": torch.__version__,
-        "date": date.today().isoformat(),
-    }
     results = _results(rounds, memory, share.nbytes)
-    print(f"{', '.join(f'{name} {value}' for name, value in machine.items())}; `{command}`\n\n{_table(results, share.nbytes)}")
-    if options.output:
-        measured = {"command": command, **machine, "state_bytes": share.nbytes, "results": results, "rounds": [vars(one) for one in rounds]}
-        options.output.write_text(json.dumps(measured, indent=2) + "\n")
+    setting = {"threads": options.threads, "torch": torch.__version__}
+    figures = {"state_bytes": share.nbytes, "results": results, "rounds": [vars(one) for one in rounds]}
+    report("checkpoint.py", arguments, setting, _table(results, share.nbytes), figures, options.output)
     return 0
 
 
@@ -314,14 +303,6 @@ def _load_shares(results: dict[str, float]) -> str:
 def _pause_shares(results: dict[str, float]) -> str:
     share = f"{results['pause_share_of_save']:.1%} of a save that is waited for"
     return f"{share}; iterations beside it take {results['slowdown_seconds']:.3f} s longer in all"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 if __name__ == "__main__":
