@@ -96,7 +96,7 @@ def train(config: Config, launch: Launch, world: World) -> None:
             setup.use_deterministic_kernels()
         check_placement(hosts, config.distributed.ranks_per_node)
     ladder = setup.build_ladder(config, world)
-    memory_bytes = setup.memory_per_rank(world, hosts)
+    memory_there = setup.memory_per_rank(world, hosts)
     origin = start.find_origin(config, world)
     with world.agreement("preparing data", printer.on_first):
         check_kill_switch(config.training, launch.rank)
@@ -104,7 +104,7 @@ def train(config: Config, launch: Launch, world: World) -> None:
         config = start.with_schedule(config, origin)
         vocabulary = setup.build_vocabulary(config)
         model = setup.build_model(config, vocabulary.padded_size, origin.reader)
-        setup.check_memory(config, model, ladder.topology, world.device, memory_bytes)
+        setup.check_memory(config, model, ladder.topology, world.device, memory_there)
         speaker = setup.speaker_of(launch, hosts[launch.rank], printer)
         datasets = setup.build_run_data(config, vocabulary, speaker, checks_token_ids=launch.local_rank == 0)
         outlets = setup.open_outlets(config, printer)

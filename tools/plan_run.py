@@ -143,6 +143,7 @@ def _memory_table(estimates: Sequence[Estimate]) -> list[str]:
         "gathered",
         "buffers",
         "activations",
+        "saving",
         "total",
         "fits",
     ]
@@ -157,6 +158,7 @@ def _memory_table(estimates: Sequence[Estimate]) -> list[str]:
             plan.gathered,
             plan.buffers,
             need.activations,
+            need.save_copy_on_device,
             need.total,
         )
         rows.append([estimate.plan.member.name, *map(in_gib, parts), "yes" if estimate.fits else "no"])

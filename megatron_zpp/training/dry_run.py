@@ -13,7 +13,7 @@ from megatron_zpp.data.tokenizer import build_tokenizer, embedding_rows
 from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.launch import Launch
-from megatron_zpp.training.memory_need import check_fits, in_gib
+from megatron_zpp.training.memory_need import MemoryThere, check_fits, in_gib
 from megatron_zpp.training.planned_machine import GIGABYTE, planned_machine
 from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, computation_by_rate, plan_as_given
 from megatron_zpp.zero.time_model import StepTime
@@ -87,8 +87,8 @@ def _check_memory(plan: RunPlan, world: PlannedWorld) -> None:
     gigabytes = plan.config.plan.memory_gigabytes
     if gigabytes is not None:
         model = ModelShape(plan.config.model, plan.padded_vocab_size)
-        bytes_there = int(gigabytes * GIGABYTE)
-        check_fits(plan.config, model, plan.job.sharding, plan.job.topology, is_on_gpu=world.is_on_gpu, bytes_there=bytes_there)
+        there = MemoryThere(int(gigabytes * GIGABYTE))
+        check_fits(plan.config, model, plan.job.sharding, plan.job.topology, is_on_gpu=world.is_on_gpu, there=there)
 
 
 def _parameters(plan: RunPlan, vocab_size: int) -> str:

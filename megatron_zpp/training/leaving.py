@@ -33,9 +33,9 @@ class Leaving:
         self._kill_switch = kill_switch(training, rank)
         minutes = training.exit_duration_in_mins
         self._deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
-        self._signals = signals_to_handle(training)
         is_main = threading.current_thread() is threading.main_thread()
-        self._before = {number: signal.signal(number, self._take_note) for number in self._signals} if is_main else {}
+        signals = signals_to_handle(training) if is_main else ()
+        self._before = {number: signal.signal(number, self._take_note) for number in signals}
 
     def wish(self) -> Wish:
         """What this rank wants now."""

@@ -44,7 +44,7 @@ from megatron_zpp.parallel.groups import make_lane_groups
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.parallel.topology import Topology
-from megatron_zpp.training.memory_need import check_fits
+from megatron_zpp.training.memory_need import MemoryThere, check_fits
 from megatron_zpp.training.sharding import choose_policy, prefetch_of, sharding_of, topology_of
 from megatron_zpp.training.trainer import Outlets
 from megatron_zpp.zero.adam import AdamOptions
@@ -165,19 +165,21 @@ def build_model(config: Config, padded_vocab: int, reader: CheckpointReader | No
     return model
 
 
-def memory_per_rank(world: World, hosts: Sequence[str]) -> int | None:
-    """Bytes that every rank may use, the least of all ranks; None where nobody can tell. Every rank must call it.
+def memory_per_rank(world: World, hosts: Sequence[str]) -> MemoryThere:
+    """What every rank may use; every rank must call it.
 
     hosts: the host name of every rank, in rank order.
     """
-    nbytes = bytes_for_rank(world.device, hosts.count(hosts[world.rank]))
-    found = [int(text) for text in gather_texts("" if nbytes is None else str(nbytes)) if text]
-    return min(found, default=None)
+    ranks_on_host = hosts.count(hosts[world.rank])
+    own = [bytes_for_rank(device, ranks_on_host) for device in (world.device, torch.device("cpu"))]
+    by_rank = [json.loads(text) for text in gather_texts(json.dumps(own))]
+    device, host = (min((nbytes for nbytes in kind if nbytes is not None), default=None) for kind in zip(*by_rank, strict=True))
+    return MemoryThere(device, host)
 
 
-def check_memory(config: Config, model: GPT, topology: Topology, device: torch.device, bytes_there: int | None) -> None:
+def check_memory(config: Config, model: GPT, topology: Topology, device: torch.device, there: MemoryThere) -> None:
     """Nothing, where the run fits in the memory of every rank. Must come before the engine, which allocates."""
-    check_fits(config, model, sharding_of(config), topology, is_on_gpu=device.type == "cuda", bytes_there=bytes_there)
+    check_fits(config, model, sharding_of(config), topology, is_on_gpu=device.type == "cuda", there=there)
 
 
 def build_engine(config: Config, model: GPT, ladder: Ladder, device: torch.device) -> ZeroEngine:

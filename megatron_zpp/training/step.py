@@ -29,12 +29,16 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """microbatches: of every rank. wish: asks this rank at the end of the step whether the run is to end."""
+    """microbatches: of every rank. wish: asks this rank at the end of the step whether the run is to end.
+
+    before_update: returns when weights and moments may change; a checkpoint may still be copying them while gradients are made.
+    """
 
     microbatches: int
     learning_rate: float
     weight_decay: float
     wish: Callable[[], Wish] = lambda: Wish.NONE
+    before_update: Callable[[], None] = lambda: None
 
 
 def train_step(model: nn.Module, engine: ZeroEngine, batches: Iterator[MicroBatch], plan: StepPlan) -> StepOutcome:
@@ -47,6 +51,7 @@ def train_step(model: nn.Module, engine: ZeroEngine, batches: Iterator[MicroBatc
         losses.append(loss.detach())
     engine.finish_gradients()
     model_state_bytes = engine.model_state_bytes()
+    plan.before_update()
     result = engine.step(plan.learning_rate, plan.weight_decay)
     lm_loss, wishes = exchanged(losses, plan.wish(), engine)
     return StepOutcome(lm_loss, result.grad_norm, result.is_skipped, model_state_bytes, wishes)

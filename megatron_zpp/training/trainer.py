@@ -118,7 +118,13 @@ class Trainer:
         started, waited = time.perf_counter(), self._train_batches.wait_seconds
         batch_size, scheduled = self._batch_sizes.batch_size(self._progress.consumed_samples), self._progress.scheduled_samples
         microbatches = batch_size // self._batch_sizes.grain
-        plan = StepPlan(microbatches, self._schedule.learning_rate(scheduled), self._weight_decays.weight_decay(scheduled), leaving.wish)
+        plan = StepPlan(
+            microbatches,
+            self._schedule.learning_rate(scheduled),
+            self._weight_decays.weight_decay(scheduled),
+            leaving.wish,
+            self._saver.wait_for_copy,
+        )
         scaler_before = self._engine.loss_scaler.state()
         outcome = train_step(self._model, self._engine, self._train_batches, plan)
         seconds = time.perf_counter() - started
