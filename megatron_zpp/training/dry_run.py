@@ -87,7 +87,7 @@ def _check_memory(plan: RunPlan, world: PlannedWorld) -> None:
     gigabytes = plan.config.plan.memory_gigabytes
     if gigabytes is not None:
         model = ModelShape(plan.config.model, plan.padded_vocab_size)
-        there = MemoryThere(int(gigabytes * GIGABYTE))
+        there = MemoryThere(int(gigabytes * GIGABYTE), host=None)
         check_fits(plan.config, model, plan.job.sharding, plan.job.topology, is_on_gpu=world.is_on_gpu, there=there)
 
 
