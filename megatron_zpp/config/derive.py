@@ -115,10 +115,9 @@ def _length_values(config: Config, world_size: int) -> dict[str, Any]:
 
 
 def _decay_values(config: Config) -> dict[str, Any]:
-    style = {"lr_decay_style": "WSD"} if config.optimizer.lr_decay_style == "wsd" else {}
     if config.training.train_samples is None:
-        return {**style, "lr_decay_iters": _or(config.optimizer.lr_decay_iters, config.training.train_iters)}
-    return {**style, "lr_decay_samples": _or(config.optimizer.lr_decay_samples, config.training.train_samples)}
+        return {"lr_decay_iters": _or(config.optimizer.lr_decay_iters, config.training.train_iters)}
+    return {"lr_decay_samples": _or(config.optimizer.lr_decay_samples, config.training.train_samples)}
 
 
 def _weight_decay_values(config: Config) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def _check_one_of(config: Config, *names: str) -> None:
 def check_annealing(config: Config) -> None:
     """WSD needs the length of its last part, which no other style has."""
     optimizer = config.optimizer
-    is_wsd = optimizer.lr_decay_style.upper() == "WSD"
+    is_wsd = optimizer.lr_decay_style == "WSD"
     for name in ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"):
         if name in config.given and not is_wsd:
             raise FlagError(f"{spelling_of(name)} {config.value_of(name)} changes nothing without --lr-decay-style WSD; give that as well.")

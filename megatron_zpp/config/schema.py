@@ -310,7 +310,7 @@ class OptimizerConfig:
     lr_decay_style: str = flag(
         "linear",
         help="Shape of the decay; constant is assumed when neither data nor length is given.",
-        allowed=("constant", "linear", "cosine", "inverse-square-root", "WSD", "wsd"),
+        allowed=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
     lr_wsd_decay_style: str = flag(
         "exponential",

@@ -32,7 +32,7 @@ def resolved(flags: str, world_size: int = 1, steps: str | None = None) -> Confi
         ("--train-samples 50 --lr-decay-tokens 9 --lr-decay-samples 9", ["--lr-decay-samples 9", "--lr-decay-tokens 9", "give one"]),
         ("--train-samples 50 --lr-warmup-tokens 9 --lr-warmup-samples 9", ["--lr-warmup-samples 9", "--lr-warmup-tokens 9", "give one"]),
         ("--train-iters 5 --lr-warmup-fraction 0 --lr-warmup-iters 2", ["--lr-warmup-fraction 0.0", "--lr-warmup-iters 2", "give one"]),
-        (f"--train-iters 5 {WSD}", ["--lr-decay-style wsd", "give --lr-wsd-decay-iters"]),
+        (f"--train-iters 5 {WSD}", ["--lr-decay-style WSD", "give --lr-wsd-decay-iters"]),
         (f"--train-samples 5 {WSD}", ["give --lr-wsd-decay-samples"]),
         (f"--train-samples 5 {WSD} --lr-wsd-decay-iters 3", ["--lr-wsd-decay-iters 3", "use --lr-wsd-decay-samples"]),
         ("--train-iters 5 --lr-wsd-decay-style cosine", ["--lr-wsd-decay-style cosine", "without --lr-decay-style WSD"]),

@@ -27,7 +27,7 @@ PASSED_ON = {
     "scripts/torchrun_nodes.sh": ENTRY,
     "scripts/torchrun_one_node.sh": ENTRY,
 }
-OF_SBATCH = frozenset({"--requeue", "--signal", "--time"})
+OF_LAUNCHERS = frozenset({"--requeue", "--signal", "--time", "--max-restarts"})  # of sbatch and torchrun
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 FUNCTION = re.compile(r"`?((?:\w+/)?\w+\.py):(\w+)`?")
 LINK = re.compile(r"\]\((?!http)([^)#]+)\)")
@@ -72,7 +72,7 @@ def test_commands_run_programs_that_exist_with_flags_that_they_know(document: st
 
 def test_flags_in_the_text_of_the_documents_exist() -> None:
     programs = {word for document in DOCUMENTS for words in commands(document) for word in words if PROGRAM.match(word)}
-    known = OF_SBATCH.union({"--help"}, *map(flags_of, programs))
+    known = OF_LAUNCHERS.union({"--help"}, *map(flags_of, programs))
     for document in DOCUMENTS:
         quoted = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text_of(document), flags=re.MULTILINE | re.DOTALL))
         assert {flag for words in quoted for flag in FLAG.findall(words)} <= known
