@@ -24,6 +24,9 @@ SECONDARY = with_secondary_weights(POLICIES[3])
 ALL_THREE = with_quantized_gradients(with_quantized_weights(SECONDARY))
 # docs/numerics.md: single runs with and without quantization differ by up to 1.1 % in either direction.
 BOUND = 0.011
+# A 4-bit code is off by up to m / 14, m / 24 in the mean square, where m is the largest value of its block: with m of 2 to 3 times the
+# block's own mean square, two such hops add up to 3 % to the squares, and half of that to the norm; a few blocks of outliers add more.
+NORM_BOUND = 0.05
 
 
 def history(config: ModelConfig, policy: Policy, backend: VirtualBackend) -> list[tuple[float, float]]:
@@ -55,6 +58,7 @@ def test_stage_3_with_a_secondary_copy_has_the_bits_of_stage_0_and_all_three_sta
     assert quantized != plain
     for rank, expected in zip(quantized, plain, strict=True):
         assert [loss for loss, _ in rank] == pytest.approx([loss for loss, _ in expected], rel=BOUND)
+        assert [norm for _, norm in rank] == pytest.approx([norm for _, norm in expected], rel=NORM_BOUND)
 
 
 LLAMA = "--position-embedding-type rope --use-rope-scaling --normalization RMSNorm --swiglu --ffn-hidden-size 48 --disable-bias-linear "
