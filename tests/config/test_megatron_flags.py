@@ -183,12 +183,12 @@ def test_a_flag_that_would_change_the_run_is_refused_with_what_to_do_instead(wor
 def test_megatron_lms_example_needs_two_edits_which_errors_name():
     words = script(MEGATRON_LM)
     with pytest.raises(FlagError, match="--tensor-model-parallel-size 8 is not available, .*choose 1"):
-        resolve(parse_flags(words), 1536, 8)
+        resolve(parse_flags(words), 16, 8)
     words = script(MEGATRON_LM, tensor_model_parallel_size="1")
     with pytest.raises(FlagError, match="--pipeline-model-parallel-size 16 is not available, .*choose 1"):
-        resolve(parse_flags(words), 1536, 8)
+        resolve(parse_flags(words), 16, 8)
     words = script(MEGATRON_LM, tensor_model_parallel_size="1", pipeline_model_parallel_size="1")
-    config = resolve(parse_flags(words), 1536, 8)
+    config = resolve(parse_flags(words), 16, 8)
     assert (config.training.global_batch_size, config.optimizer.lr_decay_style, config.data.tokenizer_type) == (
         1536,
         "cosine",
