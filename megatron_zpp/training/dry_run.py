@@ -7,6 +7,7 @@ from megatron_zpp.config.arguments import arguments_block
 from megatron_zpp.config.assumptions import banner
 from megatron_zpp.config.data_sources import Blend, read_sources
 from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.horizons import length_in_samples
 from megatron_zpp.config.schema import Config
 from megatron_zpp.config.validate import resolve
 from megatron_zpp.data.tokenizer import build_tokenizer, embedding_rows
@@ -105,9 +106,8 @@ def _training(plan: RunPlan) -> str:
 
 
 def _all_tokens(plan: RunPlan) -> int:
-    training = plan.config.training
-    samples = training.train_samples or training.train_iters * training.global_batch_size
-    return samples * plan.config.model.seq_length
+    seq_length = plan.config.model.seq_length
+    return length_in_samples(plan.config.training, seq_length) * seq_length
 
 
 def _data(config: Config) -> str:

@@ -99,21 +99,13 @@ REFUSED = """
 # Flags of these lists that this checkout does not know yet.
 PENDING: frozenset[str] = frozenset(
     """
-    --start-weight-decay --end-weight-decay --weight-decay-incr-style --lr-wsd-decay-style --lr-wsd-decay-iters --lr-wsd-decay-samples
-    --lr-decay-tokens --lr-warmup-tokens --train-tokens --step-batch-size-schedule --kill-switch-file --iterations-to-skip --manual-gc
-    --manual-gc-interval --start-eval-at-iter --multiple-validation-sets --log-progress --log-memory-interval --record-memory-history
-    --memory-snapshot-path --checkpoint-in-cpu --log-optimizer-states-to-tensorboard
-    --rampup-batch-size --decrease-batch-size-if-needed --skip-train --full-validation --eval-micro-batch-size --eval-global-batch-size
-    --recompute-granularity --recompute-method --recompute-num-layers --recompute-activations --checkpoint-num-layers
-    --partition-activations --contigious-checkpointing --synchronize-each-layer --profile-backward --distribute-saved-activations
-    --distribute-checkpointed-activations
+    --log-progress --log-memory-interval --record-memory-history --memory-snapshot-path --log-optimizer-states-to-tensorboard
     --log-throughput --log-params-norm --log-num-zeros-in-grad --timing-log-level --timing-log-option --log-timers-to-tensorboard
     --log-batch-size-to-tensorboard --log-memory-to-tensorboard --log-world-size-to-tensorboard --log-validation-ppl-to-tensorboard
     --no-log-loss-scale-to-tensorboard --wandb-project --wandb-exp-name --wandb-save-dir --wandb-entity --profile --profile-step-start
     --profile-step-end --profile-ranks --no-barrier-with-level-1-timing
     """.split()
 )
-PENDING_VALUES = ("--lr-decay-style inverse-square-root", "--lr-decay-style WSD", "--lr-decay-style wsd")
 
 # Megatron-LM's examples/gpt3/train_gpt3_175b_distributed.sh, what it passes to the training program.
 MEGATRON_LM = """
@@ -148,7 +140,7 @@ def commands(text):
 
 
 def is_pending(words):
-    return words[0] in PENDING or " ".join(words) in PENDING_VALUES
+    return words[0] in PENDING
 
 
 def parsed(words):
@@ -191,12 +183,12 @@ def test_a_flag_that_would_change_the_run_is_refused_with_what_to_do_instead(wor
 def test_megatron_lms_example_needs_two_edits_which_errors_name():
     words = script(MEGATRON_LM)
     with pytest.raises(FlagError, match="--tensor-model-parallel-size 8 is not available, .*choose 1"):
-        resolve(parse_flags(words), 1536, 8)
+        resolve(parse_flags(words), 16, 8)
     words = script(MEGATRON_LM, tensor_model_parallel_size="1")
     with pytest.raises(FlagError, match="--pipeline-model-parallel-size 16 is not available, .*choose 1"):
-        resolve(parse_flags(words), 1536, 8)
+        resolve(parse_flags(words), 16, 8)
     words = script(MEGATRON_LM, tensor_model_parallel_size="1", pipeline_model_parallel_size="1")
-    config = resolve(parse_flags(words), 1536, 8)
+    config = resolve(parse_flags(words), 16, 8)
     assert (config.training.global_batch_size, config.optimizer.lr_decay_style, config.data.tokenizer_type) == (
         1536,
         "cosine",

@@ -55,6 +55,16 @@ def test_tokens_parameters_and_micro_batches_are_those_of_the_flags() -> None:
     assert parts["data"] == "generated tokens" and parts["sharding"] == "ZeRO-0"
 
 
+def test_tokens_of_a_batch_that_grows_are_those_of_its_samples() -> None:
+    flags = "--rampup-batch-size 4 4 40 --global-batch-size 16"
+    iterations, consumed = 0, 0
+    while consumed < 100:
+        consumed += 16 if consumed > 40 else 4 + 4 * int(consumed / (40 / 3))
+        iterations += 1
+    by_iterations = parts_of(f"{flags} --train-iters {iterations}")["training"]
+    assert f", {16 * consumed} tokens in all" in by_iterations
+
+
 def test_time_is_the_work_divided_by_the_rate_where_links_are_no_limit() -> None:
     parts = parts_of("--teraflops 1e-6")
     model, _ = re.findall(r"([\d.e-]+) TFLOP per rank|([\d.e-]+) with recomputation", parts["operations"])
