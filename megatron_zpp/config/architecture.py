@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_zpp.config.divisors import nearest_divisors
 from megatron_zpp.config.flag import FlagError, any_of
+from megatron_zpp.config.options import spelling_of
 from megatron_zpp.config.schema import Config
 
 ROPE_DETAILS = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
@@ -78,6 +79,17 @@ def check_rope_scaling(config: Config) -> None:
         raise FlagError(
             f"--rope-scaling-high-freq-factor {high} is not above --rope-scaling-low-freq-factor {low}; choose a value above {low}."
         )
+
+
+def surprising_defaults(config: Config) -> list[str]:
+    """One line where Megatron's dropout comes to a model of the kind that trains without."""
+    model = config.model
+    is_recent = model.position_embedding_type == "rope" or model.normalization == "RMSNorm" or model.swiglu
+    names = [name for name in ("attention_dropout", "hidden_dropout") if name not in config.given and config.value_of(name) > 0]
+    if not is_recent or not names:
+        return []
+    values = " and ".join(f"{spelling_of(name)} {config.value_of(name)}" for name in names)
+    return [f"{values}: Megatron's default, and not given; models of the Llama kind train with 0"]
 
 
 def architecture_flags_without_effect(config: Config) -> dict[str, str]:

@@ -34,6 +34,8 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--use-flash-attn-v2": AcceptedFlag(0, "there are torch's kernels, see --attention-backend"),
     "--use-flash-attn-triton": AcceptedFlag(0, "there are torch's kernels, see --attention-backend"),
     "--openai-gelu": AcceptedFlag(0, "GELU always has its tanh form"),
+    "--no-bias-swiglu-fusion": AcceptedFlag(0, "there are no fused kernels of this kind"),
+    "--no-rope-fusion": AcceptedFlag(0, "there are no fused kernels of this kind"),
     "--no-persist-layer-norm": AcceptedFlag(0, "there is one kernel per norm, see --norm-backend"),
     "--attention-softmax-in-fp32": AcceptedFlag(0, "the attention kernel accumulates in fp32"),
     "--no-query-key-layer-scaling": AcceptedFlag(0, "scaling by layer is always off"),
@@ -62,6 +64,8 @@ REFUSED: dict[str, str] = {
     "--use-distributed-optimizer": "use --zero-stage 1",
     "--quick-geglu": "use --swiglu, which gates as well",
     "--apply-residual-connection-post-layernorm": "leave it out, norms stand before attention and feed-forward layer",
+    "--multi-latent-attention": "use --num-query-groups, which makes keys and values smaller as well",
+    "--onnx-safe": "leave it out, weights leave with tools/convert_to_hf.py",
     "--num-experts": "leave it out, mixtures of experts are not available",
     "--fp8-format": "use --bf16, fp8 is not available",
 }

@@ -14,6 +14,7 @@ from megatron_zpp.config.architecture import (
     check_query_groups,
     check_rope_scaling,
     check_rotary_channels,
+    surprising_defaults,
 )
 from megatron_zpp.config.assumptions import assume
 from megatron_zpp.config.data_sources import COMMON_FLAGS, SPLIT_FLAGS, DataSources, read_sources
@@ -48,6 +49,7 @@ def _resolve(config: Config, world_size: int, local_world_size: int | None) -> C
     check_ranks_per_node(config, world_size)
     check_global_batch(config, world_size)
     check_remaining_link_is_quantized(config, world_size)
+    config = config.with_notices(*surprising_defaults(config))
     return config.with_notices(*flags_without_effect(config), *links_that_are_missing(config, world_size, wished))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ KERNELS = {
     "local": [SDPBackend.MATH],
 }
 LARGEST_FLASH_CHANNELS = 256  # of a head
-FLASH_CAPABILITY = (8, 0)  # of a GPU: Ampere
+FLASH_MAJOR = 8  # compute capability of a GPU: Ampere
 
 
 @dataclass(frozen=True)
@@ -114,6 +113,6 @@ def _takes_shared_heads(query_BNSD: Tensor, backend: str, *, has_mask: bool) -> 
     return fits and not has_mask and backend in ("auto", "flash") and _has_flash(query_BNSD.device)
 
 
-@cache
 def _has_flash(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+    # torch.compile takes this call for a constant, unlike get_device_capability.
+    return torch.cuda.get_device_properties(device).major >= FLASH_MAJOR

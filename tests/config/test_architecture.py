@@ -120,6 +120,15 @@ def test_a_flag_that_changes_nothing_is_named(flags: str, notice: str) -> None:
     assert notice in resolved(flags).notices
 
 
+def test_dropout_that_nobody_asked_for_is_named_where_it_surprises() -> None:
+    line = "--attention-dropout 0.1 and --hidden-dropout 0.1: Megatron's default, and not given; models of the Llama kind train with 0"
+    assert line in resolved("--swiglu").notices and line in resolved("--normalization RMSNorm").notices
+    assert not any("Megatron's default" in notice for notice in resolved("").notices)
+    silent = resolved("--use-rotary-position-embeddings --attention-dropout 0.1 --hidden-dropout 0").notices
+    assert not any("Megatron's default" in notice for notice in silent)
+
+
 def test_flags_that_say_what_is_the_case_anyway_are_accepted_with_a_line() -> None:
-    notices = resolved("--openai-gelu --use-flash-attn --use-flash-attn-v2 --use-flash-attn-triton --no-persist-layer-norm").notices
-    assert len([notice for notice in notices if notice.startswith("accepted, has no effect here:")]) == 5
+    flags = "--openai-gelu --use-flash-attn --use-flash-attn-v2 --use-flash-attn-triton --no-persist-layer-norm --no-rope-fusion"
+    notices = [notice for notice in resolved(flags).notices if notice.startswith("accepted, has no effect here:")]
+    assert [notice.split()[5] for notice in notices] == flags.split()

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -150,6 +151,11 @@ def test_the_variable_length_kernel_is_used_only_where_it_agrees_with_the_mask(
     head = HeadShape(torch.bfloat16, 8, False, queries_per_group)
     monkeypatch.setattr(document_attention, "_varlen_attention", block_by_block)
     assert document_attention._agrees_with_mask(CPU, head)
+    backends: list[str] = []
+    monkeypatch.setattr(document_attention, "attend", lambda *heads, backend, **options: backends.append(backend) or heads[0] * 0)
+    assert not document_attention._agrees_with_mask(CPU, replace(head, backend="flash"))
+    assert backends == ["auto"]  # on GPUs flash, which is to be compared, takes no mask
+    monkeypatch.undo()
 
     def crossing(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int) -> Tensor:
         ends = torch.tensor([0, int(bounds[-1])], dtype=torch.int32)

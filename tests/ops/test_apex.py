@@ -88,8 +88,9 @@ def test_steps_of_fused_adam_can_be_set_for_a_resume(path: Path) -> None:
     run_world((1, 2), program)
 
 
-def test_the_norm_of_apex_is_made_for_the_models_dtype(path: Path) -> None:
+@pytest.mark.parametrize(("normalization", "member"), [("LayerNorm", "FusedLayerNorm"), ("RMSNorm", "FusedRMSNorm")])
+def test_the_norm_of_apex_is_made_for_the_models_dtype(path: Path, normalization: str, member: str) -> None:
     write_nvidia_apex(path)
-    norm = make_norm(ModelConfig(norm_epsilon=1e-3, norm_backend="apex"), 8, torch.bfloat16)
-    assert type(norm).__name__ == "FusedLayerNorm" and norm.eps == 1e-3
+    norm = make_norm(ModelConfig(norm_epsilon=1e-3, norm_backend="apex", normalization=normalization), 8, torch.bfloat16)
+    assert type(norm).__name__ == member and norm.eps == 1e-3
     assert {parameter.dtype for parameter in norm.parameters()} == {torch.bfloat16}
