@@ -2,28 +2,27 @@
 
     python benchmarks/checkpoint.py --directory /path/on/the/disk
 
-One rank saves a state of --megabytes, waiting and in the background. Every round takes all measures in turn, so that whatever else the
-machine does slows them alike; times are medians over rounds, shares are medians of the shares of each round. Files are fsynced before a
-clock stops and leave the page cache before they are read. Prints a table in Markdown and writes the same as JSON.
+One rank saves a state of --megabytes, waiting, and in the background of a training whose iterations multiply matrices. Every round takes
+all measures, each round in another order, so that whatever else the machine does slows them alike; times are medians over rounds, shares
+are medians of the shares of each round. What is written is fsynced before the clock stops, what is read has left the page cache before it
+starts, and all measures begin with an idle disk and an empty cache. Prints a table in Markdown and writes the same as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import date
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from report import report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -40,12 +39,17 @@ ITERATION = 1
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of one round. pause: what training sees of a save in the background. background: until that save is in place."""
+    """Seconds of one round.
+
+    pause: that a training stood still for a save in the background. background: until that save is in place.
+    slowdown: by which all iterations that began before it was in place took longer than without it, the pause included.
+    """
 
     plain_write: float
     save: float
     pause: float
     background: float
+    slowdown: float
     plain_read: float
     load: float
 
@@ -66,22 +70,15 @@ def main(arguments: list[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="checkpoint_benchmark_", dir=options.directory))
     try:
         memory = _memory(folder, share)
-        rounds = [_round(folder, share) for _ in range(options.rounds)]
+        bench = Bench(folder, share, options.iteration_seconds)
+        bench.round(0)  # the first is slower: memory and blocks of the disk are new
+        rounds = [bench.round(number) for number in range(options.rounds)]
     finally:
         shutil.rmtree(folder)
-    command = f"python benchmarks/checkpoint.py {' '.join(arguments)}".strip()
-    machine = {
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "threads": options.threads,
-        "torch": torch.__version__,
-        "date": date.today().isoformat(),
-    }
     results = _results(rounds, memory, share.nbytes)
-    print(f"{', '.join(f'{name} {value}' for name, value in machine.items())}; `{command}`\n\n{_table(results, share.nbytes)}")
-    if options.output:
-        measured = {"command": command, **machine, "state_bytes": share.nbytes, "results": results, "rounds": [vars(one) for one in rounds]}
-        options.output.write_text(json.dumps(measured, indent=2) + "\n")
+    setting = {"threads": options.threads, "torch": torch.__version__}
+    figures = {"state_bytes": share.nbytes, "results": results, "rounds": [vars(one) for one in rounds]}
+    report("checkpoint.py", arguments, setting, _table(results, share.nbytes), figures, options.output)
     return 0
 
 
@@ -90,8 +87,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure (default: here)")
     parser.add_argument("--megabytes", type=int, default=1024, help="of state that the rank saves (default: %(default)s)")
     parser.add_argument("--piece-megabytes", type=int, default=8, help="of one tensor (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=6, help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: %(default)s)")
+    parser.add_argument("--iteration-seconds", type=float, default=0.5, help="of the training beside a save (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     return parser.parse_args(arguments)
 
@@ -113,30 +111,89 @@ def _manifest(share: Share) -> Manifest:
     return Manifest(ITERATION, 0, shapes, dict.fromkeys(STATES, ELEMENT_TYPE), {"scheduled_samples": 0}, {}, {}, {})
 
 
+def _target(share: Share) -> list[Piece]:
+    """Places to load all pieces into."""
+    return [replace(piece, values=torch.zeros_like(piece.values)) for piece in share.pieces]
+
+
 def _saver(folder: Path, share: Share, *, in_background: bool) -> CheckpointSaver:
     return CheckpointSaver(folder, share, SaveOptions(in_background=in_background), gather=lambda text: [text])
 
 
-def _round(folder: Path, share: Share) -> Round:
-    manifest = _manifest(share)
-    plain, saved, written = folder / "plain", folder / "saved", folder / "written"
-    waiting, in_background = _saver(saved, share, in_background=False), _saver(written, share, in_background=True)
-    plain_write = _seconds(lambda: _write_plainly(plain, share))
-    save = _seconds(lambda: waiting.save(manifest))
-    started = time.perf_counter()
-    pause = _seconds(lambda: in_background.save(manifest))
-    in_background.finish()
-    background = time.perf_counter() - started
-    target = [Piece(piece.parameter, piece.state, piece.start, piece.stop, torch.zeros_like(piece.values)) for piece in share.pieces]
-    _forget([plain, *iteration_folder(saved, ITERATION).iterdir()])
-    plain_read = _seconds(lambda: _read_plainly(plain, target))
-    load = _seconds(lambda: _load(saved, target))
-    if not all(torch.equal(one.values, other.values) for one, other in zip(target, share.pieces, strict=True)):
-        raise RuntimeError("what was loaded is not what was saved")
-    for path in (saved, written):
-        shutil.rmtree(path)
-    plain.unlink()
-    return Round(plain_write, save, pause, background, plain_read, load)
+class Bench:
+    """The files of the measures, each in a place of its own under `folder`."""
+
+    def __init__(self, folder: Path, share: Share, iteration_seconds: float) -> None:
+        self._share = share
+        self._manifest = _manifest(share)
+        self._plain, self._saved, self._written = folder / "plain", folder / "saved", folder / "written"
+        self._saver = _saver(self._saved, share, in_background=False)
+        self._background_saver = _saver(self._written, share, in_background=True)
+        self._target = _target(share)
+        self._iteration = _Iteration(iteration_seconds)
+
+    def round(self, number: int) -> Round:
+        """One round of all measures; `number` turns their order round."""
+        writes = (self._write_plainly, self._save, self._save_in_background)
+        reads = (self._read_plainly, self._load)
+        turn = number % len(writes)
+        seconds: dict[str, float] = {}
+        for measure in (*writes[turn:], *writes[:turn], *(reads[::-1] if number % 2 else reads)):
+            self._empty_cache()
+            seconds.update(measure())
+        for path in (self._saved, self._written):
+            shutil.rmtree(path)
+        self._plain.unlink()
+        return Round(**seconds)
+
+    def _write_plainly(self) -> dict[str, float]:
+        return {"plain_write": _seconds(lambda: _write_plainly(self._plain, self._share))}
+
+    def _save(self) -> dict[str, float]:
+        return {"save": _seconds(lambda: self._saver.save(self._manifest))}
+
+    def _save_in_background(self) -> dict[str, float]:
+        iteration_seconds = statistics.median(_seconds(self._iteration.run) for _ in range(3))
+        started = time.perf_counter()
+        pause = _seconds(lambda: self._background_saver.save(self._manifest))
+        iterations = 0
+        while iterations == 0 or self._background_saver.check() is None:
+            self._iteration.run()
+            pause += _seconds(self._background_saver.wait_for_copy)
+            iterations += 1
+        seconds = time.perf_counter() - started
+        self._background_saver.finish()
+        return {"pause": pause, "background": seconds, "slowdown": seconds - iterations * iteration_seconds}
+
+    def _read_plainly(self) -> dict[str, float]:
+        return {"plain_read": _seconds(lambda: _read_plainly(self._plain, self._target))}
+
+    def _load(self) -> dict[str, float]:
+        for piece in self._target:
+            piece.values.zero_()
+        seconds = _seconds(lambda: _load(self._saved, self._target))
+        if not all(torch.equal(one.values, other.values) for one, other in zip(self._target, self._share.pieces, strict=True)):
+            raise RuntimeError("what was loaded is not what was saved")
+        return {"load": seconds}
+
+    def _empty_cache(self) -> None:
+        os.sync()
+        _forget([path for place in (self._plain, self._saved, self._written) for path in (place, *place.rglob("*")) if path.is_file()])
+
+
+class _Iteration:
+    """Something for the processor to do while a save is under way: products of matrices for about so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left = torch.rand(512, 512)
+        self._product = torch.empty(512, 512)
+        self._count = 1
+        once = statistics.median(_seconds(self.run) for _ in range(9))
+        self._count = max(1, round(seconds / once))
+
+    def run(self) -> None:
+        for _ in range(self._count):
+            torch.mm(self._left, self._left, out=self._product)
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -175,7 +232,7 @@ def _forget(paths: Sequence[Path]) -> None:
 
 def _memory(folder: Path, share: Share) -> Memory:
     manifest = _manifest(share)
-    target = [Piece(piece.parameter, piece.state, piece.start, piece.stop, torch.zeros_like(piece.values)) for piece in share.pieces]
+    target = _target(share)
 
     def save_in_background() -> None:
         saver = _saver(folder / "memory", share, in_background=True)
@@ -217,6 +274,7 @@ def _results(rounds: Sequence[Round], memory: Memory, nbytes: int) -> dict[str, 
         "pause_seconds": statistics.median(one.pause for one in rounds),
         "pause_share_of_save": statistics.median(one.pause / one.save for one in rounds),
         "background_seconds": statistics.median(one.background for one in rounds),
+        "slowdown_seconds": statistics.median(one.slowdown for one in rounds),
         "save_extra_bytes": memory.save,
         "background_save_extra_bytes": memory.background_save,
         "load_extra_bytes": memory.load,
@@ -229,12 +287,7 @@ def _table(results: dict[str, float], nbytes: int) -> str:
         ("save", f"{results['save_gb_per_second']:.2f} GB/s", f"{results['save_share_of_plain_write']:.0%} of plain write", "save"),
         ("plain read", f"{results['plain_read_gb_per_second']:.2f} GB/s", "", ""),
         ("load", f"{results['load_gb_per_second']:.2f} GB/s", _load_shares(results), "load"),
-        (
-            "pause of a save in the background",
-            f"{results['pause_seconds']:.3f} s",
-            f"{results['pause_share_of_save']:.1%} of a save that is waited for",
-            "background_save",
-        ),
+        ("pause for a save in the background", f"{results['pause_seconds']:.3f} s", _pause_shares(results), "background_save"),
     ]
     lines = ["| measure | median | beside | memory beyond the state |", "|---|---:|---|---:|"]
     for name, value, beside, memory in rows:
@@ -247,12 +300,9 @@ def _load_shares(results: dict[str, float]) -> str:
     return f"{results['load_share_of_plain_read']:.0%} of plain read, {results['load_share_of_plain_write']:.0%} of plain write"
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+def _pause_shares(results: dict[str, float]) -> str:
+    share = f"{results['pause_share_of_save']:.1%} of a save that is waited for"
+    return f"{share}; iterations beside it take {results['slowdown_seconds']:.3f} s longer in all"
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import preprocess_data  # noqa: E402
 from collect_corpus import write_corpus  # noqa: E402
+from report import report  # noqa: E402
 from train_tokenizer import train_model  # noqa: E402
 
 from megatron_zpp.config.schema import DataConfig  # noqa: E402
@@ -130,12 +130,10 @@ def main(argv: Sequence[str]) -> None:
         if args.memory_tokenizer == IDS.name:
             write_ids(folder / "corpus.jsonl")
         memory = measure_memory(kinds[args.memory_tokenizer], folder, args) if args.memory_megabytes else {}
-    machine = f"{_processor()}, {args.workers} workers, Python {platform.python_version()}"
-    print(f"\n{machine}, {date.today()}\n")
-    print("\n\n".join(table for table in (speed_table(results), memory_table(memory)) if table))
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    content = {"machine": machine, "date": str(date.today()), "speed": [asdict(result) for result in results], "memory": memory}
-    args.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    setting = {"workers": args.workers, "Python": platform.python_version()}
+    tables = "\n\n".join(table for table in (speed_table(results), memory_table(memory)) if table)
+    figures = {"speed": [asdict(result) for result in results], "memory": memory}
+    report("preprocess.py", argv, setting, tables, figures, args.output)
 
 
 def train_tokenizers(folder: Path) -> list[Kind]:
@@ -312,14 +310,6 @@ def _resident_bytes(process_id: int) -> int:
     except OSError:
         return 0
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import date
 from functools import partial
 from pathlib import Path
 
 import torch
+from report import report
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -64,12 +62,8 @@ def main(arguments: list[str]) -> int:
         print(f"error: {extension.report()}", file=sys.stderr)
         return 1
     results = [result for megabytes in options.megabytes for result in _measure_size(megabytes, options)]
-    command = f"python benchmarks/quantization.py {' '.join(arguments)}".strip()
-    machine = {"processor": _processor(), "threads": options.threads, "torch": torch.__version__, "date": date.today().isoformat()}
-    print(f"{', '.join(f'{name} {value}' for name, value in machine.items())}; `{command}`\n\n{_table(results)}")
-    if options.output:
-        measured = {"command": command, **machine, "results": [asdict(result) for result in results]}
-        options.output.write_text(json.dumps(measured, indent=2) + "\n")
+    setting = {"threads": options.threads, "torch": torch.__version__}
+    report("quantization.py", arguments, setting, _table(results), {"results": [asdict(result) for result in results]}, options.output)
     return 0
 
 
@@ -167,14 +161,6 @@ def _table(results: list[Result]) -> str:
 def _row(result: Result) -> str:
     rates = f"{result.gigabytes_per_second:.1f} | {result.memcpy_gigabytes_per_second:.1f} | {result.share_of_memcpy:.0%}"
     return f"| {result.megabytes} | INT{result.bits} | {result.op} | {rates} | {result.factor_over_reference:.0f} |"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import signal
 import sys
 from datetime import date
@@ -25,6 +24,7 @@ from typing import NoReturn
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
+from report import processor  # noqa: E402
 from slow_links.analysis import analyse  # noqa: E402
 from slow_links.chart import draw  # noqa: E402
 from slow_links.configurations import DEFAULT_MODEL, NAMES, SMOKE_MODEL, Workload  # noqa: E402
@@ -72,7 +72,7 @@ def _measure(workload: Workload, plan: Plan, record: Record, arguments: list[str
     record.note("command", " ".join(["python benchmarks/two_nodes.py", *arguments]))
     session = Session(workload, NAMES)
     try:
-        record.note("machine", f"{_processor()}, {os.cpu_count()} cores, torch {session.machine['torch']}, {date.today().isoformat()}")
+        record.note("machine", f"{processor()}, {os.cpu_count()} cores, torch {session.machine['torch']}, {date.today().isoformat()}")
         measure(session, workload, plan, record)
         session.end()
     finally:
@@ -139,14 +139,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def _leave(number: int, frame: object) -> NoReturn:
     """Ends by an exception, so that ranks are ended too."""
     raise RuntimeError(f"ended by {signal.Signals(number).name}; the same command goes on after the last finished round")
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

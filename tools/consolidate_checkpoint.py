@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import ELEMENT_TYPES, add_checkpoint_flags, add_output_flags, run_command
 
-from megatron_zpp.checkpoint.export import new_folder, write_json, write_tensors
+from megatron_zpp.checkpoint.export import PART_NUMEL, new_folder, write_json, write_parts
 from megatron_zpp.checkpoint.shard_file import TensorEntry
 from megatron_zpp.checkpoint.stored_flags import open_checkpoint
 
@@ -18,11 +18,11 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the weights one at a time, and the flags of the run beside them."""
+    """Writes the weights part by part, and the flags of the run beside them."""
     with open_checkpoint(Path(args.load), args.ckpt_step) as reader:
         entries = [TensorEntry(name, ELEMENT_TYPES[args.dtype], shape) for name, shape in reader.manifest.shapes.items()]
         with new_folder(Path(args.output)) as folder:
-            files = write_tensors(folder, entries, lambda entry: reader.weight(entry.name), args.max_shard_bytes)
+            files = write_parts(folder, entries, lambda entry: reader.weight_in_parts(entry.name, PART_NUMEL), args.max_shard_bytes)
             write_json(folder / "flags.json", dict(reader.manifest.flags))
         print(f"{args.output}: {len(entries)} parameters of iteration {reader.manifest.iteration} in {len(files)} files, {args.dtype}")
 

@@ -24,7 +24,7 @@ from megatron_zpp.data.corpus_builder import CorpusBuilder, describe
 from megatron_zpp.data.document_encoder import DocumentEncoder
 from megatron_zpp.data.encoding_workers import encoded_batches
 from megatron_zpp.data.indexed_dataset import best_dtype
-from megatron_zpp.data.json_lines import STANDARD_INPUT, find_inputs, line_batches
+from megatron_zpp.data.json_lines import STANDARD_INPUT, DamagedInput, find_inputs, line_batches
 from megatron_zpp.data.preprocess_journal import Journal, Progress, input_files
 from megatron_zpp.data.tokenizer import build_tokenizer
 
@@ -154,6 +154,9 @@ def _stop(job: Job, builder: CorpusBuilder, error: BaseException) -> NoReturn:
     hint = "; the same command with --resume goes on from there." if can_resume else ""
     if can_resume and isinstance(error, InvalidLine):
         hint = "; with --resume and --skip-invalid the same command goes on from there."
+    if can_resume and isinstance(error, DamagedInput) and error.source <= builder.progress.position.source:
+        # What has been read of the file is part of the output: nothing goes on with another one in its place.
+        hint = f"; {job.journal.way_out}"
     if isinstance(error, KeyboardInterrupt):
         raise KeyboardInterrupt(hint) from None
     if isinstance(error, BrokenProcessPool):

@@ -110,7 +110,7 @@ def _start(shape: str) -> Session:
     engine = setup.build_engine(config, model, ladder, world.device)
     batches = _same_batch(samples, config.model.seq_length, config.data.vocab_size or padded_vocab)
     return Session(
-        step=lambda: train_step(model, engine, batches, StepPlan(1, 1e-4)),
+        step=lambda: train_step(model, engine, batches, StepPlan(1, 1e-4, 0.0)),
         engine=engine,
         planned_states=need.plan.states,
         planned_total=need.total,

@@ -46,7 +46,7 @@ class OurTraining:
         self._model = setup.build_model(config, padded_vocab, None)
         self._engine = setup.build_engine(config, self._model, self._ladder, world.device)
         self._batches = same_batch(config, launch.rank)
-        self._plan = StepPlan(microbatches(config, launch.world_size), config.optimizer.lr)
+        self._plan = StepPlan(microbatches(config, launch.world_size), config.optimizer.lr, config.optimizer.weight_decay)
 
     def step(self) -> float:
         """The loss of one training step."""

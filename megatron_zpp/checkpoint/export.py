@@ -1,10 +1,10 @@
-"""Weights as safetensors files for other programs, written one tensor at a time: memory for the largest tensor, not for the model."""
+"""Weights as safetensors files for other programs, written one tensor, or a part of one, at a time: no memory for the whole model."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from megatron_zpp.checkpoint.owner import own_token
 from megatron_zpp.checkpoint.shard_file import DTYPES, TensorEntry, lay_out, write_file
 
 METADATA = {"format": "pt"}  # transformers insists on it
+PART_NUMEL = 1 << 21  # cast and written at a time
 
 
 @contextmanager
@@ -36,15 +37,22 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_tensors(folder: Path, entries: Sequence[TensorEntry], values_of: Callable[[TensorEntry], Tensor], most_bytes: int) -> list[str]:
+    """As `write_parts`, of whole tensors: values_of gives one of the entry's shape."""
+    return write_parts(folder, entries, lambda entry: values_of(entry).reshape(-1).split(PART_NUMEL), most_bytes)
+
+
+def write_parts(
+    folder: Path, entries: Sequence[TensorEntry], parts_of: Callable[[TensorEntry], Iterable[Tensor]], most_bytes: int
+) -> list[str]:
     """The names of the files written: model.safetensors, or shards of at most `most_bytes` each (or one tensor) with an index.
 
-    values_of: a tensor of the entry's shape, in any dtype; it is cast to the entry's.
+    parts_of: the elements of an entry's tensor in row-major order, some at a time, in any dtype; they are cast to the entry's.
     """
     shards = _shards(entries, most_bytes)
     names = [_shard_name(index, len(shards)) for index in range(len(shards))]
     for name, shard in zip(names, shards, strict=True):
-        values = (values_of(entry).to(DTYPES[entry.element_type]) for entry in shard)
-        write_file(folder / name, lay_out(shard, METADATA), values, CHUNK_BYTES)
+        parts = (part.to(DTYPES[entry.element_type]) for entry in shard for part in parts_of(entry))
+        write_file(folder / name, lay_out(shard, METADATA), parts, CHUNK_BYTES)
     if len(shards) > 1:
         places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
         total_bytes = sum(entry.nbytes for entry in entries)

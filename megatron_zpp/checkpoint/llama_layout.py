@@ -171,7 +171,7 @@ def _gate_and_value(model: ModelConfig, ours: str, theirs: str) -> Iterator[Tens
     tails: dict[str, tuple[int, ...]] = {"weight": (model.hidden_size,)} | ({"bias": ()} if model.has_linear_bias else {})
     for part, tail in tails.items():
         tensors = tuple(Theirs(f"{theirs}.{name}.{part}", (ffn, *tail)) for name in ("gate_proj", "up_proj"))
-        yield TensorRule(f"{ours}.{part}", tensors, lambda rows: rows.split(ffn), torch.cat)
+        yield TensorRule(f"{ours}.{part}", tensors, lambda rows: rows.split(ffn), lambda parts: torch.cat(tuple(parts)))
 
 
 def _linear(ours: str, theirs: str, shape: tuple[int, int], has_bias: bool) -> Iterator[TensorRule]:

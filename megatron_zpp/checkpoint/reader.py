@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,8 +25,8 @@ from megatron_zpp.checkpoint.manifest import (
     StoredFile,
     read_manifest,
 )
-from megatron_zpp.checkpoint.reshard import ByteRun, MissingElementsError, PieceIndex, Source, chunk_runs
-from megatron_zpp.checkpoint.shard_file import VerifiedFile
+from megatron_zpp.checkpoint.reshard import MissingElementsError, PieceIndex, Source, chunk_runs
+from megatron_zpp.checkpoint.verified_file import RUN_CHUNKS, VerifiedFile
 from megatron_zpp.config.options import spelling_of
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.zero.pieces import WEIGHT, Piece
@@ -60,8 +60,6 @@ MODEL_FLAGS = (
 )
 # What a checkpoint means that was written before a flag existed.
 DEFAULTS = {member.name: member.default for member in fields(ModelConfig)}
-RUN_CHUNKS = 16  # chunks of one read
-READING_THREADS = 2  # while one waits for the disk the other verifies
 
 
 @dataclass(frozen=True)
@@ -117,6 +115,12 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder} holds no parameter {parameter}; it is of another model")
         return self.read(parameter, WEIGHT, 0, math.prod(shape)).view(shape)
 
+    def weight_in_parts(self, parameter: str, part_numel: int) -> Iterator[Tensor]:
+        """The elements of `weight` in their order, at most so many at a time: memory for a few parts, however large the parameter is."""
+        numel = math.prod(self.manifest.shapes[parameter])
+        for start in range(0, numel, part_numel):
+            yield self.read(parameter, WEIGHT, start, min(start + part_numel, numel))
+
     def fill(self, pieces: Iterable[Piece]) -> None:
         """Writes into each piece's values what is stored of it; no chunk but a header's is read twice.
 
@@ -137,7 +141,7 @@ class CheckpointReader:
         """What is wrong with the files (all by default): one finding per damaged file, none where every byte is as written."""
         for stored in self.manifest.files if files is None else files:
             try:
-                self._read_all(stored)
+                self._read_runs(stored, [(0, stored.nbytes)], lambda data, start: None)
             except DamagedCheckpointError as error:
                 yield error.finding
 
@@ -161,42 +165,34 @@ class CheckpointReader:
         )
 
     def _fill_from(self, stored: StoredFile, wanted: Sequence[Wanted]) -> None:
-        ranges = [(place.source.offset, place.source.end) for place in wanted]
+        ends = [place.source.end for place in wanted]
+
+        def scatter(data: memoryview, start: int) -> None:
+            _scatter(data, start, wanted[bisect_right(ends, start) :])
+
+        self._read_runs(stored, [(place.source.offset, place.source.end) for place in wanted], scatter)
+
+    def _read_runs(self, stored: StoredFile, ranges: Sequence[tuple[int, int]], use: Callable[[memoryview, int], None]) -> None:
+        """Reads and verifies the chunks that the ranges of a file touch; use(bytes, first byte) for each run of them."""
         file = VerifiedFile(self.folder, stored, self.manifest.chunk_bytes)
         try:
-            self._for_each_run(lambda run: _scatter(file.read(run.start, run.stop), run.start, wanted), stored, ranges)
+            file.for_each_run(chunk_runs(ranges, self.manifest.chunk_bytes, stored.nbytes, RUN_CHUNKS), use)
         finally:
             self.bytes_read += file.bytes_read
             file.close()
 
-    def _read_all(self, stored: StoredFile) -> None:
-        file = VerifiedFile(self.folder, stored, self.manifest.chunk_bytes)
-        try:
-            self._for_each_run(lambda run: file.read(run.start, run.stop), stored, [(0, stored.nbytes)])
-        finally:
-            self.bytes_read += file.bytes_read
-            file.close()
 
-    def _for_each_run(self, task: Callable[[ByteRun], object], stored: StoredFile, ranges: Sequence[tuple[int, int]]) -> None:
-        runs: list[ByteRun] = list(chunk_runs(ranges, self.manifest.chunk_bytes, stored.nbytes, RUN_CHUNKS))
-        if len(runs) == 1:
-            task(runs[0])
-            return
-        with ThreadPoolExecutor(READING_THREADS) as threads:
-            for _ in threads.map(task, runs):
-                pass
-
-
-def _scatter(data: bytearray, start: int, wanted: Sequence[Wanted]) -> None:
+def _scatter(data: memoryview, start: int, wanted: Sequence[Wanted]) -> None:
     """Copies what bytes [start, start + len(data)) of a file hold of the wanted places, which are in order of their offsets."""
     elements = torch.frombuffer(data, dtype=torch.float32, count=len(data) // ELEMENT_BYTES)
     stop = start + len(data)
     for place in wanted:
         source = place.source
+        if source.offset >= stop:
+            return
         first, last = max(start, source.offset), min(stop, source.end)
-        if first < last:
-            target = place.values[(first - source.offset) // ELEMENT_BYTES : (last - source.offset) // ELEMENT_BYTES]
-            target.copy_(elements[(first - start) // ELEMENT_BYTES : (last - start) // ELEMENT_BYTES])
+        target = place.values[(first - source.offset) // ELEMENT_BYTES : (last - source.offset) // ELEMENT_BYTES]
+        target.copy_(elements[(first - start) // ELEMENT_BYTES : (last - start) // ELEMENT_BYTES])
 
 
 def _first_difference(theirs: Mapping[str, tuple[int, ...]], ours: Mapping[str, tuple[int, ...]]) -> str:

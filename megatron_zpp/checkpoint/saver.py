@@ -86,7 +86,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class _Save:
-    """A save under way. written: by this rank. finished: by rank 0, who makes a checkpoint of what all have written."""
+    """A save under way. copied: this rank's state. written: by this rank. finished: by rank 0, who makes a checkpoint of what all wrote."""
 
     manifest: Manifest
     unfinished: Path
@@ -94,6 +94,7 @@ class _Save:
     started: float = field(default_factory=time.monotonic)
     all_written: threading.Event = field(default_factory=threading.Event)
     given_up: threading.Event = field(default_factory=threading.Event)
+    copied: Future[None] = field(default_factory=Future)
     written: Future[None] = field(default_factory=Future)
     finished: Future[SavedCheckpoint] = field(default_factory=Future)
 
@@ -119,8 +120,9 @@ class CheckpointSaver:
         return None if self._save is None or self._is_reported else self._save.manifest.iteration
 
     def save(self, manifest: Manifest) -> SavedCheckpoint | None:
-        """Saves the state as it is now. With in_background it returns None when the state has been copied, else as `finish`.
+        """Saves the state as it is now. With in_background it returns None, and the state must not change before `wait_for_copy`.
 
+        Otherwise it returns as `finish`.
         manifest: all of it but files and pieces. Raises CheckpointError, alike on every rank, where it cannot be written.
         """
         self.finish()
@@ -129,13 +131,18 @@ class CheckpointSaver:
         save = _Save(manifest, staged_folder(final, Stage.UNFINISHED, token), token)
         self._save, self._is_reported = save, False
         if self._snapshot is not None:
-            self._snapshot.take()
-            threading.Thread(target=self._write_and_finish, args=(save, self._snapshot.pieces), name="checkpoint", daemon=True).start()
+            self._snapshot.begin()
+            threading.Thread(target=self._save_in_background, args=(save, self._snapshot), name="checkpoint", daemon=True).start()
             return None
         _settle(save.written, lambda: self._write_share(save, self._share.pieces))
         self._agree_on(save)
         self._finish_save(save)
         return self.finish()
+
+    def wait_for_copy(self) -> None:
+        """Returns when a save in the background needs the state no more: before that it must not change."""
+        if self._snapshot is not None and self._save is not None:
+            self._save.copied.result()
 
     def check(self) -> SavedCheckpoint | None:
         """What has come to its end since the last call; only rank 0 learns of it before `finish`.
@@ -202,9 +209,14 @@ class CheckpointSaver:
 
     # ---- what may run in a thread
 
-    def _write_and_finish(self, save: _Save, pieces: Sequence[Piece]) -> None:
-        _settle(save.written, lambda: self._write_share(save, pieces))
+    def _save_in_background(self, save: _Save, snapshot: HostSnapshot) -> None:
+        _settle(save.copied, snapshot.copy)
+        _settle(save.written, lambda: self._write_copy(save, snapshot))
         self._finish_save(save)
+
+    def _write_copy(self, save: _Save, snapshot: HostSnapshot) -> None:
+        save.copied.result()
+        self._write_share(save, snapshot.pieces)
 
     def _write_share(self, save: _Save, pieces: Sequence[Piece]) -> None:
         file, stored = write_pieces(save.unfinished / self._share.file_name, pieces, save.manifest.chunk_bytes)

@@ -1,4 +1,4 @@
-"""One safetensors file with a checksum for every chunk: written in one pass, read in runs of chunks that are verified on the way.
+"""One safetensors file with a checksum for every chunk, written in one pass.
 
 A safetensors file is the length of its header (8 bytes, little-endian), the header (JSON: name to dtype, shape and place), the data.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import queue
-import threading
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -19,12 +20,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError, StoredFile
+from megatron_zpp.checkpoint.manifest import CheckpointError, StoredFile
 
 HEADER_ALIGNMENT_BYTES = 8  # so that data can be mapped
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 TYPE_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
-_QUEUED_TENSORS = 1  # each is kept in memory until its checksum is there
+RUN_CHUNKS = 4  # written at a time: enough to make calls cheap, few enough to be in the processor's cache for their checksums
+CHECKSUM_THREADS = 2
+WAITING_RUNS = 4  # tensors are kept in memory until their checksums are there
+FLUSH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -63,124 +67,103 @@ def lay_out(entries: Sequence[TensorEntry], metadata: Mapping[str, str] | None =
 
 
 def write_file(path: Path, layout: FileLayout, tensors: Iterable[Tensor], chunk_bytes: int) -> StoredFile:
-    """What was written, durably: `tensors` in the order and of the sizes of the layout, from any device, one at a time.
+    """What was written, durably: `tensors`, or parts of them, in the order of the layout, from any device, one at a time.
 
-    Checksums are computed by a thread beside the writing. Raises CheckpointError where the disk refuses.
+    Raises CheckpointError where the disk refuses.
     """
-    checksums = _Checksums(chunk_bytes)
     try:
         with path.open("xb", buffering=0) as file:
-            _write(file, memoryview(layout.header), checksums)
-            for tensor in tensors:
-                _write(file, _bytes_of(tensor), checksums)
+            values = _write_stream(file, _stream(layout.header, tensors), chunk_bytes)
             written = file.tell()
-            os.fsync(file.fileno())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written ({error.strerror}); free space or choose another --save") from error
-    finally:
-        values = checksums.finish()
     if written != layout.nbytes:
         raise RuntimeError(f"{path}: {written} bytes were written where its header says {layout.nbytes}")
     return StoredFile(path.name, written, len(layout.header), values)
 
 
-class VerifiedFile:
-    """A stored file open for reading. Raises DamagedCheckpointError, naming the place, for bytes that are not those written.
-
-    bytes_read: so far, the header included.
-    """
-
-    def __init__(self, folder: Path, stored: StoredFile, chunk_bytes: int) -> None:
-        self.path = folder / stored.name
-        self.bytes_read = 0
-        self._stored = stored
-        self._chunk_bytes = chunk_bytes
-        self._lock = threading.Lock()
-        try:
-            self._descriptor = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise DamagedCheckpointError(f"{self.path} cannot be read ({error.strerror})") from error
-        try:
-            self._check_size_and_header()
-        except BaseException:
-            self.close()
-            raise
-
-    def _check_size_and_header(self) -> None:
-        nbytes = os.fstat(self._descriptor).st_size
-        if nbytes != self._stored.nbytes:
-            raise DamagedCheckpointError(f"{self.path} has {nbytes} bytes where its manifest says {self._stored.nbytes}")
-        header_chunks = -(-self._stored.header_bytes // self._chunk_bytes)
-        self.read(0, min(header_chunks * self._chunk_bytes, nbytes))
-
-    def read(self, start: int, stop: int) -> bytearray:
-        """Bytes [start, stop), both chunk boundaries or the end of the file; safe to call from several threads."""
-        data = bytearray(stop - start)
-        view = memoryview(data)
-        filled = 0
-        try:
-            while filled < len(data):
-                count = os.preadv(self._descriptor, [view[filled:]], start + filled)
-                if count == 0:
-                    raise DamagedCheckpointError(f"{self.path} ends at byte {start + filled}")
-                filled += count
-        except OSError as error:
-            raise DamagedCheckpointError(f"{self.path} cannot be read ({error.strerror})") from error
-        with self._lock:
-            self.bytes_read += len(data)
-        self._verify(view, start)
-        return data
-
-    def _verify(self, view: memoryview, start: int) -> None:
-        for place in range(0, len(view), self._chunk_bytes):
-            chunk = view[place : place + self._chunk_bytes]
-            if zlib.crc32(chunk) != self._stored.checksums[(start + place) // self._chunk_bytes]:
-                first = start + place
-                raise DamagedCheckpointError(
-                    f"{self.path} is damaged: bytes {first} to {first + len(chunk)} do not have the checksum in its manifest"
-                )
-
-    def close(self) -> None:
-        os.close(self._descriptor)
+def _write_stream(file: FileIO, buffers: Iterable[memoryview], chunk_bytes: int) -> tuple[int, ...]:
+    """The CRC-32 of each chunk of what has been written, durably. Threads compute them and call fsync beside the writing."""
+    values: list[int] = []
+    waiting: deque[Future[list[int]]] = deque()
+    with ExitStack() as stack:
+        flushing = _Flushing(file, stack.enter_context(ThreadPoolExecutor(1)))
+        threads = stack.enter_context(ThreadPoolExecutor(CHECKSUM_THREADS))
+        for run in _runs_of(buffers, RUN_CHUNKS * chunk_bytes):
+            waiting.append(threads.submit(_checksums, run, chunk_bytes))
+            for part in run:
+                _write(file, part)
+            flushing.has_written(sum(map(len, run)))
+            if len(waiting) > WAITING_RUNS:
+                values += waiting.popleft().result()
+        flushing.finish()
+        for future in waiting:
+            values += future.result()
+    return tuple(values)
 
 
-class _Checksums:
-    """CRC-32 of each chunk of a stream of buffers, computed by a thread of its own; zlib lets go of the interpreter meanwhile."""
+class _Flushing:
+    """Moves a file to the disk from time to time while it is being written: else the disk would rest until the end."""
 
-    def __init__(self, chunk_bytes: int) -> None:
-        self._chunk_bytes = chunk_bytes
-        self._buffers: queue.Queue[memoryview | None] = queue.Queue(_QUEUED_TENSORS)
-        self._values: list[int] = []
-        self._thread = threading.Thread(target=self._run, name="checksums", daemon=True)
-        self._thread.start()
+    def __init__(self, file: FileIO, thread: ThreadPoolExecutor) -> None:
+        self._descriptor = file.fileno()
+        self._thread = thread
+        self._unflushed_bytes = 0
+        self._last: Future[None] | None = None
 
-    def add(self, buffer: memoryview) -> None:
-        """Queues a buffer, which must not change until `finish` has returned."""
-        self._buffers.put(buffer)
+    def has_written(self, nbytes: int) -> None:
+        """Raises OSError where an earlier flush failed: the system tells of a failure once."""
+        self._unflushed_bytes += nbytes
+        if self._unflushed_bytes < FLUSH_BYTES or not (self._last is None or self._last.done()):
+            return
+        self._wait()
+        self._unflushed_bytes = 0
+        self._last = self._thread.submit(os.fsync, self._descriptor)
 
-    def finish(self) -> tuple[int, ...]:
-        self._buffers.put(None)
-        self._thread.join()
-        return tuple(self._values)
+    def finish(self) -> None:
+        self._wait()
+        os.fsync(self._descriptor)
 
-    def _run(self) -> None:
-        value = filled = 0
-        while (buffer := self._buffers.get()) is not None:
-            place = 0
-            while place < len(buffer):
-                part = buffer[place : place + self._chunk_bytes - filled]
-                value = zlib.crc32(part, value)
-                filled += len(part)
-                place += len(part)
-                if filled == self._chunk_bytes:
-                    self._values.append(value)
-                    value = filled = 0
-        if filled:
-            self._values.append(value)
+    def _wait(self) -> None:
+        if self._last is not None:
+            self._last.result()
 
 
-def _write(file: FileIO, buffer: memoryview, checksums: _Checksums) -> None:
-    checksums.add(buffer)
+def _stream(header: bytes, tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+    yield memoryview(header)
+    yield from map(_bytes_of, tensors)
+
+
+def _runs_of(buffers: Iterable[memoryview], run_bytes: int) -> Iterator[list[memoryview]]:
+    """The buffers in lists that have `run_bytes` together, the last one less; a buffer may lie in several."""
+    run: list[memoryview] = []
+    missing_bytes = run_bytes
+    for buffer in buffers:
+        place = 0
+        while place < len(buffer):
+            part = buffer[place : place + missing_bytes]
+            run.append(part)
+            place += len(part)
+            missing_bytes -= len(part)
+            if missing_bytes == 0:
+                yield run
+                run, missing_bytes = [], run_bytes
+    if run:
+        yield run
+
+
+def _checksums(run: Sequence[memoryview], chunk_bytes: int) -> list[int]:
+    """The CRC-32 of each chunk of a run that begins with one; zlib lets go of the interpreter meanwhile."""
+    values = []
+    for chunk in _runs_of(run, chunk_bytes):
+        value = 0
+        for part in chunk:
+            value = zlib.crc32(part, value)
+        values.append(value)
+    return values
+
+
+def _write(file: FileIO, buffer: memoryview) -> None:
     place = 0
     while place < len(buffer):
         place += file.write(buffer[place:])

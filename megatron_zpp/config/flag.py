@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -96,4 +97,11 @@ def check_value(spelling: str, value: Any, allowed: Choices | Bounds | None) -> 
         if not allowed.contain(value):
             raise FlagError(f"{spelling} {value} is out of range; choose a value that is {allowed}.")
     elif allowed is not None and value not in allowed:
-        raise FlagError(f"{spelling} {value} is not available; choose {any_of(allowed)}.")
+        raise FlagError(f"{spelling} {value} is not available; {_choice_in_words(value, allowed)}")
+
+
+def _choice_in_words(value: Any, allowed: Choices) -> str:
+    by_lower_case = {str(choice).lower(): choice for choice in allowed}
+    nearest = difflib.get_close_matches(str(value).lower(), by_lower_case, n=1)
+    hint = f" (did you mean {by_lower_case[nearest[0]]}?)" if nearest else ""
+    return f"choose {any_of(allowed)}{hint}."

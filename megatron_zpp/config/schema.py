@@ -99,6 +99,13 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = flag(
         128, help="The vocabulary is padded to a multiple of this.", unit="tokens", allowed=POSITIVE_COUNT
     )
+    padded_vocab_size: int | None = flag(
+        None,
+        help="Rows of the embedding, at least as many as the tokenizer has ids.",
+        unit="tokens",
+        allowed=POSITIVE_COUNT,
+        otherwise="the next multiple of --make-vocab-size-divisible-by",
+    )
     normalization: str = flag("LayerNorm", help="What normalizes hidden states; RMSNorm has no mean and no bias.", allowed=NORMALIZATIONS)
     norm_epsilon: float = flag(
         1e-5, help="Added to the variance, or the mean square, in norms.", unit="1", aliases=("--layernorm-epsilon",), allowed=POSITIVE
@@ -204,6 +211,19 @@ class TrainingConfig:
         allowed=POSITIVE_COUNT,
         otherwise="--micro-batch-size x ranks",
     )
+    rampup_batch_size: tuple[str, ...] = flag(
+        (),
+        help="Start, increment and samples: the global batch grows from there to --global-batch-size in equal steps over these samples.",
+        unit="samples",
+    )
+    step_batch_size_schedule: str | None = flag(
+        None,
+        help='Global batch sizes by consumed tokens, such as "0:768 250B:1536"; replaces --global-batch-size.',
+        unit="tokens:samples",
+    )
+    decrease_batch_size_if_needed: bool = flag(
+        False, help="Round a global batch down to a multiple of --micro-batch-size x ranks instead of refusing it."
+    )
     train_iters: int = flag(
         None,
         help="Length of training in optimizer steps; excludes --train-samples.",
@@ -214,6 +234,16 @@ class TrainingConfig:
     train_samples: int | None = flag(
         None, help="Length of training in samples; excludes --train-iters.", unit="samples", allowed=POSITIVE_COUNT
     )
+    train_tokens: int | None = flag(
+        None,
+        help="Length of training in tokens, rounded up to samples of --seq-length; beside --train-samples the shorter of the two.",
+        unit="tokens",
+        allowed=POSITIVE_COUNT,
+    )
+    iterations_to_skip: tuple[str, ...] = flag(
+        (), help="Iterations, counted from 1 as they are printed, whose samples are passed over without a step.", unit="iterations"
+    )
+    skip_train: bool = flag(False, help="Evaluate what --load holds on the validation and test sets, train nothing and end.")
     exit_interval: int | None = flag(
         None, help="Leave the program at the first iteration that is a multiple of this.", unit="iterations", allowed=POSITIVE_COUNT
     )
@@ -226,6 +256,9 @@ class TrainingConfig:
     exit_signal: str = flag(
         "SIGTERM", help="The signal of --exit-signal-handler beside SIGUSR1.", allowed=("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
     )
+    kill_switch_file: str | None = flag(
+        None, help="Save and leave the program at the first step at which this file is there for rank 0.", unit="path"
+    )
     max_consecutive_bad_iterations: int = flag(
         100,
         help="After so many steps in a row with a NaN or infinite loss or gradient, save the state from before them and end with an error; "
@@ -236,6 +269,32 @@ class TrainingConfig:
     seed: int = flag(1234, help="Seed of weights, dropout and data order.", unit="1", allowed=Bounds(at_least=0, at_most=2**32 - 1))
     eval_interval: int = flag(1000, help="Iterations from one validation to the next.", unit="iterations", allowed=POSITIVE_COUNT)
     eval_iters: int = flag(100, help="Global batches of one validation; 0 turns validation off.", unit="iterations", allowed=COUNT)
+    start_eval_at_iter: int = flag(0, help="First iteration that may be followed by a validation.", unit="iterations", allowed=COUNT)
+    eval_micro_batch_size: int = flag(
+        None,
+        help="Samples in one forward pass of one rank in an evaluation.",
+        unit="samples",
+        allowed=POSITIVE_COUNT,
+        otherwise="--micro-batch-size",
+    )
+    eval_global_batch_size: int = flag(
+        None,
+        help="Samples in one of --eval-iters, of all ranks; a multiple of --eval-micro-batch-size x ranks.",
+        unit="samples",
+        allowed=POSITIVE_COUNT,
+        otherwise="--global-batch-size",
+    )
+    full_validation: bool = flag(
+        False, help="Validate on every sample of every validation set, each once, instead of --eval-iters batches."
+    )
+    manual_gc: bool = flag(False, help="Collect Python's garbage only when told to, on every rank at the same time.")
+    manual_gc_interval: int = flag(
+        0,
+        help="Iterations from one collection to the next under --manual-gc; 0 collects at evaluations alone.",
+        unit="iterations",
+        allowed=COUNT,
+    )
+    no_manual_gc_eval: bool = flag(False, help="Collect nothing before and after evaluations under --manual-gc.")
     deterministic_mode: bool = flag(False, help="Only kernels that give the same bits every time (CPU runs always do).")
     compile: bool = flag(
         False, help="Let torch.compile make kernels of the blocks: the same loss within rounding; the first steps wait for a compiler."
@@ -251,21 +310,48 @@ class OptimizerConfig:
     lr_decay_style: str = flag(
         "linear",
         help="Shape of the decay; constant is assumed when neither data nor length is given.",
-        allowed=("constant", "linear", "cosine"),
+        allowed=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
+    lr_wsd_decay_style: str = flag(
+        "exponential",
+        help="Shape of the annealing that ends a WSD schedule.",
+        allowed=("exponential", "linear", "cosine", "minus_sqrt"),
+    )
+    lr_wsd_decay_iters: int | None = flag(
+        None, help="Length of that annealing, at the end of the decay's horizon.", unit="iterations", allowed=POSITIVE_COUNT
+    )
+    lr_wsd_decay_samples: int | None = flag(None, help="The same in samples, with --train-samples.", unit="samples", allowed=POSITIVE_COUNT)
     lr_decay_iters: int | None = flag(
         None, help="Horizon of the decay, warmup included.", unit="iterations", allowed=POSITIVE_COUNT, otherwise="--train-iters"
     )
     lr_decay_samples: int | None = flag(
         None, help="The same in samples, with --train-samples.", unit="samples", allowed=POSITIVE_COUNT, otherwise="--train-samples"
     )
+    lr_decay_tokens: int | None = flag(
+        None, help="The same in tokens, with --train-samples or --train-tokens.", unit="tokens", allowed=POSITIVE_COUNT
+    )
     lr_warmup_iters: int = flag(0, help="Length of the linear warmup.", unit="iterations", allowed=COUNT)
     lr_warmup_samples: int = flag(0, help="The same in samples, with --train-samples.", unit="samples", allowed=COUNT)
+    lr_warmup_tokens: int = flag(0, help="The same in tokens, with --train-samples or --train-tokens.", unit="tokens", allowed=COUNT)
     lr_warmup_fraction: float | None = flag(
-        None, help="The same as a fraction of the decay's horizon; excludes the other two.", unit="1", allowed=FRACTION
+        None, help="The same as a fraction of the decay's horizon; excludes the others.", unit="1", allowed=FRACTION
     )
     lr_warmup_init: float = flag(0.0, help="Learning rate at the start of the warmup.", unit="1", allowed=NOT_NEGATIVE)
     weight_decay: float = flag(0.01, help="Decoupled weight decay; one-dimensional parameters have none.", unit="1", allowed=NOT_NEGATIVE)
+    weight_decay_incr_style: str = flag(
+        "constant",
+        help="How weight decay goes from --start-weight-decay to --end-weight-decay.",
+        allowed=("constant", "linear", "cosine"),
+    )
+    start_weight_decay: float = flag(
+        None, help="Weight decay at the start, where it changes.", unit="1", allowed=NOT_NEGATIVE, otherwise="--weight-decay"
+    )
+    end_weight_decay: float = flag(
+        None, help="Weight decay at the end, where it changes.", unit="1", allowed=NOT_NEGATIVE, otherwise="--weight-decay"
+    )
+    weight_decay_incr_samples: int = flag(
+        None, help="Samples over which it changes.", unit="samples", allowed=POSITIVE_COUNT, otherwise="the length of training"
+    )
     clip_grad: float = flag(1.0, help="Largest global L2 norm of the gradient; 0 turns clipping off.", unit="1", allowed=NOT_NEGATIVE)
     adam_beta1: float = flag(0.9, help="Decay of Adam's first moment.", unit="1", allowed=FRACTION)
     adam_beta2: float = flag(0.999, help="Decay of Adam's second moment.", unit="1", allowed=FRACTION)
@@ -307,9 +393,10 @@ class ZeroConfig:
         0,
         help="What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too.",
         allowed=(0, 1, 2, 3),
+        shorthands=(("--use-distributed-optimizer", 1),),
     )
     deepspeed_config: str | None = flag(
-        None, help="DeepSpeed JSON file, whose keys are read as flags.", unit="path", aliases=("--deepspeed_config",)
+        None, help="DeepSpeed JSON file, whose keys are read as flags.", unit="path", aliases=("--deepspeed_config", "--deepscale_config")
     )
     zero_quantized_weights: bool = flag(False, help="qwZ: weights cross links as blocks of integers; needs --zero-stage 1, 2 or 3.")
     zero_hpz_partition_size: int = flag(
@@ -411,6 +498,14 @@ class DataConfig:
     train_data_path: tuple[str, ...] = flag((), help="The same for training alone, whole; excludes --data-path.", unit="path")
     valid_data_path: tuple[str, ...] = flag((), help="The same for validation alone, with --train-data-path.", unit="path")
     test_data_path: tuple[str, ...] = flag((), help="The same for the test alone, with --train-data-path.", unit="path")
+    multiple_validation_sets: bool = flag(
+        False, help="Validate on each corpus that has a validation split by itself, with a loss of its own; corpora without weights only."
+    )
+    validation_set_names: tuple[str, ...] = flag(
+        (),
+        help="Names of these sets in lines and logs, in the order of the corpora.",
+        otherwise="the file names of the corpora",
+    )
     data_args_path: str | None = flag(None, help="Text file with the words of --data-path, for many corpora.", unit="path")
     per_split_data_args_path: str | None = flag(
         None, help="JSON file with the words of the three flags for one split each, under train, valid and test.", unit="path"
@@ -456,7 +551,9 @@ class DataConfig:
     )
     dataloader_type: str = flag("single", help="Samples in one shuffled order, the same at every number of ranks.", allowed=("single",))
     reset_position_ids: bool = flag(False, help="Positions start over after an end-of-document token.")
-    reset_attention_mask: bool = flag(False, help="No token attends across an end-of-document token.")
+    reset_attention_mask: bool = flag(
+        False, help="No token attends across an end-of-document token.", aliases=("--dataloader-inter-document-masking",)
+    )
     eod_mask_loss: bool = flag(False, help="What follows an end-of-document token is not predicted: the loss leaves it out.")
     num_workers: int = flag(2, help="Processes that read data, per rank; 0 reads in the training process.", unit="processes", allowed=COUNT)
 
@@ -536,6 +633,36 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True)
+class PlanConfig:
+    """The plan that --dry-run prints, for any world; a run that is started has nothing of it."""
+
+    dry_run: bool = flag(
+        False, help="Check every flag, print the plan of the run (memory per rank, bytes per link, tokens, time) and end; needs no GPU."
+    )
+    nodes: int | None = flag(None, help="Nodes of the planned world, of --ranks-per-node ranks each.", unit="nodes", allowed=POSITIVE_COUNT)
+    world_size: int | None = flag(
+        None,
+        help="All ranks of the planned world; with --nodes or --ranks-per-node.",
+        unit="ranks",
+        allowed=POSITIVE_COUNT,
+        otherwise="--nodes x --ranks-per-node, or the launcher's world",
+    )
+    device: str = flag(
+        None, help="Kind of device that is planned for.", allowed=("gpu", "cpu"), otherwise="gpu; cpu with --distributed-backend gloo"
+    )
+    memory_gigabytes: float | None = flag(
+        None, help="Memory of each rank; a run that needs more is refused, as it would be at its start.", unit="GB", allowed=POSITIVE
+    )
+    teraflops: float | None = flag(
+        None, help="What a rank sustains while it computes, recomputation counted; needed for a time.", unit="TFLOP/s", allowed=POSITIVE
+    )
+    inter_gigabits: float | None = flag(
+        None, help="Rate of a node's link to the others, in each direction.", unit="Gbit/s", allowed=POSITIVE
+    )
+    intra_gigabytes: float = flag(100.0, help="Rate into one rank inside its node.", unit="GB/s", allowed=POSITIVE)
+
+
+@dataclass(frozen=True)
 class Config:
     """Every flag in its group, and what was said about them on the way.
 
@@ -552,6 +679,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     given: frozenset[str] = frozenset()
     notices: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
@@ -572,6 +700,7 @@ class Config:
         return getattr(getattr(self, GROUP_OF_FIELD[name]), name)
 
 
+PLAN_GROUP = "plan"
 GROUPS: dict[str, type] = {
     "model": ModelConfig,
     "training": TrainingConfig,
@@ -582,5 +711,6 @@ GROUPS: dict[str, type] = {
     "data": DataConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
+    PLAN_GROUP: PlanConfig,
 }
 GROUP_OF_FIELD: dict[str, str] = {member.name: group for group, members in GROUPS.items() for member in fields(members)}

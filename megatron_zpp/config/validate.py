@@ -23,7 +23,14 @@ from megatron_zpp.config.derive import derive
 from megatron_zpp.config.divisors import divisors
 from megatron_zpp.config.flag import REQUIRED, FlagError, any_of, check_value
 from megatron_zpp.config.options import options, spelling_of
-from megatron_zpp.config.schema import TOKENIZER_FILES, TOKENIZER_TYPES, Config
+from megatron_zpp.config.schedule_rules import (
+    SCHEDULE_CHECKS_AFTER_FILLING,
+    SCHEDULE_CHECKS_BEFORE_FILLING,
+    check_batches_of_new_run,
+    check_evaluation_batch,
+    schedule_flags_without_effect,
+)
+from megatron_zpp.config.schema import PLAN_GROUP, TOKENIZER_FILES, TOKENIZER_TYPES, Config
 
 
 def resolve(config: Config, world_size: int, local_world_size: int | None) -> Config:
@@ -47,10 +54,12 @@ def _resolve(config: Config, world_size: int, local_world_size: int | None) -> C
     for check in CHECKS_AFTER_FILLING:
         check(config)
     check_ranks_per_node(config, world_size)
-    check_global_batch(config, world_size)
+    check_batches_of_new_run(config, world_size)
+    check_evaluation_batch(config, world_size)
     check_remaining_link_is_quantized(config, world_size)
     config = config.with_notices(*surprising_defaults(config))
-    return config.with_notices(*flags_without_effect(config), *links_that_are_missing(config, world_size, wished))
+    without_effect = (*flags_without_effect(config), *schedule_flags_without_effect(config))
+    return config.with_notices(*without_effect, *links_that_are_missing(config, world_size, wished))
 
 
 def check_required(config: Config) -> None:
@@ -86,49 +95,11 @@ def check_loss_scales(config: Config) -> None:
         raise FlagError(f"--initial-loss-scale {initial} is below --min-loss-scale {smallest}; choose {smallest} or more.")
 
 
-def check_one_length(config: Config) -> None:
-    training = config.training
-    if training.train_iters is not None and training.train_samples is not None:
+def check_vocabulary_padding(config: Config) -> None:
+    rows, multiple = config.model.padded_vocab_size, config.model.make_vocab_size_divisible_by
+    if rows is not None and rows % multiple != 0 and "make_vocab_size_divisible_by" in config.given:
         raise FlagError(
-            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} exclude each other; give one of them."
-        )
-
-
-def check_schedule_counts_like_length(config: Config) -> None:
-    """A run counted in samples has its schedule in samples, every other run in iterations."""
-    in_samples = config.training.train_samples is not None
-    for in_iterations in ("lr_decay_iters", "lr_warmup_iters"):
-        in_samples_too = in_iterations.replace("iters", "samples")
-        wrong, right = (in_iterations, in_samples_too) if in_samples else (in_samples_too, in_iterations)
-        value = config.value_of(wrong)
-        if value not in (None, 0):
-            length = "--train-samples counts in samples" if in_samples else "the length of training counts in iterations"
-            raise FlagError(f"{spelling_of(wrong)} {value} does not fit, because {length}; use {spelling_of(right)}.")
-
-
-def check_one_warmup(config: Config) -> None:
-    fraction = config.optimizer.lr_warmup_fraction
-    for name in ("lr_warmup_iters", "lr_warmup_samples"):
-        value = config.value_of(name)
-        if fraction is not None and value != 0:
-            raise FlagError(f"--lr-warmup-fraction {fraction} and {spelling_of(name)} {value} exclude each other; give one of them.")
-
-
-def check_learning_rates(config: Config) -> None:
-    lr = config.optimizer.lr
-    for name in ("min_lr", "lr_warmup_init"):
-        value = config.value_of(name)
-        if value > lr:
-            raise FlagError(f"{spelling_of(name)} {value} is above --lr {lr}; choose at most {lr}.")
-
-
-def check_warmup_ends_before_decay(config: Config) -> None:
-    unit = "iters" if config.training.train_samples is None else "samples"
-    warmup, decay = config.value_of(f"lr_warmup_{unit}"), config.value_of(f"lr_decay_{unit}")
-    if warmup >= decay:
-        raise FlagError(
-            f"--lr-warmup-{unit} {warmup} does not end before the decay's horizon of {decay}; "
-            f"choose {decay - 1} or less, or a higher --lr-decay-{unit}."
+            f"--padded-vocab-size {rows} is not a multiple of --make-vocab-size-divisible-by {multiple}; leave one of them out."
         )
 
 
@@ -255,6 +226,12 @@ def check_loading(config: Config) -> None:
         raise FlagError("--use-checkpoint-args needs a checkpoint; give --load or --pretrained-checkpoint.")
 
 
+def check_plan(config: Config) -> None:
+    for option in options():
+        if option.group == PLAN_GROUP and option.name in config.given and not config.plan.dry_run:
+            raise FlagError(f"{_as_given(config, option.name)} changes nothing in a run, only in a plan; give --dry-run as well.")
+
+
 def _as_given(config: Config, name: str) -> str:
     value = config.value_of(name)
     return spelling_of(name) if value is True else f"{spelling_of(name)} {value}"
@@ -267,19 +244,6 @@ def check_ranks_per_node(config: Config, world_size: int) -> None:
         raise FlagError(
             f"--ranks-per-node {ranks_per_node}{source} does not divide the {world_size} ranks of the world; "
             f"choose {any_of(divisors(world_size))}."
-        )
-
-
-def check_global_batch(config: Config, world_size: int) -> None:
-    training = config.training
-    one_pass = training.micro_batch_size * world_size
-    remainder = training.global_batch_size % one_pass
-    if remainder != 0:
-        below = training.global_batch_size - remainder
-        raise FlagError(
-            f"--global-batch-size {training.global_batch_size} is not a multiple of {one_pass} "
-            f"(--micro-batch-size {training.micro_batch_size} x {world_size} ranks); "
-            f"choose {any_of([size for size in (below, below + one_pass) if size > 0])}."
         )
 
 
@@ -372,20 +336,20 @@ CHECKS_BEFORE_FILLING: tuple[Callable[[Config], None], ...] = (
     check_parallelism,
     check_one_precision,
     check_loss_scales,
-    check_one_length,
-    check_one_warmup,
-    check_schedule_counts_like_length,
+    *SCHEDULE_CHECKS_BEFORE_FILLING,
     check_heads_divide_hidden_size,
     check_recomputation,
     check_one_activation,
     check_one_kind_of_positions,
     check_norms,
+    check_vocabulary_padding,
     check_sources,
     check_quantization,
     check_secondary_partition,
     check_leaving,
     check_saving,
     check_loading,
+    check_plan,
 )
 CHECKS_AFTER_FILLING: tuple[Callable[[Config], None], ...] = (
     check_tokenizer,
@@ -393,7 +357,6 @@ CHECKS_AFTER_FILLING: tuple[Callable[[Config], None], ...] = (
     check_query_groups,
     check_rotary_channels,
     check_rope_scaling,
-    check_learning_rates,
-    check_warmup_ends_before_decay,
+    *SCHEDULE_CHECKS_AFTER_FILLING,
     check_partition_divides_node,
 )

@@ -13,11 +13,8 @@ Whatever is built must therefore appear whole and with the same bytes whoever bu
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -25,6 +22,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
+
+from megatron_zpp.monitor.file_lock import try_lock
+from megatron_zpp.monitor.heartbeat import beating
 
 T = TypeVar("T")
 
@@ -34,7 +34,6 @@ HEARTBEAT_SECONDS = 5.0
 SILENT_SECONDS = 300.0  # a builder without heartbeat for so long is gone; shared file systems show times of change sooner
 FIRST_LINE_SECONDS = 2.0  # what is built faster than this is not worth a line
 LINE_SECONDS = 30.0
-NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def _wait_for_lock(lock: BinaryIO, what: str, speaker: Speaker, is_built: Callab
     started = last_sign = time.monotonic()
     next_look, next_line = started + LOOK_SECONDS, started + LINE_SECONDS
     changed = os.fstat(lock.fileno()).st_mtime_ns
-    while not _try_lock(lock):
+    while not try_lock(lock):
         time.sleep(POLL_SECONDS)
         now = time.monotonic()
         latest = os.stat(lock.name).st_mtime_ns
@@ -144,17 +143,6 @@ def _wait_for_lock(lock: BinaryIO, what: str, speaker: Speaker, is_built: Callab
             next_line += LINE_SECONDS
 
 
-def _try_lock(lock: BinaryIO) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in NO_LOCKS_HERE:
-            raise
-    return True
-
-
 def _holder(lock: BinaryIO) -> str:
     with contextlib.suppress(OSError):
         return Path(lock.name).read_text() or SILENCE.name
@@ -168,26 +156,19 @@ def _heartbeat(lock: BinaryIO, what: str, speaker: Speaker) -> Iterator[None]:
     lock.write(speaker.name.encode())
     lock.flush()
     started = time.monotonic()
-    done = threading.Event()
-    beating = threading.Thread(target=_beat, args=(lock, what, speaker, done), daemon=True)
-    beating.start()
-    try:
-        yield
-    finally:
-        done.set()
-        beating.join()
-    seconds = time.monotonic() - started
-    if seconds >= FIRST_LINE_SECONDS:
-        speaker.announce(f"{speaker.name} has built {what} ({seconds:.0f} s)")
-
-
-def _beat(lock: BinaryIO, what: str, speaker: Speaker, done: threading.Event) -> None:
-    started = time.monotonic()
     next_line = started + FIRST_LINE_SECONDS
-    while not done.wait(min(HEARTBEAT_SECONDS, FIRST_LINE_SECONDS)):
+
+    def beat() -> None:
+        nonlocal next_line
         with contextlib.suppress(OSError):
             os.utime(lock.name)
         now = time.monotonic()
         if now >= next_line:
             speaker.announce(f"{speaker.name} builds {what} ({now - started:.0f} s)")
             next_line += LINE_SECONDS
+
+    with beating(beat, min(HEARTBEAT_SECONDS, FIRST_LINE_SECONDS)):
+        yield
+    seconds = time.monotonic() - started
+    if seconds >= FIRST_LINE_SECONDS:
+        speaker.announce(f"{speaker.name} has built {what} ({seconds:.0f} s)")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_zpp.data.byte_pair_encoding import BytePairEncoding
-from megatron_zpp.data.token_ids import TokenizedTexts
 
 END_OF_TEXT = "<|endoftext|>"
 # GPT-2's own, with possessive quantifiers where going back could not help; the last two alternatives leave the last character of a run of
@@ -26,7 +25,7 @@ LETTERS = byte_letters()
 BYTES = {letter: byte for byte, letter in LETTERS.items()}
 
 
-class GPT2BPETokenizer:
+class GPT2BPETokenizer(BytePairEncoding):
     """The ids of vocab.json, by the merges of merges.txt; <|endoftext|> ends a document, and its spelling in a text is text."""
 
     def __init__(self, vocab_path: str, merge_path: str) -> None:
@@ -36,17 +35,7 @@ class GPT2BPETokenizer:
         ids = np.array([_id_of(token, vocabulary, vocab_path, merge_path) for token in ranks], dtype=np.int32)
         reached = set(ids.tolist())
         added = {token_id: token for token, token_id in vocabulary.items() if token_id not in reached}
-        self._encoding = BytePairEncoding(PATTERN, ranks, ids, added, splits_runs=True)
-        self.vocab_size = self._encoding.vocab_size
-
-    def tokenize(self, text: str) -> list[int]:
-        return self._encoding.tokenize(text)
-
-    def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
-        return self._encoding.tokenize_batch(texts)
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._encoding.detokenize(ids)
+        super().__init__(PATTERN, ranks, ids, added, splits_runs=True)
 
 
 def _read_vocabulary(path: str) -> dict[str, int]:

@@ -37,6 +37,14 @@ class LineBatch(NamedTuple):
     file_bytes: int  # read from the file so far, compressed where it is
 
 
+class DamagedInput(ValueError):
+    """A file cannot be read to its end. source: its place among the inputs."""
+
+    def __init__(self, path: str, source: int, error: Exception) -> None:
+        super().__init__(f"{path} is damaged or cut off ({error}); copy it again.")
+        self.source = source
+
+
 def find_inputs(words: Sequence[str], say: Callable[[str], None]) -> list[str]:
     """The files that the words of --input stand for, in their order; those of a folder (with all below it) or a glob sorted by name.
 
@@ -55,14 +63,14 @@ def find_inputs(words: Sequence[str], say: Callable[[str], None]) -> list[str]:
 
 
 def line_batches(paths: Sequence[str], start: Position) -> Iterator[LineBatch]:
-    """All lines of the files from a position on, about BATCH_BYTES at a time. Raises ValueError, naming the file, for damaged ones."""
+    """All lines of the files from a position on, about BATCH_BYTES at a time. Raises DamagedInput where a file is."""
     for source in range(start.source, len(paths)):
         offset = start.offset if source == start.source else 0
         try:
             with Source(paths[source]) as file:
                 yield from _batches_of(file, source, offset)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f"{paths[source]} is damaged or cut off ({error}); copy it again.") from None
+            raise DamagedInput(paths[source], source, error) from None
 
 
 def count_text_bytes(paths: Sequence[str]) -> int:

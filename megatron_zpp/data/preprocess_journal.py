@@ -86,7 +86,7 @@ class Journal:
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self.path} cannot be read ({error}); {self._way_out()}") from None
+            raise ValueError(f"{self.path} cannot be read ({error}); {self.way_out}") from None
         self._check_settings(settings)
         self._check_inputs(inputs, len(inputs) if found.is_complete else found.position.source + 1)
         return found
@@ -101,23 +101,25 @@ class Journal:
             if found.get(name) != self.settings.get(name):
                 raise ValueError(
                     f"--resume: {name} is {self.settings.get(name)}, the unfinished run had {found.get(name)}; "
-                    f"give the same flags as before, or {self._way_out()}"
+                    f"give the same flags as before, or {self.way_out}"
                 )
 
     def _check_inputs(self, found: Sequence[InputFile], begun: int) -> None:
         """begun: the first so many have been read, or in part, and must be unchanged; the others may have been repaired."""
         for place, (was, now) in enumerate(zip(found, self.inputs, strict=False)):
             if was.path != now.path:
-                raise ValueError(f"--resume: --input {now.path} is at the place of {was.path}; give the same, or {self._way_out()}")
+                raise ValueError(f"--resume: --input {now.path} is at the place of {was.path}; give the same, or {self.way_out}")
             if place < begun and was != now:
                 raise ValueError(
                     f"--resume: --input {now.path} has changed (it had {was.file_bytes} bytes, it has {now.file_bytes}, or it was written "
-                    f"anew); {self._way_out()}"
+                    f"anew); {self.way_out}"
                 )
         if len(found) != len(self.inputs):
-            raise ValueError(f"--resume: --input names {len(self.inputs)} files, before {len(found)}; give the same, or {self._way_out()}")
+            raise ValueError(f"--resume: --input names {len(self.inputs)} files, before {len(found)}; give the same, or {self.way_out}")
 
-    def _way_out(self) -> str:
+    @property
+    def way_out(self) -> str:
+        """What helps where the work cannot go on."""
         return f"to start anew, remove {self.path}."
 
 

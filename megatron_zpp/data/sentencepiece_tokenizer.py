@@ -14,30 +14,32 @@ from megatron_zpp.data.token_ids import TokenizedTexts, check_ids, join_lists
 ADDED_PIECES = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
 
-class Batches:
-    """The ids of many texts at a time: in segments where the model allows it, else as SentencePiece has them."""
+class PieceTokenizer:
+    """Texts to the ids of a SentencePiece model; batches in segments where the model allows it."""
 
-    def __init__(self, pieces: sentencepiece.SentencePieceProcessor) -> None:
-        self._pieces = pieces
+    def __init__(self, model_path: str) -> None:
+        self._pieces = _load_model(model_path)
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._pieces.encode(text)
+
+    def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
+        if self._segments is not None:
+            return self._segments.encode(texts)
+        # Without a number of threads a batch takes all cores, which are those of the other workers.
+        return join_lists(self._pieces.encode(list(texts), num_threads=1))
 
     @cached_property
     def _segments(self) -> SegmentEncoder | None:
         # Made where batches are asked for: training has no use for it.
         return segment_encoder(self._pieces)
 
-    def tokenize(self, texts: Sequence[str]) -> TokenizedTexts:
-        if self._segments is not None:
-            return self._segments.encode(texts)
-        # Without a number of threads a batch takes all cores, which are those of the other workers.
-        return join_lists(self._pieces.encode(list(texts), num_threads=1))
 
-
-class GPTSentencePieceTokenizer:
+class GPTSentencePieceTokenizer(PieceTokenizer):
     """The ids of a SentencePiece model as they are; its end-of-sentence piece ends a document."""
 
     def __init__(self, model_path: str) -> None:
-        self._pieces = _load_model(model_path)
-        self._batches = Batches(self._pieces)
+        super().__init__(model_path)
         self.vocab_size = self._pieces.get_piece_size()
         self.eod = self._pieces.eos_id()
         if self.eod < 0:
@@ -45,12 +47,6 @@ class GPTSentencePieceTokenizer:
                 f"--tokenizer-model {model_path} has no end-of-sentence piece to end documents with; "
                 "use --tokenizer-type SentencePieceTokenizer, which adds one."
             )
-
-    def tokenize(self, text: str) -> list[int]:
-        return self._pieces.encode(text)
-
-    def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
-        return self._batches.tokenize(texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         check_ids(ids, self.vocab_size)
@@ -77,7 +73,7 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
         return TokenizedTexts(np.insert(ids, np.cumsum(lengths) - lengths, self.bos), lengths + 1)
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(PieceTokenizer):
     """A SentencePiece model with Megatron's added pieces behind its own ids; <EOD> ends a document.
 
     extra_ids: so many pieces <extra_id_0>, <extra_id_1>, ... come last.
@@ -85,18 +81,11 @@ class SentencePieceTokenizer:
     """
 
     def __init__(self, model_path: str, extra_ids: int = 0) -> None:
-        self._pieces = _load_model(model_path)
-        self._batches = Batches(self._pieces)
+        super().__init__(model_path)
         self._model_size = self._pieces.get_piece_size()
         self._added = self._missing_pieces(extra_ids)
         self.vocab_size = self._model_size + len(self._added)
         self.eod = self._id_of("<EOD>")
-
-    def tokenize(self, text: str) -> list[int]:
-        return self._pieces.encode(text)
-
-    def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
-        return self._batches.tokenize(texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         check_ids(ids, self.vocab_size)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_zpp.data.byte_pair_encoding import BytePairEncoding
-from megatron_zpp.data.token_ids import TokenizedTexts
 
 # What Megatron's --tiktoken-pattern names: how a text is cut before bytes are merged.
 PATTERNS = {
@@ -24,7 +23,7 @@ NEEDED_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 JSON_VOCAB_SIZE = 1 << 17  # Megatron's where --vocab-size is not given: a longer .json file is cut off there
 
 
-class TikTokenizer:
+class TikTokenizer(BytePairEncoding):
     """Ids 0 to num_special_tokens - 1 are special, </s> among them ends a document; the tokens of the file follow in their order.
 
     model_path: a .json file as Megatron reads it, or a .tiktoken file. special_tokens: the names of the first ids, without names
@@ -48,18 +47,8 @@ class TikTokenizer:
         names += [f"<SPECIAL_{index}>" for index in range(len(names), num_special_tokens)]
         ids = np.arange(num_special_tokens, num_special_tokens + len(kept), dtype=np.int32)
         ranks = {token: rank for rank, token in enumerate(kept)}
-        self._encoding = BytePairEncoding(PATTERNS[pattern], ranks, ids, dict(enumerate(names)))
-        self.vocab_size = self._encoding.vocab_size
+        super().__init__(PATTERNS[pattern], ranks, ids, dict(enumerate(names)))
         self.eod = names.index("</s>")
-
-    def tokenize(self, text: str) -> list[int]:
-        return self._encoding.tokenize(text)
-
-    def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
-        return self._encoding.tokenize_batch(texts)
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._encoding.detokenize(ids)
 
 
 def _check_special_tokens(names: Sequence[str], num_special_tokens: int) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import torch
 
+from megatron_zpp.model.block import Block
 from megatron_zpp.model.gpt import GPT
 
-OPTIONS = {"fallback_random": True}  # dropout draws what it draws without compilation
+OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True}  # dropout draws what it draws without compilation
 
 
 def compile_blocks(model: GPT) -> None:
@@ -16,7 +20,8 @@ def compile_blocks(model: GPT) -> None:
     take weights as inputs, so the weights may come and go and change between calls; only while a block runs they have to be there.
     """
     for block in model.blocks:
-        block.transformed = torch.compile(block.transformed, dynamic=False, options=OPTIONS)  # type: ignore[assignment]
+        compiled = torch.compile(cast(Block, block).transformed, dynamic=False, options=OPTIONS)
+        setattr(block, "transformed", compiled)  # noqa: B010
 
 
 def check_compilation(device: torch.device) -> None:

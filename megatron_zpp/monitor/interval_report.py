@@ -12,7 +12,8 @@ class IntervalReport:
     iteration: int
     train_iters: int
     consumed_samples: int
-    global_batch_size: int
+    global_batch_size: int  # of the latest iteration
+    samples_per_iteration: float  # mean over the interval, in which the batch may have grown
     seq_length: int
     world_size: int
     elapsed_ms_per_iteration: float
@@ -35,7 +36,7 @@ class IntervalReport:
 
     @property
     def samples_per_second(self) -> float:
-        return self.global_batch_size * 1000.0 / self.elapsed_ms_per_iteration
+        return self.samples_per_iteration * 1000.0 / self.elapsed_ms_per_iteration
 
     @property
     def tokens_per_second(self) -> float:

@@ -37,9 +37,10 @@ class TensorboardWriter:
         self._writer.add_scalar("throughput", report.tflops_per_gpu, report.iteration)
         self._writer.add_scalar("mem-max-allocated-bytes", report.max_memory_bytes, report.iteration)
 
-    def write_validation(self, iteration: int, consumed_samples: int, lm_loss: float) -> None:
-        self._write_against_both("lm loss validation", lm_loss, iteration, consumed_samples)
-        self._write_against_both("lm loss validation ppl", perplexity_of(lm_loss), iteration, consumed_samples)
+    def write_validation(self, iteration: int, consumed_samples: int, lm_loss: float, set_name: str = "") -> None:
+        tag = f"lm loss validation {set_name}".rstrip()
+        self._write_against_both(tag, lm_loss, iteration, consumed_samples)
+        self._write_against_both(f"{tag} ppl", perplexity_of(lm_loss), iteration, consumed_samples)
 
     def close(self) -> None:
         self._writer.close()

@@ -8,8 +8,6 @@ one. A build with CUDA bodies is one for some architectures of GPUs; one without
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -26,6 +24,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_zpp.monitor.file_lock import try_lock
+
 SOURCES = Path(__file__).parents[2] / "csrc"
 SOURCE_SUFFIXES = (".cpp", ".cu", ".h", ".txt")
 COMPILED_SUFFIXES = (".cpp", ".cu")
@@ -34,7 +34,6 @@ NVCC_OPTIONS = "nvcc_options.txt"  # in the folder of sources, one per line
 LIBRARY_NAME = "megatron_zpp_ops"
 LOCK_TIMEOUT_SECONDS = 600.0
 LOCK_POLL_SECONDS = 0.2
-NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 # No contraction and no fast-math: the bits are those of the reference. That nothing reads errno or traps lets loops be vectorised.
 COMPILER_FLAGS = ("-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -199,21 +198,9 @@ def made_once(library: Path, compile_in: Callable[[Path], Path], lock_timeout_se
 def _locked(path: Path, timeout_seconds: float) -> Iterator[None]:
     deadline = time.monotonic() + timeout_seconds
     with open(path, "ab") as file:
-        while not _try_lock(file.fileno()) and time.monotonic() < deadline:
+        while not try_lock(file) and time.monotonic() < deadline:
             time.sleep(LOCK_POLL_SECONDS)
         yield
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        # Where the file system has no locks, waiting for one would not help.
-        if error.errno not in NO_LOCKS_HERE:
-            raise
-    return True
 
 
 def _cache_folder(environment: Mapping[str, str]) -> Path:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
+
+from megatron_zpp.monitor.heartbeat import beating
 
 FIRST_POLL_SECONDS = 0.02
 LAST_POLL_SECONDS = 1.0
@@ -37,23 +38,16 @@ class RollCall:
 
         announce: gets a line now and then, on rank 0, about who is waited for. Raises RuntimeError on rank 0 where a rank shows no life.
         """
-        done = threading.Event()
-        beating = threading.Thread(target=self._beat, args=(done,), daemon=True)
-        beating.start()
-        try:
+        with beating(self._beat, HEARTBEAT_SECONDS):
             yield
-        finally:
-            done.set()
-            beating.join()
         self.store.add(self._key("done", self.rank), 1)
         self.store.add(self._key("done"), 1)
         self._wait(announce)
 
-    def _beat(self, done: threading.Event) -> None:
+    def _beat(self) -> None:
         # A store that is gone ends the run anyway.
         with contextlib.suppress(RuntimeError):
-            while not done.wait(HEARTBEAT_SECONDS):
-                self.store.add(self._key("alive", self.rank), 1)
+            self.store.add(self._key("alive", self.rank), 1)
 
     def _wait(self, announce: Callable[[str], None]) -> None:
         started = time.monotonic()

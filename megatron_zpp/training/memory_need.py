@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from megatron_zpp.config.flag import any_of
 from megatron_zpp.config.schema import Config
 from megatron_zpp.model.activations import AttentionNeed, activation_bytes, mask_bytes
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.parallel.topology import Topology
-from megatron_zpp.zero.memory_plan import MemoryPlan, Sharding, largest_plan
+from megatron_zpp.zero.layout import FlatLayout
+from megatron_zpp.zero.memory_plan import ADAM_MOMENTS, MAIN_BYTES, MemoryPlan, Sharding, largest_plan
 
 LARGEST_NODES = 1 << 14
 
@@ -27,17 +28,38 @@ class SizedModel(Protocol):
     def uses(self) -> tuple[Use, ...]: ...
 
 
+class MemoryThere(NamedTuple):
+    """Bytes that each rank may use, the least of all ranks; None where nobody can tell.
+
+    device: of the memory that it computes in. host: of the host's; without a GPU it is the same memory.
+    """
+
+    device: int | None
+    host: int | None
+
+
 @dataclass(frozen=True)
 class MemoryNeed:
-    """What one rank needs: the plan of its sharded states, and an estimate of its activations."""
+    """What one rank needs: the plan of its sharded states, and an estimate of its activations.
+
+    save_copy: of the state, for --async-save; it lies in host memory, pinned where is_on_gpu.
+    """
 
     plan: MemoryPlan
     activations: int
+    save_copy: int = 0
+    is_on_gpu: bool = False
 
     @property
     def total(self) -> int:
-        """Bytes at the fullest moment: in backward, or where the gradient norm is taken."""
-        return self.plan.states + self.plan.buffers + max(self.plan.gathered + self.activations, self.plan.norm)
+        """Bytes of the device at the fullest moment: in backward, or where the gradient norm is taken."""
+        at_rest = self.plan.states + self.plan.buffers + self.save_copy_on_device
+        return at_rest + max(self.plan.gathered + self.activations, self.plan.norm)
+
+    @property
+    def save_copy_on_device(self) -> int:
+        """What of `total` is the copy for --async-save."""
+        return 0 if self.is_on_gpu else self.save_copy
 
     def __str__(self) -> str:
         parts = {
@@ -47,32 +69,38 @@ class MemoryNeed:
             "secondary copy": self.plan.secondary,
             "gathered units": self.plan.gathered,
             "payload buffers": self.plan.buffers,
+            "copy for --async-save": self.save_copy_on_device,
         }
         words = [f"{name} {in_gib(nbytes)}" for name, nbytes in parts.items() if nbytes > 0]
         return f"{', '.join(words)}, activations about {in_gib(self.activations)}"
 
 
 def check_fits(
-    config: Config, model: SizedModel, sharding: Sharding, topology: Topology, *, is_on_gpu: bool, bytes_there: int | None
+    config: Config, model: SizedModel, sharding: Sharding, topology: Topology, *, is_on_gpu: bool, there: MemoryThere
 ) -> MemoryNeed:
     """What each rank of this run needs; nothing is allocated.
 
-    bytes_there: the least that any rank may use, None where nobody can tell.
-    Raises ValueError where it is less than the need, with the smallest world of such nodes that fits.
+    Raises ValueError where it is more than there is, with the smallest world of such nodes that fits.
     """
     need = memory_need(config, model, sharding, topology, is_on_gpu=is_on_gpu)
-    if bytes_there is None or need.total <= bytes_there:
+    who = f"each of the {topology.world_size} ranks" if topology.world_size > 1 else "the one rank"
+    if is_on_gpu and there.host is not None and need.save_copy > there.host:
+        raise ValueError(
+            f"--async-save needs {in_gib(need.save_copy)} of pinned host memory on {who}, for a copy of the state that is saved, and there "
+            f"is {in_gib(there.host)}; leave --async-save out, or take more nodes."
+        )
+    nbytes = there.device
+    if nbytes is None or need.total <= nbytes:
         return need
 
     def fits(nodes: int) -> bool:
         world = replace(topology, world_size=nodes * topology.ranks_per_node)
-        return memory_need(config, model, sharding, world, is_on_gpu=is_on_gpu).total <= bytes_there
+        return memory_need(config, model, sharding, world, is_on_gpu=is_on_gpu).total <= nbytes
 
-    who = f"each of the {topology.world_size} ranks" if topology.world_size > 1 else "the one rank"
     memory = "GPU memory" if is_on_gpu else "host memory"
     raise ValueError(
-        f"{who} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(bytes_there)} of {memory}; "
-        f"{_remedy(config, smallest_nodes(fits, topology.world_size // topology.ranks_per_node), topology.ranks_per_node)}."
+        f"{who} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(nbytes)} of {memory}; "
+        f"{_remedy(config, smallest_nodes(fits, topology.world_size // topology.ranks_per_node), topology.ranks_per_node, need)}."
     )
 
 
@@ -90,7 +118,17 @@ def memory_need(config: Config, model: SizedModel, sharding: Sharding, topology:
     if config.data.reset_attention_mask:
         # A kernel that needs no mask is known on the device only.
         activations += mask_bytes(config.training.micro_batch_size, config.model.seq_length, sharding.element_bytes)
-    return MemoryNeed(plan, activations)
+    return MemoryNeed(plan, activations, save_copy_bytes(config, model, sharding, topology), is_on_gpu)
+
+
+def save_copy_bytes(config: Config, model: SizedModel, sharding: Sharding, topology: Topology) -> int:
+    """What --async-save copies on one rank at most: fp32 weights, and moments, of its primary slices."""
+    checkpoint = config.checkpoint
+    if checkpoint.save is None or not checkpoint.async_save:
+        return 0
+    states = 1 + (0 if checkpoint.no_save_optim else ADAM_MOMENTS)
+    layouts = (FlatLayout(spec.params, topology.world_size, sharding.block_numel) for spec in model.unit_specs())
+    return states * MAIN_BYTES * sum(layout.slice_numel for layout in layouts)
 
 
 def _attention_need(config: Config, element_bytes: int, *, is_on_gpu: bool) -> AttentionNeed:
@@ -120,8 +158,9 @@ def in_gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.1f} MiB"
 
 
-def _remedy(config: Config, nodes: int | None, ranks_per_node: int) -> str:
+def _remedy(config: Config, nodes: int | None, ranks_per_node: int, need: MemoryNeed) -> str:
     levers = [] if config.model.recompute_granularity == "full" else ["--checkpoint-activations"]
+    levers += ["no --async-save"] if need.save_copy_on_device else []
     levers += [] if config.zero.zero_stage == 3 else ["--zero-stage 3"]
     if nodes is None:
         levers += [] if config.zero.zero_hpz_partition_size == 1 else ["--zero-hpz-partition-size 1"]

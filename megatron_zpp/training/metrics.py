@@ -32,8 +32,9 @@ class Progress:
 
 
 class StepTimes(NamedTuple):
-    """Seconds of one step on this rank, and how many of them it waited for its micro-batches."""
+    """Seconds of one step of `samples` samples on this rank, and how many of them it waited for its micro-batches."""
 
+    samples: int
     seconds: float
     data_seconds: float
 
@@ -67,6 +68,7 @@ class Interval:
     """Sums over the iterations since the last report."""
 
     losses: list[float] = field(default_factory=list)  # of steps that were not skipped
+    samples: int = 0
     seconds: float = 0.0  # of the steps alone
     data_seconds: float = 0.0  # of them, spent waiting for micro-batches
     iterations: int = 0
@@ -74,6 +76,7 @@ class Interval:
     nan_iterations: int = 0
 
     def add(self, outcome: StepOutcome, times: StepTimes) -> None:
+        self.samples += times.samples
         self.seconds += times.seconds
         self.data_seconds += times.data_seconds
         self.iterations += 1
@@ -115,9 +118,10 @@ class StepTraffic:
 
 @dataclass(frozen=True)
 class StepReadings:
-    """The latest step, the rate it was made with, and the loss scale of the next."""
+    """The latest step, its global batch, the rate it was made with, and the loss scale of the next."""
 
     outcome: StepOutcome
+    global_batch_size: int
     learning_rate: float
     loss_scale: float
 
@@ -133,14 +137,15 @@ class ReportInputs:
 
 def interval_report(config: Config, progress: Progress, interval: Interval, traffic: StepTraffic, inputs: ReportInputs) -> IntervalReport:
     """The report of the interval that ends with the current iteration."""
-    samples = config.training.global_batch_size
+    samples = interval.samples / interval.iterations
     seconds = interval.seconds / interval.iterations
     world_size = traffic.world_size
     return IntervalReport(
         iteration=progress.iteration,
         train_iters=config.training.train_iters,
         consumed_samples=progress.consumed_samples,
-        global_batch_size=samples,
+        global_batch_size=inputs.latest.global_batch_size,
+        samples_per_iteration=samples,
         seq_length=config.model.seq_length,
         world_size=world_size,
         elapsed_ms_per_iteration=seconds * 1000.0,
@@ -151,7 +156,7 @@ def interval_report(config: Config, progress: Progress, interval: Interval, traf
         grad_norm=inputs.latest.outcome.grad_norm,
         skipped_iterations=interval.skipped_iterations,
         nan_iterations=interval.nan_iterations,
-        tflops_per_gpu=hardware_flops(config.model, inputs.padded_vocab_size, samples) / seconds / world_size / 1e12,
+        tflops_per_gpu=hardware_flops(config.model, inputs.padded_vocab_size, interval.samples) / interval.seconds / world_size / 1e12,
         inter_node_bytes=traffic.inter_node_bytes,
         intra_node_bytes=traffic.intra_node_bytes,
         model_state_bytes=inputs.latest.outcome.model_state_bytes,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_zpp.config.deepspeed_json import with_deepspeed_json
 from megatron_zpp.config.schema import Config
 from megatron_zpp.config.validate import QUANTIZATION_DETAILS, resolve
 from megatron_zpp.model.flops import forward_flops_of_uses, recomputed_flops_of_uses
@@ -70,6 +71,7 @@ class RunPlan:
 
     member: Member
     config: Config
+    padded_vocab_size: int
     memory: MemoryNeed
     traffic: PlannedTraffic
     job: Job
@@ -85,13 +87,31 @@ class RunPlan:
 
 def plan_run(given: Config, member: Member, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
     """The plan of a run with the flags as given (unresolved), but as this member. Raises FlagError as the run would."""
-    config = resolve(_as_member(given, member, world), world.size, world.ranks_per_node)
+    # What the file of --deepspeed_config says of the stage must not win over the member.
+    given = with_deepspeed_json(given, world.size).with_values(deepspeed_config=None)
+    return _planned(resolve(_as_member(given, member, world), world.size, world.ranks_per_node), member, world, padded_vocab_size)
+
+
+def plan_as_given(config: Config, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
+    """The plan of the run of a resolved configuration."""
+    zero = config.zero
+    features = {
+        "qwZ": zero.zero_quantized_weights,
+        "hpZ": zero.zero_hpz_partition_size > 1,
+        "qgZ": zero.zero_quantized_gradients,
+    }
+    name = " + ".join([f"ZeRO-{zero.zero_stage}", *(feature for feature, is_on in features.items() if is_on)])
+    return _planned(config, Member(name, zero.zero_stage, *features.values()), world, padded_vocab_size)
+
+
+def _planned(config: Config, member: Member, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
     model, topology, sharding = ModelShape(config.model, padded_vocab_size), topology_of(config, world.size), sharding_of(config)
     microbatches = config.training.global_batch_size // (config.training.micro_batch_size * world.size)
     job = Job(model.unit_specs(), model.uses(), sharding, topology, microbatches)
     return RunPlan(
         member,
         config,
+        padded_vocab_size,
         memory_need(config, model, sharding, topology, is_on_gpu=world.is_on_gpu),
         planned_traffic(job.unit_specs, job.uses, sharding, topology, microbatches),
         job,

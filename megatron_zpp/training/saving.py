@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_zpp.checkpoint.engine_state import RunState, manifest_of, share_of
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SavedCheckpoint, SaveOptions
-from megatron_zpp.config.schema import GROUPS, CheckpointConfig, Config
+from megatron_zpp.config.schema import GROUPS, PLAN_GROUP, CheckpointConfig, Config
 from megatron_zpp.monitor.logging import RankPrinter
 from megatron_zpp.training.metrics import Progress
 from megatron_zpp.zero.engine import ZeroEngine
@@ -29,7 +29,7 @@ class RunSaver:
             self._saver = CheckpointSaver(Path(self._directory), share, _options(config.checkpoint))
 
     def save(self, progress: Progress) -> None:
-        """Saves what --save asks for; with --async-save the state has been copied when it returns."""
+        """Saves what --save asks for; with --async-save the state must not change before `wait_for_copy`."""
         if self._saver is None:
             return
         under_way = self._saver.iteration_under_way
@@ -39,6 +39,11 @@ class RunSaver:
         self._printer.on_first(f"saving checkpoint at iteration {progress.iteration:7d} to {self._directory}")
         state = RunState(progress.iteration, progress.consumed_samples, progress.scheduled_samples, self._flags)
         self._tell(self._saver.save(manifest_of(self._engine, state, with_moments=self._with_moments)))
+
+    def wait_for_copy(self) -> None:
+        """Returns when no checkpoint needs the state as it is; to be called before every update of it."""
+        if self._saver is not None:
+            self._saver.wait_for_copy()
 
     def check(self) -> None:
         """Tells of a checkpoint that has come to its end, and raises what went wrong with it; to be called after every step."""
@@ -64,7 +69,7 @@ class RunSaver:
 
 def flags_by_group(config: Config) -> dict[str, Any]:
     """The resolved configuration as a checkpoint keeps it."""
-    return {group: asdict(getattr(config, group)) for group in GROUPS}
+    return {group: asdict(getattr(config, group)) for group in GROUPS if group != PLAN_GROUP}
 
 
 def _options(checkpoint: CheckpointConfig) -> SaveOptions:

@@ -20,12 +20,14 @@ from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.config.arguments import arguments
 from megatron_zpp.config.data_sources import read_sources
+from megatron_zpp.config.flag import any_of
+from megatron_zpp.config.horizons import length_in_samples
 from megatron_zpp.config.options import options, spelling_of
 from megatron_zpp.config.schema import Config, PrecisionConfig
 from megatron_zpp.data.build_once import Speaker
 from megatron_zpp.data.datasets import DataRequest, Datasets, build_datasets, cache_folder, count_samples
 from megatron_zpp.data.token_check import check_token_ids_once
-from megatron_zpp.data.tokenizer import build_tokenizer, padded_vocab_size
+from megatron_zpp.data.tokenizer import build_tokenizer, embedding_rows
 from megatron_zpp.model.attention_kernel import check_attention, head_shape_of
 from megatron_zpp.model.compilation import check_compilation, compile_blocks
 from megatron_zpp.model.document_attention import describe as describe_documents
@@ -42,13 +44,15 @@ from megatron_zpp.parallel.groups import make_lane_groups
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.parallel.topology import Topology
-from megatron_zpp.training.memory_need import check_fits
+from megatron_zpp.training.memory_need import MemoryThere, check_fits
 from megatron_zpp.training.sharding import choose_policy, prefetch_of, sharding_of, topology_of
 from megatron_zpp.training.trainer import Outlets
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler
 
+# With which cuBLAS documents the same bits every time.
+DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 # Paths may be spelled differently on different machines.
 FLAGS_THAT_MAY_DIFFER = {"local_rank", *(option.name for option in options() if option.flag.unit == "path")}
 
@@ -62,9 +66,20 @@ class Vocabulary(NamedTuple):
 
 
 def use_deterministic_kernels() -> None:
-    """Lets torch run only kernels that give the same bits every time. Must come before the first matrix product."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    """Lets torch run only kernels that give the same bits every time. Must come before the first matrix product.
+
+    NCCL_ALGO does not matter, as no collective adds: ranks exchange payloads and add them in rank order. Raises ValueError where the
+    environment asks cuBLAS for what it cannot do twice the same way.
+    """
+    workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_WORKSPACES[0])
+    if workspace not in DETERMINISTIC_WORKSPACES:
+        raise ValueError(
+            f"--deterministic-mode does not go with CUBLAS_WORKSPACE_CONFIG={workspace} in the environment; "
+            f"choose {any_of(DETERMINISTIC_WORKSPACES)}, or leave it unset."
+        )
     torch.use_deterministic_algorithms(True)
+    # Nothing is read before it is written, so filling it with NaN would only cost time. torch's stubs lack the setting.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def check_same_flags(config: Config) -> None:
@@ -96,7 +111,7 @@ def build_ladder(config: Config, world: World) -> Ladder:
 def build_vocabulary(config: Config) -> Vocabulary:
     """The tokenizer's ids, as the model and the data need to know them."""
     tokenizer = build_tokenizer(config.data)
-    padded_size = padded_vocab_size(tokenizer.vocab_size, config.model.make_vocab_size_divisible_by)
+    padded_size = embedding_rows(config.model, tokenizer.vocab_size)
     return Vocabulary(tokenizer.vocab_size, padded_size, tokenizer.eod)
 
 
@@ -108,14 +123,15 @@ def speaker_of(launch: Launch, host: str, printer: RankPrinter) -> Speaker:
 def build_run_data(config: Config, vocabulary: Vocabulary, speaker: Speaker, *, checks_token_ids: bool) -> Datasets:
     """Training, validation and test data. checks_token_ids: on one rank per machine, for the corpora as a whole."""
     training = config.training
-    train_samples = training.train_samples or training.train_iters * training.global_batch_size
     counts = count_samples(
-        train_samples=train_samples,
-        global_batch_size=training.global_batch_size,
+        train_samples=length_in_samples(training, config.model.seq_length),
+        train_iters=training.train_iters,
         eval_interval=training.eval_interval,
-        eval_iters=training.eval_iters,
+        evaluated_samples=training.eval_iters * training.eval_global_batch_size,
     )
-    request = DataRequest(config.model.seq_length, training.seed, counts, vocabulary.size, vocabulary.eod)
+    request = DataRequest(
+        config.model.seq_length, training.seed, counts, vocabulary.size, vocabulary.eod, validates_on_all=training.full_validation
+    )
     datasets = build_datasets(config.data, request, speaker)
     if checks_token_ids:
         for source in datasets.sources:
@@ -149,19 +165,21 @@ def build_model(config: Config, padded_vocab: int, reader: CheckpointReader | No
     return model
 
 
-def memory_per_rank(world: World, hosts: Sequence[str]) -> int | None:
-    """Bytes that every rank may use, the least of all ranks; None where nobody can tell. Every rank must call it.
+def memory_per_rank(world: World, hosts: Sequence[str]) -> MemoryThere:
+    """What every rank may use; every rank must call it.
 
     hosts: the host name of every rank, in rank order.
     """
-    nbytes = bytes_for_rank(world.device, hosts.count(hosts[world.rank]))
-    found = [int(text) for text in gather_texts("" if nbytes is None else str(nbytes)) if text]
-    return min(found, default=None)
+    ranks_on_host = hosts.count(hosts[world.rank])
+    own = [bytes_for_rank(device, ranks_on_host) for device in (world.device, torch.device("cpu"))]
+    by_rank = [json.loads(text) for text in gather_texts(json.dumps(own))]
+    device, host = (min((nbytes for nbytes in kind if nbytes is not None), default=None) for kind in zip(*by_rank, strict=True))
+    return MemoryThere(device, host)
 
 
-def check_memory(config: Config, model: GPT, topology: Topology, device: torch.device, bytes_there: int | None) -> None:
+def check_memory(config: Config, model: GPT, topology: Topology, device: torch.device, there: MemoryThere) -> None:
     """Nothing, where the run fits in the memory of every rank. Must come before the engine, which allocates."""
-    check_fits(config, model, sharding_of(config), topology, is_on_gpu=device.type == "cuda", bytes_there=bytes_there)
+    check_fits(config, model, sharding_of(config), topology, is_on_gpu=device.type == "cuda", there=there)
 
 
 def build_engine(config: Config, model: GPT, ladder: Ladder, device: torch.device) -> ZeroEngine:

@@ -29,11 +29,16 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """microbatches: of every rank. wish: asks this rank at the end of the step whether the run is to end."""
+    """microbatches: of every rank. wish: asks this rank at the end of the step whether the run is to end.
+
+    before_update: returns when weights and moments may change; a checkpoint may still be copying them while gradients are made.
+    """
 
     microbatches: int
     learning_rate: float
+    weight_decay: float
     wish: Callable[[], Wish] = lambda: Wish.NONE
+    before_update: Callable[[], None] = lambda: None
 
 
 def train_step(model: nn.Module, engine: ZeroEngine, batches: Iterator[MicroBatch], plan: StepPlan) -> StepOutcome:
@@ -46,7 +51,8 @@ def train_step(model: nn.Module, engine: ZeroEngine, batches: Iterator[MicroBatc
         losses.append(loss.detach())
     engine.finish_gradients()
     model_state_bytes = engine.model_state_bytes()
-    result = engine.step(plan.learning_rate)
+    plan.before_update()
+    result = engine.step(plan.learning_rate, plan.weight_decay)
     lm_loss, wishes = exchanged(losses, plan.wish(), engine)
     return StepOutcome(lm_loss, result.grad_norm, result.is_skipped, model_state_bytes, wishes)
 
@@ -56,6 +62,12 @@ def microbatch_loss(model: nn.Module, batch: MicroBatch, device: torch.device) -
 
     As in Megatron, every micro-batch weighs the same in the means over micro-batches and ranks, however many of its tokens count.
     """
+    loss_BS, loss_mask_BS = token_losses(model, batch, device)
+    return (loss_BS * loss_mask_BS).sum() / loss_mask_BS.sum().clamp(min=1.0)
+
+
+def token_losses(model: nn.Module, batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The loss at every token of a micro-batch, and 1 where it counts, 0 where it does not; both [B, S] fp32."""
     loss_BS = model(
         batch.tokens.to(device),
         batch.labels.to(device),
@@ -63,17 +75,11 @@ def microbatch_loss(model: nn.Module, batch: MicroBatch, device: torch.device) -
         position_ids_BS=None if batch.position_ids is None else batch.position_ids.to(device),
         document_lengths_R=batch.document_lengths,
     )
-    loss_mask_BS = batch.loss_mask.to(device)
-    return (loss_BS * loss_mask_BS).sum() / loss_mask_BS.sum().clamp(min=1.0)
-
-
-def mean_loss(losses: list[Tensor], engine: ZeroEngine) -> float:
-    """The mean over this rank's losses and over all ranks, added in rank order; every rank must call it."""
-    return exchanged(losses, Wish.NONE, engine)[0]
+    return loss_BS, batch.loss_mask.to(device)
 
 
 def exchanged(losses: list[Tensor], wish: Wish, engine: ZeroEngine) -> tuple[float, Wish]:
-    """The mean loss as above, and the wishes of all ranks, in one gather; every rank must call it."""
+    """The mean over this rank's losses and over all ranks, added in rank order, and the wishes of all; every rank must call it."""
     total = torch.stack(losses).double().sum()
     gathered = engine.ladder.gather_world(torch.stack([total, total.new_full((), float(wish))]))  # [world_size, 2] fp64
     rows = gathered.tolist()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from megatron_zpp.config.batch_schedule import running_schedule
 from megatron_zpp.config.schema import Config
 from megatron_zpp.data.blended_dataset import SourceTally
 from megatron_zpp.data.datasets import Datasets
 from megatron_zpp.data.loader import MicroBatches
-from megatron_zpp.data.sample import SampleSource
 from megatron_zpp.data.sampler import MicroBatchSampler
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.interval_report import IntervalReport
@@ -19,7 +19,9 @@ from megatron_zpp.monitor.memory import max_memory_bytes
 from megatron_zpp.monitor.tensorboard import TensorboardWriter
 from megatron_zpp.monitor.training_line import samples_line, training_line, validation_lines
 from megatron_zpp.training.evaluation import evaluate
-from megatron_zpp.training.leaving import Leaving, reason_for_leaving
+from megatron_zpp.training.garbage import GarbageCollection
+from megatron_zpp.training.held_out import HeldOutSet, HeldOutSets, is_followed_by_validation
+from megatron_zpp.training.leaving import Leaving, Wish, reason_for_leaving
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
 from megatron_zpp.training.metrics import (
     BadIterations,
@@ -33,6 +35,7 @@ from megatron_zpp.training.metrics import (
 )
 from megatron_zpp.training.saving import RunSaver
 from megatron_zpp.training.step import StepPlan, train_step
+from megatron_zpp.training.weight_decay import WeightDecaySchedule
 from megatron_zpp.zero.engine import ZeroEngine
 
 
@@ -63,32 +66,46 @@ class Trainer:
         self._engine = engine
         self._outlets = outlets
         self._progress = progress
-        self._schedule = LearningRateSchedule.from_config(config.optimizer, config.training)
+        self._schedule = LearningRateSchedule.from_config(config.optimizer, config.training, config.model.seq_length)
+        self._weight_decays = WeightDecaySchedule.from_config(config.optimizer)
         self._saver = RunSaver(config, engine, model.padded_vocab_size, outlets.printer)
         self._traffic = StepTraffic(engine.ladder.ledger)
-        topology = engine.ladder.topology
-        self._microbatches = config.training.global_batch_size // (config.training.micro_batch_size * topology.world_size)
-        evaluations = progress.iteration // config.training.eval_interval
-        consumed_valid_samples = evaluations * config.training.eval_iters * config.training.global_batch_size
+        self._garbage = GarbageCollection(config.training)
+        self._passed_over = frozenset(int(iteration) for iteration in config.training.iterations_to_skip)
         self._since_line, self._since_point = Interval(), Interval()
         self._bad_iterations = BadIterations()
         self._reason_for_leaving: str | None = None
-        self._rules = datasets.rules
-        self._train_batches = self._batches(datasets.train, progress.consumed_samples)
-        self._valid_batches = self._held_out_batches(datasets.valid, consumed_valid_samples)
-        self._test_batches = self._held_out_batches(datasets.test, 0)
+        rank, ranks = engine.ladder.backend.rank, engine.ladder.topology.world_size
+        sampler = MicroBatchSampler(len(datasets.train), progress.consumed_samples, config.training.micro_batch_size, rank, ranks)
+        self._batch_sizes = running_schedule(config, ranks)
+        self._train_batches = MicroBatches(datasets.train, sampler, config.data.num_workers, datasets.rules)
+        self._held_out = HeldOutSets(config, datasets, progress.iteration, rank=rank, ranks=ranks)
         self._tally = SourceTally(datasets.train) if config.logging.log_samples_per_source else None
 
     def run(self) -> None:
-        """Trains up to --train-iters, or until there is a reason to leave before, and saves what --save asks for."""
+        """Trains up to --train-iters, or until there is a reason to leave before, and saves what --save asks for.
+
+        Only evaluates under --skip-train.
+        """
+        with self._garbage:
+            if self._config.training.skip_train:
+                self._evaluate_at_the_end()
+            else:
+                self._train()
+
+    def _train(self) -> None:
         printer, training = self._outlets.printer, self._config.training
         first = self._progress.iteration
         printer.milestone("before the start of training step")
-        leaving = Leaving(training)
+        leaving = Leaving(training, printer.rank)
         try:
             while self._progress.iteration < training.train_iters and self._reason_for_leaving is None:
-                self._step(leaving)
+                if self._progress.iteration + 1 in self._passed_over:
+                    self._pass_over()
+                else:
+                    self._step(leaving)
                 self._saver.check()
+                self._garbage.after_iteration(self._progress.iteration)
                 self._between_steps()
             if self._reason_for_leaving is not None:
                 printer.milestone(self._reason_for_leaving)
@@ -99,50 +116,58 @@ class Trainer:
 
     def _step(self, leaving: Leaving) -> None:
         started, waited = time.perf_counter(), self._train_batches.wait_seconds
-        plan = StepPlan(self._microbatches, self._schedule.learning_rate(self._progress.scheduled_samples), leaving.wish)
+        batch_size, scheduled = self._batch_sizes.batch_size(self._progress.consumed_samples), self._progress.scheduled_samples
+        microbatches = batch_size // self._batch_sizes.grain
+        plan = StepPlan(
+            microbatches,
+            self._schedule.learning_rate(scheduled),
+            self._weight_decays.weight_decay(scheduled),
+            leaving.wish,
+            self._saver.wait_for_copy,
+        )
         scaler_before = self._engine.loss_scaler.state()
         outcome = train_step(self._model, self._engine, self._train_batches, plan)
         seconds = time.perf_counter() - started
         self._traffic.close_step()
         self._bad_iterations.count(outcome, self._progress, scaler_before)
-        self._progress.advance(self._config.training.global_batch_size, is_skipped=outcome.is_skipped)
-        times = StepTimes(seconds, self._train_batches.wait_seconds - waited)
+        self._progress.advance(batch_size, is_skipped=outcome.is_skipped)
+        times = StepTimes(batch_size, seconds, self._train_batches.wait_seconds - waited)
         self._reason_for_leaving = reason_for_leaving(outcome.wishes, self._progress.iteration, self._config.training)
-        self._report(StepReadings(outcome, plan.learning_rate, self._engine.loss_scaler.scale), times)
+        self._report(StepReadings(outcome, batch_size, plan.learning_rate, self._engine.loss_scaler.scale), times)
         self._end_if_all_is_bad()
+
+    def _pass_over(self) -> None:
+        """An iteration of --iterations-to-skip: its samples count as consumed, and nothing else changes."""
+        progress = self._progress
+        first, batch_size = progress.consumed_samples, self._batch_sizes.batch_size(progress.consumed_samples)
+        for _ in range(batch_size // self._batch_sizes.grain):
+            next(self._train_batches)
+        progress.advance(batch_size, is_skipped=True)
+        self._engine.start_iteration(progress.iteration)
+        self._reason_for_leaving = reason_for_leaving(Wish.NONE, progress.iteration, self._config.training)
+        self._outlets.printer.on_last(
+            f" iteration {progress.iteration:8d} is passed over (--iterations-to-skip): samples {first} to {first + batch_size - 1}"
+        )
 
     def _between_steps(self) -> None:
         """Saves first: whoever asks the run to leave may not wait for a validation."""
         if self._is_multiple_of(self._config.checkpoint.save_interval) or self._is_last():
             self._saver.save(self._progress)
-        if self._is_multiple_of(self._config.training.eval_interval) and self._progress.iteration < self._config.training.train_iters:
+        training, iteration = self._config.training, self._progress.iteration
+        if is_followed_by_validation(iteration, training) and iteration < training.train_iters:
             self._validate()
 
     def _finish(self) -> None:
         if self._progress.iteration == self._config.training.train_iters:
-            self._validate(drawn_from=" on validation set")
-            self._test()
+            self._evaluate_at_the_end()
         self._saver.finish()
+
+    def _evaluate_at_the_end(self) -> None:
+        self._validate(drawn_from=" on validation set")
+        self._test()
 
     def _is_multiple_of(self, interval: int | None) -> bool:
         return interval is not None and self._progress.iteration % interval == 0
-
-    def _held_out_batches(self, source: SampleSource | None, consumed_samples: int) -> MicroBatches | None:
-        """None where the corpus leaves the split empty, or --eval-iters is 0."""
-        if source is None or self._config.training.eval_iters == 0:
-            return None
-        return self._batches(source, consumed_samples)
-
-    def _batches(self, source: SampleSource, consumed_samples: int) -> MicroBatches:
-        backend = self._engine.ladder.backend
-        sampler = MicroBatchSampler(
-            total_samples=len(source),
-            consumed_samples=consumed_samples,
-            micro_batch_size=self._config.training.micro_batch_size,
-            data_parallel_rank=backend.rank,
-            data_parallel_size=backend.topology.world_size,
-        )
-        return MicroBatches(source, sampler, self._config.data.num_workers, self._rules)
 
     def _report(self, readings: StepReadings, times: StepTimes) -> None:
         """A training line every --log-interval iterations and at the end, a TensorBoard point every --tensorboard-log-interval."""
@@ -177,25 +202,28 @@ class Trainer:
         return self._progress.iteration == training.train_iters or self._reason_for_leaving is not None
 
     def _validate(self, drawn_from: str = "") -> None:
-        loss = self._evaluate(self._valid_batches, drawn_from)
-        if loss is None:
-            return
         progress = self._progress
-        if self._outlets.json_lines is not None:
-            self._outlets.json_lines.write({"iteration": progress.iteration, "validation_loss": loss})
-        if self._outlets.tensorboard is not None:
-            self._outlets.tensorboard.write_validation(progress.iteration, progress.consumed_samples, loss)
+        for held_out in self._held_out.validation:
+            loss = self._evaluate(held_out, drawn_from)
+            if self._outlets.json_lines is not None:
+                named = {"validation_set": held_out.name} if held_out.name else {}
+                self._outlets.json_lines.write({"iteration": progress.iteration, **named, "validation_loss": loss})
+            if self._outlets.tensorboard is not None:
+                self._outlets.tensorboard.write_validation(progress.iteration, progress.consumed_samples, loss, held_out.name)
 
     def _test(self) -> None:
-        loss = self._evaluate(self._test_batches, " on test set")
-        if loss is not None and self._outlets.json_lines is not None:
+        if self._held_out.test is None:
+            return
+        loss = self._evaluate(self._held_out.test, " on test set")
+        if self._outlets.json_lines is not None:
             self._outlets.json_lines.write({"iteration": self._progress.iteration, "test_loss": loss})
 
-    def _evaluate(self, batches: MicroBatches | None, drawn_from: str) -> float | None:
-        """The mean loss, printed; None where there is nothing to evaluate on."""
-        if batches is None:
-            return None
-        loss = evaluate(self._model, self._engine, batches, self._config.training.eval_iters * self._microbatches)
+    def _evaluate(self, held_out: HeldOutSet, drawn_from: str) -> float:
+        """The mean loss, printed."""
+        with self._garbage.evaluation():
+            loss = evaluate(self._model, self._engine, held_out)
+        if held_out.name:
+            drawn_from = f" on validation set {held_out.name}"
         self._outlets.printer.on_last(validation_lines(self._progress.iteration, loss, drawn_from=drawn_from))
         return loss
 

@@ -216,18 +216,22 @@ class ZeroEngine:
 
     # ---- step
 
-    def step(self, learning_rate: float) -> StepResult:
-        """Updates the weights with the mean gradient, clipped, or skips the update where a NaN or inf is in it, on every rank alike."""
+    def step(self, learning_rate: float, weight_decay: float | None = None) -> StepResult:
+        """Updates the weights with the mean gradient, clipped, or skips the update where a NaN or inf is in it, on every rank alike.
+
+        weight_decay: of this step, where it is not the one of the options.
+        """
         self.finish_gradients()
         scaled_norm = global_norm(self.gradients, self.ladder, self._squared_sum)
         grad_norm = scaled_norm / self.loss_scaler.scale
         is_finite = math.isfinite(grad_norm)
+        decay = self._options.adam.weight_decay if weight_decay is None else weight_decay
         gradient_factor = self._clip_factor(grad_norm) / self.loss_scaler.scale
         self.loss_scaler.update(is_overflow=not is_finite)
         self.start_iteration(self._iteration + 1)
         for index in self._update_order:
             if is_finite:
-                self.optimizer.update(index, learning_rate, gradient_factor)
+                self.optimizer.update(index, learning_rate, decay, gradient_factor)
                 self.units[index].invalidate()
             self.gradients[index].clear()
             self._submit_first_climb(self.units[index])

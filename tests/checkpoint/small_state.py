@@ -77,7 +77,9 @@ class Ranks:
         ]
 
     def save(self, iteration: int) -> None:
+        """Returns when the state may change."""
         self.on_each(lambda saver: saver.save(manifest_at(iteration)))
+        self.on_each(lambda saver: saver.wait_for_copy())
 
     def finish(self) -> None:
         self.on_each(lambda saver: saver.finish())

@@ -16,6 +16,7 @@ from megatron_zpp.checkpoint.folders import LATEST_FILE, Stage, complete_iterati
 from megatron_zpp.checkpoint.manifest import CheckpointError, read_manifest
 from megatron_zpp.checkpoint.owner import own_token
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SavedCheckpoint, SaveOptions
+from megatron_zpp.checkpoint.snapshot import HostSnapshot
 
 IN_BACKGROUND = SaveOptions(in_background=True)
 
@@ -62,6 +63,43 @@ def test_a_save_in_the_background_holds_the_state_of_its_moment(tmp_path: Path, 
     first, other = ranks.on_each(lambda saver: saver.finish())
     assert isinstance(first, SavedCheckpoint) and first.iteration == 1 and other is None
     check_holds(tmp_path / "iter_0000001", 1)
+
+
+def test_saving_in_the_background_returns_before_the_state_is_copied_and_the_next_update_waits_for_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, copy = threading.Event(), HostSnapshot.copy
+
+    def wait_and_copy(snapshot: HostSnapshot) -> None:
+        assert released.wait(60)
+        copy(snapshot)
+
+    monkeypatch.setattr(HostSnapshot, "copy", wait_and_copy)
+    state = state_at(1)
+    ranks = Ranks(tmp_path, state, options=IN_BACKGROUND)
+    ranks.on_each(lambda saver: saver.save(manifest_at(1)))
+    update = threading.Thread(target=lambda: (ranks.on_each(lambda saver: saver.wait_for_copy()), set_state(state, 2)))
+    update.start()
+    update.join(0.2)
+    assert update.is_alive()
+    released.set()
+    update.join(60)
+    ranks.finish()
+    check_holds(tmp_path / "iter_0000001", 1)
+
+
+def test_an_error_of_copying_ends_the_step_and_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(snapshot: HostSnapshot) -> None:
+        raise RuntimeError("the bus is gone")
+
+    monkeypatch.setattr(HostSnapshot, "copy", fail)
+    ranks = Ranks(tmp_path, state_at(1), options=IN_BACKGROUND)
+    ranks.on_each(lambda saver: saver.save(manifest_at(1)))
+    with pytest.raises(RuntimeError, match="the bus is gone"):
+        ranks.savers[0].wait_for_copy()
+    with pytest.raises(CheckpointError, match="the bus is gone"):
+        ranks.finish()
+    assert names(tmp_path) == set()
 
 
 def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

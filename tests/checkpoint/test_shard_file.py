@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from megatron_zpp.checkpoint import shard_file
 from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError
-from megatron_zpp.checkpoint.shard_file import DTYPES, TYPE_OF_DTYPE, TensorEntry, VerifiedFile, lay_out, write_file
+from megatron_zpp.checkpoint.shard_file import DTYPES, TYPE_OF_DTYPE, TensorEntry, lay_out, write_file
+from megatron_zpp.checkpoint.verified_file import VerifiedFile
 
 CHUNK_BYTES = 64
 
@@ -81,6 +84,31 @@ def test_a_file_of_another_length_or_header_is_refused_when_it_is_opened(tmp_pat
 def test_a_full_disk_is_said_with_the_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="/dev/full/f cannot be written"):
         write(Path("/dev/full/f"), tensors_of([3], "F32"))
+
+
+def test_a_failure_of_the_disk_in_mid_file_is_told_though_the_system_tells_of_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+
+    def fail_once(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail_once)
+    monkeypatch.setattr(shard_file, "FLUSH_BYTES", 1000)
+    with pytest.raises(CheckpointError, match=r"f cannot be written \(Input/output error\)"):
+        write(tmp_path / "f", tensors_of([300] * 9, "F32"))
+
+
+def test_a_file_is_brought_to_the_disk_while_it_is_written_and_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
+    monkeypatch.setattr(shard_file, "FLUSH_BYTES", 1000)
+    stored, _ = write(tmp_path / "f", tensors_of([300] * 9, "F32"))
+    assert len(sizes) > 1 and sizes[0] < sizes[-1] == stored.nbytes
 
 
 def test_tensors_that_are_not_those_of_the_layout_are_a_broken_invariant(tmp_path: Path) -> None:

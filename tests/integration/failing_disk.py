@@ -12,10 +12,10 @@ from megatron_zpp.checkpoint import shard_file
 from pretrain_zeropp_gpt import main
 
 
-def failing_write(file: Any, buffer: memoryview, checksums: Any) -> None:
+def failing_write(file: Any, buffer: memoryview) -> None:
     if "iter_0000002" not in file.name:
         raise OSError(28, "No space left on device")
-    write(file, buffer, checksums)
+    write(file, buffer)
 
 
 write = shard_file._write

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from distributed import RankPool
-from tiny_runs import losses, pretrain
+from tiny_runs import TINY, entry, losses, pretrain
 
 SAVED_AT, END = 5, 25
 SMALL = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 3 "
@@ -15,12 +17,30 @@ COMMON = f"{SMALL} --train-iters {END} --global-batch-size 24 --micro-batch-size
 SAVING = "--zero-stage 3 --zero-hpz-partition-size 2"
 
 
+def entry_with_slow_copies(flags: list[str]) -> int:
+    """The entry, whose --async-save copies the state so slowly that the next update has to wait for it."""
+    from megatron_zpp.checkpoint.snapshot import HostSnapshot
+
+    copy = HostSnapshot.copy
+
+    def slow_copy(snapshot: HostSnapshot) -> None:
+        time.sleep(0.2)
+        copy(snapshot)
+
+    HostSnapshot.copy = slow_copy  # type: ignore[method-assign]
+    try:
+        return entry(flags)
+    finally:
+        HostSnapshot.copy = copy  # type: ignore[method-assign]
+
+
 @pytest.fixture(scope="module")
 def unbroken(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """The checkpoints and records of a run on two nodes of two ranks that writes checkpoints while it trains, dropout on."""
     folder = tmp_path_factory.mktemp("unbroken")
-    flags = f"{COMMON} {SAVING} --save {folder / 'saved'} --save-interval {SAVED_AT} --async-save"
-    return folder / "saved", pretrain(ranks, 2, 2, flags, folder / "run.jsonl")
+    saving = f"--save {folder / 'saved'} --save-interval {SAVED_AT} --async-save --log-jsonl {folder / 'run.jsonl'}"
+    assert ranks.run(2, 2, entry_with_slow_copies, [*TINY, *f"{COMMON} {SAVING} {saving}".split()]) == [0, 0, 0, 0]
+    return folder / "saved", [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ REPORT = IntervalReport(
     train_iters=10,
     consumed_samples=40,
     global_batch_size=8,
+    samples_per_iteration=8.0,
     seq_length=16,
     world_size=2,
     elapsed_ms_per_iteration=250.0,

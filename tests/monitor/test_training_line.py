@@ -16,6 +16,7 @@ REPORT = IntervalReport(
     train_iters=27465820,
     consumed_samples=1280,
     global_batch_size=64,
+    samples_per_iteration=64.0,
     seq_length=512,
     world_size=64,
     elapsed_ms_per_iteration=7122.7,

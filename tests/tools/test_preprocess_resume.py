@@ -248,6 +248,30 @@ def test_going_on_with_something_else_is_refused(tmp_path: Path, change: str) ->
         preprocess_data.run(arguments(sources, prefix, "--resume", *more))
 
 
+@pytest.mark.parametrize(("kept", "is_begun"), [(0.5, True), (0.001, False)])
+def test_after_damage_the_way_on_that_is_named_is_one_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: float, is_begun: bool
+) -> None:
+    monkeypatch.setattr("megatron_zpp.data.json_lines.BATCH_BYTES", 100)
+    sources = write_source(tmp_path, documents=200, seed=3)
+    whole = sources[1].read_bytes()
+    sources[1].write_bytes(whole[: max(12, int(kept * len(whole)))])
+    with pytest.raises(ValueError, match=r"b\.jsonl\.gz is damaged or cut off \(.*\); copy it again; ") as error:
+        preprocess_data.run(arguments(sources, tmp_path / "out"))
+    sources[1].write_bytes(whole)
+    if is_begun:
+        assert str(error.value).endswith(f"copy it again; to start anew, remove {tmp_path / 'out.unfinished'}.")
+        with pytest.raises(ValueError, match=r"b\.jsonl\.gz has changed"):
+            preprocess_data.run(arguments(sources, tmp_path / "out", "--resume"))
+        (tmp_path / "out.unfinished").unlink()
+        preprocess_data.run(arguments(sources, tmp_path / "out"))
+    else:
+        assert str(error.value).endswith("; the same command with --resume goes on from there.")
+        preprocess_data.run(arguments(sources, tmp_path / "out", "--resume"))
+    preprocess_data.run(arguments(sources, tmp_path / "other"))
+    assert digests(tmp_path / "out") == digests(tmp_path / "other")
+
+
 def test_a_bad_line_far_into_the_text_costs_nothing_that_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_zpp.data.json_lines.BATCH_BYTES", 100)
     source = write_json_lines(tmp_path / "in.jsonl", [{"text": str(i), "more": ""} for i in range(50)])

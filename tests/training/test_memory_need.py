@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +14,7 @@ from megatron_zpp.config.schema import Config
 from megatron_zpp.config.validate import resolve
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.topology import Topology
-from megatron_zpp.training.memory_need import MemoryNeed, check_fits, in_gib, memory_need, smallest_nodes
+from megatron_zpp.training.memory_need import MemoryNeed, MemoryThere, check_fits, in_gib, memory_need, smallest_nodes
 from megatron_zpp.training.setup import choose_policy
 from megatron_zpp.zero.memory_plan import Sharding
 from megatron_zpp.zero.schedule import Prefetch
@@ -36,12 +38,13 @@ class Run:
     def need(self, *, is_on_gpu: bool = True) -> MemoryNeed:
         return memory_need(self.config, self.model, self.sharding, self.topology, is_on_gpu=is_on_gpu)
 
-    def check(self, bytes_there: int | None) -> MemoryNeed:
-        return check_fits(self.config, self.model, self.sharding, self.topology, is_on_gpu=True, bytes_there=bytes_there)
+    def check(self, bytes_there: int | None, *, host_bytes: int | None = None, is_on_gpu: bool = True) -> MemoryNeed:
+        there = MemoryThere(bytes_there, host_bytes)
+        return check_fits(self.config, self.model, self.sharding, self.topology, is_on_gpu=is_on_gpu, there=there)
 
-    def refusal(self, bytes_there: int) -> str:
+    def refusal(self, bytes_there: int | None, *, host_bytes: int | None = None, is_on_gpu: bool = True) -> str:
         with pytest.raises(ValueError, match="needs") as error:
-            self.check(bytes_there)
+            self.check(bytes_there, host_bytes=host_bytes, is_on_gpu=is_on_gpu)
         return str(error.value)
 
 
@@ -118,6 +121,26 @@ def test_attention_as_plain_products_keeps_scores_and_flash_alone_leaves_shared_
     assert Run(f"{shared} --attention-backend fused", 1, 1).need().activations - need >= repeated
     scores = 4 * 64 * 4 * 12 * 64  # blocks, tokens, heads, bytes of a score, scores
     assert Run(f"{shared} --attention-backend unfused", 1, 1).need().activations - need > scores / 2
+
+
+@pytest.mark.parametrize(("flags", "bytes_per_parameter"), [("", 12), ("--no-save-optim", 4)])
+def test_the_copy_for_async_save_is_host_memory_the_device_s_where_that_is_the_host(flags: str, bytes_per_parameter: int) -> None:
+    plain, saving = (Run(f"{SMALL} --zero-stage 3 --save here {extra}", 1, 2) for extra in ("", f"--async-save {flags}"))
+    copy = saving.need().save_copy
+    parameters = sum(math.prod(param.shape) for unit in saving.model.unit_specs() for param in unit.params)
+    assert copy == pytest.approx(bytes_per_parameter * parameters / 2, rel=0.01)  # and padding
+    assert saving.need(is_on_gpu=False).total == plain.need(is_on_gpu=False).total + copy
+    assert saving.need().total == plain.need().total and plain.need().save_copy == 0
+
+
+def test_a_copy_for_async_save_that_does_not_fit_is_named() -> None:
+    run = Run(f"{SMALL} --zero-stage 3 --save here --async-save", 1, 2)
+    need = run.need(is_on_gpu=False)
+    text = run.refusal(need.total - 1, is_on_gpu=False)
+    assert f"copy for --async-save {in_gib(need.save_copy)}" in text and "or give --checkpoint-activations or no --async-save." in text
+    text = run.refusal(None, host_bytes=need.save_copy - 1)
+    assert text.startswith(f"--async-save needs {in_gib(need.save_copy)} of pinned host memory on each of the 2 ranks")
+    assert run.check(None, host_bytes=need.save_copy) == run.need()
 
 
 @given(limit=st.integers(2, 5000), start=st.integers(1, 40))

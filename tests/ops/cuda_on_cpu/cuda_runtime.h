@@ -6,10 +6,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <vector>
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #define __device__
@@ -57,19 +59,23 @@ struct Warp {
   uint32_t exchanged[2][kLanes] = {};  // by turns: before a slot is written again, all lanes have read it
 };
 
+// A thread of a grid block. It changes places by setjmp: swapcontext would ask the operating system twice for every change.
 struct Fiber {
-  ucontext_t context;
+  jmp_buf place;
+  ucontext_t context;  // for its first turn
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   uint64_t warp_barriers = 0;
   uint64_t block_barriers = 0;
+  bool has_begun = false;
   bool is_done = false;
 };
 
 struct GridBlock {
-  std::vector<Fiber> fibers;
+  std::deque<Fiber> fibers;  // kept for the next grid block; of this one only the first `threads`
   std::vector<Warp> warps;
   std::function<void()> body;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
+  unsigned threads = 0;
   unsigned current = 0;
   uint64_t block_arrivals = 0;
   uint64_t progress = 0;  // grows whenever some thread passes a barrier or ends
@@ -79,49 +85,71 @@ inline GridBlock running;
 
 inline Fiber& current_fiber() { return running.fibers[running.current]; }
 
+inline void end_turn() {
+  if (_setjmp(current_fiber().place) == 0) {
+    _longjmp(running.scheduler, 1);
+  }
+}
+
 inline void wait_until(const uint64_t& arrivals, uint64_t needed) {
   while (arrivals < needed) {
-    swapcontext(&current_fiber().context, &running.scheduler);
+    end_turn();
   }
   ++running.progress;
 }
 
 inline void run_thread() {
-  running.body();
-  current_fiber().is_done = true;
-  ++running.progress;
-  swapcontext(&current_fiber().context, &running.scheduler);
+  for (;;) {
+    running.body();
+    current_fiber().is_done = true;
+    ++running.progress;
+    end_turn();
+  }
 }
 
-inline void start_fiber(Fiber& fiber) {
+inline void make_fiber(Fiber& fiber) {
   getcontext(&fiber.context);
   fiber.context.uc_stack.ss_sp = fiber.stack.get();
   fiber.context.uc_stack.ss_size = kStackBytes;
   fiber.context.uc_link = nullptr;
   makecontext(&fiber.context, run_thread, 0);
-  fiber.warp_barriers = fiber.block_barriers = 0;
-  fiber.is_done = false;
+}
+
+inline void give_turn(Fiber& fiber) {
+  if (_setjmp(running.scheduler) != 0) {
+    return;  // the fiber's turn is over
+  }
+  if (fiber.has_begun) {
+    _longjmp(fiber.place, 1);
+  }
+  fiber.has_begun = true;
+  setcontext(&fiber.context);
 }
 
 inline bool take_turns() {
   bool all_done = true;
-  for (running.current = 0; running.current < running.fibers.size(); ++running.current) {
+  for (running.current = 0; running.current < running.threads; ++running.current) {
     if (!current_fiber().is_done) {
       all_done = false;
       threadIdx = dim3(running.current);
-      swapcontext(&running.scheduler, &current_fiber().context);
+      give_turn(current_fiber());
     }
   }
   return all_done;
 }
 
 inline void run_grid_block(unsigned threads, const std::function<void()>& body) {
-  running.fibers.resize(threads);
+  while (running.fibers.size() < threads) {
+    make_fiber(running.fibers.emplace_back());
+  }
+  running.threads = threads;
   running.warps.assign(threads / kLanes, Warp{});
   running.body = body;
   running.block_arrivals = 0;
-  for (Fiber& fiber : running.fibers) {
-    start_fiber(fiber);
+  for (unsigned thread = 0; thread < threads; ++thread) {
+    Fiber& fiber = running.fibers[thread];
+    fiber.warp_barriers = fiber.block_barriers = 0;
+    fiber.is_done = false;
   }
   uint64_t before;
   do {
@@ -145,7 +173,7 @@ inline unsigned limited(unsigned extent) {
 inline void __syncthreads() {
   using namespace cuda_on_cpu;
   ++running.block_arrivals;
-  wait_until(running.block_arrivals, ++current_fiber().block_barriers * running.fibers.size());
+  wait_until(running.block_arrivals, ++current_fiber().block_barriers * running.threads);
 }
 
 inline uint32_t __shfl_xor_sync(unsigned mask, uint32_t value, int lane_mask) {

@@ -1,0 +1,99 @@
+"""A stored file open for reading, in runs of chunks that are verified on the way."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from megatron_zpp.checkpoint.manifest import DamagedCheckpointError, StoredFile
+from megatron_zpp.checkpoint.reshard import ByteRun
+
+RUN_CHUNKS = 4  # read at a time: enough to make calls cheap, few enough to be in the processor's cache when they are used
+VERIFYING_THREADS = 2
+BUFFERS = 4  # one is read into while others are verified or wait for it
+
+
+class VerifiedFile:
+    """Raises DamagedCheckpointError, naming the place, for bytes that are not those written. bytes_read: so far, the header included."""
+
+    def __init__(self, folder: Path, stored: StoredFile, chunk_bytes: int) -> None:
+        self.path = folder / stored.name
+        self.bytes_read = 0
+        self._stored = stored
+        self._chunk_bytes = chunk_bytes
+        try:
+            self._descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise DamagedCheckpointError(f"{self.path} cannot be read ({error.strerror})") from error
+        try:
+            self._check_size_and_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_size_and_header(self) -> None:
+        nbytes = os.fstat(self._descriptor).st_size
+        if nbytes != self._stored.nbytes:
+            raise DamagedCheckpointError(f"{self.path} has {nbytes} bytes where its manifest says {self._stored.nbytes}")
+        header_chunks = -(-self._stored.header_bytes // self._chunk_bytes)
+        self.read(0, min(header_chunks * self._chunk_bytes, nbytes))
+
+    def read(self, start: int, stop: int) -> bytearray:
+        """Bytes [start, stop), both chunk boundaries or the end of the file."""
+        data = bytearray(stop - start)
+        view = memoryview(data)
+        self._read_into(view, start)
+        self._verify(view, start)
+        return data
+
+    def for_each_run(self, runs: Iterable[ByteRun], use: Callable[[memoryview, int], None]) -> None:
+        """Calls use(bytes, start) for each run, of at most RUN_CHUNKS chunks, in any order; the bytes are used again afterwards.
+
+        One thread reads, in the order of the runs, as disks like it; others verify and use.
+        """
+        used: deque[tuple[bytearray, Future[None]]] = deque()
+
+        def verify_and_use(view: memoryview, start: int) -> None:
+            self._verify(view, start)
+            use(view, start)
+
+        with ThreadPoolExecutor(VERIFYING_THREADS) as threads:
+            for run in runs:
+                if len(used) < BUFFERS:
+                    buffer = bytearray(RUN_CHUNKS * self._chunk_bytes)
+                else:
+                    buffer, future = used.popleft()
+                    future.result()
+                view = memoryview(buffer)[: run.stop - run.start]
+                self._read_into(view, run.start)
+                used.append((buffer, threads.submit(verify_and_use, view, run.start)))
+            for _, future in used:
+                future.result()
+
+    def _read_into(self, view: memoryview, start: int) -> None:
+        filled = 0
+        try:
+            while filled < len(view):
+                count = os.preadv(self._descriptor, [view[filled:]], start + filled)
+                if count == 0:
+                    raise DamagedCheckpointError(f"{self.path} ends at byte {start + filled}")
+                filled += count
+        except OSError as error:
+            raise DamagedCheckpointError(f"{self.path} cannot be read ({error.strerror})") from error
+        self.bytes_read += len(view)
+
+    def _verify(self, view: memoryview, start: int) -> None:
+        for place in range(0, len(view), self._chunk_bytes):
+            chunk = view[place : place + self._chunk_bytes]
+            if zlib.crc32(chunk) != self._stored.checksums[(start + place) // self._chunk_bytes]:
+                first = start + place
+                raise DamagedCheckpointError(
+                    f"{self.path} is damaged: bytes {first} to {first + len(chunk)} do not have the checksum in its manifest"
+                )
+
+    def close(self) -> None:
+        os.close(self._descriptor)

@@ -1,0 +1,25 @@
+"""Signs of life from a thread, while something else takes its time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def beating(beat: Callable[[], None], every_seconds: float) -> Iterator[None]:
+    """Calls beat() every so many seconds until the block is left; the last call is over then. `beat` must not raise."""
+    done = threading.Event()
+
+    def beat_until_done() -> None:
+        while not done.wait(every_seconds):
+            beat()
+
+    thread = threading.Thread(target=beat_until_done, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

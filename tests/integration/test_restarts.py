@@ -1,0 +1,34 @@
+"""torchrun starts a run again whose rank has died, and the run goes on by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from distributed import RankPool
+from tiny_runs import TINY, losses, pretrain
+
+PROGRAM = Path(__file__).with_name("rank_that_dies_once.py")
+FLAGS = "--zero-stage 3 --train-iters 8 --global-batch-size 8"
+
+
+def test_after_a_rank_was_killed_torchrun_s_restart_ends_with_the_losses_of_the_unbroken_run(ranks: RankPool, tmp_path: Path) -> None:
+    whole = losses(pretrain(ranks, 1, 2, FLAGS, tmp_path / "whole.jsonl"))
+    saving = f"--save {tmp_path / 'saved'} --load {tmp_path / 'saved'} --save-interval 2 --log-jsonl {tmp_path / 'broken.jsonl'}"
+    launcher = "-m torch.distributed.run --standalone --nproc_per_node 2 --max-restarts 1".split()
+    done = subprocess.run(
+        [sys.executable, *launcher, str(PROGRAM), *TINY, *FLAGS.split(), *saving.split()],
+        env={**os.environ, "ONCE": str(tmp_path / "killed"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "killed").exists()
+    records = [json.loads(line) for line in (tmp_path / "broken.jsonl").read_text().splitlines()]
+    assert [record["iteration"] for record in records] == [1, 2, 3, 4, 5, 5, 6, 7, 8]  # 4 was the last that had been saved
+    assert losses(records) == [*whole[:5], *whole[4:]]

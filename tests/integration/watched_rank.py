@@ -1,0 +1,35 @@
+"""The entry, on a rank that writes down its process id and what it trains on, into the folder WATCHED; a program for soak."""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from megatron_zpp.training import trainer
+from pretrain_zeropp_gpt import main
+
+# One line per sample: the iteration, the sample's number in the run, the CRC-32 of its tokens.
+diary = os.open(Path(os.environ["WATCHED"], f"rank_{os.environ['RANK']}.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+Path(os.environ["WATCHED"], f"rank_{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+train_step = trainer.train_step
+
+
+def watched_step(model: Any, engine: Any, batches: Iterator[Any], plan: Any) -> Any:
+    return train_step(model, engine, _noted(batches, engine._iteration + 1), plan)
+
+
+def _noted(batches: Iterator[Any], iteration: int) -> Iterator[Any]:
+    for batch in batches:
+        rows = enumerate(batch.tokens.numpy(), batch.first_sample)
+        os.write(diary, "".join(f"{iteration} {sample} {zlib.crc32(row.tobytes())}\n" for sample, row in rows).encode())
+        yield batch
+
+
+trainer.train_step = watched_step
+sys.exit(main(sys.argv[1:]))
