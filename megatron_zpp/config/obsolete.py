@@ -40,6 +40,10 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--no-mmap-bin-files": AcceptedFlag(0, "data files are always memory-mapped"),
     "--num-dataset-builder-threads": AcceptedFlag(1, "each node builds an index once, and keeps it"),
     "--no-create-attention-mask-in-dataloader": AcceptedFlag(0, "no mask is made that attention does not need"),
+    "--log-batch-size-to-tensorboard": AcceptedFlag(0, "the batch size is always among the points"),
+    "--no-barrier-with-level-1-timing": AcceptedFlag(0, "timers never wait for other ranks"),
+    "--barrier-with-L1-time": AcceptedFlag(0, "timers never wait for other ranks"),
+    "--use-pytorch-profiler": AcceptedFlag(0, "--profile always uses torch's"),
     "--trust-remote-code": AcceptedFlag(0, "tokenizers are read from files, no code of others runs"),
 }
 
@@ -56,6 +60,10 @@ REFUSED: dict[str, str] = {
     "--num-query-groups": "leave it out, every head has keys and values of its own",
     "--use-distributed-optimizer": "use --zero-stage 1",
     "--num-experts": "leave it out, mixtures of experts are not available",
+    "--log-optimizer-states-to-tensorboard": "use --log-params-norm, statistics of Adam's moments are not logged",
+    "--log-straggler": "use --timing-log-level 1 with --timing-log-option all",
+    "--log-energy": "leave it out, energy is not measured",
+    "--enable-one-logger": "use --wandb-project or --tensorboard-dir",
     "--fp8-format": "use --bf16, fp8 is not available",
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from megatron_zpp.config.schema import Config
 from megatron_zpp.data.blended_dataset import SourceTally
@@ -12,43 +11,15 @@ from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.sample import SampleSource
 from megatron_zpp.data.sampler import MicroBatchSampler
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.monitor.interval_report import IntervalReport
-from megatron_zpp.monitor.jsonl import JsonLinesWriter
-from megatron_zpp.monitor.logging import RankPrinter
-from megatron_zpp.monitor.memory import max_memory_bytes
-from megatron_zpp.monitor.tensorboard import TensorboardWriter
-from megatron_zpp.monitor.training_line import samples_line, training_line, validation_lines
+from megatron_zpp.monitor.training_line import validation_lines
 from megatron_zpp.training.evaluation import evaluate
 from megatron_zpp.training.leaving import Leaving, reason_for_leaving
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
-from megatron_zpp.training.metrics import (
-    BadIterations,
-    Interval,
-    Progress,
-    ReportInputs,
-    StepReadings,
-    StepTimes,
-    StepTraffic,
-    interval_report,
-)
+from megatron_zpp.training.metrics import BadIterations, Progress, StepReadings, StepTimes
+from megatron_zpp.training.reporter import Outlets, Reporter
 from megatron_zpp.training.saving import RunSaver
 from megatron_zpp.training.step import StepPlan, train_step
 from megatron_zpp.zero.engine import ZeroEngine
-
-
-@dataclass(frozen=True)
-class Outlets:
-    """Where the run tells of itself: JSON lines on rank 0, TensorBoard on the last rank, or None."""
-
-    printer: RankPrinter
-    json_lines: JsonLinesWriter | None
-    tensorboard: TensorboardWriter | None
-
-    def close(self) -> None:
-        """Writes what is held back."""
-        for writer in (self.json_lines, self.tensorboard):
-            if writer is not None:
-                writer.close()
 
 
 class Trainer:
@@ -64,32 +35,35 @@ class Trainer:
         self._outlets = outlets
         self._progress = progress
         self._schedule = LearningRateSchedule.from_config(config.optimizer, config.training)
-        self._saver = RunSaver(config, engine, model.padded_vocab_size, outlets.printer)
-        self._traffic = StepTraffic(engine.ladder.ledger)
+        self._saver = RunSaver(config, engine, model.padded_vocab_size, outlets.printer, outlets.progress_file)
+        tally = SourceTally(datasets.train) if config.logging.log_samples_per_source else None
+        self._reporter = Reporter(config, model.padded_vocab_size, engine, outlets, tally)
         topology = engine.ladder.topology
         self._microbatches = config.training.global_batch_size // (config.training.micro_batch_size * topology.world_size)
         evaluations = progress.iteration // config.training.eval_interval
         consumed_valid_samples = evaluations * config.training.eval_iters * config.training.global_batch_size
-        self._since_line, self._since_point = Interval(), Interval()
         self._bad_iterations = BadIterations()
         self._reason_for_leaving: str | None = None
         self._rules = datasets.rules
         self._train_batches = self._batches(datasets.train, progress.consumed_samples)
         self._valid_batches = self._held_out_batches(datasets.valid, consumed_valid_samples)
         self._test_batches = self._held_out_batches(datasets.test, 0)
-        self._tally = SourceTally(datasets.train) if config.logging.log_samples_per_source else None
 
     def run(self) -> None:
         """Trains up to --train-iters, or until there is a reason to leave before, and saves what --save asks for."""
         printer, training = self._outlets.printer, self._config.training
         first = self._progress.iteration
         printer.milestone("before the start of training step")
+        if self._outlets.progress_file is not None:
+            self._outlets.progress_file.job_has_started()
         leaving = Leaving(training)
         try:
             while self._progress.iteration < training.train_iters and self._reason_for_leaving is None:
+                self._profile()
                 self._step(leaving)
                 self._saver.check()
                 self._between_steps()
+            self._end_profile()
             if self._reason_for_leaving is not None:
                 printer.milestone(self._reason_for_leaving)
             if self._progress.iteration > first:
@@ -103,18 +77,18 @@ class Trainer:
         scaler_before = self._engine.loss_scaler.state()
         outcome = train_step(self._model, self._engine, self._train_batches, plan)
         seconds = time.perf_counter() - started
-        self._traffic.close_step()
         self._bad_iterations.count(outcome, self._progress, scaler_before)
         self._progress.advance(self._config.training.global_batch_size, is_skipped=outcome.is_skipped)
         times = StepTimes(seconds, self._train_batches.wait_seconds - waited)
         self._reason_for_leaving = reason_for_leaving(outcome.wishes, self._progress.iteration, self._config.training)
-        self._report(StepReadings(outcome, plan.learning_rate, self._engine.loss_scaler.scale), times)
+        readings = StepReadings(outcome, plan.learning_rate, self._engine.loss_scaler.scale)
+        self._reporter.iteration(self._progress, readings, times, is_last=self._is_last())
         self._end_if_all_is_bad()
 
     def _between_steps(self) -> None:
         """Saves first: whoever asks the run to leave may not wait for a validation."""
         if self._is_multiple_of(self._config.checkpoint.save_interval) or self._is_last():
-            self._saver.save(self._progress)
+            self._save()
         if self._is_multiple_of(self._config.training.eval_interval) and self._progress.iteration < self._config.training.train_iters:
             self._validate()
 
@@ -123,6 +97,24 @@ class Trainer:
             self._validate(drawn_from=" on validation set")
             self._test()
         self._saver.finish()
+
+    def _save(self) -> None:
+        if self._config.checkpoint.save is None:
+            return
+        with self._engine.observer.phase("save-checkpoint"):
+            self._saver.save(self._progress)
+        self._reporter.between_steps("save-checkpoint")
+
+    def _profile(self) -> None:
+        """Begins or ends a profile that this rank is to make, before the next iteration."""
+        profiler = self._outlets.instruments.profiler
+        if profiler is not None:
+            self._outlets.printer.on_this(profiler.before_step(self._progress.iteration + 1))
+
+    def _end_profile(self) -> None:
+        profiler = self._outlets.instruments.profiler
+        if profiler is not None:
+            self._outlets.printer.on_this(profiler.finish(self._progress.iteration))
 
     def _is_multiple_of(self, interval: int | None) -> bool:
         return interval is not None and self._progress.iteration % interval == 0
@@ -144,58 +136,27 @@ class Trainer:
         )
         return MicroBatches(source, sampler, self._config.data.num_workers, self._rules)
 
-    def _report(self, readings: StepReadings, times: StepTimes) -> None:
-        """A training line every --log-interval iterations and at the end, a TensorBoard point every --tensorboard-log-interval."""
-        outlets, logging = self._outlets, self._config.logging
-        self._since_line.add(readings.outcome, times)
-        self._since_point.add(readings.outcome, times)
-        if self._is_multiple_of(logging.log_interval) or self._is_last():
-            report = self._interval_report(self._since_line, readings)
-            outlets.printer.on_last(training_line(report))
-            by_source = self._samples_per_source()
-            if outlets.json_lines is not None:
-                outlets.json_lines.write({**report.json_object(), **by_source})
-            self._since_line = Interval()
-        if outlets.tensorboard is not None and self._is_multiple_of(logging.tensorboard_log_interval):
-            outlets.tensorboard.write_interval(self._interval_report(self._since_point, readings))
-            self._since_point = Interval()
-
-    def _samples_per_source(self) -> dict[str, dict[str, int]]:
-        """For --log-jsonl, and printed; nothing without --log-samples-per-source."""
-        if self._tally is None:
-            return {}
-        counts = self._tally.up_to(self._progress.consumed_samples)
-        self._outlets.printer.on_last(samples_line(counts))
-        return {"consumed_samples_per_source": counts}
-
-    def _interval_report(self, interval: Interval, readings: StepReadings) -> IntervalReport:
-        inputs = ReportInputs(readings, self._model.padded_vocab_size, max_memory_bytes(self._engine.device))
-        return interval_report(self._config, self._progress, interval, self._traffic, inputs)
-
     def _is_last(self) -> bool:
         training = self._config.training
         return self._progress.iteration == training.train_iters or self._reason_for_leaving is not None
 
     def _validate(self, drawn_from: str = "") -> None:
         loss = self._evaluate(self._valid_batches, drawn_from)
-        if loss is None:
-            return
-        progress = self._progress
-        if self._outlets.json_lines is not None:
-            self._outlets.json_lines.write({"iteration": progress.iteration, "validation_loss": loss})
-        if self._outlets.tensorboard is not None:
-            self._outlets.tensorboard.write_validation(progress.iteration, progress.consumed_samples, loss)
+        if loss is not None:
+            self._reporter.validation(self._progress, loss)
 
     def _test(self) -> None:
         loss = self._evaluate(self._test_batches, " on test set")
-        if loss is not None and self._outlets.json_lines is not None:
-            self._outlets.json_lines.write({"iteration": self._progress.iteration, "test_loss": loss})
+        if loss is not None:
+            self._reporter.test(self._progress, loss)
 
     def _evaluate(self, batches: MicroBatches | None, drawn_from: str) -> float | None:
         """The mean loss, printed; None where there is nothing to evaluate on."""
         if batches is None:
             return None
-        loss = evaluate(self._model, self._engine, batches, self._config.training.eval_iters * self._microbatches)
+        with self._engine.observer.phase("eval-time"):
+            loss = evaluate(self._model, self._engine, batches, self._config.training.eval_iters * self._microbatches)
+        self._reporter.between_steps("eval-time")
         self._outlets.printer.on_last(validation_lines(self._progress.iteration, loss, drawn_from=drawn_from))
         return loss
 
