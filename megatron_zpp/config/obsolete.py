@@ -61,9 +61,6 @@ REFUSED: dict[str, str] = {
     "--use-distributed-optimizer": "use --zero-stage 1",
     "--num-experts": "leave it out, mixtures of experts are not available",
     "--log-optimizer-states-to-tensorboard": "use --log-params-norm, statistics of Adam's moments are not logged",
-    "--log-straggler": "use --timing-log-level 1 with --timing-log-option all",
-    "--log-energy": "leave it out, energy is not measured",
-    "--enable-one-logger": "use --wandb-project or --tensorboard-dir",
     "--fp8-format": "use --bf16, fp8 is not available",
 }
 
