@@ -101,7 +101,7 @@ def _machine(gigabits: float, options: argparse.Namespace) -> Machine:
     inter_latency, intra_latency = (
         (NCCL_INTER_COLLECTIVE_SECONDS, NCCL_INTRA_COLLECTIVE_SECONDS) if on_gpu else (GLOO_COLLECTIVE_SECONDS, GLOO_COLLECTIVE_SECONDS)
     )
-    overlap = Overlap(options.overlap) if options.overlap else Overlap.STREAMS if on_gpu else Overlap.POLLED
+    overlap = Overlap(options.overlap) if options.overlap else Overlap.STREAMS if on_gpu else Overlap.THREAD
     return Machine(
         LinkSpeed(gigabits * GIGABIT * options.link_efficiency, inter_latency),
         LinkSpeed(options.intra_gigabytes * GIGABYTE, intra_latency),
@@ -280,7 +280,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--overlap",
         choices=[overlap.value for overlap in Overlap],
-        help="what runs beside computation (default: streams on gpu, else polled)",
+        help="what runs beside computation (default: streams on gpu, else thread)",
     )
     add("--output", type=Path, metavar="JSON", help="file to write the same figures to")
     return parser

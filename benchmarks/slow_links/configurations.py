@@ -21,7 +21,7 @@ FEATURES = {
 NAMES = (FSDP2, ZERO3, *(f"+{name}" for name in FEATURES), ALL)
 # Dropout off: its random numbers are drawn differently by both, and neither has to be fast at it.
 COMMON = "--bf16 --mock-data --num-workers 0 --lr 1e-4 --lr-decay-style constant --attention-dropout 0 --hidden-dropout 0 --eval-iters 0"
-DEFAULT_MODEL = "--num-layers 10 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 4096"
+DEFAULT_MODEL = "--num-layers 10 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 6144"
 SMOKE_MODEL = "--num-layers 1 --hidden-size 512 --num-attention-heads 8 --seq-length 16 --vocab-size 8192"
 
 

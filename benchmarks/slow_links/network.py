@@ -20,6 +20,10 @@ BRIDGE = "switch0"
 # would have to cut them.
 BURST_BYTES = 70 * 1024
 QUEUE_SECONDS = 2  # several nodes may send to one at a time; a queue that drops would measure retransmissions
+# What hosts of a training cluster have set, too: a connection that rested while another lane worked starts where it was, not from ten
+# packets; and congestion is told by losses, of which there are none (BBR's model of a path takes a token bucket for a fast one). Reno is
+# the one algorithm that every kernel lets a namespace choose.
+TCP_SETTINGS = ("net.ipv4.tcp_slow_start_after_idle=0", "net.ipv4.tcp_congestion_control=reno")
 _COUNTER_COLUMNS = {"received": 0, "sent": 8}
 
 
@@ -39,6 +43,7 @@ class Network:
         _run(f"ip link set link{node} master {BRIDGE} up")
         for command in (
             "ip link set lo up",
+            *(f"sysctl -qw {setting}" for setting in TCP_SETTINGS),
             f"ip address add {self.address(node)}/24 dev {INTERFACE}",
             f"ip link set {INTERFACE} up",
         ):

@@ -11,6 +11,8 @@ from megatron_zpp.zero.time_model import CodecSpeed, LinkSpeed, Machine, Overlap
 from slow_links.configurations import NAMES, ZERO3, Workload
 from slow_links.rates import Rate
 
+TCP_SHARE = 1448 / 1514  # of what a link carries is payload: an Ethernet frame of 1500 bytes holds headers of IP and TCP, and has its own
+
 
 class Prediction:
     """Predicted seconds of our configurations at any rate.
@@ -31,6 +33,6 @@ class Prediction:
         """None for what is not ours."""
         if name not in self._plans:
             return None
-        inter = LinkSpeed(rate.bytes_per_second, GLOO_COLLECTIVE_SECONDS if rate.is_limited else 0.0)
-        machine = Machine(inter, LinkSpeed(float("inf")), self._codec, Overlap.POLLED)
+        inter = LinkSpeed(rate.bytes_per_second * TCP_SHARE, GLOO_COLLECTIVE_SECONDS if rate.is_limited else 0.0)
+        machine = Machine(inter, LinkSpeed(float("inf")), self._codec, Overlap.THREAD)
         return self._plans[name].time(machine, self._computation).seconds

@@ -13,7 +13,7 @@ from megatron_zpp.comm.lanes import Hop, Lanes
 class StopwatchLanes:
     """Lanes that count while `is_running`: seconds in what hops do before and after their collective, and seconds spent in waits.
 
-    A hop that is landed while another is waited for counts as codec time, not as waiting. On CUDA only the host's time is seen.
+    Codecs work beside computation, on a thread of their own, or while somebody waits. On CUDA only the host's time is seen.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -24,7 +24,8 @@ class StopwatchLanes:
 
     def submit(self, hop: Hop) -> None:
         if self.is_running:
-            hop.launch = self._timed(hop.launch, f"encode, start {hop.lane}", counts=True)
+            hop.prepare = self._timed(hop.prepare, f"encode {hop.lane}")
+            hop.launch = self._timed(hop.launch, f"start {hop.lane}", counts=True)
             hop.land = self._timed(hop.land, f"decode {hop.lane}")
         self._lanes.submit(hop)
 
@@ -32,9 +33,9 @@ class StopwatchLanes:
         if not self.is_running or hop.has_landed:
             self._lanes.wait(hop)
             return
-        before, worked = time.perf_counter(), self._work()
+        before = time.perf_counter()
         self._lanes.wait(hop)
-        self.seconds[f"wait {hop.lane}"] += time.perf_counter() - before - (self._work() - worked)
+        self.seconds[f"wait {hop.lane}"] += time.perf_counter() - before
 
     def drain(self) -> None:
         self._lanes.drain()
@@ -45,9 +46,6 @@ class StopwatchLanes:
         self.seconds.clear()
         self.collectives = 0
         return taken
-
-    def _work(self) -> float:
-        return sum(seconds for kind, seconds in self.seconds.items() if not kind.startswith("wait"))
 
     def _timed(self, call: Callable[[], Any], kind: str, *, counts: bool = False) -> Callable[[], Any]:
         def timed() -> Any:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ class Work(Protocol):
 
     def wait(self) -> object:
         """Waits for the end and raises what went wrong; on CUDA it only makes the current stream wait."""
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Calls once it has ended, on any thread; at once where it has already."""
 
 
 class Backend(Protocol):
@@ -45,6 +48,22 @@ class Backend(Protocol):
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
+class TorchWork:
+    """A collective of torch.distributed under way."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        self._work.wait()
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        self._work.get_future().add_done_callback(lambda future: call())
+
+
 class TorchBackend:
     """torch.distributed: one process group per lane, the default group for the whole world."""
 
@@ -54,10 +73,10 @@ class TorchBackend:
         self._groups = groups
 
     def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work:
-        return cast(Work, _all_gather(output, own, group=self._groups[lane], async_op=True))
+        return TorchWork(_all_gather(output, own, group=self._groups[lane], async_op=True))
 
     def exchange(self, lane: Lane, output: Tensor, pieces: Tensor) -> Work:
-        return cast(Work, dist.all_to_all_single(output, pieces, group=self._groups[lane], async_op=True))
+        return TorchWork(dist.all_to_all_single(output, pieces, group=self._groups[lane], async_op=True))
 
     def gather_world(self, own: Tensor) -> Tensor:
         world_size = self.topology.world_size
@@ -112,18 +131,24 @@ class VirtualWorld:
         except BaseException as error:
             with self._lock:
                 self._failure = self._failure or error
+                rounds = list(self._rounds.values())
                 self._lock.notify_all()
+            for this_round in rounds:
+                this_round.call_back()
 
     def post(self, key: tuple[object, int], member: int, part: _Part, members: int, deliver: Callable[[list[_Part]], None]) -> VirtualWork:
         """Hands in one member's part; the member that completes the round delivers for all."""
         with self._lock:
             this_round = self._rounds.setdefault(key, _Round())
             this_round.parts[member] = part
-            if len(this_round.parts) == members:
+            is_last = len(this_round.parts) == members
+            if is_last:
                 deliver([this_round.parts[index] for index in range(members)])
                 this_round.is_complete = True
                 del self._rounds[key]
                 self._lock.notify_all()
+        if is_last:
+            this_round.call_back()
         return VirtualWork(self, this_round)
 
     def wait_for(self, this_round: _Round) -> None:
@@ -134,6 +159,14 @@ class VirtualWorld:
 
     def has_ended(self, this_round: _Round) -> bool:
         return this_round.is_complete or self._failure is not None
+
+    def when_ended(self, this_round: _Round, call: Callable[[], None]) -> None:
+        with self._lock:
+            has_ended = self.has_ended(this_round)
+            if not has_ended:
+                this_round.calls.append(call)
+        if has_ended:
+            call()
 
 
 @dataclass
@@ -146,6 +179,11 @@ class _Part:
 class _Round:
     parts: dict[int, _Part] = field(default_factory=dict)
     is_complete: bool = False
+    calls: list[Callable[[], None]] = field(default_factory=list)
+
+    def call_back(self) -> None:
+        for call in self.calls:
+            call()
 
 
 class VirtualWork:
@@ -160,6 +198,9 @@ class VirtualWork:
 
     def wait(self) -> None:
         self._world.wait_for(self._round)
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        self._world.when_ended(self._round, call)
 
 
 class VirtualBackend:

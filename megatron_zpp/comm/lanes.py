@@ -1,17 +1,19 @@
 """Hops over lanes: who may send when, so that every rank sends the same messages in the same order and none waits in a circle.
 
 A climb or a descent is a chain of hops, each one collective on one lane; a hop names the hop before it. Three rules hold on every rank:
-a lane carries its hops first in, first out, in the order of submission; a hop is launched once it heads its lane and the hop before it
-has landed; waiting for one hop moves all lanes along. An error in one hop fails every hop that has not landed.
+a lane carries its hops first in, first out, in the order of submission; a hop is prepared once the hop before it has landed; its collective
+starts once those before it on the lane have ended. An error in one hop fails every hop that has not landed.
 """
 
 from __future__ import annotations
 
-import time
+import threading
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from itertools import islice
+from typing import Any, Protocol
 
 import torch
 
@@ -19,11 +21,10 @@ from megatron_zpp.comm.backend import Work, naming
 from megatron_zpp.comm.ledger import Traffic
 from megatron_zpp.parallel.topology import LANES, Lane
 
-_FIRST_PAUSE_SECONDS = 20e-6
-_LONGEST_PAUSE_SECONDS = 500e-6
+# Two, because a message over TCP begins with a question whether the receiver is ready, and question and answer wait in the queues behind
+# what is being sent: the next message asks meanwhile. torch's gloo has two threads per process group.
+MOST_CROSSING = 2
 _WATCH_SECONDS = 1.0
-
-Result = TypeVar("Result")
 
 
 def _nothing() -> None:
@@ -34,10 +35,11 @@ def _nothing() -> None:
 class Hop:
     """One collective on one lane.
 
-    launch: encodes and starts the collective; None means that there is nothing to send.
+    launch: starts the collective; None means that there is nothing to send.
     land: decodes what has arrived.
     after: the hop whose landing this one needs.
     traffic: what the collective brings to this rank; booked by whoever waits for it.
+    prepare: encodes what is to be sent; may run while the lane's collective before this one is under way.
     """
 
     name: str
@@ -46,9 +48,12 @@ class Hop:
     land: Callable[[], None]
     after: Hop | None = None
     traffic: Traffic = Traffic()
-    has_landed: bool = False
+    prepare: Callable[[], None] = _nothing
     work: Work | None = field(default=None, repr=False)
+    is_prepared: bool = False
     is_launched: bool = False
+    has_crossed: bool = False
+    has_landed: bool = False
     event: Any = field(default=None, repr=False)
 
 
@@ -63,95 +68,164 @@ class Lanes(Protocol):
 
 
 def make_lanes(device: torch.device, watch: Callable[[], None]) -> Lanes:
-    """Streams on CUDA, polled handles elsewhere.
+    """Streams on CUDA, a thread elsewhere.
 
     watch: raises once another rank is known to have failed. On CUDA the host does not wait, so there the launcher, or NCCL's timeout,
     ends the others.
     """
-    return StreamLanes(device) if device.type == "cuda" else PolledLanes(watch=watch)
+    return StreamLanes(device) if device.type == "cuda" else ThreadLanes(watch=watch)
 
 
-class PolledLanes:
-    """Lanes of asynchronous handles, moved along by whoever submits or waits; one collective under way per lane.
+class ThreadLanes:
+    """Lanes that a thread of their own moves along, beside computation; one collective under way per lane.
 
-    pause: called before every launch; tests pass random delays.
+    So that the link never waits for a codec, the next hop of a lane is prepared while a collective is under way, and started when that has
+    ended, before what it brought is decoded.
+    pause: called before a hop is prepared; tests pass random delays.
     watch: called now and then in a long wait; raises once another rank is known to have failed, since a message from that rank, or from
     one that waits for it, will never come.
     """
 
     def __init__(self, pause: Callable[[], None] = _nothing, watch: Callable[[], None] = _nothing) -> None:
-        self._queues: dict[Lane, deque[Hop]] = {lane: deque() for lane in LANES}
-        self._pause = pause
+        self._mover = _Mover(pause)
         self._watch = watch
-        self._error: BaseException | None = None
+        self._is_started = False
 
     def submit(self, hop: Hop) -> None:
-        self._queues[hop.lane].append(hop)
-        self._progress()
+        self._start()
+        with self._mover.changed:
+            self._mover.raise_error()
+            self._mover.queues[hop.lane].append(hop)
+            self._mover.changed.notify_all()
 
     def wait(self, hop: Hop) -> None:
         self._wait_until(lambda: hop.has_landed)
 
     def drain(self) -> None:
         """Waits until every submitted hop has landed."""
-        self._wait_until(lambda: not any(self._queues.values()))
+        self._wait_until(lambda: not any(self._mover.queues.values()))
+
+    def _start(self) -> None:
+        if not self._is_started:
+            self._is_started = True
+            threading.Thread(target=self._mover.run, name="lanes", daemon=True).start()
+            weakref.finalize(self, self._mover.end)
 
     def _wait_until(self, is_reached: Callable[[], bool]) -> None:
-        pause_seconds = _FIRST_PAUSE_SECONDS
-        next_watch = time.monotonic() + _WATCH_SECONDS
-        while not is_reached():
-            if self._progress():
-                pause_seconds = _FIRST_PAUSE_SECONDS
-            elif not is_reached():
-                time.sleep(pause_seconds)
-                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
-                if time.monotonic() > next_watch:
-                    self._keeping_errors(self._watch)
-                    next_watch = time.monotonic() + _WATCH_SECONDS
+        mover = self._mover
+        while True:
+            with mover.changed:
+                if is_reached():
+                    return
+                mover.raise_error()
+                has_changed = mover.changed.wait(_WATCH_SECONDS)
+            if not has_changed:
+                try:
+                    self._watch()
+                except BaseException as error:
+                    mover.fail(error, is_raised=True)
+                    raise
 
-    def _progress(self) -> bool:
-        """True where at least one hop was launched or landed."""
-        if self._error is not None:
+
+class _Mover:
+    """What the thread of the lanes knows and does; `changed` guards all of it. It must not know the lanes, whose end is its own.
+
+    queues: by lane, the hops that have not landed. Of each only the first two are looked at: one under way and one to follow.
+    """
+
+    def __init__(self, pause: Callable[[], None]) -> None:
+        self.changed = threading.Condition()
+        self.queues: dict[Lane, deque[Hop]] = {lane: deque() for lane in LANES}
+        self._pause = pause
+        self._error: BaseException | None = None
+        self._is_raised = False
+        self._has_ended = False
+
+    def raise_error(self) -> None:
+        """Raises the error that stopped the lanes: itself at first, then one that names it."""
+        if self._error is None:
+            return
+        if self._is_raised:
             raise RuntimeError("an earlier collective of this rank failed") from self._error
-        has_moved = False
-        while any(self._keeping_errors(self._progress_lanes)):
-            has_moved = True
-        return has_moved
+        self._is_raised = True
+        raise self._error
 
-    def _keeping_errors(self, call: Callable[[], Result]) -> Result:
-        try:
-            return call()
-        except BaseException as error:
-            self._error = error
-            raise
+    def fail(self, error: BaseException, *, is_raised: bool = False) -> None:
+        """Stops the lanes for an error. is_raised: somebody has been told."""
+        with self.changed:
+            if self._error is None:
+                self._error, self._is_raised = error, is_raised
+            self.changed.notify_all()
 
-    def _progress_lanes(self) -> list[bool]:
-        return [self._progress_lane(queue) for queue in self._queues.values()]
+    def end(self) -> None:
+        with self.changed:
+            self._has_ended = True
+            self.changed.notify_all()
 
-    def _progress_lane(self, queue: deque[Hop]) -> bool:
-        if not queue:
-            return False
-        hop = queue[0]
-        if hop.is_launched:
-            return self._land(queue, hop)
-        if hop.after is not None and not hop.after.has_landed:
-            return False
+    @torch.no_grad()  # which is a property of the thread
+    def run(self) -> None:
+        """Moves hops along until the lanes end or fail."""
+        while (move := self._next_move()) is not None:
+            try:
+                move()
+            except BaseException as error:
+                self.fail(error)
+                return
+
+    def _next_move(self) -> Callable[[], None] | None:
+        with self.changed:
+            while not self._has_ended and self._error is None:
+                move = next(self._moves(), None)
+                if move is not None:
+                    return move
+                self.changed.wait()
+        return None
+
+    def _moves(self) -> Iterator[Callable[[], None]]:
+        """What can be done now: first what lets a link work, then what somebody may be waiting for, then what comes next."""
+        for queue in self.queues.values():
+            first = list(islice(queue, MOST_CROSSING + 1))
+            waiting = next((hop for hop in first if not hop.is_launched), None)
+            crossing = sum(hop.is_launched and not hop.has_crossed for hop in first)
+            if waiting is not None and waiting.is_prepared and crossing < MOST_CROSSING:
+                yield lambda hop=waiting: self._launch(hop)  # type: ignore[misc]
+        for queue in self.queues.values():
+            if queue and queue[0].has_crossed:
+                yield lambda queue=queue: self._land(queue)  # type: ignore[misc]
+        for queue in self.queues.values():
+            unprepared = next((hop for hop in islice(queue, MOST_CROSSING + 1) if not hop.is_prepared), None)
+            if unprepared is not None and (unprepared.after is None or unprepared.after.has_landed):
+                yield lambda hop=unprepared: self._prepare(hop)  # type: ignore[misc]
+
+    def _prepare(self, hop: Hop) -> None:
         self._pause()
-        hop.is_launched = True
-        hop.work = hop.launch()
-        return True
+        hop.prepare()
+        hop.is_prepared = True
 
-    def _land(self, queue: deque[Hop], hop: Hop) -> bool:
+    def _launch(self, hop: Hop) -> None:
+        hop.work = hop.launch()
+        hop.is_launched = True
+        if hop.work is None:
+            hop.has_crossed = True
+        else:
+            hop.work.when_ended(lambda: self._crossed(hop))
+
+    def _land(self, queue: deque[Hop]) -> None:
+        hop = queue[0]
         if hop.work is not None:
-            if not hop.work.is_completed():
-                return False
             with naming(f"unit {hop.name}, lane {hop.lane}"):
                 hop.work.wait()
         hop.land()
         hop.work = None
-        hop.has_landed = True
-        queue.popleft()
-        return True
+        with self.changed:
+            hop.has_landed = True
+            queue.popleft()
+            self.changed.notify_all()
+
+    def _crossed(self, hop: Hop) -> None:
+        with self.changed:
+            hop.has_crossed = True
+            self.changed.notify_all()
 
 
 class StreamLanes:
@@ -170,12 +244,13 @@ class StreamLanes:
         if hop.after is not None:
             stream.wait_event(hop.after.event)
         with torch.cuda.stream(stream):
+            hop.prepare()
             work = hop.launch()
             if work is not None:
                 work.wait()
             hop.land()
             hop.event = stream.record_event()
-        hop.is_launched = hop.has_landed = True
+        hop.is_prepared = hop.is_launched = hop.has_landed = True
 
     def wait(self, hop: Hop) -> None:
         torch.cuda.current_stream(self._device).wait_event(hop.event)

@@ -87,17 +87,19 @@ class Ladder:
         """The hop that fills `payloads` [N, payload_bytes], a secondary rung in the intra link's codec, from all nodes' own slices."""
         codecs, name = climb.codecs, climb.name
         if self.nodes == 1:
-            return self._submit(Hop(name, INTER_CLIMB, lambda: climb.encode_own(payloads), _nothing, after))
+            return self._submit(Hop(name, INTER_CLIMB, _nothing, _nothing, after, prepare=lambda: climb.encode_own(payloads)))
         own_bytes = codecs.inter.payload_bytes(climb.runs)
         forwards = codecs.inter == codecs.intra
         buffers: list[Tensor] = []
 
+        def prepare() -> None:
+            buffers.append(self.staging.take(own_bytes))
+            climb.encode_own(buffers[0].view(1, -1))
+
         def launch() -> Work:
-            own = self.staging.take(own_bytes)
-            received = payloads.view(-1) if forwards else self.staging.take(self.nodes * own_bytes)
-            buffers.extend([own] if forwards else [own, received])
-            climb.encode_own(own.view(1, -1))
-            return self.backend.all_gather(INTER_CLIMB, received, own)
+            if not forwards:
+                buffers.append(self.staging.take(self.nodes * own_bytes))
+            return self.backend.all_gather(INTER_CLIMB, payloads.view(-1) if forwards else buffers[1], buffers[0])
 
         def land() -> None:
             if not forwards:
@@ -105,7 +107,7 @@ class Ladder:
             while buffers:
                 self.staging.give(buffers.pop())
 
-        return self._submit(Hop(name, INTER_CLIMB, launch, land, after, self.ledger.measure(Link.INTER, own_bytes)))
+        return self._submit(Hop(name, INTER_CLIMB, launch, land, after, self.ledger.measure(Link.INTER, own_bytes), prepare))
 
     def climb_to_full(self, climb: Climb, payloads: Tensor, full: Regions, after: Hop | None) -> Hop:
         """The hop that fills `full` [W slices] from the secondary rungs, payloads [N, payload_bytes], of the ranks of this node."""
@@ -134,22 +136,22 @@ class Ladder:
         within = _Exchange(self, INTRA_DESCEND, codecs.intra, full.runs, full.slices)
         across = _Exchange(self, INTER_DESCEND, codecs.inter, full.runs, self.nodes)
 
+        def prepare() -> None:
+            within.prepare(lambda payloads: codecs.intra.encode_into(full, payloads))
+
         def recode(payloads: Tensor) -> None:
             recode_mean_into(codecs.intra, within.received(), codecs.inter, payloads, full.runs)
             within.release()
 
-        first = self._submit(
-            Hop(
-                name,
-                INTRA_DESCEND,
-                lambda: within.send(lambda payloads: codecs.intra.encode_into(full, payloads)),
-                _nothing,
-                None,
-                within.traffic,
-            )
-        )
-        last = Hop(name, INTER_DESCEND, lambda: across.send(recode), lambda: across.land(primary, accumulate), first, across.traffic)
-        return [first, self._submit(last)]
+        def prepare_last() -> None:
+            across.prepare(recode)
+
+        def land_last() -> None:
+            across.land(primary, accumulate)
+
+        first = Hop(name, INTRA_DESCEND, within.launch, _nothing, None, within.traffic, prepare)
+        last = Hop(name, INTER_DESCEND, across.launch, land_last, first, across.traffic, prepare_last)
+        return [self._submit(first), self._submit(last)]
 
     def descend_to_secondary(self, name: str, codec: Codec, full: Regions, secondary: Regions, *, accumulate: bool) -> Hop:
         """The hop that brings to the fp32 `secondary` [N slices] the mean of `full` [W slices] over the ranks of this node."""
@@ -166,10 +168,13 @@ class Ladder:
             return Hop(name, lane, _nothing, lambda: _bring(values, mean, accumulate))
         exchange = _Exchange(self, lane, codec, values.runs, values.slices)
 
-        def launch() -> Work:
-            return exchange.send(lambda payloads: codec.encode_into(values, payloads))
+        def prepare() -> None:
+            exchange.prepare(lambda payloads: codec.encode_into(values, payloads))
 
-        return Hop(name, lane, launch, lambda: exchange.land(mean, accumulate), traffic=exchange.traffic)
+        def land() -> None:
+            exchange.land(mean, accumulate)
+
+        return Hop(name, lane, exchange.launch, land, None, exchange.traffic, prepare)
 
     def gather_world(self, own: Tensor) -> Tensor:
         """[world_size, numel]: the few numbers `own` [numel] of every rank, in rank order; blocks, and every rank must call it."""
@@ -194,17 +199,23 @@ class _Exchange:
         self._buffers: list[Tensor] = []
         self.traffic = ladder.ledger.measure(lane.link, slices // self._members * self._payload_bytes)
 
-    def send(self, encode: Callable[[Tensor], None]) -> Work:
-        """Starts the exchange of what `encode` writes into payloads [slices, payload_bytes]."""
-        nbytes = self._slices * self._payload_bytes
-        self._buffers = [self._ladder.staging.take(nbytes), self._ladder.staging.take(nbytes)]
+    def prepare(self, encode: Callable[[Tensor], None]) -> None:
+        """Lets `encode` write what is to be sent into payloads [slices, payload_bytes]."""
+        self._buffers = [self._take()]
+        encode(self._buffers[0].view(self._slices, self._payload_bytes))
+
+    def launch(self) -> Work:
+        """Starts the exchange of what was prepared."""
+        self._buffers.append(self._take())
         sent, received = self._buffers
-        encode(sent.view(self._slices, self._payload_bytes))
         return self._ladder.backend.exchange(self._lane, received, sent)
 
     def received(self) -> Tensor:
         """[members, slices / members, payload_bytes], once the exchange has ended."""
         return self._buffers[1].view(self._members, -1, self._payload_bytes)
+
+    def _take(self) -> Tensor:
+        return self._ladder.staging.take(self._slices * self._payload_bytes)
 
     def land(self, mean: Regions, accumulate: bool) -> None:
         self._codec.decode_mean_into(self.received(), mean, accumulate=accumulate)

@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 class ObservedLanes:
-    """The lanes of a rank; what the host does for each hop is reported: launching, landing and waiting.
+    """The lanes of a rank; what the host does for each hop is reported: encoding, sending, decoding and waiting.
 
     Whoever waits for a hop waits for those before it first, so that the wait for each link is told apart.
     """
@@ -40,8 +40,9 @@ class ObservedLanes:
         self._waited_for: WeakSet[Hop] = WeakSet()
 
     def submit(self, hop: Hop) -> None:
-        hop.launch = self._reported(f"{range_name(hop)} launch", hop.launch)
-        hop.land = self._reported(f"{range_name(hop)} land", hop.land)
+        hop.prepare = self._reported(f"{range_name(hop)} encode", hop.prepare)
+        hop.launch = self._reported(f"{range_name(hop)} send", hop.launch)
+        hop.land = self._reported(f"{range_name(hop)} decode", hop.land)
         self._lanes.submit(hop)
 
     def wait(self, hop: Hop) -> None:

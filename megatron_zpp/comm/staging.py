@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -9,30 +10,36 @@ from torch import Tensor
 
 
 class Staging:
-    """Free buffers of one device by their size in bytes. On CUDA a taker's stream waits for the giver's last use."""
+    """Free buffers of one device by their size in bytes, for several threads. On CUDA a taker's stream waits for the giver's last use."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._free: dict[int, list[tuple[Tensor, Any]]] = {}
         self.allocated_bytes = 0
+        self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Tensor:
         """A uint8 buffer of `nbytes`, contents undefined; the caller gives it back."""
-        free = self._free.get(nbytes)
-        if not free:
-            self.allocated_bytes += nbytes
+        with self._lock:
+            free = self._free.get(nbytes)
+            found = free.pop() if free else None
+            if found is None:
+                self.allocated_bytes += nbytes
+        if found is None:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        buffer, event = free.pop()
+        buffer, event = found
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
         return buffer
 
     def clear(self) -> None:
         """Lets go of the free buffers, whose sizes nobody will ask for again; every use of them must have ended."""
-        self.allocated_bytes -= sum(nbytes * len(buffers) for nbytes, buffers in self._free.items())
-        self._free.clear()
+        with self._lock:
+            self.allocated_bytes -= sum(nbytes * len(buffers) for nbytes, buffers in self._free.items())
+            self._free.clear()
 
     def give(self, buffer: Tensor) -> None:
         """Takes a buffer back once the current stream has finished with it."""
         event = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-        self._free.setdefault(buffer.numel(), []).append((buffer, event))
+        with self._lock:
+            self._free.setdefault(buffer.numel(), []).append((buffer, event))

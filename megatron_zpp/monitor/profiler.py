@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 # A unit's backward begins inside one autograd node and ends inside another: ranges that overlap without nesting need a row of their own.
@@ -40,7 +41,7 @@ class Profiler:
         if self._made == self._start:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
             self._first_iteration = iteration
-            self._profile = profile(activities=activities, record_shapes=True)
+            self._profile = profile(activities=activities, record_shapes=True, experimental_config=_all_threads())
             self._profile.start()
         self._made += 1
         return said
@@ -56,6 +57,14 @@ class Profiler:
         running.export_chrome_trace(str(path))
         move_units_to_a_row(path)
         return f"profile of iterations {self._first_iteration} to {last_iteration} on rank {self._rank}: {path}"
+
+
+def _all_threads() -> _ExperimentalConfig | None:
+    """The lanes' thread beside this one; torch 2.6 profiles only this one."""
+    try:
+        return _ExperimentalConfig(profile_all_threads=True)
+    except TypeError:
+        return None
 
 
 @contextmanager

@@ -112,6 +112,7 @@ class ZeroEngine:
         for spec in unit_specs:
             self._add_unit(spec, like)
         self._unit_of = {unit.name: unit for unit in self.units}
+        self._update_order = self._first_needed_first()
         self._squared_sum = squared_sum_apex if options.adam.backend == "apex" else squared_sum_fp64
         self.optimizer = ShardedAdamW(self.units, self.gradients, options.adam)
         self._descents = Descents(descent_order(uses), {gradient.name: gradient for gradient in self.gradients})
@@ -228,16 +229,16 @@ class ZeroEngine:
         grad_norm = scaled_norm / self.loss_scaler.scale
         is_finite = math.isfinite(grad_norm)
         num_zeros = self._count_zeros() if self._options.counts_zeros else None
-        if is_finite:
-            with self.observer.phase("optimizer-inner-step"):
-                self.optimizer.step(learning_rate, self._clip_factor(grad_norm) / self.loss_scaler.scale)
-        for gradient in self.gradients:
-            gradient.clear()
+        gradient_factor = self._clip_factor(grad_norm) / self.loss_scaler.scale
         self.loss_scaler.update(is_overflow=not is_finite)
-        if is_finite:
-            self.weights_changed()
         self.start_iteration(self._iteration + 1)
-        self._submit_first_climbs()
+        with self.observer.phase("optimizer-inner-step"):
+            for index in self._update_order:
+                if is_finite:
+                    self.optimizer.update(index, learning_rate, gradient_factor)
+                    self.units[index].invalidate()
+                self.gradients[index].clear()
+                self._submit_first_climb(self.units[index])
         return StepResult(grad_norm, not is_finite, num_zeros)
 
     def _count_zeros(self) -> int:
@@ -269,6 +270,18 @@ class ZeroEngine:
             gradient.codecs = gradient_codecs
         self.ladder.lanes.drain()
         self.ladder.staging.clear()
+
+    def _submit_first_climb(self, unit: WeightUnit) -> None:
+        if unit.name in self._first_actions.climb_to_full:
+            unit.climb_to_full()
+        if unit.name in self._first_actions.climb_to_secondary:
+            unit.climb_to_secondary()
+
+    def _first_needed_first(self) -> list[int]:
+        """The indices of the units in the order of their update, so that the next step's first climbs start while the rest is updated."""
+        first = dict.fromkeys([*self._first_actions.climb_to_full, *self._first_actions.climb_to_secondary])
+        names = [unit.name for unit in self.units]
+        return [names.index(name) for name in [*first, *(name for name in names if name not in first)]]
 
     def _clip_factor(self, grad_norm: float) -> float:
         factor = self._options.clip_grad / (grad_norm + _CLIP_EPSILON)

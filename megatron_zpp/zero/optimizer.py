@@ -15,7 +15,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedAdamW:
-    """AdamW on views of the fp32 main weights, one view per unit and range of equal weight decay.
+    """AdamW on views of the fp32 main weights, one view per unit and range of equal weight decay; units are updated one by one.
 
     The bits do not depend on how weights are cut into views as long as every cut is at a multiple of 32 elements, which quantization blocks
     see to: torch's fused kernel rounds otherwise in the rest of a view that does not fill its vectors.
@@ -25,30 +25,35 @@ class ShardedAdamW:
     def __init__(self, units: Sequence[WeightUnit], gradients: Sequence[UnitGradient], options: AdamOptions) -> None:
         self.moments = [{name: torch.zeros_like(unit.main_weight) for name in MOMENTS} for unit in units]
         self._gradients = gradients
-        states: dict[bool, dict[nn.Parameter, dict[str, Tensor]]] = {True: {}, False: {}}
+        self._adams = []
         for unit, gradient, moments in zip(units, gradients, self.moments, strict=True):
+            states: dict[bool, dict[nn.Parameter, dict[str, Tensor]]] = {True: {}, False: {}}
             for span, decays in unit.layout.ranges_by(lambda segment: segment.spec.weight_decay, unit.first_slice, unit.slices):
                 parameter = nn.Parameter(unit.main_weight[span.start : span.stop])
                 parameter.grad = gradient.for_optimizer.range(span.start, span.stop)
                 states[decays][parameter] = {name: moments[name][span.start : span.stop] for name in MOMENTS}
-        self._adam = make_adam(AdamParameters(decayed=states[True], others=states[False]), options)
+            has_any = states[True] or states[False]  # a slice may be all padding
+            self._adams.append(make_adam(AdamParameters(decayed=states[True], others=states[False]), options) if has_any else None)
 
     @property
     def steps(self) -> int:
         """How many updates have been made."""
-        return self._adam.steps
+        return next((adam.steps for adam in self._adams if adam is not None), 0)
 
     @steps.setter
     def steps(self, value: int) -> None:
-        self._adam.steps = value
+        for adam in self._adams:
+            if adam is not None:
+                adam.steps = value
 
-    def step(self, learning_rate: float, gradient_factor: float) -> None:
-        """One update with the gradients times `gradient_factor` (unscaling and clipping in one)."""
+    def update(self, unit: int, learning_rate: float, gradient_factor: float) -> None:
+        """One update of the unit of this index with its gradient times `gradient_factor` (unscaling and clipping in one)."""
         if gradient_factor != 1.0:
-            for gradient in self._gradients:
-                for part in gradient.for_optimizer.parts():
-                    part.mul_(gradient_factor)
-        self._adam.update(learning_rate)
+            for part in self._gradients[unit].for_optimizer.parts():
+                part.mul_(gradient_factor)
+        adam = self._adams[unit]
+        if adam is not None:
+            adam.update(learning_rate)
 
     def live_tensors(self) -> list[Tensor]:
         """The tensors that hold optimizer state."""

@@ -4,9 +4,9 @@ What is assumed:
 - A link carries one hop at a time, first come, first served: `bytes / rate`, plus a constant for every collective. Both directions of a
   link share nothing (full duplex), and all ranks of a node send at once, so a hop between nodes costs what enters the node.
 - Computation takes the time it takes alone; nothing competes with it, unless codecs run on it (below).
-- Overlap.STREAMS: hops run beside computation, encoding and decoding included (lanes on CUDA streams). Overlap.POLLED: transfers run
-  beside computation, but a hop is started and landed only where the step submits or waits, and encoding and decoding take the time of
-  computation (lanes on gloo). Overlap.NONE: every hop is waited for where it is submitted.
+- Overlap.STREAMS: hops run beside computation, encoding and decoding included (lanes on CUDA streams). Overlap.THREAD: so they do, but one
+  thread encodes and decodes for all lanes, on the cores of computation, which stands still meanwhile unless it waits (lanes on gloo).
+  Overlap.NONE: every hop is waited for where it is submitted.
 - 16-bit values are cast and copied in no time; integers cost a constant per value. The optimizer's own time counts as computation.
 """
 
@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
 
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.parallel.topology import LANES, Lane, Link, Topology
@@ -24,13 +27,15 @@ from megatron_zpp.zero.memory_plan import Sharding
 from megatron_zpp.zero.walk import Walk
 
 _SIMULATED_MICROBATCHES = 3  # more repeat the last
+_MOST_CROSSING = 2  # collectives under way per lane, as in comm/lanes.py
+_NEVER = float("inf")
 
 
 class Overlap(enum.Enum):
     """What goes on beside computation."""
 
     STREAMS = "streams"
-    POLLED = "polled"
+    THREAD = "thread"
     NONE = "none"
 
 
@@ -132,22 +137,18 @@ def step_time(job: Job, machine: Machine, computation: Computation) -> StepTime:
 
 def _simulated_time(job: Job, machine: Machine, computation: Computation, microbatches: int) -> StepTime:
     clock = _CLOCKS[machine.overlap](machine, computation, job.topology.ranks_per_node)
-    walk = Walk(job.unit_specs, job.uses, job.sharding, job.topology, clock)
+    walk: Walk[Any] = Walk(job.unit_specs, job.uses, job.sharding, job.topology, clock)
     walk.step(microbatches, submits_next_climbs=True)
     before = clock.reading()
     walk.step(microbatches, submits_next_climbs=True)
     return clock.reading() - before
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class _Pending:
-    """A hop on a clock. end: of its transfer, once launched; then of its landing."""
+    """A hop on a stream; end: of its landing."""
 
-    crossing: Crossing
-    after: _Pending | None
-    is_launched: bool = False
-    has_landed: bool = False
-    end: float = 0.0
+    end: float
 
 
 class _Clock:
@@ -202,7 +203,7 @@ class _StreamClock(_Clock):
         start = max(self.now, self._lane_free[crossing.lane], after.end if after is not None else 0.0)
         end = self.transfer(crossing, start + self.code(crossing.before)) + self.code(crossing.after)
         self._lane_free[crossing.lane] = end
-        return _Pending(crossing, after, is_launched=True, has_landed=True, end=end)
+        return _Pending(end)
 
     def wait(self, ticket: _Pending) -> None:
         self.now = max(self.now, ticket.end)
@@ -215,51 +216,85 @@ class _NoOverlapClock(_StreamClock):
         return pending
 
 
-class _PolledClock(_Clock):
-    """Lanes that move along where the step submits or waits, on the time of computation."""
+@dataclass(eq=False)
+class _ThreadHop:
+    """A hop of the thread's lanes. The times say when it was submitted, prepared, across, and landed; infinite until they are known."""
+
+    crossing: Crossing
+    after: _ThreadHop | None
+    submitted: float
+    prepared: float = _NEVER
+    crossed: float = _NEVER
+    landed: float = _NEVER
+
+
+class _ThreadClock(_Clock):
+    """Lanes that one thread moves along as comm/lanes.py has it: it launches before it lands, and lands before it prepares."""
 
     def __init__(self, machine: Machine, computation: Computation, ranks_per_node: int) -> None:
         super().__init__(machine, computation, ranks_per_node)
-        self._queues: dict[Lane, deque[_Pending]] = {lane: deque() for lane in LANES}
+        self._queues: dict[Lane, deque[_ThreadHop]] = {lane: deque() for lane in LANES}
+        self._thread_free = 0.0
 
-    def submit(self, crossing: Crossing, after: _Pending | None) -> _Pending:
-        pending = _Pending(crossing, after)
-        self._queues[crossing.lane].append(pending)
-        self._progress()
-        return pending
+    def submit(self, crossing: Crossing, after: _ThreadHop | None) -> _ThreadHop:
+        hop = _ThreadHop(crossing, after, self.now)
+        self._queues[crossing.lane].append(hop)
+        return hop
 
-    def wait(self, ticket: _Pending) -> None:
-        while not ticket.has_landed:
-            if not self._progress():
-                self.now = min(queue[0].end for queue in self._queues.values() if queue and queue[0].is_launched)
+    def wait(self, ticket: _ThreadHop) -> None:
+        while ticket.landed == _NEVER:
+            self._move()
+        self.now = max(self.now, ticket.landed)
 
-    def _progress(self) -> bool:
-        has_moved = False
-        while any([self._progress_lane(queue) for queue in self._queues.values()]):
-            has_moved = True
-        return has_moved
+    def compute(self, use: int, *, is_backward: bool) -> None:
+        while self._next_start() < self.now:
+            self._move()
+        super().compute(use, is_backward=is_backward)
+        while self._next_start() < self.now:
+            before = self.busy["codecs"]
+            self._move()
+            self.now += self.busy["codecs"] - before
 
-    def _progress_lane(self, queue: deque[_Pending]) -> bool:
-        if not queue:
-            return False
-        hop = queue[0]
-        if hop.is_launched:
-            if hop.end > self.now:
-                return False
-            self.now += self.code(hop.crossing.after)
-            hop.has_landed = True
-            queue.popleft()
-            return True
-        if hop.after is not None and not hop.after.has_landed:
-            return False
-        self.now += self.code(hop.crossing.before)
-        hop.end = self.transfer(hop.crossing, self.now)
-        hop.is_launched = True
-        return True
+    def _next_start(self) -> float:
+        return min((start for start, _, _ in self._moves()), default=_NEVER)
+
+    def _move(self) -> None:
+        start, _, move = min(self._moves(), key=lambda found: found[:2])
+        move(start)
+
+    def _moves(self) -> Iterator[tuple[float, int, Callable[[float], None]]]:
+        """When each possible move could start, its rank among those that start together, and the move."""
+        for queue in self._queues.values():
+            for rank, ready, move in self._moves_of(queue):
+                if ready < _NEVER:
+                    yield max(ready, self._thread_free), rank, move
+
+    def _moves_of(self, queue: deque[_ThreadHop]) -> Iterator[tuple[int, float, Callable[[float], None]]]:
+        first = list(islice(queue, _MOST_CROSSING + 1))
+        waiting = next((hop for hop in first if hop.crossed == _NEVER), None)
+        if waiting is not None and waiting.prepared < _NEVER:
+            before = sorted(hop.crossed for hop in first[: first.index(waiting)])
+            has_place = before[-_MOST_CROSSING] if len(before) >= _MOST_CROSSING else 0.0
+            yield 0, max(waiting.prepared, has_place), partial(self._launch, waiting)
+        if first and first[0].crossed < _NEVER:
+            yield 1, first[0].crossed, partial(self._land, queue)
+        unprepared = next((hop for hop in first if hop.prepared == _NEVER), None)
+        if unprepared is not None:
+            yield 2, max(unprepared.submitted, unprepared.after.landed if unprepared.after else 0.0), partial(self._prepare, unprepared)
+
+    def _prepare(self, hop: _ThreadHop, start: float) -> None:
+        self._thread_free = hop.prepared = start + self.code(hop.crossing.before)
+
+    def _launch(self, hop: _ThreadHop, start: float) -> None:
+        hop.crossed = self.transfer(hop.crossing, start)
+
+    def _land(self, queue: deque[_ThreadHop], start: float) -> None:
+        hop = queue.popleft()
+        self._thread_free = hop.landed = start + self.code(hop.crossing.after)
 
 
-_CLOCKS: dict[Overlap, type[_StreamClock] | type[_PolledClock]] = {
+_CLOCKS: dict[Overlap, type[_StreamClock] | type[_ThreadClock]] = {
     Overlap.STREAMS: _StreamClock,
-    Overlap.POLLED: _PolledClock,
+    Overlap.THREAD: _ThreadClock,
     Overlap.NONE: _NoOverlapClock,
 }

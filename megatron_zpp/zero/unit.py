@@ -127,9 +127,9 @@ class WeightUnit:
 
     def use_codecs(self, codecs: LinkCodecs) -> None:
         """Lets the next climbs cross the links in `codecs`; rungs made with others are stale."""
+        self.invalidate()
         self._codecs = codecs
         self._own_payload = None
-        self.invalidate()
 
     # ---- what rests where
 

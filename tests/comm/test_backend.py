@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend, VirtualWorld
-from megatron_zpp.comm.lanes import Hop, PolledLanes
+from megatron_zpp.comm.lanes import Hop, ThreadLanes
 from megatron_zpp.parallel.topology import LANES, Direction, Lane, Link, Topology
 
 SHAPES = [(1, 1), (1, 3), (3, 1), (2, 2), (3, 2), (2, 4)]
@@ -80,7 +80,7 @@ def test_an_error_on_one_rank_ends_all_and_is_the_one_that_is_raised(failing_ran
     ended = []
 
     def program(backend: VirtualBackend) -> None:
-        lanes = PolledLanes()
+        lanes = ThreadLanes()
         try:
             for index in range(3):
                 if backend.rank == failing_rank and index == 1:

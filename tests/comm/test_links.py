@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend, VirtualWorld
 from megatron_zpp.comm.codecs import CastCodec, Regions, Runs
-from megatron_zpp.comm.lanes import PolledLanes
+from megatron_zpp.comm.lanes import ThreadLanes
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Climb, Ladder, LinkCodecs
 from megatron_zpp.parallel.topology import Topology
@@ -21,7 +21,7 @@ EXACT = CastCodec(torch.float32)
 
 def _on_every_rank(shape: tuple[int, int], program: Callable[[Ladder], Tensor]) -> list[Tensor]:
     def run(backend: VirtualBackend) -> Tensor:
-        return program(Ladder(backend, PolledLanes(), Ledger(backend.topology, backend.rank), torch.device("cpu")))
+        return program(Ladder(backend, ThreadLanes(), Ledger(backend.topology, backend.rank), torch.device("cpu")))
 
     return cast(list[Tensor], VirtualWorld(Topology.of_nodes(*shape)).run(run))
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron_zpp.comm.lanes import Hop, PolledLanes
+from megatron_zpp.comm.lanes import Hop, ThreadLanes
 from megatron_zpp.comm.links import INTER_CLIMB, INTER_DESCEND, INTRA_CLIMB, INTRA_DESCEND
 from megatron_zpp.comm.observed_lanes import WAIT_TIMERS, ObservedLanes, range_name
 from megatron_zpp.monitor.observer import Observer, StepObserver
@@ -41,32 +41,38 @@ def test_every_lane_has_a_timer_and_a_rung() -> None:
     ]
 
 
-def test_launch_landing_and_wait_of_a_hop_are_reported_and_each_link_is_waited_for_apart() -> None:
+def test_all_parts_of_a_hop_are_reported_and_each_link_is_waited_for_apart() -> None:
     diary = Diary()
-    lanes = ObservedLanes(PolledLanes(), diary.observer())
+    lanes = ObservedLanes(ThreadLanes(), diary.observer())
     first = hop("u", INTER_CLIMB)
     second = hop("u", INTRA_CLIMB, after=first)
     lanes.submit(first)
     lanes.submit(second)
     lanes.wait(second)
     assert first.has_landed and second.has_landed
-    begun = [entry for entry in diary.entries if not entry.startswith("end of")]
-    assert begun == [
-        "u inter-climb to secondary launch",
-        "u inter-climb to secondary land",
-        "u intra-climb to full launch",
-        "u intra-climb to full land",
+    begun = {entry for entry in diary.entries if not entry.startswith("end of")}
+    moves = ("u inter-climb to secondary", "u intra-climb to full")
+    assert begun == {f"{move} {part}" for move in moves for part in ("encode", "send", "decode", "wait")} | {
+        "params-all-gather-inter",
+        "params-all-gather-intra",
+    }
+    waits = [entry for entry in diary.entries if entry.endswith("wait") or "all-gather" in entry]
+    assert waits == [
         "params-all-gather-inter",
         "u inter-climb to secondary wait",
+        "end of u inter-climb to secondary wait",
+        "end of params-all-gather-inter",
         "params-all-gather-intra",
         "u intra-climb to full wait",
+        "end of u intra-climb to full wait",
+        "end of params-all-gather-intra",
     ]
     assert len(diary.entries) == 2 * len(begun)
 
 
 def test_a_hop_that_was_waited_for_is_not_reported_again() -> None:
     diary = Diary()
-    lanes = ObservedLanes(PolledLanes(), diary.observer())
+    lanes = ObservedLanes(ThreadLanes(), diary.observer())
     first = hop("u", INTRA_DESCEND)
     lanes.submit(first)
     lanes.wait(first)

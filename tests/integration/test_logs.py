@@ -127,7 +127,7 @@ def test_the_trace_names_units_hops_and_phases(told: ToldRun) -> None:
     units = ("embedding", "block.0", "block.1", "final_norm + head")
     assert {f"{verb} {unit}" for verb in ("forward", "backward") for unit in units} <= names
     moves = ("inter-climb to secondary", "intra-climb to full", "intra-descend to secondary", "inter-descend to primary")
-    assert {f"block.0 {move} {part}" for move in moves for part in ("launch", "land", "wait")} <= names
+    assert {f"block.0 {move} {part}" for move in moves for part in ("encode", "send", "decode", "wait")} <= names
     assert set(TIMERS) <= names
     assert {event["tid"] for event in events if event["name"].startswith(("forward b", "backward b"))} == {"units"}
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.comm.backend import Backend, VirtualBackend, VirtualWorld
-from megatron_zpp.comm.lanes import Hop, PolledLanes
+from megatron_zpp.comm.lanes import Hop, ThreadLanes
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
@@ -148,8 +148,8 @@ class Job:
     adam: AdamOptions = AdamOptions()
 
 
-class RecordingLanes(PolledLanes):
-    """Polled lanes that remember every submission."""
+class RecordingLanes(ThreadLanes):
+    """Lanes that remember every submission."""
 
     def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
         super().__init__(pause)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.codecs import Regions, Runs, make_codec
-from megatron_zpp.comm.lanes import PolledLanes
+from megatron_zpp.comm.lanes import ThreadLanes
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder, LinkCodecs
 from megatron_zpp.parallel.specs import ParamSpec
@@ -86,7 +86,7 @@ def _descended(case: Case, microbatches: Sequence[list[Tensor]], codecs: LinkCod
     runs = Runs(layout.blocks_run, layout.exact_run)
 
     def program(backend: VirtualBackend) -> tuple[int, Tensor]:
-        ladder = Ladder(backend, PolledLanes(), Ledger(backend.topology, backend.rank), CPU)
+        ladder = Ladder(backend, ThreadLanes(), Ledger(backend.topology, backend.rank), CPU)
         primary = torch.zeros(runs.numel)
         for index, gradients in enumerate(microbatches):
             full = Regions.of(gradients[backend.rank].clone(), runs)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.codecs import Regions, Runs, make_codec
-from megatron_zpp.comm.lanes import PolledLanes
+from megatron_zpp.comm.lanes import ThreadLanes
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder, LinkCodecs
 from megatron_zpp.zero.loss_scaler import DynamicLossScaler
@@ -52,7 +52,7 @@ def test_a_bad_value_in_any_region_block_or_padding_arrives_at_the_owner_of_its_
     dtype = DTYPES[(bits.inter + world_size) % 3]
 
     def program(backend: VirtualBackend) -> tuple[int, list[bool]]:
-        ladder = Ladder(backend, PolledLanes(), Ledger(backend.topology, backend.rank), CPU)
+        ladder = Ladder(backend, ThreadLanes(), Ledger(backend.topology, backend.rank), CPU)
         codecs = LinkCodecs(*(make_codec(each, dtype, 32) for each in (bits.inter, bits.intra)))
         codecs = codecs.in_world(backend.topology, make_codec(16, dtype, 32))
         arrived = []

@@ -72,9 +72,9 @@ def test_a_step_takes_what_is_busiest_and_at_most_everything_in_turn(
 @given(log_rate=st.floats(4, 8), faster=st.floats(1.0, 10.0), overlap=st.sampled_from(list(Overlap)))
 @settings(max_examples=30, deadline=None)
 def test_a_faster_link_never_makes_a_step_slower_where_the_order_of_hops_is_fixed(log_rate: float, faster: float, overlap: Overlap) -> None:
-    # Polled hops of several lanes start in an order that depends on the rate; what that may cost is one hop.
+    # The thread's hops of several lanes start in an order that depends on the rate; what that may cost is one hop.
     slow, fast = (step_time(job(), machine(LinkSpeed(10**log_rate * factor), overlap), COMPUTATION).seconds for factor in (1.0, faster))
-    slack = 0.05 if overlap is Overlap.POLLED else 1e-9
+    slack = 0.05 if overlap is Overlap.THREAD else 1e-9
     assert fast <= slow * (1 + slack)
 
 
@@ -92,10 +92,10 @@ def test_where_links_are_all_that_takes_time_the_speedup_is_that_of_the_bytes() 
     assert times[0] / times[1] == pytest.approx(bytes_of[0] / bytes_of[1])
 
 
-def test_codecs_take_computations_time_on_polled_lanes_and_their_own_on_streams() -> None:
+def test_codecs_take_computations_time_on_the_thread_of_lanes_and_their_own_on_streams() -> None:
     coded = replace(machine(), codec=CodecSpeed(1e-9, 1e-9, 1e-9))
     beside = step_time(job(ALL), coded, COMPUTATION)
-    within = step_time(job(ALL), replace(coded, overlap=Overlap.POLLED), COMPUTATION)
+    within = step_time(job(ALL), replace(coded, overlap=Overlap.THREAD), COMPUTATION)
     assert within.seconds == pytest.approx(COMPUTATION.seconds + within.codecs)
     assert COMPUTATION.seconds <= beside.seconds < within.seconds
     assert step_time(job(), coded, COMPUTATION).codecs == 0
