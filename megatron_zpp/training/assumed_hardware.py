@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from megatron_zpp.zero.time_model import CodecSpeed
 
 # One core of a server CPU, blocks of 256, 16 MB and more, from benchmarks/results/quantization_cpu.json: encode and decode take 15 to 20
@@ -34,4 +36,4 @@ PEAK_TERAFLOPS = {
 
 def peak_teraflops(device_name: str) -> float | None:
     """The peak of a device in 16-bit arithmetic, None where it is not known."""
-    return next((peak for name, peak in PEAK_TERAFLOPS.items() if name in device_name), None)
+    return next((peak for name, peak in PEAK_TERAFLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)

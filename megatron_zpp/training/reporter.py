@@ -70,6 +70,8 @@ class Reporter:
         self._choice = _choice(config.logging)
         self._peak_tflops = config.logging.device_peak_tflops or _known_peak(config, engine.device)
         self._since_line, self._since_point = Interval(), Interval()
+        # Not whether this rank has writers: for a point, norms are gathered from all ranks.
+        self._has_points = config.logging.tensorboard_dir is not None or config.logging.wandb_project is not None
         self._has_told_memory = False
 
     def iteration(self, progress: Progress, readings: StepReadings, times: StepTimes, *, is_last: bool) -> None:
@@ -78,21 +80,14 @@ class Reporter:
         self._traffic.close_step()
         self._timers.settle()
         self._since_line.add(readings.outcome, times)
-        self._since_point.add(readings.outcome, times)
         line_is_due = progress.iteration % logging.log_interval == 0 or is_last
-        # Not whether this rank has writers: the norm is gathered from all ranks.
-        has_points = logging.tensorboard_dir is not None or logging.wandb_project is not None
-        point_is_due = has_points and progress.iteration % logging.tensorboard_log_interval == 0
-        if not (line_is_due or point_is_due):
-            return
-        norm = self._engine.weight_norm() if logging.log_params_norm else None
-        inputs = ReportInputs(readings, self._padded_vocab_size, read_memory(self._engine.device), self._peak_tflops, norm)
-        if point_is_due:
-            self._write_points(self._interval_report(self._since_point, progress, inputs))
-            self._since_point = Interval()
-        if line_is_due:
-            self._tell(self._interval_report(self._since_line, progress, inputs), self._since_line.iterations)
-            self._since_line = Interval()
+        point_is_due = False
+        if self._has_points:
+            self._since_point.add(readings.outcome, times)
+            point_is_due = progress.iteration % logging.tensorboard_log_interval == 0
+        if line_is_due or point_is_due:
+            self._report(progress, self._inputs(readings), line=line_is_due, point=point_is_due)
+        self._tell_memory(progress.iteration, is_after_line=line_is_due)
 
     def validation(self, progress: Progress, lm_loss: float) -> None:
         """The loss on the validation set."""
@@ -109,6 +104,18 @@ class Reporter:
         if self._config.logging.timing_log_level > 0:
             self._outlets.printer.on_last(timer_lines(self._config.logging.timing_log_option, self._gathered_ms((name,), 1)))
 
+    def _inputs(self, readings: StepReadings) -> ReportInputs:
+        norm = self._engine.weight_norm() if self._config.logging.log_params_norm else None
+        return ReportInputs(readings, self._padded_vocab_size, read_memory(self._engine.device), self._peak_tflops, norm)
+
+    def _report(self, progress: Progress, inputs: ReportInputs, *, line: bool, point: bool) -> None:
+        if point:
+            self._write_points(interval_report(self._config, progress, self._since_point, self._traffic, inputs))
+            self._since_point = Interval()
+        if line:
+            self._tell(interval_report(self._config, progress, self._since_line, self._traffic, inputs), self._since_line.iterations)
+            self._since_line = Interval()
+
     def _tell(self, report: IntervalReport, iterations: int) -> None:
         logging, printer = self._config.logging, self._outlets.printer
         printer.on_last(training_line(report, with_throughput=logging.log_throughput))
@@ -116,9 +123,12 @@ class Reporter:
         if logging.timing_log_level > 0:
             record["timers_ms"] = self._tell_timers(report.iteration, iterations)
         self._write_record(record)
-        interval = logging.log_memory_interval
-        if not self._has_told_memory or (interval is not None and report.iteration % interval == 0):
-            printer.on_first(memory_line(printer.rank, report.iteration, report.memory))
+
+    def _tell_memory(self, iteration: int, *, is_after_line: bool) -> None:
+        """After the first line, and every --log-memory-interval iterations."""
+        interval, printer = self._config.logging.log_memory_interval, self._outlets.printer
+        if (is_after_line and not self._has_told_memory) or (interval is not None and iteration % interval == 0):
+            printer.on_first(memory_line(printer.rank, iteration, read_memory(self._engine.device)))
             self._has_told_memory = True
 
     def _tell_timers(self, iteration: int, iterations: int) -> dict[str, tuple[float, float]]:
@@ -157,9 +167,6 @@ class Reporter:
         counts = self._tally.up_to(consumed_samples)
         self._outlets.printer.on_last(samples_line(counts))
         return {"consumed_samples_per_source": counts}
-
-    def _interval_report(self, interval: Interval, progress: Progress, inputs: ReportInputs) -> IntervalReport:
-        return interval_report(self._config, progress, interval, self._traffic, inputs)
 
 
 def _choice(logging: LoggingConfig) -> ScalarChoice:
