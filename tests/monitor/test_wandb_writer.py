@@ -1,31 +1,11 @@
 """Points for Weights & Biases, by a stand-in for its package."""
 
 import sys
-import types
 
 import pytest
+from stand_in_wandb import StandIn
 
 from megatron_zpp.monitor.wandb_writer import WandbRun, WandbWriter
-
-
-class StandIn(types.ModuleType):
-    """Remembers what the package would be told."""
-
-    def __init__(self):
-        super().__init__("wandb")
-        self.started_with = {}
-        self.logged = []
-        self.has_finished = False
-
-    def init(self, **settings):
-        self.started_with = settings
-        return self
-
-    def log(self, values, step):
-        self.logged.append((step, values))
-
-    def finish(self):
-        self.has_finished = True
 
 
 def test_a_run_is_started_fed_and_finished(tmp_path, monkeypatch):
