@@ -239,7 +239,12 @@ class DistributedConfig:
         allowed=POSITIVE_COUNT,
         otherwise="the launcher's LOCAL_WORLD_SIZE, LOCAL_SIZE or SLURM_NTASKS_PER_NODE",
     )
-    distributed_timeout_minutes: int = flag(10, help="A collective that takes longer ends the run.", unit="minutes", allowed=POSITIVE_COUNT)
+    distributed_timeout_minutes: int = flag(
+        10,
+        help="Within this time after a rank or a link is gone every rank has ended; a collective may take all of it but 15 seconds.",
+        unit="minutes",
+        allowed=POSITIVE_COUNT,
+    )
     distributed_backend: str | None = flag(
         None, help="Communication library.", allowed=("nccl", "gloo"), otherwise="nccl with GPUs, gloo without"
     )

@@ -16,6 +16,8 @@ from megatron_zpp.parallel.failure_board import FailureBoard
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.parallel.roll_call import RollCall
 
+FAREWELL = timedelta(seconds=15)  # to find out who failed, tell the others and end
+
 
 class StartupError(ValueError):
     """A user's mistake that every rank knows of; its text names the ranks that met it."""
@@ -27,18 +29,19 @@ class World:
     def __init__(self, launch: Launch, device: torch.device, timeout: timedelta) -> None:
         """Joins: gloo for CPU tensors always, NCCL for CUDA tensors on GPUs. One rank alone needs no launcher.
 
+        timeout: within which every rank has ended after a link or a rank is gone; a collective may take all of it but the farewell.
         Raises ValueError where the launcher did not say where rank 0 is.
         """
         self.rank = launch.rank
         self.world_size = launch.world_size
         self.device = device
-        self.timeout = timeout
+        self.collective_timeout = max(timeout - FAREWELL, timeout / 2)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._store = _join_store(launch, timeout)
         self._failure_board = FailureBoard(self._store, launch.rank, launch.world_size)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=self._store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+        dist.init_process_group(backend, store=self._store, rank=launch.rank, world_size=launch.world_size, timeout=self.collective_timeout)
 
     def hosts(self) -> list[str]:
         """The host name of every rank, in rank order."""

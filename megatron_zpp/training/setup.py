@@ -90,7 +90,7 @@ def check_same_flags(config: Config) -> None:
 def build_ladder(config: Config, world: World, instruments: Instruments) -> Ladder:
     """The two links of this rank, with process groups of their own; every rank must call it."""
     topology = topology_of(config, world.world_size)
-    groups = make_lane_groups(topology, world.rank, world.timeout)
+    groups = make_lane_groups(topology, world.rank, world.collective_timeout)
     backend = TorchBackend(topology, world.rank, groups)
     lanes: Lanes = make_lanes(world.device, world.check_others)
     if instruments.observes_hops:
