@@ -20,6 +20,7 @@ def derive(config: Config, world_size: int, local_world_size: int | None) -> Con
     return config.with_values(
         **_decay_values(config),
         ranks_per_node=_ranks_per_node(config, world_size, local_world_size),
+        profile_dir=_or(config.profiling.profile_dir, config.logging.tensorboard_dir),
         zero_hpz_partition_size=1 if world_size == 1 else config.zero.zero_hpz_partition_size,
     )
 

@@ -16,7 +16,7 @@ from megatron_zpp.monitor.timers import Timers, clock_of
 
 @dataclass(frozen=True)
 class Instruments:
-    """observer: what the engine and the lanes report to; observes_hops: whether the lanes are to."""
+    """What looks into the run on this rank. observer: the engine reports to it, and where observes_hops says so the lanes."""
 
     timers: Timers
     observer: Observer
@@ -37,9 +37,8 @@ def make_instruments(config: Config, device: torch.device, rank: int) -> Instrum
     timers = Timers(level, clock_of(device))
     is_profiled = rank in {int(word) for word in profiling.profile_ranks or ("0",)}
     profiler, ranges = None, list[Span]()
-    if profiling.profile and is_profiled:
-        directory = Path(profiling.profile_dir or config.logging.tensorboard_dir or ".")
-        profiler = Profiler(profiling.profile_step_start, profiling.profile_step_end, directory, rank)
+    if profiling.profile and profiling.profile_dir is not None and is_profiled:
+        profiler = Profiler(profiling.profile_step_start, profiling.profile_step_end, Path(profiling.profile_dir), rank)
         ranges.append(profiler.span)
     if profiling.nvtx_ranges:
         ranges.append(nvtx_span)

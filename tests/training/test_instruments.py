@@ -47,6 +47,11 @@ def test_only_the_ranks_asked_for_profile(flags: str, ranks: list[int]) -> None:
     assert observing == ranks
 
 
+def test_traces_go_where_tensorboard_looks_unless_told_otherwise() -> None:
+    assert config_of("--profile --tensorboard-dir t").profiling.profile_dir == "t"
+    assert config_of("--profile --tensorboard-dir t --profile-dir p").profiling.profile_dir == "p"
+
+
 @pytest.mark.parametrize("flag", ["--nvtx-ranges", "--record-memory-history"])
 def test_what_needs_a_gpu_names_itself_without_one(flag: str) -> None:
     with pytest.raises(ValueError, match=f"^{flag} needs a GPU, and this run is on cpu; leave it out.$"):
