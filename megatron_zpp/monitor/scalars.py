@@ -62,11 +62,12 @@ def iteration_scalars(report: IntervalReport, choice: ScalarChoice) -> dict[str,
     return _known(scalars)
 
 
-def validation_scalars(lm_loss: float, choice: ScalarChoice, *, of: str = "") -> dict[str, float]:
-    """Points of a validation, drawn against iterations and against samples. of: ` name` of the set, where there are several."""
-    scalars = {f"lm loss validation{of}": lm_loss}
+def validation_scalars(lm_loss: float, choice: ScalarChoice, *, set_name: str = "") -> dict[str, float]:
+    """Points of a validation, drawn against iterations and against samples. set_name: empty where there is one set."""
+    tag = f"lm loss validation {set_name}".rstrip()
+    scalars = {tag: lm_loss}
     if choice.validation_ppl:
-        scalars[f"lm loss validation{of} ppl"] = perplexity_of(lm_loss)
+        scalars[f"{tag} ppl"] = perplexity_of(lm_loss)
     return scalars
 
 

@@ -89,11 +89,13 @@ class Reporter:
             self._report(progress, self._inputs(readings), line=line_is_due, point=point_is_due)
         self._tell_memory(progress.iteration, is_after_line=line_is_due)
 
-    def validation(self, progress: Progress, lm_loss: float) -> None:
-        """The loss on the validation set."""
-        self._write_record({"iteration": progress.iteration, "validation_loss": lm_loss})
+    def validation(self, progress: Progress, lm_loss: float, set_name: str = "") -> None:
+        """The loss on a validation set. set_name: empty where there is one."""
+        named = {"validation_set": set_name} if set_name else {}
+        self._write_record({"iteration": progress.iteration, **named, "validation_loss": lm_loss})
+        scalars = validation_scalars(lm_loss, self._choice, set_name=set_name)
         for writer in self._outlets.scalars:
-            writer.write(validation_scalars(lm_loss, self._choice), progress.iteration, progress.consumed_samples)
+            writer.write(scalars, progress.iteration, progress.consumed_samples)
 
     def test(self, progress: Progress, lm_loss: float) -> None:
         """The loss on the test set."""
