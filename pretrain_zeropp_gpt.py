@@ -84,6 +84,7 @@ def train(config: Config, launch: Launch, world: World) -> None:
     """The run itself: model -> engine -> data -> training. Raises StartupError for a mistake of the user's, on every rank alike."""
     from megatron_zpp.parallel.topology import check_placement
     from megatron_zpp.training import setup, start
+    from megatron_zpp.training.instruments import make_instruments
     from megatron_zpp.training.leaving import check_kill_switch
     from megatron_zpp.training.trainer import Trainer
 
@@ -95,7 +96,9 @@ def train(config: Config, launch: Launch, world: World) -> None:
         if config.training.deterministic_mode:
             setup.use_deterministic_kernels()
         check_placement(hosts, config.distributed.ranks_per_node)
-    ladder = setup.build_ladder(config, world)
+    with world.agreement():
+        instruments = make_instruments(config, world.device, world.rank)
+    ladder = setup.build_ladder(config, world, instruments)
     memory_there = setup.memory_per_rank(world, hosts)
     origin = start.find_origin(config, world)
     with world.agreement("preparing data", printer.on_first):
@@ -107,14 +110,14 @@ def train(config: Config, launch: Launch, world: World) -> None:
         setup.check_memory(config, model, ladder.topology, world.device, memory_there)
         speaker = setup.speaker_of(launch, hosts[launch.rank], printer)
         datasets = setup.build_run_data(config, vocabulary, speaker, checks_token_ids=launch.local_rank == 0)
-        outlets = setup.open_outlets(config, printer)
+        outlets = setup.open_outlets(config, printer, instruments)
         config = config.with_values(vocab_size=vocabulary.size)
     setup.check_save_is_shared(config, world)
     kernels = setup.prepare_kernels(config, world.device)
     lines = [*setup.describe_run(config, ladder, vocabulary.size, model), kernels, *datasets.messages]
     printer.on_first("\n".join(filter(None, lines)))
     printer.milestone("after dataloaders are built")
-    engine = setup.build_engine(config, model, ladder, world.device)
+    engine = setup.build_engine(config, model, ladder, instruments)
     with world.agreement():
         progress = start.load_progress(config, engine, origin)
         config = start.with_remaining_batches(config, progress, world.world_size)

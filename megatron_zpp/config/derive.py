@@ -24,6 +24,7 @@ def derive(config: Config, world_size: int, local_world_size: int | None) -> Con
         **_weight_decay_values(config),
         ranks_per_node=_ranks_per_node(config, world_size, local_world_size),
         device=_or(config.plan.device, "cpu" if config.distributed.distributed_backend == "gloo" else "gpu"),
+        profile_dir=_or(config.profiling.profile_dir, config.logging.tensorboard_dir),
         zero_hpz_partition_size=1 if world_size == 1 else config.zero.zero_hpz_partition_size,
     )
 

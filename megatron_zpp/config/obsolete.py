@@ -113,6 +113,10 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--num-dataset-builder-threads": AcceptedFlag(1, "each node builds an index once, and keeps it"),
     "--legacy-tokenizer": AcceptedFlag(0, "--tokenizer-type means the same tokenizer in both of Megatron's generations"),
     "--no-create-attention-mask-in-dataloader": AcceptedFlag(0, "no mask is made that attention does not need"),
+    "--log-batch-size-to-tensorboard": AcceptedFlag(0, "the batch size is always among the points"),
+    "--no-barrier-with-level-1-timing": AcceptedFlag(0, "timers never wait for other ranks"),
+    "--barrier-with-L1-time": AcceptedFlag(0, "timers never wait for other ranks"),
+    "--use-pytorch-profiler": AcceptedFlag(0, "--profile always uses torch's"),
     "--trust-remote-code": AcceptedFlag(0, "tokenizers are read from files, no code of others runs"),
 }
 
@@ -126,6 +130,7 @@ REFUSED: dict[str, str] = {
     "--multi-latent-attention": "use --num-query-groups, which makes keys and values smaller as well",
     "--onnx-safe": "leave it out, weights leave with tools/convert_to_hf.py",
     "--num-experts": "leave it out, mixtures of experts are not available",
+    "--log-optimizer-states-to-tensorboard": "use --log-params-norm, statistics of Adam's moments are not logged",
     "--data-parallel-sharding-strategy": "use --zero-stage",
     "--use-megatron-fsdp": "use --zero-stage 3",
     "--use-custom-fsdp": "use --zero-stage 3",

@@ -627,9 +627,69 @@ class LoggingConfig:
     )
     log_samples_per_source: bool = flag(False, help="Say with each training line how many samples of each corpus have been consumed.")
     log_jsonl: str | None = flag(None, help="File that gets one JSON object per training line.", unit="path")
+    log_throughput: bool = flag(False, help="Say with each training line the model FLOPs that a rank makes per second.")
+    device_peak_tflops: float | None = flag(
+        None,
+        help="Peak of one device at the precision of the run, which MFU and HFU are shares of.",
+        unit="TFLOP/s",
+        allowed=POSITIVE,
+        otherwise="that of the GPU, where it is known and the run in fp16 or bf16",
+    )
+    log_params_norm: bool = flag(False, help="Say with each training line the L2 norm of all main weights.")
+    log_num_zeros_in_grad: bool = flag(False, help="Say with each training line how many elements of the mean gradient are 0.")
+    log_progress: bool = flag(False, help="Keep a progress.txt of starts and checkpoints in the folder of --save.")
+    log_memory_interval: int | None = flag(
+        None,
+        help="Iterations from one line about memory to the next; the first training line is always followed by one.",
+        unit="iterations",
+        allowed=POSITIVE_COUNT,
+    )
+    timing_log_level: int = flag(
+        0, help="Timers: 0 the time of an iteration, 1 parts that run once in it, 2 those that run more often too.", allowed=(0, 1, 2)
+    )
+    timing_log_option: str = flag(
+        "minmax",
+        help="What is said of each timer: its maximum, both extremes, or the times of all ranks.",
+        allowed=("max", "minmax", "all"),
+    )
     tensorboard_dir: str | None = flag(None, help="Folder for TensorBoard.", unit="path")
     tensorboard_log_interval: int = flag(1, help="Iterations between TensorBoard points.", unit="iterations", allowed=POSITIVE_COUNT)
     tensorboard_queue_size: int = flag(1000, help="Points TensorBoard holds before it writes.", unit="points", allowed=POSITIVE_COUNT)
+    log_timers_to_tensorboard: bool = flag(False, help="Points of the timers that --timing-log-level lets run.")
+    log_memory_to_tensorboard: bool = flag(False, help="Points of the memory allocated and reserved.")
+    log_world_size_to_tensorboard: bool = flag(False, help="Points of the number of ranks.")
+    log_validation_ppl_to_tensorboard: bool = flag(False, help="Points of the perplexity of each validation.")
+    no_log_learnig_rate_to_tensorboard: bool = flag(
+        False, help="No points of the learning rate.", aliases=("--no-log-learning-rate-to-tensorboard",)
+    )
+    no_log_loss_scale_to_tensorboard: bool = flag(False, help="No points of the loss scale.")
+    wandb_project: str | None = flag(None, help="Project of Weights & Biases that gets what TensorBoard would get.")
+    wandb_entity: str | None = flag(None, help="Its owner.", otherwise="the account that is logged in")
+    wandb_exp_name: str | None = flag(None, help="Name of the run there.", otherwise="one that Weights & Biases makes up")
+    wandb_save_dir: str | None = flag(
+        None,
+        help="Folder for what Weights & Biases keeps on this machine.",
+        unit="path",
+        otherwise="wandb in the folder of --save, or here",
+    )
+
+
+@dataclass(frozen=True)
+class ProfilingConfig:
+    """Looking into a few iterations."""
+
+    profile: bool = flag(False, help="Write a Chrome trace of a few iterations, by torch.profiler.")
+    profile_step_start: int = flag(10, help="Iterations that this process makes before it profiles.", unit="iterations", allowed=COUNT)
+    profile_step_end: int = flag(
+        12, help="Iterations after which it has profiled; above --profile-step-start.", unit="iterations", allowed=POSITIVE_COUNT
+    )
+    profile_ranks: tuple[str, ...] = flag((), help="Ranks that profile.", unit="ranks", otherwise="0")
+    profile_dir: str | None = flag(None, help="Folder for the traces.", unit="path", otherwise="--tensorboard-dir")
+    nvtx_ranges: bool = flag(False, help="Name units, hops and phases of every step for Nsight Systems, as NVTX ranges (GPUs only).")
+    record_memory_history: bool = flag(
+        False, help="Record every allocation on the GPU, and write a snapshot for pytorch.org/memory_viz at the end (GPUs only)."
+    )
+    memory_snapshot_path: str = flag("snapshot.pickle", help="File of that snapshot; the rank is put before its ending.", unit="path")
 
 
 @dataclass(frozen=True)
@@ -679,6 +739,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     given: frozenset[str] = frozenset()
     notices: tuple[str, ...] = ()
@@ -711,6 +772,7 @@ GROUPS: dict[str, type] = {
     "data": DataConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
+    "profiling": ProfilingConfig,
     PLAN_GROUP: PlanConfig,
 }
 GROUP_OF_FIELD: dict[str, str] = {member.name: group for group, members in GROUPS.items() for member in fields(members)}

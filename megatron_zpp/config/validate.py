@@ -56,6 +56,7 @@ def _resolve(config: Config, world_size: int, local_world_size: int | None) -> C
     check_ranks_per_node(config, world_size)
     check_batches_of_new_run(config, world_size)
     check_evaluation_batch(config, world_size)
+    check_profiled_ranks(config, world_size)
     check_remaining_link_is_quantized(config, world_size)
     config = config.with_notices(*surprising_defaults(config))
     without_effect = (*flags_without_effect(config), *schedule_flags_without_effect(config))
@@ -202,7 +203,7 @@ def check_leaving(config: Config) -> None:
 def check_saving(config: Config) -> None:
     checkpoint = config.checkpoint
     if checkpoint.save is None:
-        for name in ("save_interval", "async_save", "keep_last", "save_retain_interval", "no_save_optim"):
+        for name in ("save_interval", "async_save", "keep_last", "save_retain_interval", "no_save_optim", "log_progress"):
             if config.value_of(name) not in (None, False):
                 raise FlagError(f"{_as_given(config, name)} needs a folder to save in; give --save.")
     interval, retain_interval = checkpoint.save_interval, checkpoint.save_retain_interval
@@ -230,6 +231,25 @@ def check_plan(config: Config) -> None:
     for option in options():
         if option.group == PLAN_GROUP and option.name in config.given and not config.plan.dry_run:
             raise FlagError(f"{_as_given(config, option.name)} changes nothing in a run, only in a plan; give --dry-run as well.")
+
+
+def check_profiling(config: Config) -> None:
+    profiling = config.profiling
+    if not profiling.profile:
+        return
+    if profiling.profile_step_end <= profiling.profile_step_start:
+        raise FlagError(
+            f"--profile-step-end {profiling.profile_step_end} is not above --profile-step-start {profiling.profile_step_start}; "
+            f"choose {profiling.profile_step_start + 1} or more."
+        )
+    if profiling.profile_dir is None and config.logging.tensorboard_dir is None:
+        raise FlagError("--profile needs a folder for its traces; give --profile-dir, or --tensorboard-dir.")
+
+
+def check_profiled_ranks(config: Config, world_size: int) -> None:
+    for word in config.profiling.profile_ranks:
+        if not (word.isdecimal() and int(word) < world_size):
+            raise FlagError(f"--profile-ranks {word} is not a rank of this world; choose among 0 to {world_size - 1}.")
 
 
 def _as_given(config: Config, name: str) -> str:
@@ -278,6 +298,11 @@ def flags_without_effect(config: Config) -> list[str]:
         name: f"with --tokenizer-type {config.data.tokenizer_type}" for name in FLAGS_OF_TOKENIZERS if name not in (*used, "vocab_size")
     }
     reasons |= architecture_flags_without_effect(config)
+    reasons |= {
+        name: f"without {any_of([spelling_of(other) for other in needed])}"
+        for name, needed in NEEDED_BY_OUTLETS.items()
+        if all(config.value_of(other) in (None, False, 0) for other in needed)
+    }
     return [f"{spelling_of(name)} has no effect {reason}" for name, reason in reasons.items() if name in config.given]
 
 
@@ -312,6 +337,28 @@ NEEDED_BY_TOKENIZER = {
 TAKEN_BY_TOKENIZER = {
     "SentencePieceTokenizer": ("vocab_extra_ids",),
     "TikTokenizer": ("tiktoken_num_special_tokens", "tokenizer_special_tokens"),
+}
+_OF_POINTS = ("tensorboard_dir", "wandb_project")
+# What a flag of logging or profiling needs beside it, any one of these, to have an effect.
+NEEDED_BY_OUTLETS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (
+            "tensorboard_log_interval",
+            "log_memory_to_tensorboard",
+            "log_world_size_to_tensorboard",
+            "log_validation_ppl_to_tensorboard",
+            "no_log_learnig_rate_to_tensorboard",
+            "no_log_loss_scale_to_tensorboard",
+            "log_timers_to_tensorboard",
+        ),
+        _OF_POINTS,
+    ),
+    "tensorboard_queue_size": ("tensorboard_dir",),
+    "timing_log_option": ("timing_log_level",),
+    **dict.fromkeys(("wandb_entity", "wandb_exp_name", "wandb_save_dir"), ("wandb_project",)),
+    **dict.fromkeys(("profile_step_start", "profile_step_end", "profile_dir"), ("profile",)),
+    "profile_ranks": ("profile", "record_memory_history"),
+    "memory_snapshot_path": ("record_memory_history",),
 }
 QUANTIZATION_DETAILS = {
     "zero_quantized_weights_bits": ("zero_quantized_weights",),
@@ -350,6 +397,7 @@ CHECKS_BEFORE_FILLING: tuple[Callable[[Config], None], ...] = (
     check_saving,
     check_loading,
     check_plan,
+    check_profiling,
 )
 CHECKS_AFTER_FILLING: tuple[Callable[[Config], None], ...] = (
     check_tokenizer,

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic
 from megatron_zpp.config.schema import Config
-from megatron_zpp.model.flops import hardware_flops
+from megatron_zpp.model.flops import hardware_flops, model_flops
 from megatron_zpp.monitor.interval_report import IntervalReport
+from megatron_zpp.monitor.memory import MemoryReading
 from megatron_zpp.training.step import StepOutcome
 
 
@@ -128,11 +129,13 @@ class StepReadings:
 
 @dataclass(frozen=True)
 class ReportInputs:
-    """What a report needs beside sums."""
+    """What a report needs beside sums. peak_tflops: of one device, None where it is not known. params_norm: None where not asked for."""
 
     latest: StepReadings
     padded_vocab_size: int
-    max_memory_bytes: int
+    memory: MemoryReading
+    peak_tflops: float | None = None
+    params_norm: float | None = None
 
 
 def interval_report(config: Config, progress: Progress, interval: Interval, traffic: StepTraffic, inputs: ReportInputs) -> IntervalReport:
@@ -140,6 +143,8 @@ def interval_report(config: Config, progress: Progress, interval: Interval, traf
     samples = interval.samples / interval.iterations
     seconds = interval.seconds / interval.iterations
     world_size = traffic.world_size
+    made, required = (count(config.model, inputs.padded_vocab_size, interval.samples) for count in (hardware_flops, model_flops))
+    per_second_of_rank = 1.0 / (interval.seconds * world_size * 1e12)
     return IntervalReport(
         iteration=progress.iteration,
         train_iters=config.training.train_iters,
@@ -156,9 +161,13 @@ def interval_report(config: Config, progress: Progress, interval: Interval, traf
         grad_norm=inputs.latest.outcome.grad_norm,
         skipped_iterations=interval.skipped_iterations,
         nan_iterations=interval.nan_iterations,
-        tflops_per_gpu=hardware_flops(config.model, inputs.padded_vocab_size, interval.samples) / interval.seconds / world_size / 1e12,
+        tflops_per_gpu=made * per_second_of_rank,
+        model_tflops_per_gpu=required * per_second_of_rank,
         inter_node_bytes=traffic.inter_node_bytes,
         intra_node_bytes=traffic.intra_node_bytes,
         model_state_bytes=inputs.latest.outcome.model_state_bytes,
-        max_memory_bytes=inputs.max_memory_bytes,
+        memory=inputs.memory,
+        peak_tflops=inputs.peak_tflops,
+        params_norm=inputs.params_norm,
+        num_zeros=inputs.latest.outcome.num_zeros,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -15,9 +15,10 @@ import torch
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.shared_folder import SHARED_FOLDER, is_seen
 from megatron_zpp.comm.backend import TorchBackend
-from megatron_zpp.comm.lanes import make_lanes
+from megatron_zpp.comm.lanes import Lanes, make_lanes
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.observed_lanes import ObservedLanes
 from megatron_zpp.config.arguments import arguments
 from megatron_zpp.config.data_sources import read_sources
 from megatron_zpp.config.flag import any_of
@@ -37,16 +38,20 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.available_memory import bytes_for_rank
 from megatron_zpp.monitor.jsonl import JsonLinesWriter
 from megatron_zpp.monitor.logging import RankPrinter
+from megatron_zpp.monitor.progress_file import ProgressFile
+from megatron_zpp.monitor.scalars import ScalarWriter
 from megatron_zpp.monitor.tensorboard import TensorboardWriter
+from megatron_zpp.monitor.wandb_writer import WandbRun, WandbWriter
 from megatron_zpp.ops import extension
 from megatron_zpp.ops.apex import check_apex
 from megatron_zpp.parallel.groups import make_lane_groups
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.parallel.topology import Topology
+from megatron_zpp.training.instruments import Instruments
 from megatron_zpp.training.memory_need import MemoryThere, check_fits
+from megatron_zpp.training.reporter import Outlets
 from megatron_zpp.training.sharding import choose_policy, prefetch_of, sharding_of, topology_of
-from megatron_zpp.training.trainer import Outlets
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler
@@ -100,12 +105,15 @@ def check_same_flags(config: Config) -> None:
             raise StartupError(f"the ranks were started with different flags: {'; '.join(differing)}; give every rank the same.")
 
 
-def build_ladder(config: Config, world: World) -> Ladder:
+def build_ladder(config: Config, world: World, instruments: Instruments) -> Ladder:
     """The two links of this rank, with process groups of their own; every rank must call it."""
     topology = topology_of(config, world.world_size)
     groups = make_lane_groups(topology, world.rank, world.collective_timeout)
     backend = TorchBackend(topology, world.rank, groups)
-    return Ladder(backend, make_lanes(world.device, world.check_others), Ledger(topology, world.rank), world.device)
+    lanes: Lanes = make_lanes(world.device, world.check_others)
+    if instruments.observes_hops:
+        lanes = ObservedLanes(lanes, instruments.observer)
+    return Ladder(backend, lanes, Ledger(topology, world.rank), world.device)
 
 
 def build_vocabulary(config: Config) -> Vocabulary:
@@ -182,7 +190,7 @@ def check_memory(config: Config, model: GPT, topology: Topology, device: torch.d
     check_fits(config, model, sharding_of(config), topology, is_on_gpu=device.type == "cuda", there=there)
 
 
-def build_engine(config: Config, model: GPT, ladder: Ladder, device: torch.device) -> ZeroEngine:
+def build_engine(config: Config, model: GPT, ladder: Ladder, instruments: Instruments) -> ZeroEngine:
     """The engine over the model's units; the model gets its storage here."""
     optimizer, zero = config.optimizer, config.zero
     dtype = working_dtype(config.precision)
@@ -197,7 +205,10 @@ def build_engine(config: Config, model: GPT, ladder: Ladder, device: torch.devic
         clip_grad=optimizer.clip_grad,
         full_precision_iterations=zero.zero_full_precision_iters,
         noise_seed=config.training.seed,
+        counts_zeros=config.logging.log_num_zeros_in_grad,
+        observer=instruments.observer,
     )
+    device = ladder.staging.device
     return ZeroEngine(model, model.unit_specs(), model.uses(), options, ladder, device, _loss_scaler(config.precision))
 
 
@@ -230,19 +241,37 @@ def _documents_in_words(config: Config, model: GPT, device: torch.device) -> lis
     return [describe_documents(device, head, (config.training.micro_batch_size, config.model.seq_length))]
 
 
-def open_outlets(config: Config, printer: RankPrinter) -> Outlets:
+def open_outlets(config: Config, printer: RankPrinter, instruments: Instruments) -> Outlets:
     """The files and printers of this rank. Raises ValueError for a folder that this rank cannot write to."""
     logging = config.logging
     if config.checkpoint.save is not None:
         check_writable("--save", Path(config.checkpoint.save), printer.rank)
     if logging.tensorboard_dir is not None:
         check_writable("--tensorboard-dir", Path(logging.tensorboard_dir), printer.rank)
+    if config.profiling.profile_dir is not None and instruments.profiler is not None:
+        check_writable("--profile-dir", Path(config.profiling.profile_dir), printer.rank)
+    if instruments.memory_history is not None:
+        check_writable("--memory-snapshot-path", Path(config.profiling.memory_snapshot_path).parent, printer.rank)
     json_lines = JsonLinesWriter(logging.log_jsonl) if logging.log_jsonl is not None and printer.rank == 0 else None
-    tensorboard = None
-    if logging.tensorboard_dir is not None and printer.rank == printer.world_size - 1:
+    progress_file = None
+    if config.checkpoint.save is not None and logging.log_progress and printer.rank == 0:
+        progress_file = ProgressFile(Path(config.checkpoint.save), os.environ.get("SLURM_JOB_ID", ""), printer.world_size)
+    scalars = tuple(_scalar_writers(config, printer.rank)) if printer.rank == printer.world_size - 1 else ()
+    return Outlets(printer, instruments, json_lines, progress_file, scalars)
+
+
+def _scalar_writers(config: Config, rank: int) -> Iterator[ScalarWriter]:
+    logging = config.logging
+    if logging.tensorboard_dir is not None:
         tensorboard = TensorboardWriter(logging.tensorboard_dir, logging.tensorboard_queue_size)
         tensorboard.write_arguments(arguments(config))
-    return Outlets(printer, json_lines, tensorboard)
+        yield tensorboard
+    if logging.wandb_project is not None:
+        folder = Path(config.checkpoint.save) / "wandb" if config.checkpoint.save is not None else None
+        directory = folder if logging.wandb_save_dir is None else Path(logging.wandb_save_dir)
+        if directory is not None:
+            check_writable("--wandb-save-dir", directory, rank)
+        yield WandbWriter(WandbRun(logging.wandb_project, logging.wandb_entity, logging.wandb_exp_name, directory), arguments(config))
 
 
 def check_save_is_shared(config: Config, world: World) -> None:

@@ -18,6 +18,7 @@ class StepOutcome:
     """What one step came to.
 
     lm_loss: mean over the micro-batches of all ranks. model_state_bytes: at the end of backward. wishes: of all ranks.
+    num_zeros: elements of the mean gradient that are 0, where the engine counts them.
     """
 
     lm_loss: float
@@ -25,6 +26,7 @@ class StepOutcome:
     is_skipped: bool
     model_state_bytes: int
     wishes: Wish = Wish.NONE
+    num_zeros: int | None = None
 
 
 @dataclass(frozen=True)
@@ -44,17 +46,25 @@ class StepPlan:
 def train_step(model: nn.Module, engine: ZeroEngine, batches: Iterator[MicroBatch], plan: StepPlan) -> StepOutcome:
     """Forward and backward of the plan's micro-batches, then one optimizer step; every rank must call it."""
     model.train()
+    observer = engine.observer
     losses = []
-    for index in range(plan.microbatches):
-        loss = microbatch_loss(model, next(batches), engine.device)
-        engine.backward(loss, microbatches=plan.microbatches, is_last_microbatch=index == plan.microbatches - 1)
-        losses.append(loss.detach())
-    engine.finish_gradients()
+    with observer.phase("forward-backward"):
+        for index in range(plan.microbatches):
+            with observer.phase("batch-generator"):
+                batch = next(batches)
+            with observer.phase("forward-compute"):
+                loss = microbatch_loss(model, batch, engine.device)
+            with observer.phase("backward-compute"):
+                engine.backward(loss, microbatches=plan.microbatches, is_last_microbatch=index == plan.microbatches - 1)
+            losses.append(loss.detach())
+        with observer.phase("all-grads-sync"):
+            engine.finish_gradients()
     model_state_bytes = engine.model_state_bytes()
     plan.before_update()
-    result = engine.step(plan.learning_rate, plan.weight_decay)
+    with observer.phase("optimizer"):
+        result = engine.step(plan.learning_rate, plan.weight_decay)
     lm_loss, wishes = exchanged(losses, plan.wish(), engine)
-    return StepOutcome(lm_loss, result.grad_norm, result.is_skipped, model_state_bytes, wishes)
+    return StepOutcome(lm_loss, result.grad_norm, result.is_skipped, model_state_bytes, wishes, result.num_zeros)
 
 
 def microbatch_loss(model: nn.Module, batch: MicroBatch, device: torch.device) -> Tensor:

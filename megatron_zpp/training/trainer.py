@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from megatron_zpp.config.batch_schedule import running_schedule
 from megatron_zpp.config.schema import Config
@@ -12,46 +11,18 @@ from megatron_zpp.data.datasets import Datasets
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.sampler import MicroBatchSampler
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.monitor.interval_report import IntervalReport
-from megatron_zpp.monitor.jsonl import JsonLinesWriter
-from megatron_zpp.monitor.logging import RankPrinter
-from megatron_zpp.monitor.memory import max_memory_bytes
-from megatron_zpp.monitor.tensorboard import TensorboardWriter
-from megatron_zpp.monitor.training_line import samples_line, training_line, validation_lines
+from megatron_zpp.monitor.training_line import validation_lines
 from megatron_zpp.training.evaluation import evaluate
 from megatron_zpp.training.garbage import GarbageCollection
 from megatron_zpp.training.held_out import HeldOutSet, HeldOutSets, is_followed_by_validation
 from megatron_zpp.training.leaving import Leaving, Wish, reason_for_leaving
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
-from megatron_zpp.training.metrics import (
-    BadIterations,
-    Interval,
-    Progress,
-    ReportInputs,
-    StepReadings,
-    StepTimes,
-    StepTraffic,
-    interval_report,
-)
+from megatron_zpp.training.metrics import BadIterations, Progress, StepReadings, StepTimes
+from megatron_zpp.training.reporter import Outlets, Reporter
 from megatron_zpp.training.saving import RunSaver
 from megatron_zpp.training.step import StepPlan, train_step
 from megatron_zpp.training.weight_decay import WeightDecaySchedule
 from megatron_zpp.zero.engine import ZeroEngine
-
-
-@dataclass(frozen=True)
-class Outlets:
-    """Where the run tells of itself: JSON lines on rank 0, TensorBoard on the last rank, or None."""
-
-    printer: RankPrinter
-    json_lines: JsonLinesWriter | None
-    tensorboard: TensorboardWriter | None
-
-    def close(self) -> None:
-        """Writes what is held back."""
-        for writer in (self.json_lines, self.tensorboard):
-            if writer is not None:
-                writer.close()
 
 
 class Trainer:
@@ -68,11 +39,11 @@ class Trainer:
         self._progress = progress
         self._schedule = LearningRateSchedule.from_config(config.optimizer, config.training, config.model.seq_length)
         self._weight_decays = WeightDecaySchedule.from_config(config.optimizer)
-        self._saver = RunSaver(config, engine, model.padded_vocab_size, outlets.printer)
-        self._traffic = StepTraffic(engine.ladder.ledger)
+        self._saver = RunSaver(config, engine, model.padded_vocab_size, outlets.printer, outlets.progress_file)
+        tally = SourceTally(datasets.train) if config.logging.log_samples_per_source else None
+        self._reporter = Reporter(config, model.padded_vocab_size, engine, outlets, tally)
         self._garbage = GarbageCollection(config.training)
         self._passed_over = frozenset(int(iteration) for iteration in config.training.iterations_to_skip)
-        self._since_line, self._since_point = Interval(), Interval()
         self._bad_iterations = BadIterations()
         self._reason_for_leaving: str | None = None
         rank, ranks = engine.ladder.backend.rank, engine.ladder.topology.world_size
@@ -80,7 +51,6 @@ class Trainer:
         self._batch_sizes = running_schedule(config, ranks)
         self._train_batches = MicroBatches(datasets.train, sampler, config.data.num_workers, datasets.rules)
         self._held_out = HeldOutSets(config, datasets, progress.iteration, rank=rank, ranks=ranks)
-        self._tally = SourceTally(datasets.train) if config.logging.log_samples_per_source else None
 
     def run(self) -> None:
         """Trains up to --train-iters, or until there is a reason to leave before, and saves what --save asks for.
@@ -97,9 +67,12 @@ class Trainer:
         printer, training = self._outlets.printer, self._config.training
         first = self._progress.iteration
         printer.milestone("before the start of training step")
+        if self._outlets.progress_file is not None:
+            self._outlets.progress_file.job_has_started()
         leaving = Leaving(training, printer.rank)
         try:
             while self._progress.iteration < training.train_iters and self._reason_for_leaving is None:
+                self._profile()
                 if self._progress.iteration + 1 in self._passed_over:
                     self._pass_over()
                 else:
@@ -107,6 +80,7 @@ class Trainer:
                 self._saver.check()
                 self._garbage.after_iteration(self._progress.iteration)
                 self._between_steps()
+            self._end_profile()
             if self._reason_for_leaving is not None:
                 printer.milestone(self._reason_for_leaving)
             if self._progress.iteration > first:
@@ -128,12 +102,12 @@ class Trainer:
         scaler_before = self._engine.loss_scaler.state()
         outcome = train_step(self._model, self._engine, self._train_batches, plan)
         seconds = time.perf_counter() - started
-        self._traffic.close_step()
         self._bad_iterations.count(outcome, self._progress, scaler_before)
         self._progress.advance(batch_size, is_skipped=outcome.is_skipped)
         times = StepTimes(batch_size, seconds, self._train_batches.wait_seconds - waited)
         self._reason_for_leaving = reason_for_leaving(outcome.wishes, self._progress.iteration, self._config.training)
-        self._report(StepReadings(outcome, batch_size, plan.learning_rate, self._engine.loss_scaler.scale), times)
+        readings = StepReadings(outcome, batch_size, plan.learning_rate, self._engine.loss_scaler.scale)
+        self._reporter.iteration(self._progress, readings, times, is_last=self._is_last())
         self._end_if_all_is_bad()
 
     def _pass_over(self) -> None:
@@ -152,7 +126,7 @@ class Trainer:
     def _between_steps(self) -> None:
         """Saves first: whoever asks the run to leave may not wait for a validation."""
         if self._is_multiple_of(self._config.checkpoint.save_interval) or self._is_last():
-            self._saver.save(self._progress)
+            self._save()
         training, iteration = self._config.training, self._progress.iteration
         if is_followed_by_validation(iteration, training) and iteration < training.train_iters:
             self._validate()
@@ -166,62 +140,44 @@ class Trainer:
         self._validate(drawn_from=" on validation set")
         self._test()
 
+    def _save(self) -> None:
+        if self._config.checkpoint.save is None:
+            return
+        with self._engine.observer.phase("save-checkpoint"):
+            self._saver.save(self._progress)
+        self._reporter.between_steps("save-checkpoint")
+
+    def _profile(self) -> None:
+        """Begins or ends a profile that this rank is to make, before the next iteration."""
+        profiler = self._outlets.instruments.profiler
+        if profiler is not None:
+            self._outlets.printer.on_this(profiler.before_step(self._progress.iteration + 1))
+
+    def _end_profile(self) -> None:
+        profiler = self._outlets.instruments.profiler
+        if profiler is not None:
+            self._outlets.printer.on_this(profiler.finish(self._progress.iteration))
+
     def _is_multiple_of(self, interval: int | None) -> bool:
         return interval is not None and self._progress.iteration % interval == 0
-
-    def _report(self, readings: StepReadings, times: StepTimes) -> None:
-        """A training line every --log-interval iterations and at the end, a TensorBoard point every --tensorboard-log-interval."""
-        outlets, logging = self._outlets, self._config.logging
-        self._since_line.add(readings.outcome, times)
-        self._since_point.add(readings.outcome, times)
-        if self._is_multiple_of(logging.log_interval) or self._is_last():
-            report = self._interval_report(self._since_line, readings)
-            outlets.printer.on_last(training_line(report))
-            by_source = self._samples_per_source()
-            if outlets.json_lines is not None:
-                outlets.json_lines.write({**report.json_object(), **by_source})
-            self._since_line = Interval()
-        if outlets.tensorboard is not None and self._is_multiple_of(logging.tensorboard_log_interval):
-            outlets.tensorboard.write_interval(self._interval_report(self._since_point, readings))
-            self._since_point = Interval()
-
-    def _samples_per_source(self) -> dict[str, dict[str, int]]:
-        """For --log-jsonl, and printed; nothing without --log-samples-per-source."""
-        if self._tally is None:
-            return {}
-        counts = self._tally.up_to(self._progress.consumed_samples)
-        self._outlets.printer.on_last(samples_line(counts))
-        return {"consumed_samples_per_source": counts}
-
-    def _interval_report(self, interval: Interval, readings: StepReadings) -> IntervalReport:
-        inputs = ReportInputs(readings, self._model.padded_vocab_size, max_memory_bytes(self._engine.device))
-        return interval_report(self._config, self._progress, interval, self._traffic, inputs)
 
     def _is_last(self) -> bool:
         training = self._config.training
         return self._progress.iteration == training.train_iters or self._reason_for_leaving is not None
 
     def _validate(self, drawn_from: str = "") -> None:
-        progress = self._progress
         for held_out in self._held_out.validation:
-            loss = self._evaluate(held_out, drawn_from)
-            if self._outlets.json_lines is not None:
-                named = {"validation_set": held_out.name} if held_out.name else {}
-                self._outlets.json_lines.write({"iteration": progress.iteration, **named, "validation_loss": loss})
-            if self._outlets.tensorboard is not None:
-                self._outlets.tensorboard.write_validation(progress.iteration, progress.consumed_samples, loss, held_out.name)
+            self._reporter.validation(self._progress, self._evaluate(held_out, drawn_from), held_out.name)
 
     def _test(self) -> None:
-        if self._held_out.test is None:
-            return
-        loss = self._evaluate(self._held_out.test, " on test set")
-        if self._outlets.json_lines is not None:
-            self._outlets.json_lines.write({"iteration": self._progress.iteration, "test_loss": loss})
+        if self._held_out.test is not None:
+            self._reporter.test(self._progress, self._evaluate(self._held_out.test, " on test set"))
 
     def _evaluate(self, held_out: HeldOutSet, drawn_from: str) -> float:
         """The mean loss, printed."""
-        with self._garbage.evaluation():
+        with self._garbage.evaluation(), self._engine.observer.phase("eval-time"):
             loss = evaluate(self._model, self._engine, held_out)
+        self._reporter.between_steps("eval-time")
         if held_out.name:
             drawn_from = f" on validation set {held_out.name}"
         self._outlets.printer.on_last(validation_lines(self._progress.iteration, loss, drawn_from=drawn_from))

@@ -233,6 +233,10 @@ def test_global_batch_is_refused_exactly_when_it_does_not_split_and_the_remedies
         ("--tokenizer-type NullTokenizer --tokenizer-model m", ["--tokenizer-model has no effect with --tokenizer-type NullTokenizer"]),
         ("--tokenizer-type NullTokenizer --vocab-extra-ids 5", ["--vocab-extra-ids has no effect with --tokenizer-type NullTokenizer"]),
         (REAL_DATA + "--vocab-size 9", []),
+        ("--log-memory-to-tensorboard", ["--log-memory-to-tensorboard has no effect without --tensorboard-dir or --wandb-project"]),
+        ("--log-memory-to-tensorboard --wandb-project p", []),
+        ("--timing-log-option max", ["--timing-log-option has no effect without --timing-log-level"]),
+        ("--profile-step-start 1", ["--profile-step-start has no effect without --profile"]),
     ],
 )
 def test_flag_that_changes_nothing_is_noticed(flags, notices):
@@ -266,6 +270,13 @@ def test_divisors_of_twelve():
         ("--zero-quantized-gradients --zero-quantized-gradients-rounding up", "--zero-quantized-gradients-rounding up"),
         ("--exit-signal SIGINT", "--exit-signal SIGINT changes nothing without --exit-signal-handler"),
         ("--exit-signal-handler", "--exit-signal-handler needs a folder to save in; give --save"),
+        ("--profile", "--profile needs a folder for its traces; give --profile-dir, or --tensorboard-dir"),
+        (
+            "--profile --profile-dir d --profile-step-end 10",
+            "--profile-step-end 10 is not above --profile-step-start 10",
+        ),
+        ("--profile --profile-dir d --profile-ranks 0 64", "--profile-ranks 64 is not a rank of this world; choose among 0 to "),
+        ("--log-progress", "--log-progress needs a folder to save in; give --save"),
     ],
 )
 def test_details_of_quantization_that_could_change_nothing_are_refused(flags, message):

@@ -99,6 +99,24 @@ def test_backward_repeats_the_forward_of_recomputed_blocks(recomputed: str) -> N
     assert again == (0, *forward[1 : count + 1], *[0] * (3 - count), 0)
 
 
+def test_flops_per_token_are_those_counted_by_hand() -> None:
+    """GPT-2 small at 1024 tokens, forward, per token: two operations for each weight of a matrix, and the scores.
+
+    attention 2 x 768 x (3 x 768) + 2 x 768 x 768   =   4 718 592
+    MLP       2 x (2 x 768 x 3072)                  =   9 437 184
+    scores    2 x 2 x 1024 x 768, whole square      =   3 145 728
+    a block                                             17 301 504    with half of the square 15 728 640
+    12 blocks                                          207 618 048                           188 743 680
+    head      2 x 768 x 50304                       =  77 266 944
+    """
+    plain, recomputed = (gpt_config(layers=12, hidden=768, heads=12, length=1024, recompute=again) for again in (False, True))
+    per_sample = 1024
+    assert model_flops(plain, 50304, 1) == per_sample * 3 * (188_743_680 + 77_266_944)
+    assert hardware_flops(plain, 50304, 1) == per_sample * 3 * (207_618_048 + 77_266_944)
+    assert hardware_flops(recomputed, 50304, 1) == per_sample * (4 * 207_618_048 + 3 * 77_266_944)
+    assert model_flops(recomputed, 50304, 1) == model_flops(plain, 50304, 1)
+
+
 @pytest.mark.parametrize(("seconds", "published_tflops"), [(9.9559, 7.65), (3.6806, 20.70)])
 def test_hardware_flops_give_the_published_throughput_of_the_zeropp_tutorial(seconds: float, published_tflops: float) -> None:
     """18 billion parameters on 64 V100: iteration times and TFLOPs per GPU as the DeepSpeed ZeRO++ tutorial shows them."""
