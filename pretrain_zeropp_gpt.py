@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.config.arguments import arguments_block
 from megatron_zpp.config.assumptions import banner
-from megatron_zpp.config.cli import ERROR_EXIT_CODE, error_text, parse_flags
+from megatron_zpp.config.cli import ERROR_EXIT_CODE, asks_for_help, error_text, help_text, parse_flags
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.schema import Config
 from megatron_zpp.config.validate import resolve
@@ -28,15 +28,35 @@ def main(argv: list[str]) -> int:
     try:
         launch = read_launch(os.environ)
     except ValueError as error:
-        return refuse(str(error))
+        if not (asks_for_help(argv) or "--dry-run" in argv):
+            return refuse(str(error))
+        launch = Launch(0, 1, 0, 1)  # nothing is to be started
+    if asks_for_help(argv):
+        RankPrinter(launch.rank, launch.world_size).on_first(help_text())
+        return 0
     config, mistake = Config(), None
     try:
-        config = resolve(with_checkpoint_args(parse_flags(argv)), launch.world_size, launch.local_world_size)
+        config = with_checkpoint_args(parse_flags(argv))
+        if config.plan.dry_run:
+            return show_plan(config, launch)
+        config = resolve(config, launch.world_size, launch.local_world_size)
     except FlagError as error:
         mistake = str(error)
-    if mistake is not None and launch.world_size == 1:
-        return refuse(mistake)
+    if mistake is not None and (launch.world_size == 1 or "--dry-run" in argv):
+        return refuse(mistake, launch.rank)
     return run_in_world(config, launch, mistake)
+
+
+def show_plan(config: Config, launch: Launch) -> int:
+    """The exit code of --dry-run; the first rank alone prints."""
+    from megatron_zpp.training.dry_run import described_plan
+
+    try:
+        text = described_plan(config, launch)
+    except ValueError as error:
+        return refuse(str(error), launch.rank)
+    RankPrinter(launch.rank, launch.world_size).on_first(text)
+    return 0
 
 
 def run_in_world(config: Config, launch: Launch, mistake: str | None) -> int:
@@ -53,7 +73,7 @@ def run_in_world(config: Config, launch: Launch, mistake: str | None) -> int:
         train(config, launch, world)
     except StartupError as error:
         world.leave()
-        return refuse(str(error)) if launch.rank == 0 else ERROR_EXIT_CODE
+        return refuse(str(error), launch.rank)
     except Exception as error:
         fail(world, error)
     world.leave()
@@ -64,20 +84,25 @@ def train(config: Config, launch: Launch, world: World) -> None:
     """The run itself: model -> engine -> data -> training. Raises StartupError for a mistake of the user's, on every rank alike."""
     from megatron_zpp.parallel.topology import check_placement
     from megatron_zpp.training import setup, start
+    from megatron_zpp.training.instruments import make_instruments
+    from megatron_zpp.training.leaving import check_kill_switch
     from megatron_zpp.training.trainer import Trainer
 
     printer = RankPrinter(launch.rank, launch.world_size)
     printer.on_first("\n".join(filter(None, [banner(config), arguments_block(config), *config.notices])))
     setup.check_same_flags(config)
-    if config.training.deterministic_mode:
-        setup.use_deterministic_kernels()
     hosts = world.hosts()
     with world.agreement():
+        if config.training.deterministic_mode:
+            setup.use_deterministic_kernels()
         check_placement(hosts, config.distributed.ranks_per_node)
-    ladder = setup.build_ladder(config, world)
+    with world.agreement():
+        instruments = make_instruments(config, world.device, world.rank)
+    ladder = setup.build_ladder(config, world, instruments)
     memory_there = setup.memory_per_rank(world, hosts)
     origin = start.find_origin(config, world)
     with world.agreement("preparing data", printer.on_first):
+        check_kill_switch(config.training, launch.rank)
         setup.check_backends(config, world.device)
         config = start.with_schedule(config, origin)
         vocabulary = setup.build_vocabulary(config)
@@ -85,16 +110,17 @@ def train(config: Config, launch: Launch, world: World) -> None:
         setup.check_memory(config, model, ladder.topology, world.device, memory_there)
         speaker = setup.speaker_of(launch, hosts[launch.rank], printer)
         datasets = setup.build_run_data(config, vocabulary, speaker, checks_token_ids=launch.local_rank == 0)
-        outlets = setup.open_outlets(config, printer)
+        outlets = setup.open_outlets(config, printer, instruments)
         config = config.with_values(vocab_size=vocabulary.size)
     setup.check_save_is_shared(config, world)
     kernels = setup.prepare_kernels(config, world.device)
     lines = [*setup.describe_run(config, ladder, vocabulary.size, model), kernels, *datasets.messages]
     printer.on_first("\n".join(filter(None, lines)))
     printer.milestone("after dataloaders are built")
-    engine = setup.build_engine(config, model, ladder, world.device)
+    engine = setup.build_engine(config, model, ladder, instruments)
     with world.agreement():
         progress = start.load_progress(config, engine, origin)
+        config = start.with_remaining_batches(config, progress, world.world_size)
     printer.on_first(start.describe_start(config, origin, progress))
     origin.close()
     try:
@@ -104,8 +130,10 @@ def train(config: Config, launch: Launch, world: World) -> None:
     engine.close()
 
 
-def refuse(mistake: str) -> int:
-    print(error_text(FlagError(mistake)), file=sys.stderr, flush=True)
+def refuse(mistake: str, rank: int = 0) -> int:
+    """The exit code of a mistake, which the first rank prints."""
+    if rank == 0:
+        print(error_text(FlagError(mistake)), file=sys.stderr, flush=True)
     return ERROR_EXIT_CODE
 
 

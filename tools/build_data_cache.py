@@ -47,7 +47,9 @@ def run(args: argparse.Namespace, flags: list[str]) -> None:
     datasets = setup.build_run_data(config, setup.build_vocabulary(config), speaker, checks_token_ids=not args.no_token_check)
     for message in datasets.messages:
         print(message)
-    for name, dataset in (("training", datasets.train), ("validation", datasets.valid), ("test", datasets.test)):
+    validation = {f"validation {name}".strip(): dataset for name, dataset in datasets.valid.items()}
+    found: dict[str, SampleSource | None] = {"training": datasets.train, **(validation or {"validation": None}), "test": datasets.test}
+    for name, dataset in found.items():
         print(f"{name}: {_in_words(dataset)}")
     print(f"ready in {time.monotonic() - started:.1f} s")
 

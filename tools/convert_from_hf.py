@@ -1,4 +1,4 @@
-"""A GPT-2 of Hugging Face (safetensors) as a checkpoint that --load takes: weights only, training starts at iteration 0."""
+"""A GPT-2, Llama, Qwen2 or Qwen3 of Hugging Face (safetensors) as a checkpoint that --load takes: weights alone, from iteration 0."""
 
 import argparse
 import sys
@@ -11,7 +11,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import run_command
 
-from megatron_zpp.checkpoint.gpt2_layout import model_config, rules
 from megatron_zpp.checkpoint.hf_folder import HfFolder
 from megatron_zpp.checkpoint.release import write_release
 from megatron_zpp.checkpoint.stored_flags import units_of
@@ -30,14 +29,16 @@ def run(args: argparse.Namespace) -> None:
     source = HfFolder(Path(args.input))
     model, vocab_size = _model(source, args)
     padded = padded_vocab_size(vocab_size, args.make_vocab_size_divisible_by)
-    rule_of = {rule.ours: rule for rule in rules(model, vocab_size, padded)}
-    source.check_names([rule.name for rule in rule_of.values()])
+    rule_of = {rule.ours: rule for rule in source.layout.rules(model, vocab_size, padded)}
+    source.check_names([theirs.name for rule in rule_of.values() for theirs in rule.theirs])
 
     def weight_of(name: str) -> Tensor:
         rule = rule_of[name]
-        return rule.to_ours(source.read(rule.name, rule.shape))
+        return rule.join([source.read(theirs.name, theirs.shape) for theirs in rule.theirs])
 
-    data = DataConfig(tokenizer_type=args.tokenizer_type, tokenizer_model=args.tokenizer_model, vocab_size=vocab_size)
+    # Their embeddings may have more rows than their tokenizer has ids.
+    ids = vocab_size if args.tokenizer_type == "NullTokenizer" else None
+    data = DataConfig(tokenizer_type=args.tokenizer_type, tokenizer_model=args.tokenizer_model, vocab_size=ids)
     flags = {"model": asdict(model), "data": asdict(data), "padded_vocab_size": padded}
     folder = write_release(Path(args.output), units_of(model, padded), weight_of, flags)
     print(f"{folder}: {len(rule_of)} parameters, vocabulary of {vocab_size} ids padded to {padded}")
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _model(source: HfFolder, args: argparse.Namespace) -> tuple[ModelConfig, int]:
     try:
-        model, vocab_size = model_config(source.config), int(source.config["vocab_size"])
+        model, vocab_size = source.layout.model_config(source.config), int(source.config["vocab_size"])
     except KeyError as error:
         raise ValueError(f"{source.folder / 'config.json'} lacks {error}.") from None
     fields = {**asdict(model), "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by}

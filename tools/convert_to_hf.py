@@ -1,8 +1,12 @@
-"""A checkpoint as a model folder of Hugging Face in GPT-2's layout: one process, memory for one tensor, neither GPU nor process group."""
+"""A checkpoint as a model folder of Hugging Face: one process, memory for one tensor, neither GPU nor process group.
+
+The layout is the one that has a place for all of the model: that of GPT-2, Llama, Qwen2 or Qwen3.
+"""
 
 import argparse
 import sys
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from torch import Tensor
@@ -12,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from command import ELEMENT_TYPES, add_checkpoint_flags, add_output_flags, run_command
 
 from megatron_zpp.checkpoint.export import new_folder, write_json, write_tensors
-from megatron_zpp.checkpoint.gpt2_layout import config_json, rules
+from megatron_zpp.checkpoint.hf_layouts import layout_holding
 from megatron_zpp.checkpoint.hf_tokenizer import write_tokenizer
 from megatron_zpp.checkpoint.manifest import Manifest
 from megatron_zpp.checkpoint.shard_file import TensorEntry
@@ -31,19 +35,24 @@ def run(args: argparse.Namespace) -> None:
         model, padded = model_flags(reader.manifest), padded_vocab_size(reader.manifest)
         data = _data(reader.manifest, args)
         tokenizer = build_tokenizer(data) if data.tokenizer_type is not None else None
-        vocab_size = padded if args.keep_vocab_padding else _vocab_size(data, padded)
-        rule_of = {rule.name: rule for rule in rules(model, vocab_size, padded)}
-        entries = [TensorEntry(rule.name, ELEMENT_TYPES[args.dtype], rule.shape) for rule in rule_of.values()]
+        vocab_size = (
+            padded if args.keep_vocab_padding else _vocab_size(data.vocab_size or (tokenizer.vocab_size if tokenizer else None), padded)
+        )
+        layout = layout_holding(model)
+        rules = list(layout.rules(model, vocab_size, padded))
+        place_of = {theirs.name: (rule, index) for rule in rules for index, theirs in enumerate(rule.theirs)}
+        entries = [TensorEntry(theirs.name, ELEMENT_TYPES[args.dtype], theirs.shape) for rule in rules for theirs in rule.theirs]
+        weight = lru_cache(maxsize=1)(reader.weight)  # the parts of one follow each other
 
         def values_of(entry: TensorEntry) -> Tensor:
-            rule = rule_of[entry.name]
-            return rule.to_theirs(reader.weight(rule.ours))
+            rule, index = place_of[entry.name]
+            return rule.split(weight(rule.ours))[index]
 
         with new_folder(Path(args.output)) as folder:
-            write_json(folder / "config.json", config_json(model, vocab_size, None if tokenizer is None else tokenizer.eod))
+            write_json(folder / "config.json", layout.config_json(model, vocab_size, None if tokenizer is None else tokenizer.eod))
             files = write_tensors(folder, entries, values_of, args.max_shard_bytes)
-            told = write_tokenizer(folder, data.tokenizer_type, data.tokenizer_model)
-    print(f"{args.output}: {len(entries)} tensors in {len(files)} files, vocabulary of {vocab_size} ids; {told}")
+            told = write_tokenizer(folder, data)
+    print(f"{args.output}: layout of {layout.model_type}, {len(entries)} tensors in {len(files)} files, {vocab_size} ids; {told}")
 
 
 def _data(manifest: Manifest, args: argparse.Namespace) -> DataConfig:
@@ -52,12 +61,12 @@ def _data(manifest: Manifest, args: argparse.Namespace) -> DataConfig:
     return data if args.vocab_size is None else replace(data, vocab_size=args.vocab_size)
 
 
-def _vocab_size(data: DataConfig, padded: int) -> int:
-    if data.vocab_size is None:
+def _vocab_size(ids: int | None, padded: int) -> int:
+    if ids is None:
         raise ValueError("the checkpoint does not say how many ids its tokenizer has; give --vocab-size or --keep-vocab-padding.")
-    if data.vocab_size > padded:
-        raise ValueError(f"--vocab-size {data.vocab_size} is more than the {padded} rows of the embedding; correct it.")
-    return data.vocab_size
+    if ids > padded:
+        raise ValueError(f"--vocab-size {ids} is more than the {padded} rows of the embedding; correct it.")
+    return ids
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add_output_flags(parser)
     parser.add_argument("--vocab-size", type=int, metavar="N", help="ids of the tokenizer (default: what the checkpoint says)")
     parser.add_argument("--keep-vocab-padding", action="store_true", help="keep the rows that pad the vocabulary")
-    parser.add_argument("--tokenizer-model", metavar="PATH", help="SentencePiece model (default: the one the training used)")
+    parser.add_argument("--tokenizer-model", metavar="PATH", help="the tokenizer's model (default: the one the training used)")
     return parser
 
 

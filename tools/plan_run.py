@@ -23,16 +23,10 @@ from command import MISTAKE_EXIT_CODE
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.schema import Config
-from megatron_zpp.data.tokenizer import build_tokenizer, padded_vocab_size
+from megatron_zpp.data.tokenizer import build_tokenizer, embedding_rows
 from megatron_zpp.model.flops import parameter_count
-from megatron_zpp.training.assumed_hardware import (
-    CPU_CODEC,
-    GLOO_COLLECTIVE_SECONDS,
-    GPU_CODEC,
-    NCCL_INTER_COLLECTIVE_SECONDS,
-    NCCL_INTRA_COLLECTIVE_SECONDS,
-)
 from megatron_zpp.training.memory_need import in_gib
+from megatron_zpp.training.planned_machine import GIGABYTE, planned_machine
 from megatron_zpp.training.run_plan import (
     MEMBERS,
     PlannedWorld,
@@ -41,11 +35,11 @@ from megatron_zpp.training.run_plan import (
     computation_by_step,
     plan_run,
 )
-from megatron_zpp.zero.time_model import Computation, LinkSpeed, Machine, Overlap, StepTime
+from megatron_zpp.zero.time_model import Computation, Machine, Overlap, StepTime
 
 NULL_VOCABULARY = 50257  # of mock data, see config/assumptions.py
 WORTHWHILE = 1.03  # a feature that gains less is not worth its flag
-GIGABYTE, GIGABIT, TERA = 1e9, 1e9 / 8, 1e12
+TERA = 1e12
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     """Prints the plan; raises ValueError for flags that no run could have."""
     given = parse_flags(flags)
     world = PlannedWorld(options.nodes, given.distributed.ranks_per_node or 1, is_on_gpu=options.device == "gpu")
-    padded = padded_vocab_size(_vocab_size(given), given.model.make_vocab_size_divisible_by)
+    padded = embedding_rows(given.model, _vocab_size(given))
     plans = [plan_run(given, member, world, padded) for member in MEMBERS]
     zero3 = next(plan for plan in plans if plan.member.name == "ZeRO-3")
     computation = _computation(options, zero3, padded)
@@ -97,17 +91,9 @@ def _estimate(plan: RunPlan, gigabits: float, computation: Computation, options:
 
 
 def _machine(gigabits: float, options: argparse.Namespace) -> Machine:
-    on_gpu = options.device == "gpu"
-    inter_latency, intra_latency = (
-        (NCCL_INTER_COLLECTIVE_SECONDS, NCCL_INTRA_COLLECTIVE_SECONDS) if on_gpu else (GLOO_COLLECTIVE_SECONDS, GLOO_COLLECTIVE_SECONDS)
-    )
-    overlap = Overlap(options.overlap) if options.overlap else Overlap.STREAMS if on_gpu else Overlap.THREAD
-    return Machine(
-        LinkSpeed(gigabits * GIGABIT * options.link_efficiency, inter_latency),
-        LinkSpeed(options.intra_gigabytes * GIGABYTE, intra_latency),
-        GPU_CODEC if on_gpu else CPU_CODEC,
-        overlap,
-    )
+    overlap = Overlap(options.overlap) if options.overlap else None
+    is_on_gpu = options.device == "gpu"
+    return planned_machine(gigabits * options.link_efficiency, options.intra_gigabytes, is_on_gpu=is_on_gpu, overlap=overlap)
 
 
 def _computation(options: argparse.Namespace, zero3: RunPlan, padded: int) -> Computation:

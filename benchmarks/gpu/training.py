@@ -95,6 +95,7 @@ def _start(shape: str) -> Session:
     from megatron_zpp.parallel.initialize import World, choose_device
     from megatron_zpp.parallel.launch import Launch
     from megatron_zpp.training import setup
+    from megatron_zpp.training.instruments import make_instruments
     from megatron_zpp.training.memory_need import memory_need
     from megatron_zpp.training.sharding import sharding_of
     from megatron_zpp.training.step import StepPlan, train_step
@@ -102,15 +103,16 @@ def _start(shape: str) -> Session:
     config = resolve(parse_flags(f"{shape} {FLAGS}".split()), 1, None)
     launch = Launch(0, 1, 0, 1)
     world = World(launch, choose_device(launch, None), timedelta(minutes=5))
-    ladder = setup.build_ladder(config, world)
+    instruments = make_instruments(config, world.device, launch.rank)
+    ladder = setup.build_ladder(config, world, instruments)
     padded_vocab = setup.build_vocabulary(config).padded_size
     model = setup.build_model(config, padded_vocab, None)
     samples = config.training.micro_batch_size
     need = memory_need(config, model, sharding_of(config), ladder.topology, is_on_gpu=world.device.type == "cuda")
-    engine = setup.build_engine(config, model, ladder, world.device)
+    engine = setup.build_engine(config, model, ladder, instruments)
     batches = _same_batch(samples, config.model.seq_length, config.data.vocab_size or padded_vocab)
     return Session(
-        step=lambda: train_step(model, engine, batches, StepPlan(1, 1e-4)),
+        step=lambda: train_step(model, engine, batches, StepPlan(1, 1e-4, 0.0)),
         engine=engine,
         planned_states=need.plan.states,
         planned_total=need.total,

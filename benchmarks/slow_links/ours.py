@@ -15,6 +15,7 @@ from megatron_zpp.data.loader import MicroBatch
 from megatron_zpp.parallel.initialize import World
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training import setup
+from megatron_zpp.training.instruments import make_instruments
 from megatron_zpp.training.step import StepPlan, train_step
 from slow_links.stopwatch import StopwatchLanes
 
@@ -38,15 +39,16 @@ class OurTraining:
 
     def __init__(self, flags: Sequence[str], launch: Launch, world: World) -> None:
         config = resolve(parse_flags(flags), launch.world_size, launch.local_world_size)
-        self._ladder = setup.build_ladder(config, world)
+        instruments = make_instruments(config, world.device, launch.rank)
+        self._ladder = setup.build_ladder(config, world, instruments)
         self.lanes = StopwatchLanes(self._ladder.lanes)
         self._ladder.lanes = self.lanes
         setup.prepare_kernels(config, world.device)
         padded_vocab = setup.build_vocabulary(config).padded_size
         self._model = setup.build_model(config, padded_vocab, None)
-        self._engine = setup.build_engine(config, self._model, self._ladder, world.device)
+        self._engine = setup.build_engine(config, self._model, self._ladder, instruments)
         self._batches = same_batch(config, launch.rank)
-        self._plan = StepPlan(microbatches(config, launch.world_size), config.optimizer.lr)
+        self._plan = StepPlan(microbatches(config, launch.world_size), config.optimizer.lr, config.optimizer.weight_decay)
 
     def step(self) -> float:
         """The loss of one training step."""

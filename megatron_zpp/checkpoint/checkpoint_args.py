@@ -10,10 +10,13 @@ from typing import Any
 from megatron_zpp.checkpoint.folders import find_checkpoint
 from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError, Manifest, read_manifest
 from megatron_zpp.config.flag import FlagError
-from megatron_zpp.config.schema import CheckpointConfig, Config, ModelConfig
+from megatron_zpp.config.schema import GROUPS, CheckpointConfig, Config, ModelConfig
 
-# How the function is computed is this machine's choice.
-MODEL_FIELDS = tuple(member.name for member in fields(ModelConfig) if member.name not in ("checkpoint_activations", "norm_backend"))
+# How the function is computed is this machine's choice; other fields are other words for the ones that are taken.
+MACHINE_FIELDS = {"recompute_granularity", "recompute_method", "recompute_num_layers", "norm_backend", "attention_backend"}
+OTHER_WORDS = {"group_query_attention", "no_position_embedding"}
+MODEL_FIELDS = tuple(member.name for member in fields(ModelConfig) if member.name not in MACHINE_FIELDS | OTHER_WORDS)
+DEFAULTS = {group: {member.name: member.default for member in fields(GROUPS[group])} for group in ("model", "data")}
 TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_size")
 
 
@@ -58,4 +61,5 @@ def _members(manifest: Manifest, group: str, names: tuple[str, ...]) -> dict[str
     theirs = manifest.flags.get(group, {})
     if not isinstance(theirs, Mapping):
         raise DamagedCheckpointError(f"the manifest of iteration {manifest.iteration} has no {group} flags")
-    return {name: theirs[name] for name in names if theirs.get(name) is not None}
+    # A default needs no taking, and the flags of another architecture than the checkpoint's would be said to have no effect.
+    return {name: theirs[name] for name in names if theirs.get(name) not in (None, DEFAULTS[group][name])}

@@ -11,17 +11,15 @@ Where the layouts differ (N heads of D channels, H = N D, V the vocabulary witho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from megatron_zpp.checkpoint.hf_rules import HEAD, TensorRule, norm, vocabulary, whole
 from megatron_zpp.config.schema import ModelConfig
 
 PREFIX = "transformer."
-HEAD = "lm_head.weight"
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh")  # two names of the one function of our MLP
 IGNORED_BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks that old versions saved
 CHANGES_THE_FUNCTION: dict[str, Any] = {
@@ -31,41 +29,38 @@ CHANGES_THE_FUNCTION: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class TensorRule:
-    """One tensor in both layouts. name, shape: theirs. to_theirs and to_ours: of the whole tensor, fp32."""
-
-    ours: str
-    name: str
-    shape: tuple[int, ...]
-    to_theirs: Callable[[Tensor], Tensor]
-    to_ours: Callable[[Tensor], Tensor]
+def misfits(model: ModelConfig) -> list[str]:
+    """What of the model has no place in the layout, by its flags."""
+    heads = f"--num-attention-heads {model.num_attention_heads} of --kv-channels {model.kv_channels}"
+    conditions = {
+        f"{heads} beside --hidden-size {model.hidden_size}": model.heads_width != model.hidden_size,
+        f"--num-query-groups {model.num_query_groups}": model.key_value_heads != model.num_attention_heads,
+        f"--position-embedding-type {model.position_embedding_type}": not model.learns_positions,
+        f"--normalization {model.normalization}": model.normalization != "LayerNorm",
+        "--qk-layernorm": model.qk_layernorm,
+        "--swiglu": model.swiglu,
+        "--squared-relu": model.squared_relu,
+        "--disable-bias-linear": model.disable_bias_linear,
+    }
+    return [flags for flags, is_there in conditions.items() if is_there]
 
 
 def rules(model: ModelConfig, vocab_size: int, padded_vocab_size: int) -> Iterator[TensorRule]:
-    """Every tensor of the model. vocab_size: rows of their embedding.
-
-    Raises ValueError for a model that the layout has no place for.
-    """
-    if model.num_attention_heads * model.kv_channels != model.hidden_size:
-        raise ValueError(
-            f"the GPT-2 layout has heads of hidden size / heads channels, and this model has {model.num_attention_heads} heads of "
-            f"{model.kv_channels} channels beside a hidden size of {model.hidden_size}; it cannot be converted."
-        )
+    """Every tensor of a model without misfits. vocab_size: rows of their embedding."""
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
-    yield _vocabulary("embedding.word.weight", f"{PREFIX}wte.weight", (vocab_size, hidden), padded_vocab_size)
-    yield _same("embedding.position.weight", f"{PREFIX}wpe.weight", (model.max_position_embeddings, hidden))
+    yield vocabulary("embedding.word.weight", f"{PREFIX}wte.weight", (vocab_size, hidden), padded_vocab_size)
+    yield whole("embedding.position.weight", f"{PREFIX}wpe.weight", (model.max_position_embeddings, hidden))
     for index in range(model.num_layers):
         ours, theirs = f"blocks.{index}", f"{PREFIX}h.{index}"
-        yield from _norm(f"{ours}.attention_norm", f"{theirs}.ln_1", hidden)
+        yield from norm(model, f"{ours}.attention_norm", f"{theirs}.ln_1", hidden)
         yield from _qkv(f"{ours}.attention.qkv", f"{theirs}.attn.c_attn", model)
         yield from _linear(f"{ours}.attention.projection", f"{theirs}.attn.c_proj", hidden, hidden)
-        yield from _norm(f"{ours}.mlp_norm", f"{theirs}.ln_2", hidden)
+        yield from norm(model, f"{ours}.mlp_norm", f"{theirs}.ln_2", hidden)
         yield from _linear(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc", hidden, ffn)
         yield from _linear(f"{ours}.mlp.down", f"{theirs}.mlp.c_proj", ffn, hidden)
-    yield from _norm("final.norm", f"{PREFIX}ln_f", hidden)
+    yield from norm(model, "final.norm", f"{PREFIX}ln_f", hidden)
     if model.untie_embeddings_and_output_weights:
-        yield _vocabulary("final.head.weight", HEAD, (vocab_size, hidden), padded_vocab_size)
+        yield vocabulary("final.head.weight", HEAD, (vocab_size, hidden), padded_vocab_size)
 
 
 def config_json(model: ModelConfig, vocab_size: int, end_of_document: int | None) -> dict[str, Any]:
@@ -94,10 +89,8 @@ def config_json(model: ModelConfig, vocab_size: int, end_of_document: int | None
 def model_config(config: Mapping[str, Any]) -> ModelConfig:
     """Our configuration of the model that their config.json describes.
 
-    Raises ValueError for another kind of model, or a GPT-2 whose function ours cannot compute, with the reason.
+    Raises ValueError for a GPT-2 whose function ours cannot compute, with the reason, and KeyError for what the file lacks.
     """
-    if config.get("model_type") != "gpt2":
-        raise ValueError(f"config.json describes a model of type {config.get('model_type')}; only gpt2 can be converted.")
     activation = config.get("activation_function", TANH_GELUS[0])
     if activation not in TANH_GELUS:
         raise ValueError(f"config.json has activation_function {activation}, and blocks here have the tanh form of GELU, {TANH_GELUS[0]}.")
@@ -111,6 +104,7 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
         num_attention_heads=config["n_head"],
         ffn_hidden_size=config.get("n_inner") or 4 * hidden,
         kv_channels=hidden // config["n_head"],
+        num_query_groups=config["n_head"],
         seq_length=positions,
         max_position_embeddings=positions,
         norm_epsilon=config.get("layer_norm_epsilon", 1e-5),
@@ -121,32 +115,9 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def padded_rows(rows_VH: Tensor, padded_vocab_size: int) -> Tensor:
-    """The rows with their mean as padding.
-
-    A row of zeros would get the logit 0, which in a trained GPT-2 is far above those of real tokens; the mean row gets the mean logit, and
-    so at most its share of the probability (Jensen's inequality).
-    """
-    missing = padded_vocab_size - rows_VH.shape[0]
-    return rows_VH if missing == 0 else torch.cat([rows_VH, rows_VH.mean(0, keepdim=True).expand(missing, -1)])
-
-
-def _same(ours: str, theirs: str, shape: tuple[int, ...]) -> TensorRule:
-    return TensorRule(ours, theirs, shape, lambda tensor: tensor, lambda tensor: tensor)
-
-
-def _vocabulary(ours: str, theirs: str, shape: tuple[int, int], padded_vocab_size: int) -> TensorRule:
-    return TensorRule(ours, theirs, shape, lambda rows: rows[: shape[0]], lambda rows: padded_rows(rows, padded_vocab_size))
-
-
-def _norm(ours: str, theirs: str, hidden: int) -> Iterator[TensorRule]:
-    for part in ("weight", "bias"):
-        yield _same(f"{ours}.{part}", f"{theirs}.{part}", (hidden,))
-
-
 def _linear(ours: str, theirs: str, width_in: int, width_out: int) -> Iterator[TensorRule]:
-    yield TensorRule(f"{ours}.weight", f"{theirs}.weight", (width_in, width_out), Tensor.t, Tensor.t)
-    yield _same(f"{ours}.bias", f"{theirs}.bias", (width_out,))
+    yield whole(f"{ours}.weight", f"{theirs}.weight", (width_in, width_out), Tensor.t, Tensor.t)
+    yield whole(f"{ours}.bias", f"{theirs}.bias", (width_out,))
 
 
 def _qkv(ours: str, theirs: str, model: ModelConfig) -> Iterator[TensorRule]:
@@ -159,5 +130,5 @@ def _qkv(ours: str, theirs: str, model: ModelConfig) -> Iterator[TensorRule]:
         return rows.unflatten(0, (3, heads, channels)).transpose(0, 1).flatten(0, 2)
 
     weight_shape = (hidden, 3 * heads * channels)
-    yield TensorRule(f"{ours}.weight", f"{theirs}.weight", weight_shape, lambda rows: by_kind(rows).t(), lambda tensor: by_head(tensor.t()))
-    yield TensorRule(f"{ours}.bias", f"{theirs}.bias", (3 * heads * channels,), by_kind, by_head)
+    yield whole(f"{ours}.weight", f"{theirs}.weight", weight_shape, lambda rows: by_kind(rows).t(), lambda tensor: by_head(tensor.t()))
+    yield whole(f"{ours}.bias", f"{theirs}.bias", (3 * heads * channels,), by_kind, by_head)

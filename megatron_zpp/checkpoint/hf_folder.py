@@ -10,29 +10,34 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_zpp.checkpoint.gpt2_layout import HEAD, IGNORED_BUFFERS, PREFIX
+from megatron_zpp.checkpoint.hf_layouts import layout_of_type
+from megatron_zpp.checkpoint.hf_rules import HEAD
 
 INDEX_FILE = "model.safetensors.index.json"
 WHOLE_FILE = "model.safetensors"
 
 
 class HfFolder:
-    """The tensors of the folder, read one at a time. Raises ValueError where it holds no safetensors, or files that do not fit together."""
+    """The tensors of the folder, read one at a time.
+
+    Raises ValueError for a kind of model that is not known here, and where it holds no safetensors, or files that do not fit together.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config = _read_json(folder / "config.json")
+        self.layout = layout_of_type(self.config)
         self._file_of = self._places()
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Nothing, where the folder has tensors of exactly these names; causal masks and the copy of a tied head do not count."""
+        """Nothing, where the folder has tensors of exactly these names; buffers and the copy of a tied head do not count."""
         missing = [name for name in names if self._stored(name) not in self._file_of]
         if missing:
             raise ValueError(f"{self.folder} has no tensor {missing[0]}, which its config.json asks for.")
         wanted = {self._stored(name) for name in names}
-        left = [name for name in self._file_of.keys() - wanted if not name.endswith(IGNORED_BUFFERS) and name != HEAD]
+        left = [name for name in self._file_of.keys() - wanted if not name.endswith(self.layout.ignored) and name != HEAD]
         if left:
-            raise ValueError(f"{self.folder} has tensors that a GPT-2 does not: {', '.join(sorted(left)[:5])}.")
+            raise ValueError(f"{self.folder} has tensors that its config.json does not ask for: {', '.join(sorted(left)[:5])}.")
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor of this name and shape, in fp32."""
@@ -49,7 +54,7 @@ class HfFolder:
 
     def _stored(self, name: str) -> str:
         """The name without its prefix, where the folder is of the model without its head."""
-        return name if name in self._file_of else name.removeprefix(PREFIX)
+        return name if name in self._file_of else name.removeprefix(self.layout.prefix)
 
     def _places(self) -> dict[str, str]:
         if (self.folder / INDEX_FILE).exists():

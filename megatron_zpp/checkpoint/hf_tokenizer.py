@@ -9,19 +9,45 @@ from typing import Any
 import sentencepiece
 
 from megatron_zpp.checkpoint.export import write_json
+from megatron_zpp.config.schema import DataConfig
 
+FILES_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 MARK = "\u2581"  # stands for a space in pieces
 _PROBE = "  a\u00a0 \ufb01 \u2460A  b "  # spaces, a ligature and signs that normalization would change
 _TOKENIZER_CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
 
 
-def write_tokenizer(folder: Path, tokenizer_type: str | None, model_path: str | None) -> str:
-    """What was written into `folder`, in a sentence.
-
-    The SentencePiece model itself, always; and a tokenizer.json where its kind allows one that gives the same ids.
-    """
-    if tokenizer_type == "NullTokenizer" or model_path is None:
+def write_tokenizer(folder: Path, data: DataConfig) -> str:
+    """What was written into `folder`, in a sentence: files that give the ids of the training, as far as the kind of tokenizer has such."""
+    if data.tokenizer_type in ("HuggingFaceTokenizer", "HFTokenizer") and data.tokenizer_model is not None:
+        return _copy_huggingface(folder, Path(data.tokenizer_model))
+    if data.tokenizer_type == "GPT2BPETokenizer" and data.vocab_file is not None and data.merge_file is not None:
+        return _copy_gpt2(folder, data.vocab_file, data.merge_file)
+    if data.tokenizer_type in ("NullTokenizer", None) or data.tokenizer_model is None:
         return "no tokenizer files: the run had ids for text"
+    if data.tokenizer_type == "TikTokenizer":
+        return "no tokenizer files: transformers reads no .tiktoken file"
+    return _write_sentencepiece(folder, data.tokenizer_type, data.tokenizer_model)
+
+
+def _copy_huggingface(folder: Path, model_path: Path) -> str:
+    source = model_path if model_path.is_dir() else model_path.parent
+    shutil.copyfile(source / "tokenizer.json" if model_path.is_dir() else model_path, folder / "tokenizer.json")
+    beside = [name for name in FILES_BESIDE if (source / name).is_file()]
+    for name in beside:
+        shutil.copyfile(source / name, folder / name)
+    return f"copies of {', '.join(['tokenizer.json', *beside])}"
+
+
+def _copy_gpt2(folder: Path, vocab_file: str, merge_file: str) -> str:
+    shutil.copyfile(vocab_file, folder / "vocab.json")
+    shutil.copyfile(merge_file, folder / "merges.txt")
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"})
+    return "vocab.json, merges.txt and tokenizer_config.json"
+
+
+def _write_sentencepiece(folder: Path, tokenizer_type: str, model_path: str) -> str:
+    """The SentencePiece model itself, always; and a tokenizer.json where its kind allows one that gives the same ids."""
     shutil.copyfile(model_path, folder / "tokenizer.model")
     if tokenizer_type != "GPTSentencePieceTokenizer":
         return f"tokenizer.model alone: {tokenizer_type} adds pieces that only this program knows"

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,6 +28,7 @@ from megatron_zpp.checkpoint.manifest import (
 from megatron_zpp.checkpoint.reshard import MissingElementsError, PieceIndex, Source, chunk_runs
 from megatron_zpp.checkpoint.verified_file import RUN_CHUNKS, VerifiedFile
 from megatron_zpp.config.options import spelling_of
+from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.zero.pieces import WEIGHT, Piece
 
 # What decides the function of the weights; heads, for example, leave no trace in shapes.
@@ -38,9 +39,27 @@ MODEL_FLAGS = (
     "kv_channels",
     "ffn_hidden_size",
     "max_position_embeddings",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rope_scaling_low_freq_factor",
+    "rope_scaling_high_freq_factor",
+    "rope_scaling_original_max_position_embeddings",
+    "num_query_groups",
+    "normalization",
+    "apply_layernorm_1p",
+    "qk_layernorm",
+    "swiglu",
+    "squared_relu",
     "norm_epsilon",
     "untie_embeddings_and_output_weights",
 )
+# What a checkpoint means that was written before a flag existed.
+DEFAULTS = {member.name: member.default for member in fields(ModelConfig)}
 
 
 @dataclass(frozen=True)
@@ -132,11 +151,11 @@ class CheckpointReader:
         flags: the model's configuration here, compared with the checkpoint's.
         Raises CheckpointError naming the flags, or the first parameter, that differ.
         """
-        theirs = self.manifest.flags.get("model", {})
+        theirs = DEFAULTS | self.manifest.flags.get("model", {})
         differing = [
             f"{spelling_of(name)} {theirs[name]} there and {flags[name]} here"
             for name in MODEL_FLAGS
-            if name in theirs and theirs[name] != flags[name]
+            if theirs[name] is not None and theirs[name] != flags[name]
         ]
         if not differing and dict(self.manifest.shapes) == dict(shapes):
             return

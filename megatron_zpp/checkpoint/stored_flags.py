@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from megatron_zpp.checkpoint.checkpoint_args import MACHINE_FIELDS
 from megatron_zpp.checkpoint.folders import find_checkpoint
 from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest
 from megatron_zpp.checkpoint.reader import CheckpointReader
@@ -16,6 +17,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.specs import UnitSpec
 
 Group = TypeVar("Group", DataConfig, ModelConfig)
+FORMER_MACHINE_FIELDS = {"checkpoint_activations"}  # in checkpoints from before --recompute-granularity
 
 
 def open_checkpoint(directory: Path, step: int | None) -> CheckpointReader:
@@ -27,12 +29,12 @@ def open_checkpoint(directory: Path, step: int | None) -> CheckpointReader:
 
 
 def model_flags(manifest: Manifest) -> ModelConfig:
-    """The model's configuration, with torch's norms: those of Apex run on GPUs only, and compute the same."""
-    return replace(_group(ModelConfig, manifest, "model"), norm_backend="torch")
+    """The model's configuration; how its function is computed is not the checkpoint's business."""
+    return _group(ModelConfig, manifest, "model", left_out=MACHINE_FIELDS | FORMER_MACHINE_FIELDS)
 
 
 def data_flags(manifest: Manifest) -> DataConfig:
-    return _group(DataConfig, manifest, "data")
+    return _group(DataConfig, manifest, "data", left_out=set())
 
 
 def padded_vocab_size(manifest: Manifest) -> int:
@@ -50,10 +52,12 @@ def _flags(manifest: Manifest, name: str) -> Any:
     return manifest.flags[name]
 
 
-def _group(kind: type[Group], manifest: Manifest, name: str) -> Group:
+def _group(kind: type[Group], manifest: Manifest, name: str, left_out: AbstractSet[str]) -> Group:
     flags = _flags(manifest, name)
     try:
-        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in flags.items() if name not in left_out
+        }
         return kind(**fields)
     except (TypeError, AttributeError) as error:
         raise CheckpointError(

@@ -43,7 +43,8 @@ def banner(config: Config) -> str:
 
 
 def _has_length(config: Config) -> bool:
-    return config.training.train_iters is not None or config.training.train_samples is not None
+    training = config.training
+    return any(length is not None for length in (training.train_iters, training.train_samples, training.train_tokens))
 
 
 def _check_data_has_length_and_tokenizer(config: Config) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from megatron_zpp.config.flag import Bounds, FlagError, check_value
-from megatron_zpp.config.obsolete import ACCEPTED, REFUSED, notice
+from megatron_zpp.config.flag import Bounds, FlagError, any_of, check_value
+from megatron_zpp.config.obsolete import ACCEPTED, notice, remedy_of_refused
 from megatron_zpp.config.options import Option, options
 from megatron_zpp.config.schema import GROUPS, Config
 
 PROGRAM = "pretrain_zeropp_gpt.py"
 ERROR_EXIT_CODE = 2
 
+FLAG = re.compile(r"--?[A-Za-z]")
 METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
@@ -27,13 +29,18 @@ def parse_flags(argv: Sequence[str]) -> Config:
     """
     occurrences = _occurrences(argv)
     values = {option.name: _value_of(option, occurrences) for option in options() if _is_given(option, occurrences)}
-    notices = tuple(notice(spelling) for spelling in occurrences if spelling in ACCEPTED)
+    notices = tuple(_notice(spelling, words) for spelling, words in occurrences.items() if spelling in ACCEPTED)
     return Config(given=frozenset(values), notices=notices).with_values(**values)
 
 
 def error_text(error: FlagError) -> str:
-    """What the user sees of a FlagError, on one line."""
-    return f"{PROGRAM}: error: {error}"
+    """What the user sees of a FlagError: a line for each flag that is wrong."""
+    return "\n".join(f"{PROGRAM}: error: {line}" for line in str(error).splitlines())
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Whether --help is among the words, whatever else is wrong with them."""
+    return not {"-h", "--help"}.isdisjoint(argv)
 
 
 def help_text() -> str:
@@ -63,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
             if option.group == group:
                 _add_option(section, option)
     section = parser.add_argument_group("accepted without effect")
-    known = {spelling for option in options() for spelling in option.spellings}
+    known = {spelling for option in options() for spelling in option.all_spellings}
     for spelling, accepted in ACCEPTED.items():
         if spelling not in known:
             _add(section, (spelling,), 0 if accepted.num_values == 0 else None, "VALUE", accepted.reason)
@@ -73,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
 def _add_option(section: Any, option: Option) -> None:
     nargs: int | str | None = 0 if option.kind is bool else "+" if option.kind is tuple else None
     _add(section, option.spellings, nargs, _metavar(option), _help_of(option))
+    for spelling, value in option.flag.shorthands:
+        _add(section, (spelling,), 0, None, f"Short for {option.spelling} {value}.")
 
 
 def _add(section: Any, spellings: Sequence[str], nargs: int | str | None, metavar: str | None, text: str) -> None:
@@ -88,7 +97,7 @@ def _metavar(option: Option) -> str | None:
 
 
 def _help_of(option: Option) -> str:
-    details = [default_in_words(option)] if option.kind is not bool else []
+    details = [default_in_words(option)]
     if option.flag.unit not in ("", "1", "path"):
         details.append(f"unit: {option.flag.unit}")
     if isinstance(option.flag.allowed, Bounds):
@@ -97,7 +106,9 @@ def _help_of(option: Option) -> str:
 
 
 def default_in_words(option: Option) -> str:
-    """`default: 0.1`, `default: 4 x --hidden-size`, `required` or `no default`."""
+    """`default: 0.1`, `default: 4 x --hidden-size`, `default: off`, `required` or `no default`."""
+    if option.kind is bool:
+        return "default: off"
     if option.default in (None, ()):
         otherwise = option.flag.otherwise
         return otherwise if otherwise == "required" else f"default: {otherwise}" if otherwise else "no default"
@@ -117,31 +128,47 @@ def _occurrences(argv: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _is_given(option: Option, occurrences: dict[str, list[str]]) -> bool:
-    return any(spelling in occurrences for spelling in option.spellings)
+    return any(spelling in occurrences for spelling in option.all_spellings)
 
 
 def _value_of(option: Option, occurrences: dict[str, list[str]]) -> Any:
     by_value: dict[Any, list[str]] = defaultdict(list)
-    for spelling in option.spellings:
+    for spelling in option.all_spellings:
         if spelling in occurrences:
             value = option.value_from(spelling, occurrences[spelling])
             if option.kind is not tuple:
                 check_value(spelling, value, option.flag.allowed)
             by_value[value].append(spelling)
     if len(by_value) > 1:
-        contradictions = " and ".join(f"{spelling} {value}" for value, spellings in by_value.items() for spelling in spellings)
+        shorthands = dict(option.flag.shorthands)
+        contradictions = " and ".join(
+            spelling if spelling in shorthands else f"{spelling} {value}" for value, spellings in by_value.items() for spelling in spellings
+        )
         raise FlagError(f"{contradictions} are two values for one setting; give only one of them.")
     return next(iter(by_value))
 
 
+def _notice(spelling: str, words: Sequence[str]) -> str:
+    """The line about an accepted flag. Raises FlagError for a value that would have to change something."""
+    accepted = ACCEPTED[spelling]
+    if accepted.only and words[0] not in accepted.only:
+        raise FlagError(f"{spelling} {words[0]} is not available, {accepted.reason}; choose {any_of(accepted.only)}, or leave it out.")
+    return notice(spelling)
+
+
 def _unknown_error(words: Sequence[str]) -> FlagError:
-    flags = [word.split("=")[0] for word in words if word.startswith("-")]
+    """One sentence for each flag among the words that the parser could not place, so that a script can be mended in one go."""
+    flags = dict.fromkeys(word.split("=")[0] for word in words if FLAG.match(word))
     if not flags:
         return FlagError(f"{words[0]} belongs to no flag; write a flag before it, or see --help.")
-    first = flags[0]
-    if first in REFUSED:
-        return FlagError(f"{first} is not accepted; {REFUSED[first]}.")
-    known = [spelling for option in options() for spelling in option.spellings] + list(ACCEPTED)
-    nearest = difflib.get_close_matches("--" + first.lstrip("-").replace("_", "-"), known, n=1)
+    return FlagError("\n".join(_about_unknown(flag) for flag in flags))
+
+
+def _about_unknown(flag: str) -> str:
+    instead = remedy_of_refused(flag)
+    if instead is not None:
+        return f"{flag} is not accepted; {instead}."
+    known = [spelling for option in options() for spelling in option.all_spellings] + list(ACCEPTED)
+    nearest = difflib.get_close_matches("--" + flag.lstrip("-").replace("_", "-"), known, n=1)
     remedy = f"did you mean {nearest[0]}?" if nearest else "see --help for the list."
-    return FlagError(f"{first} is not a flag of this program; {remedy}")
+    return f"{flag} is not a flag of this program; {remedy}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ class Flag:
     """The declaration of one flag, kept in the metadata of its dataclass field.
 
     otherwise: what `resolve` puts in place of a default of None, in words; REQUIRED where the user must say.
+    shorthands: flags without a value that stand for this one with a certain value, and that value.
     """
 
     help: str
@@ -66,6 +68,7 @@ class Flag:
     aliases: tuple[str, ...]
     allowed: Choices | Bounds | None
     otherwise: str
+    shorthands: tuple[tuple[str, Any], ...]
 
 
 def flag(
@@ -76,9 +79,10 @@ def flag(
     aliases: tuple[str, ...] = (),
     allowed: Choices | Bounds | None = None,
     otherwise: str = "",
+    shorthands: tuple[tuple[str, Any], ...] = (),
 ) -> Any:
     """A dataclass field that the command line, the checks and the page of flags are built from."""
-    return field(default=default, metadata={"flag": Flag(help, unit, aliases, allowed, otherwise)})
+    return field(default=default, metadata={"flag": Flag(help, unit, aliases, allowed, otherwise, shorthands)})
 
 
 def any_of(values: Sequence[object]) -> str:
@@ -93,4 +97,11 @@ def check_value(spelling: str, value: Any, allowed: Choices | Bounds | None) -> 
         if not allowed.contain(value):
             raise FlagError(f"{spelling} {value} is out of range; choose a value that is {allowed}.")
     elif allowed is not None and value not in allowed:
-        raise FlagError(f"{spelling} {value} is not available; choose {any_of(allowed)}.")
+        raise FlagError(f"{spelling} {value} is not available; {_choice_in_words(value, allowed)}")
+
+
+def _choice_in_words(value: Any, allowed: Choices) -> str:
+    by_lower_case = {str(choice).lower(): choice for choice in allowed}
+    nearest = difflib.get_close_matches(str(value).lower(), by_lower_case, n=1)
+    hint = f" (did you mean {by_lower_case[nearest[0]]}?)" if nearest else ""
+    return f"choose {any_of(allowed)}{hint}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_zpp.config.flag import Bounds, any_of
-from megatron_zpp.config.obsolete import ACCEPTED, REFUSED
+from megatron_zpp.config.obsolete import ACCEPTED, REFUSED, REFUSED_FAMILIES, AcceptedFlag
 from megatron_zpp.config.options import Option, options
 from megatron_zpp.config.schema import GROUPS
 
@@ -29,7 +29,8 @@ def _group_section(group: str, members: type) -> str:
 
 
 def _row(option: Option) -> tuple[str, ...]:
-    aliases = ", ".join(f"`{alias}`" for alias in option.flag.aliases)
+    shorthands = (f"`{spelling}` ({value})" for spelling, value in option.flag.shorthands)
+    aliases = ", ".join([*(f"`{alias}`" for alias in option.flag.aliases), *shorthands])
     return (f"`{option.spelling}`", _default(option), option.flag.unit, _allowed(option), option.flag.help, aliases)
 
 
@@ -47,12 +48,18 @@ def _allowed(option: Option) -> str:
 
 
 def _accepted_section() -> str:
-    rows = [(f"`{spelling}`" + (" VALUE" if accepted.num_values else ""), accepted.reason) for spelling, accepted in ACCEPTED.items()]
+    rows = [(f"`{spelling}`{_value_in_words(accepted)}", accepted.reason) for spelling, accepted in ACCEPTED.items()]
     return "## accepted without effect\n\nOld scripts keep working; each prints one line.\n\n" + _table(("flag", "why"), rows)
 
 
+def _value_in_words(accepted: AcceptedFlag) -> str:
+    return "" if accepted.num_values == 0 else f" {any_of(accepted.only)}" if accepted.only else " VALUE"
+
+
 def _refused_section() -> str:
-    return "## refused\n\n" + _table(("flag", "instead"), [(f"`{spelling}`", remedy) for spelling, remedy in REFUSED.items()])
+    rows = [(f"`{spelling}`", remedy) for spelling, remedy in REFUSED.items()]
+    rows += [(f"`{prefix}*`", remedy) for prefix, remedy in REFUSED_FAMILIES.items()]
+    return "## refused\n\n" + _table(("flag", "instead"), rows)
 
 
 def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

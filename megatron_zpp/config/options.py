@@ -30,14 +30,23 @@ class Option:
 
     @property
     def spellings(self) -> tuple[str, ...]:
+        """What a value may follow."""
         return (self.spelling, *self.flag.aliases)
+
+    @property
+    def all_spellings(self) -> tuple[str, ...]:
+        return (*self.spellings, *(spelling for spelling, _ in self.flag.shorthands))
 
     def value_from(self, spelling: str, words: Sequence[str]) -> Any:
         """The value that the words after the flag stand for. Raises FlagError for words of another kind."""
+        if spelling in dict(self.flag.shorthands):
+            return dict(self.flag.shorthands)[spelling]
         if self.kind is bool:
             return True
         if self.kind is tuple:
             return tuple(words)
+        if self.kind is str and isinstance(self.flag.allowed, tuple):
+            return _choice(words[0], self.flag.allowed)
         try:
             return self.kind(words[0])
         except ValueError:
@@ -54,6 +63,11 @@ def options() -> tuple[Option, ...]:
 def spelling_of(name: str) -> str:
     """The flag of a field: `num_layers` is `--num-layers`."""
     return "--" + name.replace("_", "-")
+
+
+def _choice(word: str, choices: Sequence[str]) -> str:
+    """The choice that the word is but for capitals, in which Megatron's programs differ; the word itself where it is none."""
+    return next((choice for choice in choices if choice.casefold() == word.casefold()), word)
 
 
 def _options_of(group: str, members: type) -> list[Option]:

@@ -13,10 +13,14 @@ from typing import Any
 
 from megatron_zpp.config.flag import COUNT, FRACTION, NOT_NEGATIVE, POSITIVE, POSITIVE_COUNT, REQUIRED, Bounds, flag
 
+POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and regularisation of the GPT."""
+    """Architecture and regularisation of the GPT."""
 
     num_layers: int = flag(None, help="Transformer blocks.", unit="blocks", allowed=POSITIVE_COUNT, otherwise=REQUIRED)
     hidden_size: int = flag(None, help="Width of the residual stream.", unit="values", allowed=POSITIVE_COUNT, otherwise=REQUIRED)
@@ -28,25 +32,100 @@ class ModelConfig:
         otherwise=REQUIRED,
     )
     ffn_hidden_size: int = flag(
-        None, help="Width inside the feed-forward layer.", unit="values", allowed=POSITIVE_COUNT, otherwise="4 x --hidden-size"
+        None,
+        help="Width inside the feed-forward layer.",
+        unit="values",
+        allowed=POSITIVE_COUNT,
+        otherwise="4 x --hidden-size; with --swiglu two thirds of that, rounded down to a multiple of 64",
     )
     kv_channels: int = flag(
         None, help="Width of one attention head.", unit="values", allowed=POSITIVE_COUNT, otherwise="--hidden-size / --num-attention-heads"
     )
+    group_query_attention: bool = flag(False, help="Heads share keys and values; --num-query-groups alone says the same.")
+    num_query_groups: int = flag(
+        None,
+        help="Groups of attention heads that share one key and value head; they divide --num-attention-heads.",
+        unit="groups",
+        aliases=("--num-key-value-heads",),
+        allowed=POSITIVE_COUNT,
+        otherwise="--num-attention-heads, each head its own; 1 with --group-query-attention",
+    )
     seq_length: int = flag(None, help="Length of a training sample.", unit="tokens", allowed=POSITIVE_COUNT, otherwise=REQUIRED)
+    position_embedding_type: str = flag(
+        "learned_absolute",
+        help="How the model knows positions: a learned vector added to each token, rotation of queries and keys, or not at all.",
+        allowed=POSITION_EMBEDDING_TYPES,
+        shorthands=(("--use-rotary-position-embeddings", "rope"),),
+    )
+    no_position_embedding: bool = flag(False, help="Learn no positions: --position-embedding-type is none unless it is given.")
     max_position_embeddings: int = flag(
-        None, help="Learned positions; at least --seq-length.", unit="tokens", allowed=POSITIVE_COUNT, otherwise="--seq-length"
+        None,
+        help="Learned positions, at least --seq-length; other position embeddings have no limit.",
+        unit="tokens",
+        allowed=POSITIVE_COUNT,
+        otherwise="--seq-length",
+    )
+    rotary_base: float = flag(
+        10000.0,
+        help="Base of the wavelengths of rotary positions.",
+        unit="1",
+        aliases=("--rotary-position-embeddings-theta",),
+        allowed=POSITIVE,
+    )
+    rotary_percent: float = flag(
+        1.0, help="Share of a head's channels that rotate; the others know no positions.", unit="1", allowed=Bounds(above=0, at_most=1)
+    )
+    rotary_interleaved: bool = flag(False, help="Rotate neighbouring channels as pairs, instead of channel i with i + half of them.")
+    rotary_seq_len_interpolation_factor: float = flag(
+        1.0, help="Rotary positions are divided by this (linear interpolation).", unit="1", allowed=POSITIVE
+    )
+    use_rope_scaling: bool = flag(False, help="Stretch the long wavelengths of rotary positions as Llama 3.1 does.")
+    rope_scaling_factor: float = flag(8.0, help="How far --use-rope-scaling stretches them.", unit="1", allowed=Bounds(at_least=1))
+    rope_scaling_low_freq_factor: float = flag(
+        1.0,
+        help="Wavelengths above --rope-scaling-original-max-position-embeddings / this are stretched in full.",
+        unit="1",
+        allowed=POSITIVE,
+    )
+    rope_scaling_high_freq_factor: float = flag(
+        4.0,
+        help="Wavelengths below --rope-scaling-original-max-position-embeddings / this stay as they are.",
+        unit="1",
+        allowed=POSITIVE,
+    )
+    rope_scaling_original_max_position_embeddings: int = flag(
+        8192, help="Context length that the model had before --use-rope-scaling.", unit="tokens", allowed=POSITIVE_COUNT
     )
     make_vocab_size_divisible_by: int = flag(
         128, help="The vocabulary is padded to a multiple of this.", unit="tokens", allowed=POSITIVE_COUNT
     )
-    norm_epsilon: float = flag(
-        1e-5, help="Added to the variance in LayerNorm.", unit="1", aliases=("--layernorm-epsilon",), allowed=POSITIVE
+    padded_vocab_size: int | None = flag(
+        None,
+        help="Rows of the embedding, at least as many as the tokenizer has ids.",
+        unit="tokens",
+        allowed=POSITIVE_COUNT,
+        otherwise="the next multiple of --make-vocab-size-divisible-by",
     )
+    normalization: str = flag("LayerNorm", help="What normalizes hidden states; RMSNorm has no mean and no bias.", allowed=NORMALIZATIONS)
+    norm_epsilon: float = flag(
+        1e-5, help="Added to the variance, or the mean square, in norms.", unit="1", aliases=("--layernorm-epsilon",), allowed=POSITIVE
+    )
+    apply_layernorm_1p: bool = flag(False, help="Norms store their gain minus 1, which keeps its digits in 16-bit formats.")
     norm_backend: str = flag(
         "torch",
-        help="Whose kernels normalize: torch's, or NVIDIA Apex's FusedLayerNorm (GPUs only, built from NVIDIA's sources).",
+        help="Whose kernels normalize: torch's, or NVIDIA Apex's FusedLayerNorm and FusedRMSNorm (GPUs only, built from NVIDIA's sources).",
         allowed=("torch", "apex"),
+    )
+    qk_layernorm: bool = flag(False, help="Normalize the query and the key of every head, before positions rotate them.")
+    swiglu: bool = flag(False, help="The feed-forward layer is gated: SiLU(gate) x value instead of GELU; excludes --squared-relu.")
+    squared_relu: bool = flag(False, help="The feed-forward layer has the square of ReLU instead of GELU; excludes --swiglu.")
+    disable_bias_linear: bool = flag(False, help="Linear layers have no biases.")
+    add_qkv_bias: bool = flag(False, help="Query, key and value have biases also with --disable-bias-linear.")
+    attention_backend: str = flag(
+        "auto",
+        help="Attention kernel: torch's own choice, flash alone, memory-efficient or cuDNN (fused), or plain matrix products "
+        "(unfused, local). One that cannot run is an error.",
+        allowed=ATTENTION_BACKENDS,
     )
     untie_embeddings_and_output_weights: bool = flag(False, help="Give the output layer a weight of its own instead of the embedding's.")
     init_method_std: float = flag(
@@ -57,7 +136,60 @@ class ModelConfig:
     )
     attention_dropout: float = flag(0.1, help="Dropout probability of attention weights.", unit="1", allowed=FRACTION)
     hidden_dropout: float = flag(0.1, help="Dropout probability of embeddings and block outputs.", unit="1", allowed=FRACTION)
-    checkpoint_activations: bool = flag(False, help="Recompute every block in the backward pass instead of keeping its activations.")
+    recompute_granularity: str | None = flag(
+        None,
+        help="What backward computes again instead of keeping it: whole blocks, or attention between its projections.",
+        allowed=("full", "selective"),
+        otherwise="nothing",
+        shorthands=(("--checkpoint-activations", "full"), ("--recompute-activations", "selective")),
+    )
+    recompute_method: str | None = flag(
+        None,
+        help="Blocks that --recompute-granularity full recomputes: all, in chunks of --recompute-num-layers that keep their input alone "
+        "(uniform), or the first --recompute-num-layers, one by one (block).",
+        allowed=("uniform", "block"),
+        otherwise="uniform with --recompute-granularity full",
+    )
+    recompute_num_layers: int | None = flag(
+        None,
+        help="Blocks of a chunk with --recompute-method uniform, recomputed blocks with block; a chunk's weights stand in memory at once.",
+        unit="blocks",
+        aliases=("--checkpoint-num-layers",),
+        allowed=POSITIVE_COUNT,
+        otherwise="1 with --recompute-granularity full",
+    )
+
+    @property
+    def key_value_heads(self) -> int:
+        """Key and value heads of a block; configurations from before --num-query-groups have one for each head."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def heads_width(self) -> int:
+        """Values of the queries of all heads, and of their mixtures."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def qkv_width(self) -> int:
+        """Values of the queries, keys and values of all heads."""
+        return self.heads_width + 2 * self.key_value_heads * self.kv_channels
+
+    @property
+    def has_linear_bias(self) -> bool:
+        return not self.disable_bias_linear
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return self.has_linear_bias or self.add_qkv_bias
+
+    @property
+    def learns_positions(self) -> bool:
+        return self.position_embedding_type == "learned_absolute"
+
+    @property
+    def rotary_channels(self) -> int:
+        """Channels of a head that rotate: an even number."""
+        return int(self.kv_channels * self.rotary_percent)
 
 
 @dataclass(frozen=True)
@@ -79,6 +211,19 @@ class TrainingConfig:
         allowed=POSITIVE_COUNT,
         otherwise="--micro-batch-size x ranks",
     )
+    rampup_batch_size: tuple[str, ...] = flag(
+        (),
+        help="Start, increment and samples: the global batch grows from there to --global-batch-size in equal steps over these samples.",
+        unit="samples",
+    )
+    step_batch_size_schedule: str | None = flag(
+        None,
+        help='Global batch sizes by consumed tokens, such as "0:768 250B:1536"; replaces --global-batch-size.',
+        unit="tokens:samples",
+    )
+    decrease_batch_size_if_needed: bool = flag(
+        False, help="Round a global batch down to a multiple of --micro-batch-size x ranks instead of refusing it."
+    )
     train_iters: int = flag(
         None,
         help="Length of training in optimizer steps; excludes --train-samples.",
@@ -89,6 +234,16 @@ class TrainingConfig:
     train_samples: int | None = flag(
         None, help="Length of training in samples; excludes --train-iters.", unit="samples", allowed=POSITIVE_COUNT
     )
+    train_tokens: int | None = flag(
+        None,
+        help="Length of training in tokens, rounded up to samples of --seq-length; beside --train-samples the shorter of the two.",
+        unit="tokens",
+        allowed=POSITIVE_COUNT,
+    )
+    iterations_to_skip: tuple[str, ...] = flag(
+        (), help="Iterations, counted from 1 as they are printed, whose samples are passed over without a step.", unit="iterations"
+    )
+    skip_train: bool = flag(False, help="Evaluate what --load holds on the validation and test sets, train nothing and end.")
     exit_interval: int | None = flag(
         None, help="Leave the program at the first iteration that is a multiple of this.", unit="iterations", allowed=POSITIVE_COUNT
     )
@@ -101,6 +256,9 @@ class TrainingConfig:
     exit_signal: str = flag(
         "SIGTERM", help="The signal of --exit-signal-handler beside SIGUSR1.", allowed=("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
     )
+    kill_switch_file: str | None = flag(
+        None, help="Save and leave the program at the first step at which this file is there for rank 0.", unit="path"
+    )
     max_consecutive_bad_iterations: int = flag(
         100,
         help="After so many steps in a row with a NaN or infinite loss or gradient, save the state from before them and end with an error; "
@@ -111,7 +269,36 @@ class TrainingConfig:
     seed: int = flag(1234, help="Seed of weights, dropout and data order.", unit="1", allowed=Bounds(at_least=0, at_most=2**32 - 1))
     eval_interval: int = flag(1000, help="Iterations from one validation to the next.", unit="iterations", allowed=POSITIVE_COUNT)
     eval_iters: int = flag(100, help="Global batches of one validation; 0 turns validation off.", unit="iterations", allowed=COUNT)
+    start_eval_at_iter: int = flag(0, help="First iteration that may be followed by a validation.", unit="iterations", allowed=COUNT)
+    eval_micro_batch_size: int = flag(
+        None,
+        help="Samples in one forward pass of one rank in an evaluation.",
+        unit="samples",
+        allowed=POSITIVE_COUNT,
+        otherwise="--micro-batch-size",
+    )
+    eval_global_batch_size: int = flag(
+        None,
+        help="Samples in one of --eval-iters, of all ranks; a multiple of --eval-micro-batch-size x ranks.",
+        unit="samples",
+        allowed=POSITIVE_COUNT,
+        otherwise="--global-batch-size",
+    )
+    full_validation: bool = flag(
+        False, help="Validate on every sample of every validation set, each once, instead of --eval-iters batches."
+    )
+    manual_gc: bool = flag(False, help="Collect Python's garbage only when told to, on every rank at the same time.")
+    manual_gc_interval: int = flag(
+        0,
+        help="Iterations from one collection to the next under --manual-gc; 0 collects at evaluations alone.",
+        unit="iterations",
+        allowed=COUNT,
+    )
+    no_manual_gc_eval: bool = flag(False, help="Collect nothing before and after evaluations under --manual-gc.")
     deterministic_mode: bool = flag(False, help="Only kernels that give the same bits every time (CPU runs always do).")
+    compile: bool = flag(
+        False, help="Let torch.compile make kernels of the blocks: the same loss within rounding; the first steps wait for a compiler."
+    )
 
 
 @dataclass(frozen=True)
@@ -123,21 +310,48 @@ class OptimizerConfig:
     lr_decay_style: str = flag(
         "linear",
         help="Shape of the decay; constant is assumed when neither data nor length is given.",
-        allowed=("constant", "linear", "cosine"),
+        allowed=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
+    lr_wsd_decay_style: str = flag(
+        "exponential",
+        help="Shape of the annealing that ends a WSD schedule.",
+        allowed=("exponential", "linear", "cosine", "minus_sqrt"),
+    )
+    lr_wsd_decay_iters: int | None = flag(
+        None, help="Length of that annealing, at the end of the decay's horizon.", unit="iterations", allowed=POSITIVE_COUNT
+    )
+    lr_wsd_decay_samples: int | None = flag(None, help="The same in samples, with --train-samples.", unit="samples", allowed=POSITIVE_COUNT)
     lr_decay_iters: int | None = flag(
         None, help="Horizon of the decay, warmup included.", unit="iterations", allowed=POSITIVE_COUNT, otherwise="--train-iters"
     )
     lr_decay_samples: int | None = flag(
         None, help="The same in samples, with --train-samples.", unit="samples", allowed=POSITIVE_COUNT, otherwise="--train-samples"
     )
+    lr_decay_tokens: int | None = flag(
+        None, help="The same in tokens, with --train-samples or --train-tokens.", unit="tokens", allowed=POSITIVE_COUNT
+    )
     lr_warmup_iters: int = flag(0, help="Length of the linear warmup.", unit="iterations", allowed=COUNT)
     lr_warmup_samples: int = flag(0, help="The same in samples, with --train-samples.", unit="samples", allowed=COUNT)
+    lr_warmup_tokens: int = flag(0, help="The same in tokens, with --train-samples or --train-tokens.", unit="tokens", allowed=COUNT)
     lr_warmup_fraction: float | None = flag(
-        None, help="The same as a fraction of the decay's horizon; excludes the other two.", unit="1", allowed=FRACTION
+        None, help="The same as a fraction of the decay's horizon; excludes the others.", unit="1", allowed=FRACTION
     )
     lr_warmup_init: float = flag(0.0, help="Learning rate at the start of the warmup.", unit="1", allowed=NOT_NEGATIVE)
     weight_decay: float = flag(0.01, help="Decoupled weight decay; one-dimensional parameters have none.", unit="1", allowed=NOT_NEGATIVE)
+    weight_decay_incr_style: str = flag(
+        "constant",
+        help="How weight decay goes from --start-weight-decay to --end-weight-decay.",
+        allowed=("constant", "linear", "cosine"),
+    )
+    start_weight_decay: float = flag(
+        None, help="Weight decay at the start, where it changes.", unit="1", allowed=NOT_NEGATIVE, otherwise="--weight-decay"
+    )
+    end_weight_decay: float = flag(
+        None, help="Weight decay at the end, where it changes.", unit="1", allowed=NOT_NEGATIVE, otherwise="--weight-decay"
+    )
+    weight_decay_incr_samples: int = flag(
+        None, help="Samples over which it changes.", unit="samples", allowed=POSITIVE_COUNT, otherwise="the length of training"
+    )
     clip_grad: float = flag(1.0, help="Largest global L2 norm of the gradient; 0 turns clipping off.", unit="1", allowed=NOT_NEGATIVE)
     adam_beta1: float = flag(0.9, help="Decay of Adam's first moment.", unit="1", allowed=FRACTION)
     adam_beta2: float = flag(0.999, help="Decay of Adam's second moment.", unit="1", allowed=FRACTION)
@@ -179,9 +393,10 @@ class ZeroConfig:
         0,
         help="What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too.",
         allowed=(0, 1, 2, 3),
+        shorthands=(("--use-distributed-optimizer", 1),),
     )
     deepspeed_config: str | None = flag(
-        None, help="DeepSpeed JSON file, whose keys are read as flags.", unit="path", aliases=("--deepspeed_config",)
+        None, help="DeepSpeed JSON file, whose keys are read as flags.", unit="path", aliases=("--deepspeed_config", "--deepscale_config")
     )
     zero_quantized_weights: bool = flag(False, help="qwZ: weights cross links as blocks of integers; needs --zero-stage 1, 2 or 3.")
     zero_hpz_partition_size: int = flag(
@@ -239,7 +454,12 @@ class DistributedConfig:
         allowed=POSITIVE_COUNT,
         otherwise="the launcher's LOCAL_WORLD_SIZE, LOCAL_SIZE or SLURM_NTASKS_PER_NODE",
     )
-    distributed_timeout_minutes: int = flag(10, help="A collective that takes longer ends the run.", unit="minutes", allowed=POSITIVE_COUNT)
+    distributed_timeout_minutes: int = flag(
+        10,
+        help="Within this time after a rank or a link is gone every rank has ended; a collective may take all of it but 15 seconds.",
+        unit="minutes",
+        allowed=POSITIVE_COUNT,
+    )
     distributed_backend: str | None = flag(
         None, help="Communication library.", allowed=("nccl", "gloo"), otherwise="nccl with GPUs, gloo without"
     )
@@ -278,6 +498,14 @@ class DataConfig:
     train_data_path: tuple[str, ...] = flag((), help="The same for training alone, whole; excludes --data-path.", unit="path")
     valid_data_path: tuple[str, ...] = flag((), help="The same for validation alone, with --train-data-path.", unit="path")
     test_data_path: tuple[str, ...] = flag((), help="The same for the test alone, with --train-data-path.", unit="path")
+    multiple_validation_sets: bool = flag(
+        False, help="Validate on each corpus that has a validation split by itself, with a loss of its own; corpora without weights only."
+    )
+    validation_set_names: tuple[str, ...] = flag(
+        (),
+        help="Names of these sets in lines and logs, in the order of the corpora.",
+        otherwise="the file names of the corpora",
+    )
     data_args_path: str | None = flag(None, help="Text file with the words of --data-path, for many corpora.", unit="path")
     per_split_data_args_path: str | None = flag(
         None, help="JSON file with the words of the three flags for one split each, under train, valid and test.", unit="path"
@@ -323,7 +551,9 @@ class DataConfig:
     )
     dataloader_type: str = flag("single", help="Samples in one shuffled order, the same at every number of ranks.", allowed=("single",))
     reset_position_ids: bool = flag(False, help="Positions start over after an end-of-document token.")
-    reset_attention_mask: bool = flag(False, help="No token attends across an end-of-document token.")
+    reset_attention_mask: bool = flag(
+        False, help="No token attends across an end-of-document token.", aliases=("--dataloader-inter-document-masking",)
+    )
     eod_mask_loss: bool = flag(False, help="What follows an end-of-document token is not predicted: the loss leaves it out.")
     num_workers: int = flag(2, help="Processes that read data, per rank; 0 reads in the training process.", unit="processes", allowed=COUNT)
 
@@ -397,9 +627,99 @@ class LoggingConfig:
     )
     log_samples_per_source: bool = flag(False, help="Say with each training line how many samples of each corpus have been consumed.")
     log_jsonl: str | None = flag(None, help="File that gets one JSON object per training line.", unit="path")
+    log_throughput: bool = flag(False, help="Say with each training line the model FLOPs that a rank makes per second.")
+    device_peak_tflops: float | None = flag(
+        None,
+        help="Peak of one device at the precision of the run, which MFU and HFU are shares of.",
+        unit="TFLOP/s",
+        allowed=POSITIVE,
+        otherwise="that of the GPU, where it is known and the run in fp16 or bf16",
+    )
+    log_params_norm: bool = flag(False, help="Say with each training line the L2 norm of all main weights.")
+    log_num_zeros_in_grad: bool = flag(False, help="Say with each training line how many elements of the mean gradient are 0.")
+    log_progress: bool = flag(False, help="Keep a progress.txt of starts and checkpoints in the folder of --save.")
+    log_memory_interval: int | None = flag(
+        None,
+        help="Iterations from one line about memory to the next; the first training line is always followed by one.",
+        unit="iterations",
+        allowed=POSITIVE_COUNT,
+    )
+    timing_log_level: int = flag(
+        0, help="Timers: 0 the time of an iteration, 1 parts that run once in it, 2 those that run more often too.", allowed=(0, 1, 2)
+    )
+    timing_log_option: str = flag(
+        "minmax",
+        help="What is said of each timer: its maximum, both extremes, or the times of all ranks.",
+        allowed=("max", "minmax", "all"),
+    )
     tensorboard_dir: str | None = flag(None, help="Folder for TensorBoard.", unit="path")
     tensorboard_log_interval: int = flag(1, help="Iterations between TensorBoard points.", unit="iterations", allowed=POSITIVE_COUNT)
     tensorboard_queue_size: int = flag(1000, help="Points TensorBoard holds before it writes.", unit="points", allowed=POSITIVE_COUNT)
+    log_timers_to_tensorboard: bool = flag(False, help="Points of the timers that --timing-log-level lets run.")
+    log_memory_to_tensorboard: bool = flag(False, help="Points of the memory allocated and reserved.")
+    log_world_size_to_tensorboard: bool = flag(False, help="Points of the number of ranks.")
+    log_validation_ppl_to_tensorboard: bool = flag(False, help="Points of the perplexity of each validation.")
+    no_log_learnig_rate_to_tensorboard: bool = flag(
+        False, help="No points of the learning rate.", aliases=("--no-log-learning-rate-to-tensorboard",)
+    )
+    no_log_loss_scale_to_tensorboard: bool = flag(False, help="No points of the loss scale.")
+    wandb_project: str | None = flag(None, help="Project of Weights & Biases that gets what TensorBoard would get.")
+    wandb_entity: str | None = flag(None, help="Its owner.", otherwise="the account that is logged in")
+    wandb_exp_name: str | None = flag(None, help="Name of the run there.", otherwise="one that Weights & Biases makes up")
+    wandb_save_dir: str | None = flag(
+        None,
+        help="Folder for what Weights & Biases keeps on this machine.",
+        unit="path",
+        otherwise="wandb in the folder of --save, or here",
+    )
+
+
+@dataclass(frozen=True)
+class ProfilingConfig:
+    """Looking into a few iterations."""
+
+    profile: bool = flag(False, help="Write a Chrome trace of a few iterations, by torch.profiler.")
+    profile_step_start: int = flag(10, help="Iterations that this process makes before it profiles.", unit="iterations", allowed=COUNT)
+    profile_step_end: int = flag(
+        12, help="Iterations after which it has profiled; above --profile-step-start.", unit="iterations", allowed=POSITIVE_COUNT
+    )
+    profile_ranks: tuple[str, ...] = flag((), help="Ranks that profile.", unit="ranks", otherwise="0")
+    profile_dir: str | None = flag(None, help="Folder for the traces.", unit="path", otherwise="--tensorboard-dir")
+    nvtx_ranges: bool = flag(False, help="Name units, hops and phases of every step for Nsight Systems, as NVTX ranges (GPUs only).")
+    record_memory_history: bool = flag(
+        False, help="Record every allocation on the GPU, and write a snapshot for pytorch.org/memory_viz at the end (GPUs only)."
+    )
+    memory_snapshot_path: str = flag("snapshot.pickle", help="File of that snapshot; the rank is put before its ending.", unit="path")
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """The plan that --dry-run prints, for any world; a run that is started has nothing of it."""
+
+    dry_run: bool = flag(
+        False, help="Check every flag, print the plan of the run (memory per rank, bytes per link, tokens, time) and end; needs no GPU."
+    )
+    nodes: int | None = flag(None, help="Nodes of the planned world, of --ranks-per-node ranks each.", unit="nodes", allowed=POSITIVE_COUNT)
+    world_size: int | None = flag(
+        None,
+        help="All ranks of the planned world; with --nodes or --ranks-per-node.",
+        unit="ranks",
+        allowed=POSITIVE_COUNT,
+        otherwise="--nodes x --ranks-per-node, or the launcher's world",
+    )
+    device: str = flag(
+        None, help="Kind of device that is planned for.", allowed=("gpu", "cpu"), otherwise="gpu; cpu with --distributed-backend gloo"
+    )
+    memory_gigabytes: float | None = flag(
+        None, help="Memory of each rank; a run that needs more is refused, as it would be at its start.", unit="GB", allowed=POSITIVE
+    )
+    teraflops: float | None = flag(
+        None, help="What a rank sustains while it computes, recomputation counted; needed for a time.", unit="TFLOP/s", allowed=POSITIVE
+    )
+    inter_gigabits: float | None = flag(
+        None, help="Rate of a node's link to the others, in each direction.", unit="Gbit/s", allowed=POSITIVE
+    )
+    intra_gigabytes: float = flag(100.0, help="Rate into one rank inside its node.", unit="GB/s", allowed=POSITIVE)
 
 
 @dataclass(frozen=True)
@@ -419,6 +739,8 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     given: frozenset[str] = frozenset()
     notices: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
@@ -439,6 +761,7 @@ class Config:
         return getattr(getattr(self, GROUP_OF_FIELD[name]), name)
 
 
+PLAN_GROUP = "plan"
 GROUPS: dict[str, type] = {
     "model": ModelConfig,
     "training": TrainingConfig,
@@ -449,5 +772,7 @@ GROUPS: dict[str, type] = {
     "data": DataConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
+    "profiling": ProfilingConfig,
+    PLAN_GROUP: PlanConfig,
 }
 GROUP_OF_FIELD: dict[str, str] = {member.name: group for group, members in GROUPS.items() for member in fields(members)}

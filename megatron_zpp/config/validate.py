@@ -4,13 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megatron_zpp.config.architecture import (
+    architecture_flags_without_effect,
+    check_heads_divide_hidden_size,
+    check_norms,
+    check_one_activation,
+    check_one_kind_of_positions,
+    check_positions,
+    check_query_groups,
+    check_rope_scaling,
+    check_rotary_channels,
+    surprising_defaults,
+)
 from megatron_zpp.config.assumptions import assume
 from megatron_zpp.config.data_sources import COMMON_FLAGS, SPLIT_FLAGS, DataSources, read_sources
 from megatron_zpp.config.deepspeed_json import naming_sources, with_deepspeed_json
 from megatron_zpp.config.derive import derive
+from megatron_zpp.config.divisors import divisors
 from megatron_zpp.config.flag import REQUIRED, FlagError, any_of, check_value
 from megatron_zpp.config.options import options, spelling_of
-from megatron_zpp.config.schema import TOKENIZER_FILES, TOKENIZER_TYPES, Config
+from megatron_zpp.config.schedule_rules import (
+    SCHEDULE_CHECKS_AFTER_FILLING,
+    SCHEDULE_CHECKS_BEFORE_FILLING,
+    check_batches_of_new_run,
+    check_evaluation_batch,
+    schedule_flags_without_effect,
+)
+from megatron_zpp.config.schema import PLAN_GROUP, TOKENIZER_FILES, TOKENIZER_TYPES, Config
 
 
 def resolve(config: Config, world_size: int, local_world_size: int | None) -> Config:
@@ -34,9 +54,13 @@ def _resolve(config: Config, world_size: int, local_world_size: int | None) -> C
     for check in CHECKS_AFTER_FILLING:
         check(config)
     check_ranks_per_node(config, world_size)
-    check_global_batch(config, world_size)
+    check_batches_of_new_run(config, world_size)
+    check_evaluation_batch(config, world_size)
+    check_profiled_ranks(config, world_size)
     check_remaining_link_is_quantized(config, world_size)
-    return config.with_notices(*flags_without_effect(config), *links_that_are_missing(config, world_size, wished))
+    config = config.with_notices(*surprising_defaults(config))
+    without_effect = (*flags_without_effect(config), *schedule_flags_without_effect(config))
+    return config.with_notices(*without_effect, *links_that_are_missing(config, world_size, wished))
 
 
 def check_required(config: Config) -> None:
@@ -72,67 +96,23 @@ def check_loss_scales(config: Config) -> None:
         raise FlagError(f"--initial-loss-scale {initial} is below --min-loss-scale {smallest}; choose {smallest} or more.")
 
 
-def check_one_length(config: Config) -> None:
-    training = config.training
-    if training.train_iters is not None and training.train_samples is not None:
+def check_vocabulary_padding(config: Config) -> None:
+    rows, multiple = config.model.padded_vocab_size, config.model.make_vocab_size_divisible_by
+    if rows is not None and rows % multiple != 0 and "make_vocab_size_divisible_by" in config.given:
         raise FlagError(
-            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} exclude each other; give one of them."
+            f"--padded-vocab-size {rows} is not a multiple of --make-vocab-size-divisible-by {multiple}; leave one of them out."
         )
 
 
-def check_schedule_counts_like_length(config: Config) -> None:
-    """A run counted in samples has its schedule in samples, every other run in iterations."""
-    in_samples = config.training.train_samples is not None
-    for in_iterations in ("lr_decay_iters", "lr_warmup_iters"):
-        in_samples_too = in_iterations.replace("iters", "samples")
-        wrong, right = (in_iterations, in_samples_too) if in_samples else (in_samples_too, in_iterations)
-        value = config.value_of(wrong)
-        if value not in (None, 0):
-            length = "--train-samples counts in samples" if in_samples else "the length of training counts in iterations"
-            raise FlagError(f"{spelling_of(wrong)} {value} does not fit, because {length}; use {spelling_of(right)}.")
-
-
-def check_one_warmup(config: Config) -> None:
-    fraction = config.optimizer.lr_warmup_fraction
-    for name in ("lr_warmup_iters", "lr_warmup_samples"):
-        value = config.value_of(name)
-        if fraction is not None and value != 0:
-            raise FlagError(f"--lr-warmup-fraction {fraction} and {spelling_of(name)} {value} exclude each other; give one of them.")
-
-
-def check_learning_rates(config: Config) -> None:
-    lr = config.optimizer.lr
-    for name in ("min_lr", "lr_warmup_init"):
-        value = config.value_of(name)
-        if value > lr:
-            raise FlagError(f"{spelling_of(name)} {value} is above --lr {lr}; choose at most {lr}.")
-
-
-def check_warmup_ends_before_decay(config: Config) -> None:
-    unit = "iters" if config.training.train_samples is None else "samples"
-    warmup, decay = config.value_of(f"lr_warmup_{unit}"), config.value_of(f"lr_decay_{unit}")
-    if warmup >= decay:
-        raise FlagError(
-            f"--lr-warmup-{unit} {warmup} does not end before the decay's horizon of {decay}; "
-            f"choose {decay - 1} or less, or a higher --lr-decay-{unit}."
-        )
-
-
-def check_heads_divide_hidden_size(config: Config) -> None:
+def check_recomputation(config: Config) -> None:
     model = config.model
-    if model.kv_channels is None and model.hidden_size % model.num_attention_heads != 0:
+    for name in ("recompute_method", "recompute_num_layers"):
+        if config.value_of(name) is not None and model.recompute_granularity != "full":
+            raise FlagError(f"{_as_given(config, name)} changes nothing without --recompute-granularity full; give that as well.")
+    if model.recompute_num_layers is not None and model.recompute_num_layers > model.num_layers:
         raise FlagError(
-            f"--num-attention-heads {model.num_attention_heads} does not divide --hidden-size {model.hidden_size}; "
-            f"choose {any_of(nearest_divisors(model.hidden_size, model.num_attention_heads))}."
-        )
-
-
-def check_positions(config: Config) -> None:
-    model = config.model
-    if model.max_position_embeddings < model.seq_length:
-        raise FlagError(
-            f"--max-position-embeddings {model.max_position_embeddings} is below --seq-length {model.seq_length}; "
-            f"choose {model.seq_length} or more."
+            f"--recompute-num-layers {model.recompute_num_layers} is more than --num-layers {model.num_layers}; "
+            f"choose {model.num_layers} or less."
         )
 
 
@@ -223,7 +203,7 @@ def check_leaving(config: Config) -> None:
 def check_saving(config: Config) -> None:
     checkpoint = config.checkpoint
     if checkpoint.save is None:
-        for name in ("save_interval", "async_save", "keep_last", "save_retain_interval", "no_save_optim"):
+        for name in ("save_interval", "async_save", "keep_last", "save_retain_interval", "no_save_optim", "log_progress"):
             if config.value_of(name) not in (None, False):
                 raise FlagError(f"{_as_given(config, name)} needs a folder to save in; give --save.")
     interval, retain_interval = checkpoint.save_interval, checkpoint.save_retain_interval
@@ -247,6 +227,31 @@ def check_loading(config: Config) -> None:
         raise FlagError("--use-checkpoint-args needs a checkpoint; give --load or --pretrained-checkpoint.")
 
 
+def check_plan(config: Config) -> None:
+    for option in options():
+        if option.group == PLAN_GROUP and option.name in config.given and not config.plan.dry_run:
+            raise FlagError(f"{_as_given(config, option.name)} changes nothing in a run, only in a plan; give --dry-run as well.")
+
+
+def check_profiling(config: Config) -> None:
+    profiling = config.profiling
+    if not profiling.profile:
+        return
+    if profiling.profile_step_end <= profiling.profile_step_start:
+        raise FlagError(
+            f"--profile-step-end {profiling.profile_step_end} is not above --profile-step-start {profiling.profile_step_start}; "
+            f"choose {profiling.profile_step_start + 1} or more."
+        )
+    if profiling.profile_dir is None and config.logging.tensorboard_dir is None:
+        raise FlagError("--profile needs a folder for its traces; give --profile-dir, or --tensorboard-dir.")
+
+
+def check_profiled_ranks(config: Config, world_size: int) -> None:
+    for word in config.profiling.profile_ranks:
+        if not (word.isdecimal() and int(word) < world_size):
+            raise FlagError(f"--profile-ranks {word} is not a rank of this world; choose among 0 to {world_size - 1}.")
+
+
 def _as_given(config: Config, name: str) -> str:
     value = config.value_of(name)
     return spelling_of(name) if value is True else f"{spelling_of(name)} {value}"
@@ -259,19 +264,6 @@ def check_ranks_per_node(config: Config, world_size: int) -> None:
         raise FlagError(
             f"--ranks-per-node {ranks_per_node}{source} does not divide the {world_size} ranks of the world; "
             f"choose {any_of(divisors(world_size))}."
-        )
-
-
-def check_global_batch(config: Config, world_size: int) -> None:
-    training = config.training
-    one_pass = training.micro_batch_size * world_size
-    remainder = training.global_batch_size % one_pass
-    if remainder != 0:
-        below = training.global_batch_size - remainder
-        raise FlagError(
-            f"--global-batch-size {training.global_batch_size} is not a multiple of {one_pass} "
-            f"(--micro-batch-size {training.micro_batch_size} x {world_size} ranks); "
-            f"choose {any_of([size for size in (below, below + one_pass) if size > 0])}."
         )
 
 
@@ -305,6 +297,12 @@ def flags_without_effect(config: Config) -> list[str]:
     reasons |= {
         name: f"with --tokenizer-type {config.data.tokenizer_type}" for name in FLAGS_OF_TOKENIZERS if name not in (*used, "vocab_size")
     }
+    reasons |= architecture_flags_without_effect(config)
+    reasons |= {
+        name: f"without {any_of([spelling_of(other) for other in needed])}"
+        for name, needed in NEEDED_BY_OUTLETS.items()
+        if all(config.value_of(other) in (None, False, 0) for other in needed)
+    }
     return [f"{spelling_of(name)} has no effect {reason}" for name, reason in reasons.items() if name in config.given]
 
 
@@ -318,16 +316,6 @@ def links_that_are_missing(config: Config, world_size: int, wished_partition_ran
     if world_size == 1:
         return [f"{' and '.join(features)}: there is one rank, so nothing crosses a link, is quantized or kept as a copy"]
     return [f"{' and '.join(features)}: there is one node, so only the link inside it carries quantized values"]
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-
-
-def nearest_divisors(number: int, wish: int) -> list[int]:
-    """The up to four divisors of `number` nearest to `wish`, ascending."""
-    return sorted(sorted(divisors(number), key=lambda divisor: abs(divisor - wish))[:4])
 
 
 FLAGS_OF_TOKENIZERS = {
@@ -349,6 +337,28 @@ NEEDED_BY_TOKENIZER = {
 TAKEN_BY_TOKENIZER = {
     "SentencePieceTokenizer": ("vocab_extra_ids",),
     "TikTokenizer": ("tiktoken_num_special_tokens", "tokenizer_special_tokens"),
+}
+_OF_POINTS = ("tensorboard_dir", "wandb_project")
+# What a flag of logging or profiling needs beside it, any one of these, to have an effect.
+NEEDED_BY_OUTLETS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (
+            "tensorboard_log_interval",
+            "log_memory_to_tensorboard",
+            "log_world_size_to_tensorboard",
+            "log_validation_ppl_to_tensorboard",
+            "no_log_learnig_rate_to_tensorboard",
+            "no_log_loss_scale_to_tensorboard",
+            "log_timers_to_tensorboard",
+        ),
+        _OF_POINTS,
+    ),
+    "tensorboard_queue_size": ("tensorboard_dir",),
+    "timing_log_option": ("timing_log_level",),
+    **dict.fromkeys(("wandb_entity", "wandb_exp_name", "wandb_save_dir"), ("wandb_project",)),
+    **dict.fromkeys(("profile_step_start", "profile_step_end", "profile_dir"), ("profile",)),
+    "profile_ranks": ("profile", "record_memory_history"),
+    "memory_snapshot_path": ("record_memory_history",),
 }
 QUANTIZATION_DETAILS = {
     "zero_quantized_weights_bits": ("zero_quantized_weights",),
@@ -373,21 +383,28 @@ CHECKS_BEFORE_FILLING: tuple[Callable[[Config], None], ...] = (
     check_parallelism,
     check_one_precision,
     check_loss_scales,
-    check_one_length,
-    check_one_warmup,
-    check_schedule_counts_like_length,
+    *SCHEDULE_CHECKS_BEFORE_FILLING,
     check_heads_divide_hidden_size,
+    check_recomputation,
+    check_one_activation,
+    check_one_kind_of_positions,
+    check_norms,
+    check_vocabulary_padding,
     check_sources,
     check_quantization,
     check_secondary_partition,
     check_leaving,
     check_saving,
     check_loading,
+    check_plan,
+    check_profiling,
 )
 CHECKS_AFTER_FILLING: tuple[Callable[[Config], None], ...] = (
     check_tokenizer,
     check_positions,
-    check_learning_rates,
-    check_warmup_ends_before_decay,
+    check_query_groups,
+    check_rotary_channels,
+    check_rope_scaling,
+    *SCHEDULE_CHECKS_AFTER_FILLING,
     check_partition_divides_node,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from megatron_zpp.config.data_sources import Blend, DataSources, read_sources
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.blend import blended_dataset, plan_by_epochs, plan_by_weights
 from megatron_zpp.data.build_once import SILENCE, Speaker
+from megatron_zpp.data.chained_dataset import ChainedDataset
 from megatron_zpp.data.corpus import SPLIT_WORDS, Corpus, Order, folder_of
 from megatron_zpp.data.documents import DocumentRules
 from megatron_zpp.data.indexed_dataset import IndexedDataset
@@ -28,33 +30,36 @@ class SampleCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class DataRequest:
-    """What a run asks of its data. vocab_size matters for mock data only; eod: the id of the end-of-document token."""
+    """What a run asks of its data. vocab_size matters for mock data only; eod: the id of the end-of-document token.
+
+    validates_on_all: every sample of every validation corpus, once, whatever sample_counts says.
+    """
 
     seq_length: int
     seed: int
     sample_counts: SampleCounts
     vocab_size: int
     eod: int
+    validates_on_all: bool = False
 
 
 class Datasets(NamedTuple):
     train: SampleSource
-    valid: SampleSource | None
+    valid: Mapping[str, SampleSource]  # by name; one set that nobody named is called ""
     test: SampleSource | None
     sources: tuple[IndexedDataset, ...]  # all corpora, each once; none for mock data
     rules: DocumentRules
     messages: tuple[str, ...]  # for one rank to print
 
 
-def count_samples(*, train_samples: int, global_batch_size: int, eval_interval: int, eval_iters: int) -> SampleCounts:
+def count_samples(*, train_samples: int, train_iters: int, eval_interval: int, evaluated_samples: int) -> SampleCounts:
     """How many samples a run draws of each split: one evaluation per eval_interval and one at the end, one test."""
-    train_iters = train_samples // global_batch_size
     evaluations = train_iters // eval_interval + 1
-    return SampleCounts(train_samples, evaluations * eval_iters * global_batch_size, eval_iters * global_batch_size)
+    return SampleCounts(train_samples, evaluations * evaluated_samples, evaluated_samples)
 
 
 def build_datasets(data: DataConfig, request: DataRequest, speaker: Speaker = SILENCE) -> Datasets:
-    """The datasets of a run, each long enough; without tokens, validation and test are None, and a message says so.
+    """The datasets of a run, each long enough; without tokens, there is no validation and no test, and a message says so.
 
     Every rank calls this; ranks that share a cache folder build an index once, and `speaker` says so where it takes time.
     Raises ValueError for unusable files, an unusable --split, or a training split without tokens.
@@ -68,7 +73,7 @@ def build_datasets(data: DataConfig, request: DataRequest, speaker: Speaker = SI
     if not data.names_corpora:
         raise ValueError("Neither --data-path nor --mock-data is given; give one of them.")
     order = Order(request.seq_length, request.seed, _cache_path(data))
-    return _Shelf(data, sources, order, speaker).datasets(request.sample_counts, rules)
+    return _Shelf(data, sources, order, speaker).datasets(request, rules)
 
 
 def cache_folder(data: DataConfig, source: IndexedDataset) -> Path:
@@ -85,7 +90,13 @@ def _mock_datasets(request: DataRequest, rules: DocumentRules) -> Datasets:
         MockDataset(seed=request.seed, stream=stream, seq_length=request.seq_length, vocab_size=request.vocab_size, sample_count=count)
         for stream, count in enumerate(request.sample_counts)
     )
-    return Datasets(train, valid, test, (), rules, ())
+    return Datasets(train, {"": valid}, test, (), rules, ())
+
+
+def _names_of(prefixes: tuple[str, ...]) -> tuple[str, ...]:
+    """The file names of corpora, or their whole prefixes where two have the same."""
+    names = tuple(Path(prefix).name for prefix in prefixes)
+    return names if len(set(names)) == len(names) else prefixes
 
 
 def _without_ends(source: IndexedDataset, rules: DocumentRules) -> str | None:
@@ -107,22 +118,54 @@ class _Shelf:
     def __init__(self, data: DataConfig, sources: DataSources, order: Order, speaker: Speaker) -> None:
         self._surplus = data.mid_level_dataset_surplus
         self._speaker = speaker
+        self._has_sets_apart = data.multiple_validation_sets
+        self._set_names = data.validation_set_names
         self._messages: list[str] = []
         self._blends = {name: blend for name in SPLIT_NAMES if (blend := sources.common or sources.by_split.get(name)) is not None}
         split = data.split if sources.common is not None else None
         prefixes = dict.fromkeys(prefix for blend in self._blends.values() for prefix in blend.prefixes)
         self._corpora = {prefix: Corpus(prefix, split, order) for prefix in prefixes}
 
-    def datasets(self, sample_counts: SampleCounts, rules: DocumentRules) -> Datasets:
-        found = {name: self._dataset(name, count) for name, count in zip(SPLIT_NAMES, sample_counts, strict=True)}
-        if found["train"] is None and sample_counts.train == 0:
+    def datasets(self, request: DataRequest, rules: DocumentRules) -> Datasets:
+        counts = request.sample_counts
+        train = self._dataset("train", counts.train)
+        if train is None and counts.train == 0:
             raise RuntimeError(f"the training data of {', '.join(self._corpora)} is asked for 0 samples")
-        if found["train"] is None:
+        if train is None:
             raise ValueError(f"{self._messages[0]} Give training a larger share or more documents.")
+        valid = self._validation_sets(0 if request.validates_on_all else counts.valid, are_whole=request.validates_on_all)
+        test = self._dataset("test", counts.test)
         self._warn_of_repeated_corpora()
         sources = tuple(corpus.source for corpus in self._corpora.values())
         self._messages += [message for source in sources if (message := _without_ends(source, rules)) is not None]
-        return Datasets(found["train"], found["valid"], found["test"], sources, rules, tuple(dict.fromkeys(self._messages)))
+        return Datasets(train, valid, test, sources, rules, tuple(dict.fromkeys(self._messages)))
+
+    def _validation_sets(self, sample_count: int, *, are_whole: bool) -> dict[str, SampleSource]:
+        """By name; sets without a sample are left out. sample_count: of each, where they are not whole."""
+        blend = self._blends.get("valid")
+        if blend is None:
+            return {}
+        if not self._has_sets_apart and not are_whole:
+            dataset = self._dataset("valid", sample_count)
+            return {} if dataset is None else {"": dataset}
+        names = self._set_names or _names_of(blend.prefixes)
+        found = {
+            name: self._corpora[prefix].dataset("valid", sample_count, self._speaker, self._messages)
+            for name, prefix in zip(names, blend.prefixes, strict=True)
+            if self._can_validate(self._corpora[prefix], is_whole=are_whole)
+        }
+        if self._has_sets_apart or not found:
+            return dict(found)
+        return {"": ChainedDataset(list(found.values()))}
+
+    def _can_validate(self, corpus: Corpus, *, is_whole: bool) -> bool:
+        if corpus.token_count("valid") == 0:
+            self._messages.append(corpus.why_empty("valid"))
+            return False
+        if is_whole and corpus.samples_per_epoch("valid") == 0:
+            self._messages.append(f"The validation split of {corpus.prefix} is shorter than one sample: it is left out.")
+            return False
+        return True
 
     def _dataset(self, split_name: str, sample_count: int) -> SampleSource | None:
         blend = self._blends.get(split_name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing import get_all_start_methods
 
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_zpp.data.documents import DocumentRules
 from megatron_zpp.data.sample import SampleSource
-from megatron_zpp.data.sampler import MicroBatchIndices, MicroBatchSampler
+from megatron_zpp.data.sampler import MicroBatchIndices
 
 MICRO_BATCHES_AHEAD = 2  # per worker
 
@@ -36,7 +36,7 @@ class MicroBatches(Iterator[MicroBatch]):
     wait_seconds: what the caller has spent in `next` so far; with workers that keep up it is the time to take a micro-batch over.
     """
 
-    def __init__(self, dataset: SampleSource, sampler: MicroBatchSampler, num_workers: int, rules: DocumentRules) -> None:
+    def __init__(self, dataset: SampleSource, sampler: Iterable[MicroBatchIndices], num_workers: int, rules: DocumentRules) -> None:
         self.wait_seconds = 0.0
         self._batches = _in_order(_MicroBatches(dataset, rules), sampler, num_workers)
 
@@ -47,7 +47,7 @@ class MicroBatches(Iterator[MicroBatch]):
         return batch
 
 
-def _in_order(batches: _MicroBatches, sampler: MicroBatchSampler, num_workers: int) -> Iterator[MicroBatch]:
+def _in_order(batches: _MicroBatches, sampler: Iterable[MicroBatchIndices], num_workers: int) -> Iterator[MicroBatch]:
     if num_workers == 0:
         yield from (batches[indices] for indices in sampler)
         return
@@ -80,6 +80,7 @@ class _MicroBatches(Dataset[MicroBatch]):
         samples = [self.samples[index] for index in indices.samples]
         tokens = np.stack([sample["tokens"] for sample in samples])
         loss_mask = np.stack([sample["loss_mask"] for sample in samples])
+        loss_mask[len(samples) - indices.padding :] = 0.0
         return MicroBatch(
             tokens=torch.from_numpy(tokens),
             labels=torch.from_numpy(np.stack([sample["labels"] for sample in samples])),

@@ -19,6 +19,7 @@ from typing import NamedTuple
 class MicroBatchIndices(NamedTuple):
     first_sample: int  # counted over the whole run, also when the dataset starts over
     samples: tuple[int, ...]  # indices into the dataset
+    padding: int = 0  # how many of the last samples only fill the micro-batch and do not count
 
 
 @dataclass(frozen=True)
@@ -44,3 +45,37 @@ class MicroBatchSampler:
         while True:
             yield MicroBatchIndices(first, tuple(i % self.total_samples for i in range(first, first + self.micro_batch_size)))
             first += self.data_parallel_size * self.micro_batch_size
+
+
+@dataclass(frozen=True)
+class WholePassSampler:
+    """This rank's micro-batches of one pass over all samples after the other, without end.
+
+    Every rank has the same number of micro-batches in a pass, all of them full: where samples run out, the last one is repeated as padding.
+    Here 2 ranks, micro-batches of 2 and 5 samples, `-` for padding:
+
+        sample       0  1 | 2  3 | 4  - | -  - || 0  1 | ...
+        rank         0      1      0      1       0
+    """
+
+    total_samples: int
+    micro_batch_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+
+    def __post_init__(self) -> None:
+        if self.total_samples <= 0:
+            raise ValueError("The validation set has no whole sample; give more data, or a smaller --seq-length.")
+
+    @property
+    def microbatches(self) -> int:
+        """Of every rank, in one pass."""
+        return -(-self.total_samples // (self.micro_batch_size * self.data_parallel_size))
+
+    def __iter__(self) -> Iterator[MicroBatchIndices]:
+        while True:
+            for index in range(self.microbatches):
+                first = (index * self.data_parallel_size + self.data_parallel_rank) * self.micro_batch_size
+                wished = range(first, first + self.micro_batch_size)
+                samples = tuple(min(sample, self.total_samples - 1) for sample in wished)
+                yield MicroBatchIndices(first, samples, sum(sample >= self.total_samples for sample in wished))

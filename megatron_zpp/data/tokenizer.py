@@ -1,10 +1,14 @@
 """Text to token ids and back: what all tokenizers share, and the choice of one by its flags."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from __future__ import annotations
 
-from megatron_zpp.config.schema import TOKENIZER_TYPES, DataConfig
-from megatron_zpp.data.token_ids import TokenizedTexts, check_ids, join_lists
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_zpp.config.schema import TOKENIZER_TYPES, DataConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from megatron_zpp.data.token_ids import TokenizedTexts
 
 
 class Tokenizer(Protocol):
@@ -23,7 +27,10 @@ class Tokenizer(Protocol):
 
 
 class NullTokenizer:
-    """No tokenizer: text is ids separated by spaces. As in Megatron Core of 2026, vocab_size ids with vocab_size - 1 as eod."""
+    """No tokenizer: text is ids separated by spaces. As in Megatron Core of 2026, vocab_size ids with vocab_size - 1 as eod.
+
+    numpy is imported where texts are tokenized: the plan of a run needs the size alone.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
@@ -32,6 +39,8 @@ class NullTokenizer:
         self.eod = vocab_size - 1
 
     def tokenize(self, text: str) -> list[int]:
+        from megatron_zpp.data.token_ids import check_ids
+
         try:
             ids = [int(word) for word in text.split()]
         except ValueError:
@@ -40,6 +49,8 @@ class NullTokenizer:
         return ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
+        from megatron_zpp.data.token_ids import join_lists
+
         return join_lists(map(self.tokenize, texts))
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -55,6 +66,17 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
             f"{' and '.join(_files(data))}; leave --vocab-size out."
         )
     return tokenizer
+
+
+def embedding_rows(model: ModelConfig, vocab_size: int) -> int:
+    """The vocabulary with its padding. Raises ValueError where --padded-vocab-size is too small for it."""
+    if model.padded_vocab_size is None:
+        return padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by)
+    if model.padded_vocab_size < vocab_size:
+        raise ValueError(
+            f"--padded-vocab-size {model.padded_vocab_size} is below the {vocab_size} ids of the tokenizer; choose {vocab_size} or more."
+        )
+    return model.padded_vocab_size
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:

@@ -1,38 +1,69 @@
 """Causal self-attention.
 
-B micro-batch size, S tokens per sample, H hidden size, N heads, D channels of a head.
+B micro-batch size, S tokens per sample, H hidden size, N query heads, K key and value heads, M = N / K query heads of a group,
+D channels of a head, A = N D, X = A + 2 K D.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.model.attention_kernel import attend
+from megatron_zpp.model.chunks import recomputes_attention
 from megatron_zpp.model.document_attention import Documents
+from megatron_zpp.model.norm import make_norm
+from megatron_zpp.model.recompute import recomputed
+from megatron_zpp.model.rotary import Rotation
 
 
 class Attention(nn.Module):
     """Every token attends to itself and to the tokens before it, with `documents` to those of its document alone.
 
-    The rows of `qkv` are ordered as Megatron orders them, head by head and q, k, v within a head: a run of rows is a set of whole heads.
+    The rows of `qkv` are ordered as Megatron orders them, group by group and queries, key, value within a group: a run of rows is a set of
+    whole groups. See model/shapes.py.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        heads_width = config.num_attention_heads * config.kv_channels
         self.head_channels = config.kv_channels
+        self.queries_per_group = config.num_attention_heads // config.key_value_heads
+        self.backend = config.attention_backend
         self.dropout = config.attention_dropout
-        self.qkv = nn.Linear(config.hidden_size, 3 * heads_width, dtype=dtype)  # weight: [N * 3 * D, H]
-        self.projection = nn.Linear(heads_width, config.hidden_size, dtype=dtype)  # weight: [H, N * D]
+        self.is_recomputed = recomputes_attention(config)
+        self.qkv = nn.Linear(config.hidden_size, config.qkv_width, bias=config.has_qkv_bias, dtype=dtype)  # weight: [K (M + 2) D, H]
+        self.query_norm = make_norm(config, config.kv_channels, dtype) if config.qk_layernorm else None
+        self.key_norm = make_norm(config, config.kv_channels, dtype) if config.qk_layernorm else None
+        self.projection = nn.Linear(config.heads_width, config.hidden_size, bias=config.has_linear_bias, dtype=dtype)  # weight: [H, N D]
 
-    def forward(self, hidden_BSH: Tensor, documents: Documents | None = None) -> Tensor:
-        qkv_BSN3D = self.qkv(hidden_BSH).unflatten(-1, (-1, 3, self.head_channels))
-        query_BNSD, key_BNSD, value_BNSD = qkv_BSN3D.permute(3, 0, 2, 1, 4)
+    def forward(self, hidden_BSH: Tensor, documents: Documents | None = None, rotation: Rotation | None = None) -> Tensor:
+        qkv_BSX = self.qkv(hidden_BSH)
+        if self.is_recomputed:
+            mixed_BSA = recomputed(self.mixed, qkv_BSX, documents, rotation, restores_generator=self.dropout > 0)
+        else:
+            mixed_BSA = self.mixed(qkv_BSX, documents, rotation)
+        mixed_BSH: Tensor = self.projection(mixed_BSA)
+        return mixed_BSH
+
+    def mixed(self, qkv_BSX: Tensor, documents: Documents | None, rotation: Rotation | None) -> Tensor:
+        """mixed_BSA: what lies between the projections."""
+        query_BNSD, key_BKSD, value_BKSD = self.heads(qkv_BSX, rotation)
         dropout = self.dropout if self.training else 0.0
         if documents is None:
-            mixed_BNSD = F.scaled_dot_product_attention(query_BNSD, key_BNSD, value_BNSD, dropout_p=dropout, is_causal=True)
+            mixed_BNSD = attend(query_BNSD, key_BKSD, value_BKSD, dropout=dropout, backend=self.backend)
         else:
-            mixed_BNSD = documents.attend(query_BNSD, key_BNSD, value_BNSD, dropout)
-        return self.projection(mixed_BNSD.transpose(1, 2).flatten(2))
+            mixed_BNSD = documents.attend(query_BNSD, key_BKSD, value_BKSD, dropout)
+        return mixed_BNSD.transpose(1, 2).flatten(2)
+
+    def heads(self, qkv_BSX: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """query_BNSD, key_BKSD and value_BKSD: normalized where the model does so, and rotated."""
+        groups = qkv_BSX.unflatten(-1, (-1, self.queries_per_group + 2, self.head_channels))  # [B, S, K, M + 2, D]
+        query_BSKMD, key_BSK1D, value_BSK1D = groups.split((self.queries_per_group, 1, 1), dim=3)
+        if self.query_norm is not None and self.key_norm is not None:
+            query_BSKMD, key_BSK1D = self.query_norm(query_BSKMD), self.key_norm(key_BSK1D)
+        if rotation is not None:
+            query_BSKMD, key_BSK1D = rotation.turned(query_BSKMD), rotation.turned(key_BSK1D)
+            value_BSK1D = value_BSK1D.contiguous()  # a view would keep the queries and keys of before the rotation alive
+        query_BNSD, key_BKSD, value_BKSD = (part.flatten(2, 3).transpose(1, 2) for part in (query_BSKMD, key_BSK1D, value_BSK1D))
+        return query_BNSD, key_BKSD, value_BKSD

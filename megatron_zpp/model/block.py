@@ -13,8 +13,9 @@ from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.attention import Attention
 from megatron_zpp.model.document_attention import Documents
 from megatron_zpp.model.mlp import MLP
-from megatron_zpp.model.norm import hidden_norm
+from megatron_zpp.model.norm import make_norm
 from megatron_zpp.model.randomness import UnitRandomness
+from megatron_zpp.model.rotary import Rotation
 
 
 class Block(nn.Module):
@@ -22,16 +23,22 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, block_index: int, seed: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.attention_norm = hidden_norm(config, dtype)
+        self.attention_norm = make_norm(config, config.hidden_size, dtype)
         self.attention = Attention(config, dtype)
-        self.mlp_norm = hidden_norm(config, dtype)
+        self.mlp_norm = make_norm(config, config.hidden_size, dtype)
         self.mlp = MLP(config, dtype)
         self.dropout = config.hidden_dropout
         has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
         self.randomness = UnitRandomness(seed, unit_index=block_index + 1, has_dropout=has_dropout)
 
-    def forward(self, hidden_BSH: Tensor, first_sample: int, documents: Documents | None = None) -> Tensor:
+    def forward(
+        self, hidden_BSH: Tensor, first_sample: int, documents: Documents | None = None, rotation: Rotation | None = None
+    ) -> Tensor:
         with self.randomness.scope(training=self.training, first_sample=first_sample, device=hidden_BSH.device):
-            mixed_BSH = self.attention(self.attention_norm(hidden_BSH), documents)
-            hidden_BSH = hidden_BSH + F.dropout(mixed_BSH, self.dropout, self.training)
-            return hidden_BSH + F.dropout(self.mlp(self.mlp_norm(hidden_BSH)), self.dropout, self.training)
+            return self.transformed(hidden_BSH, documents, rotation)
+
+    def transformed(self, hidden_BSH: Tensor, documents: Documents | None, rotation: Rotation | None) -> Tensor:
+        """What the block computes; it reads nothing that differs between blocks but weights, so that it is compiled once for all."""
+        mixed_BSH = self.attention(self.attention_norm(hidden_BSH), documents, rotation)
+        hidden_BSH = hidden_BSH + F.dropout(mixed_BSH, self.dropout, self.training)
+        return hidden_BSH + F.dropout(self.mlp(self.mlp_norm(hidden_BSH)), self.dropout, self.training)

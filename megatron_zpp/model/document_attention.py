@@ -1,12 +1,13 @@
 """Causal attention that stays inside documents, for samples that hold several.
 
-B micro-batch size, S tokens per sample, N heads, D channels of a head, R runs of one document each, in all samples of the micro-batch.
+B micro-batch size, S tokens per sample, N query heads, K key and value heads, D channels of a head, R runs of one document each, in all
+samples of the micro-batch.
 """
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_zpp.model.activations import mask_bytes
+from megatron_zpp.model.attention_kernel import HeadShape, attend, repeated_heads
 
 LARGEST_VARLEN_CHANNELS = 256  # of a head, and a multiple of 8
 # Of outputs of about 1: some roundings of values with 8 or 11 significant bits. A token of another document would change them by about 1.
@@ -24,18 +26,9 @@ PROBE_TOLERANCE = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 class Documents(Protocol):
     """The documents of one micro-batch, as attention needs to know them."""
 
-    def attend(self, query_BNSD: Tensor, key_BNSD: Tensor, value_BNSD: Tensor, dropout: float) -> Tensor:
+    def attend(self, query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, dropout: float) -> Tensor:
         """mixed_BNSD: every token attends to itself and to the tokens before it in its document."""
         ...
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """What decides which kernel can attend: dtype and channels of the heads, and whether attention weights are dropped."""
-
-    dtype: torch.dtype
-    channels: int
-    has_dropout: bool
 
 
 def separated(document_lengths_R: Tensor, sample_shape: tuple[int, int], head: HeadShape, device: torch.device) -> Documents | None:
@@ -50,19 +43,20 @@ def separated(document_lengths_R: Tensor, sample_shape: tuple[int, int], head: H
         return None
     if has_varlen(device, head):
         return VarlenDocuments(document_lengths_R, device)
-    return MaskedDocuments(document_lengths_R, sample_shape, head.dtype, device)
+    return MaskedDocuments(document_lengths_R, sample_shape, head, device)
 
 
 class MaskedDocuments:
     """One additive mask for all blocks: -inf between tokens of different documents and before the future. Any device, dtype and dropout."""
 
-    def __init__(self, document_lengths_R: Tensor, sample_shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, document_lengths_R: Tensor, sample_shape: tuple[int, int], head: HeadShape, device: torch.device) -> None:
         run_BS = torch.repeat_interleave(document_lengths_R).view(sample_shape).to(device)
         is_apart_B1SS = (run_BS[:, None, :, None] != run_BS[:, None, None, :]).logical_or_(_future(sample_shape[1], device))
-        self._mask_B1SS = torch.zeros(is_apart_B1SS.shape, dtype=dtype, device=device).masked_fill_(is_apart_B1SS, -torch.inf)
+        self._mask_B1SS = torch.zeros(is_apart_B1SS.shape, dtype=head.dtype, device=device).masked_fill_(is_apart_B1SS, -torch.inf)
+        self._backend = head.backend
 
-    def attend(self, query_BNSD: Tensor, key_BNSD: Tensor, value_BNSD: Tensor, dropout: float) -> Tensor:
-        return F.scaled_dot_product_attention(query_BNSD, key_BNSD, value_BNSD, attn_mask=self._mask_B1SS, dropout_p=dropout)
+    def attend(self, query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, dropout: float) -> Tensor:
+        return attend(query_BNSD, key_BKSD, value_BKSD, dropout=dropout, backend=self._backend, mask_B1SS=self._mask_B1SS)
 
 
 class VarlenDocuments:
@@ -72,11 +66,13 @@ class VarlenDocuments:
         self._bounds = F.pad(document_lengths_R.cumsum(0), (1, 0)).to(device, torch.int32)  # [R + 1] tokens
         self._longest = int(document_lengths_R.max())
 
-    def attend(self, query_BNSD: Tensor, key_BNSD: Tensor, value_BNSD: Tensor, dropout: float) -> Tensor:
+    def attend(self, query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, dropout: float) -> Tensor:
         if dropout > 0:
             raise RuntimeError("attention over runs of different lengths has no dropout; a mask serves it")
         samples = query_BNSD.shape[0]
-        query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query_BNSD, key_BNSD, value_BNSD))  # [B * S, N, D]
+        if query_BNSD.shape[1] != key_BKSD.shape[1] and not _varlen_takes_shared_heads():
+            key_BKSD, value_BKSD = repeated_heads(query_BNSD, key_BKSD, value_BKSD)
+        query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query_BNSD, key_BKSD, value_BKSD))  # [B * S, N or K, D]
         mixed = _varlen_attention(query, key, value, self._bounds, self._longest)
         return mixed.unflatten(0, (samples, -1)).transpose(1, 2)
 
@@ -85,6 +81,7 @@ class VarlenDocuments:
 def has_varlen(device: torch.device, head: HeadShape) -> bool:
     """Whether this torch attends over runs of different lengths on this device for such heads: it is tried once, against the mask."""
     fits = head.dtype in PROBE_TOLERANCE and head.channels % 8 == 0 and head.channels <= LARGEST_VARLEN_CHANNELS and not head.has_dropout
+    fits = fits and head.backend in ("auto", "flash")
     if device.type != "cuda" or not fits or _varlen_function() is None:
         return False
     try:
@@ -114,11 +111,18 @@ def _varlen_function() -> Any:
     return varlen_attn
 
 
+@cache
+def _varlen_takes_shared_heads() -> bool:
+    return "enable_gqa" in inspect.signature(_varlen_function()).parameters
+
+
 def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int) -> Tensor:
-    attend = _varlen_function()
+    varlen = _varlen_function()
     # Its first form said `is_causal`, later ones a window: any number of tokens to the left, none to the right.
-    causal: dict[str, Any] = {"is_causal": True} if "is_causal" in inspect.signature(attend).parameters else {"window_size": (-1, 0)}
-    mixed: Tensor = attend(query, key, value, bounds, bounds, longest, longest, **causal)
+    options: dict[str, Any] = {"is_causal": True} if "is_causal" in inspect.signature(varlen).parameters else {"window_size": (-1, 0)}
+    if query.shape[1] != key.shape[1]:
+        options["enable_gqa"] = True
+    mixed: Tensor = varlen(query, key, value, bounds, bounds, longest, longest, **options)
     return mixed
 
 
@@ -126,13 +130,15 @@ def _agrees_with_mask(device: torch.device, head: HeadShape) -> bool:
     """Whether outputs and gradients over runs of 1, 40 and 87 tokens, and one of 128, are those of the mask."""
     lengths, shape = torch.tensor([1, 40, 87, 128]), (2, 128)
     generator = torch.Generator().manual_seed(0)
-    qkv = torch.randn(shape[0], shape[1], 2, 3, head.channels, generator=generator).to(device, head.dtype)  # [B, S, N, 3, D]
+    groups = torch.randn(shape[0], shape[1], 2, head.queries_per_group + 2, head.channels, generator=generator).to(device, head.dtype)
     results = []
+    reference = MaskedDocuments(lengths, shape, replace(head, backend="auto"), device)  # flash alone would take no mask
     with torch.enable_grad():
-        for documents in (VarlenDocuments(lengths, device), MaskedDocuments(lengths, shape, head.dtype, device)):
-            leaf = qkv.clone().requires_grad_()
-            query_BNSD, key_BNSD, value_BNSD = leaf.permute(3, 0, 2, 1, 4)
-            mixed = documents.attend(query_BNSD, key_BNSD, value_BNSD, 0.0)
+        for documents in (VarlenDocuments(lengths, device), reference):
+            leaf = groups.clone().requires_grad_()
+            parts = leaf.split((head.queries_per_group, 1, 1), dim=3)
+            query_BNSD, key_BKSD, value_BKSD = (part.flatten(2, 3).transpose(1, 2) for part in parts)
+            mixed = documents.attend(query_BNSD, key_BKSD, value_BKSD, 0.0)
             mixed.float().square().mean().backward()
             results.append((mixed.detach().float(), _scaled(leaf.grad)))
     tolerance = PROBE_TOLERANCE[head.dtype]

@@ -1,4 +1,4 @@
-"""Words and positions become hidden states.
+"""Words, and where they are learned positions, become hidden states.
 
 B micro-batch size, S tokens per sample, P positions, V padded vocabulary, H hidden size.
 """
@@ -14,23 +14,30 @@ from megatron_zpp.model.randomness import UnitRandomness
 
 
 class Embedding(nn.Module):
-    """Word embedding plus learned absolute position embedding, then dropout. Without position ids, positions count from 0."""
+    """Word embedding, plus a position embedding where positions are learned, then dropout. Without position ids they count from 0."""
 
     def __init__(self, config: ModelConfig, padded_vocab_size: int, seed: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.word = _table(padded_vocab_size, config.hidden_size, dtype)  # weight: [V, H]
-        self.position = _table(config.max_position_embeddings, config.hidden_size, dtype)  # weight: [P, H]
+        # weight: [P, H]
+        self.position = _table(config.max_position_embeddings, config.hidden_size, dtype) if config.learns_positions else None
         self.dropout = config.hidden_dropout
         self.randomness = UnitRandomness(seed, unit_index=0, has_dropout=config.hidden_dropout > 0)
 
     def forward(self, tokens_BS: Tensor, first_sample: int, position_ids_BS: Tensor | None = None) -> Tensor:
-        sample_length, positions = tokens_BS.shape[1], self.position.num_embeddings
-        if sample_length > positions:
-            raise RuntimeError(f"a sample of {sample_length} tokens does not fit the model's {positions} positions")
-        position_XSH = self.position.weight[:sample_length] if position_ids_BS is None else self.position(position_ids_BS)
-        hidden_BSH = self.word(tokens_BS) + position_XSH
+        hidden_BSH = self.word(tokens_BS)
+        if self.position is not None:
+            hidden_BSH = hidden_BSH + _learned_positions(self.position, tokens_BS.shape[1], position_ids_BS)
         with self.randomness.scope(training=self.training, first_sample=first_sample, device=hidden_BSH.device):
             return F.dropout(hidden_BSH, self.dropout, self.training)
+
+
+def _learned_positions(table: nn.Embedding, sample_length: int, position_ids_BS: Tensor | None) -> Tensor:
+    """position_SH, or position_BSH where there are position ids."""
+    if sample_length > table.num_embeddings:
+        raise RuntimeError(f"a sample of {sample_length} tokens does not fit the model's {table.num_embeddings} positions")
+    position_XSH: Tensor = table.weight[:sample_length] if position_ids_BS is None else table(position_ids_BS)
+    return position_XSH
 
 
 def _table(rows: int, columns: int, dtype: torch.dtype) -> nn.Embedding:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.config.schema import ModelConfig
-from megatron_zpp.model.norm import hidden_norm
+from megatron_zpp.model.norm import make_norm
 from megatron_zpp.tensor_parallel.cross_entropy import token_loss
 
 
@@ -19,7 +19,7 @@ class Final(nn.Module):
 
     def __init__(self, config: ModelConfig, padded_vocab_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.norm = hidden_norm(config, dtype)
+        self.norm = make_norm(config, config.hidden_size, dtype)
         if config.untie_embeddings_and_output_weights:
             self.head = nn.Linear(config.hidden_size, padded_vocab_size, bias=False, dtype=dtype)  # weight: [V, H]
 

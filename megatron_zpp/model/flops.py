@@ -3,29 +3,30 @@
 Two counts of floating-point operations are in use and differ; both are here under their names, neither is "the" FLOPs. Both count matrix
 products only, one multiplication and one addition as two operations.
 
-T tokens, S tokens per sample, V padded vocabulary, L layers, H hidden size, A heads x channels, F feed-forward hidden size.
+T tokens, S tokens per sample, V padded vocabulary, L layers, H hidden size, A heads x channels, C key and value heads x channels, F
+feed-forward hidden size, m its matrices: 3 with a gate, else 2.
 """
 
 from __future__ import annotations
 
+import math
+
 from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.model.chunks import recomputed_blocks, recomputes_attention
+from megatron_zpp.model.shapes import ModelShape
 
 
 def parameter_count(config: ModelConfig, padded_vocab_size: int) -> int:
     """Parameters of the whole model; a tied output is counted once."""
-    hidden, ffn, heads_width = config.hidden_size, config.ffn_hidden_size, config.num_attention_heads * config.kv_channels
-    attention = 3 * heads_width * (hidden + 1) + hidden * (heads_width + 1)
-    mlp = ffn * (hidden + 1) + hidden * (ffn + 1)
-    norm = 2 * hidden
-    words = padded_vocab_size * hidden * (2 if config.untie_embeddings_and_output_weights else 1)
-    return words + config.max_position_embeddings * hidden + config.num_layers * (attention + mlp + 2 * norm) + norm
+    units = ModelShape(config, padded_vocab_size).unit_specs()
+    return sum(math.prod(param.shape) for unit in units for param in unit.params)
 
 
 def model_flops(config: ModelConfig, padded_vocab_size: int, sample_count: int) -> int:
     """Operations that training on `sample_count` samples requires: Megatron-LM's convention, "model FLOPs".
 
-    3 T [L (2 H 3A + 2 A H + 4 H F + 2 A S) + 2 H V]: backward is twice forward, causal attention is half of the square, a recomputation
-    does not count. Source: num_floating_point_operations in Megatron-LM's training.py.
+    3 T [L (2 H (A + 2 C) + 2 A H + 2 m H F + 2 A S) + 2 H V]: backward is twice forward, causal attention is half of the square, a
+    recomputation does not count. Source: num_floating_point_operations in Megatron-LM's training.py.
     """
     attention_scores = _attention_scores_flops_per_token(config) // 2
     forward_per_token = config.num_layers * (_linear_flops_per_token(config) + attention_scores) + _head_flops_per_token(
@@ -37,13 +38,14 @@ def model_flops(config: ModelConfig, padded_vocab_size: int, sample_count: int) 
 def hardware_flops(config: ModelConfig, padded_vocab_size: int, sample_count: int) -> int:
     """Operations of training on `sample_count` samples as Megatron-DeepSpeed counts them: "hardware FLOPs".
 
-    T [f L (2 H 3A + 2 A H + 4 H F + 4 A S) + 3 * 2 H V] with f = 4 where blocks are recomputed and else 3: attention is the full square,
-    and what is recomputed counts again (the output projection is not recomputed).
-    Source: Narayanan et al., arXiv 2104.04473, equation 3, where A = H, F = 4 H and f = 4.
+    T [(3 L + R) (2 H (A + 2 C) + 2 A H + 2 m H F + 4 A S) + 3 * 2 H V] with R recomputed blocks: attention is the full square, and what
+    is recomputed counts again (of recomputed attention 4 A S; the output projection is not recomputed).
+    Source: Narayanan et al., arXiv 2104.04473, equation 3, where A = C = H, F = 4 H, m = 2 and R = L.
     """
-    block_passes = 4 if config.checkpoint_activations else 3
-    block_forward_per_token = _linear_flops_per_token(config) + _attention_scores_flops_per_token(config)
-    per_token = block_passes * config.num_layers * block_forward_per_token + 3 * _head_flops_per_token(config, padded_vocab_size)
+    scores = _attention_scores_flops_per_token(config)
+    block = _linear_flops_per_token(config) + scores
+    again = config.num_layers * scores if recomputes_attention(config) else recomputed_blocks(config) * block
+    per_token = 3 * config.num_layers * block + again + 3 * _head_flops_per_token(config, padded_vocab_size)
     return per_token * sample_count * config.seq_length
 
 
@@ -54,13 +56,23 @@ def forward_flops_of_uses(config: ModelConfig, padded_vocab_size: int, sample_co
     return (0, *[block] * config.num_layers, tokens * _head_flops_per_token(config, padded_vocab_size))
 
 
+def recomputed_flops_of_uses(config: ModelConfig, padded_vocab_size: int, sample_count: int) -> tuple[int, ...]:
+    """Operations that the backward of each use (embedding, blocks, final) repeats of its forward on `sample_count` samples."""
+    forward = forward_flops_of_uses(config, padded_vocab_size, sample_count)[1:-1]
+    if recomputes_attention(config):
+        blocks = [sample_count * config.seq_length * _attention_scores_flops_per_token(config) // 2] * config.num_layers
+    else:
+        blocks = [operations if index < recomputed_blocks(config) else 0 for index, operations in enumerate(forward)]
+    return (0, *blocks, 0)
+
+
 def _linear_flops_per_token(config: ModelConfig) -> int:
-    heads_width = config.num_attention_heads * config.kv_channels
-    return 2 * config.hidden_size * (3 * heads_width + heads_width + 2 * config.ffn_hidden_size)
+    ffn_matrices = 3 if config.swiglu else 2
+    return 2 * config.hidden_size * (config.qkv_width + config.heads_width + ffn_matrices * config.ffn_hidden_size)
 
 
 def _attention_scores_flops_per_token(config: ModelConfig) -> int:
-    return 4 * config.num_attention_heads * config.kv_channels * config.seq_length
+    return 4 * config.heads_width * config.seq_length
 
 
 def _head_flops_per_token(config: ModelConfig, padded_vocab_size: int) -> int:

@@ -9,18 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.model.attention_kernel import HeadShape, head_shape_of
 from megatron_zpp.model.block import Block
-from megatron_zpp.model.document_attention import HeadShape, separated
+from megatron_zpp.model.chunks import recomputed_chunks
+from megatron_zpp.model.document_attention import Documents, separated
 from megatron_zpp.model.embedding import Embedding
 from megatron_zpp.model.final import Final
 from megatron_zpp.model.initialization import initial_values
 from megatron_zpp.model.recompute import recomputed
+from megatron_zpp.model.rotary import RotaryPositions, Rotation
 from megatron_zpp.model.shapes import uses_of
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 
 
 class GPT(nn.Module):
-    """A GPT-2/3 style language model, built without storage: its parameters are on the meta device until somebody replaces them.
+    """A language model of the GPT, Llama or Qwen kind, built without storage: its parameters are on the meta device until somebody replaces
+    them.
 
     Nothing here looks at a weight outside the forward of the module that uses it, keeps a copy of one, or remembers anything derived from
     one: between uses a weight's storage may be gone.
@@ -31,6 +35,7 @@ class GPT(nn.Module):
         self.config = model_config
         self.padded_vocab_size = padded_vocab_size
         self.seed = seed
+        self.rotary = RotaryPositions(model_config) if model_config.position_embedding_type == "rope" else None
         with torch.device("meta"):
             self.embedding = Embedding(model_config, padded_vocab_size, seed, dtype)
             self.blocks = nn.ModuleList(Block(model_config, index, seed, dtype) for index in range(model_config.num_layers))
@@ -55,17 +60,32 @@ class GPT(nn.Module):
         if document_lengths_R is not None:
             samples, length = tokens_BS.shape
             documents = separated(document_lengths_R, (samples, length), self.head_shape(hidden_BSH.dtype), tokens_BS.device)
-        for block in self.blocks:
-            if self.config.checkpoint_activations:
-                hidden_BSH = recomputed(block, hidden_BSH, first_sample, documents)
-            else:
-                hidden_BSH = block(hidden_BSH, first_sample, documents)
+        rotation = self._rotation(hidden_BSH, position_ids_BS)
+        kept_from = 0
+        for chunk in recomputed_chunks(self.config):
+            hidden_BSH = recomputed(self._through, chunk, hidden_BSH, first_sample, documents, rotation)
+            kept_from = chunk.stop
+        hidden_BSH = self._through(range(kept_from, self.config.num_layers), hidden_BSH, first_sample, documents, rotation)
         loss_or_logits: Tensor = self.final(hidden_BSH, self._tied_weight(), labels_BS)
         return loss_or_logits
 
+    def _through(
+        self, blocks: range, hidden_BSH: Tensor, first_sample: int, documents: Documents | None, rotation: Rotation | None
+    ) -> Tensor:
+        for index in blocks:
+            hidden_BSH = self.blocks[index](hidden_BSH, first_sample, documents, rotation)
+        return hidden_BSH
+
     def head_shape(self, dtype: torch.dtype) -> HeadShape:
-        """What attention's choice of a kernel for documents depends on."""
-        return HeadShape(dtype, self.config.kv_channels, has_dropout=self.config.attention_dropout > 0)
+        """What attention's choice of a kernel depends on."""
+        return head_shape_of(self.config, dtype)
+
+    def _rotation(self, hidden_BSH: Tensor, position_ids_BS: Tensor | None) -> Rotation | None:
+        """What all blocks turn queries and keys by; positions count from 0 unless there are ids."""
+        if self.rotary is None:
+            return None
+        positions = torch.arange(hidden_BSH.shape[1], device=hidden_BSH.device) if position_ids_BS is None else position_ids_BS
+        return self.rotary.rotation(positions, hidden_BSH.dtype)
 
     def _tied_weight(self) -> Tensor | None:
         return None if self.config.untie_embeddings_and_output_weights else self.embedding.word.weight

@@ -25,7 +25,8 @@ RESIDUAL_PROJECTIONS = ("attention.projection.weight", "mlp.down.weight")
 def initial_values(config: ModelConfig, seed: int, name: str, dim_count: int) -> Callable[[int, int], Tensor]:
     """The rule by which the parameter `name` with `dim_count` dims gets its first values: (start, stop) -> fp32 [stop - start]."""
     if dim_count == 1:
-        return partial(constant_values, 0.0 if name.endswith(".bias") else 1.0)
+        is_bias_or_centred_gain = name.endswith(".bias") or config.apply_layernorm_1p
+        return partial(constant_values, 0.0 if is_bias_or_centred_gain else 1.0)
     std = residual_std(config) if name.endswith(RESIDUAL_PROJECTIONS) else config.init_method_std
     return partial(normal_values, seed, name, std)
 

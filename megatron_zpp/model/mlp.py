@@ -5,6 +5,9 @@ B micro-batch size, S tokens per sample, H hidden size, F feed-forward hidden si
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,12 +16,53 @@ from megatron_zpp.config.schema import ModelConfig
 
 
 class MLP(nn.Module):
-    """Linear, GELU, linear; the GELU is the tanh form of GPT-2 and of Megatron's fused kernel."""
+    """Linear, activation, linear. The activation is GELU, squared ReLU, or SiLU times a gate, for which `up` has twice the rows."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.up = nn.Linear(config.hidden_size, config.ffn_hidden_size, dtype=dtype)  # weight: [F, H]
-        self.down = nn.Linear(config.ffn_hidden_size, config.hidden_size, dtype=dtype)  # weight: [H, F]
+        hidden, ffn, has_bias = config.hidden_size, config.ffn_hidden_size, config.has_linear_bias
+        self.activation = activation_of(config)
+        self.up = nn.Linear(hidden, 2 * ffn if config.swiglu else ffn, bias=has_bias, dtype=dtype)  # weight: [F, H] or [2 F, H]
+        self.down = nn.Linear(ffn, hidden, bias=has_bias, dtype=dtype)  # weight: [H, F]
 
     def forward(self, hidden_BSH: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(hidden_BSH), approximate="tanh"))
+        return self.down(self.activation(self.up(hidden_BSH)))
+
+
+def activation_of(config: ModelConfig) -> Callable[[Tensor], Tensor]:
+    """What stands between the two linear layers."""
+    if config.swiglu:
+        return gated_silu
+    return squared_relu if config.squared_relu else tanh_gelu
+
+
+def tanh_gelu(inner_BSF: Tensor) -> Tensor:
+    """GELU in the tanh form of GPT-2 and of Megatron's fused kernel."""
+    return F.gelu(inner_BSF, approximate="tanh")
+
+
+def squared_relu(inner_BSF: Tensor) -> Tensor:
+    """max(x, 0)^2 (Primer, arXiv 2109.08668)."""
+    return F.relu(inner_BSF).square()
+
+
+def gated_silu(gate_and_value: Tensor) -> Tensor:
+    """SiLU(gate) x value, [..., F] from [..., 2 F]: SwiGLU (arXiv 2002.05202)."""
+    gated: Tensor = _GatedSilu.apply(gate_and_value)
+    return gated
+
+
+class _GatedSilu(torch.autograd.Function):
+    """Keeps its input alone for backward: autograd by itself would keep SiLU(gate) as well, half as much again."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_and_value: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_and_value)
+        gate, value = gate_and_value.chunk(2, dim=-1)
+        return F.silu(gate) * value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_and_value,) = ctx.saved_tensors
+        gate, value = gate_and_value.chunk(2, dim=-1)
+        return torch.cat((torch.ops.aten.silu_backward(grad * value, gate), grad * F.silu(gate)), dim=-1)

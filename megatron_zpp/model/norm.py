@@ -1,17 +1,84 @@
-"""The normalization of the hidden states."""
+"""The normalizations of the model."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.ops.apex import apex_member
 
+HAS_FUSED_RMS_NORM = hasattr(torch.ops.aten, "_fused_rms_norm")
+APEX_NORMS = {"LayerNorm": "FusedLayerNorm", "RMSNorm": "FusedRMSNorm"}
 
-def hidden_norm(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
-    """A LayerNorm over the hidden dim; gain and bias have the model's dtype, statistics are fp32 inside the kernel."""
+
+def make_norm(config: ModelConfig, width: int, dtype: torch.dtype) -> nn.Module:
+    """LayerNorm or RMSNorm over the last dim; gain and bias have the model's dtype, statistics are fp32 inside the kernel.
+
+    LayerNorm: (x - mean) / sqrt(variance + epsilon) gain + bias. RMSNorm: x / sqrt(mean of x^2 + epsilon) gain (arXiv 1910.07467).
+    """
     if config.norm_backend == "apex":
-        norm: nn.Module = apex_member("apex.normalization", "FusedLayerNorm")(config.hidden_size, eps=config.norm_epsilon)
+        norm: nn.Module = apex_member("apex.normalization", APEX_NORMS[config.normalization])(width, eps=config.norm_epsilon)
         return norm.to(dtype)
-    return nn.LayerNorm(config.hidden_size, eps=config.norm_epsilon, dtype=dtype)
+    if config.normalization == "RMSNorm":
+        kind = CentredRMSNorm if config.apply_layernorm_1p else RMSNorm
+        return kind(width, eps=config.norm_epsilon, dtype=dtype)
+    layer_norm = CentredLayerNorm if config.apply_layernorm_1p else nn.LayerNorm
+    return layer_norm(width, eps=config.norm_epsilon, dtype=dtype)
+
+
+class CentredLayerNorm(nn.LayerNorm):
+    """A LayerNorm whose weight is its gain minus 1, so that a new one has weights of 0."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return F.layer_norm(values, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalization with a gain and no bias."""
+
+    def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, dtype=dtype))
+        self.epsilon = eps
+
+    def forward(self, values: Tensor) -> Tensor:
+        return rms_norm(values, self.weight, self.epsilon)
+
+
+class CentredRMSNorm(RMSNorm):
+    """The same with a weight that is the gain minus 1."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return rms_norm(values, self.weight + 1, self.epsilon)
+
+
+def rms_norm(values: Tensor, gain: Tensor, epsilon: float) -> Tensor:
+    """values / sqrt(mean of their squares + epsilon) gain, over the last dim, rounded once to the dtype of the values."""
+    if values.is_cuda and HAS_FUSED_RMS_NORM:
+        return F.rms_norm(values, gain.shape, gain, epsilon)
+    normed: Tensor = _RMSNorm.apply(values, gain, epsilon)
+    return normed
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps its input and a number per row for backward; where torch has no kernel, its own composition keeps fp32 copies as well."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, gain: Tensor, epsilon: float) -> Tensor:
+        wide = values.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+        ctx.save_for_backward(values, gain, scale)
+        return (wide * scale * gain).to(values.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        values, gain, scale = ctx.saved_tensors
+        normed = values.float() * scale
+        grad_normed = grad.float() * gain
+        grad_values = scale * (grad_normed - normed * (grad_normed * normed).mean(-1, keepdim=True))
+        grad_gain = (grad.float() * normed).flatten(0, -2).sum(0)
+        return grad_values.to(values.dtype), grad_gain.to(gain.dtype), None

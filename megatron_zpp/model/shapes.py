@@ -1,4 +1,35 @@
-"""What the GPT tells the sharding engine of itself, from its configuration alone (no torch): for plans of runs that nobody starts yet."""
+"""Every parameter of a GPT by name and shape, and the order of its rows, from the configuration alone (no torch).
+
+For plans of runs that nobody starts yet, and for whoever reads or writes weights. V padded vocabulary, P learned positions, H hidden size,
+F feed-forward hidden size, D channels of a head, N heads, K key and value heads (K = N unless --num-query-groups says less), i a block.
+
+    embedding.word.weight                  [V, H]
+    embedding.position.weight              [P, H]           only --position-embedding-type learned_absolute
+    blocks.i.attention_norm.weight         [H]
+    blocks.i.attention.qkv.weight          [(N + 2 K) D, H]
+    blocks.i.attention.qkv.bias            [(N + 2 K) D]    unless --disable-bias-linear, and with --add-qkv-bias always
+    blocks.i.attention.query_norm.weight   [D]              only --qk-layernorm; one gain for all heads
+    blocks.i.attention.key_norm.weight     [D]              only --qk-layernorm
+    blocks.i.attention.projection.weight   [H, N D]
+    blocks.i.attention.projection.bias     [H]              unless --disable-bias-linear
+    blocks.i.mlp_norm.weight               [H]
+    blocks.i.mlp.up.weight                 [F, H]           [2 F, H] with --swiglu
+    blocks.i.mlp.up.bias                   [F]              [2 F] with --swiglu; unless --disable-bias-linear
+    blocks.i.mlp.down.weight               [H, F]
+    blocks.i.mlp.down.bias                 [H]              unless --disable-bias-linear
+    final.norm.weight                      [H]
+    final.head.weight                      [V, H]           only --untie-embeddings-and-output-weights
+
+Every norm has a bias beside its weight unless --normalization RMSNorm. With --apply-layernorm-1p a norm's weight is its gain minus 1.
+
+Rows of qkv, as Megatron orders them: K groups one after the other, each with N / K queries, then its key, then its value, of D rows each:
+row ((N / K + 2) g + m) D + d is channel d of query head g N / K + m for m < N / K, of key head g for m = N / K, and of value head g for
+m = N / K + 1. With K = N these are the q, k and v of one head after the other.
+Columns of projection: channel d of head n is column n D + d.
+Rows of up with --swiglu: F rows of the gate (through SiLU), then F rows of the value.
+Rotation (see model/rotary.py) pairs channel d with d + R / 2 of the first R = --rotary-percent x D channels, as Llama's Hugging Face layout
+does; with --rotary-interleaved it pairs 2 d with 2 d + 1.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +38,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.model.chunks import recomputed_chunks
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -24,7 +56,7 @@ class ModelShape:
         config, hidden = self.config, self.config.hidden_size
         units = {"embedding": _embedding(config, self.padded_vocab_size)}
         units |= {f"block.{index}": _block(config, f"blocks.{index}") for index in range(config.num_layers)}
-        units["final_norm"] = _norm("final.norm", hidden)
+        units["final_norm"] = _norm(config, "final.norm", hidden)
         if config.untie_embeddings_and_output_weights:
             units["head"] = iter([("final.head.weight", (self.padded_vocab_size, hidden))])
         return tuple(
@@ -39,36 +71,47 @@ class ModelShape:
 def uses_of(config: ModelConfig) -> tuple[Use, ...]:
     """The module calls of one forward in order, and the units each reads; a tied embedding is read by the first and by the last."""
     output_unit = "head" if config.untie_embeddings_and_output_weights else "embedding"
+    chunk_of = {block: number for number, chunk in enumerate(recomputed_chunks(config)) for block in chunk}
     return (
         Use("embedding", ("embedding",), needs_weights_in_backward=False),
-        *(Use(f"blocks.{index}", (f"block.{index}",), needs_weights_in_backward=True) for index in range(config.num_layers)),
+        *(Use(f"blocks.{index}", (f"block.{index}",), True, chunk_of.get(index)) for index in range(config.num_layers)),
         Use("final", ("final_norm", output_unit), needs_weights_in_backward=True),
     )
 
 
 def _embedding(config: ModelConfig, padded_vocab_size: int) -> Shapes:
     yield "embedding.word.weight", (padded_vocab_size, config.hidden_size)
-    yield "embedding.position.weight", (config.max_position_embeddings, config.hidden_size)
+    if config.learns_positions:
+        yield "embedding.position.weight", (config.max_position_embeddings, config.hidden_size)
 
 
 def _block(config: ModelConfig, path: str) -> Shapes:
-    hidden, heads_width = config.hidden_size, config.num_attention_heads * config.kv_channels
-    yield from _norm(f"{path}.attention_norm", hidden)
-    yield from _linear(f"{path}.attention.qkv", 3 * heads_width, hidden)
-    yield from _linear(f"{path}.attention.projection", hidden, heads_width)
-    yield from _norm(f"{path}.mlp_norm", hidden)
-    yield from _linear(f"{path}.mlp.up", config.ffn_hidden_size, hidden)
-    yield from _linear(f"{path}.mlp.down", hidden, config.ffn_hidden_size)
+    yield from _norm(config, f"{path}.attention_norm", config.hidden_size)
+    yield from _attention(config, f"{path}.attention")
+    yield from _norm(config, f"{path}.mlp_norm", config.hidden_size)
+    hidden, ffn, has_bias = config.hidden_size, config.ffn_hidden_size, config.has_linear_bias
+    yield from _linear(f"{path}.mlp.up", 2 * ffn if config.swiglu else ffn, hidden, has_bias)
+    yield from _linear(f"{path}.mlp.down", hidden, ffn, has_bias)
 
 
-def _linear(path: str, rows: int, columns: int) -> Shapes:
+def _attention(config: ModelConfig, path: str) -> Shapes:
+    yield from _linear(f"{path}.qkv", config.qkv_width, config.hidden_size, config.has_qkv_bias)
+    if config.qk_layernorm:
+        yield from _norm(config, f"{path}.query_norm", config.kv_channels)
+        yield from _norm(config, f"{path}.key_norm", config.kv_channels)
+    yield from _linear(f"{path}.projection", config.hidden_size, config.heads_width, config.has_linear_bias)
+
+
+def _linear(path: str, rows: int, columns: int, has_bias: bool) -> Shapes:
     yield f"{path}.weight", (rows, columns)
-    yield f"{path}.bias", (rows,)
+    if has_bias:
+        yield f"{path}.bias", (rows,)
 
 
-def _norm(path: str, hidden: int) -> Shapes:
-    yield f"{path}.weight", (hidden,)
-    yield f"{path}.bias", (hidden,)
+def _norm(config: ModelConfig, path: str, width: int) -> Shapes:
+    yield f"{path}.weight", (width,)
+    if config.normalization == "LayerNorm":
+        yield f"{path}.bias", (width,)
 
 
 def _no_values(start: int, stop: int) -> NoReturn:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_zpp.monitor.memory import MemoryReading
+
 
 @dataclass(frozen=True)
 class IntervalReport:
@@ -12,7 +14,8 @@ class IntervalReport:
     iteration: int
     train_iters: int
     consumed_samples: int
-    global_batch_size: int
+    global_batch_size: int  # of the latest iteration
+    samples_per_iteration: float  # mean over the interval, in which the batch may have grown
     seq_length: int
     world_size: int
     elapsed_ms_per_iteration: float
@@ -23,11 +26,15 @@ class IntervalReport:
     grad_norm: float
     skipped_iterations: int
     nan_iterations: int
-    tflops_per_gpu: float
+    tflops_per_gpu: float  # hardware FLOPs: attention as the full square, recomputation counted
+    model_tflops_per_gpu: float  # model FLOPs: causal attention as half of the square, recomputation not counted
     inter_node_bytes: int  # into one node over the inter link, per optimizer step
     intra_node_bytes: int  # into one rank over the intra link, per optimizer step
     model_state_bytes: int
-    max_memory_bytes: int
+    memory: MemoryReading
+    peak_tflops: float | None = None  # of one device; None where it is not known
+    params_norm: float | None = None  # None where it is not asked for, as the next
+    num_zeros: int | None = None
 
     @property
     def consumed_tokens(self) -> int:
@@ -35,7 +42,7 @@ class IntervalReport:
 
     @property
     def samples_per_second(self) -> float:
-        return self.global_batch_size * 1000.0 / self.elapsed_ms_per_iteration
+        return self.samples_per_iteration * 1000.0 / self.elapsed_ms_per_iteration
 
     @property
     def tokens_per_second(self) -> float:
@@ -45,8 +52,23 @@ class IntervalReport:
     def tokens_per_gpu_per_second(self) -> float:
         return self.tokens_per_second / self.world_size
 
-    def json_object(self) -> dict[str, int | float]:
-        """What --log-jsonl keeps, floats unrounded."""
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization: a share of the peak, None where that is not known."""
+        return None if self.peak_tflops is None else self.model_tflops_per_gpu / self.peak_tflops
+
+    @property
+    def hfu(self) -> float | None:
+        """Hardware FLOPs utilization, as above."""
+        return None if self.peak_tflops is None else self.tflops_per_gpu / self.peak_tflops
+
+    @property
+    def eta_seconds(self) -> float:
+        """Time to the last iteration at the pace of this interval; validation and checkpoints come on top."""
+        return (self.train_iters - self.iteration) * self.elapsed_ms_per_iteration / 1000.0
+
+    def json_object(self) -> dict[str, int | float | None]:
+        """What --log-jsonl keeps, floats unrounded; None for what is not known or not asked for."""
         return {
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
@@ -64,6 +86,12 @@ class IntervalReport:
             "inter_node_bytes": self.inter_node_bytes,
             "intra_node_bytes": self.intra_node_bytes,
             "model_state_bytes": self.model_state_bytes,
-            "max_memory_bytes": self.max_memory_bytes,
+            "max_memory_bytes": self.memory.max_allocated_bytes,
             "data_ms_per_iteration": self.data_ms_per_iteration,
+            "model_tflops_per_gpu": self.model_tflops_per_gpu,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "params_norm": self.params_norm,
+            "num_zeros": self.num_zeros,
+            "eta_seconds": self.eta_seconds,
         }

@@ -20,12 +20,13 @@ class RankPrinter:
             _print_whole(text)
 
     def on_last(self, text: str) -> None:
-        if self.rank == self.world_size - 1:
+        if self.rank == self.world_size - 1 and text:
             _print_whole(text)
 
     def on_this(self, text: str) -> None:
         """On every rank that calls it."""
-        _print_whole(text)
+        if text:
+            _print_whole(text)
 
     def milestone(self, text: str) -> None:
         """The text and the time, on the first rank: `[after dataloaders are built] datetime: 2026-08-03 12:00:00 `."""

@@ -1,10 +1,11 @@
-"""The most memory this process has held."""
+"""The memory that this process holds."""
 
 from __future__ import annotations
 
 import re
 import resource
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,21 +13,70 @@ import torch
 PROCESS_STATUS = Path("/proc/self/status")
 
 
-def max_memory_bytes(device: torch.device) -> int:
-    """On cuda: the peak of what torch allocated on the device since the start or the last reset of its statistics.
+@dataclass(frozen=True)
+class MemoryReading:
+    """On CUDA what torch allocated on the device and reserved for it, with the peaks since the start; elsewhere the resident set.
 
-    On any other device: the peak of the process's resident set since its start, libraries and file pages included.
+    reserved_bytes, max_reserved_bytes, allocated_count (tensors): None where there is no device.
     """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return max_resident_bytes(PROCESS_STATUS)
+
+    allocated_bytes: int
+    max_allocated_bytes: int
+    reserved_bytes: int | None = None
+    max_reserved_bytes: int | None = None
+    allocated_count: int | None = None
+
+
+def read_memory(device: torch.device) -> MemoryReading:
+    """Of this process now."""
+    if device.type != "cuda":
+        return MemoryReading(resident_bytes(PROCESS_STATUS), max_resident_bytes(PROCESS_STATUS))
+    statistics = torch.cuda.memory_stats(device)  # empty before the first allocation
+    kinds = (
+        "allocated_bytes.all.current",
+        "allocated_bytes.all.peak",
+        "reserved_bytes.all.current",
+        "reserved_bytes.all.peak",
+        "allocation.all.current",
+    )
+    return MemoryReading(*(statistics.get(kind, 0) for kind in kinds))
+
+
+def max_memory_bytes(device: torch.device) -> int:
+    """The peak alone."""
+    return read_memory(device).max_allocated_bytes
+
+
+def memory_line(rank: int, iteration: int, reading: MemoryReading) -> str:
+    """Megatron's line, in MiB; `reserved` only where there is a device."""
+    fields = {
+        "allocated": reading.allocated_bytes,
+        "max allocated": reading.max_allocated_bytes,
+        "reserved": reading.reserved_bytes,
+        "max reserved": reading.max_reserved_bytes,
+    }
+    words = [f"{name}: {nbytes / 2**20:.2f}" for name, nbytes in fields.items() if nbytes is not None]
+    return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {' | '.join(words)}"
+
+
+def resident_bytes(status_file: Path) -> int:
+    """VmRSS of a Linux process status file; where there is none, the maximum, which is all that getrusage reports."""
+    return _kilobytes_in(status_file, "VmRSS") or _max_resident_by_getrusage()
 
 
 def max_resident_bytes(status_file: Path) -> int:
     """VmHWM of a Linux process status file; where there is none, the maximum resident set that getrusage reports for this process."""
-    if status_file.exists():
-        found = re.search(r"^VmHWM:\s*(\d+) kB$", status_file.read_text(), re.MULTILINE)
-        if found:
-            return int(found.group(1)) * 1024
+    return _kilobytes_in(status_file, "VmHWM") or _max_resident_by_getrusage()
+
+
+def _kilobytes_in(status_file: Path, name: str) -> int | None:
+    """The bytes that a line `name: 12 kB` says."""
+    if not status_file.exists():
+        return None
+    found = re.search(rf"^{name}:\s*(\d+) kB$", status_file.read_text(), re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else None
+
+
+def _max_resident_by_getrusage() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # getrusage(2) counts kilobytes on Linux, bytes on macOS

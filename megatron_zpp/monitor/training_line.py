@@ -8,25 +8,34 @@ from collections.abc import Mapping
 from megatron_zpp.monitor.interval_report import IntervalReport
 
 
-def training_line(report: IntervalReport) -> str:
-    """One line of ` | `-separated fields. A field never vanishes: values that are not finite print as nan and inf."""
-    fields = (
+def training_line(report: IntervalReport, *, with_throughput: bool = False) -> str:
+    """One line of ` | `-separated fields. A field never vanishes: values that are not finite print as nan and inf.
+
+    What Megatron-DeepSpeed does not have comes at the end, so that whoever reads its fields by place goes on doing so.
+    """
+    fields = [
         f"iteration {report.iteration:8d}/{report.train_iters:8d}",
         f"consumed samples: {report.consumed_samples:12d}",
         f"consumed tokens: {report.consumed_tokens:12d}",
         f"elapsed time per iteration (ms): {report.elapsed_ms_per_iteration:.1f}",
-        f"learning rate: {_scientific(report.learning_rate, 3)}",
+        f"learning rate: {_scientific(report.learning_rate, 6)}",
         f"global batch size: {report.global_batch_size:5d}",
         f"lm loss: {_scientific(report.lm_loss, 6)}",
         f"loss scale: {report.loss_scale:.1f}",
         f"grad norm: {report.grad_norm:.3f}",
+        *_optional("num zeros: {:.1f}", report.num_zeros),
+        *_optional("params norm: {:.3f}", report.params_norm),
         f"actual seqlen: {report.seq_length:5d}",
         f"number of skipped iterations: {report.skipped_iterations:3d}",
         f"number of nan iterations: {report.nan_iterations:3d}",
         f"samples per second: {report.samples_per_second:.3f}",
         f"tokens per gpu per second (tgs): {report.tokens_per_gpu_per_second:.3f}",
         f"TFLOPs: {report.tflops_per_gpu:.2f}",
-    )
+        *(_optional("throughput per GPU (TFLOP/s/GPU): {:.1f}", report.model_tflops_per_gpu) if with_throughput else ()),
+        *_optional("MFU: {:.1%}", report.mfu),
+        *_optional("HFU: {:.1%}", report.hfu),
+        f"ETA: {_duration(report.eta_seconds)}",
+    ]
     return " " + " | ".join(fields) + " |"
 
 
@@ -51,6 +60,18 @@ def samples_line(consumed_samples: Mapping[str, int]) -> str:
 def perplexity_of(lm_loss: float) -> float:
     """exp(loss), the loss cut off at 20 as Megatron does; NaN for NaN."""
     return lm_loss if math.isnan(lm_loss) else math.exp(min(20.0, lm_loss))
+
+
+def _optional(field: str, value: float | None) -> tuple[str, ...]:
+    return () if value is None else (field.format(value),)
+
+
+def _duration(seconds: float) -> str:
+    """`1d 02h 03m 04s`: no colons, which readers take for the end of a field's name."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return (f"{days}d " if days else "") + f"{hour:02d}h {minute:02d}m {second:02d}s"
 
 
 def _scientific(value: float, digits: int) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,9 @@ import torch.distributed as dist
 from megatron_zpp.parallel.failure_board import FailureBoard
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.parallel.roll_call import RollCall
+
+PACKAGE = Path(__file__).parents[1]
+FAREWELL = timedelta(seconds=15)  # to find out who failed, tell the others and end
 
 
 class StartupError(ValueError):
@@ -27,18 +32,19 @@ class World:
     def __init__(self, launch: Launch, device: torch.device, timeout: timedelta) -> None:
         """Joins: gloo for CPU tensors always, NCCL for CUDA tensors on GPUs. One rank alone needs no launcher.
 
+        timeout: within which every rank has ended after a link or a rank is gone; a collective may take all of it but the farewell.
         Raises ValueError where the launcher did not say where rank 0 is.
         """
         self.rank = launch.rank
         self.world_size = launch.world_size
         self.device = device
-        self.timeout = timeout
+        self.collective_timeout = max(timeout - FAREWELL, timeout / 2)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._store = _join_store(launch, timeout)
         self._failure_board = FailureBoard(self._store, launch.rank, launch.world_size)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=self._store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+        dist.init_process_group(backend, store=self._store, rank=launch.rank, world_size=launch.world_size, timeout=self.collective_timeout)
 
     def hosts(self) -> list[str]:
         """The host name of every rank, in rank order."""
@@ -47,6 +53,8 @@ class World:
     @contextmanager
     def agreement(self, long_work: str | None = None, announce: Callable[[str], None] = print) -> Iterator[None]:
         """Runs a block of start-up checks; a ValueError on any rank in it becomes a StartupError on every rank when all have left it.
+
+        One that is no user's mistake prints its traceback as well.
 
         The block must not wait for other ranks, since one of them may have left it early. long_work: what it does, where that may take
         longer than a collective may; announce then gets a line now and then while this rank waits for others.
@@ -58,6 +66,8 @@ class World:
                 yield
             except ValueError as mistake:
                 error = str(mistake)
+                if not is_mistake(mistake):
+                    traceback.print_exc()
         self.agree_on_errors(error)
 
     def agree_on_errors(self, error: str | None) -> None:
@@ -99,9 +109,16 @@ def choose_device(launch: Launch, backend: str | None) -> torch.device:
     shares_device = "NCCL_HOSTID" in os.environ  # NCCL takes ranks with different host ids on one device for different machines
     if launch.local_rank >= devices and not shares_device:
         raise ValueError(
-            f"local rank {launch.local_rank} finds only {devices} GPUs on this machine; start at most {devices} ranks per machine"
+            f"local rank {launch.local_rank} finds only {devices} GPUs on this machine; start at most {devices} ranks per machine, "
+            "or let each rank see all GPUs of its machine (srun --gpu-bind=none)"
         )
     return torch.device("cuda", launch.local_rank % devices)
+
+
+def is_mistake(error: ValueError) -> bool:
+    """Whether a `raise` in this package made the error, whose text then says what the user can do; any other one is a bug."""
+    innermost = traceback.extract_tb(error.__traceback__)[-1]
+    return PACKAGE in Path(innermost.filename).parents and (innermost.line or "raise").startswith("raise")
 
 
 def gather_texts(text: str) -> list[str]:
@@ -125,10 +142,10 @@ def joined_errors(errors: Sequence[str]) -> str:
 
 
 def _join_store(launch: Launch, timeout: timedelta) -> dist.Store:
-    if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
-        return dist.HashStore()
-    if "MASTER_ADDR" not in os.environ:
+    if launch.master_address is None:
+        if launch.world_size == 1:
+            return dist.HashStore()
         raise ValueError("MASTER_ADDR is not set: start with torchrun, or export MASTER_ADDR (the host of rank 0) and MASTER_PORT")
-    os.environ.setdefault("MASTER_PORT", "29500")
+    os.environ.update(MASTER_ADDR=launch.master_address, MASTER_PORT=str(launch.master_port))
     store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
     return dist.PrefixStore("megatron_zpp", store)

@@ -1,44 +1,145 @@
-"""The place of this process in the world, as its launcher says it (no torch)."""
+"""The place of this process in the world, and where rank 0 waits for it, as its launcher says it (no torch)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+DEFAULT_PORT = 29500
+# Ports of Slurm jobs: below the ephemeral ports of Linux, which begin at 32768, and apart for jobs that share a node.
+FIRST_SLURM_PORT, SLURM_PORTS = 15000, 15000
+# Steps from this number on are Slurm's own: the batch script, an interactive shell.
+FIRST_RESERVED_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher said of this process; local_world_size is None where it did not say."""
+    """What the launcher said of this process; local_world_size and master_address are None where it did not say."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int | None
+    master_address: str | None = None
+    master_port: int = DEFAULT_PORT
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The variables that one kind of launcher sets; one of those for the local world size may be enough."""
+
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_sizes: tuple[str, ...]
+
+
+TORCHRUN = _Names("RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))  # LOCAL_SIZE is DeepSpeed's
+OPEN_MPI = _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ("OMPI_COMM_WORLD_LOCAL_SIZE",))
+HYDRA = _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",))  # mpirun of MPICH and Intel MPI
+# What Slurm says of a step goes before what it says of the job: srun may have been told otherwise than sbatch.
+JOB = _Names("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"))
+STEP = replace(JOB, world_size="SLURM_STEP_NUM_TASKS")
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
-    """The place of this process, from the variables of torchrun or of DeepSpeed's launcher, else Slurm's, else one rank on its own.
+    """The place of this process: from the variables of torchrun or DeepSpeed's launcher, else mpirun's, else Slurm's, else alone.
 
-    Raises ValueError naming the variable that is missing or not a number.
+    Raises ValueError naming a variable that is missing, not a number, or contradicts another.
     """
-    if "WORLD_SIZE" in environment:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environment else "LOCAL_SIZE")
-    elif "SLURM_PROCID" in environment and _number(environment, "SLURM_NTASKS") > 1:
-        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
-    else:
-        return Launch(0, 1, 0, 1)
-    rank, world_size = (_number(environment, name) for name in names[:2])
-    local_rank = _number(environment, names[2])
-    local_world_size = _number(environment, names[3]) if names[3] in environment else None
-    if rank >= world_size:
-        raise ValueError(f"the launcher set {names[0]}={rank} and {names[1]}={world_size}; ranks count from 0, so correct one of them")
-    return Launch(rank, world_size, local_rank, local_world_size)
+    names = _launcher(environment)
+    if names is None:
+        return Launch(0, 1, 0, 1, environment.get("MASTER_ADDR"), _port(environment, None))
+    rank, world_size, local_rank = (_number(environment, name) for name in (names.rank, names.world_size, names.local_rank))
+    local_name = next((name for name in names.local_world_sizes if name in environment), "")
+    local_world_size = _tasks_of_a_node(environment, local_name) if local_name else None
+    _check_below(names.rank, rank, names.world_size, world_size)
+    if local_world_size is not None:
+        _check_below(names.local_rank, local_rank, local_name, local_world_size)
+        if local_world_size > world_size:
+            raise ValueError(f"the launcher set {local_name}={local_world_size} and {names.world_size}={world_size}; correct one of them")
+    _check_exported_world_size(environment, names.world_size, world_size)
+    address = _master_address(environment, names, has_one_node=1 < world_size == local_world_size)
+    return Launch(rank, world_size, local_rank, local_world_size, address, _port(environment, names))
+
+
+def first_host(node_list: str) -> str:
+    """The first name of Slurm's short form of a list of nodes: node07 of `node[07-12,20],login1`."""
+    outside_brackets = r"(?:[^,\[]|\[[^\]]*\])*"
+    first = re.findall(outside_brackets, node_list)[0]
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
+
+
+def _launcher(environment: Mapping[str, str]) -> _Names | None:
+    mpirun = next((names for names in (OPEN_MPI, HYDRA) if names.local_rank in environment), None)
+    # A batch script may export WORLD_SIZE alone, for whatever srun or mpirun then starts.
+    if TORCHRUN.world_size in environment and (TORCHRUN.rank in environment or not (mpirun or _is_slurm_task(environment))):
+        return TORCHRUN
+    if mpirun is not None:
+        return mpirun
+    slurm = STEP if STEP.world_size in environment else JOB
+    if slurm.rank not in environment or _number(environment, slurm.world_size) == 1:
+        return None
+    if not _is_slurm_task(environment):
+        tasks = environment[slurm.world_size]
+        raise ValueError(
+            f"this Slurm job has {slurm.world_size}={tasks}, but srun did not start this process, so it would be the only one of {tasks}; "
+            f"start it with srun or torchrun, or unset {slurm.world_size} for one rank"
+        )
+    return slurm
+
+
+def _is_slurm_task(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process; a batch script has SLURM_PROCID as well."""
+    step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
+    return "SLURM_PROCID" in environment and step.isdigit() and int(step) < FIRST_RESERVED_STEP
+
+
+def _tasks_of_a_node(environment: Mapping[str, str], name: str) -> int | None:
+    """A number, or Slurm's `8(x4)`; None where nodes have different numbers of tasks."""
+    counts = set(re.sub(r"\(x\d+\)", "", environment[name]).split(","))
+    if len(counts) > 1 and all(count.isdigit() for count in counts):
+        return None
+    return _number({name: counts.pop() if len(counts) == 1 else environment[name]}, name)
+
+
+def _master_address(environment: Mapping[str, str], names: _Names, *, has_one_node: bool) -> str | None:
+    if "MASTER_ADDR" in environment:
+        return environment["MASTER_ADDR"]
+    if has_one_node:
+        return "127.0.0.1"
+    if names in (JOB, STEP):
+        node_list = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST"))
+        return None if node_list is None else first_host(node_list)
+    return None
+
+
+def _port(environment: Mapping[str, str], names: _Names | None) -> int:
+    if "MASTER_PORT" in environment:
+        return _number(environment, "MASTER_PORT")
+    if names in (JOB, STEP) and "SLURM_JOB_ID" in environment:
+        return FIRST_SLURM_PORT + _number(environment, "SLURM_JOB_ID") % SLURM_PORTS
+    return DEFAULT_PORT
+
+
+def _check_exported_world_size(environment: Mapping[str, str], name: str, world_size: int) -> None:
+    exported = environment.get(TORCHRUN.world_size, str(world_size))
+    if exported != str(world_size):
+        raise ValueError(
+            f"WORLD_SIZE={exported} and {name}={world_size} differ, and RANK is not set; unset WORLD_SIZE, or start as many tasks"
+        )
+
+
+def _check_below(name: str, number: int, size_name: str, size: int) -> None:
+    if number >= size:
+        raise ValueError(f"the launcher set {name}={number} and {size_name}={size}; ranks count from 0, so correct one of them")
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
     if not text.isdigit():
         raise ValueError(
-            f"the launcher set {name}={text!r} where a whole number is needed; start with torchrun, srun, deepspeed or plain python"
+            f"the launcher set {name}={text!r} where a whole number is needed; start with torchrun, srun, mpirun, deepspeed or plain python"
         )
     return int(text)

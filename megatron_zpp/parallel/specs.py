@@ -37,3 +37,4 @@ class Use:
     module: str  # dotted path of the submodule whose forward and backward hooks bracket the use
     units: tuple[str, ...]
     needs_weights_in_backward: bool
+    recomputed_in: int | None = None  # number of the chunk of neighbouring uses that backward computes again as one; None: not again

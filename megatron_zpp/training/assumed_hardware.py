@@ -1,6 +1,8 @@
-"""Constants of machines that a plan falls back on; each says where it is from (no torch)."""
+"""Constants of machines that plans and logs fall back on; each says where it is from (no torch)."""
 
 from __future__ import annotations
+
+import re
 
 from megatron_zpp.zero.time_model import CodecSpeed
 
@@ -13,3 +15,25 @@ GPU_CODEC = CodecSpeed(encode=6e-12, decode=6e-12, summed=6e-12)
 GLOO_COLLECTIVE_SECONDS = 0.7e-3
 NCCL_INTER_COLLECTIVE_SECONDS = 30e-6
 NCCL_INTRA_COLLECTIVE_SECONDS = 15e-6
+
+# TFLOP/s of dense bf16 and fp16 matrix products, by what torch calls the device; from NVIDIA's data sheets. The first that fits counts.
+PEAK_TERAFLOPS = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "GH200": 989.4,
+    "H200 NVL": 835.5,
+    "H200": 989.4,
+    "H100 NVL": 835.5,
+    "H100 PCIe": 756.5,
+    "H100": 989.4,
+    "A100": 312.0,
+    "A40": 149.7,
+    "L40S": 362.05,
+    "V100-PCIE": 112.0,
+    "V100": 125.0,
+}
+
+
+def peak_teraflops(device_name: str) -> float | None:
+    """The peak of a device in 16-bit arithmetic, None where it is not known."""
+    return next((peak for name, peak in PEAK_TERAFLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 from megatron_zpp.config.schema import TrainingConfig
@@ -18,16 +19,18 @@ class Wish(enum.IntFlag):
     NONE = 0
     SIGNAL = 1
     DURATION = 2
+    KILL_SWITCH = 4
 
 
 class Leaving:
-    """Wishes of this rank: a signal has come, or the time of --exit-duration-in-mins is over.
+    """Wishes of this rank: a signal has come, the time of --exit-duration-in-mins is over, or rank 0 sees --kill-switch-file.
 
     Takes over the signals while it lives; `close` gives them back.
     """
 
-    def __init__(self, training: TrainingConfig) -> None:
+    def __init__(self, training: TrainingConfig, rank: int = 0) -> None:
         self._has_signal = False
+        self._kill_switch = kill_switch(training, rank)
         minutes = training.exit_duration_in_mins
         self._deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
         is_main = threading.current_thread() is threading.main_thread()
@@ -39,6 +42,8 @@ class Leaving:
         wish = Wish.SIGNAL if self._has_signal else Wish.NONE
         if self._deadline is not None and time.monotonic() >= self._deadline:
             wish |= Wish.DURATION
+        if self._kill_switch is not None and self._kill_switch.exists():
+            wish |= Wish.KILL_SWITCH
         return wish
 
     def close(self) -> None:
@@ -49,6 +54,18 @@ class Leaving:
 
     def _take_note(self, number: int, frame: FrameType | None) -> None:
         self._has_signal = True
+
+
+def kill_switch(training: TrainingConfig, rank: int) -> Path | None:
+    """The file that ends the run, for rank 0; None for all others: one look per step into a shared folder is enough."""
+    return Path(training.kill_switch_file) if training.kill_switch_file is not None and rank == 0 else None
+
+
+def check_kill_switch(training: TrainingConfig, rank: int) -> None:
+    """Nothing, where the file that ends runs is not there yet. Raises ValueError on rank 0 where it is."""
+    path = kill_switch(training, rank)
+    if path is not None and path.exists():
+        raise ValueError(f"--kill-switch-file {path} is there, so nothing is trained; remove the file to train.")
 
 
 def signals_to_handle(training: TrainingConfig) -> Sequence[signal.Signals]:
@@ -64,6 +81,8 @@ def reason_for_leaving(wishes: Wish, iteration: int, training: TrainingConfig) -
         return (
             f"exiting program after receiving {' or '.join(number.name for number in signals_to_handle(training))} at iteration {iteration}"
         )
+    if Wish.KILL_SWITCH in wishes:
+        return f"exiting program because {training.kill_switch_file} is there at iteration {iteration}"
     if Wish.DURATION in wishes:
         return f"exiting program after {training.exit_duration_in_mins} minutes at iteration {iteration}"
     if training.exit_interval is not None and iteration % training.exit_interval == 0:

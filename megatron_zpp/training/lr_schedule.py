@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from megatron_zpp.config.flag import any_of
+from megatron_zpp.config.horizons import horizons
 from megatron_zpp.config.schema import OptimizerConfig, TrainingConfig
+
+# The share of the way from the lowest rate to the peak that is left when a share of the decay is over.
+REMAINING: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda over: 1.0 - over,
+    "cosine": lambda over: 0.5 * (math.cos(math.pi * over) + 1.0),
+    "exponential": lambda over: 2.0 * math.pow(0.5, over) - 1.0,
+    "minus_sqrt": lambda over: 1.0 - math.sqrt(over),
+}
+STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
     """Linear warmup, then a constant rate or a decay to `min_lr` that ends after `decay_samples`, warmup included.
 
-    Counted in samples, so that the curve does not depend on the batch size; the counts may be fractions of a sample, as in Megatron.
+    WSD keeps the peak until `annealing_samples` before that end, and then falls by `annealing_style`. Counted in samples, so that the curve
+    does not depend on the batch size; the counts may be fractions of a sample, as in Megatron.
     A skipped step does not advance the count that the caller keeps.
     """
 
@@ -24,27 +36,31 @@ class LearningRateSchedule:
     warmup_init_lr: float
     warmup_samples: float
     decay_samples: float
+    annealing_style: str = "exponential"
+    annealing_samples: float = 0.0
 
     @classmethod
-    def from_config(cls, optimizer: OptimizerConfig, training: TrainingConfig) -> LearningRateSchedule:
+    def from_config(cls, optimizer: OptimizerConfig, training: TrainingConfig, seq_length: int) -> LearningRateSchedule:
         """The schedule of a resolved configuration."""
-        return cls.from_flags(vars(optimizer), training.global_batch_size)
-
-    @classmethod
-    def from_flags(cls, flags: Mapping[str, Any], samples_per_step: int) -> LearningRateSchedule:
-        """The schedule of resolved optimizer flags by name. Raises KeyError where one is missing."""
-        decay_samples = _samples(flags["lr_decay_samples"], flags["lr_decay_iters"], samples_per_step)
-        if flags["lr_warmup_fraction"] is not None:
-            warmup_samples = flags["lr_warmup_fraction"] * decay_samples
-        else:
-            warmup_samples = flags["lr_warmup_samples"] + flags["lr_warmup_iters"] * samples_per_step
-        return cls(flags["lr_decay_style"], flags["lr"], flags["min_lr"], flags["lr_warmup_init"], warmup_samples, decay_samples)
+        ends = horizons(optimizer, training, seq_length)
+        return cls(
+            style=optimizer.lr_decay_style,
+            max_lr=optimizer.lr,
+            min_lr=optimizer.min_lr,
+            warmup_init_lr=optimizer.lr_warmup_init,
+            warmup_samples=ends.warmup_samples,
+            decay_samples=ends.decay_samples,
+            annealing_style=optimizer.lr_wsd_decay_style,
+            annealing_samples=ends.annealing_samples,
+        )
 
     def differences(self, other: LearningRateSchedule) -> Iterator[tuple[str, Any, Any]]:
         """Name and both values of what makes the curve of `other` another one; a constant rate has no end of decay."""
         without_effect = set()
         if self.style == other.style == "constant":
             without_effect |= {"min_lr", "decay_samples"}
+        if self.style != "WSD" or other.style != "WSD":
+            without_effect |= {"annealing_style", "annealing_samples"}
         if self.warmup_samples == other.warmup_samples == 0:
             without_effect.add("warmup_init_lr")
         for member in fields(self):
@@ -53,8 +69,8 @@ class LearningRateSchedule:
                 yield member.name, ours, theirs
 
     def __post_init__(self) -> None:
-        if self.style not in ("constant", "linear", "cosine"):
-            raise ValueError(f"--lr-decay-style {self.style} is not available; choose constant, linear or cosine.")
+        if self.style not in STYLES:
+            raise ValueError(f"--lr-decay-style {self.style} is not available; choose {any_of(STYLES)}.")
 
     def learning_rate(self, num_samples: int) -> float:
         """The rate of the step that begins after `num_samples` samples."""
@@ -64,17 +80,14 @@ class LearningRateSchedule:
             return self.max_lr
         if num_samples > self.decay_samples:
             return self.min_lr
+        if self.style == "inverse-square-root":
+            return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup_samples, 1)) / math.sqrt(max(num_samples, 1)))
         return self.min_lr + self._remaining_share(num_samples) * (self.max_lr - self.min_lr)
 
     def _remaining_share(self, num_samples: int) -> float:
-        """1 at the end of the warmup, 0 at the end of the decay."""
-        ratio = (num_samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
-        return 1.0 - ratio if self.style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
-
-
-def _samples(samples: int | None, iterations: int | None, samples_per_step: int) -> int:
-    if samples is not None:
-        return samples
-    if iterations is not None:
-        return iterations * samples_per_step
-    raise RuntimeError("the configuration has no horizon of learning-rate decay; it was not resolved")
+        """1 where the decay begins, 0 at its end."""
+        if self.style != "WSD":
+            over = (num_samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
+            return REMAINING[self.style](over)
+        annealed = num_samples - (self.decay_samples - self.annealing_samples)
+        return 1.0 if annealed <= 0 else REMAINING[self.annealing_style](annealed / self.annealing_samples)

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from megatron_zpp.config.flag import any_of
 from megatron_zpp.config.schema import Config
-from megatron_zpp.model.activations import activation_bytes, mask_bytes
+from megatron_zpp.model.activations import AttentionNeed, activation_bytes, mask_bytes
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.layout import FlatLayout
@@ -113,7 +113,7 @@ def memory_need(config: Config, model: SizedModel, sharding: Sharding, topology:
         model.padded_vocab_size,
         config.training.micro_batch_size,
         sharding.element_bytes,
-        keeps_attention_scores=config.model.attention_dropout > 0 and not is_on_gpu,
+        attention=_attention_need(config, sharding.element_bytes, is_on_gpu=is_on_gpu),
     )
     if config.data.reset_attention_mask:
         # A kernel that needs no mask is known on the device only.
@@ -129,6 +129,16 @@ def save_copy_bytes(config: Config, model: SizedModel, sharding: Sharding, topol
     states = 1 + (0 if checkpoint.no_save_optim else ADAM_MOMENTS)
     layouts = (FlatLayout(spec.params, topology.world_size, sharding.block_numel) for spec in model.unit_specs())
     return states * MAIN_BYTES * sum(layout.slice_numel for layout in layouts)
+
+
+def _attention_need(config: Config, element_bytes: int, *, is_on_gpu: bool) -> AttentionNeed:
+    """What the kernel will keep that model.attention_kernel takes on such a device."""
+    backend, drops = config.model.attention_backend, config.model.attention_dropout > 0
+    flash_serves = element_bytes == 2 and backend != "fused" and not config.data.reset_attention_mask
+    return AttentionNeed(
+        keeps_scores=backend in ("unfused", "local") or (drops and not is_on_gpu),
+        repeats_heads=is_on_gpu and not flash_serves,
+    )
 
 
 def smallest_nodes(fits: Callable[[int], bool], nodes_too_few: int) -> int | None:
@@ -149,7 +159,7 @@ def in_gib(nbytes: int) -> str:
 
 
 def _remedy(config: Config, nodes: int | None, ranks_per_node: int, need: MemoryNeed) -> str:
-    levers = [] if config.model.checkpoint_activations else ["--checkpoint-activations"]
+    levers = [] if config.model.recompute_granularity == "full" else ["--checkpoint-activations"]
     levers += ["no --async-save"] if need.save_copy_on_device else []
     levers += [] if config.zero.zero_stage == 3 else ["--zero-stage 3"]
     if nodes is None:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic
 from megatron_zpp.config.schema import Config
-from megatron_zpp.model.flops import hardware_flops
+from megatron_zpp.model.flops import hardware_flops, model_flops
 from megatron_zpp.monitor.interval_report import IntervalReport
+from megatron_zpp.monitor.memory import MemoryReading
 from megatron_zpp.training.step import StepOutcome
 
 
@@ -32,8 +33,9 @@ class Progress:
 
 
 class StepTimes(NamedTuple):
-    """Seconds of one step on this rank, and how many of them it waited for its micro-batches."""
+    """Seconds of one step of `samples` samples on this rank, and how many of them it waited for its micro-batches."""
 
+    samples: int
     seconds: float
     data_seconds: float
 
@@ -67,6 +69,7 @@ class Interval:
     """Sums over the iterations since the last report."""
 
     losses: list[float] = field(default_factory=list)  # of steps that were not skipped
+    samples: int = 0
     seconds: float = 0.0  # of the steps alone
     data_seconds: float = 0.0  # of them, spent waiting for micro-batches
     iterations: int = 0
@@ -74,6 +77,7 @@ class Interval:
     nan_iterations: int = 0
 
     def add(self, outcome: StepOutcome, times: StepTimes) -> None:
+        self.samples += times.samples
         self.seconds += times.seconds
         self.data_seconds += times.data_seconds
         self.iterations += 1
@@ -115,32 +119,38 @@ class StepTraffic:
 
 @dataclass(frozen=True)
 class StepReadings:
-    """The latest step, the rate it was made with, and the loss scale of the next."""
+    """The latest step, its global batch, the rate it was made with, and the loss scale of the next."""
 
     outcome: StepOutcome
+    global_batch_size: int
     learning_rate: float
     loss_scale: float
 
 
 @dataclass(frozen=True)
 class ReportInputs:
-    """What a report needs beside sums."""
+    """What a report needs beside sums. peak_tflops: of one device, None where it is not known. params_norm: None where not asked for."""
 
     latest: StepReadings
     padded_vocab_size: int
-    max_memory_bytes: int
+    memory: MemoryReading
+    peak_tflops: float | None = None
+    params_norm: float | None = None
 
 
 def interval_report(config: Config, progress: Progress, interval: Interval, traffic: StepTraffic, inputs: ReportInputs) -> IntervalReport:
     """The report of the interval that ends with the current iteration."""
-    samples = config.training.global_batch_size
+    samples = interval.samples / interval.iterations
     seconds = interval.seconds / interval.iterations
     world_size = traffic.world_size
+    made, required = (count(config.model, inputs.padded_vocab_size, interval.samples) for count in (hardware_flops, model_flops))
+    per_second_of_rank = 1.0 / (interval.seconds * world_size * 1e12)
     return IntervalReport(
         iteration=progress.iteration,
         train_iters=config.training.train_iters,
         consumed_samples=progress.consumed_samples,
-        global_batch_size=samples,
+        global_batch_size=inputs.latest.global_batch_size,
+        samples_per_iteration=samples,
         seq_length=config.model.seq_length,
         world_size=world_size,
         elapsed_ms_per_iteration=seconds * 1000.0,
@@ -151,9 +161,13 @@ def interval_report(config: Config, progress: Progress, interval: Interval, traf
         grad_norm=inputs.latest.outcome.grad_norm,
         skipped_iterations=interval.skipped_iterations,
         nan_iterations=interval.nan_iterations,
-        tflops_per_gpu=hardware_flops(config.model, inputs.padded_vocab_size, samples) / seconds / world_size / 1e12,
+        tflops_per_gpu=made * per_second_of_rank,
+        model_tflops_per_gpu=required * per_second_of_rank,
         inter_node_bytes=traffic.inter_node_bytes,
         intra_node_bytes=traffic.intra_node_bytes,
         model_state_bytes=inputs.latest.outcome.model_state_bytes,
-        max_memory_bytes=inputs.max_memory_bytes,
+        memory=inputs.memory,
+        peak_tflops=inputs.peak_tflops,
+        params_norm=inputs.params_norm,
+        num_zeros=inputs.latest.outcome.num_zeros,
     )

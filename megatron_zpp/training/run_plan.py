@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_zpp.config.schema import Config, ModelConfig
+from megatron_zpp.config.deepspeed_json import with_deepspeed_json
+from megatron_zpp.config.schema import Config
 from megatron_zpp.config.validate import QUANTIZATION_DETAILS, resolve
-from megatron_zpp.model.flops import forward_flops_of_uses
+from megatron_zpp.model.flops import forward_flops_of_uses, recomputed_flops_of_uses
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.training.memory_need import MemoryNeed, memory_need
 from megatron_zpp.training.sharding import sharding_of, topology_of
@@ -70,6 +71,7 @@ class RunPlan:
 
     member: Member
     config: Config
+    padded_vocab_size: int
     memory: MemoryNeed
     traffic: PlannedTraffic
     job: Job
@@ -85,13 +87,31 @@ class RunPlan:
 
 def plan_run(given: Config, member: Member, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
     """The plan of a run with the flags as given (unresolved), but as this member. Raises FlagError as the run would."""
-    config = resolve(_as_member(given, member, world), world.size, world.ranks_per_node)
+    # What the file of --deepspeed_config says of the stage must not win over the member.
+    given = with_deepspeed_json(given, world.size).with_values(deepspeed_config=None)
+    return _planned(resolve(_as_member(given, member, world), world.size, world.ranks_per_node), member, world, padded_vocab_size)
+
+
+def plan_as_given(config: Config, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
+    """The plan of the run of a resolved configuration."""
+    zero = config.zero
+    features = {
+        "qwZ": zero.zero_quantized_weights,
+        "hpZ": zero.zero_hpz_partition_size > 1,
+        "qgZ": zero.zero_quantized_gradients,
+    }
+    name = " + ".join([f"ZeRO-{zero.zero_stage}", *(feature for feature, is_on in features.items() if is_on)])
+    return _planned(config, Member(name, zero.zero_stage, *features.values()), world, padded_vocab_size)
+
+
+def _planned(config: Config, member: Member, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
     model, topology, sharding = ModelShape(config.model, padded_vocab_size), topology_of(config, world.size), sharding_of(config)
     microbatches = config.training.global_batch_size // (config.training.micro_batch_size * world.size)
     job = Job(model.unit_specs(), model.uses(), sharding, topology, microbatches)
     return RunPlan(
         member,
         config,
+        padded_vocab_size,
         memory_need(config, model, sharding, topology, is_on_gpu=world.is_on_gpu),
         planned_traffic(job.unit_specs, job.uses, sharding, topology, microbatches),
         job,
@@ -100,9 +120,13 @@ def plan_run(given: Config, member: Member, world: PlannedWorld, padded_vocab_si
 
 def computation_by_rate(config: Config, padded_vocab_size: int, flops_per_second: float) -> Computation:
     """A micro-batch on a device that makes so many operations per second, recomputation counted."""
-    flops = forward_flops_of_uses(config.model, padded_vocab_size, config.training.micro_batch_size)
-    forward = tuple(operations / flops_per_second for operations in flops)
-    return Computation(forward, _backward(config.model, forward))
+    samples = config.training.micro_batch_size
+    forward = forward_flops_of_uses(config.model, padded_vocab_size, samples)
+    again = recomputed_flops_of_uses(config.model, padded_vocab_size, samples)
+    return Computation(
+        tuple(operations / flops_per_second for operations in forward),
+        tuple((2 * first + repeated) / flops_per_second for first, repeated in zip(forward, again, strict=True)),
+    )
 
 
 def computation_by_step(config: Config, padded_vocab_size: int, seconds: float, microbatches: int) -> Computation:
@@ -110,11 +134,6 @@ def computation_by_step(config: Config, padded_vocab_size: int, seconds: float, 
     relative = computation_by_rate(config, padded_vocab_size, 1.0)
     scale = seconds / microbatches / relative.seconds
     return Computation(tuple(scale * part for part in relative.forward), tuple(scale * part for part in relative.backward))
-
-
-def _backward(config: ModelConfig, forward: tuple[float, ...]) -> tuple[float, ...]:
-    again = 1 if config.checkpoint_activations else 0
-    return (2 * forward[0], *((2 + again) * seconds for seconds in forward[1:-1]), 2 * forward[-1])
 
 
 def _as_member(given: Config, member: Member, world: PlannedWorld) -> Config:

@@ -8,21 +8,28 @@ from typing import Any
 
 from megatron_zpp.checkpoint.engine_state import RunState, manifest_of, share_of
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SavedCheckpoint, SaveOptions
-from megatron_zpp.config.schema import GROUPS, CheckpointConfig, Config
+from megatron_zpp.config.schema import GROUPS, PLAN_GROUP, CheckpointConfig, Config
 from megatron_zpp.monitor.logging import RankPrinter
+from megatron_zpp.monitor.progress_file import ProgressFile
 from megatron_zpp.training.metrics import Progress
 from megatron_zpp.zero.engine import ZeroEngine
 
 
 class RunSaver:
-    """Saves a run under --save, or nothing without it. Every rank must make the same calls."""
+    """Saves a run under --save, or nothing without it. Every rank must make the same calls.
 
-    def __init__(self, config: Config, engine: ZeroEngine, padded_vocab_size: int, printer: RankPrinter) -> None:
+    progress_file: is told of what was saved; None on all ranks but one.
+    """
+
+    def __init__(
+        self, config: Config, engine: ZeroEngine, padded_vocab_size: int, printer: RankPrinter, progress_file: ProgressFile | None
+    ) -> None:
         self._directory = config.checkpoint.save
         self._with_moments = not config.checkpoint.no_save_optim
         self._flags = {**flags_by_group(config), "padded_vocab_size": padded_vocab_size}
         self._engine = engine
         self._printer = printer
+        self._progress_file = progress_file
         self._saver = None
         if self._directory is not None:
             share = share_of(engine, with_moments=self._with_moments)
@@ -65,11 +72,13 @@ class RunSaver:
             *(f"WARNING: could not delete the checkpoint at iteration {kept}: it is being read, or guarded" for kept in saved.not_deleted),
         ]
         self._printer.on_first("\n".join(lines))
+        if self._progress_file is not None:
+            self._progress_file.checkpoint_is_saved(saved.iteration)
 
 
 def flags_by_group(config: Config) -> dict[str, Any]:
     """The resolved configuration as a checkpoint keeps it."""
-    return {group: asdict(getattr(config, group)) for group in GROUPS}
+    return {group: asdict(getattr(config, group)) for group in GROUPS if group != PLAN_GROUP}
 
 
 def _options(checkpoint: CheckpointConfig) -> SaveOptions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -15,37 +15,49 @@ import torch
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.shared_folder import SHARED_FOLDER, is_seen
 from megatron_zpp.comm.backend import TorchBackend
-from megatron_zpp.comm.lanes import make_lanes
+from megatron_zpp.comm.lanes import Lanes, make_lanes
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.observed_lanes import ObservedLanes
 from megatron_zpp.config.arguments import arguments
 from megatron_zpp.config.data_sources import read_sources
+from megatron_zpp.config.flag import any_of
+from megatron_zpp.config.horizons import length_in_samples
 from megatron_zpp.config.options import options, spelling_of
 from megatron_zpp.config.schema import Config, PrecisionConfig
 from megatron_zpp.data.build_once import Speaker
 from megatron_zpp.data.datasets import DataRequest, Datasets, build_datasets, cache_folder, count_samples
 from megatron_zpp.data.token_check import check_token_ids_once
-from megatron_zpp.data.tokenizer import build_tokenizer, padded_vocab_size
+from megatron_zpp.data.tokenizer import build_tokenizer, embedding_rows
+from megatron_zpp.model.attention_kernel import check_attention, head_shape_of
+from megatron_zpp.model.compilation import check_compilation, compile_blocks
 from megatron_zpp.model.document_attention import describe as describe_documents
+from megatron_zpp.model.document_attention import has_varlen
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.available_memory import bytes_for_rank
 from megatron_zpp.monitor.jsonl import JsonLinesWriter
 from megatron_zpp.monitor.logging import RankPrinter
+from megatron_zpp.monitor.progress_file import ProgressFile
+from megatron_zpp.monitor.scalars import ScalarWriter
 from megatron_zpp.monitor.tensorboard import TensorboardWriter
+from megatron_zpp.monitor.wandb_writer import WandbRun, WandbWriter
 from megatron_zpp.ops import extension
 from megatron_zpp.ops.apex import check_apex
 from megatron_zpp.parallel.groups import make_lane_groups
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.parallel.topology import Topology
+from megatron_zpp.training.instruments import Instruments
 from megatron_zpp.training.memory_need import MemoryThere, check_fits
+from megatron_zpp.training.reporter import Outlets
 from megatron_zpp.training.sharding import choose_policy, prefetch_of, sharding_of, topology_of
-from megatron_zpp.training.trainer import Outlets
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler
 
+# With which cuBLAS documents the same bits every time.
+DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 # Paths may be spelled differently on different machines.
 FLAGS_THAT_MAY_DIFFER = {"local_rank", *(option.name for option in options() if option.flag.unit == "path")}
 
@@ -59,9 +71,20 @@ class Vocabulary(NamedTuple):
 
 
 def use_deterministic_kernels() -> None:
-    """Lets torch run only kernels that give the same bits every time. Must come before the first matrix product."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    """Lets torch run only kernels that give the same bits every time. Must come before the first matrix product.
+
+    NCCL_ALGO does not matter, as no collective adds: ranks exchange payloads and add them in rank order. Raises ValueError where the
+    environment asks cuBLAS for what it cannot do twice the same way.
+    """
+    workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_WORKSPACES[0])
+    if workspace not in DETERMINISTIC_WORKSPACES:
+        raise ValueError(
+            f"--deterministic-mode does not go with CUBLAS_WORKSPACE_CONFIG={workspace} in the environment; "
+            f"choose {any_of(DETERMINISTIC_WORKSPACES)}, or leave it unset."
+        )
     torch.use_deterministic_algorithms(True)
+    # Nothing is read before it is written, so filling it with NaN would only cost time. torch's stubs lack the setting.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def check_same_flags(config: Config) -> None:
@@ -82,18 +105,21 @@ def check_same_flags(config: Config) -> None:
             raise StartupError(f"the ranks were started with different flags: {'; '.join(differing)}; give every rank the same.")
 
 
-def build_ladder(config: Config, world: World) -> Ladder:
+def build_ladder(config: Config, world: World, instruments: Instruments) -> Ladder:
     """The two links of this rank, with process groups of their own; every rank must call it."""
     topology = topology_of(config, world.world_size)
-    groups = make_lane_groups(topology, world.rank, world.timeout)
+    groups = make_lane_groups(topology, world.rank, world.collective_timeout)
     backend = TorchBackend(topology, world.rank, groups)
-    return Ladder(backend, make_lanes(world.device, world.check_others), Ledger(topology, world.rank), world.device)
+    lanes: Lanes = make_lanes(world.device, world.check_others)
+    if instruments.observes_hops:
+        lanes = ObservedLanes(lanes, instruments.observer)
+    return Ladder(backend, lanes, Ledger(topology, world.rank), world.device)
 
 
 def build_vocabulary(config: Config) -> Vocabulary:
     """The tokenizer's ids, as the model and the data need to know them."""
     tokenizer = build_tokenizer(config.data)
-    padded_size = padded_vocab_size(tokenizer.vocab_size, config.model.make_vocab_size_divisible_by)
+    padded_size = embedding_rows(config.model, tokenizer.vocab_size)
     return Vocabulary(tokenizer.vocab_size, padded_size, tokenizer.eod)
 
 
@@ -105,14 +131,15 @@ def speaker_of(launch: Launch, host: str, printer: RankPrinter) -> Speaker:
 def build_run_data(config: Config, vocabulary: Vocabulary, speaker: Speaker, *, checks_token_ids: bool) -> Datasets:
     """Training, validation and test data. checks_token_ids: on one rank per machine, for the corpora as a whole."""
     training = config.training
-    train_samples = training.train_samples or training.train_iters * training.global_batch_size
     counts = count_samples(
-        train_samples=train_samples,
-        global_batch_size=training.global_batch_size,
+        train_samples=length_in_samples(training, config.model.seq_length),
+        train_iters=training.train_iters,
         eval_interval=training.eval_interval,
-        eval_iters=training.eval_iters,
+        evaluated_samples=training.eval_iters * training.eval_global_batch_size,
     )
-    request = DataRequest(config.model.seq_length, training.seed, counts, vocabulary.size, vocabulary.eod)
+    request = DataRequest(
+        config.model.seq_length, training.seed, counts, vocabulary.size, vocabulary.eod, validates_on_all=training.full_validation
+    )
     datasets = build_datasets(config.data, request, speaker)
     if checks_token_ids:
         for source in datasets.sources:
@@ -121,11 +148,18 @@ def build_run_data(config: Config, vocabulary: Vocabulary, speaker: Speaker, *, 
 
 
 def check_backends(config: Config, device: torch.device) -> None:
-    """Nothing, where NVIDIA Apex is there as far as flags ask for it. Must come before the model and the engine."""
+    """Nothing, where NVIDIA Apex, the kernels of attention and a compiler are there as far as flags ask for them.
+
+    Must come before the model and the engine.
+    """
     if config.optimizer.optimizer_backend == "apex":
         check_apex("--optimizer-backend", "amp_C", device.type)
     if config.model.norm_backend == "apex":
         check_apex("--norm-backend", "fused_layer_norm_cuda", device.type)
+    head = head_shape_of(config.model, working_dtype(config.precision))
+    check_attention(device, head, masks_documents=config.data.reset_attention_mask and not has_varlen(device, head))
+    if config.training.compile:
+        check_compilation(device)
 
 
 def build_model(config: Config, padded_vocab: int, reader: CheckpointReader | None) -> GPT:
@@ -134,6 +168,8 @@ def build_model(config: Config, padded_vocab: int, reader: CheckpointReader | No
     if reader is not None:
         shapes = {param.name: param.shape for unit in model.unit_specs() for param in unit.params}
         reader.check_model(shapes, asdict(config.model))
+    if config.training.compile:
+        compile_blocks(model)
     return model
 
 
@@ -154,7 +190,7 @@ def check_memory(config: Config, model: GPT, topology: Topology, device: torch.d
     check_fits(config, model, sharding_of(config), topology, is_on_gpu=device.type == "cuda", there=there)
 
 
-def build_engine(config: Config, model: GPT, ladder: Ladder, device: torch.device) -> ZeroEngine:
+def build_engine(config: Config, model: GPT, ladder: Ladder, instruments: Instruments) -> ZeroEngine:
     """The engine over the model's units; the model gets its storage here."""
     optimizer, zero = config.optimizer, config.zero
     dtype = working_dtype(config.precision)
@@ -169,7 +205,10 @@ def build_engine(config: Config, model: GPT, ladder: Ladder, device: torch.devic
         clip_grad=optimizer.clip_grad,
         full_precision_iterations=zero.zero_full_precision_iters,
         noise_seed=config.training.seed,
+        counts_zeros=config.logging.log_num_zeros_in_grad,
+        observer=instruments.observer,
     )
+    device = ladder.staging.device
     return ZeroEngine(model, model.unit_specs(), model.uses(), options, ladder, device, _loss_scaler(config.precision))
 
 
@@ -202,19 +241,37 @@ def _documents_in_words(config: Config, model: GPT, device: torch.device) -> lis
     return [describe_documents(device, head, (config.training.micro_batch_size, config.model.seq_length))]
 
 
-def open_outlets(config: Config, printer: RankPrinter) -> Outlets:
+def open_outlets(config: Config, printer: RankPrinter, instruments: Instruments) -> Outlets:
     """The files and printers of this rank. Raises ValueError for a folder that this rank cannot write to."""
     logging = config.logging
     if config.checkpoint.save is not None:
         check_writable("--save", Path(config.checkpoint.save), printer.rank)
     if logging.tensorboard_dir is not None:
         check_writable("--tensorboard-dir", Path(logging.tensorboard_dir), printer.rank)
+    if config.profiling.profile_dir is not None and instruments.profiler is not None:
+        check_writable("--profile-dir", Path(config.profiling.profile_dir), printer.rank)
+    if instruments.memory_history is not None:
+        check_writable("--memory-snapshot-path", Path(config.profiling.memory_snapshot_path).parent, printer.rank)
     json_lines = JsonLinesWriter(logging.log_jsonl) if logging.log_jsonl is not None and printer.rank == 0 else None
-    tensorboard = None
-    if logging.tensorboard_dir is not None and printer.rank == printer.world_size - 1:
+    progress_file = None
+    if config.checkpoint.save is not None and logging.log_progress and printer.rank == 0:
+        progress_file = ProgressFile(Path(config.checkpoint.save), os.environ.get("SLURM_JOB_ID", ""), printer.world_size)
+    scalars = tuple(_scalar_writers(config, printer.rank)) if printer.rank == printer.world_size - 1 else ()
+    return Outlets(printer, instruments, json_lines, progress_file, scalars)
+
+
+def _scalar_writers(config: Config, rank: int) -> Iterator[ScalarWriter]:
+    logging = config.logging
+    if logging.tensorboard_dir is not None:
         tensorboard = TensorboardWriter(logging.tensorboard_dir, logging.tensorboard_queue_size)
         tensorboard.write_arguments(arguments(config))
-    return Outlets(printer, json_lines, tensorboard)
+        yield tensorboard
+    if logging.wandb_project is not None:
+        folder = Path(config.checkpoint.save) / "wandb" if config.checkpoint.save is not None else None
+        directory = folder if logging.wandb_save_dir is None else Path(logging.wandb_save_dir)
+        if directory is not None:
+            check_writable("--wandb-save-dir", directory, rank)
+        yield WandbWriter(WandbRun(logging.wandb_project, logging.wandb_entity, logging.wandb_exp_name, directory), arguments(config))
 
 
 def check_save_is_shared(config: Config, world: World) -> None:

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_zpp.checkpoint.checkpoint_args import checkpoint_folder
 from megatron_zpp.checkpoint.engine_state import load_engine
 from megatron_zpp.checkpoint.folders import older_checkpoints
 from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError
 from megatron_zpp.checkpoint.reader import CheckpointReader
+from megatron_zpp.config.batch_schedule import running_schedule
 from megatron_zpp.config.options import spelling_of
-from megatron_zpp.config.schema import GROUP_OF_FIELD, Config
+from megatron_zpp.config.schedule_rules import check_batches
+from megatron_zpp.config.schema import GROUP_OF_FIELD, Config, OptimizerConfig, TrainingConfig
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
 from megatron_zpp.training.metrics import Progress
+from megatron_zpp.training.weight_decay import WeightDecaySchedule
 from megatron_zpp.zero.engine import ZeroEngine
+
+Group = TypeVar("Group", OptimizerConfig, TrainingConfig)
 
 # A change of one of these is legitimate, and easily made by accident.
 FLAGS_OF_A_CONTINUED_RUN = (
     "seed",
     "seq_length",
     "global_batch_size",
+    "rampup_batch_size",
+    "step_batch_size_schedule",
+    "decrease_batch_size_if_needed",
     "train_iters",
+    "iterations_to_skip",
     "data_path",
     "train_data_path",
     "data_args_path",
@@ -48,6 +57,15 @@ SCHEDULE_FLAGS = {
     "warmup_init_lr": "--lr-warmup-init",
     "warmup_samples": "samples of warmup",
     "decay_samples": "samples to the end of the decay",
+    "annealing_style": "--lr-wsd-decay-style",
+    "annealing_samples": "samples of annealing",
+}
+WEIGHT_DECAY_FLAGS = {
+    "constant": "--weight-decay",
+    "style": "--weight-decay-incr-style",
+    "start": "--start-weight-decay",
+    "end": "--end-weight-decay",
+    "incr_samples": "--weight-decay-incr-samples",
 }
 
 
@@ -99,7 +117,7 @@ def with_schedule(config: Config, origin: Origin) -> Config:
 
     Raises CheckpointError where a run that goes on has another schedule and no flag says which of the two is meant.
     """
-    if origin.reader is None or origin.weights_only:
+    if origin.reader is None or origin.weights_only or config.training.skip_train:
         return config
     theirs = origin.reader.manifest.flags
     if config.checkpoint.use_checkpoint_opt_param_scheduler:
@@ -115,12 +133,12 @@ def with_schedule(config: Config, origin: Origin) -> Config:
 
 def schedule_differences(config: Config, theirs: Mapping[str, Any]) -> Iterator[str]:
     """What shapes learning rate and weight decay and differs from a checkpoint's flags, each with both values."""
-    there, here = _their_schedule(theirs), LearningRateSchedule.from_config(config.optimizer, config.training)
-    for name, then, now in there.differences(here):
+    learning_rates, weight_decays = _their_schedules(theirs)
+    here = LearningRateSchedule.from_config(config.optimizer, config.training, config.model.seq_length)
+    for name, then, now in learning_rates.differences(here):
         yield f"{SCHEDULE_FLAGS[name]} {then} there and {now} here"
-    then, now = theirs["optimizer"]["weight_decay"], config.optimizer.weight_decay
-    if then != now:
-        yield f"--weight-decay {then} there and {now} here"
+    for name, then, now in weight_decays.differences(WeightDecaySchedule.from_config(config.optimizer)):
+        yield f"{WEIGHT_DECAY_FLAGS[name]} {then} there and {now} here"
 
 
 def load_progress(config: Config, engine: ZeroEngine, origin: Origin) -> Progress:
@@ -128,11 +146,25 @@ def load_progress(config: Config, engine: ZeroEngine, origin: Origin) -> Progres
     if origin.reader is None:
         return Progress()
     manifest = origin.reader.manifest
-    load_engine(engine, origin.reader, with_moments=not (config.checkpoint.no_load_optim or origin.weights_only))
+    with_moments = not (config.checkpoint.no_load_optim or origin.weights_only or config.training.skip_train)
+    load_engine(engine, origin.reader, with_moments=with_moments)
     if origin.weights_only:
         return Progress()
     engine.start_iteration(manifest.iteration)
     return Progress(manifest.iteration, manifest.consumed_samples, manifest.run["scheduled_samples"])
+
+
+def with_remaining_batches(config: Config, progress: Progress, world_size: int) -> Config:
+    """The configuration, with the iteration at which --train-samples end if the run goes on from `progress`.
+
+    Batches may have had other sizes before. Raises FlagError where this world cannot have one of the batches from there on.
+    """
+    check_batches(config, world_size, progress.consumed_samples)
+    train_samples = config.training.train_samples
+    if train_samples is None:
+        return config
+    remaining = running_schedule(config, world_size).iterations_within(train_samples, progress.consumed_samples)
+    return config.with_values(train_iters=progress.iteration + remaining)
 
 
 def describe_start(config: Config, origin: Origin, progress: Progress) -> str:
@@ -143,7 +175,7 @@ def describe_start(config: Config, origin: Origin, progress: Progress) -> str:
     manifest = origin.reader.manifest
     what = "weights of the checkpoint" if origin.weights_only else "checkpoint"
     lines = [*origin.notices, f"  successfully loaded {what} from {origin.reader.folder} at iteration {manifest.iteration}"]
-    if progress.iteration >= config.training.train_iters:
+    if progress.iteration >= config.training.train_iters and not config.training.skip_train:
         lines.append(f"nothing left to train: --train-iters {config.training.train_iters} is reached")
     if not origin.weights_only:
         differing = [*flags_that_differ(config, manifest.flags), *schedule_differences(config, manifest.flags)]
@@ -197,26 +229,46 @@ def _check_same(seen: str) -> None:
             )
 
 
-def _their_schedule(theirs: Mapping[str, Any]) -> LearningRateSchedule:
+def _their_schedules(theirs: Mapping[str, Any]) -> tuple[LearningRateSchedule, WeightDecaySchedule]:
+    """Of a checkpoint's flags; what its program did not know yet is at its default."""
     try:
-        return LearningRateSchedule.from_flags(theirs["optimizer"], theirs["training"]["global_batch_size"])
-    except (KeyError, TypeError) as error:
+        optimizer, training = _known(OptimizerConfig, theirs["optimizer"]), _known(TrainingConfig, theirs["training"])
+        if optimizer.end_weight_decay is None:
+            optimizer = replace(optimizer, start_weight_decay=optimizer.weight_decay, end_weight_decay=optimizer.weight_decay)
+        learning_rates = LearningRateSchedule.from_config(optimizer, training, theirs["model"]["seq_length"])
+        return learning_rates, WeightDecaySchedule.from_config(optimizer)
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's flags lack the schedule ({error}); give --finetune to take its weights only") from None
 
 
+def _known(group: type[Group], flags: Mapping[str, Any]) -> Group:
+    """The flags of a group that are stored, without those that are no flags any more."""
+    names = {member.name for member in fields(group)}
+    known: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items() if name in names}
+    return group(**known)
+
+
 def _with_their_schedule(config: Config, theirs: Mapping[str, Any]) -> Config:
-    schedule = _their_schedule(theirs)
+    learning_rates, weight_decays = _their_schedules(theirs)
+    fraction = theirs["optimizer"]["lr_warmup_fraction"]
     optimizer = replace(
         config.optimizer,
-        lr=schedule.max_lr,
-        min_lr=schedule.min_lr,
-        lr_decay_style=schedule.style,
-        lr_warmup_init=schedule.warmup_init_lr,
+        lr=learning_rates.max_lr,
+        min_lr=learning_rates.min_lr,
+        lr_decay_style=learning_rates.style,
+        lr_warmup_init=learning_rates.warmup_init_lr,
         lr_decay_iters=None,
-        lr_decay_samples=int(schedule.decay_samples),
-        lr_warmup_fraction=theirs["optimizer"]["lr_warmup_fraction"],
+        lr_decay_samples=int(learning_rates.decay_samples),
+        lr_warmup_fraction=fraction,
         lr_warmup_iters=0,
-        lr_warmup_samples=0 if theirs["optimizer"]["lr_warmup_fraction"] is not None else int(schedule.warmup_samples),
+        lr_warmup_samples=0 if fraction is not None else int(learning_rates.warmup_samples),
+        lr_wsd_decay_style=learning_rates.annealing_style,
+        lr_wsd_decay_iters=None,
+        lr_wsd_decay_samples=int(learning_rates.annealing_samples) or None,
         weight_decay=theirs["optimizer"]["weight_decay"],
+        weight_decay_incr_style=weight_decays.style,
+        start_weight_decay=weight_decays.start,
+        end_weight_decay=weight_decays.end,
+        weight_decay_incr_samples=weight_decays.incr_samples,
     )
     return replace(config, optimizer=optimizer)

@@ -18,6 +18,7 @@ class StepOutcome:
     """What one step came to.
 
     lm_loss: mean over the micro-batches of all ranks. model_state_bytes: at the end of backward. wishes: of all ranks.
+    num_zeros: elements of the mean gradient that are 0, where the engine counts them.
     """
 
     lm_loss: float
@@ -25,6 +26,7 @@ class StepOutcome:
     is_skipped: bool
     model_state_bytes: int
     wishes: Wish = Wish.NONE
+    num_zeros: int | None = None
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class StepPlan:
 
     microbatches: int
     learning_rate: float
+    weight_decay: float
     wish: Callable[[], Wish] = lambda: Wish.NONE
     before_update: Callable[[], None] = lambda: None
 
@@ -43,17 +46,25 @@ class StepPlan:
 def train_step(model: nn.Module, engine: ZeroEngine, batches: Iterator[MicroBatch], plan: StepPlan) -> StepOutcome:
     """Forward and backward of the plan's micro-batches, then one optimizer step; every rank must call it."""
     model.train()
+    observer = engine.observer
     losses = []
-    for index in range(plan.microbatches):
-        loss = microbatch_loss(model, next(batches), engine.device)
-        engine.backward(loss, microbatches=plan.microbatches, is_last_microbatch=index == plan.microbatches - 1)
-        losses.append(loss.detach())
-    engine.finish_gradients()
+    with observer.phase("forward-backward"):
+        for index in range(plan.microbatches):
+            with observer.phase("batch-generator"):
+                batch = next(batches)
+            with observer.phase("forward-compute"):
+                loss = microbatch_loss(model, batch, engine.device)
+            with observer.phase("backward-compute"):
+                engine.backward(loss, microbatches=plan.microbatches, is_last_microbatch=index == plan.microbatches - 1)
+            losses.append(loss.detach())
+        with observer.phase("all-grads-sync"):
+            engine.finish_gradients()
     model_state_bytes = engine.model_state_bytes()
     plan.before_update()
-    result = engine.step(plan.learning_rate)
+    with observer.phase("optimizer"):
+        result = engine.step(plan.learning_rate, plan.weight_decay)
     lm_loss, wishes = exchanged(losses, plan.wish(), engine)
-    return StepOutcome(lm_loss, result.grad_norm, result.is_skipped, model_state_bytes, wishes)
+    return StepOutcome(lm_loss, result.grad_norm, result.is_skipped, model_state_bytes, wishes, result.num_zeros)
 
 
 def microbatch_loss(model: nn.Module, batch: MicroBatch, device: torch.device) -> Tensor:
@@ -61,6 +72,12 @@ def microbatch_loss(model: nn.Module, batch: MicroBatch, device: torch.device) -
 
     As in Megatron, every micro-batch weighs the same in the means over micro-batches and ranks, however many of its tokens count.
     """
+    loss_BS, loss_mask_BS = token_losses(model, batch, device)
+    return (loss_BS * loss_mask_BS).sum() / loss_mask_BS.sum().clamp(min=1.0)
+
+
+def token_losses(model: nn.Module, batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The loss at every token of a micro-batch, and 1 where it counts, 0 where it does not; both [B, S] fp32."""
     loss_BS = model(
         batch.tokens.to(device),
         batch.labels.to(device),
@@ -68,17 +85,11 @@ def microbatch_loss(model: nn.Module, batch: MicroBatch, device: torch.device) -
         position_ids_BS=None if batch.position_ids is None else batch.position_ids.to(device),
         document_lengths_R=batch.document_lengths,
     )
-    loss_mask_BS = batch.loss_mask.to(device)
-    return (loss_BS * loss_mask_BS).sum() / loss_mask_BS.sum().clamp(min=1.0)
-
-
-def mean_loss(losses: list[Tensor], engine: ZeroEngine) -> float:
-    """The mean over this rank's losses and over all ranks, added in rank order; every rank must call it."""
-    return exchanged(losses, Wish.NONE, engine)[0]
+    return loss_BS, batch.loss_mask.to(device)
 
 
 def exchanged(losses: list[Tensor], wish: Wish, engine: ZeroEngine) -> tuple[float, Wish]:
-    """The mean loss as above, and the wishes of all ranks, in one gather; every rank must call it."""
+    """The mean over this rank's losses and over all ranks, added in rank order, and the wishes of all; every rank must call it."""
     total = torch.stack(losses).double().sum()
     gathered = engine.ladder.gather_world(torch.stack([total, total.new_full((), float(wish))]))  # [world_size, 2] fp64
     rows = gathered.tolist()

@@ -3,52 +3,26 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
+from megatron_zpp.config.batch_schedule import running_schedule
 from megatron_zpp.config.schema import Config
 from megatron_zpp.data.blended_dataset import SourceTally
 from megatron_zpp.data.datasets import Datasets
 from megatron_zpp.data.loader import MicroBatches
-from megatron_zpp.data.sample import SampleSource
 from megatron_zpp.data.sampler import MicroBatchSampler
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.monitor.interval_report import IntervalReport
-from megatron_zpp.monitor.jsonl import JsonLinesWriter
-from megatron_zpp.monitor.logging import RankPrinter
-from megatron_zpp.monitor.memory import max_memory_bytes
-from megatron_zpp.monitor.tensorboard import TensorboardWriter
-from megatron_zpp.monitor.training_line import samples_line, training_line, validation_lines
+from megatron_zpp.monitor.training_line import validation_lines
 from megatron_zpp.training.evaluation import evaluate
-from megatron_zpp.training.leaving import Leaving, reason_for_leaving
+from megatron_zpp.training.garbage import GarbageCollection
+from megatron_zpp.training.held_out import HeldOutSet, HeldOutSets, is_followed_by_validation
+from megatron_zpp.training.leaving import Leaving, Wish, reason_for_leaving
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
-from megatron_zpp.training.metrics import (
-    BadIterations,
-    Interval,
-    Progress,
-    ReportInputs,
-    StepReadings,
-    StepTimes,
-    StepTraffic,
-    interval_report,
-)
+from megatron_zpp.training.metrics import BadIterations, Progress, StepReadings, StepTimes
+from megatron_zpp.training.reporter import Outlets, Reporter
 from megatron_zpp.training.saving import RunSaver
 from megatron_zpp.training.step import StepPlan, train_step
+from megatron_zpp.training.weight_decay import WeightDecaySchedule
 from megatron_zpp.zero.engine import ZeroEngine
-
-
-@dataclass(frozen=True)
-class Outlets:
-    """Where the run tells of itself: JSON lines on rank 0, TensorBoard on the last rank, or None."""
-
-    printer: RankPrinter
-    json_lines: JsonLinesWriter | None
-    tensorboard: TensorboardWriter | None
-
-    def close(self) -> None:
-        """Writes what is held back."""
-        for writer in (self.json_lines, self.tensorboard):
-            if writer is not None:
-                writer.close()
 
 
 class Trainer:
@@ -63,33 +37,50 @@ class Trainer:
         self._engine = engine
         self._outlets = outlets
         self._progress = progress
-        self._schedule = LearningRateSchedule.from_config(config.optimizer, config.training)
-        self._saver = RunSaver(config, engine, model.padded_vocab_size, outlets.printer)
-        self._traffic = StepTraffic(engine.ladder.ledger)
-        topology = engine.ladder.topology
-        self._microbatches = config.training.global_batch_size // (config.training.micro_batch_size * topology.world_size)
-        evaluations = progress.iteration // config.training.eval_interval
-        consumed_valid_samples = evaluations * config.training.eval_iters * config.training.global_batch_size
-        self._since_line, self._since_point = Interval(), Interval()
+        self._schedule = LearningRateSchedule.from_config(config.optimizer, config.training, config.model.seq_length)
+        self._weight_decays = WeightDecaySchedule.from_config(config.optimizer)
+        self._saver = RunSaver(config, engine, model.padded_vocab_size, outlets.printer, outlets.progress_file)
+        tally = SourceTally(datasets.train) if config.logging.log_samples_per_source else None
+        self._reporter = Reporter(config, model.padded_vocab_size, engine, outlets, tally)
+        self._garbage = GarbageCollection(config.training)
+        self._passed_over = frozenset(int(iteration) for iteration in config.training.iterations_to_skip)
         self._bad_iterations = BadIterations()
         self._reason_for_leaving: str | None = None
-        self._rules = datasets.rules
-        self._train_batches = self._batches(datasets.train, progress.consumed_samples)
-        self._valid_batches = self._held_out_batches(datasets.valid, consumed_valid_samples)
-        self._test_batches = self._held_out_batches(datasets.test, 0)
-        self._tally = SourceTally(datasets.train) if config.logging.log_samples_per_source else None
+        rank, ranks = engine.ladder.backend.rank, engine.ladder.topology.world_size
+        sampler = MicroBatchSampler(len(datasets.train), progress.consumed_samples, config.training.micro_batch_size, rank, ranks)
+        self._batch_sizes = running_schedule(config, ranks)
+        self._train_batches = MicroBatches(datasets.train, sampler, config.data.num_workers, datasets.rules)
+        self._held_out = HeldOutSets(config, datasets, progress.iteration, rank=rank, ranks=ranks)
 
     def run(self) -> None:
-        """Trains up to --train-iters, or until there is a reason to leave before, and saves what --save asks for."""
+        """Trains up to --train-iters, or until there is a reason to leave before, and saves what --save asks for.
+
+        Only evaluates under --skip-train.
+        """
+        with self._garbage:
+            if self._config.training.skip_train:
+                self._evaluate_at_the_end()
+            else:
+                self._train()
+
+    def _train(self) -> None:
         printer, training = self._outlets.printer, self._config.training
         first = self._progress.iteration
         printer.milestone("before the start of training step")
-        leaving = Leaving(training)
+        if self._outlets.progress_file is not None:
+            self._outlets.progress_file.job_has_started()
+        leaving = Leaving(training, printer.rank)
         try:
             while self._progress.iteration < training.train_iters and self._reason_for_leaving is None:
-                self._step(leaving)
+                self._profile()
+                if self._progress.iteration + 1 in self._passed_over:
+                    self._pass_over()
+                else:
+                    self._step(leaving)
                 self._saver.check()
+                self._garbage.after_iteration(self._progress.iteration)
                 self._between_steps()
+            self._end_profile()
             if self._reason_for_leaving is not None:
                 printer.milestone(self._reason_for_leaving)
             if self._progress.iteration > first:
@@ -99,104 +90,96 @@ class Trainer:
 
     def _step(self, leaving: Leaving) -> None:
         started, waited = time.perf_counter(), self._train_batches.wait_seconds
-        learning_rate = self._schedule.learning_rate(self._progress.scheduled_samples)
-        plan = StepPlan(self._microbatches, learning_rate, leaving.wish, self._saver.wait_for_copy)
+        batch_size, scheduled = self._batch_sizes.batch_size(self._progress.consumed_samples), self._progress.scheduled_samples
+        microbatches = batch_size // self._batch_sizes.grain
+        plan = StepPlan(
+            microbatches,
+            self._schedule.learning_rate(scheduled),
+            self._weight_decays.weight_decay(scheduled),
+            leaving.wish,
+            self._saver.wait_for_copy,
+        )
         scaler_before = self._engine.loss_scaler.state()
         outcome = train_step(self._model, self._engine, self._train_batches, plan)
         seconds = time.perf_counter() - started
-        self._traffic.close_step()
         self._bad_iterations.count(outcome, self._progress, scaler_before)
-        self._progress.advance(self._config.training.global_batch_size, is_skipped=outcome.is_skipped)
-        times = StepTimes(seconds, self._train_batches.wait_seconds - waited)
+        self._progress.advance(batch_size, is_skipped=outcome.is_skipped)
+        times = StepTimes(batch_size, seconds, self._train_batches.wait_seconds - waited)
         self._reason_for_leaving = reason_for_leaving(outcome.wishes, self._progress.iteration, self._config.training)
-        self._report(StepReadings(outcome, plan.learning_rate, self._engine.loss_scaler.scale), times)
+        readings = StepReadings(outcome, batch_size, plan.learning_rate, self._engine.loss_scaler.scale)
+        self._reporter.iteration(self._progress, readings, times, is_last=self._is_last())
         self._end_if_all_is_bad()
+
+    def _pass_over(self) -> None:
+        """An iteration of --iterations-to-skip: its samples count as consumed, and nothing else changes."""
+        progress = self._progress
+        first, batch_size = progress.consumed_samples, self._batch_sizes.batch_size(progress.consumed_samples)
+        for _ in range(batch_size // self._batch_sizes.grain):
+            next(self._train_batches)
+        progress.advance(batch_size, is_skipped=True)
+        self._engine.start_iteration(progress.iteration)
+        self._reason_for_leaving = reason_for_leaving(Wish.NONE, progress.iteration, self._config.training)
+        self._outlets.printer.on_last(
+            f" iteration {progress.iteration:8d} is passed over (--iterations-to-skip): samples {first} to {first + batch_size - 1}"
+        )
 
     def _between_steps(self) -> None:
         """Saves first: whoever asks the run to leave may not wait for a validation."""
         if self._is_multiple_of(self._config.checkpoint.save_interval) or self._is_last():
-            self._saver.save(self._progress)
-        if self._is_multiple_of(self._config.training.eval_interval) and self._progress.iteration < self._config.training.train_iters:
+            self._save()
+        training, iteration = self._config.training, self._progress.iteration
+        if is_followed_by_validation(iteration, training) and iteration < training.train_iters:
             self._validate()
 
     def _finish(self) -> None:
         if self._progress.iteration == self._config.training.train_iters:
-            self._validate(drawn_from=" on validation set")
-            self._test()
+            self._evaluate_at_the_end()
         self._saver.finish()
+
+    def _evaluate_at_the_end(self) -> None:
+        self._validate(drawn_from=" on validation set")
+        self._test()
+
+    def _save(self) -> None:
+        if self._config.checkpoint.save is None:
+            return
+        with self._engine.observer.phase("save-checkpoint"):
+            self._saver.save(self._progress)
+        self._reporter.between_steps("save-checkpoint")
+
+    def _profile(self) -> None:
+        """Begins or ends a profile that this rank is to make, before the next iteration."""
+        profiler = self._outlets.instruments.profiler
+        if profiler is not None:
+            self._outlets.printer.on_this(profiler.before_step(self._progress.iteration + 1))
+
+    def _end_profile(self) -> None:
+        profiler = self._outlets.instruments.profiler
+        if profiler is not None:
+            self._outlets.printer.on_this(profiler.finish(self._progress.iteration))
 
     def _is_multiple_of(self, interval: int | None) -> bool:
         return interval is not None and self._progress.iteration % interval == 0
-
-    def _held_out_batches(self, source: SampleSource | None, consumed_samples: int) -> MicroBatches | None:
-        """None where the corpus leaves the split empty, or --eval-iters is 0."""
-        if source is None or self._config.training.eval_iters == 0:
-            return None
-        return self._batches(source, consumed_samples)
-
-    def _batches(self, source: SampleSource, consumed_samples: int) -> MicroBatches:
-        backend = self._engine.ladder.backend
-        sampler = MicroBatchSampler(
-            total_samples=len(source),
-            consumed_samples=consumed_samples,
-            micro_batch_size=self._config.training.micro_batch_size,
-            data_parallel_rank=backend.rank,
-            data_parallel_size=backend.topology.world_size,
-        )
-        return MicroBatches(source, sampler, self._config.data.num_workers, self._rules)
-
-    def _report(self, readings: StepReadings, times: StepTimes) -> None:
-        """A training line every --log-interval iterations and at the end, a TensorBoard point every --tensorboard-log-interval."""
-        outlets, logging = self._outlets, self._config.logging
-        self._since_line.add(readings.outcome, times)
-        self._since_point.add(readings.outcome, times)
-        if self._is_multiple_of(logging.log_interval) or self._is_last():
-            report = self._interval_report(self._since_line, readings)
-            outlets.printer.on_last(training_line(report))
-            by_source = self._samples_per_source()
-            if outlets.json_lines is not None:
-                outlets.json_lines.write({**report.json_object(), **by_source})
-            self._since_line = Interval()
-        if outlets.tensorboard is not None and self._is_multiple_of(logging.tensorboard_log_interval):
-            outlets.tensorboard.write_interval(self._interval_report(self._since_point, readings))
-            self._since_point = Interval()
-
-    def _samples_per_source(self) -> dict[str, dict[str, int]]:
-        """For --log-jsonl, and printed; nothing without --log-samples-per-source."""
-        if self._tally is None:
-            return {}
-        counts = self._tally.up_to(self._progress.consumed_samples)
-        self._outlets.printer.on_last(samples_line(counts))
-        return {"consumed_samples_per_source": counts}
-
-    def _interval_report(self, interval: Interval, readings: StepReadings) -> IntervalReport:
-        inputs = ReportInputs(readings, self._model.padded_vocab_size, max_memory_bytes(self._engine.device))
-        return interval_report(self._config, self._progress, interval, self._traffic, inputs)
 
     def _is_last(self) -> bool:
         training = self._config.training
         return self._progress.iteration == training.train_iters or self._reason_for_leaving is not None
 
     def _validate(self, drawn_from: str = "") -> None:
-        loss = self._evaluate(self._valid_batches, drawn_from)
-        if loss is None:
-            return
-        progress = self._progress
-        if self._outlets.json_lines is not None:
-            self._outlets.json_lines.write({"iteration": progress.iteration, "validation_loss": loss})
-        if self._outlets.tensorboard is not None:
-            self._outlets.tensorboard.write_validation(progress.iteration, progress.consumed_samples, loss)
+        for held_out in self._held_out.validation:
+            self._reporter.validation(self._progress, self._evaluate(held_out, drawn_from), held_out.name)
 
     def _test(self) -> None:
-        loss = self._evaluate(self._test_batches, " on test set")
-        if loss is not None and self._outlets.json_lines is not None:
-            self._outlets.json_lines.write({"iteration": self._progress.iteration, "test_loss": loss})
+        if self._held_out.test is not None:
+            self._reporter.test(self._progress, self._evaluate(self._held_out.test, " on test set"))
 
-    def _evaluate(self, batches: MicroBatches | None, drawn_from: str) -> float | None:
-        """The mean loss, printed; None where there is nothing to evaluate on."""
-        if batches is None:
-            return None
-        loss = evaluate(self._model, self._engine, batches, self._config.training.eval_iters * self._microbatches)
+    def _evaluate(self, held_out: HeldOutSet, drawn_from: str) -> float:
+        """The mean loss, printed."""
+        with self._garbage.evaluation(), self._engine.observer.phase("eval-time"):
+            loss = evaluate(self._model, self._engine, held_out)
+        self._reporter.between_steps("eval-time")
+        if held_out.name:
+            drawn_from = f" on validation set {held_out.name}"
         self._outlets.printer.on_last(validation_lines(self._progress.iteration, loss, drawn_from=drawn_from))
         return loss
 

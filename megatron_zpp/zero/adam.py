@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from megatron_zpp.ops.apex import apex_member
 
 @dataclass(frozen=True)
 class AdamOptions:
-    """Hyper-parameters of AdamW that stay fixed over a run. backend: whose kernels run, torch or apex."""
+    """Hyper-parameters of AdamW. weight_decay: of every step that is not told another. backend: whose kernels run, torch or apex."""
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -28,7 +28,7 @@ class Adam(Protocol):
 
     steps: int
 
-    def update(self, learning_rate: float) -> None:
+    def update(self, learning_rate: float, weight_decay: float) -> None:
         """One step with the gradients that the parameters have."""
 
 
@@ -42,10 +42,10 @@ class AdamParameters:
     def states(self) -> dict[nn.Parameter, dict[str, Tensor]]:
         return {**self.decayed, **self.others}
 
-    def groups(self, options: AdamOptions) -> list[dict[str, object]]:
+    def groups(self) -> list[dict[str, Any]]:
         """Parameter groups as torch's optimizers take them; a group without parameters is left out."""
-        groups = [(self.decayed, options.weight_decay), (self.others, 0.0)]
-        return [{"params": list(params), "weight_decay": weight_decay} for params, weight_decay in groups if params]
+        groups = [(self.decayed, True), (self.others, False)]
+        return [{"params": list(params), "weight_decay": 0.0, "decays": decays} for params, decays in groups if params]
 
 
 def make_adam(parameters: AdamParameters, options: AdamOptions) -> Adam:
@@ -58,7 +58,7 @@ class TorchAdam:
 
     def __init__(self, parameters: AdamParameters, options: AdamOptions) -> None:
         betas = (options.beta1, options.beta2)
-        self._optimizer = torch.optim.AdamW(parameters.groups(options), lr=0.0, betas=betas, eps=options.eps, fused=True)
+        self._optimizer = torch.optim.AdamW(parameters.groups(), lr=0.0, betas=betas, eps=options.eps, fused=True)
         self._steps = []
         for parameter, moments in parameters.states().items():
             step = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -74,9 +74,8 @@ class TorchAdam:
         for step in self._steps:
             step.fill_(value)
 
-    def update(self, learning_rate: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+    def update(self, learning_rate: float, weight_decay: float) -> None:
+        _set_rates(self._optimizer.param_groups, learning_rate, weight_decay)
         self._optimizer.step()
 
 
@@ -86,7 +85,7 @@ class ApexAdam:
     def __init__(self, parameters: AdamParameters, options: AdamOptions) -> None:
         fused_adam = apex_member("apex.optimizers", "FusedAdam")
         betas = (options.beta1, options.beta2)
-        self._optimizer = fused_adam(parameters.groups(options), lr=0.0, betas=betas, eps=options.eps, adam_w_mode=True)
+        self._optimizer = fused_adam(parameters.groups(), lr=0.0, betas=betas, eps=options.eps, adam_w_mode=True)
         for parameter, moments in parameters.states().items():
             self._optimizer.state[parameter] = dict(moments)
 
@@ -99,7 +98,12 @@ class ApexAdam:
         for group in self._optimizer.param_groups:
             group["step"] = value
 
-    def update(self, learning_rate: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+    def update(self, learning_rate: float, weight_decay: float) -> None:
+        _set_rates(self._optimizer.param_groups, learning_rate, weight_decay)
         self._optimizer.step()
+
+
+def _set_rates(groups: list[dict[str, Any]], learning_rate: float, weight_decay: float) -> None:
+    for group in groups:
+        group["lr"] = learning_rate
+        group["weight_decay"] = weight_decay if group["decays"] else 0.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,11 @@ from torch.utils.hooks import RemovableHandle
 from megatron_zpp.comm.codecs import make_codec
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Ladder, LinkCodecs
+from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.descents import Descents
-from megatron_zpp.zero.grad_norm import global_norm, squared_sum_apex, squared_sum_fp64
+from megatron_zpp.zero.grad_norm import count_zeros, global_norm, squared_sum_apex, squared_sum_fp64, weight_norm
 from megatron_zpp.zero.gradients import UnitGradient
 from megatron_zpp.zero.hooks import hook_parameters, hook_uses
 from megatron_zpp.zero.layout import FlatLayout
@@ -47,7 +48,8 @@ class EngineOptions:
 
     dtype: of the working weights and their gradients. clip_grad: largest global gradient norm, 0 for no clipping.
     full_precision_iterations: in that many first steps of a run everything crosses the links in the working precision.
-    noise_seed: what stochastic rounding is drawn from.
+    noise_seed: what stochastic rounding is drawn from. counts_zeros: whether a step counts the zeros of the mean gradient.
+    observer: hears of the phases of a step and of the uses it computes.
     """
 
     policy: Policy
@@ -58,14 +60,20 @@ class EngineOptions:
     clip_grad: float = 1.0
     full_precision_iterations: int = 0
     noise_seed: int = 0
+    counts_zeros: bool = False
+    observer: Observer = field(default_factory=Observer)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an optimizer step came to: the gradient norm before clipping, and whether the step was skipped for a NaN or inf in it."""
+    """What an optimizer step came to: the gradient norm before clipping, and whether the step was skipped for a NaN or inf in it.
+
+    num_zeros: elements of the mean gradient that are 0, where the engine counts them.
+    """
 
     grad_norm: float
     is_skipped: bool
+    num_zeros: int | None = None
 
 
 class ZeroEngine:
@@ -89,8 +97,11 @@ class ZeroEngine:
         self.ladder = ladder
         self.device = device
         self.loss_scaler = loss_scaler or ConstantLossScaler()
+        self.observer = options.observer
         self._options = options
         self._policy = options.policy
+        self._uses = tuple(uses)
+        self._unit_names = tuple(" + ".join(use.units) for use in uses)
         training = training_schedule(uses, options.prefetch)
         self._passes = {True: Pass(training), False: Pass(evaluation_schedule(uses, options.prefetch))}
         self._first_actions = training[Moment(Phase.PRE_FORWARD, 0)]
@@ -144,9 +155,22 @@ class ZeroEngine:
     # ---- forward and backward
 
     def pre_forward(self, use: int) -> None:
-        """Called before a use's forward; within backward it is a recomputation, whose weights are there already."""
-        if not self._is_in_backward:
+        """Called before a use's forward; within backward it is a recomputation."""
+        if self._is_in_backward:
+            self._recompute(use)
+        else:
             self._reach(Moment(Phase.PRE_FORWARD, use), torch.is_grad_enabled())
+
+    def _recompute(self, use: int) -> None:
+        """Brings the weights of a use of a chunk; those of a use that is recomputed by itself are there for its backward.
+
+        Raises RuntimeError where they are not, because the uses did not say that they are recomputed together.
+        """
+        moment = Moment(Phase.RECOMPUTE, use)
+        if self._passes[True].is_ahead(moment):
+            self._reach(moment, is_training=True)
+        for name in self._uses[use].units:
+            self._unit_of[name].wait(Category.WEIGHTS)
 
     def post_forward(self, use: int) -> None:
         """Called after a use's forward."""
@@ -175,12 +199,21 @@ class ZeroEngine:
             self._submit_first_climbs()
 
     def _reach(self, moment: Moment, is_training: bool) -> None:
+        self._tell(moment)
         for actions in self._passes[is_training].due_at(moment):
             for name in actions.rest:
                 self._unit_of[name].rest(self._policy.weights_in_step)
             self._submit_climbs(actions)
             for name in actions.wait:
                 self._unit_of[name].wait(Category.WEIGHTS if is_training else Category.EVALUATION)
+
+    def _tell(self, moment: Moment) -> None:
+        if moment.phase is Phase.PRE_FORWARD:
+            self.observer.begin_unit("forward", self._unit_names[moment.use])
+        elif moment.phase is Phase.PRE_BACKWARD:
+            self.observer.begin_unit("backward", self._unit_names[moment.use])
+        else:
+            self.observer.end_unit()
 
     def _submit_climbs(self, actions: Actions) -> None:
         for name in actions.climb_to_full:
@@ -202,22 +235,33 @@ class ZeroEngine:
 
     # ---- step
 
-    def step(self, learning_rate: float) -> StepResult:
-        """Updates the weights with the mean gradient, clipped, or skips the update where a NaN or inf is in it, on every rank alike."""
+    def step(self, learning_rate: float, weight_decay: float | None = None) -> StepResult:
+        """Updates the weights with the mean gradient, clipped, or skips the update where a NaN or inf is in it, on every rank alike.
+
+        weight_decay: of this step, where it is not the one of the options.
+        """
         self.finish_gradients()
-        scaled_norm = global_norm(self.gradients, self.ladder, self._squared_sum)
+        with self.observer.phase("optimizer-clip-main-grad"):
+            scaled_norm = global_norm(self.gradients, self.ladder, self._squared_sum)
         grad_norm = scaled_norm / self.loss_scaler.scale
         is_finite = math.isfinite(grad_norm)
+        decay = self._options.adam.weight_decay if weight_decay is None else weight_decay
+        num_zeros = self._count_zeros() if self._options.counts_zeros else None
         gradient_factor = self._clip_factor(grad_norm) / self.loss_scaler.scale
         self.loss_scaler.update(is_overflow=not is_finite)
         self.start_iteration(self._iteration + 1)
-        for index in self._update_order:
-            if is_finite:
-                self.optimizer.update(index, learning_rate, gradient_factor)
-                self.units[index].invalidate()
-            self.gradients[index].clear()
-            self._submit_first_climb(self.units[index])
-        return StepResult(grad_norm, not is_finite)
+        with self.observer.phase("optimizer-inner-step"):
+            for index in self._update_order:
+                if is_finite:
+                    self.optimizer.update(index, learning_rate, decay, gradient_factor)
+                    self.units[index].invalidate()
+                self.gradients[index].clear()
+                self._submit_first_climb(self.units[index])
+        return StepResult(grad_norm, not is_finite, num_zeros)
+
+    def _count_zeros(self) -> int:
+        with self.observer.phase("optimizer-count-zeros"):
+            return count_zeros(self.gradients, self.ladder)
 
     def finish_gradients(self) -> None:
         """Returns once every descent under way has landed, and padding is zero."""
@@ -270,6 +314,10 @@ class ZeroEngine:
         tensors += [parameter.grad for unit in self.units for parameter in unit.parameters if parameter.grad is not None]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         return sum(storages.values())
+
+    def weight_norm(self) -> float:
+        """The L2 norm of all main weights; every rank must call it."""
+        return weight_norm(self.units, self.ladder, self._squared_sum)
 
     def close(self) -> None:
         """Waits for climbs that were submitted ahead, so that no message is under way when the process groups end.

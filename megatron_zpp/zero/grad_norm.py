@@ -1,6 +1,6 @@
-"""The global gradient norm: one fp64 partial per unit and primary slice, added in slice order on every rank and in every stage.
+"""Norms over all ranks: one fp64 partial per unit and primary slice, added in slice order on every rank and in every stage.
 
-So the norm has the same bits wherever the gradients rest, and a NaN or inf on one rank is known to all.
+So a norm has the same bits wherever gradients and weights rest, and a NaN or inf on one rank is known to all.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.ops.apex import apex_member
 from megatron_zpp.zero.gradients import UnitGradient
+from megatron_zpp.zero.unit import WeightUnit
 
 _CHUNK_NUMEL = 1 << 22  # bounds the fp64 copies at 32 MB
 
@@ -25,8 +26,28 @@ def global_norm(gradients: Sequence[UnitGradient], ladder: Ladder, squared_sum: 
 
     squared_sum: the sum of squares, fp64 [], over tensors of any shapes.
     """
-    partials = torch.stack([squared_sum(list(_counted(gradient, ladder.own_slice))) for gradient in gradients])
-    gathered = ladder.gather_world(partials)  # [world_size, units] fp64, in rank order
+    return _norm_of_slices([squared_sum(list(_counted(gradient, ladder.own_slice))) for gradient in gradients], ladder)
+
+
+def weight_norm(units: Sequence[WeightUnit], ladder: Ladder, squared_sum: SquaredSum) -> float:
+    """The L2 norm of the main weights over all units and slices; every rank must call it."""
+    return _norm_of_slices([squared_sum(list(_counted_weights(unit, ladder.own_slice))) for unit in units], ladder)
+
+
+def count_zeros(gradients: Sequence[UnitGradient], ladder: Ladder) -> int:
+    """The elements of the mean gradient that are 0, padding not among them; every rank must call it."""
+    own = torch.zeros((), dtype=torch.float64, device=gradients[0].total.device)  # exact up to 2^53
+    for gradient in gradients:
+        segments = gradient.layout.segments(ladder.own_slice, 1)
+        own += sum(segment.stop - segment.start for segment in segments if segment.counted)
+        for part in _counted(gradient, ladder.own_slice):
+            own -= torch.count_nonzero(part)  # padding is zero and adds nothing
+    return int(ladder.gather_world(own.view(1)).sum().item())
+
+
+def _norm_of_slices(partials: Sequence[Tensor], ladder: Ladder) -> float:
+    """partials: fp64 [], the sum of squares of each unit in the own slice."""
+    gathered = ladder.gather_world(torch.stack(list(partials)))  # [world_size, units] fp64, in rank order
     rows = gathered.tolist()
     total = 0.0
     for rank in sorted(range(ladder.topology.world_size), key=ladder.topology.slice_of):
@@ -57,3 +78,10 @@ def _counted(gradient: UnitGradient, own_slice: int) -> Iterator[Tensor]:
     for counted_range, is_counted in gradient.layout.ranges_by(lambda segment: segment.counted, own_slice, 1):
         if is_counted:
             yield gradient.primary.range(counted_range.start, counted_range.stop)
+
+
+def _counted_weights(unit: WeightUnit, own_slice: int) -> Iterator[Tensor]:
+    own = unit.main_regions().slice_at(own_slice - unit.first_slice)
+    for counted_range, is_counted in unit.layout.ranges_by(lambda segment: segment.counted, own_slice, 1):
+        if is_counted:
+            yield own.range(counted_range.start, counted_range.stop)

@@ -46,14 +46,14 @@ class ShardedAdamW:
             if adam is not None:
                 adam.steps = value
 
-    def update(self, unit: int, learning_rate: float, gradient_factor: float) -> None:
+    def update(self, unit: int, learning_rate: float, weight_decay: float, gradient_factor: float) -> None:
         """One update of the unit of this index with its gradient times `gradient_factor` (unscaling and clipping in one)."""
         if gradient_factor != 1.0:
             for part in self._gradients[unit].for_optimizer.parts():
                 part.mul_(gradient_factor)
         adam = self._adams[unit]
         if adam is not None:
-            adam.update(learning_rate)
+            adam.update(learning_rate, weight_decay)
 
     def live_tensors(self) -> list[Tensor]:
         """The tensors that hold optimizer state."""

@@ -25,6 +25,7 @@ submitted by then, in order. So the same schedule serves every policy, evaluatio
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,6 +40,7 @@ class Phase(enum.Enum):
     PRE_FORWARD = "pre_forward"
     POST_FORWARD = "post_forward"
     PRE_BACKWARD = "pre_backward"
+    RECOMPUTE = "recompute"  # a use's forward once more, within backward
     AFTER_BACKWARD = "after_backward"
 
 
@@ -84,6 +86,10 @@ class Pass:
         self._index_of = {moment: index for index, moment in enumerate(self._moments)}
         self._position = 0
 
+    def is_ahead(self, moment: Moment) -> bool:
+        """Whether the moment is one of this schedule and still to come in this pass."""
+        return self._index_of.get(moment, -1) >= self._position
+
     def due_at(self, moment: Moment) -> list[Actions]:
         """The actions of this moment, after those of moments that were passed over; an earlier moment than the last begins a new pass."""
         index = self._index_of[moment]
@@ -93,18 +99,31 @@ class Pass:
 
 
 def training_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
-    """The actions of forward and backward. Recomputing a use needs no moments of its own: its weights are there for its backward."""
+    """The actions of forward and backward.
+
+    A use that is recomputed by itself needs no moments for that: its weights are there for its backward. A chunk of several is recomputed
+    from its first use to its last when the gradient of the last has come; each climbs in its turn and rests after its own backward, so
+    that units climb as often as without recomputation and a whole chunk stands full. With both blocks of the model above in one chunk:
+
+        moment              rest            climb to secondary    climb to full     wait
+        pre_backward 2      head emb        -                     -                 -
+        recompute    1      -               b0 b1                 b0 b1             b0
+        recompute    2      -               b1 b0                 b1 b0             b1
+        pre_backward 1      b1              b0                    b0                b0
+        pre_backward 0      b0              -                     -                 -
+    """
     forward = [_Stop(Moment(Phase.PRE_FORWARD, index), use.units) for index, use in enumerate(uses)]
-    backward = [_Stop(Moment(Phase.PRE_BACKWARD, index), _read_in_backward(use)) for index, use in reversed(list(enumerate(uses)))]
+    chunks = _chunks(uses)
+    backward = [stop for chunk in reversed(chunks) for stop in _backward_stops(uses, chunk)]
     actions = _climbs(forward + backward, prefetch)
     last = len(uses) - 1
     for index in range(last):
         actions[Moment(Phase.POST_FORWARD, index)] = Actions(rest=_without(uses[index].units, uses[index + 1].units))
         at = Moment(Phase.PRE_BACKWARD, index)
-        actions[at] = replace(actions[at], rest=_without(uses[index + 1].units, _read_in_backward(uses[index])))
+        actions[at] = replace(actions.get(at, Actions()), rest=_without(uses[index + 1].units, _read_in_backward(uses[index])))
     actions[Moment(Phase.POST_FORWARD, last)] = Actions(rest=_without(uses[last].units, _read_in_backward(uses[last])))
     actions[Moment(Phase.AFTER_BACKWARD, 0)] = Actions(rest=uses[0].units)
-    return _in_order_of_time(actions, len(uses))
+    return _in_order_of_time(actions, chunks)
 
 
 def evaluation_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
@@ -113,7 +132,16 @@ def evaluation_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
     for index, use in enumerate(uses):
         following = uses[index + 1].units if index + 1 < len(uses) else ()
         actions[Moment(Phase.POST_FORWARD, index)] = Actions(rest=_without(use.units, following))
-    return _in_order_of_time(actions, len(uses))
+    return _in_order_of_time(actions, _chunks(uses))
+
+
+def backward_starts(uses: Sequence[Use]) -> tuple[Moment, ...]:
+    """By use, the moment after which its backward is computed: for the last use of a recomputed chunk, its own recomputation."""
+    starts = [Moment(Phase.PRE_BACKWARD, index) for index in range(len(uses))]
+    for chunk in _chunks(uses):
+        if len(chunk) > 1:
+            starts[chunk[-1]] = Moment(Phase.RECOMPUTE, chunk[-1])
+    return tuple(starts)
 
 
 def descent_order(uses: Sequence[Use]) -> tuple[str, ...]:
@@ -133,6 +161,32 @@ class _Stop:
     units: tuple[str, ...]
 
 
+def _chunks(uses: Sequence[Use]) -> list[range]:
+    """Neighbouring uses that are recomputed as one, in order; every other use is a chunk of its own."""
+    chunks: list[range] = []
+    for index, use in enumerate(uses):
+        if index > 0 and use.recomputed_in is not None and use.recomputed_in == uses[index - 1].recomputed_in:
+            chunks[-1] = range(chunks[-1].start, index + 1)
+        else:
+            chunks.append(range(index, index + 1))
+    return chunks
+
+
+def _backward_moments(chunk: range) -> list[Moment]:
+    last, *others = (Moment(Phase.PRE_BACKWARD, index) for index in reversed(chunk))
+    again = [Moment(Phase.RECOMPUTE, index) for index in chunk] if others else []
+    return [last, *again, *others]
+
+
+def _backward_stops(uses: Sequence[Use], chunk: range) -> list[_Stop]:
+    """A chunk of several uses stops at its recomputation instead of at the backward of its last use, which follows at once."""
+    moments = _backward_moments(chunk)
+    return [
+        _Stop(moment, uses[moment.use].units if moment.phase is Phase.RECOMPUTE else _read_in_backward(uses[moment.use]))
+        for moment in (moments[1:] if len(chunk) > 1 else moments)
+    ]
+
+
 def _climbs(stops: Sequence[_Stop], prefetch: Prefetch) -> dict[Moment, Actions]:
     actions = {}
     for index, stop in enumerate(stops):
@@ -142,9 +196,9 @@ def _climbs(stops: Sequence[_Stop], prefetch: Prefetch) -> dict[Moment, Actions]
     return actions
 
 
-def _in_order_of_time(actions: Mapping[Moment, Actions], uses: int) -> Schedule:
-    forward = [Moment(phase, use) for use in range(uses) for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
-    backward = [Moment(Phase.PRE_BACKWARD, use) for use in reversed(range(uses))]
+def _in_order_of_time(actions: Mapping[Moment, Actions], chunks: Sequence[range]) -> Schedule:
+    forward = [Moment(phase, use) for chunk in chunks for use in chunk for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
+    backward = [moment for chunk in reversed(chunks) for moment in _backward_moments(chunk)]
     moments = [*forward, *backward, Moment(Phase.AFTER_BACKWARD, 0)]
     return {moment: actions[moment] for moment in moments if moment in actions}
 
@@ -152,14 +206,13 @@ def _in_order_of_time(actions: Mapping[Moment, Actions], uses: int) -> Schedule:
 def _units_ahead(stops: Sequence[_Stop], index: int, uses_ahead: int) -> tuple[str, ...]:
     """The units of this stop and of the next `uses_ahead` stops that need others, each once, in the order of need.
 
-    A stop that needs a unit which is in use here, and rests in between, ends the look ahead: that climb can only start after the rest.
+    A stop that needs one of these once more, after it has rested, ends the look ahead: that climb can only start after the rest.
     """
-    here = stops[index]
-    units = list(here.units)
+    units = list(stops[index].units)
     found = 0
-    for distance, stop in enumerate(stops[index + 1 :], start=1):
-        is_turn = distance == 1 and stop.moment.use == here.moment.use
-        if found == uses_ahead or (not is_turn and set(here.units) & set(stop.units)):
+    for before, stop in itertools.pairwise(stops[index:]):
+        is_turn = stop.moment.use == before.moment.use  # from forward to backward, without a rest
+        if found == uses_ahead or (not is_turn and set(units) & set(stop.units)):
             break
         added = _without(stop.units, units)
         units += added

@@ -15,7 +15,7 @@ from megatron_zpp.zero.crossings import Crossing, UnitCrossings
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.memory_plan import Sharding
 from megatron_zpp.zero.policy import Rung
-from megatron_zpp.zero.schedule import LARGEST_UNDER_WAY, Actions, Moment, Phase, descent_order, training_schedule
+from megatron_zpp.zero.schedule import LARGEST_UNDER_WAY, Actions, Moment, Phase, backward_starts, descent_order, training_schedule
 
 Ticket = TypeVar("Ticket")
 
@@ -63,6 +63,7 @@ class Walk(Generic[Ticket]):
             layout = FlatLayout(spec.params, topology.world_size, sharding.block_numel)
             self._units[spec.name] = _Unit(UnitCrossings(spec.name, layout, sharding, topology))
         self._schedule = training_schedule(uses, sharding.prefetch)
+        self._starts_backward = backward_starts(uses)
         self._completed_by: list[list[str]] = [[] for _ in uses]
         first_use = {unit: index for index, use in reversed(list(enumerate(uses))) for unit in use.units}
         for unit in descent_order(uses):
@@ -95,7 +96,7 @@ class Walk(Generic[Ticket]):
     def _compute(self, moment: Moment, *, is_last: bool) -> None:
         if moment.phase is Phase.PRE_FORWARD:
             self._listener.compute(moment.use, is_backward=False)
-        elif moment.phase is Phase.PRE_BACKWARD:
+        elif moment == self._starts_backward[moment.use]:
             self._listener.compute(moment.use, is_backward=True)
             for name in self._completed_by[moment.use]:
                 self._descend(self._units[name], is_last=is_last)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,30 @@ from megatron_zpp.parallel.specs import ParamSpec, UnitSpec
 
 UNITS = [UnitSpec("u", (ParamSpec("w", (3,), lambda start, stop: torch.zeros(stop - start), weight_decay=False),))]
 MODEL = ModelConfig(
-    num_layers=3, hidden_size=24, num_attention_heads=2, ffn_hidden_size=50, kv_channels=12, seq_length=7, max_position_embeddings=9
+    num_layers=3,
+    hidden_size=24,
+    num_attention_heads=2,
+    ffn_hidden_size=50,
+    kv_channels=12,
+    num_query_groups=2,
+    seq_length=7,
+    max_position_embeddings=9,
+)
+LLAMA = replace(
+    MODEL,
+    num_query_groups=1,
+    position_embedding_type="rope",
+    rotary_base=5e5,
+    rotary_percent=0.5,
+    rotary_interleaved=True,
+    use_rope_scaling=True,
+    rope_scaling_factor=32.0,
+    normalization="RMSNorm",
+    qk_layernorm=True,
+    swiglu=True,
+    disable_bias_linear=True,
+    add_qkv_bias=True,
+    untie_embeddings_and_output_weights=True,
 )
 DATA = DataConfig(tokenizer_type="NullTokenizer", vocab_size=77)
 
@@ -40,6 +63,17 @@ def test_the_checkpoint_fills_what_flags_leave_open(directory: Path) -> None:
     assert any(notice.startswith(f"--use-checkpoint-args: from {directory / 'release'}") for notice in config.notices)
 
 
+def test_an_architecture_comes_whole_but_for_how_it_is_computed(tmp_path: Path) -> None:
+    flags = asdict(replace(LLAMA, attention_backend="flash", norm_backend="apex"))
+    write_release(tmp_path, UNITS, lambda name: torch.zeros(3), {"model": flags, "data": asdict(DATA)})
+    config = merged(f"--load {tmp_path} --attention-backend unfused --num-key-value-heads 2")
+    assert config.model == replace(LLAMA, attention_backend="unfused", num_query_groups=2)
+
+
+def test_flags_of_other_architectures_are_not_said_to_have_no_effect(directory: Path) -> None:
+    assert not any("has no effect" in notice for notice in merged(f"--load {directory}").notices)
+
+
 def test_a_flag_goes_before_the_checkpoint_also_where_it_is_the_default(directory: Path) -> None:
     config = merged(f"--load {directory} --seq-length 8 --attention-dropout 0.1 --ffn-hidden-size 60 --norm-epsilon 1e-6")
     assert (config.model.seq_length, config.model.ffn_hidden_size, config.model.norm_epsilon) == (8, 60, 1e-6)
@@ -52,7 +86,7 @@ def test_another_tokenizer_takes_nothing_of_the_checkpoints(directory: Path) -> 
 
 
 def test_what_recomputes_is_not_the_checkpoints_business(directory: Path) -> None:
-    assert merged(f"--load {directory} --checkpoint-activations").model.checkpoint_activations
+    assert merged(f"--load {directory} --checkpoint-activations").model.recompute_granularity == "full"
 
 
 def test_pretrained_weights_give_the_shape_until_there_is_a_checkpoint(directory: Path) -> None:

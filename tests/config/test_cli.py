@@ -4,11 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zpp.config.cli import PROGRAM, error_text, help_text, parse_flags
+from megatron_zpp.config.cli import PROGRAM, default_in_words, error_text, help_text, parse_flags
 from megatron_zpp.config.flag import FlagError
-from megatron_zpp.config.obsolete import ACCEPTED, REFUSED
+from megatron_zpp.config.obsolete import ACCEPTED, REFUSED, REFUSED_FAMILIES
 from megatron_zpp.config.options import options
 from megatron_zpp.config.schema import GROUPS, Config
+
+WHOLE_HELP = help_text()
 
 
 def words_after(option):
@@ -19,7 +21,7 @@ def words_after(option):
         return ("a", "b"), ["a", "b"]
     if isinstance(option.flag.allowed, tuple):
         return option.flag.allowed[-1], [str(option.flag.allowed[-1])]
-    value = {"quantization_block_size": 64}.get(option.name) or {int: 3, float: 0.125, str: "text"}[option.kind]
+    value = {"quantization_block_size": 64, "rope_scaling_factor": 2.0}.get(option.name) or {int: 3, float: 0.125, str: "text"}[option.kind]
     return value, [str(value)]
 
 
@@ -63,6 +65,7 @@ def test_last_word_wins_so_that_scripts_can_append():
     [
         ("--micro-batch-size 2 --batch-size 4", ["--micro-batch-size 2", "--batch-size 4", "give only one"]),
         ("--layernorm-epsilon 1e-6 --norm-epsilon 1e-5", ["--norm-epsilon 1e-05", "--layernorm-epsilon 1e-06", "give only one"]),
+        ("--checkpoint-activations --recompute-activations", ["--checkpoint-activations", "--recompute-activations", "give only one"]),
         ("--zero-stag 3", ["--zero-stag ", "did you mean --zero-stage?"]),
         ("--num_layers 3", ["--num_layers ", "did you mean --num-layers?"]),
         ("-lr=3", ["-lr ", "did you mean --lr?"]),
@@ -77,7 +80,7 @@ def test_last_word_wins_so_that_scripts_can_append():
         ("--num-layers 1.5", ["--num-layers 1.5", "not a whole number", "such as 8"]),
         ("--lr fast", ["--lr fast", "not a number", "such as 0.1"]),
         ("--zero-stage 4", ["--zero-stage 4", "not available", "choose 0, 1, 2 or 3"]),
-        ("--lr-decay-style wsd", ["--lr-decay-style wsd", "choose constant, linear or cosine"]),
+        ("--lr-decay-style step", ["--lr-decay-style step", "choose constant, linear, cosine"]),
         ("--batch-size 0", ["--batch-size 0", "out of range", "at least 1"]),
         ("--seed -1", ["--seed -1", "out of range", "at least 0 and at most 4294967295"]),
         ("--hidden-dropout 1", ["--hidden-dropout 1.0", "out of range", "at least 0 and below 1"]),
@@ -100,7 +103,8 @@ def test_every_numeric_flag_refuses_minus_one(option):
 
 @pytest.mark.parametrize("spelling", ACCEPTED)
 def test_old_flag_is_accepted_with_one_notice_and_changes_nothing(spelling):
-    config = parse_flags([spelling, *["1"] * ACCEPTED[spelling].num_values, "--num-layers", "2"])
+    value = (ACCEPTED[spelling].only or ("1",))[0]
+    config = parse_flags([spelling, *[value] * ACCEPTED[spelling].num_values, "--num-layers", "2"])
     (notice,) = config.notices
     assert notice.startswith(f"accepted, has no effect here: {spelling} (")
     assert config.with_values(local_rank=None) == Config(given=config.given, notices=config.notices).with_values(num_layers=2)
@@ -113,9 +117,49 @@ def test_refused_flag_names_its_replacement(spelling):
     assert str(error.value) == f"{spelling} is not accepted; {REFUSED[spelling]}."
 
 
+@pytest.mark.parametrize("prefix", REFUSED_FAMILIES)
+def test_every_flag_of_a_refused_family_is_refused(prefix):
+    with pytest.raises(FlagError) as error:
+        parse_flags([f"{prefix}something", "2"])
+    assert str(error.value) == f"{prefix}something is not accepted; {REFUSED_FAMILIES[prefix]}."
+
+
+def test_no_family_swallows_a_flag_that_exists():
+    known = [*ACCEPTED, *(spelling for option in options() for spelling in option.all_spellings)]
+    assert not [spelling for spelling in known if spelling.startswith(tuple(REFUSED_FAMILIES))]
+
+
+@pytest.mark.parametrize("spelling", [spelling for spelling, accepted in ACCEPTED.items() if accepted.only])
+def test_an_accepted_flag_with_a_value_that_would_change_something_is_refused(spelling):
+    with pytest.raises(FlagError) as error:
+        parse_flags([spelling, "4"])
+    assert str(error.value).startswith(f"{spelling} 4 is not available, ")
+    assert f"choose {ACCEPTED[spelling].only[0]}, or leave it out" in str(error.value)
+
+
+def test_all_wrong_flags_are_named_at_once_a_line_for_each():
+    with pytest.raises(FlagError) as error:
+        parse_flags("--num-layers 2 --zero-stag 3 --warmup 0.1 --moe-router-topk 2 --xyzzyx=4 --bf16".split())
+    lines = error_text(error.value).splitlines()
+    named = ["--zero-stag is not a flag", "--warmup is not accepted", "--moe-router-topk is not accepted", "--xyzzyx is not a flag"]
+    assert len(lines) == 4
+    assert all(line.startswith(f"{PROGRAM}: error: {text}") for line, text in zip(lines, named, strict=True))
+
+
+@pytest.mark.parametrize(
+    "words, hint",
+    [("--lr-decay-style Cosin", "(did you mean cosine?)"), ("--tokenizer-type GPT2Tokenizer", "(did you mean GPT2BPETokenizer?)")],
+)
+def test_a_mistyped_choice_names_the_nearest(words, hint):
+    with pytest.raises(FlagError) as error:
+        parse_flags(words.split())
+    assert hint in str(error.value)
+
+
 def test_replacements_of_refused_flags_exist():
     known = {spelling for option in options() for spelling in option.spellings}
-    named = {word.rstrip(",") for remedy in REFUSED.values() for word in remedy.split() if word.startswith("--")}
+    remedies = [*REFUSED.values(), *REFUSED_FAMILIES.values()]
+    named = {word.rstrip(",") for remedy in remedies for word in remedy.split() if word.startswith("--")}
     assert named <= known
 
 
@@ -128,10 +172,34 @@ def test_help_names_every_flag_group_and_exits_with_0(capsys):
     assert all(f"\n{group}:\n" in printed for group in GROUPS)
 
 
-def test_help_tells_default_and_unit():
-    text = " ".join(help_text().split())
-    assert "Transformer blocks. (required; unit: blocks; at least 1)" in text
-    assert "(default: 4 x --hidden-size; unit: values; at least 1)" in text
+def test_a_shorthand_is_its_flag_with_a_value_and_contradicts_another():
+    config = parse_flags(["--use-rotary-position-embeddings"])
+    assert config.model.position_embedding_type == "rope" and config.given == {"position_embedding_type"}
+    assert parse_flags(["--use-rotary-position-embeddings", "--position-embedding-type", "rope"]) == config
+    with pytest.raises(
+        FlagError, match="--position-embedding-type none and --use-rotary-position-embeddings are two values for one setting"
+    ):
+        parse_flags(["--use-rotary-position-embeddings", "--position-embedding-type", "none"])
+
+
+@pytest.mark.parametrize("word", ["RMSNorm", "rmsnorm", "RMSNORM"])
+def test_capitals_of_a_choice_do_not_matter(word):
+    assert parse_flags(["--normalization", word]).model.normalization == "RMSNorm"
+
+
+@pytest.mark.parametrize("option", options(), ids=lambda option: option.name)
+def test_help_tells_default_and_unit_of_every_flag(option):
+    details = [default_in_words(option)] + ([f"unit: {option.flag.unit}"] if option.flag.unit not in ("", "1", "path") else [])
+    assert "".join(f"{option.flag.help} ({'; '.join(details)}".split()) in "".join(WHOLE_HELP.split())  # lines break within flags, too
+
+
+def test_help_tells_defaults_in_words():
+    for told in (
+        "Transformer blocks. (required; unit: blocks; at least 1)",
+        "(default: --seq-length; unit: tokens; at least 1)",
+        "excludes --bf16. (default: off)",
+    ):
+        assert "".join(told.split()) in "".join(WHOLE_HELP.split())  # lines break within flags, too
 
 
 def test_error_text_names_the_program():

@@ -85,7 +85,7 @@ def test_the_tutorials_command_as_printed_in_its_world():
     assert (training.micro_batch_size, training.global_batch_size, training.train_iters) == (1, 64, 50)
     assert (config.data.mock_data, config.data.tokenizer_type, config.data.vocab_size) == (True, "NullTokenizer", 50257)
     assert (config.precision.fp16, config.precision.initial_loss_scale) == (True, 65536.0)
-    assert config.model.checkpoint_activations
+    assert config.model.recompute_granularity == "full"
     assert config.assumptions[0].startswith("benchmark mode")
     assert {"--mock-data", "--tokenizer-type NullTokenizer", "--train-iters 50", "--initial-loss-scale 65536.0"} <= set(config.assumptions)
 

@@ -32,7 +32,7 @@ def test_fields_exist_and_are_set_by_one_key_each():
 
 def test_flags_named_as_remedies_exist():
     words = {word.rstrip(",") for _, remedy in REFUSED.values() for word in remedy.split() if word.startswith("--")}
-    assert words <= {spelling for option in options() for spelling in option.spellings}
+    assert words <= {spelling for option in options() for spelling in option.all_spellings}
 
 
 @pytest.mark.parametrize("value", [None, False, {}, {"device": "none"}, {"device": "none", "pin_memory": True}, {"enabled": False, "x": 1}])

@@ -52,7 +52,7 @@ def test_field_names_are_unique_among_groups():
 
 
 def test_spellings_are_unique_and_none_is_refused():
-    spellings = [spelling for option in options() for spelling in option.spellings]
+    spellings = [spelling for option in options() for spelling in option.all_spellings]
     assert len(spellings) == len(set(spellings))
     assert not set(REFUSED) & (set(spellings) | set(ACCEPTED))
 

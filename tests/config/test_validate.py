@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.divisors import divisors, nearest_divisors
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.schema import GROUPS
-from megatron_zpp.config.validate import divisors, nearest_divisors, resolve
+from megatron_zpp.config.validate import resolve
 
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
 LENGTH = "--train-iters 20 "
@@ -38,6 +39,22 @@ def test_model_values_follow_from_its_shape():
 def test_given_model_values_stay():
     model = resolved("--ffn-hidden-size 100 --kv-channels 10 --max-position-embeddings 40").model
     assert (model.ffn_hidden_size, model.kv_channels, model.max_position_embeddings) == (100, 10, 40)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", (None, None, None)),
+        ("--checkpoint-activations", ("full", "uniform", 1)),
+        ("--checkpoint-activations --checkpoint-num-layers 2", ("full", "uniform", 2)),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", ("full", "block", 2)),
+        ("--recompute-activations", ("selective", None, None)),
+        ("--recompute-granularity selective", ("selective", None, None)),
+    ],
+)
+def test_what_is_recomputed_follows_from_both_generations_of_flags(flags, expected):
+    model = resolved(flags).model
+    assert (model.recompute_granularity, model.recompute_method, model.recompute_num_layers) == expected
 
 
 @given(
@@ -104,6 +121,10 @@ def test_real_data_without_lr_gets_the_default_and_a_notice():
         ("--lr 1e-3 --min-lr 2e-3", ["--min-lr 0.002", "above --lr 0.001", "choose at most 0.001"]),
         ("--lr 1e-3 --lr-warmup-init 2e-3", ["--lr-warmup-init 0.002", "above --lr 0.001", "choose at most 0.001"]),
         ("--max-position-embeddings 16", ["--max-position-embeddings 16", "below --seq-length 32", "choose 32 or more"]),
+        ("--recompute-method block", ["--recompute-method block", "without --recompute-granularity full", "give that"]),
+        ("--checkpoint-num-layers 2", ["--recompute-num-layers 2", "without --recompute-granularity full", "give that"]),
+        ("--recompute-activations --recompute-method uniform", ["--recompute-method uniform", "without --recompute-granularity full"]),
+        ("--checkpoint-activations --checkpoint-num-layers 3", ["--recompute-num-layers 3", "--num-layers 2", "choose 2 or less"]),
         ("--mock-data --data-path corpus", ["--mock-data", "--data-path corpus", "exclude", "give one"]),
         ("--mock-data --data-args-path f", ["--data-args-path f", "cannot be read"]),
         ("--data-path a --train-data-path b", ["--data-path and --train-data-path", "exclude", "one of these ways"]),
@@ -212,6 +233,10 @@ def test_global_batch_is_refused_exactly_when_it_does_not_split_and_the_remedies
         ("--tokenizer-type NullTokenizer --tokenizer-model m", ["--tokenizer-model has no effect with --tokenizer-type NullTokenizer"]),
         ("--tokenizer-type NullTokenizer --vocab-extra-ids 5", ["--vocab-extra-ids has no effect with --tokenizer-type NullTokenizer"]),
         (REAL_DATA + "--vocab-size 9", []),
+        ("--log-memory-to-tensorboard", ["--log-memory-to-tensorboard has no effect without --tensorboard-dir or --wandb-project"]),
+        ("--log-memory-to-tensorboard --wandb-project p", []),
+        ("--timing-log-option max", ["--timing-log-option has no effect without --timing-log-level"]),
+        ("--profile-step-start 1", ["--profile-step-start has no effect without --profile"]),
     ],
 )
 def test_flag_that_changes_nothing_is_noticed(flags, notices):
@@ -245,6 +270,13 @@ def test_divisors_of_twelve():
         ("--zero-quantized-gradients --zero-quantized-gradients-rounding up", "--zero-quantized-gradients-rounding up"),
         ("--exit-signal SIGINT", "--exit-signal SIGINT changes nothing without --exit-signal-handler"),
         ("--exit-signal-handler", "--exit-signal-handler needs a folder to save in; give --save"),
+        ("--profile", "--profile needs a folder for its traces; give --profile-dir, or --tensorboard-dir"),
+        (
+            "--profile --profile-dir d --profile-step-end 10",
+            "--profile-step-end 10 is not above --profile-step-start 10",
+        ),
+        ("--profile --profile-dir d --profile-ranks 0 64", "--profile-ranks 64 is not a rank of this world; choose among 0 to "),
+        ("--log-progress", "--log-progress needs a folder to save in; give --save"),
     ],
 )
 def test_details_of_quantization_that_could_change_nothing_are_refused(flags, message):

@@ -101,18 +101,19 @@ def test_more_than_255_corpora_blend(tmp_path: Path) -> None:
 def test_each_split_may_have_corpora_of_its_own_and_uses_them_whole(tmp_path: Path) -> None:
     train, valid = (write_corpus(tmp_path, [[number] * 50], name=f"c{number}") for number in (1, 2))
     datasets = build(DataConfig(train_data_path=(train,), valid_data_path=("0.5", train, "0.5", valid)))
-    assert datasets.valid is not None and datasets.test is None and datasets.messages == ()
+    assert datasets.test is None and datasets.messages == ()
     assert len(datasets.sources) == 2
     assert {int(datasets.train[index]["tokens"][0]) for index in range(len(datasets.train))} == {1}
-    assert {int(datasets.valid[index]["tokens"][0]) for index in range(len(datasets.valid))} == {1, 2}
+    assert {int(datasets.valid[""][index]["tokens"][0]) for index in range(len(datasets.valid[""]))} == {1, 2}
 
 
 def test_a_corpus_that_is_empty_in_a_split_is_left_out_of_it_and_said(tmp_path: Path) -> None:
     large = write_corpus(tmp_path, counting_documents([9] * 10), name="large")
     small = write_corpus(tmp_path, counting_documents([50]), name="small")
     datasets = build(DataConfig(data_path=("0.5", large, "0.5", small), split="80,20"))
-    assert isinstance(datasets.valid, BlendedDataset)
-    assert [part.source.prefix for part in datasets.valid.datasets] == [large]
+    valid = datasets.valid[""]
+    assert isinstance(valid, BlendedDataset)
+    assert [part.source.prefix for part in valid.datasets] == [large]
     assert any(f"The validation split of {small} is empty" in message and "leaves it out" in message for message in datasets.messages)
 
 

@@ -21,7 +21,7 @@ def train_of(datasets: Datasets) -> GPTDataset:
 def test_three_splits_equal_megatrons(tmp_path: Path) -> None:
     golden = GOLDEN["three_splits"]
     datasets = build(DataConfig(data_path=(write_golden_corpus(tmp_path),), split=golden["split"]))
-    for name, dataset in (("train", datasets.train), ("valid", datasets.valid), ("test", datasets.test)):
+    for name, dataset in (("train", datasets.train), ("valid", datasets.valid[""]), ("test", datasets.test)):
         assert dataset is not None
         assert (len(dataset), dataset[0]["tokens"].tolist()) == (golden[name]["length"], golden[name]["first"])
     assert datasets.messages == ()
@@ -30,7 +30,7 @@ def test_three_splits_equal_megatrons(tmp_path: Path) -> None:
 def test_fifteen_documents_at_the_default_split_train_and_say_what_is_empty(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, counting_documents([4] * 15))
     datasets = build(DataConfig(data_path=(prefix,)))
-    assert (datasets.valid, datasets.test) == (None, None)
+    assert (datasets.valid, datasets.test) == ({}, None)
     assert len(datasets.train) >= 6
     assert [message.split(" split")[0] for message in datasets.messages] == ["The validation", "The test"]
     assert "--split 969, 30, 1 cuts its 15 documents into 15, 0, 0" in datasets.messages[0]
@@ -38,7 +38,7 @@ def test_fifteen_documents_at_the_default_split_train_and_say_what_is_empty(tmp_
 
 def test_a_split_whose_documents_are_all_empty_counts_as_empty(tmp_path: Path) -> None:
     datasets = build(DataConfig(data_path=(write_corpus(tmp_path, [[1, 2, 3], []]),), split="1,1"))
-    assert datasets.valid is None
+    assert datasets.valid == {}
 
 
 @pytest.mark.parametrize("documents", [[], [[]], [[], [1, 2]]])
@@ -86,10 +86,9 @@ def test_an_unwritable_place_is_said_once(tmp_path: Path) -> None:
 
 def test_mock_data_needs_no_files_and_its_splits_differ() -> None:
     datasets = build(DataConfig(mock_data=True))
-    assert datasets.valid is not None
     assert datasets.sources == ()
-    assert (len(datasets.train), len(datasets.valid)) == (6, 3)
-    assert datasets.train[0]["tokens"].tolist() != datasets.valid[0]["tokens"].tolist()
+    assert (len(datasets.train), len(datasets.valid[""])) == (6, 3)
+    assert datasets.train[0]["tokens"].tolist() != datasets.valid[""][0]["tokens"].tolist()
 
 
 @pytest.mark.parametrize(
@@ -112,4 +111,4 @@ def test_a_blend_asked_for_no_training_samples_is_a_broken_promise(tmp_path: Pat
 
 
 def test_sample_counts_are_megatrons() -> None:
-    assert count_samples(train_samples=100 * 8, global_batch_size=8, eval_interval=30, eval_iters=5) == (800, 4 * 5 * 8, 5 * 8)
+    assert count_samples(train_samples=100 * 8, train_iters=100, eval_interval=30, evaluated_samples=5 * 8) == (800, 4 * 5 * 8, 5 * 8)

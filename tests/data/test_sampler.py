@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zpp.data.sampler import MicroBatchIndices, MicroBatchSampler
+from megatron_zpp.data.sampler import MicroBatchIndices, MicroBatchSampler, WholePassSampler
 
 UNBOUNDED = 10**9
 
@@ -79,3 +79,32 @@ def test_a_dataset_without_samples_is_refused() -> None:
 def test_impossible_arguments_are_refused(arguments: tuple[int, int, int, int, int]) -> None:
     with pytest.raises(RuntimeError):
         MicroBatchSampler(*arguments)
+
+
+@given(total=st.integers(1, 60), size=st.integers(1, 5), ranks=st.integers(1, 6))
+def test_a_whole_pass_meets_every_sample_once_in_full_micro_batches_of_equal_number(total: int, size: int, ranks: int) -> None:
+    samplers = [WholePassSampler(total, size, rank, ranks) for rank in range(ranks)]
+    per_pass = samplers[0].microbatches
+    assert {sampler.microbatches for sampler in samplers} == {per_pass} and (per_pass - 1) * size * ranks < total <= per_pass * size * ranks
+    for first in (0, per_pass):
+        batches = [batch for sampler in samplers for batch in islice(sampler, first, first + per_pass)]
+        assert all(len(batch.samples) == size for batch in batches)
+        assert sorted(sample for batch in batches for sample in batch.samples[: size - batch.padding]) == list(range(total))
+
+
+def test_the_picture_of_a_whole_pass_over_five_samples() -> None:
+    found = [[(batch.samples, batch.padding) for batch in islice(WholePassSampler(5, 2, rank, 2), 3)] for rank in range(2)]
+    assert found[0] == [((0, 1), 0), ((4, 4), 1), ((0, 1), 0)]
+    assert found[1] == [((2, 3), 0), ((4, 4), 2), ((2, 3), 0)]
+
+
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=8), size=st.integers(1, 3), ranks=st.integers(1, 4), stop=st.integers(0, 7))
+def test_global_batches_that_grow_neither_lose_nor_repeat_a_sample_also_over_a_restart(
+    sizes: list[int], size: int, ranks: int, stop: int
+) -> None:
+    def consumed(micro_batches: list[int], start: int) -> list[int]:
+        samplers = [iter(MicroBatchSampler(UNBOUNDED, start, size, rank, ranks)) for rank in range(ranks)]
+        return [sample for count in micro_batches for _ in range(count) for sampler in samplers for sample in next(sampler).samples]
+
+    before = consumed(sizes[:stop], 0)
+    assert before + consumed(sizes[stop:], len(before)) == consumed(sizes, 0) == list(range(sum(sizes) * size * ranks))

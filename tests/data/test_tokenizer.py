@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer
 from trained_tokenizers import tiktoken_lines, write_gpt2_files
 
-from megatron_zpp.config.schema import DataConfig
+from megatron_zpp.config.schema import DataConfig, ModelConfig
 from megatron_zpp.data.sentencepiece_tokenizer import GPTSentencePieceTokenizer, Llama2Tokenizer, SentencePieceTokenizer
-from megatron_zpp.data.tokenizer import NullTokenizer, build_tokenizer, padded_vocab_size
+from megatron_zpp.data.tokenizer import NullTokenizer, build_tokenizer, embedding_rows, padded_vocab_size
 
 MODEL_SIZE = 300
 
@@ -191,3 +191,11 @@ def test_reading_writing_and_tokenizing_import_no_torch() -> None:
     code = f"import sys; from megatron_zpp.data import {rooms}; sys.exit('torch' in sys.modules)"
     root = Path(__file__).resolve().parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+
+
+def test_the_embedding_has_the_rows_that_are_asked_for_else_the_next_multiple():
+    model = ModelConfig(make_vocab_size_divisible_by=128)
+    assert embedding_rows(model, 50257) == 50304
+    assert embedding_rows(replace(model, padded_vocab_size=50257), 50257) == 50257
+    with pytest.raises(ValueError, match="--padded-vocab-size 50000 is below the 50257 ids of the tokenizer; choose 50257 or more"):
+        embedding_rows(replace(model, padded_vocab_size=50000), 50257)

@@ -17,7 +17,17 @@ from megatron_zpp.config.cli import help_text
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_zpp"
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "flags.md")]
-PROGRAM = re.compile(r"^(?:tools|scripts|benchmarks)/\w+\.(?:py|sh)$|^pretrain_zeropp_gpt\.py$")
+ENTRY = "pretrain_zeropp_gpt.py"
+PROGRAM = re.compile(r"^(?:tools|scripts|benchmarks)/\w+\.(?:py|sh|sbatch)$|^pretrain_zeropp_gpt\.py$")
+# What scripts pass their arguments on to.
+PASSED_ON = {
+    "scripts/slurm_preprocess.sh": "tools/preprocess_data.py",
+    "scripts/slurm_srun.sbatch": ENTRY,
+    "scripts/slurm_torchrun.sbatch": ENTRY,
+    "scripts/torchrun_nodes.sh": ENTRY,
+    "scripts/torchrun_one_node.sh": ENTRY,
+}
+OF_LAUNCHERS = frozenset({"--requeue", "--signal", "--time", "--max-restarts"})  # of sbatch and torchrun
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 FUNCTION = re.compile(r"`?((?:\w+/)?\w+\.py):(\w+)`?")
 LINK = re.compile(r"\]\((?!http)([^)#]+)\)")
@@ -37,7 +47,8 @@ def commands(document: str) -> list[list[str]]:
 @cache
 def flags_of(program: str) -> frozenset[str]:
     """The flags that a program of this repository prints in its help."""
-    if program == "pretrain_zeropp_gpt.py":
+    program = PASSED_ON.get(program, program)
+    if program == ENTRY:
         return frozenset(FLAG.findall(help_text()))
     interpreter = "bash" if program.endswith(".sh") else sys.executable
     done = subprocess.run([interpreter, program, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -48,18 +59,20 @@ def flags_of(program: str) -> frozenset[str]:
 def test_commands_run_programs_that_exist_with_flags_that_they_know(document: str) -> None:
     for words in commands(document):
         places = [place for place, word in enumerate(words) if PROGRAM.match(word)]
+        if [words[place] for place in places] == ["tools/launch.py", ENTRY]:
+            words[places.pop()] = "--"
         assert len(places) == 1, words
         program, arguments = words[places[0]], words[places[0] + 1 :]
         assert (ROOT / program).is_file()
         end = arguments.index("--") if "--" in arguments else len(arguments)  # what follows goes to the training script
         own, passed_on = ({word for word in part if word.startswith("--")} for part in (arguments[:end], arguments[end + 1 :]))
-        unknown = (own - flags_of(program)) | (passed_on - flags_of("pretrain_zeropp_gpt.py"))
+        unknown = (own - flags_of(program)) | (passed_on - flags_of(ENTRY))
         assert not unknown, (program, unknown)
 
 
 def test_flags_in_the_text_of_the_documents_exist() -> None:
     programs = {word for document in DOCUMENTS for words in commands(document) for word in words if PROGRAM.match(word)}
-    known = frozenset({"--help"}).union(*map(flags_of, programs))
+    known = OF_LAUNCHERS.union({"--help"}, *map(flags_of, programs))
     for document in DOCUMENTS:
         quoted = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text_of(document), flags=re.MULTILINE | re.DOTALL))
         assert {flag for words in quoted for flag in FLAG.findall(words)} <= known

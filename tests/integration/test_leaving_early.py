@@ -21,12 +21,12 @@ def entry_with_signal(number: int, iteration: int, flags: list[str]) -> int:
 
     step, rank, steps = ZeroEngine.step, int(os.environ["RANK"]), 0
 
-    def step_with_signal(engine: ZeroEngine, learning_rate: float) -> Any:
+    def step_with_signal(engine: ZeroEngine, *rates: float) -> Any:
         nonlocal steps
         steps += 1
         if rank == 2 and steps == iteration + 1:
             os.kill(os.getpid(), number)
-        return step(engine, learning_rate)
+        return step(engine, *rates)
 
     ZeroEngine.step = step_with_signal  # type: ignore[method-assign]
     handler = signal.getsignal(number)

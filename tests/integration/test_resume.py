@@ -66,5 +66,6 @@ def test_the_last_iteration_is_logged_also_between_log_intervals(ranks: RankPool
 
 def told(record: dict[str, float]) -> dict[str, float]:
     """What a record says of the training, without clocks and memory."""
-    measured = ("elapsed_ms_per_iteration", "data_ms_per_iteration", "tokens_per_second", "tflops_per_gpu", "max_memory_bytes")
+    measured = {"elapsed_ms_per_iteration", "data_ms_per_iteration", "tokens_per_second", "tflops_per_gpu", "max_memory_bytes"}
+    measured |= {"model_tflops_per_gpu", "eta_seconds"}
     return {key: value for key, value in record.items() if key not in measured}

@@ -12,6 +12,53 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.initialization import materialize
 
 VOCAB = 61
+LLAMA: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "untie_embeddings_and_output_weights": True,
+}
+# Every flag of the architecture, alone or beside others that could get in its way.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "GPT-2": {},
+    "GPT-2 untied": {"untie_embeddings_and_output_weights": True},
+    "Llama": LLAMA,
+    "Llama 3, one key per head": LLAMA
+    | {"num_query_groups": 4, "use_rope_scaling": True, "rope_scaling_original_max_position_embeddings": 16},
+    "Qwen2": LLAMA | {"add_qkv_bias": True, "untie_embeddings_and_output_weights": False},
+    "Qwen3": LLAMA | {"qk_layernorm": True},
+    "one key head, neighbours rotate": {
+        "position_embedding_type": "rope",
+        "rotary_interleaved": True,
+        "rotary_percent": 0.45,  # 4 of 10 channels
+        "rotary_base": 100.0,
+        "num_query_groups": 1,
+    },
+    "squared ReLU, gains minus 1": {
+        "squared_relu": True,
+        "apply_layernorm_1p": True,
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.6,
+        "rotary_seq_len_interpolation_factor": 4.0,
+        "disable_bias_linear": True,
+    },
+    "no positions, shared heads normalized with bias": {
+        "position_embedding_type": "none",
+        "num_attention_heads": 6,
+        "num_query_groups": 2,
+        "qk_layernorm": True,
+        "swiglu": True,
+    },
+    "learned positions beside RMSNorm with gains minus 1": {
+        "normalization": "RMSNorm",
+        "apply_layernorm_1p": True,
+        "qk_layernorm": True,
+        "num_query_groups": 1,
+    },
+}
 
 
 def small_config(**changes: Any) -> ModelConfig:

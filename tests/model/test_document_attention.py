@@ -1,11 +1,15 @@
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
-from small_gpt import sample_batch, small_gpt
+from small_gpt import ARCHITECTURES, sample_batch, small_gpt
 from torch import Tensor
 
 from megatron_zpp.model import document_attention
 from megatron_zpp.model.activations import mask_bytes
-from megatron_zpp.model.document_attention import HeadShape, MaskedDocuments, VarlenDocuments, has_varlen, separated
+from megatron_zpp.model.attention_kernel import HeadShape
+from megatron_zpp.model.document_attention import MaskedDocuments, VarlenDocuments, has_varlen, separated
 from megatron_zpp.model.gpt import GPT
 
 CPU = torch.device("cpu")
@@ -35,8 +39,9 @@ def logits(model: GPT, tokens: Tensor, lengths: list[int] | None, *, resets_posi
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_logits_of_a_packed_document_equal_those_of_the_document_alone(dtype: torch.dtype, recomputes: bool) -> None:
-    model = small_gpt(checkpoint_activations=recomputes, dtype=dtype)
+@pytest.mark.parametrize("architecture", ["GPT-2", "Llama", "one key head, neighbours rotate"])
+def test_logits_of_a_packed_document_equal_those_of_the_document_alone(dtype: torch.dtype, recomputes: bool, architecture: str) -> None:
+    model = small_gpt(recompute_granularity="full" if recomputes else None, dtype=dtype, **ARCHITECTURES[architecture])
     tokens, _ = sample_batch()
     packed = logits(model, tokens, LENGTHS).flatten(0, 1)
     start = 0
@@ -76,19 +81,21 @@ def gradients(model: GPT, tokens: Tensor, labels: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_recomputation_keeps_the_documents(dropout: float) -> None:
-    """Bit for bit: the recomputed forward has the same mask and drops the same."""
+@pytest.mark.parametrize("architecture", ["GPT-2", "Llama"])
+def test_recomputation_keeps_the_documents(dropout: float, architecture: str) -> None:
+    """Bit for bit: the recomputed forward has the same mask, turns by the same angles and drops the same."""
     tokens, labels = sample_batch()
-    models = [
-        small_gpt(checkpoint_activations=recomputes, attention_dropout=dropout, hidden_dropout=dropout).train()
-        for recomputes in (False, True)
-    ]
-    for one, other in zip(*(gradients(model, tokens, labels) for model in models), strict=True):
-        assert torch.equal(one, other)
+    changes = {"attention_dropout": dropout, "hidden_dropout": dropout, **ARCHITECTURES[architecture]}
+    plain = gradients(small_gpt(**changes).train(), tokens, labels)
+    for granularity in ("full", "selective"):
+        recomputed = gradients(small_gpt(recompute_granularity=granularity, **changes).train(), tokens, labels)
+        for one, other in zip(plain, recomputed, strict=True):
+            assert torch.equal(one, other)
 
 
-def test_gradients_of_packed_documents_are_the_sum_over_documents_alone() -> None:
-    model, (tokens, labels) = small_gpt(), sample_batch()
+@pytest.mark.parametrize("architecture", ["GPT-2", "Llama"])
+def test_gradients_of_packed_documents_are_the_sum_over_documents_alone(architecture: str) -> None:
+    model, (tokens, labels) = small_gpt(**ARCHITECTURES[architecture]), sample_batch()
     packed = gradients(model, tokens, labels)
     start = 0
     for length in LENGTHS:
@@ -108,7 +115,7 @@ def test_runs_that_are_not_the_samples_are_a_broken_invariant(lengths: list[int]
 
 
 def test_one_mask_serves_all_blocks_and_its_size_is_said() -> None:
-    mask = MaskedDocuments(torch.tensor(LENGTHS), (3, 12), torch.bfloat16, CPU)._mask_B1SS
+    mask = MaskedDocuments(torch.tensor(LENGTHS), (3, 12), HeadShape(torch.bfloat16, 10, False), CPU)._mask_B1SS
     assert mask.numel() * mask.itemsize == mask_bytes(3, 12, element_bytes=2)
     assert "a mask of 16.0 MiB per micro-batch" in document_attention.describe(CPU, HeadShape(torch.float32, 64, False), (4, 1024))
 
@@ -118,23 +125,37 @@ def block_by_block(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, lo
     spans = [slice(start, stop) for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
     assert longest == max(span.stop - span.start for span in spans)
     runs = ([tensor[span].transpose(0, 1)[None] for tensor in (query, key, value)] for span in spans)
-    mixed = (torch.nn.functional.scaled_dot_product_attention(*run, is_causal=True)[0].transpose(0, 1) for run in runs)
-    return torch.cat(list(mixed))
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    return torch.cat([attend(*run)[0].transpose(0, 1) for run in runs])
 
 
-def test_runs_reach_the_variable_length_kernel_in_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("takes_shared_heads", [False, True])
+def test_runs_reach_the_variable_length_kernel_in_its_layout(
+    monkeypatch: pytest.MonkeyPatch, key_heads: int, takes_shared_heads: bool
+) -> None:
     monkeypatch.setattr(document_attention, "_varlen_attention", block_by_block)
-    query, key, value = torch.randn(3, 3, 4, 12, 8, generator=torch.Generator().manual_seed(1)).unbind()
+    monkeypatch.setattr(document_attention, "_varlen_takes_shared_heads", lambda: takes_shared_heads)
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(3, heads, 12, 8, generator=generator) for heads in (4, key_heads, key_heads))
     lengths = torch.tensor(LENGTHS)
     varlen = VarlenDocuments(lengths, CPU).attend(query, key, value, 0.0)
-    masked = MaskedDocuments(lengths, (3, 12), torch.float32, CPU).attend(query, key, value, 0.0)
+    masked = MaskedDocuments(lengths, (3, 12), HeadShape(torch.float32, 8, False), CPU).attend(query, key, value, 0.0)
     assert (varlen - masked).abs().max() <= TOLERANCE[torch.float32]
 
 
-def test_the_variable_length_kernel_is_used_only_where_it_agrees_with_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    head = HeadShape(torch.bfloat16, 8, False)
+@pytest.mark.parametrize("queries_per_group", [1, 3])
+def test_the_variable_length_kernel_is_used_only_where_it_agrees_with_the_mask(
+    monkeypatch: pytest.MonkeyPatch, queries_per_group: int
+) -> None:
+    head = HeadShape(torch.bfloat16, 8, False, queries_per_group)
     monkeypatch.setattr(document_attention, "_varlen_attention", block_by_block)
     assert document_attention._agrees_with_mask(CPU, head)
+    backends: list[str] = []
+    monkeypatch.setattr(document_attention, "attend", lambda *heads, backend, **options: backends.append(backend) or heads[0] * 0)
+    assert not document_attention._agrees_with_mask(CPU, replace(head, backend="flash"))
+    assert backends == ["auto"]  # on GPUs flash, which is to be compared, takes no mask
+    monkeypatch.undo()
 
     def crossing(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int) -> Tensor:
         ends = torch.tensor([0, int(bounds[-1])], dtype=torch.int32)
@@ -152,3 +173,4 @@ def test_on_a_gpu_the_kernel_is_the_one_that_was_tried() -> None:
     assert has_varlen(device, head) == (document_attention._varlen_function() is not None)
     assert not has_varlen(device, HeadShape(torch.float32, 64, False))
     assert not has_varlen(device, HeadShape(torch.bfloat16, 64, True))
+    assert not has_varlen(device, HeadShape(torch.bfloat16, 64, False, backend="unfused"))

@@ -1,16 +1,31 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from small_gpt import VOCAB, sample_batch, small_config, small_gpt
+from small_gpt import ARCHITECTURES, LLAMA, VOCAB, sample_batch, small_config, small_gpt
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_zpp.config.schema import ModelConfig
-from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
+from megatron_zpp.model.chunks import recomputed_blocks
+from megatron_zpp.model.flops import (
+    forward_flops_of_uses,
+    hardware_flops,
+    model_flops,
+    parameter_count,
+    recomputed_flops_of_uses,
+)
 from megatron_zpp.model.gpt import GPT
+
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "every block": {"recompute_granularity": "full"},
+    "chunks of two": {"recompute_granularity": "full", "recompute_num_layers": 2},
+    "the first block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+}
 
 
 def gpt_config(layers: int, hidden: int, heads: int, length: int, recompute: bool = False) -> ModelConfig:
@@ -22,7 +37,7 @@ def gpt_config(layers: int, hidden: int, heads: int, length: int, recompute: boo
         kv_channels=hidden // heads,
         seq_length=length,
         max_position_embeddings=length,
-        checkpoint_activations=recompute,
+        recompute_granularity="full" if recompute else None,
     )
 
 
@@ -33,18 +48,29 @@ def test_gpt2_small_has_its_published_number_of_parameters() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
 
 
-@pytest.mark.parametrize("untied", [False, True])
-def test_the_parameter_count_is_that_of_the_units(untied: bool) -> None:
-    config = small_config(untie_embeddings_and_output_weights=untied)
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+def test_the_parameter_count_is_that_of_the_model(architecture: str) -> None:
+    config = small_config(**ARCHITECTURES[architecture])
     specs = [spec for unit in GPT(config, VOCAB, 1, torch.float32).unit_specs() for spec in unit.params]
     assert parameter_count(config, VOCAB) == sum(math.prod(spec.shape) for spec in specs)
 
 
-@pytest.mark.parametrize("untied", [False, True])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_hardware_flops_are_the_matrix_products_that_run(untied: bool, recompute: bool) -> None:
+def test_parameters_and_operations_of_a_gated_block_with_shared_heads_are_those_counted_by_hand() -> None:
+    """One block: H 24, 4 query heads and 2 key heads of 10 channels, a gated layer of 40, no biases, RMSNorm; a head of its own."""
+    config = small_config(**LLAMA, num_layers=1)
+    qkv, projection, up, down, head = 24 * (40 + 20 + 20), 40 * 24, 24 * 80, 40 * 24, 24 * VOCAB
+    assert parameter_count(config, VOCAB) == VOCAB * 24 + 24 + qkv + projection + 24 + up + down + 24 + head
+    scores_and_mixture = 2 * 40 * 12 + 2 * 40 * 12  # per token, over the whole square of 12 tokens
+    forward_per_token = 2 * (qkv + projection + up + down + head) + scores_and_mixture // 2
+    assert model_flops(config, VOCAB, sample_count=5) == 3 * 5 * 12 * forward_per_token
+    assert hardware_flops(config, VOCAB, sample_count=5) == 3 * 5 * 12 * (forward_per_token + scores_and_mixture // 2)
+
+
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+@pytest.mark.parametrize("recomputed", list(RECOMPUTED))
+def test_hardware_flops_are_the_matrix_products_that_run(architecture: str, recomputed: str) -> None:
     # With dropout on, recomputation runs to the end of the block; without it the last product, which backward does not need, is left out.
-    model = small_gpt(untie_embeddings_and_output_weights=untied, checkpoint_activations=recompute, hidden_dropout=0.1)
+    model = small_gpt(num_layers=3, hidden_dropout=0.1, **ARCHITECTURES[architecture], **RECOMPUTED[recomputed])
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(*sample_batch(samples=3), first_sample=0).sum().backward()
     assert counter.get_total_flops() == hardware_flops(model.config, VOCAB, sample_count=3)
@@ -55,7 +81,40 @@ def test_model_flops_leave_out_half_of_the_attention_square_and_every_recomputat
     heads_width = config.num_attention_heads * config.kv_channels
     square = 3 * config.num_layers * 4 * config.seq_length**2 * heads_width
     assert hardware_flops(config, VOCAB, 5) - model_flops(config, VOCAB, 5) == 5 * square // 2
-    assert model_flops(small_config(checkpoint_activations=True), VOCAB, 5) == model_flops(config, VOCAB, 5)
+    assert model_flops(small_config(recompute_granularity="full"), VOCAB, 5) == model_flops(config, VOCAB, 5)
+
+
+def test_recomputed_attention_counts_its_square_once_more() -> None:
+    config, selective = small_config(), small_config(recompute_granularity="selective")
+    square = 4 * config.num_layers * config.seq_length**2 * config.num_attention_heads * config.kv_channels
+    assert hardware_flops(selective, VOCAB, 5) - hardware_flops(config, VOCAB, 5) == 5 * square
+    assert model_flops(selective, VOCAB, 5) == model_flops(config, VOCAB, 5)
+
+
+@pytest.mark.parametrize("recomputed", list(RECOMPUTED))
+def test_backward_repeats_the_forward_of_recomputed_blocks(recomputed: str) -> None:
+    config = small_config(num_layers=3, **RECOMPUTED[recomputed])
+    forward, again = forward_flops_of_uses(config, VOCAB, 5), recomputed_flops_of_uses(config, VOCAB, 5)
+    count = recomputed_blocks(config)
+    assert again == (0, *forward[1 : count + 1], *[0] * (3 - count), 0)
+
+
+def test_flops_per_token_are_those_counted_by_hand() -> None:
+    """GPT-2 small at 1024 tokens, forward, per token: two operations for each weight of a matrix, and the scores.
+
+    attention 2 x 768 x (3 x 768) + 2 x 768 x 768   =   4 718 592
+    MLP       2 x (2 x 768 x 3072)                  =   9 437 184
+    scores    2 x 2 x 1024 x 768, whole square      =   3 145 728
+    a block                                             17 301 504    with half of the square 15 728 640
+    12 blocks                                          207 618 048                           188 743 680
+    head      2 x 768 x 50304                       =  77 266 944
+    """
+    plain, recomputed = (gpt_config(layers=12, hidden=768, heads=12, length=1024, recompute=again) for again in (False, True))
+    per_sample = 1024
+    assert model_flops(plain, 50304, 1) == per_sample * 3 * (188_743_680 + 77_266_944)
+    assert hardware_flops(plain, 50304, 1) == per_sample * 3 * (207_618_048 + 77_266_944)
+    assert hardware_flops(recomputed, 50304, 1) == per_sample * (4 * 207_618_048 + 3 * 77_266_944)
+    assert model_flops(recomputed, 50304, 1) == model_flops(plain, 50304, 1)
 
 
 @pytest.mark.parametrize(("seconds", "published_tflops"), [(9.9559, 7.65), (3.6806, 20.70)])

@@ -63,6 +63,15 @@ def test_biases_begin_at_zero_and_gains_at_one() -> None:
     assert all(vectors[name].eq(1 if name in gains else 0).all() for name in vectors)
 
 
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_gains_that_are_stored_minus_one_begin_at_zero(normalization: str) -> None:
+    model = materialize(GPT(small_config(normalization=normalization, apply_layernorm_1p=True, qk_layernorm=True), VOCAB, 1, torch.float32))
+    assert all(parameter.eq(0).all() for parameter in model.parameters() if parameter.ndim == 1)
+    ones = materialize(GPT(small_config(normalization=normalization, qk_layernorm=True), VOCAB, 1, torch.float32))
+    tokens = torch.arange(8)[None]
+    assert torch.equal(model(tokens, None, first_sample=0), ones(tokens, None, first_sample=0))
+
+
 def test_a_materialized_model_holds_the_values_of_its_specs_in_its_dtype() -> None:
     model = materialize(GPT(small_config(), VOCAB, 1, torch.bfloat16))
     for spec in (spec for unit in model.unit_specs() for spec in unit.params):

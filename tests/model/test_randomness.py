@@ -65,7 +65,7 @@ def test_every_block_drops_differently() -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_callers_generator_is_undisturbed(recompute: bool) -> None:
-    model = small_gpt(checkpoint_activations=recompute, **DROPOUT)
+    model = small_gpt(recompute_granularity="full" if recompute else None, **DROPOUT)
     state = torch.get_rng_state()
     loss_and_gradients(model)
     assert torch.equal(torch.get_rng_state(), state)

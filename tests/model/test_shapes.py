@@ -12,11 +12,17 @@ from megatron_zpp.model.flops import forward_flops_of_uses, model_flops
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.shapes import ModelShape
 
+LLAMA = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --seq-length 16 --normalization RMSNorm "
+LLAMA += "--disable-bias-linear --position-embedding-type rope"
 SHAPES = {
     "plain": "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16",
     "untied": "--num-layers 3 --hidden-size 48 --num-attention-heads 4 --seq-length 16 --untie-embeddings-and-output-weights",
     "odd": "--num-layers 1 --hidden-size 24 --num-attention-heads 2 --kv-channels 20 --ffn-hidden-size 50 --seq-length 8 "
     "--max-position-embeddings 11",
+    "llama": f"{LLAMA} --swiglu --ffn-hidden-size 40 --untie-embeddings-and-output-weights",
+    "qwen2": f"{LLAMA} --swiglu --ffn-hidden-size 40 --add-qkv-bias --qk-layernorm",
+    "biased": "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --no-position-embedding --qk-layernorm "
+    "--squared-relu --group-query-attention --apply-layernorm-1p",
 }
 
 

@@ -6,32 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron_zpp.monitor.interval_report import IntervalReport
 from megatron_zpp.monitor.tensorboard import TensorboardWriter
-
-REPORT = IntervalReport(
-    iteration=5,
-    train_iters=10,
-    consumed_samples=40,
-    global_batch_size=8,
-    seq_length=16,
-    world_size=2,
-    elapsed_ms_per_iteration=250.0,
-    data_ms_per_iteration=0.5,
-    learning_rate=0.5,
-    lm_loss=3.0,
-    loss_scale=64.0,
-    grad_norm=0.25,
-    skipped_iterations=0,
-    nan_iterations=0,
-    tflops_per_gpu=1.5,
-    inter_node_bytes=0,
-    intra_node_bytes=0,
-    model_state_bytes=0,
-    max_memory_bytes=1024,
-)
-AGAINST_BOTH = {"learning-rate": 0.5, "batch-size": 8, "lm loss": 3.0, "loss-scale": 64.0, "world-size": 2, "grad-norm": 0.25}
-AGAINST_ITERATION = {"iteration-time": 0.25, "throughput": 1.5, "mem-max-allocated-bytes": 1024}
 
 
 @dataclass
@@ -48,22 +23,12 @@ def read_back(directory):
     return Events({tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in tags["scalars"]}, tags["tensors"])
 
 
-def test_interval_is_written_under_megatrons_tags(tmp_path):
+def test_points_are_written_against_iterations_and_where_asked_against_samples(tmp_path):
     writer = TensorboardWriter(str(tmp_path), 10)
-    writer.write_interval(REPORT)
+    writer.write({"lm loss": 3.0}, 5, 40)
+    writer.write({"throughput": 1.5}, 5)
     writer.close()
-    expected = {tag: [(5, value)] for tag, value in {**AGAINST_BOTH, **AGAINST_ITERATION}.items()}
-    expected |= {f"{tag} vs samples": [(40, value)] for tag, value in AGAINST_BOTH.items()}
-    assert read_back(tmp_path).scalars == expected
-
-
-def test_validation_is_written_with_its_perplexity(tmp_path):
-    writer = TensorboardWriter(str(tmp_path), 10)
-    writer.write_validation(5, 40, 0.0)
-    writer.close()
-    tags = {"lm loss validation": 0.0, "lm loss validation ppl": 1.0}
-    expected = {tag: [(5, value)] for tag, value in tags.items()} | {f"{tag} vs samples": [(40, value)] for tag, value in tags.items()}
-    assert read_back(tmp_path).scalars == expected
+    assert read_back(tmp_path).scalars == {"lm loss": [(5, 3.0)], "lm loss vs samples": [(40, 3.0)], "throughput": [(5, 1.5)]}
 
 
 def test_arguments_are_written_as_texts(tmp_path):
@@ -79,6 +44,7 @@ def test_missing_package_names_flag_and_remedy(tmp_path, monkeypatch):
         TensorboardWriter(str(tmp_path), 10)
 
 
-def test_importing_the_writer_leaves_tensorboard_out():
-    program = "import sys, megatron_zpp.monitor.tensorboard; sys.exit('tensorboard' in sys.modules)"
+def test_importing_the_writers_leaves_their_packages_out():
+    imports = "import sys, megatron_zpp.monitor.tensorboard, megatron_zpp.monitor.wandb_writer"
+    program = f"{imports}; sys.exit('tensorboard' in sys.modules or 'wandb' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

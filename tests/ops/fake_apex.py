@@ -41,6 +41,10 @@ import torch
 class FusedLayerNorm(torch.nn.LayerNorm):
     def __init__(self, normalized_shape, eps=1e-5):
         super().__init__(normalized_shape, eps=eps)
+
+class FusedRMSNorm(torch.nn.RMSNorm):
+    def __init__(self, normalized_shape, eps=1e-5):
+        super().__init__(normalized_shape, eps=eps)
 """
 
 

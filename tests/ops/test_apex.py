@@ -14,7 +14,7 @@ from small_engine import Job, Rank, run_world, train_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.config.schema import ModelConfig
-from megatron_zpp.model.norm import hidden_norm
+from megatron_zpp.model.norm import make_norm
 from megatron_zpp.ops.apex import check_apex
 from megatron_zpp.zero.adam import AdamOptions
 
@@ -88,8 +88,9 @@ def test_steps_of_fused_adam_can_be_set_for_a_resume(path: Path) -> None:
     run_world((1, 2), program)
 
 
-def test_the_norm_of_apex_is_made_for_the_models_dtype(path: Path) -> None:
+@pytest.mark.parametrize(("normalization", "member"), [("LayerNorm", "FusedLayerNorm"), ("RMSNorm", "FusedRMSNorm")])
+def test_the_norm_of_apex_is_made_for_the_models_dtype(path: Path, normalization: str, member: str) -> None:
     write_nvidia_apex(path)
-    norm = hidden_norm(ModelConfig(hidden_size=8, norm_epsilon=1e-3, norm_backend="apex"), torch.bfloat16)
-    assert type(norm).__name__ == "FusedLayerNorm" and norm.eps == 1e-3
+    norm = make_norm(ModelConfig(norm_epsilon=1e-3, norm_backend="apex", normalization=normalization), 8, torch.bfloat16)
+    assert type(norm).__name__ == member and norm.eps == 1e-3
     assert {parameter.dtype for parameter in norm.parameters()} == {torch.bfloat16}

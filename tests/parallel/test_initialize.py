@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_zpp.parallel.initialize import choose_device, joined_errors
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.data.split import parse_split
+from megatron_zpp.parallel.initialize import choose_device, is_mistake, joined_errors
 from megatron_zpp.parallel.launch import Launch
 
 
@@ -37,6 +39,17 @@ def test_the_same_mistake_everywhere_is_said_once() -> None:
 def test_a_mistake_of_some_ranks_names_them_one_line_per_message_in_the_order_of_ranks() -> None:
     joined = joined_errors(["", "no such file", "", "no such file", "full disk"])
     assert joined.splitlines() == ["no such file (on rank 1, 3 of 5)", "full disk (on rank 4 of 5)"]
+
+
+def test_an_error_that_the_package_raises_is_a_mistake_and_any_other_a_bug() -> None:
+    for provoke in (lambda: parse_flags(["--no-such-flag"]), lambda: parse_split("a,b")):
+        with pytest.raises(ValueError, match=".") as found:
+            provoke()
+        assert is_mistake(found.value)
+    for provoke in (lambda: torch.zeros(2).numpy().reshape(3), lambda: joined_errors(zip([1], [], strict=True))):  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=".") as found:
+            provoke()
+        assert not is_mistake(found.value)
 
 
 def _pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

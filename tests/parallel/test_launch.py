@@ -2,11 +2,27 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_zpp.parallel.launch import Launch, read_launch
+from megatron_zpp.parallel.launch import Launch, first_host, read_launch
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 DEEPSPEED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4", "CROSS_RANK": "1", "CROSS_SIZE": "2"}
-SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2"}
+SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_ID": "0"}
+SLURM_JOB = {"SLURM_JOB_ID": "1234567", "SLURM_JOB_NODELIST": "login1,node[07-12]", "SLURM_STEP_NODELIST": "node[07-08]"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+INTEL_MPI = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+BATCH_STEP, INTERACTIVE_STEP = "4294967291", "4294967290"
+
+
+AT_NODE07 = {"master_address": "node07", "master_port": 15000 + 1234567 % 15000}
+
+
+def without(environment: dict[str, str], name: str) -> dict[str, str]:
+    return {other: value for other, value in environment.items() if other != name}
 
 
 def test_torchrun_tells_all_four_numbers() -> None:
@@ -33,15 +49,37 @@ def test_local_size_stands_in_for_local_world_size() -> None:
 
 
 def test_slurm_tells_all_four_numbers() -> None:
-    assert read_launch(SLURM) == Launch(rank=3, world_size=4, local_rank=1, local_world_size=2)
+    assert read_launch(SLURM | SLURM_JOB) == Launch(rank=3, world_size=4, local_rank=1, local_world_size=2, **AT_NODE07)
 
 
 def test_slurm_without_tasks_per_node_leaves_the_local_world_size_open() -> None:
-    assert read_launch({name: value for name, value in SLURM.items() if name != "SLURM_NTASKS_PER_NODE"}).local_world_size is None
+    assert read_launch(without(SLURM, "SLURM_NTASKS_PER_NODE")).local_world_size is None
+
+
+@pytest.mark.parametrize("words, count", [("2", 2), ("2(x2)", 2), ("4", 4), ("3,1", None), ("2(x1),1(x2)", None)])
+def test_the_tasks_of_a_step_go_before_those_that_the_job_asked_for(words: str, count: int | None) -> None:
+    assert read_launch(SLURM | {"SLURM_STEP_TASKS_PER_NODE": words}).local_world_size == count
+
+
+def test_the_number_of_tasks_of_a_step_goes_before_that_of_the_job() -> None:
+    assert read_launch(SLURM | {"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "4"}) == read_launch(SLURM)
 
 
 def test_torchrun_inside_a_slurm_job_goes_by_torchrun() -> None:
-    assert read_launch(SLURM | TORCHRUN) == read_launch(TORCHRUN)
+    assert read_launch(SLURM | SLURM_JOB | TORCHRUN) == read_launch(TORCHRUN)
+
+
+def test_a_world_size_that_the_batch_script_exports_may_agree_with_slurm_and_must_not_differ() -> None:
+    assert read_launch(SLURM | {"WORLD_SIZE": "4"}) == read_launch(SLURM)
+    with pytest.raises(ValueError, match="WORLD_SIZE=2 and SLURM_NTASKS=4 differ.*unset WORLD_SIZE"):
+        read_launch(SLURM | {"WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize("step", [None, BATCH_STEP, INTERACTIVE_STEP])
+def test_a_process_that_srun_did_not_start_is_refused_in_a_job_of_several_tasks(step: str | None) -> None:
+    environment = without(SLURM, "SLURM_STEP_ID") | ({} if step is None else {"SLURM_STEP_ID": step})
+    with pytest.raises(ValueError, match="SLURM_NTASKS=4, but srun did not start this process.*srun or torchrun"):
+        read_launch(environment)
 
 
 def test_one_slurm_task_or_nothing_at_all_is_one_rank_on_its_own() -> None:
@@ -49,8 +87,60 @@ def test_one_slurm_task_or_nothing_at_all_is_one_rank_on_its_own() -> None:
     assert read_launch({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == Launch(0, 1, 0, 1)
 
 
-def test_openmpi_variables_alone_do_not_make_a_world() -> None:
-    assert read_launch({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}) == Launch(0, 1, 0, 1)
+@pytest.mark.parametrize("variables", [OPEN_MPI, INTEL_MPI], ids=["Open MPI", "Intel MPI"])
+def test_mpirun_tells_the_same_as_torchrun_also_inside_a_slurm_job(variables: dict[str, str]) -> None:
+    assert read_launch(variables) == read_launch(TORCHRUN)
+    assert read_launch(SLURM | {"SLURM_STEP_ID": BATCH_STEP} | variables) == read_launch(TORCHRUN)
+
+
+def test_the_pmi_variables_of_srun_do_not_make_it_mpirun() -> None:
+    assert read_launch(SLURM | {"PMI_RANK": "9", "PMI_SIZE": "16"}) == read_launch(SLURM)
+
+
+@pytest.mark.parametrize("environment", [TORCHRUN, OPEN_MPI, DEEPSPEED], ids=["torchrun", "Open MPI", "deepspeed"])
+def test_master_address_and_port_are_taken_from_the_environment(environment: dict[str, str]) -> None:
+    launch = read_launch(environment | {"MASTER_ADDR": "node3", "MASTER_PORT": "6000"})
+    assert (launch.master_address, launch.master_port) == ("node3", 6000)
+
+
+def test_without_master_address_slurms_first_node_is_taken_and_a_port_of_the_job() -> None:
+    launch = read_launch(SLURM | SLURM_JOB)
+    assert (launch.master_address, launch.master_port) == ("node07", 15000 + 1234567 % 15000)
+    others = {read_launch(SLURM | SLURM_JOB | {"SLURM_JOB_ID": str(1234567 + more)}).master_port for more in range(100)}
+    assert len(others) == 100 and all(1024 < port < 32768 for port in others)
+
+
+def test_without_master_address_a_world_of_one_node_meets_on_that_node_and_others_say_nothing() -> None:
+    assert read_launch(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}).master_address == "127.0.0.1"
+    assert read_launch(OPEN_MPI).master_address is None
+
+
+@pytest.mark.parametrize(
+    "node_list, first",
+    [
+        ("node7", "node7"),
+        ("node7,node8", "node7"),
+        ("node[07-12,20],login1", "node07"),
+        ("rack[1-2]node[01-04]", "rack1node01"),
+        ("gpu-[003,001]-ib,x", "gpu-003-ib"),
+    ],
+)
+def test_first_host_of_slurms_list_of_nodes(node_list: str, first: str) -> None:
+    assert first_host(node_list) == first
+
+
+@pytest.mark.parametrize(
+    "changed, named",
+    [
+        ({"RANK": "8"}, "RANK=8 and WORLD_SIZE=8"),
+        ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4 and LOCAL_WORLD_SIZE=4"),
+        ({"LOCAL_WORLD_SIZE": "16"}, "LOCAL_WORLD_SIZE=16 and WORLD_SIZE=8"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
+    ],
+)
+def test_variables_that_contradict_each_other_are_named(changed: dict[str, str], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        read_launch(TORCHRUN | changed)
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
@@ -59,7 +149,7 @@ def test_a_torchrun_variable_that_is_not_a_number_is_named_with_its_value(name: 
         read_launch(TORCHRUN | {name: "four"})
 
 
-@pytest.mark.parametrize("name", list(SLURM))
+@pytest.mark.parametrize("name", [name for name in SLURM if name != "SLURM_STEP_ID"])
 def test_a_slurm_variable_that_is_not_a_number_is_named_with_its_value(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}='four'"):
         read_launch(SLURM | {name: "four"})

@@ -20,6 +20,8 @@ from test_generate_text import write_checkpoint
 from tool import ROOT
 from train_tokenizer import train_model
 
+from megatron_zpp.checkpoint.hf_layouts import layout_holding, layout_of_type
+from megatron_zpp.checkpoint.hf_tokenizer import write_tokenizer
 from megatron_zpp.config.schema import DataConfig, ModelConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.initialization import materialize
@@ -33,9 +35,29 @@ def gpt2_config(**changes: Any) -> ModelConfig:
     return small_config(kv_channels=8, **changes)
 
 
-def randomized(untied: bool = False) -> GPT:
-    """A model in which no weight has a value that another could have by chance."""
-    model = materialize(GPT(gpt2_config(untie_embeddings_and_output_weights=untied), PADDED, 7, torch.float32)).eval()
+ROTARY: dict[str, Any] = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "num_query_groups": 1}
+NO_BIASES = {**ROTARY, "disable_bias_linear": True}
+LLAMA_3 = {"use_rope_scaling": True, "rope_scaling_original_max_position_embeddings": 8, "rotary_base": 100.0, "rope_scaling_factor": 4.0}
+UNTIED = {"untie_embeddings_and_output_weights": True}
+# Heads of 8 channels, 3 of them beside a hidden size of 24; small_config's 10 channels where the layout can name them.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT-2": ("GPT2LMHeadModel", {"kv_channels": 8}),
+    "GPT-2, untied": ("GPT2LMHeadModel", {"kv_channels": 8, **UNTIED}),
+    "GPT-2 with gains minus one": ("GPT2LMHeadModel", {"kv_channels": 8, "apply_layernorm_1p": True}),
+    "Llama 2, untied": ("LlamaForCausalLM", {**NO_BIASES, **UNTIED, "num_query_groups": 3}),
+    "Llama 3": ("LlamaForCausalLM", {**NO_BIASES, **LLAMA_3}),
+    "Llama with biases, interpolated": ("LlamaForCausalLM", {**ROTARY, "rotary_seq_len_interpolation_factor": 2.0}),
+    "Qwen2": (
+        "Qwen2ForCausalLM",
+        {**NO_BIASES, **UNTIED, "kv_channels": 6, "num_attention_heads": 4, "num_query_groups": 2, "add_qkv_bias": True},
+    ),
+    "Qwen3": ("Qwen3ForCausalLM", {**NO_BIASES, "qk_layernorm": True}),
+}
+
+
+def randomized(**changes: Any) -> GPT:
+    """A model in which no weight has a value that another could have by chance; GPT-2 unless told otherwise."""
+    model = materialize(GPT(small_config(**(changes or {"kv_channels": 8})), PADDED, 7, torch.float32)).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -59,15 +81,18 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     return dict(load_model(open_checkpoint(directory, None)).state_dict())
 
 
-@pytest.mark.parametrize("untied", [False, True])
-def test_transformers_computes_the_same_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, untied: bool) -> None:
-    from transformers import GPT2LMHeadModel
+@pytest.mark.parametrize("name", list(MODELS))
+def test_transformers_computes_the_same_logits_and_back_here_weights_have_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    import transformers
 
-    model = randomized(untied)
+    architecture, changes = MODELS[name]
+    model = randomized(**changes)
     folder = exported(tmp_path, model, monkeypatch, "--max-shard-size", 1e-5)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3
-    theirs, report = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
+    theirs, report = getattr(transformers, architecture).from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     tokens = torch.randint(VOCAB, (3, model.config.seq_length), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
@@ -77,10 +102,25 @@ def test_transformers_computes_the_same_logits(tmp_path: Path, monkeypatch: pyte
     assert torch.allclose(found, ours, rtol=1e-5, atol=1e-5)
     assert ours.abs().max() > 1  # logits that a mistake would change visibly
 
+    theirs.save_pretrained(tmp_path / "saved there")
+    call(convert_from_hf, monkeypatch, "--input", tmp_path / "saved there", "--output", tmp_path / "back")
+    back = load_model(open_checkpoint(tmp_path / "back", None)).eval()
+    with torch.no_grad():
+        assert torch.allclose(back(tokens, None, first_sample=0)[..., :VOCAB], ours, rtol=1e-5, atol=1e-5)
+    if not model.config.apply_layernorm_1p:
+        weights, expected = back.state_dict(), model.state_dict()
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weight[:VOCAB], expected[name][:VOCAB]) for name, weight in weights.items() if is_vocabulary(name))
+        assert all(torch.equal(weight, expected[name]) for name, weight in weights.items() if not is_vocabulary(name))
 
-@pytest.mark.parametrize("untied", [False, True])
-def test_there_and_back_every_weight_has_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, untied: bool) -> None:
-    model = randomized(untied)
+
+def is_vocabulary(name: str) -> bool:
+    return name in ("embedding.word.weight", "final.head.weight")
+
+
+@pytest.mark.parametrize("name", ["GPT-2, untied", "Llama 2, untied"])
+def test_there_and_back_with_its_padding_every_weight_has_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model = randomized(**MODELS[name][1])
     folder = exported(tmp_path, model, monkeypatch, "--keep-vocab-padding")
     back = ("--input", folder, "--output", tmp_path / "back", "--make-vocab-size-divisible-by", PADDED)
     call(convert_from_hf, monkeypatch, *back)
@@ -163,7 +203,7 @@ def test_models_that_the_layout_has_no_place_for_are_refused(tmp_path: Path, mon
     model = materialize(GPT(small_config(kv_channels=5), PADDED, 7, torch.float32))
     write_checkpoint(tmp_path / "saved", model)
     message = refusal(convert_to_hf, monkeypatch, capsys, "--load", tmp_path / "saved", "--output", tmp_path / "hf")
-    assert "channels" in message and "cannot be converted" in message
+    assert "cannot be converted" in message and "gpt2 has no --num-attention-heads 3 of --kv-channels 5" in message
     assert not (tmp_path / "hf").exists() and not list(tmp_path.glob("hf.tmp*"))
     write_checkpoint(tmp_path / "unknown", randomized(), data=DataConfig())
     message = refusal(convert_to_hf, monkeypatch, capsys, "--load", tmp_path / "unknown", "--output", tmp_path / "hf")
@@ -177,13 +217,13 @@ def test_models_that_the_layout_has_no_place_for_are_refused(tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "llama"}, "type llama; only gpt2"),
+        ({"model_type": "bloom"}, "type bloom; gpt2, llama, qwen2, qwen3 can be converted"),
         ({"activation_function": "relu"}, "activation_function relu"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
         ({"add_cross_attention": True}, "add_cross_attention True"),
         ({"n_positions": 9}, "has shape"),
         ({"n_layer": 3}, "has no tensor transformer.h.2"),
-        ({"n_layer": 1}, "tensors that a GPT-2 does not: transformer.h.1"),
+        ({"n_layer": 1}, "tensors that its config.json does not ask for: transformer.h.1"),
     ],
 )
 def test_folders_that_are_no_gpt2_of_ours_are_refused_with_the_reason(
@@ -206,10 +246,75 @@ def test_pickled_weights_are_never_opened(tmp_path: Path, monkeypatch: pytest.Mo
     assert "cannot be read" in refusal(convert_from_hf, monkeypatch, capsys, "--input", folder, "--output", tmp_path / "back")
 
 
-def test_the_configuration_comes_back_from_their_config_json() -> None:
-    from megatron_zpp.checkpoint.gpt2_layout import config_json, model_config
+@pytest.mark.parametrize("name", [name for name, (_, changes) in MODELS.items() if "apply_layernorm_1p" not in changes])
+def test_the_configuration_comes_back_from_their_config_json(name: str) -> None:
+    model = small_config(**{"num_query_groups": 3, "kv_channels": 8, **MODELS[name][1]})
+    layout = layout_holding(model)
+    found = asdict(layout_of_type({"model_type": layout.model_type}).model_config(layout.config_json(model, VOCAB, None)))
+    elsewhere = ("make_vocab_size_divisible_by", "seq_length")
+    assert {key: found[key] for key in found if key not in elsewhere} == {
+        key: value for key, value in asdict(model).items() if key not in elsewhere
+    }
 
-    model = gpt2_config()
-    fields = asdict(model_config(config_json(model, VOCAB, None)))
-    same = {name: value for name, value in asdict(model).items() if name not in ("make_vocab_size_divisible_by", "seq_length")}
-    assert {name: fields[name] for name in same} == same
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({**NO_BIASES, "swiglu": False, "squared_relu": True}, "llama has no --squared-relu"),
+        ({**NO_BIASES, "swiglu": False}, "llama has no GELU without --swiglu"),
+        ({**NO_BIASES, "rotary_percent": 0.6}, "llama has no --rotary-percent 0.6"),
+        ({**NO_BIASES, "rotary_interleaved": True}, "llama has no --rotary-interleaved"),
+        ({**NO_BIASES, "normalization": "LayerNorm"}, "llama has no --normalization LayerNorm"),
+        ({**NO_BIASES, "qk_layernorm": True, "add_qkv_bias": True}, "qwen2 has no --qk-layernorm; qwen3 has no --add-qkv-bias"),
+        ({"kv_channels": 8, "position_embedding_type": "none"}, "gpt2 has no --position-embedding-type none"),
+    ],
+)
+def test_an_architecture_that_no_layout_holds_is_refused_by_its_flags(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match="cannot be converted") as error:
+        layout_holding(small_config(**changes))
+    assert words in str(error.value)
+
+
+LLAMA_JSON = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 3}
+LLAMA_JSON |= {"max_position_embeddings": 16, "rms_norm_eps": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act gelu"),
+        ({"mlp_bias": True}, "mlp_bias True"),
+        ({"attention_bias": True}, "only True can be converted"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type yarn"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window True"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias True"),
+    ],
+)
+def test_a_llama_whose_function_is_another_is_refused_with_the_reason(change: dict[str, Any], words: str) -> None:
+    config = LLAMA_JSON | change
+    if change.get("attention_bias") and "model_type" not in change:
+        config |= {"mlp_bias": False}
+    with pytest.raises(ValueError, match="can be converted") as error:
+        layout_of_type(config).model_config(config)
+    assert words in str(error.value)
+
+
+def test_both_forms_of_rotary_parameters_are_read() -> None:
+    older = LLAMA_JSON | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    newer = LLAMA_JSON | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}}
+    found = [layout_of_type(config).model_config(config) for config in (older, newer)]
+    assert found[0] == found[1]
+    assert (found[0].rotary_base, found[0].rotary_seq_len_interpolation_factor) == (5e5, 2.0)
+
+
+def test_tokenizer_files_of_other_kinds_are_copied_under_the_names_that_transformers_reads(tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    (tmp_path / "to").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "words.json", "pairs.txt"):
+        (tmp_path / "from" / name).write_text(name)
+    told = write_tokenizer(tmp_path / "to", DataConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(tmp_path / "from")))
+    assert told == "copies of tokenizer.json, tokenizer_config.json"
+    assert (tmp_path / "to" / "tokenizer.json").read_text() == "tokenizer.json"
+    files = {"vocab_file": str(tmp_path / "from" / "words.json"), "merge_file": str(tmp_path / "from" / "pairs.txt")}
+    write_tokenizer(tmp_path / "to", DataConfig(tokenizer_type="GPT2BPETokenizer", **files))
+    assert ((tmp_path / "to" / "vocab.json").read_text(), (tmp_path / "to" / "merges.txt").read_text()) == ("words.json", "pairs.txt")

@@ -64,6 +64,13 @@ def test_details_of_a_feature_count_where_the_feature_is_on(tmp_path: Path) -> N
     assert wide_members["ZeRO-3"] == plain_members["ZeRO-3"]
 
 
+def test_the_stage_of_a_deepspeed_file_does_not_make_all_members_one(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}}')
+    options = ["--nodes", "2", "--inter-gigabits", "1", "--step-seconds", "0.1"]
+    plain, with_file = (plan(tmp_path, *options, flags=[*RUN, *more]) for more in ([], ["--deepspeed_config", str(tmp_path / "ds.json")]))
+    assert with_file == plain
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

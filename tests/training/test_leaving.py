@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
 from megatron_zpp.config.schema import TrainingConfig
-from megatron_zpp.training.leaving import Leaving, Wish, reason_for_leaving, signals_to_handle
+from megatron_zpp.training.leaving import Leaving, Wish, check_kill_switch, reason_for_leaving, signals_to_handle
 from megatron_zpp.training.metrics import BadIterations, Progress
 from megatron_zpp.training.step import StepOutcome
 
@@ -44,12 +45,25 @@ def test_the_handler_takes_the_signal_of_the_flag_and_sigusr1_and_gives_them_bac
         (Wish.SIGNAL, 7, "exiting program after receiving"),
         (Wish.DURATION, 7, "exiting program after 3 minutes at iteration 7"),
         (Wish.SIGNAL | Wish.DURATION, 10, "exiting program after receiving"),
+        (Wish.KILL_SWITCH | Wish.DURATION, 10, "exiting program because stop is there at iteration 10"),
     ],
 )
 def test_the_reason_names_what_ended_the_run(wishes: Wish, iteration: int, reason: str | None) -> None:
-    training = TrainingConfig(exit_interval=5, exit_signal_handler=True, exit_duration_in_mins=3)
+    training = TrainingConfig(exit_interval=5, exit_signal_handler=True, exit_duration_in_mins=3, kill_switch_file="stop")
     found = reason_for_leaving(wishes, iteration, training)
     assert found is reason is None or (found is not None and reason is not None and found.startswith(reason))
+
+
+def test_rank_0_alone_looks_for_the_kill_switch_and_refuses_to_start_with_it(tmp_path: Path) -> None:
+    training = TrainingConfig(kill_switch_file=str(tmp_path / "stop"))
+    check_kill_switch(training, rank=0)
+    leaving = [Leaving(training, rank) for rank in range(2)]
+    assert [one.wish() for one in leaving] == [Wish.NONE, Wish.NONE]
+    (tmp_path / "stop").touch()
+    assert [one.wish() for one in leaving] == [Wish.KILL_SWITCH, Wish.NONE]
+    check_kill_switch(training, rank=1)
+    with pytest.raises(ValueError, match="--kill-switch-file .*stop is there, so nothing is trained; remove the file"):
+        check_kill_switch(training, rank=0)
 
 
 def test_a_good_iteration_ends_a_row_of_bad_ones() -> None:

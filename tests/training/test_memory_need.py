@@ -113,6 +113,16 @@ def test_attention_dropout_on_the_cpu_keeps_scores() -> None:
     assert run.need(is_on_gpu=False).activations > run.need(is_on_gpu=True).activations
 
 
+def test_attention_as_plain_products_keeps_scores_and_flash_alone_leaves_shared_heads_shared() -> None:
+    shared = f"{SMALL} --group-query-attention"
+    need = Run(shared, 1, 1).need().activations
+    assert Run(f"{shared} --attention-backend flash", 1, 1).need().activations == need
+    repeated = 4 * 64 * 2 * 2 * (4 - 1) * 64  # blocks, tokens, bytes, key and value, heads more than one, channels of a head
+    assert Run(f"{shared} --attention-backend fused", 1, 1).need().activations - need >= repeated
+    scores = 4 * 64 * 4 * 12 * 64  # blocks, tokens, heads, bytes of a score, scores
+    assert Run(f"{shared} --attention-backend unfused", 1, 1).need().activations - need > scores / 2
+
+
 @pytest.mark.parametrize(("flags", "bytes_per_parameter"), [("", 12), ("--no-save-optim", 4)])
 def test_the_copy_for_async_save_is_host_memory_the_device_s_where_that_is_the_host(flags: str, bytes_per_parameter: int) -> None:
     plain, saving = (Run(f"{SMALL} --zero-stage 3 --save here {extra}", 1, 2) for extra in ("", f"--async-save {flags}"))

@@ -38,12 +38,16 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """inner: the width of each block's inner layer, so that units differ in size. has_spare: a parameter per block that may go unused."""
+    """inner: the width of each block's inner layer, so that units differ in size. has_spare: a parameter per block that may go unused.
+
+    chunk: blocks that are recomputed together, the last chunk what is left.
+    """
 
     inner: tuple[int, ...] = (17, 40)
     hidden: int = 12
     is_tied: bool = True
     is_recomputed: bool = False
+    chunk: int = 1
     has_spare: bool = False
 
 
@@ -95,16 +99,21 @@ class SmallModel(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor, uses_spare: bool = False) -> Tensor:
         hidden: Tensor = self.embedding(tokens)
-        for index, block in enumerate(self.blocks):
-            before = hidden
+        for first in range(0, len(self.blocks), self.shape.chunk):
+            chunk = range(first, min(first + self.shape.chunk, len(self.blocks)))
             if self.shape.is_recomputed:
-                hidden = cast(Tensor, checkpoint(block, hidden, uses_spare, use_reentrant=False))
+                hidden = cast(Tensor, checkpoint(self._through, chunk, hidden, uses_spare, use_reentrant=False))
             else:
-                hidden = block(hidden, uses_spare)
-            if index == self.detached_block:
-                hidden = before + hidden.detach()
+                hidden = self._through(chunk, hidden, uses_spare)
         loss: Tensor = self.final(hidden, self.embedding.weight if self.shape.is_tied else None, labels)
         return loss
+
+    def _through(self, chunk: range, hidden: Tensor, uses_spare: bool) -> Tensor:
+        for index in chunk:
+            before, hidden = hidden, self.blocks[index](hidden, uses_spare)
+            if index == self.detached_block:
+                hidden = before + hidden.detach()
+        return hidden
 
     def unit_specs(self) -> tuple[UnitSpec, ...]:
         paths = {"embedding": "embedding"} | {f"block.{index}": f"blocks.{index}" for index in range(len(self.blocks))}
@@ -120,7 +129,8 @@ class SmallModel(nn.Module):
         )
 
     def uses(self) -> tuple[Use, ...]:
-        blocks = tuple(Use(f"blocks.{index}", (f"block.{index}",), True) for index in range(len(self.blocks)))
+        chunk_of = [index // self.shape.chunk if self.shape.is_recomputed else None for index in range(len(self.blocks))]
+        blocks = tuple(Use(f"blocks.{index}", (f"block.{index}",), True, chunk) for index, chunk in enumerate(chunk_of))
         output = "embedding" if self.shape.is_tied else "head"
         return (Use("embedding", ("embedding",), False), *blocks, Use("final", ("final_norm", output), True))
 

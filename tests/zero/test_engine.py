@@ -13,6 +13,7 @@ from small_engine import (
     Job,
     ModelShape,
     Rank,
+    SmallModel,
     global_batch,
     mean_losses,
     plain_model,
@@ -71,7 +72,8 @@ def test_a_block_whose_output_gets_no_gradient_on_any_rank_is_zero_in_the_gradie
 @pytest.mark.parametrize("row", list(ROWS))
 @pytest.mark.parametrize("prefetch", [Prefetch(), Prefetch(0, 0), Prefetch(3, 3)], ids=str)
 def test_a_block_whose_output_gets_no_gradient_on_one_rank_only_holds_up_nobody(row: str, prefetch: Prefetch) -> None:
-    job = Job(ROWS[row], shape=ModelShape(inner=(9, 20, 13)), steps=3, microbatches=2, prefetch=prefetch)
+    shape = ModelShape(inner=(9, 20, 13), is_recomputed=prefetch.inter_uses > 2, chunk=3)
+    job = Job(ROWS[row], shape=shape, steps=3, microbatches=2, prefetch=prefetch)
 
     def program(backend: VirtualBackend) -> History:
         return _train(_with_detached_block(job, backend) if backend.rank == 1 else Rank(job, backend))
@@ -107,6 +109,19 @@ def _with_detached_block(job: Job, backend: VirtualBackend) -> Rank:
     rank = Rank(job, backend)
     rank.model.detached_block = 1
     return rank
+
+
+# ---- recomputation
+
+
+def test_blocks_that_are_recomputed_together_without_saying_so_end_in_an_error_instead_of_computing_with_nan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    uses = SmallModel.uses
+    monkeypatch.setattr(SmallModel, "uses", lambda model: tuple(dataclasses.replace(use, recomputed_in=None) for use in uses(model)))
+    job = Job(POLICIES[3], shape=ModelShape(inner=(9, 20, 13), is_recomputed=True, chunk=3), prefetch=Prefetch(0, 0))
+    with pytest.raises(RuntimeError, match="full rung is stale"):
+        run_world((2, 1), lambda backend: Rank(job, backend).train())
 
 
 # ---- evaluation in between

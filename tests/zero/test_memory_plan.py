@@ -94,8 +94,10 @@ def test_planned_states_of_an_untied_model_in_fp32_are_what_the_engine_reports_t
 
 @pytest.mark.parametrize("prefetch", [Prefetch(), Prefetch(0, 0), Prefetch(3, 2)], ids=str)
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-def test_planned_gathered_units_are_the_most_that_are_full_at_once(prefetch: Prefetch, is_tied: bool) -> None:
-    job = Job(POLICIES[3], shape=ModelShape(inner=(17, 40, 40, 25), is_tied=is_tied), prefetch=prefetch)
+@pytest.mark.parametrize("chunk", [0, 1, 3], ids=["kept", "recomputed", "in chunks"])
+def test_planned_gathered_units_are_the_most_that_are_full_at_once(prefetch: Prefetch, is_tied: bool, chunk: int) -> None:
+    shape = ModelShape(inner=(17, 40, 40, 25, 30), is_tied=is_tied, is_recomputed=chunk > 0, chunk=max(1, chunk))
+    job = Job(POLICIES[3], shape=shape, prefetch=prefetch)
     for held in run_world((2, 2), lambda backend: train(job, backend)):
         assert held.gathered == held.plan.gathered
 

@@ -97,11 +97,11 @@ class Recorder:
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("shape", [ModelShape(), ModelShape(is_tied=False), ModelShape((5, 9, 17), is_recomputed=True, chunk=2)], ids=str)
 @pytest.mark.parametrize("row", list(EVERY_ROW))
-def test_a_walk_submits_what_the_engine_submits_in_its_order(row: str, is_tied: bool, microbatches: int) -> None:
+def test_a_walk_submits_what_the_engine_submits_in_its_order(row: str, shape: ModelShape, microbatches: int) -> None:
     policy: Policy = EVERY_ROW[row]
-    job = Job(policy, shape=ModelShape(is_tied=is_tied), steps=2, microbatches=microbatches, prefetch=Prefetch(2, 1))
+    job = Job(policy, shape=shape, steps=2, microbatches=microbatches, prefetch=Prefetch(2, 1))
     topology = Topology.of_nodes(2, 2)
 
     def submitted(backend: VirtualBackend) -> list[tuple[str, Lane]]:

@@ -40,8 +40,9 @@ def test_every_row_gives_the_same_bits_with_one_micro_batch(shape: tuple[int, in
 def test_recomputation_and_output_tying_keep_the_bits_of_stage_0_in_stage_3(shape: tuple[int, int], is_tied: bool) -> None:
     model = ModelShape(is_tied=is_tied)
     reference = train_world(shape, Job(POLICIES[0], shape=model))
-    recomputed = dataclasses.replace(model, is_recomputed=True)
-    assert train_world(shape, Job(POLICIES[3], shape=recomputed)) == reference
+    for chunk in (1, 2):
+        recomputed = dataclasses.replace(model, is_recomputed=True, chunk=chunk)
+        assert train_world(shape, Job(POLICIES[3], shape=recomputed)) == reference
 
 
 @pytest.mark.parametrize("row", list(ROWS))
@@ -89,8 +90,8 @@ def test_bits_do_not_depend_on_how_far_ahead_climbs_are_submitted(policy, microb
 
 @pytest.mark.parametrize("row", list(ROWS))
 def test_bits_do_not_depend_on_random_delays_of_single_ranks_with_units_of_unequal_size(row: str) -> None:
-    for is_recomputed in (False, True):
-        job = Job(ROWS[row], shape=dataclasses.replace(UNEQUAL, is_recomputed=is_recomputed), microbatches=2, steps=2)
+    for is_recomputed, chunk in ((False, 1), (True, 1), (True, 2)):
+        job = Job(ROWS[row], shape=dataclasses.replace(UNEQUAL, is_recomputed=is_recomputed, chunk=chunk), microbatches=2, steps=2)
         delayed = run_world((2, 2), lambda backend: Rank(job, backend, RecordingLanes(random_pauses(backend.rank))).train())  # noqa: B023
         assert delayed == train_world((2, 2), job)
 

@@ -14,12 +14,13 @@ from megatron_zpp.zero.schedule import Moment, Phase, Prefetch, Schedule, descen
 prefetches = st.builds(Prefetch, st.integers(0, 4), st.integers(0, 4))
 
 
-def _uses(blocks: int, is_tied: bool) -> tuple[Use, ...]:
-    middle = tuple(Use(f"blocks.{index}", (f"b{index}",), True) for index in range(blocks))
+def _uses(blocks: int, is_tied: bool, chunk: int | None = None) -> tuple[Use, ...]:
+    """chunk: blocks that are recomputed together; None: without recomputation."""
+    middle = tuple(Use(f"blocks.{index}", (f"b{index}",), True, chunk and index // chunk) for index in range(blocks))
     return (Use("embedding", ("emb",), False), *middle, Use("final", ("norm", "emb" if is_tied else "head"), True))
 
 
-models = st.builds(_uses, st.integers(1, 8), st.booleans())
+models = st.builds(_uses, st.integers(1, 8), st.booleans(), st.none() | st.integers(1, 5))
 
 
 def _forward(uses: tuple[Use, ...]) -> list[Moment]:
@@ -27,7 +28,19 @@ def _forward(uses: tuple[Use, ...]) -> list[Moment]:
 
 
 def _backward(uses: tuple[Use, ...]) -> list[Moment]:
-    return [Moment(Phase.PRE_BACKWARD, index) for index in reversed(range(len(uses)))] + [Moment(Phase.AFTER_BACKWARD, 0)]
+    """As hooks announce them: the gradient of a chunk's output arrives, its uses run forward again, then backward goes through them."""
+    moments: list[Moment] = []
+    for chunk in reversed(_chunks(uses)):
+        last, *others = reversed(chunk)
+        moments.append(Moment(Phase.PRE_BACKWARD, last))
+        moments += [Moment(Phase.RECOMPUTE, index) for index in chunk if others]
+        moments += [Moment(Phase.PRE_BACKWARD, index) for index in others]
+    return [*moments, Moment(Phase.AFTER_BACKWARD, 0)]
+
+
+def _chunks(uses: tuple[Use, ...]) -> list[list[int]]:
+    numbers = [-1 - index if use.recomputed_in is None else use.recomputed_in for index, use in enumerate(uses)]
+    return [[index for index, other in enumerate(numbers) if other == number] for number in dict.fromkeys(numbers)]
 
 
 class RestingLadder:
@@ -35,6 +48,7 @@ class RestingLadder:
 
     def __init__(self, uses: tuple[Use, ...], schedule: Schedule) -> None:
         self.uses = uses
+        self.chunk_of = {index: chunk for chunk in _chunks(uses) for index in chunk}
         self.schedule = schedule
         self.to_secondary: list[str] = []  # submissions, in order
         self.to_full: list[str] = []
@@ -61,7 +75,11 @@ class RestingLadder:
             self.full.add(unit)
         if moment.phase is Phase.PRE_FORWARD:
             assert set(self.uses[moment.use].units) <= self.full
-        if moment.phase is Phase.PRE_BACKWARD and self.uses[moment.use].needs_weights_in_backward:
+        chunk = self.chunk_of[moment.use]
+        if moment.phase is Phase.RECOMPUTE:  # those before it wait for their backward
+            assert {unit for index in chunk[: chunk.index(moment.use) + 1] for unit in self.uses[index].units} <= self.full
+        is_recomputed_first = len(chunk) > 1 and moment.use == chunk[-1]
+        if moment.phase is Phase.PRE_BACKWARD and self.uses[moment.use].needs_weights_in_backward and not is_recomputed_first:
             assert set(self.uses[moment.use].units) <= self.full
         self.most_full = max(self.most_full, len(self.full | self.climbing))
 
@@ -110,9 +128,11 @@ def test_climbs_are_submitted_in_the_order_of_need_whatever_the_prefetch(uses: t
     assert ahead.to_secondary == by_need.to_secondary
 
 
-@given(st.integers(4, 12), st.booleans(), prefetches)
-def test_how_many_units_stand_full_at_once_does_not_depend_on_the_depth(blocks: int, is_tied: bool, prefetch: Prefetch) -> None:
-    assert _microbatch(_uses(blocks, is_tied), prefetch).most_full <= 4 + prefetch.intra_uses
+@given(st.integers(4, 12), st.booleans(), st.integers(1, 4), prefetches)
+def test_how_many_units_stand_full_at_once_depends_on_the_chunk_and_not_on_the_depth(
+    blocks: int, is_tied: bool, chunk: int, prefetch: Prefetch
+) -> None:
+    assert _microbatch(_uses(blocks, is_tied, chunk), prefetch).most_full <= 3 + chunk + prefetch.intra_uses
 
 
 @given(models, prefetches)
@@ -177,16 +197,27 @@ COLUMNS = ("rest", "climb_to_secondary", "climb_to_full", "wait")
 def test_the_table_at_the_top_of_the_file_is_true(column: str) -> None:
     uses = (Use("e", ("emb",), False), Use("0", ("b0",), True), Use("1", ("b1",), True), Use("f", ("head", "emb"), True))
     actions = training_schedule(uses, Prefetch(inter_uses=2, intra_uses=1))
-    drawn = _drawn_table()
+    drawn = _drawn_table(schedule_module.__doc__)
     assert set(drawn) == set(actions) - {Moment(Phase.AFTER_BACKWARD, 0)}
     for moment, cells in drawn.items():
         assert " ".join(getattr(actions[moment], column)) == cells[COLUMNS.index(column)], moment
 
 
-def _drawn_table() -> dict[Moment, list[str]]:
+@pytest.mark.parametrize("column", COLUMNS)
+def test_the_table_of_a_recomputed_chunk_is_true(column: str) -> None:
+    uses = (Use("e", ("emb",), False), Use("0", ("b0",), True, 0), Use("1", ("b1",), True, 0), Use("f", ("head", "emb"), True))
+    actions = training_schedule(uses, Prefetch(inter_uses=2, intra_uses=1))
+    drawn = _drawn_table(training_schedule.__doc__)
+    moments = list(actions)
+    assert list(drawn) == moments[moments.index(Moment(Phase.PRE_BACKWARD, 2)) : -1]
+    for moment, cells in drawn.items():
+        assert " ".join(getattr(actions[moment], column)) == cells[COLUMNS.index(column)], moment
+
+
+def _drawn_table(text: str | None) -> dict[Moment, list[str]]:
     table = {}
-    for line in (schedule_module.__doc__ or "").splitlines():
-        found = re.match(r"\s+(pre_forward|post_forward|pre_backward)\s+(\d)\s+(.*)", line)
+    for line in (text or "").splitlines():
+        found = re.match(r"\s+(pre_forward|post_forward|pre_backward|recompute)\s+(\d)\s+(.*)", line)
         if found:
             cells = ["" if cell == "-" or cell.startswith("(") else cell for cell in re.split(r"\s{2,}", found[3].strip())]
             table[Moment(Phase(found[1]), int(found[2]))] = cells + [""] * (len(COLUMNS) - len(cells))

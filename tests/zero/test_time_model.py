@@ -37,8 +37,9 @@ def machine(inter: LinkSpeed = INFINITE, overlap: Overlap = Overlap.STREAMS, int
 
 @pytest.mark.parametrize("overlap", list(Overlap))
 @pytest.mark.parametrize("microbatches", [1, 2, 7])
-def test_over_free_links_a_step_takes_its_computation(overlap: Overlap, microbatches: int) -> None:
-    time = step_time(job(ALL, microbatches), machine(overlap=overlap), COMPUTATION)
+@pytest.mark.parametrize("recomputes", ["", "--checkpoint-activations --checkpoint-num-layers 2"], ids=["kept", "in chunks"])
+def test_over_free_links_a_step_takes_its_computation(overlap: Overlap, microbatches: int, recomputes: str) -> None:
+    time = step_time(job(f"{ALL} {recomputes}", microbatches), machine(overlap=overlap), COMPUTATION)
     assert time.seconds == pytest.approx(microbatches * COMPUTATION.seconds)
     assert time.computing == pytest.approx(time.seconds)
 

@@ -108,9 +108,10 @@ def test_the_ledger_equals_the_closed_form_in_larger_worlds(shape: tuple[int, in
     assert _measured(shape, job) == [[expected]] * (shape[0] * shape[1])
 
 
+@pytest.mark.parametrize("chunk", [1, 2])
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-def test_recomputation_moves_no_byte_more(is_tied: bool) -> None:
-    shape = ModelShape(INNER, HIDDEN, is_tied, is_recomputed=True)
+def test_recomputation_moves_no_byte_more(is_tied: bool, chunk: int) -> None:
+    shape = ModelShape(INNER, HIDDEN, is_tied, is_recomputed=True, chunk=chunk)
     job = Job(POLICIES[3], shape=shape, steps=2, microbatches=2, block_numel=BLOCK)
     assert _measured((2, 2), job) == [[_closed_form("stage 3", _units(is_tied), 2, 2, 4, 2)] * 2] * 4
 

@@ -1,0 +1,71 @@
+"""Lanes whose hops an observer hears of; where there is no observer there are none of these, and a hop costs what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+from weakref import WeakSet
+
+from megatron_zpp.comm.lanes import Hop, Lanes
+from megatron_zpp.monitor.observer import Observer
+from megatron_zpp.parallel.topology import Direction, Lane, Link
+
+# Timers of monitor.timers: the time that computation waits for the hops of a lane.
+WAIT_TIMERS = {
+    Lane(Link.INTER, Direction.CLIMB): "params-all-gather-inter",
+    Lane(Link.INTRA, Direction.CLIMB): "params-all-gather-intra",
+    Lane(Link.INTRA, Direction.DESCEND): "grads-reduce-scatter-intra",
+    Lane(Link.INTER, Direction.DESCEND): "grads-reduce-scatter-inter",
+}
+# The rung on which the hops of a lane arrive.
+_RUNGS = {
+    Lane(Link.INTER, Direction.CLIMB): "secondary",
+    Lane(Link.INTRA, Direction.CLIMB): "full",
+    Lane(Link.INTRA, Direction.DESCEND): "secondary",
+    Lane(Link.INTER, Direction.DESCEND): "primary",
+}
+
+Result = TypeVar("Result")
+
+
+class ObservedLanes:
+    """The lanes of a rank; what the host does for each hop is reported: encoding, sending, decoding and waiting.
+
+    Whoever waits for a hop waits for those before it first, so that the wait for each link is told apart.
+    """
+
+    def __init__(self, lanes: Lanes, observer: Observer) -> None:
+        self._lanes = lanes
+        self._observer = observer
+        self._waited_for: WeakSet[Hop] = WeakSet()
+
+    def submit(self, hop: Hop) -> None:
+        hop.prepare = self._reported(f"{range_name(hop)} encode", hop.prepare)
+        hop.launch = self._reported(f"{range_name(hop)} send", hop.launch)
+        hop.land = self._reported(f"{range_name(hop)} decode", hop.land)
+        self._lanes.submit(hop)
+
+    def wait(self, hop: Hop) -> None:
+        if hop in self._waited_for:
+            self._lanes.wait(hop)
+            return
+        if hop.after is not None:
+            self.wait(hop.after)
+        with self._observer.phase(WAIT_TIMERS[hop.lane]), self._observer.hop(f"{range_name(hop)} wait"):
+            self._lanes.wait(hop)
+        self._waited_for.add(hop)
+
+    def drain(self) -> None:
+        self._lanes.drain()
+
+    def _reported(self, name: str, call: Callable[[], Result]) -> Callable[[], Result]:
+        def reported() -> Result:
+            with self._observer.hop(name):
+                return call()
+
+        return reported
+
+
+def range_name(hop: Hop) -> str:
+    """`block.3 inter-climb to secondary`: unit, link, direction, and the rung on which the hop arrives."""
+    return f"{hop.name} {hop.lane} to {_RUNGS[hop.lane]}"

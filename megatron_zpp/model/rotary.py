@@ -1,0 +1,70 @@
+"""Rotary position embedding: queries and keys turn by angles that grow with the position (RoFormer, arXiv 2104.09864).
+
+B micro-batch size, S tokens per sample, R channels of a head that rotate.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.config.schema import ModelConfig
+
+
+class Rotation(NamedTuple):
+    """The angles of one micro-batch, for all blocks. Shapes: [S, 1, 1, R], or [B, S, 1, 1, R] where samples differ in positions."""
+
+    cos: Tensor
+    sin: Tensor  # negative at the first channel of every pair
+    is_interleaved: bool
+
+    def turned(self, heads: Tensor) -> Tensor:
+        """heads [B, S, K, M, D] with the first R channels rotated, in their dtype: (a, b) -> (a cos - b sin, b cos + a sin)."""
+        turning, still = heads.tensor_split((self.cos.shape[-1],), dim=-1)
+        turned = torch.addcmul(turning * self.cos, self._partners(turning), self.sin)
+        return turned if still.shape[-1] == 0 else torch.cat((turned, still), dim=-1)
+
+    def _partners(self, turning: Tensor) -> Tensor:
+        if self.is_interleaved:
+            return turning.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        return turning.roll(turning.shape[-1] // 2, dims=-1)
+
+
+@dataclass(frozen=True)
+class RotaryPositions:
+    """How positions become angles."""
+
+    config: ModelConfig
+
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """The rotation at `positions` [S] or [B, S]. Angles are fp32, their cosines and sines of the dtype of the heads."""
+        steps = positions.float() / self.config.rotary_seq_len_interpolation_factor
+        angles = steps[..., None] * self.frequencies(positions.device)  # [..., S, R / 2]
+        cos, sin = angles.cos(), angles.sin()
+        if self.config.rotary_interleaved:
+            cos, sin = torch.stack((cos, cos), dim=-1).flatten(-2), torch.stack((-sin, sin), dim=-1).flatten(-2)
+        else:
+            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return Rotation(cos.to(dtype)[..., None, None, :], sin.to(dtype)[..., None, None, :], self.config.rotary_interleaved)
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Radians per position of every pair of channels, [R / 2] fp32, falling from 1 to about 1 / base."""
+        channels = self.config.rotary_channels
+        exponents = torch.arange(0, channels, 2, dtype=torch.float32, device=device) / channels
+        frequencies = 1.0 / self.config.rotary_base**exponents
+        return self._stretched(frequencies) if self.config.use_rope_scaling else frequencies
+
+    def _stretched(self, frequencies: Tensor) -> Tensor:
+        """Llama 3.1's scaling: waves longer than original / low are slowed by the factor, those shorter than original / high are not.
+
+        Between them the share of the original frequency grows linearly with the waves that the original context holds.
+        """
+        config = self.config
+        low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
+        waves_in_context = config.rope_scaling_original_max_position_embeddings * frequencies / (2 * math.pi)
+        share = ((waves_in_context - low) / (high - low)).clamp(0.0, 1.0)
+        return share * frequencies + (1.0 - share) * frequencies / config.rope_scaling_factor

@@ -1,0 +1,96 @@
+"""Chrome traces of a few iterations, with units, hops and phases by name."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile, record_function
+
+# A unit's backward begins inside one autograd node and ends inside another: ranges that overlap without nesting need a row of their own.
+_RANGE = '"cat": "user_annotation"'
+_UNIT_NAME = re.compile(r'"name": "(?:forward|backward) ')
+_ROW = re.compile(r'("tid": )\d+')
+_ROW_OF_UNITS = r'\1"units"'
+
+
+class Profiler:
+    """Profiles this rank from `start` to `end` of the iterations that this process makes, and writes one trace to `directory`."""
+
+    def __init__(self, start: int, end: int, directory: Path, rank: int) -> None:
+        self._start = start
+        self._end = end
+        self._directory = directory
+        self._rank = rank
+        self._made = 0
+        self._profile: profile | None = None
+        self._first_iteration = 0
+
+    def span(self, name: str) -> AbstractContextManager[object]:
+        """A named range, while profiling."""
+        return nullcontext() if self._profile is None else record_function(name)
+
+    def before_step(self, iteration: int) -> str:
+        """To be called before each iteration with its number; says where the trace is once it has been written, else nothing."""
+        said = self.finish(iteration - 1) if self._made == self._end else ""
+        if self._made == self._start:
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+            self._first_iteration = iteration
+            self._profile = profile(activities=activities, record_shapes=True, experimental_config=_all_threads())
+            self._profile.start()
+        self._made += 1
+        return said
+
+    def finish(self, last_iteration: int) -> str:
+        """Writes the trace of what was profiled up to `last_iteration` and says where it is; nothing where nothing was."""
+        if self._profile is None:
+            return ""
+        running, self._profile = self._profile, None
+        running.stop()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / f"iterations_{self._first_iteration}-{last_iteration}_rank_{self._rank}.pt.trace.json"
+        running.export_chrome_trace(str(path))
+        move_units_to_a_row(path)
+        return f"profile of iterations {self._first_iteration} to {last_iteration} on rank {self._rank}: {path}"
+
+
+def _all_threads() -> _ExperimentalConfig | None:
+    """The lanes' thread beside this one; torch 2.6 profiles only this one."""
+    try:
+        return _ExperimentalConfig(profile_all_threads=True)
+    except TypeError:
+        return None
+
+
+@contextmanager
+def nvtx_span(name: str) -> Iterator[None]:
+    """A range for Nsight Systems. Not pushed and popped: a range may end in another thread than it began in."""
+    handle = torch.cuda.nvtx.range_start(name)
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_end(handle)
+
+
+def move_units_to_a_row(trace: Path) -> None:
+    """Puts the ranges of units of a Chrome trace on a row named `units`; the file is rewritten line by line, for it may be large."""
+    moved = trace.with_suffix(".part")
+    with trace.open(encoding="utf-8") as source, moved.open("w", encoding="utf-8") as target:
+        target.writelines(_with_rows_of_units(source))
+    os.replace(moved, trace)
+
+
+def _with_rows_of_units(lines: Iterable[str]) -> Iterator[str]:
+    """torch writes an event on one line or on several, in the order of category, name and row."""
+    is_range = is_unit = False
+    for line in lines:
+        is_range = is_range or _RANGE in line
+        is_unit = is_unit or (is_range and _UNIT_NAME.search(line) is not None)
+        yield _ROW.sub(_ROW_OF_UNITS, line) if is_unit else line
+        if '"tid":' in line:
+            is_range = is_unit = False

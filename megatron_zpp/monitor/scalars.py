@@ -1,0 +1,80 @@
+"""The points of a run under Megatron-LM's tags, whoever writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_zpp.monitor.interval_report import IntervalReport
+from megatron_zpp.monitor.training_line import perplexity_of
+
+
+@dataclass(frozen=True)
+class ScalarChoice:
+    """Which points are wanted beside those that always are."""
+
+    learning_rate: bool = True
+    loss_scale: bool = True
+    world_size: bool = False
+    memory: bool = False
+    validation_ppl: bool = False
+
+
+class ScalarWriter(Protocol):
+    """Where points go."""
+
+    def write(self, scalars: Mapping[str, float], iteration: int, consumed_samples: int | None = None) -> None:
+        """Points at `iteration`; with consumed_samples also against those."""
+
+    def close(self) -> None:
+        """Writes what is held back."""
+
+
+def interval_scalars(report: IntervalReport, choice: ScalarChoice) -> dict[str, float]:
+    """Points that are drawn against iterations and against samples."""
+    scalars = {
+        "learning-rate": report.learning_rate if choice.learning_rate else None,
+        "batch-size": report.global_batch_size,
+        "lm loss": report.lm_loss,
+        "loss-scale": report.loss_scale if choice.loss_scale else None,
+        "world-size": report.world_size if choice.world_size else None,
+        "grad-norm": report.grad_norm,
+        "num-zeros": report.num_zeros,
+        "params-norm": report.params_norm,
+    }
+    return _known(scalars)
+
+
+def iteration_scalars(report: IntervalReport, choice: ScalarChoice) -> dict[str, float]:
+    """Points that are drawn against iterations alone; times in seconds and model FLOPs, as in Megatron-LM."""
+    scalars: dict[str, float | None] = {
+        "iteration-time": report.elapsed_ms_per_iteration / 1000.0,
+        "throughput": report.model_tflops_per_gpu,
+    }
+    if choice.memory:
+        scalars |= {
+            "mem-reserved-bytes": report.memory.reserved_bytes,
+            "mem-allocated-bytes": report.memory.allocated_bytes,
+            "mem-max-allocated-bytes": report.memory.max_allocated_bytes,
+            "mem-allocated-count": report.memory.allocated_count,
+        }
+    return _known(scalars)
+
+
+def validation_scalars(lm_loss: float, choice: ScalarChoice, *, set_name: str = "") -> dict[str, float]:
+    """Points of a validation, drawn against iterations and against samples. set_name: empty where there is one set."""
+    tag = f"lm loss validation {set_name}".rstrip()
+    scalars = {tag: lm_loss}
+    if choice.validation_ppl:
+        scalars[f"{tag} ppl"] = perplexity_of(lm_loss)
+    return scalars
+
+
+def timer_scalars(milliseconds: Mapping[str, list[float]]) -> dict[str, float]:
+    """Points of timers: the longest of all ranks, in seconds, against iterations. milliseconds: by timer, of each rank."""
+    return {f"{name}-time": max(of_ranks) / 1000.0 for name, of_ranks in milliseconds.items()}
+
+
+def _known(scalars: Mapping[str, float | None]) -> dict[str, float]:
+    return {tag: value for tag, value in scalars.items() if value is not None}

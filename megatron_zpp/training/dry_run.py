@@ -1,0 +1,196 @@
+"""--dry-run: what a run with these flags would be, before anybody starts it (no torch)."""
+
+from __future__ import annotations
+
+from megatron_zpp.checkpoint.checkpoint_args import checkpoint_folder
+from megatron_zpp.config.arguments import arguments_block
+from megatron_zpp.config.assumptions import banner
+from megatron_zpp.config.data_sources import Blend, read_sources
+from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.horizons import length_in_samples
+from megatron_zpp.config.schema import Config
+from megatron_zpp.config.validate import resolve
+from megatron_zpp.data.tokenizer import build_tokenizer, embedding_rows
+from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
+from megatron_zpp.model.shapes import ModelShape
+from megatron_zpp.parallel.launch import Launch
+from megatron_zpp.training.memory_need import MemoryThere, check_fits, in_gib
+from megatron_zpp.training.planned_machine import GIGABYTE, planned_machine
+from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, computation_by_rate, plan_as_given
+from megatron_zpp.zero.time_model import StepTime
+
+TERA = 1e12
+LABEL_COLUMNS = 24
+STATE_BYTES = {True: 4, False: 12}  # of a saved parameter, without and with the two moments of Adam; fp32
+SECONDS_PER_DAY = 86400
+
+
+def described_plan(given: Config, launch: Launch) -> str:
+    """The flags as a run prints them, and the plan of that run. given: not resolved yet.
+
+    Raises ValueError for what would end the run at its start: flags, tokenizer, corpora, checkpoint, memory.
+    """
+    config, world = _resolved(given, launch)
+    vocab_size = build_tokenizer(config.data).vocab_size
+    plan = plan_as_given(config, world, embedding_rows(config.model, vocab_size))
+    _check_memory(plan, world)
+    parts = {
+        "parameters": _parameters(plan, vocab_size),
+        "training": _training(plan),
+        "data": _data(config),
+        "start": _start(config),
+        "sharding": plan.member.name,
+        "memory per rank": _memory(plan),
+        "bytes per iteration": _bytes(plan),
+        "operations": _operations(plan, world),
+        "time": _time(plan, world),
+        "checkpoint": _checkpoint(plan),
+    }
+    device = config.plan.device.upper()
+    headline = f"plan of {world.size} ranks ({world.nodes} nodes x {world.ranks_per_node}, {device}); nothing was started"
+    lines = [f"  {name} {'.' * (LABEL_COLUMNS - len(name))} {text}" for name, text in parts.items() if text]
+    return "\n".join(filter(None, [banner(config), arguments_block(config), *config.notices, headline, *lines]))
+
+
+def planned_world_size(given: Config, launch: Launch) -> tuple[int, int | None]:
+    """All ranks of the planned world, and those of a node where flags or launcher say so: first the flags, then the launcher, then one.
+
+    Raises FlagError for flags that do not agree, or leave open how many ranks a node has.
+    """
+    nodes, world_size, ranks_per_node = given.plan.nodes, given.plan.world_size, given.distributed.ranks_per_node
+    if nodes is None and world_size is None:
+        if launch.world_size > 1:
+            return launch.world_size, launch.local_world_size
+        return ranks_per_node or 1, ranks_per_node
+    if world_size is None:
+        if ranks_per_node is None:
+            raise FlagError(f"--nodes {nodes} leaves open how many ranks a node has; give --ranks-per-node as well.")
+        return (nodes or 1) * ranks_per_node, ranks_per_node
+    if nodes is not None and world_size % nodes != 0:
+        raise FlagError(f"--nodes {nodes} does not divide --world-size {world_size}; correct one of them.")
+    if nodes is not None and ranks_per_node not in (None, world_size // nodes):
+        raise FlagError(
+            f"--nodes {nodes} of --ranks-per-node {ranks_per_node} are not the ranks of --world-size {world_size}; leave one of them out."
+        )
+    if nodes is None and ranks_per_node is None and world_size > 1:
+        raise FlagError(f"--world-size {world_size} leaves open how many ranks a node has; give --nodes or --ranks-per-node as well.")
+    return world_size, ranks_per_node or world_size // (nodes or 1)
+
+
+def _resolved(given: Config, launch: Launch) -> tuple[Config, PlannedWorld]:
+    world_size, local_world_size = planned_world_size(given, launch)
+    config = resolve(given, world_size, local_world_size)
+    ranks_per_node = config.distributed.ranks_per_node
+    return config, PlannedWorld(world_size // ranks_per_node, ranks_per_node, is_on_gpu=config.plan.device == "gpu")
+
+
+def _check_memory(plan: RunPlan, world: PlannedWorld) -> None:
+    gigabytes = plan.config.plan.memory_gigabytes
+    if gigabytes is not None:
+        model = ModelShape(plan.config.model, plan.padded_vocab_size)
+        there = MemoryThere(int(gigabytes * GIGABYTE), host=None)
+        check_fits(plan.config, model, plan.job.sharding, plan.job.topology, is_on_gpu=world.is_on_gpu, there=there)
+
+
+def _parameters(plan: RunPlan, vocab_size: int) -> str:
+    count = parameter_count(plan.config.model, plan.padded_vocab_size)
+    return f"{count} ({count / 1e9:.4g} billion), vocabulary of {vocab_size} padded to {plan.padded_vocab_size}"
+
+
+def _training(plan: RunPlan) -> str:
+    training, microbatches = plan.config.training, plan.job.microbatches
+    return (
+        f"{training.train_iters} iterations of {training.global_batch_size} samples of {plan.config.model.seq_length} tokens, "
+        f"{_all_tokens(plan):.4g} tokens in all; per rank and iteration {microbatches} x {training.micro_batch_size} samples"
+    )
+
+
+def _all_tokens(plan: RunPlan) -> int:
+    seq_length = plan.config.model.seq_length
+    return length_in_samples(plan.config.training, seq_length) * seq_length
+
+
+def _data(config: Config) -> str:
+    if config.data.mock_data:
+        return "generated tokens"
+    sources = read_sources(config.data)
+    blends = {"": sources.common} if sources.common is not None else sources.by_split
+    return "; ".join(f"{split} {_blend(blend)}".strip() for split, blend in blends.items() if blend is not None)
+
+
+def _blend(blend: Blend) -> str:
+    from megatron_zpp.data.indexed_dataset import IndexedDataset  # numpy comes with it
+
+    corpora = [IndexedDataset(prefix) for prefix in blend.prefixes]
+    tokens = sum(int(corpus.lengths.sum(dtype="int64")) for corpus in corpora)
+    return f"{len(corpora)} corpora of {tokens:.4g} tokens"
+
+
+def _start(config: Config) -> str:
+    """Empty without flags that load. Raises ValueError where a checkpoint is missing that must be there."""
+    checkpoint = config.checkpoint
+    if checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
+        return ""
+    folder = checkpoint_folder(checkpoint)
+    if folder is None and checkpoint.exit_on_missing_checkpoint:
+        raise FlagError(f"--load {checkpoint.load} holds no checkpoint and --exit-on-missing-checkpoint is given; correct the path.")
+    return "anew, there is no checkpoint yet" if folder is None else f"from {folder}"
+
+
+def _memory(plan: RunPlan) -> str:
+    return f"{in_gib(plan.memory.total)}: {plan.memory}"
+
+
+def _bytes(plan: RunPlan) -> str:
+    traffic, ranks = plan.traffic, plan.job.topology.ranks_per_node
+    weights, gradients = (part.inter_bytes * ranks / GIGABYTE for part in (traffic.weights, traffic.gradients))
+    return (
+        f"{plan.node_bytes / GIGABYTE:.4g} GB into a node from others (weights {weights:.4g}, gradients {gradients:.4g}), "
+        f"{traffic.total.intra_bytes / GIGABYTE:.4g} GB into a rank inside its node, {traffic.collectives} collectives"
+    )
+
+
+def _operations(plan: RunPlan, world: PlannedWorld) -> str:
+    model, samples = plan.config.model, plan.config.training.global_batch_size
+    counts = [count(model, plan.padded_vocab_size, samples) / world.size / TERA for count in (model_flops, hardware_flops)]
+    return "{:.4g} TFLOP per rank and iteration (model), {:.4g} with recomputation and whole attention (hardware)".format(*counts)
+
+
+def _time(plan: RunPlan, world: PlannedWorld) -> str:
+    """Empty where --teraflops is not given."""
+    wishes = plan.config.plan
+    if wishes.teraflops is None:
+        return ""
+    computation = computation_by_rate(plan.config, plan.padded_vocab_size, wishes.teraflops * TERA)
+    if world.nodes > 1 and wishes.inter_gigabits is None:
+        seconds = computation.seconds * plan.job.microbatches
+        return f"{_speed(plan, world, seconds)}; without the link between nodes, whose rate --inter-gigabits says"
+    rate = wishes.inter_gigabits or float("inf")  # one node has no such link
+    time = plan.time(planned_machine(rate, wishes.intra_gigabytes, is_on_gpu=world.is_on_gpu), computation)
+    return f"{_speed(plan, world, time.seconds)}; busy are {_busy(time)}"
+
+
+def _speed(plan: RunPlan, world: PlannedWorld, seconds: float) -> str:
+    training = plan.config.training
+    tokens = training.global_batch_size * plan.config.model.seq_length
+    operations = model_flops(plan.config.model, plan.padded_vocab_size, training.global_batch_size) / world.size
+    whole = _all_tokens(plan) / tokens * seconds
+    length = f"{whole / SECONDS_PER_DAY:.4g} days" if whole > SECONDS_PER_DAY else f"{whole:.4g} s"
+    return (
+        f"{seconds:.4g} s per iteration, {length} in all, {tokens / seconds:.4g} tokens per second, "
+        f"{operations / seconds / TERA:.4g} TFLOP/s per rank (model)"
+    )
+
+
+def _busy(time: StepTime) -> str:
+    names = ("computation", "link between nodes", "link inside a node", "codecs")
+    parts = (time.computing, time.inter_link, time.intra_link, time.codecs)
+    return ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in zip(names, parts, strict=True))
+
+
+def _checkpoint(plan: RunPlan) -> str:
+    """Empty without --save."""
+    if plan.config.checkpoint.save is None:
+        return ""
+    nbytes = STATE_BYTES[plan.config.checkpoint.no_save_optim] * parameter_count(plan.config.model, plan.padded_vocab_size)
+    return f"{nbytes / GIGABYTE:.4g} GB each"

@@ -1,0 +1,54 @@
+"""What looks into a run while it goes: timers, a profiler, a record of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_zpp.config.schema import Config
+from megatron_zpp.monitor.memory_history import MemoryHistory
+from megatron_zpp.monitor.observer import Observer, Span, StepObserver
+from megatron_zpp.monitor.profiler import Profiler, nvtx_span
+from megatron_zpp.monitor.timers import Timers, clock_of
+
+
+@dataclass(frozen=True)
+class Instruments:
+    """What looks into the run on this rank. observer: the engine reports to it, and where observes_hops says so the lanes."""
+
+    timers: Timers
+    observer: Observer
+    observes_hops: bool = False
+    profiler: Profiler | None = None
+    memory_history: MemoryHistory | None = None
+
+    def close(self) -> None:
+        """Writes what was recorded of memory."""
+        if self.memory_history is not None:
+            self.memory_history.close()
+
+
+def make_instruments(config: Config, device: torch.device, rank: int) -> Instruments:
+    """What the flags ask for on this rank. Raises ValueError where they ask for a GPU's and there is none."""
+    profiling, level = config.profiling, config.logging.timing_log_level
+    _check_device(config, device)
+    timers = Timers(level, clock_of(device))
+    is_profiled = rank in {int(word) for word in profiling.profile_ranks or ("0",)}
+    profiler, ranges = None, list[Span]()
+    if profiling.profile and profiling.profile_dir is not None and is_profiled:
+        profiler = Profiler(profiling.profile_step_start, profiling.profile_step_end, Path(profiling.profile_dir), rank)
+        ranges.append(profiler.span)
+    if profiling.nvtx_ranges:
+        ranges.append(nvtx_span)
+    phases = (timers.running,) if level > 0 else ()
+    observer = StepObserver(phases, tuple(ranges)) if phases or ranges else Observer()
+    history = MemoryHistory(Path(profiling.memory_snapshot_path), rank) if profiling.record_memory_history and is_profiled else None
+    return Instruments(timers, observer, observes_hops=level > 1 or bool(ranges), profiler=profiler, memory_history=history)
+
+
+def _check_device(config: Config, device: torch.device) -> None:
+    for name in ("nvtx_ranges", "record_memory_history"):
+        if config.value_of(name) and device.type != "cuda":
+            raise ValueError(f"--{name.replace('_', '-')} needs a GPU, and this run is on {device.type}; leave it out.")

@@ -1,0 +1,188 @@
+"""What a run tells of its iterations and validations, and to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_zpp.config.schema import Config, LoggingConfig
+from megatron_zpp.data.blended_dataset import SourceTally
+from megatron_zpp.monitor.interval_report import IntervalReport
+from megatron_zpp.monitor.jsonl import JsonLinesWriter
+from megatron_zpp.monitor.logging import RankPrinter
+from megatron_zpp.monitor.memory import memory_line, read_memory
+from megatron_zpp.monitor.progress_file import ProgressFile
+from megatron_zpp.monitor.scalars import (
+    ScalarChoice,
+    ScalarWriter,
+    interval_scalars,
+    iteration_scalars,
+    timer_scalars,
+    validation_scalars,
+)
+from megatron_zpp.monitor.timers import BETWEEN_STEPS, NEVER_RAN, TIMER_NAMES, timer_lines
+from megatron_zpp.monitor.training_line import samples_line, training_line
+from megatron_zpp.training.assumed_hardware import peak_teraflops
+from megatron_zpp.training.instruments import Instruments
+from megatron_zpp.training.metrics import Interval, Progress, ReportInputs, StepReadings, StepTimes, StepTraffic, interval_report
+from megatron_zpp.zero.engine import ZeroEngine
+
+STEP_TIMERS = tuple(name for name in TIMER_NAMES if name not in BETWEEN_STEPS)
+
+
+@dataclass(frozen=True)
+class Outlets:
+    """Where the run tells of itself: files on rank 0, points (TensorBoard, Weights & Biases) on the last rank; none on others.
+
+    instruments: what of this rank looks into the run.
+    """
+
+    printer: RankPrinter
+    instruments: Instruments
+    json_lines: JsonLinesWriter | None = None
+    progress_file: ProgressFile | None = None
+    scalars: tuple[ScalarWriter, ...] = ()
+
+    def close(self) -> None:
+        """Writes what is held back."""
+        for writer in (self.json_lines, *self.scalars):
+            if writer is not None:
+                writer.close()
+        self.instruments.close()
+
+
+class Reporter:
+    """Reports of one run. Every rank makes the same calls: norms and timers are gathered from all.
+
+    tally: counts the samples of each corpus, or None.
+    """
+
+    def __init__(self, config: Config, padded_vocab_size: int, engine: ZeroEngine, outlets: Outlets, tally: SourceTally | None) -> None:
+        self._config = config
+        self._padded_vocab_size = padded_vocab_size
+        self._engine = engine
+        self._outlets = outlets
+        self._timers = outlets.instruments.timers
+        self._tally = tally
+        self._traffic = StepTraffic(engine.ladder.ledger)
+        self._choice = _choice(config.logging)
+        self._peak_tflops = config.logging.device_peak_tflops or _known_peak(config, engine.device)
+        self._since_line, self._since_point = Interval(), Interval()
+        # Not whether this rank has writers: for a point, norms are gathered from all ranks.
+        self._has_points = config.logging.tensorboard_dir is not None or config.logging.wandb_project is not None
+        self._has_told_memory = False
+
+    def iteration(self, progress: Progress, readings: StepReadings, times: StepTimes, *, is_last: bool) -> None:
+        """A training line every --log-interval iterations and at the end, points every --tensorboard-log-interval."""
+        logging = self._config.logging
+        self._traffic.close_step()
+        self._timers.settle()
+        self._since_line.add(readings.outcome, times)
+        line_is_due = progress.iteration % logging.log_interval == 0 or is_last
+        point_is_due = False
+        if self._has_points:
+            self._since_point.add(readings.outcome, times)
+            point_is_due = progress.iteration % logging.tensorboard_log_interval == 0
+        if line_is_due or point_is_due:
+            self._report(progress, self._inputs(readings), line=line_is_due, point=point_is_due)
+        self._tell_memory(progress.iteration, is_after_line=line_is_due)
+
+    def validation(self, progress: Progress, lm_loss: float, set_name: str = "") -> None:
+        """The loss on a validation set. set_name: empty where there is one."""
+        named = {"validation_set": set_name} if set_name else {}
+        self._write_record({"iteration": progress.iteration, **named, "validation_loss": lm_loss})
+        scalars = validation_scalars(lm_loss, self._choice, set_name=set_name)
+        for writer in self._outlets.scalars:
+            writer.write(scalars, progress.iteration, progress.consumed_samples)
+
+    def test(self, progress: Progress, lm_loss: float) -> None:
+        """The loss on the test set."""
+        self._write_record({"iteration": progress.iteration, "test_loss": lm_loss})
+
+    def between_steps(self, name: str) -> None:
+        """The time of something that has happened between two steps, a timer of BETWEEN_STEPS."""
+        if self._config.logging.timing_log_level > 0:
+            self._outlets.printer.on_last(timer_lines(self._config.logging.timing_log_option, self._gathered_ms((name,), 1)))
+
+    def _inputs(self, readings: StepReadings) -> ReportInputs:
+        norm = self._engine.weight_norm() if self._config.logging.log_params_norm else None
+        return ReportInputs(readings, self._padded_vocab_size, read_memory(self._engine.device), self._peak_tflops, norm)
+
+    def _report(self, progress: Progress, inputs: ReportInputs, *, line: bool, point: bool) -> None:
+        if point:
+            self._write_points(interval_report(self._config, progress, self._since_point, self._traffic, inputs))
+            self._since_point = Interval()
+        if line:
+            self._tell(interval_report(self._config, progress, self._since_line, self._traffic, inputs), self._since_line.iterations)
+            self._since_line = Interval()
+
+    def _tell(self, report: IntervalReport, iterations: int) -> None:
+        logging, printer = self._config.logging, self._outlets.printer
+        printer.on_last(training_line(report, with_throughput=logging.log_throughput))
+        record: dict[str, object] = {**report.json_object(), **self._samples_per_source(report.consumed_samples)}
+        if logging.timing_log_level > 0:
+            record["timers_ms"] = self._tell_timers(report.iteration, iterations)
+        self._write_record(record)
+
+    def _tell_memory(self, iteration: int, *, is_after_line: bool) -> None:
+        """After the first line, and every --log-memory-interval iterations."""
+        interval, printer = self._config.logging.log_memory_interval, self._outlets.printer
+        if (is_after_line and not self._has_told_memory) or (interval is not None and iteration % interval == 0):
+            printer.on_first(memory_line(printer.rank, iteration, read_memory(self._engine.device)))
+            self._has_told_memory = True
+
+    def _tell_timers(self, iteration: int, iterations: int) -> dict[str, tuple[float, float]]:
+        """Milliseconds per iteration by timer, the least and the most of all ranks; printed and drawn on the way."""
+        logging = self._config.logging
+        of_ranks = self._gathered_ms(STEP_TIMERS, iterations)
+        self._outlets.printer.on_last(timer_lines(logging.timing_log_option, of_ranks))
+        if logging.log_timers_to_tensorboard:
+            for writer in self._outlets.scalars:
+                writer.write(timer_scalars(of_ranks), iteration)
+        return {name: (min(times), max(times)) for name, times in of_ranks.items()}
+
+    def _gathered_ms(self, names: Sequence[str], iterations: int) -> dict[str, list[float]]:
+        """Milliseconds per iteration of each rank, by timer that ran on any of them."""
+        own = torch.tensor(self._timers.take(names), dtype=torch.float64, device=self._engine.device)
+        rows = self._engine.ladder.gather_world(own).T.tolist()  # [timers, world_size] seconds
+        return {
+            name: [max(0.0, seconds) * 1000.0 / iterations for seconds in row]
+            for name, row in zip(names, rows, strict=True)
+            if max(row) > NEVER_RAN
+        }
+
+    def _write_points(self, report: IntervalReport) -> None:
+        for writer in self._outlets.scalars:
+            writer.write(interval_scalars(report, self._choice), report.iteration, report.consumed_samples)
+            writer.write(iteration_scalars(report, self._choice), report.iteration)
+
+    def _write_record(self, record: dict[str, object]) -> None:
+        if self._outlets.json_lines is not None:
+            self._outlets.json_lines.write(record)
+
+    def _samples_per_source(self, consumed_samples: int) -> dict[str, dict[str, int]]:
+        """For --log-jsonl, and printed; nothing without --log-samples-per-source."""
+        if self._tally is None:
+            return {}
+        counts = self._tally.up_to(consumed_samples)
+        self._outlets.printer.on_last(samples_line(counts))
+        return {"consumed_samples_per_source": counts}
+
+
+def _choice(logging: LoggingConfig) -> ScalarChoice:
+    return ScalarChoice(
+        learning_rate=not logging.no_log_learnig_rate_to_tensorboard,
+        loss_scale=not logging.no_log_loss_scale_to_tensorboard,
+        world_size=logging.log_world_size_to_tensorboard,
+        memory=logging.log_memory_to_tensorboard,
+        validation_ppl=logging.log_validation_ppl_to_tensorboard,
+    )
+
+
+def _known_peak(config: Config, device: torch.device) -> float | None:
+    """Of a GPU whose peak in 16-bit arithmetic is known, in a run that computes in it."""
+    if device.type != "cuda" or not (config.precision.bf16 or config.precision.fp16):
+        return None
+    return peak_teraflops(torch.cuda.get_device_name(device))

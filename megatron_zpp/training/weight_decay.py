@@ -1,0 +1,46 @@
+"""Weight decay as a function of the samples trained on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_zpp.config.schema import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class WeightDecaySchedule:
+    """From `start` to `end` over the first `incr_samples` samples, and `end` from then on."""
+
+    style: str
+    start: float
+    end: float
+    incr_samples: int
+
+    @classmethod
+    def from_config(cls, optimizer: OptimizerConfig) -> WeightDecaySchedule:
+        """The schedule of a resolved configuration."""
+        return cls(
+            optimizer.weight_decay_incr_style, optimizer.start_weight_decay, optimizer.end_weight_decay, optimizer.weight_decay_incr_samples
+        )
+
+    def weight_decay(self, num_samples: int) -> float:
+        """The decay of the step that begins after `num_samples` samples."""
+        if self.style == "constant" or num_samples > self.incr_samples:
+            return self.end
+        ratio = num_samples / self.incr_samples
+        share = ratio if self.style == "linear" else 0.5 * (math.cos(math.pi * (1.0 - ratio)) + 1.0)
+        return self.start + share * (self.end - self.start)
+
+    def differences(self, other: WeightDecaySchedule) -> Iterator[tuple[str, Any, Any]]:
+        """Name and both values of what makes `other` another schedule; a constant decay has one value and no length."""
+        if self.style == other.style == "constant":
+            if self.end != other.end:
+                yield "constant", self.end, other.end
+            return
+        for member in fields(self):
+            ours, theirs = getattr(self, member.name), getattr(other, member.name)
+            if ours != theirs:
+                yield member.name, ours, theirs

@@ -1,0 +1,9 @@
+# GPT-3 350M of arXiv 2005.14165, table 2.1, with attention over all tokens in every block.
+# Use: source scripts/models/gpt3_350m.sh; torchrun ... pretrain_zeropp_gpt.py "${MODEL_ARGS[@]}" ... Later flags win.
+MODEL_ARGS=(
+    --num-layers 24
+    --hidden-size 1024
+    --num-attention-heads 16
+    --seq-length 2048
+    --max-position-embeddings 2048
+)

@@ -1,0 +1,45 @@
+# Sourced by the Slurm scripts beside it: what both ways of starting ranks share. Slurm copies a script before it runs it, so the
+# repository is where the job was submitted.
+
+cd "${SLURM_SUBMIT_DIR:?submit this with sbatch, from the root of the repository}"
+source scripts/cluster_environment.sh
+
+: "${SAVE:?set it to the folder of checkpoints, of a file system that all nodes share}"
+: "${TRAIN_ITERS:?set it to the length of the run, in iterations}"
+
+# MODEL names a file of scripts/models; without it the shape of the model is among the arguments.
+MODEL_ARGS=()
+if [[ -n "${MODEL:-}" ]]; then
+    source "scripts/models/$MODEL.sh"
+fi
+
+# The same command starts the run and goes on with it. Later flags win over earlier ones, so any of these can be given again.
+RUN_ARGS=(
+    ${MODEL_ARGS[@]+"${MODEL_ARGS[@]}"}
+    --train-iters "$TRAIN_ITERS"
+    --save "$SAVE"
+    --load "$SAVE"
+    --save-interval 1000
+    --keep-last 3
+    --exit-signal-handler
+    "$@"
+)
+
+saved_iteration() {
+    cat "$SAVE/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0
+}
+
+# Puts this job back into the queue where the run has saved and not reached its end; a job that saved nothing new is not repeated.
+requeue_until_done() {
+    local before="$1" now
+    now="$(saved_iteration)"
+    if ((now >= TRAIN_ITERS)); then
+        echo "done: iteration $now is saved in $SAVE"
+    elif ((now > before)); then
+        echo "iteration $now of $TRAIN_ITERS is saved in $SAVE; job $SLURM_JOB_ID goes back into the queue"
+        scontrol requeue "$SLURM_JOB_ID"
+    else
+        echo "error: nothing was saved beyond iteration $before; the job is not repeated." >&2
+        exit 1
+    fi
+}

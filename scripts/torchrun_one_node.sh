@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Trains on the GPUs of this machine, one rank each. All arguments are flags of the run:
+#
+#   bash scripts/torchrun_one_node.sh --num-layers 24 --hidden-size 2048 ... --zero-stage 3 --save runs/gpt --load runs/gpt
+#
+# RANKS is the number of ranks, by default that of the GPUs; without GPUs, say how many ranks the CPUs shall have.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/cluster_environment.sh
+
+gpus() { nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true; }
+
+RANKS="${RANKS:-$(gpus)}"
+if [[ "$RANKS" == 0 ]]; then
+    echo "error: nvidia-smi shows no GPU; set RANKS to the number of ranks." >&2
+    exit 2
+fi
+
+# --standalone: a free port of this machine, so that several runs can share it.
+exec torchrun --standalone --nproc_per_node "$RANKS" pretrain_zeropp_gpt.py "$@"

@@ -1,0 +1,208 @@
+"""The flags of Megatron-LM's and Megatron-DeepSpeed's GPT scripts: each works, changes nothing with one line about it, or is refused."""
+
+import re
+
+import pytest
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.validate import resolve
+
+WORK = """
+    --num-layers 2 / --hidden-size 8 / --num-attention-heads 2 / --ffn-hidden-size 8 / --kv-channels 4 / --seq-length 8
+    --max-position-embeddings 8 / --group-query-attention / --num-query-groups 2 / --num-key-value-heads 2
+    --position-embedding-type rope / --position-embedding-type learned_absolute / --use-rotary-position-embeddings
+    --rotary-base 10000 / --rotary-position-embeddings-theta 10000 / --rotary-percent 0.5 / --rotary-interleaved
+    --rotary-seq-len-interpolation-factor 2 / --use-rope-scaling / --rope-scaling-factor 8 / --no-position-embedding
+    --make-vocab-size-divisible-by 64 / --normalization LayerNorm / --normalization rmsnorm / --norm-epsilon 1e-5
+    --layernorm-epsilon 1e-5 / --apply-layernorm-1p / --swiglu / --squared-relu / --disable-bias-linear / --add-qkv-bias
+    --qk-layernorm / --untie-embeddings-and-output-weights / --attention-backend flash / --attention-backend auto
+
+    --attention-dropout 0 / --hidden-dropout 0 / --weight-decay 0.1 / --start-weight-decay 0.1 / --end-weight-decay 0.1
+    --weight-decay-incr-style cosine / --clip-grad 1 / --adam-beta1 0.9 / --adam-beta2 0.95 / --adam-eps 1e-8 / --optimizer adam
+    --lr 1e-4 / --min-lr 1e-5 / --lr-decay-style constant / --lr-decay-style linear / --lr-decay-style cosine
+    --lr-decay-style inverse-square-root / --lr-decay-style WSD / --lr-decay-style wsd / --lr-decay-iters 9 / --lr-decay-samples 9
+    --lr-wsd-decay-style exponential / --lr-wsd-decay-style minus_sqrt / --lr-wsd-decay-iters 9 / --lr-wsd-decay-samples 9
+    --lr-warmup-iters 3 / --lr-warmup-samples 3 / --lr-warmup-fraction 0.1 / --lr-warmup-init 0
+    --lr-decay-tokens 9 / --lr-warmup-tokens 9 / --train-tokens 99
+    --override-opt_param-scheduler / --override-opt-param-scheduler
+    --use-checkpoint-opt_param-scheduler / --use-checkpoint-opt-param-scheduler
+
+    --micro-batch-size 1 / --batch-size 1 / --global-batch-size 8 / --rampup-batch-size 1 1 8 / --decrease-batch-size-if-needed
+    --train-iters 5 / --train-samples 40 / --exit-interval 5 / --exit-duration-in-mins 9 / --exit-signal-handler
+    --step-batch-size-schedule 0:768 / --kill-switch-file x / --iterations-to-skip 3 / --manual-gc / --manual-gc-interval 5
+    --exit-signal SIGTERM / --seed 1234 / --init-method-std 0.02
+
+    --fp16 / --bf16 / --loss-scale 4096 / --initial-loss-scale 65536 / --min-loss-scale 1 / --loss-scale-window 500 / --hysteresis 2
+
+    --save x / --save-interval 5 / --persistent-save-interval 5 / --load x / --no-save-optim / --no-load-optim / --finetune
+    --pretrained-checkpoint x / --ckpt-step 5 / --exit-on-missing-checkpoint / --use-checkpoint-args / --async-save
+    --save-retain-interval 10 / --keep-last 2
+
+    --tensor-model-parallel-size 1 / --pipeline-model-parallel-size 1 / --distributed-backend nccl / --distributed-timeout-minutes 10
+    --deterministic-mode / --num-workers 2 / --zero-stage 2 / --deepspeed_config x / --deepscale_config x
+    --use-distributed-optimizer / --zero-quantized-weights / --zero-hpz-partition-size 8 / --zero-quantized-gradients
+
+    --recompute-granularity full / --recompute-granularity selective / --recompute-method uniform / --recompute-method block
+    --recompute-num-layers 1 / --recompute-activations / --checkpoint-activations / --checkpoint-num-layers 1
+
+    --data-path 1 x 2 y / --split 98,2,0 / --train-data-path x / --valid-data-path x / --test-data-path x / --data-args-path x
+    --per-split-data-args-path x / --data-cache-path x / --mock-data / --tokenizer-type GPT2BPETokenizer / --vocab-file x
+    --merge-file x / --tokenizer-model x / --vocab-size 100 / --padded-vocab-size 128 / --vocab-extra-ids 0 / --reset-position-ids
+    --reset-attention-mask / --dataloader-inter-document-masking / --eod-mask-loss / --dataloader-type single
+    --mid-level-dataset-surplus 0.01
+
+    --eval-iters 10 / --eval-interval 100 / --skip-train / --full-validation / --eval-micro-batch-size 1 / --eval-global-batch-size 8
+    --start-eval-at-iter 5 / --multiple-validation-sets / --log-progress / --log-memory-interval 5 / --record-memory-history
+    --memory-snapshot-path x
+    --log-interval 10 / --log-throughput / --log-params-norm / --log-num-zeros-in-grad / --timing-log-level 1 / --timing-log-option max
+    --tensorboard-dir x / --tensorboard-log-interval 1 / --tensorboard-queue-size 9 / --log-timers-to-tensorboard
+    --log-memory-to-tensorboard / --log-world-size-to-tensorboard
+    --log-validation-ppl-to-tensorboard / --no-log-loss-scale-to-tensorboard / --wandb-project x / --wandb-exp-name x
+    --wandb-save-dir x / --wandb-entity x / --profile / --profile-step-start 10 / --profile-step-end 12 / --profile-ranks 0
+"""
+
+CHANGE_NOTHING = """
+    --use-flash-attn / --use-flash-attn-v1 / --use-flash-attn-v2 / --use-flash-attn-triton / --openai-gelu
+    --data-parallel-random-init / --empty-unused-memory-level 1
+    --attention-softmax-in-fp32 / --no-query-key-layer-scaling / --accumulate-allreduce-grads-in-fp32 / --grad-reduce-in-bf16
+    --cross-entropy-loss-fusion
+    --no-save-rng / --no-load-rng / --ckpt-format torch_dist / --universal-checkpoint / --perform-initialization / --no-initialization
+    --sequence-parallel / --context-parallel-size 1 / --ds-sequence-parallel-size 1 / --force-ds-sequence-parallel
+    --local-rank 0 / --local_rank=0 / --overlap-grad-reduce / --overlap-param-gather / --DDP-impl local
+    --no-contiguous-buffers-in-local-ddp / --use-cpu-initialization / --lazy-mpu-init 1
+    --no-async-tensor-model-parallel-allreduce / --no-gradient-accumulation-fusion / --no-masked-softmax-fusion
+    --no-bias-gelu-fusion / --no-bias-dropout-fusion / --no-persist-layer-norm / --use-mcore-models
+    --transformer-impl transformer_engine / --zero-reduce-scatter / --zero-contigious-gradients / --zero-reduce-bucket-size 1
+    --zero-allgather-bucket-size 1 / --remote-device none / --use-pin-memory / --cpu_torch_adam / --ds_fused_adam
+    --no-pipeline-parallel / --deepspeed / --deepscale / --deepspeed-activation-checkpointing
+    --partition-activations / --contigious-checkpointing / --synchronize-each-layer
+    --distribute-saved-activations / --distribute-checkpointed-activations
+    --no-mmap-bin-files / --num-dataset-builder-threads 4 / --no-create-attention-mask-in-dataloader / --data-impl mmap / --mmap-warmup
+    --no-barrier-with-level-1-timing / --log-batch-size-to-tensorboard
+"""
+
+# A value, or the flag itself.
+REFUSED = """
+    --quick-geglu / --apply-residual-connection-post-layernorm / --onnx-safe / --bert-embedder-type x / --num-experts 8
+    --moe-router-topk 2 / --retro-workdir x / --vision-pretraining / --biencoder-projection-dim 1 / --ict-head-size 1 / --kd
+    --sgd-momentum 0.9 / --optimizer sgd / --warmup 0.1 / --model-parallel-size 2 / --lion-beta1 0.9 / --muon-momentum 0.9
+    --fp32-residual-connection / --fp16-lm-cross-entropy / --calculate-per-token-loss / --fp8-format hybrid / --fp8-margin 0
+    --load-tag global_step5 / --reset-iteration / --no-load-lr-state / --override-ckpt-iteration / --non-persistent-save-interval 5
+    --non-persistent-ckpt-type local / --context-parallel-size 2 / --ds-sequence-parallel-size 2 / --remote-device cpu
+    --cpu-optimizer / --dataloader-type external / --fim-data / --train-data-exact-num-epochs 1
+    --train-doc-idx-path x / --train-sample-idx-path x / --train-shuffle-idx-path x / --return-data-index / --random-ltd
+    --profile-backward / --checkpoint-in-cpu / --log-optimizer-states-to-tensorboard
+    --curriculum-learning-legacy / --one-logger-project x / --log-straggler / --log-energy
+"""
+
+# Flags of these lists that this checkout does not know yet.
+PENDING: frozenset[str] = frozenset(
+    """
+    --log-progress --log-memory-interval --record-memory-history --memory-snapshot-path --log-optimizer-states-to-tensorboard
+    --log-throughput --log-params-norm --log-num-zeros-in-grad --timing-log-level --timing-log-option --log-timers-to-tensorboard
+    --log-batch-size-to-tensorboard --log-memory-to-tensorboard --log-world-size-to-tensorboard --log-validation-ppl-to-tensorboard
+    --no-log-loss-scale-to-tensorboard --wandb-project --wandb-exp-name --wandb-save-dir --wandb-entity --profile --profile-step-start
+    --profile-step-end --profile-ranks --no-barrier-with-level-1-timing
+    """.split()
+)
+
+# Megatron-LM's examples/gpt3/train_gpt3_175b_distributed.sh, what it passes to the training program.
+MEGATRON_LM = """
+    --num-layers 96 / --hidden-size 12288 / --num-attention-heads 96 / --seq-length 2048 / --max-position-embeddings 2048
+    --attention-backend auto / --micro-batch-size 1 / --global-batch-size 1536 / --rampup-batch-size 16 16 5859375
+    --train-iters 500000 / --weight-decay 0.1 / --adam-beta1 0.9 / --adam-beta2 0.95 / --init-method-std 0.006 / --clip-grad 1.0
+    --fp16 / --lr 6.0e-5 / --lr-decay-style cosine / --min-lr 6.0e-6 / --lr-warmup-fraction .001 / --lr-decay-iters 430000
+    --tensor-model-parallel-size 8 / --pipeline-model-parallel-size 16 / --data-path x / --vocab-file v / --merge-file m
+    --split 949,50,1 / --log-interval 100 / --save-interval 10000 / --eval-interval 1000 / --save s / --load s / --eval-iters 10
+    --tensorboard-dir t
+"""
+# Megatron-DeepSpeed's examples_deepspeed/pretrain_llama2_distributed.sh.
+MEGATRON_DEEPSPEED = """
+    --tensor-model-parallel-size 2 / --pipeline-model-parallel-size 2 / --num-layers 24 / --hidden-size 2048 / --ffn-hidden-size 5504
+    --num-attention-heads 16 / --micro-batch-size 4 / --global-batch-size 32 / --seq-length 2048 / --max-position-embeddings 2048
+    --train-iters 250000 / --save s / --load s / --data-path 1 x / --data-impl mmap / --tokenizer-type GPTSentencePieceTokenizer
+    --tokenizer-model m / --split 949,50,1 / --distributed-backend nccl / --lr 3e-4 / --lr-decay-style cosine / --min-lr 3e-5
+    --weight-decay 0.1 / --clip-grad 1 / --lr-warmup-iters 2000 / --optimizer adam / --adam-beta1 0.9 / --adam-beta2 0.95
+    --log-interval 1 / --save-interval 10000 / --eval-interval 1000 / --eval-iters 10 / --bf16 / --no-query-key-layer-scaling
+    --attention-dropout 0 / --hidden-dropout 0 / --use-rotary-position-embeddings / --untie-embeddings-and-output-weights
+    --swiglu / --normalization rmsnorm / --disable-bias-linear / --num-key-value-heads 4 / --deepspeed
+    --deepspeed_config={json} / --zero-stage=0 / --recompute-granularity full / --recompute-method uniform
+"""
+THEIR_JSON = """{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 1,
+    "zero_optimization": {"stage": 0}, "bf16": {"enabled": true}}"""
+
+
+def commands(text):
+    """The words of each flag of a list."""
+    lines = (line.split("/") for line in text.splitlines())
+    return [part.split() for line in lines for part in line if part.strip()]
+
+
+def is_pending(words):
+    return words[0] in PENDING
+
+
+def parsed(words):
+    """The configuration of these words alone; a test of a flag that this checkout does not know yet is skipped."""
+    try:
+        return parse_flags(words)
+    except FlagError:
+        if is_pending(words):
+            pytest.skip("not there yet")
+        raise
+
+
+def script(text, **changed):
+    """The words of a script without flags that are pending; changed: other values by field name."""
+    values = {f"--{name.replace('_', '-')}": [value] for name, value in changed.items()}
+    return [word for flag, *rest in commands(text) if not is_pending([flag, *rest]) for word in [flag, *values.get(flag, rest)]]
+
+
+@pytest.mark.parametrize("words", commands(WORK), ids=" ".join)
+def test_a_flag_of_megatron_sets_something(words):
+    config = parsed(words)
+    assert len(config.given) == 1 and not config.notices
+
+
+@pytest.mark.parametrize("words", commands(CHANGE_NOTHING), ids=" ".join)
+def test_a_flag_without_a_purpose_here_is_accepted_with_one_line_that_says_why(words):
+    (notice,) = parsed(words).notices
+    assert notice.startswith(f"accepted, has no effect here: {words[0].split('=')[0]} (")
+
+
+@pytest.mark.parametrize("words", commands(REFUSED), ids=" ".join)
+def test_a_flag_that_would_change_the_run_is_refused_with_what_to_do_instead(words):
+    with pytest.raises(FlagError) as error:
+        parse_flags(words)
+    if is_pending(words) and "is not a flag" in str(error.value):
+        pytest.skip("not there yet")
+    assert re.match(f"{words[0]}.* is not (accepted; (use|leave it out)|available.*choose )", str(error.value))
+
+
+def test_megatron_lms_example_needs_two_edits_which_errors_name():
+    words = script(MEGATRON_LM)
+    with pytest.raises(FlagError, match="--tensor-model-parallel-size 8 is not available, .*choose 1"):
+        resolve(parse_flags(words), 16, 8)
+    words = script(MEGATRON_LM, tensor_model_parallel_size="1")
+    with pytest.raises(FlagError, match="--pipeline-model-parallel-size 16 is not available, .*choose 1"):
+        resolve(parse_flags(words), 16, 8)
+    words = script(MEGATRON_LM, tensor_model_parallel_size="1", pipeline_model_parallel_size="1")
+    config = resolve(parse_flags(words), 16, 8)
+    assert (config.training.global_batch_size, config.optimizer.lr_decay_style, config.data.tokenizer_type) == (
+        1536,
+        "cosine",
+        "GPT2BPETokenizer",
+    )
+
+
+def test_megatron_deepspeeds_example_needs_two_edits_which_errors_name(tmp_path):
+    (tmp_path / "deepspeed.json").write_text(THEIR_JSON)
+    text = MEGATRON_DEEPSPEED.replace("{json}", str(tmp_path / "deepspeed.json").replace("/", "\0"))
+    words = [word.replace("\0", "/") for word in script(text)]
+    with pytest.raises(FlagError, match="--tensor-model-parallel-size 2 is not available, .*choose 1"):
+        resolve(parse_flags(words), 8, 8)
+    one = {"tensor_model_parallel_size": "1", "pipeline_model_parallel_size": "1"}
+    words = [word.replace("\0", "/") for word in script(text, **one)]
+    config = resolve(parse_flags(words), 8, 8)
+    assert (config.model.swiglu, config.model.normalization, config.model.num_query_groups) == (True, "RMSNorm", 4)

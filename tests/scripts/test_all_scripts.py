@@ -1,0 +1,109 @@
+"""Every script of scripts/ is run by some test; here those that no other test runs, with a Python that writes down its calls."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from fake_commands import ROOT, FakeCommands
+from torch.distributed.run import parse_args
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.validate import resolve
+
+SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.suffix in (".sh", ".sbatch"))
+MODELS = sorted((ROOT / "scripts" / "models").glob("*.sh"))
+TESTED_IN = {
+    "cluster_environment.sh": "scripts/test_torchrun_scripts.py",
+    "build_extensions.sh": "scripts/test_all_scripts.py",
+    "compile_cuda.sh": "scripts/test_all_scripts.py",
+    "environment.sh": "scripts/test_all_scripts.py",
+    "quickstart.sh": "scripts/test_all_scripts.py",
+    "slurm_merge.sbatch": "scripts/test_slurm_scripts.py",
+    "slurm_preprocess.sbatch": "scripts/test_slurm_scripts.py",
+    "slurm_preprocess.sh": "scripts/test_slurm_scripts.py",
+    "slurm_run.sh": "scripts/test_slurm_scripts.py",
+    "slurm_srun.sbatch": "scripts/test_slurm_scripts.py",
+    "slurm_torchrun.sbatch": "scripts/test_slurm_scripts.py",
+    "test.sh": "scripts/test_all_scripts.py",
+    "torchrun_nodes.sh": "scripts/test_torchrun_scripts.py",
+    "torchrun_one_node.sh": "scripts/test_torchrun_scripts.py",
+    "zeropp_18b.sh": "integration/test_tutorial.py",
+}
+# A machine with 4 GPUs, where every program succeeds; a run leaves its log.
+PYTHON = """
+if words[0] == "-c" and "device_count" in words[1]: print(4)
+if "--log-jsonl" in words and "pretrain_zeropp_gpt.py" in words:
+    open(words[words.index("--log-jsonl") + 1], "w").write("{}")
+"""
+
+
+def test_every_script_is_named_with_the_test_that_runs_it() -> None:
+    assert set(SCRIPTS) == set(TESTED_IN)
+    assert all((ROOT / "tests" / name).is_file() for name in TESTED_IN.values())
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_bash_reads_the_script_and_it_stops_at_errors(script: str) -> None:
+    assert subprocess.run(["bash", "-n", f"scripts/{script}"], cwd=ROOT, check=False).returncode == 0
+    text = (ROOT / "scripts" / script).read_text()
+    assert text.startswith("# Sourced by") or (text.startswith("#!/usr/bin/env bash\n") and "\nset -euo pipefail\n" in text)
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> tuple[FakeCommands, Path]:
+    """Fakes, and a folder with the scripts and the files that they name, so that nothing is written to the repository."""
+    folder = tmp_path / "repository"
+    shutil.copytree(ROOT / "scripts", folder / "scripts")
+    for name in ("requirements.txt", "requirements-dev.txt", "constraints.txt"):
+        shutil.copy(ROOT / name, folder)
+    fakes = FakeCommands(tmp_path)
+    for name in ("python", "python3", "lint-imports"):
+        fakes.add(name, PYTHON)
+    return fakes, folder
+
+
+def test_the_quickstarts_runs_have_flags_that_parse(copied: tuple[FakeCommands, Path]) -> None:
+    fakes, folder = copied
+    done = fakes.run("bash", "scripts/quickstart.sh", "--no-venv", folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = [call.words[2:] for call in fakes.calls("python") if call.words[:2] == ["-m", "torch.distributed.run"]]
+    assert len(runs) == 4  # trained, resumed, compared twice
+    for words in runs:
+        place = parse_args(words)
+        assert (place.standalone, place.nproc_per_node) == (True, "4")
+        config = resolve(parse_flags(place.training_script_args), 4, 4)
+        assert config.zero.zero_stage == 3 and config.distributed.ranks_per_node == 2
+    tools = {call.words[0] for call in fakes.calls("python") if call.words[0].startswith("tools/")}
+    assert tools and all((ROOT / tool).is_file() for tool in tools)
+
+
+def test_the_test_script_runs_every_check_and_passes_arguments_on(copied: tuple[FakeCommands, Path]) -> None:
+    fakes, folder = copied
+    done = fakes.run("bash", "scripts/test.sh", "--no-venv", "--long", "tests/zero", folder=folder)
+    assert done.returncode == 0, done.stderr
+    modules = [call.words[1] for call in fakes.calls("python") if call.words[0] == "-m"]
+    assert modules == ["ruff", "ruff", "mypy", "megatron_zpp.ops.extension", "pytest"]
+    assert fakes.calls("python")[-1].words == ["-m", "pytest", "-m", "", "tests/zero"] and fakes.calls("lint-imports")
+
+
+def test_the_kernels_are_built_by_the_active_python(copied: tuple[FakeCommands, Path]) -> None:
+    fakes, folder = copied
+    assert fakes.run("bash", "scripts/build_extensions.sh", "--no-venv", "--portable", folder=folder).returncode == 0
+    assert fakes.calls("python")[-1].words == ["-m", "megatron_zpp.ops.extension", "--portable"]
+
+
+def test_without_nvcc_no_cuda_source_is_compiled_and_that_is_said(tmp_path: Path) -> None:
+    done = FakeCommands(tmp_path).run("bash", "scripts/compile_cuda.sh")
+    assert done.returncode == 0 and "nvcc is not found" in done.stdout
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_the_flags_of_a_published_shape_parse(path: Path) -> None:
+    listed = subprocess.run(
+        ["bash", "-c", f'set -eu; source "{path}"; printf "%s\\0" "${{MODEL_ARGS[@]}}"'], capture_output=True, check=True
+    )
+    words = listed.stdout.decode().split("\0")[:-1]
+    resolve(parse_flags(words), 1, 1)

@@ -1,0 +1,188 @@
+"""The Slurm scripts, run with srun, scontrol and sbatch that write down how they were called."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fake_commands import ROOT, SBATCH, SCONTROL, SRUN, FakeCommands
+from torch.distributed.run import parse_args
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.schema import Config
+from megatron_zpp.config.validate import resolve
+from megatron_zpp.parallel.launch import Launch, read_launch
+
+FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --zero-stage 3 --keep-last 7".split()
+MODELS = sorted(path.stem for path in (ROOT / "scripts" / "models").glob("*.sh"))
+# Stands for a run that saves at iteration SAVED.
+SAVES = """
+folder = words[words.index("--save") + 1]
+os.makedirs(folder, exist_ok=True)
+open(os.path.join(folder, "latest_checkpointed_iteration.txt"), "w").write(os.environ["SAVED"])
+"""
+
+
+def cluster(tmp_path: Path, program: str = SAVES) -> FakeCommands:
+    fakes = FakeCommands(tmp_path)
+    fakes.add("srun", SRUN)
+    fakes.add("scontrol", SCONTROL)
+    fakes.add("python", program)
+    fakes.add("torchrun", program)
+    return fakes
+
+
+def job(tmp_path: Path, ranks_per_node: int = 2, **more: str) -> dict[str, str]:
+    """What Slurm sets for a job of two nodes, and what the user sets."""
+    variables = {
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_ID": "1234567",
+        "SLURM_JOB_NODELIST": "node[3-4]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_NTASKS": str(2 * ranks_per_node),
+        "SLURM_NTASKS_PER_NODE": str(ranks_per_node),
+        "SLURM_CPUS_PER_TASK": "5",
+        "SLURM_JOB_END_TIME": str(int(time.time()) + 3 * 3600 + 30),
+        "SAVE": str(tmp_path / "saved"),
+        "TRAIN_ITERS": "100",
+        "SAVED": "100",
+    }
+    return variables | more
+
+
+def submitted(tmp_path: Path, name: str) -> Path:
+    """The copy of a script that Slurm runs."""
+    copy = tmp_path / "slurm_script"
+    copy.write_text((ROOT / "scripts" / name).read_text())
+    return copy
+
+
+def run_of(words: list[str], launch: Launch) -> Config:
+    """The configuration of a run with these words behind the training script's name."""
+    return resolve(parse_flags(words[words.index("pretrain_zeropp_gpt.py") + 1 :]), launch.world_size, launch.local_world_size)
+
+
+def test_srun_starts_a_rank_per_task_that_finds_its_place_and_the_flags(tmp_path: Path) -> None:
+    fakes = cluster(tmp_path)
+    done = fakes.run("bash", submitted(tmp_path, "slurm_srun.sbatch"), *FLAGS, **job(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (srun,) = fakes.calls("srun")
+    assert srun.words[:4] == ["--kill-on-bad-exit=1", "--gpu-bind=none", "--cpus-per-task", "5"]
+    ranks = fakes.calls("python")
+    launches = [read_launch(rank.environment) for rank in ranks]
+    assert launches == [Launch(rank, 4, rank % 2, 2, "node3", 15000 + 1234567 % 15000) for rank in range(4)]
+    assert {rank.folder for rank in ranks} == {str(ROOT)} and all(rank.environment["NCCL_DEBUG"] == "WARN" for rank in ranks)
+    config = run_of(ranks[3].words, launches[3])
+    assert (config.training.train_iters, config.training.exit_signal_handler, config.zero.zero_stage) == (100, True, 3)
+    assert config.checkpoint.save == config.checkpoint.load == str(tmp_path / "saved")
+    assert config.checkpoint.keep_last == 7  # the user's flags win over those of the script
+
+
+def test_one_torchrun_per_node_starts_the_ranks_of_its_node(tmp_path: Path) -> None:
+    fakes = cluster(tmp_path)
+    done = fakes.run("bash", submitted(tmp_path, "slurm_torchrun.sbatch"), *FLAGS, **job(tmp_path, 1, RANKS="8"))
+    assert done.returncode == 0, done.stderr
+    calls = fakes.calls("torchrun")
+    places = [parse_args(call.words) for call in calls]
+    assert [(place.node_rank, place.nnodes, place.nproc_per_node) for place in places] == [(0, "2", "8"), (1, "2", "8")]
+    assert {(place.master_addr, place.master_port) for place in places} == {("node3", 15000 + 1234567 % 15000)}
+    config = run_of(calls[1].words, Launch(8, 16, 0, 8))
+    assert config.training.exit_duration_in_mins == 3 * 60 - 20 and config.training.exit_signal_handler
+    assert (config.training.train_iters, config.checkpoint.keep_last) == (100, 7)
+
+
+@pytest.mark.parametrize("name, ranks_per_node", [("slurm_srun.sbatch", 2), ("slurm_torchrun.sbatch", 1)])
+@pytest.mark.parametrize(
+    "before, saved, code, requeued, said",
+    [
+        ("", "100", 0, False, "done: iteration 100"),
+        ("", "40", 0, True, "iteration 40 of 100"),
+        ("40", "70", 0, True, "iteration 70 of 100"),
+        ("40", "40", 1, False, "nothing was saved beyond iteration 40"),
+    ],
+)
+def test_a_job_goes_back_into_the_queue_as_long_as_it_makes_progress_towards_its_end(
+    tmp_path: Path, name: str, ranks_per_node: int, before: str, saved: str, code: int, requeued: bool, said: str
+) -> None:
+    fakes = cluster(tmp_path)
+    if before:
+        (tmp_path / "saved").mkdir()
+        (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text(before)
+    done = fakes.run("bash", submitted(tmp_path, name), *FLAGS, **job(tmp_path, ranks_per_node, SAVED=saved))
+    assert done.returncode == code and said in done.stdout + done.stderr
+    assert (["requeue", "1234567"] in [call.words for call in fakes.calls("scontrol")]) is requeued
+
+
+@pytest.mark.parametrize("name, ranks_per_node", [("slurm_srun.sbatch", 2), ("slurm_torchrun.sbatch", 1)])
+def test_a_run_that_fails_is_not_repeated_and_its_exit_code_is_the_jobs(tmp_path: Path, name: str, ranks_per_node: int) -> None:
+    fakes = cluster(tmp_path, "sys.exit(3)")
+    done = fakes.run("bash", submitted(tmp_path, name), *FLAGS, **job(tmp_path, ranks_per_node))
+    assert done.returncode == 3
+    assert not [call for call in fakes.calls("scontrol") if call.words[0] == "requeue"]
+
+
+@pytest.mark.parametrize("name", ["slurm_srun.sbatch", "slurm_torchrun.sbatch"])
+@pytest.mark.parametrize("missing", ["SLURM_SUBMIT_DIR", "SAVE", "TRAIN_ITERS"])
+def test_what_is_not_set_is_named(tmp_path: Path, name: str, missing: str) -> None:
+    variables = {key: value for key, value in job(tmp_path).items() if key != missing}
+    done = cluster(tmp_path).run("bash", submitted(tmp_path, name), *FLAGS, **variables)
+    assert done.returncode != 0 and f"{missing}: " in done.stderr
+
+
+def test_a_job_that_is_too_short_to_save_before_its_end_is_refused(tmp_path: Path) -> None:
+    soon = {"SLURM_JOB_END_TIME": str(int(time.time()) + 600)}
+    done = cluster(tmp_path).run("bash", submitted(tmp_path, "slurm_torchrun.sbatch"), *FLAGS, **job(tmp_path, 1, **soon))
+    assert done.returncode == 2 and "more --time" in done.stderr
+
+
+@pytest.mark.parametrize("model", MODELS[:1])
+def test_a_published_shape_is_chosen_by_name(tmp_path: Path, model: str) -> None:
+    fakes = cluster(tmp_path)
+    done = fakes.run("bash", submitted(tmp_path, "slurm_srun.sbatch"), **job(tmp_path, MODEL=model))
+    assert done.returncode == 0, done.stderr
+    assert run_of(fakes.calls("python")[0].words, Launch(0, 4, 0, 2)).model.num_layers > 2
+
+
+def test_an_array_of_shares_merged_is_one_corpus_byte_for_byte(tmp_path: Path) -> None:
+    """The real tools behind the script: three shares of seven files, the array's tasks in reverse order."""
+    texts = tmp_path / "texts"
+    (texts / "more").mkdir(parents=True)
+    for number in range(7):
+        folder = texts if number % 2 else texts / "more"
+        (folder / f"text{number}.jsonl").write_text("".join(f'{{"text": "{number} {line}"}}\n' for line in range(number + 1)))
+    fakes = FakeCommands(tmp_path)
+    fakes.add("sbatch", SBATCH)
+    python = fakes.folder / "python"
+    python.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    flags = "--tokenizer-type NullTokenizer --vocab-size 50 --append-eod".split()
+    options = {"SHARES": "3", "SBATCH_OPTIONS": "--partition cpu"}
+    for attempt in range(2):  # the second finds all shares done
+        done = fakes.run("bash", "scripts/slurm_preprocess.sh", texts, tmp_path / "corpus", *flags, **options)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("done before") == 3 * attempt
+    array, merge = fakes.calls("sbatch")[:2]
+    assert array.words[:5] == ["--parsable", "--partition", "cpu", "--array", "0-2"]
+    assert merge.words[:4] == ["--partition", "cpu", "--dependency", "afterok:70"]
+
+    files = sorted(map(str, texts.rglob("*.jsonl")))
+    whole = fakes.run(
+        "python", "tools/preprocess_data.py", "--input", *files, "--output-prefix", tmp_path / "whole", "--workers", "1", *flags
+    )
+    assert whole.returncode == 0, whole.stderr
+    for ending in ("bin", "idx"):
+        assert (tmp_path / f"corpus_text_document.{ending}").read_bytes() == (tmp_path / f"whole_text_document.{ending}").read_bytes()
+
+
+def test_a_folder_without_text_and_too_many_shares_are_refused(tmp_path: Path) -> None:
+    fakes = FakeCommands(tmp_path)
+    fakes.add("sbatch")
+    empty = fakes.run("bash", "scripts/slurm_preprocess.sh", tmp_path / "bin", tmp_path / "corpus")
+    (tmp_path / "a.jsonl").write_text('{"text": "1"}\n')
+    many = fakes.run("bash", "scripts/slurm_preprocess.sh", tmp_path, tmp_path / "corpus", SHARES="2")
+    assert (empty.returncode, many.returncode) == (2, 2)
+    assert "has no .jsonl" in empty.stderr and "SHARES=2 does not fit 1 files" in many.stderr
+    assert not fakes.calls("sbatch")

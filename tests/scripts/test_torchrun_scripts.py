@@ -1,0 +1,71 @@
+"""The scripts for torchrun on one machine and on several, with a torchrun and an nvidia-smi that write down how they were called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fake_commands import ROOT, Call, FakeCommands
+from torch.distributed.run import parse_args
+
+from megatron_zpp.config.cli import parse_flags
+
+FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --zero-stage 3".split()
+THREE_GPUS = 'print("GPU 0: A\\nGPU 1: A\\nGPU 2: A")'
+
+
+def flags_of(call: Call) -> list[str]:
+    return call.words[call.words.index("pretrain_zeropp_gpt.py") + 1 :]
+
+
+def test_on_one_machine_there_is_a_rank_per_gpu(tmp_path: Path) -> None:
+    fakes = FakeCommands(tmp_path)
+    fakes.add("torchrun")
+    fakes.add("nvidia-smi", THREE_GPUS)
+    done = fakes.run("bash", ROOT / "scripts" / "torchrun_one_node.sh", *FLAGS, folder=tmp_path, NCCL_DEBUG="INFO")
+    assert done.returncode == 0, done.stderr
+    (call,) = fakes.calls("torchrun")
+    place = parse_args(call.words)
+    assert (place.standalone, place.nproc_per_node) == (True, "3")
+    assert call.folder == str(ROOT) and flags_of(call) == FLAGS and parse_flags(FLAGS).zero.zero_stage == 3
+    assert call.environment["OMP_NUM_THREADS"] == "1" and call.environment["NCCL_DEBUG"] == "INFO"  # what the user has set stays
+
+
+def test_without_gpus_the_number_of_ranks_has_to_be_said(tmp_path: Path) -> None:
+    fakes = FakeCommands(tmp_path)
+    fakes.add("torchrun")
+    fakes.add("nvidia-smi", "sys.exit(9)")
+    assert fakes.run("bash", "scripts/torchrun_one_node.sh", *FLAGS).returncode == 2
+    assert fakes.run("bash", "scripts/torchrun_one_node.sh", *FLAGS, RANKS="2").returncode == 0
+    assert [parse_args(call.words).nproc_per_node for call in fakes.calls("torchrun")] == ["2"]
+
+
+def test_exit_codes_of_torchrun_are_those_of_the_scripts(tmp_path: Path) -> None:
+    fakes = FakeCommands(tmp_path)
+    fakes.add("torchrun", "sys.exit(7)")
+    nodes = {"NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "a", "RANKS": "1"}
+    for name in ("torchrun_one_node.sh", "torchrun_nodes.sh"):
+        assert fakes.run("bash", f"scripts/{name}", **nodes).returncode == 7
+
+
+def test_on_several_machines_each_is_told_its_place(tmp_path: Path) -> None:
+    fakes = FakeCommands(tmp_path)
+    fakes.add("torchrun")
+    for rank in ("0", "1"):
+        variables = {"NODES": "2", "NODE_RANK": rank, "MASTER_ADDR": "node0"}
+        assert fakes.run("bash", "scripts/torchrun_nodes.sh", *FLAGS, **variables).returncode == 0
+    calls = fakes.calls("torchrun")
+    places = [parse_args(call.words) for call in calls]
+    assert [(place.nnodes, place.node_rank, place.nproc_per_node, place.master_addr, place.master_port) for place in places] == [
+        ("2", rank, "gpu", "node0", 29500) for rank in range(2)
+    ]
+    assert all(flags_of(call) == FLAGS for call in calls)
+
+
+@pytest.mark.parametrize("missing", ["NODES", "NODE_RANK", "MASTER_ADDR"])
+def test_a_variable_that_is_not_set_is_named(tmp_path: Path, missing: str) -> None:
+    fakes = FakeCommands(tmp_path)
+    fakes.add("torchrun")
+    variables = {name: value for name, value in {"NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a"}.items() if name != missing}
+    done = fakes.run("bash", "scripts/torchrun_nodes.sh", *FLAGS, **variables)
+    assert done.returncode != 0 and f"{missing}: set it to" in done.stderr and not fakes.calls("torchrun")

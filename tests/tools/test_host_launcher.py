@@ -1,0 +1,196 @@
+"""tools/launch.py: commands for every host, signals and exit codes there and back, and a real run with an ssh of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from distributed import free_port
+from fake_commands import ROOT, FakeCommands
+from tiny_runs import TINY
+from torch.distributed.run import parse_args
+
+from megatron_zpp.config.cli import parse_flags
+
+# ssh of a cluster whose hosts are all this machine: what is behind the host's name is run by a shell, as sshd does.
+SSH = """
+host = next(i for i, word in enumerate(words) if word in ("nodea", "nodeb", "nodec"))
+os.environ["FAKE_HOST"] = words[host]
+os.execvp("bash", ["bash", "-c", " ".join(words[host + 1:])])
+"""
+HOSTS = "nodea slots=2\nnodeb slots=2 # the second\n#nodec slots=2\n"
+# Stands for torchrun: does what the file of its host says.
+PYTHON = """
+exec(open(os.path.join(os.path.dirname({log!r}), os.environ["FAKE_HOST"] + ".py")).read())
+"""
+WAITS = "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))\nopen({ready!r}, 'w')\ntime.sleep(60)"
+
+
+def launcher(tmp_path: Path, hosts: str = HOSTS) -> tuple[FakeCommands, list[str]]:
+    fakes = FakeCommands(tmp_path)
+    fakes.add("ssh", SSH)
+    fakes.add("torchrun_of_host", PYTHON)
+    (tmp_path / "hosts").write_text(hosts)
+    return fakes, [sys.executable, "tools/launch.py", "--hostfile", str(tmp_path / "hosts")]
+
+
+def shown(fakes: FakeCommands, words: list[str], **variables: str) -> list[list[str]]:
+    """The words that each host's shell would run, from --dry-run."""
+    done = fakes.run(*words, HOME=str(fakes.folder), **variables)
+    assert done.returncode == 0, done.stderr
+    assert not fakes.calls("ssh")
+    lines = [shlex.split(line) for line in done.stdout.splitlines()]
+    return [shlex.split(line[-1]) if line[0] == "ssh" else line for line in lines]
+
+
+def test_each_host_gets_one_torchrun_with_its_place_and_the_flags(tmp_path: Path) -> None:
+    fakes, words = launcher(tmp_path)
+    flags = ["--data-path", "0.3", "my corpus", "--num-layers", "2"]
+    first, second = shown(
+        fakes, [*words, "--dry-run", "--master_port", "6000", "pretrain_zeropp_gpt.py", *flags], NCCL_DEBUG="INFO", SECRET="1"
+    )
+    for node_rank, command in enumerate((first, second)):
+        assert command[:2] == ["cd", str(ROOT)] and "NCCL_DEBUG=INFO" in command and "SECRET=1" not in command
+        place = parse_args(command[command.index("torch.distributed.run") + 1 :])
+        assert (place.nnodes, place.node_rank, place.nproc_per_node) == ("2", node_rank, "2")
+        assert (place.master_addr, place.master_port, place.training_script) == ("nodea", 6000, "pretrain_zeropp_gpt.py")
+        assert parse_flags(place.training_script_args).data.data_path == ("0.3", "my corpus")
+
+
+def test_slots_that_are_not_the_first_are_named_to_the_host(tmp_path: Path) -> None:
+    fakes, words = launcher(tmp_path, "nodea slots=4\nnodeb slots=4\n")
+    commands = shown(fakes, [*words, "--dry-run", "-e", "nodea:0,1@nodeb:2,3", "pretrain_zeropp_gpt.py"])
+    assert "CUDA_VISIBLE_DEVICES=2,3" in commands[0] and not any("CUDA_VISIBLE" in word for word in commands[1])
+
+
+def test_variables_come_from_prefixes_and_files(tmp_path: Path) -> None:
+    fakes, words = launcher(tmp_path)
+    (fakes.folder / ".deepspeed_env").write_text("# site\nNCCL_IB_HCA=mlx5_0,mlx5_1\nGREETING=good morning\n")
+    more = {"NCCL_IB_HCA": "old", "MY_KEY": "1", "CUDA_VISIBLE_DEVICES": "3"}
+    (command, _) = shown(fakes, [*words, "--dry-run", "--env-prefix", "MY_", "pretrain_zeropp_gpt.py"], **more)
+    assert {"NCCL_IB_HCA=mlx5_0,mlx5_1", "GREETING=good morning", "MY_KEY=1"} <= set(command)
+    assert not any("CUDA_VISIBLE" in word for word in command)
+    (tmp_path / "other_env").write_text("A=1\nB\n")
+    done = fakes.run(*words, "--env-file", tmp_path / "other_env", "pretrain_zeropp_gpt.py")
+    assert done.returncode == 2 and "other_env, line 2: 'B' is no variable; write it as NAME=value" in done.stderr
+
+
+def test_without_a_hostfile_there_is_a_rank_per_gpu_of_this_machine(tmp_path: Path) -> None:
+    fakes = FakeCommands(tmp_path)
+    fakes.add("nvidia-smi", 'print("GPU 0: A\\nGPU 1: A")')
+    words = [sys.executable, "tools/launch.py", "--dry-run", "pretrain_zeropp_gpt.py"]
+    (command,) = shown(fakes, words)
+    place = parse_args(command[command.index("torch.distributed.run") + 1 :])
+    assert (place.nnodes, place.nproc_per_node, place.master_addr) == ("1", "2", "127.0.0.1")
+
+
+def test_without_ssh_each_host_starts_its_own_ranks(tmp_path: Path) -> None:
+    fakes, words = launcher(tmp_path)
+    (command,) = shown(fakes, [*words, "--dry-run", "--no_ssh", "--node_rank", "1", "pretrain_zeropp_gpt.py"])
+    assert command[0] == "cd" and command[command.index("--node_rank") + 1] == "1" and "nodea" in command
+
+
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        ("--num_nodes 3 s", "--num_nodes 3 is more than the 2 hosts"),
+        ("--num_gpus 3 s", "--num_gpus 3 is more than the 2 slots of nodea"),
+        ("--num_gpus 0 s", "0 is no number of 1 or more"),
+        ("--include nodea --num_gpus 1 s", "do not go with --include and --exclude"),
+        ("--include nodea:0@nodeb s", "hosts must have equal numbers of slots, nodea has 1, nodeb has 2"),
+        ("--include nodex s", "'nodex' is not among the hosts"),
+        ("--no_ssh s", "say which by --node_rank, 0 to 1"),
+        ("--hostfil x s", "--hostfil"),
+        ("", "script"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_started(tmp_path: Path, words: str, named: str) -> None:
+    fakes, command = launcher(tmp_path)
+    done = fakes.run(*command, *words.split())
+    assert done.returncode == 2 and named in done.stderr.splitlines()[-1] and not fakes.calls("ssh")
+
+
+def test_a_hostfile_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
+    done = FakeCommands(tmp_path).run(sys.executable, "tools/launch.py", "--hostfile", "nowhere", "s")
+    assert done.returncode == 2 and "nowhere" in done.stderr
+
+
+def start(tmp_path: Path, **programs: str) -> subprocess.Popen[str]:
+    """The launcher at work on hosts that do what these programs say."""
+    fakes, words = launcher(tmp_path)
+    for host, program in programs.items():
+        (tmp_path / f"{host}.py").write_text(program)
+    environment = {**os.environ, "PATH": f"{fakes.folder}:{os.environ['PATH']}"}
+    command = [*words, "--python", str(fakes.folder / "torchrun_of_host"), "pretrain_zeropp_gpt.py"]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def waiting(tmp_path: Path, host: str, code: int) -> str:
+    return WAITS.format(code=code, ready=str(tmp_path / f"{host}.ready"))
+
+
+def wait_until_ready(tmp_path: Path, *hosts: str) -> None:
+    deadline = time.monotonic() + 30
+    while not all((tmp_path / f"{host}.ready").exists() for host in hosts):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_all_hosts_that_succeed_make_a_success(tmp_path: Path) -> None:
+    process = start(tmp_path, nodea="pass", nodeb="print('from b')")
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output, errors) == (0, "from b\n", "")
+
+
+def test_the_first_host_that_fails_ends_the_others_and_gives_its_exit_code(tmp_path: Path) -> None:
+    fails = f"import time\nwhile not os.path.exists({str(tmp_path / 'nodea.ready')!r}): time.sleep(0.02)\nsys.exit(5)"
+    process = start(tmp_path, nodea=waiting(tmp_path, "nodea", 9), nodeb=fails)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 5
+    assert "launch.py: nodeb: exit code 5; ending nodea" in errors and "nodea: exit code" not in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_reaches_every_host_and_ranks_that_leave_in_peace_make_a_success(tmp_path: Path, number: int) -> None:
+    programs = {host: waiting(tmp_path, host, 0).replace("SIGTERM", "SIGINT") + "" for host in ("nodea", "nodeb")}
+    if number != signal.SIGINT:
+        programs = {host: waiting(tmp_path, host, 0) for host in programs}
+    process = start(tmp_path, **programs)
+    wait_until_ready(tmp_path, "nodea", "nodeb")
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_a_launcher_that_is_killed_takes_every_host_with_it(tmp_path: Path) -> None:
+    ended = tmp_path / "ended"
+    program = f"import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(open({str(ended)!r}, 'w').close()))\n"
+    program += f"open({str(tmp_path / 'nodea.ready')!r}, 'w')\ntime.sleep(60)"
+    process = start(tmp_path, nodea=program, nodeb="pass")
+    wait_until_ready(tmp_path, "nodea")
+    process.kill()
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 30
+    while not ended.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_real_run_on_two_hosts_trains_as_one_world(tmp_path: Path) -> None:
+    fakes, words = launcher(tmp_path, "nodea slots=1\nnodeb slots=1\n")
+    flags = [*TINY, *"--train-iters 3 --zero-stage 3 --zero-quantized-weights".split(), "--log-jsonl", str(tmp_path / "log.jsonl")]
+    meeting = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    done = fakes.run(*words, *meeting, "pretrain_zeropp_gpt.py", *flags, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert [call.words[-2] for call in fakes.calls("ssh")] == ["nodea", "nodeb"]
+    assert "using world size: 2 (2 nodes x 1 ranks)" in done.stdout
+    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [record["iteration"] for record in records if "lm_loss" in record] == [1, 2, 3]
+    assert all(record["inter_node_bytes"] > 0 for record in records if "lm_loss" in record)

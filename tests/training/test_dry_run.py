@@ -1,0 +1,160 @@
+"""--dry-run: the plan is that of the run, for any world, without torch; and whatever would end the run at its start ends the plan."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from closed_forms import World, inter_node_bytes
+from tiny_corpus import write_corpus
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.validate import resolve
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.parallel.launch import Launch
+from megatron_zpp.training.dry_run import described_plan, planned_world_size
+from megatron_zpp.training.memory_need import in_gib, memory_need
+from megatron_zpp.training.sharding import sharding_of, topology_of
+from pretrain_zeropp_gpt import main
+
+ROOT = Path(__file__).parents[2]
+MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --make-vocab-size-divisible-by 8"
+RUN = f"--dry-run {MODEL} --quantization-block-size 32 --bf16 --train-iters 7"
+ALONE = Launch(0, 1, 0, 1)
+
+
+def parts_of(flags: str, launch: Launch = ALONE) -> dict[str, str]:
+    """The lines of a plan by their names."""
+    lines = described_plan(parse_flags(f"{RUN} {flags}".split()), launch).split("nothing was started\n")[1].splitlines()
+    return dict(re.split(r" \.+ ", line.strip(), maxsplit=1) for line in lines)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_of_the_plan_are_the_closed_form_and_memory_is_that_of_the_run(stage: int) -> None:
+    parts = parts_of(f"--nodes 3 --ranks-per-node 2 --global-batch-size 24 --zero-stage {stage} --distributed-backend gloo")
+    expected = inter_node_bytes(World(3, 2), stage, microbatches=4, element_bytes=2)
+    assert parts["bytes per iteration"].startswith(f"{expected / 1e9:.4g} GB into a node")
+    flags = f"{MODEL} --quantization-block-size 32 --bf16 --zero-stage {stage}"
+    config = resolve(parse_flags(flags.split()), 6, 2)
+    need = memory_need(config, GPT(config.model, 104, 1, torch.bfloat16), sharding_of(config), topology_of(config, 6), is_on_gpu=False)
+    assert parts["memory per rank"] == f"{in_gib(need.total)}: {need}"
+
+
+def test_tokens_parameters_and_micro_batches_are_those_of_the_flags() -> None:
+    parts = parts_of("--nodes 2 --ranks-per-node 4 --global-batch-size 64 --micro-batch-size 2")
+    assert parts["training"] == "7 iterations of 64 samples of 16 tokens, 7168 tokens in all; per rank and iteration 4 x 2 samples"
+    config = resolve(parse_flags(MODEL.split()), 1, 1)
+    count = sum(prod(param.shape) for unit in GPT(config.model, 104, 1, torch.float32).unit_specs() for param in unit.params)
+    assert parts["parameters"].startswith(f"{count} (")
+    assert parts["data"] == "generated tokens" and parts["sharding"] == "ZeRO-0"
+
+
+def test_tokens_of_a_batch_that_grows_are_those_of_its_samples() -> None:
+    flags = "--rampup-batch-size 4 4 40 --global-batch-size 16"
+    iterations, consumed = 0, 0
+    while consumed < 100:
+        consumed += 16 if consumed > 40 else 4 + 4 * int(consumed / (40 / 3))
+        iterations += 1
+    by_iterations = parts_of(f"{flags} --train-iters {iterations}")["training"]
+    assert f", {16 * consumed} tokens in all" in by_iterations
+
+
+def test_time_is_the_work_divided_by_the_rate_where_links_are_no_limit() -> None:
+    parts = parts_of("--teraflops 1e-6")
+    model, _ = re.findall(r"([\d.e-]+) TFLOP per rank|([\d.e-]+) with recomputation", parts["operations"])
+    seconds = float(parts["time"].split(" s per iteration")[0])
+    assert seconds == pytest.approx(float(model[0]) * 1e12 / 1e6, rel=1e-3)  # four digits are printed
+    assert "1e-06 TFLOP/s per rank (model)" in parts["time"]
+
+
+def test_a_slow_link_makes_the_plan_slower_and_without_its_rate_the_time_says_so() -> None:
+    flags = "--nodes 2 --ranks-per-node 2 --zero-stage 3 --teraflops 10"
+    slow, fast = (float(parts_of(f"{flags} --inter-gigabits {rate}")["time"].split(" s per iteration")[0]) for rate in ("0.001", "1000"))
+    assert slow > 10 * fast
+    assert "without the link between nodes" in parts_of(flags)["time"]
+    assert "time" not in parts_of("--nodes 2 --ranks-per-node 2")
+
+
+@pytest.mark.parametrize(
+    "flags, launch, expected",
+    [
+        ("", ALONE, (1, None)),
+        ("--ranks-per-node 4", ALONE, (4, 4)),
+        ("--nodes 3 --ranks-per-node 4", ALONE, (12, 4)),
+        ("--world-size 12 --ranks-per-node 4", ALONE, (12, 4)),
+        ("--world-size 12 --nodes 3", ALONE, (12, 4)),
+        ("--world-size 12 --nodes 3 --ranks-per-node 4", ALONE, (12, 4)),
+        ("", Launch(1, 6, 1, 3), (6, 3)),
+        ("--nodes 2 --ranks-per-node 8", Launch(1, 6, 1, 3), (16, 8)),
+    ],
+)
+def test_the_world_is_that_of_the_flags_else_of_the_launcher(flags: str, launch: Launch, expected: tuple[int, int | None]) -> None:
+    assert planned_world_size(parse_flags(flags.split()), launch) == expected
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--nodes 4", "--nodes 4 leaves open.*give --ranks-per-node"),
+        ("--world-size 4", "--world-size 4 leaves open.*give --nodes or --ranks-per-node"),
+        ("--world-size 4 --nodes 3", "--nodes 3 does not divide --world-size 4"),
+        ("--world-size 8 --nodes 2 --ranks-per-node 8", "--nodes 2 of --ranks-per-node 8 are not the ranks of --world-size 8"),
+        ("--world-size 6 --ranks-per-node 4", "--ranks-per-node 4 does not divide the 6 ranks"),
+        ("--global-batch-size 3 --world-size 2 --nodes 1", "--global-batch-size 3 is not a multiple of 2"),
+        ("--memory-gigabytes 0.0001", "needs .* of memory .* and has .* of GPU memory"),
+        ("--load nowhere --exit-on-missing-checkpoint", "--load nowhere holds no checkpoint"),
+    ],
+)
+def test_what_no_run_could_have_is_refused(flags: str, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        parts_of(flags)
+
+
+def test_flags_of_a_plan_without_a_plan_are_refused() -> None:
+    for flags in ("--nodes 2", "--teraflops 3.0", "--device cpu"):
+        with pytest.raises(FlagError, match=f"{flags} changes nothing in a run, only in a plan; give --dry-run"):
+            resolve(parse_flags([*MODEL.split(), *flags.split()]), 1, 1)
+
+
+def test_corpora_are_opened_and_their_tokens_counted(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path, [[1, 2, 3], [4, 5]])
+    flags = f"--tokenizer-type NullTokenizer --data-path {prefix}"
+    assert parts_of(flags)["data"] == "1 corpora of 5 tokens"
+    with pytest.raises(ValueError, match="missing"):
+        parts_of(f"{flags}-missing")
+
+
+def test_a_plan_ends_with_0_and_a_mistake_with_2_and_only_the_first_rank_speaks(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for rank in ("1", "0"):
+        for name, value in {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
+        codes = [main(RUN.split()), main(["--help"]), main([*RUN.split(), "--zero-stag", "3"]), main([*RUN.split(), "--nodes", "3"])]
+        assert codes == [0, 0, 2, 2]
+        printed = capfd.readouterr()
+        assert ("plan of 2 ranks (1 nodes x 2, GPU)" in printed.out, "--zero-stage" in printed.err) == (rank == "0", rank == "0")
+    assert "usage: pretrain_zeropp_gpt.py" in printed.out and printed.err.count("error: ") == 2
+
+
+def test_a_plan_and_the_help_need_no_launcher_that_makes_sense(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_LOCALID": "0"}.items():  # a batch script, without srun
+        monkeypatch.setenv(name, value)
+    assert (main(RUN.split()), main(["--help"]), main(MODEL.split())) == (0, 0, 2)
+    printed = capfd.readouterr()
+    assert "plan of 1 ranks" in printed.out and "usage: " in printed.out and "srun did not start this process" in printed.err
+
+
+@pytest.mark.parametrize("flags", ["--help", f"{RUN} --nodes 4 --ranks-per-node 8 --zero-stage 3 --teraflops 100 --inter-gigabits 100"])
+def test_neither_torch_nor_numpy_is_imported(flags: str) -> None:
+    program = (
+        f"import sys, pretrain_zeropp_gpt as entry; code = entry.main({flags.split()!r}); "
+        "sys.exit(code or not {'torch', 'numpy'}.isdisjoint(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, stdout=subprocess.DEVNULL).returncode == 0

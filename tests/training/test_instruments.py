@@ -1,0 +1,78 @@
+"""What of a run's flags turns into instruments and outlets on which rank."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from stand_in_wandb import StandIn
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.schema import Config
+from megatron_zpp.config.validate import resolve
+from megatron_zpp.monitor.logging import RankPrinter
+from megatron_zpp.monitor.observer import Observer
+from megatron_zpp.training.instruments import Instruments, make_instruments
+from megatron_zpp.training.setup import open_outlets
+
+SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --ranks-per-node 2 "
+
+
+def config_of(flags: str) -> Config:
+    return resolve(parse_flags((SHAPE + flags).split()), 4, 2)
+
+
+def instruments_of(flags: str, rank: int = 0) -> Instruments:
+    return make_instruments(config_of(flags), torch.device("cpu"), rank)
+
+
+def test_without_flags_nobody_listens() -> None:
+    instruments = instruments_of("")
+    assert type(instruments.observer) is Observer and not instruments.observes_hops and instruments.profiler is None
+
+
+@pytest.mark.parametrize(("level", "observes_hops"), [(1, False), (2, True)])
+def test_hops_are_observed_for_the_timers_that_need_it(level: int, observes_hops: bool) -> None:
+    instruments = instruments_of(f"--timing-log-level {level}")
+    assert type(instruments.observer) is not Observer and instruments.observes_hops is observes_hops
+
+
+@pytest.mark.parametrize(("flags", "ranks"), [("", [0]), ("--profile-ranks 1 3", [1, 3])])
+def test_only_the_ranks_asked_for_profile(flags: str, ranks: list[int]) -> None:
+    profiling = [rank for rank in range(4) if instruments_of(f"--profile --profile-dir d {flags}", rank).profiler is not None]
+    assert profiling == ranks
+    observing = [rank for rank in range(4) if instruments_of(f"--profile --profile-dir d {flags}", rank).observes_hops]
+    assert observing == ranks
+
+
+def test_traces_go_where_tensorboard_looks_unless_told_otherwise() -> None:
+    assert config_of("--profile --tensorboard-dir t").profiling.profile_dir == "t"
+    assert config_of("--profile --tensorboard-dir t --profile-dir p").profiling.profile_dir == "p"
+
+
+@pytest.mark.parametrize("flag", ["--nvtx-ranges", "--record-memory-history"])
+def test_what_needs_a_gpu_names_itself_without_one(flag: str) -> None:
+    with pytest.raises(ValueError, match=f"^{flag} needs a GPU, and this run is on cpu; leave it out.$"):
+        instruments_of(flag)
+
+
+def test_weights_and_biases_gets_the_arguments_on_the_last_rank_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = StandIn()
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    config = config_of(f"--wandb-project p --wandb-exp-name n --save {tmp_path}")
+    instruments = make_instruments(config, torch.device("cpu"), 0)
+    assert open_outlets(config, RankPrinter(0, 4), instruments).scalars == () and package.started_with == {}
+    outlets = open_outlets(config, RankPrinter(3, 4), instruments)
+    assert package.started_with["dir"] == str(tmp_path / "wandb") and package.started_with["config"]["num_layers"] == "2"
+    outlets.close()
+    assert package.has_finished
+
+
+def test_a_folder_of_weights_and_biases_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", StandIn())
+    (tmp_path / "file").touch()
+    config = config_of(f"--wandb-project p --wandb-save-dir {tmp_path / 'file'}")
+    with pytest.raises(ValueError, match="^--wandb-save-dir .*file cannot be written to"):
+        open_outlets(config, RankPrinter(3, 4), make_instruments(config, torch.device("cpu"), 3))

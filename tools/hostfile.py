@@ -1,0 +1,94 @@
+"""Hosts and their slots: a file of `host slots=N`, and the words of --include and --exclude that choose among them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+LINE = re.compile(r"(\S+)\s+slots=(\d+)")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine and the slots (GPUs, or ranks on the CPU) of it that are used, ascending. all_slots: how many it has."""
+
+    name: str
+    slots: tuple[int, ...]
+    all_slots: int
+
+    @property
+    def has_first_slots(self) -> bool:
+        """Whether the slots are 0, 1, ...: then nobody has to be told which."""
+        return self.slots == tuple(range(len(self.slots)))
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """The hosts of the file, in its order; blank lines and what follows # say nothing. Raises ValueError naming file and line."""
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        text = line.split("#")[0].strip()
+        if not text:
+            continue
+        found = LINE.fullmatch(text)
+        if found is None:
+            raise ValueError(f"{path}, line {number}: {text!r} is no host; write it as: name slots=8.")
+        name, slots = found[1], int(found[2])
+        if slots < 1:
+            raise ValueError(f"{path}, line {number}: {name} has no slots; give it one, or put # before the line.")
+        if name in hosts:
+            raise ValueError(f"{path}, line {number}: {name} stands in the file twice; keep one of the lines.")
+        hosts[name] = Host(name, tuple(range(slots)), slots)
+    if not hosts:
+        raise ValueError(f"{path} names no host; write one per line, as: name slots=8.")
+    return list(hosts.values())
+
+
+def include(hosts: list[Host], words: str) -> list[Host]:
+    """The hosts and slots that `a:0,2@b` names (b with all of its slots), in the order of the hosts."""
+    wanted = _parsed("--include", hosts, words)
+    return [Host(host.name, wanted[host.name], host.all_slots) for host in hosts if host.name in wanted]
+
+
+def exclude(hosts: list[Host], words: str) -> list[Host]:
+    """The hosts without the slots that `a:0,2@b` names (b as a whole). Raises ValueError where none is left."""
+    unwanted = _parsed("--exclude", hosts, words)
+    left = [
+        Host(host.name, tuple(slot for slot in host.slots if slot not in unwanted.get(host.name, ())), host.all_slots) for host in hosts
+    ]
+    if not any(host.slots for host in left):
+        raise ValueError(f"--exclude {words} leaves no slot; exclude fewer.")
+    return [host for host in left if host.slots]
+
+
+def check_same_slots(hosts: list[Host]) -> int:
+    """How many slots each host has. Raises ValueError where they differ: nodes are of one size."""
+    counts: Mapping[str, int] = {host.name: len(host.slots) for host in hosts}
+    fewest = min(counts.values())
+    if len(set(counts.values())) > 1:
+        named = ", ".join(f"{name} has {count}" for name, count in counts.items())
+        raise ValueError(f"hosts must have equal numbers of slots, {named}; give --num_gpus {fewest}, or choose with --include.")
+    return fewest
+
+
+def _parsed(flag: str, hosts: list[Host], words: str) -> dict[str, tuple[int, ...]]:
+    known = {host.name: host for host in hosts}
+    chosen: dict[str, tuple[int, ...]] = {}
+    for word in words.split("@"):
+        name, colon, numbers = word.strip().partition(":")
+        if name not in known:
+            raise ValueError(f"{flag} {words}: {name!r} is not among the hosts, which are {', '.join(known)}.")
+        if name in chosen:
+            raise ValueError(f"{flag} {words}: {name} is named twice; list its slots behind one colon, as {name}:0,1.")
+        chosen[name] = _slots(flag, words, known[name], numbers) if colon else known[name].slots
+    return chosen
+
+
+def _slots(flag: str, words: str, host: Host, numbers: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+(,\d+)*", numbers):
+        raise ValueError(f"{flag} {words}: {numbers!r} is no list of slots; write them as {host.name}:0,1.")
+    slots = sorted({int(number) for number in numbers.split(",")})
+    if slots[-1] >= host.all_slots:
+        raise ValueError(f"{flag} {words}: {host.name} has no slot {slots[-1]}, its slots are 0 to {host.all_slots - 1}.")
+    return tuple(slots)

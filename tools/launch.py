@@ -1,0 +1,166 @@
+"""Starts a run on the hosts of a file: one torchrun per host, over ssh, with the hostfile and the flags of the `deepspeed` launcher.
+
+    python tools/launch.py --hostfile hosts pretrain_zeropp_gpt.py --num-layers 24 ...
+
+A line of the file is `name slots=8`. Without a file it starts one rank per GPU of this machine. Every host must have this folder and
+this Python at the same path, and let you in over ssh without a password. Neither pdsh nor deepspeed is needed. Signals go to the
+ranks of all hosts; the first host that fails ends the others, and its exit code is that of the launcher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from command import MISTAKE_EXIT_CODE
+from host_commands import HostCommand, Meeting, Program, exported_variables, host_commands, is_this_machine
+from host_processes import HostProcesses
+from hostfile import Host, check_same_slots, exclude, include, read_hostfile
+
+DEFAULT_HOSTFILE = Path("/job/hostfile")
+VARIABLE_FILES = (Path(".deepspeed_env"), Path.home() / ".deepspeed_env")
+DEFAULT_PORT = 29500
+
+
+def main() -> None:
+    parser = _parser()
+    options = parser.parse_args()
+    try:
+        commands = planned_commands(options)
+    except (ValueError, OSError) as error:
+        parser.exit(MISTAKE_EXIT_CODE, f"{parser.prog}: error: {error}\n")
+    if options.dry_run:
+        print("\n".join(command.shown for command in commands))
+        return
+    sys.exit(HostProcesses(commands).wait())
+
+
+def planned_commands(options: argparse.Namespace) -> list[HostCommand]:
+    """The commands that this launcher has to start. Raises ValueError for hosts, slots or files that are not there."""
+    hosts = chosen_hosts(options)
+    check_same_slots(hosts)
+    files = [file for file in VARIABLE_FILES if file.is_file()] if options.env_file is None else [options.env_file]
+    variables = exported_variables(os.environ, options.env_prefix, files)
+    program = Program(options.python, options.script, options.flags, Path.cwd(), variables)
+    commands = host_commands(hosts, program, _meeting(hosts, options), options.ssh_port)
+    if options.no_ssh:
+        return [_own_command(hosts, program, _meeting(hosts, options), options.node_rank)]
+    return commands
+
+
+def chosen_hosts(options: argparse.Namespace) -> list[Host]:
+    """The hosts and slots that the flags choose."""
+    if (options.include or options.exclude) and (options.num_nodes is not None or options.num_gpus is not None):
+        raise ValueError("--num_nodes and --num_gpus do not go with --include and --exclude; choose in one of these ways.")
+    hosts = _all_hosts(options)
+    if options.include:
+        hosts = include(hosts, options.include)
+    if options.exclude:
+        hosts = exclude(hosts, options.exclude)
+    if options.num_nodes is not None:
+        hosts = _first_hosts(hosts, options.num_nodes)
+    if options.num_gpus is not None:
+        hosts = [_first_slots(host, options.num_gpus) for host in hosts]
+    return hosts
+
+
+def _all_hosts(options: argparse.Namespace) -> list[Host]:
+    if options.hostfile is not None:
+        return read_hostfile(options.hostfile)
+    if DEFAULT_HOSTFILE.is_file():
+        return read_hostfile(DEFAULT_HOSTFILE)
+    count = options.num_gpus or count_gpus()
+    if count == 0:
+        raise ValueError("nvidia-smi shows no GPU of this machine; give --num_gpus, the number of ranks, or --hostfile.")
+    return [Host("localhost", tuple(range(count)), count)]
+
+
+def count_gpus() -> int:
+    """GPUs of this machine, as nvidia-smi lists them; 0 without it."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+def _first_hosts(hosts: list[Host], count: int) -> list[Host]:
+    if count > len(hosts):
+        raise ValueError(f"--num_nodes {count} is more than the {len(hosts)} hosts; choose at most {len(hosts)}.")
+    return hosts[:count]
+
+
+def _first_slots(host: Host, count: int) -> Host:
+    if count > len(host.slots):
+        raise ValueError(f"--num_gpus {count} is more than the {len(host.slots)} slots of {host.name}; choose at most {len(host.slots)}.")
+    return Host(host.name, host.slots[:count], host.all_slots)
+
+
+def _meeting(hosts: Sequence[Host], options: argparse.Namespace) -> Meeting:
+    first = hosts[0].name
+    if options.master_addr is not None:
+        return Meeting(options.master_addr, options.master_port)
+    if len(hosts) == 1 and is_this_machine(first):
+        return Meeting("127.0.0.1", options.master_port)
+    if first in ("localhost", "127.0.0.1"):
+        raise ValueError(f"the first host is called {first}, which is another machine on each host; give --master_addr.")
+    return Meeting(first, options.master_port)
+
+
+def _own_command(hosts: Sequence[Host], program: Program, meeting: Meeting, node_rank: int | None) -> HostCommand:
+    """The command of one host, to be started on that host itself."""
+    if node_rank is None or not 0 <= node_rank < len(hosts):
+        raise ValueError(f"--no_ssh starts the ranks of one host; say which by --node_rank, 0 to {len(hosts) - 1}.")
+    here = [Host("localhost", host.slots, host.all_slots) for host in hosts]
+    return host_commands(here, program, meeting, None)[node_rank]
+
+
+def _count(text: str) -> int:
+    number = int(text) if text.isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of 1 or more")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="launch.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    which = parser.add_argument_group("hosts")
+    which.add_argument("-H", "--hostfile", type=Path, help=f"lines of `name slots=N` (default: {DEFAULT_HOSTFILE} if it is there)")
+    which.add_argument("-i", "--include", default="", metavar="HOSTS", help="use only these: a@b:0,2 is all of a, and slots 0 and 2 of b")
+    which.add_argument("-e", "--exclude", default="", metavar="HOSTS", help="use all but these, in the same form")
+    which.add_argument("--num_nodes", "--num-nodes", type=_count, metavar="N", help="use the first N hosts (default: all)")
+    which.add_argument(
+        "--num_gpus", "--num-gpus", type=_count, metavar="N", help="use the first N slots of each host; without GPUs, ranks (default: all)"
+    )
+    where = parser.add_argument_group("meeting")
+    where.add_argument("--master_addr", "--master-addr", metavar="HOST", help="where rank 0 is (default: the first host)")
+    where.add_argument(
+        "--master_port", "--master-port", type=_count, default=DEFAULT_PORT, metavar="N", help="a free port there (default: %(default)s)"
+    )
+    how = parser.add_argument_group("start")
+    how.add_argument("--dry-run", "--dry_run", action="store_true", help="print the commands and end")
+    how.add_argument("--no_ssh", "--no-ssh", action="store_true", help="start the ranks of this host alone, which --node_rank says")
+    how.add_argument("--node_rank", "--node-rank", type=int, metavar="N", help="place of this host among the hosts, from 0")
+    how.add_argument("--ssh_port", "--ssh-port", type=_count, metavar="N", help="port of sshd (default: ssh's own)")
+    how.add_argument("--python", default=sys.executable, metavar="PATH", help="Python of every host (default: this one)")
+    how.add_argument(
+        "--env-prefix", action="append", default=[], metavar="PREFIX", help="export variables that begin so as well; may be repeated"
+    )
+    how.add_argument(
+        "--env-file", type=Path, metavar="FILE", help="lines of NAME=value to export (default: .deepspeed_env, here or at home)"
+    )
+    parser.add_argument("script", help="what every rank runs: pretrain_zeropp_gpt.py")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="its flags")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
