@@ -205,7 +205,7 @@ def _seconds(call: Callable[[], object]) -> float:
 def _write_plainly(path: Path, share: Share) -> None:
     with path.open("wb", buffering=0) as file:
         for piece in share.pieces:
-            data = memoryview(piece.values.view(torch.uint8).numpy())
+            data = _bytes_of(piece)
             for place in range(0, len(data), BUFFER_BYTES):
                 file.write(data[place : place + BUFFER_BYTES])
         os.fsync(file.fileno())
@@ -214,7 +214,13 @@ def _write_plainly(path: Path, share: Share) -> None:
 def _read_plainly(path: Path, target: Sequence[Piece]) -> None:
     with path.open("rb", buffering=0) as file:
         for piece in target:
-            file.readinto(memoryview(piece.values.view(torch.uint8).numpy()))
+            file.readinto(_bytes_of(piece))
+
+
+def _bytes_of(piece: Piece) -> memoryview:
+    """The memory of its values."""
+    data: memoryview = piece.values.view(torch.uint8).numpy().data
+    return data
 
 
 def _load(directory: Path, target: Sequence[Piece]) -> None:

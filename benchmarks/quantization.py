@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from report import report
@@ -95,7 +96,7 @@ def _measure_size(megabytes: int, options: argparse.Namespace) -> Iterator[Resul
 
 def _cases(values: Tensor, bits: int, block_numel: int, has_options: bool) -> Iterator[Case]:
     slices, run_numel = values.shape
-    form = {"bits": bits, "block_numel": block_numel}
+    form: dict[str, Any] = {"bits": bits, "block_numel": block_numel}
     payloads = torch.zeros(MOST_MEMBERS, slices, quantization.coded_bytes(run_numel, **form), dtype=torch.uint8)
     for member in payloads:
         quantization.encode_blocks(values, member, **form)

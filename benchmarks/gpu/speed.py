@@ -65,7 +65,7 @@ def _ops(run_numel: int, bits: int) -> dict[str, Callable[[], tuple[Call, int]]]
     """By name: what makes a call with tensors of its own, and the bytes that it moves."""
     from megatron_zpp.ops import quantization
 
-    form = {"bits": bits, "block_numel": BLOCK_NUMEL}
+    form: dict[str, Any] = {"bits": bits, "block_numel": BLOCK_NUMEL}
     row_bytes = quantization.coded_bytes(run_numel, **form)
 
     def payloads(*shape: int) -> Tensor:

@@ -122,8 +122,12 @@ def _row(name: str, rounds: Sequence[Round], workload: Workload, f: float | None
         ledger_bytes=_median(rounds, name, "ledger_bytes") if has_ledger else None,
         control_bytes=_median(rounds, name, "control_bytes") if has_ledger else None,
         allowed=None if f is None or name == FSDP2 else 1 / ((1 - f) + f * bytes_ratio),
-        hidden={kind: _median_of(rounds, lambda measured, kind=kind: measured[name]["hidden"].get(kind, 0.0)) for kind in sorted(kinds)},
+        hidden={kind: _median_hidden(rounds, name, kind) for kind in sorted(kinds)},
     )
+
+
+def _median_hidden(rounds: Sequence[Round], name: str, kind: str) -> float:
+    return _median_of(rounds, lambda measured: measured[name]["hidden"].get(kind, 0.0))
 
 
 def _ratio(rounds: Sequence[Round], name: str, other: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +19,7 @@ class StopwatchLanes:
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self.is_running = False
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.collectives = 0
 
     def submit(self, hop: Hop) -> None:
