@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.parallel.attempt import own_part
 from megatron_zpp.parallel.failure_board import FailureBoard
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.parallel.roll_call import RollCall
@@ -148,4 +149,4 @@ def _join_store(launch: Launch, timeout: timedelta) -> dist.Store:
         raise ValueError("MASTER_ADDR is not set: start with torchrun, or export MASTER_ADDR (the host of rank 0) and MASTER_PORT")
     os.environ.update(MASTER_ADDR=launch.master_address, MASTER_PORT=str(launch.master_port))
     store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
-    return dist.PrefixStore("megatron_zpp", store)
+    return own_part(dist.PrefixStore("megatron_zpp", store), launch.rank, launch.world_size, timeout)
