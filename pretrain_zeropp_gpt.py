@@ -86,6 +86,7 @@ def train(config: Config, launch: Launch, world: World) -> None:
     from megatron_zpp.training import setup, start
     from megatron_zpp.training.instruments import make_instruments
     from megatron_zpp.training.leaving import check_kill_switch
+    from megatron_zpp.training.stored_schedule import with_schedule
     from megatron_zpp.training.trainer import Trainer
 
     printer = RankPrinter(launch.rank, launch.world_size)
@@ -104,9 +105,9 @@ def train(config: Config, launch: Launch, world: World) -> None:
     with world.agreement("preparing data", printer.on_first):
         check_kill_switch(config.training, launch.rank)
         setup.check_backends(config, world.device)
-        config = start.with_schedule(config, origin)
+        config = with_schedule(config, origin.stored)
         vocabulary = setup.build_vocabulary(config)
-        model = setup.build_model(config, vocabulary.padded_size, origin.reader)
+        model = setup.build_model(config, vocabulary.padded_size, origin.stored)
         setup.check_memory(config, model, ladder.topology, world.device, memory_there)
         speaker = setup.speaker_of(launch, hosts[launch.rank], printer)
         datasets = setup.build_run_data(config, vocabulary, speaker, checks_token_ids=launch.local_rank == 0)
