@@ -42,7 +42,7 @@ class Leaving:
         wish = Wish.SIGNAL if self._has_signal else Wish.NONE
         if self._deadline is not None and time.monotonic() >= self._deadline:
             wish |= Wish.DURATION
-        if self._kill_switch is not None and self._kill_switch.exists():
+        if self._kill_switch is not None and _is_there(self._kill_switch):
             wish |= Wish.KILL_SWITCH
         return wish
 
@@ -66,6 +66,14 @@ def check_kill_switch(training: TrainingConfig, rank: int) -> None:
     path = kill_switch(training, rank)
     if path is not None and path.exists():
         raise ValueError(f"--kill-switch-file {path} is there, so nothing is trained; remove the file to train.")
+
+
+def _is_there(path: Path) -> bool:
+    """False also where nobody can tell, as on a network drive that is away for a moment."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def signals_to_handle(training: TrainingConfig) -> Sequence[signal.Signals]:
