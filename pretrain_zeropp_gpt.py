@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import megatron_zpp.monitor.process_start  # noqa: F401  its clock starts here, before anything slow
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.config.arguments import arguments_block
 from megatron_zpp.config.assumptions import banner
