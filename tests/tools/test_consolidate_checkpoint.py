@@ -70,7 +70,6 @@ def test_the_files_hold_the_main_weights_under_our_names(
 def test_memory_is_a_constant_that_is_less_than_one_unit_however_large_units_are(consolidated: tuple[Path, dict[str, Any]]) -> None:
     """16 MiB of buffers to read into; of parts of 8 MiB one as read and one cast, and of 4 MiB those that wait for their checksums."""
     folder, facts = consolidated
-    print(facts["taken_bytes"])
     assert facts["taken_bytes"] < UNIT_BYTES / 2
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == UNITS * UNIT_NUMEL * 2 and set(index["weight_map"]) == set(NAMES)

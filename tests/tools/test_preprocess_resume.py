@@ -252,7 +252,7 @@ def test_going_on_with_something_else_is_refused(tmp_path: Path, change: str) ->
 def test_after_damage_the_way_on_that_is_named_is_one_that_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: float, is_begun: bool
 ) -> None:
-    monkeypatch.setattr("megatron_zpp.data.json_lines.BATCH_BYTES", 100)
+    monkeypatch.setattr("megatron_zpp.data.json_lines.BATCH_BYTES", 5000)
     sources = write_source(tmp_path, documents=200, seed=3)
     whole = sources[1].read_bytes()
     sources[1].write_bytes(whole[: max(12, int(kept * len(whole)))])
