@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import megatron_zpp.monitor.process_start  # noqa: F401  its clock starts here, before anything slow
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.config.arguments import arguments_block
 from megatron_zpp.config.assumptions import banner
@@ -20,6 +23,7 @@ from megatron_zpp.parallel.launch import Launch, read_launch
 
 if TYPE_CHECKING:
     from megatron_zpp.parallel.initialize import World
+    from megatron_zpp.training.reporter import Outlets
 
 FAILURE_EXIT_CODE = 1
 
@@ -74,7 +78,7 @@ def run_in_world(config: Config, launch: Launch, mistake: str | None) -> int:
     except StartupError as error:
         world.leave()
         return refuse(str(error), launch.rank)
-    except Exception as error:
+    except BaseException as error:  # Ctrl-C as well: the threads of gloo and of the lanes may not meet an interpreter that shuts down
         fail(world, error)
     world.leave()
     return 0
@@ -86,6 +90,7 @@ def train(config: Config, launch: Launch, world: World) -> None:
     from megatron_zpp.training import setup, start
     from megatron_zpp.training.instruments import make_instruments
     from megatron_zpp.training.leaving import check_kill_switch
+    from megatron_zpp.training.stored_schedule import with_schedule
     from megatron_zpp.training.trainer import Trainer
 
     printer = RankPrinter(launch.rank, launch.world_size)
@@ -104,30 +109,44 @@ def train(config: Config, launch: Launch, world: World) -> None:
     with world.agreement("preparing data", printer.on_first):
         check_kill_switch(config.training, launch.rank)
         setup.check_backends(config, world.device)
-        config = start.with_schedule(config, origin)
+        config = with_schedule(config, origin.stored)
         vocabulary = setup.build_vocabulary(config)
-        model = setup.build_model(config, vocabulary.padded_size, origin.reader)
+        model = setup.build_model(config, vocabulary.padded_size, origin.stored)
         setup.check_memory(config, model, ladder.topology, world.device, memory_there)
         speaker = setup.speaker_of(launch, hosts[launch.rank], printer)
         datasets = setup.build_run_data(config, vocabulary, speaker, checks_token_ids=launch.local_rank == 0)
         outlets = setup.open_outlets(config, printer, instruments)
         config = config.with_values(vocab_size=vocabulary.size)
-    setup.check_save_is_shared(config, world)
-    kernels = setup.prepare_kernels(config, world.device)
-    lines = [*setup.describe_run(config, ladder, vocabulary.size, model), kernels, *datasets.messages]
-    printer.on_first("\n".join(filter(None, lines)))
-    printer.milestone("after dataloaders are built")
-    engine = setup.build_engine(config, model, ladder, instruments)
-    with world.agreement():
-        progress = start.load_progress(config, engine, origin)
-        config = start.with_remaining_batches(config, progress, world.world_size)
-    printer.on_first(start.describe_start(config, origin, progress))
-    origin.close()
-    try:
+    with closing(outlets, world):
+        setup.check_save_is_shared(config, world)
+        kernels = setup.prepare_kernels(config, world.device)
+        lines = [*setup.describe_run(config, ladder, vocabulary.size, model), kernels, *datasets.messages]
+        printer.on_first("\n".join(filter(None, lines)))
+        printer.milestone("after dataloaders are built")
+        engine = setup.build_engine(config, model, ladder, instruments)
+        with world.agreement():
+            progress = start.load_progress(config, engine, origin)
+            config = start.with_remaining_batches(config, progress, world.world_size)
+        printer.on_first(start.describe_start(config, origin, progress))
+        origin.close()
         Trainer(config, model, engine, datasets, outlets, progress).run()
+    engine.close()
+
+
+@contextmanager
+def closing(outlets: Outlets, world: World) -> Iterator[None]:
+    """Lets the outlets write what they hold back at the end of the block; after the others know of a failure, for that may take long."""
+    from megatron_zpp.parallel.initialize import StartupError
+
+    try:
+        yield
+    except StartupError:
+        raise
+    except BaseException as error:
+        world.report_failure(in_words(error))
+        raise
     finally:
         outlets.close()
-    engine.close()
 
 
 def refuse(mistake: str, rank: int = 0) -> int:
@@ -137,10 +156,14 @@ def refuse(mistake: str, rank: int = 0) -> int:
     return ERROR_EXIT_CODE
 
 
-def fail(world: World, error: Exception) -> None:
+def in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def fail(world: World, error: BaseException) -> None:
     """Ends this process at once, so that no rank waits for it; names the rank that failed first."""
     traceback.print_exc()
-    first = world.report_failure(f"{type(error).__name__}: {error}")
+    first = world.report_failure(in_words(error))
     print(f"[Rank {world.rank}] ended, because {first}", file=sys.stderr, flush=True)
     os._exit(FAILURE_EXIT_CODE)
 

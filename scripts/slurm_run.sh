@@ -13,7 +13,18 @@ if [[ -n "${MODEL:-}" ]]; then
     source "scripts/models/$MODEL.sh"
 fi
 
-# The same command starts the run and goes on with it. Later flags win over earlier ones, so any of these can be given again.
+# What is saved in SAVE, and TRAIN_ITERS, decide whether a job goes back into the queue, so the run must not go by others.
+for word in "$@"; do
+    case "${word%%=*}" in
+        --save | --load) remedy="set SAVE, the folder of checkpoints, instead" ;;
+        --train-iters | --train-samples | --train-tokens) remedy="set TRAIN_ITERS, the length of the run in iterations, instead" ;;
+        *) continue ;;
+    esac
+    echo "error: ${word%%=*} does not go with this script, which repeats the job until TRAIN_ITERS are saved in SAVE; $remedy." >&2
+    exit 2
+done
+
+# The same command starts the run and goes on with it. Later flags win over earlier ones, so all others can be given again.
 RUN_ARGS=(
     ${MODEL_ARGS[@]+"${MODEL_ARGS[@]}"}
     --train-iters "$TRAIN_ITERS"
@@ -25,8 +36,15 @@ RUN_ARGS=(
     "$@"
 )
 
+# 0 where nothing is saved, and for a converted model, for which the file says `release`.
 saved_iteration() {
-    cat "$SAVE/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0
+    local saved
+    saved="$(cat "$SAVE/latest_checkpointed_iteration.txt" 2>/dev/null || true)"
+    if [[ "$saved" =~ ^[0-9]+$ ]]; then
+        echo "$((10#$saved))"
+    else
+        echo 0
+    fi
 }
 
 # Puts this job back into the queue where the run has saved and not reached its end; a job that saved nothing new is not repeated.

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from command import run_command
 from megatron_zpp.checkpoint.hf_folder import HfFolder
 from megatron_zpp.checkpoint.release import write_release
 from megatron_zpp.checkpoint.stored_flags import units_of
-from megatron_zpp.config.schema import DataConfig, ModelConfig
+from megatron_zpp.config.schema import TOKENIZER_TYPES, DataConfig, ModelConfig
 from megatron_zpp.data.tokenizer import padded_vocab_size
 
 
@@ -27,8 +27,10 @@ def run(args: argparse.Namespace) -> None:
     if args.make_vocab_size_divisible_by < 1:
         raise ValueError(f"--make-vocab-size-divisible-by {args.make_vocab_size_divisible_by} must be 1 or more.")
     source = HfFolder(Path(args.input))
-    model, vocab_size = _model(source, args)
+    model, vocab_size = _model(source)
     padded = padded_vocab_size(vocab_size, args.make_vocab_size_divisible_by)
+    # The rows themselves, as a tokenizer with fewer ids would lead to fewer of them.
+    model = replace(model, make_vocab_size_divisible_by=args.make_vocab_size_divisible_by, padded_vocab_size=padded)
     rule_of = {rule.ours: rule for rule in source.layout.rules(model, vocab_size, padded)}
     source.check_names([theirs.name for rule in rule_of.values() for theirs in rule.theirs])
 
@@ -45,13 +47,11 @@ def run(args: argparse.Namespace) -> None:
     print(f"train with --load {args.output} --use-checkpoint-args, or with --pretrained-checkpoint {args.output} and --load of the run")
 
 
-def _model(source: HfFolder, args: argparse.Namespace) -> tuple[ModelConfig, int]:
+def _model(source: HfFolder) -> tuple[ModelConfig, int]:
     try:
-        model, vocab_size = source.layout.model_config(source.config), int(source.config["vocab_size"])
+        return source.layout.model_config(source.config), int(source.config["vocab_size"])
     except KeyError as error:
         raise ValueError(f"{source.folder / 'config.json'} lacks {error}.") from None
-    fields = {**asdict(model), "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by}
-    return ModelConfig(**fields), vocab_size
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,7 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--make-vocab-size-divisible-by", type=int, default=128, metavar="N", help="as in the training to come (default: 128)"
     )
-    parser.add_argument("--tokenizer-type", default="NullTokenizer", metavar="TYPE", help="recorded for --use-checkpoint-args")
+    parser.add_argument(
+        "--tokenizer-type",
+        choices=TOKENIZER_TYPES,
+        default="NullTokenizer",
+        help="recorded for --use-checkpoint-args (default: NullTokenizer)",
+    )
     parser.add_argument("--tokenizer-model", metavar="PATH", help="recorded for --use-checkpoint-args")
     return parser
 

@@ -17,12 +17,13 @@ from command import ELEMENT_TYPES, add_checkpoint_flags, add_output_flags, run_c
 
 from megatron_zpp.checkpoint.export import new_folder, write_json, write_tensors
 from megatron_zpp.checkpoint.hf_layouts import layout_holding
+from megatron_zpp.checkpoint.hf_rules import Boundaries
 from megatron_zpp.checkpoint.hf_tokenizer import write_tokenizer
 from megatron_zpp.checkpoint.manifest import Manifest
 from megatron_zpp.checkpoint.shard_file import TensorEntry
 from megatron_zpp.checkpoint.stored_flags import data_flags, model_flags, open_checkpoint, padded_vocab_size
 from megatron_zpp.config.schema import DataConfig
-from megatron_zpp.data.tokenizer import build_tokenizer
+from megatron_zpp.data.tokenizer import Tokenizer, build_tokenizer
 
 
 def main() -> None:
@@ -49,10 +50,15 @@ def run(args: argparse.Namespace) -> None:
             return rule.split(weight(rule.ours))[index]
 
         with new_folder(Path(args.output)) as folder:
-            write_json(folder / "config.json", layout.config_json(model, vocab_size, None if tokenizer is None else tokenizer.eod))
+            config = layout.config_json(model, vocab_size, _boundaries(tokenizer))
+            write_json(folder / "config.json", config | {"torch_dtype": args.dtype})  # a name that all versions of transformers read
             files = write_tensors(folder, entries, values_of, args.max_shard_bytes)
             told = write_tokenizer(folder, data)
     print(f"{args.output}: layout of {layout.model_type}, {len(entries)} tensors in {len(files)} files, {vocab_size} ids; {told}")
+
+
+def _boundaries(tokenizer: Tokenizer | None) -> Boundaries:
+    return Boundaries() if tokenizer is None else Boundaries(getattr(tokenizer, "bos", None), tokenizer.eod)
 
 
 def _data(manifest: Manifest, args: argparse.Namespace) -> DataConfig:

@@ -1,8 +1,9 @@
-"""What each host is to run: one torchrun in bash, on this machine or through ssh, that takes signals from its standard input."""
+"""What each host is to run: one torchrun in bash, on this machine or through ssh, told variables and signals over its standard input."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import socket
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,21 @@ NOT_EXPORTED = ("CUDA_VISIBLE_DEVICES",)
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 # A dead host is noticed after three unanswered messages. BatchMode: a password cannot be asked for, so that is an error at once.
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=30")
-# torchrun runs in a process group of its own (set -m), so that signals do as for any program in the foreground. Lines of standard
-# input are names of signals for it, and its end is the end of the launcher.
-WRAPPER = """set -m
+# Names whose values --dry-run does not show; neither are those of addresses with a password in them. A PKEY of InfiniBand is a number.
+SECRET_NAME = re.compile(r"((?<!IB_P)KEY|TOKEN|SECRET|PASS(WORD|WD|PHRASE)?|PWD|CREDENTIAL|AUTH)S?(_|$)", re.IGNORECASE)
+SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
+# Standard input begins with the variables, for what stands among a program's words can be read by everyone on its machine. They end
+# with a line that is no assignment; bash reads a pipe byte by byte, so nothing behind that line is lost.
+END_OF_VARIABLES = "end of variables"
+# torchrun runs in a process group of its own (set -m), so that signals do as for any program in the foreground. Further lines of
+# standard input are names of signals for it, and its end is the end of the launcher.
+WRAPPER = """cd {folder} || exit 1
+while IFS= read -r -t 60 line && [ "$line" != "{end}" ]; do eval "export $line"; done
+if [ "$line" != "{end}" ]; then
+    echo "launch.py: $HOSTNAME was not told all variables over standard input; does a start-up file of its shell read it?" >&2
+    exit 1
+fi
+set -m
 exec 3<&0
 {torchrun} </dev/null 3<&- &
 torchrun=$!
@@ -56,10 +69,14 @@ class Program:
 
 @dataclass(frozen=True)
 class HostCommand:
-    """The words that start one host's ranks from this machine. shown: the same for a reader, without what passes signals on."""
+    """The words that start one host's ranks from this machine, and what they read first.
+
+    shown: the same for a reader, without what passes signals on, and without secrets.
+    """
 
     host: str
     words: tuple[str, ...]
+    first_input: str
     shown: str
 
 
@@ -76,13 +93,23 @@ def _host_command(host: Host, program: Program, torchrun: Sequence[str], ssh: Se
     if not host.has_first_slots:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host.slots))
     folder = shlex.quote(os.fspath(program.folder))
-    settings = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-    lines = [f"cd {folder} || exit 1", *(f"export {setting}" for setting in settings), WRAPPER.format(torchrun=shlex.join(torchrun))]
-    here = ("bash", "-c", "\n".join(lines))
-    shown = " ".join([f"cd {folder} &&", *settings, shlex.join(torchrun)])
+    here = ("bash", "-c", WRAPPER.format(folder=folder, end=END_OF_VARIABLES, torchrun=shlex.join(torchrun)))
+    first_input = "".join(f"{line}\n" for line in [*(_assignment(*variable) for variable in variables.items()), END_OF_VARIABLES])
+    shown = " ".join([f"cd {folder} &&", *(_assignment(name, _shown(name, variables[name])) for name in variables), shlex.join(torchrun)])
     if is_this_machine(host.name):
-        return HostCommand(host.name, here, shown)
-    return HostCommand(host.name, (*ssh, host.name, shlex.join(here)), shlex.join((*ssh, host.name, shown)))
+        return HostCommand(host.name, here, first_input, shown)
+    # --: whatever a host is called, it is no option.
+    there = (*ssh, "--", host.name)
+    return HostCommand(host.name, (*there, shlex.join(here)), first_input, shlex.join((*there, shown)))
+
+
+def _assignment(name: str, value: str) -> str:
+    """NAME=value for bash, in one line."""
+    return f"{name}={shlex.quote(value)}".replace("\n", "'$'\\n''")
+
+
+def _shown(name: str, value: str) -> str:
+    return "***" if SECRET_NAME.search(name) or SECRET_VALUE.search(value) else value
 
 
 def is_this_machine(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -27,14 +28,15 @@ class HostProcesses:
     """All hosts at work. Takes over the signals; the second one ends the launcher, and with it the ranks of every host."""
 
     def __init__(self, commands: Sequence[HostCommand]) -> None:
-        self._running: dict[str, subprocess.Popen[str]] = {}
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._interrupted_by = 0
+        self._all_are_started = False
         for number in FORWARDED:
             signal.signal(number, self._forward)
         for command in commands:
-            # A session of its own: Ctrl-C must reach torchrun once, and ssh not at all.
-            self._running[command.host] = subprocess.Popen(command.words, stdin=subprocess.PIPE, text=True, start_new_session=True)
-        if self._interrupted_by:  # while hosts were started
+            self._running[command.host] = _started(command)
+        self._all_are_started = True
+        if self._interrupted_by:
             self._send(FORWARDED[signal.Signals(self._interrupted_by)])
 
     def wait(self) -> int:
@@ -64,15 +66,28 @@ class HostProcesses:
 
     def _send(self, name: str) -> None:
         for process in self._running.values():
-            try:
-                if process.stdin is not None:
-                    process.stdin.write(f"{name}\n")
-                    process.stdin.flush()
-            except BrokenPipeError:  # has just ended
-                continue
+            _tell(process, f"{name}\n")
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         if self._interrupted_by:
             sys.exit(128 + number)
         self._interrupted_by = number
-        self._send(FORWARDED[signal.Signals(number)])
+        if self._all_are_started:
+            self._send(FORWARDED[signal.Signals(number)])
+
+
+def _started(command: HostCommand) -> subprocess.Popen[bytes]:
+    # A session of its own: Ctrl-C must reach torchrun once, and ssh not at all.
+    process = subprocess.Popen(command.words, stdin=subprocess.PIPE, start_new_session=True)
+    _tell(process, command.first_input)
+    return process
+
+
+def _tell(process: subprocess.Popen[bytes], text: str) -> None:
+    if process.stdin is None:
+        raise RuntimeError(f"process {process.pid} was started without a pipe to its standard input")
+    try:
+        process.stdin.write(os.fsencode(text))  # as variables were decoded
+        process.stdin.flush()
+    except BrokenPipeError:  # it has just ended, and its exit code will be seen
+        pass

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LINE = re.compile(r"(\S+)\s+slots=(\d+)")
+NAME = re.compile(r"[A-Za-z0-9_][\w.:-]*", re.ASCII)  # what begins with - would be an option of ssh
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ def read_hostfile(path: Path) -> list[Host]:
         if found is None:
             raise ValueError(f"{path}, line {number}: {text!r} is no host; write it as: name slots=8.")
         name, slots = found[1], int(found[2])
+        _check_name(name, f"{path}, line {number}")
         if slots < 1:
             raise ValueError(f"{path}, line {number}: {name} has no slots; give it one, or put # before the line.")
         if name in hosts:
@@ -43,6 +45,14 @@ def read_hostfile(path: Path) -> list[Host]:
     if not hosts:
         raise ValueError(f"{path} names no host; write one per line, as: name slots=8.")
     return list(hosts.values())
+
+
+def _check_name(name: str, where: str) -> None:
+    if "@" in name:
+        user, _, host = name.partition("@")
+        raise ValueError(f"{where}: {name} names a user, but ranks meet at a host; write {host}, and User {user} for it in ~/.ssh/config.")
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{where}: {name!r} is no name of a host; begin with a letter, a digit or _, and go on with these and . : -.")
 
 
 def include(hosts: list[Host], words: str) -> list[Host]:

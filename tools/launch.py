@@ -25,7 +25,7 @@ from host_processes import HostProcesses
 from hostfile import Host, check_same_slots, exclude, include, read_hostfile
 
 DEFAULT_HOSTFILE = Path("/job/hostfile")
-VARIABLE_FILES = (Path(".deepspeed_env"), Path.home() / ".deepspeed_env")
+VARIABLE_FILES = (Path.home() / ".deepspeed_env", Path(".deepspeed_env"))  # the later wins
 DEFAULT_PORT = 29500
 
 
@@ -49,10 +49,13 @@ def planned_commands(options: argparse.Namespace) -> list[HostCommand]:
     files = [file for file in VARIABLE_FILES if file.is_file()] if options.env_file is None else [options.env_file]
     variables = exported_variables(os.environ, options.env_prefix, files)
     program = Program(options.python, options.script, options.flags, Path.cwd(), variables)
-    commands = host_commands(hosts, program, _meeting(hosts, options), options.ssh_port)
+    meeting = _meeting(hosts, options)
     if options.no_ssh:
-        return [_own_command(hosts, program, _meeting(hosts, options), options.node_rank)]
-    return commands
+        return [_own_command(hosts, program, meeting, options.node_rank)]
+    if options.node_rank is not None:
+        raise ValueError("--node_rank needs --no_ssh; give that as well.")
+    _check_ssh_is_there(hosts)
+    return host_commands(hosts, program, meeting, options.ssh_port)
 
 
 def chosen_hosts(options: argparse.Namespace) -> list[Host]:
@@ -113,6 +116,14 @@ def _meeting(hosts: Sequence[Host], options: argparse.Namespace) -> Meeting:
     return Meeting(first, options.master_port)
 
 
+def _check_ssh_is_there(hosts: Sequence[Host]) -> None:
+    others = [host.name for host in hosts if not is_this_machine(host.name)]
+    if others and shutil.which("ssh") is None:
+        raise ValueError(
+            f"ssh is not found, and {others[0]} is another machine; install the OpenSSH client, or start each host by --no_ssh --node_rank."
+        )
+
+
 def _own_command(hosts: Sequence[Host], program: Program, meeting: Meeting, node_rank: int | None) -> HostCommand:
     """The command of one host, to be started on that host itself."""
     if node_rank is None or not 0 <= node_rank < len(hosts):
@@ -155,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
         "--env-prefix", action="append", default=[], metavar="PREFIX", help="export variables that begin so as well; may be repeated"
     )
     how.add_argument(
-        "--env-file", type=Path, metavar="FILE", help="lines of NAME=value to export (default: .deepspeed_env, here or at home)"
+        "--env-file", type=Path, metavar="FILE", help="lines of NAME=value to export (default: .deepspeed_env at home and here, which wins)"
     )
     parser.add_argument("script", help="what every rank runs: pretrain_zeropp_gpt.py")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="its flags")

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron_zpp.checkpoint.manifest import ELEMENT_TYPE, CheckpointError, Manifest
+from megatron_zpp.checkpoint.contents import check_moments
+from megatron_zpp.checkpoint.manifest import ELEMENT_TYPE, Manifest
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.saver import Share
 from megatron_zpp.zero.engine import ZeroEngine
@@ -64,9 +65,8 @@ def versions() -> dict[str, str]:
 
 def load_engine(engine: ZeroEngine, reader: CheckpointReader, *, with_moments: bool) -> None:
     """Fills the engine's main weights, and with_moments its optimizer and loss scaler, with the checkpoint's."""
-    missing = [state for state in MOMENTS if state not in reader.manifest.states]
-    if with_moments and missing:
-        raise CheckpointError(f"{reader.folder} holds no optimizer state; give --no-load-optim or --finetune to go on without it")
+    if with_moments:
+        check_moments(reader.folder, reader.manifest)
     reader.fill(piece for piece in resting_pieces(engine) if with_moments or piece.state == WEIGHT)
     if with_moments:
         engine.optimizer.steps = reader.manifest.run["optimizer_steps"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_zpp.checkpoint.hf_rules import HEAD, TensorRule, norm, vocabulary, whole
+from megatron_zpp.checkpoint.hf_rules import HEAD, Boundaries, TensorRule, norm, vocabulary, whole
 from megatron_zpp.config.schema import ModelConfig
 
 PREFIX = "transformer."
@@ -63,8 +63,8 @@ def rules(model: ModelConfig, vocab_size: int, padded_vocab_size: int) -> Iterat
         yield vocabulary("final.head.weight", HEAD, (vocab_size, hidden), padded_vocab_size)
 
 
-def config_json(model: ModelConfig, vocab_size: int, end_of_document: int | None) -> dict[str, Any]:
-    """Their config.json. end_of_document: the token id, None where there is no tokenizer."""
+def config_json(model: ModelConfig, vocab_size: int, boundaries: Boundaries) -> dict[str, Any]:
+    """Their config.json, but for the dtype of the weights."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -81,8 +81,7 @@ def config_json(model: ModelConfig, vocab_size: int, end_of_document: int | None
         "attn_pdrop": model.attention_dropout,
         "initializer_range": model.init_method_std,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
-        "bos_token_id": end_of_document,
-        "eos_token_id": end_of_document,
+        **boundaries.members(),
     }
 
 

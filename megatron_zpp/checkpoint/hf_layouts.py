@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_zpp.checkpoint import gpt2_layout, llama_layout
-from megatron_zpp.checkpoint.hf_rules import TensorRule
+from megatron_zpp.checkpoint.hf_rules import Boundaries, TensorRule
 from megatron_zpp.config.schema import ModelConfig
 
 
@@ -24,7 +24,7 @@ class Layout:
     ignored: tuple[str, ...]
     misfits: Callable[[ModelConfig], list[str]]
     rules: Callable[[ModelConfig, int, int], Iterator[TensorRule]]
-    config_json: Callable[[ModelConfig, int, int | None], dict[str, Any]]
+    config_json: Callable[[ModelConfig, int, Boundaries], dict[str, Any]]
     model_config: Callable[[Mapping[str, Any]], ModelConfig]
 
 

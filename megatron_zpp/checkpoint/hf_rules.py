@@ -14,6 +14,18 @@ HEAD = "lm_head.weight"  # of an untied model, in every layout
 
 
 @dataclass(frozen=True)
+class Boundaries:
+    """The token ids that begin and end a document; None where there is none, or no tokenizer."""
+
+    begin: int | None = None
+    end: int | None = None
+
+    def members(self) -> dict[str, int | None]:
+        """Of their config.json. Where nothing else begins a document, the end of the one before does."""
+        return {"bos_token_id": self.end if self.begin is None else self.begin, "eos_token_id": self.end}
+
+
+@dataclass(frozen=True)
 class Theirs:
     """The name and shape of one of their tensors."""
 

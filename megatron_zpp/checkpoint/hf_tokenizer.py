@@ -49,6 +49,8 @@ def _copy_gpt2(folder: Path, vocab_file: str, merge_file: str) -> str:
 def _write_sentencepiece(folder: Path, tokenizer_type: str, model_path: str) -> str:
     """The SentencePiece model itself, always; and a tokenizer.json where its kind allows one that gives the same ids."""
     shutil.copyfile(model_path, folder / "tokenizer.model")
+    if tokenizer_type == "Llama2Tokenizer":
+        return "tokenizer.model alone, for the sentencepiece library: the training put its begin-of-sentence piece before every text"
     if tokenizer_type != "GPTSentencePieceTokenizer":
         return f"tokenizer.model alone: {tokenizer_type} adds pieces that only this program knows"
     pieces = sentencepiece.SentencePieceProcessor(model_file=model_path)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.hf_rules import HEAD, TensorRule, Theirs, norm, vocabulary, whole
+from megatron_zpp.checkpoint.hf_rules import HEAD, Boundaries, TensorRule, Theirs, norm, vocabulary, whole
 from megatron_zpp.config.schema import ModelConfig
 
 PREFIX = "model."
@@ -67,8 +67,8 @@ class Family:
             "biases without --disable-bias-linear": self.has_head_norms and model.has_linear_bias,
         }
 
-    def config_json(self, model: ModelConfig, vocab_size: int, end_of_document: int | None) -> dict[str, Any]:
-        """Their config.json. end_of_document: the token id, None where there is no tokenizer."""
+    def config_json(self, model: ModelConfig, vocab_size: int, boundaries: Boundaries) -> dict[str, Any]:
+        """Their config.json, but for the dtype of the weights."""
         members = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -79,7 +79,7 @@ class Family:
             "num_attention_heads": model.num_attention_heads,
             "num_key_value_heads": model.key_value_heads,
             "head_dim": model.kv_channels,
-            "max_position_embeddings": model.max_position_embeddings,
+            "max_position_embeddings": max(model.max_position_embeddings, model.seq_length),  # rotation has no limit here
             "rope_theta": model.rotary_base,
             "rope_scaling": _rope_scaling(model),
             "vocab_size": vocab_size,
@@ -87,8 +87,7 @@ class Family:
             "attention_dropout": model.attention_dropout,
             "initializer_range": model.init_method_std,
             "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
-            "bos_token_id": end_of_document,
-            "eos_token_id": end_of_document,
+            **boundaries.members(),
         }
         if self.has_qkv_bias:
             return members

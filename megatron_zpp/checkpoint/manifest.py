@@ -74,6 +74,11 @@ class Manifest:
     files: tuple[StoredFile, ...] = ()
     pieces: tuple[StoredPiece, ...] = ()
 
+    @property
+    def is_release(self) -> bool:
+        """Whether these are weights of no run: there is nothing to go on from but them."""
+        return not self.run
+
     def to_json(self) -> str:
         """One line per file and per piece."""
         values = {member.name: getattr(self, member.name) for member in fields(self)}

@@ -6,12 +6,11 @@ import fcntl
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,39 +26,7 @@ from megatron_zpp.checkpoint.manifest import (
 )
 from megatron_zpp.checkpoint.reshard import MissingElementsError, PieceIndex, Source, chunk_runs
 from megatron_zpp.checkpoint.verified_file import RUN_CHUNKS, VerifiedFile
-from megatron_zpp.config.options import spelling_of
-from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.zero.pieces import WEIGHT, Piece
-
-# What decides the function of the weights; heads, for example, leave no trace in shapes.
-MODEL_FLAGS = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "ffn_hidden_size",
-    "max_position_embeddings",
-    "position_embedding_type",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "rope_scaling_low_freq_factor",
-    "rope_scaling_high_freq_factor",
-    "rope_scaling_original_max_position_embeddings",
-    "num_query_groups",
-    "normalization",
-    "apply_layernorm_1p",
-    "qk_layernorm",
-    "swiglu",
-    "squared_relu",
-    "norm_epsilon",
-    "untie_embeddings_and_output_weights",
-)
-# What a checkpoint means that was written before a flag existed.
-DEFAULTS = {member.name: member.default for member in fields(ModelConfig)}
 
 
 @dataclass(frozen=True)
@@ -96,11 +63,6 @@ class CheckpointReader:
 
     def close(self) -> None:
         self._lock.close()
-
-    @property
-    def is_release(self) -> bool:
-        """Whether it holds weights of no run: there is nothing to go on from but them."""
-        return not self.manifest.run
 
     def read(self, parameter: str, state: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of one state of a flattened parameter, [stop - start] fp32 on the CPU."""
@@ -145,25 +107,6 @@ class CheckpointReader:
             except DamagedCheckpointError as error:
                 yield error.finding
 
-    def check_model(self, shapes: Mapping[str, tuple[int, ...]], flags: Mapping[str, Any]) -> None:
-        """Nothing, where the checkpoint holds this model: the same shapes, and the same function of the weights.
-
-        flags: the model's configuration here, compared with the checkpoint's.
-        Raises CheckpointError naming the flags, or the first parameter, that differ.
-        """
-        theirs = DEFAULTS | self.manifest.flags.get("model", {})
-        differing = [
-            f"{spelling_of(name)} {theirs[name]} there and {flags[name]} here"
-            for name in MODEL_FLAGS
-            if theirs[name] is not None and theirs[name] != flags[name]
-        ]
-        if not differing and dict(self.manifest.shapes) == dict(shapes):
-            return
-        raise CheckpointError(
-            f"{self.folder} holds another model: {'; '.join(differing) or _first_difference(self.manifest.shapes, shapes)}; "
-            "give the flags of the checkpoint or another --load"
-        )
-
     def _fill_from(self, stored: StoredFile, wanted: Sequence[Wanted]) -> None:
         ends = [place.source.end for place in wanted]
 
@@ -193,10 +136,3 @@ def _scatter(data: memoryview, start: int, wanted: Sequence[Wanted]) -> None:
         first, last = max(start, source.offset), min(stop, source.end)
         target = place.values[(first - source.offset) // ELEMENT_BYTES : (last - source.offset) // ELEMENT_BYTES]
         target.copy_(elements[(first - start) // ELEMENT_BYTES : (last - start) // ELEMENT_BYTES])
-
-
-def _first_difference(theirs: Mapping[str, tuple[int, ...]], ours: Mapping[str, tuple[int, ...]]) -> str:
-    for name in sorted({*theirs, *ours}):
-        if theirs.get(name) != ours.get(name):
-            return f"{name} has shape {theirs.get(name)} there and {ours.get(name)} here"
-    return "no parameter differs"

@@ -1,8 +1,9 @@
 """Hops over lanes: who may send when, so that every rank sends the same messages in the same order and none waits in a circle.
 
 A climb or a descent is a chain of hops, each one collective on one lane; a hop names the hop before it. Three rules hold on every rank:
-a lane carries its hops first in, first out, in the order of submission; a hop is prepared once the hop before it has landed; its collective
-starts once those before it on the lane have ended. An error in one hop fails every hop that has not landed.
+a lane launches and lands its hops first in, first out, in the order of submission; a hop is prepared once the hop that it names has landed,
+and waits for nothing else; at most MOST_CROSSING collectives of a lane are under way. An error in one hop fails every hop that has not
+landed.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ def make_lanes(device: torch.device, watch: Callable[[], None]) -> Lanes:
 
 
 class ThreadLanes:
-    """Lanes that a thread of their own moves along, beside computation; one collective under way per lane.
+    """Lanes that a thread of their own moves along, beside computation.
 
-    So that the link never waits for a codec, the next hop of a lane is prepared while a collective is under way, and started when that has
-    ended, before what it brought is decoded.
+    So that the link never waits for a codec, the next hop of a lane is prepared while MOST_CROSSING collectives are under way, and started
+    when one of them has ended, before what that brought is decoded.
     pause: called before a hop is prepared; tests pass random delays.
     watch: called now and then in a long wait; raises once another rank is known to have failed, since a message from that rank, or from
     one that waits for it, will never come.
@@ -130,7 +131,7 @@ class ThreadLanes:
 class _Mover:
     """What the thread of the lanes knows and does; `changed` guards all of it. It must not know the lanes, whose end is its own.
 
-    queues: by lane, the hops that have not landed. Of each only the first two are looked at: one under way and one to follow.
+    queues: by lane, the hops that have not landed. Of each only the first are looked at: those under way and one to follow.
     """
 
     def __init__(self, pause: Callable[[], None]) -> None:

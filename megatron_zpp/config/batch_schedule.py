@@ -71,7 +71,7 @@ class BatchSchedule:
             count = fitting if most is None else min(fitting, most)
             iterations += count
             consumed_samples += count * self._size(stage)
-            if count == fitting:
+            if most is None or fitting < most:
                 break
         return iterations
 

@@ -248,7 +248,10 @@ class TrainingConfig:
         None, help="Leave the program at the first iteration that is a multiple of this.", unit="iterations", allowed=POSITIVE_COUNT
     )
     exit_duration_in_mins: int | None = flag(
-        None, help="Leave the program at the first step after this time; --save saves then.", unit="minutes", allowed=POSITIVE_COUNT
+        None,
+        help="Leave the program at the first step that ends this long after its process began; --save saves then.",
+        unit="minutes",
+        allowed=POSITIVE_COUNT,
     )
     exit_signal_handler: bool = flag(
         False, help="Save and leave the program, with exit code 0, at the step in which any rank gets --exit-signal or SIGUSR1."

@@ -66,6 +66,7 @@ class VarlenDocuments:
         self._bounds = F.pad(document_lengths_R.cumsum(0), (1, 0)).to(device, torch.int32)  # [R + 1] tokens
         self._longest = int(document_lengths_R.max())
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths differ from one micro-batch to the next, and each would be compiled anew
     def attend(self, query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, dropout: float) -> Tensor:
         if dropout > 0:
             raise RuntimeError("attention over runs of different lengths has no dropout; a mask serves it")

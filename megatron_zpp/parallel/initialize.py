@@ -44,6 +44,7 @@ class World:
             torch.cuda.set_device(device)
         self._store = _join_store(launch, timeout)
         self._failure_board = FailureBoard(self._store, launch.rank, launch.world_size)
+        self._reported: str | None = None
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=self._store, rank=launch.rank, world_size=launch.world_size, timeout=self.collective_timeout)
 
@@ -78,8 +79,9 @@ class World:
             raise StartupError(joined_errors(errors))
 
     def report_failure(self, text: str) -> str:
-        """The first failure that any rank has reported, `text` of this rank if there was none before."""
-        return self._failure_board.report(text)
+        """The first failure that any rank has reported, `text` of this rank if there was none before; one rank reports once."""
+        self._reported = self._reported or self._failure_board.report(text)
+        return self._reported
 
     def check_others(self) -> None:
         """Nothing, while no rank is known to have failed. Raises RuntimeError once one has."""

@@ -79,9 +79,13 @@ def _launcher(environment: Mapping[str, str]) -> _Names | None:
     if mpirun is not None:
         return mpirun
     slurm = STEP if STEP.world_size in environment else JOB
-    if slurm.rank not in environment or _number(environment, slurm.world_size) == 1:
+    if slurm.rank not in environment:
         return None
-    if not _is_slurm_task(environment):
+    is_task = _is_slurm_task(environment)
+    # The batch script of a job without --ntasks has SLURM_PROCID alone.
+    if (not is_task and slurm.world_size not in environment) or _number(environment, slurm.world_size) == 1:
+        return None
+    if not is_task:
         tasks = environment[slurm.world_size]
         raise ValueError(
             f"this Slurm job has {slurm.world_size}={tasks}, but srun did not start this process, so it would be the only one of {tasks}; "

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megatron_zpp.checkpoint.checkpoint_args import checkpoint_folder
+from megatron_zpp.checkpoint.folders import older_checkpoints
+from megatron_zpp.checkpoint.manifest import is_complete, read_manifest
 from megatron_zpp.config.arguments import arguments_block
 from megatron_zpp.config.assumptions import banner
 from megatron_zpp.config.data_sources import Blend, read_sources
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.horizons import length_in_samples
-from megatron_zpp.config.schema import Config
+from megatron_zpp.config.schedule_rules import check_batches
+from megatron_zpp.config.schema import CheckpointConfig, Config
 from megatron_zpp.config.validate import resolve
 from megatron_zpp.data.tokenizer import build_tokenizer, embedding_rows
 from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
@@ -17,6 +22,8 @@ from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.memory_need import MemoryThere, check_fits, in_gib
 from megatron_zpp.training.planned_machine import GIGABYTE, planned_machine
 from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, computation_by_rate, plan_as_given
+from megatron_zpp.training.stored_run import StoredRun
+from megatron_zpp.training.stored_schedule import with_schedule
 from megatron_zpp.zero.time_model import StepTime
 
 TERA = 1e12
@@ -38,7 +45,7 @@ def described_plan(given: Config, launch: Launch) -> str:
         "parameters": _parameters(plan, vocab_size),
         "training": _training(plan),
         "data": _data(config),
-        "start": _start(config),
+        "start": _start(plan, world),
         "sharding": plan.member.name,
         "memory per rank": _memory(plan),
         "bytes per iteration": _bytes(plan),
@@ -126,15 +133,29 @@ def _blend(blend: Blend) -> str:
     return f"{len(corpora)} corpora of {tokens:.4g} tokens"
 
 
-def _start(config: Config) -> str:
-    """Empty without flags that load. Raises ValueError where a checkpoint is missing that must be there."""
-    checkpoint = config.checkpoint
+def _start(plan: RunPlan, world: PlannedWorld) -> str:
+    """Empty without flags that load. Raises ValueError where the run could not begin there."""
+    config, checkpoint = plan.config, plan.config.checkpoint
     if checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
         return ""
     folder = checkpoint_folder(checkpoint)
     if folder is None and checkpoint.exit_on_missing_checkpoint:
         raise FlagError(f"--load {checkpoint.load} holds no checkpoint and --exit-on-missing-checkpoint is given; correct the path.")
-    return "anew, there is no checkpoint yet" if folder is None else f"from {folder}"
+    if folder is None:
+        check_batches(config, world.size, 0)
+        return "anew, there is no checkpoint yet"
+    stored = _stored(checkpoint, folder)
+    with_schedule(config, stored)
+    stored.check_contents(config, plan.job.unit_specs)
+    check_batches(config, world.size, stored.consumed_samples)
+    return "; ".join([f"from {stored.folder}", *stored.notices(config)])
+
+
+def _stored(checkpoint: CheckpointConfig, folder: Path) -> StoredRun:
+    """By its manifest; under --load-last-good-checkpoint by that of the newest one that is complete."""
+    candidates = (folder, *older_checkpoints(folder)) if checkpoint.load_last_good_checkpoint else ()
+    usable = next(filter(is_complete, candidates), folder)
+    return StoredRun.of(checkpoint, usable, read_manifest(usable))
 
 
 def _memory(plan: RunPlan) -> str:

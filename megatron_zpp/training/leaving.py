@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_zpp.config.schema import TrainingConfig
+from megatron_zpp.monitor import process_start
 
 
 class Wish(enum.IntFlag):
@@ -25,6 +26,7 @@ class Wish(enum.IntFlag):
 class Leaving:
     """Wishes of this rank: a signal has come, the time of --exit-duration-in-mins is over, or rank 0 sees --kill-switch-file.
 
+    The time counts from the start of the process: whoever limits a job means all of it, imports, indices and loading included.
     Takes over the signals while it lives; `close` gives them back.
     """
 
@@ -32,7 +34,7 @@ class Leaving:
         self._has_signal = False
         self._kill_switch = kill_switch(training, rank)
         minutes = training.exit_duration_in_mins
-        self._deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
+        self._deadline = None if minutes is None else process_start.MONOTONIC_SECONDS + 60.0 * minutes
         is_main = threading.current_thread() is threading.main_thread()
         signals = signals_to_handle(training) if is_main else ()
         self._before = {number: signal.signal(number, self._take_note) for number in signals}
@@ -42,7 +44,7 @@ class Leaving:
         wish = Wish.SIGNAL if self._has_signal else Wish.NONE
         if self._deadline is not None and time.monotonic() >= self._deadline:
             wish |= Wish.DURATION
-        if self._kill_switch is not None and self._kill_switch.exists():
+        if self._kill_switch is not None and _is_there(self._kill_switch):
             wish |= Wish.KILL_SWITCH
         return wish
 
@@ -66,6 +68,14 @@ def check_kill_switch(training: TrainingConfig, rank: int) -> None:
     path = kill_switch(training, rank)
     if path is not None and path.exists():
         raise ValueError(f"--kill-switch-file {path} is there, so nothing is trained; remove the file to train.")
+
+
+def _is_there(path: Path) -> bool:
+    """False also where nobody can tell, as on a network drive that is away for a moment."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def signals_to_handle(training: TrainingConfig) -> Sequence[signal.Signals]:

@@ -73,10 +73,12 @@ class Reporter:
         # Not whether this rank has writers: for a point, norms are gathered from all ranks.
         self._has_points = config.logging.tensorboard_dir is not None or config.logging.wandb_project is not None
         self._has_told_memory = False
+        self._latest: StepReadings | None = None
 
     def iteration(self, progress: Progress, readings: StepReadings, times: StepTimes, *, is_last: bool) -> None:
         """A training line every --log-interval iterations and at the end, points every --tensorboard-log-interval."""
         logging = self._config.logging
+        self._latest = readings
         self._traffic.close_step()
         self._timers.settle()
         self._since_line.add(readings.outcome, times)
@@ -88,6 +90,11 @@ class Reporter:
         if line_is_due or point_is_due:
             self._report(progress, self._inputs(readings), line=line_is_due, point=point_is_due)
         self._tell_memory(progress.iteration, is_after_line=line_is_due)
+
+    def finish(self, progress: Progress) -> None:
+        """The last line, where the last iterations were passed over."""
+        if self._latest is not None and self._since_line.iterations > 0:
+            self._report(progress, self._inputs(self._latest), line=True, point=self._since_point.iterations > 0)
 
     def validation(self, progress: Progress, lm_loss: float, set_name: str = "") -> None:
         """The loss on a validation set. set_name: empty where there is one."""

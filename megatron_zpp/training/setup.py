@@ -6,13 +6,11 @@ import json
 import os
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.shared_folder import SHARED_FOLDER, is_seen
 from megatron_zpp.comm.backend import TorchBackend
 from megatron_zpp.comm.lanes import Lanes, make_lanes
@@ -52,6 +50,7 @@ from megatron_zpp.training.instruments import Instruments
 from megatron_zpp.training.memory_need import MemoryThere, check_fits
 from megatron_zpp.training.reporter import Outlets
 from megatron_zpp.training.sharding import choose_policy, prefetch_of, sharding_of, topology_of
+from megatron_zpp.training.stored_run import StoredRun
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler
@@ -162,12 +161,11 @@ def check_backends(config: Config, device: torch.device) -> None:
         check_compilation(device)
 
 
-def build_model(config: Config, padded_vocab: int, reader: CheckpointReader | None) -> GPT:
+def build_model(config: Config, padded_vocab: int, stored: StoredRun | None) -> GPT:
     """The model, without storage; checked against the checkpoint that is to be loaded."""
     model = GPT(config.model, padded_vocab, config.training.seed, working_dtype(config.precision))
-    if reader is not None:
-        shapes = {param.name: param.shape for unit in model.unit_specs() for param in unit.params}
-        reader.check_model(shapes, asdict(config.model))
+    if stored is not None:
+        stored.check_contents(config, model.unit_specs())
     if config.training.compile:
         compile_blocks(model)
     return model

@@ -1,11 +1,11 @@
-"""Where a run starts: which checkpoint it takes, with what schedule it goes on, and how far it had come."""
+"""Where a run starts: which checkpoint it takes, and how far that one had come."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_zpp.checkpoint.checkpoint_args import checkpoint_folder
 from megatron_zpp.checkpoint.engine_state import load_engine
@@ -15,14 +15,12 @@ from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.config.batch_schedule import running_schedule
 from megatron_zpp.config.options import spelling_of
 from megatron_zpp.config.schedule_rules import check_batches
-from megatron_zpp.config.schema import GROUP_OF_FIELD, Config, OptimizerConfig, TrainingConfig
+from megatron_zpp.config.schema import GROUP_OF_FIELD, Config
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
-from megatron_zpp.training.lr_schedule import LearningRateSchedule
 from megatron_zpp.training.metrics import Progress
-from megatron_zpp.training.weight_decay import WeightDecaySchedule
+from megatron_zpp.training.stored_run import StoredRun
+from megatron_zpp.training.stored_schedule import schedule_differences
 from megatron_zpp.zero.engine import ZeroEngine
-
-Group = TypeVar("Group", OptimizerConfig, TrainingConfig)
 
 # A change of one of these is legitimate, and easily made by accident.
 FLAGS_OF_A_CONTINUED_RUN = (
@@ -50,34 +48,14 @@ FLAGS_OF_A_CONTINUED_RUN = (
     "adam_beta2",
     "adam_eps",
 )
-SCHEDULE_FLAGS = {
-    "style": "--lr-decay-style",
-    "max_lr": "--lr",
-    "min_lr": "--min-lr",
-    "warmup_init_lr": "--lr-warmup-init",
-    "warmup_samples": "samples of warmup",
-    "decay_samples": "samples to the end of the decay",
-    "annealing_style": "--lr-wsd-decay-style",
-    "annealing_samples": "samples of annealing",
-}
-WEIGHT_DECAY_FLAGS = {
-    "constant": "--weight-decay",
-    "style": "--weight-decay-incr-style",
-    "start": "--start-weight-decay",
-    "end": "--end-weight-decay",
-    "incr_samples": "--weight-decay-incr-samples",
-}
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint to start from, open, or None.
-
-    weights_only: nothing but weights is taken from it. notices: what had to be passed over.
-    """
+    """The checkpoint to start from, open, and what is taken from it; both None where there is none. notices: what had to be passed over."""
 
     reader: CheckpointReader | None
-    weights_only: bool
+    stored: StoredRun | None
     notices: tuple[str, ...] = ()
 
     def close(self) -> None:
@@ -102,53 +80,22 @@ def find_origin(config: Config, world: World) -> Origin:
             )
     _check_same(folder.name if folder is not None else "none")
     if folder is None:
-        return Origin(None, weights_only=False)
+        return Origin(None, None)
     if checkpoint.load_last_good_checkpoint:
         folder, notices = _last_good(folder, world)
     with world.agreement():
         reader = CheckpointReader(folder)
     _check_same(reader.identity)
-    is_pretrained = checkpoint.load is None or folder.parent != Path(checkpoint.load)
-    return Origin(reader, checkpoint.finetune or is_pretrained or reader.is_release, notices)
-
-
-def with_schedule(config: Config, origin: Origin) -> Config:
-    """The configuration, with the checkpoint's schedule where --use-checkpoint-opt-param-scheduler asks for it.
-
-    Raises CheckpointError where a run that goes on has another schedule and no flag says which of the two is meant.
-    """
-    if origin.reader is None or origin.weights_only or config.training.skip_train:
-        return config
-    theirs = origin.reader.manifest.flags
-    if config.checkpoint.use_checkpoint_opt_param_scheduler:
-        return _with_their_schedule(config, theirs)
-    differing = list(schedule_differences(config, theirs))
-    if not differing or config.checkpoint.override_opt_param_scheduler:
-        return config
-    raise CheckpointError(
-        f"{origin.reader.folder} was saved with another schedule: {'; '.join(differing)}; give the same flags, "
-        "--override-opt-param-scheduler to go on with the flags', or --use-checkpoint-opt-param-scheduler to go on with the checkpoint's"
-    )
-
-
-def schedule_differences(config: Config, theirs: Mapping[str, Any]) -> Iterator[str]:
-    """What shapes learning rate and weight decay and differs from a checkpoint's flags, each with both values."""
-    learning_rates, weight_decays = _their_schedules(theirs)
-    here = LearningRateSchedule.from_config(config.optimizer, config.training, config.model.seq_length)
-    for name, then, now in learning_rates.differences(here):
-        yield f"{SCHEDULE_FLAGS[name]} {then} there and {now} here"
-    for name, then, now in weight_decays.differences(WeightDecaySchedule.from_config(config.optimizer)):
-        yield f"{WEIGHT_DECAY_FLAGS[name]} {then} there and {now} here"
+    return Origin(reader, StoredRun.of(checkpoint, folder, reader.manifest), notices)
 
 
 def load_progress(config: Config, engine: ZeroEngine, origin: Origin) -> Progress:
     """Where the run goes on: after the checkpoint, whose weights and optimizer state the engine takes over, or at the start."""
-    if origin.reader is None:
+    if origin.reader is None or origin.stored is None:
         return Progress()
-    manifest = origin.reader.manifest
-    with_moments = not (config.checkpoint.no_load_optim or origin.weights_only or config.training.skip_train)
-    load_engine(engine, origin.reader, with_moments=with_moments)
-    if origin.weights_only:
+    manifest = origin.stored.manifest
+    load_engine(engine, origin.reader, with_moments=origin.stored.gives_moments(config))
+    if origin.stored.weights_only:
         return Progress()
     engine.start_iteration(manifest.iteration)
     return Progress(manifest.iteration, manifest.consumed_samples, manifest.run["scheduled_samples"])
@@ -169,15 +116,16 @@ def with_remaining_batches(config: Config, progress: Progress, world_size: int) 
 
 def describe_start(config: Config, origin: Origin, progress: Progress) -> str:
     """What was loaded, and which flags of a run that goes on differ; an empty string without a checkpoint."""
-    if origin.reader is None:
+    if origin.stored is None:
         load = config.checkpoint.load
         return "" if load is None else f"WARNING: --load {load} holds no checkpoint; starting from scratch"
-    manifest = origin.reader.manifest
-    what = "weights of the checkpoint" if origin.weights_only else "checkpoint"
-    lines = [*origin.notices, f"  successfully loaded {what} from {origin.reader.folder} at iteration {manifest.iteration}"]
+    stored, manifest = origin.stored, origin.stored.manifest
+    what = "weights of the checkpoint" if stored.weights_only else "checkpoint"
+    lines = [*origin.notices, f"  successfully loaded {what} from {stored.folder} at iteration {manifest.iteration}"]
+    lines += stored.notices(config)
     if progress.iteration >= config.training.train_iters and not config.training.skip_train:
         lines.append(f"nothing left to train: --train-iters {config.training.train_iters} is reached")
-    if not origin.weights_only:
+    if not stored.weights_only:
         differing = [*flags_that_differ(config, manifest.flags), *schedule_differences(config, manifest.flags)]
         lines += [f"WARNING: the checkpoint's run had other flags: {'; '.join(differing)}"] if differing else []
         if config.checkpoint.use_checkpoint_opt_param_scheduler:
@@ -227,48 +175,3 @@ def _check_same(seen: str) -> None:
                 f"the ranks see different checkpoints: {by_rank[0].strip()} on rank 0 and {other.strip()} on rank {rank}; "
                 "--load must be a folder of one file system that all ranks share"
             )
-
-
-def _their_schedules(theirs: Mapping[str, Any]) -> tuple[LearningRateSchedule, WeightDecaySchedule]:
-    """Of a checkpoint's flags; what its program did not know yet is at its default."""
-    try:
-        optimizer, training = _known(OptimizerConfig, theirs["optimizer"]), _known(TrainingConfig, theirs["training"])
-        if optimizer.end_weight_decay is None:
-            optimizer = replace(optimizer, start_weight_decay=optimizer.weight_decay, end_weight_decay=optimizer.weight_decay)
-        learning_rates = LearningRateSchedule.from_config(optimizer, training, theirs["model"]["seq_length"])
-        return learning_rates, WeightDecaySchedule.from_config(optimizer)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the checkpoint's flags lack the schedule ({error}); give --finetune to take its weights only") from None
-
-
-def _known(group: type[Group], flags: Mapping[str, Any]) -> Group:
-    """The flags of a group that are stored, without those that are no flags any more."""
-    names = {member.name for member in fields(group)}
-    known: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items() if name in names}
-    return group(**known)
-
-
-def _with_their_schedule(config: Config, theirs: Mapping[str, Any]) -> Config:
-    learning_rates, weight_decays = _their_schedules(theirs)
-    fraction = theirs["optimizer"]["lr_warmup_fraction"]
-    optimizer = replace(
-        config.optimizer,
-        lr=learning_rates.max_lr,
-        min_lr=learning_rates.min_lr,
-        lr_decay_style=learning_rates.style,
-        lr_warmup_init=learning_rates.warmup_init_lr,
-        lr_decay_iters=None,
-        lr_decay_samples=int(learning_rates.decay_samples),
-        lr_warmup_fraction=fraction,
-        lr_warmup_iters=0,
-        lr_warmup_samples=0 if fraction is not None else int(learning_rates.warmup_samples),
-        lr_wsd_decay_style=learning_rates.annealing_style,
-        lr_wsd_decay_iters=None,
-        lr_wsd_decay_samples=int(learning_rates.annealing_samples) or None,
-        weight_decay=theirs["optimizer"]["weight_decay"],
-        weight_decay_incr_style=weight_decays.style,
-        start_weight_decay=weight_decays.start,
-        end_weight_decay=weight_decays.end,
-        weight_decay_incr_samples=weight_decays.incr_samples,
-    )
-    return replace(config, optimizer=optimizer)

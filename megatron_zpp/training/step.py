@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor, nn
@@ -92,8 +94,15 @@ def exchanged(losses: list[Tensor], wish: Wish, engine: ZeroEngine) -> tuple[flo
     """The mean over this rank's losses and over all ranks, added in rank order, and the wishes of all; every rank must call it."""
     total = torch.stack(losses).double().sum()
     gathered = engine.ladder.gather_world(torch.stack([total, total.new_full((), float(wish))]))  # [world_size, 2] fp64
-    rows = gathered.tolist()
-    wishes = Wish.NONE
-    for _, theirs in rows:
-        wishes |= Wish(int(theirs))
-    return sum(loss for loss, _ in rows) / (len(losses) * len(rows)), wishes
+    sums, wishes = gathered.T.tolist()
+    return sum(sums) / (len(losses) * len(sums)), _united(wishes)
+
+
+def exchanged_wishes(wish: Wish, engine: ZeroEngine) -> Wish:
+    """The wishes of all ranks; every rank must call it."""
+    own = torch.full((1,), float(wish), dtype=torch.float64, device=engine.device)
+    return _united(engine.ladder.gather_world(own).flatten().tolist())
+
+
+def _united(wishes: list[float]) -> Wish:
+    return reduce(or_, (Wish(int(wish)) for wish in wishes))

@@ -15,12 +15,12 @@ from megatron_zpp.monitor.training_line import validation_lines
 from megatron_zpp.training.evaluation import evaluate
 from megatron_zpp.training.garbage import GarbageCollection
 from megatron_zpp.training.held_out import HeldOutSet, HeldOutSets, is_followed_by_validation
-from megatron_zpp.training.leaving import Leaving, Wish, reason_for_leaving
+from megatron_zpp.training.leaving import Leaving, reason_for_leaving
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
 from megatron_zpp.training.metrics import BadIterations, Progress, StepReadings, StepTimes
 from megatron_zpp.training.reporter import Outlets, Reporter
 from megatron_zpp.training.saving import RunSaver
-from megatron_zpp.training.step import StepPlan, train_step
+from megatron_zpp.training.step import StepPlan, exchanged_wishes, train_step
 from megatron_zpp.training.weight_decay import WeightDecaySchedule
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -74,12 +74,13 @@ class Trainer:
             while self._progress.iteration < training.train_iters and self._reason_for_leaving is None:
                 self._profile()
                 if self._progress.iteration + 1 in self._passed_over:
-                    self._pass_over()
+                    self._pass_over(leaving)
                 else:
                     self._step(leaving)
                 self._saver.check()
                 self._garbage.after_iteration(self._progress.iteration)
                 self._between_steps()
+            self._reporter.finish(self._progress)
             self._end_profile()
             if self._reason_for_leaving is not None:
                 printer.milestone(self._reason_for_leaving)
@@ -110,7 +111,7 @@ class Trainer:
         self._reporter.iteration(self._progress, readings, times, is_last=self._is_last())
         self._end_if_all_is_bad()
 
-    def _pass_over(self) -> None:
+    def _pass_over(self, leaving: Leaving) -> None:
         """An iteration of --iterations-to-skip: its samples count as consumed, and nothing else changes."""
         progress = self._progress
         first, batch_size = progress.consumed_samples, self._batch_sizes.batch_size(progress.consumed_samples)
@@ -118,7 +119,8 @@ class Trainer:
             next(self._train_batches)
         progress.advance(batch_size, is_skipped=True)
         self._engine.start_iteration(progress.iteration)
-        self._reason_for_leaving = reason_for_leaving(Wish.NONE, progress.iteration, self._config.training)
+        wishes = exchanged_wishes(leaving.wish(), self._engine)
+        self._reason_for_leaving = reason_for_leaving(wishes, progress.iteration, self._config.training)
         self._outlets.printer.on_last(
             f" iteration {progress.iteration:8d} is passed over (--iterations-to-skip): samples {first} to {first + batch_size - 1}"
         )

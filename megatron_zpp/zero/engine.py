@@ -210,7 +210,7 @@ class ZeroEngine:
     def _tell(self, moment: Moment) -> None:
         if moment.phase is Phase.PRE_FORWARD:
             self.observer.begin_unit("forward", self._unit_names[moment.use])
-        elif moment.phase is Phase.PRE_BACKWARD:
+        elif moment.phase in (Phase.PRE_BACKWARD, Phase.RECOMPUTE):
             self.observer.begin_unit("backward", self._unit_names[moment.use])
         else:
             self.observer.end_unit()
@@ -253,8 +253,8 @@ class ZeroEngine:
         with self.observer.phase("optimizer-inner-step"):
             for index in self._update_order:
                 if is_finite:
+                    self.units[index].invalidate()  # before the update: it waits for climbs that still read the old weights
                     self.optimizer.update(index, learning_rate, decay, gradient_factor)
-                    self.units[index].invalidate()
                 self.gradients[index].clear()
                 self._submit_first_climb(self.units[index])
         return StepResult(grad_norm, not is_finite, num_zeros)

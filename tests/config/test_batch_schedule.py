@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import accumulate
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_zpp.config.batch_schedule import BatchSchedule, BatchStage, batch_schedule
@@ -49,6 +50,21 @@ def test_samples_and_iterations_agree_with_walking_from_batch_to_batch(
     assert batches.samples_after(more, consumed[first]) == consumed[-1]
     for samples in (consumed[-1], consumed[-1] + batches.batch_size(consumed[-1]) - 1):
         assert batches.iterations_within(samples, consumed[first]) == more
+
+
+STAGES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=1, max_size=5)  # samples of a stage, and its size
+
+
+@given(STAGES, st.integers(0, 150), st.integers(0, 150))
+@example([(8, 4), (1, 1)], 11, 0)  # a stage exactly filled, and smaller batches behind it
+def test_batches_of_any_sizes_fit_as_often_as_a_loop_finds_room_for_one(parts: list[tuple[int, int]], samples: int, consumed: int) -> None:
+    starts = accumulate((length for length, _ in parts), initial=0)
+    batches = BatchSchedule(tuple(BatchStage(start, size) for start, (_, size) in zip(starts, parts, strict=False)))
+    position, iterations = consumed, 0
+    while position + batches.batch_size(position) <= samples:
+        position += batches.batch_size(position)
+        iterations += 1
+    assert batches.iterations_within(samples, consumed) == iterations
 
 
 @given(RAMPS, st.integers(1, 7), st.integers(0, 500))

@@ -96,17 +96,6 @@ REFUSED = """
     --curriculum-learning-legacy / --one-logger-project x / --log-straggler / --log-energy
 """
 
-# Flags of these lists that this checkout does not know yet.
-PENDING: frozenset[str] = frozenset(
-    """
-    --log-progress --log-memory-interval --record-memory-history --memory-snapshot-path --log-optimizer-states-to-tensorboard
-    --log-throughput --log-params-norm --log-num-zeros-in-grad --timing-log-level --timing-log-option --log-timers-to-tensorboard
-    --log-batch-size-to-tensorboard --log-memory-to-tensorboard --log-world-size-to-tensorboard --log-validation-ppl-to-tensorboard
-    --no-log-loss-scale-to-tensorboard --wandb-project --wandb-exp-name --wandb-save-dir --wandb-entity --profile --profile-step-start
-    --profile-step-end --profile-ranks --no-barrier-with-level-1-timing
-    """.split()
-)
-
 # Megatron-LM's examples/gpt3/train_gpt3_175b_distributed.sh, what it passes to the training program.
 MEGATRON_LM = """
     --num-layers 96 / --hidden-size 12288 / --num-attention-heads 96 / --seq-length 2048 / --max-position-embeddings 2048
@@ -139,35 +128,21 @@ def commands(text):
     return [part.split() for line in lines for part in line if part.strip()]
 
 
-def is_pending(words):
-    return words[0] in PENDING
-
-
-def parsed(words):
-    """The configuration of these words alone; a test of a flag that this checkout does not know yet is skipped."""
-    try:
-        return parse_flags(words)
-    except FlagError:
-        if is_pending(words):
-            pytest.skip("not there yet")
-        raise
-
-
 def script(text, **changed):
-    """The words of a script without flags that are pending; changed: other values by field name."""
+    """The words of a script; changed: other values by field name."""
     values = {f"--{name.replace('_', '-')}": [value] for name, value in changed.items()}
-    return [word for flag, *rest in commands(text) if not is_pending([flag, *rest]) for word in [flag, *values.get(flag, rest)]]
+    return [word for flag, *rest in commands(text) for word in [flag, *values.get(flag, rest)]]
 
 
 @pytest.mark.parametrize("words", commands(WORK), ids=" ".join)
 def test_a_flag_of_megatron_sets_something(words):
-    config = parsed(words)
+    config = parse_flags(words)
     assert len(config.given) == 1 and not config.notices
 
 
 @pytest.mark.parametrize("words", commands(CHANGE_NOTHING), ids=" ".join)
 def test_a_flag_without_a_purpose_here_is_accepted_with_one_line_that_says_why(words):
-    (notice,) = parsed(words).notices
+    (notice,) = parse_flags(words).notices
     assert notice.startswith(f"accepted, has no effect here: {words[0].split('=')[0]} (")
 
 
@@ -175,8 +150,6 @@ def test_a_flag_without_a_purpose_here_is_accepted_with_one_line_that_says_why(w
 def test_a_flag_that_would_change_the_run_is_refused_with_what_to_do_instead(words):
     with pytest.raises(FlagError) as error:
         parse_flags(words)
-    if is_pending(words) and "is not a flag" in str(error.value):
-        pytest.skip("not there yet")
     assert re.match(f"{words[0]}.* is not (accepted; (use|leave it out)|available.*choose )", str(error.value))
 
 

@@ -21,7 +21,7 @@ def start_ranks(world_size: int, program: Path, *flags: str) -> list[subprocess.
     environment = {
         **os.environ,
         "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": str(min(2, world_size)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",

@@ -52,26 +52,27 @@ def test_a_signal_to_one_rank_saves_and_ends_the_run_on_all_and_the_same_command
 
 
 def entry_in_slow_time(seconds_per_look: float, flags: list[str]) -> int:
-    """The entry, for which `seconds_per_look` pass from one look at the clock to the next."""
+    """The entry of a process that began at 0, for which `seconds_per_look` pass from one look at the clock to the next."""
+    from megatron_zpp.monitor import process_start
     from megatron_zpp.training import leaving
 
-    clock = leaving.time
-    looks = iter(range(1_000_000))
+    clock, began = leaving.time, process_start.MONOTONIC_SECONDS
+    looks = iter(range(1, 1_000_000))
 
     class SlowTime:
         @staticmethod
         def monotonic() -> float:
             return seconds_per_look * next(looks)
 
-    leaving.time = SlowTime  # type: ignore[assignment]
+    leaving.time, process_start.MONOTONIC_SECONDS = SlowTime, 0.0  # type: ignore[assignment]
     try:
         return entry(flags)
     finally:
-        leaving.time = clock
+        leaving.time, process_start.MONOTONIC_SECONDS = clock, began
 
 
 def test_a_run_leaves_at_the_first_step_after_its_time(ranks: RankPool, tmp_path: Path) -> None:
-    """The clock starts at 0 and shows 50, 100, 150 seconds after the first three steps: two minutes are over after the third."""
+    """The process began at 0, and its clock shows 50, 100, 150 seconds after the first steps: two minutes are over after the third."""
     command = f"{FLAGS} --exit-duration-in-mins 2 --save {tmp_path / 'saved'}"
     assert ranks.run(1, 2, entry_in_slow_time, 50.0, [*TINY, *command.split()]) == [0, 0]
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "3"

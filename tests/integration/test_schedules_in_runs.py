@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +171,17 @@ def entry_with_workspace(workspace: str) -> tuple[int, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUBLAS_WORKSPACE_CONFIG", workspace)
         return entry_and_errors(["--train-iters 1 --deterministic-mode"])
+
+
+def test_the_steps_before_iterations_that_are_passed_over_at_the_end_have_their_line(ranks: RankPool, tmp_path: Path) -> None:
+    flags = "--zero-stage 1 --train-iters 6 --global-batch-size 4 --log-interval 4 --iterations-to-skip 6"
+    records = pretrain(ranks, 1, 2, flags, tmp_path / "run.jsonl")
+    assert trained(records, "iteration") == [4, 6] and trained(records, "consumed_samples") == [16, 24]
+
+
+def test_a_file_that_ends_the_run_is_seen_in_iterations_that_are_passed_over(ranks: RankPool, tmp_path: Path) -> None:
+    skipped = " ".join(map(str, range(1, 100_001)))
+    switch = tmp_path / "stop"
+    threading.Timer(1.0, switch.touch).start()
+    flags = f"--zero-stage 1 --train-iters 100000 --global-batch-size 4 --kill-switch-file {switch} --iterations-to-skip {skipped}"
+    assert trained(pretrain(ranks, 1, 2, flags, tmp_path / "run.jsonl"), "iteration") == []

@@ -82,6 +82,11 @@ def test_a_process_that_srun_did_not_start_is_refused_in_a_job_of_several_tasks(
         read_launch(environment)
 
 
+@pytest.mark.parametrize("step", [{}, {"SLURM_STEP_ID": BATCH_STEP}])
+def test_a_batch_script_without_a_number_of_tasks_is_one_rank_on_its_own(step: dict[str, str]) -> None:
+    assert read_launch({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "node7", **step}) == Launch(0, 1, 0, 1)
+
+
 def test_one_slurm_task_or_nothing_at_all_is_one_rank_on_its_own() -> None:
     assert read_launch({}) == Launch(0, 1, 0, 1)
     assert read_launch({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == Launch(0, 1, 0, 1)

@@ -102,6 +102,8 @@ def test_one_torchrun_per_node_starts_the_ranks_of_its_node(tmp_path: Path) -> N
         ("", "40", 0, True, "iteration 40 of 100"),
         ("40", "70", 0, True, "iteration 70 of 100"),
         ("40", "40", 1, False, "nothing was saved beyond iteration 40"),
+        ("release", "40", 0, True, "iteration 40 of 100"),
+        ("release", "release", 1, False, "nothing was saved beyond iteration 0"),
     ],
 )
 def test_a_job_goes_back_into_the_queue_as_long_as_it_makes_progress_towards_its_end(
@@ -114,6 +116,23 @@ def test_a_job_goes_back_into_the_queue_as_long_as_it_makes_progress_towards_its
     done = fakes.run("bash", submitted(tmp_path, name), *FLAGS, **job(tmp_path, ranks_per_node, SAVED=saved))
     assert done.returncode == code and said in done.stdout + done.stderr
     assert (["requeue", "1234567"] in [call.words for call in fakes.calls("scontrol")]) is requeued
+
+
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        ("--save elsewhere", "set SAVE, the folder of checkpoints"),
+        ("--load=elsewhere", "set SAVE, the folder of checkpoints"),
+        ("--train-iters 5", "set TRAIN_ITERS, the length"),
+        ("--train-samples 5", "set TRAIN_ITERS, the length"),
+        ("--train-tokens 5", "set TRAIN_ITERS, the length"),
+    ],
+)
+def test_a_flag_that_the_queue_goes_by_is_refused_among_the_arguments(tmp_path: Path, words: str, named: str) -> None:
+    fakes = cluster(tmp_path)
+    done = fakes.run("bash", submitted(tmp_path, "slurm_srun.sbatch"), *FLAGS, *words.split(), **job(tmp_path))
+    assert done.returncode == 2 and named in done.stderr and words.split("=")[0].split()[0] in done.stderr
+    assert not fakes.calls("srun")
 
 
 @pytest.mark.parametrize("name, ranks_per_node", [("slurm_srun.sbatch", 2), ("slurm_torchrun.sbatch", 1)])

@@ -20,11 +20,17 @@ from test_generate_text import write_checkpoint
 from tool import ROOT
 from train_tokenizer import train_model
 
+from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.checkpoint.hf_layouts import layout_holding, layout_of_type
+from megatron_zpp.checkpoint.hf_rules import Boundaries
 from megatron_zpp.checkpoint.hf_tokenizer import write_tokenizer
+from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.schema import DataConfig, ModelConfig
+from megatron_zpp.config.validate import resolve
+from megatron_zpp.data.tokenizer import embedding_rows
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.initialization import materialize
+from megatron_zpp.model.shapes import ModelShape
 
 PADDED = 64
 NULL = DataConfig(data_path=("corpus",), tokenizer_type="NullTokenizer", vocab_size=VOCAB)
@@ -93,6 +99,7 @@ def test_transformers_computes_the_same_logits_and_back_here_weights_have_the_sa
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3
     theirs, report = getattr(transformers, architecture).from_pretrained(folder, output_loading_info=True)
+    assert theirs.dtype == torch.float32
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     tokens = torch.randint(VOCAB, (3, model.config.seq_length), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
@@ -157,8 +164,12 @@ def test_what_transformers_saves_is_read_with_and_without_its_head(tmp_path: Pat
 
 
 def test_bf16_is_the_rounded_weight_and_comes_back_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoConfig
+
     model = randomized()
     folder = exported(tmp_path, model, monkeypatch, "--dtype", "bfloat16", "--keep-vocab-padding")
+    assert AutoConfig.from_pretrained(folder).dtype == torch.bfloat16
+    assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"  # the name in versions before 4.56
     stored = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     call(convert_from_hf, monkeypatch, "--input", folder, "--output", tmp_path / "back", "--make-vocab-size-divisible-by", PADDED)
@@ -190,6 +201,37 @@ def test_a_tokenizer_of_another_kind_goes_along_as_it_is(tmp_path: Path, monkeyp
     folder = exported(tmp_path, materialize(GPT(gpt2_config(), 304, 7, torch.float32)), monkeypatch, data=data)
     assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.model"}
     assert "tokenizer.model alone" in capsys.readouterr().out
+
+
+def test_a_llama2_tokenizers_documents_begin_with_its_own_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    path = tmp_path / "tok.model"
+    path.write_bytes(train_model([f"{a}{b}{c} " for a in "abcd" for b in "efgh" for c in "ijkl"], vocab_size=280, model_type="bpe"))
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    expected = {"Llama2Tokenizer": pieces.bos_id(), "GPTSentencePieceTokenizer": pieces.eos_id()}
+    assert len(set(expected.values())) == 2
+    for kind, begin in expected.items():
+        data = DataConfig(tokenizer_type=kind, tokenizer_model=str(path), vocab_size=pieces.get_piece_size())
+        (tmp_path / kind).mkdir()
+        folder = exported(tmp_path / kind, materialize(GPT(gpt2_config(), 304, 7, torch.float32)), monkeypatch, data=data)
+        config = json.loads((folder / "config.json").read_text())
+        assert (config["bos_token_id"], config["eos_token_id"]) == (begin, pieces.eos_id())
+        assert ("begin-of-sentence piece before every text" in capsys.readouterr().out) == (kind == "Llama2Tokenizer")
+
+
+def test_what_has_more_rows_than_its_tokenizer_has_ids_trains_with_that_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = exported(tmp_path, small_gpt(kv_channels=8), monkeypatch, "--keep-vocab-padding")  # as Qwen has them
+    rows = json.loads((folder / "config.json").read_text())["vocab_size"]
+    call(convert_from_hf, monkeypatch, "--input", folder, "--output", tmp_path / "back", "--make-vocab-size-divisible-by", 1)
+    flags = f"--load {tmp_path / 'back'} --use-checkpoint-args --tokenizer-type NullTokenizer --vocab-size {rows - 3} --mock-data"
+    config = resolve(with_checkpoint_args(parse_flags(f"{flags} --train-iters 1".split())), 1, None)
+    model = ModelShape(config.model, embedding_rows(config.model, rows - 3))
+    with open_checkpoint(tmp_path / "back", None) as reader:
+        assert {param.name: param.shape for unit in model.unit_specs() for param in unit.params} == reader.manifest.shapes
+
+
+def test_a_kind_of_tokenizer_that_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    message = refusal(convert_from_hf, monkeypatch, capsys, "--input", tmp_path, "--output", tmp_path / "o", "--tokenizer-type", "Qwen2")
+    assert "--tokenizer-type" in message and "invalid choice: 'Qwen2'" in message and "HuggingFaceTokenizer" in message
 
 
 def refusal(tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -250,7 +292,7 @@ def test_pickled_weights_are_never_opened(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_configuration_comes_back_from_their_config_json(name: str) -> None:
     model = small_config(**{"num_query_groups": 3, "kv_channels": 8, **MODELS[name][1]})
     layout = layout_holding(model)
-    found = asdict(layout_of_type({"model_type": layout.model_type}).model_config(layout.config_json(model, VOCAB, None)))
+    found = asdict(layout_of_type({"model_type": layout.model_type}).model_config(layout.config_json(model, VOCAB, Boundaries())))
     elsewhere = ("make_vocab_size_divisible_by", "seq_length")
     assert {key: found[key] for key in found if key not in elsewhere} == {
         key: value for key, value in asdict(model).items() if key not in elsewhere

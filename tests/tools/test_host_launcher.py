@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from distributed import free_port
 from fake_commands import ROOT, FakeCommands
+from host_commands import Meeting, Program, host_commands
+from hostfile import Host
 from tiny_runs import TINY
 from torch.distributed.run import parse_args
 
@@ -73,13 +75,55 @@ def test_slots_that_are_not_the_first_are_named_to_the_host(tmp_path: Path) -> N
 def test_variables_come_from_prefixes_and_files(tmp_path: Path) -> None:
     fakes, words = launcher(tmp_path)
     (fakes.folder / ".deepspeed_env").write_text("# site\nNCCL_IB_HCA=mlx5_0,mlx5_1\nGREETING=good morning\n")
-    more = {"NCCL_IB_HCA": "old", "MY_KEY": "1", "CUDA_VISIBLE_DEVICES": "3"}
+    more = {"NCCL_IB_HCA": "old", "MY_OWN": "1", "CUDA_VISIBLE_DEVICES": "3"}
     (command, _) = shown(fakes, [*words, "--dry-run", "--env-prefix", "MY_", "pretrain_zeropp_gpt.py"], **more)
-    assert {"NCCL_IB_HCA=mlx5_0,mlx5_1", "GREETING=good morning", "MY_KEY=1"} <= set(command)
+    assert {"NCCL_IB_HCA=mlx5_0,mlx5_1", "GREETING=good morning", "MY_OWN=1"} <= set(command)
     assert not any("CUDA_VISIBLE" in word for word in command)
     (tmp_path / "other_env").write_text("A=1\nB\n")
     done = fakes.run(*words, "--env-file", tmp_path / "other_env", "pretrain_zeropp_gpt.py")
     assert done.returncode == 2 and "other_env, line 2: 'B' is no variable; write it as NAME=value" in done.stderr
+
+
+def test_the_file_of_this_folder_wins_over_that_at_home(tmp_path: Path) -> None:
+    fakes, words = launcher(tmp_path)
+    words[1] = str(ROOT / words[1])
+    (fakes.folder / ".deepspeed_env").write_text("A=home\nB=home\n")
+    (tmp_path / ".deepspeed_env").write_text("A=here\n")
+    done = fakes.run(*words, "--dry-run", "pretrain_zeropp_gpt.py", folder=tmp_path, HOME=str(fakes.folder))
+    assert done.stdout.count("A=here B=home") == 2, done.stderr
+
+
+def test_values_reach_every_host_as_they_are_and_stand_in_no_command(tmp_path: Path) -> None:
+    fakes, words = launcher(tmp_path, "nodea slots=1\nlocalhost slots=1\n")
+    values = {"WANDB_API_KEY": "k-12345", "MLFLOW_ODD": "two\nlines, 'quotes' \"$HOME\" `date` \\n é"}
+    for host in ("nodea", "here"):
+        (tmp_path / f"{host}.py").write_text("")
+    options = ["--env-prefix", "WANDB_", "--master_addr", "nodea", "--python", str(fakes.folder / "torchrun_of_host")]
+    done = fakes.run(*words, *options, "pretrain_zeropp_gpt.py", FAKE_HOST="here", **values)
+    assert (done.returncode, done.stderr) == (0, "")
+    hosts = fakes.calls("torchrun_of_host")
+    assert sorted(host.environment["FAKE_HOST"] for host in hosts) == ["here", "nodea"]
+    assert all(host.environment.items() >= values.items() for host in hosts)
+    program = Program("python", "s", [], tmp_path, values)
+    for command in host_commands([Host("nodea", (0,), 1), Host("localhost", (0,), 1)], program, Meeting("nodea", 6000), None):
+        assert not any(value in word for value in ("k-12345", "two") for word in command.words)
+
+
+def test_secrets_are_named_and_not_shown(tmp_path: Path) -> None:
+    fakes, words = launcher(tmp_path)
+    secrets = {"WANDB_API_KEY": "k-1", "HF_TOKEN": "k-2", "MLFLOW_TRACKING_PASSWORD": "k-3", "MLFLOW_TRACKING_URI": "https://me:k-4@site"}
+    others = {"TOKENIZERS_PARALLELISM": "true", "NCCL_IB_PKEY": "0x7fff"}
+    prefixes = ["--env-prefix", "WANDB_", "--env-prefix", "HF_", "--env-prefix", "TOKEN"]
+    for command in shown(fakes, [*words, "--dry-run", *prefixes, "pretrain_zeropp_gpt.py"], **secrets, **others):
+        assert {f"{name}=***" for name in secrets} | {f"{name}={value}" for name, value in others.items()} <= set(command)
+        assert not any("k-" in word for word in command)
+
+
+def test_variables_that_do_not_arrive_whole_start_nothing(tmp_path: Path) -> None:
+    program = Program("touch", "s", [], tmp_path, {"A": "1"})
+    (command,) = host_commands([Host("localhost", (0,), 1)], program, Meeting("localhost", 6000), None)
+    done = subprocess.run(command.words, input=command.first_input[:-5], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "was not told all variables over standard input" in done.stderr
 
 
 def test_without_a_hostfile_there_is_a_rank_per_gpu_of_this_machine(tmp_path: Path) -> None:
@@ -107,6 +151,7 @@ def test_without_ssh_each_host_starts_its_own_ranks(tmp_path: Path) -> None:
         ("--include nodea:0@nodeb s", "hosts must have equal numbers of slots, nodea has 1, nodeb has 2"),
         ("--include nodex s", "'nodex' is not among the hosts"),
         ("--no_ssh s", "say which by --node_rank, 0 to 1"),
+        ("--node_rank 1 s", "--node_rank needs --no_ssh; give that as well."),
         ("--hostfil x s", "--hostfil"),
         ("", "script"),
     ],
@@ -115,6 +160,12 @@ def test_mistakes_are_named_before_anything_is_started(tmp_path: Path, words: st
     fakes, command = launcher(tmp_path)
     done = fakes.run(*command, *words.split())
     assert done.returncode == 2 and named in done.stderr.splitlines()[-1] and not fakes.calls("ssh")
+
+
+def test_without_ssh_on_the_path_another_machine_cannot_be_reached(tmp_path: Path) -> None:
+    fakes, command = launcher(tmp_path)
+    done = fakes.run(*command, "s", PATH=str(tmp_path))
+    assert done.returncode == 2 and "ssh is not found, and nodea is another machine" in done.stderr.splitlines()[-1]
 
 
 def test_a_hostfile_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
@@ -189,7 +240,7 @@ def test_a_real_run_on_two_hosts_trains_as_one_world(tmp_path: Path) -> None:
     meeting = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     done = fakes.run(*words, *meeting, "pretrain_zeropp_gpt.py", *flags, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    assert [call.words[-2] for call in fakes.calls("ssh")] == ["nodea", "nodeb"]
+    assert {call.words[-2] for call in fakes.calls("ssh")} == {"nodea", "nodeb"}  # they start at once, in any order
     assert "using world size: 2 (2 nodes x 1 ranks)" in done.stdout
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [record["iteration"] for record in records if "lm_loss" in record] == [1, 2, 3]

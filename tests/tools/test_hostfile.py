@@ -32,6 +32,9 @@ def test_hosts_are_read_in_their_order_and_comments_say_nothing(tmp_path: Path) 
         ("a slots=2 b slots=2\n", "line 1"),
         ("a slots=0\n", "line 1: a has no slots"),
         ("# nobody\n", "names no host"),
+        ("a slots=1\n-oProxyCommand=date slots=1\n", "line 2: '-oProxyCommand=date' is no name of a host"),
+        ("a;b slots=1\n", "line 1: 'a;b' is no name of a host; begin with"),
+        ("me@node0 slots=1\n", "line 1: me@node0 names a user, but ranks meet at a host; write node0, and User me for it in ~/.ssh/config"),
     ],
 )
 def test_a_line_that_is_no_host_is_named(tmp_path: Path, text: str, named: str) -> None:

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from closed_forms import World, inter_node_bytes
+from stored_manifest import manifest_of_run, write_manifest
 from tiny_corpus import write_corpus
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.schema import Config
 from megatron_zpp.config.validate import resolve
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.launch import Launch
@@ -116,6 +118,61 @@ def test_what_no_run_could_have_is_refused(flags: str, named: str) -> None:
         parts_of(flags)
 
 
+def stored_config() -> Config:
+    return resolve(parse_flags(f"{RUN} --global-batch-size 2".removeprefix("--dry-run ").split()), 1, 1)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """The folder of a run of these flags that has consumed 12 samples."""
+    write_manifest(tmp_path / "saved", manifest_of_run(stored_config(), 104))
+    return tmp_path / "saved"
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--num-layers 3", "holds another model: --num-layers 2 there and 3 here"),
+        ("--padded-vocab-size 112", r"embedding.word.weight has shape \(104, 32\) there and \(112, 32\) here"),
+        ("--lr 0.5", "was saved with another schedule: --lr .* there and 0.5 here"),
+    ],
+)
+def test_what_the_run_would_refuse_of_its_checkpoint_ends_the_plan(saved: Path, flags: str, named: str) -> None:
+    two_ranks = f"--load {saved} --world-size 2 --nodes 1 --global-batch-size 2"
+    assert parts_of(two_ranks)["start"] == f"from {saved / 'iter_0000003'}"
+    with pytest.raises(ValueError, match=named):
+        parts_of(f"{two_ranks} {flags}")
+
+
+@pytest.mark.parametrize(
+    "folder, flags, ramp_samples, fits",
+    [
+        ("saved", "--override-opt-param-scheduler", 8, True),
+        ("saved", "--override-opt-param-scheduler", 20, False),
+        ("saved", "--finetune", 8, False),
+        ("empty", "", 8, False),
+    ],
+)
+def test_batches_are_those_that_come_after_the_start(saved: Path, folder: str, flags: str, ramp_samples: int, fits: bool) -> None:
+    """Of 3 samples, which two ranks cannot have, until the ramp's samples are consumed; of 4 from then on."""
+    batches = f"--world-size 2 --nodes 1 --rampup-batch-size 3 1 {ramp_samples} --global-batch-size 4"
+    flags = f"--load {saved.with_name(folder)} {flags} {batches}"
+    if fits:
+        assert parts_of(flags)["start"] == f"from {saved / 'iter_0000003'}"
+    else:
+        with pytest.raises(FlagError, match=f"--rampup-batch-size 3 1 {ramp_samples} has batches of 3 samples"):
+            parts_of(flags)
+
+
+def test_a_damaged_manifest_ends_the_plan_unless_an_older_one_is_good(saved: Path) -> None:
+    newer = write_manifest(saved, manifest_of_run(stored_config(), 104, iteration=5))
+    (newer / "complete.json").write_text("{}")
+    flags = f"--load {saved} --global-batch-size 2"
+    with pytest.raises(ValueError, match="iter_0000005.*is damaged"):
+        parts_of(flags)
+    assert parts_of(f"{flags} --load-last-good-checkpoint")["start"] == f"from {saved / 'iter_0000003'}"
+
+
 def test_flags_of_a_plan_without_a_plan_are_refused() -> None:
     for flags in ("--nodes 2", "--teraflops 3.0", "--device cpu"):
         with pytest.raises(FlagError, match=f"{flags} changes nothing in a run, only in a plan; give --dry-run"):
@@ -151,8 +208,12 @@ def test_a_plan_and_the_help_need_no_launcher_that_makes_sense(monkeypatch: pyte
     assert "plan of 1 ranks" in printed.out and "usage: " in printed.out and "srun did not start this process" in printed.err
 
 
-@pytest.mark.parametrize("flags", ["--help", f"{RUN} --nodes 4 --ranks-per-node 8 --zero-stage 3 --teraflops 100 --inter-gigabits 100"])
-def test_neither_torch_nor_numpy_is_imported(flags: str) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    ["--help", f"{RUN} --nodes 4 --ranks-per-node 8 --zero-stage 3 --teraflops 100 --inter-gigabits 100 --global-batch-size 64 --finetune"],
+)
+def test_neither_torch_nor_numpy_is_imported(saved: Path, flags: str) -> None:
+    flags += "" if flags == "--help" else f" --load {saved}"
     program = (
         f"import sys, pretrain_zeropp_gpt as entry; code = entry.main({flags.split()!r}); "
         "sys.exit(code or not {'torch', 'numpy'}.isdisjoint(sys.modules))"

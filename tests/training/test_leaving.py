@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from megatron_zpp.config.schema import TrainingConfig
+from megatron_zpp.monitor import process_start
 from megatron_zpp.training.leaving import Leaving, Wish, check_kill_switch, reason_for_leaving, signals_to_handle
 from megatron_zpp.training.metrics import BadIterations, Progress
 from megatron_zpp.training.step import StepOutcome
 
+ROOT = Path(__file__).parents[2]
 GOOD, SKIPPED = StepOutcome(1.0, 1.0, False, 0), StepOutcome(1.0, float("inf"), True, 0)
 NAN_LOSS = StepOutcome(float("nan"), 1.0, False, 0)
 
@@ -21,6 +26,19 @@ def test_without_the_handler_no_signal_is_touched() -> None:
     leaving = Leaving(TrainingConfig())
     assert signal.getsignal(signal.SIGTERM) == before and leaving.wish() == Wish.NONE
     leaving.close()
+
+
+def test_the_time_counts_from_the_start_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = TrainingConfig(exit_duration_in_mins=3)
+    for minutes_ago, wish in ((2.9, Wish.NONE), (3.0, Wish.DURATION)):
+        monkeypatch.setattr(process_start, "MONOTONIC_SECONDS", time.monotonic() - 60 * minutes_ago)
+        assert Leaving(training).wish() == wish
+
+
+def test_the_entry_notes_its_start_before_it_imports_torch() -> None:
+    program = "import sys, pretrain_zeropp_gpt; print(*({'torch', 'megatron_zpp.monitor.process_start'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["megatron_zpp.monitor.process_start"]
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2", "SIGUSR1"])

@@ -1,0 +1,68 @@
+"""What of a checkpoint a run takes, by its flags, and what it may change of the model then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from stored_manifest import manifest_of_run
+
+from megatron_zpp.checkpoint.manifest import CheckpointError
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.schema import Config
+from megatron_zpp.config.validate import resolve
+from megatron_zpp.model.shapes import ModelShape
+from megatron_zpp.training.stored_run import StoredRun
+
+FOLDER = Path("saved/iter_0000003")
+ROPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --use-rotary-position-embeddings --train-iters 5"
+LONGER = "--seq-length 32 --rotary-base 500000"
+
+
+def config_of(flags: str) -> Config:
+    return resolve(parse_flags(f"{ROPE} {flags}".split()), 1, None)
+
+
+def stored(config: Config, *, is_release: bool = False) -> StoredRun:
+    manifest = manifest_of_run(config_of(""), 128)
+    return StoredRun.of(config.checkpoint, FOLDER, replace(manifest, run={}) if is_release else manifest)
+
+
+@pytest.mark.parametrize(
+    ("flags", "consumed_samples", "gives_moments"),
+    [
+        ("--load saved", 12, True),
+        ("--load saved --no-load-optim", 12, False),
+        ("--load saved --skip-train", 12, False),
+        ("--load saved --finetune", 0, False),
+        ("--load other --pretrained-checkpoint saved", 0, False),
+        ("--pretrained-checkpoint saved", 0, False),
+    ],
+)
+def test_what_is_taken_is_what_the_flags_say(flags: str, consumed_samples: int, gives_moments: bool) -> None:
+    config = config_of(flags)
+    assert (stored(config).consumed_samples, stored(config).gives_moments(config)) == (consumed_samples, gives_moments)
+    release = stored(config, is_release=True)
+    assert (release.consumed_samples, release.gives_moments(config)) == (0, False)
+
+
+@pytest.mark.parametrize("flags", ["--finetune", "--no-load-optim"])
+def test_weights_go_on_in_a_longer_context_with_a_warning_and_a_whole_run_does_not(flags: str) -> None:
+    words = "--rotary-base 10000.0 there and 500000.0 here"
+    whole, weights = config_of(f"--load saved {LONGER}"), config_of(f"--load saved {LONGER} {flags}")
+    units = ModelShape(whole.model, 128).unit_specs()
+    with pytest.raises(CheckpointError, match=words):
+        stored(whole).check_contents(whole, units)
+    stored(weights).check_contents(weights, units)
+    assert stored(weights).notices(weights) == [f"WARNING: the weights were trained with other rotary positions: {words}"]
+    same = config_of("--load saved --seq-length 32")
+    stored(same).check_contents(same, units)
+    assert stored(same).notices(same) == []
+
+
+def test_a_run_without_its_optimizer_state_is_refused() -> None:
+    config = config_of("--load saved")
+    manifest = replace(manifest_of_run(config, 128), states={"weight": "F32"})
+    with pytest.raises(CheckpointError, match="holds no optimizer state"):
+        StoredRun.of(config.checkpoint, FOLDER, manifest).check_contents(config, ModelShape(config.model, 128).unit_specs())
