@@ -21,7 +21,6 @@ def evaluate(model: nn.Module, engine: ZeroEngine, held_out: HeldOutSet) -> floa
     changes nothing that training would notice.
     """
     model.eval()
-    engine.ladder.lanes.drain()  # workers for the data may be forked below, and no thread of this process may be at work then
     sums = [_loss_and_tokens(model, next(held_out.batches), engine.device) for _ in range(held_out.microbatches)]
     rows = engine.ladder.gather_world(torch.stack(sums).sum(dim=0)).tolist()  # [world_size, 2] fp64
     loss, tokens = (sum(column) for column in zip(*rows, strict=True))

@@ -177,6 +177,7 @@ class Trainer:
 
     def _evaluate(self, held_out: HeldOutSet, drawn_from: str) -> float:
         """The mean loss, printed."""
+        self._engine.ladder.lanes.drain()  # the set's workers may be forked now, and no other thread may be at work then
         with self._garbage.evaluation(), self._engine.observer.phase("eval-time"):
             loss = evaluate(self._model, self._engine, held_out)
         self._reporter.between_steps("eval-time")
