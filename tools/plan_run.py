@@ -26,7 +26,7 @@ from megatron_zpp.config.schema import Config
 from megatron_zpp.data.tokenizer import build_tokenizer, embedding_rows
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.training.memory_need import in_gib
-from megatron_zpp.training.planned_machine import GIGABYTE, planned_machine
+from megatron_zpp.training.planned_machine import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.run_plan import (
     MEMBERS,
     PlannedWorld,
@@ -39,7 +39,6 @@ from megatron_zpp.zero.time_model import Computation, Machine, Overlap, StepTime
 
 NULL_VOCABULARY = 50257  # of mock data, see config/assumptions.py
 WORTHWHILE = 1.03  # a feature that gains less is not worth its flag
-TERA = 1e12
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,7 @@ class Estimate:
 
     @property
     def bound_by(self) -> str:
-        busy = {
-            "computation": self.time.computing,
-            "link between nodes": self.time.inter_link,
-            "link inside a node": self.time.intra_link,
-            "codecs": self.time.codecs,
-        }
+        busy = self.time.busy
         return max(busy, key=lambda part: busy[part])
 
 

@@ -18,9 +18,6 @@ from megatron_zpp.parallel.topology import Lane, Topology
 class Work(Protocol):
     """A collective under way."""
 
-    def is_completed(self) -> bool:
-        """True once it has ended, well or badly."""
-
     def wait(self) -> object:
         """Waits for the end and raises what went wrong; on CUDA it only makes the current stream wait."""
 
@@ -53,9 +50,6 @@ class TorchWork:
 
     def __init__(self, work: dist.Work) -> None:
         self._work = work
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
 
     def wait(self) -> None:
         self._work.wait()
@@ -157,12 +151,9 @@ class VirtualWorld:
             if not this_round.is_complete:
                 raise RuntimeError("another rank of the virtual world failed") from self._failure
 
-    def has_ended(self, this_round: _Round) -> bool:
-        return this_round.is_complete or self._failure is not None
-
     def when_ended(self, this_round: _Round, call: Callable[[], None]) -> None:
         with self._lock:
-            has_ended = self.has_ended(this_round)
+            has_ended = this_round.is_complete or self._failure is not None
             if not has_ended:
                 this_round.calls.append(call)
         if has_ended:
@@ -192,9 +183,6 @@ class VirtualWork:
     def __init__(self, world: VirtualWorld, this_round: _Round) -> None:
         self._world = world
         self._round = this_round
-
-    def is_completed(self) -> bool:
-        return self._world.has_ended(self._round)
 
     def wait(self) -> None:
         self._world.wait_for(self._round)

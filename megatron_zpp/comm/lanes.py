@@ -20,11 +20,8 @@ import torch
 
 from megatron_zpp.comm.backend import Work, naming
 from megatron_zpp.comm.ledger import Traffic
-from megatron_zpp.parallel.topology import LANES, Lane
+from megatron_zpp.parallel.topology import LANES, MOST_CROSSING, Lane
 
-# Two, because a message over TCP begins with a question whether the receiver is ready, and question and answer wait in the queues behind
-# what is being sent: the next message asks meanwhile. torch's gloo has two threads per process group.
-MOST_CROSSING = 2
 _WATCH_SECONDS = 1.0
 
 

@@ -7,22 +7,22 @@ from typing import TypeVar
 from weakref import WeakSet
 
 from megatron_zpp.comm.lanes import Hop, Lanes
+from megatron_zpp.comm.links import INTER_CLIMB, INTER_DESCEND, INTRA_CLIMB, INTRA_DESCEND
 from megatron_zpp.monitor.observer import Observer
-from megatron_zpp.parallel.topology import Direction, Lane, Link
 
 # Timers of monitor.timers: the time that computation waits for the hops of a lane.
 WAIT_TIMERS = {
-    Lane(Link.INTER, Direction.CLIMB): "params-all-gather-inter",
-    Lane(Link.INTRA, Direction.CLIMB): "params-all-gather-intra",
-    Lane(Link.INTRA, Direction.DESCEND): "grads-reduce-scatter-intra",
-    Lane(Link.INTER, Direction.DESCEND): "grads-reduce-scatter-inter",
+    INTER_CLIMB: "params-all-gather-inter",
+    INTRA_CLIMB: "params-all-gather-intra",
+    INTRA_DESCEND: "grads-reduce-scatter-intra",
+    INTER_DESCEND: "grads-reduce-scatter-inter",
 }
 # The rung on which the hops of a lane arrive.
 _RUNGS = {
-    Lane(Link.INTER, Direction.CLIMB): "secondary",
-    Lane(Link.INTRA, Direction.CLIMB): "full",
-    Lane(Link.INTRA, Direction.DESCEND): "secondary",
-    Lane(Link.INTER, Direction.DESCEND): "primary",
+    INTER_CLIMB: "secondary",
+    INTRA_CLIMB: "full",
+    INTRA_DESCEND: "secondary",
+    INTER_DESCEND: "primary",
 }
 
 Result = TypeVar("Result")

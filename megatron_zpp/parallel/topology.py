@@ -15,6 +15,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_zpp.config.divisors import divisors
+
 
 class Link(enum.Enum):
     """The two links of the ladder: between the nodes, and between the ranks of one node."""
@@ -42,6 +44,9 @@ class Lane:
 
 
 LANES = tuple(Lane(link, direction) for direction in Direction for link in Link)
+# Collectives of a lane under way. Two, because a message over TCP begins with a question whether the receiver is ready, and question and
+# answer wait in the queues behind what is being sent: the next message asks meanwhile. torch's gloo has two threads per process group.
+MOST_CROSSING = 2
 
 
 @dataclass(frozen=True)
@@ -135,4 +140,4 @@ def check_placement(hosts: Sequence[str], ranks_per_node: int) -> None:
 
 
 def _divisors(number: int) -> str:
-    return ", ".join(str(candidate) for candidate in range(1, number + 1) if number % candidate == 0)
+    return ", ".join(map(str, divisors(number)))

@@ -19,16 +19,14 @@ from megatron_zpp.data.tokenizer import build_tokenizer, embedding_rows
 from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.launch import Launch
-from megatron_zpp.training.memory_need import MemoryThere, check_fits, in_gib
-from megatron_zpp.training.planned_machine import GIGABYTE, planned_machine
+from megatron_zpp.training.memory_need import MemoryThere, check_fits, in_gib, saved_bytes
+from megatron_zpp.training.planned_machine import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, computation_by_rate, plan_as_given
 from megatron_zpp.training.stored_run import StoredRun
 from megatron_zpp.training.stored_schedule import with_schedule
 from megatron_zpp.zero.time_model import StepTime
 
-TERA = 1e12
 LABEL_COLUMNS = 24
-STATE_BYTES = {True: 4, False: 12}  # of a saved parameter, without and with the two moments of Adam; fp32
 SECONDS_PER_DAY = 86400
 
 
@@ -204,14 +202,12 @@ def _speed(plan: RunPlan, world: PlannedWorld, seconds: float) -> str:
 
 
 def _busy(time: StepTime) -> str:
-    names = ("computation", "link between nodes", "link inside a node", "codecs")
-    parts = (time.computing, time.inter_link, time.intra_link, time.codecs)
-    return ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in zip(names, parts, strict=True))
+    return ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in time.busy.items())
 
 
 def _checkpoint(plan: RunPlan) -> str:
     """Empty without --save."""
     if plan.config.checkpoint.save is None:
         return ""
-    nbytes = STATE_BYTES[plan.config.checkpoint.no_save_optim] * parameter_count(plan.config.model, plan.padded_vocab_size)
+    nbytes = saved_bytes(plan.config.checkpoint) * parameter_count(plan.config.model, plan.padded_vocab_size)
     return f"{nbytes / GIGABYTE:.4g} GB each"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from megatron_zpp.config.flag import any_of
-from megatron_zpp.config.schema import Config
+from megatron_zpp.config.schema import CheckpointConfig, Config
 from megatron_zpp.model.activations import AttentionNeed, activation_bytes, mask_bytes
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.parallel.topology import Topology
@@ -126,9 +126,13 @@ def save_copy_bytes(config: Config, model: SizedModel, sharding: Sharding, topol
     checkpoint = config.checkpoint
     if checkpoint.save is None or not checkpoint.async_save:
         return 0
-    states = 1 + (0 if checkpoint.no_save_optim else ADAM_MOMENTS)
     layouts = (FlatLayout(spec.params, topology.world_size, sharding.block_numel) for spec in model.unit_specs())
-    return states * MAIN_BYTES * sum(layout.slice_numel for layout in layouts)
+    return saved_bytes(checkpoint) * sum(layout.slice_numel for layout in layouts)
+
+
+def saved_bytes(checkpoint: CheckpointConfig) -> int:
+    """Of one parameter in a checkpoint: its main weight, and Adam's moments unless they are left out."""
+    return MAIN_BYTES * (1 + (0 if checkpoint.no_save_optim else ADAM_MOMENTS))
 
 
 def _attention_need(config: Config, element_bytes: int, *, is_on_gpu: bool) -> AttentionNeed:

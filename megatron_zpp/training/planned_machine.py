@@ -11,7 +11,7 @@ from megatron_zpp.training.assumed_hardware import (
 )
 from megatron_zpp.zero.time_model import LinkSpeed, Machine, Overlap
 
-GIGABYTE, GIGABIT = 1e9, 1e9 / 8
+GIGABYTE, GIGABIT, TERA = 1e9, 1e9 / 8, 1e12
 
 
 def planned_machine(inter_gigabits: float, intra_gigabytes: float, *, is_on_gpu: bool, overlap: Overlap | None = None) -> Machine:

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from megatron_zpp.comm.codecs import Regions
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.ops.apex import apex_member
 from megatron_zpp.zero.gradients import UnitGradient
+from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.unit import WeightUnit
 
 _CHUNK_NUMEL = 1 << 22  # bounds the fp64 copies at 32 MB
@@ -26,12 +28,13 @@ def global_norm(gradients: Sequence[UnitGradient], ladder: Ladder, squared_sum: 
 
     squared_sum: the sum of squares, fp64 [], over tensors of any shapes.
     """
-    return _norm_of_slices([squared_sum(list(_counted(gradient, ladder.own_slice))) for gradient in gradients], ladder)
+    return _norm([(gradient.layout, gradient.primary) for gradient in gradients], ladder, squared_sum)
 
 
 def weight_norm(units: Sequence[WeightUnit], ladder: Ladder, squared_sum: SquaredSum) -> float:
     """The L2 norm of the main weights over all units and slices; every rank must call it."""
-    return _norm_of_slices([squared_sum(list(_counted_weights(unit, ladder.own_slice))) for unit in units], ladder)
+    own = [(unit.layout, unit.main_regions().slice_at(ladder.own_slice - unit.first_slice)) for unit in units]
+    return _norm(own, ladder, squared_sum)
 
 
 def count_zeros(gradients: Sequence[UnitGradient], ladder: Ladder) -> int:
@@ -40,14 +43,15 @@ def count_zeros(gradients: Sequence[UnitGradient], ladder: Ladder) -> int:
     for gradient in gradients:
         segments = gradient.layout.segments(ladder.own_slice, 1)
         own += sum(segment.stop - segment.start for segment in segments if segment.counted)
-        for part in _counted(gradient, ladder.own_slice):
+        for part in _counted(gradient.layout, gradient.primary, ladder.own_slice):
             own -= torch.count_nonzero(part)  # padding is zero and adds nothing
     return int(ladder.gather_world(own.view(1)).sum().item())
 
 
-def _norm_of_slices(partials: Sequence[Tensor], ladder: Ladder) -> float:
-    """partials: fp64 [], the sum of squares of each unit in the own slice."""
-    gathered = ladder.gather_world(torch.stack(list(partials)))  # [world_size, units] fp64, in rank order
+def _norm(units: Sequence[tuple[FlatLayout, Regions]], ladder: Ladder, squared_sum: SquaredSum) -> float:
+    """units: of each the layout, and its values in the own slice."""
+    partials = [squared_sum(list(_counted(layout, own, ladder.own_slice))) for layout, own in units]
+    gathered = ladder.gather_world(torch.stack(partials))  # [world_size, units] fp64, in rank order
     rows = gathered.tolist()
     total = 0.0
     for rank in sorted(range(ladder.topology.world_size), key=ladder.topology.slice_of):
@@ -74,14 +78,8 @@ def squared_sum_apex(parts: Sequence[Tensor]) -> Tensor:
     return norm.double().square().sum()
 
 
-def _counted(gradient: UnitGradient, own_slice: int) -> Iterator[Tensor]:
-    for counted_range, is_counted in gradient.layout.ranges_by(lambda segment: segment.counted, own_slice, 1):
-        if is_counted:
-            yield gradient.primary.range(counted_range.start, counted_range.stop)
-
-
-def _counted_weights(unit: WeightUnit, own_slice: int) -> Iterator[Tensor]:
-    own = unit.main_regions().slice_at(own_slice - unit.first_slice)
-    for counted_range, is_counted in unit.layout.ranges_by(lambda segment: segment.counted, own_slice, 1):
+def _counted(layout: FlatLayout, own: Regions, own_slice: int) -> Iterator[Tensor]:
+    """What counts of `own`, the values of the own slice."""
+    for counted_range, is_counted in layout.ranges_by(lambda segment: segment.counted, own_slice, 1):
         if is_counted:
             yield own.range(counted_range.start, counted_range.stop)

@@ -21,13 +21,12 @@ from itertools import islice
 from typing import Any
 
 from megatron_zpp.parallel.specs import UnitSpec, Use
-from megatron_zpp.parallel.topology import LANES, Lane, Link, Topology
+from megatron_zpp.parallel.topology import LANES, MOST_CROSSING, Lane, Link, Topology
 from megatron_zpp.zero.crossings import CodecWork, Crossing
 from megatron_zpp.zero.memory_plan import Sharding
 from megatron_zpp.zero.walk import Walk
 
 _SIMULATED_MICROBATCHES = 3  # more repeat the last
-_MOST_CROSSING = 2  # collectives under way per lane, as in comm/lanes.py
 _NEVER = float("inf")
 
 
@@ -94,6 +93,16 @@ class StepTime:
     inter_link: float
     intra_link: float
     codecs: float
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Seconds by part, in words."""
+        return {
+            "computation": self.computing,
+            "link between nodes": self.inter_link,
+            "link inside a node": self.intra_link,
+            "codecs": self.codecs,
+        }
 
     def __sub__(self, other: StepTime) -> StepTime:
         return StepTime(
@@ -270,11 +279,11 @@ class _ThreadClock(_Clock):
                     yield max(ready, self._thread_free), rank, move
 
     def _moves_of(self, queue: deque[_ThreadHop]) -> Iterator[tuple[int, float, Callable[[float], None]]]:
-        first = list(islice(queue, _MOST_CROSSING + 1))
+        first = list(islice(queue, MOST_CROSSING + 1))
         waiting = next((hop for hop in first if hop.crossed == _NEVER), None)
         if waiting is not None and waiting.prepared < _NEVER:
             before = sorted(hop.crossed for hop in first[: first.index(waiting)])
-            has_place = before[-_MOST_CROSSING] if len(before) >= _MOST_CROSSING else 0.0
+            has_place = before[-MOST_CROSSING] if len(before) >= MOST_CROSSING else 0.0
             yield 0, max(waiting.prepared, has_place), partial(self._launch, waiting)
         if first and first[0].crossed < _NEVER:
             yield 1, first[0].crossed, partial(self._land, queue)

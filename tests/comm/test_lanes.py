@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_zpp.comm.backend import Work
-from megatron_zpp.comm.lanes import MOST_CROSSING, Hop, ThreadLanes
-from megatron_zpp.parallel.topology import LANES, Lane
+from megatron_zpp.comm.lanes import Hop, ThreadLanes
+from megatron_zpp.parallel.topology import LANES, MOST_CROSSING, Lane
 
 PATIENCE_SECONDS = 10.0
 
@@ -31,9 +31,6 @@ class HeldWork:
         self._ended.set()
         for call in self._calls:
             call()
-
-    def is_completed(self) -> bool:
-        return self._ended.is_set()
 
     def wait(self) -> None:
         assert self._ended.wait(PATIENCE_SECONDS)
