@@ -36,9 +36,8 @@ def run(args: argparse.Namespace) -> None:
         model, padded = model_flags(reader.manifest), padded_vocab_size(reader.manifest)
         data = _data(reader.manifest, args)
         tokenizer = build_tokenizer(data) if data.tokenizer_type is not None else None
-        vocab_size = (
-            padded if args.keep_vocab_padding else _vocab_size(data.vocab_size or (tokenizer.vocab_size if tokenizer else None), padded)
-        )
+        ids = data.vocab_size or (None if tokenizer is None else tokenizer.vocab_size)
+        vocab_size = padded if args.keep_vocab_padding else _vocab_size(ids, padded)
         layout = layout_holding(model)
         rules = list(layout.rules(model, vocab_size, padded))
         place_of = {theirs.name: (rule, index) for rule in rules for index, theirs in enumerate(rule.theirs)}
