@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from distributed import RankPool
+from harness.rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")

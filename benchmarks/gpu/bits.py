@@ -13,7 +13,7 @@ from torch import Tensor
 from gpu.build import require_kernels
 from gpu.outcome import Outcome
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "ops"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 SIZES = ((32, 300), (96, 45), (256, 70), (992, 5), (1056, 3), (8224, 2), (32800, 1))  # the last is read twice, as more than a team can hold
 MORE_THAN_INT32 = 2**31 + 256 * 37
@@ -66,7 +66,7 @@ def run() -> Outcome:
 
 
 def _check_sizes(outcome: Outcome, device: str) -> None:
-    from kernel_bits import check_all, check_options
+    from harness.kernel_bits import check_all, check_options
 
     compared, start = 0, time.monotonic()
     for block_numel, blocks in SIZES:
@@ -79,8 +79,8 @@ def _check_sizes(outcome: Outcome, device: str) -> None:
 
 
 def _check_all_16_bit_values(outcome: Outcome, device: str) -> None:
-    from kernel_bits import BITS, DTYPES, decoded, encoded
-    from per_block import equal_bits
+    from harness.kernel_bits import BITS, DTYPES, decoded, encoded
+    from harness.per_block import equal_bits
 
     from megatron_zpp.ops import reference
 
@@ -103,8 +103,8 @@ def _check_all_16_bit_values(outcome: Outcome, device: str) -> None:
 
 def _check_gaps(outcome: Outcome, device: str) -> None:
     """Rows that start anywhere, so that wide accesses are not allowed, with guards beside them."""
-    from kernel_bits import BITS, DTYPES, encoded
-    from per_block import equal_bits
+    from harness.kernel_bits import BITS, DTYPES, encoded
+    from harness.per_block import equal_bits
 
     from megatron_zpp.ops import reference
     from megatron_zpp.ops.quantization import coded_bytes
@@ -130,8 +130,8 @@ def _check_gaps(outcome: Outcome, device: str) -> None:
 
 def _check_many_slices(outcome: Outcome) -> None:
     """More slices than a grid has rows."""
-    from kernel_bits import encoded
-    from per_block import equal_bits
+    from harness.kernel_bits import encoded
+    from harness.per_block import equal_bits
 
     from megatron_zpp.ops import reference
 
@@ -168,8 +168,8 @@ def _check_beyond_32_bits(outcome: Outcome) -> None:
 
 def _check_reference_on_gpu(outcome: Outcome) -> None:
     """The plain-torch reference serves GPUs where nothing is built: the same bits there as on the CPU."""
-    from kernel_bits import BITS, DTYPES, encoded, kinds_of_values
-    from per_block import equal_bits
+    from harness.kernel_bits import BITS, DTYPES, encoded, kinds_of_values
+    from harness.per_block import equal_bits
 
     from megatron_zpp.ops import reference
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from small_state import Ranks, check_holds, set_state, state_at
+from harness.small_state import Ranks, check_holds, set_state, state_at
 
 from megatron_zpp.checkpoint.folders import complete_iterations, find_checkpoint, iteration_folder, leftovers
 from megatron_zpp.checkpoint.reader import CheckpointReader

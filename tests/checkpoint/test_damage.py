@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from small_state import CHUNK_BYTES, Ranks, State, check_holds, state_at
+from harness.small_state import CHUNK_BYTES, Ranks, State, check_holds, state_at
 
 from megatron_zpp.checkpoint.folders import LATEST_FILE, find_checkpoint
 from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_engine import ROWS, Job, ModelShape, Rank, run_world
-from small_state import Gathering
+from harness.small_engine import ROWS, Job, ModelShape, Rank, run_world
+from harness.small_state import Gathering
 from torch import Tensor
 
 from megatron_zpp.checkpoint.engine_state import RunState, load_engine, manifest_of, share_of

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from harness.small_state import Ranks, check_holds, state_at
 from hypothesis import given
 from hypothesis import strategies as st
-from small_state import Ranks, check_holds, state_at
 
 from megatron_zpp.checkpoint.folders import (
     LATEST_FILE,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_state import Ranks, state_at
+from harness.small_state import Ranks, state_at
 
 from megatron_zpp.checkpoint.manifest import (
     MANIFEST_FILE,

@@ -9,7 +9,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from small_state import Ranks, check_holds, manifest_at, set_state, shares, state_at
+from harness.small_state import Ranks, check_holds, manifest_at, set_state, shares, state_at
 
 from megatron_zpp.checkpoint import shared_folder, unfinished
 from megatron_zpp.checkpoint.folders import LATEST_FILE, Stage, complete_iterations, iteration_folder, leftovers, staged_folder

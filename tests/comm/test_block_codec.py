@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from block_numbers import ROUNDOFF, after_blocks, largest_code, rotated, roundoff, worst_error
+from harness.block_numbers import ROUNDOFF, after_blocks, largest_code, rotated, roundoff, worst_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.tiny_corpus import counting_documents, write_corpus, write_golden_corpus
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_corpus import counting_documents, write_corpus, write_golden_corpus
 
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.blend import normalized, plan_by_epochs, plan_by_weights

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_corpus import GOLDEN, counting_documents, write_corpus
+from harness.tiny_corpus import GOLDEN, counting_documents, write_corpus
 
 from megatron_zpp.data.blended_dataset import BlendedDataset, SourceTally, build_blend_indices
 from megatron_zpp.data.gpt_dataset import GPTDataset

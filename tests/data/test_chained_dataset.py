@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_corpus import counting_documents, write_corpus
+from harness.tiny_corpus import counting_documents, write_corpus
 
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.chained_dataset import ChainedDataset

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_corpus import write_corpus
+from harness.tiny_corpus import write_corpus
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset, check_token_ids
 

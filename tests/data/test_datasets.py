@@ -2,7 +2,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_corpus import GOLDEN, counting_documents, write_corpus, write_golden_corpus
+from harness.tiny_corpus import GOLDEN, counting_documents, write_corpus, write_golden_corpus
 
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.datasets import DataRequest, Datasets, SampleCounts, build_datasets, count_samples

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import regex
+from harness.trained_tokenizers import training_texts, write_gpt2_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer
-from trained_tokenizers import training_texts, write_gpt2_files
 
 from megatron_zpp.data.gpt2_tokenizer import GPT2BPETokenizer
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_corpus import GOLDEN, counting_documents, write_corpus, write_golden_corpus
+from harness.tiny_corpus import GOLDEN, counting_documents, write_corpus, write_golden_corpus
 
 from megatron_zpp.data.gpt_dataset import GPTDataset
 from megatron_zpp.data.gpt_indices import build_gpt_indices

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
+from harness.tiny_corpus import GOLDEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_corpus import GOLDEN
 
 from megatron_zpp.data.gpt_indices import build_gpt_indices, plan_epochs
 from megatron_zpp.data.split import SPLIT_NAMES, split_documents

@@ -3,9 +3,9 @@ import pickle
 from pathlib import Path
 
 import pytest
+from harness.trained_tokenizers import training_texts, write_gpt2_files
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from tokenizers.processors import TemplateProcessing
-from trained_tokenizers import training_texts, write_gpt2_files
 
 from megatron_zpp.data.gpt2_tokenizer import GPT2BPETokenizer
 from megatron_zpp.data.huggingface_tokenizer import HuggingFaceTokenizer

@@ -4,9 +4,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from harness.tiny_corpus import GOLDEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_corpus import GOLDEN
 
 from megatron_zpp.data import index_builders
 from megatron_zpp.data.gpt_indices import GPTIndices, build_gpt_indices

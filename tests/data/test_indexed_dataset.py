@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.tiny_corpus import write_corpus, write_golden_corpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_corpus import write_corpus, write_golden_corpus
 
 from megatron_zpp.data import indexed_dataset
 from megatron_zpp.data.indexed_dataset import IndexedDataset, best_dtype, check_token_ids

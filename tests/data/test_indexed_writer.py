@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.tiny_corpus import GOLDEN, write_corpus, write_golden_corpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_corpus import GOLDEN, write_corpus, write_golden_corpus
 
 from megatron_zpp.data import indexed_writer
 from megatron_zpp.data.indexed_dataset import IndexedDataset

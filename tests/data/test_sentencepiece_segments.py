@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import sentencepiece
+from harness.trained_tokenizers import training_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trained_tokenizers import training_texts
 
 from megatron_zpp.data import sentencepiece_segments
 from megatron_zpp.data.sentencepiece_segments import segment_encoder

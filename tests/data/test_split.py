@@ -1,9 +1,9 @@
 from fractions import Fraction
 
 import pytest
+from harness.tiny_corpus import GOLDEN
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_corpus import GOLDEN
 
 from megatron_zpp.data.split import parse_split, split_boundaries, split_documents
 

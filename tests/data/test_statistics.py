@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.tiny_corpus import write_corpus
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_corpus import write_corpus
 
 from megatron_zpp.data import statistics
 from megatron_zpp.data.indexed_dataset import IndexedDataset

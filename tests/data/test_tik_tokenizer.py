@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import regex
-from trained_tokenizers import json_entries, tiktoken_lines, training_texts, write_gpt2_files
+from harness.trained_tokenizers import json_entries, tiktoken_lines, training_texts, write_gpt2_files
 
 from megatron_zpp.data.gpt2_tokenizer import BYTES, GPT2BPETokenizer
 from megatron_zpp.data.tik_tokenizer import PATTERNS, TikTokenizer

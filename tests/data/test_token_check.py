@@ -2,7 +2,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tiny_corpus import write_corpus
+from harness.tiny_corpus import write_corpus
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.token_check import check_token_ids_once

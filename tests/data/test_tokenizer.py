@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import sentencepiece
+from harness.trained_tokenizers import tiktoken_lines, write_gpt2_files
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer
-from trained_tokenizers import tiktoken_lines, write_gpt2_files
 
 from megatron_zpp.config.schema import DataConfig, ModelConfig
 from megatron_zpp.data.sentencepiece_tokenizer import GPTSentencePieceTokenizer, Llama2Tokenizer, SentencePieceTokenizer

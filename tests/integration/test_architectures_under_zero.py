@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import RankPool
-from small_engine import CPU, RecordingLanes, run_world
-from small_gpt import ARCHITECTURES, VOCAB, small_config
-from tiny_runs import TINY, entry, losses, pretrain
+from harness.rank_pool import RankPool
+from harness.small_engine import CPU, RecordingLanes, run_world
+from harness.small_gpt import ARCHITECTURES, VOCAB, small_config
+from harness.tiny_runs import TINY, entry, losses, pretrain
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.ledger import Ledger

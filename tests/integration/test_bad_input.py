@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import RankPool
-from tiny_corpus import write_corpus
-from tiny_runs import TINY, entry
+from harness.rank_pool import RankPool
+from harness.tiny_corpus import write_corpus
+from harness.tiny_runs import TINY, entry
 
 DATA = "--tokenizer-type NullTokenizer --train-iters 2 --split 100,0,0"
 

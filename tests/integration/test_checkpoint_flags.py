@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import RankPool
+from harness.places import HARNESS
+from harness.rank_pool import RankPool
+from harness.tiny_runs import RUN, TINY, losses, pretrain
 from test_bad_input import entry_and_output, message_of
 from test_failures import start_ranks
-from tiny_runs import RUN, TINY, losses, pretrain
 
 from megatron_zpp.checkpoint import shared_folder
 
-FAILING_DISK = Path(__file__).with_name("failing_disk.py")
+FAILING_DISK = HARNESS / "failing_disk.py"
 SCHEDULE = "--train-iters 8 --lr 1e-2 --lr-decay-style linear"
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from distributed import RankPool
-from tiny_runs import losses, pretrain
+from harness.rank_pool import RankPool
+from harness.tiny_runs import losses, pretrain
 
 
 def test_compiled_blocks_train_alike_while_weights_come_and_go(ranks: RankPool, tmp_path: Path) -> None:

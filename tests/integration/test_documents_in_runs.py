@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from distributed import RankPool
-from tiny_corpus import write_corpus
-from tiny_runs import losses, pretrain
+from harness.rank_pool import RankPool
+from harness.tiny_corpus import write_corpus
+from harness.tiny_runs import losses, pretrain
 
 DATA = "--tokenizer-type NullTokenizer --train-iters 3 --split 1 --micro-batch-size 2"
 DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from distributed import free_port
-from tiny_runs import TINY
+from harness.places import HARNESS
+from harness.rank_pool import free_port
+from harness.tiny_runs import TINY
 
-PROGRAM = Path(__file__).with_name("failing_rank.py")
+PROGRAM = HARNESS / "failing_rank.py"
 ENTRY = Path(__file__).parents[2] / "pretrain_zeropp_gpt.py"
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import RankFailure, RankPool
-from tiny_runs import TINY, entry, losses, pretrain
+from harness.rank_pool import RankFailure, RankPool
+from harness.tiny_runs import TINY, entry, losses, pretrain
 
 FLAGS = "--zero-stage 3 --train-iters 8 --global-batch-size 8"
 FP16 = "--fp16 --initial-loss-scale 1024 --hysteresis 1"

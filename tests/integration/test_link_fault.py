@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.places import HARNESS, IMPORT_FROM, ROOT
 from slow_links.sandbox import CannotIsolate, isolating_command
 
-PROGRAM = Path(__file__).with_name("cut_link.py")
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 60.0  # --distributed-timeout-minutes 1
 
 
@@ -22,10 +21,14 @@ def test_a_cut_link_ends_every_rank_in_time_and_the_same_command_goes_on(tmp_pat
         isolating_command()
     except CannotIsolate as error:
         pytest.skip(str(error))
-    folders = [ROOT, ROOT / "benchmarks", ROOT / "tests", ROOT / "tests" / "integration"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*IMPORT_FROM, ROOT / "benchmarks"]))}
     finished = subprocess.run(
-        [sys.executable, str(PROGRAM), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, str(HARNESS / "cut_link.py"), str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert finished.returncode == 0, finished.stderr
     found = json.loads(finished.stdout)

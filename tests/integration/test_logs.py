@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import RankPool
-from tiny_runs import TINY, entry, losses, pretrain
+from harness.rank_pool import RankPool
+from harness.tiny_runs import TINY, entry, losses, pretrain
 
 TRAINING = "--train-iters 4 --untie-embeddings-and-output-weights --micro-batch-size 2"
 NORMS = "--log-params-norm --log-num-zeros-in-grad"

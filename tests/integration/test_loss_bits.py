@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import RankPool
-from tiny_runs import TINY, losses, pretrain
+from harness.rank_pool import RankPool
+from harness.tiny_runs import TINY, losses, pretrain
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.validate import resolve

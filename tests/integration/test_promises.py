@@ -6,9 +6,9 @@ import itertools
 from pathlib import Path
 
 import pytest
-from closed_forms import Features, World, inter_node_bytes, padded_numel
-from distributed import RankPool
-from tiny_runs import pretrain
+from harness.closed_forms import Features, World, inter_node_bytes, padded_numel
+from harness.rank_pool import RankPool
+from harness.tiny_runs import pretrain
 
 WORLDS = [World(2, 1), World(2, 2), World(3, 2)]
 

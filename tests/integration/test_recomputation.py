@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from closed_forms import Features, World, inter_node_bytes
-from distributed import RankPool
-from tiny_runs import losses, pretrain
+from harness.closed_forms import Features, World, inter_node_bytes
+from harness.rank_pool import RankPool
+from harness.tiny_runs import losses, pretrain
 
 WORLD = World(2, 2)
 CHUNKS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"

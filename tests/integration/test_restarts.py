@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from distributed import RankPool
-from tiny_runs import TINY, losses, pretrain
+from harness.places import HARNESS
+from harness.rank_pool import RankPool
+from harness.tiny_runs import TINY, losses, pretrain
 
-PROGRAM = Path(__file__).with_name("rank_that_dies_once.py")
+PROGRAM = HARNESS / "rank_that_dies_once.py"
 FLAGS = "--zero-stage 3 --train-iters 8 --global-batch-size 8"
 
 

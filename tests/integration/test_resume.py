@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from distributed import RankPool
-from tiny_corpus import write_corpus
-from tiny_runs import losses, pretrain
+from harness.rank_pool import RankPool
+from harness.tiny_corpus import write_corpus
+from harness.tiny_runs import losses, pretrain
 
 SAVED_AT, END = 5, 9
 

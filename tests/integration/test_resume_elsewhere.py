@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import RankPool
-from tiny_runs import TINY, entry, losses, pretrain
+from harness.rank_pool import RankPool
+from harness.tiny_runs import TINY, entry, losses, pretrain
 
 SAVED_AT, END = 5, 25
 SMALL = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 3 "

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from closed_forms import Features, World, inter_node_bytes
-from distributed import RankPool
+from harness.closed_forms import Features, World, inter_node_bytes
+from harness.rank_pool import RankPool
+from harness.tiny_corpus import counting_documents, write_corpus
+from harness.tiny_runs import TINY, losses, pretrain
 from test_bad_input import entry_and_output, message_of
 from test_resume import told
-from tiny_corpus import counting_documents, write_corpus
-from tiny_runs import TINY, losses, pretrain
 
 # Batches of 4, 4, 8 and 12 samples up to sample 28, then 16: four whole ones until sample 100 would be passed.
 RAMP = "--train-samples 100 --rampup-batch-size 4 4 24 --global-batch-size 16"

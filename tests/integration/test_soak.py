@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from soak import Soak, check
+from harness.soak import Soak, check
 
 # As where a run goes on in another world: rounding of fp32 sums in another order. Here, unbroken runs of 800 iterations on 2, 4 and 6 ranks
 # differ by 1e-7 relative at most, and by more the longer they are.

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from distributed import RankPool, free_port
-from tiny_runs import entry
+from harness.rank_pool import RankPool, free_port
+from harness.tiny_runs import entry
 
 from megatron_zpp.monitor.available_memory import CONTROL_GROUP, HOST_MEMORY, available_host_bytes
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from distributed import RankPool
-from tiny_runs import losses, pretrain
+from harness.rank_pool import RankPool
+from harness.tiny_runs import losses, pretrain
 
 STEPS = 30
 HPZ = "--zero-hpz-partition-size 2"

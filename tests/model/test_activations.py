@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_gpt import ARCHITECTURES, VOCAB, small_config, small_gpt
+from harness.small_gpt import ARCHITECTURES, VOCAB, small_config, small_gpt
 from torch import Tensor
 
 from megatron_zpp.model.activations import AttentionNeed, activation_bytes

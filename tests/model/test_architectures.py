@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_gpt import ARCHITECTURES, LLAMA, VOCAB, loss_and_gradients, sample_batch, small_config, small_gpt
+from harness.small_gpt import ARCHITECTURES, LLAMA, VOCAB, loss_and_gradients, sample_batch, small_config, small_gpt
+from harness.written_out import loss_by_hand
 from torch import Tensor
 from transformers import (
     GPT2Config,
@@ -20,7 +21,6 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from written_out import loss_by_hand
 
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.gpt import GPT

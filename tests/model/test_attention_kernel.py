@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_gpt import ARCHITECTURES, sample_batch, small_gpt
+from harness.small_gpt import ARCHITECTURES, sample_batch, small_gpt
 
 from megatron_zpp.model import attention_kernel
 from megatron_zpp.model.attention_kernel import HeadShape, attend, check_attention

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+from harness.small_gpt import small_config
 from hypothesis import given
 from hypothesis import strategies as st
-from small_gpt import small_config
 
 from megatron_zpp.model.chunks import recomputed_blocks, recomputed_chunks, recomputes_attention
 

@@ -3,7 +3,7 @@ from functools import partial
 
 import pytest
 import torch
-from small_gpt import ARCHITECTURES, sample_batch, small_gpt
+from harness.small_gpt import ARCHITECTURES, sample_batch, small_gpt
 from torch import Tensor
 
 from megatron_zpp.model import document_attention

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_gpt import ARCHITECTURES, LLAMA, VOCAB, sample_batch, small_config, small_gpt
+from harness.small_gpt import ARCHITECTURES, LLAMA, VOCAB, sample_batch, small_config, small_gpt
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 import torch
-from small_gpt import VOCAB, small_gpt
+from harness.small_gpt import VOCAB, small_gpt
 
 from megatron_zpp.model.generation import Sampling, draw_token, generated_tokens
 from megatron_zpp.model.gpt import GPT

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_gpt import ARCHITECTURES, VOCAB, loss_and_gradients, sample_batch, small_config, small_gpt
+from harness.small_gpt import ARCHITECTURES, VOCAB, loss_and_gradients, sample_batch, small_config, small_gpt
 from torch import Tensor
 
 from megatron_zpp.model.gpt import GPT

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from harness.small_gpt import VOCAB, small_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_gpt import VOCAB, small_config
 
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.initialization import CHUNK_NUMEL, materialize, normal_values

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from small_gpt import small_config
+from harness.small_gpt import small_config
 from torch import Tensor
 
 from megatron_zpp.model.norm import make_norm, rms_norm

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_gpt import loss_and_gradients, sample_batch, small_gpt
+from harness.small_gpt import loss_and_gradients, sample_batch, small_gpt
 
 from megatron_zpp.model.block import Block
 

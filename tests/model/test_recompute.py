@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_gpt import ARCHITECTURES, loss_and_gradients, sample_batch, small_gpt
+from harness.small_gpt import ARCHITECTURES, loss_and_gradients, sample_batch, small_gpt
 
 DROPOUT: dict[str, Any] = {"attention_dropout": 0.2, "hidden_dropout": 0.2}
 FULL: dict[str, Any] = {"recompute_granularity": "full"}

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness.small_gpt import LLAMA, sample_batch, small_config, small_gpt
 from hypothesis import given
 from hypothesis import strategies as st
-from small_gpt import LLAMA, sample_batch, small_config, small_gpt
 from torch import Tensor
 
 from megatron_zpp.config.schema import ModelConfig

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from sample_report import REPORT
+from harness.sample_report import REPORT
 
 from megatron_zpp.monitor.memory import MemoryReading
 from megatron_zpp.monitor.scalars import ScalarChoice, interval_scalars, iteration_scalars, timer_scalars, validation_scalars

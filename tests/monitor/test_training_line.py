@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from sample_report import REPORT
+from harness.sample_report import REPORT
 
 from megatron_zpp.monitor.training_line import perplexity_of, samples_line, training_line, validation_lines
 

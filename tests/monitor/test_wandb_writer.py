@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from stand_in_wandb import StandIn
+from harness.stand_in_wandb import StandIn
 
 from megatron_zpp.monitor.wandb_writer import WandbRun, WandbWriter
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_apex import write_nvidia_apex, write_other_apex
-from small_engine import Job, Rank, run_world, train_world
+from harness.fake_apex import write_nvidia_apex, write_other_apex
+from harness.small_engine import Job, Rank, run_world, train_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.config.schema import ModelConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -9,19 +10,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from emulation import emulated_kernels
+from harness.emulation import emulated_kernels
+from harness.places import HARNESS, IMPORT_FROM
 
 from megatron_zpp.ops.build import SOURCES, Build
 
-FOLDER = Path(__file__).parent
-ROOT = FOLDER.parents[1]
 RESULTS_PER_SIZE = 960 + 174  # without options and with them
 
 
 def _run(program: str, *arguments: str, **environment: str) -> int:
     """What the program prints, for kernels loaded in a process of its own."""
-    command = [sys.executable, str(FOLDER / program), *arguments]
-    variables = {"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, str(HARNESS / program), *arguments]
+    variables = {"PYTHONPATH": os.pathsep.join(map(str, IMPORT_FROM)), "PATH": "", "OMP_NUM_THREADS": "1", **environment}
     finished = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     return int(finished.stdout)

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
+from harness.kernel_bits import BITS, DTYPES, UNTOUCHED, check_all, check_options, decoded, encoded
+from harness.per_block import equal_bits
+from harness.places import HARNESS, IMPORT_FROM
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_bits import BITS, DTYPES, UNTOUCHED, check_all, check_options, decoded, encoded
-from per_block import equal_bits
 from torch import Tensor
 
 from megatron_zpp.ops import extension, quantization, reference
@@ -53,8 +54,8 @@ def test_kernels_bit_equal_the_reference_on_rotated_values_and_in_stochastic_rou
 
 def test_portable_kernels_bit_equal_the_reference_too() -> None:
     library = Build(portable=True).make()
-    program = Path(__file__).with_name("kernel_bits.py")
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "", "OMP_NUM_THREADS": "1"}
+    program = HARNESS / "kernel_bits.py"
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, IMPORT_FROM)), "PATH": "", "OMP_NUM_THREADS": "1"}
     finished = subprocess.run(
         [sys.executable, str(program), str(library), "32:37", "256:19"], env=environment, capture_output=True, text=True, check=False
     )

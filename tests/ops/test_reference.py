@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from harness.per_block import decoded_run, encoded_run, equal_bits, narrowed, widened
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from per_block import decoded_run, encoded_run, equal_bits, narrowed, widened
 from torch import Tensor
 
 from megatron_zpp.ops import reference

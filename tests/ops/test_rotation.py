@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from block_numbers import ROUNDOFF, hadamard, rotated, worst_error
+from harness.block_numbers import ROUNDOFF, hadamard, rotated, worst_error
+from harness.per_block import equal_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from per_block import equal_bits
 from torch import Tensor
 
 from megatron_zpp.ops import reference

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fake_commands import ROOT, FakeCommands
+from harness.fake_commands import ROOT, FakeCommands
 from torch.distributed.run import parse_args
 
 from megatron_zpp.config.cli import parse_flags

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_commands import ROOT, SBATCH, SCONTROL, SRUN, FakeCommands
+from harness.fake_commands import ROOT, SBATCH, SCONTROL, SRUN, FakeCommands
 from torch.distributed.run import parse_args
 
 from megatron_zpp.config.cli import parse_flags

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake_commands import ROOT, Call, FakeCommands
+from harness.fake_commands import ROOT, Call, FakeCommands
 from torch.distributed.run import parse_args
 
 from megatron_zpp.config.cli import parse_flags

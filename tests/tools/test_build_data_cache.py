@@ -3,8 +3,8 @@ from pathlib import Path
 
 import build_data_cache
 import pytest
-from tiny_corpus import write_corpus
-from tool import run_tool
+from harness.tiny_corpus import write_corpus
+from harness.tool import run_tool
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --tokenizer-type NullTokenizer --vocab-size 100 --lr 1e-3"
 

@@ -2,7 +2,7 @@ import json
 import sys
 from pathlib import Path
 
-from tool import ROOT, run_tool
+from harness.tool import ROOT, run_tool
 
 sys.path.insert(0, str(ROOT / "tools"))
 

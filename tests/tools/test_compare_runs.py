@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from tool import run_tool, write_json_lines
+from harness.tool import run_tool, write_json_lines
 
 
 def steps(inter_node_bytes: int, losses: list[float], milliseconds: list[float]) -> list[dict[str, float]]:

@@ -11,10 +11,10 @@ from typing import Any
 import consolidate_checkpoint
 import pytest
 import torch
+from harness.small_gpt import small_gpt
+from harness.tool import ROOT
 from safetensors.torch import load_file
-from small_gpt import small_gpt
 from test_generate_text import write_checkpoint
-from tool import ROOT
 
 from megatron_zpp.checkpoint.release import write_release
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec

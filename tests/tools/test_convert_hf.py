@@ -14,10 +14,10 @@ import pytest
 import sentencepiece
 import torch
 from generate_text import load_model, open_checkpoint
+from harness.small_gpt import VOCAB, small_config, small_gpt
+from harness.tool import ROOT
 from safetensors.torch import load_file
-from small_gpt import VOCAB, small_config, small_gpt
 from test_generate_text import write_checkpoint
-from tool import ROOT
 from train_tokenizer import train_model
 
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args

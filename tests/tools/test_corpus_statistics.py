@@ -3,7 +3,7 @@ import math
 from pathlib import Path
 
 import pytest
-from tool import run_tool, write_json_lines
+from harness.tool import run_tool, write_json_lines
 
 
 @pytest.fixture

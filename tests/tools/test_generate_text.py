@@ -12,9 +12,9 @@ import generate_text
 import pytest
 import torch
 from generate_text import load_model, open_checkpoint, until_end
-from small_gpt import VOCAB, small_config, small_gpt
-from small_state import Gathering
-from tool import run_tool
+from harness.small_gpt import VOCAB, small_config, small_gpt
+from harness.small_state import Gathering
+from harness.tool import run_tool
 from train_tokenizer import train_model
 
 from megatron_zpp.checkpoint.folders import iteration_folder

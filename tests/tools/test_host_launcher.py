@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-from distributed import free_port
-from fake_commands import ROOT, FakeCommands
+from harness.fake_commands import ROOT, FakeCommands
+from harness.rank_pool import free_port
+from harness.tiny_runs import TINY
 from host_commands import Meeting, Program, host_commands
 from hostfile import Host
-from tiny_runs import TINY
 from torch.distributed.run import parse_args
 
 from megatron_zpp.config.cli import parse_flags

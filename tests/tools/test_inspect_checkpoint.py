@@ -7,7 +7,7 @@ from pathlib import Path
 
 import inspect_checkpoint
 import pytest
-from small_state import Ranks, state_at
+from harness.small_state import Ranks, state_at
 
 
 def output_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:

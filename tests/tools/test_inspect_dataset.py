@@ -1,8 +1,8 @@
 from pathlib import Path
 
 import pytest
-from tiny_corpus import write_corpus
-from tool import run_tool
+from harness.tiny_corpus import write_corpus
+from harness.tool import run_tool
 
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 100)
 

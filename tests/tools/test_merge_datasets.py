@@ -2,8 +2,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_corpus import write_corpus
-from tool import run_tool
+from harness.tiny_corpus import write_corpus
+from harness.tool import run_tool
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 

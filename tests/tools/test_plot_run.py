@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from harness.tool import run_tool, write_json_lines
 from hypothesis import given
 from hypothesis import strategies as st
 from plot_run import distinct_names, draw, read_curves
-from tool import run_tool, write_json_lines
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

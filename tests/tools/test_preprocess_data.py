@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from tiny_corpus import GOLDEN, counting_documents
-from tool import ROOT, run_tool, write_json_lines
+from harness.tiny_corpus import GOLDEN, counting_documents
+from harness.tool import ROOT, run_tool, write_json_lines
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import preprocess_data
 import pytest
-from tool import ROOT, write_json_lines
+from harness.tool import ROOT, write_json_lines
 
 from megatron_zpp.data.corpus_builder import CorpusBuilder
 from megatron_zpp.data.indexed_dataset import IndexedDataset

@@ -1,9 +1,9 @@
 from pathlib import Path
 
 import pytest
+from harness.tool import ROOT, run_tool, write_json_lines
 from hypothesis import given
 from hypothesis import strategies as st
-from tool import ROOT, run_tool, write_json_lines
 
 from megatron_zpp.data.sentencepiece_tokenizer import GPTSentencePieceTokenizer, SentencePieceTokenizer
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from closed_forms import World, inter_node_bytes
-from stored_manifest import manifest_of_run, write_manifest
-from tiny_corpus import write_corpus
+from harness.closed_forms import World, inter_node_bytes
+from harness.stored_manifest import manifest_of_run, write_manifest
+from harness.tiny_corpus import write_corpus
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError

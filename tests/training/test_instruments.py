@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stand_in_wandb import StandIn
+from harness.stand_in_wandb import StandIn
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.schema import Config

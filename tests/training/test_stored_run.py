@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from stored_manifest import manifest_of_run
+from harness.stored_manifest import manifest_of_run
 
 from megatron_zpp.checkpoint.manifest import CheckpointError
 from megatron_zpp.config.cli import parse_flags

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from small_engine import (
+from harness.small_engine import (
     CLIP_GRAD,
     LEARNING_RATE,
     ROWS,

@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 import torch
-from seen_weights import WholeWorld, watch
-from small_engine import LEARNING_RATE, Job, ModelShape, Rank, run_world, train_world
+from harness.seen_weights import WholeWorld, watch
+from harness.small_engine import LEARNING_RATE, Job, ModelShape, Rank, run_world, train_world
 from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend

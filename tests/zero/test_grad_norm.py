@@ -6,7 +6,7 @@ import math
 from functools import cache
 
 import pytest
-from small_engine import ROWS, Job, ModelShape, Rank, global_batch, plain_model, run_world
+from harness.small_engine import ROWS, Job, ModelShape, Rank, global_batch, plain_model, run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.zero.grad_norm import count_zeros

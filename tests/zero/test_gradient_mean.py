@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from block_numbers import ROUNDOFF, roundoff, worst_error
-from small_engine import CPU, LEARNING_RATE, Job, ModelShape, Rank, plain_model, run_world
+from harness.block_numbers import ROUNDOFF, roundoff, worst_error
+from harness.small_engine import CPU, LEARNING_RATE, Job, ModelShape, Rank, plain_model, run_world
 from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend

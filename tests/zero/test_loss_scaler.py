@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from harness.small_engine import ROWS, Job, Rank, mean_losses, run_world, train_world
 from hypothesis import given
 from hypothesis import strategies as st
-from small_engine import ROWS, Job, Rank, mean_losses, run_world, train_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, DynamicLossScaler

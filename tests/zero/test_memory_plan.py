@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from harness.small_engine import ROWS, Job, ModelShape, Rank, run_world
 from hypothesis import given
 from hypothesis import strategies as st
-from small_engine import ROWS, Job, ModelShape, Rank, run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.codecs import Runs, make_codec

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from small_engine import CPU, LEARNING_RATE, Job, ModelShape, Rank, run_world, undisturbed
+from harness.small_engine import CPU, LEARNING_RATE, Job, ModelShape, Rank, run_world, undisturbed
 from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend

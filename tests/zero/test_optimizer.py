@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_engine import LEARNING_RATE, ROWS, Job, ModelShape, Rank, run_world, train_plainly
+from harness.small_engine import LEARNING_RATE, ROWS, Job, ModelShape, Rank, run_world, train_plainly
 
 from megatron_zpp.comm.backend import VirtualBackend
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from small_engine import ROWS, Job, ModelShape, Rank, initial_values, run_world
+from harness.small_engine import ROWS, Job, ModelShape, Rank, initial_values, run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.zero.pieces import Piece, owned_pieces, parameters, resting_pieces

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field, replace
 
-import closed_forms
 import pytest
 import torch
-from closed_forms import Features, World, inter_node_bytes
-from small_engine import ROWS, Job, ModelShape, Rank, SmallModel, run_world
+from harness import closed_forms
+from harness.closed_forms import Features, World, inter_node_bytes
+from harness.small_engine import ROWS, Job, ModelShape, Rank, SmallModel, run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.ledger import Category, Traffic

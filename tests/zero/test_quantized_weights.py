@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 import torch
-from block_numbers import after_blocks
-from seen_weights import WholeWorld, watch
-from small_engine import LEARNING_RATE, Job, ModelShape, Rank, RecordingLanes, random_pauses, run_world, train_world
+from harness.block_numbers import after_blocks
+from harness.seen_weights import WholeWorld, watch
+from harness.small_engine import LEARNING_RATE, Job, ModelShape, Rank, RecordingLanes, random_pauses, run_world, train_world
 from torch import Tensor
 
 from megatron_zpp.comm import codecs

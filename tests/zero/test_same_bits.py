@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from small_engine import (
+from harness.small_engine import (
     ROWS,
     SECONDARY_ROW,
     Job,

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from matrix_model import BLOCK, PARAMETERS, WORLD, MatrixRank
-from seen_weights import WholeWorld, watch
-from small_engine import LEARNING_RATE, Job, ModelShape, Rank, run_world
+from harness.matrix_model import BLOCK, PARAMETERS, WORLD, MatrixRank
+from harness.seen_weights import WholeWorld, watch
+from harness.small_engine import LEARNING_RATE, Job, ModelShape, Rank, run_world
 from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend

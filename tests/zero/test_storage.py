@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_engine import ROWS, Job, ModelShape, Rank, run_world
+from harness.small_engine import ROWS, Job, ModelShape, Rank, run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.zero.policy import POLICIES, CodeOptions, with_quantized_gradients

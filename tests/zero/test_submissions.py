@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from small_engine import SECONDARY_ROW, Job, ModelShape, Rank, run_world
+from harness.small_engine import SECONDARY_ROW, Job, ModelShape, Rank, run_world
 from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from small_engine import SECONDARY_ROW, VOCAB, Job, ModelShape, Rank, run_world
+from harness.small_engine import SECONDARY_ROW, VOCAB, Job, ModelShape, Rank, run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.ledger import Category, Traffic

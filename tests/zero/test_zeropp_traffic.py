@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from matrix_model import BLOCK as MATRIX_BLOCK
-from matrix_model import PARAMETERS, WORLD, MatrixRank
-from small_engine import VOCAB, Job, ModelShape, Rank, run_world
+from harness.matrix_model import BLOCK as MATRIX_BLOCK
+from harness.matrix_model import PARAMETERS, WORLD, MatrixRank
+from harness.small_engine import VOCAB, Job, ModelShape, Rank, run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.ledger import Category, Traffic

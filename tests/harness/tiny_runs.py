@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from distributed import RankPool
+from harness.rank_pool import RankPool
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

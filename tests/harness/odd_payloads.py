@@ -6,10 +6,10 @@ import sys
 from itertools import product
 
 import torch
-from kernel_bits import BITS, DTYPES, decoded, mean, recoded
-from per_block import equal_bits
 from torch import Tensor
 
+from harness.kernel_bits import BITS, DTYPES, decoded, mean, recoded
+from harness.per_block import equal_bits
 from megatron_zpp.ops import reference
 from megatron_zpp.ops.quantization import coded_bytes
 

@@ -9,9 +9,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from per_block import equal_bits
 from torch import Tensor
 
+from harness.per_block import equal_bits
 from megatron_zpp.ops import reference
 from megatron_zpp.ops.quantization import coded_bytes
 

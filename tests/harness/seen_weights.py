@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from block_numbers import after_blocks
-from small_engine import Rank
 from torch import Tensor
 
+from harness.block_numbers import after_blocks
+from harness.small_engine import Rank
 from megatron_zpp.zero.policy import LinkBits
 
 See = Callable[[str, str, Tensor], None]  # phase, unit, values of its parameters one after the other

@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from small_engine import CPU, initial_values
 from torch import Tensor, nn
 
+from harness.small_engine import CPU, initial_values
 from megatron_zpp.comm.backend import Backend
 from megatron_zpp.comm.lanes import ThreadLanes
 from megatron_zpp.comm.ledger import Ledger

@@ -1,6 +1,6 @@
 """A run on two nodes whose link is cut in mid-step, then the same command again; a program for test_link_fault.
 
-    PYTHONPATH=.:benchmarks:tests:tests/integration python tests/integration/cut_link.py FOLDER
+    PYTHONPATH=.:benchmarks:tests python tests/harness/cut_link.py FOLDER
 
 Prints JSON: exit codes and last words of every rank of both runs, and the seconds from the cut to the end of the last rank.
 """
@@ -19,7 +19,8 @@ from pathlib import Path
 from slow_links.network import INTERFACE, Network
 from slow_links.rates import UNLIMITED, Rate
 from slow_links.sandbox import enter_own_network
-from tiny_runs import TINY
+
+from harness.tiny_runs import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES, RANKS_PER_NODE = 2, 2

@@ -1,6 +1,6 @@
 """A run that is killed again and again, and what it came to. As a program: one soak, in numbers.
 
-    python tests/integration/soak.py --folder /path/to/a/folder --minutes 30
+    python tests/harness/soak.py --folder /path/to/a/folder --minutes 30
 
 Called again with the same folder it goes on; --minutes 0 only looks at what there is.
 
@@ -28,10 +28,10 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.extend(str(Path(__file__).parents[2] / folder) for folder in ("", "tests", "tests/data"))
+sys.path.extend(str(Path(__file__).parents[2] / folder) for folder in ("", "tests"))
 
-from tiny_corpus import write_corpus
-from tiny_runs import TINY
+from harness.tiny_corpus import write_corpus
+from harness.tiny_runs import TINY
 
 PROGRAM = Path(__file__).with_name("watched_rank.py")
 GLOBAL_BATCH = 24
