@@ -73,8 +73,8 @@ def write_record(unfinished: Path, rank: int, file: StoredFile, pieces: Sequence
     """Says in the folder that a rank has written its file, and what is in it."""
     partial = unfinished / f"{_record_name(rank)}.partial"
     write_durably(partial, json.dumps({"file": vars(file), "pieces": [vars(piece) for piece in pieces]}))
-    partial.rename(unfinished / _record_name(rank))
     sync_folder(unfinished)
+    partial.rename(unfinished / _record_name(rank))  # last: once all ranks have said so, rank 0 seals the folder and renames it
 
 
 def read_record(unfinished: Path, rank: int) -> tuple[StoredFile, list[StoredPiece]] | None:
