@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -195,6 +196,8 @@ def _report(builder: CorpusBuilder, dtype: str, seconds: float, earlier_bytes: i
 
 
 def _interrupt(*_: object) -> NoReturn:
+    if multiprocessing.parent_process() is not None:
+        os._exit(1)  # a worker that has not begun yet, and whose like is ended: only the first process has something to say
     raise KeyboardInterrupt
 
 
