@@ -26,7 +26,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_zpp.ops import extension, quantization, reference
+from megatron_zpp.ops import extension, payload, quantization, reference
 
 SLICES = 4
 MOST_MEMBERS = 4
@@ -83,7 +83,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def _measure_size(megabytes: int, options: argparse.Namespace) -> Iterator[Result]:
     run_numel = megabytes * 2**20 // VALUE_BYTES // SLICES // options.block_numel * options.block_numel
     value_bytes = SLICES * run_numel * VALUE_BYTES
-    for bits in quantization.BITS[::-1]:
+    for bits in payload.BITS[::-1]:
         values = torch.randn(SLICES, run_numel, generator=torch.Generator().manual_seed(1)).bfloat16()
         memcpy = _memcpy(values, torch.empty_like(values))
         for case in _cases(values, bits, options.block_numel, options.options):
@@ -97,7 +97,7 @@ def _measure_size(megabytes: int, options: argparse.Namespace) -> Iterator[Resul
 def _cases(values: Tensor, bits: int, block_numel: int, has_options: bool) -> Iterator[Case]:
     slices, run_numel = values.shape
     form: dict[str, Any] = {"bits": bits, "block_numel": block_numel}
-    payloads = torch.zeros(MOST_MEMBERS, slices, quantization.coded_bytes(run_numel, **form), dtype=torch.uint8)
+    payloads = torch.zeros(MOST_MEMBERS, slices, payload.coded_bytes(run_numel, **form), dtype=torch.uint8)
     for member in payloads:
         quantization.encode_blocks(values, member, **form)
     encoded, decoded, mean = torch.zeros_like(payloads[0]), torch.empty_like(values), torch.zeros(values.shape)

@@ -123,7 +123,7 @@ def _text(world: PlannedWorld, zero3: RunPlan, padded: int, computation: Computa
         *_memory_table(next(iter(by_rate.values()))),
     ]
     for gigabits, estimates in by_rate.items():
-        lines += ["", f"Link of a node: {gigabits:g} Gbit/s in each direction", "", *_time_table(estimates), "", _advice(estimates, world)]
+        lines += ["", f"Link of a node: {gigabits:g} Gbit/s in each direction", "", *_time_table(estimates), "", _advice(estimates)]
     return "\n".join(lines)
 
 
@@ -177,7 +177,7 @@ def _time_table(estimates: Sequence[Estimate]) -> list[str]:
     return _table(header, rows)
 
 
-def _advice(estimates: Sequence[Estimate], world: PlannedWorld) -> str:
+def _advice(estimates: Sequence[Estimate]) -> str:
     choice = recommended(estimates)
     if choice is None:
         return "Recommended: none of these fits; take more nodes, --checkpoint-activations or a smaller --micro-batch-size."
@@ -189,7 +189,7 @@ def _advice(estimates: Sequence[Estimate], world: PlannedWorld) -> str:
         if fastest is choice
         else f"{time / fastest.time.seconds - 1:.1%} behind {fastest.plan.member.name}, and simpler"
     )
-    return f"Recommended: {member.flags(world.ranks_per_node)} ({member.name}, {why})"
+    return f"Recommended: {choice.plan.flags} ({member.name}, {why})"
 
 
 def _as_json(world: PlannedWorld, by_rate: dict[float, list[Estimate]]) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def _check_gaps(outcome: Outcome, device: str) -> None:
     from harness.per_block import equal_bits
 
     from megatron_zpp.ops import reference
-    from megatron_zpp.ops.quantization import coded_bytes
+    from megatron_zpp.ops.payload import coded_bytes
 
     for dtype in DTYPES:
         for bits in BITS:
@@ -142,7 +142,7 @@ def _check_many_slices(outcome: Outcome) -> None:
 
 def _check_beyond_32_bits(outcome: Outcome) -> None:
     """A run whose offsets need more than 32 bits gives the bytes of its parts, in 8 bits, and decodes to theirs."""
-    from megatron_zpp.ops.quantization import coded_bytes
+    from megatron_zpp.ops.payload import coded_bytes
 
     needed_bytes = 8 * MORE_THAN_INT32
     if torch.cuda.mem_get_info()[0] < needed_bytes:

@@ -63,10 +63,10 @@ def _measure_size(megabytes: int) -> Iterator[Result]:
 
 def _ops(run_numel: int, bits: int) -> dict[str, Callable[[], tuple[Call, int]]]:
     """By name: what makes a call with tensors of its own, and the bytes that it moves."""
-    from megatron_zpp.ops import quantization
+    from megatron_zpp.ops import payload, quantization
 
     form: dict[str, Any] = {"bits": bits, "block_numel": BLOCK_NUMEL}
-    row_bytes = quantization.coded_bytes(run_numel, **form)
+    row_bytes = payload.coded_bytes(run_numel, **form)
 
     def payloads(*shape: int) -> Tensor:
         made = torch.empty(*shape, row_bytes, dtype=torch.uint8, device="cuda")

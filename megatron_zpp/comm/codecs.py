@@ -1,4 +1,4 @@
-"""What values look like while they cross a link: one payload of bytes per slice.
+"""Codecs: what makes payloads of values, and values of payloads, as a code says (comm/code.py); one payload of bytes per slice.
 
 A payload holds the slice's blocks run and its exact run, each padded to 16 bytes:
 
@@ -11,26 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops.quantization import coded_bytes, decode_blocks, decode_mean_blocks, encode_blocks, recode_mean_blocks
-
-PAYLOAD_ALIGNMENT_BYTES = 16
-
-
-@dataclass(frozen=True)
-class Runs:
-    """How many elements a slice has in each of its two regions."""
-
-    blocks: int
-    exact: int
-
-    @property
-    def numel(self) -> int:
-        return self.blocks + self.exact
+from megatron_zpp.comm.code import EXACT, Code, Rotation, Rounding, Runs
+from megatron_zpp.ops.quantization import decode_blocks, decode_mean_blocks, encode_blocks, recode_mean_blocks
 
 
 @dataclass(frozen=True)
@@ -117,7 +104,7 @@ class CastCodec:
     rests_encoded: ClassVar[bool] = False
 
     def payload_bytes(self, runs: Runs) -> int:
-        return self.run_bytes(runs.blocks) + self.run_bytes(runs.exact)
+        return EXACT.payload_bytes(runs, element_bytes=self.dtype.itemsize)
 
     def encode_into(self, values: Regions, payloads: Tensor) -> None:
         self._regions(payloads, values.runs).copy_(values)
@@ -132,39 +119,49 @@ class CastCodec:
     def keyed(self, key: int) -> CastCodec:
         return self
 
-    def run_bytes(self, numel: int) -> int:
-        """Bytes of a run of `numel` values, padded."""
-        return -(-numel * self.dtype.itemsize // PAYLOAD_ALIGNMENT_BYTES) * PAYLOAD_ALIGNMENT_BYTES
-
     def run_at(self, payloads: Tensor, offset_bytes: int, numel: int) -> Tensor:
         """The values [..., numel] that stand at `offset_bytes` in every row of payloads [..., payload_bytes]."""
         return payloads[..., offset_bytes : offset_bytes + numel * self.dtype.itemsize].view(self.dtype)
 
     def _regions(self, payloads: Tensor, runs: Runs) -> Regions:
-        return Regions(self.run_at(payloads, 0, runs.blocks), self.run_at(payloads, self.run_bytes(runs.blocks), runs.exact))
+        return Regions(
+            self.run_at(payloads, 0, runs.blocks),
+            self.run_at(payloads, EXACT.blocks_bytes(runs.blocks, element_bytes=self.dtype.itemsize), runs.exact),
+        )
 
 
 @dataclass(frozen=True)
 class BlockCodec:
-    """The blocks run as integers of `bits` bits with one fp32 scale per block; the exact run as it is.
+    """The blocks run as integers with one fp32 scale per block; the exact run as it is.
 
     | codes | scales | exact run |, each padded to 16 bytes
 
-    is_rotated: every 32 neighbours are encoded as their Hadamard transform, which spreads an outlier's error, and the mean is transformed
-    back. It spreads errors onto the padding behind a parameter too: what was 0 there comes back as something small, and whoever needs
-    zeros there has to write them.
-    noise_key: what stochastic rounding is drawn from, together with a value's index among those encoded at once; None rounds to nearest.
+    code: one that is not exact. A Hadamard rotation spreads errors onto the padding behind a parameter too: what was 0 there comes back as
+    something small, and whoever needs zeros there has to write them.
+    noise_key: what stochastic rounding is drawn from, together with a value's index among those encoded at once; None where the code
+    rounds to nearest.
     """
 
-    bits: int
+    code: Code
     block_numel: int
     exact: CastCodec
-    is_rotated: bool = False
     noise_key: int | None = None
     rests_encoded: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        if self.code.bits is None or (self.noise_key is None) == (self.code.rounding is Rounding.STOCHASTIC):
+            raise RuntimeError(f"a codec of blocks cannot have {self.code} and noise key {self.noise_key}")
+
+    @property
+    def bits(self) -> int:
+        return cast(int, self.code.bits)
+
+    @property
+    def is_rotated(self) -> bool:
+        return self.code.rotation is Rotation.HADAMARD
+
     def payload_bytes(self, runs: Runs) -> int:
-        return self._coded_bytes(runs) + self.exact.run_bytes(runs.exact)
+        return self.code.payload_bytes(runs, element_bytes=self.exact.dtype.itemsize, block_numel=self.block_numel)
 
     def encode_into(self, values: Regions, payloads: Tensor) -> None:
         encode_blocks(
@@ -187,34 +184,27 @@ class BlockCodec:
         add_mean_(mean.exact, self.exact_run(payloads, mean.runs), accumulate=accumulate)
 
     def keyed(self, key: int) -> BlockCodec:
-        return self if self.noise_key is None else replace(self, noise_key=key)
+        return replace(self, noise_key=key) if self.code.rounding is Rounding.STOCHASTIC else self
 
     def has_blocks_of(self, other: BlockCodec) -> bool:
         """Whether both encode the same blocks of the same numbers, be it with other bits."""
-        return (self.block_numel, self.is_rotated) == (other.block_numel, other.is_rotated)
+        return (self.block_numel, self.code.rotation) == (other.block_numel, other.code.rotation)
 
     def exact_run(self, payloads: Tensor, runs: Runs) -> Tensor:
         """The exact runs [..., runs.exact] of payloads [..., payload_bytes]."""
-        return self.exact.run_at(payloads, self._coded_bytes(runs), runs.exact)
+        offset_bytes = self.code.blocks_bytes(runs.blocks, element_bytes=self.exact.dtype.itemsize, block_numel=self.block_numel)
+        return self.exact.run_at(payloads, offset_bytes, runs.exact)
 
     def _decode_mean(self, payloads: Tensor, mean: Tensor, *, accumulate: bool) -> None:
         decode_mean_blocks(payloads, mean, bits=self.bits, block_numel=self.block_numel, accumulate=accumulate, rotated=self.is_rotated)
 
-    def _coded_bytes(self, runs: Runs) -> int:
-        return coded_bytes(runs.blocks, self.bits, self.block_numel)
 
-
-def make_codec(bits: int, dtype: torch.dtype, block_numel: int, *, is_rotated: bool = False, is_stochastic: bool = False) -> Codec:
-    """Blocks of 4 or 8 bits, or for 16 the working dtype itself, which has no options. Raises ValueError for other bits.
-
-    is_stochastic: the codec starts with key 0; `keyed` gives it the one to use.
-    """
-    exact = CastCodec(dtype)
-    if bits == 16:
-        return exact
-    if bits in (4, 8):
-        return BlockCodec(bits, block_numel, exact, is_rotated, 0 if is_stochastic else None)
-    raise ValueError(f"{bits} bits per value is no codec; choose 4, 8 or 16")
+def make_codec(code: Code, dtype: torch.dtype, block_numel: int) -> Codec:
+    """The codec of `code`; dtype: of values that cross as they are. One that rounds by chance starts with key 0: `keyed` gives the one to
+    use."""
+    if code.is_exact:
+        return CastCodec(dtype)
+    return BlockCodec(code, block_numel, CastCodec(dtype), 0 if code.rounding is Rounding.STOCHASTIC else None)
 
 
 def recode_mean_into(codec: Codec, payloads: Tensor, next_codec: Codec, recoded: Tensor, runs: Runs) -> None:

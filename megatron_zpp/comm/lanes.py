@@ -9,18 +9,20 @@ landed.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from megatron_zpp.comm.backend import Work, naming
 from megatron_zpp.comm.ledger import Traffic
-from megatron_zpp.parallel.topology import LANES, MOST_CROSSING, Lane
+from megatron_zpp.comm.moves import Move, Times, first_move
+from megatron_zpp.parallel.topology import LANES, Lane
 
 _WATCH_SECONDS = 1.0
 
@@ -30,7 +32,7 @@ def _nothing() -> None:
 
 
 @dataclass(eq=False)
-class Hop:
+class Hop(Times):
     """One collective on one lane.
 
     launch: starts the collective; None means that there is nothing to send.
@@ -48,10 +50,6 @@ class Hop:
     traffic: Traffic = Traffic()
     prepare: Callable[[], None] = _nothing
     work: Work | None = field(default=None, repr=False)
-    is_prepared: bool = False
-    is_launched: bool = False
-    has_crossed: bool = False
-    has_landed: bool = False
     event: Any = field(default=None, repr=False)
 
 
@@ -93,6 +91,7 @@ class ThreadLanes:
         self._start()
         with self._mover.changed:
             self._mover.raise_error()
+            hop.submitted = time.monotonic()
             self._mover.queues[hop.lane].append(hop)
             self._mover.changed.notify_all()
 
@@ -128,7 +127,7 @@ class ThreadLanes:
 class _Mover:
     """What the thread of the lanes knows and does; `changed` guards all of it. It must not know the lanes, whose end is its own.
 
-    queues: by lane, the hops that have not landed. Of each only the first are looked at: those under way and one to follow.
+    queues: by lane, the hops that have not landed. comm/moves.py says what comes next.
     """
 
     def __init__(self, pause: Callable[[], None]) -> None:
@@ -169,60 +168,45 @@ class _Mover:
             except BaseException as error:
                 self.fail(error)
                 return
+            del move  # a thread at rest keeps no hop: whatever that refers to, the lanes among it, would never end
 
     def _next_move(self) -> Callable[[], None] | None:
         with self.changed:
             while not self._has_ended and self._error is None:
-                move = next(self._moves(), None)
-                if move is not None:
-                    return move
+                found = first_move(self.queues.values(), time.monotonic())  # all that is known lies in the past, so the kind decides
+                if found is not None:
+                    move = {Move.LAUNCH: self._launch, Move.LAND: self._land, Move.PREPARE: self._prepare}[found.move]
+                    return partial(move, found.hop)
                 self.changed.wait()
         return None
-
-    def _moves(self) -> Iterator[Callable[[], None]]:
-        """What can be done now: first what lets a link work, then what somebody may be waiting for, then what comes next."""
-        for queue in self.queues.values():
-            first = list(islice(queue, MOST_CROSSING + 1))
-            waiting = next((hop for hop in first if not hop.is_launched), None)
-            crossing = sum(hop.is_launched and not hop.has_crossed for hop in first)
-            if waiting is not None and waiting.is_prepared and crossing < MOST_CROSSING:
-                yield lambda hop=waiting: self._launch(hop)  # type: ignore[misc]
-        for queue in self.queues.values():
-            if queue and queue[0].has_crossed:
-                yield lambda queue=queue: self._land(queue)  # type: ignore[misc]
-        for queue in self.queues.values():
-            unprepared = next((hop for hop in islice(queue, MOST_CROSSING + 1) if not hop.is_prepared), None)
-            if unprepared is not None and (unprepared.after is None or unprepared.after.has_landed):
-                yield lambda hop=unprepared: self._prepare(hop)  # type: ignore[misc]
 
     def _prepare(self, hop: Hop) -> None:
         self._pause()
         hop.prepare()
-        hop.is_prepared = True
+        hop.prepared = time.monotonic()
 
     def _launch(self, hop: Hop) -> None:
         hop.work = hop.launch()
-        hop.is_launched = True
+        hop.launched = time.monotonic()
         if hop.work is None:
-            hop.has_crossed = True
+            hop.crossed = hop.launched
         else:
             hop.work.when_ended(lambda: self._crossed(hop))
 
-    def _land(self, queue: deque[Hop]) -> None:
-        hop = queue[0]
+    def _land(self, hop: Hop) -> None:
         if hop.work is not None:
             with naming(f"unit {hop.name}, lane {hop.lane}"):
                 hop.work.wait()
         hop.land()
         hop.work = None
         with self.changed:
-            hop.has_landed = True
-            queue.popleft()
+            hop.landed = time.monotonic()
+            self.queues[hop.lane].popleft()
             self.changed.notify_all()
 
     def _crossed(self, hop: Hop) -> None:
         with self.changed:
-            hop.has_crossed = True
+            hop.crossed = time.monotonic()
             self.changed.notify_all()
 
 
@@ -248,7 +232,8 @@ class StreamLanes:
                 work.wait()
             hop.land()
             hop.event = stream.record_event()
-        hop.is_prepared = hop.is_launched = hop.has_landed = True
+        # For the host: it has nothing left to do for this hop.
+        hop.submitted = hop.prepared = hop.launched = hop.crossed = hop.landed = time.monotonic()
 
     def wait(self, hop: Hop) -> None:
         torch.cuda.current_stream(self._device).wait_event(hop.event)

@@ -1,8 +1,9 @@
-"""The bytes that each rank receives, by link of the physical machine and by category."""
+"""The bytes that each rank receives, from other nodes and from its own, by category."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megatron_zpp.parallel.topology import Link, Topology
@@ -19,7 +20,7 @@ class Category(enum.Enum):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes received by one rank: from ranks of other physical nodes, and from ranks of its own."""
+    """Bytes received by one rank: from ranks of other nodes, and from ranks of its own."""
 
     inter_bytes: int = 0
     intra_bytes: int = 0
@@ -42,11 +43,11 @@ class Ledger:
 
     def measure(self, link: Link, bytes_per_member: int) -> Traffic:
         """What this rank receives when every other member of `link` sends it `bytes_per_member`."""
-        return self._from_ranks(self.topology.members(link, self.rank), bytes_per_member)
+        return link_traffic(self.topology, self.rank, link, bytes_per_member)
 
     def measure_world(self, bytes_per_member: int) -> Traffic:
         """What this rank receives when every other rank of the world sends it `bytes_per_member`."""
-        return self._from_ranks(range(self.topology.world_size), bytes_per_member)
+        return _received(self.topology, self.rank, range(self.topology.world_size), bytes_per_member)
 
     def book(self, category: Category, traffic: Traffic) -> None:
         self._booked[category] += traffic
@@ -59,10 +60,16 @@ class Ledger:
         return total
 
     def inter_node_bytes(self, traffic: Traffic) -> int:
-        """Bytes entering one physical node, from the bytes entering one of its ranks: payloads are equal on every rank."""
-        return traffic.inter_bytes * self.topology.ranks_per_node
+        """Bytes entering one node, from the bytes entering one of its ranks."""
+        return self.topology.into_node(traffic.inter_bytes)
 
-    def _from_ranks(self, ranks: range | tuple[int, ...], bytes_per_member: int) -> Traffic:
-        others = [rank for rank in ranks if rank != self.rank]
-        within = sum(self.topology.share_node(self.rank, other) for other in others)
-        return Traffic((len(others) - within) * bytes_per_member, within * bytes_per_member)
+
+def link_traffic(topology: Topology, rank: int, link: Link, bytes_per_member: int) -> Traffic:
+    """What `rank` receives when every other member of its `link` sends it `bytes_per_member`."""
+    return _received(topology, rank, topology.members(link, rank), bytes_per_member)
+
+
+def _received(topology: Topology, rank: int, senders: Iterable[int], bytes_per_member: int) -> Traffic:
+    others = [sender for sender in senders if sender != rank]
+    within = sum(topology.share_node(rank, other) for other in others)
+    return Traffic((len(others) - within) * bytes_per_member, within * bytes_per_member)

@@ -1,6 +1,6 @@
 """The ladder's moves: weights climb by all-gather, gradients descend by an exchange and a mean, each hop over one link.
 
-For one unit on rank (n, j), with N nodes of G ranks and payloads in slice order:
+For one unit on rank j of partition n, with N partitions of G ranks and payloads in slice order:
 
     climb     own slice --inter: gather N--> secondary payloads --intra: gather G--> all W payloads --decode--> full
     descend   full --encode W, intra: exchange G, mean--> N slices --encode, inter: exchange N, mean--> own slice
@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.comm.backend import Backend, Work
-from megatron_zpp.comm.codecs import Codec, Regions, Runs, recode_mean_into
+from megatron_zpp.comm.code import LinkCodes, Runs
+from megatron_zpp.comm.codecs import Codec, Regions, make_codec, recode_mean_into
 from megatron_zpp.comm.lanes import Hop, Lanes
 from megatron_zpp.comm.ledger import Category, Ledger
 from megatron_zpp.comm.noise import noise_key
 from megatron_zpp.comm.staging import Staging
-from megatron_zpp.parallel.topology import Direction, Lane, Link, Topology
+from megatron_zpp.parallel.topology import Direction, Lane, Link
 
 INTER_CLIMB = Lane(Link.INTER, Direction.CLIMB)
 INTRA_CLIMB = Lane(Link.INTRA, Direction.CLIMB)
@@ -38,6 +39,11 @@ class LinkCodecs:
     intra: Codec
     noise_seed: int = 0
 
+    @classmethod
+    def of(cls, codes: LinkCodes, dtype: torch.dtype, block_numel: int, noise_seed: int = 0) -> LinkCodecs:
+        """The codecs of `codes`, which are those at work in the world (LinkCodes.in_world)."""
+        return cls(make_codec(codes.inter, dtype, block_numel), make_codec(codes.intra, dtype, block_numel), noise_seed)
+
     def drawn_for(self, *place: int | str) -> LinkCodecs:
         """The same codecs, with the draws of stochastic rounding that belong to `place`: the same in every run, others everywhere else."""
         inter, intra = (
@@ -46,20 +52,10 @@ class LinkCodecs:
         )
         return replace(self, inter=inter, intra=intra)
 
-    def in_world(self, topology: Topology, exact: Codec) -> LinkCodecs:
-        """The codecs that are at work in a world: a link of one rank takes over the other link's, and one rank alone has `exact`."""
-        if topology.world_size == 1:
-            return LinkCodecs(exact, exact)
-        if topology.link_ranks(Link.INTER) == 1:
-            return replace(self, inter=self.intra)
-        if topology.link_ranks(Link.INTRA) == 1:
-            return replace(self, intra=self.inter)
-        return self
-
 
 @dataclass(frozen=True)
 class Climb:
-    """What climbs: a unit's slices of `runs` each.
+    """What climbs to a secondary rung: a unit's slices of `runs` each.
 
     encode_own: fills the payload [1, payload_bytes] of this rank's slice in the inter link's codec.
     """
@@ -79,15 +75,19 @@ class Ladder:
         self.lanes = lanes
         self.ledger = ledger
         self.staging = Staging(device)
-        self.nodes = self.topology.link_ranks(Link.INTER)
-        self.partition_ranks = self.topology.link_ranks(Link.INTRA)
+        self.partitions = self.topology.partitions
+        self.partition_ranks = self.topology.partition_ranks
         self.own_slice = self.topology.slice_of(backend.rank)
 
     def climb_to_secondary(self, climb: Climb, payloads: Tensor, after: Hop | None = None) -> Hop:
-        """The hop that fills `payloads` [N, payload_bytes], a secondary rung in the intra link's codec, from all nodes' own slices."""
+        """The hop that fills `payloads` [N, payload_bytes], a secondary rung in the intra link's codec, from the own slices of a column.
+
+        With one partition nothing crosses, but it is still a hop: the lane encodes the own slice beside computation, and the hop over the
+        intra link can name it as the one before.
+        """
         codecs, name = climb.codecs, climb.name
-        if self.nodes == 1:
-            return self._submit(Hop(name, INTER_CLIMB, _nothing, _nothing, after, prepare=lambda: climb.encode_own(payloads)))
+        if self.partitions == 1:
+            return self._submit(Hop(name, INTER_CLIMB, _nothing, _nothing, after=after, prepare=lambda: climb.encode_own(payloads)))
         own_bytes = codecs.inter.payload_bytes(climb.runs)
         forwards = codecs.inter == codecs.intra
         buffers: list[Tensor] = []
@@ -98,7 +98,7 @@ class Ladder:
 
         def launch() -> Work:
             if not forwards:
-                buffers.append(self.staging.take(self.nodes * own_bytes))
+                buffers.append(self.staging.take(self.partitions * own_bytes))
             return self.backend.all_gather(INTER_CLIMB, payloads.view(-1) if forwards else buffers[1], buffers[0])
 
         def land() -> None:
@@ -109,9 +109,8 @@ class Ladder:
 
         return self._submit(Hop(name, INTER_CLIMB, launch, land, after, self.ledger.measure(Link.INTER, own_bytes), prepare))
 
-    def climb_to_full(self, climb: Climb, payloads: Tensor, full: Regions, after: Hop | None) -> Hop:
-        """The hop that fills `full` [W slices] from the secondary rungs, payloads [N, payload_bytes], of the ranks of this node."""
-        codec, name = climb.codecs.intra, climb.name
+    def climb_to_full(self, name: str, codec: Codec, payloads: Tensor, full: Regions, after: Hop | None) -> Hop:
+        """The hop that fills `full` [W slices] from the secondary rungs, payloads [N, payload_bytes], of the ranks of this partition."""
         if self.partition_ranks == 1:
             return self._submit(Hop(name, INTRA_CLIMB, _nothing, lambda: codec.decode_into(payloads, full), after))
         gathered: list[Tensor] = []
@@ -129,12 +128,12 @@ class Ladder:
 
     def descend(self, name: str, codecs: LinkCodecs, full: Regions, primary: Regions, *, accumulate: bool) -> list[Hop]:
         """The hops that bring to the fp32 `primary` [1 slice] the mean of `full` [W slices] over all ranks; the last one lands it."""
-        if self.nodes == 1:
+        if self.partitions == 1:
             return [self.descend_to_secondary(name, codecs.intra, full, primary, accumulate=accumulate)]
         if self.partition_ranks == 1:
             return [self.descend_from_secondary(name, codecs.inter, full, primary, accumulate=accumulate)]
         within = _Exchange(self, INTRA_DESCEND, codecs.intra, full.runs, full.slices)
-        across = _Exchange(self, INTER_DESCEND, codecs.inter, full.runs, self.nodes)
+        across = _Exchange(self, INTER_DESCEND, codecs.inter, full.runs, self.partitions)
 
         def prepare() -> None:
             within.prepare(lambda payloads: codecs.intra.encode_into(full, payloads))
@@ -154,18 +153,18 @@ class Ladder:
         return [self._submit(first), self._submit(last)]
 
     def descend_to_secondary(self, name: str, codec: Codec, full: Regions, secondary: Regions, *, accumulate: bool) -> Hop:
-        """The hop that brings to the fp32 `secondary` [N slices] the mean of `full` [W slices] over the ranks of this node."""
+        """The hop that brings to the fp32 `secondary` [N slices] the mean of `full` [W slices] over the ranks of this partition."""
         return self._submit(self._descent(name, INTRA_DESCEND, codec, full, secondary, accumulate))
 
     def descend_from_secondary(
         self, name: str, codec: Codec, secondary: Regions, primary: Regions, *, accumulate: bool, after: Hop | None = None
     ) -> Hop:
-        """The hop that brings to the fp32 `primary` [1 slice] the mean of `secondary` [N slices] over the nodes."""
+        """The hop that brings to the fp32 `primary` [1 slice] the mean of `secondary` [N slices] over the partitions."""
         return self._submit(replace(self._descent(name, INTER_DESCEND, codec, secondary, primary, accumulate), after=after))
 
     def _descent(self, name: str, lane: Lane, codec: Codec, values: Regions, mean: Regions, accumulate: bool) -> Hop:
         if self.topology.link_ranks(lane.link) == 1:
-            return Hop(name, lane, _nothing, lambda: _bring(values, mean, accumulate))
+            return Hop(name, lane, _nothing, lambda: _add_or_copy(values, mean, accumulate))
         exchange = _Exchange(self, lane, codec, values.runs, values.slices)
 
         def prepare() -> None:
@@ -227,7 +226,7 @@ class _Exchange:
         self._buffers = []
 
 
-def _bring(values: Regions, mean: Regions, accumulate: bool) -> None:
+def _add_or_copy(values: Regions, mean: Regions, accumulate: bool) -> None:
     if accumulate:
         mean.add_(values)
     else:

@@ -16,6 +16,7 @@ from megatron_zpp.config.flag import COUNT, FRACTION, NOT_NEGATIVE, POSITIVE, PO
 POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
+WORKING_DTYPE_BITS = 16  # what the flags of bits call values that cross as they are, also where the working dtype is fp32
 
 
 @dataclass(frozen=True)
@@ -413,15 +414,16 @@ class ZeroConfig:
     zero_quantized_weights_bits: int = flag(8, help="Bits of a weight under --zero-quantized-weights.", unit="bits", allowed=(4, 8))
     zero_quantized_gradients_intra_bits: int = flag(
         4,
-        help="Bits of a gradient inside a node under --zero-quantized-gradients; 16 is the working precision.",
+        help="Bits of a gradient inside a partition, which is a node or what --zero-hpz-partition-size makes of it, under "
+        "--zero-quantized-gradients; 16 is the working precision.",
         unit="bits",
-        allowed=(4, 8, 16),
+        allowed=(4, 8, WORKING_DTYPE_BITS),
     )
     zero_quantized_gradients_inter_bits: int = flag(
         4,
-        help="The same between nodes.",
+        help="The same between partitions.",
         unit="bits",
-        allowed=(4, 8, 16),
+        allowed=(4, 8, WORKING_DTYPE_BITS),
     )
     zero_quantized_gradients_rotation: str = flag(
         "none",
@@ -440,8 +442,8 @@ class ZeroConfig:
         unit="values",
         allowed=Bounds(at_least=32, multiple_of=32),
     )
-    zero_prefetch_units: int = flag(2, help="Units gathered ahead over the link between nodes.", unit="units", allowed=COUNT)
-    zero_prefetch_units_intra: int = flag(1, help="Units gathered ahead over the link inside a node.", unit="units", allowed=COUNT)
+    zero_prefetch_units: int = flag(2, help="Units gathered ahead over the link between partitions.", unit="units", allowed=COUNT)
+    zero_prefetch_units_intra: int = flag(1, help="Units gathered ahead over the link inside a partition.", unit="units", allowed=COUNT)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from megatron_zpp.config.schedule_rules import (
     check_evaluation_batch,
     schedule_flags_without_effect,
 )
-from megatron_zpp.config.schema import PLAN_GROUP, TOKENIZER_FILES, TOKENIZER_TYPES, Config
+from megatron_zpp.config.schema import PLAN_GROUP, TOKENIZER_FILES, TOKENIZER_TYPES, WORKING_DTYPE_BITS, Config
 
 
 def resolve(config: Config, world_size: int, local_world_size: int | None) -> Config:
@@ -167,9 +167,12 @@ def check_quantization(config: Config) -> None:
 
 def check_gradients_are_quantized_somewhere(config: Config) -> None:
     zero = config.zero
-    if zero.zero_quantized_gradients and zero.zero_quantized_gradients_intra_bits == zero.zero_quantized_gradients_inter_bits == 16:
+    if (
+        zero.zero_quantized_gradients
+        and zero.zero_quantized_gradients_intra_bits == zero.zero_quantized_gradients_inter_bits == WORKING_DTYPE_BITS
+    ):
         raise FlagError(
-            "--zero-quantized-gradients with 16 bits inside a node and between nodes quantizes nothing; choose 4 or 8 for "
+            "--zero-quantized-gradients with 16 bits inside a partition and between partitions quantizes nothing; choose 4 or 8 for "
             "--zero-quantized-gradients-inter-bits, or leave --zero-quantized-gradients out."
         )
 
@@ -268,19 +271,32 @@ def check_ranks_per_node(config: Config, world_size: int) -> None:
 
 
 def check_remaining_link_is_quantized(config: Config, world_size: int) -> None:
-    """Where there is one node, gradients cross the link inside it alone."""
+    """Where there is one partition, or partitions of one rank, gradients cross one link alone; it must not be the one of 16 bits."""
     zero = config.zero
-    if zero.zero_quantized_gradients and zero.zero_quantized_gradients_intra_bits == 16 and not has_link_between_nodes(config, world_size):
-        raise FlagError(
-            "--zero-quantized-gradients-intra-bits 16 leaves --zero-quantized-gradients nothing to quantize, because there is one node; "
-            "choose 4 or 8, or leave --zero-quantized-gradients out."
-        )
+    if not zero.zero_quantized_gradients:
+        return
+    reasons = {}
+    if not has_inter_link(config, world_size):
+        reasons["zero_quantized_gradients_intra_bits"] = "there is one node"
+    elif partition_ranks(config) == 1:
+        reasons["zero_quantized_gradients_inter_bits"] = "each node has one rank"
+    for name, reason in reasons.items():
+        if config.value_of(name) == WORKING_DTYPE_BITS:
+            raise FlagError(
+                f"{spelling_of(name)} 16 leaves --zero-quantized-gradients nothing to quantize, because {reason}; "
+                "choose 4 or 8, or leave --zero-quantized-gradients out."
+            )
 
 
-def has_link_between_nodes(config: Config, world_size: int) -> bool:
-    """Whether there are several nodes; an hpZ partition is one, where there are any."""
-    partition_ranks = config.zero.zero_hpz_partition_size
-    return world_size > (partition_ranks if partition_ranks > 1 else config.distributed.ranks_per_node)
+def partition_ranks(config: Config) -> int:
+    """Ranks of a partition, within which the ladder's intra link is: what --zero-hpz-partition-size asks for, else a node's."""
+    asked = config.zero.zero_hpz_partition_size
+    return asked if asked > 1 else config.distributed.ranks_per_node
+
+
+def has_inter_link(config: Config, world_size: int) -> bool:
+    """Whether there are several partitions."""
+    return world_size > partition_ranks(config)
 
 
 def flags_without_effect(config: Config) -> list[str]:
@@ -307,11 +323,11 @@ def flags_without_effect(config: Config) -> list[str]:
 
 
 def links_that_are_missing(config: Config, world_size: int, wished_partition_ranks: int) -> list[str]:
-    """What ZeRO++ cannot do in this world, because there is no link between nodes, or none at all."""
+    """What ZeRO++ cannot do in this world, because there is no link between partitions, or none at all."""
     features = [spelling_of(name) for name in ("zero_quantized_weights", "zero_quantized_gradients") if config.value_of(name)]
     if wished_partition_ranks > config.zero.zero_hpz_partition_size:
         features.insert(0, f"{spelling_of('zero_hpz_partition_size')} {wished_partition_ranks}")
-    if not features or has_link_between_nodes(config, world_size):
+    if not features or has_inter_link(config, world_size):
         return []
     if world_size == 1:
         return [f"{' and '.join(features)}: there is one rank, so nothing crosses a link, is quantized or kept as a copy"]

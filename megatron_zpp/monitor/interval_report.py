@@ -28,8 +28,8 @@ class IntervalReport:
     nan_iterations: int
     tflops_per_gpu: float  # hardware FLOPs: attention as the full square, recomputation counted
     model_tflops_per_gpu: float  # model FLOPs: causal attention as half of the square, recomputation not counted
-    inter_node_bytes: int  # into one node over the inter link, per optimizer step
-    intra_node_bytes: int  # into one rank over the intra link, per optimizer step
+    inter_node_bytes: int  # into one node from others, per optimizer step
+    intra_node_bytes: int  # into one rank from its own node, per optimizer step
     model_state_bytes: int
     memory: MemoryReading
     peak_tflops: float | None = None  # of one device; None where it is not known

@@ -17,26 +17,10 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.ops import extension, reference
+from megatron_zpp.ops.payload import PART_ALIGNMENT_BYTES, coded_bytes
 
-BITS = (4, 8)
-BLOCK_NUMEL_MULTIPLE = 32
-SCALE_BYTES = 4
 NOISE_KEYS = 2**63
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def coded_bytes(run_numel: int, bits: int, block_numel: int) -> int:
-    """Bytes of codes and scales of a run in one payload row, each padded to 16.
-
-    bits: 4 or 8. block_numel: a multiple of 32. run_numel: a multiple of block_numel.
-    """
-    if bits not in BITS:
-        raise ValueError(f"bits is {bits}; needed is 4 or 8.")
-    if block_numel <= 0 or block_numel % BLOCK_NUMEL_MULTIPLE:
-        raise ValueError(f"block_numel is {block_numel}; needed is a multiple of {BLOCK_NUMEL_MULTIPLE}.")
-    if run_numel < 0 or run_numel % block_numel:
-        raise ValueError(f"a run has {run_numel} values; needed is a multiple of block_numel, {block_numel}.")
-    return reference.padded_bytes(run_numel // 8 * bits) + reference.padded_bytes(run_numel // block_numel * SCALE_BYTES)
 
 
 def encode_blocks(
@@ -123,9 +107,9 @@ def _check_payloads(name: str, payloads: Tensor, dims: tuple[str, ...], row_byte
         raise ValueError(f"{name} has shape {list(payloads.shape)}; needed is [{', '.join(dims)}, at least {row_bytes} bytes].")
     _check_inner_dim(name, payloads)
     row_starts = [payloads.storage_offset(), *(payloads.stride(dim) for dim in range(len(dims)) if payloads.shape[dim] > 1)]
-    if payloads.numel() and any(start % reference.PART_ALIGNMENT_BYTES for start in row_starts):
+    if payloads.numel() and any(start % PART_ALIGNMENT_BYTES for start in row_starts):
         found = f"starts at byte {row_starts[0]} with strides {list(payloads.stride())}"
-        raise ValueError(f"{name} {found}; needed are rows that start at multiples of {reference.PART_ALIGNMENT_BYTES} bytes.")
+        raise ValueError(f"{name} {found}; needed are rows that start at multiples of {PART_ALIGNMENT_BYTES} bytes.")
 
 
 def _check_inner_dim(name: str, tensor: Tensor) -> None:

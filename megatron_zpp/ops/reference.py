@@ -28,7 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PART_ALIGNMENT_BYTES = 16
+from megatron_zpp.ops.payload import SCALE_BYTES, padded_bytes
+
 ROTATED_NUMEL = 32  # neighbouring values that a rotation mixes; blocks are multiples of it
 NAN = float("nan")  # 0x7fc00000 in fp32
 UINT32 = 2**32 - 1
@@ -46,13 +47,8 @@ def parts_of(payloads: Tensor, run_numel: int, bits: int, block_numel: int) -> P
     """Codes and scales of rows `| codes, padded to 16 bytes | scales, padded to 16 bytes | others' bytes |`."""
     codes_bytes = run_numel * bits // 8
     scales_start = padded_bytes(codes_bytes)
-    scales_bytes = run_numel // block_numel * 4
+    scales_bytes = run_numel // block_numel * SCALE_BYTES
     return Parts(payloads[:, :codes_bytes], payloads[:, scales_start : scales_start + scales_bytes])
-
-
-def padded_bytes(part_bytes: int) -> int:
-    """`part_bytes` rounded up to a multiple of 16."""
-    return -(-part_bytes // PART_ALIGNMENT_BYTES) * PART_ALIGNMENT_BYTES
 
 
 def encode_blocks(

@@ -1,12 +1,16 @@
-"""Who is where: data-parallel ranks as nodes of equal size, and the two links between them (pure arithmetic, no torch).
+"""Who is where: data-parallel ranks in partitions of equal size, and the two links between them (pure arithmetic, no torch).
 
-A world of W = N x G ranks, drawn for N = 2 nodes of G = 3 ranks; a rank's primary slice stands in brackets:
+A world of W = N x G ranks, drawn for N = 2 partitions of G = 3 ranks; a rank's primary slice stands in brackets:
 
-                 local rank j = 0    j = 1      j = 2
-    node n = 0      rank 0 [0]    rank 1 [2]  rank 2 [4]     <- intra link: the ranks of one row
-    node n = 1      rank 3 [1]    rank 4 [3]  rank 5 [5]
-                        ^
-                        inter link: the ranks of one column
+                      place j = 0      j = 1       j = 2
+    partition n = 0    rank 0 [0]    rank 1 [2]  rank 2 [4]     <- intra link: the ranks of one row
+    partition n = 1    rank 3 [1]    rank 4 [3]  rank 5 [5]
+                           ^
+                           inter link: the ranks of one column
+
+A *node* is a machine, or in a rehearsal a part of one that stands for it (--ranks-per-node). A *partition* is what the ladder climbs: a
+node, or an equal part of one (--zero-hpz-partition-size). Where a partition is smaller than a node, some members of the inter link share a
+node; the ledger meters their bytes apart from those that enter the node.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from megatron_zpp.config.divisors import divisors
 
 
 class Link(enum.Enum):
-    """The two links of the ladder: between the nodes, and between the ranks of one node."""
+    """The two links of the ladder: between the partitions, and between the ranks of one partition."""
 
     INTER = "inter"
     INTRA = "intra"
@@ -51,9 +55,9 @@ MOST_CROSSING = 2
 
 @dataclass(frozen=True)
 class Topology:
-    """The world of data-parallel ranks as nodes of `partition_ranks` ranks each (N and G of the ladder).
+    """The world of data-parallel ranks as partitions of `partition_ranks` ranks each (N and G of the ladder).
 
-    ranks_per_node: ranks of a physical node; bytes are metered between these.
+    ranks_per_node: ranks of one node; bytes are metered between nodes.
     partition_ranks: G, the ranks among which a secondary rung is split; a divisor of ranks_per_node.
     Raises ValueError where a size does not divide.
     """
@@ -80,46 +84,53 @@ class Topology:
 
     @classmethod
     def of_nodes(cls, nodes: int, ranks_per_node: int) -> Topology:
-        """The world of `nodes` physical nodes, each of which is one partition."""
+        """The world of `nodes` nodes, each of which is one partition."""
         return cls(nodes * ranks_per_node, ranks_per_node, ranks_per_node)
 
     @property
     def nodes(self) -> int:
+        """How many nodes there are."""
+        return self.world_size // self.ranks_per_node
+
+    @property
+    def partitions(self) -> int:
         """N: how many copies of a secondary rung there are."""
         return self.world_size // self.partition_ranks
 
     def link_ranks(self, link: Link) -> int:
         """How many ranks share one link: N over the inter link, G over the intra link."""
-        return self.nodes if link is Link.INTER else self.partition_ranks
+        return self.partitions if link is Link.INTER else self.partition_ranks
 
-    def node_of(self, rank: int) -> int:
+    def partition_of(self, rank: int) -> int:
+        """The partition n of `rank`. It is also the place of the rank's own slice among the N slices of its secondary rung, which are those
+        of the N ranks of one column, in the order of their partitions."""
         return rank // self.partition_ranks
 
-    def local_rank_of(self, rank: int) -> int:
+    def place_of(self, rank: int) -> int:
+        """The place j of `rank` in its partition."""
         return rank % self.partition_ranks
 
     def slice_of(self, rank: int) -> int:
-        """The primary slice that `rank` owns; ranks of equal local rank own neighbouring slices, so both links deliver in slice order."""
-        return self.local_rank_of(rank) * self.nodes + self.node_of(rank)
-
-    def secondary_slices_of(self, rank: int) -> range:
-        """The run of slices that the secondary rung of `rank` holds."""
-        first = self.local_rank_of(rank) * self.nodes
-        return range(first, first + self.nodes)
+        """The primary slice that `rank` owns; the ranks of a column own neighbouring slices, so both links deliver in slice order."""
+        return self.place_of(rank) * self.partitions + self.partition_of(rank)
 
     def members(self, link: Link, rank: int) -> tuple[int, ...]:
         """The ranks that share `link` with `rank`, in the order of their slices."""
         if link is Link.INTER:
-            return tuple(node * self.partition_ranks + self.local_rank_of(rank) for node in range(self.nodes))
-        first = self.node_of(rank) * self.partition_ranks
+            return tuple(partition * self.partition_ranks + self.place_of(rank) for partition in range(self.partitions))
+        first = self.partition_of(rank) * self.partition_ranks
         return tuple(range(first, first + self.partition_ranks))
 
     def groups(self, link: Link) -> tuple[tuple[int, ...], ...]:
         """Every group of ranks that shares `link`, in the order of their first ranks."""
         return tuple(sorted({self.members(link, rank) for rank in range(self.world_size)}))
 
+    def into_node(self, bytes_into_rank: int) -> int:
+        """Bytes that enter one node, from those that enter each of its ranks: payloads are equal on every rank."""
+        return bytes_into_rank * self.ranks_per_node
+
     def share_node(self, rank: int, other: int) -> bool:
-        """True where two ranks stand on the same physical node."""
+        """True where two ranks stand on the same node."""
         return rank // self.ranks_per_node == other // self.ranks_per_node
 
 

@@ -161,8 +161,8 @@ def _memory(plan: RunPlan) -> str:
 
 
 def _bytes(plan: RunPlan) -> str:
-    traffic, ranks = plan.traffic, plan.job.topology.ranks_per_node
-    weights, gradients = (part.inter_bytes * ranks / GIGABYTE for part in (traffic.weights, traffic.gradients))
+    traffic, topology = plan.traffic, plan.job.topology
+    weights, gradients = (topology.into_node(part.inter_bytes) / GIGABYTE for part in (traffic.weights, traffic.gradients))
     return (
         f"{plan.node_bytes / GIGABYTE:.4g} GB into a node from others (weights {weights:.4g}, gradients {gradients:.4g}), "
         f"{traffic.total.intra_bytes / GIGABYTE:.4g} GB into a rank inside its node, {traffic.collectives} collectives"

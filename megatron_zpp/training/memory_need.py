@@ -100,7 +100,7 @@ def check_fits(
     memory = "GPU memory" if is_on_gpu else "host memory"
     raise ValueError(
         f"{who} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(nbytes)} of {memory}; "
-        f"{_remedy(config, smallest_nodes(fits, topology.world_size // topology.ranks_per_node), topology.ranks_per_node, need)}."
+        f"{_remedy(config, smallest_nodes(fits, topology.nodes), topology.ranks_per_node, need)}."
     )
 
 

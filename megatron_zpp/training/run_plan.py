@@ -31,11 +31,11 @@ class Member:
     def features(self) -> int:
         return self.has_quantized_weights + self.has_secondary_weights + self.has_quantized_gradients
 
-    def flags(self, ranks_per_node: int) -> str:
+    def flags(self, partition_ranks: int) -> str:
         """The flags that ask for it."""
         words = [f"--zero-stage {self.stage}"]
         words += ["--zero-quantized-weights"] * self.has_quantized_weights
-        words += [f"--zero-hpz-partition-size {ranks_per_node}"] * self.has_secondary_weights
+        words += [f"--zero-hpz-partition-size {partition_ranks}"] * self.has_secondary_weights
         words += ["--zero-quantized-gradients"] * self.has_quantized_gradients
         return " ".join(words)
 
@@ -77,9 +77,14 @@ class RunPlan:
     job: Job
 
     @property
+    def flags(self) -> str:
+        """The flags that ask for this member as it was planned."""
+        return self.member.flags(self.job.topology.partition_ranks)
+
+    @property
     def node_bytes(self) -> int:
         """That enter one node in a step."""
-        return self.traffic.total.inter_bytes * self.job.topology.ranks_per_node
+        return self.job.topology.into_node(self.traffic.total.inter_bytes)
 
     def time(self, machine: Machine, computation: Computation) -> StepTime:
         return step_time(self.job, machine, computation)

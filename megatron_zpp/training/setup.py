@@ -221,9 +221,8 @@ def prepare_kernels(config: Config, device: torch.device) -> str:
 def describe_run(config: Config, ladder: Ladder, vocab_size: int, model: GPT) -> list[str]:
     """Who trains what on what, in lines."""
     topology, device, padded = ladder.topology, ladder.staging.device, model.padded_vocab_size
-    nodes = topology.world_size // topology.ranks_per_node
     return [
-        f"using world size: {topology.world_size} ({nodes} nodes x {topology.ranks_per_node} ranks), device: {device.type}, "
+        f"using world size: {topology.world_size} ({topology.nodes} nodes x {topology.ranks_per_node} ranks), device: {device.type}, "
         f"backend: {'nccl' if device.type == 'cuda' else 'gloo'}",
         f"optimizer backend: {config.optimizer.optimizer_backend}, norm backend: {config.model.norm_backend}",
         f" > padded vocab (size: {vocab_size}) with {padded - vocab_size} dummy tokens (new size: {padded})",

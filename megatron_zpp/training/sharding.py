@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_zpp.config.schema import Config, PrecisionConfig, ZeroConfig
+from megatron_zpp.comm.code import EXACT, Code, LinkCodes, Rotation, Rounding
+from megatron_zpp.config.schema import WORKING_DTYPE_BITS, Config, PrecisionConfig, ZeroConfig
+from megatron_zpp.config.validate import partition_ranks
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.memory_plan import Sharding
 from megatron_zpp.zero.policy import (
     POLICIES,
-    CodeOptions,
     Policy,
     with_quantized_gradients,
     with_quantized_weights,
@@ -26,17 +27,21 @@ def choose_policy(zero: ZeroConfig) -> Policy:
     """The row of the policy table that the flags ask for."""
     policy = POLICIES[zero.zero_stage]
     if zero.zero_quantized_weights:
-        policy = with_quantized_weights(policy, zero.zero_quantized_weights_bits)
+        policy = with_quantized_weights(policy, Code(zero.zero_quantized_weights_bits))
     if zero.zero_hpz_partition_size > 1:
         policy = with_secondary_weights(policy)
     if zero.zero_quantized_gradients:
-        options = CodeOptions(
-            is_rotated=zero.zero_quantized_gradients_rotation == "hadamard",
-            is_stochastic=zero.zero_quantized_gradients_rounding == "stochastic",
-        )
-        intra_bits, inter_bits = zero.zero_quantized_gradients_intra_bits, zero.zero_quantized_gradients_inter_bits
-        policy = with_quantized_gradients(policy, intra_bits, inter_bits, options)
+        policy = with_quantized_gradients(policy, _gradient_codes(zero))
     return policy
+
+
+def _gradient_codes(zero: ZeroConfig) -> LinkCodes:
+    rotation, rounding = Rotation(zero.zero_quantized_gradients_rotation), Rounding(zero.zero_quantized_gradients_rounding)
+    inter, intra = (
+        EXACT if bits == WORKING_DTYPE_BITS else Code(bits, rotation, rounding)
+        for bits in (zero.zero_quantized_gradients_inter_bits, zero.zero_quantized_gradients_intra_bits)
+    )
+    return LinkCodes(inter, intra)
 
 
 def prefetch_of(zero: ZeroConfig) -> Prefetch:
@@ -50,6 +55,5 @@ def element_bytes(precision: PrecisionConfig) -> int:
 
 
 def topology_of(config: Config, world_size: int) -> Topology:
-    """The ranks of a resolved configuration as nodes; a node of the ladder is an hpZ partition where there is one."""
-    ranks_per_node, partition_ranks = config.distributed.ranks_per_node, config.zero.zero_hpz_partition_size
-    return Topology(world_size, ranks_per_node, partition_ranks if partition_ranks > 1 else ranks_per_node)
+    """The ranks of a resolved configuration: a partition of the ladder is an hpZ partition where there is one, else a node."""
+    return Topology(world_size, config.distributed.ranks_per_node, partition_ranks(config))

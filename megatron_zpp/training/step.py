@@ -64,7 +64,7 @@ def train_step(model: nn.Module, engine: ZeroEngine, batches: Iterator[MicroBatc
     model_state_bytes = engine.model_state_bytes()
     plan.before_update()
     with observer.phase("optimizer"):
-        result = engine.step(plan.learning_rate, plan.weight_decay)
+        result = engine.update(plan.learning_rate, plan.weight_decay)
     lm_loss, wishes = exchanged(losses, plan.wish(), engine)
     return StepOutcome(lm_loss, result.grad_norm, result.is_skipped, model_state_bytes, wishes, result.num_zeros)
 

@@ -1,12 +1,28 @@
-"""Which unit's gradient descends when: complete units, in one static order on every rank, a few under way at a time."""
+"""Which unit's gradient descends when: complete units, in one static order on every rank, a few under way at a time (no torch).
+
+The engine lets gradients descend by it, and the planner times the same.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from megatron_zpp.zero.gradients import UnitGradient
-from megatron_zpp.zero.schedule import LARGEST_UNDER_WAY
+LARGEST_UNDER_WAY = 2  # descents; each holds the gradient of a whole unit until it has landed
+
+
+class Descending(Protocol):
+    """The gradient of one unit."""
+
+    def fill_missing(self) -> None:
+        """Puts zeros where a micro-batch brought no gradient."""
+
+    def descend(self, *, is_last_microbatch: bool) -> None:
+        """Submits the hops that a micro-batch owes."""
+
+    def finish(self) -> None:
+        """Returns once every hop under way has landed."""
 
 
 class Descents:
@@ -16,12 +32,16 @@ class Descents:
     those before it: the lanes carry the same messages in the same order everywhere.
     """
 
-    def __init__(self, order: Sequence[str], gradients: Mapping[str, UnitGradient]) -> None:
+    def __init__(self, order: Sequence[str], gradients: Mapping[str, Descending]) -> None:
         self._order = order
         self._gradients = gradients
         self._complete: set[str] = set()
         self._submitted = 0
-        self._under_way: deque[UnitGradient] = deque()
+        self._under_way: deque[Descending] = deque()
+
+    @property
+    def is_any_under_way(self) -> bool:
+        return bool(self._under_way)
 
     def complete(self, name: str, *, is_last_microbatch: bool) -> None:
         """Takes note that every gradient of the unit has come, and submits what may descend now."""

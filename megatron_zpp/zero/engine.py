@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron_zpp.comm.codecs import make_codec
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Ladder, LinkCodecs
 from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.zero.adam import AdamOptions
+from megatron_zpp.zero.collector import Collector
 from megatron_zpp.zero.descents import Descents
 from megatron_zpp.zero.grad_norm import count_zeros, global_norm, squared_sum_apex, squared_sum_fp64, weight_norm
 from megatron_zpp.zero.gradients import UnitGradient
@@ -26,7 +26,7 @@ from megatron_zpp.zero.hooks import hook_parameters, hook_uses
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, LossScaler
 from megatron_zpp.zero.optimizer import ShardedAdamW
-from megatron_zpp.zero.policy import CodeOptions, LinkBits, Policy
+from megatron_zpp.zero.policy import Policy, Rung
 from megatron_zpp.zero.schedule import (
     Actions,
     Moment,
@@ -38,6 +38,7 @@ from megatron_zpp.zero.schedule import (
     training_schedule,
 )
 from megatron_zpp.zero.unit import WeightUnit
+from megatron_zpp.zero.unit_descent import UnitDescent
 
 _CLIP_EPSILON = 1e-6
 
@@ -107,50 +108,48 @@ class ZeroEngine:
         self._first_actions = training[Moment(Phase.PRE_FORWARD, 0)]
         self.units: list[WeightUnit] = []
         self.gradients: list[UnitGradient] = []
+        self._unit_descents: list[UnitDescent] = []
         self._iteration = 0
         self._parameter_hooks: list[RemovableHandle] = []
-        like = torch.empty(0, dtype=options.dtype, device=device)
         for spec in unit_specs:
-            self._add_unit(spec, like)
+            self._add_unit(spec)
         self._unit_of = {unit.name: unit for unit in self.units}
         self._update_order = self._first_needed_first()
         self._squared_sum = squared_sum_apex if options.adam.backend == "apex" else squared_sum_fp64
         self.optimizer = ShardedAdamW(self.units, self.gradients, options.adam)
-        self._descents = Descents(descent_order(uses), {gradient.name: gradient for gradient in self.gradients})
+        by_name = {unit.name: descent for unit, descent in zip(self.units, self._unit_descents, strict=True)}
+        self._descents = Descents(descent_order(uses), by_name)
         self._is_in_backward = False
         self._is_last_microbatch = True
         self._is_closed = False
         hook_uses(module, uses, self)
 
-    def _add_unit(self, spec: UnitSpec, like: Tensor) -> None:
-        layout = FlatLayout(spec.params, self.ladder.topology.world_size, self._options.block_numel)
+    def _add_unit(self, spec: UnitSpec) -> None:
+        ladder, policy, dtype, device = self.ladder, self._policy, self._options.dtype, self.device
+        layout = FlatLayout(spec.params, ladder.topology.world_size, self._options.block_numel)
         weight_codecs, gradient_codecs = self._codecs()
-        unit = WeightUnit(spec, layout, self._policy, self.ladder, weight_codecs, like)
-        gradient = UnitGradient(spec.name, layout, self._policy, self.ladder, gradient_codecs, like)
+        unit = WeightUnit(spec, layout, policy, ladder, weight_codecs, dtype, device)
+        gradient = UnitGradient(spec.name, layout, policy, ladder.topology, ladder.backend.rank, device)
+        collector = Collector(gradient, adds_to_sums=policy.gradients is Rung.FULL, dtype=dtype, staging=ladder.staging)
+        descent = UnitDescent(gradient, collector, policy, ladder, gradient_codecs)
         for parameter, placed in zip(unit.parameters, layout.params, strict=True):
             owner, _, attribute = placed.spec.name.rpartition(".")
             setattr(self.module.get_submodule(owner), attribute, parameter)
-        self._parameter_hooks += hook_parameters(unit.parameters, lambda index: self._collect(unit, gradient, index))
+        self._parameter_hooks += hook_parameters(unit.parameters, lambda index: self._collect(unit, descent, index))
         self.units.append(unit)
         self.gradients.append(gradient)
+        self._unit_descents.append(descent)
 
     def _codecs(self) -> tuple[LinkCodecs, LinkCodecs]:
         """Of weights and of gradients, in the current iteration."""
-        options = self._options
+        options, topology = self._options, self.ladder.topology
         is_exact = self._iteration < options.full_precision_iterations
         policy = self._policy.in_full_precision() if is_exact else self._policy
-        weights = self._link_codecs(policy.weight_bits, CodeOptions())
-        gradients = self._link_codecs(policy.gradient_bits, policy.gradient_options)
-        exact = make_codec(16, options.dtype, options.block_numel)
-        return weights.in_world(self.ladder.topology, exact), gradients.in_world(self.ladder.topology, exact)
-
-    def _link_codecs(self, bits: LinkBits, code: CodeOptions) -> LinkCodecs:
-        options = self._options
-        inter, intra = (
-            make_codec(link_bits, options.dtype, options.block_numel, is_rotated=code.is_rotated, is_stochastic=code.is_stochastic)
-            for link_bits in (bits.inter, bits.intra)
+        weights, gradients = (
+            LinkCodecs.of(codes.in_world(topology), options.dtype, options.block_numel, options.noise_seed)
+            for codes in (policy.weight_codes, policy.gradient_codes)
         )
-        return LinkCodecs(inter, intra, options.noise_seed)
+        return weights, gradients
 
     # ---- forward and backward
 
@@ -196,13 +195,13 @@ class ZeroEngine:
             self._is_in_backward = False
         self._reach(Moment(Phase.AFTER_BACKWARD, 0), is_training=True)
         if not is_last_microbatch:
-            self._submit_first_climbs()
+            self._submit_climbs(self._first_actions)
 
     def _reach(self, moment: Moment, is_training: bool) -> None:
         self._tell(moment)
         for actions in self._passes[is_training].due_at(moment):
             for name in actions.rest:
-                self._unit_of[name].rest(self._policy.weights_in_step)
+                self._unit_of[name].rest()
             self._submit_climbs(actions)
             for name in actions.wait:
                 self._unit_of[name].wait(Category.WEIGHTS if is_training else Category.EVALUATION)
@@ -217,18 +216,15 @@ class ZeroEngine:
 
     def _submit_climbs(self, actions: Actions) -> None:
         for name in actions.climb_to_full:
-            self._unit_of[name].climb_to_full()
+            self._unit_of[name].climb(Rung.FULL)
         for name in actions.climb_to_secondary:
-            self._unit_of[name].climb_to_secondary()
+            self._unit_of[name].climb(Rung.SECONDARY)
 
-    def _submit_first_climbs(self) -> None:
-        self._submit_climbs(self._first_actions)
-
-    def _collect(self, unit: WeightUnit, gradient: UnitGradient, index: int) -> None:
+    def _collect(self, unit: WeightUnit, descent: UnitDescent, index: int) -> None:
         parameter = unit.parameters[index]
         if parameter.grad is None:
             raise RuntimeError(f"unit {unit.name}: parameter {unit.layout.params[index].spec.name} reported a gradient and has none")
-        is_complete = gradient.collect(index, parameter.grad)
+        is_complete = descent.collect(index, parameter.grad)
         parameter.grad = None
         if is_complete:
             self._descents.complete(unit.name, is_last_microbatch=self._is_last_microbatch)
@@ -236,11 +232,23 @@ class ZeroEngine:
     # ---- step
 
     def step(self, learning_rate: float, weight_decay: float | None = None) -> StepResult:
+        """One optimizer step: what `finish_gradients` and `update` do."""
+        self.finish_gradients()
+        return self.update(learning_rate, weight_decay)
+
+    def finish_gradients(self) -> None:
+        """Returns once every descent under way has landed, and padding is zero. Call it after the last backward, before `update`."""
+        self._descents.finish()
+        for gradient in self.gradients:
+            gradient.clear_padding()
+
+    def update(self, learning_rate: float, weight_decay: float | None = None) -> StepResult:
         """Updates the weights with the mean gradient, clipped, or skips the update where a NaN or inf is in it, on every rank alike.
 
-        weight_decay: of this step, where it is not the one of the options.
+        weight_decay: of this step, where it is not the one of the options. Raises RuntimeError while a gradient is still descending.
         """
-        self.finish_gradients()
+        if self._descents.is_any_under_way:
+            raise RuntimeError("call engine.finish_gradients() before engine.update()")
         with self.observer.phase("optimizer-clip-main-grad"):
             scaled_norm = global_norm(self.gradients, self.ladder, self._squared_sum)
         grad_norm = scaled_norm / self.loss_scaler.scale
@@ -256,18 +264,12 @@ class ZeroEngine:
                     self.units[index].invalidate()  # before the update: it waits for climbs that still read the old weights
                     self.optimizer.update(index, learning_rate, decay, gradient_factor)
                 self.gradients[index].clear()
-                self._submit_first_climb(self.units[index])
+                self._submit_climbs(self._first_actions.climbs_of(self.units[index].name))
         return StepResult(grad_norm, not is_finite, num_zeros)
 
     def _count_zeros(self) -> int:
         with self.observer.phase("optimizer-count-zeros"):
             return count_zeros(self.gradients, self.ladder)
-
-    def finish_gradients(self) -> None:
-        """Returns once every descent under way has landed, and padding is zero."""
-        self._descents.finish()
-        for gradient in self.gradients:
-            gradient.clear_padding()
 
     def weights_changed(self) -> None:
         """Must be called after any write to the main weights: makes every rung made from the old ones stale."""
@@ -278,22 +280,16 @@ class ZeroEngine:
         """Says that `iteration` steps of the run are done; a resumed run says so before its first step."""
         ends_full_precision = self._iteration < self._options.full_precision_iterations <= iteration
         self._iteration = iteration
-        for gradient in self.gradients:
-            gradient.start_iteration(iteration)
+        for descent in self._unit_descents:
+            descent.start_iteration(iteration)
         if not ends_full_precision:
             return
         weight_codecs, gradient_codecs = self._codecs()
-        for unit, gradient in zip(self.units, self.gradients, strict=True):
+        for unit, descent in zip(self.units, self._unit_descents, strict=True):
             unit.use_codecs(weight_codecs)
-            gradient.codecs = gradient_codecs
+            descent.use_codecs(gradient_codecs)
         self.ladder.lanes.drain()
         self.ladder.staging.clear()
-
-    def _submit_first_climb(self, unit: WeightUnit) -> None:
-        if unit.name in self._first_actions.climb_to_full:
-            unit.climb_to_full()
-        if unit.name in self._first_actions.climb_to_secondary:
-            unit.climb_to_secondary()
 
     def _first_needed_first(self) -> list[int]:
         """The indices of the units in the order of their update, so that the next step's first climbs start while the rest is updated."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_zpp.comm.code import Runs
 from megatron_zpp.parallel.specs import ParamSpec
 
 
@@ -67,9 +68,8 @@ class FlatLayout:
         self.blocks_numel = _round_up(blocks_end, granule)
         self.exact_numel = _round_up(exact_end, granule)
         self.numel = self.blocks_numel + self.exact_numel
-        self.blocks_run = self.blocks_numel // slices
-        self.exact_run = self.exact_numel // slices
-        self.slice_numel = self.blocks_run + self.exact_run
+        self.runs = Runs(self.blocks_numel // slices, self.exact_numel // slices)
+        self.slice_numel = self.runs.numel
         self.params = tuple(
             [PlacedParam(spec, offset, _numel(spec)) for spec, offset in zip(blocks, blocks_offsets, strict=True)]
             + [PlacedParam(spec, self.blocks_numel + offset, _numel(spec)) for spec, offset in zip(exact, exact_offsets, strict=True)]
@@ -77,9 +77,9 @@ class FlatLayout:
 
     def runs_of(self, first: int, slices: int) -> tuple[tuple[Range, int], tuple[Range, int]]:
         """The two ranges of the flat unit that make up `slices` slices from `first` on, each with its offset in their own flat buffer."""
-        blocks = Range(first * self.blocks_run, (first + slices) * self.blocks_run)
-        exact = Range(self.blocks_numel + first * self.exact_run, self.blocks_numel + (first + slices) * self.exact_run)
-        return (blocks, 0), (exact, slices * self.blocks_run)
+        blocks = Range(first * self.runs.blocks, (first + slices) * self.runs.blocks)
+        exact = Range(self.blocks_numel + first * self.runs.exact, self.blocks_numel + (first + slices) * self.runs.exact)
+        return (blocks, 0), (exact, slices * self.runs.blocks)
 
     def segments(self, first: int = 0, slices: int | None = None) -> Iterator[Segment]:
         """The pieces of parameters in the flat buffer that holds `slices` slices from `first` on (all of them by default), in order."""
@@ -97,7 +97,7 @@ class FlatLayout:
         No range spans the two regions.
         """
         count = self.slices if slices is None else slices
-        boundary, stop = count * self.blocks_run, count * self.slice_numel
+        boundary, stop = count * self.runs.blocks, count * self.slice_numel
         end = 0
         for segment in self.segments(first, count):
             yield from _gap(end, segment.offset, boundary)
@@ -110,7 +110,7 @@ class FlatLayout:
         Padding goes with the segment before it: zeros stay zeros under AdamW and add nothing to a norm.
         """
         count = self.slices if slices is None else slices
-        boundary, end = count * self.blocks_run, count * self.slice_numel
+        boundary, end = count * self.runs.blocks, count * self.slice_numel
         segments = list(self.segments(first, count))
         yield from _cut(Range(0, boundary), [segment for segment in segments if segment.offset < boundary], key)
         yield from _cut(Range(boundary, end), [segment for segment in segments if segment.offset >= boundary], key)

@@ -10,18 +10,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megatron_zpp.comm.code import EXACT, Code, Runs
 from megatron_zpp.parallel.specs import UnitSpec, Use
-from megatron_zpp.parallel.topology import Link, Topology
+from megatron_zpp.parallel.topology import Topology
+from megatron_zpp.zero.descents import LARGEST_UNDER_WAY
 from megatron_zpp.zero.layout import FlatLayout
-from megatron_zpp.zero.policy import LinkBits, Policy, Rung
+from megatron_zpp.zero.policy import Policy, Rung
 from megatron_zpp.zero.schedule import Prefetch, evaluation_schedule, training_schedule
 
 MAIN_BYTES = 4  # a main weight, its gradient, or one of Adam's two moments, in fp32
 ADAM_MOMENTS = 2
 NORM_BYTES = 8  # the gradient norm squares a slice in fp64
-PAYLOAD_ALIGNMENT_BYTES = 16
-SCALE_BYTES = 4
-DESCENTS_UNDER_WAY = 3  # two landing and one that autograd fills
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,14 @@ class Sharding:
     block_numel: int
     element_bytes: int
     prefetch: Prefetch
+
+    def payload_bytes(self, code: Code, runs: Runs) -> int:
+        """Bytes of one slice on its way in `code`."""
+        return code.payload_bytes(runs, element_bytes=self.element_bytes, block_numel=self.block_numel)
+
+    def mean_payload_bytes(self, runs: Runs) -> int:
+        """Bytes of one slice of the fp32 mean gradient that climbs back where the optimizer rests full."""
+        return EXACT.payload_bytes(runs, element_bytes=MAIN_BYTES, block_numel=self.block_numel)
 
 
 @dataclass(frozen=True)
@@ -72,37 +79,20 @@ def plan_memory(unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: S
     )
 
 
-def payload_bytes(runs: tuple[int, int], bits: int, block_numel: int, element_bytes: int) -> int:
-    """Bytes of one slice on its way, as comm/codecs.py lays them out; runs: elements of its blocks and of its exact run."""
-    blocks, exact = runs
-    exact_bytes = _padded(exact * element_bytes)
-    if bits == 16:
-        return _padded(blocks * element_bytes) + exact_bytes
-    return _padded(blocks * bits // 8) + _padded(blocks // block_numel * SCALE_BYTES) + exact_bytes
-
-
-def bits_in_world(bits: LinkBits, topology: Topology) -> LinkBits:
-    """The bits at work: a link of one rank takes over the other link's, and one rank alone quantizes nothing."""
-    if topology.world_size == 1:
-        return LinkBits()
-    if topology.link_ranks(Link.INTER) == 1:
-        return LinkBits(bits.intra, bits.intra)
-    return LinkBits(bits.inter, bits.inter) if topology.link_ranks(Link.INTRA) == 1 else bits
-
-
 class _PlannedUnit:
     """The bytes of one unit; two units of equal runs are equal, since buffers serve all units of a size."""
 
     def __init__(self, layout: FlatLayout, sharding: Sharding, topology: Topology) -> None:
         self.slice_numel = layout.slice_numel
-        self._runs = (layout.blocks_run, layout.exact_run)
+        self._runs = layout.runs
         self._sharding = sharding
         self._policy = sharding.policy
+        self._topology = topology
         self._world_size = topology.world_size
-        self._nodes = topology.link_ranks(Link.INTER)
-        self._partition_ranks = topology.link_ranks(Link.INTRA)
-        self._weight_bits = bits_in_world(self._policy.weight_bits, topology)
-        self._gradient_bits = bits_in_world(self._policy.gradient_bits, topology)
+        self._partitions = topology.partitions
+        self._partition_ranks = topology.partition_ranks
+        self._weight_codes = self._policy.weight_codes.in_world(topology)
+        self._gradient_codes = self._policy.gradient_codes.in_world(topology)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _PlannedUnit) and self._runs == other._runs
@@ -122,46 +112,48 @@ class _PlannedUnit:
 
     def secondary_bytes(self) -> int:
         if self._policy.weights_in_step is Rung.SECONDARY:
-            return self._nodes * self._payload_bytes(self._weight_bits.intra)
-        rests_encoded = self._policy.weights_in_step is Rung.PRIMARY and self._weight_bits.inter < 16
-        return self._payload_bytes(self._weight_bits.inter) if rests_encoded else 0
+            return self._partitions * self._payload_bytes(self._weight_codes.intra)
+        rests_encoded = self._policy.weights_in_step is Rung.PRIMARY and not self._weight_codes.inter.is_exact
+        return self._payload_bytes(self._weight_codes.inter) if rests_encoded else 0
 
     def buffer_bytes(self, count: int) -> int:
         """Payloads on their way at once, where `count` units have this size."""
-        return self._climb_bytes(count) + min(count, DESCENTS_UNDER_WAY) * self._descent_bytes()
+        descents = LARGEST_UNDER_WAY + 1  # and one that autograd fills
+        return self._climb_bytes(count) + min(count, descents) * self._descent_bytes()
 
     def _climb_bytes(self, count: int) -> int:
         if self._policy.optimizer is Rung.FULL:
             return 0
-        inter, intra = (self._payload_bytes(bits) for bits in (self._weight_bits.inter, self._weight_bits.intra))
-        to_secondary = (inter if self._nodes > 1 else 0) + (0 if self._policy.weights_in_step is Rung.SECONDARY else self._nodes * intra)
-        if self._nodes > 1 and self._weight_bits.inter != self._weight_bits.intra:
-            to_secondary += self._nodes * inter
+        codes, partitions = self._weight_codes, self._partitions
+        inter, intra = self._payload_bytes(codes.inter), self._payload_bytes(codes.intra)
+        to_secondary = (inter if partitions > 1 else 0) + (0 if self._policy.weights_in_step is Rung.SECONDARY else partitions * intra)
+        if partitions > 1 and not codes.are_alike:
+            to_secondary += partitions * inter
         to_full = self._world_size * intra if self._partition_ranks > 1 else 0
         prefetch = self._sharding.prefetch
         return min(count, 1 + prefetch.inter_uses) * to_secondary + min(count, 1 + prefetch.intra_uses) * to_full
 
     def _descent_bytes(self) -> int:
-        exchanged = 2 * self._world_size * self._payload_bytes(self._gradient_bits.intra) if self._partition_ranks > 1 else 0
-        exchanged += 2 * self._nodes * self._payload_bytes(self._gradient_bits.inter) if self._nodes > 1 else 0
+        exchanged = 2 * self._world_size * self._payload_bytes(self._gradient_codes.intra) if self._partition_ranks > 1 else 0
+        exchanged += 2 * self._partitions * self._payload_bytes(self._gradient_codes.inter) if self._partitions > 1 else 0
         if self._policy.gradients is not Rung.FULL:
             return exchanged + self._sharding.element_bytes * self._full_numel()
         return exchanged + (self._climb_back_bytes() if self._policy.optimizer is Rung.FULL else 0)
 
     def _climb_back_bytes(self) -> int:
         """Of the fp32 mean, where the optimizer rests full."""
-        mean = payload_bytes(self._runs, 16, self._sharding.block_numel, MAIN_BYTES)
+        mean = self._sharding.mean_payload_bytes(self._runs)
         gathered = self._world_size * mean if self._partition_ranks > 1 else 0
-        return gathered + self._nodes * mean + (mean if self._nodes > 1 else 0)
+        return gathered + self._partitions * mean + (mean if self._partitions > 1 else 0)
 
-    def _payload_bytes(self, bits: int) -> int:
-        return payload_bytes(self._runs, bits, self._sharding.block_numel, self._sharding.element_bytes)
+    def _payload_bytes(self, code: Code) -> int:
+        return self._sharding.payload_bytes(code, self._runs)
 
     def _full_numel(self) -> int:
         return self._world_size * self.slice_numel
 
     def _slices_on(self, rung: Rung) -> int:
-        return {Rung.PRIMARY: 1, Rung.SECONDARY: self._nodes, Rung.FULL: self._world_size}[rung]
+        return rung.slices(self._topology)
 
 
 def _gathered_bytes(uses: Sequence[Use], sharding: Sharding, numel_of: dict[str, int]) -> int:
@@ -184,7 +176,3 @@ def largest_plan(
     if starts_exact:
         plans.append(plan_memory(unit_specs, uses, replace(sharding, policy=sharding.policy.in_full_precision()), topology))
     return max(plans, key=lambda plan: plan.states + plan.gathered + plan.buffers)
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // PAYLOAD_ALIGNMENT_BYTES) * PAYLOAD_ALIGNMENT_BYTES

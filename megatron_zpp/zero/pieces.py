@@ -48,7 +48,7 @@ def _pieces(engine: ZeroEngine, only_slice: int | None) -> Iterator[Piece]:
     for unit, moments in zip(engine.units, engine.optimizer.moments, strict=True):
         first, count = (unit.first_slice, unit.slices) if only_slice is None else (only_slice, 1)
         for state, flat in {WEIGHT: unit.main_weight, **moments}.items():
-            regions = Regions.of(flat, unit.runs)
+            regions = Regions.of(flat, unit.layout.runs)
             if count < regions.slices:
                 regions = regions.slice_at(first - unit.first_slice)
             for segment in unit.layout.segments(first, count):

@@ -31,8 +31,6 @@ from dataclasses import dataclass, replace
 
 from megatron_zpp.parallel.specs import Use
 
-LARGEST_UNDER_WAY = 2  # descents; each holds the gradient of a whole unit until it has landed
-
 
 class Phase(enum.Enum):
     """The kinds of moments."""
@@ -60,6 +58,11 @@ class Actions:
     climb_to_secondary: tuple[str, ...] = ()
     climb_to_full: tuple[str, ...] = ()
     wait: tuple[str, ...] = ()
+
+    def climbs_of(self, unit: str) -> Actions:
+        """The climbs of one unit alone."""
+        to_secondary, to_full = (tuple(name for name in names if name == unit) for names in (self.climb_to_secondary, self.climb_to_full))
+        return Actions(climb_to_secondary=to_secondary, climb_to_full=to_full)
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,10 @@ class Pass:
         return self._index_of.get(moment, -1) >= self._position
 
     def due_at(self, moment: Moment) -> list[Actions]:
-        """The actions of this moment, after those of moments that were passed over; an earlier moment than the last begins a new pass."""
+        """The actions of this moment, after those of moments that were passed over; an earlier moment than the last begins a new pass.
+
+        A rank cannot leave them out: the other ranks may have seen those moments, and wait in the collectives that belong to them.
+        """
         index = self._index_of[moment]
         start = self._position if index >= self._position else 0
         self._position = index + 1

@@ -3,6 +3,7 @@
 What is assumed:
 - A link carries one hop at a time, first come, first served: `bytes / rate`, plus a constant for every collective. Both directions of a
   link share nothing (full duplex), and all ranks of a node send at once, so a hop between nodes costs what enters the node.
+- A hop over the inter link takes its turn on the link between nodes, also where partitions are parts of a node and share one.
 - Computation takes the time it takes alone; nothing competes with it, unless codecs run on it (below).
 - Overlap.STREAMS: hops run beside computation, encoding and decoding included (lanes on CUDA streams). Overlap.THREAD: so they do, but one
   thread encodes and decodes for all lanes, on the cores of computation, which stands still meanwhile unless it waits (lanes on gloo).
@@ -14,20 +15,18 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
 from typing import Any
 
+from megatron_zpp.comm.moves import NEVER, Move, Times, first_move
 from megatron_zpp.parallel.specs import UnitSpec, Use
-from megatron_zpp.parallel.topology import LANES, MOST_CROSSING, Lane, Link, Topology
+from megatron_zpp.parallel.topology import LANES, Lane, Link, Topology
 from megatron_zpp.zero.crossings import CodecWork, Crossing
 from megatron_zpp.zero.memory_plan import Sharding
 from megatron_zpp.zero.walk import Walk
 
 _SIMULATED_MICROBATCHES = 3  # more repeat the last
-_NEVER = float("inf")
 
 
 class Overlap(enum.Enum):
@@ -40,7 +39,7 @@ class Overlap(enum.Enum):
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """bytes_per_second: into one node over the inter link, into one rank over the intra link."""
+    """bytes_per_second: into one node from others, or into one rank from its own node."""
 
     bytes_per_second: float
     seconds_per_collective: float = 0.0
@@ -145,7 +144,7 @@ def step_time(job: Job, machine: Machine, computation: Computation) -> StepTime:
 
 
 def _simulated_time(job: Job, machine: Machine, computation: Computation, microbatches: int) -> StepTime:
-    clock = _CLOCKS[machine.overlap](machine, computation, job.topology.ranks_per_node)
+    clock = _CLOCKS[machine.overlap](machine, computation, job.topology)
     walk: Walk[Any] = Walk(job.unit_specs, job.uses, job.sharding, job.topology, clock)
     walk.step(microbatches, submits_next_climbs=True)
     before = clock.reading()
@@ -163,10 +162,10 @@ class _Pending:
 class _Clock:
     """Time on one rank: computation stands at `now`, each link is taken until `link_free`, and `busy` adds up what was at work."""
 
-    def __init__(self, machine: Machine, computation: Computation, ranks_per_node: int) -> None:
+    def __init__(self, machine: Machine, computation: Computation, topology: Topology) -> None:
         self.machine = machine
         self.computation = computation
-        self.ranks_per_node = ranks_per_node
+        self.topology = topology
         self.now = 0.0
         self.busy = dict.fromkeys(("computing", "inter_link", "intra_link", "codecs"), 0.0)
         self.link_free = dict.fromkeys(Link, 0.0)
@@ -191,7 +190,7 @@ class _Clock:
         if traffic.inter_bytes == 0 and traffic.intra_bytes == 0:
             return ready
         efficiency = machine.inter_exchange_efficiency if crossing.before.encoded and link is Link.INTER else 1.0
-        between = traffic.inter_bytes * self.ranks_per_node / (machine.inter.bytes_per_second * efficiency)
+        between = self.topology.into_node(traffic.inter_bytes) / (machine.inter.bytes_per_second * efficiency)
         within = traffic.intra_bytes / machine.intra.bytes_per_second
         speed = machine.inter if link is Link.INTER else machine.intra
         seconds = max(between, within) + speed.seconds_per_collective
@@ -204,8 +203,8 @@ class _Clock:
 class _StreamClock(_Clock):
     """Lanes of their own: a hop's time is known when it is submitted."""
 
-    def __init__(self, machine: Machine, computation: Computation, ranks_per_node: int) -> None:
-        super().__init__(machine, computation, ranks_per_node)
+    def __init__(self, machine: Machine, computation: Computation, topology: Topology) -> None:
+        super().__init__(machine, computation, topology)
         self._lane_free = dict.fromkeys(LANES, 0.0)
 
     def submit(self, crossing: Crossing, after: _Pending | None) -> _Pending:
@@ -226,32 +225,28 @@ class _NoOverlapClock(_StreamClock):
 
 
 @dataclass(eq=False)
-class _ThreadHop:
-    """A hop of the thread's lanes. The times say when it was submitted, prepared, across, and landed; infinite until they are known."""
+class _ThreadHop(Times):
+    """A hop of the thread's lanes; its times are those of the model."""
 
     crossing: Crossing
     after: _ThreadHop | None
-    submitted: float
-    prepared: float = _NEVER
-    crossed: float = _NEVER
-    landed: float = _NEVER
 
 
 class _ThreadClock(_Clock):
-    """Lanes that one thread moves along as comm/lanes.py has it: it launches before it lands, and lands before it prepares."""
+    """Lanes that one thread moves along by the rule of comm/moves.py, as comm/lanes.py does."""
 
-    def __init__(self, machine: Machine, computation: Computation, ranks_per_node: int) -> None:
-        super().__init__(machine, computation, ranks_per_node)
+    def __init__(self, machine: Machine, computation: Computation, topology: Topology) -> None:
+        super().__init__(machine, computation, topology)
         self._queues: dict[Lane, deque[_ThreadHop]] = {lane: deque() for lane in LANES}
         self._thread_free = 0.0
 
     def submit(self, crossing: Crossing, after: _ThreadHop | None) -> _ThreadHop:
-        hop = _ThreadHop(crossing, after, self.now)
+        hop = _ThreadHop(crossing, after, submitted=self.now)
         self._queues[crossing.lane].append(hop)
         return hop
 
     def wait(self, ticket: _ThreadHop) -> None:
-        while ticket.landed == _NEVER:
+        while not ticket.has_landed:
             self._move()
         self.now = max(self.now, ticket.landed)
 
@@ -265,41 +260,22 @@ class _ThreadClock(_Clock):
             self.now += self.busy["codecs"] - before
 
     def _next_start(self) -> float:
-        return min((start for start, _, _ in self._moves()), default=_NEVER)
+        found = first_move(self._queues.values(), self._thread_free)
+        return found.start if found is not None else NEVER
 
     def _move(self) -> None:
-        start, _, move = min(self._moves(), key=lambda found: found[:2])
-        move(start)
-
-    def _moves(self) -> Iterator[tuple[float, int, Callable[[float], None]]]:
-        """When each possible move could start, its rank among those that start together, and the move."""
-        for queue in self._queues.values():
-            for rank, ready, move in self._moves_of(queue):
-                if ready < _NEVER:
-                    yield max(ready, self._thread_free), rank, move
-
-    def _moves_of(self, queue: deque[_ThreadHop]) -> Iterator[tuple[int, float, Callable[[float], None]]]:
-        first = list(islice(queue, MOST_CROSSING + 1))
-        waiting = next((hop for hop in first if hop.crossed == _NEVER), None)
-        if waiting is not None and waiting.prepared < _NEVER:
-            before = sorted(hop.crossed for hop in first[: first.index(waiting)])
-            has_place = before[-MOST_CROSSING] if len(before) >= MOST_CROSSING else 0.0
-            yield 0, max(waiting.prepared, has_place), partial(self._launch, waiting)
-        if first and first[0].crossed < _NEVER:
-            yield 1, first[0].crossed, partial(self._land, queue)
-        unprepared = next((hop for hop in first if hop.prepared == _NEVER), None)
-        if unprepared is not None:
-            yield 2, max(unprepared.submitted, unprepared.after.landed if unprepared.after else 0.0), partial(self._prepare, unprepared)
-
-    def _prepare(self, hop: _ThreadHop, start: float) -> None:
-        self._thread_free = hop.prepared = start + self.code(hop.crossing.before)
-
-    def _launch(self, hop: _ThreadHop, start: float) -> None:
-        hop.crossed = self.transfer(hop.crossing, start)
-
-    def _land(self, queue: deque[_ThreadHop], start: float) -> None:
-        hop = queue.popleft()
-        self._thread_free = hop.landed = start + self.code(hop.crossing.after)
+        found = first_move(self._queues.values(), self._thread_free)
+        if found is None:
+            raise RuntimeError("a hop is waited for that nothing can bring")
+        hop = found.hop
+        if found.move is Move.LAUNCH:
+            hop.launched = found.start
+            hop.crossed = self.transfer(hop.crossing, found.start)
+        elif found.move is Move.LAND:
+            self._queues[hop.crossing.lane].popleft()
+            self._thread_free = hop.landed = found.start + self.code(hop.crossing.after)
+        else:
+            self._thread_free = hop.prepared = found.start + self.code(hop.crossing.before)
 
 
 _CLOCKS: dict[Overlap, type[_StreamClock] | type[_ThreadClock]] = {

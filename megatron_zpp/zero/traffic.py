@@ -65,4 +65,4 @@ def smallest_inter_hop_bytes(unit_specs: Sequence[UnitSpec], sharding: Sharding,
         if layout.numel >= least_share * whole:
             crossings = UnitCrossings(name, layout, sharding, topology)
             hops += [crossing for crossing in (*crossings.climb(), *crossings.descend()) if crossing.lane.link is Link.INTER]
-    return min(crossing.traffic.inter_bytes for crossing in hops) * topology.ranks_per_node
+    return topology.into_node(min(crossing.traffic.inter_bytes for crossing in hops))

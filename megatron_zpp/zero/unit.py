@@ -1,54 +1,60 @@
-"""One unit on one rank: its main weights, and the rungs on which its working weights stand fresh.
+"""One unit on one rank: its main weights, and the storage of the rungs on which its working weights stand.
 
+Which rung is filled and let go of when is decided in zero/residency.py; here it is done.
 Storage of a released rung is really freed: `full` is resized to nothing and back, in place, so that tensors saved by autograd stay valid.
 At rest a parameter shows one NaN expanded to its shape, because reading freed storage would end the process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.comm.codecs import Regions, Runs
+from megatron_zpp.comm.codecs import Regions
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Climb, Ladder, LinkCodecs
 from megatron_zpp.parallel.specs import UnitSpec
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.policy import Policy, Rung
+from megatron_zpp.zero.residency import Residency
 
 
 class WeightUnit:
-    """Weights of one unit. A rung carries the version of the main weights it was made from and is fresh while they are the same.
+    """Weights of one unit.
 
     main_weight: [slices * slice_numel] fp32 on the optimizer's rung: the own slice, or all slices.
-    parameters: the leaves of the model, in the order of the layout.
+    parameters: the leaves of the model, in the order of the layout, of `dtype`.
     """
 
-    def __init__(self, spec: UnitSpec, layout: FlatLayout, policy: Policy, ladder: Ladder, codecs: LinkCodecs, like: Tensor) -> None:
+    def __init__(
+        self,
+        spec: UnitSpec,
+        layout: FlatLayout,
+        policy: Policy,
+        ladder: Ladder,
+        codecs: LinkCodecs,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.name = spec.name
         self.layout = layout
-        self.runs = Runs(layout.blocks_run, layout.exact_run)
         self._policy = policy
         self._ladder = ladder
         self._codecs = codecs
-        self._full = torch.empty(layout.numel, dtype=like.dtype, device=like.device)
+        self._residency: Residency[Hop] = Residency(policy)
+        self._full = torch.empty(layout.numel, dtype=dtype, device=device)
         self._full_bytes = self._full.untyped_storage().nbytes()
-        self._nan = torch.full((), float("nan"), dtype=like.dtype, device=like.device)
-        self.parameters = [nn.Parameter(torch.empty(0, dtype=like.dtype, device=like.device)) for _ in layout.params]
-        self._views = [self._full[param.offset : param.offset + param.numel].view(param.spec.shape) for param in layout.params]
-        self._version = 1
-        self._full_version = 0
-        self._full_hop: Hop | None = None
         self._secondary: Tensor | None = None  # [N, payload_bytes] uint8
-        self._secondary_version = 0
         self._own_payload: Tensor | None = None  # [1, payload_bytes] uint8
-        self._own_version = 0
-        self._secondary_hop: Hop | None = None
-        self._detach()
-        self._release_full()
+        self._nan = torch.full((), float("nan"), dtype=dtype, device=device)
+        self.parameters = [nn.Parameter(torch.empty(0, dtype=dtype, device=device)) for _ in layout.params]
+        self._views = [self._full[param.offset : param.offset + param.numel].view(param.spec.shape) for param in layout.params]
+        self._release(Rung.FULL)
         self.first_slice, self.slices = (0, layout.slices) if policy.optimizer is Rung.FULL else (ladder.own_slice, 1)
-        self.main_weight = torch.zeros(self.slices * layout.slice_numel, dtype=torch.float32, device=like.device)
+        self.main_weight = torch.zeros(self.slices * layout.slice_numel, dtype=torch.float32, device=device)
         self._initialize()
 
     def _initialize(self) -> None:
@@ -58,72 +64,68 @@ class WeightUnit:
 
     # ---- up
 
-    def climb_to_secondary(self) -> None:
-        """Submits the climb over the inter link, unless a rung above the primary is fresh or on its way."""
-        if self._policy.optimizer is Rung.FULL or self._is_under_way(Rung.SECONDARY) or self._is_under_way(Rung.FULL):
-            return
-        payload_bytes = self._codecs.intra.payload_bytes(self.runs)
-        self._secondary = self._ladder.staging.take(self._ladder.nodes * payload_bytes).view(-1, payload_bytes)
-        self._secondary_hop = self._ladder.climb_to_secondary(self._climb(), self._secondary)
+    def climb(self, rung: Rung) -> None:
+        """Submits what is missing so that `rung` will be fresh."""
+        for missing in self._residency.needs(rung):
+            if self._residency.fills_without_hops:
+                self._copy_main_weights()
+            elif missing is Rung.SECONDARY:
+                self._residency.submitted(missing, self._climb_to_secondary())
+                self._residency.filled(Rung.PRIMARY)  # with its payload, which this hop makes before the lane prepares another
+            else:
+                self._residency.submitted(missing, self._climb_to_full())
 
-    def climb_to_full(self) -> None:
-        """Submits what is missing of the climb to the full rung."""
-        if self._is_under_way(Rung.FULL):
-            return
+    def _copy_main_weights(self) -> None:
         self._allocate_full()
-        full = Regions.of(self._full, self.runs)
-        if self._policy.optimizer is Rung.FULL:
-            full.copy_(Regions.of(self.main_weight, self.runs))
-            self._full_version = self._version
-            self._attach()
-            return
-        self.climb_to_secondary()
+        Regions.of(self._full, self.layout.runs).copy_(self.main_regions())
+        self._residency.filled(Rung.FULL)
+        self._attach()
+
+    def _climb_to_secondary(self) -> Hop:
+        payload_bytes = self._codecs.intra.payload_bytes(self.layout.runs)
+        self._secondary = self._ladder.staging.take(self._ladder.partitions * payload_bytes).view(-1, payload_bytes)
+        climb = Climb(self.name, self.layout.runs, self._codecs, self._encoder_of_own())
+        return self._ladder.climb_to_secondary(climb, self._secondary)
+
+    def _climb_to_full(self) -> Hop:
         if self._secondary is None:
             raise RuntimeError(f"unit {self.name}: no secondary rung to climb from")
-        self._full_hop = self._ladder.climb_to_full(self._climb(), self._secondary, full, self._secondary_hop)
+        self._allocate_full()
+        full = Regions.of(self._full, self.layout.runs)
+        after = self._residency.ticket_below(Rung.FULL)
+        return self._ladder.climb_to_full(self.name, self._codecs.intra, self._secondary, full, after)
 
     def wait(self, category: Category) -> None:
         """Returns once the full rung is fresh, and books what the climb moved.
 
         category: of a climb that serves this use alone; one to a rung that stays for the step is the training's, whoever asks first.
         """
-        if self._full_hop is None:
-            if self._full_version != self._version:
-                raise RuntimeError(f"unit {self.name}: its full rung is stale and no climb is on its way")
+        if self._residency.is_fresh(Rung.FULL):
             return
-        self._ladder.lanes.wait(self._full_hop)
-        self._book(self._secondary_hop, Rung.SECONDARY, category)
-        self._book(self._full_hop, Rung.FULL, category)
-        if self._secondary_hop is not None:
-            self._secondary_version = self._version
-        self._full_version = self._version
-        self._secondary_hop = self._full_hop = None
+        under_way = self._residency.under_way()
+        if Rung.FULL not in under_way:
+            raise RuntimeError(f"unit {self.name}: its full rung is stale and no climb is on its way")
+        self._ladder.lanes.wait(under_way[Rung.FULL])
+        for rung, hop in under_way.items():
+            stays = rung <= self._policy.weights_in_step
+            self._ladder.ledger.book(Category.WEIGHTS if stays else category, hop.traffic)
         self._attach()
-        if self._policy.weights_in_step is not Rung.SECONDARY:
-            self._release_secondary()
+        self._release(*self._residency.landed())
 
     # ---- down
 
-    def rest(self, rung: Rung) -> None:
-        """Lets go of everything above `rung`, unless a climb is under way: somebody needs it already."""
-        if self._secondary_hop is not None or self._full_hop is not None:
-            return
-        if rung < Rung.FULL:
-            self._detach()
-            self._release_full()
-        if rung < Rung.SECONDARY:
-            self._release_secondary()
+    def rest(self) -> None:
+        """Lets go of what stands above the rung where weights rest within a step, unless a climb is under way."""
+        self._release(*self._residency.rest())
 
     def invalidate(self) -> None:
         """Makes every rung stale, because the main weights have changed; climbs under way are waited for and dropped."""
-        for hop in (self._secondary_hop, self._full_hop):
-            if hop is not None:
-                self._ladder.lanes.wait(hop)
-        self._secondary_hop = self._full_hop = None
-        self._version += 1
-        self._detach()
-        self._release_secondary()
-        self.rest(self._policy.weights_between_steps)
+        for hop in self._residency.under_way().values():
+            self._ladder.lanes.wait(hop)
+        rungs = self._residency.invalidate()
+        self._release(*rungs)
+        if Rung.FULL not in rungs:
+            self._detach()  # the storage is kept, but nobody may read the old weights in it
 
     def use_codecs(self, codecs: LinkCodecs) -> None:
         """Lets the next climbs cross the links in `codecs`; rungs made with others are stale."""
@@ -135,38 +137,30 @@ class WeightUnit:
 
     def main_regions(self) -> Regions:
         """The main weights by region, on the optimizer's rung."""
-        return Regions.of(self.main_weight, self.runs)
+        return Regions.of(self.main_weight, self.layout.runs)
 
     def live_tensors(self) -> list[Tensor]:
         """The tensors whose storages hold this unit's weights now."""
         rungs = [self.main_weight, self._full, self._secondary, self._own_payload]
         return [tensor for tensor in rungs if tensor is not None]
 
-    def _book(self, hop: Hop | None, rung: Rung, category: Category) -> None:
-        if hop is not None:
-            stays = rung <= self._policy.weights_in_step
-            self._ladder.ledger.book(Category.WEIGHTS if stays else category, hop.traffic)
-
-    def _is_under_way(self, rung: Rung) -> bool:
-        if rung is Rung.FULL:
-            return self._full_hop is not None or self._full_version == self._version
-        return self._secondary_hop is not None or (self._secondary is not None and self._secondary_version == self._version)
-
-    def _climb(self) -> Climb:
-        return Climb(self.name, self.runs, self._codecs, self._encode_own)
-
-    def _encode_own(self, payload: Tensor) -> None:
-        """Where encoding costs more than a copy and the unit climbs from here repeatedly, it is done once and the rung rests encoded."""
+    def _encoder_of_own(self) -> Callable[[Tensor], None]:
+        """What fills the payload of the own slice. Where encoding costs more than a copy and the unit climbs from here repeatedly, it is
+        done once, and the primary rung keeps its payload."""
         codec = self._codecs.inter
         if not codec.rests_encoded or self._policy.weights_in_step is not Rung.PRIMARY:
-            codec.encode_into(self.main_regions(), payload)
-            return
-        if self._own_payload is None:
-            self._own_payload = torch.empty_like(payload)
-        if self._own_version != self._version:
-            codec.encode_into(self.main_regions(), self._own_payload)
-            self._own_version = self._version
-        payload.copy_(self._own_payload)
+            return lambda payload: codec.encode_into(self.main_regions(), payload)
+        own = self._own_payload
+        if own is None:
+            own = self._own_payload = self.main_weight.new_empty((1, codec.payload_bytes(self.layout.runs)), dtype=torch.uint8)
+        is_first = not self._residency.is_fresh(Rung.PRIMARY)
+
+        def forward_own(payload: Tensor) -> None:
+            if is_first:
+                codec.encode_into(self.main_regions(), own)
+            payload.copy_(own)
+
+        return forward_own
 
     def _attach(self) -> None:
         for parameter, view in zip(self.parameters, self._views, strict=True):
@@ -180,11 +174,10 @@ class WeightUnit:
         if self._full.untyped_storage().nbytes() == 0:
             self._full.untyped_storage().resize_(self._full_bytes)
 
-    def _release_full(self) -> None:
-        self._full_version = 0
-        self._full.untyped_storage().resize_(0)
-
-    def _release_secondary(self) -> None:
-        if self._secondary is not None:
+    def _release(self, *rungs: Rung) -> None:
+        if Rung.FULL in rungs:
+            self._detach()
+            self._full.untyped_storage().resize_(0)
+        if Rung.SECONDARY in rungs and self._secondary is not None:
             self._ladder.staging.give(self._secondary.view(-1))
-        self._secondary = None
+            self._secondary = None

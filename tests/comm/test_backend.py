@@ -10,6 +10,8 @@ from megatron_zpp.comm.backend import VirtualBackend, VirtualWorld
 from megatron_zpp.comm.lanes import Hop, ThreadLanes
 from megatron_zpp.parallel.topology import LANES, Direction, Lane, Link, Topology
 
+pytestmark = pytest.mark.virtual
+
 SHAPES = [(1, 1), (1, 3), (3, 1), (2, 2), (3, 2), (2, 4)]
 
 

@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 from harness.block_numbers import ROUNDOFF, after_blocks, largest_code, rotated, roundoff, worst_error
+from harness.codes import CodeOptions, code
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_zpp.comm.code import EXACT, Code, Rotation, Rounding
 from megatron_zpp.comm.codecs import BlockCodec, CastCodec, Codec, Regions, Runs, make_codec, recode_mean_into
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -28,7 +30,7 @@ def shapes(draw: st.DrawFn) -> tuple[int, Runs]:
 
 
 def _codec(bits: int, block_numel: int, exact: torch.dtype = torch.float32) -> BlockCodec:
-    return BlockCodec(bits, block_numel, CastCodec(exact))
+    return BlockCodec(code(bits), block_numel, CastCodec(exact))
 
 
 def _values(slices: int, some_runs: Runs, dtype: torch.dtype, seed: int) -> Regions:
@@ -66,7 +68,7 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
 # ---- the payload
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes(), bits_of_codes, dtypes)
 def test_a_payload_is_codes_scales_and_exact_run_each_padded_to_16_bytes(shape: tuple[int, Runs], bits: int, exact: torch.dtype) -> None:
     block_numel, some_runs = shape
@@ -108,14 +110,20 @@ def test_each_slice_has_a_payload_of_its_own() -> None:
 
 @pytest.mark.parametrize("bits", [0, 2, 6, 12, 32])
 def test_bits_that_no_codec_has_are_refused(bits: int) -> None:
-    with pytest.raises(ValueError, match=f"{bits} bits per value is no codec; choose 4, 8 or 16"):
-        make_codec(bits, torch.bfloat16, 256)
+    with pytest.raises(ValueError, match=f"{bits} bits per value is no code; choose 4 or 8, or None"):
+        Code(bits)
+
+
+def test_values_that_cross_as_they_are_can_neither_rotate_nor_round() -> None:
+    for rotation, rounding in [(Rotation.HADAMARD, Rounding.NEAREST), (Rotation.NONE, Rounding.STOCHASTIC)]:
+        with pytest.raises(ValueError, match="choose 4 or 8 bits, or neither option"):
+            Code(None, rotation, rounding)
 
 
 # ---- what comes back
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(shapes(), bits_of_codes, dtypes, dtypes, st.integers(1, 4))
 def test_every_value_comes_back_within_half_a_step_of_its_block(
     shape: tuple[int, Runs], bits: int, source: torch.dtype, target: torch.dtype, slices: int
@@ -129,7 +137,7 @@ def test_every_value_comes_back_within_half_a_step_of_its_block(
     assert ((decoded.blocks.double() - values.blocks.double()).abs() <= bound).all()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(shapes(), bits_of_codes, dtypes, dtypes, st.integers(1, 4))
 def test_every_value_comes_back_with_the_bits_of_the_definition(
     shape: tuple[int, Runs], bits: int, source: torch.dtype, target: torch.dtype, slices: int
@@ -174,7 +182,7 @@ def test_values_of_other_dtypes_are_refused_on_the_way_in_and_on_the_way_out(dty
         codec.decode_into(payloads, values)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes(), bits_of_codes, dtypes, st.integers(1, 4))
 def test_the_exact_run_comes_back_bit_for_bit(shape: tuple[int, Runs], bits: int, dtype: torch.dtype, slices: int) -> None:
     block_numel, some_runs = shape
@@ -216,7 +224,7 @@ def test_a_value_that_is_not_finite_makes_its_whole_block_nan_and_no_other(dtype
 # ---- means
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes(), bits_of_codes, dtypes, st.integers(1, 5), st.integers(1, 3), st.booleans())
 def test_the_mean_is_the_ordered_fp32_sum_of_decoded_members_divided_by_their_number(
     shape: tuple[int, Runs], bits: int, dtype: torch.dtype, members: int, slices: int, accumulate: bool
@@ -238,7 +246,7 @@ def _sent(codec: Codec, some_runs: Runs, dtype: torch.dtype, members: int, slice
     return sent, torch.stack([_encoded(codec, values) for values in sent])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes(), bits_of_codes, bits_of_codes, dtypes, st.integers(1, 5), st.integers(1, 3))
 def test_the_fused_middle_of_a_descent_has_the_bits_of_decoding_averaging_and_encoding(
     shape: tuple[int, Runs], bits: int, next_bits: int, dtype: torch.dtype, members: int, slices: int
@@ -252,7 +260,7 @@ def _check_middle(codec: Codec, next_codec: Codec, some_runs: Runs, dtype: torch
     recoded = _payloads(next_codec, slices, some_runs=some_runs)
     recode_mean_into(codec, payloads, next_codec, recoded, some_runs)
     if getattr(codec, "is_rotated", False) and getattr(next_codec, "is_rotated", False) and codec.block_numel == next_codec.block_numel:
-        codec, next_codec = replace(codec, is_rotated=False), replace(next_codec, is_rotated=False)  # the mean stays as it is
+        codec, next_codec = (replace(each, code=replace(each.code, rotation=Rotation.NONE)) for each in (codec, next_codec))
     mean = Regions.of(torch.empty(slices * some_runs.numel), some_runs)
     codec.decode_mean_into(payloads, mean, accumulate=False)
     assert torch.equal(recoded, _encoded(next_codec, mean))
@@ -263,8 +271,8 @@ CODECS: list[Codec] = [
     _codec(8, 64, torch.bfloat16),
     _codec(4, 96, torch.float32),
     _codec(8, 32, torch.float16),
-    replace(_codec(4, 32, torch.bfloat16), is_rotated=True, noise_key=1),
-    replace(_codec(8, 64, torch.bfloat16), noise_key=2),
+    BlockCodec(Code(4, Rotation.HADAMARD, Rounding.STOCHASTIC), 32, CastCodec(torch.bfloat16), noise_key=1),
+    BlockCodec(Code(8, rounding=Rounding.STOCHASTIC), 64, CastCodec(torch.bfloat16), noise_key=2),
     CastCodec(torch.bfloat16),
     CastCodec(torch.float32),
 ]
@@ -308,16 +316,19 @@ def test_the_mean_of_the_largest_fp16_values_stays_finite_in_every_pair_of_codec
 
 def _all_options(bits: int, block_numel: int) -> list[BlockCodec]:
     return [
-        BlockCodec(bits, block_numel, CastCodec(torch.float32), is_rotated, key) for is_rotated in (False, True) for key in (None, 0, 99)
+        BlockCodec(code(bits, CodeOptions(is_rotated, key is not None)), block_numel, CastCodec(torch.float32), key)
+        for is_rotated in (False, True)
+        for key in (None, 0, 99)
     ]
 
 
 def test_options_are_made_for_block_codecs_alone_and_a_stochastic_one_starts_with_key_0() -> None:
     exact = CastCodec(torch.bfloat16)
-    assert make_codec(4, torch.bfloat16, 64) == BlockCodec(4, 64, exact, is_rotated=False, noise_key=None)
-    assert make_codec(4, torch.bfloat16, 64, is_rotated=True) == BlockCodec(4, 64, exact, is_rotated=True, noise_key=None)
-    assert make_codec(8, torch.bfloat16, 64, is_stochastic=True) == BlockCodec(8, 64, exact, is_rotated=False, noise_key=0)
-    assert make_codec(16, torch.bfloat16, 64, is_rotated=True, is_stochastic=True) == exact
+    assert make_codec(Code(4), torch.bfloat16, 64) == BlockCodec(Code(4), 64, exact, noise_key=None)
+    rotated, stochastic = Code(4, Rotation.HADAMARD), Code(8, rounding=Rounding.STOCHASTIC)
+    assert make_codec(rotated, torch.bfloat16, 64) == BlockCodec(rotated, 64, exact, noise_key=None)
+    assert make_codec(stochastic, torch.bfloat16, 64) == BlockCodec(stochastic, 64, exact, noise_key=0)
+    assert make_codec(EXACT, torch.bfloat16, 64) == exact
 
 
 def test_a_key_changes_what_a_stochastic_codec_draws_and_nothing_of_one_that_rounds_to_nearest() -> None:
@@ -353,7 +364,7 @@ def test_every_codec_decodes_what_it_encoded_within_a_step_of_every_hop(codec: B
 
 
 def test_rotation_spreads_errors_onto_the_padding_of_a_group_of_32() -> None:
-    codec = BlockCodec(4, 64, CastCodec(torch.float32), is_rotated=True)
+    codec = BlockCodec(Code(4, Rotation.HADAMARD), 64, CastCodec(torch.float32))
     values = _values(1, Runs(128, 0), torch.float32, seed=15)
     values.blocks[0, 85:] = 0.0
     decoded = _decoded(codec, _encoded(codec, values), values.runs, torch.float32).blocks[0]
@@ -362,7 +373,7 @@ def test_rotation_spreads_errors_onto_the_padding_of_a_group_of_32() -> None:
 
 @pytest.mark.parametrize("next_codec", [_all_options(4, 64)[5], _all_options(4, 32)[3], _all_options(8, 64)[2]], ids=str)
 def test_two_hops_of_rotated_codecs_end_within_their_steps_whether_the_middle_is_fused_or_not(next_codec: BlockCodec) -> None:
-    codec = BlockCodec(4, 64, CastCodec(torch.float32), is_rotated=True, noise_key=3)
+    codec = BlockCodec(Code(4, Rotation.HADAMARD, Rounding.STOCHASTIC), 64, CastCodec(torch.float32), noise_key=3)
     some_runs = Runs(384, 3)
     sent, payloads = _sent(codec, some_runs, torch.float32, members=3, slices=2)
     recoded = _payloads(next_codec, 2, some_runs=some_runs)

@@ -71,7 +71,7 @@ def test_each_slice_has_a_payload_of_its_own() -> None:
         assert torch.equal(alone[0], together[index])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(runs, st.integers(1, 7), st.integers(1, 4), st.sampled_from(DTYPES), st.booleans())
 def test_the_mean_bit_equals_an_ordered_fp32_sum_divided_by_the_members(
     some_runs: Runs, members: int, slices: int, dtype: torch.dtype, accumulate: bool
@@ -84,7 +84,7 @@ def test_the_mean_bit_equals_an_ordered_fp32_sum_divided_by_the_members(
     assert torch.equal(mean, before + expected if accumulate else expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(runs, st.integers(1, 7), st.integers(1, 4), st.sampled_from(DTYPES), st.booleans())
 def test_the_mean_is_the_fp64_mean_within_the_rounding_of_its_operations(
     some_runs: Runs, members: int, slices: int, dtype: torch.dtype, accumulate: bool

@@ -14,6 +14,8 @@ from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Climb, Ladder, LinkCodecs
 from megatron_zpp.parallel.topology import Topology
 
+pytestmark = pytest.mark.virtual
+
 SHAPES = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (1, 4), (4, 1)]
 RUNS = Runs(blocks=5, exact=3)
 EXACT = CastCodec(torch.float32)
@@ -48,10 +50,10 @@ def test_the_two_climbs_bring_every_rank_the_whole_unit_in_slice_order(shape: tu
 
     def program(ladder: Ladder) -> Tensor:
         own = Regions.of(_cut(_whole(world_size), world_size, ladder.own_slice, 1), RUNS)
-        payloads = torch.empty(ladder.nodes, EXACT.payload_bytes(RUNS), dtype=torch.uint8)
+        payloads = torch.empty(ladder.partitions, EXACT.payload_bytes(RUNS), dtype=torch.uint8)
         full = torch.empty(world_size * RUNS.numel)
         hop = ladder.climb_to_secondary(_climb(own), payloads)
-        ladder.lanes.wait(ladder.climb_to_full(_climb(own), payloads, Regions.of(full, RUNS), hop))
+        ladder.lanes.wait(ladder.climb_to_full("unit", EXACT, payloads, Regions.of(full, RUNS), hop))
         return full
 
     assert all(torch.equal(full, _whole(world_size)) for full in _on_every_rank(shape, program))
@@ -63,9 +65,9 @@ def test_the_first_climb_brings_the_run_of_slices_of_this_local_rank(shape: tupl
 
     def program(ladder: Ladder) -> Tensor:
         own = Regions.of(_cut(_whole(world_size), world_size, ladder.own_slice, 1), RUNS)
-        payloads = torch.empty(ladder.nodes, EXACT.payload_bytes(RUNS), dtype=torch.uint8)
+        payloads = torch.empty(ladder.partitions, EXACT.payload_bytes(RUNS), dtype=torch.uint8)
         ladder.lanes.wait(ladder.climb_to_secondary(_climb(own), payloads))
-        secondary = torch.empty(ladder.nodes * RUNS.numel)
+        secondary = torch.empty(ladder.partitions * RUNS.numel)
         EXACT.decode_into(payloads, Regions.of(secondary, RUNS))
         return secondary
 
@@ -111,7 +113,7 @@ def test_descending_rung_by_rung_gives_the_same_bits_as_both_hops_in_one_job(sha
     def program(ladder: Ladder) -> Tensor:
         full = Regions.of(_whole(world_size, seed=ladder.backend.rank).bfloat16(), RUNS)
         once, stepwise = torch.zeros(RUNS.numel), torch.zeros(RUNS.numel)
-        secondary = Regions.of(torch.zeros(ladder.nodes * RUNS.numel), RUNS)
+        secondary = Regions.of(torch.zeros(ladder.partitions * RUNS.numel), RUNS)
         hops = ladder.descend("unit", codecs, full, Regions.of(once, RUNS), accumulate=False)
         hop = ladder.descend_to_secondary("unit", codecs.intra, full, secondary, accumulate=False)
         hops.append(ladder.descend_from_secondary("unit", codecs.inter, secondary, Regions.of(stepwise, RUNS), accumulate=False, after=hop))

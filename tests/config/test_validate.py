@@ -289,3 +289,12 @@ def test_one_node_that_would_quantize_nothing_is_told_so():
     with pytest.raises(FlagError, match="-intra-bits 16 leaves --zero-quantized-gradients nothing to quantize, because there is one node"):
         resolved(flags, 4, 4)
     assert resolved(flags, 4, 2).zero.zero_quantized_gradients
+
+
+def test_nodes_of_one_rank_that_would_quantize_nothing_are_told_so():
+    flags = f"--zero-stage 3 --lr 1 {LENGTH} --zero-quantized-gradients --zero-quantized-gradients-inter-bits 16"
+    with pytest.raises(
+        FlagError, match="-inter-bits 16 leaves --zero-quantized-gradients nothing to quantize, because each node has one rank"
+    ):
+        resolved(flags, 4, 1)
+    assert resolved(flags, 4, 2).zero.zero_quantized_gradients

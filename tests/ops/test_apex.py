@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 from harness.fake_apex import write_nvidia_apex, write_other_apex
-from harness.small_engine import Job, Rank, run_world, train_world
+from harness.small_engine import Job, Rank, train_world
+from harness.worlds import run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.norm import make_norm
 from megatron_zpp.ops.apex import check_apex
 from megatron_zpp.zero.adam import AdamOptions
+
+pytestmark = pytest.mark.virtual
 
 FAKED = ("apex", "amp_C", "fused_layer_norm_cuda")
 

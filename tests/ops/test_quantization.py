@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_zpp.ops import extension, quantization, reference
 from megatron_zpp.ops.build import Build
-from megatron_zpp.ops.quantization import coded_bytes
+from megatron_zpp.ops.payload import coded_bytes
 
 BLOCK = 32
 
@@ -122,7 +122,7 @@ def test_all_65536_values_of_16_bits_encode_and_decode_as_in_the_reference(dtype
 
 
 @pytest.mark.usefixtures("kernels")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(min_size=1280, max_size=1280), st.sampled_from(BITS), st.booleans(), st.none() | st.integers(0, 2**63 - 1))
 def test_fp32_values_of_any_bits_encode_as_in_the_reference(some_bytes: bytes, bits: int, rotated: bool, noise_key: int | None) -> None:
     values = torch.frombuffer(bytearray(some_bytes), dtype=torch.float32).view(2, 160)
@@ -131,7 +131,7 @@ def test_fp32_values_of_any_bits_encode_as_in_the_reference(some_bytes: bytes, b
 
 
 @pytest.mark.usefixtures("kernels")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 4), st.integers(0, 70), st.integers(0, 3), st.integers(0, 5), st.sampled_from(DTYPES), st.sampled_from(BITS))
 def test_rows_may_be_apart_and_nothing_beside_them_is_touched(
     slices: int, blocks: int, gap: int, margin: int, dtype: torch.dtype, bits: int

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_zpp.ops import reference
-from megatron_zpp.ops.quantization import coded_bytes
+from megatron_zpp.ops.payload import coded_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BITS = [4, 8]
@@ -58,14 +58,14 @@ def test_golden_4_bit_block_has_the_even_code_in_the_low_nibble() -> None:
     assert bytes(payload[0, 16:20].tolist()) == bytes([0, 0, 0, 0x40])  # scale 2.0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(any_bits, min_size=64, max_size=64), st.sampled_from(DTYPES), st.sampled_from(BITS))
 def test_any_bits_encode_as_in_the_per_block_implementation(some_bits: list[int], dtype: torch.dtype, bits: int) -> None:
     values = _values(some_bits, dtype)
     assert bytes(_encoded(values.view(1, -1), bits)[0].tolist()) == encoded_run(widened(values), bits, BLOCK)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(-1000, 1000), min_size=64, max_size=64), st.integers(-150, 100), st.sampled_from(DTYPES), st.sampled_from(BITS))
 def test_values_of_one_magnitude_encode_and_decode_as_in_the_per_block_implementation(
     integers: list[int], exponent: int, dtype: torch.dtype, bits: int
@@ -78,14 +78,14 @@ def test_values_of_one_magnitude_encode_and_decode_as_in_the_per_block_implement
         assert equal_bits(_decoded(payload, 64, bits, output)[0], narrowed(decoded_run(row, 64, bits, BLOCK), output))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.binary(min_size=48, max_size=48), st.sampled_from(DTYPES), st.sampled_from(BITS))
 def test_any_bytes_decode_as_in_the_per_block_implementation(row: bytes, output: torch.dtype, bits: int) -> None:
     payload = torch.tensor(list(row), dtype=torch.uint8).view(1, -1)
     assert equal_bits(_decoded(payload, BLOCK, bits, output)[0], narrowed(decoded_run(row, BLOCK, bits, BLOCK), output))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(finite_bits, min_size=32, max_size=32), st.sampled_from(DTYPES), st.sampled_from(BITS))
 def test_the_error_is_at_most_half_a_step(some_bits: list[int], dtype: torch.dtype, bits: int) -> None:
     values = _values(some_bits, dtype).view(1, -1)
@@ -143,7 +143,7 @@ def test_accumulating_adds_the_mean_with_one_rounding() -> None:
     assert mean[0, :3].tolist() == [2.0**24 + 128, 2.0**24 + 2, 2.0**24]  # 127 and 1.5 added to floats that are 2 apart
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 3), st.integers(0, 5), st.integers(1, 4), st.sampled_from(BITS), st.sampled_from(BITS))
 def test_recoding_is_the_mean_and_then_encoding(slices: int, blocks: int, members: int, bits: int, next_bits: int) -> None:
     run_numel = blocks * BLOCK

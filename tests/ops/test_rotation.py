@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_zpp.ops import reference
-from megatron_zpp.ops.quantization import coded_bytes
+from megatron_zpp.ops.payload import coded_bytes
 
 BITS = (4, 8)
 GROUP = 32
@@ -39,7 +39,7 @@ def test_the_hadamard_matrix_is_symmetric_and_its_own_inverse_but_for_a_factor_o
     assert torch.equal(hadamard() @ hadamard(), 32 * torch.eye(32, dtype=torch.float64))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(-(2**18), 2**18), min_size=128, max_size=128), st.sampled_from(BITS), st.sampled_from([32, 64, 128]))
 def test_codes_of_rotated_values_are_those_of_the_product_with_the_hadamard_matrix(values: list[int], bits: int, block_numel: int) -> None:
     # Sums of 32 such integers are below 2^24: fp32 holds them all.

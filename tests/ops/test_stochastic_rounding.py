@@ -13,7 +13,7 @@ from torch.utils.cpp_extension import include_paths
 
 from megatron_zpp.ops import reference
 from megatron_zpp.ops.build import SOURCES
-from megatron_zpp.ops.quantization import coded_bytes
+from megatron_zpp.ops.payload import coded_bytes
 
 BITS = (4, 8)
 BLOCK = 256

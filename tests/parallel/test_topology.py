@@ -26,15 +26,16 @@ def test_every_slice_has_exactly_one_owner(topology: Topology) -> None:
 def test_a_secondary_rung_is_the_contiguous_run_of_slices_that_the_inter_link_delivers_in_order(topology: Topology) -> None:
     for rank in range(topology.world_size):
         delivered = [topology.slice_of(member) for member in topology.members(Link.INTER, rank)]
-        assert delivered == list(topology.secondary_slices_of(rank))
-        assert delivered == list(range(delivered[0], delivered[0] + topology.nodes))
+        assert delivered == list(range(delivered[0], delivered[0] + topology.partitions))
+        assert delivered[topology.partition_of(rank)] == topology.slice_of(rank)
 
 
 @given(worlds)
-def test_the_intra_link_delivers_the_secondary_rungs_of_a_node_as_all_slices_in_order(topology: Topology) -> None:
+def test_the_intra_link_delivers_the_secondary_rungs_of_a_partition_as_all_slices_in_order(topology: Topology) -> None:
     for rank in range(topology.world_size):
         members = topology.members(Link.INTRA, rank)
-        assert [index for member in members for index in topology.secondary_slices_of(member)] == list(range(topology.world_size))
+        rungs = [sorted(map(topology.slice_of, topology.members(Link.INTER, member))) for member in members]
+        assert [index for rung in rungs for index in rung] == list(range(topology.world_size))
 
 
 @given(worlds)
@@ -59,20 +60,22 @@ def test_the_intra_link_never_leaves_the_physical_node(topology: Topology) -> No
 
 
 def test_the_picture_at_the_top_of_the_file_is_true() -> None:
-    rows = [line for line in (topology_module.__doc__ or "").splitlines() if "node n =" in line]
+    rows = [line for line in (topology_module.__doc__ or "").splitlines() if "partition n =" in line]
     topology = Topology.of_nodes(2, 3)
-    for node, row in enumerate(rows):
+    for partition, row in enumerate(rows):
         drawn = [(int(rank), int(piece)) for rank, piece in re.findall(r"rank (\d+) \[(\d+)\]", row)]
-        ranks = [node * 3 + local_rank for local_rank in range(3)]
+        ranks = [partition * 3 + place for place in range(3)]
         assert drawn == [(rank, topology.slice_of(rank)) for rank in ranks]
         assert topology.members(Link.INTRA, ranks[0]) == tuple(ranks)
     assert len(rows) == 2
     assert topology.members(Link.INTER, 1) == (1, 4)
 
 
-def test_a_partition_smaller_than_the_node_counts_more_nodes_than_there_are_machines() -> None:
+def test_nodes_and_partitions_are_counted_apart_and_a_link_between_partitions_may_stay_in_a_node() -> None:
     topology = Topology(world_size=8, ranks_per_node=4, partition_ranks=2)
-    assert topology.nodes == 4
+    assert (topology.nodes, topology.partitions) == (2, 4)
+    assert [topology.partition_of(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert topology.into_node(10) == 40
     assert topology.members(Link.INTER, 5) == (1, 3, 5, 7)
     assert [topology.share_node(5, other) for other in (1, 3, 5, 7)] == [False, False, True, True]
 

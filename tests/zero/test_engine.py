@@ -17,15 +17,16 @@ from harness.small_engine import (
     global_batch,
     mean_losses,
     plain_model,
-    run_world,
     train_plainly,
     train_world,
-    undisturbed,
 )
+from harness.worlds import run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.zero.policy import POLICIES
 from megatron_zpp.zero.schedule import Prefetch
+
+pytestmark = pytest.mark.virtual
 
 History = list[tuple[float, float]]
 
@@ -51,8 +52,7 @@ def _train(
 # ---- parameters without gradient
 
 
-@pytest.mark.parametrize("row", list(ROWS))
-@pytest.mark.parametrize("users", [0, 1, 4], ids=["no rank", "one rank", "every rank"])
+@pytest.mark.parametrize("row, users", [*((row, 1) for row in ROWS), ("stage 3", 0), ("stage 0", 0), ("stage 3", 4)])
 def test_a_parameter_that_some_ranks_do_not_use_is_trained_as_in_a_plain_loop(row: str, users: int) -> None:
     job = Job(ROWS[row], shape=ModelShape(has_spare=True))
     histories = run_world((2, 2), lambda backend: Rank(job, backend, uses_spare=backend.rank < users).train())
@@ -61,16 +61,24 @@ def test_a_parameter_that_some_ranks_do_not_use_is_trained_as_in_a_plain_loop(ro
     assert [norm for _, norm in histories[0]] == pytest.approx([norm for _, norm in plain], rel=2e-5)
 
 
-@pytest.mark.parametrize("row", list(ROWS))
-@pytest.mark.parametrize("prefetch", [Prefetch(), Prefetch(0, 0)], ids=str)
+@pytest.mark.parametrize("row, prefetch", [(row, Prefetch(*[(2, 1), (0, 0)][index % 2])) for index, row in enumerate(ROWS)], ids=str)
 def test_a_block_whose_output_gets_no_gradient_on_any_rank_is_zero_in_the_gradient(row: str, prefetch: Prefetch) -> None:
     job = Job(ROWS[row], shape=ModelShape(inner=(9, 20, 13)), steps=3, microbatches=2, prefetch=prefetch)
-    histories = run_world((2, 2), lambda backend: _train(_with_detached_block(job, backend)), limit_seconds=10)
+    histories = run_world((2, 2), lambda backend: _train(_with_detached_block(job, backend)))
     assert mean_losses(histories) == pytest.approx(_losses_with_detached_block(tuple(range(4))), rel=1e-6)
 
 
-@pytest.mark.parametrize("row", list(ROWS))
-@pytest.mark.parametrize("prefetch", [Prefetch(), Prefetch(0, 0), Prefetch(3, 3)], ids=str)
+@pytest.mark.parametrize(
+    "row, prefetch",
+    [
+        *((row, Prefetch()) for row in ROWS),
+        ("stage 3", Prefetch(0, 0)),
+        ("secondary row", Prefetch(0, 0)),
+        ("stage 3", Prefetch(3, 3)),
+        ("stage 1", Prefetch(3, 3)),
+    ],
+    ids=str,
+)
 def test_a_block_whose_output_gets_no_gradient_on_one_rank_only_holds_up_nobody(row: str, prefetch: Prefetch) -> None:
     shape = ModelShape(inner=(9, 20, 13), is_recomputed=prefetch.inter_uses > 2, chunk=3)
     job = Job(ROWS[row], shape=shape, steps=3, microbatches=2, prefetch=prefetch)
@@ -78,7 +86,7 @@ def test_a_block_whose_output_gets_no_gradient_on_one_rank_only_holds_up_nobody(
     def program(backend: VirtualBackend) -> History:
         return _train(_with_detached_block(job, backend) if backend.rank == 1 else Rank(job, backend))
 
-    histories = run_world((2, 2), program, limit_seconds=10)
+    histories = run_world((2, 2), program)
     assert mean_losses(histories) == pytest.approx(_losses_with_detached_block((1,)), rel=1e-6)
 
 
@@ -127,8 +135,15 @@ def test_blocks_that_are_recomputed_together_without_saying_so_end_in_an_error_i
 # ---- evaluation in between
 
 
-@pytest.mark.parametrize("row", list(ROWS))
-@pytest.mark.parametrize("prefetch, is_recomputed", [(Prefetch(), False), (Prefetch(0, 0), False), (Prefetch(3, 3), True)], ids=str)
+@pytest.mark.parametrize(
+    "row, prefetch, is_recomputed",
+    [
+        *((row, Prefetch(), False) for row in ROWS),
+        *((row, Prefetch(3, 3), True) for row in ("stage 1", "stage 3", "secondary row")),
+        ("stage 3", Prefetch(0, 0), False),
+    ],
+    ids=str,
+)
 def test_evaluation_before_any_forward_or_backward_changes_no_bit(row: str, prefetch: Prefetch, is_recomputed: bool) -> None:
     job = Job(ROWS[row], shape=ModelShape(is_recomputed=is_recomputed), steps=2, microbatches=2, prefetch=prefetch)
 
@@ -144,7 +159,7 @@ def test_evaluation_before_any_forward_or_backward_changes_no_bit(row: str, pref
 
         return _train(rank, evaluate, evaluate)
 
-    assert run_world((2, 2), program) == undisturbed((2, 2), job)
+    assert run_world((2, 2), program) == train_world((2, 2), job)
 
 
 @pytest.mark.parametrize("row", list(ROWS))
@@ -171,14 +186,15 @@ def test_a_forward_that_is_thrown_away_changes_no_bit(row: str) -> None:
         rank = Rank(job, backend)
         return _train(rank, before_forward=lambda step: rank.loss(step + 100) and None)
 
-    assert run_world((2, 2), program) == undisturbed((2, 2), job)
+    assert run_world((2, 2), program) == train_world((2, 2), job)
 
 
 # ---- skipped steps
 
 
-@pytest.mark.parametrize("dtype, bad", [(torch.float32, float("nan")), (torch.bfloat16, float("inf"))], ids=["fp32 nan", "bf16 inf"])
-@pytest.mark.parametrize("row", list(ROWS))
+@pytest.mark.parametrize(
+    "row, dtype, bad", [*((row, torch.float32, float("nan")) for row in ROWS), ("stage 3", torch.bfloat16, float("inf"))], ids=str
+)
 def test_one_bad_element_on_one_rank_skips_the_step_on_every_rank_as_if_it_had_never_been(row: str, dtype: torch.dtype, bad: float) -> None:
     job = Job(ROWS[row], dtype, steps=3, microbatches=2)
 
@@ -201,7 +217,7 @@ def test_one_bad_element_on_one_rank_skips_the_step_on_every_rank_as_if_it_had_n
 
     results = run_world((2, 2), program)
     assert all(is_skipped and is_untouched for _, is_skipped, is_untouched in results)
-    assert [history for history, _, _ in results] == undisturbed((2, 2), job)
+    assert [history for history, _, _ in results] == train_world((2, 2), job)
 
 
 def _spoil_one_gradient(rank: Rank, bad: float) -> Callable[[], None]:
@@ -217,8 +233,9 @@ def _spoil_one_gradient(rank: Rank, bad: float) -> Callable[[], None]:
 # ---- weights from outside, and misuse
 
 
-@pytest.mark.parametrize("row", list(ROWS))
-@pytest.mark.parametrize("moment", ["before the first step", "after a step"])
+@pytest.mark.parametrize(
+    "row, moment", [*((row, "after a step") for row in ROWS), ("stage 0", "before the first step"), ("stage 3", "before the first step")]
+)
 def test_main_weights_set_from_outside_are_seen_by_the_next_forward(row: str, moment: str) -> None:
     def program(backend: VirtualBackend) -> float:
         rank = Rank(Job(ROWS[row]), backend)
@@ -253,7 +270,20 @@ def test_backward_of_the_loss_itself_is_refused_and_leaves_no_gradient_behind() 
         assert all(parameter.grad is None for parameter in rank.model.parameters())
         return rank.train()
 
-    assert run_world((2, 2), program) == undisturbed((2, 2), job)
+    assert run_world((2, 2), program) == train_world((2, 2), job)
+
+
+def test_an_update_before_the_gradients_have_arrived_is_refused() -> None:
+    def program(backend: VirtualBackend) -> None:
+        rank = Rank(Job(POLICIES[3], steps=1), backend)
+        rank.backward(rank.loss(0))
+        with pytest.raises(RuntimeError, match=r"call engine\.finish_gradients\(\) before engine\.update\(\)"):
+            rank.engine.update(LEARNING_RATE)
+        rank.engine.finish_gradients()
+        rank.engine.update(LEARNING_RATE)
+        rank.engine.close()
+
+    run_world((2, 2), program)
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
@@ -268,7 +298,7 @@ def test_a_rank_that_fails_between_collectives_ends_every_rank_with_its_message(
         rank.step(1)
 
     with pytest.raises(ArithmeticError, match="rank 3 has had enough"):
-        run_world((2, 2), program, limit_seconds=20)
+        run_world((2, 2), program)
 
 
 def _fail(*_: object) -> None:

@@ -5,13 +5,17 @@ import itertools
 
 import pytest
 import torch
+from harness.codes import LinkBits, bits_of
 from harness.seen_weights import WholeWorld, watch
-from harness.small_engine import LEARNING_RATE, Job, ModelShape, Rank, run_world, train_world
+from harness.small_engine import LEARNING_RATE, Job, ModelShape, Rank, train_world
+from harness.worlds import run_world
 from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.ledger import Category
-from megatron_zpp.zero.policy import POLICIES, LinkBits, Policy, with_quantized_gradients, with_quantized_weights, with_secondary_weights
+from megatron_zpp.zero.policy import POLICIES, Policy, with_quantized_gradients, with_quantized_weights, with_secondary_weights
+
+pytestmark = pytest.mark.virtual
 
 QUANTIZED = with_quantized_gradients(with_quantized_weights(POLICIES[3]))
 ROWS: dict[str, Policy] = {
@@ -119,7 +123,7 @@ def test_every_rank_reads_weights_in_the_new_codec_from_the_switch_on(row: str, 
         step = 0
 
         def check(phase: str, unit: str, values: Tensor) -> None:
-            bits = LinkBits() if step < EXACT_STEPS else rank.job.policy.weight_bits
+            bits = LinkBits() if step < EXACT_STEPS else bits_of(rank.job.policy.weight_codes)
             assert torch.equal(values, whole.working_weights(unit, bits)), (step, phase, unit)
 
         watch(rank, check)

@@ -6,10 +6,13 @@ import math
 from functools import cache
 
 import pytest
-from harness.small_engine import ROWS, Job, ModelShape, Rank, global_batch, plain_model, run_world
+from harness.small_engine import ROWS, Job, ModelShape, Rank, global_batch, plain_model
+from harness.worlds import run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.zero.grad_norm import count_zeros
+
+pytestmark = pytest.mark.virtual
 
 SHAPE = ModelShape(is_tied=False, has_spare=True)  # the spare parameters go unused, so their gradients are zeros
 WORLDS = [(1, 1), (1, 3), (1, 4), (2, 2)]

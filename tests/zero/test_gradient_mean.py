@@ -13,23 +13,27 @@ import numpy as np
 import pytest
 import torch
 from harness.block_numbers import ROUNDOFF, roundoff, worst_error
-from harness.small_engine import CPU, LEARNING_RATE, Job, ModelShape, Rank, plain_model, run_world
+from harness.codes import CodeOptions, LinkBits, bits_of
+from harness.small_engine import CPU, LEARNING_RATE, Job, ModelShape, Rank, plain_model
+from harness.worlds import TurnLanes, run_world
 from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend
-from megatron_zpp.comm.codecs import Regions, Runs, make_codec
-from megatron_zpp.comm.lanes import ThreadLanes
+from megatron_zpp.comm.code import EXACT
+from megatron_zpp.comm.codecs import Regions, make_codec
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder, LinkCodecs
 from megatron_zpp.parallel.specs import ParamSpec
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.layout import FlatLayout
-from megatron_zpp.zero.policy import POLICIES, CodeOptions, LinkBits, Policy, Rung, with_quantized_gradients
+from megatron_zpp.zero.policy import POLICIES, Policy, Rung, with_quantized_gradients
+
+pytestmark = pytest.mark.virtual
 
 WORLDS = list(itertools.product(range(1, 5), range(1, 5)))  # N, G
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BLOCK = 64
-INT4 = LinkBits(4, 4)
+INT4, PLAIN = LinkBits(4, 4), CodeOptions()
 SHAPES = {"prime": (1009, 7), "uneven": (34, 33), "row": (1, 129), "single": (1, 1), "bias": (13,), "single bias": (1,)}
 
 
@@ -43,7 +47,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     bits: LinkBits = INT4
     block_numel: int = BLOCK
-    options: CodeOptions = CodeOptions()
+    options: CodeOptions = PLAIN
 
     @property
     def world_size(self) -> int:
@@ -53,9 +57,8 @@ class Case:
         params = [ParamSpec(str(index), shape, _no_values, True) for index, shape in enumerate(self.shapes)]
         return FlatLayout(params, self.world_size, self.block_numel)
 
-    def codecs(self) -> LinkCodecs:
-        options = {"is_rotated": self.options.is_rotated, "is_stochastic": self.options.is_stochastic}
-        return LinkCodecs(*(make_codec(bits, self.dtype, self.block_numel, **options) for bits in (self.bits.inter, self.bits.intra)))
+    def codecs(self, topology: Topology) -> LinkCodecs:
+        return LinkCodecs.of(self.bits.codes(self.options).in_world(topology), self.dtype, self.block_numel)
 
 
 def _no_values(start: int, stop: int) -> Tensor:
@@ -83,15 +86,14 @@ def _descended(case: Case, microbatches: Sequence[list[Tensor]], codecs: LinkCod
     Stochastic rounding draws other numbers for every rank and micro-batch.
     """
     layout = case.layout()
-    runs = Runs(layout.blocks_run, layout.exact_run)
+    runs = layout.runs
 
     def program(backend: VirtualBackend) -> tuple[int, Tensor]:
-        ladder = Ladder(backend, ThreadLanes(), Ledger(backend.topology, backend.rank), CPU)
+        ladder = Ladder(backend, TurnLanes(), Ledger(backend.topology, backend.rank), CPU)
         primary = torch.zeros(runs.numel)
         for index, gradients in enumerate(microbatches):
             full = Regions.of(gradients[backend.rank].clone(), runs)
-            in_world = (codecs or case.codecs()).in_world(backend.topology, make_codec(16, case.dtype, BLOCK))
-            drawn = in_world.drawn_for(backend.rank, index)
+            drawn = (codecs or case.codecs(backend.topology)).drawn_for(backend.rank, index)
             hops = ladder.descend("unit", drawn, full, Regions.of(primary, runs), accumulate=True)
             ladder.lanes.wait(hops[-1])
         return ladder.own_slice, primary
@@ -211,7 +213,7 @@ def test_blocks_filled_with_their_index_come_back_in_order_within_one_ulp(world:
 def test_one_dimensional_parameters_have_the_bits_of_a_descent_without_quantization(world: tuple[int, int], dtype: torch.dtype) -> None:
     case = Case(*world, dtype=dtype)
     gradients = _gradients(case)
-    exact = make_codec(16, dtype, BLOCK)
+    exact = make_codec(EXACT, dtype, BLOCK)
     start = case.layout().blocks_numel
     assert torch.equal(_descended(case, [gradients])[start:], _descended(case, [gradients], LinkCodecs(exact, exact))[start:])
 
@@ -318,8 +320,8 @@ def test_rotation_halves_the_mean_squared_error_where_one_gradient_of_a_block_st
 
 ROWS: dict[str, Policy] = {
     **{f"stage {stage}": with_quantized_gradients(POLICIES[stage]) for stage in (1, 2, 3)},
-    "gradients on the secondary rung": with_quantized_gradients(Policy(Rung.PRIMARY, *[Rung.SECONDARY] * 3)),
-    "8 bits inside, 4 between": with_quantized_gradients(POLICIES[3], 8, 4),
+    "gradients on the secondary rung": with_quantized_gradients(Policy(Rung.PRIMARY, Rung.SECONDARY, Rung.SECONDARY)),
+    "8 bits inside, 4 between": with_quantized_gradients(POLICIES[3], LinkBits(4, 8).codes()),
 }
 
 
@@ -357,7 +359,7 @@ def _error_bounds(world: tuple[int, int], job: Job) -> list[Tensor]:
     ]
     bounds = []
     for unit in units:
-        case = Case(*world, tuple(spec.shape for spec in unit.params), torch.float32, job.policy.gradient_bits, job.block_numel)
+        case = Case(*world, tuple(spec.shape for spec in unit.params), torch.float32, bits_of(job.policy.gradient_codes), job.block_numel)
         layout = FlatLayout(unit.params, case.world_size, job.block_numel)
         total = torch.zeros(layout.numel, dtype=torch.float64)
         for by_rank in _whole_descents(job, by_microbatch):

@@ -53,14 +53,14 @@ def test_the_slices_of_all_ranks_tile_the_flat_unit_and_have_equal_runs(layout: 
         lengths.add((blocks.stop - blocks.start, exact.stop - exact.start))
         assert (blocks_at, exact_at) == (0, blocks.stop - blocks.start)
     assert (covered == 1).all()
-    assert lengths == {(layout.blocks_run, layout.exact_run)}
+    assert lengths == {(layout.runs.blocks, layout.runs.exact)}
     assert layout.slice_numel * layout.slices == layout.numel
 
 
 @settings(max_examples=300)
 @given(layouts)
 def test_no_quantization_block_mixes_two_parameters_or_crosses_a_slice(layout: FlatLayout) -> None:
-    assert layout.blocks_run % layout.block_numel == 0
+    assert layout.runs.blocks % layout.block_numel == 0
     owners: dict[int, str] = {}
     for name, (start, stop) in _spans(layout).items():
         if start < layout.blocks_numel:
@@ -88,7 +88,7 @@ def test_padding_is_what_no_parameter_covers_in_the_buffer_of_any_run_of_slices(
     for segment in layout.segments(first, slices):
         covered[segment.offset : segment.offset + segment.stop - segment.start] += 1
     for padding in layout.paddings(first, slices):
-        assert padding.start < padding.stop and not padding.start < slices * layout.blocks_run < padding.stop
+        assert padding.start < padding.stop and not padding.start < slices * layout.runs.blocks < padding.stop
         covered[padding.start : padding.stop] += 1
     assert (covered == 1).all()
     assert list(layout.paddings()) == list(layout.paddings(0, layout.slices))
@@ -122,7 +122,7 @@ def test_ranges_cover_a_buffer_once_cut_at_the_regions_and_keep_segments_of_diff
     ranges = list(layout.ranges_by(_decays, first, slices))
     assert [part for part, _ in ranges] == sorted((part for part, _ in ranges), key=lambda part: part.start)
     assert sum(part.stop - part.start for part, _ in ranges) == slices * layout.slice_numel
-    boundary = slices * layout.blocks_run
+    boundary = slices * layout.runs.blocks
     assert all(part.start < part.stop and not part.start < boundary < part.stop for part, _ in ranges)
     for segment in layout.segments(first, slices):
         holding = [

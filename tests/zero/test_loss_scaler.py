@@ -4,12 +4,15 @@ import math
 
 import pytest
 import torch
-from harness.small_engine import ROWS, Job, Rank, mean_losses, run_world, train_world
+from harness.small_engine import ROWS, Job, Rank, mean_losses, train_world
+from harness.worlds import run_world
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, DynamicLossScaler
+
+pytestmark = pytest.mark.virtual
 
 outcomes = st.lists(st.booleans(), max_size=60)
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from harness.small_engine import ROWS, Job, ModelShape, Rank, run_world
+from harness.codes import LinkBits, code
+from harness.small_engine import ROWS, Job, ModelShape, Rank
+from harness.worlds import run_world
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,10 +17,9 @@ from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.codecs import Runs, make_codec
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 from megatron_zpp.parallel.topology import Topology
-from megatron_zpp.zero.memory_plan import MemoryPlan, Sharding, largest_plan, payload_bytes, plan_memory
+from megatron_zpp.zero.memory_plan import MemoryPlan, Sharding, largest_plan, plan_memory
 from megatron_zpp.zero.policy import (
     POLICIES,
-    LinkBits,
     Policy,
     Rung,
     with_quantized_gradients,
@@ -27,14 +28,16 @@ from megatron_zpp.zero.policy import (
 )
 from megatron_zpp.zero.schedule import Prefetch
 
+pytestmark = pytest.mark.virtual
+
 QUANTIZED = {
     "qwZ": with_quantized_weights(POLICIES[3]),
-    "qwZ in stage 1": with_quantized_weights(POLICIES[1], 4),
+    "qwZ in stage 1": with_quantized_weights(POLICIES[1], code(4)),
     "hpZ": with_secondary_weights(POLICIES[3]),
     "qgZ": with_quantized_gradients(POLICIES[3]),
     "ZeRO++": with_quantized_gradients(with_secondary_weights(with_quantized_weights(POLICIES[3]))),
-    "two codecs": replace(with_secondary_weights(POLICIES[3]), weight_bits=LinkBits(4, 8)),
-    "two codecs, no copy": replace(POLICIES[3], weight_bits=LinkBits(4, 8)),
+    "two codecs": replace(with_secondary_weights(POLICIES[3]), weight_codes=LinkBits(4, 8).codes()),
+    "two codecs, no copy": replace(POLICIES[3], weight_codes=LinkBits(4, 8).codes()),
 }
 SHAPES = [(1, 1), (1, 2), (2, 1), (3, 2)]
 
@@ -78,8 +81,11 @@ def train(job: Job, backend: VirtualBackend, steps: int = 2) -> Held:
     return Held(plan, states, gathered, rank.engine.ladder.staging.allocated_bytes)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", [*ROWS, *QUANTIZED])
+@pytest.mark.parametrize(
+    "name, shape",
+    [(name, shape) for index, name in enumerate([*ROWS, *QUANTIZED]) for shape in (SHAPES[index % 3], (3, 2))],
+    ids=str,
+)
 def test_planned_states_are_what_the_engine_reports_to_the_byte(shape: tuple[int, int], name: str) -> None:
     policy = {**ROWS, **QUANTIZED}[name]
     for held in run_world(shape, lambda backend: train(Job(policy, torch.bfloat16), backend, steps=1)):
@@ -92,9 +98,11 @@ def test_planned_states_of_an_untied_model_in_fp32_are_what_the_engine_reports_t
         assert held.plan.states == held.states
 
 
-@pytest.mark.parametrize("prefetch", [Prefetch(), Prefetch(0, 0), Prefetch(3, 2)], ids=str)
-@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("chunk", [0, 1, 3], ids=["kept", "recomputed", "in chunks"])
+@pytest.mark.parametrize(
+    "prefetch, is_tied, chunk",
+    [(Prefetch(*ahead), (index + chunk) % 2 == 0, chunk) for index, ahead in enumerate([(2, 1), (0, 0), (3, 2)]) for chunk in (0, 1, 3)],
+    ids=str,
+)
 def test_planned_gathered_units_are_the_most_that_are_full_at_once(prefetch: Prefetch, is_tied: bool, chunk: int) -> None:
     shape = ModelShape(inner=(17, 40, 40, 25, 30), is_tied=is_tied, is_recomputed=chunk > 0, chunk=max(1, chunk))
     job = Job(POLICIES[3], shape=shape, prefetch=prefetch)
@@ -128,8 +136,9 @@ def test_planned_buffers_do_not_grow_with_depth() -> None:
 )
 def test_a_planned_payload_has_the_bytes_of_the_codecs(blocks: int, exact: int, bits: int, block_numel: int, dtype: torch.dtype) -> None:
     runs = Runs(blocks * block_numel, exact)
-    codec = make_codec(bits, dtype, block_numel)
-    assert payload_bytes((runs.blocks, runs.exact), bits, block_numel, dtype.itemsize) == codec.payload_bytes(runs)
+    codec = make_codec(code(bits), dtype, block_numel)
+    sharding = Sharding(POLICIES[3], block_numel, dtype.itemsize, Prefetch())
+    assert sharding.payload_bytes(code(bits), runs) == codec.payload_bytes(runs)
 
 
 def one_unit(*shapes: tuple[int, ...]) -> tuple[UnitSpec, ...]:

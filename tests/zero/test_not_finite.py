@@ -8,24 +8,26 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from harness.small_engine import CPU, LEARNING_RATE, Job, ModelShape, Rank, run_world, undisturbed
+from harness.codes import LinkBits
+from harness.small_engine import CPU, LEARNING_RATE, Job, ModelShape, Rank, train_world
+from harness.worlds import TurnLanes, run_world
 from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend
-from megatron_zpp.comm.codecs import Regions, Runs, make_codec
-from megatron_zpp.comm.lanes import ThreadLanes
+from megatron_zpp.comm.codecs import Regions, Runs
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder, LinkCodecs
 from megatron_zpp.zero.loss_scaler import DynamicLossScaler
 from megatron_zpp.zero.policy import (
     POLICIES,
-    LinkBits,
     Policy,
     Rung,
     with_quantized_gradients,
     with_quantized_weights,
     with_secondary_weights,
 )
+
+pytestmark = pytest.mark.virtual
 
 BITS = [LinkBits(inter, intra) for inter, intra in itertools.product((4, 8, 16), repeat=2)]
 BAD = [float("nan"), float("inf"), float("-inf")]
@@ -52,9 +54,8 @@ def test_a_bad_value_in_any_region_block_or_padding_arrives_at_the_owner_of_its_
     dtype = DTYPES[(bits.inter + world_size) % 3]
 
     def program(backend: VirtualBackend) -> tuple[int, list[bool]]:
-        ladder = Ladder(backend, ThreadLanes(), Ledger(backend.topology, backend.rank), CPU)
-        codecs = LinkCodecs(*(make_codec(each, dtype, 32) for each in (bits.inter, bits.intra)))
-        codecs = codecs.in_world(backend.topology, make_codec(16, dtype, 32))
+        ladder = Ladder(backend, TurnLanes(), Ledger(backend.topology, backend.rank), CPU)
+        codecs = LinkCodecs.of(bits.codes().in_world(backend.topology), dtype, 32)
         arrived = []
         for place, bad, on_rank in cases:
             flat = torch.randn(end, generator=torch.Generator().manual_seed(backend.rank)).to(dtype)
@@ -126,7 +127,7 @@ def _check_skips(job: Job, first: int) -> None:
         rank.engine.close()
         return history
 
-    assert run_world((2, 2), program) == undisturbed((2, 2), job)
+    assert run_world((2, 2), program) == train_world((2, 2), job)
 
 
 def _check_one_skip(rank: Rank, spoil: Spoil) -> None:
@@ -148,7 +149,7 @@ def _check_one_skip(rank: Rank, spoil: Spoil) -> None:
 @pytest.mark.parametrize("bits", BITS, ids=_id)
 def test_one_bad_element_of_any_parameter_skips_the_step_on_every_rank_as_if_it_had_never_been(bits: LinkBits) -> None:
     turn = BITS.index(bits)
-    policy = with_quantized_gradients(POLICIES[3], intra_bits=bits.intra, inter_bits=bits.inter)
+    policy = with_quantized_gradients(POLICIES[3], bits.codes())
     shape = ModelShape((17,), is_tied=turn % 2 == 0, is_recomputed=turn % 4 < 2)
     _check_skips(Job(policy, [torch.float32, torch.bfloat16][turn % 2], shape, steps=3, microbatches=1 + (turn % 4 == 0)), first=turn)
 
@@ -157,7 +158,7 @@ ROWS: dict[str, Policy] = {
     "stage 1": with_quantized_gradients(POLICIES[1]),
     "stage 2": with_quantized_gradients(with_quantized_weights(POLICIES[2])),
     "all": with_quantized_gradients(with_secondary_weights(with_quantized_weights(POLICIES[3]))),
-    "gradients on the secondary rung": with_quantized_gradients(Policy(Rung.PRIMARY, *[Rung.SECONDARY] * 3)),
+    "gradients on the secondary rung": with_quantized_gradients(Policy(Rung.PRIMARY, Rung.SECONDARY, Rung.SECONDARY)),
 }
 
 
@@ -168,7 +169,7 @@ def test_one_bad_element_skips_the_step_in_every_row(row: str) -> None:
 
 @pytest.mark.parametrize("bits", [LinkBits(4, 4), LinkBits(8, 8), LinkBits(4, 16)], ids=_id)
 def test_a_gradient_too_large_for_fp16_skips_the_step_and_lowers_the_loss_scale(bits: LinkBits) -> None:
-    policy = with_quantized_gradients(POLICIES[3], intra_bits=bits.intra, inter_bits=bits.inter)
+    policy = with_quantized_gradients(POLICIES[3], bits.codes())
     job = Job(policy, torch.float16, ModelShape((5,)), steps=1, loss_scaler=lambda: DynamicLossScaler(scale=2.0**24, hysteresis=1))
 
     def program(backend: VirtualBackend) -> tuple[int, float, bool]:

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.small_engine import LEARNING_RATE, ROWS, Job, ModelShape, Rank, run_world, train_plainly
+from harness.small_engine import LEARNING_RATE, ROWS, Job, ModelShape, Rank, train_plainly
+from harness.worlds import run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
+
+pytestmark = pytest.mark.virtual
 
 
 @pytest.mark.parametrize("piece_numel", [32, 96, 256])

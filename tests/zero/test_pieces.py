@@ -4,10 +4,13 @@ import math
 
 import pytest
 import torch
-from harness.small_engine import ROWS, Job, ModelShape, Rank, initial_values, run_world
+from harness.small_engine import ROWS, Job, ModelShape, Rank, initial_values
+from harness.worlds import run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.zero.pieces import Piece, owned_pieces, parameters, resting_pieces
+
+pytestmark = pytest.mark.virtual
 
 STATES = {"weight", "exp_avg", "exp_avg_sq"}
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from harness import closed_forms
 from harness.closed_forms import Features, World, inter_node_bytes
-from harness.small_engine import ROWS, Job, ModelShape, Rank, SmallModel, run_world
+from harness.small_engine import ROWS, Job, ModelShape, Rank, SmallModel
+from harness.worlds import run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.ledger import Category, Traffic
@@ -24,6 +25,8 @@ from megatron_zpp.zero.policy import POLICIES, Policy, with_quantized_gradients,
 from megatron_zpp.zero.schedule import Prefetch
 from megatron_zpp.zero.traffic import planned_traffic, smallest_inter_hop_bytes
 from megatron_zpp.zero.walk import Walk
+
+pytestmark = pytest.mark.virtual
 
 GPT_FLAGS = f"--num-layers {closed_forms.LAYERS} --hidden-size {closed_forms.HIDDEN} --num-attention-heads 4 --vocab-size 100 "
 GPT_FLAGS += f"--seq-length {closed_forms.POSITIONS} --make-vocab-size-divisible-by 8 --quantization-block-size {closed_forms.BLOCK} --bf16"
@@ -96,9 +99,15 @@ class Recorder:
         return None
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("shape", [ModelShape(), ModelShape(is_tied=False), ModelShape((5, 9, 17), is_recomputed=True, chunk=2)], ids=str)
-@pytest.mark.parametrize("row", list(EVERY_ROW))
+SHAPES = [ModelShape(), ModelShape(is_tied=False), ModelShape((5, 9, 17), is_recomputed=True, chunk=2)]
+
+
+# Every row with two of the models, one of them with several micro-batches.
+@pytest.mark.parametrize(
+    "row, shape, microbatches",
+    [(row, SHAPES[(index + turn) % 3], (1, 3)[turn]) for index, row in enumerate(EVERY_ROW) for turn in (0, 1)],
+    ids=str,
+)
 def test_a_walk_submits_what_the_engine_submits_in_its_order(row: str, shape: ModelShape, microbatches: int) -> None:
     policy: Policy = EVERY_ROW[row]
     job = Job(policy, shape=shape, steps=2, microbatches=microbatches, prefetch=Prefetch(2, 1))

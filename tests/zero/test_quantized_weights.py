@@ -7,22 +7,27 @@ from collections import Counter
 import pytest
 import torch
 from harness.block_numbers import after_blocks
+from harness.codes import LinkBits, bits_of
 from harness.seen_weights import WholeWorld, watch
-from harness.small_engine import LEARNING_RATE, Job, ModelShape, Rank, RecordingLanes, random_pauses, run_world, train_world
+from harness.small_engine import LEARNING_RATE, Job, ModelShape, Rank, RecordingLanes, random_pauses, train_world
+from harness.worlds import run_world
 from torch import Tensor
 
 from megatron_zpp.comm import codecs
 from megatron_zpp.comm.backend import VirtualBackend
+from megatron_zpp.comm.code import Code
 from megatron_zpp.parallel.topology import Topology
-from megatron_zpp.zero.policy import POLICIES, LinkBits, Policy, with_quantized_weights, with_secondary_weights
+from megatron_zpp.zero.policy import POLICIES, Policy, with_quantized_weights, with_secondary_weights
 from megatron_zpp.zero.schedule import Prefetch
+
+pytestmark = pytest.mark.virtual
 
 QWZ = with_quantized_weights(POLICIES[3])
 ROWS = {
     "stage 1": with_quantized_weights(POLICIES[1]),
     "stage 2": with_quantized_weights(POLICIES[2]),
     "stage 3": QWZ,
-    "stage 3, 4 bits": with_quantized_weights(POLICIES[3], 4),
+    "stage 3, 4 bits": with_quantized_weights(POLICIES[3], Code(4)),
     "stage 3, hpZ": with_secondary_weights(QWZ),
 }
 UNEQUAL = ModelShape(inner=(9, 50, 1))
@@ -79,10 +84,20 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("keeps_secondary, dtype", [(False, torch.bfloat16), (True, torch.float32), (False, torch.float16)], ids=str)
-@pytest.mark.parametrize("bits", list(MIXED))
+KEEPS_AND_DTYPE = [(False, torch.bfloat16), (True, torch.float32), (False, torch.float16)]
+
+
+# Every pair of bits in one dtype, and one in all of them.
+@pytest.mark.parametrize(
+    "bits, keeps_secondary, dtype",
+    [
+        *((bits, *KEEPS_AND_DTYPE[index % 3]) for index, bits in enumerate(MIXED)),
+        *(("4 between, 8 inside", keeps_secondary, dtype) for keeps_secondary, dtype in (KEEPS_AND_DTYPE[1], KEEPS_AND_DTYPE[2])),
+    ],
+    ids=str,
+)
 def test_modules_read_the_main_weights_as_the_codecs_of_both_links_leave_them(bits: str, keeps_secondary: bool, dtype: torch.dtype) -> None:
-    policy = dataclasses.replace(POLICIES[3], weight_bits=MIXED[bits])
+    policy = dataclasses.replace(POLICIES[3], weight_codes=MIXED[bits].codes())
     job = Job(with_secondary_weights(policy) if keeps_secondary else policy, dtype, steps=2, microbatches=2)
     _check_reads((3, 2), job)
 
@@ -90,7 +105,7 @@ def test_modules_read_the_main_weights_as_the_codecs_of_both_links_leave_them(bi
 @pytest.mark.parametrize("world", [(1, 1), (1, 3), (3, 1), Topology(4, 4, 2), Topology(4, 4, 1)], ids=str)
 @pytest.mark.parametrize("bits", ["8 8", "4 between, 8 inside", "8 between, 16 inside"])
 def test_a_link_of_one_rank_leaves_the_weights_to_the_other_links_codec(bits: str, world: tuple[int, int] | Topology) -> None:
-    _check_reads(world, Job(dataclasses.replace(POLICIES[3], weight_bits=MIXED[bits]), torch.bfloat16, steps=2))
+    _check_reads(world, Job(dataclasses.replace(POLICIES[3], weight_codes=MIXED[bits].codes()), torch.bfloat16, steps=2))
 
 
 def _check_reads(world: tuple[int, int] | Topology, job: Job) -> None:
@@ -103,7 +118,7 @@ def _check_reads(world: tuple[int, int] | Topology, job: Job) -> None:
 
         def check(phase: str, unit: str, values: Tensor) -> None:
             looks.append(phase)
-            assert torch.equal(values, whole.working_weights(unit, job.policy.weight_bits)), (phase, unit)
+            assert torch.equal(values, whole.working_weights(unit, bits_of(job.policy.weight_codes))), (phase, unit)
 
         watch(rank, check)
         for step in range(job.steps):
@@ -127,7 +142,7 @@ def test_bits_do_not_depend_on_how_far_ahead_units_climb(row: str) -> None:
 @pytest.mark.parametrize("row", ["stage 1", "stage 3", "stage 3, hpZ"])
 def test_bits_do_not_depend_on_random_delays_of_single_ranks(row: str) -> None:
     job = Job(ROWS[row], torch.bfloat16, UNEQUAL, steps=2, microbatches=2)
-    delayed = run_world((2, 2), lambda backend: Rank(job, backend, RecordingLanes(random_pauses(backend.rank))).train())
+    delayed = run_world((2, 2), lambda backend: Rank(job, backend, RecordingLanes(random_pauses(backend.rank))).train(), takes_turns=False)
     assert delayed == train_world((2, 2), job)
 
 
@@ -179,13 +194,13 @@ def test_a_step_moves_the_main_weights_by_adam_and_by_nothing_else(row: str) -> 
         gradients = [torch.cat([part.flatten() for part in each.primary.parts()]).double() for each in rank.engine.gradients]
         rank.engine.step(LEARNING_RATE)
         for unit, main_weight, gradient in zip(rank.engine.units, before, gradients, strict=True):
-            decays = torch.cat([torch.ones(unit.runs.blocks), torch.zeros(unit.runs.exact)]).double()
+            decays = torch.cat([torch.ones(unit.layout.runs.blocks), torch.zeros(unit.layout.runs.exact)]).double()
             expected = main_weight * (1 - LEARNING_RATE * 0.01 * decays) - LEARNING_RATE * gradient / (gradient.abs() + 1e-8)
             # AdamW in fp32 rounds a handful of times; next to eps a gradient's square root loses some more digits.
             torch.testing.assert_close(unit.main_weight.double(), expected, rtol=1e-6, atol=1e-5 * LEARNING_RATE)
-            blocks = main_weight[: unit.runs.blocks].float()
+            blocks = main_weight[: unit.layout.runs.blocks].float()
             if len(blocks):
-                lost = max(lost, float((blocks - after_blocks(blocks, ROWS[row].weight_bits.inter, 32)).abs().max()))
+                lost = max(lost, float((blocks - after_blocks(blocks, bits_of(ROWS[row].weight_codes).inter, 32)).abs().max()))
         rank.engine.close()
         return lost
 
@@ -218,7 +233,7 @@ def test_each_slice_is_encoded_once_per_optimizer_step_however_often_it_climbs(
         with torch.no_grad():
             rank.loss(92)  # lets every unit climb with the weights of the last step, not only the first units
         rank.engine.close()
-        return [unit.main_weight.data_ptr() for unit in rank.engine.units if unit.runs.blocks]
+        return [unit.main_weight.data_ptr() for unit in rank.engine.units if unit.layout.runs.blocks]
 
     units = [pointer for pointers in run_world((2, 2), program) for pointer in pointers]
     assert [calls[pointer] for pointer in units] == [job.steps + 1] * len(units)

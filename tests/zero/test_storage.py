@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.small_engine import ROWS, Job, ModelShape, Rank, run_world
+from harness.codes import CodeOptions, LinkBits
+from harness.small_engine import ROWS, Job, ModelShape, Rank
+from harness.worlds import run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
-from megatron_zpp.zero.policy import POLICIES, CodeOptions, with_quantized_gradients
+from megatron_zpp.zero.policy import POLICIES, with_quantized_gradients
+
+pytestmark = pytest.mark.virtual
 
 SHAPES = [(1, 1), (2, 1), (2, 2), (3, 2)]
 
@@ -110,7 +114,7 @@ def test_a_parameter_stays_the_same_object_from_construction_on() -> None:
 def test_the_padding_of_main_weights_and_gradients_stays_zero(row: str) -> None:
     policy = ROWS[row.removesuffix(", rotated codes")]
     if row.endswith("rotated codes"):
-        policy = with_quantized_gradients(policy, options=CodeOptions(is_rotated=True))
+        policy = with_quantized_gradients(policy, LinkBits(4, 4).codes(CodeOptions(is_rotated=True)))
 
     def program(backend: VirtualBackend) -> None:
         rank = Rank(Job(policy, microbatches=2), backend)

@@ -61,7 +61,7 @@ def test_without_overlap_times_add(flags: str) -> None:
     overlap=st.sampled_from(list(Overlap)),
     microbatches=st.integers(1, 4),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_step_takes_what_is_busiest_and_at_most_everything_in_turn(
     log_rate: float, flags: str, overlap: Overlap, microbatches: int
 ) -> None:
@@ -71,7 +71,7 @@ def test_a_step_takes_what_is_busiest_and_at_most_everything_in_turn(
 
 
 @given(log_rate=st.floats(4, 8), faster=st.floats(1.0, 10.0), overlap=st.sampled_from(list(Overlap)))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_faster_link_never_makes_a_step_slower_where_the_order_of_hops_is_fixed(log_rate: float, faster: float, overlap: Overlap) -> None:
     # The thread's hops of several lanes start in an order that depends on the rate; what that may cost is one hop.
     slow, fast = (step_time(job(), machine(LinkSpeed(10**log_rate * factor), overlap), COMPUTATION).seconds for factor in (1.0, faster))

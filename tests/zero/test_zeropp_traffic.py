@@ -6,21 +6,25 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from harness.closed_forms import Unit, payload_bytes, small_units
+from harness.codes import LinkBits, code
 from harness.matrix_model import BLOCK as MATRIX_BLOCK
 from harness.matrix_model import PARAMETERS, WORLD, MatrixRank
-from harness.small_engine import VOCAB, Job, ModelShape, Rank, run_world
+from harness.small_engine import VOCAB, Job, ModelShape, bytes_by_step
+from harness.worlds import run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
-from megatron_zpp.comm.ledger import Category, Traffic
+from megatron_zpp.comm.ledger import Category
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.policy import (
     POLICIES,
-    LinkBits,
     Policy,
     with_quantized_gradients,
     with_quantized_weights,
     with_secondary_weights,
 )
+
+pytestmark = pytest.mark.virtual
 
 BLOCK = 32
 INNER, HIDDEN = (40,), 6
@@ -41,10 +45,10 @@ class Features:
     def policy(self) -> Policy:
         policy = with_secondary_weights(POLICIES[self.stage]) if self.keeps_secondary else POLICIES[self.stage]
         if self.gradients != EXACT:
-            policy = with_quantized_gradients(policy, intra_bits=self.gradients.intra, inter_bits=self.gradients.inter)
+            policy = with_quantized_gradients(policy, self.gradients.codes())
         if self.weights.inter == self.weights.intra != 16:
-            return with_quantized_weights(policy, self.weights.inter)
-        return dataclasses.replace(policy, weight_bits=self.weights)
+            return with_quantized_weights(policy, code(self.weights.inter))
+        return dataclasses.replace(policy, weight_codes=self.weights.codes())
 
 
 COMBINATIONS = {
@@ -75,52 +79,25 @@ OTHER_BITS = {
 # ---- the closed form
 
 
-@dataclass(frozen=True)
-class UnitSize:
-    """Elements of a unit, given per parameter: in two or more dims, and in one."""
-
-    blocks: tuple[int, ...]
-    exact: tuple[int, ...]
-    climbs: int  # per micro-batch where weights do not stay
-
-    def payload_bytes(self, world_size: int, bits: int, element_bytes: int) -> int:
-        """Of one slice: codes, scales and exact run, each padded to 16 bytes; regions padded to whole blocks for every rank."""
-        blocks_numel = sum(_up(numel, BLOCK) for numel in self.blocks)
-        blocks_run, exact_run = (_up(numel, world_size * BLOCK) // world_size for numel in (blocks_numel, sum(self.exact)))
-        exact_bytes = _up(exact_run * element_bytes, 16)
-        if bits == 16:
-            return _up(blocks_run * element_bytes, 16) + exact_bytes
-        return _up(blocks_run * bits // 8, 16) + _up(blocks_run // BLOCK * 4, 16) + exact_bytes
-
-
-def _up(number: int, multiple: int) -> int:
-    while number % multiple:
-        number += 1
-    return number
-
-
-def _units(is_tied: bool = True) -> list[UnitSize]:
-    blocks = [UnitSize((inner * HIDDEN, HIDDEN * inner), (HIDDEN, HIDDEN, inner, HIDDEN), climbs=2) for inner in INNER]
-    embedding = UnitSize((VOCAB * HIDDEN,), (), climbs=2 if is_tied else 1)
-    norm = UnitSize((), (HIDDEN, HIDDEN), climbs=1)
-    return [embedding, *blocks, norm] + ([] if is_tied else [UnitSize((VOCAB * HIDDEN,), (), climbs=1)])
+def _units(is_tied: bool = True) -> list[Unit]:
+    return small_units(INNER, HIDDEN, VOCAB, is_tied=is_tied, block=BLOCK)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """A world: all ranks, those of a physical node, and those among which a secondary rung is split."""
+    """A world: all ranks, those of a node, and those among which a secondary rung is split."""
 
     world: int
     per_node: int
     partition: int
 
     def received(self, members: list[int], nbytes: int) -> tuple[int, int]:
-        """What rank 0 gets from each other member: over the border of its physical node, and within."""
+        """What rank 0 gets from each other member: over the border of its node, and within."""
         other_nodes = sum(member >= self.per_node for member in members)
         return other_nodes * nbytes, (len(members) - 1 - other_nodes) * nbytes
 
 
-def _closed_form(features: Features, units: list[UnitSize], ranks: Ranks, element_bytes: int, microbatches: int) -> tuple[int, int]:
+def _closed_form(features: Features, units: list[Unit], ranks: Ranks, element_bytes: int, microbatches: int) -> tuple[int, int]:
     """Bytes per step that enter a node, and that a rank gets from ranks of its own node; the same for every rank."""
     over_inter = list(range(0, ranks.world, ranks.partition))
     over_intra = list(range(ranks.partition))
@@ -129,7 +106,7 @@ def _closed_form(features: Features, units: list[UnitSize], ranks: Ranks, elemen
         climbs = unit.climbs * microbatches if features.stage == 3 else 1
         descents = 1 if features.stage == 1 else microbatches
         inter, intra = len(over_inter), len(over_intra)
-        payload = {bits: unit.payload_bytes(ranks.world, bits, element_bytes) for bits in (4, 8, 16)}
+        payload = {bits: payload_bytes(unit, ranks.world, bits, element_bytes) for bits in (4, 8, 16)}
         messages = [
             (over_inter, payload[features.weights.inter], 1 if features.keeps_secondary else climbs),
             (over_intra, payload[features.weights.intra] * inter, climbs),
@@ -146,54 +123,46 @@ def _closed_form(features: Features, units: list[UnitSize], ranks: Ranks, elemen
 # ---- the ledger
 
 
-def _measured(topology: Topology, job: Job, steps: int = 1) -> list[list[tuple[int, int]]]:
-    """By rank and step, in the form of the closed form."""
-
-    def program(backend: VirtualBackend) -> list[tuple[int, int]]:
-        rank = Rank(job, backend)
-        before, by_step = Traffic(), []
-        for step in range(steps):
-            rank.step(step)
-            total = rank.ledger.total(Category.WEIGHTS, Category.GRADIENTS)
-            by_step.append((rank.ledger.inter_node_bytes(total - before), (total - before).intra_bytes))
-            before = total
-        rank.engine.close()
-        return by_step
-
-    return run_world(topology, program)
-
-
 def _check(features: Features, topology: Topology, dtype: torch.dtype, microbatches: int, is_tied: bool = True, steps: int = 1) -> None:
     ranks = Ranks(topology.world_size, topology.ranks_per_node, topology.partition_ranks)
     expected = _closed_form(features, _units(is_tied), ranks, dtype.itemsize, microbatches)
     shape = ModelShape(INNER, HIDDEN, is_tied)
-    job = Job(features.policy(), dtype, shape, microbatches=microbatches, block_numel=BLOCK)
-    assert _measured(topology, job, steps) == [[expected] * steps] * topology.world_size
+    job = Job(features.policy(), dtype, shape, steps=steps, microbatches=microbatches, block_numel=BLOCK)
+    assert bytes_by_step(topology, job) == [[expected] * steps] * topology.world_size
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("name", list(COMBINATIONS))
-@pytest.mark.parametrize("world", PROMISED, ids=str)
+# Every combination in two of the promised worlds and with one micro-batch and with three.
+@pytest.mark.parametrize(
+    "world, name, microbatches",
+    [(PROMISED[(index + turn) % len(PROMISED)], name, (1, 3)[turn]) for index, name in enumerate(COMBINATIONS) for turn in (0, 1)],
+    ids=str,
+)
 def test_each_combination_moves_the_bytes_of_the_closed_form(world: tuple[int, int], name: str, microbatches: int) -> None:
     _check(COMBINATIONS[name], Topology.of_nodes(*world), torch.bfloat16, microbatches)
 
 
 @pytest.mark.parametrize("world", [world for world in WORLDS if world not in PROMISED], ids=str)
 def test_the_bytes_of_other_worlds_are_those_of_the_closed_form_too(world: tuple[int, int]) -> None:
-    first = 3 * world[0] + 5 * world[1]
-    for turn in (first, first + 3):  # every combination in several worlds
-        name = list(COMBINATIONS)[turn % len(COMBINATIONS)]
-        dtype = [torch.float32, torch.bfloat16][turn % 2]
-        _check(COMBINATIONS[name], Topology.of_nodes(*world), dtype, microbatches=1 + turn % 2, is_tied=turn % 4 < 2)
+    turn = 3 * world[0] + 5 * world[1]
+    name = list(COMBINATIONS)[turn % len(COMBINATIONS)]
+    dtype = [torch.float32, torch.bfloat16][turn % 2]
+    _check(COMBINATIONS[name], Topology.of_nodes(*world), dtype, microbatches=1 + turn % 2, is_tied=turn % 4 < 2)
 
 
-@pytest.mark.parametrize("name", [*LOWER_STAGES, *OTHER_BITS])
-@pytest.mark.parametrize("world", [(2, 2), (1, 3), (3, 1)], ids=str)
+# All in a world with two links; with one, those whose links differ, and one of each kind.
+@pytest.mark.parametrize(
+    "world, name",
+    [
+        *(((2, 2), name) for name in (*LOWER_STAGES, *OTHER_BITS)),
+        *((world, name) for world in ((1, 3), (3, 1)) for name in ("stage 1 qwZ+qgZ", *(name for name in OTHER_BITS if "between" in name))),
+    ],
+    ids=str,
+)
 def test_lower_stages_and_other_bits_move_the_bytes_of_the_closed_form(world: tuple[int, int], name: str) -> None:
     _check({**LOWER_STAGES, **OTHER_BITS}[name], Topology.of_nodes(*world), torch.bfloat16, microbatches=2)
 
 
-@pytest.mark.parametrize("partition, name", [(1, "all"), (1, "qwZ"), *((2, name) for name in COMBINATIONS)])
+@pytest.mark.parametrize("partition, name", [(1, "all"), *((2, name) for name in ("ZeRO-3", "hpZ", "qwZ+qgZ", "all"))])
 def test_partitions_smaller_than_a_node_move_the_bytes_of_the_closed_form(partition: int, name: str) -> None:
     _check(COMBINATIONS[name], Topology(8, ranks_per_node=4, partition_ranks=partition), torch.bfloat16, microbatches=2)
 

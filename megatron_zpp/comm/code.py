@@ -1,0 +1,118 @@
+"""What values look like while they cross a link, described (no torch); comm/codecs.py does what is described here.
+
+A payload is what crosses of one slice:
+
+    | blocks run, coded | exact run, never quantized |
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from megatron_zpp.ops.payload import BITS, coded_bytes, padded_bytes
+from megatron_zpp.parallel.topology import Link, Topology
+
+
+class Rotation(enum.Enum):
+    """What is done to values before they are quantized. HADAMARD: every 32 neighbours are mixed, so that no outlier sets the scale of its
+    whole block."""
+
+    NONE = "none"
+    HADAMARD = "hadamard"
+
+
+class Rounding(enum.Enum):
+    """How a value becomes an integer. STOCHASTIC: up with the probability of its distance from the code below, so that errors have the
+    mean 0."""
+
+    NEAREST = "nearest"
+    STOCHASTIC = "stochastic"
+
+
+@dataclass(frozen=True)
+class Runs:
+    """How many elements a slice has in each of its two regions."""
+
+    blocks: int
+    exact: int
+
+    @property
+    def numel(self) -> int:
+        return self.blocks + self.exact
+
+
+@dataclass(frozen=True)
+class Code:
+    """How the blocks run of a slice crosses a link.
+
+    bits: of an integer, 4 or 8; None leaves values in the dtype that they are sent in, and then nothing rotates or rounds.
+    Raises ValueError for other bits, and for a rotation or a rounding without bits.
+    """
+
+    bits: int | None = None
+    rotation: Rotation = Rotation.NONE
+    rounding: Rounding = Rounding.NEAREST
+
+    def __post_init__(self) -> None:
+        if self.bits is None and (self.rotation, self.rounding) != (Rotation.NONE, Rounding.NEAREST):
+            raise ValueError("values that cross as they are neither rotate nor round; choose 4 or 8 bits, or neither option")
+        if self.bits is not None and self.bits not in BITS:
+            raise ValueError(f"{self.bits} bits per value is no code; choose 4 or 8, or None for values as they are")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether values cross as they are."""
+        return self.bits is None
+
+    @property
+    def mixes_neighbours(self) -> bool:
+        """Whether the error of a value reaches its neighbours, padding among them."""
+        return self.rotation is not Rotation.NONE
+
+    def blocks_bytes(self, numel: int, *, element_bytes: int, block_numel: int = 1) -> int:
+        """Bytes of a blocks run of `numel` values: where the exact run begins.
+
+        element_bytes: of a value that crosses as it is. block_numel: of values that share a scale, where there are scales.
+        """
+        return padded_bytes(numel * element_bytes) if self.bits is None else coded_bytes(numel, self.bits, block_numel)
+
+    def payload_bytes(self, runs: Runs, *, element_bytes: int, block_numel: int = 1) -> int:
+        """Bytes of one slice's payload, a multiple of 16; arguments as in `blocks_bytes`."""
+        blocks = self.blocks_bytes(runs.blocks, element_bytes=element_bytes, block_numel=block_numel)
+        return blocks + padded_bytes(runs.exact * element_bytes)
+
+
+EXACT = Code()
+
+
+@dataclass(frozen=True)
+class LinkCodes:
+    """The code of each link, in one direction."""
+
+    inter: Code = EXACT
+    intra: Code = EXACT
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether a payload that one link has brought goes on over the other as it is."""
+        return self.inter == self.intra
+
+    @property
+    def any_mixes_neighbours(self) -> bool:
+        """Whether on one of the links the error of a value reaches its neighbours."""
+        return self.inter.mixes_neighbours or self.intra.mixes_neighbours
+
+    def in_world(self, topology: Topology) -> LinkCodes:
+        """The codes at work in a world.
+
+        A link of one rank changes nothing: the payload that the other link brings, or takes, is the one that stands on both sides of it,
+        so it is in the other link's code. One rank alone sends nothing and has its values as they are.
+        """
+        if topology.world_size == 1:
+            return LinkCodes()
+        if topology.link_ranks(Link.INTER) == 1:
+            return LinkCodes(self.intra, self.intra)
+        if topology.link_ranks(Link.INTRA) == 1:
+            return LinkCodes(self.inter, self.inter)
+        return self

@@ -1,0 +1,105 @@
+"""What the thread of the lanes does next: the one rule, for the thread itself and for the time model that predicts it (no torch).
+
+A hop is submitted, prepared, launched, across, and landed. Each of these has a time, NEVER until it is known. On the thread these are times
+of the clock on the wall, and what is known has happened. In a time model a hop that has been launched is across at a known time to come.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Generic, Protocol, TypeVar
+
+from megatron_zpp.parallel.topology import MOST_CROSSING
+
+NEVER = math.inf
+
+
+class Move(enum.IntEnum):
+    """Moves in order of priority: what lets a link work, what somebody may be waiting for, what comes next.
+
+    Of those that can start at the same time, the first is made.
+    """
+
+    LAUNCH = 0
+    LAND = 1
+    PREPARE = 2
+
+
+@dataclass(eq=False, kw_only=True)
+class Times:
+    """How far one hop has come."""
+
+    submitted: float = 0.0
+    prepared: float = NEVER
+    launched: float = NEVER
+    crossed: float = NEVER
+    landed: float = NEVER
+
+    @property
+    def has_landed(self) -> bool:
+        return self.landed < NEVER
+
+
+class TimedHop(Protocol):
+    """A hop with its times. after: the hop whose landing this one needs before it is prepared."""
+
+    submitted: float
+    prepared: float
+    launched: float
+    crossed: float
+    landed: float
+
+    @property
+    def after(self) -> TimedHop | None: ...
+
+
+HopType = TypeVar("HopType", bound=TimedHop)
+
+
+@dataclass(frozen=True)
+class NextMove(Generic[HopType]):
+    """A move of a hop; start: the time from which it can be made."""
+
+    start: float
+    move: Move
+    hop: HopType
+
+
+def first_move(lanes: Iterable[deque[HopType]], free_from: float) -> NextMove[HopType] | None:
+    """What a thread that is free from then on does next; None where nothing that is known lets it do anything.
+
+    lanes: of each lane the hops that have not landed, in the order of submission. Of each only the first are looked at: those under way,
+    MOST_CROSSING at most, and one to follow.
+    """
+    moves = (move for lane in lanes for move in _moves(lane, free_from))
+    return min(moves, key=lambda found: (found.start, found.move), default=None)
+
+
+def _moves(lane: deque[HopType], free_from: float) -> Iterator[NextMove[HopType]]:
+    first = list(islice(lane, MOST_CROSSING + 1))
+    waiting = next((hop for hop in first if hop.launched == NEVER), None)
+    if waiting is not None:
+        yield from _possible(max(waiting.prepared, _place_free(first[: first.index(waiting)])), free_from, Move.LAUNCH, waiting)
+    if first:
+        yield from _possible(first[0].crossed, free_from, Move.LAND, first[0])
+    unprepared = next((hop for hop in first if hop.prepared == NEVER), None)
+    if unprepared is not None:
+        ready = unprepared.submitted if unprepared.after is None else max(unprepared.submitted, unprepared.after.landed)
+        yield from _possible(ready, free_from, Move.PREPARE, unprepared)
+
+
+def _possible(ready: float, free_from: float, move: Move, hop: HopType) -> Iterator[NextMove[HopType]]:
+    if ready < NEVER:
+        yield NextMove(max(ready, free_from), move, hop)
+
+
+def _place_free(launched: list[HopType]) -> float:
+    """When fewer than MOST_CROSSING of the lane's collectives are under way."""
+    if len(launched) < MOST_CROSSING:
+        return 0.0
+    return sorted(hop.crossed for hop in launched)[-MOST_CROSSING]

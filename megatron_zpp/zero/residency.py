@@ -1,0 +1,105 @@
+"""Which rungs of one unit's weights are fresh, on their way or at rest: every decision about it, and no data (no torch).
+
+A rung is filled when it is needed and neither it nor one above it is fresh or on its way. It rests when no use needs it, and goes stale
+when the main weights change:
+
+                  submitted              landed
+    at rest  ------------------>  on its way  ---------->  fresh
+       ^                                                     |
+       +--------------- rest, invalidate --------------------+
+
+The secondary rung rests as soon as the full one has landed, unless the policy keeps it within a step.
+
+The engine executes these decisions on tensors (zero/unit.py), the planner times them (zero/walk.py). A ticket stands for a hop under way.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from megatron_zpp.zero.policy import Policy, Rung
+
+Ticket = TypeVar("Ticket")
+_CLIMBED = (Rung.SECONDARY, Rung.FULL)  # the rungs that a climb fills, lowest first
+
+
+class Residency(Generic[Ticket]):
+    """The rungs of one unit on one rank. It starts with every rung at rest.
+
+    The primary rung holds main weights and is never stale; what of it can be fresh is their payload, encoded once and kept.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._fresh: set[Rung] = set()
+        self._tickets: dict[Rung, Ticket] = {}
+
+    @property
+    def fills_without_hops(self) -> bool:
+        """Whether the full rung is a copy of main weights that every rank has."""
+        return self._policy.optimizer is Rung.FULL
+
+    def is_fresh(self, rung: Rung) -> bool:
+        """Whether the rung holds what the main weights say now."""
+        return rung in self._fresh
+
+    def needs(self, rung: Rung) -> tuple[Rung, ...]:
+        """The rungs that must be filled so that `rung` will be fresh, lowest first; each from the one before it.
+
+        Empty where `rung`, or one above it, is fresh or on its way. Where the optimizer rests full, the full rung is filled from the main
+        weights, and there is no other.
+        """
+        if any(self._is_there(other) for other in _CLIMBED if other >= rung):
+            return ()
+        if self.fills_without_hops:
+            return (Rung.FULL,) if rung is Rung.FULL else ()
+        return tuple(other for other in _CLIMBED if other <= rung and not self._is_there(other))
+
+    def submitted(self, rung: Rung, ticket: Ticket) -> None:
+        """The hop that fills `rung` has been handed to its lane."""
+        self._tickets[rung] = ticket
+
+    def filled(self, rung: Rung) -> None:
+        """`rung` has been filled without a hop."""
+        self._fresh.add(rung)
+
+    def under_way(self) -> dict[Rung, Ticket]:
+        """The rungs on their way, each with the ticket of its hop, lowest first."""
+        return {rung: self._tickets[rung] for rung in _CLIMBED if rung in self._tickets}
+
+    def ticket_below(self, rung: Rung) -> Ticket | None:
+        """The ticket of the hop that a hop to `rung` has to come after, if one is on its way."""
+        return self._tickets.get(Rung(rung - 1))
+
+    def landed(self) -> tuple[Rung, ...]:
+        """All that was under way has arrived, the full rung last; returns the rungs that nobody needs any longer."""
+        if Rung.FULL not in self._tickets:
+            raise RuntimeError("no climb to the full rung is under way")
+        self._fresh.update(self._tickets)
+        self._tickets.clear()
+        return () if self._policy.weights_in_step is Rung.SECONDARY else self._drop(Rung.SECONDARY)
+
+    def rest(self) -> tuple[Rung, ...]:
+        """A use is done with the weights; returns the rungs to let go of: those above where weights rest within a step.
+
+        Empty while a climb is under way: somebody needs it already.
+        """
+        if self._tickets:
+            return ()
+        return self._drop(*(rung for rung in _CLIMBED if rung > self._policy.weights_in_step))
+
+    def invalidate(self) -> tuple[Rung, ...]:
+        """The main weights have changed, so every rung is stale; returns the rungs to let go of.
+
+        What is under way must have been waited for; it is dropped. Where weights rest full within a step, the full rung keeps its storage.
+        """
+        self._tickets.clear()
+        self._fresh.clear()
+        return (Rung.SECONDARY,) if self._policy.weights_in_step is Rung.FULL else _CLIMBED
+
+    def _is_there(self, rung: Rung) -> bool:
+        return rung in self._fresh or rung in self._tickets
+
+    def _drop(self, *rungs: Rung) -> tuple[Rung, ...]:
+        self._fresh.difference_update(rungs)
+        return rungs

@@ -1,0 +1,103 @@
+"""The way of one unit's gradient, micro-batch by micro-batch, from autograd down to where its sums rest.
+
+                      full                 secondary               primary
+    rest FULL         += per micro-batch   -                       last micro-batch
+    rest SECONDARY    descends each        += per micro-batch      last micro-batch
+    rest PRIMARY      descends each        (passes through)        += per micro-batch
+
+An optimizer on the full rung then lets the fp32 mean climb back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.comm.code import LinkCodes
+from megatron_zpp.comm.lanes import Hop
+from megatron_zpp.comm.ledger import Category
+from megatron_zpp.comm.links import Climb, Ladder, LinkCodecs
+from megatron_zpp.zero.collector import Collector
+from megatron_zpp.zero.gradients import UnitGradient
+from megatron_zpp.zero.policy import Policy, Rung
+
+
+class UnitDescent:
+    """The hops of one unit's gradient on one rank; every rank must call `descend` for the same units in the same order."""
+
+    def __init__(self, gradient: UnitGradient, collector: Collector, policy: Policy, ladder: Ladder, codecs: LinkCodecs) -> None:
+        self._gradient = gradient
+        self._collector = collector
+        self._policy = policy
+        self._ladder = ladder
+        self._codecs = codecs
+        self._mean_codecs = LinkCodecs.of(LinkCodes(), torch.float32, gradient.layout.block_numel)
+        self._iteration = 0
+        self._microbatch = 0
+        self._hops: list[Hop] = []
+        self._mean_payloads: Tensor | None = None  # [N * payload_bytes] uint8, the secondary rung of a mean that climbs back
+
+    def collect(self, index: int, gradient: Tensor) -> bool:
+        """Takes the gradient of parameter `index` of the layout; True once every parameter's of this micro-batch has come."""
+        self.finish()  # the micro-batch before may still be descending from where this one is to be written
+        return self._collector.collect(index, gradient)
+
+    def fill_missing(self) -> None:
+        """Zeros for parameters that the loss did not reach in this micro-batch."""
+        self.finish()
+        self._collector.fill_missing()
+
+    def descend(self, *, is_last_microbatch: bool) -> None:
+        """Submits the hops that this micro-batch owes."""
+        name, ladder, gradient = self._gradient.name, self._ladder, self._gradient
+        values = self._collector.complete()
+        codecs = self._codecs.drawn_for(name, ladder.backend.rank, self._iteration, self._microbatch)
+        self._microbatch += 1
+        if self._policy.gradients is Rung.FULL:
+            if is_last_microbatch:
+                self._hops += ladder.descend(name, codecs, values, gradient.primary, accumulate=False)
+                self._climb_back()
+            return
+        if self._policy.gradients is Rung.PRIMARY:
+            self._hops += ladder.descend(name, codecs, values, gradient.primary, accumulate=True)
+            return
+        hop = ladder.descend_to_secondary(name, codecs.intra, values, gradient.resting, accumulate=True)
+        self._hops.append(hop)
+        if is_last_microbatch:
+            self._hops.append(
+                ladder.descend_from_secondary(name, codecs.inter, gradient.resting, gradient.primary, accumulate=False, after=hop)
+            )
+
+    def finish(self) -> None:
+        """Returns once every hop under way has landed, and books what they moved; does nothing where none is."""
+        if not self._hops:
+            return  # what has been collected since the last descent stays
+        for hop in self._hops:
+            self._ladder.lanes.wait(hop)
+            self._ladder.ledger.book(Category.GRADIENTS, hop.traffic)
+        self._hops = []
+        self._collector.release()
+        if self._mean_payloads is not None:
+            self._ladder.staging.give(self._mean_payloads)
+        self._mean_payloads = None
+
+    def start_iteration(self, iteration: int) -> None:
+        """Says which step the next micro-batches belong to, and that none of it has descended."""
+        self._iteration = iteration
+        self._microbatch = 0
+
+    def use_codecs(self, codecs: LinkCodecs) -> None:
+        """Lets the next descents cross the links in `codecs`."""
+        self._codecs = codecs
+
+    def _climb_back(self) -> None:
+        if self._policy.optimizer is not Rung.FULL:
+            return
+        ladder, gradient, codecs = self._ladder, self._gradient, self._mean_codecs
+        runs = gradient.layout.runs
+        climb = Climb(gradient.name, runs, codecs, lambda payload: codecs.inter.encode_into(gradient.primary, payload))
+        payload_bytes = codecs.inter.payload_bytes(runs)
+        self._mean_payloads = ladder.staging.take(ladder.partitions * payload_bytes)
+        payloads = self._mean_payloads.view(-1, payload_bytes)
+        secondary = ladder.climb_to_secondary(climb, payloads, self._hops[-1])
+        self._hops += [secondary, ladder.climb_to_full(gradient.name, codecs.intra, payloads, gradient.resting, secondary)]

@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.training.run_plan import MEMBERS, PlannedWorld, plan_run
+
+FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --bf16 --ranks-per-node 4"
+
+
+def test_the_flags_of_a_member_ask_for_the_partition_that_was_planned() -> None:
+    zeropp = MEMBERS[-1]
+    for asked, partition_ranks in (("", 4), ("--zero-hpz-partition-size 2", 2)):
+        given = parse_flags(f"{FLAGS} {asked}".split())
+        plan = plan_run(given, zeropp, PlannedWorld(2, 4, is_on_gpu=False), 128)
+        assert plan.job.topology.partition_ranks == partition_ranks
+        assert f"--zero-hpz-partition-size {partition_ranks}" in plan.flags
