@@ -5,25 +5,37 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 usage() {
     cat <<'TEXT'
-bash scripts/test.sh [--no-venv] [--long] [arguments of pytest]
+bash scripts/test.sh [--no-venv] [--long] [--tier NAME] [arguments of pytest]
 
-  --no-venv   use the active environment instead of .venv
-  --long      run the tests marked long as well
+  --no-venv     use the active environment instead of .venv
+  --long        run the tests marked long as well, and look for new examples in property tests
+  --tier NAME   only tests that start no ranks (pure), ranks as threads (virtual), or ranks as processes (gloo)
 
 Everything else goes to pytest, for example: bash scripts/test.sh tests/zero -k layout
+Without arguments of pytest, tests run on two workers.
 TEXT
 }
 
 use_venv=yes
-pytest_arguments=()
-for argument in "$@"; do
-    case "$argument" in
+tier="" length="not long"
+own_arguments=() pytest_arguments=()
+while (($#)); do
+    case "$1" in
         --no-venv) use_venv=no ;;
-        --long) pytest_arguments+=(-m "") ;;
+        --long) length="(long or not long)" && own_arguments+=(--hypothesis-profile long) ;;
+        --tier)
+            [[ "${2:-}" =~ ^(pure|virtual|gloo)$ ]] || stop "--tier ${2:-} is no tier; choose pure, virtual or gloo."
+            tier="$2" && shift
+            ;;
         -h | --help) usage && exit ;;
-        *) pytest_arguments+=("$argument") ;;
+        *) pytest_arguments+=("$1") ;;
     esac
+    shift
 done
+own_arguments+=(-m "${tier:+$tier and }$length")
+if ((${#pytest_arguments[@]} == 0)); then
+    own_arguments+=(-n 2 --dist loadgroup --no-loadscope-reorder)
+fi
 
 prepare_environment "$use_venv" requirements.txt requirements-dev.txt
 
@@ -40,4 +52,4 @@ lint-imports --no-logo
 echo "== kernels"
 bash scripts/build_extensions.sh --no-venv
 echo "== pytest: statements"
-python -m pytest ${pytest_arguments[@]+"${pytest_arguments[@]}"}
+python -m pytest "${own_arguments[@]}" ${pytest_arguments[@]+"${pytest_arguments[@]}"}

@@ -1,11 +1,21 @@
-"""What all tests share."""
+"""What all tests share: real ranks, the tiers, and one profile of hypothesis, in which nothing depends on the clock."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from harness import tiers
 from harness.rank_pool import RankPool
+from hypothesis import HealthCheck, settings
+
+# Every run sees the same examples, however slow the machine is. The long profile looks for new ones.
+settings.register_profile("statements", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("long", settings.get_profile("statements"), derandomize=False, print_blob=True, max_examples=1000)
+settings.load_profile("statements")
+
+INTEGRATION = Path(__file__).parent / "integration"
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +24,29 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their tier
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Gives every test its tier, and begins with the cheapest.
+
+    Among workers (pytest -n) the dearest comes first: tests that start processes stay on one worker, where they share them, and a file's
+    others stay together. So no core is left alone with what takes longest.
+    """
+    for item in items:
+        item.add_marker(_tier_of(item))
+        item.add_marker(pytest.mark.xdist_group("gloo" if _tier_of(item) == "gloo" else item.path.name))
+    has_workers = hasattr(config, "workerinput") or bool(getattr(config.option, "numprocesses", None))
+    items.sort(key=lambda item: tiers.TIERS.index(_tier_of(item)), reverse=has_workers)
+
+
+@pytest.fixture(autouse=True)
+def _tier(request: pytest.FixtureRequest) -> Iterator[None]:
+    with tiers.entered(_tier_of(request.node)):
+        yield
+
+
+def _tier_of(item: pytest.Item) -> str:
+    if item.get_closest_marker("gloo") or "ranks" in getattr(item, "fixturenames", ()) or INTEGRATION in item.path.parents:
+        return "gloo"
+    return "virtual" if item.get_closest_marker("virtual") else "pure"

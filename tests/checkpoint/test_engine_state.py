@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.small_engine import ROWS, Job, ModelShape, Rank, run_world
+from harness.small_engine import ROWS, Job, ModelShape, Rank
 from harness.small_state import Gathering
+from harness.worlds import run_world
 from torch import Tensor
 
 from megatron_zpp.checkpoint.engine_state import RunState, load_engine, manifest_of, share_of
@@ -19,6 +20,8 @@ from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SaveOptions
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.zero.pieces import owned_pieces, parameters
+
+pytestmark = pytest.mark.virtual
 
 SHAPE = ModelShape(is_tied=False)
 ITERATION = 2

@@ -31,7 +31,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor], chunk_bytes: int = CHUNK
     return write_file(path, layout, tensors.values(), chunk_bytes), layout
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 100), max_size=6), st.sampled_from(sorted(DTYPES)), st.sampled_from([4, 64, 1000, 1 << 20]))
 def test_safetensors_reads_the_file_and_the_checksums_are_those_of_its_chunks(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], types: str, chunk_bytes: int

@@ -51,7 +51,7 @@ def test_one_corpus_with_a_weight_is_a_blend_of_one_with_its_surplus(tmp_path: P
     assert [weighted[index]["tokens"].tolist() for index in range(200)] == [plain[index]["tokens"].tolist() for index in range(200)]
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_blend_however_small_its_corpora_runs_out_of_samples(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Megatron raises IndexError where a share, rounded and drawn greedily, exceeds what its source was cut into."""

@@ -53,7 +53,7 @@ def test_ids_are_those_of_an_independent_implementation(tokenizer: GPT2BPETokeni
     assert batch.ids.dtype == np.int32
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n\t'sedlx1")))
 def test_any_text_has_the_ids_of_an_independent_implementation_and_comes_back(
     tokenizer: GPT2BPETokenizer, independent: ByteLevelBPETokenizer, text: str

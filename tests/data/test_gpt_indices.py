@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 from harness.tiny_corpus import GOLDEN
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.data.gpt_indices import build_gpt_indices, plan_epochs
@@ -29,7 +29,6 @@ def test_indices_equal_megatrons(case: str, name: str) -> None:
     assert [values.dtype.name for values in indices] == golden["dtypes"]
 
 
-@settings(deadline=None)
 @given(lengths=corpora, sample_count=st.integers(0, 40), seq_length=st.integers(1, 9), seed=st.integers(0, 2**32 - 1))
 def test_samples_cut_the_shuffled_stream_every_seq_length_tokens(lengths: list[int], sample_count: int, seq_length: int, seed: int) -> None:
     indices = build_gpt_indices(
@@ -58,7 +57,6 @@ def test_last_epoch_stands_apart_if_less_than_four_fifths_of_its_samples_are_nee
     assert plan_epochs(tokens, sample_count=sample_count, seq_length=seq_length) == expected
 
 
-@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 9), min_size=2, max_size=8), sample_count=st.integers(1, 60), seed=st.integers(0, 99))
 def test_a_separate_last_epoch_comes_last_and_is_whole(lengths: list[int], sample_count: int, seed: int) -> None:
     indices = build_gpt_indices(np.array(lengths, dtype=np.int32), range(len(lengths)), sample_count=sample_count, seq_length=3, seed=seed)

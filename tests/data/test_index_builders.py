@@ -35,7 +35,7 @@ def assert_same(left: GPTIndices, right: GPTIndices) -> None:
 
 
 @needs_kernels
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     lengths=corpora, seq_length=sizes_around_powers_of_two, epochs=st.integers(1, 5), part=st.floats(0, 1), seed=st.integers(0, 2**32 - 1)
 )
@@ -112,7 +112,6 @@ def test_the_blend_equals_megatrons(builder: str, monkeypatch: pytest.MonkeyPatc
 
 
 @needs_kernels
-@settings(deadline=None)
 @given(parts=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9), size=st.integers(0, 200))
 def test_cpp_and_numpy_deal_the_same_blend_which_stays_within_one_sample_of_its_shares(parts: list[float], size: int) -> None:
     weights = np.array(parts) / np.sum(parts)

@@ -22,7 +22,7 @@ def cut(path: str, byte_count: int) -> None:
     Path(path).write_bytes(Path(path).read_bytes()[:-byte_count])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     dtype=st.sampled_from(["uint8", "int8", "int16", "uint16", "int32", "int64"]),
     documents=st.lists(st.lists(st.integers(0, 127), max_size=9), max_size=9),

@@ -71,7 +71,7 @@ def test_offsets_beyond_four_gigabytes_do_not_wrap(tmp_path: Path) -> None:
 documents_of_sequences = st.lists(st.lists(st.lists(st.integers(0, 2**16 - 1), max_size=4), max_size=3), max_size=6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(batches=st.lists(documents_of_sequences, max_size=4), chunk=st.integers(1, 5))
 def test_any_documents_in_any_batches_give_the_bytes_of_the_format(batches: list[list[list[list[int]]]], chunk: int) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:

@@ -57,7 +57,7 @@ def test_sources_have_sentencepieces_own_ids(name: str, monkeypatch: pytest.Monk
     assert ids_in_segments(name, texts) == expected
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     text=st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n\t▁x<EOD>edrtnsi0123(_"), max_size=60),

@@ -6,11 +6,11 @@ import ast
 import re
 import shlex
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+from harness import forked
 
 from megatron_zpp.config.cli import help_text
 
@@ -50,8 +50,11 @@ def flags_of(program: str) -> frozenset[str]:
     program = PASSED_ON.get(program, program)
     if program == ENTRY:
         return frozenset(FLAG.findall(help_text()))
-    interpreter = "bash" if program.endswith(".sh") else sys.executable
-    done = subprocess.run([interpreter, program, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    if program.endswith(".sh"):
+        done = subprocess.run(["bash", program, "--help"], cwd=ROOT, capture_output=True, text=True, check=False)
+    else:
+        done = forked.run(program, "--help")
+    assert done.returncode == 0, done.stderr
     return frozenset(FLAG.findall(done.stdout))
 
 

@@ -1,4 +1,7 @@
-"""What a step of the tiny GPT of `tiny_runs.py` must move and keep, written straight from the definition of units, slices and uses."""
+"""What a step of a small model must move and keep, written straight from the definition of units, slices and uses.
+
+The tiny GPT is that of `tiny_runs.py`, the small model that of `small_engine.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,13 @@ class Unit:
     matrices: tuple[int, ...]
     vectors: int
     climbs: int
+    block: int = BLOCK
 
     def runs(self, world_size: int) -> tuple[int, int]:
         """Elements of one primary slice by region: each padded to whole blocks for every rank, each matrix beginning at a block."""
-        blocks = sum(ceil(numel / BLOCK) * BLOCK for numel in self.matrices)
-        matrices, vectors = (ceil(numel / (world_size * BLOCK)) * BLOCK for numel in (blocks, self.vectors))
+        block = self.block
+        blocks = sum(ceil(numel / block) * block for numel in self.matrices)
+        matrices, vectors = (ceil(numel / (world_size * block)) * block for numel in (blocks, self.vectors))
         return matrices, vectors
 
 
@@ -30,6 +35,14 @@ def units(*, is_tied: bool) -> list[Unit]:
     embedding = Unit((VOCAB * HIDDEN, POSITIONS * HIDDEN), 0, climbs=2 if is_tied else 1)
     head = [] if is_tied else [Unit((VOCAB * HIDDEN,), 0, climbs=1)]
     return [embedding, *[block] * LAYERS, Unit((), 2 * HIDDEN, climbs=1), *head]
+
+
+def small_units(inner: tuple[int, ...], hidden: int, vocab: int, *, is_tied: bool, block: int) -> list[Unit]:
+    """Those of the small model: the embedding, a block per width of `inner`, the final norm, the head."""
+    blocks = [Unit((width * hidden, hidden * width), 3 * hidden + width, 2, block) for width in inner]
+    embedding = Unit((vocab * hidden,), 0, 2 if is_tied else 1, block)
+    head = [] if is_tied else [Unit((vocab * hidden,), 0, 1, block)]
+    return [embedding, *blocks, Unit((), 2 * hidden, 1, block), *head]
 
 
 @dataclass(frozen=True)
@@ -46,7 +59,7 @@ def payload_bytes(unit: Unit, world_size: int, bits: int, element_bytes: int) ->
     matrices, vectors = unit.runs(world_size)
     if bits == 16:
         return padded(matrices * element_bytes) + padded(vectors * element_bytes)
-    return padded(matrices * bits // 8) + padded(matrices // BLOCK * 4) + padded(vectors * element_bytes)
+    return padded(matrices * bits // 8) + padded(matrices // unit.block * 4) + padded(vectors * element_bytes)
 
 
 def padded(nbytes: int) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from harness.kernel_bits import BITS, DTYPES, UNTOUCHED
 from harness.per_block import equal_bits
 from megatron_zpp.ops import reference
-from megatron_zpp.ops.quantization import coded_bytes
+from megatron_zpp.ops.payload import coded_bytes
 
 NO_ACCESS = 0  # PROT_NONE of mmap(2)
 

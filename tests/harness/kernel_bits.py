@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harness.per_block import equal_bits
 from megatron_zpp.ops import reference
-from megatron_zpp.ops.quantization import coded_bytes
+from megatron_zpp.ops.payload import coded_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = (4, 8)

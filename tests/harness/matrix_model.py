@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.small_engine import CPU, initial_values
+from harness.worlds import TurnLanes
 from megatron_zpp.comm.backend import Backend
-from megatron_zpp.comm.lanes import ThreadLanes
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
@@ -64,7 +64,7 @@ class MatrixRank:
         self.model = MatrixModel(torch.bfloat16)
         self.ledger = Ledger(backend.topology, backend.rank)
         options = EngineOptions(policy, torch.bfloat16, BLOCK)
-        ladder = Ladder(backend, ThreadLanes(), self.ledger, CPU)
+        ladder = Ladder(backend, TurnLanes(), self.ledger, CPU)
         self.engine = ZeroEngine(self.model, self.model.unit_specs(), self.model.uses(), options, ladder, CPU)
 
     def accumulate(self, microbatches: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.kernel_bits import BITS, DTYPES, decoded, mean, recoded
 from harness.per_block import equal_bits
 from megatron_zpp.ops import reference
-from megatron_zpp.ops.quantization import coded_bytes
+from megatron_zpp.ops.payload import coded_bytes
 
 BLOCK = 32
 BLOCKS = 40

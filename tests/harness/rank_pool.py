@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import gc
 import os
 import socket
 import traceback
@@ -10,7 +10,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-START = multiprocessing.get_context("spawn")
+from torch.distributed import TCPStore
+
+from harness import forked, tiers
+
+START = forked.CONTEXT
 
 
 class RankFailure(RuntimeError):
@@ -25,9 +29,11 @@ class RankPool:
 
     def run(self, nodes: int, ranks_per_node: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 240) -> list[Any]:
         """What `function` returns on each rank, in rank order. A rank that fails ends the pool and raises RankFailure."""
+        tiers.require("gloo")
         world_size = nodes * ranks_per_node
         self._grow(world_size)
-        port = str(free_port())
+        # As torchrun does, the store is there before the ranks: one that comes too early for it would wait for its next attempt.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(world_size):
             environment = {
                 "RANK": str(rank),
@@ -35,7 +41,9 @@ class RankPool:
                 "LOCAL_RANK": str(rank % ranks_per_node),
                 "LOCAL_WORLD_SIZE": str(ranks_per_node),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": "0",
             }
             self._workers[rank][1].send((environment, function, args))
         return self._collect(world_size, timeout_seconds)
@@ -48,6 +56,7 @@ class RankPool:
         self._workers = []
 
     def _grow(self, world_size: int) -> None:
+        forked.start_server()
         while len(self._workers) < world_size:
             ours, theirs = START.Pipe()
             process = START.Process(target=_serve, args=(theirs,), daemon=True)
@@ -97,6 +106,7 @@ def _serve(connection: Connection) -> None:
         except Exception:
             answer = (True, traceback.format_exc())
         connection.send(answer)
+        gc.freeze()  # what is left are modules: the collection at the end of every run need not look at them again
 
 
 def free_port() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,8 +11,9 @@ import torch
 from torch import Tensor
 
 from harness.block_numbers import after_blocks
+from harness.codes import LinkBits
 from harness.small_engine import Rank
-from megatron_zpp.zero.policy import LinkBits
+from harness.worlds import Barrier
 
 See = Callable[[str, str, Tensor], None]  # phase, unit, values of its parameters one after the other
 
@@ -52,10 +52,10 @@ class WholeWorld:
 
     world_size: int
     ranks: dict[int, Rank] = field(default_factory=dict)
-    _barrier: threading.Barrier = field(init=False)
+    _barrier: Barrier = field(init=False)
 
     def __post_init__(self) -> None:
-        self._barrier = threading.Barrier(self.world_size, timeout=30)
+        self._barrier = Barrier(self.world_size, timeout=30)
 
     def join(self, rank: Rank) -> None:
         """Returns once every rank has joined."""
@@ -67,7 +67,7 @@ class WholeWorld:
         slices: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * self.world_size
         for rank in self.ranks.values():
             unit = next(each for each in rank.engine.units if each.name == name)
-            slices[rank.engine.ladder.own_slice] = unit.main_weight[: unit.runs.blocks], unit.main_weight[unit.runs.blocks :]
+            slices[rank.engine.ladder.own_slice] = unit.main_weight[: unit.layout.runs.blocks], unit.main_weight[unit.layout.runs.blocks :]
         return torch.cat([blocks for blocks, _ in slices]), torch.cat([exact for _, exact in slices])
 
     def working_weights(self, name: str, bits: LinkBits) -> Tensor:
@@ -84,6 +84,6 @@ class WholeWorld:
 
 def _bits_at_work(rank: Rank, bits: LinkBits) -> list[int]:
     """In the order of the climb; a link of one rank has no bytes, and the same codec on both links encodes once."""
-    nodes, ranks = rank.backend.topology.nodes, rank.backend.topology.partition_ranks
-    at_work = [link_bits for link_bits, members in ((bits.inter, nodes), (bits.intra, ranks)) if members > 1]
+    partitions, ranks = rank.backend.topology.partitions, rank.backend.topology.partition_ranks
+    at_work = [link_bits for link_bits, members in ((bits.inter, partitions), (bits.intra, ranks)) if members > 1]
     return sorted(set(at_work), key=at_work.index)

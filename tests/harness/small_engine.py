@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_zpp.comm.backend import Backend, VirtualBackend, VirtualWorld
-from megatron_zpp.comm.lanes import Hop, ThreadLanes
-from megatron_zpp.comm.ledger import Ledger
+from harness.worlds import TurnLanes, run_world
+from megatron_zpp.comm.backend import Backend, VirtualBackend
+from megatron_zpp.comm.lanes import Hop
+from megatron_zpp.comm.ledger import Category, Ledger, Traffic
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 from megatron_zpp.parallel.topology import Lane, Topology
@@ -29,11 +29,10 @@ from megatron_zpp.zero.policy import POLICIES, Policy, Rung
 from megatron_zpp.zero.schedule import Prefetch
 
 CPU = torch.device("cpu")
-SECONDARY_ROW = Policy(Rung.PRIMARY, Rung.SECONDARY, Rung.SECONDARY, Rung.SECONDARY)  # a row that no flag offers
+SECONDARY_ROW = Policy(Rung.PRIMARY, Rung.SECONDARY, Rung.SECONDARY)  # a row that no flag offers
 ROWS = {**{f"stage {stage}": policy for stage, policy in POLICIES.items()}, "secondary row": SECONDARY_ROW}
 VOCAB, TOKENS, GLOBAL_BATCH = 13, 4, 48
 LEARNING_RATE, CLIP_GRAD = 1e-2, 0.3
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ class Job:
     policy: Policy = POLICIES[3]
     dtype: torch.dtype = torch.float32
     shape: ModelShape = ModelShape()
-    steps: int = 4
+    steps: int = 3
     microbatches: int = 1
     prefetch: Prefetch = Prefetch()
     block_numel: int = 32
@@ -158,7 +157,7 @@ class Job:
     adam: AdamOptions = AdamOptions()
 
 
-class RecordingLanes(ThreadLanes):
+class RecordingLanes(TurnLanes):
     """Lanes that remember every submission."""
 
     def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
@@ -254,33 +253,33 @@ def global_batch(step: int) -> tuple[Tensor, Tensor]:
     return text[:, :-1], text[:, 1:]
 
 
-def run_world(shape: tuple[int, int] | Topology, program: Callable[[VirtualBackend], Result], limit_seconds: float = 60.0) -> list[Result]:
-    """What `program` returns on each rank; ranks that wait for each other in vain end with a TimeoutError."""
-    world = VirtualWorld(shape if isinstance(shape, Topology) else Topology.of_nodes(*shape))
-    watch = threading.Timer(limit_seconds, _give_up, [world])
-    watch.daemon = True
-    watch.start()
-    try:
-        return cast(list[Result], world.run(program))
-    finally:
-        watch.cancel()
-
-
-def _give_up(world: VirtualWorld) -> None:
-    with world._lock:
-        world._failure = world._failure or TimeoutError("ranks of the virtual world wait for each other in vain")
-        world._lock.notify_all()
-
-
-def train_world(shape: tuple[int, int], job: Job) -> list[list[tuple[float, float]]]:
-    """The history of every rank."""
+@cache
+def train_world(shape: tuple[int, int] | Topology, job: Job) -> list[list[tuple[float, float]]]:
+    """The history of every rank of a run in which nothing else happens, made once per job."""
     return run_world(shape, lambda backend: Rank(job, backend).train())
 
 
-@cache
-def undisturbed(shape: tuple[int, int], job: Job) -> list[list[tuple[float, float]]]:
-    """The history of every rank of a run in which nothing else happens, made once per job."""
-    return train_world(shape, job)
+def bytes_by_step(shape: tuple[int, int] | Topology, job: Job, evaluations: int = 0) -> list[list[tuple[int, int]]]:
+    """By rank and step: bytes entering its node, and bytes from ranks of its own node.
+
+    evaluations: after every step, of which the bytes do not count.
+    """
+
+    def program(backend: VirtualBackend) -> list[tuple[int, int]]:
+        rank = Rank(job, backend)
+        before, steps = Traffic(), []
+        for step in range(job.steps):
+            rank.step(step)
+            total = rank.ledger.total(Category.WEIGHTS, Category.GRADIENTS)
+            steps.append((rank.ledger.inter_node_bytes(total - before), (total - before).intra_bytes))
+            before = total
+            with torch.no_grad():
+                for _ in range(evaluations):
+                    rank.loss(50)
+        rank.engine.close()
+        return steps
+
+    return run_world(shape, program)
 
 
 def mean_losses(histories: list[list[tuple[float, float]]]) -> list[float]:

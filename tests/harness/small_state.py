@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from harness.worlds import Barrier
 from megatron_zpp.checkpoint.manifest import ELEMENT_TYPE, Manifest
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.saver import CheckpointSaver, Gather, SaveOptions, Share
@@ -54,7 +54,7 @@ class Gathering:
 
     def __init__(self, world_size: int) -> None:
         self._texts = [""] * world_size
-        self._barrier = threading.Barrier(world_size, timeout=60)
+        self._barrier = Barrier(world_size, timeout=60)
 
     def of(self, rank: int) -> Gather:
         def gather(text: str) -> list[str]:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from harness.rank_pool import RankPool
-from harness.small_engine import CPU, RecordingLanes, run_world
+from harness.small_engine import CPU, RecordingLanes
 from harness.small_gpt import ARCHITECTURES, VOCAB, small_config
 from harness.tiny_runs import TINY, entry, losses, pretrain
+from harness.worlds import run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.ledger import Ledger

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import forked
 from harness.places import HARNESS
 from harness.rank_pool import RankPool
 from harness.tiny_runs import RUN, TINY, losses, pretrain
 from test_bad_input import entry_and_output, message_of
-from test_failures import start_ranks
 
 from megatron_zpp.checkpoint import shared_folder
 
@@ -131,8 +131,8 @@ def test_a_run_tells_of_every_save_and_ends_when_the_last_one_is_written(ranks: 
 
 def test_a_disk_that_fails_in_the_background_ends_the_run_with_another_exit_code_than_0(tmp_path: Path) -> None:
     flags = f"--train-iters 500 --save {tmp_path} --save-interval 2 --exit-interval 300 --async-save".split()
-    process = start_ranks(1, FAILING_DISK, "--ranks-per-node", "1", *flags)[0]
-    errors = process.communicate(timeout=300)[1]
-    assert process.returncode == 1
+    done = forked.run(FAILING_DISK, *TINY, *flags)
+    errors = done.stderr
+    assert done.returncode == 1
     assert "CheckpointError" in errors and "iter_0000004.tmp-" in errors and "No space left on device" in errors
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"

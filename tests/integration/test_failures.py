@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.forked import Forked
 from harness.places import HARNESS
 from harness.rank_pool import free_port
 from harness.tiny_runs import TINY
@@ -17,9 +18,9 @@ PROGRAM = HARNESS / "failing_rank.py"
 ENTRY = Path(__file__).parents[2] / "pretrain_zeropp_gpt.py"
 
 
-def start_ranks(world_size: int, program: Path, *flags: str) -> list[subprocess.Popen[str]]:
-    """Processes of their own, as a launcher starts them, two to a node."""
-    environment = {
+def environments(world_size: int) -> list[dict[str, str]]:
+    """Of ranks as a launcher starts them, two to a node."""
+    common = {
         **os.environ,
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(min(2, world_size)),
@@ -27,47 +28,60 @@ def start_ranks(world_size: int, program: Path, *flags: str) -> list[subprocess.
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
     }
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)} for rank in range(world_size)]
+
+
+def start_ranks(world_size: int, *flags: str) -> list[subprocess.Popen[str]]:
+    """The entry, each rank from the start of Python to its end."""
     return [
         subprocess.Popen(
-            [sys.executable, str(program), *TINY, *flags],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)},
+            [sys.executable, str(ENTRY), *TINY, *flags],
+            env=environment,
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
         )
-        for rank in range(world_size)
+        for environment in environments(world_size)
     ]
 
 
-def test_processes_of_a_finished_run_end_with_exit_code_0() -> None:
-    for _ in range(3):
-        processes = start_ranks(4, ENTRY, "--train-iters", "2", "--zero-stage", "3", "--eval-iters", "1")
+def fail(*flags: str) -> list[tuple[int, str]]:
+    """Exit code and errors of each of four ranks, of which rank 1 fails."""
+    ranks = [Forked(PROGRAM, *TINY, *flags, environment=environment) for environment in environments(4)]
+    return [(done.returncode, done.stderr) for done in (rank.finished(timeout_seconds=240) for rank in ranks)]
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.long)])
+def test_processes_of_a_finished_run_end_with_exit_code_0(times: int) -> None:
+    for _ in range(times):
+        processes = start_ranks(4, "--train-iters", "2", "--zero-stage", "3", "--eval-iters", "1")
         errors = [process.communicate(timeout=120)[1] for process in processes]
         assert [process.returncode for process in processes] == [0, 0, 0, 0], errors
 
 
 def test_a_rank_that_fails_in_mid_job_ends_all_ranks_with_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAILURE", "raise")
-    processes = start_ranks(4, PROGRAM, "--train-iters", "50", "--zero-stage", "3")
-    errors = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [1, 1, 1, 1]
+    found = fail("--train-iters", "50", "--zero-stage", "3")
+    assert [code for code, _ in found] == [1, 1, 1, 1], found
+    errors = [error for _, error in found]
     assert "ended, because rank 1: RuntimeError: the disk of rank 1 is on fire" in errors[1]
     assert all("ended, because rank 1: RuntimeError: the disk of rank 1 is on fire" in error for error in errors)
 
 
 def test_a_rank_that_dies_ends_the_others_with_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAILURE", "kill")
-    processes = start_ranks(4, PROGRAM, "--train-iters", "50", "--zero-stage", "3")
-    errors = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [1, -signal.SIGKILL, 1, 1]
+    found = fail("--train-iters", "50", "--zero-stage", "3")
+    assert [code for code, _ in found] == [1, -signal.SIGKILL, 1, 1], found
+    errors = [error for _, error in found]
     assert all("no sign of life from rank 1)" in errors[rank] for rank in (0, 2, 3)), errors
 
 
 @pytest.mark.long
 def test_a_rank_that_stops_ends_the_others_within_the_timeout_with_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAILURE", "stop")
-    processes = start_ranks(4, PROGRAM, "--train-iters", "50", "--zero-stage", "3", "--distributed-timeout-minutes", "1")
-    errors = {rank: processes[rank].communicate(timeout=150)[1] for rank in (0, 2, 3)}
-    processes[1].kill()
-    assert all(processes[rank].returncode == 1 for rank in errors)
-    assert all("no sign of life from rank 1)" in error for error in errors.values()), errors
+    flags = ["--train-iters", "50", "--zero-stage", "3", "--distributed-timeout-minutes", "1"]
+    ranks = [Forked(PROGRAM, *TINY, *flags, environment=environment) for environment in environments(4)]
+    found = [ranks[rank].finished(timeout_seconds=150) for rank in (0, 2, 3)]
+    ranks[1].process.kill()
+    assert all(done.returncode == 1 for done in found), found
+    assert all("no sign of life from rank 1)" in done.stderr for done in found), found

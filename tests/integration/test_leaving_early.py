@@ -19,21 +19,21 @@ def entry_with_signal(number: int, iteration: int, flags: list[str]) -> int:
     """The entry, on whose rank 2 the signal arrives in the middle of the step after `iteration`."""
     from megatron_zpp.zero.engine import ZeroEngine
 
-    step, rank, steps = ZeroEngine.step, int(os.environ["RANK"]), 0
+    update, rank, steps = ZeroEngine.update, int(os.environ["RANK"]), 0
 
-    def step_with_signal(engine: ZeroEngine, *rates: float) -> Any:
+    def update_with_signal(engine: ZeroEngine, *rates: float) -> Any:
         nonlocal steps
         steps += 1
         if rank == 2 and steps == iteration + 1:
             os.kill(os.getpid(), number)
-        return step(engine, *rates)
+        return update(engine, *rates)
 
-    ZeroEngine.step = step_with_signal  # type: ignore[method-assign]
+    ZeroEngine.update = update_with_signal  # type: ignore[method-assign]
     handler = signal.getsignal(number)
     try:
         code = entry(flags)
     finally:
-        ZeroEngine.step = step  # type: ignore[method-assign]
+        ZeroEngine.update = update  # type: ignore[method-assign]
     assert signal.getsignal(number) == handler
     return code
 

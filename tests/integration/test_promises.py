@@ -10,20 +10,30 @@ from harness.closed_forms import Features, World, inter_node_bytes, padded_numel
 from harness.rank_pool import RankPool
 from harness.tiny_runs import pretrain
 
-WORLDS = [World(2, 1), World(2, 2), World(3, 2)]
 
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_bytes_between_nodes_equal_the_closed_form(ranks: RankPool, tmp_path: Path, world: World, stage: int) -> None:
-    for microbatches, is_tied, element_bytes in [(1, True, 4), (1, False, 2), (4, True, 2), (4, False, 4)]:
-        flags = f"--train-iters 2 --global-batch-size {world.size * microbatches} --zero-stage {stage}"
-        flags += "" if is_tied else " --untie-embeddings-and-output-weights"
-        flags += " --bf16" if element_bytes == 2 else ""
-        log = tmp_path / f"{microbatches}-{is_tied}.jsonl"
-        records = pretrain(ranks, world.nodes, world.ranks_per_node, flags, log)
-        expected = inter_node_bytes(world, stage, microbatches=microbatches, element_bytes=element_bytes, is_tied=is_tied)
-        assert [record["inter_node_bytes"] for record in records] == [expected] * 2
+# What is logged is the ledger's. That the ledger is the closed form in every world, row and variant: tests/zero/test_traffic.py and
+# test_zeropp_traffic.py; that the plan of this very model is: test_planned_traffic.py.
+@pytest.mark.parametrize(
+    ("world", "stage", "microbatches", "is_tied", "element_bytes"),
+    [
+        (World(2, 2), 0, 1, True, 4),
+        (World(2, 2), 1, 4, False, 4),
+        (World(2, 2), 2, 4, True, 2),
+        (World(2, 2), 3, 1, False, 2),
+        (World(3, 2), 3, 4, True, 2),
+        (World(2, 1), 0, 4, False, 2),
+    ],
+    ids=str,
+)
+def test_bytes_between_nodes_equal_the_closed_form(
+    ranks: RankPool, tmp_path: Path, world: World, stage: int, microbatches: int, is_tied: bool, element_bytes: int
+) -> None:
+    flags = f"--train-iters 2 --global-batch-size {world.size * microbatches} --zero-stage {stage}"
+    flags += "" if is_tied else " --untie-embeddings-and-output-weights"
+    flags += " --bf16" if element_bytes == 2 else ""
+    records = pretrain(ranks, world.nodes, world.ranks_per_node, flags, tmp_path / "run.jsonl")
+    expected = inter_node_bytes(world, stage, microbatches=microbatches, element_bytes=element_bytes, is_tied=is_tied)
+    assert [record["inter_node_bytes"] for record in records] == [expected] * 2
 
 
 SWITCHES = {
@@ -33,20 +43,30 @@ SWITCHES = {
 }
 
 
-@pytest.mark.parametrize("world", [World(2, 2), World(3, 2)], ids=str)
-def test_bytes_between_nodes_equal_the_closed_form_for_all_eight_combinations(ranks: RankPool, tmp_path: Path, world: World) -> None:
-    for names in (names for count in range(4) for names in itertools.combinations(SWITCHES, count)):
-        flags = " ".join(SWITCHES[name][0].format(ranks_per_node=world.ranks_per_node) for name in names)
-        features = Features(**{key: value for name in names for key, value in SWITCHES[name][1].items()})
-        for microbatches in (1, 4):
-            run = f"--zero-stage 3 --bf16 --train-iters 2 --global-batch-size {world.size * microbatches} {flags}"
-            records = pretrain(ranks, world.nodes, world.ranks_per_node, run, tmp_path / f"{'-'.join(names)}{microbatches}.jsonl")
-            expected = inter_node_bytes(world, 3, microbatches=microbatches, element_bytes=2, features=features)
-            assert [record["inter_node_bytes"] for record in records] == [expected] * 2
+COMBINATIONS = [names for count in range(4) for names in itertools.combinations(SWITCHES, count)]
 
 
-@pytest.mark.parametrize(("stage", "bytes_full", "bytes_sharded"), [(0, 18, 0), (1, 6, 12), (2, 2, 16), (3, 0, 16)])
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 1), (2, 1), (2, 2)])
+# Each with one micro-batch or with four, all three with both.
+@pytest.mark.parametrize(
+    ("world", "names", "microbatches"),
+    [*((World(2, 2), names, (1, 4)[index % 2]) for index, names in enumerate(COMBINATIONS)), (World(3, 2), COMBINATIONS[-1], 1)],
+    ids=str,
+)
+def test_bytes_between_nodes_equal_the_closed_form_for_all_eight_combinations(
+    ranks: RankPool, tmp_path: Path, world: World, names: tuple[str, ...], microbatches: int
+) -> None:
+    flags = " ".join(SWITCHES[name][0].format(ranks_per_node=world.ranks_per_node) for name in names)
+    features = Features(**{key: value for name in names for key, value in SWITCHES[name][1].items()})
+    run = f"--zero-stage 3 --bf16 --train-iters 2 --global-batch-size {world.size * microbatches} {flags}"
+    records = pretrain(ranks, world.nodes, world.ranks_per_node, run, tmp_path / "run.jsonl")
+    expected = inter_node_bytes(world, 3, microbatches=microbatches, element_bytes=2, features=features)
+    assert [record["inter_node_bytes"] for record in records] == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks_per_node", "stage", "bytes_full", "bytes_sharded"),
+    [(2, 2, 0, 18, 0), (2, 2, 1, 6, 12), (2, 2, 2, 2, 16), (2, 2, 3, 0, 16), (1, 1, 3, 0, 16)],
+)
 def test_model_states_take_the_bytes_of_the_policy_table(
     ranks: RankPool, tmp_path: Path, nodes: int, ranks_per_node: int, stage: int, bytes_full: int, bytes_sharded: int
 ) -> None:

@@ -29,9 +29,8 @@ def flags(corpus: Path, precision: str, stage: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "precision", ["", "--bf16", "--fp16 --initial-loss-scale 65536 --loss-scale-window 3"], ids=["fp32", "bf16", "fp16"]
+    ("stage", "precision"), [(0, ""), (3, "--bf16"), (3, "--fp16 --initial-loss-scale 65536 --loss-scale-window 3")], ids=str
 )
-@pytest.mark.parametrize("stage", [0, 3])
 def test_resume_equals_not_having_stopped_bit_for_bit(ranks: RankPool, tmp_path: Path, corpus: Path, stage: int, precision: str) -> None:
     common = flags(corpus, precision, stage)
     whole = pretrain(ranks, 2, 2, common, tmp_path / "whole.jsonl")

@@ -11,7 +11,7 @@ import pytest
 from harness.rank_pool import RankPool
 from harness.tiny_runs import TINY, entry, losses, pretrain
 
-SAVED_AT, END = 5, 25
+SAVED_AT, END = 5, 17
 SMALL = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 3 "
 COMMON = f"{SMALL} --train-iters {END} --global-batch-size 24 --micro-batch-size 1"
 SAVING = "--zero-stage 3 --zero-hpz-partition-size 2"
@@ -47,14 +47,12 @@ def unbroken(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple
     ("nodes", "ranks_per_node", "stage"),
     [
         (1, 1, "--zero-stage 0"),
-        (1, 2, "--zero-stage 1"),
         (1, 3, "--zero-stage 2"),
         (2, 2, SAVING),
-        (3, 2, SAVING),
-        (4, 2, SAVING),
+        (3, 2, "--zero-stage 1"),
     ],
 )
-def test_the_next_twenty_losses_are_those_of_the_unbroken_run(
+def test_the_next_losses_are_those_of_the_unbroken_run(
     ranks: RankPool, tmp_path: Path, unbroken: tuple[Path, list[dict[str, Any]]], nodes: int, ranks_per_node: int, stage: str
 ) -> None:
     """Bit for bit in the same world and at the same stage, else within the rounding of fp32 sums in another order."""

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.forked import Forked
 from harness.rank_pool import RankPool, free_port
 from harness.tiny_runs import entry
 
@@ -40,11 +41,8 @@ def write_json(folder: Path, partition_ranks: int = 16) -> None:
 
 def run_alone(folder: Path, flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """One process of the entry, started in `folder`."""
-    command = [sys.executable, str(ROOT / "pretrain_zeropp_gpt.py"), *flags.split()]
     clean = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"}}
-    return subprocess.run(
-        command, cwd=folder, env={**clean, "OMP_NUM_THREADS": "1", **environment}, capture_output=True, text=True, timeout=240
-    )
+    return Forked(ROOT / "pretrain_zeropp_gpt.py", *flags.split(), environment={**clean, **environment}, folder=folder).finished()
 
 
 def entry_in(folder: str, flags: list[str], log: str) -> tuple[int, str]:
@@ -117,12 +115,10 @@ def test_the_environment_and_the_flag_of_the_deepspeed_launcher_make_a_world(tmp
     for rank in range(2):
         flags = [f"--local_rank={rank}", *SMALL.split(), *"--deepspeed --train-iters 2 --num-workers 0 --eval-iters 0".split()]
         environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
-        command = [sys.executable, str(ROOT / "pretrain_zeropp_gpt.py"), *flags]
-        processes.append(
-            subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    printed = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], printed
+        processes.append(Forked(ROOT / "pretrain_zeropp_gpt.py", *flags, environment=environment, folder=tmp_path))
+    done = [process.finished() for process in processes]
+    assert [each.returncode for each in done] == [0, 0], done
+    printed = [each.stdout for each in done]
     assert "  ranks_per_node .................................. 2\n" in printed[0]
     assert "accepted, has no effect here: --local_rank (the launcher's LOCAL_RANK decides)" in printed[0]
 

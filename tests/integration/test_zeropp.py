@@ -8,25 +8,28 @@ import pytest
 from harness.rank_pool import RankPool
 from harness.tiny_runs import losses, pretrain
 
-STEPS = 30
+STEPS = 8
 HPZ = "--zero-hpz-partition-size 2"
 ALL = f"--zero-quantized-weights {HPZ} --zero-quantized-gradients"
 BY_CHANCE = "--zero-quantized-gradients-rotation hadamard --zero-quantized-gradients-rounding stochastic"
 BUSY = f"--zero-stage 3 --train-iters {STEPS} --global-batch-size 12 --eval-interval 4 --eval-iters 1 --checkpoint-activations"
 
 
+# More worlds, rows and dtypes: tests/zero/test_secondary_weights.py.
 @pytest.mark.parametrize(
-    "others",
-    ["", "--zero-quantized-weights", f"--zero-quantized-weights --zero-quantized-gradients {BY_CHANCE}"],
-    ids=["plain", "qwZ", "qwZ+qgZ"],
+    ("precision", "others"),
+    [
+        ("--bf16", f"--zero-quantized-weights --zero-quantized-gradients {BY_CHANCE}"),
+        ("--fp16 --initial-loss-scale 1048576 --hysteresis 1", ""),
+    ],
+    ids=["bf16, qwZ+qgZ", "fp16, plain"],
 )
-@pytest.mark.parametrize("precision", ["--bf16", "--fp16 --initial-loss-scale 1048576 --hysteresis 1"], ids=["bf16", "fp16"])
 def test_a_secondary_copy_changes_no_bit_of_the_loss(ranks: RankPool, tmp_path: Path, precision: str, others: str) -> None:
     without = pretrain(ranks, 2, 2, f"{BUSY} {precision} {others}", tmp_path / "without.jsonl")
     kept = pretrain(ranks, 2, 2, f"{BUSY} {precision} {others} {HPZ}", tmp_path / "with.jsonl")
     assert len(losses(kept)) == STEPS
     assert losses(kept) == losses(without)
-    assert validation_losses(kept) == validation_losses(without) and len(validation_losses(kept)) == 8
+    assert validation_losses(kept) == validation_losses(without) and len(validation_losses(kept)) == STEPS // 4
     if "fp16" in precision:
         assert any(record.get("skipped_iterations") for record in kept)
 

@@ -7,20 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from harness.small_gpt import ARCHITECTURES, LLAMA, VOCAB, loss_and_gradients, sample_batch, small_config, small_gpt
 from harness.written_out import loss_by_hand
 from torch import Tensor
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.gpt import GPT
@@ -79,7 +69,7 @@ def their_sizes(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def llama(config: ModelConfig) -> PreTrainedModel:
+def llama(config: ModelConfig) -> transformers.PreTrainedModel:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rotary_base}
     if config.use_rope_scaling:
         rope |= {
@@ -89,20 +79,22 @@ def llama(config: ModelConfig) -> PreTrainedModel:
             "high_freq_factor": config.rope_scaling_high_freq_factor,
             "original_max_position_embeddings": config.rope_scaling_original_max_position_embeddings,
         }
-    return LlamaForCausalLM(LlamaConfig(**their_sizes(config), head_dim=config.kv_channels, rope_parameters=rope))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**their_sizes(config), head_dim=config.kv_channels, rope_parameters=rope))
 
 
-def qwen2(config: ModelConfig) -> PreTrainedModel:
-    return Qwen2ForCausalLM(Qwen2Config(**their_sizes(config), rope_parameters={"rope_type": "default", "rope_theta": config.rotary_base}))
+def qwen2(config: ModelConfig) -> transformers.PreTrainedModel:
+    return transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(**their_sizes(config), rope_parameters={"rope_type": "default", "rope_theta": config.rotary_base})
+    )
 
 
-def qwen3(config: ModelConfig) -> PreTrainedModel:
+def qwen3(config: ModelConfig) -> transformers.PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": config.rotary_base}
-    return Qwen3ForCausalLM(Qwen3Config(**their_sizes(config), head_dim=config.kv_channels, rope_parameters=rope))
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**their_sizes(config), head_dim=config.kv_channels, rope_parameters=rope))
 
 
-def gpt2(config: ModelConfig) -> PreTrainedModel:
-    theirs = GPT2Config(
+def gpt2(config: ModelConfig) -> transformers.PreTrainedModel:
+    theirs = transformers.GPT2Config(
         vocab_size=VOCAB,
         n_positions=config.max_position_embeddings,
         n_embd=config.hidden_size,
@@ -115,7 +107,7 @@ def gpt2(config: ModelConfig) -> PreTrainedModel:
         attn_pdrop=0.0,
         attn_implementation="eager",
     )
-    return GPT2LMHeadModel(theirs)
+    return transformers.GPT2LMHeadModel(theirs)
 
 
 def llama_names(config: ModelConfig, of: Callable[[str], Tensor]) -> dict[str, Tensor]:
@@ -165,7 +157,7 @@ def by_kind(rows: Tensor, config: ModelConfig) -> list[Tensor]:
     return [torch.cat(queries), torch.cat([group[shared] for group in of_group]), torch.cat([group[shared + 1] for group in of_group])]
 
 
-THEIRS: dict[str, tuple[ModelConfig, Callable[[ModelConfig], PreTrainedModel], Callable[..., dict[str, Tensor]]]] = {
+THEIRS: dict[str, tuple[ModelConfig, Callable[[ModelConfig], transformers.PreTrainedModel], Callable[..., dict[str, Tensor]]]] = {
     "GPT-2": (small_config(kv_channels=8, seq_length=LENGTH, max_position_embeddings=LENGTH), gpt2, gpt2_names),
     "Llama 2": (llama_config(num_query_groups=4), llama, llama_names),
     "Llama 3 with scaling": (llama_config(rotary_base=500.0, **ROPE_SCALING), llama, llama_names),
@@ -196,7 +188,7 @@ def test_logits_and_gradients_equal_those_of_transformers_within_1e_5(name: str)
         assert float((gradient - expected).norm()) <= 1e-5 * float(expected.norm()), parameter
 
 
-def gradient_of(model: GPT | PreTrainedModel, parameter: str) -> Tensor:
+def gradient_of(model: GPT | transformers.PreTrainedModel, parameter: str) -> Tensor:
     gradient = model.get_parameter(parameter).grad
     assert gradient is not None
     return gradient

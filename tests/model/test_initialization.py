@@ -18,7 +18,7 @@ boundaries = st.one_of(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(boundaries.map(lambda cut: max(0, cut)), max_size=5))
 def test_every_partition_yields_the_same_values(cuts: list[int]) -> None:
     edges = sorted([0, *cuts, NUMEL])

@@ -8,6 +8,8 @@ from harness.small_gpt import loss_and_gradients, sample_batch, small_gpt
 
 from megatron_zpp.model.block import Block
 
+pytestmark = pytest.mark.virtual
+
 DROPOUT: dict[str, Any] = {"attention_dropout": 0.2, "hidden_dropout": 0.2}
 
 

@@ -82,11 +82,25 @@ def test_the_quickstarts_runs_have_flags_that_parse(copied: tuple[FakeCommands, 
 
 def test_the_test_script_runs_every_check_and_passes_arguments_on(copied: tuple[FakeCommands, Path]) -> None:
     fakes, folder = copied
-    done = fakes.run("bash", "scripts/test.sh", "--no-venv", "--long", "tests/zero", folder=folder)
+    done = fakes.run("bash", "scripts/test.sh", "--no-venv", "--long", "--tier", "pure", "tests/zero", folder=folder)
     assert done.returncode == 0, done.stderr
     modules = [call.words[1] for call in fakes.calls("python") if call.words[0] == "-m"]
     assert modules == ["ruff", "ruff", "mypy", "megatron_zpp.ops.extension", "pytest"]
-    assert fakes.calls("python")[-1].words == ["-m", "pytest", "-m", "", "tests/zero"] and fakes.calls("lint-imports")
+    own = ["--hypothesis-profile", "long", "-m", "pure and (long or not long)"]
+    assert fakes.calls("python")[-1].words == ["-m", "pytest", *own, "tests/zero"] and fakes.calls("lint-imports")
+
+
+def test_the_test_script_runs_everything_but_long_tests_on_two_workers(copied: tuple[FakeCommands, Path]) -> None:
+    fakes, folder = copied
+    assert fakes.run("bash", "scripts/test.sh", "--no-venv", folder=folder).returncode == 0
+    own = ["-m", "not long", "-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
+    assert fakes.calls("python")[-1].words == ["-m", "pytest", *own]
+
+
+def test_the_test_script_refuses_a_tier_that_there_is_not(copied: tuple[FakeCommands, Path]) -> None:
+    fakes, folder = copied
+    done = fakes.run("bash", "scripts/test.sh", "--no-venv", "--tier", "slow", folder=folder)
+    assert done.returncode != 0 and "--tier slow is no tier; choose pure, virtual or gloo" in done.stderr
 
 
 def test_the_kernels_are_built_by_the_active_python(copied: tuple[FakeCommands, Path]) -> None:

@@ -1,0 +1,152 @@
+"""Virtual worlds for tests: ranks as threads that take turns.
+
+Left to themselves, the threads of a world spend most of their time asking each other for the interpreter. Here one of them computes at a
+time, and hands over where it has to wait for another. Bits and bytes do not depend on it. Tests of races let all threads run at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+from harness import tiers
+from megatron_zpp.comm.backend import VirtualBackend, VirtualWorld, _Round
+from megatron_zpp.comm.lanes import Hop, ThreadLanes
+from megatron_zpp.parallel.topology import Topology
+
+Result = TypeVar("Result")
+
+
+class Turn:
+    """What one thread of a world holds while it computes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
+
+    @contextmanager
+    def given_away(self) -> Iterator[None]:
+        """Lets others compute meanwhile; where this thread has no turn it changes nothing."""
+        if self._owner != threading.get_ident():
+            yield
+            return
+        self._owner = None
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
+            self._owner = threading.get_ident()
+
+
+_of_thread = threading.local()
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Must be around whatever makes a rank wait for another in ways of its own, as barriers do."""
+    turn: Turn | None = getattr(_of_thread, "turn", None)
+    if turn is None:
+        yield
+        return
+    with turn.given_away():
+        yield
+
+
+class Barrier(threading.Barrier):
+    """A barrier of ranks that may take turns."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        with waiting():
+            return super().wait(timeout)
+
+
+class TurnLanes(ThreadLanes):
+    """The lanes of the rank that makes them: their thread takes turns with the ranks."""
+
+    def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
+        super().__init__(pause)
+        self._turn: Turn | None = getattr(_of_thread, "turn", None)
+
+    def submit(self, hop: Hop) -> None:
+        if self._turn is not None:
+            hop.prepare, hop.launch, hop.land = map(self._in_turn, (hop.prepare, hop.launch, hop.land))
+        super().submit(hop)
+
+    def wait(self, hop: Hop) -> None:
+        if not hop.has_landed:
+            with waiting():
+                super().wait(hop)
+
+    def drain(self) -> None:
+        with waiting():
+            super().drain()
+
+    def _in_turn(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        turn = cast(Turn, self._turn)
+
+        def called() -> Any:
+            with turn.held():
+                return call()
+
+        return called
+
+
+class TurnWorld(VirtualWorld):
+    """A world whose ranks take turns."""
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__(topology)
+        self._turn = Turn()
+
+    def run(self, program: Callable[[VirtualBackend], object]) -> list[object]:
+        def in_turn(backend: VirtualBackend) -> object:
+            with self._turn.held():
+                _of_thread.turn = self._turn
+                return program(backend)
+
+        return super().run(in_turn)
+
+    def wait_for(self, this_round: _Round) -> None:
+        with self._turn.given_away():
+            super().wait_for(this_round)
+
+
+def run_world(
+    shape: tuple[int, int] | Topology,
+    program: Callable[[VirtualBackend], Result],
+    limit_seconds: float = 120.0,
+    *,
+    takes_turns: bool = True,
+) -> list[Result]:
+    """What `program` returns on each rank; ranks that wait for each other in vain end with a TimeoutError.
+
+    Lanes of ranks that take turns are TurnLanes.
+    """
+    tiers.require("virtual")
+    topology = shape if isinstance(shape, Topology) else Topology.of_nodes(*shape)
+    world = TurnWorld(topology) if takes_turns else VirtualWorld(topology)
+    watch = threading.Timer(limit_seconds, _give_up, [world])
+    watch.daemon = True
+    watch.start()
+    try:
+        return cast(list[Result], world.run(program))
+    finally:
+        watch.cancel()
+
+
+def _give_up(world: VirtualWorld) -> None:
+    with world._lock:
+        world._failure = world._failure or TimeoutError("ranks of the virtual world wait for each other in vain")
+        world._lock.notify_all()
