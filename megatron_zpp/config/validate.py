@@ -272,20 +272,17 @@ def check_ranks_per_node(config: Config, world_size: int) -> None:
 
 def check_remaining_link_is_quantized(config: Config, world_size: int) -> None:
     """Where there is one partition, or partitions of one rank, gradients cross one link alone; it must not be the one of 16 bits."""
-    zero = config.zero
-    if not zero.zero_quantized_gradients:
-        return
-    reasons = {}
     if not has_inter_link(config, world_size):
-        reasons["zero_quantized_gradients_intra_bits"] = "there is one node"
+        name, reason = "zero_quantized_gradients_intra_bits", "there is one node"
     elif partition_ranks(config) == 1:
-        reasons["zero_quantized_gradients_inter_bits"] = "each node has one rank"
-    for name, reason in reasons.items():
-        if config.value_of(name) == WORKING_DTYPE_BITS:
-            raise FlagError(
-                f"{spelling_of(name)} 16 leaves --zero-quantized-gradients nothing to quantize, because {reason}; "
-                "choose 4 or 8, or leave --zero-quantized-gradients out."
-            )
+        name, reason = "zero_quantized_gradients_inter_bits", "each node has one rank"
+    else:
+        return
+    if config.zero.zero_quantized_gradients and config.value_of(name) == WORKING_DTYPE_BITS:
+        raise FlagError(
+            f"{spelling_of(name)} 16 leaves --zero-quantized-gradients nothing to quantize, because {reason}; "
+            "choose 4 or 8, or leave --zero-quantized-gradients out."
+        )
 
 
 def partition_ranks(config: Config) -> int:

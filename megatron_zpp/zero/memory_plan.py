@@ -38,7 +38,7 @@ class Sharding:
 
     def mean_payload_bytes(self, runs: Runs) -> int:
         """Bytes of one slice of the fp32 mean gradient that climbs back where the optimizer rests full."""
-        return EXACT.payload_bytes(runs, element_bytes=MAIN_BYTES, block_numel=self.block_numel)
+        return EXACT.payload_bytes(runs, element_bytes=MAIN_BYTES)
 
 
 @dataclass(frozen=True)

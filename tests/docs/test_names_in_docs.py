@@ -7,14 +7,13 @@ import re
 import shlex
 import subprocess
 from functools import cache
-from pathlib import Path
 
 import pytest
 from harness import forked
+from harness.places import ROOT
 
 from megatron_zpp.config.cli import help_text
 
-ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_zpp"
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "flags.md")]
 ENTRY = "pretrain_zeropp_gpt.py"

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from harness import forked
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def run_tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return forked.run(f"tools/{name}.py", *arguments)

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 from harness.forked import Forked
+from harness.places import ROOT
 from harness.rank_pool import RankPool, free_port
 from harness.tiny_runs import entry
 
 from megatron_zpp.monitor.available_memory import CONTROL_GROUP, HOST_MEMORY, available_host_bytes
 
-ROOT = Path(__file__).parents[2]
 JSON = ROOT / "scripts" / "ds_zeropp_config.json"
 SCRIPT = ROOT / "scripts" / "zeropp_18b.sh"
 COMMAND = """--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers {layers} --hidden-size {hidden}

@@ -5,11 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.places import ROOT
 
 from megatron_zpp.ops import extension
 from megatron_zpp.ops.build import Build
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.usefixtures("kernels")

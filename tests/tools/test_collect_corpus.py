@@ -2,7 +2,8 @@ import json
 import sys
 from pathlib import Path
 
-from harness.tool import ROOT, run_tool
+from harness.places import ROOT
+from harness.tool import run_tool
 
 sys.path.insert(0, str(ROOT / "tools"))
 

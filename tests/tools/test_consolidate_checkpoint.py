@@ -11,8 +11,8 @@ from typing import Any
 import consolidate_checkpoint
 import pytest
 import torch
+from harness.places import ROOT
 from harness.small_gpt import small_gpt
-from harness.tool import ROOT
 from safetensors.torch import load_file
 from test_generate_text import write_checkpoint
 

@@ -14,8 +14,8 @@ import pytest
 import sentencepiece
 import torch
 from generate_text import load_model, open_checkpoint
+from harness.places import ROOT
 from harness.small_gpt import VOCAB, small_config, small_gpt
-from harness.tool import ROOT
 from safetensors.torch import load_file
 from test_generate_text import write_checkpoint
 from train_tokenizer import train_model

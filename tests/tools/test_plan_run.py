@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from harness.closed_forms import World, inter_node_bytes
-from harness.tool import ROOT, run_tool
+from harness.places import ROOT
+from harness.tool import run_tool
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.validate import resolve

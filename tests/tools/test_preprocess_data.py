@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from harness.places import ROOT
 from harness.tiny_corpus import GOLDEN, counting_documents
-from harness.tool import ROOT, run_tool, write_json_lines
+from harness.tool import run_tool, write_json_lines
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import preprocess_data
 import pytest
-from harness.tool import ROOT, write_json_lines
+from harness.places import ROOT
+from harness.tool import write_json_lines
 
 from megatron_zpp.data.corpus_builder import CorpusBuilder
 from megatron_zpp.data.indexed_dataset import IndexedDataset

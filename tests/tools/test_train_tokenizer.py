@@ -1,7 +1,8 @@
 from pathlib import Path
 
 import pytest
-from harness.tool import ROOT, run_tool, write_json_lines
+from harness.places import ROOT
+from harness.tool import run_tool, write_json_lines
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness.closed_forms import World, inter_node_bytes
+from harness.places import ROOT
 from harness.stored_manifest import manifest_of_run, write_manifest
 from harness.tiny_corpus import write_corpus
 
@@ -25,7 +26,6 @@ from megatron_zpp.training.memory_need import in_gib, memory_need
 from megatron_zpp.training.sharding import sharding_of, topology_of
 from pretrain_zeropp_gpt import main
 
-ROOT = Path(__file__).parents[2]
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --make-vocab-size-divisible-by 8"
 RUN = f"--dry-run {MODEL} --quantization-block-size 32 --bf16 --train-iters 7"
 ALONE = Launch(0, 1, 0, 1)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from harness.places import ROOT
 
 from megatron_zpp.config.schema import TrainingConfig
 from megatron_zpp.monitor import process_start
@@ -16,7 +17,6 @@ from megatron_zpp.training.leaving import Leaving, Wish, check_kill_switch, reas
 from megatron_zpp.training.metrics import BadIterations, Progress
 from megatron_zpp.training.step import StepOutcome
 
-ROOT = Path(__file__).parents[2]
 GOOD, SKIPPED = StepOutcome(1.0, 1.0, False, 0), StepOutcome(1.0, float("inf"), True, 0)
 NAN_LOSS = StepOutcome(float("nan"), 1.0, False, 0)
 
