@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -25,8 +25,16 @@ from harness.places import IMPORT_FROM, ROOT
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def start_server() -> None:
-    """Starts the server unless it runs; must come before the first process of CONTEXT."""
+def start_process(target: Callable[..., None], *arguments: object, daemon: bool = False) -> ForkServerProcess:
+    """A process that calls `target(*arguments)`."""
+    _start_server()
+    process = CONTEXT.Process(target=target, args=arguments, daemon=daemon)
+    process.start()
+    return process
+
+
+def _start_server() -> None:
+    """Starts the server unless it runs."""
     CONTEXT.set_forkserver_preload(["harness.preloaded"])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, IMPORT_FROM), *([before] if before else [])])  # it does not take over sys.path
@@ -42,12 +50,10 @@ class Forked:
     """A Python program that has been started, as `python PROGRAM ARGUMENTS`."""
 
     def __init__(self, program: Path | str, *arguments: object, environment: Mapping[str, str] | None = None, folder: Path = ROOT) -> None:
-        start_server()
         self.words = [str(program), *map(str, arguments)]
         self._output = Path(tempfile.mkdtemp(prefix="forked"))
         variables = dict(os.environ if environment is None else environment)
-        self.process: ForkServerProcess = CONTEXT.Process(target=_become, args=(self.words, variables, str(folder), self._output))
-        self.process.start()
+        self.process = start_process(_become, self.words, variables, str(folder), self._output)
 
     def finished(self, timeout_seconds: float = 600) -> subprocess.CompletedProcess[str]:
         """What has become of it, once it has ended. Raises TimeoutError for one that does not end."""

@@ -14,8 +14,6 @@ from torch.distributed import TCPStore
 
 from harness import forked, tiers
 
-START = forked.CONTEXT
-
 
 class RankFailure(RuntimeError):
     """At least one rank raised or died; the text holds what each rank said."""
@@ -56,11 +54,9 @@ class RankPool:
         self._workers = []
 
     def _grow(self, world_size: int) -> None:
-        forked.start_server()
         while len(self._workers) < world_size:
-            ours, theirs = START.Pipe()
-            process = START.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
+            ours, theirs = forked.CONTEXT.Pipe()
+            process = forked.start_process(_serve, theirs, daemon=True)
             theirs.close()
             self._workers.append((process, ours))
 
