@@ -23,7 +23,7 @@ from megatron_zpp.parallel.launch import Launch, read_launch
 
 if TYPE_CHECKING:
     from megatron_zpp.parallel.initialize import World
-    from megatron_zpp.training.reporter import Outlets
+    from megatron_zpp.training.reporter import Writers
 
 FAILURE_EXIT_CODE = 1
 
@@ -89,8 +89,8 @@ def train(config: Config, launch: Launch, world: World) -> None:
     from megatron_zpp.parallel.topology import check_placement
     from megatron_zpp.training import setup, start
     from megatron_zpp.training.instruments import make_instruments
-    from megatron_zpp.training.leaving import check_kill_switch
-    from megatron_zpp.training.stored_schedule import with_schedule
+    from megatron_zpp.training.stop_conditions import check_kill_switch
+    from megatron_zpp.training.stored_run import with_schedule
     from megatron_zpp.training.trainer import Trainer
 
     printer = RankPrinter(launch.rank, launch.world_size)
@@ -105,19 +105,19 @@ def train(config: Config, launch: Launch, world: World) -> None:
         instruments = make_instruments(config, world.device, world.rank)
     ladder = setup.build_ladder(config, world, instruments)
     memory_there = setup.memory_per_rank(world, hosts)
-    origin = start.find_origin(config, world)
+    source = start.find_resume_source(config, world)
     with world.agreement("preparing data", printer.on_first):
         check_kill_switch(config.training, launch.rank)
         setup.check_backends(config, world.device)
-        config = with_schedule(config, origin.stored)
+        config = with_schedule(config, source.stored)
         vocabulary = setup.build_vocabulary(config)
-        model = setup.build_model(config, vocabulary.padded_size, origin.stored)
+        model = setup.build_model(config, vocabulary.padded_size, source.stored)
         setup.check_memory(config, model, ladder.topology, world.device, memory_there)
         speaker = setup.speaker_of(launch, hosts[launch.rank], printer)
         datasets = setup.build_run_data(config, vocabulary, speaker, checks_token_ids=launch.local_rank == 0)
-        outlets = setup.open_outlets(config, printer, instruments)
+        writers = setup.open_writers(config, printer, instruments)
         config = config.with_values(vocab_size=vocabulary.size)
-    with closing(outlets, world):
+    with closing(writers, world):
         setup.check_save_is_shared(config, world)
         kernels = setup.prepare_kernels(config, world.device)
         lines = [*setup.describe_run(config, ladder, vocabulary.size, model), kernels, *datasets.messages]
@@ -125,17 +125,17 @@ def train(config: Config, launch: Launch, world: World) -> None:
         printer.milestone("after dataloaders are built")
         engine = setup.build_engine(config, model, ladder, instruments)
         with world.agreement():
-            progress = start.load_progress(config, engine, origin)
+            progress = start.load_progress(config, engine, source)
             config = start.with_remaining_batches(config, progress, world.world_size)
-        printer.on_first(start.describe_start(config, origin, progress))
-        origin.close()
-        Trainer(config, model, engine, datasets, outlets, progress).run()
+        printer.on_first(start.describe_start(config, source, progress))
+        source.close()
+        Trainer(config, model, engine, datasets, writers, progress).run()
     engine.close()
 
 
 @contextmanager
-def closing(outlets: Outlets, world: World) -> Iterator[None]:
-    """Lets the outlets write what they hold back at the end of the block; after the others know of a failure, for that may take long."""
+def closing(writers: Writers, world: World) -> Iterator[None]:
+    """Lets the writers write what they hold back at the end of the block; after the others know of a failure, for that may take long."""
     from megatron_zpp.parallel.initialize import StartupError
 
     try:
@@ -146,7 +146,7 @@ def closing(outlets: Outlets, world: World) -> Iterator[None]:
         world.report_failure(in_words(error))
         raise
     finally:
-        outlets.close()
+        writers.close()
 
 
 def refuse(mistake: str, rank: int = 0) -> int:

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.training.run_plan import MEMBERS, Member, PlannedWorld, RunPlan, computation_by_rate, plan_run
-from megatron_zpp.zero.time_model import CodecSpeed, LinkSpeed, Machine, Overlap, StepTime
+from megatron_zpp.zero.plan.time_model import CodecSpeed, LinkSpeed, Machine, Overlap, StepTime
 
 WORLD = PlannedWorld(nodes=24, ranks_per_node=16, is_on_gpu=True)
 PADDED_VOCAB = 50304

@@ -37,8 +37,8 @@ from train_tokenizer import train_model  # noqa: E402
 
 from megatron_zpp.config.schema import DataConfig  # noqa: E402
 from megatron_zpp.data.indexed_dataset import IndexedDataset  # noqa: E402
-from megatron_zpp.data.token_ids import TokenizedTexts  # noqa: E402
-from megatron_zpp.data.tokenizer import Tokenizer  # noqa: E402
+from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts  # noqa: E402
+from megatron_zpp.data.tokenizers.tokenizer import Tokenizer  # noqa: E402
 
 SENTENCEPIECE_VOCAB_SIZE = 8192
 GPT2_VOCAB_SIZE = 16384

@@ -19,7 +19,7 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.validate import resolve
 from megatron_zpp.data.blended_dataset import BlendedDataset
 from megatron_zpp.data.build_once import Speaker
-from megatron_zpp.data.sample import SampleSource
+from megatron_zpp.data.gpt_dataset import SampleSource
 
 FLAGS_HELP = "the flags of pretrain_zeropp_gpt.py, as the run will get them; --data-cache-path says where the indices go"
 

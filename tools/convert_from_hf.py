@@ -11,11 +11,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import run_command
 
-from megatron_zpp.checkpoint.hf_folder import HfFolder
+from megatron_zpp.checkpoint.hf.folder import HfFolder
 from megatron_zpp.checkpoint.release import write_release
 from megatron_zpp.checkpoint.stored_flags import units_of
 from megatron_zpp.config.schema import TOKENIZER_TYPES, DataConfig, ModelConfig
-from megatron_zpp.data.tokenizer import padded_vocab_size
+from megatron_zpp.data.tokenizers.tokenizer import padded_vocab_size
 
 
 def main() -> None:

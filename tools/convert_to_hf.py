@@ -16,14 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from command import ELEMENT_TYPES, add_checkpoint_flags, add_output_flags, run_command
 
 from megatron_zpp.checkpoint.export import new_folder, write_json, write_tensors
-from megatron_zpp.checkpoint.hf_layouts import layout_holding
-from megatron_zpp.checkpoint.hf_rules import Boundaries
-from megatron_zpp.checkpoint.hf_tokenizer import write_tokenizer
+from megatron_zpp.checkpoint.hf.layouts import layout_holding
+from megatron_zpp.checkpoint.hf.rules import Boundaries
+from megatron_zpp.checkpoint.hf.tokenizer import write_tokenizer
 from megatron_zpp.checkpoint.manifest import Manifest
 from megatron_zpp.checkpoint.shard_file import TensorEntry
 from megatron_zpp.checkpoint.stored_flags import data_flags, model_flags, open_checkpoint, padded_vocab_size
 from megatron_zpp.config.schema import DataConfig
-from megatron_zpp.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_zpp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from command import run_command
 from tokenizer_flags import add_tokenizer_flags, tokenizer_config
 
 from megatron_zpp.data.indexed_dataset import CODES, INDEX_CHUNK_NUMEL, VERSION, IndexedDataset, check_token_ids
-from megatron_zpp.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_zpp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 
 BAR_COLUMNS = 50
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from command import run_command
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
+from megatron_zpp.data.preprocess.indexed_writer import IndexedDatasetWriter
 
 
 def main() -> None:

@@ -23,10 +23,10 @@ from command import MISTAKE_EXIT_CODE
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.schema import Config
-from megatron_zpp.data.tokenizer import build_tokenizer, embedding_rows
+from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron_zpp.model.flops import parameter_count
+from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.memory_need import in_gib
-from megatron_zpp.training.planned_machine import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.run_plan import (
     MEMBERS,
     PlannedWorld,
@@ -35,7 +35,7 @@ from megatron_zpp.training.run_plan import (
     computation_by_step,
     plan_run,
 )
-from megatron_zpp.zero.time_model import Computation, Machine, Overlap, StepTime
+from megatron_zpp.zero.plan.time_model import Computation, Machine, Overlap, StepTime
 
 NULL_VOCABULARY = 50257  # of mock data, see config/assumptions.py
 WORTHWHILE = 1.03  # a feature that gains less is not worth its flag

@@ -21,13 +21,13 @@ from preprocess_progress import ProgressBar
 from tokenizer_flags import add_tokenizer_flags, tokenizer_config, tokenizer_identity
 from worker_count import find_worker_count
 
-from megatron_zpp.data.corpus_builder import CorpusBuilder, describe
-from megatron_zpp.data.document_encoder import DocumentEncoder
-from megatron_zpp.data.encoding_workers import encoded_batches
 from megatron_zpp.data.indexed_dataset import best_dtype
-from megatron_zpp.data.json_lines import STANDARD_INPUT, DamagedInput, find_inputs, line_batches
-from megatron_zpp.data.preprocess_journal import Journal, Progress, input_files
-from megatron_zpp.data.tokenizer import build_tokenizer
+from megatron_zpp.data.preprocess.corpus_builder import CorpusBuilder, describe
+from megatron_zpp.data.preprocess.document_encoder import DocumentEncoder
+from megatron_zpp.data.preprocess.encoding_workers import encoded_batches
+from megatron_zpp.data.preprocess.journal import Journal, Progress, input_files
+from megatron_zpp.data.preprocess.json_lines import STANDARD_INPUT, DamagedInput, find_inputs, line_batches
+from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer
 
 INTERRUPTED_EXIT_CODE = 130
 KILLED_WORKER = "a worker process was ended from outside, perhaps for memory; give fewer --workers"

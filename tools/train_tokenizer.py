@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import run_command
 
-from megatron_zpp.data.document_encoder import read_texts
-from megatron_zpp.data.json_lines import STANDARD_INPUT, Position, count_text_bytes, find_inputs, line_batches
+from megatron_zpp.data.preprocess.document_encoder import read_texts
+from megatron_zpp.data.preprocess.json_lines import STANDARD_INPUT, Position, count_text_bytes, find_inputs, line_batches
 
 
 def main() -> None:

@@ -4,9 +4,9 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 
-from megatron_zpp.data.document_encoder import DocumentEncoder
-from megatron_zpp.data.encoding_workers import encoded_batches
-from megatron_zpp.data.json_lines import Position, line_batches
+from megatron_zpp.data.preprocess.document_encoder import DocumentEncoder
+from megatron_zpp.data.preprocess.encoding_workers import encoded_batches
+from megatron_zpp.data.preprocess.json_lines import Position, line_batches
 
 
 def find_worker_count(encoder: DocumentEncoder, paths: Sequence[str], candidates: Sequence[int], max_documents: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.config.validate import resolve
-from megatron_zpp.data.tokenizer import padded_vocab_size
+from megatron_zpp.data.tokenizers.tokenizer import padded_vocab_size
 from megatron_zpp.model.flops import parameter_count
 
 FSDP2 = "FSDP2"

@@ -11,7 +11,7 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.validate import resolve
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.training.sharding import sharding_of, topology_of
-from megatron_zpp.zero.traffic import smallest_inter_hop_bytes
+from megatron_zpp.zero.plan.traffic import smallest_inter_hop_bytes
 from slow_links.configurations import ALL, FSDP2, NAMES, ZERO3, Workload
 from slow_links.network import BURST_BYTES
 from slow_links.rates import UNLIMITED, Rate

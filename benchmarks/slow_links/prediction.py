@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.training.assumed_hardware import CPU_CODEC, GLOO_COLLECTIVE_SECONDS
+from megatron_zpp.training.hardware import CPU_CODEC, GLOO_COLLECTIVE_SECONDS
 from megatron_zpp.training.run_plan import MEMBERS, PlannedWorld, computation_by_step, plan_run
-from megatron_zpp.zero.time_model import CodecSpeed, LinkSpeed, Machine, Overlap
+from megatron_zpp.zero.plan.time_model import CodecSpeed, LinkSpeed, Machine, Overlap
 from slow_links.configurations import NAMES, ZERO3, Workload
 from slow_links.rates import Rate
 

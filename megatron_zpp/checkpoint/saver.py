@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+from megatron_zpp.checkpoint.durable import LOOK_EVERY_SECONDS, SHARED_FOLDER, VISIBLE_WITHIN_SECONDS
 from megatron_zpp.checkpoint.folders import (
     Stage,
     complete_iterations,
@@ -38,7 +39,6 @@ from megatron_zpp.checkpoint.folders import (
 )
 from megatron_zpp.checkpoint.manifest import ELEMENT_BYTES, CheckpointError, Manifest, StoredFile, StoredPiece
 from megatron_zpp.checkpoint.owner import own_token
-from megatron_zpp.checkpoint.shared_folder import LOOK_EVERY_SECONDS, SHARED_FOLDER, VISIBLE_WITHIN_SECONDS
 from megatron_zpp.checkpoint.snapshot import HostSnapshot
 from megatron_zpp.checkpoint.unfinished import SPARE_BYTES, check_room, make_unfinished, read_record, seal, write_pieces, write_record
 from megatron_zpp.parallel.initialize import gather_texts, joined_errors

@@ -10,6 +10,7 @@ A link of one rank is the identity: no codec, no bytes.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -21,9 +22,10 @@ from megatron_zpp.comm.code import LinkCodes, Runs
 from megatron_zpp.comm.codecs import Codec, Regions, make_codec, recode_mean_into
 from megatron_zpp.comm.lanes import Hop, Lanes
 from megatron_zpp.comm.ledger import Category, Ledger
-from megatron_zpp.comm.noise import noise_key
 from megatron_zpp.comm.staging import Staging
 from megatron_zpp.parallel.topology import Direction, Lane, Link
+
+KEY_BITS = 63  # of a key of stochastic rounding
 
 INTER_CLIMB = Lane(Link.INTER, Direction.CLIMB)
 INTRA_CLIMB = Lane(Link.INTRA, Direction.CLIMB)
@@ -235,3 +237,9 @@ def _add_or_copy(values: Regions, mean: Regions, accumulate: bool) -> None:
 
 def _nothing() -> None:
     return None
+
+
+def noise_key(*place: int | str) -> int:
+    """A number of 63 bits that depends on every part of `place`, and on nothing else: not on history, process or machine."""
+    digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - KEY_BITS)

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_zpp.data.gpt_dataset import GPTDataset
+from megatron_zpp.data.gpt_dataset import GPTDataset, Sample, SampleSource
 from megatron_zpp.data.index_builders import deal_samples
-from megatron_zpp.data.sample import Sample, SampleSource
 
 
 class BlendIndices(NamedTuple):

@@ -11,12 +11,10 @@ from megatron_zpp.config.data_sources import Blend, DataSources, read_sources
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.blend import blended_dataset, plan_by_epochs, plan_by_weights
 from megatron_zpp.data.build_once import SILENCE, Speaker
-from megatron_zpp.data.chained_dataset import ChainedDataset
 from megatron_zpp.data.corpus import SPLIT_WORDS, Corpus, Order, folder_of
 from megatron_zpp.data.documents import DocumentRules
+from megatron_zpp.data.gpt_dataset import ChainedDataset, MockDataset, SampleSource
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.data.mock_dataset import MockDataset
-from megatron_zpp.data.sample import SampleSource
 from megatron_zpp.data.split import SPLIT_NAMES
 
 DOCUMENTS_LOOKED_AT = 100
@@ -73,7 +71,7 @@ def build_datasets(data: DataConfig, request: DataRequest, speaker: Speaker = SI
     if not data.names_corpora:
         raise ValueError("Neither --data-path nor --mock-data is given; give one of them.")
     order = Order(request.seq_length, request.seed, _cache_path(data))
-    return _Shelf(data, sources, order, speaker).datasets(request, rules)
+    return CorpusSet(data, sources, order, speaker).datasets(request, rules)
 
 
 def cache_folder(data: DataConfig, source: IndexedDataset) -> Path:
@@ -112,7 +110,7 @@ def _without_ends(source: IndexedDataset, rules: DocumentRules) -> str | None:
     )
 
 
-class _Shelf:
+class CorpusSet:
     """All corpora of a run, each opened once, and what is to be said about them."""
 
     def __init__(self, data: DataConfig, sources: DataSources, order: Order, speaker: Speaker) -> None:

@@ -1,10 +1,34 @@
-"""Samples of one corpus in the order of its GPT indices."""
+"""Samples, and the datasets that yield them: one corpus, generated tokens, and a chain of datasets."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol, TypedDict
 
 import numpy as np
 
 from megatron_zpp.data.gpt_indices import GPTIndices
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.data.sample import Sample, sample_from
+
+
+class Sample(TypedDict):
+    tokens: np.ndarray  # [seq_length] int64
+    labels: np.ndarray  # [seq_length] int64, the token after each token
+    loss_mask: np.ndarray  # [seq_length] fp32, 1 where the loss counts
+
+
+class SampleSource(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+def sample_from(stream: np.ndarray) -> Sample:
+    """The sample of seq_length + 1 consecutive tokens: inputs, labels one further, every position in the loss."""
+    stream = stream.astype(np.int64)
+    return {"tokens": stream[:-1], "labels": stream[1:], "loss_mask": np.ones(len(stream) - 1, dtype=np.float32)}
 
 
 class GPTDataset:
@@ -31,3 +55,48 @@ class GPTDataset:
             stop = last_offset + 1 if position == last else None
             pieces.append(self.source.read(int(self.indices.document[position]), start, stop))
         return np.concatenate(pieces)
+
+
+# Few enough ids to be learned quickly, whatever the vocabulary.
+MAX_DISTINCT_TOKENS = 512
+MAX_STEP = 3
+
+
+class MockDataset:
+    """Sample i counts on from a random id by a random step; a function of (seed, stream, i) alone.
+
+    stream tells training, validation and test apart. `len` says how many samples were asked for; every i >= 0 has its sample.
+    """
+
+    def __init__(self, *, seed: int, stream: int, seq_length: int, vocab_size: int, sample_count: int) -> None:
+        self.seed = seed
+        self.stream = stream
+        self.seq_length = seq_length
+        self.distinct_tokens = min(vocab_size, MAX_DISTINCT_TOKENS)
+        self.sample_count = sample_count
+
+    def __len__(self) -> int:
+        return self.sample_count
+
+    def __getitem__(self, index: int) -> Sample:
+        # SeedSequence keeps its values from one numpy version to the next; the generators built on it need not.
+        start, step = np.random.SeedSequence([self.seed, self.stream, index]).generate_state(2, np.uint32).tolist()
+        positions = np.arange(self.seq_length + 1, dtype=np.int64)
+        return sample_from((start + positions * (1 + step % MAX_STEP)) % self.distinct_tokens)
+
+
+class ChainedDataset:
+    """All samples of the first dataset, then all of the second, and so on."""
+
+    def __init__(self, datasets: Sequence[SampleSource]) -> None:
+        self.datasets = tuple(datasets)
+        self._ends = list(accumulate(len(dataset) for dataset in self.datasets))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)} in a chain of {len(self.datasets)} datasets")
+        position = bisect_right(self._ends, index)
+        return self.datasets[position][index - (self._ends[position - 1] if position > 0 else 0)]

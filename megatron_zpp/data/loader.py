@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_zpp.data.documents import DocumentRules
-from megatron_zpp.data.sample import SampleSource
+from megatron_zpp.data.gpt_dataset import SampleSource
 from megatron_zpp.data.sampler import MicroBatchIndices
 
 MICRO_BATCHES_AHEAD = 2  # per worker

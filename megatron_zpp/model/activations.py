@@ -15,7 +15,7 @@ MASK_BYTES = 1  # of an element that dropout may drop
 STATISTICS_BYTES = 2 * 4  # mean and deviation of a token in a norm, fp32
 SCORE_BYTES = 3 * 4  # fp32 scores after softmax, after dropout, and the mask, as torch's plain attention keeps them
 NORMALIZER_BYTES = 4  # of a token and head, where the kernel computes scores again
-CHUNK_BYTES = 2 * 64 * 2**20  # fp32 values of the loss that exist at once, see tensor_parallel/cross_entropy.py
+CHUNK_BYTES = 2 * 64 * 2**20  # fp32 values of the loss that exist at once, see model/cross_entropy.py
 
 
 @dataclass(frozen=True)

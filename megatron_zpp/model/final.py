@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.model.cross_entropy import token_loss
 from megatron_zpp.model.norm import make_norm
-from megatron_zpp.tensor_parallel.cross_entropy import token_loss
 
 
 class Final(nn.Module):

@@ -5,6 +5,8 @@ B micro-batch size, S tokens per sample, R runs of one document each, H hidden s
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -111,3 +113,14 @@ class GPT(nn.Module):
     def uses(self) -> tuple[Use, ...]:
         """The module calls of one forward in order, and the units each reads; a tied embedding is read by the first and by the last."""
         return uses_of(self.config)
+
+
+def materialize(model: GPT, device: torch.device | str = "cpu") -> GPT:
+    """The model itself, its meta parameters replaced by real ones with their first values: for a model that lives whole in one process."""
+    for unit in model.unit_specs():
+        for spec in unit.params:
+            owner_path, attribute = spec.name.rsplit(".", 1)
+            values = spec.initial_values(0, math.prod(spec.shape)).view(spec.shape)
+            dtype = model.get_parameter(spec.name).dtype
+            setattr(model.get_submodule(owner_path), attribute, nn.Parameter(values.to(device=device, dtype=dtype)))
+    return model

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 if TYPE_CHECKING:
     from megatron_zpp.config.schema import ModelConfig
-    from megatron_zpp.model.gpt import GPT
 
 # A range costs at most one chunk that is generated and thrown away; below this a generator's start-up would show.
 CHUNK_NUMEL = 1 << 16
@@ -60,14 +59,3 @@ def _chunk_generator(seed: int, name: str, chunk: int) -> np.random.Generator:
     # be equal, and its normal values depend on the vector instructions of the machine.
     digest = hashlib.blake2b(f"{seed}/{name}/{chunk}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
-
-
-def materialize(model: GPT, device: torch.device | str = "cpu") -> GPT:
-    """The model itself, its meta parameters replaced by real ones with their first values: for a model that lives whole in one process."""
-    for unit in model.unit_specs():
-        for spec in unit.params:
-            owner_path, attribute = spec.name.rsplit(".", 1)
-            values = spec.initial_values(0, math.prod(spec.shape)).view(spec.shape)
-            dtype = model.get_parameter(spec.name).dtype
-            setattr(model.get_submodule(owner_path), attribute, nn.Parameter(values.to(device=device, dtype=dtype)))
-    return model

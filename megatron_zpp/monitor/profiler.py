@@ -1,4 +1,4 @@
-"""Chrome traces of a few iterations, with units, hops and phases by name."""
+"""Chrome traces of a few iterations, with units, hops and phases by name; and a record of every allocation on the GPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
+
+LARGEST_ENTRIES = 1_000_000  # allocations and frees kept, the latest ones; a few hundred bytes of host memory each
 
 # A unit's backward begins inside one autograd node and ends inside another: ranges that overlap without nesting need a row of their own.
 _RANGE = '"cat": "user_annotation"'
@@ -94,3 +96,16 @@ def _with_rows_of_units(lines: Iterable[str]) -> Iterator[str]:
         yield _ROW.sub(_ROW_OF_UNITS, line) if is_unit else line
         if '"tid":' in line:
             is_range = is_unit = False
+
+
+class MemoryHistory:
+    """Records from now on; `close` writes the snapshot that pytorch.org/memory_viz reads, also where memory was exhausted."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self._path = path.with_name(f"{path.stem}_rank_{rank}{path.suffix}")
+        torch.cuda.memory._record_memory_history(max_entries=LARGEST_ENTRIES)
+
+    def close(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(self._path))
+        torch.cuda.memory._record_memory_history(enabled=None)

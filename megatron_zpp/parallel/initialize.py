@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.parallel.attempt import own_part
-from megatron_zpp.parallel.failure_board import FailureBoard
+from megatron_zpp.parallel.failures.attempt import own_part
+from megatron_zpp.parallel.failures.failure_board import FailureBoard
+from megatron_zpp.parallel.failures.roll_call import RollCall
 from megatron_zpp.parallel.launch import Launch
-from megatron_zpp.parallel.roll_call import RollCall
 
 PACKAGE = Path(__file__).parents[1]
 FAREWELL = timedelta(seconds=15)  # to find out who failed, tell the others and end

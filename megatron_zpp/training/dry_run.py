@@ -15,16 +15,15 @@ from megatron_zpp.config.horizons import length_in_samples
 from megatron_zpp.config.schedule_rules import check_batches
 from megatron_zpp.config.schema import CheckpointConfig, Config
 from megatron_zpp.config.validate import resolve
-from megatron_zpp.data.tokenizer import build_tokenizer, embedding_rows
+from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.launch import Launch
+from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.memory_need import MemoryThere, check_fits, in_gib, saved_bytes
-from megatron_zpp.training.planned_machine import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, computation_by_rate, plan_as_given
-from megatron_zpp.training.stored_run import StoredRun
-from megatron_zpp.training.stored_schedule import with_schedule
-from megatron_zpp.zero.time_model import StepTime
+from megatron_zpp.training.stored_run import StoredRun, with_schedule
+from megatron_zpp.zero.plan.time_model import StepTime
 
 LABEL_COLUMNS = 24
 SECONDS_PER_DAY = 86400
@@ -177,15 +176,15 @@ def _operations(plan: RunPlan, world: PlannedWorld) -> str:
 
 def _time(plan: RunPlan, world: PlannedWorld) -> str:
     """Empty where --teraflops is not given."""
-    wishes = plan.config.plan
-    if wishes.teraflops is None:
+    assumed = plan.config.plan
+    if assumed.teraflops is None:
         return ""
-    computation = computation_by_rate(plan.config, plan.padded_vocab_size, wishes.teraflops * TERA)
-    if world.nodes > 1 and wishes.inter_gigabits is None:
+    computation = computation_by_rate(plan.config, plan.padded_vocab_size, assumed.teraflops * TERA)
+    if world.nodes > 1 and assumed.inter_gigabits is None:
         seconds = computation.seconds * plan.job.microbatches
         return f"{_speed(plan, world, seconds)}; without the link between nodes, whose rate --inter-gigabits says"
-    rate = wishes.inter_gigabits or float("inf")  # one node has no such link
-    time = plan.time(planned_machine(rate, wishes.intra_gigabytes, is_on_gpu=world.is_on_gpu), computation)
+    rate = assumed.inter_gigabits or float("inf")  # one node has no such link
+    time = plan.time(planned_machine(rate, assumed.intra_gigabytes, is_on_gpu=world.is_on_gpu), computation)
     return f"{_speed(plan, world, time.seconds)}; busy are {_busy(time)}"
 
 

@@ -1,16 +1,80 @@
-"""The loss on held-out data."""
+"""The data that a run is evaluated on, when, and the loss on it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.data.loader import MicroBatch
-from megatron_zpp.training.held_out import HeldOutSet
+from megatron_zpp.config.schema import Config, TrainingConfig
+from megatron_zpp.data.datasets import Datasets
+from megatron_zpp.data.gpt_dataset import SampleSource
+from megatron_zpp.data.loader import MicroBatch, MicroBatches
+from megatron_zpp.data.sampler import MicroBatchIndices, MicroBatchSampler, WholePassSampler
 from megatron_zpp.training.step import token_losses
 from megatron_zpp.zero.engine import ZeroEngine
+
+
+@dataclass(frozen=True)
+class HeldOutSet:
+    """What one evaluation takes: the next `microbatches` micro-batches of this rank, without end. name: "" where there is one set."""
+
+    name: str
+    batches: Iterator[MicroBatch]
+    microbatches: int
+
+
+class HeldOutSets:
+    """This rank's share of the validation and the test data.
+
+    validation: one for each set, none where --eval-iters is 0. test: None where there is nothing to test on.
+    """
+
+    def __init__(self, config: Config, datasets: Datasets, iteration: int, *, rank: int, ranks: int) -> None:
+        """iteration: after which the run goes on, so that validation goes on as well."""
+        self._training = config.training
+        self._num_workers = config.data.num_workers
+        self._rules = datasets.rules
+        self._rank, self._ranks = rank, ranks
+        self.validation = self._validation(datasets, evaluations_before(iteration, config.training))
+        self.test: HeldOutSet | None = None
+        if datasets.test is not None and config.training.eval_iters > 0:
+            self.test = self._drawn("", datasets.test, 0)
+
+    def _validation(self, datasets: Datasets, evaluations: int) -> list[HeldOutSet]:
+        if self._training.full_validation:
+            return [self._whole(name, source) for name, source in datasets.valid.items()]
+        if self._training.eval_iters == 0:
+            return []
+        return [self._drawn(name, source, evaluations) for name, source in datasets.valid.items()]
+
+    def _whole(self, name: str, source: SampleSource) -> HeldOutSet:
+        sampler = WholePassSampler(len(source), self._training.eval_micro_batch_size, self._rank, self._ranks)
+        return HeldOutSet(name, self._batches(source, sampler), sampler.microbatches)
+
+    def _drawn(self, name: str, source: SampleSource, evaluations: int) -> HeldOutSet:
+        """evaluations: how many there have been."""
+        size = self._training.eval_micro_batch_size
+        microbatches = self._training.eval_iters * (self._training.eval_global_batch_size // (size * self._ranks))
+        consumed_samples = evaluations * microbatches * size * self._ranks
+        sampler = MicroBatchSampler(len(source), consumed_samples, size, self._rank, self._ranks)
+        return HeldOutSet(name, self._batches(source, sampler), microbatches)
+
+    def _batches(self, source: SampleSource, sampler: Iterable[MicroBatchIndices]) -> MicroBatches:
+        return MicroBatches(source, sampler, self._num_workers, self._rules)
+
+
+def evaluations_before(iteration: int, training: TrainingConfig) -> int:
+    """How many validations the iterations up to and with this one have been followed by, in a run that goes on after it."""
+    return max(0, iteration // training.eval_interval - max(0, training.start_eval_at_iter - 1) // training.eval_interval)
+
+
+def is_followed_by_validation(iteration: int, training: TrainingConfig) -> bool:
+    """Whether this iteration, which is not the last one, ends with a validation."""
+    return iteration % training.eval_interval == 0 and iteration >= training.start_eval_at_iter
 
 
 @torch.no_grad()

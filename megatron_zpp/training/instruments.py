@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from megatron_zpp.config.schema import Config
-from megatron_zpp.monitor.memory_history import MemoryHistory
 from megatron_zpp.monitor.observer import Observer, Span, StepObserver
-from megatron_zpp.monitor.profiler import Profiler, nvtx_span
+from megatron_zpp.monitor.profiler import MemoryHistory, Profiler, nvtx_span
 from megatron_zpp.monitor.timers import Timers, clock_of
 
 

@@ -12,7 +12,7 @@ from megatron_zpp.model.activations import AttentionNeed, activation_bytes, mask
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.layout import FlatLayout
-from megatron_zpp.zero.memory_plan import ADAM_MOMENTS, MAIN_BYTES, MemoryPlan, Sharding, largest_plan
+from megatron_zpp.zero.plan.memory_plan import ADAM_MOMENTS, MAIN_BYTES, MemoryPlan, Sharding, largest_plan
 
 LARGEST_NODES = 1 << 14
 

@@ -24,7 +24,7 @@ from megatron_zpp.monitor.scalars import (
 )
 from megatron_zpp.monitor.timers import BETWEEN_STEPS, NEVER_RAN, TIMER_NAMES, timer_lines
 from megatron_zpp.monitor.training_line import samples_line, training_line
-from megatron_zpp.training.assumed_hardware import peak_teraflops
+from megatron_zpp.training.hardware import peak_teraflops
 from megatron_zpp.training.instruments import Instruments
 from megatron_zpp.training.metrics import Interval, Progress, ReportInputs, StepReadings, StepTimes, StepTraffic, interval_report
 from megatron_zpp.zero.engine import ZeroEngine
@@ -33,7 +33,7 @@ STEP_TIMERS = tuple(name for name in TIMER_NAMES if name not in BETWEEN_STEPS)
 
 
 @dataclass(frozen=True)
-class Outlets:
+class Writers:
     """Where the run tells of itself: files on rank 0, points (TensorBoard, Weights & Biases) on the last rank; none on others.
 
     instruments: what of this rank looks into the run.
@@ -59,12 +59,12 @@ class Reporter:
     tally: counts the samples of each corpus, or None.
     """
 
-    def __init__(self, config: Config, padded_vocab_size: int, engine: ZeroEngine, outlets: Outlets, tally: SourceTally | None) -> None:
+    def __init__(self, config: Config, padded_vocab_size: int, engine: ZeroEngine, writers: Writers, tally: SourceTally | None) -> None:
         self._config = config
         self._padded_vocab_size = padded_vocab_size
         self._engine = engine
-        self._outlets = outlets
-        self._timers = outlets.instruments.timers
+        self._outlets = writers
+        self._timers = writers.instruments.timers
         self._tally = tally
         self._traffic = StepTraffic(engine.ladder.ledger)
         self._choice = _choice(config.logging)

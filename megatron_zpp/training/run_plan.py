@@ -13,8 +13,8 @@ from megatron_zpp.model.flops import forward_flops_of_uses, recomputed_flops_of_
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.training.memory_need import MemoryNeed, memory_need
 from megatron_zpp.training.sharding import sharding_of, topology_of
-from megatron_zpp.zero.time_model import Computation, Job, Machine, StepTime, step_time
-from megatron_zpp.zero.traffic import PlannedTraffic, planned_traffic
+from megatron_zpp.zero.plan.time_model import Computation, Job, Machine, StepTime, step_time
+from megatron_zpp.zero.plan.traffic import PlannedTraffic, planned_traffic
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_zpp.checkpoint.shared_folder import SHARED_FOLDER, is_seen
+from megatron_zpp.checkpoint.durable import SHARED_FOLDER, is_seen
 from megatron_zpp.comm.backend import TorchBackend
 from megatron_zpp.comm.lanes import Lanes, make_lanes
 from megatron_zpp.comm.ledger import Ledger
@@ -26,7 +26,7 @@ from megatron_zpp.config.schema import Config, PrecisionConfig
 from megatron_zpp.data.build_once import Speaker
 from megatron_zpp.data.datasets import DataRequest, Datasets, build_datasets, cache_folder, count_samples
 from megatron_zpp.data.token_check import check_token_ids_once
-from megatron_zpp.data.tokenizer import build_tokenizer, embedding_rows
+from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron_zpp.model.attention_kernel import check_attention, head_shape_of
 from megatron_zpp.model.compilation import check_compilation, compile_blocks
 from megatron_zpp.model.document_attention import describe as describe_documents
@@ -48,7 +48,7 @@ from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.training.instruments import Instruments
 from megatron_zpp.training.memory_need import MemoryThere, check_fits
-from megatron_zpp.training.reporter import Outlets
+from megatron_zpp.training.reporter import Writers
 from megatron_zpp.training.sharding import choose_policy, prefetch_of, sharding_of, topology_of
 from megatron_zpp.training.stored_run import StoredRun
 from megatron_zpp.zero.adam import AdamOptions
@@ -238,7 +238,7 @@ def _documents_in_words(config: Config, model: GPT, device: torch.device) -> lis
     return [describe_documents(device, head, (config.training.micro_batch_size, config.model.seq_length))]
 
 
-def open_outlets(config: Config, printer: RankPrinter, instruments: Instruments) -> Outlets:
+def open_writers(config: Config, printer: RankPrinter, instruments: Instruments) -> Writers:
     """The files and printers of this rank. Raises ValueError for a folder that this rank cannot write to."""
     logging = config.logging
     if config.checkpoint.save is not None:
@@ -254,7 +254,7 @@ def open_outlets(config: Config, printer: RankPrinter, instruments: Instruments)
     if config.checkpoint.save is not None and logging.log_progress and printer.rank == 0:
         progress_file = ProgressFile(Path(config.checkpoint.save), os.environ.get("SLURM_JOB_ID", ""), printer.world_size)
     scalars = tuple(_scalar_writers(config, printer.rank)) if printer.rank == printer.world_size - 1 else ()
-    return Outlets(printer, instruments, json_lines, progress_file, scalars)
+    return Writers(printer, instruments, json_lines, progress_file, scalars)
 
 
 def _scalar_writers(config: Config, rank: int) -> Iterator[ScalarWriter]:

@@ -6,7 +6,7 @@ from megatron_zpp.comm.code import EXACT, Code, LinkCodes, Rotation, Rounding
 from megatron_zpp.config.schema import WORKING_DTYPE_BITS, Config, PrecisionConfig, ZeroConfig
 from megatron_zpp.config.validate import partition_ranks
 from megatron_zpp.parallel.topology import Topology
-from megatron_zpp.zero.memory_plan import Sharding
+from megatron_zpp.zero.plan.memory_plan import Sharding
 from megatron_zpp.zero.policy import (
     POLICIES,
     Policy,

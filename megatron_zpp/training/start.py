@@ -18,8 +18,7 @@ from megatron_zpp.config.schedule_rules import check_batches
 from megatron_zpp.config.schema import GROUP_OF_FIELD, Config
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
 from megatron_zpp.training.metrics import Progress
-from megatron_zpp.training.stored_run import StoredRun
-from megatron_zpp.training.stored_schedule import schedule_differences
+from megatron_zpp.training.stored_run import StoredRun, schedule_differences
 from megatron_zpp.zero.engine import ZeroEngine
 
 # A change of one of these is legitimate, and easily made by accident.
@@ -51,7 +50,7 @@ FLAGS_OF_A_CONTINUED_RUN = (
 
 
 @dataclass(frozen=True)
-class Origin:
+class ResumeSource:
     """The checkpoint to start from, open, and what is taken from it; both None where there is none. notices: what had to be passed over."""
 
     reader: CheckpointReader | None
@@ -64,7 +63,7 @@ class Origin:
             self.reader.close()
 
 
-def find_origin(config: Config, world: World) -> Origin:
+def find_resume_source(config: Config, world: World) -> ResumeSource:
     """The checkpoint that the flags mean, the same on every rank; every rank must call it.
 
     Raises StartupError on every rank alike where it is missing against the user's will, damaged, or not the same for all.
@@ -80,22 +79,22 @@ def find_origin(config: Config, world: World) -> Origin:
             )
     _check_same(folder.name if folder is not None else "none")
     if folder is None:
-        return Origin(None, None)
+        return ResumeSource(None, None)
     if checkpoint.load_last_good_checkpoint:
         folder, notices = _last_good(folder, world)
     with world.agreement():
         reader = CheckpointReader(folder)
     _check_same(reader.identity)
-    return Origin(reader, StoredRun.of(checkpoint, folder, reader.manifest), notices)
+    return ResumeSource(reader, StoredRun.of(checkpoint, folder, reader.manifest), notices)
 
 
-def load_progress(config: Config, engine: ZeroEngine, origin: Origin) -> Progress:
+def load_progress(config: Config, engine: ZeroEngine, source: ResumeSource) -> Progress:
     """Where the run goes on: after the checkpoint, whose weights and optimizer state the engine takes over, or at the start."""
-    if origin.reader is None or origin.stored is None:
+    if source.reader is None or source.stored is None:
         return Progress()
-    manifest = origin.stored.manifest
-    load_engine(engine, origin.reader, with_moments=origin.stored.gives_moments(config))
-    if origin.stored.weights_only:
+    manifest = source.stored.manifest
+    load_engine(engine, source.reader, with_moments=source.stored.gives_moments(config))
+    if source.stored.weights_only:
         return Progress()
     engine.start_iteration(manifest.iteration)
     return Progress(manifest.iteration, manifest.consumed_samples, manifest.run["scheduled_samples"])
@@ -114,14 +113,14 @@ def with_remaining_batches(config: Config, progress: Progress, world_size: int) 
     return config.with_values(train_iters=progress.iteration + remaining)
 
 
-def describe_start(config: Config, origin: Origin, progress: Progress) -> str:
+def describe_start(config: Config, source: ResumeSource, progress: Progress) -> str:
     """What was loaded, and which flags of a run that goes on differ; an empty string without a checkpoint."""
-    if origin.stored is None:
+    if source.stored is None:
         load = config.checkpoint.load
         return "" if load is None else f"WARNING: --load {load} holds no checkpoint; starting from scratch"
-    stored, manifest = origin.stored, origin.stored.manifest
+    stored, manifest = source.stored, source.stored.manifest
     what = "weights of the checkpoint" if stored.weights_only else "checkpoint"
-    lines = [*origin.notices, f"  successfully loaded {what} from {stored.folder} at iteration {manifest.iteration}"]
+    lines = [*source.notices, f"  successfully loaded {what} from {stored.folder} at iteration {manifest.iteration}"]
     lines += stored.notices(config)
     if progress.iteration >= config.training.train_iters and not config.training.skip_train:
         lines.append(f"nothing left to train: --train-iters {config.training.train_iters} is reached")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.data.loader import MicroBatch
-from megatron_zpp.training.leaving import Wish
+from megatron_zpp.training.stop_conditions import StopRequest
 from megatron_zpp.zero.engine import ZeroEngine
 
 
@@ -19,7 +19,7 @@ from megatron_zpp.zero.engine import ZeroEngine
 class StepOutcome:
     """What one step came to.
 
-    lm_loss: mean over the micro-batches of all ranks. model_state_bytes: at the end of backward. wishes: of all ranks.
+    lm_loss: mean over the micro-batches of all ranks. model_state_bytes: at the end of backward. requests: of all ranks.
     num_zeros: elements of the mean gradient that are 0, where the engine counts them.
     """
 
@@ -27,13 +27,13 @@ class StepOutcome:
     grad_norm: float
     is_skipped: bool
     model_state_bytes: int
-    wishes: Wish = Wish.NONE
+    requests: StopRequest = StopRequest.NONE
     num_zeros: int | None = None
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """microbatches: of every rank. wish: asks this rank at the end of the step whether the run is to end.
+    """microbatches: of every rank. request: asks this rank at the end of the step whether the run is to end.
 
     before_update: returns when weights and moments may change; a checkpoint may still be copying them while gradients are made.
     """
@@ -41,7 +41,7 @@ class StepPlan:
     microbatches: int
     learning_rate: float
     weight_decay: float
-    wish: Callable[[], Wish] = lambda: Wish.NONE
+    request: Callable[[], StopRequest] = lambda: StopRequest.NONE
     before_update: Callable[[], None] = lambda: None
 
 
@@ -65,8 +65,8 @@ def train_step(model: nn.Module, engine: ZeroEngine, batches: Iterator[MicroBatc
     plan.before_update()
     with observer.phase("optimizer"):
         result = engine.update(plan.learning_rate, plan.weight_decay)
-    lm_loss, wishes = exchanged(losses, plan.wish(), engine)
-    return StepOutcome(lm_loss, result.grad_norm, result.is_skipped, model_state_bytes, wishes, result.num_zeros)
+    lm_loss, requests = exchanged(losses, plan.request(), engine)
+    return StepOutcome(lm_loss, result.grad_norm, result.is_skipped, model_state_bytes, requests, result.num_zeros)
 
 
 def microbatch_loss(model: nn.Module, batch: MicroBatch, device: torch.device) -> Tensor:
@@ -90,19 +90,19 @@ def token_losses(model: nn.Module, batch: MicroBatch, device: torch.device) -> t
     return loss_BS, batch.loss_mask.to(device)
 
 
-def exchanged(losses: list[Tensor], wish: Wish, engine: ZeroEngine) -> tuple[float, Wish]:
-    """The mean over this rank's losses and over all ranks, added in rank order, and the wishes of all; every rank must call it."""
+def exchanged(losses: list[Tensor], request: StopRequest, engine: ZeroEngine) -> tuple[float, StopRequest]:
+    """The mean over this rank's losses and over all ranks, added in rank order, and the requests of all; every rank must call it."""
     total = torch.stack(losses).double().sum()
-    gathered = engine.ladder.gather_world(torch.stack([total, total.new_full((), float(wish))]))  # [world_size, 2] fp64
-    sums, wishes = gathered.T.tolist()
-    return sum(sums) / (len(losses) * len(sums)), _united(wishes)
+    gathered = engine.ladder.gather_world(torch.stack([total, total.new_full((), float(request))]))  # [world_size, 2] fp64
+    sums, requests = gathered.T.tolist()
+    return sum(sums) / (len(losses) * len(sums)), _united(requests)
 
 
-def exchanged_wishes(wish: Wish, engine: ZeroEngine) -> Wish:
-    """The wishes of all ranks; every rank must call it."""
-    own = torch.full((1,), float(wish), dtype=torch.float64, device=engine.device)
+def exchanged_requests(request: StopRequest, engine: ZeroEngine) -> StopRequest:
+    """The requests of all ranks; every rank must call it."""
+    own = torch.full((1,), float(request), dtype=torch.float64, device=engine.device)
     return _united(engine.ladder.gather_world(own).flatten().tolist())
 
 
-def _united(wishes: list[float]) -> Wish:
-    return reduce(or_, (Wish(int(wish)) for wish in wishes))
+def _united(requests: list[float]) -> StopRequest:
+    return reduce(or_, (StopRequest(int(request)) for request in requests))

@@ -1,15 +1,18 @@
-"""The run that this one goes on from, as the manifest of its checkpoint tells of it: what is taken, and whether it fits (no torch)."""
+"""The run that this one resumes, as its checkpoint's manifest describes it: what is taken, and whether it fits (no torch)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from megatron_zpp.checkpoint.contents import check_model, check_moments, rotation_differences
-from megatron_zpp.checkpoint.manifest import Manifest
-from megatron_zpp.config.schema import CheckpointConfig, Config
+from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest
+from megatron_zpp.config.schema import CheckpointConfig, Config, OptimizerConfig, TrainingConfig
 from megatron_zpp.parallel.specs import UnitSpec
+from megatron_zpp.training.lr_schedule import LearningRateSchedule
+from megatron_zpp.training.weight_decay import WeightDecaySchedule
 
 
 @dataclass(frozen=True)
@@ -49,3 +52,98 @@ class StoredRun:
         """What differs, may do so, and should be known."""
         rotation = rotation_differences(self.manifest, config.model)
         return [f"WARNING: the weights were trained with other rotary positions: {'; '.join(rotation)}"] if rotation else []
+
+
+Group = TypeVar("Group", OptimizerConfig, TrainingConfig)
+
+SCHEDULE_FLAGS = {
+    "style": "--lr-decay-style",
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "warmup_init_lr": "--lr-warmup-init",
+    "warmup_samples": "samples of warmup",
+    "decay_samples": "samples to the end of the decay",
+    "annealing_style": "--lr-wsd-decay-style",
+    "annealing_samples": "samples of annealing",
+}
+WEIGHT_DECAY_FLAGS = {
+    "constant": "--weight-decay",
+    "style": "--weight-decay-incr-style",
+    "start": "--start-weight-decay",
+    "end": "--end-weight-decay",
+    "incr_samples": "--weight-decay-incr-samples",
+}
+
+
+def with_schedule(config: Config, stored: StoredRun | None) -> Config:
+    """The configuration, with the checkpoint's schedule where --use-checkpoint-opt-param-scheduler asks for it.
+
+    Raises CheckpointError where a run that goes on has another schedule and no flag says which of the two is meant.
+    """
+    if stored is None or stored.weights_only or config.training.skip_train:
+        return config
+    theirs = stored.manifest.flags
+    if config.checkpoint.use_checkpoint_opt_param_scheduler:
+        return _with_their_schedule(config, theirs)
+    differing = list(schedule_differences(config, theirs))
+    if not differing or config.checkpoint.override_opt_param_scheduler:
+        return config
+    raise CheckpointError(
+        f"{stored.folder} was saved with another schedule: {'; '.join(differing)}; give the same flags, "
+        "--override-opt-param-scheduler to go on with the flags', or --use-checkpoint-opt-param-scheduler to go on with the checkpoint's"
+    )
+
+
+def schedule_differences(config: Config, theirs: Mapping[str, Any]) -> Iterator[str]:
+    """What shapes learning rate and weight decay and differs from a checkpoint's flags, each with both values."""
+    learning_rates, weight_decays = _their_schedules(theirs)
+    here = LearningRateSchedule.from_config(config.optimizer, config.training, config.model.seq_length)
+    for name, then, now in learning_rates.differences(here):
+        yield f"{SCHEDULE_FLAGS[name]} {then} there and {now} here"
+    for name, then, now in weight_decays.differences(WeightDecaySchedule.from_config(config.optimizer)):
+        yield f"{WEIGHT_DECAY_FLAGS[name]} {then} there and {now} here"
+
+
+def _their_schedules(theirs: Mapping[str, Any]) -> tuple[LearningRateSchedule, WeightDecaySchedule]:
+    """Of a checkpoint's flags; what its program did not know yet is at its default."""
+    try:
+        optimizer, training = _known(OptimizerConfig, theirs["optimizer"]), _known(TrainingConfig, theirs["training"])
+        if optimizer.end_weight_decay is None:
+            optimizer = replace(optimizer, start_weight_decay=optimizer.weight_decay, end_weight_decay=optimizer.weight_decay)
+        learning_rates = LearningRateSchedule.from_config(optimizer, training, theirs["model"]["seq_length"])
+        return learning_rates, WeightDecaySchedule.from_config(optimizer)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the checkpoint's flags lack the schedule ({error}); give --finetune to take its weights only") from None
+
+
+def _known(group: type[Group], flags: Mapping[str, Any]) -> Group:
+    """The flags of a group that are stored, without those that are no flags any more."""
+    names = {member.name for member in fields(group)}
+    known: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items() if name in names}
+    return group(**known)
+
+
+def _with_their_schedule(config: Config, theirs: Mapping[str, Any]) -> Config:
+    learning_rates, weight_decays = _their_schedules(theirs)
+    fraction = theirs["optimizer"]["lr_warmup_fraction"]
+    optimizer = replace(
+        config.optimizer,
+        lr=learning_rates.max_lr,
+        min_lr=learning_rates.min_lr,
+        lr_decay_style=learning_rates.style,
+        lr_warmup_init=learning_rates.warmup_init_lr,
+        lr_decay_iters=None,
+        lr_decay_samples=int(learning_rates.decay_samples),
+        lr_warmup_fraction=fraction,
+        lr_warmup_iters=0,
+        lr_warmup_samples=0 if fraction is not None else int(learning_rates.warmup_samples),
+        lr_wsd_decay_style=learning_rates.annealing_style,
+        lr_wsd_decay_iters=None,
+        lr_wsd_decay_samples=int(learning_rates.annealing_samples) or None,
+        weight_decay=theirs["optimizer"]["weight_decay"],
+        weight_decay_incr_style=weight_decays.style,
+        start_weight_decay=weight_decays.start,
+        end_weight_decay=weight_decays.end,
+        weight_decay_incr_samples=weight_decays.incr_samples,
+    )
+    return replace(config, optimizer=optimizer)

@@ -12,15 +12,14 @@ from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.sampler import MicroBatchSampler
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.training_line import validation_lines
-from megatron_zpp.training.evaluation import evaluate
+from megatron_zpp.training.evaluation import HeldOutSet, HeldOutSets, evaluate, is_followed_by_validation
 from megatron_zpp.training.garbage import GarbageCollection
-from megatron_zpp.training.held_out import HeldOutSet, HeldOutSets, is_followed_by_validation
-from megatron_zpp.training.leaving import Leaving, reason_for_leaving
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
 from megatron_zpp.training.metrics import BadIterations, Progress, StepReadings, StepTimes
-from megatron_zpp.training.reporter import Outlets, Reporter
+from megatron_zpp.training.reporter import Reporter, Writers
 from megatron_zpp.training.saving import RunSaver
-from megatron_zpp.training.step import StepPlan, exchanged_wishes, train_step
+from megatron_zpp.training.step import StepPlan, exchanged_requests, train_step
+from megatron_zpp.training.stop_conditions import StopConditions, reason_for_stopping
 from megatron_zpp.training.weight_decay import WeightDecaySchedule
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -31,21 +30,21 @@ class Trainer:
     progress: where the run stands; it is moved on.
     """
 
-    def __init__(self, config: Config, model: GPT, engine: ZeroEngine, datasets: Datasets, outlets: Outlets, progress: Progress) -> None:
+    def __init__(self, config: Config, model: GPT, engine: ZeroEngine, datasets: Datasets, writers: Writers, progress: Progress) -> None:
         self._config = config
         self._model = model
         self._engine = engine
-        self._outlets = outlets
+        self._outlets = writers
         self._progress = progress
         self._schedule = LearningRateSchedule.from_config(config.optimizer, config.training, config.model.seq_length)
         self._weight_decays = WeightDecaySchedule.from_config(config.optimizer)
-        self._saver = RunSaver(config, engine, model.padded_vocab_size, outlets.printer, outlets.progress_file)
+        self._saver = RunSaver(config, engine, model.padded_vocab_size, writers.printer, writers.progress_file)
         tally = SourceTally(datasets.train) if config.logging.log_samples_per_source else None
-        self._reporter = Reporter(config, model.padded_vocab_size, engine, outlets, tally)
+        self._reporter = Reporter(config, model.padded_vocab_size, engine, writers, tally)
         self._garbage = GarbageCollection(config.training)
         self._passed_over = frozenset(int(iteration) for iteration in config.training.iterations_to_skip)
         self._bad_iterations = BadIterations()
-        self._reason_for_leaving: str | None = None
+        self._reason_for_stopping: str | None = None
         rank, ranks = engine.ladder.backend.rank, engine.ladder.topology.world_size
         sampler = MicroBatchSampler(len(datasets.train), progress.consumed_samples, config.training.micro_batch_size, rank, ranks)
         self._batch_sizes = running_schedule(config, ranks)
@@ -69,27 +68,27 @@ class Trainer:
         printer.milestone("before the start of training step")
         if self._outlets.progress_file is not None:
             self._outlets.progress_file.job_has_started()
-        leaving = Leaving(training, printer.rank)
+        stop_conditions = StopConditions(training, printer.rank)
         try:
-            while self._progress.iteration < training.train_iters and self._reason_for_leaving is None:
+            while self._progress.iteration < training.train_iters and self._reason_for_stopping is None:
                 self._profile()
                 if self._progress.iteration + 1 in self._passed_over:
-                    self._pass_over(leaving)
+                    self._pass_over(stop_conditions)
                 else:
-                    self._step(leaving)
+                    self._step(stop_conditions)
                 self._saver.check()
                 self._garbage.after_iteration(self._progress.iteration)
                 self._between_steps()
             self._reporter.finish(self._progress)
             self._end_profile()
-            if self._reason_for_leaving is not None:
-                printer.milestone(self._reason_for_leaving)
+            if self._reason_for_stopping is not None:
+                printer.milestone(self._reason_for_stopping)
             if self._progress.iteration > first:
                 self._finish()
         finally:
-            leaving.close()  # not before all is saved: a signal to this rank may come after that of another has ended the loop
+            stop_conditions.close()  # not before all is saved: a signal to this rank may come after that of another has ended the loop
 
-    def _step(self, leaving: Leaving) -> None:
+    def _step(self, stop_conditions: StopConditions) -> None:
         started, waited = time.perf_counter(), self._train_batches.wait_seconds
         batch_size, scheduled = self._batch_sizes.batch_size(self._progress.consumed_samples), self._progress.scheduled_samples
         microbatches = batch_size // self._batch_sizes.grain
@@ -97,7 +96,7 @@ class Trainer:
             microbatches,
             self._schedule.learning_rate(scheduled),
             self._weight_decays.weight_decay(scheduled),
-            leaving.wish,
+            stop_conditions.request,
             self._saver.wait_for_copy,
         )
         scaler_before = self._engine.loss_scaler.state()
@@ -106,12 +105,12 @@ class Trainer:
         self._bad_iterations.count(outcome, self._progress, scaler_before)
         self._progress.advance(batch_size, is_skipped=outcome.is_skipped)
         times = StepTimes(batch_size, seconds, self._train_batches.wait_seconds - waited)
-        self._reason_for_leaving = reason_for_leaving(outcome.wishes, self._progress.iteration, self._config.training)
+        self._reason_for_stopping = reason_for_stopping(outcome.requests, self._progress.iteration, self._config.training)
         readings = StepReadings(outcome, batch_size, plan.learning_rate, self._engine.loss_scaler.scale)
         self._reporter.iteration(self._progress, readings, times, is_last=self._is_last())
         self._end_if_all_is_bad()
 
-    def _pass_over(self, leaving: Leaving) -> None:
+    def _pass_over(self, stop_conditions: StopConditions) -> None:
         """An iteration of --iterations-to-skip: its samples count as consumed, and nothing else changes."""
         progress = self._progress
         first, batch_size = progress.consumed_samples, self._batch_sizes.batch_size(progress.consumed_samples)
@@ -119,8 +118,8 @@ class Trainer:
             next(self._train_batches)
         progress.advance(batch_size, is_skipped=True)
         self._engine.start_iteration(progress.iteration)
-        wishes = exchanged_wishes(leaving.wish(), self._engine)
-        self._reason_for_leaving = reason_for_leaving(wishes, progress.iteration, self._config.training)
+        requests = exchanged_requests(stop_conditions.request(), self._engine)
+        self._reason_for_stopping = reason_for_stopping(requests, progress.iteration, self._config.training)
         self._outlets.printer.on_last(
             f" iteration {progress.iteration:8d} is passed over (--iterations-to-skip): samples {first} to {first + batch_size - 1}"
         )
@@ -165,7 +164,7 @@ class Trainer:
 
     def _is_last(self) -> bool:
         training = self._config.training
-        return self._progress.iteration == training.train_iters or self._reason_for_leaving is not None
+        return self._progress.iteration == training.train_iters or self._reason_for_stopping is not None
 
     def _validate(self, drawn_from: str = "") -> None:
         for held_out in self._held_out.validation:

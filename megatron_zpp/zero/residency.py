@@ -10,7 +10,8 @@ when the main weights change:
 
 The secondary rung rests as soon as the full one has landed, unless the policy keeps it within a step.
 
-The engine executes these decisions on tensors (zero/unit.py), the planner times them (zero/walk.py). A ticket stands for a hop under way.
+The engine executes these decisions on tensors (zero/unit.py), the planner times them (zero/plan/step_simulation.py). A ticket stands
+for a hop under way.
 """
 
 from __future__ import annotations

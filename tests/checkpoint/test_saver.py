@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness.small_state import Ranks, check_holds, manifest_at, set_state, shares, state_at
 
-from megatron_zpp.checkpoint import shared_folder, unfinished
+from megatron_zpp.checkpoint import durable, unfinished
 from megatron_zpp.checkpoint.folders import LATEST_FILE, Stage, complete_iterations, iteration_folder, leftovers, staged_folder
 from megatron_zpp.checkpoint.manifest import CheckpointError, read_manifest
 from megatron_zpp.checkpoint.owner import own_token
@@ -185,7 +185,7 @@ def test_too_little_space_is_said_before_a_byte_is_written(tmp_path: Path, monke
 
 
 def test_a_folder_that_one_rank_does_not_see_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_folder, "VISIBLE_WITHIN_SECONDS", 0.1)
+    monkeypatch.setattr(durable, "VISIBLE_WITHIN_SECONDS", 0.1)
     ranks = Ranks(tmp_path / "here", state_at(1))
     ranks.savers[1].directory = tmp_path / "elsewhere"
     with pytest.raises(CheckpointError, match="which is not there on this rank's machine; --save must be a folder .* share .*rank 1 of 2"):

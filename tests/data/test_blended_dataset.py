@@ -5,10 +5,9 @@ import pytest
 from harness.tiny_corpus import GOLDEN, counting_documents, write_corpus
 
 from megatron_zpp.data.blended_dataset import BlendedDataset, SourceTally, build_blend_indices
-from megatron_zpp.data.gpt_dataset import GPTDataset
+from megatron_zpp.data.gpt_dataset import GPTDataset, MockDataset
 from megatron_zpp.data.gpt_indices import build_gpt_indices
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.data.mock_dataset import MockDataset
 
 
 def datasets(folder: Path, sample_counts: list[int]) -> list[GPTDataset]:

@@ -6,9 +6,8 @@ import pytest
 from harness.tiny_corpus import counting_documents, write_corpus
 
 from megatron_zpp.config.schema import DataConfig
-from megatron_zpp.data.chained_dataset import ChainedDataset
 from megatron_zpp.data.datasets import DataRequest, Datasets, SampleCounts, build_datasets
-from megatron_zpp.data.mock_dataset import MockDataset
+from megatron_zpp.data.gpt_dataset import ChainedDataset, MockDataset
 
 
 def build(data: DataConfig, *, validates_on_all: bool) -> Datasets:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_zpp.data.documents import DocumentRules
+from megatron_zpp.data.gpt_dataset import MockDataset
 from megatron_zpp.data.loader import MicroBatch, MicroBatches
-from megatron_zpp.data.mock_dataset import MockDataset
 from megatron_zpp.data.sampler import MicroBatchSampler
 
 NO_RULES = DocumentRules(eod=0, resets_positions=False, resets_attention=False, masks_loss=False)

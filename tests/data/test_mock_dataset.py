@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zpp.data.mock_dataset import MockDataset
+from megatron_zpp.data.gpt_dataset import MockDataset
 
 
 def mock(*, seed: int = 1234, stream: int = 0, seq_length: int = 16, vocab_size: int = 100, sample_count: int = 10) -> MockDataset:

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.validate import resolve
-from megatron_zpp.data.tokenizer import padded_vocab_size
+from megatron_zpp.data.tokenizers.tokenizer import padded_vocab_size
 from megatron_zpp.model.flops import parameter_count
 
 PAGE = (Path(__file__).parents[2] / "docs" / "architectures.md").read_text(encoding="utf-8")

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.config.schema import ModelConfig
-from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.initialization import materialize
+from megatron_zpp.model.gpt import GPT, materialize
 
 VOCAB = 61
 LLAMA: dict[str, Any] = {

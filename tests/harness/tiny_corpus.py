@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
+from megatron_zpp.data.preprocess.indexed_writer import IndexedDatasetWriter
 
 GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("golden_vectors.json").read_text())
 

@@ -13,7 +13,7 @@ from harness.rank_pool import RankPool
 from harness.tiny_runs import RUN, TINY, losses, pretrain
 from test_bad_input import entry_and_output, message_of
 
-from megatron_zpp.checkpoint import shared_folder
+from megatron_zpp.checkpoint import durable
 
 FAILING_DISK = HARNESS / "failing_disk.py"
 SCHEDULE = "--train-iters 8 --lr 1e-2 --lr-decay-style linear"
@@ -104,11 +104,11 @@ def test_ranks_that_see_different_checkpoints_are_refused(ranks: RankPool, tmp_p
 def entry_of_impatient_ranks(flags_by_rank: list[str]) -> tuple[int, str]:
     from test_bad_input import entry_and_errors
 
-    patience, shared_folder.VISIBLE_WITHIN_SECONDS = shared_folder.VISIBLE_WITHIN_SECONDS, 0.2
+    patience, durable.VISIBLE_WITHIN_SECONDS = durable.VISIBLE_WITHIN_SECONDS, 0.2
     try:
         return entry_and_errors(flags_by_rank)
     finally:
-        shared_folder.VISIBLE_WITHIN_SECONDS = patience
+        durable.VISIBLE_WITHIN_SECONDS = patience
 
 
 def test_a_save_folder_that_ranks_do_not_share_is_refused_before_training(ranks: RankPool, tmp_path: Path) -> None:

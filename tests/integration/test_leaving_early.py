@@ -54,9 +54,9 @@ def test_a_signal_to_one_rank_saves_and_ends_the_run_on_all_and_the_same_command
 def entry_in_slow_time(seconds_per_look: float, flags: list[str]) -> int:
     """The entry of a process that began at 0, for which `seconds_per_look` pass from one look at the clock to the next."""
     from megatron_zpp.monitor import process_start
-    from megatron_zpp.training import leaving
+    from megatron_zpp.training import stop_conditions
 
-    clock, began = leaving.time, process_start.MONOTONIC_SECONDS
+    clock, began = stop_conditions.time, process_start.MONOTONIC_SECONDS
     looks = iter(range(1, 1_000_000))
 
     class SlowTime:
@@ -64,11 +64,11 @@ def entry_in_slow_time(seconds_per_look: float, flags: list[str]) -> int:
         def monotonic() -> float:
             return seconds_per_look * next(looks)
 
-    leaving.time, process_start.MONOTONIC_SECONDS = SlowTime, 0.0  # type: ignore[assignment]
+    stop_conditions.time, process_start.MONOTONIC_SECONDS = SlowTime, 0.0  # type: ignore[assignment]
     try:
         return entry(flags)
     finally:
-        leaving.time, process_start.MONOTONIC_SECONDS = clock, began
+        stop_conditions.time, process_start.MONOTONIC_SECONDS = clock, began
 
 
 def test_a_run_leaves_at_the_first_step_after_its_time(ranks: RankPool, tmp_path: Path) -> None:

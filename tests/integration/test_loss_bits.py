@@ -12,8 +12,7 @@ from harness.tiny_runs import TINY, losses, pretrain
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.validate import resolve
 from megatron_zpp.data.datasets import DataRequest, SampleCounts, build_datasets
-from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.initialization import materialize
+from megatron_zpp.model.gpt import GPT, materialize
 
 STEPS = 20
 STEPS_OF_BITS = 4

@@ -11,7 +11,7 @@ from harness.rank_pool import RankPool
 from harness.tiny_runs import pretrain
 
 
-# What is logged is the ledger's. That the ledger is the closed form in every world, row and variant: tests/zero/test_traffic.py and
+# What is logged is the ledger's. That the ledger is the closed form in every world, row and variant: tests/zero/plan/test_traffic.py and
 # test_zeropp_traffic.py; that the plan of this very model is: test_planned_traffic.py.
 @pytest.mark.parametrize(
     ("world", "stage", "microbatches", "is_tied", "element_bytes"),

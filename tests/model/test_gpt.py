@@ -8,8 +8,7 @@ import torch
 from harness.small_gpt import ARCHITECTURES, VOCAB, loss_and_gradients, sample_batch, small_config, small_gpt
 from torch import Tensor
 
-from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.initialization import materialize
+from megatron_zpp.model.gpt import GPT, materialize
 
 
 @pytest.mark.parametrize("untied", [False, True])

@@ -9,8 +9,8 @@ from harness.small_gpt import VOCAB, small_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.initialization import CHUNK_NUMEL, materialize, normal_values
+from megatron_zpp.model.gpt import GPT, materialize
+from megatron_zpp.model.initialization import CHUNK_NUMEL, normal_values
 
 NUMEL = 3 * CHUNK_NUMEL + 1000
 boundaries = st.one_of(

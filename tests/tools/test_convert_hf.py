@@ -21,15 +21,14 @@ from test_generate_text import write_checkpoint
 from train_tokenizer import train_model
 
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
-from megatron_zpp.checkpoint.hf_layouts import layout_holding, layout_of_type
-from megatron_zpp.checkpoint.hf_rules import Boundaries
-from megatron_zpp.checkpoint.hf_tokenizer import write_tokenizer
+from megatron_zpp.checkpoint.hf.layouts import layout_holding, layout_of_type
+from megatron_zpp.checkpoint.hf.rules import Boundaries
+from megatron_zpp.checkpoint.hf.tokenizer import write_tokenizer
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.schema import DataConfig, ModelConfig
 from megatron_zpp.config.validate import resolve
-from megatron_zpp.data.tokenizer import embedding_rows
-from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.initialization import materialize
+from megatron_zpp.data.tokenizers.tokenizer import embedding_rows
+from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.model.shapes import ModelShape
 
 PADDED = 64

@@ -21,10 +21,9 @@ from megatron_zpp.checkpoint.folders import iteration_folder
 from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, MARKER_FILE, Manifest, marker_json
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SaveOptions, Share
 from megatron_zpp.config.schema import DataConfig
-from megatron_zpp.data.tokenizer import NullTokenizer
+from megatron_zpp.data.tokenizers.tokenizer import NullTokenizer
 from megatron_zpp.model.generation import Sampling, generated_tokens
-from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.initialization import materialize
+from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.zero.pieces import Piece
 
 RANKS = 3

@@ -248,7 +248,7 @@ def run_with_patch(tmp_path: Path, patch: str) -> subprocess.CompletedProcess[st
     script = tmp_path / "script.py"
     script.write_text(
         f"import multiprocessing, os, sys\nsys.path.insert(0, {str(ROOT / 'tools')!r})\n"
-        "import preprocess_data\nfrom megatron_zpp.data import document_encoder\n"
+        "import preprocess_data\nfrom megatron_zpp.data.preprocess import document_encoder\n"
         f"if __name__ == '__main__':\n    {patch}\n    sys.argv[1:] = {json.dumps(arguments)}\n    preprocess_data.main()\n"
     )
     return subprocess.run([sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -20,10 +20,10 @@ import pytest
 from harness.places import ROOT
 from harness.tool import write_json_lines
 
-from megatron_zpp.data.corpus_builder import CorpusBuilder
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.data.indexed_writer import Extent, IndexedDatasetWriter
-from megatron_zpp.data.preprocess_journal import Journal, Progress
+from megatron_zpp.data.preprocess.corpus_builder import CorpusBuilder
+from megatron_zpp.data.preprocess.indexed_writer import Extent, IndexedDatasetWriter
+from megatron_zpp.data.preprocess.journal import Journal, Progress
 
 FLAGS = ["--json-keys", "text", "more", "--append-eod", "--skip-invalid", "--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
 
@@ -253,7 +253,7 @@ def test_going_on_with_something_else_is_refused(tmp_path: Path, change: str) ->
 def test_after_damage_the_way_on_that_is_named_is_one_that_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: float, is_begun: bool
 ) -> None:
-    monkeypatch.setattr("megatron_zpp.data.json_lines.BATCH_BYTES", 5000)
+    monkeypatch.setattr("megatron_zpp.data.preprocess.json_lines.BATCH_BYTES", 5000)
     sources = write_source(tmp_path, documents=200, seed=3)
     whole = sources[1].read_bytes()
     sources[1].write_bytes(whole[: max(12, int(kept * len(whole)))])
@@ -274,7 +274,7 @@ def test_after_damage_the_way_on_that_is_named_is_one_that_works(
 
 
 def test_a_bad_line_far_into_the_text_costs_nothing_that_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_zpp.data.json_lines.BATCH_BYTES", 100)
+    monkeypatch.setattr("megatron_zpp.data.preprocess.json_lines.BATCH_BYTES", 100)
     source = write_json_lines(tmp_path / "in.jsonl", [{"text": str(i), "more": ""} for i in range(50)])
     source.write_text(source.read_text() + "{\n" + '{"text": "7", "more": ""}\n')
     args = arguments([source], tmp_path / "out")

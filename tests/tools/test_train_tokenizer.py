@@ -6,7 +6,7 @@ from harness.tool import run_tool, write_json_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zpp.data.sentencepiece_tokenizer import GPTSentencePieceTokenizer, SentencePieceTokenizer
+from megatron_zpp.data.tokenizers.sentencepiece import GPTSentencePieceTokenizer, SentencePieceTokenizer
 
 SOURCES = sorted((ROOT / "megatron_zpp" / "data").glob("*.py"))
 

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from megatron_zpp.config.schema import TrainingConfig
 from megatron_zpp.data.documents import DocumentRules
+from megatron_zpp.data.gpt_dataset import Sample
 from megatron_zpp.data.loader import MicroBatches
-from megatron_zpp.data.sample import Sample
 from megatron_zpp.data.sampler import WholePassSampler
-from megatron_zpp.training.evaluation import evaluate
-from megatron_zpp.training.held_out import HeldOutSet, evaluations_before, is_followed_by_validation
+from megatron_zpp.training.evaluation import HeldOutSet, evaluate, evaluations_before, is_followed_by_validation
 
 SEQ_LENGTH = 3
 RULES = DocumentRules(99, False, False, False)

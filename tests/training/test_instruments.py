@@ -1,4 +1,4 @@
-"""What of a run's flags turns into instruments and outlets on which rank."""
+"""What of a run's flags turns into instruments and writers on which rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_zpp.config.validate import resolve
 from megatron_zpp.monitor.logging import RankPrinter
 from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.training.instruments import Instruments, make_instruments
-from megatron_zpp.training.setup import open_outlets
+from megatron_zpp.training.setup import open_writers
 
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --ranks-per-node 2 "
 
@@ -63,10 +63,10 @@ def test_weights_and_biases_gets_the_arguments_on_the_last_rank_alone(tmp_path: 
     monkeypatch.setitem(sys.modules, "wandb", package)
     config = config_of(f"--wandb-project p --wandb-exp-name n --save {tmp_path}")
     instruments = make_instruments(config, torch.device("cpu"), 0)
-    assert open_outlets(config, RankPrinter(0, 4), instruments).scalars == () and package.started_with == {}
-    outlets = open_outlets(config, RankPrinter(3, 4), instruments)
+    assert open_writers(config, RankPrinter(0, 4), instruments).scalars == () and package.started_with == {}
+    writers = open_writers(config, RankPrinter(3, 4), instruments)
     assert package.started_with["dir"] == str(tmp_path / "wandb") and package.started_with["config"]["num_layers"] == "2"
-    outlets.close()
+    writers.close()
     assert package.has_finished
 
 
@@ -75,4 +75,4 @@ def test_a_folder_of_weights_and_biases_that_cannot_be_written_is_named(tmp_path
     (tmp_path / "file").touch()
     config = config_of(f"--wandb-project p --wandb-save-dir {tmp_path / 'file'}")
     with pytest.raises(ValueError, match="^--wandb-save-dir .*file cannot be written to"):
-        open_outlets(config, RankPrinter(3, 4), make_instruments(config, torch.device("cpu"), 3))
+        open_writers(config, RankPrinter(3, 4), make_instruments(config, torch.device("cpu"), 3))

@@ -1,0 +1,225 @@
+"""The layouts of Llama (2 and 3), Qwen2 and Qwen3 at Hugging Face: the same weights under other names, and the config that goes with them.
+
+They differ in what stands beside the weights of attention's projections: nothing, or biases everywhere (Llama); biases of q, k and v
+(Qwen2); norms of every query and key head (Qwen3). Where the layouts differ (K groups of M = N / K query heads of D channels):
+
+    ours                                       theirs
+    embedding.word.weight [padded V, H]        model.embed_tokens.weight [V, H]
+    attention.qkv.weight [K (M + 2) D, H]      self_attn.q_proj [N D, H], k_proj [K D, H], v_proj [K D, H]: all heads of one kind
+    mlp.up.weight [2 F, H]                     mlp.gate_proj [F, H] and mlp.up_proj [F, H]
+    final.head.weight, if untied               lm_head.weight
+
+Both rotate channel d with channel d + D / 2, so that no row changes its place within a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.checkpoint.hf.rules import HEAD, Boundaries, TensorRule, Theirs, norm, vocabulary, whole
+from megatron_zpp.config.schema import ModelConfig
+
+PREFIX = "model."
+IGNORED_BUFFERS = (".rotary_emb.inv_freq",)  # old versions saved the frequencies
+DEFAULT_ROTARY_BASE = 10000.0
+
+
+@dataclass(frozen=True)
+class Family:
+    """A member of the family by what stands beside its projections. architecture: the class that loads it."""
+
+    model_type: str
+    architecture: str
+    has_qkv_bias: bool = False
+    has_head_norms: bool = False
+
+    def misfits(self, model: ModelConfig) -> list[str]:
+        """What of the model has no place in the layout, by its flags."""
+        is_scaled_twice = model.use_rope_scaling and model.rotary_seq_len_interpolation_factor != 1
+        conditions = {
+            f"--position-embedding-type {model.position_embedding_type}": model.position_embedding_type != "rope",
+            f"--rotary-percent {model.rotary_percent}": model.rotary_percent != 1,
+            "--rotary-interleaved": model.rotary_interleaved,
+            "--use-rope-scaling with --rotary-seq-len-interpolation-factor": is_scaled_twice,
+            f"--normalization {model.normalization}": model.normalization != "RMSNorm",
+            "GELU without --swiglu": not model.swiglu and not model.squared_relu,
+            "--squared-relu": model.squared_relu,
+            "--qk-layernorm": model.qk_layernorm and not self.has_head_norms,
+            "attention without --qk-layernorm": self.has_head_norms and not model.qk_layernorm,
+            **self._misfits_of_biases(model),
+        }
+        return [flags for flags, is_there in conditions.items() if is_there]
+
+    def _misfits_of_biases(self, model: ModelConfig) -> dict[str, bool]:
+        if self.has_qkv_bias:
+            return {
+                "biases without --disable-bias-linear": model.has_linear_bias,
+                "--disable-bias-linear without --add-qkv-bias": not model.has_qkv_bias,
+            }
+        return {
+            "--add-qkv-bias": model.has_qkv_bias and not model.has_linear_bias,
+            "biases without --disable-bias-linear": self.has_head_norms and model.has_linear_bias,
+        }
+
+    def config_json(self, model: ModelConfig, vocab_size: int, boundaries: Boundaries) -> dict[str, Any]:
+        """Their config.json, but for the dtype of the weights."""
+        members = {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "hidden_act": "silu",
+            "num_hidden_layers": model.num_layers,
+            "hidden_size": model.hidden_size,
+            "intermediate_size": model.ffn_hidden_size,
+            "num_attention_heads": model.num_attention_heads,
+            "num_key_value_heads": model.key_value_heads,
+            "head_dim": model.kv_channels,
+            "max_position_embeddings": max(model.max_position_embeddings, model.seq_length),  # rotation has no limit here
+            "rope_theta": model.rotary_base,
+            "rope_scaling": _rope_scaling(model),
+            "vocab_size": vocab_size,
+            "rms_norm_eps": model.norm_epsilon,
+            "attention_dropout": model.attention_dropout,
+            "initializer_range": model.init_method_std,
+            "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+            **boundaries.members(),
+        }
+        if self.has_qkv_bias:
+            return members
+        return members | {"attention_bias": model.has_linear_bias} | ({} if self.has_head_norms else {"mlp_bias": model.has_linear_bias})
+
+    def model_config(self, config: Mapping[str, Any]) -> ModelConfig:
+        """Our configuration of the model that their config.json describes.
+
+        Raises ValueError for one whose function ours cannot compute, with the reason, and KeyError for what the file lacks.
+        """
+        self._check_function(config)
+        heads, positions = config["num_attention_heads"], config["max_position_embeddings"]
+        return ModelConfig(
+            num_layers=config["num_hidden_layers"],
+            hidden_size=config["hidden_size"],
+            num_attention_heads=heads,
+            ffn_hidden_size=config["intermediate_size"],
+            kv_channels=config.get("head_dim") or config["hidden_size"] // heads,
+            num_query_groups=config.get("num_key_value_heads") or heads,
+            seq_length=positions,
+            position_embedding_type="rope",
+            max_position_embeddings=positions,
+            **_rotary_fields(config),
+            normalization="RMSNorm",
+            norm_epsilon=config["rms_norm_eps"],
+            qk_layernorm=self.has_head_norms,
+            swiglu=True,
+            disable_bias_linear=self.has_qkv_bias or not config.get("attention_bias", False),
+            add_qkv_bias=self.has_qkv_bias,
+            untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
+            init_method_std=config.get("initializer_range", 0.02),
+            attention_dropout=config.get("attention_dropout", 0.0),
+            hidden_dropout=0.0,
+        )
+
+    def _check_function(self, config: Mapping[str, Any]) -> None:
+        has_bias = False if self.has_qkv_bias or self.has_head_norms else config.get("attention_bias", False)
+        expected = {"hidden_act": "silu", "use_sliding_window": False, "partial_rotary_factor": 1.0, "mlp_bias": has_bias}
+        expected |= {"attention_bias": has_bias}
+        for key, value in expected.items():
+            if config.get(key, value) not in (value, None):
+                raise ValueError(f"config.json has {key} {config[key]}, which this model does not compute; only {value} can be converted.")
+
+
+LLAMA = Family("llama", "LlamaForCausalLM")
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", has_qkv_bias=True)
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", has_head_norms=True)
+
+
+def rules(model: ModelConfig, vocab_size: int, padded_vocab_size: int) -> Iterator[TensorRule]:
+    """Every tensor of a model without misfits. vocab_size: rows of their embedding."""
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    yield vocabulary("embedding.word.weight", f"{PREFIX}embed_tokens.weight", (vocab_size, hidden), padded_vocab_size)
+    for index in range(model.num_layers):
+        ours, theirs = f"blocks.{index}", f"{PREFIX}layers.{index}"
+        yield from norm(model, f"{ours}.attention_norm", f"{theirs}.input_layernorm", hidden)
+        yield from _attention(model, f"{ours}.attention", f"{theirs}.self_attn")
+        yield from norm(model, f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm", hidden)
+        yield from _gate_and_value(model, f"{ours}.mlp.up", f"{theirs}.mlp")
+        yield from _linear(f"{ours}.mlp.down", f"{theirs}.mlp.down_proj", (hidden, ffn), model.has_linear_bias)
+    yield from norm(model, "final.norm", f"{PREFIX}norm", hidden)
+    if model.untie_embeddings_and_output_weights:
+        yield vocabulary("final.head.weight", HEAD, (vocab_size, hidden), padded_vocab_size)
+
+
+def _attention(model: ModelConfig, ours: str, theirs: str) -> Iterator[TensorRule]:
+    widths = {"q_proj": model.heads_width} | dict.fromkeys(("k_proj", "v_proj"), model.key_value_heads * model.kv_channels)
+    tails: dict[str, tuple[int, ...]] = {"weight": (model.hidden_size,)} | ({"bias": ()} if model.has_qkv_bias else {})
+    for part, tail in tails.items():
+        tensors = tuple(Theirs(f"{theirs}.{name}.{part}", (width, *tail)) for name, width in widths.items())
+        yield TensorRule(f"{ours}.qkv.{part}", tensors, partial(_by_kind, model), partial(_by_group, model))
+    if model.qk_layernorm:
+        yield from norm(model, f"{ours}.query_norm", f"{theirs}.q_norm", model.kv_channels)
+        yield from norm(model, f"{ours}.key_norm", f"{theirs}.k_norm", model.kv_channels)
+    yield from _linear(f"{ours}.projection", f"{theirs}.o_proj", (model.hidden_size, model.heads_width), model.has_linear_bias)
+
+
+def _gate_and_value(model: ModelConfig, ours: str, theirs: str) -> Iterator[TensorRule]:
+    ffn = model.ffn_hidden_size
+    tails: dict[str, tuple[int, ...]] = {"weight": (model.hidden_size,)} | ({"bias": ()} if model.has_linear_bias else {})
+    for part, tail in tails.items():
+        tensors = tuple(Theirs(f"{theirs}.{name}.{part}", (ffn, *tail)) for name in ("gate_proj", "up_proj"))
+        yield TensorRule(f"{ours}.{part}", tensors, lambda rows: rows.split(ffn), lambda parts: torch.cat(tuple(parts)))
+
+
+def _linear(ours: str, theirs: str, shape: tuple[int, int], has_bias: bool) -> Iterator[TensorRule]:
+    yield whole(f"{ours}.weight", f"{theirs}.weight", shape)
+    if has_bias:
+        yield whole(f"{ours}.bias", f"{theirs}.bias", shape[:1])
+
+
+def _by_kind(model: ModelConfig, rows: Tensor) -> list[Tensor]:
+    """Rows of all query heads, of all key heads and of all value heads, from rows by group."""
+    queries = model.num_attention_heads // model.key_value_heads
+    groups = rows.unflatten(0, (model.key_value_heads, queries + 2, model.kv_channels))
+    return [part.flatten(0, 2) for part in groups.split((queries, 1, 1), dim=1)]
+
+
+def _by_group(model: ModelConfig, kinds: Sequence[Tensor]) -> Tensor:
+    groups = [rows.unflatten(0, (model.key_value_heads, -1, model.kv_channels)) for rows in kinds]
+    return torch.cat(groups, dim=1).flatten(0, 2)
+
+
+def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    if model.use_rope_scaling:
+        return {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            "low_freq_factor": model.rope_scaling_low_freq_factor,
+            "high_freq_factor": model.rope_scaling_high_freq_factor,
+            "original_max_position_embeddings": model.rope_scaling_original_max_position_embeddings,
+        }
+    if model.rotary_seq_len_interpolation_factor != 1:
+        return {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
+    return None
+
+
+def _rotary_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of either form: rope_theta beside rope_scaling, or both within rope_parameters."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    fields = {"rotary_base": float(scaling.get("rope_theta") or config.get("rope_theta") or DEFAULT_ROTARY_BASE)}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return fields
+    if kind == "linear":
+        return fields | {"rotary_seq_len_interpolation_factor": scaling["factor"]}
+    if kind == "llama3":
+        return fields | {
+            "use_rope_scaling": True,
+            "rope_scaling_factor": scaling["factor"],
+            "rope_scaling_low_freq_factor": scaling["low_freq_factor"],
+            "rope_scaling_high_freq_factor": scaling["high_freq_factor"],
+            "rope_scaling_original_max_position_embeddings": scaling["original_max_position_embeddings"],
+        }
+    raise ValueError(f"config.json has rope_type {kind}, which this model does not compute; default, linear and llama3 can be converted.")

@@ -1,0 +1,127 @@
+"""JSON lines to token ids, a batch of lines at a time."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_zpp.data.indexed_dataset import best_dtype
+from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts
+from megatron_zpp.data.tokenizers.tokenizer import Tokenizer
+
+
+class BadLine(NamedTuple):
+    """A line that is no document."""
+
+    place: int  # among the lines of its batch, from 0
+    reason: str
+
+
+class Documents(NamedTuple):
+    """Documents of one key; one that is not empty is one sequence."""
+
+    tokens: np.ndarray  # [sum of lengths] in the stored dtype
+    lengths: np.ndarray  # [sequences] int64
+    ends: np.ndarray  # [documents] int64: the sequences before each document's end
+
+
+class EncodedBatch(NamedTuple):
+    """What became of a batch of lines. Without bad lines, every line that is not blank is a document of every key."""
+
+    documents: dict[str, Documents]
+    bad_lines: list[BadLine]
+    line_count: int
+    text_bytes: int
+
+
+class Record(NamedTuple):
+    """The texts of one line by key."""
+
+    place: int
+    texts: dict[str, str]
+
+
+@dataclass(frozen=True)
+class DocumentEncoder:
+    """Makes the documents of each key out of lines, objects with a string under each key. A bad line gives none, for no key."""
+
+    keys: tuple[str, ...]
+    tokenizer: Tokenizer
+    append_eod: bool
+
+    def encode(self, text: bytes) -> EncodedBatch:
+        lines = text.split(b"\n")
+        if not lines[-1]:
+            lines.pop()
+        records, bad_lines = self._read(lines)
+        try:
+            documents = self._tokenize(records)
+        except ValueError:
+            # Some text has no tokens. One by one, to know which.
+            refused = [BadLine(record.place, reason) for record in records if (reason := self._why_not(record))]
+            places = {line.place for line in refused}
+            documents = self._tokenize([record for record in records if record.place not in places])
+            bad_lines = sorted(bad_lines + refused)
+        return EncodedBatch(documents, bad_lines, len(lines), len(text))
+
+    def _read(self, lines: Sequence[bytes]) -> tuple[list[Record], list[BadLine]]:
+        records, bad_lines = [], []
+        for place, line in enumerate(lines):
+            if not line or line.isspace():
+                continue
+            try:
+                records.append(Record(place, read_texts(line, self.keys)))
+            except (ValueError, RecursionError) as error:
+                bad_lines.append(BadLine(place, str(error)))
+        return records, bad_lines
+
+    def _tokenize(self, records: Sequence[Record]) -> dict[str, Documents]:
+        return {key: self._documents(self.tokenizer.tokenize_batch([record.texts[key] for record in records])) for key in self.keys}
+
+    def _why_not(self, record: Record) -> str:
+        try:
+            self._tokenize([record])
+        except ValueError as error:
+            return str(error) or type(error).__name__
+        return ""
+
+    def _documents(self, texts: TokenizedTexts) -> Documents:
+        ids, lengths = texts
+        vocab_size = self.tokenizer.vocab_size
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+            wrong = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
+            raise ValueError(f"token id {wrong} is outside of the vocabulary of {vocab_size} ids")
+        is_filled = lengths > 0
+        if self.append_eod:
+            ids = np.insert(ids, np.cumsum(lengths)[is_filled], self.tokenizer.eod)
+            lengths = lengths + is_filled
+        return Documents(ids.astype(best_dtype(vocab_size), copy=False), lengths[is_filled], np.cumsum(is_filled, dtype=np.int64))
+
+
+def read_texts(line: bytes, keys: Sequence[str]) -> dict[str, str]:
+    """The strings under the keys of one JSON object. Raises ValueError, saying what is wrong."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not valid UTF-8 at byte {error.start} of the line") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error}); every line needs one object") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"holds {type(record).__name__}, needed is a JSON object")
+    return {key: _read_text(record, key) for key in keys}
+
+
+def _read_text(record: dict[str, object], key: str) -> str:
+    if key not in record:
+        raise ValueError(f'key "{key}" is missing (found: {", ".join(record) or "none"}); --json-keys names the keys to read')
+    text = record[key]
+    if not isinstance(text, str):
+        raise ValueError(f'key "{key}" holds {type(text).__name__}, needed is a string')
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError(f'key "{key}" holds half of a surrogate pair, which is no text') from None
+    return text

@@ -1,0 +1,69 @@
+"""Batches of lines through several processes, in and out in the same order."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+
+from megatron_zpp.data.preprocess.document_encoder import DocumentEncoder, EncodedBatch
+from megatron_zpp.data.preprocess.json_lines import LineBatch
+
+# Batches under way per worker: enough to keep it busy, few enough to bound memory when the disk is the slowest part.
+BATCHES_PER_WORKER = 4
+
+# A worker process gets its encoder once: sending the tokenizer along with each batch would cost more than the text.
+_worker_encoder: list[DocumentEncoder] = []
+
+
+def encoded_batches(
+    encoder: DocumentEncoder, batches: Iterator[LineBatch], workers: int
+) -> Generator[tuple[LineBatch, EncodedBatch], None, None]:
+    """Each batch, its text left out, with what became of it, in their order; one worker works in this process.
+
+    Raises BrokenProcessPool where a worker is ended from outside.
+    """
+    if workers == 1:
+        for batch in batches:
+            yield batch._replace(text=b""), encoder.encode(batch.text)
+        return
+    pool = ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(encoder,))
+    under_way: deque[tuple[LineBatch, Future[EncodedBatch]]] = deque()
+    try:
+        for batch in batches:
+            under_way.append((batch._replace(text=b""), pool.submit(_encode_in_worker, batch.text)))
+            if len(under_way) == workers * BATCHES_PER_WORKER:
+                yield _first_result(under_way)
+        while under_way:
+            yield _first_result(under_way)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _first_result(under_way: deque[tuple[LineBatch, Future[EncodedBatch]]]) -> tuple[LineBatch, EncodedBatch]:
+    batch, future = under_way.popleft()
+    return batch, future.result()
+
+
+def _start_worker(encoder: DocumentEncoder) -> None:
+    # Ctrl-C reaches every process of a terminal: the first process decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _worker_encoder.append(encoder)
+
+
+def _end_with_parent() -> None:
+    """Ends this process with the first one, which may be killed without a chance to say so."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        with contextlib.suppress(OSError):
+            parent.join()
+        os._exit(1)
+
+
+def _encode_in_worker(text: bytes) -> EncodedBatch:
+    return _worker_encoder[0].encode(text)

@@ -1,0 +1,135 @@
+"""How far the preprocessing of a corpus has come: one JSON file beside the output, replaced whole."""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_zpp.data.preprocess.indexed_writer import Extent, sync_folder
+from megatron_zpp.data.preprocess.json_lines import STANDARD_INPUT, Position
+
+FORMAT = 1
+START = Position()
+
+
+class InputFile(NamedTuple):
+    """What tells a file from a changed one."""
+
+    path: str
+    file_bytes: int
+    changed_ns: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What has been read and written. Every file of the output is cut back to it before the work goes on.
+
+    is_complete: the partial files hold everything and only wait for their names.
+    """
+
+    position: Position = START
+    extents: Mapping[str, Extent] = field(default_factory=dict)  # by JSON key
+    file_bytes: int = 0  # of all inputs so far, compressed where they are
+    text_bytes: int = 0
+    skipped_lines: int = 0
+    skipped_list_bytes: int = 0
+    is_complete: bool = False
+
+
+@dataclass(frozen=True)
+class Journal:
+    """The file PREFIX.unfinished, which exists while the work on PREFIX is not finished.
+
+    inputs, settings: all that the output depends on; work goes on only where they are what they were.
+    """
+
+    prefix: str
+    inputs: Sequence[InputFile]
+    settings: Mapping[str, Any]
+
+    @property
+    def path(self) -> Path:
+        return Path(f"{self.prefix}.unfinished")
+
+    def save(self, progress: Progress) -> None:
+        content = {
+            "format": FORMAT,
+            "inputs": self.inputs,
+            "settings": self.settings,
+            "progress": {**progress.__dict__, "extents": dict(progress.extents)},
+        }
+        temporary = f"{self.path}.tmp"
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.path)
+        sync_folder(self.prefix)
+
+    def load(self) -> Progress | None:
+        """Where the work stopped; None where there is nothing to go on from.
+
+        Raises ValueError where the inputs or settings are no longer those of the work so far, naming what changed.
+        """
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            inputs = [InputFile(*file) for file in content["inputs"]]
+            settings, progress = content["settings"], content["progress"]
+            found = replace(
+                Progress(**progress),
+                position=Position(*progress["position"]),
+                extents={key: Extent(*extent) for key, extent in progress["extents"].items()},
+            )
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.path} cannot be read ({error}); {self.way_out}") from None
+        self._check_settings(settings)
+        self._check_inputs(inputs, len(inputs) if found.is_complete else found.position.source + 1)
+        return found
+
+    def remove(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+        sync_folder(self.prefix)
+
+    def _check_settings(self, found: Mapping[str, Any]) -> None:
+        for name in {**found, **self.settings}:
+            if found.get(name) != self.settings.get(name):
+                raise ValueError(
+                    f"--resume: {name} is {self.settings.get(name)}, the unfinished run had {found.get(name)}; "
+                    f"give the same flags as before, or {self.way_out}"
+                )
+
+    def _check_inputs(self, found: Sequence[InputFile], begun: int) -> None:
+        """begun: the first so many have been read, or in part, and must be unchanged; the others may have been repaired."""
+        for place, (was, now) in enumerate(zip(found, self.inputs, strict=False)):
+            if was.path != now.path:
+                raise ValueError(f"--resume: --input {now.path} is at the place of {was.path}; give the same, or {self.way_out}")
+            if place < begun and was != now:
+                raise ValueError(
+                    f"--resume: --input {now.path} has changed (it had {was.file_bytes} bytes, it has {now.file_bytes}, or it was written "
+                    f"anew); {self.way_out}"
+                )
+        if len(found) != len(self.inputs):
+            raise ValueError(f"--resume: --input names {len(self.inputs)} files, before {len(found)}; give the same, or {self.way_out}")
+
+    @property
+    def way_out(self) -> str:
+        """What helps where the work cannot go on."""
+        return f"to start anew, remove {self.path}."
+
+
+def input_files(paths: Sequence[str]) -> list[InputFile]:
+    """The files as they are now; nothing can tell standard input from another."""
+    return [_input_file(path) for path in paths]
+
+
+def _input_file(path: str) -> InputFile:
+    if path == STANDARD_INPUT:
+        return InputFile(path, 0, 0)
+    status = os.stat(path)
+    return InputFile(os.path.abspath(path), status.st_size, status.st_mtime_ns)

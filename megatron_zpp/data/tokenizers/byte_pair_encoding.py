@@ -1,0 +1,82 @@
+"""Byte-level byte-pair encoding by tiktoken, with ids of its user's choice."""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts, check_ids, join_arrays
+
+# Unicode's White_Space, which \s stands for in tiktoken's patterns; Python's own \s has more.
+WHITE_SPACE_RUN = re.compile(r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
+# tiktoken gives up on runs of about a million; far shorter ones are common and need no cutting.
+LONG_RUN_CHARACTERS = 100_000
+
+
+class BytePairEncoding:
+    """Texts to ids by merging bytes, lowest rank first, within the stretches that a pattern cuts a text into.
+
+    ranks: token to rank, 0 to len - 1; id_of_rank: [len(ranks)] int32. added: ids of tokens that no text gives, with their spelling.
+    splits_runs: the pattern takes of a run of white space all but the last character, and all of it at the end of a text.
+    """
+
+    def __init__(
+        self, pattern: str, ranks: dict[bytes, int], id_of_rank: np.ndarray, added: dict[int, str], *, splits_runs: bool = False
+    ) -> None:
+        self._pattern = pattern
+        self._ranks = ranks
+        self._id_of_rank = id_of_rank
+        self._added = added
+        self._splits_runs = splits_runs
+        self._bytes_of_id: dict[int, bytes] | None = None
+        self._encoding = self._make_encoding()
+        self.vocab_size = max([*added, int(id_of_rank.max())]) + 1
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._id_of_rank[self._encode(text)].tolist()
+
+    def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
+        ranks, lengths = join_arrays([self._encode(text) for text in texts])
+        return TokenizedTexts(self._id_of_rank[ranks], lengths)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text; bytes that are no UTF-8 become U+FFFD."""
+        check_ids(ids, self.vocab_size)
+        if self._bytes_of_id is None:
+            self._bytes_of_id = {int(self._id_of_rank[rank]): token for token, rank in self._ranks.items()}
+            self._bytes_of_id.update({token_id: spelling.encode() for token_id, spelling in self._added.items()})
+        return b"".join(self._bytes_of_id.get(int(token_id), b"") for token_id in ids).decode("utf-8", errors="replace")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_encoding"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._encoding = self._make_encoding()
+
+    def _encode(self, text: str) -> np.ndarray:
+        try:
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        except ValueError:
+            parts = list(_cut_at_long_runs(text)) if self._splits_runs else []
+            if len(parts) < 2:
+                raise
+            return np.concatenate([self._encoding.encode_to_numpy(part, disallowed_special=()) for part in parts])
+
+    def _make_encoding(self) -> Any:
+        try:
+            import tiktoken
+        except ImportError:
+            raise ValueError("this --tokenizer-type needs package tiktoken, which is not installed; run: pip install tiktoken") from None
+        return tiktoken.Encoding("megatron_zpp", pat_str=self._pattern, mergeable_ranks=self._ranks, special_tokens={})
+
+
+def _cut_at_long_runs(text: str) -> Iterator[str]:
+    """The text in parts that give the ids of the whole: cut before the last character of each long run of white space."""
+    start = 0
+    for run in WHITE_SPACE_RUN.finditer(text):
+        if run.end() - run.start() > LONG_RUN_CHARACTERS and run.end() < len(text):
+            yield text[start : run.end() - 1]
+            start = run.end() - 1
+    yield text[start:]

@@ -1,0 +1,100 @@
+"""GPT-2's byte-pair encoding, from its vocab.json and merges.txt."""
+
+import json
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_zpp.data.tokenizers.byte_pair_encoding import BytePairEncoding
+
+END_OF_TEXT = "<|endoftext|>"
+# GPT-2's own, with possessive quantifiers where going back could not help; the last two alternatives leave the last character of a run of
+# white space to the word behind it.
+PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+
+
+def byte_letters() -> dict[int, str]:
+    """The letter that GPT-2's files write each byte as: printable bytes as themselves, the others from U+0100 on, in order."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + place) for place, byte in enumerate(others)}}
+
+
+LETTERS = byte_letters()
+BYTES = {letter: byte for byte, letter in LETTERS.items()}
+
+
+class GPT2BPETokenizer(BytePairEncoding):
+    """The ids of vocab.json, by the merges of merges.txt; <|endoftext|> ends a document, and its spelling in a text is text."""
+
+    def __init__(self, vocab_path: str, merge_path: str) -> None:
+        vocabulary = _read_vocabulary(vocab_path)
+        ranks = _ranks(_read_merges(merge_path), merge_path)
+        self.eod = vocabulary[END_OF_TEXT]
+        ids = np.array([_id_of(token, vocabulary, vocab_path, merge_path) for token in ranks], dtype=np.int32)
+        reached = set(ids.tolist())
+        added = {token_id: token for token, token_id in vocabulary.items() if token_id not in reached}
+        super().__init__(PATTERN, ranks, ids, added, splits_runs=True)
+
+
+def _read_vocabulary(path: str) -> dict[str, int]:
+    _require_file("--vocab-file", path, "a vocab.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            vocabulary = json.load(file)
+    except ValueError as error:
+        raise ValueError(f"--vocab-file {path} is not JSON ({error}); give a vocab.json.") from None
+    if not isinstance(vocabulary, dict) or not all(type(token_id) is int and token_id >= 0 for token_id in vocabulary.values()):
+        raise ValueError(f"--vocab-file {path} is not an object of tokens and their ids; give a vocab.json.")
+    if len(set(vocabulary.values())) < len(vocabulary):
+        raise ValueError(f"--vocab-file {path} gives one id to two tokens; give the file that belongs to --merge-file.")
+    if END_OF_TEXT not in vocabulary:
+        raise ValueError(f"--vocab-file {path} has no {END_OF_TEXT} to end documents with; add it to the file.")
+    return vocabulary
+
+
+def _read_merges(path: str) -> list[str]:
+    """The tokens that the merges make, in order. A first line with a version is no merge."""
+    _require_file("--merge-file", path, "a merges.txt")
+    try:
+        with open(path, encoding="utf-8", newline="\n") as file:
+            lines = file.read().split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--merge-file {path} is not UTF-8 ({error}); give a merges.txt.") from None
+    merged = []
+    for number, line in enumerate(lines, 1):
+        pair = line.split()
+        if not pair or (number == 1 and line.startswith("#version")):
+            continue
+        if len(pair) != 2 or not BYTES.keys() >= set("".join(pair)):
+            raise ValueError(f"--merge-file {path}, line {number}: {line!r} is not two tokens in GPT-2's letters; give a merges.txt.")
+        merged.append("".join(pair))
+    return merged
+
+
+def _ranks(merged: Sequence[str], path: str) -> dict[bytes, int]:
+    """All tokens that bytes can become, in the order of their merges, bytes first."""
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens += [bytes(BYTES[letter] for letter in token) for token in merged]
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    if len(ranks) < len(tokens):
+        # tiktoken knows tokens, not pairs: it would take the first of the two merges for both.
+        raise ValueError(
+            f"--merge-file {path} makes one token by two merges, which is not available; give GPT-2's form, or a tokenizer.json."
+        )
+    return ranks
+
+
+def _id_of(token: bytes, vocabulary: dict[str, int], vocab_path: str, merge_path: str) -> int:
+    spelling = "".join(LETTERS[byte] for byte in token)
+    if spelling not in vocabulary:
+        raise ValueError(
+            f"--vocab-file {vocab_path} lacks {spelling!r}, which --merge-file {merge_path} makes; give files of one tokenizer."
+        )
+    return vocabulary[spelling]
+
+
+def _require_file(flag: str, path: str, kind: str) -> None:
+    if not os.path.isfile(path):
+        raise ValueError(f"{flag} {path} does not exist on this machine; give {kind}.")

@@ -1,0 +1,85 @@
+"""A Hugging Face tokenizer.json, read by package tokenizers."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts, check_ids, join_lists
+
+# What ends a document where no tokenizer_config.json says so, if the vocabulary has exactly one of them.
+KNOWN_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|endofdocument|>")
+
+
+class HuggingFaceTokenizer:
+    """The ids of tokenizer.json, with what its own rules put around a text; the end-of-sentence token of the files beside ends a document.
+
+    model_path: the file, or the folder that has it. Special tokens spelled in a text become their ids, as Hugging Face has it.
+    """
+
+    def __init__(self, model_path: str) -> None:
+        path = Path(model_path, "tokenizer.json") if os.path.isdir(model_path) else Path(model_path)
+        self._tokenizer = _load(path, model_path)
+        # A file may ask for cutting and padding, which no corpus wants.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.eod = vocabulary[_end_token(path, vocabulary)]
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
+        return join_lists(encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts)))
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        check_ids(ids, self.vocab_size)
+        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+
+
+def _load(path: Path, model_path: str) -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise ValueError(
+            "--tokenizer-type HuggingFaceTokenizer needs package tokenizers, which is not installed; run: pip install tokenizers"
+        ) from None
+    if not path.is_file():
+        raise ValueError(
+            f"--tokenizer-model {model_path} has no tokenizer.json here, and nothing is downloaded; give the file, or its folder."
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises Exception itself
+        raise ValueError(f"--tokenizer-model {path} is not a tokenizer.json ({error}); give the file of a fast tokenizer.") from None
+
+
+def _end_token(path: Path, vocabulary: dict[str, int]) -> str:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        beside = path.with_name(name)
+        token = _read_end(beside) if beside.is_file() else None
+        if token is not None:
+            if token not in vocabulary:
+                raise ValueError(f"{beside} names {token!r} as the end, which {path} does not have; give files of one tokenizer.")
+            return token
+    known = [token for token in KNOWN_ENDS if token in vocabulary]
+    if len(known) != 1:
+        found = " and ".join(known) or "none of the usual ones"
+        raise ValueError(
+            f"--tokenizer-model {path} does not say which token ends a document (it has {found}); "
+            'put a tokenizer_config.json with "eos_token" beside it.'
+        )
+    return known[0]
+
+
+def _read_end(path: Path) -> str | None:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); copy it again.") from None
+    token = values.get("eos_token") if isinstance(values, dict) else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

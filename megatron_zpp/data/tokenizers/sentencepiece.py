@@ -1,0 +1,117 @@
+"""The three ways in which Megatron uses a SentencePiece model."""
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import sentencepiece
+
+from megatron_zpp.data.tokenizers.sentencepiece_segments import SegmentEncoder, segment_encoder
+from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts, check_ids, join_lists
+
+# Megatron's order; what the model lacks gets the ids after its last one.
+ADDED_PIECES = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
+
+
+class PieceTokenizer:
+    """Texts to the ids of a SentencePiece model; batches in segments where the model allows it."""
+
+    def __init__(self, model_path: str) -> None:
+        self._pieces = _load_model(model_path)
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._pieces.encode(text)
+
+    def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
+        if self._segments is not None:
+            return self._segments.encode(texts)
+        # Without a number of threads a batch takes all cores, which are those of the other workers.
+        return join_lists(self._pieces.encode(list(texts), num_threads=1))
+
+    @cached_property
+    def _segments(self) -> SegmentEncoder | None:
+        # Made where batches are asked for: training has no use for it.
+        return segment_encoder(self._pieces)
+
+
+class GPTSentencePieceTokenizer(PieceTokenizer):
+    """The ids of a SentencePiece model as they are; its end-of-sentence piece ends a document."""
+
+    def __init__(self, model_path: str) -> None:
+        super().__init__(model_path)
+        self.vocab_size = self._pieces.get_piece_size()
+        self.eod = self._pieces.eos_id()
+        if self.eod < 0:
+            raise ValueError(
+                f"--tokenizer-model {model_path} has no end-of-sentence piece to end documents with; "
+                "use --tokenizer-type SentencePieceTokenizer, which adds one."
+            )
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        check_ids(ids, self.vocab_size)
+        return self._pieces.decode(list(ids))
+
+
+class Llama2Tokenizer(GPTSentencePieceTokenizer):
+    """A SentencePiece model whose begin-of-sentence piece begins every text, an empty one included, as in Megatron."""
+
+    def __init__(self, model_path: str) -> None:
+        super().__init__(model_path)
+        self.bos = self._pieces.bos_id()
+        if self.bos < 0:
+            raise ValueError(
+                f"--tokenizer-model {model_path} has no begin-of-sentence piece to begin documents with; "
+                "use --tokenizer-type GPTSentencePieceTokenizer, which needs none."
+            )
+
+    def tokenize(self, text: str) -> list[int]:
+        return [self.bos, *self._pieces.encode(text)]
+
+    def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
+        ids, lengths = super().tokenize_batch(texts)
+        return TokenizedTexts(np.insert(ids, np.cumsum(lengths) - lengths, self.bos), lengths + 1)
+
+
+class SentencePieceTokenizer(PieceTokenizer):
+    """A SentencePiece model with Megatron's added pieces behind its own ids; <EOD> ends a document.
+
+    extra_ids: so many pieces <extra_id_0>, <extra_id_1>, ... come last.
+    Text that spells an added piece is text: only `eod` gives that id.
+    """
+
+    def __init__(self, model_path: str, extra_ids: int = 0) -> None:
+        super().__init__(model_path)
+        self._model_size = self._pieces.get_piece_size()
+        self._added = self._missing_pieces(extra_ids)
+        self.vocab_size = self._model_size + len(self._added)
+        self.eod = self._id_of("<EOD>")
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        check_ids(ids, self.vocab_size)
+        text, run = "", []
+        for token in ids:
+            if token < self._model_size:
+                run.append(int(token))
+                continue
+            text += self._pieces.decode(run) + self._added[token - self._model_size]
+            run = []
+        return text + self._pieces.decode(run)
+
+    def _missing_pieces(self, extra_ids: int) -> tuple[str, ...]:
+        known = {self._pieces.id_to_piece(index) for index in range(self._model_size)}
+        ends = ((self._pieces.pad_id(), "<PAD>"), (self._pieces.bos_id(), "<BOS>"), (self._pieces.eos_id(), "<EOS>"))
+        wanted = [*ADDED_PIECES, *(piece for index, piece in ends if index < 0), *(f"<extra_id_{i}>" for i in range(extra_ids))]
+        return tuple(piece for piece in wanted if piece not in known)
+
+    def _id_of(self, piece: str) -> int:
+        return self._model_size + self._added.index(piece) if piece in self._added else self._pieces.piece_to_id(piece)
+
+
+def _load_model(path: str) -> sentencepiece.SentencePieceProcessor:
+    if not os.path.isfile(path):
+        raise ValueError(f"--tokenizer-model {path} does not exist on this machine; give a SentencePiece .model file.")
+    try:
+        return sentencepiece.SentencePieceProcessor(model_file=path)
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"--tokenizer-model {path} is not a SentencePiece model ({error}); give a .model file.") from None

@@ -1,0 +1,97 @@
+"""Megatron's TikTokenizer: special tokens first, then the ranks of a file of tiktoken's kind."""
+
+import base64
+import binascii
+import json
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_zpp.data.tokenizers.byte_pair_encoding import BytePairEncoding
+
+# What Megatron's --tiktoken-pattern names: how a text is cut before bytes are merged.
+PATTERNS = {
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+        r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
+NEEDED_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
+JSON_VOCAB_SIZE = 1 << 17  # Megatron's where --vocab-size is not given: a longer .json file is cut off there
+
+
+class TikTokenizer(BytePairEncoding):
+    """Ids 0 to num_special_tokens - 1 are special, </s> among them ends a document; the tokens of the file follow in their order.
+
+    model_path: a .json file as Megatron reads it, or a .tiktoken file. special_tokens: the names of the first ids, without names
+    <unk>, <s> and </s>. vocab_size: cuts the file; without it a .tiktoken file is taken whole.
+    """
+
+    def __init__(
+        self, model_path: str, pattern: str, *, num_special_tokens: int, special_tokens: Sequence[str] = (), vocab_size: int | None = None
+    ) -> None:
+        names = list(special_tokens or NEEDED_SPECIAL_TOKENS)
+        _check_special_tokens(names, num_special_tokens)
+        tokens = _read_tokens(model_path)
+        if vocab_size is None and model_path.endswith(".json"):
+            vocab_size = max(JSON_VOCAB_SIZE, num_special_tokens + 256)
+        kept = tokens if vocab_size is None else tokens[: max(vocab_size - num_special_tokens, 0)]
+        if len(kept) < 256:
+            raise ValueError(
+                f"--vocab-size {vocab_size} leaves no room for 256 bytes behind --tiktoken-num-special-tokens {num_special_tokens}; "
+                f"give {num_special_tokens + 256} or more."
+            )
+        names += [f"<SPECIAL_{index}>" for index in range(len(names), num_special_tokens)]
+        ids = np.arange(num_special_tokens, num_special_tokens + len(kept), dtype=np.int32)
+        ranks = {token: rank for rank, token in enumerate(kept)}
+        super().__init__(PATTERNS[pattern], ranks, ids, dict(enumerate(names)))
+        self.eod = names.index("</s>")
+
+
+def _check_special_tokens(names: Sequence[str], num_special_tokens: int) -> None:
+    if len(set(names)) < len(names) or not set(NEEDED_SPECIAL_TOKENS) <= set(names):
+        raise ValueError(
+            f"--tokenizer-special-tokens {' '.join(names)} must name {', '.join(NEEDED_SPECIAL_TOKENS)} and nothing twice; mend the list."
+        )
+    if len(names) > num_special_tokens:
+        raise ValueError(
+            f"--tiktoken-num-special-tokens {num_special_tokens} has no room for the {len(names)} special tokens "
+            f"{' '.join(names)}; give {len(names)} or more."
+        )
+
+
+def _read_tokens(path: str) -> list[bytes]:
+    """The tokens of a file by rank; the first 256 are the bytes. Raises ValueError for a file of another form."""
+    if not os.path.isfile(path):
+        raise ValueError(f"--tokenizer-model {path} does not exist on this machine; give a .tiktoken file, or a .json file of tokens.")
+    try:
+        tokens = _read_json(path) if path.endswith(".json") else _read_tiktoken(path)
+    except (ValueError, KeyError, TypeError, binascii.Error) as error:
+        raise ValueError(
+            f"--tokenizer-model {path} is not a list of tokens in the order of their ranks ({error}); a .tiktoken file has lines of "
+            'base64 and rank, a .json file an object of "rank", "token_bytes" and "token_str".'
+        ) from None
+    if len(set(tokens)) < len(tokens) or set(tokens[:256]) != {bytes([byte]) for byte in range(256)}:
+        raise ValueError(f"--tokenizer-model {path} does not begin with the 256 bytes, or has a token twice; copy the file again.")
+    return tokens
+
+
+def _read_json(path: str) -> list[bytes]:
+    with open(path, encoding="utf-8") as file:
+        entries = json.load(file)
+    return [_token(entry["token_bytes"], int(entry["rank"]), place) for place, entry in enumerate(entries)]
+
+
+def _read_tiktoken(path: str) -> list[bytes]:
+    with open(path, encoding="ascii") as file:
+        entries = [line.split() for line in file if line.strip()]
+    return [_token(text, int(rank), place) for place, (text, rank) in enumerate(sorted(entries, key=lambda entry: int(entry[1])))]
+
+
+def _token(text: str, rank: int, place: int) -> bytes:
+    if rank != place:
+        raise ValueError(f"rank {rank} stands at place {place}")
+    return base64.b64decode(text, validate=True)

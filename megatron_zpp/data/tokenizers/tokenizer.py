@@ -1,0 +1,143 @@
+"""Text to token ids and back: what all tokenizers share, and the choice of one by its flags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_zpp.config.schema import TOKENIZER_TYPES, DataConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts
+
+
+class Tokenizer(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eod(self) -> int: ...
+
+    def tokenize(self, text: str) -> list[int]: ...
+
+    def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
+        """What `tokenize` gives for each text, by one thread."""
+
+    def detokenize(self, ids: Sequence[int]) -> str: ...
+
+
+class NullTokenizer:
+    """No tokenizer: text is ids separated by spaces. As in Megatron Core of 2026, vocab_size ids with vocab_size - 1 as eod.
+
+    numpy is imported where texts are tokenized: the plan of a run needs the size alone.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        if vocab_size < 1:
+            raise ValueError(f"--vocab-size {vocab_size} leaves no id; give 1 or more.")
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
+
+    def tokenize(self, text: str) -> list[int]:
+        from megatron_zpp.data.tokenizers.token_ids import check_ids
+
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError:
+            raise ValueError("--tokenizer-type NullTokenizer reads text of ids separated by spaces, for example 17 4 250.") from None
+        check_ids(ids, self.vocab_size)
+        return ids
+
+    def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
+        from megatron_zpp.data.tokenizers.token_ids import join_lists
+
+        return join_lists(map(self.tokenize, texts))
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join(str(token) for token in ids)
+
+
+def build_tokenizer(data: DataConfig) -> Tokenizer:
+    """The tokenizer that the flags describe; ValueError, naming the flag, where they do not."""
+    tokenizer = _build(data)
+    if data.vocab_size not in (None, tokenizer.vocab_size):
+        raise ValueError(
+            f"--vocab-size {data.vocab_size} differs from the {tokenizer.vocab_size} ids of {data.tokenizer_type} with "
+            f"{' and '.join(_files(data))}; leave --vocab-size out."
+        )
+    return tokenizer
+
+
+def embedding_rows(model: ModelConfig, vocab_size: int) -> int:
+    """The vocabulary with its padding. Raises ValueError where --padded-vocab-size is too small for it."""
+    if model.padded_vocab_size is None:
+        return padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by)
+    if model.padded_vocab_size < vocab_size:
+        raise ValueError(
+            f"--padded-vocab-size {model.padded_vocab_size} is below the {vocab_size} ids of the tokenizer; choose {vocab_size} or more."
+        )
+    return model.padded_vocab_size
+
+
+def padded_vocab_size(vocab_size: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least vocab_size."""
+    return -(-vocab_size // multiple) * multiple
+
+
+def _build(data: DataConfig) -> Tokenizer:
+    # Each kind is imported where it is chosen: its package may be missing where another kind is used.
+    if data.tokenizer_type == "NullTokenizer":
+        if data.vocab_size is None:
+            raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size, the number of ids.")
+        return NullTokenizer(data.vocab_size)
+    if data.tokenizer_type == "GPT2BPETokenizer":
+        from megatron_zpp.data.tokenizers.gpt2 import GPT2BPETokenizer
+
+        if data.vocab_file is None or data.merge_file is None:
+            raise ValueError("--tokenizer-type GPT2BPETokenizer needs --vocab-file (vocab.json) and --merge-file (merges.txt).")
+        return GPT2BPETokenizer(data.vocab_file, data.merge_file)
+    if data.tokenizer_type in ("HuggingFaceTokenizer", "HFTokenizer"):
+        from megatron_zpp.data.tokenizers.huggingface import HuggingFaceTokenizer
+
+        return HuggingFaceTokenizer(_model_path(data, "a tokenizer.json, or the folder that has one"))
+    if data.tokenizer_type == "TikTokenizer":
+        return _build_tik_tokenizer(data)
+    return _build_sentencepiece(data)
+
+
+def _build_tik_tokenizer(data: DataConfig) -> Tokenizer:
+    from megatron_zpp.data.tokenizers.tik import TikTokenizer
+
+    path = _model_path(data, "a .tiktoken file")
+    if data.tiktoken_pattern is None:
+        raise ValueError("--tokenizer-type TikTokenizer needs --tiktoken-pattern, v1 or v2.")
+    return TikTokenizer(
+        path,
+        data.tiktoken_pattern,
+        num_special_tokens=data.tiktoken_num_special_tokens,
+        special_tokens=data.tokenizer_special_tokens,
+        vocab_size=data.vocab_size,
+    )
+
+
+def _build_sentencepiece(data: DataConfig) -> Tokenizer:
+    from megatron_zpp.data.tokenizers.sentencepiece import GPTSentencePieceTokenizer, Llama2Tokenizer, SentencePieceTokenizer
+
+    kinds = {kind.__name__: kind for kind in (GPTSentencePieceTokenizer, Llama2Tokenizer)}
+    if data.tokenizer_type not in (*kinds, "SentencePieceTokenizer"):
+        raise ValueError(f"--tokenizer-type {data.tokenizer_type} is unknown; choose one of {', '.join(TOKENIZER_TYPES)}.")
+    path = _model_path(data, "a SentencePiece .model file")
+    if data.tokenizer_type == "SentencePieceTokenizer":
+        return SentencePieceTokenizer(path, data.vocab_extra_ids)
+    return kinds[data.tokenizer_type](path)
+
+
+def _model_path(data: DataConfig, kind: str) -> str:
+    if data.tokenizer_model is None:
+        raise ValueError(f"--tokenizer-type {data.tokenizer_type} needs --tokenizer-model, {kind}.")
+    return data.tokenizer_model
+
+
+def _files(data: DataConfig) -> list[str]:
+    given = {"--tokenizer-model": data.tokenizer_model, "--vocab-file": data.vocab_file, "--merge-file": data.merge_file}
+    return [f"{flag} {path}" for flag, path in given.items() if path is not None]

@@ -1,0 +1,57 @@
+"""Speeds of the machine that a plan assumes: rates of links from the user, constants for the rest (no torch)."""
+
+from __future__ import annotations
+
+import re
+
+from megatron_zpp.zero.plan.time_model import CodecSpeed, LinkSpeed, Machine, Overlap
+
+# One core of a server CPU, blocks of 256, 16 MB and more, from benchmarks/results/quantization_cpu.json: encode and decode take 15 to 20
+# gigabytes of 16-bit values per second, a mean of 2 and of 4 members 7 and 4.
+CPU_CODEC = CodecSpeed(encode=0.12e-9, decode=0.10e-9, summed=0.13e-9)
+# Assumed, no GPU has measured ours: what SDP4Bit (arXiv 2410.15526) reports for its codec on an A100, 682 GB/s of fp32 values.
+GPU_CODEC = CodecSpeed(encode=6e-12, decode=6e-12, summed=6e-12)
+# Of small messages: gloo over a bridge on one machine 0.5 to 1 ms, NCCL over a network and inside a node as commonly reported.
+GLOO_COLLECTIVE_SECONDS = 0.7e-3
+NCCL_INTER_COLLECTIVE_SECONDS = 30e-6
+NCCL_INTRA_COLLECTIVE_SECONDS = 15e-6
+
+# TFLOP/s of dense bf16 and fp16 matrix products, by what torch calls the device; from NVIDIA's data sheets. The first that fits counts.
+PEAK_TERAFLOPS = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "GH200": 989.4,
+    "H200 NVL": 835.5,
+    "H200": 989.4,
+    "H100 NVL": 835.5,
+    "H100 PCIe": 756.5,
+    "H100": 989.4,
+    "A100": 312.0,
+    "A40": 149.7,
+    "L40S": 362.05,
+    "V100-PCIE": 112.0,
+    "V100": 125.0,
+}
+
+
+def peak_teraflops(device_name: str) -> float | None:
+    """The peak of a device in 16-bit arithmetic, None where it is not known."""
+    return next((peak for name, peak in PEAK_TERAFLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
+
+
+GIGABYTE, GIGABIT, TERA = 1e9, 1e9 / 8, 1e12
+
+
+def planned_machine(inter_gigabits: float, intra_gigabytes: float, *, is_on_gpu: bool, overlap: Overlap | None = None) -> Machine:
+    """A machine with these rates of links, in Gbit/s into a node and GB/s into a rank, and the constants of assumed_hardware.
+
+    overlap: what runs beside computation; by default streams on GPUs, elsewhere a thread.
+    """
+    inter_latency = NCCL_INTER_COLLECTIVE_SECONDS if is_on_gpu else GLOO_COLLECTIVE_SECONDS
+    intra_latency = NCCL_INTRA_COLLECTIVE_SECONDS if is_on_gpu else GLOO_COLLECTIVE_SECONDS
+    return Machine(
+        LinkSpeed(inter_gigabits * GIGABIT, inter_latency),
+        LinkSpeed(intra_gigabytes * GIGABYTE, intra_latency),
+        GPU_CODEC if is_on_gpu else CPU_CODEC,
+        overlap or (Overlap.STREAMS if is_on_gpu else Overlap.THREAD),
+    )

@@ -1,0 +1,97 @@
+"""What one unit sends over the links: each hop's bytes and the encoding and decoding around it (pure arithmetic, no torch).
+
+The hops are those of comm/links.py, for one rank of N partitions of G ranks; a payload is one slice of the unit.
+
+    climb      inter: a payload from each other partition   intra: N payloads from each other rank of the partition
+    descend    intra: N payloads from each other rank       inter: a payload from each other partition
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_zpp.comm.code import Code
+from megatron_zpp.comm.ledger import Traffic, link_traffic
+from megatron_zpp.parallel.topology import Direction, Lane, Link, Topology
+from megatron_zpp.zero.layout import FlatLayout
+from megatron_zpp.zero.plan.memory_plan import Sharding
+
+
+@dataclass(frozen=True)
+class CodecWork:
+    """Values that one rank turns into integers or back; what crosses as it is costs nothing here.
+
+    encoded, decoded: values. summed: values times members of the means that are decoded.
+    """
+
+    encoded: int = 0
+    decoded: int = 0
+    summed: int = 0
+
+    def __add__(self, other: CodecWork) -> CodecWork:
+        return CodecWork(self.encoded + other.encoded, self.decoded + other.decoded, self.summed + other.summed)
+
+
+@dataclass(frozen=True)
+class PlannedHop:
+    """One hop of one unit on one rank. before, after: the codec's work before the collective and when it has ended."""
+
+    unit: str
+    lane: Lane
+    traffic: Traffic
+    before: CodecWork = CodecWork()
+    after: CodecWork = CodecWork()
+
+
+class UnitHops:
+    """The hops of one unit; every rank has the same."""
+
+    def __init__(self, name: str, layout: FlatLayout, sharding: Sharding, topology: Topology) -> None:
+        self._name = name
+        self._layout = layout
+        self._sharding = sharding
+        self._topology = topology
+        self._partitions = topology.partitions
+        self._partition_ranks = topology.partition_ranks
+        self._weights = sharding.policy.weight_codes.in_world(topology)
+        self._gradients = sharding.policy.gradient_codes.in_world(topology)
+
+    def climb(self) -> tuple[PlannedHop, PlannedHop]:
+        """Over the inter link to the secondary rung, then over the intra link to the full one."""
+        codes, partitions = self._weights, self._partitions
+        after = CodecWork() if codes.are_alike else self._mean(codes.inter, partitions, 1) + self._encode(codes.intra, partitions)
+        inter = self._hop(Link.INTER, Direction.CLIMB, self._payload(codes.inter), self._encode(codes.inter, 1), after)
+        decode = CodecWork(decoded=0 if codes.intra.is_exact else self._layout.numel)
+        return inter, self._hop(Link.INTRA, Direction.CLIMB, partitions * self._payload(codes.intra), after=decode)
+
+    def descend(self) -> tuple[PlannedHop, PlannedHop]:
+        """Over the intra link, then over the inter link, with the mean of each."""
+        codes, partitions, partition_ranks = self._gradients, self._partitions, self._partition_ranks
+        within = self._encode(codes.intra, self._layout.slices) if partition_ranks > 1 else CodecWork()
+        mean_within = self._mean(codes.intra, partitions, partition_ranks) if partition_ranks > 1 else CodecWork()
+        across = self._encode(codes.inter, partitions) if partitions > 1 else CodecWork()
+        mean_across = self._mean(codes.inter, 1, partitions) if partitions > 1 else CodecWork()
+        return (
+            self._hop(Link.INTRA, Direction.DESCEND, partitions * self._payload(codes.intra), within),
+            self._hop(Link.INTER, Direction.DESCEND, self._payload(codes.inter), mean_within + across, mean_across),
+        )
+
+    def climb_of_mean(self) -> tuple[PlannedHop, PlannedHop]:
+        """The fp32 mean gradient back up, where the optimizer rests full."""
+        mean = self._sharding.mean_payload_bytes(self._layout.runs)
+        inter = self._hop(Link.INTER, Direction.CLIMB, mean)
+        return inter, self._hop(Link.INTRA, Direction.CLIMB, self._partitions * mean)
+
+    def _hop(
+        self, link: Link, direction: Direction, bytes_per_member: int, before: CodecWork = CodecWork(), after: CodecWork = CodecWork()
+    ) -> PlannedHop:
+        return PlannedHop(self._name, Lane(link, direction), link_traffic(self._topology, 0, link, bytes_per_member), before, after)
+
+    def _payload(self, code: Code) -> int:
+        return self._sharding.payload_bytes(code, self._layout.runs)
+
+    def _encode(self, code: Code, slices: int) -> CodecWork:
+        return CodecWork(encoded=0 if code.is_exact else slices * self._layout.runs.blocks)
+
+    def _mean(self, code: Code, slices: int, members: int) -> CodecWork:
+        return CodecWork(summed=0 if code.is_exact else members * slices * self._layout.runs.blocks)

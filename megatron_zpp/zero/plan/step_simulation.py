@@ -1,0 +1,163 @@
+"""One optimizer step as a sequence of computations, hops and waits, in the engine's own order, without tensors (no torch).
+
+Schedule, residency and descents are the engine's; what is walked here is the order in which the engine comes to them. It counts a climb's
+encoding every time, also where the engine keeps the payload that it has made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+from megatron_zpp.parallel.specs import UnitSpec, Use
+from megatron_zpp.parallel.topology import Topology
+from megatron_zpp.zero.descents import Descents
+from megatron_zpp.zero.layout import FlatLayout
+from megatron_zpp.zero.plan.memory_plan import Sharding
+from megatron_zpp.zero.plan.planned_hops import PlannedHop, UnitHops
+from megatron_zpp.zero.policy import Policy, Rung
+from megatron_zpp.zero.residency import Residency
+from megatron_zpp.zero.schedule import Actions, Moment, Phase, backward_starts, descent_order, training_schedule
+
+Ticket = TypeVar("Ticket")
+
+
+class Listener(Protocol[Ticket]):
+    """Receives the events of the simulated step. A ticket stands for a hop and is never None."""
+
+    def submit(self, hop: PlannedHop, after: Ticket | None) -> Ticket:
+        """A hop is handed to its lane; it may start when the one before it (`after`) has landed."""
+
+    def wait(self, ticket: Ticket) -> None:
+        """Computation goes on when this hop has landed."""
+
+    def compute(self, use: int, *, is_backward: bool) -> None:
+        """A use is computed."""
+
+
+class _Weights(Generic[Ticket]):
+    """What zero/unit.py:WeightUnit does of its residency's decisions, as hops alone."""
+
+    def __init__(self, hops: UnitHops, policy: Policy, listener: Listener[Ticket]) -> None:
+        to_secondary, to_full = hops.climb()
+        self._hop_to = {Rung.SECONDARY: to_secondary, Rung.FULL: to_full}
+        self._policy = policy
+        self._listener = listener
+        self._residency: Residency[Ticket] = Residency(policy)
+
+    def climb(self, rung: Rung) -> None:
+        for missing in self._residency.needs(rung):
+            if self._residency.fills_without_hops:
+                self._residency.filled(missing)
+            else:
+                ticket = self._listener.submit(self._hop_to[missing], self._residency.ticket_below(missing))
+                self._residency.submitted(missing, ticket)
+
+    def wait(self) -> None:
+        if not self._residency.is_fresh(Rung.FULL):
+            self._listener.wait(self._residency.under_way()[Rung.FULL])
+            self._residency.landed()
+
+    def rest(self) -> None:
+        self._residency.rest()
+
+    def invalidate(self) -> None:
+        for ticket in self._residency.under_way().values():
+            self._listener.wait(ticket)
+        self._residency.invalidate()
+
+
+class _Gradient(Generic[Ticket]):
+    """What zero/unit_descent.py:UnitDescent does, as hops alone."""
+
+    def __init__(self, hops: UnitHops, policy: Policy, listener: Listener[Ticket]) -> None:
+        self._within, self._across = hops.descend()
+        self._climb_of_mean = hops.climb_of_mean() if policy.optimizer is Rung.FULL else ()
+        self._policy = policy
+        self._listener = listener
+        self._tickets: list[Ticket] = []
+
+    def fill_missing(self) -> None:
+        pass
+
+    def descend(self, *, is_last_microbatch: bool) -> None:
+        self.finish()
+        if self._policy.gradients is Rung.FULL and not is_last_microbatch:
+            return
+        self._submit(self._within)
+        if self._policy.gradients is not Rung.SECONDARY or is_last_microbatch:
+            self._submit(self._across)
+        for hop in self._climb_of_mean:
+            self._submit(hop)
+
+    def finish(self) -> None:
+        for ticket in self._tickets:
+            self._listener.wait(ticket)
+        self._tickets = []
+
+    def _submit(self, hop: PlannedHop) -> None:
+        self._tickets.append(self._listener.submit(hop, self._tickets[-1] if self._tickets else None))
+
+
+class StepSimulation(Generic[Ticket]):
+    """The steps of one rank; `listener` hears of them."""
+
+    def __init__(
+        self, unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: Sharding, topology: Topology, listener: Listener[Ticket]
+    ) -> None:
+        self._listener = listener
+        self._weights: dict[str, _Weights[Ticket]] = {}
+        gradients: dict[str, _Gradient[Ticket]] = {}
+        for spec in unit_specs:
+            layout = FlatLayout(spec.params, topology.world_size, sharding.block_numel)
+            hops = UnitHops(spec.name, layout, sharding, topology)
+            self._weights[spec.name] = _Weights(hops, sharding.policy, listener)
+            gradients[spec.name] = _Gradient(hops, sharding.policy, listener)
+        self._schedule = training_schedule(uses, sharding.prefetch)
+        self._starts_backward = backward_starts(uses)
+        order = descent_order(uses)
+        self._descents = Descents(order, gradients)
+        self._completed_by: list[list[str]] = [[] for _ in uses]
+        first_use = {unit: index for index, use in reversed(list(enumerate(uses))) for unit in use.units}
+        for unit in order:
+            self._completed_by[first_use[unit]].append(unit)
+
+    def step(self, microbatches: int, *, submits_next_climbs: bool = False) -> None:
+        """One optimizer step. submits_next_climbs: at its end, those that the next step begins with, as the engine does."""
+        for index in range(microbatches):
+            is_last = index == microbatches - 1
+            for moment, actions in self._schedule.items():
+                self._act(actions)
+                self._compute(moment, is_last=is_last)
+            self._descents.sweep(is_last_microbatch=is_last)
+            if not is_last:
+                self._submit_first_climbs()
+        self._descents.finish()
+        for unit in self._weights.values():
+            unit.invalidate()
+        if submits_next_climbs:
+            self._submit_first_climbs()
+
+    def _act(self, actions: Actions) -> None:
+        for name in actions.rest:
+            self._weights[name].rest()
+        self._submit_climbs(actions)
+        for name in actions.wait:
+            self._weights[name].wait()
+
+    def _compute(self, moment: Moment, *, is_last: bool) -> None:
+        if moment.phase is Phase.PRE_FORWARD:
+            self._listener.compute(moment.use, is_backward=False)
+        elif moment == self._starts_backward[moment.use]:
+            self._listener.compute(moment.use, is_backward=True)
+            for name in self._completed_by[moment.use]:
+                self._descents.complete(name, is_last_microbatch=is_last)
+
+    def _submit_first_climbs(self) -> None:
+        self._submit_climbs(self._schedule[Moment(Phase.PRE_FORWARD, 0)])
+
+    def _submit_climbs(self, actions: Actions) -> None:
+        for name in actions.climb_to_full:
+            self._weights[name].climb(Rung.FULL)
+        for name in actions.climb_to_secondary:
+            self._weights[name].climb(Rung.SECONDARY)

@@ -1,0 +1,285 @@
+"""How long a step takes on a machine: the simulation through a step, told on clocks instead of devices (no torch).
+
+What is assumed:
+- A link carries one hop at a time, first come, first served: `bytes / rate`, plus a constant for every collective. Both directions of a
+  link share nothing (full duplex), and all ranks of a node send at once, so a hop between nodes costs what enters the node.
+- A hop over the inter link takes its turn on the link between nodes, also where partitions are parts of a node and share one.
+- Computation takes the time it takes alone; nothing competes with it, unless codecs run on it (below).
+- Overlap.STREAMS: hops run beside computation, encoding and decoding included (lanes on CUDA streams). Overlap.THREAD: so they do, but one
+  thread encodes and decodes for all lanes, on the cores of computation, which stands still meanwhile unless it waits (lanes on gloo).
+  Overlap.NONE: every hop is waited for where it is submitted.
+- 16-bit values are cast and copied in no time; integers cost a constant per value. The optimizer's own time counts as computation.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_zpp.comm.moves import NEVER, Move, Times, first_move
+from megatron_zpp.parallel.specs import UnitSpec, Use
+from megatron_zpp.parallel.topology import LANES, Lane, Link, Topology
+from megatron_zpp.zero.plan.memory_plan import Sharding
+from megatron_zpp.zero.plan.planned_hops import CodecWork, PlannedHop
+from megatron_zpp.zero.plan.step_simulation import StepSimulation
+
+_SIMULATED_MICROBATCHES = 3  # more repeat the last
+
+
+class Overlap(enum.Enum):
+    """What goes on beside computation."""
+
+    STREAMS = "streams"
+    THREAD = "thread"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """bytes_per_second: into one node from others, or into one rank from its own node."""
+
+    bytes_per_second: float
+    seconds_per_collective: float = 0.0
+
+
+@dataclass(frozen=True)
+class CodecSpeed:
+    """Seconds per value of one rank; summed: per value and member of a mean."""
+
+    encode: float = 0.0
+    decode: float = 0.0
+    summed: float = 0.0
+
+    def seconds(self, work: CodecWork) -> float:
+        return work.encoded * self.encode + work.decoded * self.decode + work.summed * self.summed
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a step runs. inter_exchange_efficiency: share of the inter link's rate that an exchange of gradients as integers reaches."""
+
+    inter: LinkSpeed
+    intra: LinkSpeed
+    codec: CodecSpeed
+    overlap: Overlap
+    inter_exchange_efficiency: float = 1.0
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Seconds of each use's forward and backward for one micro-batch, recomputation included."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+    def of(self, use: int, *, is_backward: bool) -> float:
+        return (self.backward if is_backward else self.forward)[use]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.forward) + sum(self.backward)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, and how long each part of the machine is busy in it."""
+
+    seconds: float
+    computing: float
+    inter_link: float
+    intra_link: float
+    codecs: float
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Seconds by part, in words."""
+        return {
+            "computation": self.computing,
+            "link between nodes": self.inter_link,
+            "link inside a node": self.intra_link,
+            "codecs": self.codecs,
+        }
+
+    def __sub__(self, other: StepTime) -> StepTime:
+        return StepTime(
+            self.seconds - other.seconds,
+            self.computing - other.computing,
+            self.inter_link - other.inter_link,
+            self.intra_link - other.intra_link,
+            self.codecs - other.codecs,
+        )
+
+    def plus(self, times: int, other: StepTime) -> StepTime:
+        return StepTime(
+            self.seconds + times * other.seconds,
+            self.computing + times * other.computing,
+            self.inter_link + times * other.inter_link,
+            self.intra_link + times * other.intra_link,
+            self.codecs + times * other.codecs,
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained and how it is sharded."""
+
+    unit_specs: Sequence[UnitSpec]
+    uses: Sequence[Use]
+    sharding: Sharding
+    topology: Topology
+    microbatches: int
+
+
+def step_time(job: Job, machine: Machine, computation: Computation) -> StepTime:
+    """The time of a step after others like it."""
+    simulated = min(job.microbatches, _SIMULATED_MICROBATCHES)
+    found = _simulated_time(job, machine, computation, simulated)
+    if simulated == job.microbatches:
+        return found
+    one_more = found - _simulated_time(job, machine, computation, simulated - 1)
+    return found.plus(job.microbatches - simulated, one_more)
+
+
+def _simulated_time(job: Job, machine: Machine, computation: Computation, microbatches: int) -> StepTime:
+    clock = _CLOCKS[machine.overlap](machine, computation, job.topology)
+    simulation: StepSimulation[Any] = StepSimulation(job.unit_specs, job.uses, job.sharding, job.topology, clock)
+    simulation.step(microbatches, submits_next_climbs=True)
+    before = clock.reading()
+    simulation.step(microbatches, submits_next_climbs=True)
+    return clock.reading() - before
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A hop on a stream; end: of its landing."""
+
+    end: float
+
+
+class _Clock:
+    """Time on one rank: computation stands at `now`, each link is taken until `link_free`, and `busy` adds up what was at work."""
+
+    def __init__(self, machine: Machine, computation: Computation, topology: Topology) -> None:
+        self.machine = machine
+        self.computation = computation
+        self.topology = topology
+        self.now = 0.0
+        self.busy = dict.fromkeys(("computing", "inter_link", "intra_link", "codecs"), 0.0)
+        self.link_free = dict.fromkeys(Link, 0.0)
+
+    def reading(self) -> StepTime:
+        return StepTime(self.now, **self.busy)
+
+    def compute(self, use: int, *, is_backward: bool) -> None:
+        seconds = self.computation.of(use, is_backward=is_backward)
+        self.busy["computing"] += seconds
+        self.now += seconds
+
+    def code(self, work: CodecWork) -> float:
+        """Seconds of a codec, put down as busy."""
+        seconds = self.machine.codec.seconds(work)
+        self.busy["codecs"] += seconds
+        return seconds
+
+    def transfer(self, hop: PlannedHop, ready: float) -> float:
+        """When a hop that is ready has crossed its link."""
+        machine, traffic, link = self.machine, hop.traffic, hop.lane.link
+        if traffic.inter_bytes == 0 and traffic.intra_bytes == 0:
+            return ready
+        efficiency = machine.inter_exchange_efficiency if hop.before.encoded and link is Link.INTER else 1.0
+        between = self.topology.into_node(traffic.inter_bytes) / (machine.inter.bytes_per_second * efficiency)
+        within = traffic.intra_bytes / machine.intra.bytes_per_second
+        speed = machine.inter if link is Link.INTER else machine.intra
+        seconds = max(between, within) + speed.seconds_per_collective
+        self.busy["inter_link"] += between
+        self.busy["intra_link"] += within
+        self.link_free[link] = max(ready, self.link_free[link]) + seconds
+        return self.link_free[link]
+
+
+class _StreamClock(_Clock):
+    """Lanes of their own: a hop's time is known when it is submitted."""
+
+    def __init__(self, machine: Machine, computation: Computation, topology: Topology) -> None:
+        super().__init__(machine, computation, topology)
+        self._lane_free = dict.fromkeys(LANES, 0.0)
+
+    def submit(self, hop: PlannedHop, after: _Pending | None) -> _Pending:
+        start = max(self.now, self._lane_free[hop.lane], after.end if after is not None else 0.0)
+        end = self.transfer(hop, start + self.code(hop.before)) + self.code(hop.after)
+        self._lane_free[hop.lane] = end
+        return _Pending(end)
+
+    def wait(self, ticket: _Pending) -> None:
+        self.now = max(self.now, ticket.end)
+
+
+class _NoOverlapClock(_StreamClock):
+    def submit(self, hop: PlannedHop, after: _Pending | None) -> _Pending:
+        pending = super().submit(hop, after)
+        self.now = pending.end
+        return pending
+
+
+@dataclass(eq=False)
+class _ThreadHop(Times):
+    """A hop of the thread's lanes; its times are those of the model."""
+
+    planned: PlannedHop
+    after: _ThreadHop | None
+
+
+class _ThreadClock(_Clock):
+    """Lanes that one thread moves along by the rule of comm/moves.py, as comm/lanes.py does."""
+
+    def __init__(self, machine: Machine, computation: Computation, topology: Topology) -> None:
+        super().__init__(machine, computation, topology)
+        self._queues: dict[Lane, deque[_ThreadHop]] = {lane: deque() for lane in LANES}
+        self._thread_free = 0.0
+
+    def submit(self, hop: PlannedHop, after: _ThreadHop | None) -> _ThreadHop:
+        submitted = _ThreadHop(hop, after, submitted=self.now)
+        self._queues[hop.lane].append(submitted)
+        return submitted
+
+    def wait(self, ticket: _ThreadHop) -> None:
+        while not ticket.has_landed:
+            self._move()
+        self.now = max(self.now, ticket.landed)
+
+    def compute(self, use: int, *, is_backward: bool) -> None:
+        while self._next_start() < self.now:
+            self._move()
+        super().compute(use, is_backward=is_backward)
+        while self._next_start() < self.now:
+            before = self.busy["codecs"]
+            self._move()
+            self.now += self.busy["codecs"] - before
+
+    def _next_start(self) -> float:
+        found = first_move(self._queues.values(), self._thread_free)
+        return found.start if found is not None else NEVER
+
+    def _move(self) -> None:
+        found = first_move(self._queues.values(), self._thread_free)
+        if found is None:
+            raise RuntimeError("a hop is waited for that nothing can bring")
+        hop = found.hop
+        if found.move is Move.LAUNCH:
+            hop.launched = found.start
+            hop.crossed = self.transfer(hop.planned, found.start)
+        elif found.move is Move.LAND:
+            self._queues[hop.planned.lane].popleft()
+            self._thread_free = hop.landed = found.start + self.code(hop.planned.after)
+        else:
+            self._thread_free = hop.prepared = found.start + self.code(hop.planned.before)
+
+
+_CLOCKS: dict[Overlap, type[_StreamClock] | type[_ThreadClock]] = {
+    Overlap.STREAMS: _StreamClock,
+    Overlap.THREAD: _ThreadClock,
+    Overlap.NONE: _NoOverlapClock,
+}

@@ -1,0 +1,68 @@
+"""The bytes of one optimizer step, from units, policy and world alone (no torch): what the ledger of such a run will show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_zpp.comm.ledger import Traffic
+from megatron_zpp.parallel.specs import UnitSpec, Use
+from megatron_zpp.parallel.topology import Direction, Link, Topology
+from megatron_zpp.zero.layout import FlatLayout
+from megatron_zpp.zero.plan.memory_plan import Sharding
+from megatron_zpp.zero.plan.planned_hops import PlannedHop, UnitHops
+from megatron_zpp.zero.plan.step_simulation import StepSimulation
+from megatron_zpp.zero.policy import Rung
+
+
+@dataclass
+class PlannedTraffic:
+    """What one rank receives in one step. collectives: hops that join more than one rank."""
+
+    weights: Traffic = Traffic()
+    gradients: Traffic = Traffic()
+    collectives: int = 0
+
+    @property
+    def total(self) -> Traffic:
+        return self.weights + self.gradients
+
+    # ---- the listener of a walk
+
+    def submit(self, hop: PlannedHop, after: int | None) -> int:
+        if hop.traffic != Traffic():
+            self.collectives += 1
+        if hop.lane.direction is Direction.CLIMB:
+            self.weights += hop.traffic
+        else:
+            self.gradients += hop.traffic
+        return self.collectives
+
+    def wait(self, ticket: int) -> None:
+        return None
+
+    def compute(self, use: int, *, is_backward: bool) -> None:
+        return None
+
+
+def planned_traffic(
+    unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: Sharding, topology: Topology, microbatches: int
+) -> PlannedTraffic:
+    """The traffic of a step with so many micro-batches; the same on every rank. In stage 0 the mean that climbs back is a gradient."""
+    traffic = PlannedTraffic()
+    StepSimulation(unit_specs, uses, sharding, topology, traffic).step(microbatches)
+    if sharding.policy.optimizer is Rung.FULL:
+        traffic.weights, traffic.gradients = Traffic(), traffic.total
+    return traffic
+
+
+def smallest_inter_hop_bytes(unit_specs: Sequence[UnitSpec], sharding: Sharding, topology: Topology, least_share: float) -> int:
+    """Bytes that enter one node in the smallest hop between nodes, of units with at least this share of all parameters."""
+    layouts = {spec.name: FlatLayout(spec.params, topology.world_size, sharding.block_numel) for spec in unit_specs}
+    whole = sum(layout.numel for layout in layouts.values())
+    hops = []
+    for name, layout in layouts.items():
+        if layout.numel >= least_share * whole:
+            of_unit = UnitHops(name, layout, sharding, topology)
+            hops += [hop for hop in (*of_unit.climb(), *of_unit.descend()) if hop.lane.link is Link.INTER]
+    return topology.into_node(min(hop.traffic.inter_bytes for hop in hops))

@@ -1,0 +1,82 @@
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+from harness.trained_tokenizers import training_texts, write_gpt2_files
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from megatron_zpp.data.tokenizers.gpt2 import GPT2BPETokenizer
+from megatron_zpp.data.tokenizers.huggingface import HuggingFaceTokenizer
+
+VOCAB_SIZE = 600
+
+
+def write_tokenizer(folder: Path, *, ends: tuple[str, ...] = ("<|endoftext|>",), begins: bool = False) -> tuple[str, str]:
+    """tokenizer.json in the folder, of the vocab.json and merges.txt that come back."""
+    files = write_gpt2_files(folder, VOCAB_SIZE)
+    trained = ByteLevelBPETokenizer(*files)
+    trained.add_special_tokens(list(ends))
+    trained.enable_truncation(5)
+    trained.enable_padding(length=50)
+    trained.save(str(folder / "tokenizer.json"))
+    if begins:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.add_special_tokens(["<s>"])
+        tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
+        tokenizer.save(str(folder / "tokenizer.json"))
+    return files
+
+
+def test_ids_are_those_of_the_same_merges_by_tiktoken_without_cutting_or_padding(tmp_path: Path) -> None:
+    reference = GPT2BPETokenizer(*write_tokenizer(tmp_path))
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        tokenizer = HuggingFaceTokenizer(str(path))
+        assert (tokenizer.vocab_size, tokenizer.eod) == (VOCAB_SIZE, reference.eod)
+        texts = [*training_texts(), ""]
+        expected = [reference.tokenize(text) for text in texts]
+        batch = tokenizer.tokenize_batch(texts)
+        assert [tokenizer.tokenize(text) for text in texts] == expected
+        assert (batch.ids.tolist(), batch.lengths.tolist()) == ([i for ids in expected for i in ids], [len(ids) for ids in expected])
+        assert tokenizer.detokenize(expected[0]) == texts[0]
+    assert pickle.loads(pickle.dumps(tokenizer)).tokenize("x y") == tokenizer.tokenize("x y")
+
+
+def test_its_own_rules_put_a_beginning_before_every_text(tmp_path: Path) -> None:
+    reference = GPT2BPETokenizer(*write_tokenizer(tmp_path, begins=True))
+    tokenizer = HuggingFaceTokenizer(str(tmp_path))
+    assert tokenizer.tokenize("x y") == [VOCAB_SIZE, *reference.tokenize("x y")]
+    assert tokenizer.tokenize_batch(["", "x"]).lengths.tolist() == [1, 2]
+
+
+def test_added_tokens_count_into_the_vocabulary(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, ends=("<|endoftext|>", "<eos>"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<eos>"}}))
+    tokenizer = HuggingFaceTokenizer(str(tmp_path))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (VOCAB_SIZE + 1, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, r"does not say which token ends a document \(it has <\|endoftext\|> and <eos>\); put a tokenizer_config.json"),
+        ("{}", "does not say which token ends a document"),
+        ("{", "tokenizer_config.json is not JSON"),
+        ('{"eos_token": "<end>"}', "names '<end>' as the end, which .* does not have"),
+    ],
+)
+def test_an_end_of_documents_that_is_not_said_or_not_there_is_refused(tmp_path: Path, config: str | None, message: str) -> None:
+    write_tokenizer(tmp_path, ends=("<|endoftext|>", "<eos>"))
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(ValueError, match=message):
+        HuggingFaceTokenizer(str(tmp_path))
+
+
+def test_what_is_no_tokenizer_json_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no tokenizer.json here, and nothing is downloaded"):
+        HuggingFaceTokenizer("organisation/model")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not a tokenizer.json"):
+        HuggingFaceTokenizer(str(tmp_path))

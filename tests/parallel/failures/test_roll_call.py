@@ -1,0 +1,73 @@
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from megatron_zpp.parallel.failures import roll_call
+from megatron_zpp.parallel.failures.roll_call import RollCall
+
+
+def never_fails() -> None:
+    return None
+
+
+class Rank(threading.Thread):
+    """One rank of a world that shares a store, whose work takes so many seconds."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
+        super().__init__()
+        self.call = RollCall(store, rank, world_size, "building", never_fails)
+        self.seconds = seconds
+        self.lines: list[str] = []
+        self.left_at = 0.0
+        self.start()
+
+    def run(self) -> None:
+        with self.call.after(self.lines.append):
+            time.sleep(self.seconds)
+        self.left_at = time.monotonic()
+
+
+def test_all_ranks_leave_together_after_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call, "LINE_SECONDS", 0.3)
+    store = dist.HashStore()
+    started = time.monotonic()
+    ranks = [Rank(store, rank, 3, seconds) for rank, seconds in enumerate((0.0, 0.1, 0.8))]
+    for rank in ranks:
+        rank.join(30)
+    assert all(rank.left_at - started >= 0.8 for rank in ranks)
+    assert ranks[0].lines[0].startswith("waiting for 2 of 3 ranks: building (")
+    assert ranks[2].lines == []
+
+
+def test_a_rank_that_fails_in_its_work_does_not_wait_and_the_others_learn_of_it() -> None:
+    store = dist.HashStore()
+
+    def another_failed() -> None:
+        raise RuntimeError("another rank has failed")
+
+    with pytest.raises(OSError, match="disk"), RollCall(store, 0, 2, "building", never_fails).after(print):
+        raise OSError("disk")
+    with pytest.raises(RuntimeError, match="another rank has failed"), RollCall(store, 1, 2, "building", another_failed).after(print):
+        pass
+
+
+def test_a_rank_without_a_sign_of_life_ends_the_wait_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call, "LINE_SECONDS", 0.1)
+    monkeypatch.setattr(roll_call, "SILENT_SECONDS", 0.3)
+    with (
+        pytest.raises(RuntimeError, match="rank 1 has shown no life"),
+        RollCall(dist.HashStore(), 0, 2, "building", never_fails).after(print),
+    ):
+        pass
+
+
+def test_a_slow_rank_that_lives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"LINE_SECONDS": 0.1, "SILENT_SECONDS": 0.5, "HEARTBEAT_SECONDS": 0.05}.items():
+        monkeypatch.setattr(roll_call, name, seconds)
+    store = dist.HashStore()
+    ranks = [Rank(store, 0, 2, 0.0), Rank(store, 1, 2, 1.5)]
+    for rank in ranks:
+        rank.join(30)
+    assert all(rank.left_at > 0 for rank in ranks)

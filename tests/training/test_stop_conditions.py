@@ -1,0 +1,101 @@
+"""Reasons to end a run before its last iteration."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness.places import ROOT
+
+from megatron_zpp.config.schema import TrainingConfig
+from megatron_zpp.monitor import process_start
+from megatron_zpp.training.metrics import BadIterations, Progress
+from megatron_zpp.training.step import StepOutcome
+from megatron_zpp.training.stop_conditions import StopConditions, StopRequest, check_kill_switch, reason_for_stopping, signals_to_handle
+
+GOOD, SKIPPED = StepOutcome(1.0, 1.0, False, 0), StepOutcome(1.0, float("inf"), True, 0)
+NAN_LOSS = StepOutcome(float("nan"), 1.0, False, 0)
+
+
+def test_without_the_handler_no_signal_is_touched() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    stop_conditions = StopConditions(TrainingConfig())
+    assert signal.getsignal(signal.SIGTERM) == before and stop_conditions.request() == StopRequest.NONE
+    stop_conditions.close()
+
+
+def test_the_time_counts_from_the_start_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = TrainingConfig(exit_duration_in_mins=3)
+    for minutes_ago, request in ((2.9, StopRequest.NONE), (3.0, StopRequest.DURATION)):
+        monkeypatch.setattr(process_start, "MONOTONIC_SECONDS", time.monotonic() - 60 * minutes_ago)
+        assert StopConditions(training).request() == request
+
+
+def test_the_entry_notes_its_start_before_it_imports_torch() -> None:
+    program = "import sys, pretrain_zeropp_gpt; print(*({'torch', 'megatron_zpp.monitor.process_start'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["megatron_zpp.monitor.process_start"]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2", "SIGUSR1"])
+def test_the_handler_takes_the_signal_of_the_flag_and_sigusr1_and_gives_them_back(name: str) -> None:
+    training = TrainingConfig(exit_signal_handler=True, exit_signal=name)
+    assert set(signals_to_handle(training)) == {signal.Signals[name], signal.SIGUSR1}
+    for number in signals_to_handle(training):
+        before = signal.getsignal(number)
+        stop_conditions = StopConditions(training)
+        assert stop_conditions.request() == StopRequest.NONE
+        signal.raise_signal(number)
+        assert stop_conditions.request() == StopRequest.SIGNAL
+        stop_conditions.close()
+        assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize(
+    "requests, iteration, reason",
+    [
+        (StopRequest.NONE, 7, None),
+        (StopRequest.NONE, 10, "exiting program at iteration 10"),
+        (StopRequest.SIGNAL, 7, "exiting program after receiving"),
+        (StopRequest.DURATION, 7, "exiting program after 3 minutes at iteration 7"),
+        (StopRequest.SIGNAL | StopRequest.DURATION, 10, "exiting program after receiving"),
+        (StopRequest.KILL_SWITCH | StopRequest.DURATION, 10, "exiting program because stop is there at iteration 10"),
+    ],
+)
+def test_the_reason_names_what_ended_the_run(requests: StopRequest, iteration: int, reason: str | None) -> None:
+    training = TrainingConfig(exit_interval=5, exit_signal_handler=True, exit_duration_in_mins=3, kill_switch_file="stop")
+    found = reason_for_stopping(requests, iteration, training)
+    assert found is reason is None or (found is not None and reason is not None and found.startswith(reason))
+
+
+def test_rank_0_alone_looks_for_the_kill_switch_and_refuses_to_start_with_it(tmp_path: Path) -> None:
+    training = TrainingConfig(kill_switch_file=str(tmp_path / "stop"))
+    check_kill_switch(training, rank=0)
+    stop_conditions = [StopConditions(training, rank) for rank in range(2)]
+    assert [one.request() for one in stop_conditions] == [StopRequest.NONE, StopRequest.NONE]
+    (tmp_path / "stop").touch()
+    assert [one.request() for one in stop_conditions] == [StopRequest.KILL_SWITCH, StopRequest.NONE]
+    check_kill_switch(training, rank=1)
+    with pytest.raises(ValueError, match="--kill-switch-file .*stop is there, so nothing is trained; remove the file"):
+        check_kill_switch(training, rank=0)
+
+
+def test_a_good_iteration_ends_a_row_of_bad_ones() -> None:
+    bad = BadIterations()
+    for outcome, expected in [(SKIPPED, 1), (SKIPPED, 2), (GOOD, 0), (NAN_LOSS, 1), (SKIPPED, 2)]:
+        bad.count(outcome, Progress(), {})
+        assert bad.consecutive == expected
+
+
+def test_the_state_before_the_first_of_a_row_is_known_as_long_as_no_bad_one_moved_the_weights() -> None:
+    bad, progress = BadIterations(), Progress(4, 40, 40)
+    bad.count(SKIPPED, progress, {"scale": 8.0})
+    progress.advance(10, is_skipped=True)
+    bad.count(SKIPPED, progress, {"scale": 4.0})
+    assert bad.progress_before == Progress(4, 40, 40) and bad.weights_are_from_before and bad.scaler_before == {"scale": 8.0}
+    bad.count(NAN_LOSS, progress, {"scale": 2.0})
+    assert not bad.weights_are_from_before

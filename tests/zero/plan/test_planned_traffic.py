@@ -1,0 +1,134 @@
+"""What a step will move is known before any rank starts: the plan, the closed form and the engine agree."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from harness import closed_forms
+from harness.closed_forms import Features, World, inter_node_bytes
+from harness.small_engine import ROWS, Job, ModelShape, Rank, SmallModel
+from harness.worlds import run_world
+
+from megatron_zpp.comm.backend import VirtualBackend
+from megatron_zpp.comm.ledger import Category, Traffic
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.validate import resolve
+from megatron_zpp.model.shapes import ModelShape as GptShape
+from megatron_zpp.parallel.topology import Lane, Topology
+from megatron_zpp.training.sharding import sharding_of, topology_of
+from megatron_zpp.zero.plan.memory_plan import Sharding
+from megatron_zpp.zero.plan.planned_hops import PlannedHop
+from megatron_zpp.zero.plan.step_simulation import StepSimulation
+from megatron_zpp.zero.plan.traffic import planned_traffic, smallest_inter_hop_bytes
+from megatron_zpp.zero.policy import POLICIES, Policy, with_quantized_gradients, with_quantized_weights, with_secondary_weights
+from megatron_zpp.zero.schedule import Prefetch
+
+pytestmark = pytest.mark.virtual
+
+GPT_FLAGS = f"--num-layers {closed_forms.LAYERS} --hidden-size {closed_forms.HIDDEN} --num-attention-heads 4 --vocab-size 100 "
+GPT_FLAGS += f"--seq-length {closed_forms.POSITIONS} --make-vocab-size-divisible-by 8 --quantization-block-size {closed_forms.BLOCK} --bf16"
+SWITCHES = {
+    "--zero-quantized-weights": {"weight_bits": 8},
+    "--zero-hpz-partition-size {ranks_per_node}": {"keeps_secondary": True},
+    "--zero-quantized-gradients": {"gradient_bits": 4},
+}
+ALL = with_quantized_gradients(with_secondary_weights(with_quantized_weights(POLICIES[3])))
+EVERY_ROW = {**ROWS, "qgZ": with_quantized_gradients(POLICIES[3]), "hpZ": with_secondary_weights(POLICIES[3]), "all": ALL}
+
+
+def planned_node_bytes(world: World, flags: str, microbatches: int) -> int:
+    batch = f"--global-batch-size {microbatches * world.size}"
+    config = resolve(parse_flags(f"{GPT_FLAGS} {batch} {flags}".split()), world.size, world.ranks_per_node)
+    model = GptShape(config.model, closed_forms.VOCAB)
+    topology = topology_of(config, world.size)
+    traffic = planned_traffic(model.unit_specs(), model.uses(), sharding_of(config), topology, microbatches)
+    return traffic.total.inter_bytes * world.ranks_per_node
+
+
+@pytest.mark.parametrize("world", [World(2, 1), World(2, 2), World(3, 2), World(1, 3)], ids=str)
+def test_the_plan_is_the_closed_form_of_every_stage_and_combination(world: World) -> None:
+    for stage, microbatches, is_tied in itertools.product(range(4), (1, 2, 5), (True, False)):
+        flags = f"--zero-stage {stage}" + ("" if is_tied else " --untie-embeddings-and-output-weights")
+        expected = inter_node_bytes(world, stage, microbatches=microbatches, element_bytes=2, is_tied=is_tied)
+        assert planned_node_bytes(world, flags, microbatches) == expected
+    for names in (names for count in range(1, 4) for names in itertools.combinations(SWITCHES, count)):
+        flags = " ".join(["--zero-stage 3", *names]).format(ranks_per_node=world.ranks_per_node)
+        features = Features(**{key: value for name in names for key, value in SWITCHES[name].items()})
+        if world.ranks_per_node == 1:
+            features = replace(features, keeps_secondary=False)  # a partition of one rank keeps nothing
+        expected = inter_node_bytes(world, 3, microbatches=4, element_bytes=2, features=features)
+        assert planned_node_bytes(world, flags, 4) == expected
+
+
+def sharding(job: Job) -> Sharding:
+    return Sharding(job.policy, job.block_numel, job.dtype.itemsize, job.prefetch)
+
+
+@pytest.mark.parametrize("row", list(EVERY_ROW))
+@pytest.mark.parametrize("topology", [Topology.of_nodes(2, 2), Topology.of_nodes(1, 3), Topology(8, 4, 2)], ids=str)
+def test_the_plan_is_what_the_engines_ledger_counts_over_both_links(topology: Topology, row: str) -> None:
+    job = Job(EVERY_ROW[row], torch.bfloat16, steps=1, microbatches=2)
+    model = SmallModel(job.shape, job.dtype)
+
+    def counted(backend: VirtualBackend) -> tuple[Traffic, Traffic]:
+        rank = Rank(job, backend)
+        rank.train()
+        return rank.ledger.total(Category.WEIGHTS), rank.ledger.total(Category.GRADIENTS)
+
+    plan = planned_traffic(model.unit_specs(), model.uses(), sharding(job), topology, job.microbatches)
+    assert run_world(topology, counted) == [(plan.weights, plan.gradients)] * topology.world_size
+
+
+@dataclass
+class Recorder:
+    """A listener that remembers every submission."""
+
+    submissions: list[tuple[str, Lane]] = field(default_factory=list)
+
+    def submit(self, hop: PlannedHop, after: int | None) -> int:
+        self.submissions.append((hop.unit, hop.lane))
+        return len(self.submissions)
+
+    def wait(self, ticket: int) -> None:
+        assert 0 < ticket <= len(self.submissions)
+
+    def compute(self, use: int, *, is_backward: bool) -> None:
+        return None
+
+
+SHAPES = [ModelShape(), ModelShape(is_tied=False), ModelShape((5, 9, 17), is_recomputed=True, chunk=2)]
+
+
+# Every row with two of the models, one of them with several micro-batches.
+@pytest.mark.parametrize(
+    "row, shape, microbatches",
+    [(row, SHAPES[(index + turn) % 3], (1, 3)[turn]) for index, row in enumerate(EVERY_ROW) for turn in (0, 1)],
+    ids=str,
+)
+def test_a_walk_submits_what_the_engine_submits_in_its_order(row: str, shape: ModelShape, microbatches: int) -> None:
+    policy: Policy = EVERY_ROW[row]
+    job = Job(policy, shape=shape, steps=2, microbatches=microbatches, prefetch=Prefetch(2, 1))
+    topology = Topology.of_nodes(2, 2)
+
+    def submitted(backend: VirtualBackend) -> list[tuple[str, Lane]]:
+        rank = Rank(job, backend)
+        rank.train()
+        return rank.lanes.submissions
+
+    recorder = Recorder()
+    model = SmallModel(job.shape, job.dtype)
+    simulation = StepSimulation(model.unit_specs(), model.uses(), sharding(job), topology, recorder)
+    for _ in range(job.steps):
+        simulation.step(microbatches, submits_next_climbs=True)
+    assert run_world(topology, submitted) == [recorder.submissions] * topology.world_size
+
+
+def test_the_smallest_hop_is_the_integer_gradient_of_the_smallest_unit_that_matters() -> None:
+    config = resolve(parse_flags(f"{GPT_FLAGS} --zero-stage 3 --zero-quantized-gradients".split()), 4, 2)
+    model, topology = GptShape(config.model, closed_forms.VOCAB), Topology.of_nodes(2, 2)
+    embedding = closed_forms.units(is_tied=True)[0]
+    payload = closed_forms.payload_bytes(embedding, 4, 4, 2)
+    assert smallest_inter_hop_bytes(model.unit_specs(), sharding_of(config), topology, least_share=0.05) == 2 * payload

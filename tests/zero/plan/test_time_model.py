@@ -1,0 +1,102 @@
+"""The clocks of the time model: what they add up to where the sum is known, and bounds where it is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.validate import resolve
+from megatron_zpp.model.shapes import ModelShape
+from megatron_zpp.parallel.topology import Topology
+from megatron_zpp.training.sharding import sharding_of
+from megatron_zpp.zero.plan.time_model import CodecSpeed, Computation, Job, LinkSpeed, Machine, Overlap, step_time
+from megatron_zpp.zero.plan.traffic import planned_traffic
+
+INFINITE = LinkSpeed(float("inf"))
+FLAGS = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 300 --bf16 --zero-stage 3"
+USES = 6
+ALL = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients"
+COMPUTATION = Computation(tuple(0.01 * (index + 1) for index in range(USES)), tuple(0.02 * (index + 1) for index in range(USES)))
+NOTHING = Computation((0.0,) * USES, (0.0,) * USES)
+TOPOLOGY = Topology.of_nodes(3, 2)
+
+
+def job(flags: str = "", microbatches: int = 1) -> Job:
+    config = resolve(parse_flags(f"{FLAGS} {flags}".split()), TOPOLOGY.world_size, TOPOLOGY.ranks_per_node)
+    model = ModelShape(config.model, 384)
+    return Job(model.unit_specs(), model.uses(), sharding_of(config), TOPOLOGY, microbatches)
+
+
+def machine(inter: LinkSpeed = INFINITE, overlap: Overlap = Overlap.STREAMS, intra: LinkSpeed = INFINITE) -> Machine:
+    return Machine(inter, intra, CodecSpeed(), overlap)
+
+
+@pytest.mark.parametrize("overlap", list(Overlap))
+@pytest.mark.parametrize("microbatches", [1, 2, 7])
+@pytest.mark.parametrize("recomputes", ["", "--checkpoint-activations --checkpoint-num-layers 2"], ids=["kept", "in chunks"])
+def test_over_free_links_a_step_takes_its_computation(overlap: Overlap, microbatches: int, recomputes: str) -> None:
+    time = step_time(job(f"{ALL} {recomputes}", microbatches), machine(overlap=overlap), COMPUTATION)
+    assert time.seconds == pytest.approx(microbatches * COMPUTATION.seconds)
+    assert time.computing == pytest.approx(time.seconds)
+
+
+@pytest.mark.parametrize("flags", ["", ALL])
+def test_without_overlap_times_add(flags: str) -> None:
+    some = job(flags, microbatches=2)
+    traffic = planned_traffic(some.unit_specs, some.uses, some.sharding, TOPOLOGY, 2)
+    time = step_time(some, machine(LinkSpeed(1e6, 1e-3), Overlap.NONE, LinkSpeed(1e7, 1e-3)), COMPUTATION)
+    between, within = traffic.total.inter_bytes * 2 / 1e6, traffic.total.intra_bytes / 1e7
+    assert time.inter_link == pytest.approx(between)
+    assert time.intra_link == pytest.approx(within)
+    assert time.seconds == pytest.approx(between + within + 2 * COMPUTATION.seconds + 1e-3 * traffic.collectives)
+
+
+@given(
+    log_rate=st.floats(3, 9),
+    flags=st.sampled_from(["", ALL, "--zero-quantized-gradients"]),
+    overlap=st.sampled_from(list(Overlap)),
+    microbatches=st.integers(1, 4),
+)
+@settings(max_examples=40)
+def test_a_step_takes_what_is_busiest_and_at_most_everything_in_turn(
+    log_rate: float, flags: str, overlap: Overlap, microbatches: int
+) -> None:
+    time = step_time(job(flags, microbatches), machine(LinkSpeed(10**log_rate), overlap, LinkSpeed(1e8)), COMPUTATION)
+    parts = (time.computing, time.inter_link, time.intra_link, time.codecs)
+    assert max(parts) * (1 - 1e-9) <= time.seconds <= sum(parts) * (1 + 1e-9)
+
+
+@given(log_rate=st.floats(4, 8), faster=st.floats(1.0, 10.0), overlap=st.sampled_from(list(Overlap)))
+@settings(max_examples=30)
+def test_a_faster_link_never_makes_a_step_slower_where_the_order_of_hops_is_fixed(log_rate: float, faster: float, overlap: Overlap) -> None:
+    # The thread's hops of several lanes start in an order that depends on the rate; what that may cost is one hop.
+    slow, fast = (step_time(job(), machine(LinkSpeed(10**log_rate * factor), overlap), COMPUTATION).seconds for factor in (1.0, faster))
+    slack = 0.05 if overlap is Overlap.THREAD else 1e-9
+    assert fast <= slow * (1 + slack)
+
+
+@pytest.mark.parametrize("overlap", list(Overlap))
+def test_every_further_microbatch_costs_the_same(overlap: Overlap) -> None:
+    times = [step_time(job(ALL, count), machine(LinkSpeed(1e6), overlap), COMPUTATION).seconds for count in (3, 4, 5, 40)]
+    assert times[2] - times[1] == pytest.approx(times[1] - times[0])
+    assert times[3] == pytest.approx(times[0] + 37 * (times[1] - times[0]))
+
+
+def test_where_links_are_all_that_takes_time_the_speedup_is_that_of_the_bytes() -> None:
+    plain, all_of_it = job(), job(ALL)
+    bytes_of = [planned_traffic(some.unit_specs, some.uses, some.sharding, TOPOLOGY, 1).total.inter_bytes for some in (plain, all_of_it)]
+    times = [step_time(some, machine(LinkSpeed(1e6)), NOTHING).seconds for some in (plain, all_of_it)]
+    assert times[0] / times[1] == pytest.approx(bytes_of[0] / bytes_of[1])
+
+
+def test_codecs_take_computations_time_on_the_thread_of_lanes_and_their_own_on_streams() -> None:
+    coded = replace(machine(), codec=CodecSpeed(1e-9, 1e-9, 1e-9))
+    beside = step_time(job(ALL), coded, COMPUTATION)
+    within = step_time(job(ALL), replace(coded, overlap=Overlap.THREAD), COMPUTATION)
+    assert within.seconds == pytest.approx(COMPUTATION.seconds + within.codecs)
+    assert COMPUTATION.seconds <= beside.seconds < within.seconds
+    assert step_time(job(), coded, COMPUTATION).codecs == 0
