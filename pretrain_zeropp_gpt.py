@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import megatron_zpp.monitor.process_start  # noqa: F401  its clock starts here, before anything slow
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
-from megatron_zpp.config.arguments import arguments_block
-from megatron_zpp.config.assumptions import banner
 from megatron_zpp.config.cli import ERROR_EXIT_CODE, asks_for_help, error_text, help_text, parse_flags
+from megatron_zpp.config.defaults import banner
 from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.options import arguments_block
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
-from megatron_zpp.config.validate import resolve
 from megatron_zpp.monitor.logging import RankPrinter
 from megatron_zpp.parallel.launch import Launch, read_launch
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from command import MISTAKE_EXIT_CODE
 
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.config.validate import resolve
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.data.blended_dataset import BlendedDataset
 from megatron_zpp.data.build_once import Speaker
 from megatron_zpp.data.gpt_dataset import SampleSource

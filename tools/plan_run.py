@@ -37,7 +37,7 @@ from megatron_zpp.training.run_plan import (
 )
 from megatron_zpp.zero.plan.time_model import Computation, Machine, Overlap, StepTime
 
-NULL_VOCABULARY = 50257  # of mock data, see config/assumptions.py
+NULL_VOCABULARY = 50257  # of mock data, see config/defaults.py
 WORTHWHILE = 1.03  # a feature that gains less is not worth its flag
 
 

@@ -90,7 +90,7 @@ def run() -> Outcome:
 
 def _start(shape: str) -> Session:
     from megatron_zpp.config.cli import parse_flags
-    from megatron_zpp.config.validate import resolve
+    from megatron_zpp.config.resolve import resolve
     from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
     from megatron_zpp.parallel.initialize import World, choose_device
     from megatron_zpp.parallel.launch import Launch

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.config.validate import resolve
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.parallel.initialize import World
 from megatron_zpp.parallel.launch import Launch

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.config.validate import resolve
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.training.sharding import sharding_of, topology_of
 from megatron_zpp.zero.plan.traffic import smallest_inter_hop_bytes

@@ -9,8 +9,8 @@ import torch
 
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
-from megatron_zpp.config.validate import resolve
 from megatron_zpp.data.loader import MicroBatch
 from megatron_zpp.parallel.initialize import World
 from megatron_zpp.parallel.launch import Launch

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest
-from megatron_zpp.config.options import spelling_of
+from megatron_zpp.config.flag import spelling_of
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.parallel.specs import UnitSpec
 

@@ -1,16 +1,16 @@
-"""How many samples a global batch has, as a function of the samples consumed before it: constant, a ramp, or steps."""
+"""The size of every global batch of a run (constant, a ramp, or steps), and lengths in samples that follow from it."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal
 from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_zpp.config.flag import FlagError
-from megatron_zpp.config.schema import Config, TrainingConfig
+from megatron_zpp.config.schema import Config, OptimizerConfig, TrainingConfig
 
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 RAMP_EXAMPLE = "needed are three whole numbers from 1 on, such as 16 8 300000: start, increment, samples"
@@ -18,28 +18,29 @@ STEPS_EXAMPLE = 'needed are pairs of tokens and batch size, such as "0:768 250B:
 
 
 class BatchStage(NamedTuple):
-    """start: consumed samples from which on the size holds. wished_size: samples of a global batch, as the flags say it."""
+    """start: consumed samples from which on the size holds. asked_size: samples of a global batch that the flags ask for."""
 
     start: int
-    wished_size: int
+    asked_size: int
 
 
 @dataclass(frozen=True)
 class BatchSchedule:
     """The size of every global batch of a run.
 
-    stages: ascending from sample 0. grain: samples of one micro-batch of every rank, which a batch is a multiple of.
-    may_decrease: whether a size that is no multiple is rounded down to one. A wished size that fits neither way is kept, so that lengths
-    can be computed before it is known whether the run still meets it; `misfit` finds it.
+    stages: ascending from sample 0. grain: samples of one micro-batch of every rank; a batch is a multiple of it.
+    may_decrease: whether a size that is not a multiple is rounded down to one. A size that fits neither way is kept, so that lengths can be
+    computed before it is known whether the run reaches it; `misfit` finds it.
     """
 
     stages: tuple[BatchStage, ...]
     grain: int = 1
     may_decrease: bool = False
 
-    def in_world(self, grain: int, *, may_decrease: bool) -> BatchSchedule:
-        """The same schedule where a batch has to be a multiple of `grain`."""
-        return replace(self, grain=grain, may_decrease=may_decrease)
+    @property
+    def as_asked(self) -> BatchSchedule:
+        """The same schedule with the sizes that the flags ask for, whether or not they fit the world."""
+        return BatchSchedule(self.stages)
 
     def batch_size(self, consumed_samples: int) -> int:
         """Samples of the batch that begins after `consumed_samples`."""
@@ -51,12 +52,12 @@ class BatchSchedule:
         return self._size(self.stages[-1])
 
     def misfit(self, consumed_samples: int) -> int | None:
-        """The first wished size from there on that a batch would have and cannot; None where there is none."""
+        """The first size that the flags ask for after `consumed_samples` and that is not a multiple of the grain; None if all are."""
         runs = self._runs(consumed_samples)
-        return next((stage.wished_size for stage, _ in runs if self._size(stage) % self.grain != 0), None)
+        return next((stage.asked_size for stage, _ in runs if self._size(stage) % self.grain != 0), None)
 
     def samples_after(self, iterations: int, consumed_samples: int = 0) -> int:
-        """Samples consumed when that many further batches have been."""
+        """Samples consumed after `iterations` further batches."""
         for stage, most in self._runs(consumed_samples):
             count = iterations if most is None else min(iterations, most)
             iterations -= count
@@ -64,7 +65,7 @@ class BatchSchedule:
         return consumed_samples
 
     def iterations_within(self, samples: int, consumed_samples: int = 0) -> int:
-        """How many further whole batches there are until `samples` are consumed."""
+        """The number of further whole batches until `samples` are consumed."""
         iterations = 0
         for stage, most in self._runs(consumed_samples):
             fitting = max(0, samples - consumed_samples) // self._size(stage)
@@ -76,7 +77,7 @@ class BatchSchedule:
         return iterations
 
     def _runs(self, consumed_samples: int) -> Iterator[tuple[BatchStage, int | None]]:
-        """The stages that batches begin in from there on, and how many do; None for the last one, which has no end."""
+        """The stages after `consumed_samples` and the number of batches that begin in each; None for the last stage, which has no end."""
         for stage, following in pairwise(self.stages):
             if consumed_samples < following.start:
                 count = -((consumed_samples - following.start) // self._size(stage))
@@ -85,28 +86,80 @@ class BatchSchedule:
         yield self.stages[-1], None
 
     def _size(self, stage: BatchStage) -> int:
-        rounded = stage.wished_size // self.grain * self.grain
-        return rounded if self.may_decrease and rounded > 0 else stage.wished_size
+        rounded = stage.asked_size // self.grain * self.grain
+        return rounded if self.may_decrease and rounded > 0 else stage.asked_size
 
 
 def batch_schedule(training: TrainingConfig, seq_length: int) -> BatchSchedule:
-    """The wished sizes of a resolved configuration, which do not depend on the world. Raises FlagError for an unusable flag."""
-    if training.step_batch_size_schedule is not None:
-        return BatchSchedule(tuple(read_steps(training.step_batch_size_schedule, seq_length)))
-    if training.rampup_batch_size:
-        return BatchSchedule(tuple(_ramp(read_ramp(training.rampup_batch_size), training.global_batch_size)))
-    return BatchSchedule((BatchStage(0, training.global_batch_size),))
+    """The sizes that the flags of a resolved configuration ask for, in any world. Raises FlagError for an unusable flag."""
+    return BatchSchedule(tuple(_stages(training, training.global_batch_size, seq_length)))
 
 
 def running_schedule(config: Config, world_size: int) -> BatchSchedule:
-    """The sizes of a resolved configuration's batches in a world of `world_size` ranks."""
+    """The sizes of a run's batches in a world of `world_size` ranks. The configuration need not be resolved.
+
+    Raises FlagError for an unusable flag.
+    """
     training = config.training
-    grain = training.micro_batch_size * world_size
-    return batch_schedule(training, config.model.seq_length).in_world(grain, may_decrease=training.decrease_batch_size_if_needed)
+    grain = (training.micro_batch_size or 1) * world_size
+    stages = tuple(_stages(training, training.global_batch_size or grain, config.model.seq_length))
+    return BatchSchedule(stages, grain, training.decrease_batch_size_if_needed)
+
+
+def _stages(training: TrainingConfig, full_size: int, seq_length: int) -> Iterator[BatchStage]:
+    if training.step_batch_size_schedule is not None:
+        return read_steps(training.step_batch_size_schedule, seq_length)
+    if training.rampup_batch_size:
+        return _ramp(read_ramp(training.rampup_batch_size), full_size)
+    return iter([BatchStage(0, full_size)])
+
+
+@dataclass(frozen=True)
+class Horizons:
+    """Lengths of the schedules of learning rate and weight decay, in samples from the start of training.
+
+    warmup_samples: to the end of the warmup; a fraction of the decay need not be a whole number. decay_samples: to the end of the decay.
+    annealing_samples: how many of these belong to the annealing of WSD.
+    """
+
+    warmup_samples: float
+    decay_samples: int
+    annealing_samples: int
+
+
+def horizons(optimizer: OptimizerConfig, training: TrainingConfig, batches: BatchSchedule) -> Horizons:
+    """The horizons of a resolved configuration. An iteration counts the samples that the flags ask for, whatever the world."""
+    decay = _samples(optimizer.lr_decay_samples, optimizer.lr_decay_iters, batches)
+    if optimizer.lr_warmup_fraction is not None:
+        warmup: float = optimizer.lr_warmup_fraction * decay
+    else:
+        warmup = optimizer.lr_warmup_samples + batches.as_asked.samples_after(optimizer.lr_warmup_iters)
+    return Horizons(warmup, decay, _annealing_samples(optimizer, training))
+
+
+def length_in_samples(training: TrainingConfig, batches: BatchSchedule) -> int:
+    """The length of training in samples."""
+    return _samples(training.train_samples, training.train_iters, batches)
+
+
+def _samples(samples: int | None, iterations: int | None, batches: BatchSchedule) -> int:
+    if samples is not None:
+        return samples
+    if iterations is None:
+        raise RuntimeError("the configuration has a length in neither samples nor iterations; it was not resolved")
+    return batches.as_asked.samples_after(iterations)
+
+
+def _annealing_samples(optimizer: OptimizerConfig, training: TrainingConfig) -> int:
+    if optimizer.lr_decay_style != "WSD":
+        return 0
+    if optimizer.lr_wsd_decay_samples is not None:
+        return optimizer.lr_wsd_decay_samples
+    return (optimizer.lr_wsd_decay_iters or 0) * training.global_batch_size
 
 
 class Ramp(NamedTuple):
-    """What --rampup-batch-size says, in samples."""
+    """The three numbers of --rampup-batch-size, in samples."""
 
     start_size: int
     increment: int
@@ -114,7 +167,7 @@ class Ramp(NamedTuple):
 
 
 def read_ramp(words: Sequence[str]) -> Ramp:
-    """Raises FlagError for anything else than three positive whole numbers."""
+    """The ramp. Raises FlagError unless the words are three positive whole numbers."""
     spelled = f"--rampup-batch-size {' '.join(words)}"
     try:
         ramp = Ramp(*(int(word) for word in words))
@@ -126,7 +179,7 @@ def read_ramp(words: Sequence[str]) -> Ramp:
 
 
 def _ramp(ramp: Ramp, full_size: int) -> Iterator[BatchStage]:
-    """Equal steps in size, spread evenly over the samples of the ramp, as Megatron has them."""
+    """Equal steps in size, spread evenly over the samples of the ramp, as in Megatron."""
     spelled = f"--rampup-batch-size {' '.join(map(str, ramp))}"
     if ramp.start_size > full_size:
         raise FlagError(f"{spelled} starts above --global-batch-size {full_size}; choose a start of {full_size} or less.")
@@ -142,7 +195,7 @@ def _ramp(ramp: Ramp, full_size: int) -> Iterator[BatchStage]:
 
 
 def read_steps(text: str, seq_length: int) -> Iterator[BatchStage]:
-    """The stages of `tokens:size tokens:size ...`; a threshold is rounded down to whole samples. Raises FlagError for anything else."""
+    """The stages of `tokens:size tokens:size ...`. A threshold is rounded down to whole samples. Raises FlagError for other texts."""
     spelled = f'--step-batch-size-schedule "{text}"'
     stages = sorted(_step(pair, spelled, seq_length) for pair in text.replace(",", " ").split())
     if not stages or stages[0].start != 0:
@@ -159,13 +212,13 @@ def _step(pair: str, spelled: str, seq_length: int) -> BatchStage:
         stage = BatchStage(_count_in(threshold) // seq_length, _count_in(size))
     except (ArithmeticError, ValueError):
         raise FlagError(f"{spelled} has the pair {pair}; {STEPS_EXAMPLE}.") from None
-    if stage.start < 0 or stage.wished_size < 1:
+    if stage.start < 0 or stage.asked_size < 1:
         raise FlagError(f"{spelled} has the pair {pair}; {STEPS_EXAMPLE}, no threshold below 0 and no size below 1.")
     return stage
 
 
 def _count_in(text: str) -> int:
-    """The whole number in `250B`, `1.5M` or `768`. Raises ValueError or ArithmeticError where there is none."""
+    """The whole number in `250B`, `1.5M` or `768`. Raises ValueError or ArithmeticError for other texts."""
     factor = SUFFIXES.get(text[-1:].upper(), 1)
     number = Decimal(text[:-1] if factor > 1 else text) * factor
     if number != number.to_integral_value():

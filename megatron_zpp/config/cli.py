@@ -1,4 +1,4 @@
-"""The command line, built from the schema. Mistakes are raised as FlagError: the entry decides which rank prints them."""
+"""Parses the command line, which is built from the schema. Mistakes are raised as FlagError; the entry decides which rank prints them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
 def parse_flags(argv: Sequence[str]) -> Config:
-    """The flags as given, everything else at its default or None; see `validate.resolve` for the rest.
+    """The flags as given. Every other field has its default or None; `resolve.resolve` fills it in.
 
     Raises FlagError for an unknown flag, a value of the wrong kind or outside its range, and spellings that contradict each other.
     Prints the help and raises SystemExit(0) for --help.
@@ -34,17 +34,17 @@ def parse_flags(argv: Sequence[str]) -> Config:
 
 
 def error_text(error: FlagError) -> str:
-    """What the user sees of a FlagError: a line for each flag that is wrong."""
+    """The lines that a user sees of a FlagError: one for each wrong flag."""
     return "\n".join(f"{PROGRAM}: error: {line}" for line in str(error).splitlines())
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:
-    """Whether --help is among the words, whatever else is wrong with them."""
+    """Whether --help is among the words, even if others are wrong."""
     return not {"-h", "--help"}.isdisjoint(argv)
 
 
 def help_text() -> str:
-    """The grouped help that --help prints."""
+    """The text of --help, in groups."""
     return _parser().format_help()
 
 
@@ -116,7 +116,7 @@ def default_in_words(option: Option) -> str:
 
 
 def _occurrences(argv: Sequence[str]) -> dict[str, list[str]]:
-    """The words of each flag by its spelling; a spelling given twice keeps its last words, so that scripts can append."""
+    """The words after each flag, by its spelling. A spelling that is given twice keeps its last words, so that scripts can append."""
     namespace = argparse.Namespace(occurrences=[])
     try:
         _, unknown = _parser().parse_known_args(list(argv), namespace)
@@ -149,7 +149,7 @@ def _value_of(option: Option, occurrences: dict[str, list[str]]) -> Any:
 
 
 def _notice(spelling: str, words: Sequence[str]) -> str:
-    """The line about an accepted flag. Raises FlagError for a value that would have to change something."""
+    """The notice about an accepted flag. Raises FlagError for a value that would change something."""
     accepted = ACCEPTED[spelling]
     if accepted.only and words[0] not in accepted.only:
         raise FlagError(f"{spelling} {words[0]} is not available, {accepted.reason}; choose {any_of(accepted.only)}, or leave it out.")
@@ -157,7 +157,7 @@ def _notice(spelling: str, words: Sequence[str]) -> str:
 
 
 def _unknown_error(words: Sequence[str]) -> FlagError:
-    """One sentence for each flag among the words that the parser could not place, so that a script can be mended in one go."""
+    """One sentence for each unknown flag, so that a script can be corrected in one go."""
     flags = dict.fromkeys(word.split("=")[0] for word in words if FLAG.match(word))
     if not flags:
         return FlagError(f"{words[0]} belongs to no flag; write a flag before it, or see --help.")

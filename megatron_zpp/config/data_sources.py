@@ -1,4 +1,4 @@
-"""Which corpora a run reads, and in what shares: --data-path and the flags beside it."""
+"""Reads which corpora a run uses, and in what shares, from --data-path and the related flags."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ SPLIT_FLAGS = {"train": "train_data_path", "valid": "valid_data_path", "test": "
 
 @dataclass(frozen=True)
 class Blend:
-    """Prefixes of corpora and their weights, as given; without weights each corpus has the share of its samples in one epoch."""
+    """Prefixes of corpora and their weights as given. Without weights, the share of a corpus is its share of all samples in one epoch."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
 
     @property
     def is_plain(self) -> bool:
-        """One corpus without a weight; with one, Megatron cuts it as a blend of one."""
+        """Whether this is one corpus without a weight. Megatron treats one with a weight as a blend of one."""
         return len(self.prefixes) == 1 and self.weights is None
 
 
 @dataclass(frozen=True)
 class DataSources:
-    """common: one blend that --split cuts into three. by_split: or one for each split alone, whole; a split may have none."""
+    """common: one blend that --split cuts into three, or None. by_split: a blend for each split; a split may have none."""
 
     common: Blend | None
     by_split: Mapping[str, Blend]
 
 
 def read_sources(data: DataConfig) -> DataSources:
-    """The blends that the flags name; files that flags name are read.
+    """The blends that the flags name. Reads the files that flags name.
 
     Raises FlagError for flags that exclude each other and for unusable values.
     """
@@ -59,7 +59,7 @@ def read_sources(data: DataConfig) -> DataSources:
 
 
 def parse_blend(spelling: str, words: Sequence[str]) -> Blend:
-    """The blend of `weight prefix weight prefix ...`, or of `prefix prefix ...`, as Megatron tells them apart.
+    """The blend of `weight prefix weight prefix ...` or of `prefix prefix ...`, which are told apart as in Megatron.
 
     An even number of words is of the first kind, unless one that should be a weight is no number. Raises FlagError for no words, and for
     weights that are not positive numbers.

@@ -1,10 +1,10 @@
-"""What one flag declares: a default, the values it allows, a unit, a help text and other spellings."""
+"""The declaration of one flag: default, allowed values, unit, help text, other spellings, and the flags that it depends on."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ class FlagError(ValueError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """The numbers a flag allows; NaN and infinities are never among them."""
+    """The numbers that a flag allows. NaN and infinities are never allowed."""
 
     at_least: float | None = None
     above: float | None = None
@@ -56,11 +56,56 @@ Choices = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
+class Condition:
+    """A condition on other fields: one of `fields` is on, or the one of them has one of `values`.
+
+    A field is on if its value is neither None, False nor 0.
+    """
+
+    fields: tuple[str, ...]
+    values: Choices = ()
+
+    def holds(self, value_of: Callable[[str], Any]) -> bool:
+        """value_of: gives the value of a field by its name."""
+        if self.values:
+            return value_of(self.fields[0]) in self.values
+        return any(is_on(value_of(name)) for name in self.fields)
+
+    def __str__(self) -> str:
+        """The condition as flags: `--profile or --record-memory-history`, `--lr-decay-style WSD`."""
+        if self.values:
+            return f"{spelling_of(self.fields[0])} {any_of(self.values)}"
+        return any_of([spelling_of(name) for name in self.fields])
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a flag needs beside it; without it, giving the flag is an error.
+
+    what: what the condition supplies, in words, such as "a folder to save in". instead: a flag that does without.
+    """
+
+    condition: Condition
+    what: str = ""
+    instead: str = ""
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """A condition on other fields under which a flag changes nothing. reason: why, in words, which begin with "with" or "without"."""
+
+    condition: Condition
+    holds_if: bool
+    reason: str
+
+
+@dataclass(frozen=True)
 class Flag:
     """The declaration of one flag, kept in the metadata of its dataclass field.
 
-    otherwise: what `resolve` puts in place of a default of None, in words; REQUIRED where the user must say.
-    shorthands: flags without a value that stand for this one with a certain value, and that value.
+    otherwise: what `resolve` fills in for a default of None, in words; REQUIRED if the user must give a value.
+    shorthands: flags without a value that set this one to a certain value, and that value.
+    needs: what the flag needs beside it. without_effect: conditions under which it changes nothing, of which the first that holds is told.
     """
 
     help: str
@@ -69,6 +114,8 @@ class Flag:
     allowed: Choices | Bounds | None
     otherwise: str
     shorthands: tuple[tuple[str, Any], ...]
+    needs: Needs | None
+    without_effect: tuple[NoEffect, ...]
 
 
 def flag(
@@ -80,9 +127,67 @@ def flag(
     allowed: Choices | Bounds | None = None,
     otherwise: str = "",
     shorthands: tuple[tuple[str, Any], ...] = (),
+    needs: Needs | None = None,
+    without_effect: tuple[NoEffect, ...] = (),
 ) -> Any:
     """A dataclass field that the command line, the checks and the page of flags are built from."""
-    return field(default=default, metadata={"flag": Flag(help, unit, aliases, allowed, otherwise, shorthands)})
+    return field(default=default, metadata={"flag": Flag(help, unit, aliases, allowed, otherwise, shorthands, needs, without_effect)})
+
+
+def needs(*fields: str, what: str = "", instead: str = "", **values: Any) -> Needs:
+    """Needs one of `fields` to be on, or the field named by keyword to have one of the values: `needs(lr_decay_style="WSD")`."""
+    return Needs(_condition(fields, values), what, instead)
+
+
+def unless(*fields: str, why: str = "", **values: Any) -> tuple[NoEffect, ...]:
+    """No effect unless one of `fields` is on, or the field named by keyword has one of the values. why: appended to the reason."""
+    condition = _condition(fields, values)
+    return (NoEffect(condition, False, f"without {condition}{why}"),)
+
+
+def when(*fields: str, **values: Any) -> tuple[NoEffect, ...]:
+    """No effect when one of `fields` is on, or when the field named by keyword has one of the values."""
+    conditions = [_condition((name,), {}) for name in fields]
+    conditions += [Condition((name,), (value,)) for name, choices in values.items() for value in _as_tuple(choices)]
+    return tuple(NoEffect(condition, True, f"with {condition}") for condition in conditions)
+
+
+def _condition(fields: tuple[str, ...], values: dict[str, Any]) -> Condition:
+    if not values:
+        return Condition(fields)
+    ((name, choices),) = values.items()
+    return Condition((name,), _as_tuple(choices))
+
+
+def _as_tuple(choices: Any) -> Choices:
+    return choices if isinstance(choices, tuple) else (choices,)
+
+
+def is_on(value: Any) -> bool:
+    """Whether a value switches something on: it is neither None, False nor 0."""
+    return value not in (None, False, 0, ())
+
+
+def spelling_of(name: str) -> str:
+    """The flag of a field: `num_layers` is `--num-layers`."""
+    return "--" + name.replace("_", "-")
+
+
+def in_words(name: str, value: Any) -> str:
+    """A flag as a user would type it: `--bf16`, `--lr 0.1`, `--profile-ranks 0 1`."""
+    if value is True:
+        return spelling_of(name)
+    return f"{spelling_of(name)} {' '.join(value) if isinstance(value, tuple) else value}"
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of `number`, ascending."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def nearest_divisors(number: int, wish: int) -> list[int]:
+    """The up to four divisors of `number` that are nearest to `wish`, ascending."""
+    return sorted(sorted(divisors(number), key=lambda divisor: abs(divisor - wish))[:4])
 
 
 def any_of(values: Sequence[object]) -> str:
@@ -92,7 +197,7 @@ def any_of(values: Sequence[object]) -> str:
 
 
 def check_value(spelling: str, value: Any, allowed: Choices | Bounds | None) -> None:
-    """Nothing, where `allowed` has the value; otherwise a FlagError naming the flag as the user spelled it."""
+    """Raises FlagError if `allowed` does not have the value. spelling: the flag as the user wrote it."""
     if isinstance(allowed, Bounds):
         if not allowed.contain(value):
             raise FlagError(f"{spelling} {value} is out of range; choose a value that is {allowed}.")

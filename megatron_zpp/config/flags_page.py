@@ -1,4 +1,4 @@
-"""docs/flags.md, generated: `python -m megatron_zpp.config.flags_page > docs/flags.md`."""
+"""Generates docs/flags.md: `python -m megatron_zpp.config.flags_page > docs/flags.md`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = ("flag", "default", "unit", "allowed", "meaning", "also spelled")
 
 
 def flags_page() -> str:
-    """The whole page, ending in a newline."""
+    """The whole page, with a newline at its end."""
     groups = (_group_section(group, members) for group, members in GROUPS.items())
     return "\n\n".join([INTRODUCTION, *groups, _accepted_section(), _refused_section()]) + "\n"
 

@@ -1,4 +1,4 @@
-"""Flags of older Megatron and DeepSpeed scripts: accepted without effect, or refused with the name of what replaced them."""
+"""Flags of older Megatron and DeepSpeed scripts. Some are accepted without effect; the others are refused with a remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AcceptedFlag:
-    """A flag that changes nothing. num_values: words that follow it, 0 or 1. only: the values that change nothing, empty for all."""
+    """A flag that changes nothing. num_values: words that follow it, 0 or 1. only: the values that are accepted; empty for all."""
 
     num_values: int
     reason: str
@@ -189,11 +189,11 @@ REFUSED_FAMILIES: dict[str, str] = {
 
 
 def remedy_of_refused(spelling: str) -> str | None:
-    """What to do instead of giving a flag that is not accepted; None for flags that nobody knows."""
+    """The remedy for a flag that is refused; None for a flag that is unknown."""
     families = (remedy for prefix, remedy in REFUSED_FAMILIES.items() if spelling.startswith(prefix))
     return REFUSED.get(spelling) or next(families, None)
 
 
 def notice(spelling: str) -> str:
-    """The line about an accepted flag that changes nothing."""
+    """The notice about an accepted flag that changes nothing."""
     return f"accepted, has no effect here: {spelling} ({ACCEPTED[spelling].reason})"

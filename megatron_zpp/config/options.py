@@ -1,4 +1,4 @@
-"""The schema as a list of command-line options."""
+"""The schema as a list of command-line options: their values from words, the rules that they declare, and Megatron's block of arguments."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
-from megatron_zpp.config.flag import Flag, FlagError
-from megatron_zpp.config.schema import GROUPS
+from megatron_zpp.config.flag import REQUIRED, Flag, FlagError, check_value, in_words, spelling_of
+from megatron_zpp.config.schema import GROUPS, PLAN_GROUP, Config
 
 KIND_IN_WORDS = {int: ("a whole number", "8"), float: ("a number", "0.1")}
+ARGUMENTS_HEADER = "------------------------ arguments ------------------------"
+ARGUMENTS_FOOTER = "-------------------- end of arguments ---------------------"
+ARGUMENT_NAME_COLUMNS = 48
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Option:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """What a value may follow."""
+        """The flag and its aliases; each takes a value."""
         return (self.spelling, *self.flag.aliases)
 
     @property
@@ -38,7 +41,7 @@ class Option:
         return (*self.spellings, *(spelling for spelling, _ in self.flag.shorthands))
 
     def value_from(self, spelling: str, words: Sequence[str]) -> Any:
-        """The value that the words after the flag stand for. Raises FlagError for words of another kind."""
+        """The value of the words after the flag. Raises FlagError for words of another kind."""
         if spelling in dict(self.flag.shorthands):
             return dict(self.flag.shorthands)[spelling]
         if self.kind is bool:
@@ -60,13 +63,60 @@ def options() -> tuple[Option, ...]:
     return tuple(option for group, members in GROUPS.items() for option in _options_of(group, members))
 
 
-def spelling_of(name: str) -> str:
-    """The flag of a field: `num_layers` is `--num-layers`."""
-    return "--" + name.replace("_", "-")
+def check_declared(config: Config) -> None:
+    """Raises FlagError if a required flag is missing, a value is out of its range, or a given flag lacks what it needs beside it."""
+    missing = [option.spelling for option in options() if option.flag.otherwise == REQUIRED and config.value_of(option.name) is None]
+    if missing:
+        example = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024"
+        raise FlagError(f"{', '.join(missing)} must be given; a small GPT is {example}.")
+    for option in options():
+        value = config.value_of(option.name)
+        if value is not None:
+            check_value(option.spelling, value, option.flag.allowed)
+    for option in options():
+        _check_needs(option, config)
+
+
+def _check_needs(option: Option, config: Config) -> None:
+    needs, value = option.flag.needs, config.value_of(option.name)
+    is_off = value == 0 and option.default == 0
+    if needs is None or option.name not in config.given or is_off or needs.condition.holds(config.value_of):
+        return
+    given = in_words(option.name, value)
+    if needs.what:
+        raise FlagError(f"{given} needs {needs.what}; give {needs.condition}.")
+    instead = f", or use {needs.instead}" if needs.instead else ""
+    raise FlagError(f"{given} changes nothing without {needs.condition}; give that as well{instead}.")
+
+
+def declared_without_effect(config: Config) -> list[str]:
+    """One line for each flag that was given and declares that it changes nothing beside the others."""
+    lines = []
+    for option in options():
+        reasons = [rule.reason for rule in option.flag.without_effect if rule.condition.holds(config.value_of) == rule.holds_if]
+        if option.name in config.given and reasons:
+            lines.append(f"{option.spelling} has no effect {reasons[0]}")
+    return lines
+
+
+def arguments(config: Config) -> dict[str, str]:
+    """The fields of a run, sorted by name, with their values as text."""
+    names = sorted(option.name for option in options() if option.group != PLAN_GROUP)
+    return {name: _as_text(config.value_of(name)) for name in names}
+
+
+def arguments_block(config: Config) -> str:
+    """The block of arguments that Megatron prints at start-up: one line per argument, the names filled up with dots."""
+    lines = [f"  {name} {'.' * (ARGUMENT_NAME_COLUMNS - len(name))} {value}" for name, value in arguments(config).items()]
+    return "\n".join([ARGUMENTS_HEADER, *lines, ARGUMENTS_FOOTER])
+
+
+def _as_text(value: object) -> str:
+    return " ".join(value) or "None" if isinstance(value, tuple) else str(value)
 
 
 def _choice(word: str, choices: Sequence[str]) -> str:
-    """The choice that the word is but for capitals, in which Megatron's programs differ; the word itself where it is none."""
+    """The choice that equals the word, whatever its capitals, in which Megatron's programs differ; the word itself if there is none."""
     return next((choice for choice in choices if choice.casefold() == word.casefold()), word)
 
 

@@ -1,7 +1,7 @@
 """The whole configuration: one frozen dataclass per group, one field per flag.
 
 The flag of a field is its name with dashes: `num_layers` is `--num-layers`. A field is annotated with the type it has after
-`validate.resolve`; before that, a field whose value depends on others or on the world holds None unless the user gave it.
+`resolve.resolve`; before that, a field whose value depends on others or on the world holds None unless the user gave it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from megatron_zpp.config.flag import COUNT, FRACTION, NOT_NEGATIVE, POSITIVE, POSITIVE_COUNT, REQUIRED, Bounds, flag
+from megatron_zpp.config.flag import (
+    COUNT,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_COUNT,
+    REQUIRED,
+    Bounds,
+    flag,
+    needs,
+    unless,
+    when,
+)
 
 POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
-WORKING_DTYPE_BITS = 16  # what the flags of bits call values that cross as they are, also where the working dtype is fp32
+WORKING_DTYPE_BITS = 16  # in flags of bits: values cross as they are, even if the working dtype is fp32
+
+CHANGING_DECAY = ("linear", "cosine")  # of --weight-decay-incr-style
+
+A_FOLDER_TO_SAVE_IN = needs("save", what="a folder to save in")
+A_CHECKPOINT = needs("load", what="a checkpoint to load")
+A_PLAN = needs("dry_run")
+WITHOUT_ROPE = unless(position_embedding_type="rope")
+WITHOUT_POINTS = unless("tensorboard_dir", "wandb_project")
 
 
 @dataclass(frozen=True)
@@ -72,30 +92,51 @@ class ModelConfig:
         unit="1",
         aliases=("--rotary-position-embeddings-theta",),
         allowed=POSITIVE,
+        without_effect=WITHOUT_ROPE,
     )
     rotary_percent: float = flag(
-        1.0, help="Share of a head's channels that rotate; the others know no positions.", unit="1", allowed=Bounds(above=0, at_most=1)
+        1.0,
+        help="Share of a head's channels that rotate; the others know no positions.",
+        unit="1",
+        allowed=Bounds(above=0, at_most=1),
+        without_effect=WITHOUT_ROPE,
     )
-    rotary_interleaved: bool = flag(False, help="Rotate neighbouring channels as pairs, instead of channel i with i + half of them.")
+    rotary_interleaved: bool = flag(
+        False, help="Rotate neighbouring channels as pairs, instead of channel i with i + half of them.", without_effect=WITHOUT_ROPE
+    )
     rotary_seq_len_interpolation_factor: float = flag(
-        1.0, help="Rotary positions are divided by this (linear interpolation).", unit="1", allowed=POSITIVE
+        1.0, help="Rotary positions are divided by this (linear interpolation).", unit="1", allowed=POSITIVE, without_effect=WITHOUT_ROPE
     )
-    use_rope_scaling: bool = flag(False, help="Stretch the long wavelengths of rotary positions as Llama 3.1 does.")
-    rope_scaling_factor: float = flag(8.0, help="How far --use-rope-scaling stretches them.", unit="1", allowed=Bounds(at_least=1))
+    use_rope_scaling: bool = flag(
+        False, help="Stretch the long wavelengths of rotary positions as Llama 3.1 does.", without_effect=WITHOUT_ROPE
+    )
+    rope_scaling_factor: float = flag(
+        8.0,
+        help="How far --use-rope-scaling stretches them.",
+        unit="1",
+        allowed=Bounds(at_least=1),
+        without_effect=WITHOUT_ROPE + unless("use_rope_scaling"),
+    )
     rope_scaling_low_freq_factor: float = flag(
         1.0,
         help="Wavelengths above --rope-scaling-original-max-position-embeddings / this are stretched in full.",
         unit="1",
         allowed=POSITIVE,
+        without_effect=WITHOUT_ROPE + unless("use_rope_scaling"),
     )
     rope_scaling_high_freq_factor: float = flag(
         4.0,
         help="Wavelengths below --rope-scaling-original-max-position-embeddings / this stay as they are.",
         unit="1",
         allowed=POSITIVE,
+        without_effect=WITHOUT_ROPE + unless("use_rope_scaling"),
     )
     rope_scaling_original_max_position_embeddings: int = flag(
-        8192, help="Context length that the model had before --use-rope-scaling.", unit="tokens", allowed=POSITIVE_COUNT
+        8192,
+        help="Context length that the model had before --use-rope-scaling.",
+        unit="tokens",
+        allowed=POSITIVE_COUNT,
+        without_effect=WITHOUT_ROPE + unless("use_rope_scaling"),
     )
     make_vocab_size_divisible_by: int = flag(
         128, help="The vocabulary is padded to a multiple of this.", unit="tokens", allowed=POSITIVE_COUNT
@@ -107,21 +148,25 @@ class ModelConfig:
         allowed=POSITIVE_COUNT,
         otherwise="the next multiple of --make-vocab-size-divisible-by",
     )
-    normalization: str = flag("LayerNorm", help="What normalizes hidden states; RMSNorm has no mean and no bias.", allowed=NORMALIZATIONS)
+    normalization: str = flag("LayerNorm", help="Kind of norm; RMSNorm has no mean and no bias.", allowed=NORMALIZATIONS)
     norm_epsilon: float = flag(
         1e-5, help="Added to the variance, or the mean square, in norms.", unit="1", aliases=("--layernorm-epsilon",), allowed=POSITIVE
     )
     apply_layernorm_1p: bool = flag(False, help="Norms store their gain minus 1, which keeps its digits in 16-bit formats.")
     norm_backend: str = flag(
         "torch",
-        help="Whose kernels normalize: torch's, or NVIDIA Apex's FusedLayerNorm and FusedRMSNorm (GPUs only, built from NVIDIA's sources).",
+        help="Kernels of the norms: torch's, or NVIDIA Apex's FusedLayerNorm and FusedRMSNorm (GPUs only, built from NVIDIA's sources).",
         allowed=("torch", "apex"),
     )
     qk_layernorm: bool = flag(False, help="Normalize the query and the key of every head, before positions rotate them.")
     swiglu: bool = flag(False, help="The feed-forward layer is gated: SiLU(gate) x value instead of GELU; excludes --squared-relu.")
     squared_relu: bool = flag(False, help="The feed-forward layer has the square of ReLU instead of GELU; excludes --swiglu.")
     disable_bias_linear: bool = flag(False, help="Linear layers have no biases.")
-    add_qkv_bias: bool = flag(False, help="Query, key and value have biases also with --disable-bias-linear.")
+    add_qkv_bias: bool = flag(
+        False,
+        help="Query, key and value have biases also with --disable-bias-linear.",
+        without_effect=unless("disable_bias_linear", why=", as every linear layer has a bias"),
+    )
     attention_backend: str = flag(
         "auto",
         help="Attention kernel: torch's own choice, flash alone, memory-efficient or cuDNN (fused), or plain matrix products "
@@ -139,7 +184,7 @@ class ModelConfig:
     hidden_dropout: float = flag(0.1, help="Dropout probability of embeddings and block outputs.", unit="1", allowed=FRACTION)
     recompute_granularity: str | None = flag(
         None,
-        help="What backward computes again instead of keeping it: whole blocks, or attention between its projections.",
+        help="Activations that backward recomputes instead of keeping them: of whole blocks, or of attention between its projections.",
         allowed=("full", "selective"),
         otherwise="nothing",
         shorthands=(("--checkpoint-activations", "full"), ("--recompute-activations", "selective")),
@@ -150,6 +195,7 @@ class ModelConfig:
         "(uniform), or the first --recompute-num-layers, one by one (block).",
         allowed=("uniform", "block"),
         otherwise="uniform with --recompute-granularity full",
+        needs=needs(recompute_granularity="full"),
     )
     recompute_num_layers: int | None = flag(
         None,
@@ -158,21 +204,22 @@ class ModelConfig:
         aliases=("--checkpoint-num-layers",),
         allowed=POSITIVE_COUNT,
         otherwise="1 with --recompute-granularity full",
+        needs=needs(recompute_granularity="full"),
     )
 
     @property
     def key_value_heads(self) -> int:
-        """Key and value heads of a block; configurations from before --num-query-groups have one for each head."""
+        """Key and value heads of a block. Configurations older than --num-query-groups have one for each head."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
     def heads_width(self) -> int:
-        """Values of the queries of all heads, and of their mixtures."""
+        """Width of the queries of all heads together, and of attention's output."""
         return self.num_attention_heads * self.kv_channels
 
     @property
     def qkv_width(self) -> int:
-        """Values of the queries, keys and values of all heads."""
+        """Width of the queries, keys and values of all heads together."""
         return self.heads_width + 2 * self.key_value_heads * self.kv_channels
 
     @property
@@ -189,13 +236,13 @@ class ModelConfig:
 
     @property
     def rotary_channels(self) -> int:
-        """Channels of a head that rotate: an even number."""
+        """Channels of a head that rotate. The rules make it an even number."""
         return int(self.kv_channels * self.rotary_percent)
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Batch, length and rhythm of the run."""
+    """Batch size, length, evaluation and end of the run."""
 
     micro_batch_size: int = flag(
         None,
@@ -246,23 +293,26 @@ class TrainingConfig:
     )
     skip_train: bool = flag(False, help="Evaluate what --load holds on the validation and test sets, train nothing and end.")
     exit_interval: int | None = flag(
-        None, help="Leave the program at the first iteration that is a multiple of this.", unit="iterations", allowed=POSITIVE_COUNT
+        None, help="Exit at the first iteration that is a multiple of this.", unit="iterations", allowed=POSITIVE_COUNT
     )
     exit_duration_in_mins: int | None = flag(
         None,
-        help="Leave the program at the first step that ends this long after its process began; --save saves then.",
+        help="Exit at the first step that ends this long after the process began; with --save it saves first.",
         unit="minutes",
         allowed=POSITIVE_COUNT,
     )
     exit_signal_handler: bool = flag(
-        False, help="Save and leave the program, with exit code 0, at the step in which any rank gets --exit-signal or SIGUSR1."
+        False,
+        help="Save and exit, with exit code 0, at the step in which any rank gets --exit-signal or SIGUSR1.",
+        needs=A_FOLDER_TO_SAVE_IN,
     )
     exit_signal: str = flag(
-        "SIGTERM", help="The signal of --exit-signal-handler beside SIGUSR1.", allowed=("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+        "SIGTERM",
+        help="The signal of --exit-signal-handler beside SIGUSR1.",
+        allowed=("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"),
+        needs=needs("exit_signal_handler"),
     )
-    kill_switch_file: str | None = flag(
-        None, help="Save and leave the program at the first step at which this file is there for rank 0.", unit="path"
-    )
+    kill_switch_file: str | None = flag(None, help="Save and exit at the first step at which this file exists for rank 0.", unit="path")
     max_consecutive_bad_iterations: int = flag(
         100,
         help="After so many steps in a row with a NaN or infinite loss or gradient, save the state from before them and end with an error; "
@@ -291,14 +341,17 @@ class TrainingConfig:
     full_validation: bool = flag(
         False, help="Validate on every sample of every validation set, each once, instead of --eval-iters batches."
     )
-    manual_gc: bool = flag(False, help="Collect Python's garbage only when told to, on every rank at the same time.")
+    manual_gc: bool = flag(
+        False, help="Collect Python's garbage only at --manual-gc-interval and at evaluations, on every rank at the same time."
+    )
     manual_gc_interval: int = flag(
         0,
         help="Iterations from one collection to the next under --manual-gc; 0 collects at evaluations alone.",
         unit="iterations",
         allowed=COUNT,
+        needs=needs("manual_gc"),
     )
-    no_manual_gc_eval: bool = flag(False, help="Collect nothing before and after evaluations under --manual-gc.")
+    no_manual_gc_eval: bool = flag(False, help="Collect nothing before and after evaluations under --manual-gc.", needs=needs("manual_gc"))
     deterministic_mode: bool = flag(False, help="Only kernels that give the same bits every time (CPU runs always do).")
     compile: bool = flag(
         False, help="Let torch.compile make kernels of the blocks: the same loss within rounding; the first steps wait for a compiler."
@@ -320,11 +373,18 @@ class OptimizerConfig:
         "exponential",
         help="Shape of the annealing that ends a WSD schedule.",
         allowed=("exponential", "linear", "cosine", "minus_sqrt"),
+        needs=needs(lr_decay_style="WSD"),
     )
     lr_wsd_decay_iters: int | None = flag(
-        None, help="Length of that annealing, at the end of the decay's horizon.", unit="iterations", allowed=POSITIVE_COUNT
+        None,
+        help="Length of that annealing, at the end of the decay's horizon.",
+        unit="iterations",
+        allowed=POSITIVE_COUNT,
+        needs=needs(lr_decay_style="WSD"),
     )
-    lr_wsd_decay_samples: int | None = flag(None, help="The same in samples, with --train-samples.", unit="samples", allowed=POSITIVE_COUNT)
+    lr_wsd_decay_samples: int | None = flag(
+        None, help="The same in samples, with --train-samples.", unit="samples", allowed=POSITIVE_COUNT, needs=needs(lr_decay_style="WSD")
+    )
     lr_decay_iters: int | None = flag(
         None, help="Horizon of the decay, warmup included.", unit="iterations", allowed=POSITIVE_COUNT, otherwise="--train-iters"
     )
@@ -341,20 +401,41 @@ class OptimizerConfig:
         None, help="The same as a fraction of the decay's horizon; excludes the others.", unit="1", allowed=FRACTION
     )
     lr_warmup_init: float = flag(0.0, help="Learning rate at the start of the warmup.", unit="1", allowed=NOT_NEGATIVE)
-    weight_decay: float = flag(0.01, help="Decoupled weight decay; one-dimensional parameters have none.", unit="1", allowed=NOT_NEGATIVE)
+    weight_decay: float = flag(
+        0.01,
+        help="Decoupled weight decay; one-dimensional parameters have none.",
+        unit="1",
+        allowed=NOT_NEGATIVE,
+        without_effect=when(weight_decay_incr_style=CHANGING_DECAY),
+    )
     weight_decay_incr_style: str = flag(
         "constant",
         help="How weight decay goes from --start-weight-decay to --end-weight-decay.",
-        allowed=("constant", "linear", "cosine"),
+        allowed=("constant", *CHANGING_DECAY),
     )
     start_weight_decay: float = flag(
-        None, help="Weight decay at the start, where it changes.", unit="1", allowed=NOT_NEGATIVE, otherwise="--weight-decay"
+        None,
+        help="Weight decay at the start, if it changes.",
+        unit="1",
+        allowed=NOT_NEGATIVE,
+        otherwise="--weight-decay",
+        needs=needs(weight_decay_incr_style=CHANGING_DECAY, instead="--weight-decay"),
     )
     end_weight_decay: float = flag(
-        None, help="Weight decay at the end, where it changes.", unit="1", allowed=NOT_NEGATIVE, otherwise="--weight-decay"
+        None,
+        help="Weight decay at the end, if it changes.",
+        unit="1",
+        allowed=NOT_NEGATIVE,
+        otherwise="--weight-decay",
+        needs=needs(weight_decay_incr_style=CHANGING_DECAY, instead="--weight-decay"),
     )
     weight_decay_incr_samples: int = flag(
-        None, help="Samples over which it changes.", unit="samples", allowed=POSITIVE_COUNT, otherwise="the length of training"
+        None,
+        help="Samples over which it changes.",
+        unit="samples",
+        allowed=POSITIVE_COUNT,
+        otherwise="the length of training",
+        needs=needs(weight_decay_incr_style=CHANGING_DECAY, instead="--weight-decay"),
     )
     clip_grad: float = flag(1.0, help="Largest global L2 norm of the gradient; 0 turns clipping off.", unit="1", allowed=NOT_NEGATIVE)
     adam_beta1: float = flag(0.9, help="Decay of Adam's first moment.", unit="1", allowed=FRACTION)
@@ -363,7 +444,7 @@ class OptimizerConfig:
     optimizer: str = flag("adam", help="Optimizer (AdamW on fp32 main weights).", allowed=("adam",))
     optimizer_backend: str = flag(
         "torch",
-        help="Whose kernels update weights and take gradient norms: torch's fused AdamW and fp64 sums, or NVIDIA Apex's FusedAdam and "
+        help="Kernels that update weights and compute gradient norms: torch's fused AdamW and fp64 sums, or NVIDIA Apex's FusedAdam and "
         "multi-tensor L2 norm (GPUs only, built from NVIDIA's sources).",
         allowed=("torch", "apex"),
     )
@@ -371,27 +452,46 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Number format of weights and activations; fp32 unless told otherwise. Main weights are fp32 always."""
+    """Number format of weights and activations, by default fp32. Main weights are always fp32."""
 
     fp16: bool = flag(False, help="Train in fp16 with a loss scale; excludes --bf16.")
     bf16: bool = flag(False, help="Train in bf16; excludes --fp16.")
-    loss_scale: float | None = flag(None, help="Constant loss scale for fp16; without it the scale is dynamic.", unit="1", allowed=POSITIVE)
+    loss_scale: float | None = flag(
+        None,
+        help="Constant loss scale for fp16; without it the scale is dynamic.",
+        unit="1",
+        allowed=POSITIVE,
+        without_effect=unless("fp16"),
+    )
     initial_loss_scale: float = flag(
         2.0**32,
         help="First dynamic loss scale; 65536 is assumed with --deepspeed-config, and when neither data nor length is given.",
         unit="1",
         allowed=POSITIVE,
+        without_effect=unless("fp16") + when("loss_scale"),
     )
-    min_loss_scale: float = flag(1.0, help="Smallest dynamic loss scale.", unit="1", allowed=POSITIVE)
+    min_loss_scale: float = flag(
+        1.0, help="Smallest dynamic loss scale.", unit="1", allowed=POSITIVE, without_effect=unless("fp16") + when("loss_scale")
+    )
     loss_scale_window: int = flag(
-        1000, help="Steps without overflow before the loss scale doubles.", unit="iterations", allowed=POSITIVE_COUNT
+        1000,
+        help="Steps without overflow before the loss scale doubles.",
+        unit="iterations",
+        allowed=POSITIVE_COUNT,
+        without_effect=unless("fp16") + when("loss_scale"),
     )
-    hysteresis: int = flag(2, help="Overflows before the loss scale halves.", unit="iterations", allowed=POSITIVE_COUNT)
+    hysteresis: int = flag(
+        2,
+        help="Overflows before the loss scale halves.",
+        unit="iterations",
+        allowed=POSITIVE_COUNT,
+        without_effect=unless("fp16") + when("loss_scale"),
+    )
 
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """Where weights, gradients and optimizer state rest."""
+    """Sharding and quantization: ZeRO and ZeRO++."""
 
     zero_stage: int = flag(
         0,
@@ -411,31 +511,39 @@ class ZeroConfig:
         allowed=POSITIVE_COUNT,
     )
     zero_quantized_gradients: bool = flag(False, help="qgZ: gradients cross links as blocks of integers; needs --zero-stage 1, 2 or 3.")
-    zero_quantized_weights_bits: int = flag(8, help="Bits of a weight under --zero-quantized-weights.", unit="bits", allowed=(4, 8))
+    zero_quantized_weights_bits: int = flag(
+        8, help="Bits of a weight under --zero-quantized-weights.", unit="bits", allowed=(4, 8), needs=needs("zero_quantized_weights")
+    )
     zero_quantized_gradients_intra_bits: int = flag(
         4,
         help="Bits of a gradient inside a partition, which is a node or what --zero-hpz-partition-size makes of it, under "
         "--zero-quantized-gradients; 16 is the working precision.",
         unit="bits",
         allowed=(4, 8, WORKING_DTYPE_BITS),
+        needs=needs("zero_quantized_gradients"),
     )
     zero_quantized_gradients_inter_bits: int = flag(
-        4,
-        help="The same between partitions.",
-        unit="bits",
-        allowed=(4, 8, WORKING_DTYPE_BITS),
+        4, help="The same between partitions.", unit="bits", allowed=(4, 8, WORKING_DTYPE_BITS), needs=needs("zero_quantized_gradients")
     )
     zero_quantized_gradients_rotation: str = flag(
         "none",
         help="Transform of 32 neighbouring gradients before they are quantized; it spreads outliers and costs no byte.",
         allowed=("none", "hadamard"),
+        needs=needs("zero_quantized_gradients"),
     )
     zero_quantized_gradients_rounding: str = flag(
         "nearest",
         help="Rounding of quantized gradients: to the nearest code, or up and down by chance so that errors have the mean 0.",
         allowed=("nearest", "stochastic"),
+        needs=needs("zero_quantized_gradients"),
     )
-    zero_full_precision_iters: int = flag(0, help="First iterations in which nothing is quantized.", unit="iterations", allowed=COUNT)
+    zero_full_precision_iters: int = flag(
+        0,
+        help="First iterations in which nothing is quantized.",
+        unit="iterations",
+        allowed=COUNT,
+        needs=needs("zero_quantized_weights", "zero_quantized_gradients"),
+    )
     quantization_block_size: int = flag(
         256,
         help="Values that share a scale, and the grain of the sharded layout.",
@@ -461,7 +569,7 @@ class DistributedConfig:
     )
     distributed_timeout_minutes: int = flag(
         10,
-        help="Within this time after a rank or a link is gone every rank has ended; a collective may take all of it but 15 seconds.",
+        help="Every rank ends within this time after a rank or a link is lost; a collective may take up to 15 seconds less.",
         unit="minutes",
         allowed=POSITIVE_COUNT,
     )
@@ -510,6 +618,7 @@ class DataConfig:
         (),
         help="Names of these sets in lines and logs, in the order of the corpora.",
         otherwise="the file names of the corpora",
+        needs=needs("multiple_validation_sets"),
     )
     data_args_path: str | None = flag(None, help="Text file with the words of --data-path, for many corpora.", unit="path")
     per_split_data_args_path: str | None = flag(
@@ -524,21 +633,49 @@ class DataConfig:
         otherwise="NullTokenizer with mock data, else required",
     )
     tokenizer_model: str | None = flag(
-        None, help="SentencePiece .model, tokenizer.json (or its folder) of HuggingFaceTokenizer, .tiktoken of TikTokenizer.", unit="path"
+        None,
+        help="SentencePiece .model, tokenizer.json (or its folder) of HuggingFaceTokenizer, .tiktoken of TikTokenizer.",
+        unit="path",
+        without_effect=when(tokenizer_type=("NullTokenizer", "GPT2BPETokenizer")),
     )
-    vocab_file: str | None = flag(None, help="vocab.json of GPT2BPETokenizer.", unit="path", aliases=("--vocab",))
-    merge_file: str | None = flag(None, help="merges.txt of GPT2BPETokenizer.", unit="path")
-    vocab_extra_ids: int = flag(0, help="Pieces <extra_id_N> that SentencePieceTokenizer puts last.", unit="ids", allowed=COUNT)
+    vocab_file: str | None = flag(
+        None,
+        help="vocab.json of GPT2BPETokenizer.",
+        unit="path",
+        aliases=("--vocab",),
+        without_effect=unless(tokenizer_type="GPT2BPETokenizer"),
+    )
+    merge_file: str | None = flag(
+        None, help="merges.txt of GPT2BPETokenizer.", unit="path", without_effect=unless(tokenizer_type="GPT2BPETokenizer")
+    )
+    vocab_extra_ids: int = flag(
+        0,
+        help="Pieces <extra_id_N> that SentencePieceTokenizer puts last.",
+        unit="ids",
+        allowed=COUNT,
+        without_effect=unless(tokenizer_type="SentencePieceTokenizer"),
+    )
     tiktoken_pattern: str | None = flag(
-        None, help="How TikTokenizer cuts text into words, by Megatron's names.", allowed=("v1", "v2"), otherwise="required by TikTokenizer"
+        None,
+        help="How TikTokenizer cuts text into words, by Megatron's names.",
+        allowed=("v1", "v2"),
+        otherwise="required by TikTokenizer",
+        without_effect=unless(tokenizer_type="TikTokenizer"),
     )
-    tiktoken_num_special_tokens: int = flag(1000, help="Ids of TikTokenizer before those of its file.", unit="ids", allowed=POSITIVE_COUNT)
+    tiktoken_num_special_tokens: int = flag(
+        1000,
+        help="Ids of TikTokenizer before those of its file.",
+        unit="ids",
+        allowed=POSITIVE_COUNT,
+        without_effect=unless(tokenizer_type="TikTokenizer"),
+    )
     tokenizer_special_tokens: tuple[str, ...] = flag(
         (),
         help="Names of TikTokenizer's first ids, with <unk>, <s> and </s> among them.",
         unit="tokens",
         aliases=("--tiktoken-special-tokens",),
         otherwise="<unk> <s> </s>",
+        without_effect=unless(tokenizer_type="TikTokenizer"),
     )
     vocab_size: int | None = flag(
         None,
@@ -555,7 +692,9 @@ class DataConfig:
         allowed=FRACTION,
     )
     dataloader_type: str = flag("single", help="Samples in one shuffled order, the same at every number of ranks.", allowed=("single",))
-    reset_position_ids: bool = flag(False, help="Positions start over after an end-of-document token.")
+    reset_position_ids: bool = flag(
+        False, help="Positions start over after an end-of-document token.", without_effect=when(position_embedding_type="none")
+    )
     reset_attention_mask: bool = flag(
         False, help="No token attends across an end-of-document token.", aliases=("--dataloader-inter-document-masking",)
     )
@@ -573,7 +712,7 @@ class DataConfig:
 class CheckpointConfig:
     """Saving and loading."""
 
-    save: str | None = flag(None, help="Folder to save checkpoints in, of a file system that all ranks share.", unit="path")
+    save: str | None = flag(None, help="Folder to save checkpoints in, on a file system that all ranks share.", unit="path")
     load: str | None = flag(None, help="Folder to load a checkpoint from; without one in it the run starts anew.", unit="path")
     save_interval: int | None = flag(
         None,
@@ -581,48 +720,65 @@ class CheckpointConfig:
         unit="iterations",
         aliases=("--persistent-save-interval",),
         allowed=POSITIVE_COUNT,
+        needs=A_FOLDER_TO_SAVE_IN,
     )
-    async_save: bool = flag(False, help="Copy the state to host memory and write the checkpoint from there while training goes on.")
+    async_save: bool = flag(
+        False, help="Copy the state to host memory and write the checkpoint from there while training goes on.", needs=A_FOLDER_TO_SAVE_IN
+    )
     keep_last: int | None = flag(
-        None, help="Checkpoints to keep; older ones are deleted after a save.", unit="checkpoints", allowed=POSITIVE_COUNT, otherwise="all"
+        None,
+        help="Checkpoints to keep; older ones are deleted after a save.",
+        unit="checkpoints",
+        allowed=POSITIVE_COUNT,
+        otherwise="all",
+        needs=A_FOLDER_TO_SAVE_IN,
     )
     save_retain_interval: int | None = flag(
         None,
         help="Keep checkpoints at multiples of this, and the last one (or --keep-last); others are deleted after a save.",
         unit="iterations",
         allowed=POSITIVE_COUNT,
+        needs=A_FOLDER_TO_SAVE_IN,
     )
-    no_save_optim: bool = flag(False, help="Leave optimizer state out of checkpoints.")
-    no_load_optim: bool = flag(False, help="Start with fresh optimizer state.")
-    finetune: bool = flag(False, help="Load weights only: iteration, consumed samples and schedule start at 0.")
+    no_save_optim: bool = flag(False, help="Leave optimizer state out of checkpoints.", needs=A_FOLDER_TO_SAVE_IN)
+    no_load_optim: bool = flag(False, help="Start with fresh optimizer state.", needs=A_CHECKPOINT)
+    finetune: bool = flag(False, help="Load weights only: iteration, consumed samples and schedule start at 0.", needs=A_CHECKPOINT)
     pretrained_checkpoint: str | None = flag(
         None, help="Folder to load weights from, as --finetune does, where --load holds no checkpoint.", unit="path"
     )
     ckpt_step: int | None = flag(
-        None, help="Iteration of the checkpoint to load.", unit="iterations", allowed=COUNT, otherwise="the latest"
+        None, help="Iteration of the checkpoint to load.", unit="iterations", allowed=COUNT, otherwise="the latest", needs=A_CHECKPOINT
     )
     load_last_good_checkpoint: bool = flag(
-        False, help="Verify the checkpoint before loading it, and where it is damaged take the newest older one that is not."
+        False,
+        help="Verify the checkpoint before loading it, and where it is damaged take the newest older one that is not.",
+        needs=A_CHECKPOINT,
     )
-    exit_on_missing_checkpoint: bool = flag(False, help="End with an error where --load holds no checkpoint, instead of starting anew.")
+    exit_on_missing_checkpoint: bool = flag(
+        False, help="End with an error where --load holds no checkpoint, instead of starting anew.", needs=A_CHECKPOINT
+    )
     use_checkpoint_args: bool = flag(
-        False, help="Take the shape of the model and the tokenizer from the checkpoint, where no flag gives them."
+        False,
+        help="Take the shape of the model and the tokenizer from the checkpoint, where no flag gives them.",
+        needs=needs("load", "pretrained_checkpoint", what="a checkpoint"),
     )
     override_opt_param_scheduler: bool = flag(
         False,
         help="Where the schedule of learning rate and weight decay differs from the checkpoint's, use that of the flags.",
         aliases=("--override-opt_param-scheduler",),
+        needs=A_CHECKPOINT,
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
         help="Use the checkpoint's schedule of learning rate and weight decay, whatever the flags say.",
         aliases=("--use-checkpoint-opt_param-scheduler",),
+        needs=A_CHECKPOINT,
     )
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What the run tells."""
+    """Logs, metrics and their files."""
 
     log_interval: int = flag(
         100,
@@ -630,19 +786,21 @@ class LoggingConfig:
         unit="iterations",
         allowed=POSITIVE_COUNT,
     )
-    log_samples_per_source: bool = flag(False, help="Say with each training line how many samples of each corpus have been consumed.")
+    log_samples_per_source: bool = flag(False, help="Log with each training line how many samples of each corpus have been consumed.")
     log_jsonl: str | None = flag(None, help="File that gets one JSON object per training line.", unit="path")
-    log_throughput: bool = flag(False, help="Say with each training line the model FLOPs that a rank makes per second.")
+    log_throughput: bool = flag(False, help="Log with each training line the model FLOPs that a rank makes per second.")
     device_peak_tflops: float | None = flag(
         None,
-        help="Peak of one device at the precision of the run, which MFU and HFU are shares of.",
+        help="Peak of one device at the precision of the run; MFU and HFU are shares of it.",
         unit="TFLOP/s",
         allowed=POSITIVE,
-        otherwise="that of the GPU, where it is known and the run in fp16 or bf16",
+        otherwise="the peak of the GPU, if it is known and the run is in fp16 or bf16",
     )
-    log_params_norm: bool = flag(False, help="Say with each training line the L2 norm of all main weights.")
-    log_num_zeros_in_grad: bool = flag(False, help="Say with each training line how many elements of the mean gradient are 0.")
-    log_progress: bool = flag(False, help="Keep a progress.txt of starts and checkpoints in the folder of --save.")
+    log_params_norm: bool = flag(False, help="Log with each training line the L2 norm of all main weights.")
+    log_num_zeros_in_grad: bool = flag(False, help="Log with each training line how many elements of the mean gradient are 0.")
+    log_progress: bool = flag(
+        False, help="Keep a progress.txt of starts and checkpoints in the folder of --save.", needs=A_FOLDER_TO_SAVE_IN
+    )
     log_memory_interval: int | None = flag(
         None,
         help="Iterations from one line about memory to the next; the first training line is always followed by one.",
@@ -654,82 +812,141 @@ class LoggingConfig:
     )
     timing_log_option: str = flag(
         "minmax",
-        help="What is said of each timer: its maximum, both extremes, or the times of all ranks.",
+        help="What is logged of each timer: its maximum, both extremes, or the times of all ranks.",
         allowed=("max", "minmax", "all"),
+        without_effect=unless("timing_log_level"),
     )
     tensorboard_dir: str | None = flag(None, help="Folder for TensorBoard.", unit="path")
-    tensorboard_log_interval: int = flag(1, help="Iterations between TensorBoard points.", unit="iterations", allowed=POSITIVE_COUNT)
-    tensorboard_queue_size: int = flag(1000, help="Points TensorBoard holds before it writes.", unit="points", allowed=POSITIVE_COUNT)
-    log_timers_to_tensorboard: bool = flag(False, help="Points of the timers that --timing-log-level lets run.")
-    log_memory_to_tensorboard: bool = flag(False, help="Points of the memory allocated and reserved.")
-    log_world_size_to_tensorboard: bool = flag(False, help="Points of the number of ranks.")
-    log_validation_ppl_to_tensorboard: bool = flag(False, help="Points of the perplexity of each validation.")
-    no_log_learnig_rate_to_tensorboard: bool = flag(
-        False, help="No points of the learning rate.", aliases=("--no-log-learning-rate-to-tensorboard",)
+    tensorboard_log_interval: int = flag(
+        1, help="Iterations between TensorBoard points.", unit="iterations", allowed=POSITIVE_COUNT, without_effect=WITHOUT_POINTS
     )
-    no_log_loss_scale_to_tensorboard: bool = flag(False, help="No points of the loss scale.")
+    tensorboard_queue_size: int = flag(
+        1000,
+        help="Points TensorBoard holds before it writes.",
+        unit="points",
+        allowed=POSITIVE_COUNT,
+        without_effect=unless("tensorboard_dir"),
+    )
+    log_timers_to_tensorboard: bool = flag(
+        False, help="Points of the timers that --timing-log-level lets run.", without_effect=WITHOUT_POINTS
+    )
+    log_memory_to_tensorboard: bool = flag(False, help="Points of the memory allocated and reserved.", without_effect=WITHOUT_POINTS)
+    log_world_size_to_tensorboard: bool = flag(False, help="Points of the number of ranks.", without_effect=WITHOUT_POINTS)
+    log_validation_ppl_to_tensorboard: bool = flag(
+        False, help="Points of the perplexity of each validation.", without_effect=WITHOUT_POINTS
+    )
+    no_log_learnig_rate_to_tensorboard: bool = flag(
+        False, help="No points of the learning rate.", aliases=("--no-log-learning-rate-to-tensorboard",), without_effect=WITHOUT_POINTS
+    )
+    no_log_loss_scale_to_tensorboard: bool = flag(False, help="No points of the loss scale.", without_effect=WITHOUT_POINTS)
     wandb_project: str | None = flag(None, help="Project of Weights & Biases that gets what TensorBoard would get.")
-    wandb_entity: str | None = flag(None, help="Its owner.", otherwise="the account that is logged in")
-    wandb_exp_name: str | None = flag(None, help="Name of the run there.", otherwise="one that Weights & Biases makes up")
+    wandb_entity: str | None = flag(
+        None, help="Owner of that project.", otherwise="the account that is logged in", without_effect=unless("wandb_project")
+    )
+    wandb_exp_name: str | None = flag(
+        None,
+        help="Name of the run on Weights & Biases.",
+        otherwise="one that Weights & Biases makes up",
+        without_effect=unless("wandb_project"),
+    )
     wandb_save_dir: str | None = flag(
         None,
         help="Folder for what Weights & Biases keeps on this machine.",
         unit="path",
         otherwise="wandb in the folder of --save, or here",
+        without_effect=unless("wandb_project"),
     )
 
 
 @dataclass(frozen=True)
 class ProfilingConfig:
-    """Looking into a few iterations."""
+    """Profiles of a few iterations, and records of memory."""
 
-    profile: bool = flag(False, help="Write a Chrome trace of a few iterations, by torch.profiler.")
-    profile_step_start: int = flag(10, help="Iterations that this process makes before it profiles.", unit="iterations", allowed=COUNT)
-    profile_step_end: int = flag(
-        12, help="Iterations after which it has profiled; above --profile-step-start.", unit="iterations", allowed=POSITIVE_COUNT
+    profile: bool = flag(
+        False,
+        help="Write a Chrome trace of a few iterations, by torch.profiler.",
+        needs=needs("profile_dir", "tensorboard_dir", what="a folder for its traces"),
     )
-    profile_ranks: tuple[str, ...] = flag((), help="Ranks that profile.", unit="ranks", otherwise="0")
-    profile_dir: str | None = flag(None, help="Folder for the traces.", unit="path", otherwise="--tensorboard-dir")
+    profile_step_start: int = flag(
+        10,
+        help="Iterations that this process makes before it profiles.",
+        unit="iterations",
+        allowed=COUNT,
+        without_effect=unless("profile"),
+    )
+    profile_step_end: int = flag(
+        12,
+        help="Iterations after which it has profiled; above --profile-step-start.",
+        unit="iterations",
+        allowed=POSITIVE_COUNT,
+        without_effect=unless("profile"),
+    )
+    profile_ranks: tuple[str, ...] = flag(
+        (), help="Ranks that profile.", unit="ranks", otherwise="0", without_effect=unless("profile", "record_memory_history")
+    )
+    profile_dir: str | None = flag(
+        None, help="Folder for the traces.", unit="path", otherwise="--tensorboard-dir", without_effect=unless("profile")
+    )
     nvtx_ranges: bool = flag(False, help="Name units, hops and phases of every step for Nsight Systems, as NVTX ranges (GPUs only).")
     record_memory_history: bool = flag(
         False, help="Record every allocation on the GPU, and write a snapshot for pytorch.org/memory_viz at the end (GPUs only)."
     )
-    memory_snapshot_path: str = flag("snapshot.pickle", help="File of that snapshot; the rank is put before its ending.", unit="path")
+    memory_snapshot_path: str = flag(
+        "snapshot.pickle",
+        help="File of that snapshot; the rank is inserted before its extension.",
+        unit="path",
+        without_effect=unless("record_memory_history"),
+    )
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """The plan that --dry-run prints, for any world; a run that is started has nothing of it."""
+    """The plan that --dry-run prints, for any world. A run that is started does not have these arguments."""
 
     dry_run: bool = flag(
         False, help="Check every flag, print the plan of the run (memory per rank, bytes per link, tokens, time) and end; needs no GPU."
     )
-    nodes: int | None = flag(None, help="Nodes of the planned world, of --ranks-per-node ranks each.", unit="nodes", allowed=POSITIVE_COUNT)
+    nodes: int | None = flag(
+        None, help="Nodes of the planned world, of --ranks-per-node ranks each.", unit="nodes", allowed=POSITIVE_COUNT, needs=A_PLAN
+    )
     world_size: int | None = flag(
         None,
         help="All ranks of the planned world; with --nodes or --ranks-per-node.",
         unit="ranks",
         allowed=POSITIVE_COUNT,
         otherwise="--nodes x --ranks-per-node, or the launcher's world",
+        needs=A_PLAN,
     )
     device: str = flag(
-        None, help="Kind of device that is planned for.", allowed=("gpu", "cpu"), otherwise="gpu; cpu with --distributed-backend gloo"
+        None,
+        help="Kind of device that is planned for.",
+        allowed=("gpu", "cpu"),
+        otherwise="gpu; cpu with --distributed-backend gloo",
+        needs=A_PLAN,
     )
     memory_gigabytes: float | None = flag(
-        None, help="Memory of each rank; a run that needs more is refused, as it would be at its start.", unit="GB", allowed=POSITIVE
+        None,
+        help="Memory of each rank; a run that needs more is refused, as it would be at its start.",
+        unit="GB",
+        allowed=POSITIVE,
+        needs=A_PLAN,
     )
     teraflops: float | None = flag(
-        None, help="What a rank sustains while it computes, recomputation counted; needed for a time.", unit="TFLOP/s", allowed=POSITIVE
+        None,
+        help="What a rank sustains while it computes, recomputation counted; needed for a time.",
+        unit="TFLOP/s",
+        allowed=POSITIVE,
+        needs=A_PLAN,
     )
     inter_gigabits: float | None = flag(
-        None, help="Rate of a node's link to the others, in each direction.", unit="Gbit/s", allowed=POSITIVE
+        None, help="Rate of a node's link to the others, in each direction.", unit="Gbit/s", allowed=POSITIVE, needs=A_PLAN
     )
-    intra_gigabytes: float = flag(100.0, help="Rate into one rank inside its node.", unit="GB/s", allowed=POSITIVE)
+    intra_gigabytes: float = flag(100.0, help="Rate into one rank inside its node.", unit="GB/s", allowed=POSITIVE, needs=A_PLAN)
 
 
 @dataclass(frozen=True)
 class Config:
-    """Every flag in its group, and what was said about them on the way.
+    """All flags in their groups, with notices and assumptions about them.
 
     given: names of the fields the user set. notices: lines worth printing. assumptions: what the run assumes, one line each.
     sources: where the value of a field comes from, if not from the command line.
@@ -752,7 +969,7 @@ class Config:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def with_values(self, **values: Any) -> Config:
-        """The same configuration with these fields of its groups replaced; field names are unique among groups."""
+        """The same configuration with these fields replaced. Field names are unique among groups."""
         by_group: dict[str, dict[str, Any]] = defaultdict(dict)
         for name, value in values.items():
             by_group[GROUP_OF_FIELD[name]][name] = value

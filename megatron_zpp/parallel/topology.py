@@ -19,7 +19,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_zpp.config.divisors import divisors
+from megatron_zpp.config.flag import divisors
 
 
 class Link(enum.Enum):

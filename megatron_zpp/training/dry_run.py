@@ -7,14 +7,14 @@ from pathlib import Path
 from megatron_zpp.checkpoint.checkpoint_args import checkpoint_folder
 from megatron_zpp.checkpoint.folders import older_checkpoints
 from megatron_zpp.checkpoint.manifest import is_complete, read_manifest
-from megatron_zpp.config.arguments import arguments_block
-from megatron_zpp.config.assumptions import banner
+from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples, running_schedule
 from megatron_zpp.config.data_sources import Blend, read_sources
+from megatron_zpp.config.defaults import banner
 from megatron_zpp.config.flag import FlagError
-from megatron_zpp.config.horizons import length_in_samples
-from megatron_zpp.config.schedule_rules import check_batches
+from megatron_zpp.config.options import arguments_block
+from megatron_zpp.config.resolve import resolve
+from megatron_zpp.config.rules_schedule import check_batches
 from megatron_zpp.config.schema import CheckpointConfig, Config
-from megatron_zpp.config.validate import resolve
 from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
 from megatron_zpp.model.shapes import ModelShape
@@ -110,8 +110,8 @@ def _training(plan: RunPlan) -> str:
 
 
 def _all_tokens(plan: RunPlan) -> int:
-    seq_length = plan.config.model.seq_length
-    return length_in_samples(plan.config.training, seq_length) * seq_length
+    training, seq_length = plan.config.training, plan.config.model.seq_length
+    return length_in_samples(training, batch_schedule(training, seq_length)) * seq_length
 
 
 def _data(config: Config) -> str:
@@ -139,12 +139,12 @@ def _start(plan: RunPlan, world: PlannedWorld) -> str:
     if folder is None and checkpoint.exit_on_missing_checkpoint:
         raise FlagError(f"--load {checkpoint.load} holds no checkpoint and --exit-on-missing-checkpoint is given; correct the path.")
     if folder is None:
-        check_batches(config, world.size, 0)
+        check_batches(config, running_schedule(config, world.size), 0)
         return "anew, there is no checkpoint yet"
     stored = _stored(checkpoint, folder)
     with_schedule(config, stored)
     stored.check_contents(config, plan.job.unit_specs)
-    check_batches(config, world.size, stored.consumed_samples)
+    check_batches(config, running_schedule(config, world.size), stored.consumed_samples)
     return "; ".join([f"from {stored.folder}", *stored.notices(config)])
 
 

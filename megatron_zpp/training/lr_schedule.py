@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from megatron_zpp.config.batch_schedule import batch_schedule, horizons
 from megatron_zpp.config.flag import any_of
-from megatron_zpp.config.horizons import horizons
 from megatron_zpp.config.schema import OptimizerConfig, TrainingConfig
 
 # The share of the way from the lowest rate to the peak that is left when a share of the decay is over.
@@ -42,7 +42,7 @@ class LearningRateSchedule:
     @classmethod
     def from_config(cls, optimizer: OptimizerConfig, training: TrainingConfig, seq_length: int) -> LearningRateSchedule:
         """The schedule of a resolved configuration."""
-        ends = horizons(optimizer, training, seq_length)
+        ends = horizons(optimizer, training, batch_schedule(training, seq_length))
         return cls(
             style=optimizer.lr_decay_style,
             max_lr=optimizer.lr,

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_zpp.config.deepspeed_json import with_deepspeed_json
+from megatron_zpp.config.deepspeed import with_deepspeed_json
+from megatron_zpp.config.options import options
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
-from megatron_zpp.config.validate import QUANTIZATION_DETAILS, resolve
 from megatron_zpp.model.flops import forward_flops_of_uses, recomputed_flops_of_uses
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.training.memory_need import MemoryNeed, memory_need
@@ -149,7 +150,8 @@ def _as_member(given: Config, member: Member, world: PlannedWorld) -> Config:
         "zero_quantized_gradients": member.has_quantized_gradients,
     }
     # Details of a feature that this member lacks would be refused as given for nothing.
-    return replace(given.with_values(**values), given=given.given - QUANTIZATION_DETAILS.keys())
+    details = {option.name for option in options() if option.group == "zero" and option.flag.needs is not None}
+    return replace(given.with_values(**values), given=given.given - details)
 
 
 def _partition(given: Config, world: PlannedWorld) -> int:

@@ -17,11 +17,10 @@ from megatron_zpp.comm.lanes import Lanes, make_lanes
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.comm.observed_lanes import ObservedLanes
-from megatron_zpp.config.arguments import arguments
+from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples
 from megatron_zpp.config.data_sources import read_sources
 from megatron_zpp.config.flag import any_of
-from megatron_zpp.config.horizons import length_in_samples
-from megatron_zpp.config.options import options, spelling_of
+from megatron_zpp.config.options import arguments, options, spelling_of
 from megatron_zpp.config.schema import Config, PrecisionConfig
 from megatron_zpp.data.build_once import Speaker
 from megatron_zpp.data.datasets import DataRequest, Datasets, build_datasets, cache_folder, count_samples
@@ -131,7 +130,7 @@ def build_run_data(config: Config, vocabulary: Vocabulary, speaker: Speaker, *, 
     """Training, validation and test data. checks_token_ids: on one rank per machine, for the corpora as a whole."""
     training = config.training
     counts = count_samples(
-        train_samples=length_in_samples(training, config.model.seq_length),
+        train_samples=length_in_samples(training, batch_schedule(training, config.model.seq_length)),
         train_iters=training.train_iters,
         eval_interval=training.eval_interval,
         evaluated_samples=training.eval_iters * training.eval_global_batch_size,

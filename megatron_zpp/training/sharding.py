@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_zpp.comm.code import EXACT, Code, LinkCodes, Rotation, Rounding
+from megatron_zpp.config.rules_zero import partition_ranks
 from megatron_zpp.config.schema import WORKING_DTYPE_BITS, Config, PrecisionConfig, ZeroConfig
-from megatron_zpp.config.validate import partition_ranks
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.plan.memory_plan import Sharding
 from megatron_zpp.zero.policy import (

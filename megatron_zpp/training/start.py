@@ -13,8 +13,8 @@ from megatron_zpp.checkpoint.folders import older_checkpoints
 from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.config.batch_schedule import running_schedule
-from megatron_zpp.config.options import spelling_of
-from megatron_zpp.config.schedule_rules import check_batches
+from megatron_zpp.config.flag import spelling_of
+from megatron_zpp.config.rules_schedule import check_batches
 from megatron_zpp.config.schema import GROUP_OF_FIELD, Config
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
 from megatron_zpp.training.metrics import Progress
@@ -105,11 +105,12 @@ def with_remaining_batches(config: Config, progress: Progress, world_size: int) 
 
     Batches may have had other sizes before. Raises FlagError where this world cannot have one of the batches from there on.
     """
-    check_batches(config, world_size, progress.consumed_samples)
+    batches = running_schedule(config, world_size)
+    check_batches(config, batches, progress.consumed_samples)
     train_samples = config.training.train_samples
     if train_samples is None:
         return config
-    remaining = running_schedule(config, world_size).iterations_within(train_samples, progress.consumed_samples)
+    remaining = batches.iterations_within(train_samples, progress.consumed_samples)
     return config.with_values(train_iters=progress.iteration + remaining)
 
 

@@ -12,8 +12,8 @@ from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.checkpoint.release import write_release
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config, DataConfig, ModelConfig
-from megatron_zpp.config.validate import resolve
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec
 
 UNITS = [UnitSpec("u", (ParamSpec("w", (3,), lambda start, stop: torch.zeros(stop - start), weight_decay=False),))]

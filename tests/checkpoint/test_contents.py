@@ -11,8 +11,8 @@ import pytest
 from megatron_zpp.checkpoint.contents import check_model, check_moments, rotation_differences
 from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import ModelConfig
-from megatron_zpp.config.validate import resolve
 from megatron_zpp.model.shapes import ModelShape
 
 FOLDER = Path("saved/iter_0000003")

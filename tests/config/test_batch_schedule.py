@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate
 
@@ -45,7 +46,7 @@ def test_a_ramp_grows_by_megatrons_rule(parts: tuple[int, int, int, int], consum
 def test_samples_and_iterations_agree_with_walking_from_batch_to_batch(
     parts: tuple[int, int, int, int], grain: int, first: int, more: int
 ) -> None:
-    batches = ramp(*parts).in_world(grain, may_decrease=True)
+    batches = replace(ramp(*parts), grain=grain, may_decrease=True)
     consumed = walked(batches, first + more)
     assert batches.samples_after(more, consumed[first]) == consumed[-1]
     for samples in (consumed[-1], consumed[-1] + batches.batch_size(consumed[-1]) - 1):
@@ -71,10 +72,10 @@ def test_batches_of_any_sizes_fit_as_often_as_a_loop_finds_room_for_one(parts: l
 def test_a_decreased_batch_is_the_largest_multiple_and_a_misfit_is_what_has_none(
     parts: tuple[int, int, int, int], grain: int, consumed: int
 ) -> None:
-    wished, batches = ramp(*parts), ramp(*parts).in_world(grain, may_decrease=True)
+    wished, batches = ramp(*parts), replace(ramp(*parts), grain=grain, may_decrease=True)
     if batches.misfit(consumed) is None:
         assert batches.batch_size(consumed) == wished.batch_size(consumed) // grain * grain > 0
-    strict = ramp(*parts).in_world(grain, may_decrease=False)
+    strict = replace(ramp(*parts), grain=grain, may_decrease=False)
     met = {strict.batch_size(samples) for samples in walked_from(strict, consumed)}
     assert (strict.misfit(consumed) is None) == all(size % grain == 0 for size in met)
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
-from megatron_zpp.config.validate import resolve
+from megatron_zpp.config.resolve import resolve
 
 WORK = """
     --num-layers 2 / --hidden-size 8 / --num-attention-heads 2 / --ffn-hidden-size 8 / --kv-channels 4 / --seq-length 8

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.config.validate import resolve
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.data.tokenizers.tokenizer import padded_vocab_size
 from megatron_zpp.model.flops import parameter_count
 

@@ -10,7 +10,7 @@ from harness.rank_pool import RankPool
 from harness.tiny_runs import TINY, losses, pretrain
 
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.config.validate import resolve
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.data.datasets import DataRequest, SampleCounts, build_datasets
 from megatron_zpp.model.gpt import GPT, materialize
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import ModelConfig
-from megatron_zpp.config.validate import resolve
 from megatron_zpp.model.flops import forward_flops_of_uses, model_flops
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.shapes import ModelShape

@@ -11,7 +11,7 @@ from harness.fake_commands import ROOT, FakeCommands
 from torch.distributed.run import parse_args
 
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.config.validate import resolve
+from megatron_zpp.config.resolve import resolve
 
 SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.suffix in (".sh", ".sbatch"))
 MODELS = sorted((ROOT / "scripts" / "models").glob("*.sh"))

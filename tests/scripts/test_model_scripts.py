@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.config.validate import resolve
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.shapes import ModelShape
 
 MODELS = Path(__file__).parents[2] / "scripts" / "models"

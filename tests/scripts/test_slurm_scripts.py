@@ -12,8 +12,8 @@ from harness.fake_commands import ROOT, SBATCH, SCONTROL, SRUN, FakeCommands
 from torch.distributed.run import parse_args
 
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
-from megatron_zpp.config.validate import resolve
 from megatron_zpp.parallel.launch import Launch, read_launch
 
 FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --zero-stage 3 --keep-last 7".split()

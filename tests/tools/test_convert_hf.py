@@ -25,8 +25,8 @@ from megatron_zpp.checkpoint.hf.layouts import layout_holding, layout_of_type
 from megatron_zpp.checkpoint.hf.rules import Boundaries
 from megatron_zpp.checkpoint.hf.tokenizer import write_tokenizer
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import DataConfig, ModelConfig
-from megatron_zpp.config.validate import resolve
 from megatron_zpp.data.tokenizers.tokenizer import embedding_rows
 from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.model.shapes import ModelShape

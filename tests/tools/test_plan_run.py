@@ -14,7 +14,7 @@ from harness.places import ROOT
 from harness.tool import run_tool
 
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.config.validate import resolve
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.training.memory_need import memory_need
 from megatron_zpp.training.sharding import sharding_of, topology_of

@@ -17,8 +17,8 @@ from harness.tiny_corpus import write_corpus
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
-from megatron_zpp.config.validate import resolve
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.dry_run import described_plan, planned_world_size
@@ -175,7 +175,7 @@ def test_a_damaged_manifest_ends_the_plan_unless_an_older_one_is_good(saved: Pat
 
 def test_flags_of_a_plan_without_a_plan_are_refused() -> None:
     for flags in ("--nodes 2", "--teraflops 3.0", "--device cpu"):
-        with pytest.raises(FlagError, match=f"{flags} changes nothing in a run, only in a plan; give --dry-run"):
+        with pytest.raises(FlagError, match=f"{flags} changes nothing without --dry-run"):
             resolve(parse_flags([*MODEL.split(), *flags.split()]), 1, 1)
 
 

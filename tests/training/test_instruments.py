@@ -10,8 +10,8 @@ import torch
 from harness.stand_in_wandb import StandIn
 
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
-from megatron_zpp.config.validate import resolve
 from megatron_zpp.monitor.logging import RankPrinter
 from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.training.instruments import Instruments, make_instruments

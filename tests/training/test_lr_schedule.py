@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.config.validate import resolve
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
 
 # init 0, max 3e-4, min 3e-5, warmup 100, decay 1000, at 0, 100, ..., 1100.

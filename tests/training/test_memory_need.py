@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
-from megatron_zpp.config.validate import resolve
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.training.memory_need import MemoryNeed, MemoryThere, check_fits, in_gib, memory_need, smallest_nodes

@@ -10,8 +10,8 @@ from harness.stored_manifest import manifest_of_run
 
 from megatron_zpp.checkpoint.manifest import CheckpointError
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
-from megatron_zpp.config.validate import resolve
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.training.stored_run import StoredRun
 

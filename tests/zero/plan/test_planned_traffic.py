@@ -15,7 +15,7 @@ from harness.worlds import run_world
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.config.validate import resolve
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.shapes import ModelShape as GptShape
 from megatron_zpp.parallel.topology import Lane, Topology
 from megatron_zpp.training.sharding import sharding_of, topology_of

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.config.validate import resolve
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.training.sharding import sharding_of

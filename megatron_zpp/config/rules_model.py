@@ -1,19 +1,27 @@
-"""Rules between the flags of the architecture, and which of them change nothing beside the others."""
+"""Rules between the flags of the model."""
 
 from __future__ import annotations
 
-from megatron_zpp.config.divisors import nearest_divisors
-from megatron_zpp.config.flag import FlagError, any_of
-from megatron_zpp.config.options import spelling_of
+from megatron_zpp.config.flag import FlagError, any_of, in_words, nearest_divisors
 from megatron_zpp.config.schema import Config
 
-ROPE_DETAILS = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
-SCALING_DETAILS = (
-    "rope_scaling_factor",
-    "rope_scaling_low_freq_factor",
-    "rope_scaling_high_freq_factor",
-    "rope_scaling_original_max_position_embeddings",
-)
+
+def check_given(config: Config) -> None:
+    """Raises FlagError for the first rule that the flags break as they were given."""
+    check_heads_divide_hidden_size(config)
+    check_recomputed_blocks(config)
+    check_one_activation(config)
+    check_one_kind_of_positions(config)
+    check_norms(config)
+    check_vocabulary_padding(config)
+
+
+def check_resolved(config: Config) -> None:
+    """Raises FlagError for the first rule that the filled-in values break."""
+    check_positions(config)
+    check_query_groups(config)
+    check_rotary_channels(config)
+    check_rope_scaling(config)
 
 
 def check_heads_divide_hidden_size(config: Config) -> None:
@@ -25,11 +33,12 @@ def check_heads_divide_hidden_size(config: Config) -> None:
         )
 
 
-def check_query_groups(config: Config) -> None:
-    groups, heads = config.model.num_query_groups, config.model.num_attention_heads
-    if heads % groups != 0:
+def check_recomputed_blocks(config: Config) -> None:
+    model = config.model
+    if model.recompute_num_layers is not None and model.recompute_num_layers > model.num_layers:
         raise FlagError(
-            f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; choose {any_of(nearest_divisors(heads, groups))}."
+            f"--recompute-num-layers {model.recompute_num_layers} is more than --num-layers {model.num_layers}; "
+            f"choose {model.num_layers} or less."
         )
 
 
@@ -38,15 +47,23 @@ def check_one_activation(config: Config) -> None:
         raise FlagError("--swiglu and --squared-relu exclude each other; give one of them.")
 
 
+def check_one_kind_of_positions(config: Config) -> None:
+    model = config.model
+    if model.no_position_embedding and "position_embedding_type" in config.given and model.learns_positions:
+        raise FlagError("--no-position-embedding and --position-embedding-type learned_absolute exclude each other; give one of them.")
+
+
 def check_norms(config: Config) -> None:
     if config.model.apply_layernorm_1p and config.model.norm_backend == "apex":
         raise FlagError("--apply-layernorm-1p is not available with --norm-backend apex; choose --norm-backend torch.")
 
 
-def check_one_kind_of_positions(config: Config) -> None:
-    model = config.model
-    if model.no_position_embedding and "position_embedding_type" in config.given and model.learns_positions:
-        raise FlagError("--no-position-embedding and --position-embedding-type learned_absolute exclude each other; give one of them.")
+def check_vocabulary_padding(config: Config) -> None:
+    rows, multiple = config.model.padded_vocab_size, config.model.make_vocab_size_divisible_by
+    if rows is not None and rows % multiple != 0 and "make_vocab_size_divisible_by" in config.given:
+        raise FlagError(
+            f"--padded-vocab-size {rows} is not a multiple of --make-vocab-size-divisible-by {multiple}; leave one of them out."
+        )
 
 
 def check_positions(config: Config) -> None:
@@ -58,8 +75,16 @@ def check_positions(config: Config) -> None:
         )
 
 
+def check_query_groups(config: Config) -> None:
+    groups, heads = config.model.num_query_groups, config.model.num_attention_heads
+    if heads % groups != 0:
+        raise FlagError(
+            f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; choose {any_of(nearest_divisors(heads, groups))}."
+        )
+
+
 def check_rotary_channels(config: Config) -> None:
-    """Channels rotate in pairs."""
+    """Rotary positions rotate channels in pairs, so their number is even."""
     model = config.model
     rotating, channels = model.rotary_channels, model.kv_channels
     if model.position_embedding_type != "rope" or (rotating > 0 and rotating % 2 == 0):
@@ -82,26 +107,11 @@ def check_rope_scaling(config: Config) -> None:
 
 
 def surprising_defaults(config: Config) -> list[str]:
-    """One line where Megatron's dropout comes to a model of the kind that trains without."""
+    """One line if Megatron's default dropout applies to a kind of model that is trained without."""
     model = config.model
     is_recent = model.position_embedding_type == "rope" or model.normalization == "RMSNorm" or model.swiglu
     names = [name for name in ("attention_dropout", "hidden_dropout") if name not in config.given and config.value_of(name) > 0]
     if not is_recent or not names:
         return []
-    values = " and ".join(f"{spelling_of(name)} {config.value_of(name)}" for name in names)
+    values = " and ".join(in_words(name, config.value_of(name)) for name in names)
     return [f"{values}: Megatron's default, and not given; models of the Llama kind train with 0"]
-
-
-def architecture_flags_without_effect(config: Config) -> dict[str, str]:
-    """Fields that change nothing in this architecture, and why; given or not."""
-    model = config.model
-    reasons: dict[str, str] = {}
-    if not model.use_rope_scaling:
-        reasons |= dict.fromkeys(SCALING_DETAILS, "without --use-rope-scaling")
-    if model.position_embedding_type != "rope":
-        reasons |= dict.fromkeys((*ROPE_DETAILS, *SCALING_DETAILS), "without --position-embedding-type rope")
-    if model.position_embedding_type == "none":
-        reasons["reset_position_ids"] = "with --position-embedding-type none"
-    if model.has_linear_bias:
-        reasons["add_qkv_bias"] = "without --disable-bias-linear, as every linear layer has a bias"
-    return reasons

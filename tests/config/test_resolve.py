@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.config.divisors import divisors, nearest_divisors
-from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.flag import FlagError, divisors, nearest_divisors
+from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import GROUPS
-from megatron_zpp.config.validate import resolve
 
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
 LENGTH = "--train-iters 20 "
@@ -228,10 +227,13 @@ def test_global_batch_is_refused_exactly_when_it_does_not_split_and_the_remedies
     "flags, notices",
     [
         ("--bf16 --loss-scale 8", ["--loss-scale has no effect without --fp16"]),
-        ("--fp16 --loss-scale 8 --hysteresis 3", ["--hysteresis has no effect beside --loss-scale"]),
+        ("--fp16 --loss-scale 8 --hysteresis 3", ["--hysteresis has no effect with --loss-scale"]),
         ("--fp16 --hysteresis 3", []),
         ("--tokenizer-type NullTokenizer --tokenizer-model m", ["--tokenizer-model has no effect with --tokenizer-type NullTokenizer"]),
-        ("--tokenizer-type NullTokenizer --vocab-extra-ids 5", ["--vocab-extra-ids has no effect with --tokenizer-type NullTokenizer"]),
+        (
+            "--tokenizer-type NullTokenizer --vocab-extra-ids 5",
+            ["--vocab-extra-ids has no effect without --tokenizer-type SentencePieceTokenizer"],
+        ),
         (REAL_DATA + "--vocab-size 9", []),
         ("--log-memory-to-tensorboard", ["--log-memory-to-tensorboard has no effect without --tensorboard-dir or --wandb-project"]),
         ("--log-memory-to-tensorboard --wandb-project p", []),
@@ -270,7 +272,7 @@ def test_divisors_of_twelve():
         ("--zero-quantized-gradients --zero-quantized-gradients-rounding up", "--zero-quantized-gradients-rounding up"),
         ("--exit-signal SIGINT", "--exit-signal SIGINT changes nothing without --exit-signal-handler"),
         ("--exit-signal-handler", "--exit-signal-handler needs a folder to save in; give --save"),
-        ("--profile", "--profile needs a folder for its traces; give --profile-dir, or --tensorboard-dir"),
+        ("--profile", "--profile needs a folder for its traces; give --profile-dir or --tensorboard-dir"),
         (
             "--profile --profile-dir d --profile-step-end 10",
             "--profile-step-end 10 is not above --profile-step-start 10",

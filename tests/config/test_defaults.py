@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron_zpp.config.assumptions import banner
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.config.validate import resolve
+from megatron_zpp.config.defaults import banner
+from megatron_zpp.config.resolve import resolve
 
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
 ASSUMED = {

@@ -1,15 +1,35 @@
-"""Rules about lengths, batches, schedules and evaluation: each check raises FlagError for the flags that break it."""
+"""Rules about lengths, batches, schedules and evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from megatron_zpp.config.batch_schedule import batch_schedule, running_schedule
+from megatron_zpp.config.batch_schedule import BatchSchedule, horizons
 from megatron_zpp.config.data_sources import SPLITS, read_sources
-from megatron_zpp.config.flag import FlagError, any_of
-from megatron_zpp.config.horizons import horizons
-from megatron_zpp.config.options import spelling_of
+from megatron_zpp.config.flag import FlagError, any_of, spelling_of
 from megatron_zpp.config.schema import Config
+
+
+def check_given(config: Config) -> None:
+    """Raises FlagError for the first rule that the flags break as they were given."""
+    check_one_length(config)
+    _check_one_of(config, "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens")
+    _check_one_of(config, "lr_decay_samples", "lr_decay_tokens")
+    check_schedule_counts_like_length(config)
+    check_annealing(config)
+    check_weight_decays(config)
+    check_batch_flags(config)
+    check_iterations_to_skip(config)
+    check_evaluation(config)
+
+
+def check_resolved(config: Config, batches: BatchSchedule, world_size: int) -> None:
+    """Raises FlagError for the first rule that the filled-in values break. batches: the run's, in a world of `world_size` ranks."""
+    check_learning_rates(config)
+    check_warmup_ends_before_decay(config, batches)
+    check_validation_sets(config)
+    check_batches_of_new_run(config, batches)
+    check_evaluation_batch(config, world_size)
 
 
 def check_one_length(config: Config) -> None:
@@ -41,14 +61,6 @@ def check_schedule_counts_like_length(config: Config) -> None:
             )
 
 
-def check_one_warmup(config: Config) -> None:
-    _check_one_of(config, "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens")
-
-
-def check_one_decay(config: Config) -> None:
-    _check_one_of(config, "lr_decay_samples", "lr_decay_tokens")
-
-
 def _check_one_of(config: Config, *names: str) -> None:
     unsaid = {"lr_warmup_fraction": (None,)}  # a fraction of 0 was given, a length of 0 may be the default
     given = {name: config.value_of(name) for name in names if config.value_of(name) not in unsaid.get(name, (None, 0))}
@@ -58,33 +70,23 @@ def _check_one_of(config: Config, *names: str) -> None:
 
 
 def check_annealing(config: Config) -> None:
-    """WSD needs the length of its last part, which no other style has."""
+    """WSD needs the length of its last part."""
     optimizer = config.optimizer
-    is_wsd = optimizer.lr_decay_style == "WSD"
-    for name in ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"):
-        if name in config.given and not is_wsd:
-            raise FlagError(f"{spelling_of(name)} {config.value_of(name)} changes nothing without --lr-decay-style WSD; give that as well.")
-    if is_wsd and optimizer.lr_wsd_decay_iters is None and optimizer.lr_wsd_decay_samples is None:
+    if optimizer.lr_decay_style == "WSD" and optimizer.lr_wsd_decay_iters is None and optimizer.lr_wsd_decay_samples is None:
         needed = "--lr-wsd-decay-samples" if _counts_in_samples(config) else "--lr-wsd-decay-iters"
         raise FlagError(f"--lr-decay-style {optimizer.lr_decay_style} needs the length of its annealing; give {needed}.")
 
 
 def check_weight_decays(config: Config) -> None:
-    """The ends of a changing weight decay belong to a style that is not constant, and the other way round."""
-    optimizer = config.optimizer
-    for name in ("start_weight_decay", "end_weight_decay", "weight_decay_incr_samples"):
-        value = config.value_of(name)
-        if optimizer.weight_decay_incr_style == "constant" and value is not None:
-            raise FlagError(
-                f"{spelling_of(name)} {value} changes nothing without --weight-decay-incr-style linear or cosine; give that as well, "
-                "or use --weight-decay."
-            )
-        if optimizer.weight_decay_incr_style != "constant" and value is None and name != "weight_decay_incr_samples":
-            raise FlagError(f"--weight-decay-incr-style {optimizer.weight_decay_incr_style} needs both ends; give {spelling_of(name)}.")
+    """A changing weight decay needs both of its ends."""
+    style = config.optimizer.weight_decay_incr_style
+    for name in ("start_weight_decay", "end_weight_decay"):
+        if style != "constant" and config.value_of(name) is None:
+            raise FlagError(f"--weight-decay-incr-style {style} needs both ends; give {spelling_of(name)}.")
 
 
 def check_batch_flags(config: Config) -> None:
-    """There is one way to say how large a batch is, and it can be read."""
+    """Only one flag says how large a batch is."""
     training = config.training
     if training.step_batch_size_schedule is not None:
         steps = f'--step-batch-size-schedule "{training.step_batch_size_schedule}"'
@@ -104,7 +106,7 @@ def check_iterations_to_skip(config: Config) -> None:
 
 
 def check_evaluation(config: Config) -> None:
-    """What evaluates has something to evaluate on."""
+    """A run that evaluates has something to evaluate on."""
     training = config.training
     if training.skip_train and training.eval_iters == 0 and not training.full_validation:
         raise FlagError("--skip-train with --eval-iters 0 does nothing; give another --eval-iters, or --full-validation.")
@@ -112,17 +114,9 @@ def check_evaluation(config: Config) -> None:
         raise FlagError("--full-validation and --eval-iters 0 exclude each other; leave one of them out.")
 
 
-def check_garbage_collection(config: Config) -> None:
-    for name in ("manual_gc_interval", "no_manual_gc_eval"):
-        if config.value_of(name) and not config.training.manual_gc:
-            raise FlagError(f"{spelling_of(name)} changes nothing without --manual-gc; give that as well.")
-
-
 def check_validation_sets(config: Config) -> None:
-    """Sets of their own, and whole sets, are made of corpora without weights."""
+    """Separate validation sets, and whole ones, are made of corpora without weights."""
     data = config.data
-    if data.validation_set_names and not data.multiple_validation_sets:
-        raise FlagError("--validation-set-names changes nothing without --multiple-validation-sets; give that as well.")
     for flag in _validation_flags(config):
         if not data.names_corpora:
             raise FlagError(f"{flag} needs validation data; give --data-path, or --train-data-path and --valid-data-path.")
@@ -154,8 +148,8 @@ def check_learning_rates(config: Config) -> None:
             raise FlagError(f"{spelling_of(name)} {value} is above --lr {lr}; choose at most {lr}.")
 
 
-def check_warmup_ends_before_decay(config: Config) -> None:
-    """In the unit of the flags where both are counted in it."""
+def check_warmup_ends_before_decay(config: Config, batches: BatchSchedule) -> None:
+    """The error counts in the unit of the flags if both are counted in it."""
     unit = "iters" if config.training.train_samples is None else "samples"
     warmup, decay = config.value_of(f"lr_warmup_{unit}"), config.value_of(f"lr_decay_{unit}")
     if warmup >= decay:
@@ -163,7 +157,7 @@ def check_warmup_ends_before_decay(config: Config) -> None:
             f"--lr-warmup-{unit} {warmup} does not end before the decay's horizon of {decay}; "
             f"choose {decay - 1} or less, or a higher --lr-decay-{unit}."
         )
-    ends = horizons(config.optimizer, config.training, config.model.seq_length)
+    ends = horizons(config.optimizer, config.training, batches)
     if ends.warmup_samples + ends.annealing_samples > ends.decay_samples:
         annealing = config.value_of(f"lr_wsd_decay_{unit}")
         raise FlagError(
@@ -173,17 +167,16 @@ def check_warmup_ends_before_decay(config: Config) -> None:
         )
 
 
-def check_batches_of_new_run(config: Config, world_size: int) -> None:
-    """Every batch of a run that starts at 0; of one that may go on from a checkpoint, only the last size as yet."""
-    if config.checkpoint.load is None or config.checkpoint.finetune:
-        check_batches(config, world_size, 0)
-    else:
-        check_batches(config, world_size, batch_schedule(config.training, config.model.seq_length).stages[-1].start)
+def check_batches_of_new_run(config: Config, batches: BatchSchedule) -> None:
+    """Every batch of a run that starts at 0; of one that may resume from a checkpoint, only the last size for now."""
+    starts_anew = config.checkpoint.load is None or config.checkpoint.finetune
+    check_batches(config, batches, 0 if starts_anew else batches.stages[-1].start)
 
 
-def check_batches(config: Config, world_size: int, consumed_samples: int) -> None:
-    """Every batch from there on, where anything is trained, is a multiple of what the ranks take at once."""
-    batches, training = running_schedule(config, world_size), config.training
+def check_batches(config: Config, batches: BatchSchedule, consumed_samples: int) -> None:
+    """Raises FlagError if a batch that is trained on after `consumed_samples` is not a multiple of what all ranks take at once."""
+    training = config.training
+    world_size = batches.grain // training.micro_batch_size
     size = batches.misfit(consumed_samples)
     if size is None or training.skip_train:
         return
@@ -201,7 +194,7 @@ def check_batches(config: Config, world_size: int, consumed_samples: int) -> Non
 
 
 def check_evaluation_batch(config: Config, world_size: int) -> None:
-    """Where it is not the batch of training, which has been checked."""
+    """Raises FlagError if the batch of evaluations has a size of its own that is not a multiple of what all ranks take at once."""
     training = config.training
     is_own = training.skip_train or not config.given.isdisjoint({"eval_micro_batch_size", "eval_global_batch_size"})
     grain = training.eval_micro_batch_size * world_size
@@ -214,13 +207,11 @@ def check_evaluation_batch(config: Config, world_size: int) -> None:
         )
 
 
-def schedule_flags_without_effect(config: Config) -> Iterator[str]:
-    """One line for each of these flags that was given and changes nothing beside the others, or does what nobody may want."""
-    if "weight_decay" in config.given and config.optimizer.weight_decay_incr_style != "constant":
-        yield f"--weight-decay has no effect beside --weight-decay-incr-style {config.optimizer.weight_decay_incr_style}"
+def surprising_schedules(config: Config, batches: BatchSchedule) -> Iterator[str]:
+    """One line for each combination of flags that is allowed and does what few users want."""
     if config.training.skip_train and config.checkpoint.load is None:
         yield "--skip-train without --load evaluates the initial weights"
-    ends = horizons(config.optimizer, config.training, config.model.seq_length)
+    ends = horizons(config.optimizer, config.training, batches)
     if config.optimizer.lr_decay_style == "inverse-square-root" and ends.warmup_samples == 0:
         yield "--lr-decay-style inverse-square-root without a warmup falls as 1 / sqrt(samples) from the first sample on"
 
@@ -231,22 +222,3 @@ def _counts_in_samples(config: Config) -> bool:
 
 def _length_flag(config: Config) -> str:
     return "--train-samples" if config.training.train_samples is not None else "--train-tokens"
-
-
-SCHEDULE_CHECKS_BEFORE_FILLING: tuple[Callable[[Config], None], ...] = (
-    check_one_length,
-    check_one_warmup,
-    check_one_decay,
-    check_schedule_counts_like_length,
-    check_annealing,
-    check_weight_decays,
-    check_batch_flags,
-    check_iterations_to_skip,
-    check_evaluation,
-    check_garbage_collection,
-)
-SCHEDULE_CHECKS_AFTER_FILLING: tuple[Callable[[Config], None], ...] = (
-    check_learning_rates,
-    check_warmup_ends_before_decay,
-    check_validation_sets,
-)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_zpp.config.batch_schedule import batch_schedule, horizons, length_in_samples, running_schedule
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
-from megatron_zpp.config.horizons import horizons, length_in_samples
-from megatron_zpp.config.schedule_rules import check_batches
+from megatron_zpp.config.resolve import resolve
+from megatron_zpp.config.rules_schedule import check_batches
 from megatron_zpp.config.schema import Config
-from megatron_zpp.config.validate import resolve
 
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1"
 DATA = "--tokenizer-type NullTokenizer --vocab-size 9"
@@ -47,11 +47,11 @@ def resolved(flags: str, world_size: int = 1, steps: str | None = None) -> Confi
         ("--train-iters 5 --iterations-to-skip 3 -4", ["-4"]),
         ("--train-iters 5 --skip-train --eval-iters 0", ["--skip-train with --eval-iters 0"]),
         ("--train-iters 5 --full-validation --eval-iters 0", ["--full-validation and --eval-iters 0"]),
-        ("--train-iters 5 --manual-gc-interval 3", ["--manual-gc-interval changes nothing without --manual-gc"]),
+        ("--train-iters 5 --manual-gc-interval 3", ["--manual-gc-interval 3 changes nothing without --manual-gc"]),
         ("--train-iters 5 --no-manual-gc-eval", ["--no-manual-gc-eval changes nothing without --manual-gc"]),
         ("--train-iters 5 --multiple-validation-sets", ["--multiple-validation-sets needs validation data"]),
         ("--train-iters 5 --full-validation", ["--full-validation needs validation data"]),
-        (f"--train-iters 5 --validation-set-names a {DATA}", ["--validation-set-names changes nothing"]),
+        (f"--train-iters 5 --validation-set-names a {DATA}", ["--validation-set-names a changes nothing"]),
         (
             f"--train-iters 5 --full-validation --train-data-path a {DATA}",
             ["--full-validation needs validation data; give --valid-data-path"],
@@ -105,9 +105,10 @@ def test_an_evaluation_alone_needs_no_batch_of_training() -> None:
 
 def test_batches_of_the_past_do_not_stop_a_run_that_goes_on_with_more_ranks() -> None:
     config = resolved(f"--train-iters 9 {RAMP} --load somewhere", world_size=8)
-    check_batches(config, 8, 24)
+    batches = running_schedule(config, 8)
+    check_batches(config, batches, 24)
     with pytest.raises(FlagError, match="has batches of 4 samples, not a multiple of 8"):
-        check_batches(config, 8, 0)
+        check_batches(config, batches, 0)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_batches_of_the_past_do_not_stop_a_run_that_goes_on_with_more_ranks() ->
 )
 def test_the_length_of_a_run_counts_its_batches(flags: str, world_size: int, samples: int, iterations: int) -> None:
     config = resolved(flags, world_size)
-    assert length_in_samples(config.training, 32) == samples
+    assert length_in_samples(config.training, batch_schedule(config.training, 32)) == samples
     assert config.training.train_iters == iterations
 
 
@@ -137,13 +138,13 @@ def test_steps_of_the_batch_end_at_the_size_that_everything_else_calls_the_globa
 
 def test_horizons_in_iterations_count_the_samples_of_their_batches() -> None:
     config = resolved(f"--train-iters 8 --lr-warmup-iters 3 --lr-decay-iters 6 {RAMP}", 4)
-    found = horizons(config.optimizer, config.training, 32)
+    found = horizons(config.optimizer, config.training, batch_schedule(config.training, 32))
     assert (found.warmup_samples, found.decay_samples, found.annealing_samples) == (16, 28 + 2 * 16, 0)
 
 
 def test_horizons_in_tokens_are_whole_samples() -> None:
     config = resolved("--train-tokens 3200 --lr-warmup-tokens 33 --lr-decay-tokens 1600 --lr-decay-style WSD --lr-wsd-decay-samples 10")
-    found = horizons(config.optimizer, config.training, 32)
+    found = horizons(config.optimizer, config.training, batch_schedule(config.training, 32))
     assert (found.warmup_samples, found.decay_samples, found.annealing_samples) == (2, 50, 10)
 
 
@@ -160,7 +161,7 @@ def test_weight_decay_changes_over_the_length_of_training_unless_told_otherwise(
     [
         (
             "--weight-decay 0.2 --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
-            "--weight-decay has no effect beside --weight-decay-incr-style linear",
+            "--weight-decay has no effect with --weight-decay-incr-style linear",
         ),
         ("--skip-train", "--skip-train without --load evaluates the initial weights"),
         ("--lr-decay-style inverse-square-root", "without a warmup falls as 1 / sqrt(samples) from the first sample on"),

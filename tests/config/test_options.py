@@ -2,9 +2,8 @@
 
 import re
 
-from megatron_zpp.config.arguments import arguments, arguments_block
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.config.options import options
+from megatron_zpp.config.options import arguments, arguments_block, options
 
 
 def test_block_is_framed_sorted_and_complete():

@@ -1,0 +1,312 @@
+"""Reads a DeepSpeed JSON as flags. A value in it counts as given; messages name file, key and value.
+
+The tables list every key by its dotted path: the field that it sets, that it changes nothing here, or that it is refused and why.
+Source: https://www.deepspeed.ai/docs/config-json and the configuration classes of DeepSpeed 0.17.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_zpp.config.flag import POSITIVE_COUNT, Bounds, FlagError, check_value, in_words, spelling_of
+from megatron_zpp.config.options import Option, options
+from megatron_zpp.config.schema import Config
+
+KIND_IN_WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number"}
+LARGEST_SCALE_POWER = 126  # 2^127 is the last power of two of fp32, and a loss is multiplied by the scale
+OPTIONS: dict[str, Option] = {option.name: option for option in options()}
+
+# The field of the schema that a key sets. Keys of the batch are apart, because their meaning depends on the world.
+FIELDS: Mapping[str, str] = {
+    "zero_optimization.stage": "zero_stage",
+    "zero_optimization.zero_quantized_weights": "zero_quantized_weights",
+    "zero_optimization.zero_hpz_partition_size": "zero_hpz_partition_size",
+    "zero_optimization.zero_quantized_gradients": "zero_quantized_gradients",
+    "fp16.enabled": "fp16",
+    "fp16.loss_scale": "loss_scale",
+    "fp16.initial_scale_power": "initial_loss_scale",
+    "fp16.loss_scale_window": "loss_scale_window",
+    "fp16.hysteresis": "hysteresis",
+    "fp16.min_loss_scale": "min_loss_scale",
+    "bf16.enabled": "bf16",
+    "gradient_clipping": "clip_grad",
+    "steps_per_print": "log_interval",
+}
+
+MICRO_KEY, ACCUMULATION_KEY, GLOBAL_KEY = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+BATCH_KEYS = (GLOBAL_KEY, MICRO_KEY, ACCUMULATION_KEY)
+
+# Keys that change neither numbers nor memory here, whatever their value.
+WITHOUT_MEANING: frozenset[str] = frozenset(
+    """
+    zero_optimization.allgather_bucket_size zero_optimization.allgather_partitions zero_optimization.contiguous_gradients
+    zero_optimization.elastic_checkpoint zero_optimization.gather_16bit_weights_on_model_save
+    zero_optimization.ignore_unused_parameters zero_optimization.load_from_fp32_weights zero_optimization.log_trace_cache_warnings
+    zero_optimization.max_live_parameters zero_optimization.max_reuse_distance zero_optimization.memory_efficient_linear
+    zero_optimization.model_persistence_threshold zero_optimization.module_granularity_threshold zero_optimization.overlap_comm
+    zero_optimization.override_module_apply zero_optimization.param_persistence_threshold
+    zero_optimization.pipeline_loading_checkpoint zero_optimization.prefetch_bucket_size zero_optimization.reduce_bucket_size
+    zero_optimization.reduce_scatter zero_optimization.round_robin_gradients
+    zero_optimization.stage3_gather_16bit_weights_on_model_save zero_optimization.stage3_gather_fp16_weights_on_model_save
+    zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
+    zero_optimization.stage3_model_persistence_threshold zero_optimization.stage3_module_granularity_threshold
+    zero_optimization.stage3_param_persistence_threshold zero_optimization.stage3_prefetch_bucket_size
+    zero_optimization.stage3_use_all_reduce_for_fetch_params zero_optimization.sub_group_size
+    zero_optimization.use_all_reduce_for_fetch_params zero_optimization.use_multi_rank_bucket_allreduce
+    bf16.immediate_grad_update bf16.check_grad_overflow
+    activation_checkpointing.number_checkpoints activation_checkpointing.profile
+    activation_checkpointing.synchronize_checkpoint_boundary
+    checkpoint.tag_validation checkpoint.parallel_write aio dataloader_drop_last dump_state memory_breakdown
+    wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    """.split()
+)
+
+OFF: tuple[Any, ...] = (None, False)
+NOTHING_TO_PUT = "leave the key out"
+
+ABSENT_FEATURES = """
+    autotuning compile compression_training curriculum_learning data_efficiency eigenvalue elasticity graph_harvesting hybrid_engine
+    nebula pipeline progressive_layer_drop quantize_training sparse_attention tensor_parallel use_data_before_expert_parallelism
+""".split()
+
+# Keys that would change memory, numbers or output and are not available: values that ask for nothing, and the remedy for others.
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    **{
+        f"zero_optimization.{key}": (OFF, remedy)
+        for key, remedy in {
+            "offload_param": "weights stay on the device; leave the key out, and use more ranks",
+            "offload_optimizer": "optimizer state stays on the device; leave the key out, and use more ranks",
+            "cpu_offload": "optimizer state stays on the device; leave the key out, and use more ranks",
+            "cpu_offload_param": "weights stay on the device; leave the key out, and use more ranks",
+            "cpu_offload_use_pin_memory": NOTHING_TO_PUT,
+            "zenflow": NOTHING_TO_PUT,
+            "zero_quantized_nontrainable_weights": "every weight is trained; leave the key out",
+            "zeropp_loco_param": "gradients carry no error feedback; leave the key out",
+            "mics_hierarchical_params_gather": "use zero_hpz_partition_size",
+            "legacy_stage1": NOTHING_TO_PUT,
+            "leaf_module": NOTHING_TO_PUT,
+        }.items()
+    },
+    "zero_optimization.mics_shard_size": ((*OFF, -1), "use zero_hpz_partition_size"),
+    "fp16.auto_cast": (OFF, "the whole model is in fp16; leave the key out"),
+    "fp16.consecutive_hysteresis": (OFF, "hysteresis starts anew when the scale grows; leave the key out"),
+    "fp16.fp16_master_weights_and_grads": (OFF, "main weights and their gradients are fp32; leave the key out"),
+    "bf16.bf16_master_weights_and_grads": (OFF, "main weights and their gradients are fp32; leave the key out"),
+    "bf16.bf16_optimizer_states": (OFF, "optimizer state is fp32; leave the key out"),
+    "data_types.grad_accum_dtype": ((None, "fp32"), "gradients are summed in fp32; leave the key out"),
+    "activation_checkpointing.partition_activations": (OFF, "use --checkpoint-activations"),
+    "activation_checkpointing.cpu_checkpointing": (OFF, "use --checkpoint-activations"),
+    "activation_checkpointing.contiguous_memory_optimization": (OFF, "use --checkpoint-activations"),
+    "checkpoint.load_universal": (OFF, "use --load, which takes a checkpoint of any number of ranks"),
+    "checkpoint.use_node_local_storage": (OFF, "use --save with a path that every rank sees"),
+    "amp": (OFF, "use --fp16 or --bf16"),
+    "torch_autocast": (OFF, "use --fp16 or --bf16"),
+    "optimizer": (OFF, "use --lr, --weight-decay, --adam-beta1, --adam-beta2 and --adam-eps"),
+    "scheduler": (OFF, "use --lr-decay-style and --lr-warmup-iters"),
+    "communication_data_type": (OFF, "gradients cross links in the working precision or as --zero-quantized-gradients says"),
+    "seq_parallel_communication_data_type": (OFF, NOTHING_TO_PUT),
+    "fp32_allreduce": (OFF, "gradients cross links in the working precision; leave the key out"),
+    "prescale_gradients": (OFF, "each link divides by its own number of ranks; leave the key out"),
+    "gradient_predivide_factor": ((*OFF, 1), "each link divides by its own number of ranks; leave the key out"),
+    "sparse_gradients": (OFF, NOTHING_TO_PUT),
+    "disable_allgather": (OFF, NOTHING_TO_PUT),
+    "sequence_parallel_size": ((*OFF, 0, 1), "there is data parallelism only; choose 1"),
+    "vocabulary_size": (OFF, "use --vocab-size"),
+    "tensorboard": (OFF, "use --tensorboard-dir"),
+    "csv_monitor": (OFF, "use --log-jsonl"),
+    "wandb": (OFF, "use --tensorboard-dir or --log-jsonl"),
+    "comet": (OFF, "use --tensorboard-dir or --log-jsonl"),
+    "comms_logger": (OFF, "every training line has the bytes of each link; leave the key out"),
+    "flops_profiler": (OFF, "every training line has the FLOP/s; leave the key out"),
+    "timers": (OFF, "leave the key out; every training line has the times"),
+    **dict.fromkeys(ABSENT_FEATURES, (OFF, NOTHING_TO_PUT)),
+}
+
+KEYS: frozenset[str] = frozenset([*FIELDS, *BATCH_KEYS, *WITHOUT_MEANING, *REFUSED])
+SECTIONS: frozenset[str] = frozenset(key.split(".")[0] for key in KEYS if "." in key)
+
+
+def with_deepspeed_json(config: Config, world_size: int) -> Config:
+    """The configuration with the values of the file of --deepspeed_config, as if the user had given these flags.
+
+    Raises FlagError for a file that cannot be read, a key that is unknown or not available, and a value that contradicts a flag.
+    """
+    file = config.zero.deepspeed_config
+    if file is None:
+        return config
+    entries = Entries(file, dict(_flattened(file, read_object(file))))
+    settings = [*_translated(entries), *_batch(entries, config, world_size)]
+    for setting in settings:
+        check_agreement(config, setting)
+    values = {setting.field: setting.value for setting in settings if setting.value is not None}
+    sources = {setting.field: setting.source for setting in settings if setting.field not in config.given}
+    config = replace(config, given=config.given | frozenset(values), sources={**config.sources, **sources})
+    return config.with_values(**values).with_notices(*_notices(entries, values))
+
+
+def naming_sources(text: str, sources: Mapping[str, str]) -> str:
+    """The text of an error with the source of each flag in it that a file has set."""
+    words = set(re.findall(r"--[a-z][\w-]*", text))
+    origins = [f"{spelling_of(name)} is {source}" for name, source in sources.items() if spelling_of(name) in words]
+    return f"{text.removesuffix('.')} ({', '.join(origins)})." if origins else text
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The values of a file by dotted key."""
+
+    file: str
+    values: Mapping[str, Any]
+
+    def at(self, key: str) -> str:
+        """`key value in file` for messages, the value as JSON."""
+        return f"{key} {json.dumps(self.values[key])} in {self.file}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of the schema as a file sets it. A value of None means that the flag must not be given."""
+
+    field: str
+    value: Any
+    source: str
+
+
+def read_object(file: str) -> dict[str, Any]:
+    """The object in a JSON file. Raises FlagError if the file is missing, is not JSON, is not an object, or has a key twice."""
+    try:
+        with open(file, encoding="utf-8-sig") as stream:
+            found = json.load(stream, object_pairs_hook=lambda pairs: _without_doubles(file, pairs))
+    except OSError as error:
+        raise FlagError(f"--deepspeed_config {file} cannot be read ({error.strerror}); correct the path.") from None
+    except UnicodeDecodeError:
+        raise FlagError(f"--deepspeed_config {file} is no text in UTF-8; give a JSON file.") from None
+    except json.JSONDecodeError as error:
+        raise FlagError(f"--deepspeed_config {file} is no JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from None
+    if not isinstance(found, dict):
+        raise FlagError(f"--deepspeed_config {file} holds no JSON object; it must begin with a brace.")
+    return found
+
+
+def check_agreement(config: Config, setting: Setting) -> None:
+    """Raises FlagError if the flag is given with another value."""
+    given = config.value_of(setting.field)
+    if setting.field not in config.given or given == setting.value:
+        return
+    raise FlagError(f"{in_words(setting.field, given)} contradicts {setting.source}; give one of them, or the same value.")
+
+
+def _without_doubles(file: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise FlagError(f"{key} stands twice in one object in {file}; keep one of them.")
+        found[key] = value
+    return found
+
+
+def _flattened(file: str, found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in found.items():
+        if key not in SECTIONS:
+            yield _known(file, key), value
+        elif isinstance(value, dict):
+            for inner, inner_value in value.items():
+                yield _known(file, f"{key}.{inner}"), inner_value
+        elif value is not None:
+            raise FlagError(f"{key} {json.dumps(value)} in {file} is not an object; write {key} with its keys in braces.")
+
+
+def _known(file: str, key: str) -> str:
+    if key in KEYS:
+        return key
+    section, _, name = key.rpartition(".")
+    siblings = [other for other in KEYS if other.rpartition(".")[0] == section] + ([] if section else list(SECTIONS))
+    elsewhere = {other.rpartition(".")[2]: other for other in sorted(KEYS)}
+    nearest = difflib.get_close_matches(key, siblings, n=1, cutoff=0.75)
+    nearest = nearest or [elsewhere[match] for match in difflib.get_close_matches(name, elsewhere, n=1)]
+    remedy = f"did you mean {nearest[0]}?" if nearest else "correct or remove it."
+    raise FlagError(f"{key} in {file} is not a key of a DeepSpeed configuration; {remedy}")
+
+
+def _translated(entries: Entries) -> list[Setting]:
+    settings = []
+    for key, value in entries.values.items():
+        if value == "auto" and key not in WITHOUT_MEANING:
+            raise FlagError(f"{entries.at(key)} is filled in by another program; write the value, or leave the key out and give the flag.")
+        if key in REFUSED and not asks_for_nothing(value, REFUSED[key][0]):
+            raise FlagError(f"{entries.at(key)} is not available; {REFUSED[key][1]}.")
+        if key in FIELDS and value is not None:
+            settings.append(Setting(FIELDS[key], _field_value(entries, key), entries.at(key)))
+    return settings
+
+
+def _field_value(entries: Entries, key: str) -> Any:
+    if key == "fp16.initial_scale_power":
+        return 2.0 ** _value(entries, key, int, Bounds(at_least=0, at_most=LARGEST_SCALE_POWER))
+    if key == "fp16.loss_scale":
+        return _value(entries, key, float, Bounds(at_least=0)) or None  # 0 is dynamic
+    option = OPTIONS[FIELDS[key]]
+    return _value(entries, key, option.kind, option.flag.allowed)
+
+
+def _value(entries: Entries, key: str, kind: type, allowed: Any) -> Any:
+    value = entries.values[key]
+    fits = isinstance(value, bool) if kind is bool else isinstance(value, int | float) and not isinstance(value, bool)
+    if not fits or (kind is int and value % 1 != 0):
+        raise FlagError(f"{entries.at(key)} is not {KIND_IN_WORDS[kind]}; correct it.")
+    check_value(f"{key} in {entries.file}:", kind(value), allowed)
+    return kind(value)
+
+
+def _batch(entries: Entries, config: Config, world_size: int) -> list[Setting]:
+    """Settings by train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks; two of the three suffice."""
+    given = {key: _value(entries, key, int, POSITIVE_COUNT) for key in BATCH_KEYS if entries.values.get(key) is not None}
+    if not given:
+        return []
+    sources = {key: entries.at(key) for key in given}
+    for key, field in ((MICRO_KEY, "micro_batch_size"), (GLOBAL_KEY, "global_batch_size")):
+        if field in config.given and key in given:
+            check_agreement(config, Setting(field, given[key], sources[key]))
+        elif field in config.given:
+            given[key], sources[key] = config.value_of(field), f"{spelling_of(field)} {config.value_of(field)}"
+    source = " with ".join(sources.values())
+    micro, steps, total = (given.get(key) for key in (MICRO_KEY, ACCUMULATION_KEY, GLOBAL_KEY))
+    if micro is None:
+        micro = 1 if total is None else _share(total, steps or 1, world_size, source)
+    if total is None:
+        total = micro * (steps or 1) * world_size
+    if steps is not None and micro * steps * world_size != total:
+        raise FlagError(
+            f"{source}: micro-batch {micro} x {steps} accumulation steps x {world_size} ranks is {micro * steps * world_size} "
+            f"and not the batch of {total}; correct one of them."
+        )
+    return [Setting("micro_batch_size", micro, source), Setting("global_batch_size", total, source)]
+
+
+def _share(total: int, steps: int, world_size: int, source: str) -> int:
+    if total % (steps * world_size):
+        raise FlagError(
+            f"{source}: a batch of {total} does not divide into {steps} accumulation steps on {world_size} ranks; "
+            f"choose a multiple of {steps * world_size}."
+        )
+    return total // (steps * world_size)
+
+
+def _notices(entries: Entries, values: Mapping[str, Any]) -> Iterator[str]:
+    flags = [in_words(name, value) for name, value in values.items() if value is not False]
+    yield f"{entries.file} sets {' '.join(flags) or 'no flag'}"
+    without_meaning = [key.rpartition(".")[2] for key in entries.values if key in WITHOUT_MEANING]
+    if without_meaning:
+        yield f"{entries.file}: without meaning here, units and lanes take their place: {', '.join(without_meaning)}"
+
+
+def asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether a value asks for nothing: it is neutral, an empty object, or an object that switches itself off."""
+    if isinstance(value, dict):
+        return not value or value.get("enabled") is False or value.get("device") == "none"
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)

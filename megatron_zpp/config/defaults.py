@@ -1,0 +1,228 @@
+"""Fills in what the flags leave open: assumptions without data or length, and values that follow from other flags and the world."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from megatron_zpp.config.batch_schedule import BatchSchedule, length_in_samples
+from megatron_zpp.config.flag import FlagError, in_words
+from megatron_zpp.config.schema import TOKENIZER_FILES, Config, ModelConfig
+
+T = TypeVar("T")
+
+DEFAULT_LR = 3e-4
+MOCK_VOCAB_SIZE = 50257  # GPT-2's, padded to 50304 by default
+DEEPSPEED_LOSS_SCALE = 2.0**16  # from Megatron's 2^32 a run would skip its first dozens of steps
+BENCHMARK_VALUES: dict[str, Any] = {"train_iters": 50, "lr": DEFAULT_LR, "lr_decay_style": "constant", "log_interval": 10}
+
+
+def assume(config: Config) -> Config:
+    """The configuration with data, length and learning rate, and one line in `assumptions` or `notices` for each value filled in.
+
+    Without data and length this is the benchmark mode: mock data, a short run, a constant learning rate.
+    Raises FlagError for data without a length or without a tokenizer.
+    """
+    config = _with_gpt2_tokenizer(config)
+    if config.data.names_corpora:
+        _check_data_has_length_and_tokenizer(config)
+        return _with_learning_rate(_with_loss_scale(config))
+    if _has_length(config):
+        headline = "no data is given: training on mock data"
+        return _with_learning_rate(_with_loss_scale(_assuming(config, headline, _mock_values(config))))
+    headline = "benchmark mode: neither data nor a length of training is given"
+    loss_scale = {"initial_loss_scale": DEEPSPEED_LOSS_SCALE} if _has_open_loss_scale(config) else {}
+    return _assuming(config, headline, {**_mock_values(config), **BENCHMARK_VALUES, **loss_scale})
+
+
+def banner(config: Config) -> str:
+    """The assumptions framed by lines of stars, or an empty string if nothing was assumed."""
+    if not config.assumptions:
+        return ""
+    headline, *lines = config.assumptions
+    frame = "*" * 80
+    return "\n".join([frame, f"* {headline.upper()}", *(f"*   {line}" for line in lines), "* each of these flags wins when given", frame])
+
+
+def _has_length(config: Config) -> bool:
+    training = config.training
+    return any(length is not None for length in (training.train_iters, training.train_samples, training.train_tokens))
+
+
+def _check_data_has_length_and_tokenizer(config: Config) -> None:
+    data_path = " ".join(config.data.data_path)
+    corpora = f"--data-path {data_path}" if data_path else "the data"
+    if not _has_length(config):
+        raise FlagError(f"{corpora} needs a length of training; give --train-iters or --train-samples.")
+    if config.data.tokenizer_type is None:
+        raise FlagError(
+            f"{corpora} needs its tokenizer; give --tokenizer-type GPT2BPETokenizer with --vocab-file and --merge-file, "
+            "NullTokenizer with --vocab-size, or another with --tokenizer-model."
+        )
+
+
+def _with_gpt2_tokenizer(config: Config) -> Config:
+    data = config.data
+    if data.tokenizer_type is not None or data.vocab_file is None or data.merge_file is None:
+        return config
+    line = "--tokenizer-type is not given: GPT2BPETokenizer is used, to which --vocab-file and --merge-file belong"
+    return config.with_values(tokenizer_type="GPT2BPETokenizer").with_notices(line)
+
+
+def _mock_values(config: Config) -> dict[str, Any]:
+    tokenizer_type = config.data.tokenizer_type
+    if tokenizer_type is None and not any(config.value_of(name) for name in TOKENIZER_FILES):
+        tokenizer_type = "NullTokenizer"
+    if tokenizer_type != "NullTokenizer":
+        return {"mock_data": True}
+    return {"mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": MOCK_VOCAB_SIZE}
+
+
+def _with_learning_rate(config: Config) -> Config:
+    if config.optimizer.lr is not None:
+        return config
+    return config.with_values(lr=DEFAULT_LR).with_notices(f"--lr is not given: {DEFAULT_LR} is used")
+
+
+def _with_loss_scale(config: Config) -> Config:
+    if config.zero.deepspeed_config is None or not _has_open_loss_scale(config):
+        return config
+    line = f"--initial-loss-scale is not given: {DEEPSPEED_LOSS_SCALE} is used, as DeepSpeed has it"
+    return config.with_values(initial_loss_scale=DEEPSPEED_LOSS_SCALE).with_notices(line)
+
+
+def _has_open_loss_scale(config: Config) -> bool:
+    precision = config.precision
+    is_open = precision.fp16 and precision.loss_scale is None and "initial_loss_scale" not in config.given
+    return is_open and precision.min_loss_scale <= DEEPSPEED_LOSS_SCALE
+
+
+def _assuming(config: Config, headline: str, values: dict[str, Any]) -> Config:
+    assumed = {name: value for name, value in values.items() if name not in config.given}
+    if not assumed:
+        return config
+    lines = (in_words(name, value) for name, value in assumed.items())
+    return replace(config.with_values(**assumed), assumptions=(headline, *lines))
+
+
+def derive(config: Config, batches: BatchSchedule, world_size: int, local_world_size: int | None) -> Config:
+    """The configuration with every None filled that depends on another flag or on the world.
+
+    batches: the run's, in this world. local_world_size: ranks that the launcher started on this node, None if it does not say.
+    """
+    config = config.with_values(**_model_values(config), **_batch_values(config, batches), **_values_of_tokens(config))
+    config = config.with_values(**_length_values(config, batches))
+    return config.with_values(
+        **_decay_values(config),
+        **_weight_decay_values(config, batches),
+        ranks_per_node=_ranks_per_node(config, world_size, local_world_size),
+        device=_or(config.plan.device, "cpu" if config.distributed.distributed_backend == "gloo" else "gpu"),
+        profile_dir=_or(config.profiling.profile_dir, config.logging.tensorboard_dir),
+        zero_hpz_partition_size=1 if world_size == 1 else config.zero.zero_hpz_partition_size,
+    )
+
+
+def _or(value: T | None, otherwise: T) -> T:
+    return otherwise if value is None else value
+
+
+def _model_values(config: Config) -> dict[str, Any]:
+    model = config.model
+    return {
+        "position_embedding_type": _position_embedding_type(config),
+        "num_query_groups": _or(model.num_query_groups, 1 if model.group_query_attention else model.num_attention_heads),
+        "ffn_hidden_size": _or(model.ffn_hidden_size, _ffn_hidden_size(config)),
+        "kv_channels": _or(model.kv_channels, model.hidden_size // model.num_attention_heads),
+        "max_position_embeddings": _or(model.max_position_embeddings, model.seq_length),
+        **_recompute_values(model),
+    }
+
+
+def _recompute_values(model: ModelConfig) -> dict[str, Any]:
+    if model.recompute_granularity != "full":
+        return {}
+    return {
+        "recompute_method": _or(model.recompute_method, "uniform"),
+        "recompute_num_layers": _or(model.recompute_num_layers, 1),
+    }
+
+
+def _position_embedding_type(config: Config) -> str:
+    model = config.model
+    return "none" if model.no_position_embedding and "position_embedding_type" not in config.given else model.position_embedding_type
+
+
+def _ffn_hidden_size(config: Config) -> int:
+    """4 H; with a gate, which adds a third matrix, two thirds of it, rounded down to a multiple of 64 as in Megatron."""
+    hidden = config.model.hidden_size
+    if not config.model.swiglu:
+        return 4 * hidden
+    width = int(4 * hidden * 2 / 3 / 64) * 64
+    if width == 0:
+        raise FlagError(
+            f"--swiglu with --hidden-size {hidden} leaves the feed-forward layer no width, because two thirds of 4 x {hidden} are rounded "
+            "down to a multiple of 64; give --ffn-hidden-size."
+        )
+    return width
+
+
+def _batch_values(config: Config, batches: BatchSchedule) -> dict[str, Any]:
+    training = config.training
+    micro_batch_size = _or(training.micro_batch_size, 1)
+    return {
+        "micro_batch_size": micro_batch_size,
+        "global_batch_size": batches.stages[-1].asked_size,
+        "eval_micro_batch_size": _or(training.eval_micro_batch_size, micro_batch_size),
+        "eval_global_batch_size": _or(training.eval_global_batch_size, batches.full_size),
+    }
+
+
+def _values_of_tokens(config: Config) -> dict[str, Any]:
+    """Lengths that are given in tokens, converted to samples."""
+    training, optimizer, seq_length = config.training, config.optimizer, config.model.seq_length
+    values: dict[str, Any] = {}
+    if training.train_tokens is not None:
+        samples = -(-training.train_tokens // seq_length)
+        values["train_samples"] = min(samples, _or(training.train_samples, samples))
+    if optimizer.lr_decay_tokens is not None:
+        values["lr_decay_samples"] = -(-optimizer.lr_decay_tokens // seq_length)
+    if optimizer.lr_warmup_tokens:
+        values["lr_warmup_samples"] = -(-optimizer.lr_warmup_tokens // seq_length)
+    return values
+
+
+def _length_values(config: Config, batches: BatchSchedule) -> dict[str, Any]:
+    training = config.training
+    if training.train_samples is None:
+        return {}
+    train_iters = batches.iterations_within(training.train_samples)
+    if train_iters == 0:
+        smallest = batches.batch_size(0)
+        raise FlagError(f"--train-samples {training.train_samples} is less than one global batch of {smallest}; choose {smallest} or more.")
+    return {"train_iters": train_iters}
+
+
+def _decay_values(config: Config) -> dict[str, Any]:
+    if config.training.train_samples is None:
+        return {"lr_decay_iters": _or(config.optimizer.lr_decay_iters, config.training.train_iters)}
+    return {"lr_decay_samples": _or(config.optimizer.lr_decay_samples, config.training.train_samples)}
+
+
+def _weight_decay_values(config: Config, batches: BatchSchedule) -> dict[str, Any]:
+    optimizer = config.optimizer
+    length = length_in_samples(config.training, batches)
+    return {
+        "start_weight_decay": _or(optimizer.start_weight_decay, optimizer.weight_decay),
+        "end_weight_decay": _or(optimizer.end_weight_decay, optimizer.weight_decay),
+        "weight_decay_incr_samples": _or(optimizer.weight_decay_incr_samples, length),
+    }
+
+
+def _ranks_per_node(config: Config, world_size: int, local_world_size: int | None) -> int:
+    ranks_per_node = _or(config.distributed.ranks_per_node, local_world_size)
+    if ranks_per_node is None and world_size > 1:
+        raise FlagError(
+            f"--ranks-per-node is not given and the launcher of these {world_size} ranks does not say it in LOCAL_WORLD_SIZE, "
+            "LOCAL_SIZE or SLURM_NTASKS_PER_NODE; give --ranks-per-node."
+        )
+    return _or(ranks_per_node, 1)

@@ -1,0 +1,50 @@
+"""From the flags as given to a complete configuration without contradictions, in phases."""
+
+from __future__ import annotations
+
+from megatron_zpp.config import rules_model, rules_run, rules_schedule, rules_zero
+from megatron_zpp.config.batch_schedule import running_schedule
+from megatron_zpp.config.deepspeed import naming_sources, with_deepspeed_json
+from megatron_zpp.config.defaults import assume, derive
+from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.options import check_declared, declared_without_effect
+from megatron_zpp.config.schema import Config
+
+
+def resolve(config: Config, world_size: int, local_world_size: int | None) -> Config:
+    """The configuration of this run in a world of `world_size` data-parallel ranks, filled in and checked.
+
+    Called once, alike on every rank. local_world_size: ranks that the launcher started on this node, None if it does not say.
+    Reads the file of --deepspeed_config first. Raises FlagError for the first rule that is broken.
+    """
+    config = with_deepspeed_json(config, world_size)
+    try:
+        check_given(config)
+        return _filled_in(config, world_size, local_world_size)
+    except FlagError as error:
+        raise FlagError(naming_sources(str(error), config.sources)) from None
+
+
+def check_given(config: Config) -> None:
+    """Raises FlagError for the first rule that the flags break as they were given, in any world."""
+    check_declared(config)
+    rules_zero.check_given(config)
+    rules_run.check_given(config)
+    rules_schedule.check_given(config)
+    rules_model.check_given(config)
+
+
+def _filled_in(given: Config, world_size: int, local_world_size: int | None) -> Config:
+    config = assume(given)
+    batches = running_schedule(config, world_size)
+    config = derive(config, batches, world_size, local_world_size)
+    rules_run.check_resolved(config, world_size)
+    rules_model.check_resolved(config)
+    rules_schedule.check_resolved(config, batches, world_size)
+    rules_zero.check_resolved(config, world_size)
+    return config.with_notices(
+        *rules_model.surprising_defaults(config),
+        *declared_without_effect(config),
+        *rules_schedule.surprising_schedules(config, batches),
+        *rules_zero.missing_links(config, world_size, given.zero.zero_hpz_partition_size),
+    )

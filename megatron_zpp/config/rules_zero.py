@@ -1,0 +1,117 @@
+"""Rules about sharding, quantization and the world of ranks."""
+
+from __future__ import annotations
+
+from megatron_zpp.config.flag import FlagError, any_of, divisors, in_words, spelling_of
+from megatron_zpp.config.schema import WORKING_DTYPE_BITS, Config
+
+
+def check_given(config: Config) -> None:
+    """Raises FlagError for the first rule that the flags break as they were given."""
+    check_parallelism(config)
+    check_quantized_stage(config)
+    check_gradients_are_quantized_somewhere(config)
+    check_secondary_partition(config)
+
+
+def check_resolved(config: Config, world_size: int) -> None:
+    """Raises FlagError for the first rule that the filled-in values break in a world of `world_size` ranks."""
+    check_partition_divides_node(config)
+    check_ranks_per_node(config, world_size)
+    check_remaining_link_is_quantized(config, world_size)
+
+
+def check_parallelism(config: Config) -> None:
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        size = config.value_of(name)
+        if size > 1:
+            kind = name.split("_")[0]
+            raise FlagError(f"{spelling_of(name)} {size} is not available, there is data parallelism but no {kind} parallelism; choose 1.")
+
+
+def check_quantized_stage(config: Config) -> None:
+    """ZeRO++ quantizes what crosses a link between shards. Stage 0 has no shards."""
+    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if config.value_of(name) and config.zero.zero_stage == 0:
+            raise FlagError(f"{spelling_of(name)} has nothing to quantize in --zero-stage 0; choose --zero-stage 1, 2 or 3.")
+
+
+def check_gradients_are_quantized_somewhere(config: Config) -> None:
+    zero = config.zero
+    if (
+        zero.zero_quantized_gradients
+        and zero.zero_quantized_gradients_intra_bits == zero.zero_quantized_gradients_inter_bits == WORKING_DTYPE_BITS
+    ):
+        raise FlagError(
+            "--zero-quantized-gradients with 16 bits inside a partition and between partitions quantizes nothing; choose 4 or 8 for "
+            "--zero-quantized-gradients-inter-bits, or leave --zero-quantized-gradients out."
+        )
+
+
+def check_secondary_partition(config: Config) -> None:
+    partition_ranks = config.zero.zero_hpz_partition_size
+    if partition_ranks > 1 and config.zero.zero_stage != 3:
+        raise FlagError(
+            f"--zero-hpz-partition-size {partition_ranks} keeps a copy of sharded weights, which --zero-stage {config.zero.zero_stage} "
+            "does not have; choose --zero-stage 3, or 1 for no copy."
+        )
+
+
+def check_partition_divides_node(config: Config) -> None:
+    partition_ranks, ranks_per_node = config.zero.zero_hpz_partition_size, config.distributed.ranks_per_node
+    if ranks_per_node % partition_ranks != 0:
+        raise FlagError(
+            f"--zero-hpz-partition-size {partition_ranks} does not divide the {ranks_per_node} ranks of a node; "
+            f"choose {any_of(divisors(ranks_per_node))}, or start a multiple of {partition_ranks} ranks per node."
+        )
+
+
+def check_ranks_per_node(config: Config, world_size: int) -> None:
+    ranks_per_node = config.distributed.ranks_per_node
+    if world_size % ranks_per_node != 0:
+        source = "" if "ranks_per_node" in config.given else " (from the launcher)"
+        raise FlagError(
+            f"--ranks-per-node {ranks_per_node}{source} does not divide the {world_size} ranks of the world; "
+            f"choose {any_of(divisors(world_size))}."
+        )
+
+
+def check_remaining_link_is_quantized(config: Config, world_size: int) -> None:
+    """With one partition, or partitions of one rank, gradients cross a single link, which must not be the one with 16 bits."""
+    if not has_inter_link(config, world_size):
+        name, reason = "zero_quantized_gradients_intra_bits", "there is one node"
+    elif partition_ranks(config) == 1:
+        name, reason = "zero_quantized_gradients_inter_bits", "each node has one rank"
+    else:
+        return
+    if config.zero.zero_quantized_gradients and config.value_of(name) == WORKING_DTYPE_BITS:
+        raise FlagError(
+            f"{spelling_of(name)} 16 leaves --zero-quantized-gradients nothing to quantize, because {reason}; "
+            "choose 4 or 8, or leave --zero-quantized-gradients out."
+        )
+
+
+def partition_ranks(config: Config) -> int:
+    """Ranks of a partition, inside which the intra link runs: --zero-hpz-partition-size, or the ranks of a node if that is off."""
+    asked = config.zero.zero_hpz_partition_size
+    return asked if asked > 1 else config.distributed.ranks_per_node
+
+
+def has_inter_link(config: Config, world_size: int) -> bool:
+    """Whether there are several partitions, and so a link between them."""
+    return world_size > partition_ranks(config)
+
+
+def missing_links(config: Config, world_size: int, asked_partition_ranks: int) -> list[str]:
+    """One line about what ZeRO++ cannot do in this world, because there is no link between partitions, or no link at all.
+
+    asked_partition_ranks: what --zero-hpz-partition-size asks for, before it was fitted to the world.
+    """
+    features = [spelling_of(name) for name in ("zero_quantized_weights", "zero_quantized_gradients") if config.value_of(name)]
+    if asked_partition_ranks > config.zero.zero_hpz_partition_size:
+        features.insert(0, in_words("zero_hpz_partition_size", asked_partition_ranks))
+    if not features or has_inter_link(config, world_size):
+        return []
+    if world_size == 1:
+        return [f"{' and '.join(features)}: there is one rank, so nothing crosses a link, is quantized or kept as a copy"]
+    return [f"{' and '.join(features)}: there is one node, so only the link inside it carries quantized values"]
