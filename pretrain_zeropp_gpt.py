@@ -23,7 +23,7 @@ from megatron_zpp.parallel.launch import Launch, read_launch
 
 if TYPE_CHECKING:
     from megatron_zpp.parallel.initialize import World
-    from megatron_zpp.training.reporter import Writers
+    from megatron_zpp.training.writers import Writers
 
 FAILURE_EXIT_CODE = 1
 
@@ -87,39 +87,40 @@ def run_in_world(config: Config, launch: Launch, mistake: str | None) -> int:
 def train(config: Config, launch: Launch, world: World) -> None:
     """The run itself: model -> engine -> data -> training. Raises StartupError for a mistake of the user's, on every rank alike."""
     from megatron_zpp.parallel.topology import check_placement
-    from megatron_zpp.training import setup, start
+    from megatron_zpp.training import setup, start, startup_checks
     from megatron_zpp.training.instruments import make_instruments
     from megatron_zpp.training.stop_conditions import check_kill_switch
     from megatron_zpp.training.stored_run import with_schedule
     from megatron_zpp.training.trainer import Trainer
+    from megatron_zpp.training.writers import open_writers
 
     printer = RankPrinter(launch.rank, launch.world_size)
     printer.on_first("\n".join(filter(None, [banner(config), arguments_block(config), *config.notices])))
-    setup.check_same_flags(config)
+    startup_checks.check_same_flags(config)
     hosts = world.hosts()
     with world.agreement():
         if config.training.deterministic_mode:
-            setup.use_deterministic_kernels()
+            startup_checks.use_deterministic_kernels()
         check_placement(hosts, config.distributed.ranks_per_node)
     with world.agreement():
         instruments = make_instruments(config, world.device, world.rank)
     ladder = setup.build_ladder(config, world, instruments)
-    memory_there = setup.memory_per_rank(world, hosts)
+    memory_there = startup_checks.memory_per_rank(world, hosts)
     source = start.find_resume_source(config, world)
     with world.agreement("preparing data", printer.on_first):
         check_kill_switch(config.training, launch.rank)
-        setup.check_backends(config, world.device)
+        startup_checks.check_backends(config, world.device)
         config = with_schedule(config, source.stored)
         vocabulary = setup.build_vocabulary(config)
         model = setup.build_model(config, vocabulary.padded_size, source.stored)
-        setup.check_memory(config, model, ladder.topology, world.device, memory_there)
+        startup_checks.check_memory(config, model, ladder.topology, world.device, memory_there)
         speaker = setup.speaker_of(launch, hosts[launch.rank], printer)
         datasets = setup.build_run_data(config, vocabulary, speaker, checks_token_ids=launch.local_rank == 0)
-        writers = setup.open_writers(config, printer, instruments)
+        writers = open_writers(config, printer, instruments)
         config = config.with_values(vocab_size=vocabulary.size)
     with closing(writers, world):
-        setup.check_save_is_shared(config, world)
-        kernels = setup.prepare_kernels(config, world.device)
+        startup_checks.check_save_is_shared(config, world)
+        kernels = startup_checks.prepare_kernels(config, world.device)
         lines = [*setup.describe_run(config, ladder, vocabulary.size, model), kernels, *datasets.messages]
         printer.on_first("\n".join(filter(None, lines)))
         printer.milestone("after dataloaders are built")

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from megatron_zpp.config.schema import Config, LoggingConfig
 from megatron_zpp.data.blended_dataset import SourceTally
 from megatron_zpp.monitor.interval_report import IntervalReport
-from megatron_zpp.monitor.jsonl import JsonLinesWriter
-from megatron_zpp.monitor.logging import RankPrinter
 from megatron_zpp.monitor.memory import memory_line, read_memory
-from megatron_zpp.monitor.progress_file import ProgressFile
 from megatron_zpp.monitor.scalars import (
     ScalarChoice,
-    ScalarWriter,
     interval_scalars,
     iteration_scalars,
     timer_scalars,
@@ -25,32 +20,11 @@ from megatron_zpp.monitor.scalars import (
 from megatron_zpp.monitor.timers import BETWEEN_STEPS, NEVER_RAN, TIMER_NAMES, timer_lines
 from megatron_zpp.monitor.training_line import samples_line, training_line
 from megatron_zpp.training.hardware import peak_teraflops
-from megatron_zpp.training.instruments import Instruments
 from megatron_zpp.training.metrics import Interval, Progress, ReportInputs, StepReadings, StepTimes, StepTraffic, interval_report
+from megatron_zpp.training.writers import Writers
 from megatron_zpp.zero.engine import ZeroEngine
 
 STEP_TIMERS = tuple(name for name in TIMER_NAMES if name not in BETWEEN_STEPS)
-
-
-@dataclass(frozen=True)
-class Writers:
-    """Where the run tells of itself: files on rank 0, points (TensorBoard, Weights & Biases) on the last rank; none on others.
-
-    instruments: what of this rank looks into the run.
-    """
-
-    printer: RankPrinter
-    instruments: Instruments
-    json_lines: JsonLinesWriter | None = None
-    progress_file: ProgressFile | None = None
-    scalars: tuple[ScalarWriter, ...] = ()
-
-    def close(self) -> None:
-        """Writes what is held back."""
-        for writer in (self.json_lines, *self.scalars):
-            if writer is not None:
-                writer.close()
-        self.instruments.close()
 
 
 class Reporter:

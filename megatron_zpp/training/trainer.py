@@ -16,11 +16,12 @@ from megatron_zpp.training.evaluation import HeldOutSet, HeldOutSets, evaluate, 
 from megatron_zpp.training.garbage import GarbageCollection
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
 from megatron_zpp.training.metrics import BadIterations, Progress, StepReadings, StepTimes
-from megatron_zpp.training.reporter import Reporter, Writers
+from megatron_zpp.training.reporter import Reporter
 from megatron_zpp.training.saving import RunSaver
 from megatron_zpp.training.step import StepPlan, exchanged_requests, train_step
 from megatron_zpp.training.stop_conditions import StopConditions, reason_for_stopping
 from megatron_zpp.training.weight_decay import WeightDecaySchedule
+from megatron_zpp.training.writers import Writers
 from megatron_zpp.zero.engine import ZeroEngine
 
 

@@ -1,21 +1,15 @@
-"""What of a run's flags turns into instruments and writers on which rank."""
+"""Instruments that the flags ask for, by rank."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from harness.stand_in_wandb import StandIn
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
-from megatron_zpp.monitor.logging import RankPrinter
 from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.training.instruments import Instruments, make_instruments
-from megatron_zpp.training.setup import open_writers
 
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --ranks-per-node 2 "
 
@@ -56,23 +50,3 @@ def test_traces_go_where_tensorboard_looks_unless_told_otherwise() -> None:
 def test_what_needs_a_gpu_names_itself_without_one(flag: str) -> None:
     with pytest.raises(ValueError, match=f"^{flag} needs a GPU, and this run is on cpu; leave it out.$"):
         instruments_of(flag)
-
-
-def test_weights_and_biases_gets_the_arguments_on_the_last_rank_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = StandIn()
-    monkeypatch.setitem(sys.modules, "wandb", package)
-    config = config_of(f"--wandb-project p --wandb-exp-name n --save {tmp_path}")
-    instruments = make_instruments(config, torch.device("cpu"), 0)
-    assert open_writers(config, RankPrinter(0, 4), instruments).scalars == () and package.started_with == {}
-    writers = open_writers(config, RankPrinter(3, 4), instruments)
-    assert package.started_with["dir"] == str(tmp_path / "wandb") and package.started_with["config"]["num_layers"] == "2"
-    writers.close()
-    assert package.has_finished
-
-
-def test_a_folder_of_weights_and_biases_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", StandIn())
-    (tmp_path / "file").touch()
-    config = config_of(f"--wandb-project p --wandb-save-dir {tmp_path / 'file'}")
-    with pytest.raises(ValueError, match="^--wandb-save-dir .*file cannot be written to"):
-        open_writers(config, RankPrinter(3, 4), make_instruments(config, torch.device("cpu"), 3))

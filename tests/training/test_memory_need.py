@@ -15,7 +15,7 @@ from megatron_zpp.config.schema import Config
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.training.memory_need import MemoryNeed, MemoryThere, check_fits, in_gib, memory_need, smallest_nodes
-from megatron_zpp.training.setup import choose_policy
+from megatron_zpp.training.sharding import choose_policy
 from megatron_zpp.zero.plan.memory_plan import Sharding
 from megatron_zpp.zero.schedule import Prefetch
 

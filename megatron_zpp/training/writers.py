@@ -1,0 +1,73 @@
+"""Files and printers that a run writes to, and which rank opens which."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_zpp.config.options import arguments
+from megatron_zpp.config.schema import Config
+from megatron_zpp.monitor.jsonl import JsonLinesWriter
+from megatron_zpp.monitor.logging import RankPrinter
+from megatron_zpp.monitor.progress_file import ProgressFile
+from megatron_zpp.monitor.scalars import ScalarWriter
+from megatron_zpp.monitor.tensorboard import TensorboardWriter
+from megatron_zpp.monitor.wandb_writer import WandbRun, WandbWriter
+from megatron_zpp.training.instruments import Instruments
+from megatron_zpp.training.startup_checks import check_writable
+
+
+@dataclass(frozen=True)
+class Writers:
+    """Where the run tells of itself: files on rank 0, points (TensorBoard, Weights & Biases) on the last rank; none on others.
+
+    instruments: what of this rank looks into the run.
+    """
+
+    printer: RankPrinter
+    instruments: Instruments
+    json_lines: JsonLinesWriter | None = None
+    progress_file: ProgressFile | None = None
+    scalars: tuple[ScalarWriter, ...] = ()
+
+    def close(self) -> None:
+        """Writes what is held back."""
+        for writer in (self.json_lines, *self.scalars):
+            if writer is not None:
+                writer.close()
+        self.instruments.close()
+
+
+def open_writers(config: Config, printer: RankPrinter, instruments: Instruments) -> Writers:
+    """The files and printers of this rank. Raises ValueError for a folder that this rank cannot write to."""
+    logging = config.logging
+    if config.checkpoint.save is not None:
+        check_writable("--save", Path(config.checkpoint.save), printer.rank)
+    if logging.tensorboard_dir is not None:
+        check_writable("--tensorboard-dir", Path(logging.tensorboard_dir), printer.rank)
+    if config.profiling.profile_dir is not None and instruments.profiler is not None:
+        check_writable("--profile-dir", Path(config.profiling.profile_dir), printer.rank)
+    if instruments.memory_history is not None:
+        check_writable("--memory-snapshot-path", Path(config.profiling.memory_snapshot_path).parent, printer.rank)
+    json_lines = JsonLinesWriter(logging.log_jsonl) if logging.log_jsonl is not None and printer.rank == 0 else None
+    progress_file = None
+    if config.checkpoint.save is not None and logging.log_progress and printer.rank == 0:
+        progress_file = ProgressFile(Path(config.checkpoint.save), os.environ.get("SLURM_JOB_ID", ""), printer.world_size)
+    scalars = tuple(_scalar_writers(config, printer.rank)) if printer.rank == printer.world_size - 1 else ()
+    return Writers(printer, instruments, json_lines, progress_file, scalars)
+
+
+def _scalar_writers(config: Config, rank: int) -> Iterator[ScalarWriter]:
+    logging = config.logging
+    if logging.tensorboard_dir is not None:
+        tensorboard = TensorboardWriter(logging.tensorboard_dir, logging.tensorboard_queue_size)
+        tensorboard.write_arguments(arguments(config))
+        yield tensorboard
+    if logging.wandb_project is not None:
+        folder = Path(config.checkpoint.save) / "wandb" if config.checkpoint.save is not None else None
+        directory = folder if logging.wandb_save_dir is None else Path(logging.wandb_save_dir)
+        if directory is not None:
+            check_writable("--wandb-save-dir", directory, rank)
+        yield WandbWriter(WandbRun(logging.wandb_project, logging.wandb_entity, logging.wandb_exp_name, directory), arguments(config))
