@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic
@@ -11,25 +11,8 @@ from megatron_zpp.config.schema import Config
 from megatron_zpp.model.flops import hardware_flops, model_flops
 from megatron_zpp.monitor.interval_report import IntervalReport
 from megatron_zpp.monitor.memory import MemoryReading
+from megatron_zpp.training.progress import Progress
 from megatron_zpp.training.step import StepOutcome
-
-
-@dataclass
-class Progress:
-    """Where the run stands; a checkpoint keeps it.
-
-    scheduled_samples: samples of the steps that were not skipped; they drive the learning rate.
-    """
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    scheduled_samples: int = 0
-
-    def advance(self, samples: int, *, is_skipped: bool) -> None:
-        self.iteration += 1
-        self.consumed_samples += samples
-        if not is_skipped:
-            self.scheduled_samples += samples
 
 
 class StepTimes(NamedTuple):
@@ -38,30 +21,6 @@ class StepTimes(NamedTuple):
     samples: int
     seconds: float
     data_seconds: float
-
-
-@dataclass
-class BadIterations:
-    """The steps without a usable loss or gradient since the last good one.
-
-    progress_before, scaler_before: where the run and its loss scale stood before the first of them.
-    weights_are_from_before: all of them were skipped.
-    """
-
-    consecutive: int = 0
-    weights_are_from_before: bool = True
-    progress_before: Progress = field(default_factory=Progress)
-    scaler_before: dict[str, float] = field(default_factory=dict)
-
-    def count(self, outcome: StepOutcome, progress: Progress, scaler: dict[str, float]) -> None:
-        """Takes note of a step that the run took at `progress`, with the loss scale in this state."""
-        if math.isfinite(outcome.lm_loss) and not outcome.is_skipped:
-            self.consecutive, self.weights_are_from_before = 0, True
-            return
-        if self.consecutive == 0:
-            self.progress_before, self.scaler_before = replace(progress), scaler
-        self.consecutive += 1
-        self.weights_are_from_before &= outcome.is_skipped
 
 
 @dataclass

@@ -20,7 +20,8 @@ from megatron_zpp.monitor.scalars import (
 from megatron_zpp.monitor.timers import BETWEEN_STEPS, NEVER_RAN, TIMER_NAMES, timer_lines
 from megatron_zpp.monitor.training_line import samples_line, training_line
 from megatron_zpp.training.hardware import peak_teraflops
-from megatron_zpp.training.metrics import Interval, Progress, ReportInputs, StepReadings, StepTimes, StepTraffic, interval_report
+from megatron_zpp.training.metrics import Interval, ReportInputs, StepReadings, StepTimes, StepTraffic, interval_report
+from megatron_zpp.training.progress import Progress
 from megatron_zpp.training.writers import Writers
 from megatron_zpp.zero.engine import ZeroEngine
 

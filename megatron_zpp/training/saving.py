@@ -11,7 +11,7 @@ from megatron_zpp.checkpoint.saver import CheckpointSaver, SavedCheckpoint, Save
 from megatron_zpp.config.schema import GROUPS, PLAN_GROUP, CheckpointConfig, Config
 from megatron_zpp.monitor.logging import RankPrinter
 from megatron_zpp.monitor.progress_file import ProgressFile
-from megatron_zpp.training.metrics import Progress
+from megatron_zpp.training.progress import Progress
 from megatron_zpp.zero.engine import ZeroEngine
 
 

@@ -17,7 +17,7 @@ from megatron_zpp.config.flag import spelling_of
 from megatron_zpp.config.rules_schedule import check_batches
 from megatron_zpp.config.schema import GROUP_OF_FIELD, Config
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
-from megatron_zpp.training.metrics import Progress
+from megatron_zpp.training.progress import Progress
 from megatron_zpp.training.stored_run import StoredRun, schedule_differences
 from megatron_zpp.zero.engine import ZeroEngine
 

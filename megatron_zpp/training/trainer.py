@@ -12,10 +12,12 @@ from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.sampler import MicroBatchSampler
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.training_line import validation_lines
+from megatron_zpp.training.bad_iterations import BadIterations
 from megatron_zpp.training.evaluation import HeldOutSet, HeldOutSets, evaluate, is_followed_by_validation
 from megatron_zpp.training.garbage import GarbageCollection
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
-from megatron_zpp.training.metrics import BadIterations, Progress, StepReadings, StepTimes
+from megatron_zpp.training.metrics import StepReadings, StepTimes
+from megatron_zpp.training.progress import Progress
 from megatron_zpp.training.reporter import Reporter
 from megatron_zpp.training.saving import RunSaver
 from megatron_zpp.training.step import StepPlan, exchanged_requests, train_step

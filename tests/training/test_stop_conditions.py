@@ -13,12 +13,7 @@ from harness.places import ROOT
 
 from megatron_zpp.config.schema import TrainingConfig
 from megatron_zpp.monitor import process_start
-from megatron_zpp.training.metrics import BadIterations, Progress
-from megatron_zpp.training.step import StepOutcome
 from megatron_zpp.training.stop_conditions import StopConditions, StopRequest, check_kill_switch, reason_for_stopping, signals_to_handle
-
-GOOD, SKIPPED = StepOutcome(1.0, 1.0, False, 0), StepOutcome(1.0, float("inf"), True, 0)
-NAN_LOSS = StepOutcome(float("nan"), 1.0, False, 0)
 
 
 def test_without_the_handler_no_signal_is_touched() -> None:
@@ -82,20 +77,3 @@ def test_rank_0_alone_looks_for_the_kill_switch_and_refuses_to_start_with_it(tmp
     check_kill_switch(training, rank=1)
     with pytest.raises(ValueError, match="--kill-switch-file .*stop is there, so nothing is trained; remove the file"):
         check_kill_switch(training, rank=0)
-
-
-def test_a_good_iteration_ends_a_row_of_bad_ones() -> None:
-    bad = BadIterations()
-    for outcome, expected in [(SKIPPED, 1), (SKIPPED, 2), (GOOD, 0), (NAN_LOSS, 1), (SKIPPED, 2)]:
-        bad.count(outcome, Progress(), {})
-        assert bad.consecutive == expected
-
-
-def test_the_state_before_the_first_of_a_row_is_known_as_long_as_no_bad_one_moved_the_weights() -> None:
-    bad, progress = BadIterations(), Progress(4, 40, 40)
-    bad.count(SKIPPED, progress, {"scale": 8.0})
-    progress.advance(10, is_skipped=True)
-    bad.count(SKIPPED, progress, {"scale": 4.0})
-    assert bad.progress_before == Progress(4, 40, 40) and bad.weights_are_from_before and bad.scaler_before == {"scale": 8.0}
-    bad.count(NAN_LOSS, progress, {"scale": 2.0})
-    assert not bad.weights_are_from_before
