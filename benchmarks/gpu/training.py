@@ -98,7 +98,7 @@ def _start(shape: str) -> Session:
     from megatron_zpp.training.instruments import make_instruments
     from megatron_zpp.training.memory_need import memory_need
     from megatron_zpp.training.sharding import sharding_of
-    from megatron_zpp.training.step import StepPlan, train_step
+    from megatron_zpp.training.step import StepOutcome, forward_backward, gather_columns
 
     config = resolve(parse_flags(f"{shape} {FLAGS}".split()), 1, None)
     launch = Launch(0, 1, 0, 1)
@@ -111,8 +111,16 @@ def _start(shape: str) -> Session:
     need = memory_need(config, model, sharding_of(config), ladder.topology, is_on_gpu=world.device.type == "cuda")
     engine = setup.build_engine(config, model, ladder, instruments)
     batches = _same_batch(samples, config.model.seq_length, config.data.vocab_size or padded_vocab)
+
+    def step() -> StepOutcome:
+        loss_sum = forward_backward(model, engine, batches, microbatches=1)
+        model_state_bytes = engine.model_state_bytes()
+        update = engine.update(learning_rate=1e-4, weight_decay=0.0)
+        ((loss,),) = gather_columns([loss_sum], engine)
+        return StepOutcome(loss, update.grad_norm, update.is_skipped, model_state_bytes)
+
     return Session(
-        step=lambda: train_step(model, engine, batches, StepPlan(1, 1e-4, 0.0)),
+        step=step,
         engine=engine,
         planned_states=need.plan.states,
         planned_total=need.total,

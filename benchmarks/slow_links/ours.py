@@ -16,7 +16,7 @@ from megatron_zpp.parallel.initialize import World
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training import setup, startup_checks
 from megatron_zpp.training.instruments import make_instruments
-from megatron_zpp.training.step import StepPlan, train_step
+from megatron_zpp.training.step import forward_backward, gather_columns
 from slow_links.stopwatch import StopwatchLanes
 
 PROMISED = (Category.WEIGHTS, Category.GRADIENTS)
@@ -48,11 +48,15 @@ class OurTraining:
         self._model = setup.build_model(config, padded_vocab, None)
         self._engine = setup.build_engine(config, self._model, self._ladder, instruments)
         self._batches = same_batch(config, launch.rank)
-        self._plan = StepPlan(microbatches(config, launch.world_size), config.optimizer.lr, config.optimizer.weight_decay)
+        self._microbatches = microbatches(config, launch.world_size)
+        self._learning_rate, self._weight_decay = config.optimizer.lr, config.optimizer.weight_decay
 
     def step(self) -> float:
         """The loss of one training step."""
-        return train_step(self._model, self._engine, self._batches, self._plan).lm_loss
+        loss_sum = forward_backward(self._model, self._engine, self._batches, self._microbatches)
+        self._engine.update(self._learning_rate, self._weight_decay)
+        (loss_sums,) = gather_columns([loss_sum], self._engine)
+        return sum(loss_sums) / (self._microbatches * len(loss_sums))
 
     def drain(self) -> None:
         """Returns once the climbs that a step submits for the next one have landed too."""

@@ -1,72 +1,52 @@
-"""One training step as straight-line calls."""
+"""Parts of one training step: forward and backward, losses, the numbers that ranks exchange."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 
 import torch
 from torch import Tensor, nn
 
 from megatron_zpp.data.loader import MicroBatch
-from megatron_zpp.training.stop_conditions import StopRequest
 from megatron_zpp.zero.engine import ZeroEngine
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one step came to.
+    """Result of one training step.
 
-    lm_loss: mean over the micro-batches of all ranks. model_state_bytes: at the end of backward. requests: of all ranks.
-    num_zeros: elements of the mean gradient that are 0, where the engine counts them.
+    lm_loss: mean over the micro-batches of all ranks. model_state_bytes: at the end of backward.
+    num_zeros: elements of the mean gradient that are 0, if the engine counts them.
     """
 
     lm_loss: float
     grad_norm: float
     is_skipped: bool
     model_state_bytes: int
-    requests: StopRequest = StopRequest.NONE
     num_zeros: int | None = None
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """microbatches: of every rank. request: asks this rank at the end of the step whether the run is to end.
+def forward_backward(model: nn.Module, engine: ZeroEngine, batches: Iterator[MicroBatch], microbatches: int) -> Tensor:
+    """Makes the gradients of one step from the next `microbatches` of `batches`. Every rank must call it.
 
-    before_update: returns when weights and moments may change; a checkpoint may still be copying them while gradients are made.
+    Returns the sum of this rank's losses, [] fp64.
     """
-
-    microbatches: int
-    learning_rate: float
-    weight_decay: float
-    request: Callable[[], StopRequest] = lambda: StopRequest.NONE
-    before_update: Callable[[], None] = lambda: None
-
-
-def train_step(model: nn.Module, engine: ZeroEngine, batches: Iterator[MicroBatch], plan: StepPlan) -> StepOutcome:
-    """Forward and backward of the plan's micro-batches, then one optimizer step; every rank must call it."""
     model.train()
     observer = engine.observer
     losses = []
     with observer.phase("forward-backward"):
-        for index in range(plan.microbatches):
+        for index in range(microbatches):
             with observer.phase("batch-generator"):
                 batch = next(batches)
             with observer.phase("forward-compute"):
                 loss = microbatch_loss(model, batch, engine.device)
             with observer.phase("backward-compute"):
-                engine.backward(loss, microbatches=plan.microbatches, is_last_microbatch=index == plan.microbatches - 1)
+                engine.backward(loss, microbatches=microbatches, is_last_microbatch=index == microbatches - 1)
             losses.append(loss.detach())
         with observer.phase("all-grads-sync"):
             engine.finish_gradients()
-    model_state_bytes = engine.model_state_bytes()
-    plan.before_update()
-    with observer.phase("optimizer"):
-        result = engine.update(plan.learning_rate, plan.weight_decay)
-    lm_loss, requests = exchanged(losses, plan.request(), engine)
-    return StepOutcome(lm_loss, result.grad_norm, result.is_skipped, model_state_bytes, requests, result.num_zeros)
+    return torch.stack(losses).double().sum()
 
 
 def microbatch_loss(model: nn.Module, batch: MicroBatch, device: torch.device) -> Tensor:
@@ -90,19 +70,12 @@ def token_losses(model: nn.Module, batch: MicroBatch, device: torch.device) -> t
     return loss_BS, batch.loss_mask.to(device)
 
 
-def exchanged(losses: list[Tensor], request: StopRequest, engine: ZeroEngine) -> tuple[float, StopRequest]:
-    """The mean over this rank's losses and over all ranks, added in rank order, and the requests of all; every rank must call it."""
-    total = torch.stack(losses).double().sum()
-    gathered = engine.ladder.gather_world(torch.stack([total, total.new_full((), float(request))]))  # [world_size, 2] fp64
-    sums, requests = gathered.T.tolist()
-    return sum(sums) / (len(losses) * len(sums)), _united(requests)
+def gather_columns(own: Sequence[Tensor | float], engine: ZeroEngine) -> list[list[float]]:
+    """Exchanges a few numbers between all ranks, in one message. Every rank must call it with as many.
 
-
-def exchanged_requests(request: StopRequest, engine: ZeroEngine) -> StopRequest:
-    """The requests of all ranks; every rank must call it."""
-    own = torch.full((1,), float(request), dtype=torch.float64, device=engine.device)
-    return _united(engine.ladder.gather_world(own).flatten().tolist())
-
-
-def _united(requests: list[float]) -> StopRequest:
-    return reduce(or_, (StopRequest(int(request)) for request in requests))
+    own: scalars of this rank, sent as fp64. Returns a list for each of them: its values on all ranks, in rank order.
+    """
+    row = torch.empty(len(own), dtype=torch.float64, device=engine.device)
+    for column, value in enumerate(own):
+        row[column] = value
+    return engine.ladder.gather_world(row).T.tolist()

@@ -6,7 +6,9 @@ import enum
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from types import FrameType
 
@@ -15,12 +17,17 @@ from megatron_zpp.monitor import process_start
 
 
 class StopRequest(enum.IntFlag):
-    """Why a rank wants to end the run. Ranks exchange their requests once per step, and each follows them all."""
+    """Reasons of a rank to end the run. Ranks exchange their requests once per step, and each rank follows all of them."""
 
     NONE = 0
     SIGNAL = 1
     DURATION = 2
     KILL_SWITCH = 4
+
+    @staticmethod
+    def of_ranks(requests: Iterable[float]) -> StopRequest:
+        """All requests as one. requests: of each rank, as numbers."""
+        return reduce(or_, (StopRequest(int(request)) for request in requests))
 
 
 class StopConditions:

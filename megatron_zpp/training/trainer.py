@@ -20,8 +20,8 @@ from megatron_zpp.training.metrics import StepReadings, StepTimes
 from megatron_zpp.training.progress import Progress
 from megatron_zpp.training.reporter import Reporter
 from megatron_zpp.training.saving import RunSaver
-from megatron_zpp.training.step import StepPlan, exchanged_requests, train_step
-from megatron_zpp.training.stop_conditions import StopConditions, reason_for_stopping
+from megatron_zpp.training.step import StepOutcome, forward_backward, gather_columns
+from megatron_zpp.training.stop_conditions import StopConditions, StopRequest, reason_for_stopping
 from megatron_zpp.training.weight_decay import WeightDecaySchedule
 from megatron_zpp.training.writers import Writers
 from megatron_zpp.zero.engine import ZeroEngine
@@ -92,26 +92,34 @@ class Trainer:
             stop_conditions.close()  # not before all is saved: a signal to this rank may come after that of another has ended the loop
 
     def _step(self, stop_conditions: StopConditions) -> None:
+        progress, loss_scaler = self._progress, self._engine.loss_scaler
         started, waited = time.perf_counter(), self._train_batches.wait_seconds
-        batch_size, scheduled = self._batch_sizes.batch_size(self._progress.consumed_samples), self._progress.scheduled_samples
-        microbatches = batch_size // self._batch_sizes.grain
-        plan = StepPlan(
-            microbatches,
-            self._schedule.learning_rate(scheduled),
-            self._weight_decays.weight_decay(scheduled),
-            stop_conditions.request,
-            self._saver.wait_for_copy,
-        )
-        scaler_before = self._engine.loss_scaler.state()
-        outcome = train_step(self._model, self._engine, self._train_batches, plan)
+        batch_size = self._batch_sizes.batch_size(progress.consumed_samples)
+        learning_rate = self._schedule.learning_rate(progress.scheduled_samples)
+        scaler_before = loss_scaler.state()
+        outcome, requests = self._train_step(batch_size // self._batch_sizes.grain, learning_rate, stop_conditions)
         seconds = time.perf_counter() - started
-        self._bad_iterations.count(outcome, self._progress, scaler_before)
-        self._progress.advance(batch_size, is_skipped=outcome.is_skipped)
+        self._bad_iterations.count(outcome, progress, scaler_before)
+        progress.advance(batch_size, is_skipped=outcome.is_skipped)
         times = StepTimes(batch_size, seconds, self._train_batches.wait_seconds - waited)
-        self._reason_for_stopping = reason_for_stopping(outcome.requests, self._progress.iteration, self._config.training)
-        readings = StepReadings(outcome, batch_size, plan.learning_rate, self._engine.loss_scaler.scale)
-        self._reporter.iteration(self._progress, readings, times, is_last=self._is_last())
+        self._reason_for_stopping = reason_for_stopping(requests, progress.iteration, self._config.training)
+        readings = StepReadings(outcome, batch_size, learning_rate, loss_scaler.scale)
+        self._reporter.iteration(progress, readings, times, is_last=self._is_last())
         self._end_if_all_is_bad()
+
+    def _train_step(self, microbatches: int, learning_rate: float, stop_conditions: StopConditions) -> tuple[StepOutcome, StopRequest]:
+        """Trains on the next micro-batches; returns the result of the step and the stop requests of all ranks."""
+        engine = self._engine
+        weight_decay = self._weight_decays.weight_decay(self._progress.scheduled_samples)
+        loss_sum = forward_backward(self._model, engine, self._train_batches, microbatches)
+        model_state_bytes = engine.model_state_bytes()
+        self._saver.wait_for_copy()  # a checkpoint may still be copying the weights and moments that the update changes
+        with engine.observer.phase("optimizer"):
+            update = engine.update(learning_rate, weight_decay)
+        loss_sums, requests = gather_columns([loss_sum, stop_conditions.request()], engine)
+        lm_loss = sum(loss_sums) / (microbatches * len(loss_sums))
+        outcome = StepOutcome(lm_loss, update.grad_norm, update.is_skipped, model_state_bytes, update.num_zeros)
+        return outcome, StopRequest.of_ranks(requests)
 
     def _pass_over(self, stop_conditions: StopConditions) -> None:
         """An iteration of --iterations-to-skip: its samples count as consumed, and nothing else changes."""
@@ -121,8 +129,8 @@ class Trainer:
             next(self._train_batches)
         progress.advance(batch_size, is_skipped=True)
         self._engine.start_iteration(progress.iteration)
-        requests = exchanged_requests(stop_conditions.request(), self._engine)
-        self._reason_for_stopping = reason_for_stopping(requests, progress.iteration, self._config.training)
+        (requests,) = gather_columns([stop_conditions.request()], self._engine)
+        self._reason_for_stopping = reason_for_stopping(StopRequest.of_ranks(requests), progress.iteration, self._config.training)
         self._outlets.printer.on_last(
             f" iteration {progress.iteration:8d} is passed over (--iterations-to-skip): samples {first} to {first + batch_size - 1}"
         )

@@ -17,11 +17,11 @@ from pretrain_zeropp_gpt import main
 # One line per sample: the iteration, the sample's number in the run, the CRC-32 of its tokens.
 diary = os.open(Path(os.environ["WATCHED"], f"rank_{os.environ['RANK']}.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 Path(os.environ["WATCHED"], f"rank_{os.environ['RANK']}.pid").write_text(str(os.getpid()))
-train_step = trainer.train_step
+forward_backward = trainer.forward_backward
 
 
-def watched_step(model: Any, engine: Any, batches: Iterator[Any], plan: Any) -> Any:
-    return train_step(model, engine, _noted(batches, engine._iteration + 1), plan)
+def watched_step(model: Any, engine: Any, batches: Iterator[Any], microbatches: int) -> Any:
+    return forward_backward(model, engine, _noted(batches, engine._iteration + 1), microbatches)
 
 
 def _noted(batches: Iterator[Any], iteration: int) -> Iterator[Any]:
@@ -31,5 +31,5 @@ def _noted(batches: Iterator[Any], iteration: int) -> Iterator[Any]:
         yield batch
 
 
-trainer.train_step = watched_step
+trainer.forward_backward = watched_step
 sys.exit(main(sys.argv[1:]))

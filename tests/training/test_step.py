@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megatron_zpp.data.loader import MicroBatch
-from megatron_zpp.training.step import microbatch_loss
+from megatron_zpp.training.step import gather_columns, microbatch_loss
 
 
 class TokensAsLosses(nn.Module):
@@ -39,3 +42,15 @@ def test_a_micro_batch_in_which_no_token_counts_has_loss_and_gradient_0() -> Non
     loss = microbatch_loss(model, batch_with_mask([[0.0] * 3] * 2), torch.device("cpu"))
     loss.backward()
     assert loss.item() == 0.0 and model.factor.grad is not None and model.factor.grad.item() == 0.0
+
+
+def test_scalars_of_all_ranks_come_in_one_message_a_column_for_each() -> None:
+    messages: list[Tensor] = []
+
+    def gather_world(row: Tensor) -> Tensor:
+        messages.append(row)
+        return torch.stack([row, row + 1])
+
+    engine: Any = SimpleNamespace(device=torch.device("cpu"), ladder=SimpleNamespace(gather_world=gather_world))
+    assert gather_columns([torch.tensor(0.1, dtype=torch.float64), 4], engine) == [[0.1, 1.1], [4.0, 5.0]]
+    assert len(messages) == 1 and messages[0].dtype is torch.float64

@@ -67,6 +67,11 @@ def test_the_reason_names_what_ended_the_run(requests: StopRequest, iteration: i
     assert found is reason is None or (found is not None and reason is not None and found.startswith(reason))
 
 
+def test_the_requests_of_all_ranks_are_one() -> None:
+    assert StopRequest.of_ranks([0.0, 1.0, 3.0]) == StopRequest.SIGNAL | StopRequest.DURATION
+    assert StopRequest.of_ranks([0.0, 0.0]) == StopRequest.NONE
+
+
 def test_rank_0_alone_looks_for_the_kill_switch_and_refuses_to_start_with_it(tmp_path: Path) -> None:
     training = TrainingConfig(kill_switch_file=str(tmp_path / "stop"))
     check_kill_switch(training, rank=0)

@@ -1,0 +1,52 @@
+"""Order of what happens in an iteration; what comes of it is proved by whole runs, in tests/integration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.rank_pool import RankPool
+from harness.tiny_runs import TINY, entry
+
+
+def order_of_events(flags: list[str]) -> list[str]:
+    """What the entry calls between loading and saving, with the numbers in every gather over the world."""
+    from megatron_zpp.checkpoint.saver import CheckpointSaver
+    from megatron_zpp.comm.links import Ladder
+    from megatron_zpp.training.stop_conditions import StopConditions
+    from megatron_zpp.zero.engine import ZeroEngine
+
+    events: list[str] = []
+
+    def noting(owner: type, name: str) -> Callable[..., Any]:
+        original = getattr(owner, name)
+
+        def noted(self: object, *arguments: Any) -> Any:
+            events.append(f"{name} of {arguments[0].numel()}" if owner is Ladder else name)
+            return original(self, *arguments)
+
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in (
+            (ZeroEngine, "finish_gradients"),
+            (ZeroEngine, "model_state_bytes"),
+            (ZeroEngine, "update"),
+            (CheckpointSaver, "wait_for_copy"),
+            (StopConditions, "request"),
+            (Ladder, "gather_world"),
+        ):
+            patch.setattr(owner, name, noting(owner, name))
+        assert entry(flags) == 0
+    return events
+
+
+def test_a_step_waits_for_the_copy_before_its_update_and_gathers_loss_and_stop_request_at_once(ranks: RankPool, tmp_path: Path) -> None:
+    flags = f"--zero-stage 3 --train-iters 2 --global-batch-size 8 --iterations-to-skip 2 --save {tmp_path}"
+    (events,) = ranks.run(1, 1, order_of_events, [*TINY, *flags.split()])
+    update = ["update", "gather_world of 4"]  # sums of squares of the 4 units
+    step = ["finish_gradients", "model_state_bytes", "wait_for_copy", *update, "request", "gather_world of 2"]
+    skipped = ["request", "gather_world of 1"]
+    assert events[: len(step) + len(skipped)] == [*step, *skipped]
