@@ -1,4 +1,4 @@
-"""Pretrain a GPT: the run from top to bottom. Every setting is a flag; see --help or docs/flags.md."""
+"""Pretrains a GPT: the run from top to bottom. Every setting is a flag; see --help or docs/flags.md."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         if not (asks_for_help(argv) or "--dry-run" in argv):
             return refuse(str(error))
-        launch = Launch(0, 1, 0, 1)  # nothing is to be started
+        launch = Launch(0, 1, 0, 1)  # neither help nor a plan starts anything
     if asks_for_help(argv):
         RankPrinter(launch.rank, launch.world_size).on_first(help_text())
         return 0
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
 
 
 def show_plan(config: Config, launch: Launch) -> int:
-    """The exit code of --dry-run; the first rank alone prints."""
+    """Prints the plan of --dry-run on the first rank; returns the exit code."""
     from megatron_zpp.training.dry_run import described_plan
 
     try:
@@ -64,7 +64,7 @@ def show_plan(config: Config, launch: Launch) -> int:
 
 
 def run_in_world(config: Config, launch: Launch, mistake: str | None) -> int:
-    """The exit code of the run, or of a world that agrees on the `mistake` of one of its ranks."""
+    """Runs the training and returns the exit code. mistake: error text of this rank's flags, on which all ranks agree first."""
     from megatron_zpp.parallel.initialize import StartupError, World, choose_device  # torch is imported from here on
 
     try:
@@ -78,14 +78,14 @@ def run_in_world(config: Config, launch: Launch, mistake: str | None) -> int:
     except StartupError as error:
         world.leave()
         return refuse(str(error), launch.rank)
-    except BaseException as error:  # Ctrl-C as well: the threads of gloo and of the lanes may not meet an interpreter that shuts down
+    except BaseException as error:  # Ctrl-C as well: no thread of gloo or of a lane may run while the interpreter shuts down
         fail(world, error)
     world.leave()
     return 0
 
 
 def train(config: Config, launch: Launch, world: World) -> None:
-    """The run itself: model -> engine -> data -> training. Raises StartupError for a mistake of the user's, on every rank alike."""
+    """The run: checks, model, data, engine, training. Raises StartupError on every rank for a mistake of the user."""
     from megatron_zpp.parallel.topology import check_placement
     from megatron_zpp.training import setup, start, startup_checks
     from megatron_zpp.training.instruments import make_instruments
@@ -105,7 +105,7 @@ def train(config: Config, launch: Launch, world: World) -> None:
     with world.agreement():
         instruments = make_instruments(config, world.device, world.rank)
     ladder = setup.build_ladder(config, world, instruments)
-    memory_there = startup_checks.memory_per_rank(world, hosts)
+    memory = startup_checks.available_memory(world, hosts)
     source = start.find_resume_source(config, world)
     with world.agreement("preparing data", printer.on_first):
         check_kill_switch(config.training, launch.rank)
@@ -113,7 +113,7 @@ def train(config: Config, launch: Launch, world: World) -> None:
         config = with_schedule(config, source.stored)
         vocabulary = setup.build_vocabulary(config)
         model = setup.build_model(config, vocabulary.padded_size, source.stored)
-        startup_checks.check_memory(config, model, ladder.topology, world.device, memory_there)
+        startup_checks.check_memory(config, model, ladder.topology, world.device, memory)
         speaker = setup.speaker_of(launch, hosts[launch.rank], printer)
         datasets = setup.build_run_data(config, vocabulary, speaker, checks_token_ids=launch.local_rank == 0)
         writers = open_writers(config, printer, instruments)
@@ -136,7 +136,7 @@ def train(config: Config, launch: Launch, world: World) -> None:
 
 @contextmanager
 def closing(writers: Writers, world: World) -> Iterator[None]:
-    """Lets the writers write what they hold back at the end of the block; after the others know of a failure, for that may take long."""
+    """Closes the writers at the end of the block. Reports a failure to the other ranks first, because closing may take long."""
     from megatron_zpp.parallel.initialize import StartupError
 
     try:
@@ -151,7 +151,7 @@ def closing(writers: Writers, world: World) -> Iterator[None]:
 
 
 def refuse(mistake: str, rank: int = 0) -> int:
-    """The exit code of a mistake, which the first rank prints."""
+    """Prints a mistake of the user on the first rank; returns the exit code."""
     if rank == 0:
         print(error_text(FlagError(mistake)), file=sys.stderr, flush=True)
     return ERROR_EXIT_CODE
@@ -162,7 +162,7 @@ def in_words(error: BaseException) -> str:
 
 
 def fail(world: World, error: BaseException) -> None:
-    """Ends this process at once, so that no rank waits for it; names the rank that failed first."""
+    """Prints the error and the rank that failed first, and ends this process at once, so that no rank waits for it."""
     traceback.print_exc()
     first = world.report_failure(in_words(error))
     print(f"[Rank {world.rank}] ended, because {first}", file=sys.stderr, flush=True)

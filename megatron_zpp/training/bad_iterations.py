@@ -11,10 +11,10 @@ from megatron_zpp.training.step import StepOutcome
 
 @dataclass
 class BadIterations:
-    """The steps without a usable loss or gradient since the last good one.
+    """Steps without a usable loss or gradient since the last good one.
 
-    progress_before, scaler_before: where the run and its loss scale stood before the first of them.
-    weights_are_from_before: all of them were skipped.
+    progress_before, scaler_before: states of the run and of its loss scaler before the first of them.
+    weights_are_from_before: whether all of them were skipped.
     """
 
     consecutive: int = 0
@@ -23,7 +23,7 @@ class BadIterations:
     scaler_before: dict[str, float] = field(default_factory=dict)
 
     def count(self, outcome: StepOutcome, progress: Progress, scaler: dict[str, float]) -> None:
-        """Takes note of a step that the run took at `progress`, with the loss scale in this state."""
+        """Counts a step. progress, scaler: states of the run and of its loss scaler before the step."""
         if math.isfinite(outcome.lm_loss) and not outcome.is_skipped:
             self.consecutive, self.weights_are_from_before = 0, True
             return

@@ -1,4 +1,4 @@
-"""--dry-run: what a run with these flags would be, before anybody starts it (no torch)."""
+"""--dry-run: describes the run that the flags ask for, without starting it (no torch)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_coun
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
-from megatron_zpp.training.memory_need import MemoryThere, check_fits, in_gib, saved_bytes
+from megatron_zpp.training.memory_need import AvailableMemory, check_fits, in_gib, saved_bytes
 from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, computation_by_rate, plan_as_given
 from megatron_zpp.training.stored_run import StoredRun, with_schedule
 from megatron_zpp.zero.plan.time_model import StepTime
@@ -30,9 +30,9 @@ SECONDS_PER_DAY = 86400
 
 
 def described_plan(given: Config, launch: Launch) -> str:
-    """The flags as a run prints them, and the plan of that run. given: not resolved yet.
+    """Text that --dry-run prints: the flags, as a run prints them, and the plan. given: the configuration before `resolve`.
 
-    Raises ValueError for what would end the run at its start: flags, tokenizer, corpora, checkpoint, memory.
+    Raises ValueError for any mistake that would end the run at its start: in flags, tokenizer, corpora, checkpoint or memory.
     """
     config, world = _resolved(given, launch)
     vocab_size = build_tokenizer(config.data).vocab_size
@@ -44,7 +44,7 @@ def described_plan(given: Config, launch: Launch) -> str:
         "data": _data(config),
         "start": _start(plan, world),
         "sharding": plan.member.name,
-        "memory per rank": _memory(plan),
+        "memory per rank": f"{in_gib(plan.memory.total)}: {plan.memory}",
         "bytes per iteration": _bytes(plan),
         "operations": _operations(plan, world),
         "time": _time(plan, world),
@@ -57,9 +57,9 @@ def described_plan(given: Config, launch: Launch) -> str:
 
 
 def planned_world_size(given: Config, launch: Launch) -> tuple[int, int | None]:
-    """All ranks of the planned world, and those of a node where flags or launcher say so: first the flags, then the launcher, then one.
+    """Ranks of the planned world, and ranks per node if known. Flags come first, then the launcher, then 1 rank.
 
-    Raises FlagError for flags that do not agree, or leave open how many ranks a node has.
+    Raises FlagError if the flags contradict each other, or do not say how many ranks a node has.
     """
     nodes, world_size, ranks_per_node = given.plan.nodes, given.plan.world_size, given.distributed.ranks_per_node
     if nodes is None and world_size is None:
@@ -73,9 +73,7 @@ def planned_world_size(given: Config, launch: Launch) -> tuple[int, int | None]:
     if nodes is not None and world_size % nodes != 0:
         raise FlagError(f"--nodes {nodes} does not divide --world-size {world_size}; correct one of them.")
     if nodes is not None and ranks_per_node not in (None, world_size // nodes):
-        raise FlagError(
-            f"--nodes {nodes} of --ranks-per-node {ranks_per_node} are not the ranks of --world-size {world_size}; leave one of them out."
-        )
+        raise FlagError(f"--nodes {nodes} times --ranks-per-node {ranks_per_node} is not --world-size {world_size}; leave one of them out.")
     if nodes is None and ranks_per_node is None and world_size > 1:
         raise FlagError(f"--world-size {world_size} leaves open how many ranks a node has; give --nodes or --ranks-per-node as well.")
     return world_size, ranks_per_node or world_size // (nodes or 1)
@@ -92,8 +90,8 @@ def _check_memory(plan: RunPlan, world: PlannedWorld) -> None:
     gigabytes = plan.config.plan.memory_gigabytes
     if gigabytes is not None:
         model = ModelShape(plan.config.model, plan.padded_vocab_size)
-        there = MemoryThere(int(gigabytes * GIGABYTE), host=None)
-        check_fits(plan.config, model, plan.job.sharding, plan.job.topology, is_on_gpu=world.is_on_gpu, there=there)
+        available = AvailableMemory(int(gigabytes * GIGABYTE), host=None)
+        check_fits(plan.config, model, plan.job.sharding, plan.job.topology, is_on_gpu=world.is_on_gpu, available=available)
 
 
 def _parameters(plan: RunPlan, vocab_size: int) -> str:
@@ -131,7 +129,7 @@ def _blend(blend: Blend) -> str:
 
 
 def _start(plan: RunPlan, world: PlannedWorld) -> str:
-    """Empty without flags that load. Raises ValueError where the run could not begin there."""
+    """Checkpoint that the run loads; empty without flags that load. Raises ValueError if the run could not start from it."""
     config, checkpoint = plan.config, plan.config.checkpoint
     if checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
         return ""
@@ -149,14 +147,10 @@ def _start(plan: RunPlan, world: PlannedWorld) -> str:
 
 
 def _stored(checkpoint: CheckpointConfig, folder: Path) -> StoredRun:
-    """By its manifest; under --load-last-good-checkpoint by that of the newest one that is complete."""
+    """Run stored in `folder`; under --load-last-good-checkpoint, in the newest complete checkpoint up to it."""
     candidates = (folder, *older_checkpoints(folder)) if checkpoint.load_last_good_checkpoint else ()
     usable = next(filter(is_complete, candidates), folder)
     return StoredRun.of(checkpoint, usable, read_manifest(usable))
-
-
-def _memory(plan: RunPlan) -> str:
-    return f"{in_gib(plan.memory.total)}: {plan.memory}"
 
 
 def _bytes(plan: RunPlan) -> str:
@@ -175,7 +169,7 @@ def _operations(plan: RunPlan, world: PlannedWorld) -> str:
 
 
 def _time(plan: RunPlan, world: PlannedWorld) -> str:
-    """Empty where --teraflops is not given."""
+    """Time of an iteration and of the run; empty without --teraflops."""
     assumed = plan.config.plan
     if assumed.teraflops is None:
         return ""
@@ -205,7 +199,7 @@ def _busy(time: StepTime) -> str:
 
 
 def _checkpoint(plan: RunPlan) -> str:
-    """Empty without --save."""
+    """Bytes of a checkpoint; empty without --save."""
     if plan.config.checkpoint.save is None:
         return ""
     nbytes = saved_bytes(plan.config.checkpoint) * parameter_count(plan.config.model, plan.padded_vocab_size)

@@ -1,4 +1,4 @@
-"""The data that a run is evaluated on, when, and the loss on it."""
+"""Evaluation: its data, the iterations that it follows, and its loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_zpp.zero.engine import ZeroEngine
 
 @dataclass(frozen=True)
 class HeldOutSet:
-    """What one evaluation takes: the next `microbatches` micro-batches of this rank, without end. name: "" where there is one set."""
+    """Data of one rank for evaluations: each takes the next `microbatches` of `batches`. name: "" if there is only one set."""
 
     name: str
     batches: Iterator[MicroBatch]
@@ -30,11 +30,11 @@ class HeldOutSet:
 class HeldOutSets:
     """This rank's share of the validation and the test data.
 
-    validation: one for each set, none where --eval-iters is 0. test: None where there is nothing to test on.
+    validation: empty if --eval-iters is 0. test: None if there are no test data, or --eval-iters is 0.
     """
 
     def __init__(self, config: Config, datasets: Datasets, iteration: int, *, rank: int, ranks: int) -> None:
-        """iteration: after which the run goes on, so that validation goes on as well."""
+        """iteration: the last one before the run continues. Validation continues with the data after those that it has seen."""
         self._training = config.training
         self._num_workers = config.data.num_workers
         self._rules = datasets.rules
@@ -56,7 +56,7 @@ class HeldOutSets:
         return HeldOutSet(name, self._batches(source, sampler), sampler.microbatches)
 
     def _drawn(self, name: str, source: SampleSource, evaluations: int) -> HeldOutSet:
-        """evaluations: how many there have been."""
+        """evaluations: number of evaluations so far."""
         size = self._training.eval_micro_batch_size
         microbatches = self._training.eval_iters * (self._training.eval_global_batch_size // (size * self._ranks))
         consumed_samples = evaluations * microbatches * size * self._ranks
@@ -68,21 +68,21 @@ class HeldOutSets:
 
 
 def evaluations_before(iteration: int, training: TrainingConfig) -> int:
-    """How many validations the iterations up to and with this one have been followed by, in a run that goes on after it."""
+    """Number of validations up to and including this iteration, in a run that continues after it."""
     return max(0, iteration // training.eval_interval - max(0, training.start_eval_at_iter - 1) // training.eval_interval)
 
 
 def is_followed_by_validation(iteration: int, training: TrainingConfig) -> bool:
-    """Whether this iteration, which is not the last one, ends with a validation."""
+    """Whether a validation follows this iteration, which is not the last one."""
     return iteration % training.eval_interval == 0 and iteration >= training.start_eval_at_iter
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, engine: ZeroEngine, held_out: HeldOutSet) -> float:
-    """The mean loss over the tokens that count in one evaluation of all ranks, without dropout; every rank must call it.
+    """Mean loss over the tokens that count in one evaluation of all ranks, without dropout. Every rank must call it.
 
-    Every token weighs the same, also where micro-batches are not full; NaN where none counts. Uses the same decoded weights as training and
-    changes nothing that training would notice.
+    Every token has the same weight, even if micro-batches are not full. Returns NaN if no token counts. Uses the same decoded weights as
+    training, and does not influence training.
     """
     model.eval()
     sums = [_loss_and_tokens(model, next(held_out.batches), engine.device) for _ in range(held_out.microbatches)]
@@ -92,6 +92,6 @@ def evaluate(model: nn.Module, engine: ZeroEngine, held_out: HeldOutSet) -> floa
 
 
 def _loss_and_tokens(model: nn.Module, batch: MicroBatch, device: torch.device) -> Tensor:
-    """The sum of the losses that count, and their number: [2] fp64."""
+    """Sum of the losses that count, and their number: [2] fp64."""
     loss_BS, loss_mask_BS = token_losses(model, batch, device)
     return torch.stack([(loss_BS * loss_mask_BS).double().sum(), loss_mask_BS.double().sum()])

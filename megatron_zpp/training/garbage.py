@@ -1,4 +1,4 @@
-"""When Python's garbage is collected: by its own thresholds, or at the same moments on every rank."""
+"""Collection of Python's garbage: by Python's thresholds, or at the same moments on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_zpp.config.schema import TrainingConfig
 
 
 class GarbageCollection:
-    """Within it, under --manual-gc, nothing is collected but here; a rank that collects alone keeps all others waiting in a collective."""
+    """Context in which, under --manual-gc, garbage is collected by the methods alone: a rank that collects by itself delays all others."""
 
     def __init__(self, training: TrainingConfig) -> None:
         self._is_manual = training.manual_gc
@@ -29,13 +29,13 @@ class GarbageCollection:
             gc.enable()
 
     def after_iteration(self, iteration: int) -> None:
-        """To be called after every iteration."""
+        """Collects every --manual-gc-interval iterations. Call it after every iteration."""
         if self._interval and iteration % self._interval == 0:
             gc.collect()
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """To be put around every evaluation."""
+        """Collects before and after an evaluation. Put it around every evaluation."""
         if self._collects_at_evaluations:
             gc.collect()
         yield

@@ -1,4 +1,4 @@
-"""Speeds of the machine that a plan assumes: rates of links from the user, constants for the rest (no torch)."""
+"""Speeds that plans assume: the user gives the rates of links, constants here give the rest (no torch)."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import re
 
 from megatron_zpp.zero.plan.time_model import CodecSpeed, LinkSpeed, Machine, Overlap
 
-# One core of a server CPU, blocks of 256, 16 MB and more, from benchmarks/results/quantization_cpu.json: encode and decode take 15 to 20
-# gigabytes of 16-bit values per second, a mean of 2 and of 4 members 7 and 4.
+# One core of a server CPU, blocks of 256, 16 MB and more, from benchmarks/results/quantization_cpu.json: encode and decode process 15 to
+# 20 gigabytes of 16-bit values per second, a mean of 2 members 7, and of 4 members 4.
 CPU_CODEC = CodecSpeed(encode=0.12e-9, decode=0.10e-9, summed=0.13e-9)
-# Assumed, no GPU has measured ours: what SDP4Bit (arXiv 2410.15526) reports for its codec on an A100, 682 GB/s of fp32 values.
+# Assumed, not measured: SDP4Bit (arXiv 2410.15526) reports 682 GB/s of fp32 values for its codec on an A100.
 GPU_CODEC = CodecSpeed(encode=6e-12, decode=6e-12, summed=6e-12)
-# Of small messages: gloo over a bridge on one machine 0.5 to 1 ms, NCCL over a network and inside a node as commonly reported.
+# Latency of small messages: gloo over a bridge on one machine takes 0.5 to 1 ms; the values for NCCL are those commonly reported.
 GLOO_COLLECTIVE_SECONDS = 0.7e-3
 NCCL_INTER_COLLECTIVE_SECONDS = 30e-6
 NCCL_INTRA_COLLECTIVE_SECONDS = 15e-6
 
-# TFLOP/s of dense bf16 and fp16 matrix products, by what torch calls the device; from NVIDIA's data sheets. The first that fits counts.
+# TFLOP/s of dense bf16 and fp16 matrix products, by torch's name of the device, from NVIDIA's data sheets. The first match counts.
 PEAK_TERAFLOPS = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -35,7 +35,7 @@ PEAK_TERAFLOPS = {
 
 
 def peak_teraflops(device_name: str) -> float | None:
-    """The peak of a device in 16-bit arithmetic, None where it is not known."""
+    """Peak TFLOP/s of a device in 16-bit arithmetic, None if unknown."""
     return next((peak for name, peak in PEAK_TERAFLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
 
 
@@ -43,9 +43,9 @@ GIGABYTE, GIGABIT, TERA = 1e9, 1e9 / 8, 1e12
 
 
 def planned_machine(inter_gigabits: float, intra_gigabytes: float, *, is_on_gpu: bool, overlap: Overlap | None = None) -> Machine:
-    """A machine with these rates of links, in Gbit/s into a node and GB/s into a rank, and the constants of assumed_hardware.
+    """Machine with these rates of links, in Gbit/s into a node and GB/s into a rank, and the constants above.
 
-    overlap: what runs beside computation; by default streams on GPUs, elsewhere a thread.
+    overlap: means of running hops beside computation; by default streams on GPUs, otherwise a thread.
     """
     inter_latency = NCCL_INTER_COLLECTIVE_SECONDS if is_on_gpu else GLOO_COLLECTIVE_SECONDS
     intra_latency = NCCL_INTRA_COLLECTIVE_SECONDS if is_on_gpu else GLOO_COLLECTIVE_SECONDS

@@ -1,4 +1,4 @@
-"""What looks into a run while it goes: timers, a profiler, a record of memory."""
+"""Instruments that observe a run: timers, a profiler, a record of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_zpp.monitor.timers import Timers, clock_of
 
 @dataclass(frozen=True)
 class Instruments:
-    """What looks into the run on this rank. observer: the engine reports to it, and where observes_hops says so the lanes."""
+    """Instruments of this rank. observer: the engine reports to it; the lanes report to it if observes_hops."""
 
     timers: Timers
     observer: Observer
@@ -24,13 +24,13 @@ class Instruments:
     memory_history: MemoryHistory | None = None
 
     def close(self) -> None:
-        """Writes what was recorded of memory."""
+        """Writes the record of memory."""
         if self.memory_history is not None:
             self.memory_history.close()
 
 
 def make_instruments(config: Config, device: torch.device, rank: int) -> Instruments:
-    """What the flags ask for on this rank. Raises ValueError where they ask for a GPU's and there is none."""
+    """Instruments that the flags ask for on this rank. Raises ValueError if one of them needs a GPU and there is none."""
     profiling, level = config.profiling, config.logging.timing_log_level
     _check_device(config, device)
     timers = Timers(level, clock_of(device))

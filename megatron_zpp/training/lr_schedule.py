@@ -11,7 +11,7 @@ from megatron_zpp.config.batch_schedule import batch_schedule, horizons
 from megatron_zpp.config.flag import any_of
 from megatron_zpp.config.schema import OptimizerConfig, TrainingConfig
 
-# The share of the way from the lowest rate to the peak that is left when a share of the decay is over.
+# Fraction of (peak - lowest rate) that is left, as a function of the fraction of the decay that is over.
 REMAINING: Mapping[str, Callable[[float], float]] = {
     "linear": lambda over: 1.0 - over,
     "cosine": lambda over: 0.5 * (math.cos(math.pi * over) + 1.0),
@@ -25,9 +25,9 @@ STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 class LearningRateSchedule:
     """Linear warmup, then a constant rate or a decay to `min_lr` that ends after `decay_samples`, warmup included.
 
-    WSD keeps the peak until `annealing_samples` before that end, and then falls by `annealing_style`. Counted in samples, so that the curve
-    does not depend on the batch size; the counts may be fractions of a sample, as in Megatron.
-    A skipped step does not advance the count that the caller keeps.
+    WSD keeps the peak until `annealing_samples` before that end, and then falls by `annealing_style`. All counts are in samples, so
+    that the curve does not depend on the batch size; they may be fractions of a sample, as in Megatron. The caller leaves out the samples
+    of skipped steps.
     """
 
     style: str
@@ -41,7 +41,7 @@ class LearningRateSchedule:
 
     @classmethod
     def from_config(cls, optimizer: OptimizerConfig, training: TrainingConfig, seq_length: int) -> LearningRateSchedule:
-        """The schedule of a resolved configuration."""
+        """Schedule of a resolved configuration."""
         ends = horizons(optimizer, training, batch_schedule(training, seq_length))
         return cls(
             style=optimizer.lr_decay_style,
@@ -55,7 +55,7 @@ class LearningRateSchedule:
         )
 
     def differences(self, other: LearningRateSchedule) -> Iterator[tuple[str, Any, Any]]:
-        """Name and both values of what makes the curve of `other` another one; a constant rate has no end of decay."""
+        """Name and both values of every field that gives `other` another curve. Ignores fields that a style does not use."""
         without_effect = set()
         if self.style == other.style == "constant":
             without_effect |= {"min_lr", "decay_samples"}
@@ -73,7 +73,7 @@ class LearningRateSchedule:
             raise ValueError(f"--lr-decay-style {self.style} is not available; choose {any_of(STYLES)}.")
 
     def learning_rate(self, num_samples: int) -> float:
-        """The rate of the step that begins after `num_samples` samples."""
+        """Learning rate of the step that begins after `num_samples` samples."""
         if self.warmup_samples > 0 and num_samples <= self.warmup_samples:
             return self.warmup_init_lr + (self.max_lr - self.warmup_init_lr) * num_samples / self.warmup_samples
         if self.style == "constant":
@@ -85,7 +85,7 @@ class LearningRateSchedule:
         return self.min_lr + self._remaining_share(num_samples) * (self.max_lr - self.min_lr)
 
     def _remaining_share(self, num_samples: int) -> float:
-        """1 where the decay begins, 0 at its end."""
+        """1 at the beginning of the decay, 0 at its end."""
         if self.style != "WSD":
             over = (num_samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
             return REMAINING[self.style](over)

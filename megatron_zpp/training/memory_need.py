@@ -1,4 +1,4 @@
-"""Whether a run fits: what each rank needs of memory by part, what is there, and the smallest world that fits."""
+"""Memory that each rank needs, by part, compared with the available memory; and the smallest world that fits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGEST_NODES = 1 << 14
 
 
 class SizedModel(Protocol):
-    """What a plan needs to know of a model: model.gpt.GPT, or model.shapes.ModelShape without torch."""
+    """Model as plans see it: model.gpt.GPT, or model.shapes.ModelShape without torch."""
 
     @property
     def padded_vocab_size(self) -> int: ...
@@ -28,10 +28,10 @@ class SizedModel(Protocol):
     def uses(self) -> tuple[Use, ...]: ...
 
 
-class MemoryThere(NamedTuple):
-    """Bytes that each rank may use, the least of all ranks; None where nobody can tell.
+class AvailableMemory(NamedTuple):
+    """Bytes that each rank may use, the minimum over all ranks; None if unknown.
 
-    device: of the memory that it computes in. host: of the host's; without a GPU it is the same memory.
+    device: memory that the rank computes in. host: memory of the host. Without a GPU both are the same memory.
     """
 
     device: int | None
@@ -40,9 +40,9 @@ class MemoryThere(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """What one rank needs: the plan of its sharded states, and an estimate of its activations.
+    """Bytes that one rank needs: the plan of its sharded states, and an estimate of its activations.
 
-    save_copy: of the state, for --async-save; it lies in host memory, pinned where is_on_gpu.
+    save_copy: copy of the state for --async-save, in host memory; the memory is pinned if is_on_gpu.
     """
 
     plan: MemoryPlan
@@ -52,13 +52,13 @@ class MemoryNeed:
 
     @property
     def total(self) -> int:
-        """Bytes of the device at the fullest moment: in backward, or where the gradient norm is taken."""
+        """Peak bytes on the device: in backward, or while the gradient norm is computed."""
         at_rest = self.plan.states + self.plan.buffers + self.save_copy_on_device
         return at_rest + max(self.plan.gathered + self.activations, self.plan.norm)
 
     @property
     def save_copy_on_device(self) -> int:
-        """What of `total` is the copy for --async-save."""
+        """Bytes of `total` for the copy of --async-save."""
         return 0 if self.is_on_gpu else self.save_copy
 
     def __str__(self) -> str:
@@ -76,20 +76,20 @@ class MemoryNeed:
 
 
 def check_fits(
-    config: Config, model: SizedModel, sharding: Sharding, topology: Topology, *, is_on_gpu: bool, there: MemoryThere
+    config: Config, model: SizedModel, sharding: Sharding, topology: Topology, *, is_on_gpu: bool, available: AvailableMemory
 ) -> MemoryNeed:
-    """What each rank of this run needs; nothing is allocated.
+    """Need of each rank of this run. Allocates nothing.
 
-    Raises ValueError where it is more than there is, with the smallest world of such nodes that fits.
+    Raises ValueError if less memory is available; the text names the smallest world of such nodes that fits.
     """
     need = memory_need(config, model, sharding, topology, is_on_gpu=is_on_gpu)
-    who = f"each of the {topology.world_size} ranks" if topology.world_size > 1 else "the one rank"
-    if is_on_gpu and there.host is not None and need.save_copy > there.host:
+    ranks = f"each of the {topology.world_size} ranks" if topology.world_size > 1 else "the one rank"
+    if is_on_gpu and available.host is not None and need.save_copy > available.host:
         raise ValueError(
-            f"--async-save needs {in_gib(need.save_copy)} of pinned host memory on {who}, for a copy of the state that is saved, and there "
-            f"is {in_gib(there.host)}; leave --async-save out, or take more nodes."
+            f"--async-save needs {in_gib(need.save_copy)} of pinned host memory on {ranks}, for a copy of the state that is saved, but "
+            f"only {in_gib(available.host)} is available; leave --async-save out, or take more nodes."
         )
-    nbytes = there.device
+    nbytes = available.device
     if nbytes is None or need.total <= nbytes:
         return need
 
@@ -99,13 +99,13 @@ def check_fits(
 
     memory = "GPU memory" if is_on_gpu else "host memory"
     raise ValueError(
-        f"{who} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(nbytes)} of {memory}; "
+        f"{ranks} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(nbytes)} of {memory}; "
         f"{_remedy(config, smallest_nodes(fits, topology.nodes), topology.ranks_per_node, need)}."
     )
 
 
 def memory_need(config: Config, model: SizedModel, sharding: Sharding, topology: Topology, *, is_on_gpu: bool) -> MemoryNeed:
-    """The need of each rank in a world of this topology."""
+    """Need of each rank in a world of this topology."""
     starts_exact = config.zero.zero_full_precision_iters > 0
     plan = largest_plan(model.unit_specs(), model.uses(), sharding, topology, starts_exact=starts_exact)
     activations = activation_bytes(
@@ -116,13 +116,13 @@ def memory_need(config: Config, model: SizedModel, sharding: Sharding, topology:
         attention=_attention_need(config, sharding.element_bytes, is_on_gpu=is_on_gpu),
     )
     if config.data.reset_attention_mask:
-        # A kernel that needs no mask is known on the device only.
+        # Whether a kernel needs no mask is only known on the device.
         activations += mask_bytes(config.training.micro_batch_size, config.model.seq_length, sharding.element_bytes)
     return MemoryNeed(plan, activations, save_copy_bytes(config, model, sharding, topology), is_on_gpu)
 
 
 def save_copy_bytes(config: Config, model: SizedModel, sharding: Sharding, topology: Topology) -> int:
-    """What --async-save copies on one rank at most: fp32 weights, and moments, of its primary slices."""
+    """Bytes that --async-save copies on one rank at most: fp32 weights of its primary slices, and their moments."""
     checkpoint = config.checkpoint
     if checkpoint.save is None or not checkpoint.async_save:
         return 0
@@ -131,12 +131,12 @@ def save_copy_bytes(config: Config, model: SizedModel, sharding: Sharding, topol
 
 
 def saved_bytes(checkpoint: CheckpointConfig) -> int:
-    """Of one parameter in a checkpoint: its main weight, and Adam's moments unless they are left out."""
+    """Bytes of one parameter in a checkpoint: its main weight, and Adam's moments unless --no-save-optim."""
     return MAIN_BYTES * (1 + (0 if checkpoint.no_save_optim else ADAM_MOMENTS))
 
 
 def _attention_need(config: Config, element_bytes: int, *, is_on_gpu: bool) -> AttentionNeed:
-    """What the kernel will keep that model.attention_kernel takes on such a device."""
+    """Memory need of the kernel that model.attention_kernel chooses on such a device."""
     backend, drops = config.model.attention_backend, config.model.attention_dropout > 0
     flash_serves = element_bytes == 2 and backend != "fused" and not config.data.reset_attention_mask
     return AttentionNeed(
@@ -146,7 +146,7 @@ def _attention_need(config: Config, element_bytes: int, *, is_on_gpu: bool) -> A
 
 
 def smallest_nodes(fits: Callable[[int], bool], nodes_too_few: int) -> int | None:
-    """The number of nodes that fits where one less does not; None where LARGEST_NODES do not fit either."""
+    """Smallest number of nodes above `nodes_too_few` that fits; None if even LARGEST_NODES do not fit."""
     too_few, enough = nodes_too_few, 2 * nodes_too_few
     while not fits(enough):
         too_few, enough = enough, 2 * enough

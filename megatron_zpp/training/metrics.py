@@ -1,4 +1,4 @@
-"""What is counted from one training line to the next, and the report that comes of it."""
+"""Sums from one training line to the next, and the report that is made from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_zpp.training.step import StepOutcome
 
 
 class StepTimes(NamedTuple):
-    """Seconds of one step of `samples` samples on this rank, and how many of them it waited for its micro-batches."""
+    """Duration of one step of `samples` samples on this rank. data_seconds: part of it spent waiting for micro-batches."""
 
     samples: int
     seconds: float
@@ -29,8 +29,8 @@ class Interval:
 
     losses: list[float] = field(default_factory=list)  # of steps that were not skipped
     samples: int = 0
-    seconds: float = 0.0  # of the steps alone
-    data_seconds: float = 0.0  # of them, spent waiting for micro-batches
+    seconds: float = 0.0  # in steps
+    data_seconds: float = 0.0  # in steps, waiting for micro-batches
     iterations: int = 0
     skipped_iterations: int = 0
     nan_iterations: int = 0
@@ -46,12 +46,12 @@ class Interval:
             self.losses.append(outcome.lm_loss)
 
     def mean_loss(self, latest: StepOutcome) -> float:
-        """NaN where every step was skipped, unless the latest loss itself is a number."""
+        """Mean loss of the steps that were not skipped. If all were skipped, the latest loss, which may be NaN."""
         return sum(self.losses) / len(self.losses) if self.losses else latest.lm_loss
 
 
 class StepTraffic:
-    """The bytes of weights and gradients of the latest step, from the ledger."""
+    """Bytes of weights and gradients in the latest step, from the ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -78,7 +78,7 @@ class StepTraffic:
 
 @dataclass(frozen=True)
 class StepReadings:
-    """The latest step, its global batch, the rate it was made with, and the loss scale of the next."""
+    """Result and rates of the latest step. loss_scale: of the next step."""
 
     outcome: StepOutcome
     global_batch_size: int
@@ -88,7 +88,7 @@ class StepReadings:
 
 @dataclass(frozen=True)
 class ReportInputs:
-    """What a report needs beside sums. peak_tflops: of one device, None where it is not known. params_norm: None where not asked for."""
+    """Inputs of a report other than sums. peak_tflops: of one device, None if unknown. params_norm: None without --log-params-norm."""
 
     latest: StepReadings
     padded_vocab_size: int
@@ -98,7 +98,7 @@ class ReportInputs:
 
 
 def interval_report(config: Config, progress: Progress, interval: Interval, traffic: StepTraffic, inputs: ReportInputs) -> IntervalReport:
-    """The report of the interval that ends with the current iteration."""
+    """Report of the interval that ends with the current iteration."""
     samples = interval.samples / interval.iterations
     seconds = interval.seconds / interval.iterations
     world_size = traffic.world_size

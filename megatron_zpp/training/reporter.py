@@ -1,4 +1,4 @@
-"""What a run tells of its iterations and validations, and to whom."""
+"""Reports of iterations and validations to the writers of a run."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ STEP_TIMERS = tuple(name for name in TIMER_NAMES if name not in BETWEEN_STEPS)
 
 
 class Reporter:
-    """Reports of one run. Every rank makes the same calls: norms and timers are gathered from all.
+    """Reports iterations and validations of one run. Every rank must make the same calls: norms and timers are gathered from all ranks.
 
-    tally: counts the samples of each corpus, or None.
+    tally: counts the samples of each corpus; None without --log-samples-per-source.
     """
 
     def __init__(self, config: Config, padded_vocab_size: int, engine: ZeroEngine, writers: Writers, tally: SourceTally | None) -> None:
         self._config = config
         self._padded_vocab_size = padded_vocab_size
         self._engine = engine
-        self._outlets = writers
+        self._writers = writers
         self._timers = writers.instruments.timers
         self._tally = tally
         self._traffic = StepTraffic(engine.ladder.ledger)
         self._choice = _choice(config.logging)
         self._peak_tflops = config.logging.device_peak_tflops or _known_peak(config, engine.device)
         self._since_line, self._since_point = Interval(), Interval()
-        # Not whether this rank has writers: for a point, norms are gathered from all ranks.
+        # True on every rank, with or without writers of points: norms of a point are gathered from all ranks.
         self._has_points = config.logging.tensorboard_dir is not None or config.logging.wandb_project is not None
-        self._has_told_memory = False
+        self._has_printed_memory = False
         self._latest: StepReadings | None = None
 
     def iteration(self, progress: Progress, readings: StepReadings, times: StepTimes, *, is_last: bool) -> None:
-        """A training line every --log-interval iterations and at the end, points every --tensorboard-log-interval."""
+        """Writes a training line every --log-interval iterations and at the end, and points every --tensorboard-log-interval."""
         logging = self._config.logging
         self._latest = readings
         self._traffic.close_step()
@@ -64,29 +64,29 @@ class Reporter:
             point_is_due = progress.iteration % logging.tensorboard_log_interval == 0
         if line_is_due or point_is_due:
             self._report(progress, self._inputs(readings), line=line_is_due, point=point_is_due)
-        self._tell_memory(progress.iteration, is_after_line=line_is_due)
+        self._print_memory(progress.iteration, is_after_line=line_is_due)
 
     def finish(self, progress: Progress) -> None:
-        """The last line, where the last iterations were passed over."""
+        """Writes the last line if the last iterations were skipped by --iterations-to-skip."""
         if self._latest is not None and self._since_line.iterations > 0:
             self._report(progress, self._inputs(self._latest), line=True, point=self._since_point.iterations > 0)
 
     def validation(self, progress: Progress, lm_loss: float, set_name: str = "") -> None:
-        """The loss on a validation set. set_name: empty where there is one."""
+        """Writes the loss on a validation set. set_name: empty if there is only one set."""
         named = {"validation_set": set_name} if set_name else {}
         self._write_record({"iteration": progress.iteration, **named, "validation_loss": lm_loss})
         scalars = validation_scalars(lm_loss, self._choice, set_name=set_name)
-        for writer in self._outlets.scalars:
+        for writer in self._writers.scalars:
             writer.write(scalars, progress.iteration, progress.consumed_samples)
 
     def test(self, progress: Progress, lm_loss: float) -> None:
-        """The loss on the test set."""
+        """Writes the loss on the test set."""
         self._write_record({"iteration": progress.iteration, "test_loss": lm_loss})
 
     def between_steps(self, name: str) -> None:
-        """The time of something that has happened between two steps, a timer of BETWEEN_STEPS."""
+        """Prints a timer of BETWEEN_STEPS, after what it measures."""
         if self._config.logging.timing_log_level > 0:
-            self._outlets.printer.on_last(timer_lines(self._config.logging.timing_log_option, self._gathered_ms((name,), 1)))
+            self._writers.printer.on_last(timer_lines(self._config.logging.timing_log_option, self._gathered_ms((name,), 1)))
 
     def _inputs(self, readings: StepReadings) -> ReportInputs:
         norm = self._engine.weight_norm() if self._config.logging.log_params_norm else None
@@ -97,36 +97,36 @@ class Reporter:
             self._write_points(interval_report(self._config, progress, self._since_point, self._traffic, inputs))
             self._since_point = Interval()
         if line:
-            self._tell(interval_report(self._config, progress, self._since_line, self._traffic, inputs), self._since_line.iterations)
+            self._write_line(interval_report(self._config, progress, self._since_line, self._traffic, inputs), self._since_line.iterations)
             self._since_line = Interval()
 
-    def _tell(self, report: IntervalReport, iterations: int) -> None:
-        logging, printer = self._config.logging, self._outlets.printer
+    def _write_line(self, report: IntervalReport, iterations: int) -> None:
+        logging, printer = self._config.logging, self._writers.printer
         printer.on_last(training_line(report, with_throughput=logging.log_throughput))
         record: dict[str, object] = {**report.json_object(), **self._samples_per_source(report.consumed_samples)}
         if logging.timing_log_level > 0:
-            record["timers_ms"] = self._tell_timers(report.iteration, iterations)
+            record["timers_ms"] = self._write_timers(report.iteration, iterations)
         self._write_record(record)
 
-    def _tell_memory(self, iteration: int, *, is_after_line: bool) -> None:
-        """After the first line, and every --log-memory-interval iterations."""
-        interval, printer = self._config.logging.log_memory_interval, self._outlets.printer
-        if (is_after_line and not self._has_told_memory) or (interval is not None and iteration % interval == 0):
+    def _print_memory(self, iteration: int, *, is_after_line: bool) -> None:
+        """Prints memory after the first training line, and every --log-memory-interval iterations."""
+        interval, printer = self._config.logging.log_memory_interval, self._writers.printer
+        if (is_after_line and not self._has_printed_memory) or (interval is not None and iteration % interval == 0):
             printer.on_first(memory_line(printer.rank, iteration, read_memory(self._engine.device)))
-            self._has_told_memory = True
+            self._has_printed_memory = True
 
-    def _tell_timers(self, iteration: int, iterations: int) -> dict[str, tuple[float, float]]:
-        """Milliseconds per iteration by timer, the least and the most of all ranks; printed and drawn on the way."""
+    def _write_timers(self, iteration: int, iterations: int) -> dict[str, tuple[float, float]]:
+        """Prints the timers and writes their points. Returns minimum and maximum over all ranks, in milliseconds per iteration."""
         logging = self._config.logging
         of_ranks = self._gathered_ms(STEP_TIMERS, iterations)
-        self._outlets.printer.on_last(timer_lines(logging.timing_log_option, of_ranks))
+        self._writers.printer.on_last(timer_lines(logging.timing_log_option, of_ranks))
         if logging.log_timers_to_tensorboard:
-            for writer in self._outlets.scalars:
+            for writer in self._writers.scalars:
                 writer.write(timer_scalars(of_ranks), iteration)
         return {name: (min(times), max(times)) for name, times in of_ranks.items()}
 
     def _gathered_ms(self, names: Sequence[str], iterations: int) -> dict[str, list[float]]:
-        """Milliseconds per iteration of each rank, by timer that ran on any of them."""
+        """Milliseconds per iteration on each rank, for every timer that ran on any rank."""
         own = torch.tensor(self._timers.take(names), dtype=torch.float64, device=self._engine.device)
         rows = self._engine.ladder.gather_world(own).T.tolist()  # [timers, world_size] seconds
         return {
@@ -136,20 +136,20 @@ class Reporter:
         }
 
     def _write_points(self, report: IntervalReport) -> None:
-        for writer in self._outlets.scalars:
+        for writer in self._writers.scalars:
             writer.write(interval_scalars(report, self._choice), report.iteration, report.consumed_samples)
             writer.write(iteration_scalars(report, self._choice), report.iteration)
 
     def _write_record(self, record: dict[str, object]) -> None:
-        if self._outlets.json_lines is not None:
-            self._outlets.json_lines.write(record)
+        if self._writers.json_lines is not None:
+            self._writers.json_lines.write(record)
 
     def _samples_per_source(self, consumed_samples: int) -> dict[str, dict[str, int]]:
-        """For --log-jsonl, and printed; nothing without --log-samples-per-source."""
+        """Prints the samples consumed from each corpus. Returns them as fields of a record; empty without --log-samples-per-source."""
         if self._tally is None:
             return {}
         counts = self._tally.up_to(consumed_samples)
-        self._outlets.printer.on_last(samples_line(counts))
+        self._writers.printer.on_last(samples_line(counts))
         return {"consumed_samples_per_source": counts}
 
 
@@ -164,7 +164,7 @@ def _choice(logging: LoggingConfig) -> ScalarChoice:
 
 
 def _known_peak(config: Config, device: torch.device) -> float | None:
-    """Of a GPU whose peak in 16-bit arithmetic is known, in a run that computes in it."""
+    """Peak of the GPU in 16-bit arithmetic. None if it is unknown, or the run does not compute in 16 bits."""
     if device.type != "cuda" or not (config.precision.bf16 or config.precision.fp16):
         return None
     return peak_teraflops(torch.cuda.get_device_name(device))

@@ -1,4 +1,4 @@
-"""What a run will need before anybody starts it: memory, bytes and time of every member of the ZeRO family (no torch)."""
+"""Plan of a run that is not started: memory, bytes and time, for every member of the ZeRO family (no torch)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_zpp.zero.plan.traffic import PlannedTraffic, planned_traffic
 
 @dataclass(frozen=True)
 class Member:
-    """A member of the family by what its flags switch on."""
+    """Member of the ZeRO family, by the features that its flags switch on."""
 
     name: str
     stage: int
@@ -33,7 +33,7 @@ class Member:
         return self.has_quantized_weights + self.has_secondary_weights + self.has_quantized_gradients
 
     def flags(self, partition_ranks: int) -> str:
-        """The flags that ask for it."""
+        """Flags that ask for this member."""
         words = [f"--zero-stage {self.stage}"]
         words += ["--zero-quantized-weights"] * self.has_quantized_weights
         words += [f"--zero-hpz-partition-size {partition_ranks}"] * self.has_secondary_weights
@@ -55,7 +55,7 @@ MEMBERS = (
 
 @dataclass(frozen=True)
 class PlannedWorld:
-    """nodes of ranks_per_node ranks, on GPUs or not."""
+    """World of equal nodes, on GPUs or not."""
 
     nodes: int
     ranks_per_node: int
@@ -68,7 +68,7 @@ class PlannedWorld:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """One member's run: what each rank needs, what it receives in a step, and what a step has to do."""
+    """Plan of one member's run. memory: of each rank. traffic: that each rank receives in a step. job: work of a step."""
 
     member: Member
     config: Config
@@ -79,12 +79,12 @@ class RunPlan:
 
     @property
     def flags(self) -> str:
-        """The flags that ask for this member as it was planned."""
+        """Flags that ask for this member with the planned partition."""
         return self.member.flags(self.job.topology.partition_ranks)
 
     @property
     def node_bytes(self) -> int:
-        """That enter one node in a step."""
+        """Bytes that enter one node in a step."""
         return self.job.topology.into_node(self.traffic.total.inter_bytes)
 
     def time(self, machine: Machine, computation: Computation) -> StepTime:
@@ -92,14 +92,14 @@ class RunPlan:
 
 
 def plan_run(given: Config, member: Member, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
-    """The plan of a run with the flags as given (unresolved), but as this member. Raises FlagError as the run would."""
-    # What the file of --deepspeed_config says of the stage must not win over the member.
+    """Plan of a run as `member`, with all other flags as given. given: not resolved. Raises FlagError as the run would."""
+    # The stage in the file of --deepspeed_config must not override the member.
     given = with_deepspeed_json(given, world.size).with_values(deepspeed_config=None)
     return _planned(resolve(_as_member(given, member, world), world.size, world.ranks_per_node), member, world, padded_vocab_size)
 
 
 def plan_as_given(config: Config, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
-    """The plan of the run of a resolved configuration."""
+    """Plan of the run of a resolved configuration."""
     zero = config.zero
     features = {
         "qwZ": zero.zero_quantized_weights,
@@ -125,7 +125,7 @@ def _planned(config: Config, member: Member, world: PlannedWorld, padded_vocab_s
 
 
 def computation_by_rate(config: Config, padded_vocab_size: int, flops_per_second: float) -> Computation:
-    """A micro-batch on a device that makes so many operations per second, recomputation counted."""
+    """Time of one micro-batch, recomputation included, on a device of this speed."""
     samples = config.training.micro_batch_size
     forward = forward_flops_of_uses(config.model, padded_vocab_size, samples)
     again = recomputed_flops_of_uses(config.model, padded_vocab_size, samples)
@@ -136,7 +136,7 @@ def computation_by_rate(config: Config, padded_vocab_size: int, flops_per_second
 
 
 def computation_by_step(config: Config, padded_vocab_size: int, seconds: float, microbatches: int) -> Computation:
-    """A micro-batch of a step that takes so many seconds where links are no limit, shared among uses by their operations."""
+    """Time of one micro-batch of a step. seconds: of the whole step if links took no time; divided among uses by their operations."""
     relative = computation_by_rate(config, padded_vocab_size, 1.0)
     scale = seconds / microbatches / relative.seconds
     return Computation(tuple(scale * part for part in relative.forward), tuple(scale * part for part in relative.backward))
@@ -149,7 +149,7 @@ def _as_member(given: Config, member: Member, world: PlannedWorld) -> Config:
         "zero_hpz_partition_size": _partition(given, world) if member.has_secondary_weights else 1,
         "zero_quantized_gradients": member.has_quantized_gradients,
     }
-    # Details of a feature that this member lacks would be refused as given for nothing.
+    # Details of a feature that this member lacks would be refused, because they would have no effect.
     details = {option.name for option in options() if option.group == "zero" and option.flag.needs is not None}
     return replace(given.with_values(**values), given=given.given - details)
 

@@ -1,4 +1,4 @@
-"""Builders of the parts of a run from a resolved configuration. They raise ValueError for a user's mistake."""
+"""Builders of the parts of a run from its resolved configuration. They raise ValueError for a mistake of the user."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from megatron_zpp.zero.loss_scaler import ConstantLossScaler, DynamicLossScaler,
 
 
 class Vocabulary(NamedTuple):
-    """size: number of ids. padded_size: rows of the embedding. eod: the id that ends a document."""
+    """Vocabulary of the tokenizer. size: number of ids. padded_size: rows of the embedding. eod: the id that ends a document."""
 
     size: int
     padded_size: int
@@ -42,7 +42,7 @@ class Vocabulary(NamedTuple):
 
 
 def build_ladder(config: Config, world: World, instruments: Instruments) -> Ladder:
-    """The two links of this rank, with process groups of their own; every rank must call it."""
+    """Ladder of this rank: both links, with process groups of their own. Every rank must call it."""
     topology = topology_of(config, world.world_size)
     groups = make_lane_groups(topology, world.rank, world.collective_timeout)
     backend = TorchBackend(topology, world.rank, groups)
@@ -53,19 +53,19 @@ def build_ladder(config: Config, world: World, instruments: Instruments) -> Ladd
 
 
 def build_vocabulary(config: Config) -> Vocabulary:
-    """The tokenizer's ids, as the model and the data need to know them."""
+    """Vocabulary of the tokenizer that the flags name."""
     tokenizer = build_tokenizer(config.data)
     padded_size = embedding_rows(config.model, tokenizer.vocab_size)
     return Vocabulary(tokenizer.vocab_size, padded_size, tokenizer.eod)
 
 
 def speaker_of(launch: Launch, host: str, printer: RankPrinter) -> Speaker:
-    """This rank's voice while data is prepared: whoever builds says so, and of those that wait the first of each machine."""
+    """Speaker of this rank, which prints the progress of preparing data. Of the ranks that wait, the first of each machine prints."""
     return Speaker(f"rank {launch.rank} on {host}", printer.on_this, announces_waiting=launch.local_rank == 0)
 
 
 def build_run_data(config: Config, vocabulary: Vocabulary, speaker: Speaker, *, checks_token_ids: bool) -> Datasets:
-    """Training, validation and test data. checks_token_ids: on one rank per machine, for the corpora as a whole."""
+    """Training, validation and test data. checks_token_ids: whether this rank checks all corpora; one rank per machine is enough."""
     training = config.training
     counts = count_samples(
         train_samples=length_in_samples(training, batch_schedule(training, config.model.seq_length)),
@@ -84,7 +84,7 @@ def build_run_data(config: Config, vocabulary: Vocabulary, speaker: Speaker, *, 
 
 
 def build_model(config: Config, padded_vocab: int, stored: StoredRun | None) -> GPT:
-    """The model, without storage; checked against the checkpoint that is to be loaded."""
+    """Model without storage. Raises CheckpointError if `stored` lacks what the run takes from it."""
     model = GPT(config.model, padded_vocab, config.training.seed, working_dtype(config.precision))
     if stored is not None:
         stored.check_contents(config, model.unit_specs())
@@ -94,7 +94,7 @@ def build_model(config: Config, padded_vocab: int, stored: StoredRun | None) -> 
 
 
 def build_engine(config: Config, model: GPT, ladder: Ladder, instruments: Instruments) -> ZeroEngine:
-    """The engine over the model's units; the model gets its storage here."""
+    """Engine that shards the model. It allocates the storage of the model."""
     optimizer, zero = config.optimizer, config.zero
     dtype = working_dtype(config.precision)
     options = EngineOptions(
@@ -124,27 +124,23 @@ def _loss_scaler(precision: PrecisionConfig) -> LossScaler:
 
 
 def working_dtype(precision: PrecisionConfig) -> torch.dtype:
-    """The number format of working weights and activations."""
+    """Dtype of working weights and activations."""
     if precision.bf16:
         return torch.bfloat16
     return torch.float16 if precision.fp16 else torch.float32
 
 
 def describe_run(config: Config, ladder: Ladder, vocab_size: int, model: GPT) -> list[str]:
-    """Who trains what on what, in lines."""
+    """Lines that describe the world, the backends, the vocabulary and the model."""
     topology, device, padded = ladder.topology, ladder.staging.device, model.padded_vocab_size
-    return [
+    lines = [
         f"using world size: {topology.world_size} ({topology.nodes} nodes x {topology.ranks_per_node} ranks), device: {device.type}, "
         f"backend: {'nccl' if device.type == 'cuda' else 'gloo'}",
         f"optimizer backend: {config.optimizer.optimizer_backend}, norm backend: {config.model.norm_backend}",
         f" > padded vocab (size: {vocab_size}) with {padded - vocab_size} dummy tokens (new size: {padded})",
         f" > number of parameters: {parameter_count(config.model, padded)}",
-        *_documents_in_words(config, model, device),
     ]
-
-
-def _documents_in_words(config: Config, model: GPT, device: torch.device) -> list[str]:
-    if not config.data.reset_attention_mask:
-        return []
-    head = model.head_shape(working_dtype(config.precision))
-    return [describe_documents(device, head, (config.training.micro_batch_size, config.model.seq_length))]
+    if config.data.reset_attention_mask:
+        head = model.head_shape(working_dtype(config.precision))
+        lines.append(describe_documents(device, head, (config.training.micro_batch_size, config.model.seq_length)))
+    return lines

@@ -1,4 +1,4 @@
-"""From flags to the way units are sharded (no torch): what the engine and every plan of a run start from."""
+"""Sharding that the flags ask for, for the engine and for plans (no torch)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megatron_zpp.zero.schedule import Prefetch
 
 
 def sharding_of(config: Config) -> Sharding:
-    """How a resolved configuration shards its units."""
+    """Sharding of a resolved configuration."""
     zero = config.zero
     return Sharding(choose_policy(zero), zero.quantization_block_size, element_bytes(config.precision), prefetch_of(zero))
 
 
 def choose_policy(zero: ZeroConfig) -> Policy:
-    """The row of the policy table that the flags ask for."""
+    """Policy that the flags ask for."""
     policy = POLICIES[zero.zero_stage]
     if zero.zero_quantized_weights:
         policy = with_quantized_weights(policy, Code(zero.zero_quantized_weights_bits))
@@ -45,7 +45,7 @@ def _gradient_codes(zero: ZeroConfig) -> LinkCodes:
 
 
 def prefetch_of(zero: ZeroConfig) -> Prefetch:
-    """How far climbs run ahead."""
+    """Number of uses by which climbs run ahead, for each link."""
     return Prefetch(zero.zero_prefetch_units, zero.zero_prefetch_units_intra)
 
 
@@ -55,5 +55,5 @@ def element_bytes(precision: PrecisionConfig) -> int:
 
 
 def topology_of(config: Config, world_size: int) -> Topology:
-    """The ranks of a resolved configuration: a partition of the ladder is an hpZ partition where there is one, else a node."""
+    """Topology of a resolved configuration. A partition is an hpZ partition if hpZ is on, otherwise a node."""
     return Topology(world_size, config.distributed.ranks_per_node, partition_ranks(config))

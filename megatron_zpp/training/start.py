@@ -1,4 +1,4 @@
-"""Where a run starts: which checkpoint it takes, and how far that one had come."""
+"""Start of a run: finds the checkpoint to resume, loads it, describes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_zpp.training.progress import Progress
 from megatron_zpp.training.stored_run import StoredRun, schedule_differences
 from megatron_zpp.zero.engine import ZeroEngine
 
-# A change of one of these is legitimate, and easily made by accident.
+# A resumed run may change these flags, but may also do so by accident.
 FLAGS_OF_A_CONTINUED_RUN = (
     "seed",
     "seq_length",
@@ -51,22 +51,22 @@ FLAGS_OF_A_CONTINUED_RUN = (
 
 @dataclass(frozen=True)
 class ResumeSource:
-    """The checkpoint to start from, open, and what is taken from it; both None where there is none. notices: what had to be passed over."""
+    """Checkpoint to start from: an open reader, and the stored run; both None without a checkpoint. notices: of newer, damaged ones."""
 
     reader: CheckpointReader | None
     stored: StoredRun | None
     notices: tuple[str, ...] = ()
 
     def close(self) -> None:
-        """Lets other runs delete the checkpoint."""
+        """Closes the reader, so that other runs may delete the checkpoint."""
         if self.reader is not None:
             self.reader.close()
 
 
 def find_resume_source(config: Config, world: World) -> ResumeSource:
-    """The checkpoint that the flags mean, the same on every rank; every rank must call it.
+    """Checkpoint that the flags name, the same on every rank. Every rank must call it.
 
-    Raises StartupError on every rank alike where it is missing against the user's will, damaged, or not the same for all.
+    Raises StartupError on every rank if it is missing under --exit-on-missing-checkpoint, damaged, or not the same on all ranks.
     """
     checkpoint = config.checkpoint
     folder: Path | None = None
@@ -77,19 +77,19 @@ def find_resume_source(config: Config, world: World) -> ResumeSource:
             raise CheckpointError(
                 f"--load {checkpoint.load} holds no checkpoint and --exit-on-missing-checkpoint is given; correct the path"
             )
-    _check_same(folder.name if folder is not None else "none")
+    _check_same_checkpoint(folder.name if folder is not None else "none")
     if folder is None:
         return ResumeSource(None, None)
     if checkpoint.load_last_good_checkpoint:
         folder, notices = _last_good(folder, world)
     with world.agreement():
         reader = CheckpointReader(folder)
-    _check_same(reader.identity)
+    _check_same_checkpoint(reader.identity)
     return ResumeSource(reader, StoredRun.of(checkpoint, folder, reader.manifest), notices)
 
 
 def load_progress(config: Config, engine: ZeroEngine, source: ResumeSource) -> Progress:
-    """Where the run goes on: after the checkpoint, whose weights and optimizer state the engine takes over, or at the start."""
+    """Loads the checkpoint into the engine. Returns the progress that the run continues from; zero without a checkpoint."""
     if source.reader is None or source.stored is None:
         return Progress()
     manifest = source.stored.manifest
@@ -101,9 +101,9 @@ def load_progress(config: Config, engine: ZeroEngine, source: ResumeSource) -> P
 
 
 def with_remaining_batches(config: Config, progress: Progress, world_size: int) -> Config:
-    """The configuration, with the iteration at which --train-samples end if the run goes on from `progress`.
+    """Configuration whose --train-iters is the iteration at which --train-samples end, if the run continues from `progress`.
 
-    Batches may have had other sizes before. Raises FlagError where this world cannot have one of the batches from there on.
+    Batches may have had other sizes before. Raises FlagError if one of the batches from there on does not divide among the ranks.
     """
     batches = running_schedule(config, world_size)
     check_batches(config, batches, progress.consumed_samples)
@@ -115,13 +115,13 @@ def with_remaining_batches(config: Config, progress: Progress, world_size: int) 
 
 
 def describe_start(config: Config, source: ResumeSource, progress: Progress) -> str:
-    """What was loaded, and which flags of a run that goes on differ; an empty string without a checkpoint."""
+    """Text about the loaded checkpoint and the flags that differ from it; empty if no flag asks for one."""
     if source.stored is None:
         load = config.checkpoint.load
         return "" if load is None else f"WARNING: --load {load} holds no checkpoint; starting from scratch"
     stored, manifest = source.stored, source.stored.manifest
-    what = "weights of the checkpoint" if stored.weights_only else "checkpoint"
-    lines = [*source.notices, f"  successfully loaded {what} from {stored.folder} at iteration {manifest.iteration}"]
+    loaded = "weights of the checkpoint" if stored.weights_only else "checkpoint"
+    lines = [*source.notices, f"  successfully loaded {loaded} from {stored.folder} at iteration {manifest.iteration}"]
     lines += stored.notices(config)
     if progress.iteration >= config.training.train_iters and not config.training.skip_train:
         lines.append(f"nothing left to train: --train-iters {config.training.train_iters} is reached")
@@ -134,7 +134,7 @@ def describe_start(config: Config, source: ResumeSource, progress: Progress) -> 
 
 
 def flags_that_differ(config: Config, theirs: Mapping[str, Any]) -> list[str]:
-    """The flags that decide data order or numbers, where this run's differ from a checkpoint's, each with both values."""
+    """Flags that decide the order of data or the numbers and differ from a checkpoint's, each with both values."""
     differing = []
     for name in FLAGS_OF_A_CONTINUED_RUN:
         group = GROUP_OF_FIELD[name]
@@ -146,7 +146,7 @@ def flags_that_differ(config: Config, theirs: Mapping[str, Any]) -> list[str]:
 
 
 def _last_good(folder: Path, world: World) -> tuple[Path, tuple[str, ...]]:
-    """The newest checkpoint up to this one whose every byte is as written, and what is wrong with newer ones; ranks share the reading."""
+    """Newest undamaged checkpoint up to `folder`, and warnings about the newer ones. Each rank reads its share of the files."""
     notices: list[str] = []
     for candidate in (folder, *older_checkpoints(folder)):
         findings = sorted({finding for text in gather_texts("\n".join(_findings(candidate, world))) for finding in text.splitlines()})
@@ -166,8 +166,8 @@ def _findings(folder: Path, world: World) -> Iterator[str]:
         yield str(error)
 
 
-def _check_same(seen: str) -> None:
-    """Nothing, where every rank sees the same. Raises StartupError naming two ranks that do not."""
+def _check_same_checkpoint(seen: str) -> None:
+    """Raises StartupError if two ranks see different checkpoints, and names the ranks."""
     by_rank = gather_texts(seen)
     for rank, other in enumerate(by_rank):
         if other != by_rank[0]:

@@ -1,4 +1,4 @@
-"""Checks of a run before its parts are built: flags, kernels, backends, memory, folders."""
+"""Checks before a run trains: flags, kernels, backends, memory, folders."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from megatron_zpp.ops import extension
 from megatron_zpp.ops.apex import check_apex
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
 from megatron_zpp.parallel.topology import Topology
-from megatron_zpp.training.memory_need import MemoryThere, check_fits
+from megatron_zpp.training.memory_need import AvailableMemory, check_fits
 from megatron_zpp.training.setup import working_dtype
 from megatron_zpp.training.sharding import sharding_of
 
-# With these settings cuBLAS documents the same bits every time.
+# cuBLAS promises reproducible results for these values.
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 # Paths may be spelled differently on different machines.
 FLAGS_THAT_MAY_DIFFER = {"local_rank", *(option.name for option in options() if option.flag.unit == "path")}
 
 
 def check_same_flags(config: Config) -> None:
-    """Nothing, where every rank was started with the same flags, paths aside; every rank must call it.
+    """Raises StartupError on every rank if ranks were started with different flags, and names the flags. Ignores paths.
 
-    Raises StartupError naming the flags that differ, on every rank alike.
+    Every rank must call it.
     """
     own = {name: value for name, value in arguments(config).items() if name not in FLAGS_THAT_MAY_DIFFER}
-    own["data_path"] = _shares_in_words(config)
+    own["data_path"] = _describe_blends(config)
     by_rank = [json.loads(text) for text in gather_texts(json.dumps(own))]
     for rank, theirs in enumerate(by_rank):
         differing = [
@@ -52,8 +52,8 @@ def check_same_flags(config: Config) -> None:
             raise StartupError(f"the ranks were started with different flags: {'; '.join(differing)}; give every rank the same.")
 
 
-def _shares_in_words(config: Config) -> str:
-    """The number of corpora and their weights, which must not differ where paths may; of each split with corpora of its own."""
+def _describe_blends(config: Config) -> str:
+    """Number and weights of the corpora of each blend. Paths may differ between ranks, these may not."""
     sources = read_sources(config.data)
     blends = {"": sources.common} if sources.common is not None else sources.by_split
     words = (f"{split} {len(blend.prefixes)} corpora of weights {blend.weights}" for split, blend in blends.items() if blend is not None)
@@ -61,10 +61,10 @@ def _shares_in_words(config: Config) -> str:
 
 
 def use_deterministic_kernels() -> None:
-    """Lets torch run only kernels that give the same bits every time. Must come before the first matrix product.
+    """Restricts torch to deterministic kernels. Call it before the first matrix product.
 
-    NCCL_ALGO does not matter, as no collective adds: ranks exchange payloads and add them in rank order. Raises ValueError where the
-    environment asks cuBLAS for what it cannot do twice the same way.
+    NCCL_ALGO does not matter, because no collective adds: ranks exchange payloads and add them in rank order. Raises ValueError if
+    CUBLAS_WORKSPACE_CONFIG in the environment has a value for which cuBLAS is not deterministic.
     """
     workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_WORKSPACES[0])
     if workspace not in DETERMINISTIC_WORKSPACES:
@@ -73,14 +73,14 @@ def use_deterministic_kernels() -> None:
             f"choose {any_of(DETERMINISTIC_WORKSPACES)}, or leave it unset."
         )
     torch.use_deterministic_algorithms(True)
-    # Nothing is read before it is written, so filling it with NaN would only cost time. torch's stubs lack the setting.
+    # No tensor is read before it is written, so filling it with NaN would only cost time. torch's stubs lack the setting.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def check_backends(config: Config, device: torch.device) -> None:
-    """Nothing, where NVIDIA Apex, the kernels of attention and a compiler are there as far as flags ask for them.
+    """Raises ValueError if NVIDIA Apex, a kernel of attention or a compiler is missing that the flags ask for.
 
-    Must come before the model and the engine.
+    Call it before the model and the engine are built.
     """
     if config.optimizer.optimizer_backend == "apex":
         check_apex("--optimizer-backend", "amp_C", device.type)
@@ -93,34 +93,34 @@ def check_backends(config: Config, device: torch.device) -> None:
 
 
 def prepare_kernels(config: Config, device: torch.device) -> str:
-    """Loads the quantization kernels where a run quantizes, and says what it runs on; an empty string where nothing is quantized."""
+    """Loads the quantization kernels and returns a line about them; empty if the run does not quantize."""
     if not (config.zero.zero_quantized_weights or config.zero.zero_quantized_gradients):
         return ""
     extension.load()
     return extension.report(device.type)
 
 
-def memory_per_rank(world: World, hosts: Sequence[str]) -> MemoryThere:
-    """What every rank may use; every rank must call it.
+def available_memory(world: World, hosts: Sequence[str]) -> AvailableMemory:
+    """Memory that every rank may use. Every rank must call it.
 
-    hosts: the host name of every rank, in rank order.
+    hosts: host name of every rank, in rank order.
     """
     ranks_on_host = hosts.count(hosts[world.rank])
     own = [bytes_for_rank(device, ranks_on_host) for device in (world.device, torch.device("cpu"))]
     by_rank = [json.loads(text) for text in gather_texts(json.dumps(own))]
     device, host = (min((nbytes for nbytes in kind if nbytes is not None), default=None) for kind in zip(*by_rank, strict=True))
-    return MemoryThere(device, host)
+    return AvailableMemory(device, host)
 
 
-def check_memory(config: Config, model: GPT, topology: Topology, device: torch.device, there: MemoryThere) -> None:
-    """Nothing, where the run fits in the memory of every rank. Must come before the engine, which allocates."""
-    check_fits(config, model, sharding_of(config), topology, is_on_gpu=device.type == "cuda", there=there)
+def check_memory(config: Config, model: GPT, topology: Topology, device: torch.device, available: AvailableMemory) -> None:
+    """Raises ValueError if the run does not fit in the memory of every rank. Call it before the engine is built, which allocates."""
+    check_fits(config, model, sharding_of(config), topology, is_on_gpu=device.type == "cuda", available=available)
 
 
 def check_save_is_shared(config: Config, world: World) -> None:
-    """Nothing, where every rank sees in the folder of --save what rank 0 puts there; every rank must call it.
+    """Raises StartupError on every rank if one of them does not see in the folder of --save what rank 0 writes there.
 
-    Raises StartupError on every rank alike: better known now than at the first save.
+    Every rank must call it. Without it the mistake would be found at the first save.
     """
     if config.checkpoint.save is None or world.world_size == 1:
         return
@@ -139,7 +139,7 @@ def check_save_is_shared(config: Config, world: World) -> None:
 
 
 def check_writable(flag: str, folder: Path, rank: int) -> None:
-    """Nothing, where this rank can make the folder and write in it; better known now than at the first save."""
+    """Makes the folder. Raises ValueError if this rank cannot write to it."""
     probe = folder / f".probe_of_rank_{rank}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -50,16 +50,16 @@ def forward_backward(model: nn.Module, engine: ZeroEngine, batches: Iterator[Mic
 
 
 def microbatch_loss(model: nn.Module, batch: MicroBatch, device: torch.device) -> Tensor:
-    """The mean loss over the tokens of a micro-batch that count, a fp32 scalar; 0 where none does.
+    """Mean loss over the tokens of a micro-batch that count, [] fp32; 0 if none counts.
 
-    As in Megatron, every micro-batch weighs the same in the means over micro-batches and ranks, however many of its tokens count.
+    As in Megatron, every micro-batch has the same weight in means over micro-batches and ranks, however many of its tokens count.
     """
     loss_BS, loss_mask_BS = token_losses(model, batch, device)
     return (loss_BS * loss_mask_BS).sum() / loss_mask_BS.sum().clamp(min=1.0)
 
 
 def token_losses(model: nn.Module, batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The loss at every token of a micro-batch, and 1 where it counts, 0 where it does not; both [B, S] fp32."""
+    """Loss at every token of a micro-batch, and its mask: 1 if the token counts, else 0. Both are [B, S] fp32."""
     loss_BS = model(
         batch.tokens.to(device),
         batch.labels.to(device),

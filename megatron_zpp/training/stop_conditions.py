@@ -1,4 +1,4 @@
-"""When a run is to end before its last iteration, on every rank at the same step."""
+"""Conditions that end a run before its last iteration, on every rank at the same step."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class StopRequest(enum.IntFlag):
 
     @staticmethod
     def of_ranks(requests: Iterable[float]) -> StopRequest:
-        """All requests as one. requests: of each rank, as numbers."""
+        """Union of the requests of all ranks, which were exchanged as numbers."""
         return reduce(or_, (StopRequest(int(request)) for request in requests))
 
 
 class StopConditions:
-    """Wishes of this rank: a signal has come, the time of --exit-duration-in-mins is over, or rank 0 sees --kill-switch-file.
+    """Conditions on this rank: a signal has arrived, the time of --exit-duration-in-mins is over, or rank 0 sees --kill-switch-file.
 
-    The time counts from the start of the process: whoever limits a job means all of it, imports, indices and loading included.
-    Takes over the signals while it lives; `close` gives them back.
+    The time counts from the start of the process, because the limit of a job includes imports, indices and loading.
+    Replaces the handlers of signals; `close` restores them.
     """
 
     def __init__(self, training: TrainingConfig, rank: int = 0) -> None:
@@ -44,41 +44,41 @@ class StopConditions:
         self._deadline = None if minutes is None else process_start.MONOTONIC_SECONDS + 60.0 * minutes
         is_main = threading.current_thread() is threading.main_thread()
         signals = signals_to_handle(training) if is_main else ()
-        self._before = {number: signal.signal(number, self._take_note) for number in signals}
+        self._before = {number: signal.signal(number, self._note_signal) for number in signals}
 
     def request(self) -> StopRequest:
-        """What this rank wants now."""
+        """Conditions that hold now on this rank."""
         request = StopRequest.SIGNAL if self._has_signal else StopRequest.NONE
         if self._deadline is not None and time.monotonic() >= self._deadline:
             request |= StopRequest.DURATION
-        if self._kill_switch is not None and _is_there(self._kill_switch):
+        if self._kill_switch is not None and _exists(self._kill_switch):
             request |= StopRequest.KILL_SWITCH
         return request
 
     def close(self) -> None:
-        """Gives the signals back to whoever had them."""
+        """Restores the handlers of signals."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
 
-    def _take_note(self, number: int, frame: FrameType | None) -> None:
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
         self._has_signal = True
 
 
 def kill_switch(training: TrainingConfig, rank: int) -> Path | None:
-    """The file that ends the run, for rank 0; None for all others: one look per step into a shared folder is enough."""
+    """File that ends the run, on rank 0; None on all other ranks, because one look per step into a shared folder is enough."""
     return Path(training.kill_switch_file) if training.kill_switch_file is not None and rank == 0 else None
 
 
 def check_kill_switch(training: TrainingConfig, rank: int) -> None:
-    """Nothing, where the file that ends runs is not there yet. Raises ValueError on rank 0 where it is."""
+    """Raises ValueError on rank 0 if the file that ends the run exists already."""
     path = kill_switch(training, rank)
     if path is not None and path.exists():
         raise ValueError(f"--kill-switch-file {path} is there, so nothing is trained; remove the file to train.")
 
 
-def _is_there(path: Path) -> bool:
-    """False also where nobody can tell, as on a network drive that is away for a moment."""
+def _exists(path: Path) -> bool:
+    """False also if the file system does not answer, such as a network drive with a short outage."""
     try:
         return path.exists()
     except OSError:
@@ -86,14 +86,14 @@ def _is_there(path: Path) -> bool:
 
 
 def signals_to_handle(training: TrainingConfig) -> Sequence[signal.Signals]:
-    """--exit-signal, and SIGUSR1, which Slurm is asked to send ahead of the end of a job's time; none without --exit-signal-handler."""
+    """--exit-signal, and SIGUSR1, which Slurm can send ahead of the time limit; empty without --exit-signal-handler."""
     if not training.exit_signal_handler:
         return ()
     return tuple({signal.Signals[training.exit_signal], signal.SIGUSR1})
 
 
 def reason_for_stopping(requests: StopRequest, iteration: int, training: TrainingConfig) -> str | None:
-    """Why the run ends after `iteration`, before its last one; None where it goes on."""
+    """Text that says why the run ends after `iteration`, before its last one; None if it continues."""
     if StopRequest.SIGNAL in requests:
         return (
             f"exiting program after receiving {' or '.join(number.name for number in signals_to_handle(training))} at iteration {iteration}"

@@ -1,4 +1,4 @@
-"""The run that this one resumes, as its checkpoint's manifest describes it: what is taken, and whether it fits (no torch)."""
+"""Run that a checkpoint stores: the state that is taken from it, and whether it fits (no torch)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_zpp.training.weight_decay import WeightDecaySchedule
 
 @dataclass(frozen=True)
 class StoredRun:
-    """weights_only: nothing but weights is taken from it."""
+    """Run that the checkpoint in `folder` stores. weights_only: whether only its weights are taken."""
 
     folder: Path
     manifest: Manifest
@@ -25,23 +25,23 @@ class StoredRun:
 
     @staticmethod
     def of(checkpoint: CheckpointConfig, folder: Path, manifest: Manifest) -> StoredRun:
-        """What the flags take of the checkpoint in `folder`."""
+        """Run stored in `folder`, with weights_only as the flags and the manifest say."""
         is_pretrained = checkpoint.load is None or folder.parent != Path(checkpoint.load)
         return StoredRun(folder, manifest, checkpoint.finetune or is_pretrained or manifest.is_release)
 
     @property
     def consumed_samples(self) -> int:
-        """With how many samples behind it the run begins."""
+        """Samples that the resumed run has consumed when it begins."""
         return 0 if self.weights_only else self.manifest.consumed_samples
 
     def gives_moments(self, config: Config) -> bool:
-        """Whether the optimizer goes on where it was."""
+        """Whether the optimizer state is taken."""
         return not (self.weights_only or config.checkpoint.no_load_optim or config.training.skip_train)
 
     def check_contents(self, config: Config, units: Sequence[UnitSpec]) -> None:
-        """Nothing, where it holds what the run takes. Rotary positions may turn otherwise where the optimizer begins anew.
+        """Raises CheckpointError if the checkpoint does not hold what the run takes. units: of the model.
 
-        units: of the model. Raises CheckpointError for what differs or is missing.
+        Rotary positions may differ if the optimizer starts anew.
         """
         gives_moments = self.gives_moments(config)
         check_model(self.folder, self.manifest, config.model, units, may_rotate_otherwise=not gives_moments)
@@ -49,7 +49,7 @@ class StoredRun:
             check_moments(self.folder, self.manifest)
 
     def notices(self, config: Config) -> list[str]:
-        """What differs, may do so, and should be known."""
+        """Warnings about differences that are allowed."""
         rotation = rotation_differences(self.manifest, config.model)
         return [f"WARNING: the weights were trained with other rotary positions: {'; '.join(rotation)}"] if rotation else []
 
@@ -76,27 +76,27 @@ WEIGHT_DECAY_FLAGS = {
 
 
 def with_schedule(config: Config, stored: StoredRun | None) -> Config:
-    """The configuration, with the checkpoint's schedule where --use-checkpoint-opt-param-scheduler asks for it.
+    """Configuration with the checkpoint's schedule if --use-checkpoint-opt-param-scheduler is given, otherwise with its own.
 
-    Raises CheckpointError where a run that goes on has another schedule and no flag says which of the two is meant.
+    Raises CheckpointError if a resumed run has another schedule and no flag says which of the two to use.
     """
     if stored is None or stored.weights_only or config.training.skip_train:
         return config
     theirs = stored.manifest.flags
     if config.checkpoint.use_checkpoint_opt_param_scheduler:
-        return _with_their_schedule(config, theirs)
+        return _with_stored_schedule(config, theirs)
     differing = list(schedule_differences(config, theirs))
     if not differing or config.checkpoint.override_opt_param_scheduler:
         return config
     raise CheckpointError(
         f"{stored.folder} was saved with another schedule: {'; '.join(differing)}; give the same flags, "
-        "--override-opt-param-scheduler to go on with the flags', or --use-checkpoint-opt-param-scheduler to go on with the checkpoint's"
+        "--override-opt-param-scheduler to continue with the flags' schedule, or --use-checkpoint-opt-param-scheduler with the checkpoint's"
     )
 
 
 def schedule_differences(config: Config, theirs: Mapping[str, Any]) -> Iterator[str]:
-    """What shapes learning rate and weight decay and differs from a checkpoint's flags, each with both values."""
-    learning_rates, weight_decays = _their_schedules(theirs)
+    """Settings of learning rate and weight decay that differ from a checkpoint's flags, each with both values."""
+    learning_rates, weight_decays = _stored_schedules(theirs)
     here = LearningRateSchedule.from_config(config.optimizer, config.training, config.model.seq_length)
     for name, then, now in learning_rates.differences(here):
         yield f"{SCHEDULE_FLAGS[name]} {then} there and {now} here"
@@ -104,10 +104,10 @@ def schedule_differences(config: Config, theirs: Mapping[str, Any]) -> Iterator[
         yield f"{WEIGHT_DECAY_FLAGS[name]} {then} there and {now} here"
 
 
-def _their_schedules(theirs: Mapping[str, Any]) -> tuple[LearningRateSchedule, WeightDecaySchedule]:
-    """Of a checkpoint's flags; what its program did not know yet is at its default."""
+def _stored_schedules(theirs: Mapping[str, Any]) -> tuple[LearningRateSchedule, WeightDecaySchedule]:
+    """Schedules of a checkpoint's flags. Flags that are newer than the checkpoint have their defaults."""
     try:
-        optimizer, training = _known(OptimizerConfig, theirs["optimizer"]), _known(TrainingConfig, theirs["training"])
+        optimizer, training = _group_of(OptimizerConfig, theirs["optimizer"]), _group_of(TrainingConfig, theirs["training"])
         if optimizer.end_weight_decay is None:
             optimizer = replace(optimizer, start_weight_decay=optimizer.weight_decay, end_weight_decay=optimizer.weight_decay)
         learning_rates = LearningRateSchedule.from_config(optimizer, training, theirs["model"]["seq_length"])
@@ -116,15 +116,15 @@ def _their_schedules(theirs: Mapping[str, Any]) -> tuple[LearningRateSchedule, W
         raise CheckpointError(f"the checkpoint's flags lack the schedule ({error}); give --finetune to take its weights only") from None
 
 
-def _known(group: type[Group], flags: Mapping[str, Any]) -> Group:
-    """The flags of a group that are stored, without those that are no flags any more."""
+def _group_of(group: type[Group], flags: Mapping[str, Any]) -> Group:
+    """Group of flags as a checkpoint stores them, without flags that no longer exist."""
     names = {member.name for member in fields(group)}
     known: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items() if name in names}
     return group(**known)
 
 
-def _with_their_schedule(config: Config, theirs: Mapping[str, Any]) -> Config:
-    learning_rates, weight_decays = _their_schedules(theirs)
+def _with_stored_schedule(config: Config, theirs: Mapping[str, Any]) -> Config:
+    learning_rates, weight_decays = _stored_schedules(theirs)
     fraction = theirs["optimizer"]["lr_warmup_fraction"]
     optimizer = replace(
         config.optimizer,

@@ -1,4 +1,4 @@
-"""The training loop: steps, lines, validation, checkpoints, from wherever the run stands to its end."""
+"""Training loop: steps, reports, validation, checkpoints."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from megatron_zpp.zero.engine import ZeroEngine
 
 
 class Trainer:
-    """One rank's training run. Every rank makes the same calls.
+    """One rank's training run. Every rank must make the same calls.
 
-    progress: where the run stands; it is moved on.
+    progress: start of the run; it is advanced.
     """
 
     def __init__(self, config: Config, model: GPT, engine: ZeroEngine, datasets: Datasets, writers: Writers, progress: Progress) -> None:
         self._config = config
         self._model = model
         self._engine = engine
-        self._outlets = writers
+        self._writers = writers
         self._progress = progress
         self._schedule = LearningRateSchedule.from_config(config.optimizer, config.training, config.model.seq_length)
         self._weight_decays = WeightDecaySchedule.from_config(config.optimizer)
@@ -45,7 +45,7 @@ class Trainer:
         tally = SourceTally(datasets.train) if config.logging.log_samples_per_source else None
         self._reporter = Reporter(config, model.padded_vocab_size, engine, writers, tally)
         self._garbage = GarbageCollection(config.training)
-        self._passed_over = frozenset(int(iteration) for iteration in config.training.iterations_to_skip)
+        self._iterations_to_skip = frozenset(int(iteration) for iteration in config.training.iterations_to_skip)
         self._bad_iterations = BadIterations()
         self._reason_for_stopping: str | None = None
         rank, ranks = engine.ladder.backend.rank, engine.ladder.topology.world_size
@@ -55,10 +55,7 @@ class Trainer:
         self._held_out = HeldOutSets(config, datasets, progress.iteration, rank=rank, ranks=ranks)
 
     def run(self) -> None:
-        """Trains up to --train-iters, or until there is a reason to leave before, and saves what --save asks for.
-
-        Only evaluates under --skip-train.
-        """
+        """Trains up to --train-iters or until a stop condition holds, and saves under --save. With --skip-train it only evaluates."""
         with self._garbage:
             if self._config.training.skip_train:
                 self._evaluate_at_the_end()
@@ -66,17 +63,17 @@ class Trainer:
                 self._train()
 
     def _train(self) -> None:
-        printer, training = self._outlets.printer, self._config.training
+        printer, training = self._writers.printer, self._config.training
         first = self._progress.iteration
         printer.milestone("before the start of training step")
-        if self._outlets.progress_file is not None:
-            self._outlets.progress_file.job_has_started()
+        if self._writers.progress_file is not None:
+            self._writers.progress_file.job_has_started()
         stop_conditions = StopConditions(training, printer.rank)
         try:
             while self._progress.iteration < training.train_iters and self._reason_for_stopping is None:
                 self._profile()
-                if self._progress.iteration + 1 in self._passed_over:
-                    self._pass_over(stop_conditions)
+                if self._progress.iteration + 1 in self._iterations_to_skip:
+                    self._skip_iteration(stop_conditions)
                 else:
                     self._step(stop_conditions)
                 self._saver.check()
@@ -87,9 +84,11 @@ class Trainer:
             if self._reason_for_stopping is not None:
                 printer.milestone(self._reason_for_stopping)
             if self._progress.iteration > first:
-                self._finish()
+                if self._progress.iteration == training.train_iters:
+                    self._evaluate_at_the_end()
+                self._saver.finish()
         finally:
-            stop_conditions.close()  # not before all is saved: a signal to this rank may come after that of another has ended the loop
+            stop_conditions.close()  # after saving: a signal may reach this rank after that of another rank has ended the loop
 
     def _step(self, stop_conditions: StopConditions) -> None:
         progress, loss_scaler = self._progress, self._engine.loss_scaler
@@ -105,7 +104,7 @@ class Trainer:
         self._reason_for_stopping = reason_for_stopping(requests, progress.iteration, self._config.training)
         readings = StepReadings(outcome, batch_size, learning_rate, loss_scaler.scale)
         self._reporter.iteration(progress, readings, times, is_last=self._is_last())
-        self._end_if_all_is_bad()
+        self._check_bad_iterations()
 
     def _train_step(self, microbatches: int, learning_rate: float, stop_conditions: StopConditions) -> tuple[StepOutcome, StopRequest]:
         """Trains on the next micro-batches; returns the result of the step and the stop requests of all ranks."""
@@ -121,8 +120,8 @@ class Trainer:
         outcome = StepOutcome(lm_loss, update.grad_norm, update.is_skipped, model_state_bytes, update.num_zeros)
         return outcome, StopRequest.of_ranks(requests)
 
-    def _pass_over(self, stop_conditions: StopConditions) -> None:
-        """An iteration of --iterations-to-skip: its samples count as consumed, and nothing else changes."""
+    def _skip_iteration(self, stop_conditions: StopConditions) -> None:
+        """Consumes the samples of an iteration of --iterations-to-skip, without training on them."""
         progress = self._progress
         first, batch_size = progress.consumed_samples, self._batch_sizes.batch_size(progress.consumed_samples)
         for _ in range(batch_size // self._batch_sizes.grain):
@@ -131,22 +130,17 @@ class Trainer:
         self._engine.start_iteration(progress.iteration)
         (requests,) = gather_columns([stop_conditions.request()], self._engine)
         self._reason_for_stopping = reason_for_stopping(StopRequest.of_ranks(requests), progress.iteration, self._config.training)
-        self._outlets.printer.on_last(
+        self._writers.printer.on_last(
             f" iteration {progress.iteration:8d} is passed over (--iterations-to-skip): samples {first} to {first + batch_size - 1}"
         )
 
     def _between_steps(self) -> None:
-        """Saves first: whoever asks the run to leave may not wait for a validation."""
-        if self._is_multiple_of(self._config.checkpoint.save_interval) or self._is_last():
+        """Saves and validates if they are due. Saves first: a run that was asked to end may be killed during a validation."""
+        training, iteration, save_interval = self._config.training, self._progress.iteration, self._config.checkpoint.save_interval
+        if (save_interval is not None and iteration % save_interval == 0) or self._is_last():
             self._save()
-        training, iteration = self._config.training, self._progress.iteration
         if is_followed_by_validation(iteration, training) and iteration < training.train_iters:
             self._validate()
-
-    def _finish(self) -> None:
-        if self._progress.iteration == self._config.training.train_iters:
-            self._evaluate_at_the_end()
-        self._saver.finish()
 
     def _evaluate_at_the_end(self) -> None:
         self._validate(drawn_from=" on validation set")
@@ -160,18 +154,15 @@ class Trainer:
         self._reporter.between_steps("save-checkpoint")
 
     def _profile(self) -> None:
-        """Begins or ends a profile that this rank is to make, before the next iteration."""
-        profiler = self._outlets.instruments.profiler
+        """Starts or ends the profile of this rank, if the next iteration is its first or comes after its last."""
+        profiler = self._writers.instruments.profiler
         if profiler is not None:
-            self._outlets.printer.on_this(profiler.before_step(self._progress.iteration + 1))
+            self._writers.printer.on_this(profiler.before_step(self._progress.iteration + 1))
 
     def _end_profile(self) -> None:
-        profiler = self._outlets.instruments.profiler
+        profiler = self._writers.instruments.profiler
         if profiler is not None:
-            self._outlets.printer.on_this(profiler.finish(self._progress.iteration))
-
-    def _is_multiple_of(self, interval: int | None) -> bool:
-        return interval is not None and self._progress.iteration % interval == 0
+            self._writers.printer.on_this(profiler.finish(self._progress.iteration))
 
     def _is_last(self) -> bool:
         training = self._config.training
@@ -186,28 +177,28 @@ class Trainer:
             self._reporter.test(self._progress, self._evaluate(self._held_out.test, " on test set"))
 
     def _evaluate(self, held_out: HeldOutSet, drawn_from: str) -> float:
-        """The mean loss, printed."""
-        self._engine.ladder.lanes.drain()  # the set's workers may be forked now, and no other thread may be at work then
+        """Evaluates, prints the mean loss and returns it."""
+        self._engine.ladder.lanes.drain()  # workers of the set may be forked now, and no other thread may be running then
         with self._garbage.evaluation(), self._engine.observer.phase("eval-time"):
             loss = evaluate(self._model, self._engine, held_out)
         self._reporter.between_steps("eval-time")
         if held_out.name:
             drawn_from = f" on validation set {held_out.name}"
-        self._outlets.printer.on_last(validation_lines(self._progress.iteration, loss, drawn_from=drawn_from))
+        self._writers.printer.on_last(validation_lines(self._progress.iteration, loss, drawn_from=drawn_from))
         return loss
 
-    def _end_if_all_is_bad(self) -> None:
-        """Raises RuntimeError after --max-consecutive-bad-iterations, with a checkpoint from before the first of them behind it."""
+    def _check_bad_iterations(self) -> None:
+        """Raises RuntimeError after --max-consecutive-bad-iterations. Before that it saves the state from before the first of them."""
         limit = self._config.training.max_consecutive_bad_iterations
         if limit == 0 or self._bad_iterations.consecutive < limit:
             return
         raise RuntimeError(
             f"{limit} iterations in a row (--max-consecutive-bad-iterations) had a NaN or infinite loss or gradient, from iteration "
-            f"{self._bad_iterations.progress_before.iteration + 1} on; {self._save_from_before()}. Look at their data, or lower --lr."
+            f"{self._bad_iterations.progress_before.iteration + 1} on; {self._save_state_before()}. Look at their data, or lower --lr."
         )
 
-    def _save_from_before(self) -> str:
-        """Saves the state that the run had before the bad iterations; says what was saved, or why nothing was."""
+    def _save_state_before(self) -> str:
+        """Saves the state from before the bad iterations. Returns text that says what was saved, or why nothing was."""
         bad = self._bad_iterations
         before = bad.progress_before
         if before.iteration == 0:

@@ -12,7 +12,7 @@ from megatron_zpp.config.schema import OptimizerConfig
 
 @dataclass(frozen=True)
 class WeightDecaySchedule:
-    """From `start` to `end` over the first `incr_samples` samples, and `end` from then on."""
+    """Weight decay that changes from `start` to `end` over the first `incr_samples` samples, and then stays at `end`."""
 
     style: str
     start: float
@@ -21,13 +21,13 @@ class WeightDecaySchedule:
 
     @classmethod
     def from_config(cls, optimizer: OptimizerConfig) -> WeightDecaySchedule:
-        """The schedule of a resolved configuration."""
+        """Schedule of a resolved configuration."""
         return cls(
             optimizer.weight_decay_incr_style, optimizer.start_weight_decay, optimizer.end_weight_decay, optimizer.weight_decay_incr_samples
         )
 
     def weight_decay(self, num_samples: int) -> float:
-        """The decay of the step that begins after `num_samples` samples."""
+        """Weight decay of the step that begins after `num_samples` samples."""
         if self.style == "constant" or num_samples > self.incr_samples:
             return self.end
         ratio = num_samples / self.incr_samples
@@ -35,7 +35,7 @@ class WeightDecaySchedule:
         return self.start + share * (self.end - self.start)
 
     def differences(self, other: WeightDecaySchedule) -> Iterator[tuple[str, Any, Any]]:
-        """Name and both values of what makes `other` another schedule; a constant decay has one value and no length."""
+        """Name and both values of every field that makes `other` another schedule. A constant decay has one value and no length."""
         if self.style == other.style == "constant":
             if self.end != other.end:
                 yield "constant", self.end, other.end

@@ -1,4 +1,4 @@
-"""Files and printers that a run writes to, and which rank opens which."""
+"""Writers of a run: its printer, its files and its points, by rank."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ from megatron_zpp.training.startup_checks import check_writable
 
 @dataclass(frozen=True)
 class Writers:
-    """Where the run tells of itself: files on rank 0, points (TensorBoard, Weights & Biases) on the last rank; none on others.
-
-    instruments: what of this rank looks into the run.
-    """
+    """Writers of this rank: files on rank 0, points (TensorBoard, Weights & Biases) on the last rank."""
 
     printer: RankPrinter
     instruments: Instruments
@@ -33,7 +30,7 @@ class Writers:
     scalars: tuple[ScalarWriter, ...] = ()
 
     def close(self) -> None:
-        """Writes what is held back."""
+        """Writes what is buffered."""
         for writer in (self.json_lines, *self.scalars):
             if writer is not None:
                 writer.close()
@@ -41,7 +38,7 @@ class Writers:
 
 
 def open_writers(config: Config, printer: RankPrinter, instruments: Instruments) -> Writers:
-    """The files and printers of this rank. Raises ValueError for a folder that this rank cannot write to."""
+    """Writers that the flags ask for on this rank. Raises ValueError if it cannot write to one of their folders."""
     logging = config.logging
     if config.checkpoint.save is not None:
         check_writable("--save", Path(config.checkpoint.save), printer.rank)

@@ -106,7 +106,7 @@ def test_the_world_is_that_of_the_flags_else_of_the_launcher(flags: str, launch:
         ("--nodes 4", "--nodes 4 leaves open.*give --ranks-per-node"),
         ("--world-size 4", "--world-size 4 leaves open.*give --nodes or --ranks-per-node"),
         ("--world-size 4 --nodes 3", "--nodes 3 does not divide --world-size 4"),
-        ("--world-size 8 --nodes 2 --ranks-per-node 8", "--nodes 2 of --ranks-per-node 8 are not the ranks of --world-size 8"),
+        ("--world-size 8 --nodes 2 --ranks-per-node 8", "--nodes 2 times --ranks-per-node 8 is not --world-size 8"),
         ("--world-size 6 --ranks-per-node 4", "--ranks-per-node 4 does not divide the 6 ranks"),
         ("--global-batch-size 3 --world-size 2 --nodes 1", "--global-batch-size 3 is not a multiple of 2"),
         ("--memory-gigabytes 0.0001", "needs .* of memory .* and has .* of GPU memory"),

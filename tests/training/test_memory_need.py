@@ -14,7 +14,7 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.topology import Topology
-from megatron_zpp.training.memory_need import MemoryNeed, MemoryThere, check_fits, in_gib, memory_need, smallest_nodes
+from megatron_zpp.training.memory_need import AvailableMemory, MemoryNeed, check_fits, in_gib, memory_need, smallest_nodes
 from megatron_zpp.training.sharding import choose_policy
 from megatron_zpp.zero.plan.memory_plan import Sharding
 from megatron_zpp.zero.schedule import Prefetch
@@ -38,13 +38,13 @@ class Run:
     def need(self, *, is_on_gpu: bool = True) -> MemoryNeed:
         return memory_need(self.config, self.model, self.sharding, self.topology, is_on_gpu=is_on_gpu)
 
-    def check(self, bytes_there: int | None, *, host_bytes: int | None = None, is_on_gpu: bool = True) -> MemoryNeed:
-        there = MemoryThere(bytes_there, host_bytes)
-        return check_fits(self.config, self.model, self.sharding, self.topology, is_on_gpu=is_on_gpu, there=there)
+    def check(self, available_bytes: int | None, *, host_bytes: int | None = None, is_on_gpu: bool = True) -> MemoryNeed:
+        available = AvailableMemory(available_bytes, host_bytes)
+        return check_fits(self.config, self.model, self.sharding, self.topology, is_on_gpu=is_on_gpu, available=available)
 
-    def refusal(self, bytes_there: int | None, *, host_bytes: int | None = None, is_on_gpu: bool = True) -> str:
+    def refusal(self, available_bytes: int | None, *, host_bytes: int | None = None, is_on_gpu: bool = True) -> str:
         with pytest.raises(ValueError, match="needs") as error:
-            self.check(bytes_there, host_bytes=host_bytes, is_on_gpu=is_on_gpu)
+            self.check(available_bytes, host_bytes=host_bytes, is_on_gpu=is_on_gpu)
         return str(error.value)
 
 

@@ -1,4 +1,4 @@
-"""Order of what happens in an iteration; what comes of it is proved by whole runs, in tests/integration."""
+"""Order of the calls in an iteration. Whole runs in tests/integration prove the results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.tiny_runs import TINY, entry
 
 
 def order_of_events(flags: list[str]) -> list[str]:
-    """What the entry calls between loading and saving, with the numbers in every gather over the world."""
+    """Names of the calls that the entry makes, in order. Of a gather over the world also its number of values."""
     from megatron_zpp.checkpoint.saver import CheckpointSaver
     from megatron_zpp.comm.links import Ladder
     from megatron_zpp.training.stop_conditions import StopConditions
