@@ -114,8 +114,8 @@ def train(config: Config, launch: Launch, world: World) -> None:
         vocabulary = setup.build_vocabulary(config)
         model = setup.build_model(config, vocabulary.padded_size, source.stored)
         startup_checks.check_memory(config, model, ladder.topology, world.device, memory)
-        speaker = setup.speaker_of(launch, hosts[launch.rank], printer)
-        datasets = setup.build_run_data(config, vocabulary, speaker, checks_token_ids=launch.local_rank == 0)
+        data_progress = setup.progress_printer(launch, hosts[launch.rank], printer)
+        datasets = setup.build_run_data(config, vocabulary, data_progress, checks_token_ids=launch.local_rank == 0)
         writers = open_writers(config, printer, instruments)
         config = config.with_values(vocab_size=vocabulary.size)
     with closing(writers, world):

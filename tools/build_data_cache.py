@@ -18,7 +18,7 @@ from command import MISTAKE_EXIT_CODE
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.data.blended_dataset import BlendedDataset
-from megatron_zpp.data.build_once import Speaker
+from megatron_zpp.data.build_once import ProgressPrinter
 from megatron_zpp.data.gpt_dataset import SampleSource
 
 FLAGS_HELP = "the flags of pretrain_zeropp_gpt.py, as the run will get them; --data-cache-path says where the indices go"
@@ -43,8 +43,8 @@ def run(args: argparse.Namespace, flags: list[str]) -> None:
     from megatron_zpp.training import setup  # torch is imported from here on
 
     started = time.monotonic()
-    speaker = Speaker(f"build_data_cache on {socket.gethostname()}", print)
-    datasets = setup.build_run_data(config, setup.build_vocabulary(config), speaker, checks_token_ids=not args.no_token_check)
+    progress = ProgressPrinter(f"build_data_cache on {socket.gethostname()}", print)
+    datasets = setup.build_run_data(config, setup.build_vocabulary(config), progress, checks_token_ids=not args.no_token_check)
     for message in datasets.messages:
         print(message)
     validation = {f"validation {name}".strip(): dataset for name, dataset in datasets.valid.items()}

@@ -157,7 +157,7 @@ def _stop(job: Job, builder: CorpusBuilder, error: BaseException) -> NoReturn:
         hint = "; with --resume and --skip-invalid the same command goes on from there."
     if can_resume and isinstance(error, DamagedInput) and error.source <= builder.progress.position.source:
         # What has been read of the file is part of the output: nothing goes on with another one in its place.
-        hint = f"; {job.journal.way_out}"
+        hint = f"; {job.journal.remedy}"
     if isinstance(error, KeyboardInterrupt):
         raise KeyboardInterrupt(hint) from None
     if isinstance(error, BrokenProcessPool):

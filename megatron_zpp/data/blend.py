@@ -1,4 +1,4 @@
-"""From weights to the dataset of one split: how many samples each corpus must yield, and in which order they are drawn."""
+"""Builds the blended dataset of one split from the weights of its corpora."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_zpp.data.blended_dataset import BlendedDataset, BlendIndices, build_blend_indices
-from megatron_zpp.data.build_once import Speaker
+from megatron_zpp.data.build_once import ProgressPrinter
 from megatron_zpp.data.corpus import SPLIT_WORDS, Corpus
 from megatron_zpp.data.index_cache import IndexCache
 
 
 @dataclass(frozen=True)
 class BlendPlan:
-    """weights: of each corpus, with sum 1. least_samples: that each corpus is cut into even if the blend draws less of it."""
+    """How many samples a blend has, and how many samples each of its corpora is cut into.
+
+    weights: one per corpus, with sum 1.
+    least_samples: one per corpus; it is cut into at least this many samples, even if the blend draws fewer of them.
+    """
 
     weights: tuple[float, ...]
     sample_count: int
@@ -24,29 +28,34 @@ class BlendPlan:
 
 
 def plan_by_weights(weights: Sequence[float], sample_count: int, surplus: float) -> BlendPlan:
-    """Megatron's sizes for `weight prefix ...`: a corpus yields its share, rounded up, and the surplus; the blend is the sum of shares."""
+    """Megatron's sizes for `weight prefix ...`.
+
+    The blend is as long as the sum of the shares, each rounded up. Each corpus is cut into its rounded share plus the surplus.
+    """
     shares = normalized(weights)
     wanted = [math.ceil(sample_count * share) for share in shares]
     return BlendPlan(shares, sum(wanted), tuple(math.ceil(count * (1 + surplus)) for count in wanted))
 
 
 def plan_by_epochs(samples_per_epoch: Sequence[int], sample_count: int) -> BlendPlan:
-    """Megatron's sizes for `prefix prefix ...`: every corpus yields one epoch, drawn in the shares of their samples.
+    """Megatron's sizes for `prefix prefix ...`: each corpus yields one epoch, and its share is its part of all samples.
 
-    Where more samples are asked for than one epoch of all has, where Megatron ends, corpora start over in the same shares.
+    If more samples are needed than one epoch has, Megatron ends; here the corpora start over in the same shares.
     """
     shares = normalized(samples_per_epoch)
     return BlendPlan(shares, sample_count, (0,) * len(shares))
 
 
 def normalized(weights: Sequence[float]) -> tuple[float, ...]:
-    """Weights with sum 1, as numpy divides and adds them: the last bits decide who is drawn first among equals."""
+    """Weights with sum 1, divided and added by numpy as in Megatron: their last bits decide which of equal corpora is drawn first."""
     values = np.array(weights, dtype=np.float64)
     return tuple((values / np.sum(values)).tolist())
 
 
-def blended_dataset(corpora: Sequence[Corpus], plan: BlendPlan, split_name: str, speaker: Speaker, messages: list[str]) -> BlendedDataset:
-    """The blend of corpora that have tokens in this split, each cut into as many samples as the blend draws of it, or more.
+def blended_dataset(
+    corpora: Sequence[Corpus], plan: BlendPlan, split_name: str, progress: ProgressPrinter, messages: list[str]
+) -> BlendedDataset:
+    """The blend of corpora that all have tokens in this split. Each is cut into at least as many samples as the blend draws of it.
 
     Appends to `messages` what a user should know.
     """
@@ -54,12 +63,12 @@ def blended_dataset(corpora: Sequence[Corpus], plan: BlendPlan, split_name: str,
     description = {"class": "BlendedDataset", "split": split_name, "weights": plan.weights, "size": plan.sample_count}
     cache = IndexCache(BlendIndices, first.order.folder_of(first.prefix), split_name, description)
     what = f"the {SPLIT_WORDS[split_name]} blend of {len(corpora)} corpora"
-    cached = cache.load_or_build(lambda: build_blend_indices(plan.weights, plan.sample_count), what, speaker)
+    cached = cache.load_or_build(lambda: build_blend_indices(plan.weights, plan.sample_count), what, progress)
     if cached.message is not None:
         messages.append(cached.message)
     datasets = []
     for corpus, least, drawn in zip(corpora, plan.least_samples, cached.indices.drawn.tolist(), strict=True):
-        # A corpus of which one epoch is enough is cut into one epoch.
+        # If one epoch is enough, the corpus is cut into exactly one epoch.
         needed = 0 if least == 0 and drawn <= corpus.samples_per_epoch(split_name) else max(least, drawn)
-        datasets.append(corpus.dataset(split_name, needed, speaker, messages))
+        datasets.append(corpus.dataset(split_name, needed, progress, messages))
     return BlendedDataset(datasets, cached.indices)

@@ -1,4 +1,4 @@
-"""Samples of several corpora, each in its share."""
+"""A dataset that draws from several corpora, and a count of samples per corpus."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_zpp.data.index_builders import deal_samples
 
 
 class BlendIndices(NamedTuple):
-    dataset: np.ndarray  # [samples] int16, int32 beyond its range
+    dataset: np.ndarray  # [samples] int16, or int32 if there are too many datasets
     dataset_sample: np.ndarray  # [samples] int64
     drawn: np.ndarray  # [datasets] int64, samples of each dataset in the whole blend
 
 
 def build_blend_indices(weights: Sequence[float], sample_count: int) -> BlendIndices:
-    """The indices of a blend of sample_count samples, equal number for number to Megatron's. weights: of each dataset, with sum 1."""
+    """The indices of a blend of sample_count samples, identical to Megatron's. weights: one per dataset, with sum 1."""
     dataset_index, dataset_sample = deal_samples(np.array(weights, dtype=np.float64), sample_count)
     return BlendIndices(dataset_index, dataset_sample, np.bincount(dataset_index, minlength=len(weights)).astype(np.int64))
 
@@ -27,7 +27,7 @@ def build_blend_indices(weights: Sequence[float], sample_count: int) -> BlendInd
 class BlendedDataset:
     """Sample i is sample dataset_sample[i] of dataset number dataset[i].
 
-    Raises RuntimeError where a dataset has fewer samples than the indices draw of it.
+    Raises RuntimeError if a dataset has fewer samples than the indices draw of it.
     """
 
     def __init__(self, datasets: Sequence[GPTDataset], indices: BlendIndices) -> None:
@@ -55,7 +55,7 @@ class BlendedDataset:
 
 
 class SourceTally:
-    """How many of the run's samples come from each corpus, counted on from one question to the next."""
+    """Counts how many samples of the run come from each corpus. Each call counts on from the previous one."""
 
     def __init__(self, dataset: SampleSource) -> None:
         self._dataset = dataset
@@ -63,7 +63,10 @@ class SourceTally:
         self._by_source: Counter[str] = Counter()
 
     def up_to(self, consumed_samples: int) -> dict[str, int]:
-        """By prefix, over all samples that the run has consumed, also before it was resumed; past its end a dataset starts over."""
+        """The count by prefix over the first consumed_samples samples of the run, including those before it was resumed.
+
+        Past its end a dataset starts over.
+        """
         dataset = self._dataset
         while self._counted < consumed_samples:
             first = self._counted % len(dataset)

@@ -1,13 +1,13 @@
-"""One process builds, the others wait for its files: no collective is involved, so none can time out however long it takes.
+"""Builds files in one process while the others wait for them. It uses no collective, so a long build cannot cause a time-out.
 
-Beside what is built lie
+Two files lie beside the files that are built:
 
-    {stem}.lock     locked by the process that builds; its time of change moves as long as that process lives, its text says who it is
-    {stem}.error    why the latest attempt failed; whoever waited for that attempt ends with the same message
+    {stem}.lock     locked by the process that builds; the process touches it as long as it lives, and writes its name into it
+    {stem}.error    why the latest attempt failed; every process that waited for that attempt raises the same message
 
-The lock goes with its holder, also where that is killed: the next in line then builds. Where a dead machine leaves a lock behind on a
-shared file system, the time of change stands still, and the waiting build for themselves. So they do on file systems without locks.
-Whatever is built must therefore appear whole and with the same bytes whoever builds it (`appearing_whole`).
+The system releases the lock when its holder ends or is killed; then the next waiting process builds. A dead machine may leave a lock
+behind on a shared file system. Then nobody touches the lock file any more, and every waiting process builds for itself. The same happens
+on file systems without locks. So every process must build the same bytes, and a file must appear complete (`atomic_write`).
 """
 
 from __future__ import annotations
@@ -29,30 +29,34 @@ from megatron_zpp.monitor.heartbeat import beating
 T = TypeVar("T")
 
 POLL_SECONDS = 0.1
-LOOK_SECONDS = 2.0  # between two looks for the files themselves
+LOOK_SECONDS = 2.0  # between two checks for the built files
 HEARTBEAT_SECONDS = 5.0
-SILENT_SECONDS = 300.0  # a builder without heartbeat for so long is gone; shared file systems show times of change sooner
-FIRST_LINE_SECONDS = 2.0  # what is built faster than this is not worth a line
+SILENT_SECONDS = 300.0  # a builder without a heartbeat for this long is dead; shared file systems show a touched file sooner
+FIRST_LINE_SECONDS = 2.0  # a build faster than this prints no line
 LINE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Speaker:
-    """This process, for the lines and files that others read. announces_waiting: whether it says that it waits, not only that it builds."""
+class ProgressPrinter:
+    """Prints the progress of building.
+
+    name: of this process, for printed lines and for the lock and error files. prints_waiting: also print lines while this process waits.
+    """
 
     name: str
-    announce: Callable[[str], None]
-    announces_waiting: bool = True
+    print_line: Callable[[str], None]
+    prints_waiting: bool = True
 
 
-SILENCE = Speaker("another process", lambda _: None)
+SILENT = ProgressPrinter("another process", lambda _: None)
 
 
-def built_once(stem: Path, what: str, load: Callable[[], T | None], build: Callable[[], T], speaker: Speaker) -> T:
-    """What load() finds; where that is None, what build() makes and stores in one process at a time, while others wait and load.
+def built_once(stem: Path, what: str, load: Callable[[], T | None], build: Callable[[], T], progress: ProgressPrinter) -> T:
+    """The result of load(); if that is None, the result of build(), which also stores it. One process builds, the others wait and load.
 
-    what: for the lines, such as "indices of corpus". An error of build() is raised here and in every process that waited for it: ValueError
-    as such, others as RuntimeError. Raises OSError where no lock file can be made in the folder.
+    what: names the built thing in printed lines, such as "indices of corpus".
+    An error of build() is raised here and in every process that waited for it: ValueError as ValueError, others as RuntimeError.
+    Raises OSError if no lock file can be created in the folder.
     """
     found = load()
     if found is not None:
@@ -60,19 +64,19 @@ def built_once(stem: Path, what: str, load: Callable[[], T | None], build: Calla
     stem.parent.mkdir(parents=True, exist_ok=True)
     failure_before = _read_failure(stem)
     with open(_with_ending(stem, ".lock"), "ab") as lock:
-        _wait_for_lock(lock, what, speaker, lambda: load() is not None)
+        _wait_for_lock(lock, what, progress, lambda: load() is not None)
         found = load()
         if found is not None:
             return found
         failure = _read_failure(stem)
         if failure is not None and failure != failure_before:
             raise failure.as_error()
-        return _build(stem, lock, what, build, speaker)
+        return _build(stem, lock, what, build, progress)
 
 
 @contextmanager
-def appearing_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file that gets its name when it is complete and on disk; an error in the block leaves no trace of it."""
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """A file to write. It gets its name when it is complete and on disk; an error in the block removes it."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -94,15 +98,15 @@ class _Failure:
         return ValueError(self.message) if self.is_mistake else RuntimeError(self.message)
 
 
-def _build(stem: Path, lock: BinaryIO, what: str, build: Callable[[], T], speaker: Speaker) -> T:
+def _build(stem: Path, lock: BinaryIO, what: str, build: Callable[[], T], progress: ProgressPrinter) -> T:
     failure_path = _with_ending(stem, ".error")
     try:
-        with _heartbeat(lock, what, speaker):
+        with _heartbeat(lock, what, progress):
             built = build()
     except Exception as error:
         is_mistake = isinstance(error, ValueError)
-        message = str(error) if is_mistake else f"{speaker.name} failed to build {what}: {type(error).__name__}: {error}"
-        with contextlib.suppress(OSError), appearing_whole(failure_path) as file:
+        message = str(error) if is_mistake else f"{progress.name} failed to build {what}: {type(error).__name__}: {error}"
+        with contextlib.suppress(OSError), atomic_write(failure_path) as file:
             file.write(json.dumps([uuid.uuid4().hex, is_mistake, message]).encode())
         raise
     failure_path.unlink(missing_ok=True)
@@ -120,8 +124,8 @@ def _with_ending(stem: Path, ending: str) -> Path:
     return stem.with_name(stem.name + ending)
 
 
-def _wait_for_lock(lock: BinaryIO, what: str, speaker: Speaker, is_built: Callable[[], bool]) -> None:
-    """Returns with the lock; or without it where the file system has none, its holder shows no life, or what it guards is there."""
+def _wait_for_lock(lock: BinaryIO, what: str, progress: ProgressPrinter, is_built: Callable[[], bool]) -> None:
+    """Returns with the lock. Returns without it if the file system has no locks, the holder seems dead, or is_built() is true."""
     started = last_sign = time.monotonic()
     next_look, next_line = started + LOOK_SECONDS, started + LINE_SECONDS
     changed = os.fstat(lock.fileno()).st_mtime_ns
@@ -132,28 +136,28 @@ def _wait_for_lock(lock: BinaryIO, what: str, speaker: Speaker, is_built: Callab
         if latest != changed:
             changed, last_sign = latest, now
         if now - last_sign > SILENT_SECONDS:
-            speaker.announce(f"{_holder(lock)} has shown no life for {SILENT_SECONDS:.0f} s: {speaker.name} builds {what} itself")
+            progress.print_line(f"{_holder(lock)} has shown no life for {SILENT_SECONDS:.0f} s: {progress.name} builds {what} itself")
             return
         if now >= next_look:
             if is_built():
                 return
             next_look = now + LOOK_SECONDS
-        if now >= next_line and speaker.announces_waiting:
-            speaker.announce(f"{speaker.name} waits for {what}, which {_holder(lock)} builds ({now - started:.0f} s)")
+        if now >= next_line and progress.prints_waiting:
+            progress.print_line(f"{progress.name} waits for {what}, which {_holder(lock)} builds ({now - started:.0f} s)")
             next_line += LINE_SECONDS
 
 
 def _holder(lock: BinaryIO) -> str:
     with contextlib.suppress(OSError):
-        return Path(lock.name).read_text() or SILENCE.name
-    return SILENCE.name
+        return Path(lock.name).read_text() or SILENT.name
+    return SILENT.name
 
 
 @contextmanager
-def _heartbeat(lock: BinaryIO, what: str, speaker: Speaker) -> Iterator[None]:
-    """Keeps the lock file's time of change moving, and says how long the block has taken so far where that is long."""
+def _heartbeat(lock: BinaryIO, what: str, progress: ProgressPrinter) -> Iterator[None]:
+    """Touches the lock file while the block runs. If the block takes long, prints how long it has run so far."""
     os.ftruncate(lock.fileno(), 0)
-    lock.write(speaker.name.encode())
+    lock.write(progress.name.encode())
     lock.flush()
     started = time.monotonic()
     next_line = started + FIRST_LINE_SECONDS
@@ -164,11 +168,11 @@ def _heartbeat(lock: BinaryIO, what: str, speaker: Speaker) -> Iterator[None]:
             os.utime(lock.name)
         now = time.monotonic()
         if now >= next_line:
-            speaker.announce(f"{speaker.name} builds {what} ({now - started:.0f} s)")
+            progress.print_line(f"{progress.name} builds {what} ({now - started:.0f} s)")
             next_line += LINE_SECONDS
 
     with beating(beat, min(HEARTBEAT_SECONDS, FIRST_LINE_SECONDS)):
         yield
     seconds = time.monotonic() - started
     if seconds >= FIRST_LINE_SECONDS:
-        speaker.announce(f"{speaker.name} has built {what} ({seconds:.0f} s)")
+        progress.print_line(f"{progress.name} has built {what} ({seconds:.0f} s)")

@@ -1,4 +1,4 @@
-"""One corpus of a run: its documents by split, and the indices of its samples, kept beside it."""
+"""One corpus of a run: its documents by split, and the cached indices of its samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from megatron_zpp.data.build_once import Speaker
+from megatron_zpp.data.build_once import ProgressPrinter
 from megatron_zpp.data.gpt_dataset import GPTDataset
 from megatron_zpp.data.gpt_indices import GPTIndices, build_gpt_indices
 from megatron_zpp.data.index_cache import CachedIndices, IndexCache
@@ -19,30 +19,31 @@ SPLIT_WORDS = {"train": "training", "valid": "validation", "test": "test"}
 
 
 @dataclass(frozen=True)
-class Order:
-    """What the order of samples depends on beside the documents. cache_folder: None for a folder beside each corpus."""
+class SampleOrder:
+    """What decides the order of samples apart from the documents. cache_folder: None for a folder beside each corpus."""
 
     seq_length: int
     seed: int
     cache_folder: Path | None
 
     def folder_of(self, prefix: str) -> Path:
-        """Where the indices of a corpus are kept."""
+        """The folder that keeps the indices of a corpus."""
         return folder_of(self.cache_folder, prefix)
 
 
 def folder_of(cache_folder: Path | None, prefix: str) -> Path:
-    """Where what is derived from a corpus is kept: in the cache folder, else beside the corpus."""
+    """The folder for files derived from a corpus: the cache folder if given, else a folder beside the corpus."""
     return cache_folder or Path(f"{prefix}.cache")
 
 
 class Corpus:
-    """split: shares of the documents as in --split, None where each split may use all of them.
+    """The documents of one corpus, divided into splits.
 
+    split: shares of the documents as in --split, or None if every split uses all documents.
     Raises ValueError for unusable files or an unusable split.
     """
 
-    def __init__(self, prefix: str, split: str | None, order: Order) -> None:
+    def __init__(self, prefix: str, split: str | None, order: SampleOrder) -> None:
         self.source = IndexedDataset(prefix)
         self.order = order
         self._split = split
@@ -63,21 +64,24 @@ class Corpus:
         return max(0, self.token_count(split_name) - 1) // self.order.seq_length
 
     def why_empty(self, split_name: str) -> str:
-        """One sentence for a split without tokens."""
+        """One sentence that says why a split has no tokens."""
         found = f"The {SPLIT_WORDS[split_name]} split of {self.prefix} is empty"
         if self._split is None:
             return f"{found}: its {len(self.source)} documents hold no token."
         counts = ", ".join(str(len(documents)) for documents in self._documents.values())
         return f"{found}: --split {self._split} cuts its {len(self.source)} documents into {counts}."
 
-    def dataset(self, split_name: str, sample_count: int, speaker: Speaker, messages: list[str]) -> GPTDataset:
-        """At least sample_count samples of a split that has tokens; 0: one pass. Appends to `messages` what a user should know."""
-        cached = self._cached_indices(split_name, sample_count, speaker)
+    def dataset(self, split_name: str, sample_count: int, progress: ProgressPrinter, messages: list[str]) -> GPTDataset:
+        """At least sample_count samples of a split that has tokens; 0 means one pass over the split.
+
+        Appends to `messages` what a user should know.
+        """
+        cached = self._cached_indices(split_name, sample_count, progress)
         if cached.message is not None:
             messages.append(cached.message)
         return GPTDataset(self.source, cached.indices)
 
-    def _cached_indices(self, split_name: str, sample_count: int, speaker: Speaker) -> CachedIndices[GPTIndices]:
+    def _cached_indices(self, split_name: str, sample_count: int, progress: ProgressPrinter) -> CachedIndices[GPTIndices]:
         documents, order = self._documents[split_name], self.order
 
         def build() -> GPTIndices:
@@ -88,7 +92,7 @@ class Corpus:
         description = {
             "class": "GPTDataset",
             "corpus": Path(self.prefix).name,
-            # The indices depend on the data through the document lengths alone.
+            # Of the data, the indices depend on the document lengths only.
             "document_lengths_sha256": self._lengths_digest,
             "documents": [documents.start, documents.stop],
             "index_split": split_name,
@@ -97,7 +101,7 @@ class Corpus:
             "sequence_length": order.seq_length,
         }
         cache = IndexCache(GPTIndices, order.folder_of(self.prefix), split_name, description)
-        return cache.load_or_build(build, f"the {SPLIT_WORDS[split_name]} indices of {self.prefix}", speaker)
+        return cache.load_or_build(build, f"the {SPLIT_WORDS[split_name]} indices of {self.prefix}", progress)
 
     @cached_property
     def _lengths_digest(self) -> str:

@@ -1,4 +1,4 @@
-"""The training, validation and test data of a run, from --data-path and the flags beside it, or from --mock-data."""
+"""Builds the training, validation and test data of a run from the flags that name corpora, or from --mock-data."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NamedTuple
 from megatron_zpp.config.data_sources import Blend, DataSources, read_sources
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.blend import blended_dataset, plan_by_epochs, plan_by_weights
-from megatron_zpp.data.build_once import SILENCE, Speaker
-from megatron_zpp.data.corpus import SPLIT_WORDS, Corpus, Order, folder_of
+from megatron_zpp.data.build_once import SILENT, ProgressPrinter
+from megatron_zpp.data.corpus import SPLIT_WORDS, Corpus, SampleOrder, folder_of
 from megatron_zpp.data.documents import DocumentRules
 from megatron_zpp.data.gpt_dataset import ChainedDataset, MockDataset, SampleSource
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.split import SPLIT_NAMES
 
-DOCUMENTS_LOOKED_AT = 100
+CHECKED_DOCUMENTS = 100  # of each corpus, for an end-of-document token
 
 
 class SampleCounts(NamedTuple):
@@ -28,9 +28,10 @@ class SampleCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class DataRequest:
-    """What a run asks of its data. vocab_size matters for mock data only; eod: the id of the end-of-document token.
+    """What a run needs from its data.
 
-    validates_on_all: every sample of every validation corpus, once, whatever sample_counts says.
+    vocab_size: used for mock data only. eod: the id of the end-of-document token.
+    validates_on_all: validate on every sample of every validation corpus once, whatever sample_counts says.
     """
 
     seq_length: int
@@ -43,23 +44,23 @@ class DataRequest:
 
 class Datasets(NamedTuple):
     train: SampleSource
-    valid: Mapping[str, SampleSource]  # by name; one set that nobody named is called ""
+    valid: Mapping[str, SampleSource]  # by name; a single set without a name has the key ""
     test: SampleSource | None
-    sources: tuple[IndexedDataset, ...]  # all corpora, each once; none for mock data
+    sources: tuple[IndexedDataset, ...]  # all corpora, each once; empty for mock data
     rules: DocumentRules
     messages: tuple[str, ...]  # for one rank to print
 
 
 def count_samples(*, train_samples: int, train_iters: int, eval_interval: int, evaluated_samples: int) -> SampleCounts:
-    """How many samples a run draws of each split: one evaluation per eval_interval and one at the end, one test."""
+    """How many samples a run draws of each split. It evaluates every eval_interval iterations and at the end, and tests once."""
     evaluations = train_iters // eval_interval + 1
     return SampleCounts(train_samples, evaluations * evaluated_samples, evaluated_samples)
 
 
-def build_datasets(data: DataConfig, request: DataRequest, speaker: Speaker = SILENCE) -> Datasets:
-    """The datasets of a run, each long enough; without tokens, there is no validation and no test, and a message says so.
+def build_datasets(data: DataConfig, request: DataRequest, progress: ProgressPrinter = SILENT) -> Datasets:
+    """The datasets of a run, each long enough. A validation or test split without tokens is left out, and a message says so.
 
-    Every rank calls this; ranks that share a cache folder build an index once, and `speaker` says so where it takes time.
+    Every rank must call this. Ranks that share a cache folder build an index once; `progress` prints if that takes long.
     Raises ValueError for unusable files, an unusable --split, or a training split without tokens.
     """
     sources = read_sources(data)
@@ -70,12 +71,12 @@ def build_datasets(data: DataConfig, request: DataRequest, speaker: Speaker = SI
         return _mock_datasets(request, rules)
     if not data.names_corpora:
         raise ValueError("Neither --data-path nor --mock-data is given; give one of them.")
-    order = Order(request.seq_length, request.seed, _cache_path(data))
-    return CorpusSet(data, sources, order, speaker).datasets(request, rules)
+    order = SampleOrder(request.seq_length, request.seed, _cache_path(data))
+    return CorpusSet(data, sources, order, progress).datasets(request, rules)
 
 
 def cache_folder(data: DataConfig, source: IndexedDataset) -> Path:
-    """Where what is derived from a corpus is kept: --data-cache-path, else a folder beside the corpus."""
+    """The folder for files derived from a corpus: --data-cache-path if given, else a folder beside the corpus."""
     return folder_of(_cache_path(data), source.prefix)
 
 
@@ -92,31 +93,31 @@ def _mock_datasets(request: DataRequest, rules: DocumentRules) -> Datasets:
 
 
 def _names_of(prefixes: tuple[str, ...]) -> tuple[str, ...]:
-    """The file names of corpora, or their whole prefixes where two have the same."""
+    """The file names of corpora, or their full prefixes if two file names are equal."""
     names = tuple(Path(prefix).name for prefix in prefixes)
     return names if len(set(names)) == len(names) else prefixes
 
 
-def _without_ends(source: IndexedDataset, rules: DocumentRules) -> str | None:
-    """One sentence where the rules look for ends of documents and the first documents have none; else None."""
+def _missing_ends_warning(source: IndexedDataset, rules: DocumentRules) -> str | None:
+    """A warning if the rules need ends of documents and the first documents have none; else None."""
     if not (rules.resets_positions or rules.resets_attention or rules.masks_loss):
         return None
-    looked_at = [source.read(document)[-1:] for document in range(min(DOCUMENTS_LOOKED_AT, len(source)))]
-    if any(int(last[0]) == rules.eod for last in looked_at if len(last)):
+    last_tokens = [source.read(document)[-1:] for document in range(min(CHECKED_DOCUMENTS, len(source)))]
+    if any(int(last[0]) == rules.eod for last in last_tokens if len(last)):
         return None
     return (
-        f"WARNING: none of the first {len(looked_at)} documents of {source.prefix} ends in the end-of-document token {rules.eod}, so "
+        f"WARNING: none of the first {len(last_tokens)} documents of {source.prefix} ends in the end-of-document token {rules.eod}, so "
         "--reset-position-ids, --reset-attention-mask and --eod-mask-loss find no end there; preprocess with --append-eod."
     )
 
 
 class CorpusSet:
-    """All corpora of a run, each opened once, and what is to be said about them."""
+    """All corpora of a run, each opened once, and the messages about them."""
 
-    def __init__(self, data: DataConfig, sources: DataSources, order: Order, speaker: Speaker) -> None:
+    def __init__(self, data: DataConfig, sources: DataSources, order: SampleOrder, progress: ProgressPrinter) -> None:
         self._surplus = data.mid_level_dataset_surplus
-        self._speaker = speaker
-        self._has_sets_apart = data.multiple_validation_sets
+        self._progress = progress
+        self._has_separate_sets = data.multiple_validation_sets
         self._set_names = data.validation_set_names
         self._messages: list[str] = []
         self._blends = {name: blend for name in SPLIT_NAMES if (blend := sources.common or sources.by_split.get(name)) is not None}
@@ -128,39 +129,39 @@ class CorpusSet:
         counts = request.sample_counts
         train = self._dataset("train", counts.train)
         if train is None and counts.train == 0:
-            raise RuntimeError(f"the training data of {', '.join(self._corpora)} is asked for 0 samples")
+            raise RuntimeError(f"0 samples are requested from the training data of {', '.join(self._corpora)}")
         if train is None:
             raise ValueError(f"{self._messages[0]} Give training a larger share or more documents.")
-        valid = self._validation_sets(0 if request.validates_on_all else counts.valid, are_whole=request.validates_on_all)
+        valid = self._validation_sets(0 if request.validates_on_all else counts.valid, on_all=request.validates_on_all)
         test = self._dataset("test", counts.test)
         self._warn_of_repeated_corpora()
         sources = tuple(corpus.source for corpus in self._corpora.values())
-        self._messages += [message for source in sources if (message := _without_ends(source, rules)) is not None]
+        self._messages += [message for source in sources if (message := _missing_ends_warning(source, rules)) is not None]
         return Datasets(train, valid, test, sources, rules, tuple(dict.fromkeys(self._messages)))
 
-    def _validation_sets(self, sample_count: int, *, are_whole: bool) -> dict[str, SampleSource]:
-        """By name; sets without a sample are left out. sample_count: of each, where they are not whole."""
+    def _validation_sets(self, sample_count: int, *, on_all: bool) -> dict[str, SampleSource]:
+        """The validation sets by name; sets without a sample are left out. sample_count: of each set, ignored with on_all."""
         blend = self._blends.get("valid")
         if blend is None:
             return {}
-        if not self._has_sets_apart and not are_whole:
+        if not self._has_separate_sets and not on_all:
             dataset = self._dataset("valid", sample_count)
             return {} if dataset is None else {"": dataset}
         names = self._set_names or _names_of(blend.prefixes)
         found = {
-            name: self._corpora[prefix].dataset("valid", sample_count, self._speaker, self._messages)
+            name: self._corpora[prefix].dataset("valid", sample_count, self._progress, self._messages)
             for name, prefix in zip(names, blend.prefixes, strict=True)
-            if self._can_validate(self._corpora[prefix], is_whole=are_whole)
+            if self._can_validate(self._corpora[prefix], on_all=on_all)
         }
-        if self._has_sets_apart or not found:
+        if self._has_separate_sets or not found:
             return dict(found)
         return {"": ChainedDataset(list(found.values()))}
 
-    def _can_validate(self, corpus: Corpus, *, is_whole: bool) -> bool:
+    def _can_validate(self, corpus: Corpus, *, on_all: bool) -> bool:
         if corpus.token_count("valid") == 0:
             self._messages.append(corpus.why_empty("valid"))
             return False
-        if is_whole and corpus.samples_per_epoch("valid") == 0:
+        if on_all and corpus.samples_per_epoch("valid") == 0:
             self._messages.append(f"The validation split of {corpus.prefix} is shorter than one sample: it is left out.")
             return False
         return True
@@ -175,16 +176,16 @@ class CorpusSet:
         if corpus.token_count(split_name) == 0:
             self._messages.append(corpus.why_empty(split_name))
             return None
-        return corpus.dataset(split_name, sample_count, self._speaker, self._messages)
+        return corpus.dataset(split_name, sample_count, self._progress, self._messages)
 
     def _blend(self, blend: Blend, split_name: str, sample_count: int) -> SampleSource | None:
-        """The blend of the corpora that have something in this split; None where none has, or nothing is asked for."""
+        """The blend of the corpora with samples in this split; None if there are none, or if sample_count is 0."""
         weights = blend.weights or [self._corpora[prefix].samples_per_epoch(split_name) for prefix in blend.prefixes]
         used = []
         for prefix, weight in zip(blend.prefixes, weights, strict=True):
             corpus = self._corpora[prefix]
             if corpus.token_count(split_name) == 0:
-                self._leave_out(corpus.why_empty(split_name), split_name, is_weighted=blend.weights is not None)
+                self._report_empty(corpus.why_empty(split_name), split_name, is_weighted=blend.weights is not None)
             elif weight == 0:
                 words = SPLIT_WORDS[split_name]
                 self._messages.append(f"The {words} split of {prefix} is shorter than one sample: the blend leaves it out.")
@@ -198,9 +199,9 @@ class CorpusSet:
             plan = plan_by_weights(shares, sample_count, self._surplus)
         else:
             plan = plan_by_epochs([int(share) for share in shares], sample_count)
-        return blended_dataset(corpora, plan, split_name, self._speaker, self._messages)
+        return blended_dataset(corpora, plan, split_name, self._progress, self._messages)
 
-    def _leave_out(self, why_empty: str, split_name: str, *, is_weighted: bool) -> None:
+    def _report_empty(self, why_empty: str, split_name: str, *, is_weighted: bool) -> None:
         if split_name == "train" and is_weighted:
             raise ValueError(f"{why_empty} Give it documents to train on, or leave it out of the blend.")
         self._messages.append(f"{why_empty} The blend leaves it out.")

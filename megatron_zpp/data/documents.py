@@ -1,11 +1,11 @@
-"""Where documents end inside the samples of a micro-batch, and what that changes; the same rules as Megatron's.
+"""What the end of a document inside a sample changes: positions, attention and the loss mask, by Megatron's rules.
 
-B samples, S tokens each, D runs of one document each in all samples.
+B samples of S tokens each; together they hold D runs of tokens that belong to one document each.
 
     tokens        a a a E b b E E c c        E: the end-of-document token
     positions     0 1 2 3 0 1 2 0 0 1        --reset-position-ids
     lengths       4       3     1 2          --reset-attention-mask: attention stays inside each run
-    loss mask     1 1 1 0 1 1 0 0 1 1        --eod-mask-loss: what comes after E is not predicted
+    loss mask     1 1 1 0 1 1 0 0 1 1        --eod-mask-loss: the token after E is not predicted
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class DocumentRules:
-    """What an end-of-document token, `eod`, changes."""
+    """Which effects the end-of-document token `eod` has."""
 
     eod: int
     resets_positions: bool
@@ -25,7 +25,7 @@ class DocumentRules:
     masks_loss: bool
 
     def position_ids(self, tokens_BS: np.ndarray) -> np.ndarray | None:
-        """[B, S] int64: the place of each token in its document; None where positions simply count."""
+        """The place of each token in its document, [B, S] int64; None if every sample simply counts from 0."""
         if not self.resets_positions:
             return None
         positions = np.arange(tokens_BS.shape[1], dtype=np.int64)
@@ -33,14 +33,17 @@ class DocumentRules:
         return positions - np.maximum.accumulate(starts_BS, axis=1)
 
     def document_lengths(self, tokens_BS: np.ndarray) -> np.ndarray | None:
-        """[D] int64, in tokens, sample after sample; a sample ends a run. None where attention crosses documents."""
+        """The length of each run in tokens, [D] int64, sample after sample. A run also ends with its sample.
+
+        None if attention crosses documents.
+        """
         if not self.resets_attention:
             return None
         starts = np.flatnonzero(self._starts(tokens_BS))
         return np.diff(starts, append=tokens_BS.size)
 
     def loss_mask(self, tokens_BS: np.ndarray, loss_mask_BS: np.ndarray) -> np.ndarray:
-        """The mask, [B, S] fp32, without the positions whose input ends a document."""
+        """The loss mask, [B, S] fp32, with 0 at positions whose input token ends a document (with --eod-mask-loss)."""
         return np.where(tokens_BS == self.eod, np.float32(0), loss_mask_BS) if self.masks_loss else loss_mask_BS
 
     def _starts(self, tokens_BS: np.ndarray) -> np.ndarray:

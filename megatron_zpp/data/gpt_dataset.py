@@ -1,4 +1,4 @@
-"""Samples, and the datasets that yield them: one corpus, generated tokens, and a chain of datasets."""
+"""Samples and the datasets that yield them: from one corpus, from generated tokens, and from a chain of datasets."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class SampleSource(Protocol):
 
 
 def sample_from(stream: np.ndarray) -> Sample:
-    """The sample of seq_length + 1 consecutive tokens: inputs, labels one further, every position in the loss."""
+    """The sample from seq_length + 1 consecutive tokens. Labels are the inputs shifted by one; every position counts in the loss."""
     stream = stream.astype(np.int64)
     return {"tokens": stream[:-1], "labels": stream[1:], "loss_mask": np.ones(len(stream) - 1, dtype=np.float32)}
 
 
 class GPTDataset:
-    """Sample i is the run of seq_length + 1 tokens from where sample shuffle[i] starts to the first token of the next."""
+    """Sample i has the seq_length + 1 tokens from the start of sample shuffle[i] up to the first token of the sample after it."""
 
     def __init__(self, source: IndexedDataset, indices: GPTIndices) -> None:
         self.source = source
@@ -57,15 +57,15 @@ class GPTDataset:
         return np.concatenate(pieces)
 
 
-# Few enough ids to be learned quickly, whatever the vocabulary.
+# A model learns few ids quickly, whatever the size of the vocabulary.
 MAX_DISTINCT_TOKENS = 512
 MAX_STEP = 3
 
 
 class MockDataset:
-    """Sample i counts on from a random id by a random step; a function of (seed, stream, i) alone.
+    """Sample i counts up from a random id by a random step. It depends on (seed, stream, i) only.
 
-    stream tells training, validation and test apart. `len` says how many samples were asked for; every i >= 0 has its sample.
+    stream: distinguishes training, validation and test. `len` is the number of samples requested, but every i >= 0 has a sample.
     """
 
     def __init__(self, *, seed: int, stream: int, seq_length: int, vocab_size: int, sample_count: int) -> None:
@@ -79,7 +79,7 @@ class MockDataset:
         return self.sample_count
 
     def __getitem__(self, index: int) -> Sample:
-        # SeedSequence keeps its values from one numpy version to the next; the generators built on it need not.
+        # numpy guarantees the values of SeedSequence across versions, but not those of its generators.
         start, step = np.random.SeedSequence([self.seed, self.stream, index]).generate_state(2, np.uint32).tolist()
         positions = np.arange(self.seq_length + 1, dtype=np.int64)
         return sample_from((start + positions * (1 + step % MAX_STEP)) % self.distinct_tokens)

@@ -1,9 +1,9 @@
-"""The order of training samples as three arrays, equal number for number to Megatron's.
+"""The order of training samples as three arrays, identical to Megatron's.
 
-Documents are laid out end to end, `epochs` times over, in a shuffled order; the stream is cut into samples of seq_length tokens
-that share their boundary token with the next sample; the samples are shuffled.
+Documents are laid end to end in a shuffled order, `epochs` times. This stream is cut into samples of seq_length tokens; each sample
+shares its last token with the next one. Then the samples are shuffled.
 
-    documents      5 tokens | 3 | 6 | ...          document index   which document stands at each position of the stream
+    documents      5 tokens | 3 | 6 | ...          document index   which document is at each position of the stream
     stream         a a a a a b b b c c c c c c ...
     seq_length 4   |       |       |       |       sample index     (position in the document index, offset in that document)
     samples        0       1       2       3       shuffle index    which sample is served first, second, ...
@@ -15,24 +15,25 @@ import numpy as np
 
 from megatron_zpp.data.index_builders import cut_samples
 
-# Megatron's threshold: a last epoch of which less is needed is shuffled apart, so that what is left of it is not spread over the others.
+# Megatron's threshold: if a smaller part of the last epoch is needed, it is shuffled separately, so that its samples are not mixed into the
+# other epochs.
 SEPARATE_FINAL_EPOCH_BELOW = 0.80
 
 
 class GPTIndices(NamedTuple):
     document: np.ndarray  # [epochs * documents] int32
-    sample: np.ndarray  # [samples + 1, 2] int32, int64 beyond its range
-    shuffle: np.ndarray  # [samples] uint32, int64 beyond its range
+    sample: np.ndarray  # [samples + 1, 2] int32, or int64 if values are too large
+    shuffle: np.ndarray  # [samples] uint32, or int64 if values are too large
 
 
 class Epochs(NamedTuple):
     repeats: int
     sample_count: int  # in all epochs together
-    shuffled_apart_from: int | None  # first sample that starts in the separate last epoch
+    shuffled_apart_from: int | None  # first sample of the last epoch if that is shuffled separately
 
 
 def plan_epochs(tokens_per_epoch: int, *, sample_count: int, seq_length: int) -> Epochs:
-    """How often the tokens are repeated to yield sample_count samples of seq_length tokens and one more token."""
+    """How often the tokens must be repeated for sample_count samples of seq_length tokens plus one last token."""
     repeats = max(1, -(-(sample_count * seq_length + 1) // tokens_per_epoch))
     total = (repeats * tokens_per_epoch - 1) // seq_length
     before_final = ((repeats - 1) * tokens_per_epoch - 1) // seq_length

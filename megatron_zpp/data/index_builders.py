@@ -1,4 +1,4 @@
-"""The two loops over all samples of a run: in C++ (csrc/data) where the kernels are built, else in numpy, number for number the same."""
+"""The two loops over all samples of a run, in C++ (csrc/data) if the kernels are built, else in numpy. Both give identical numbers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ NUMPY_ROWS = 1 << 20  # samples that numpy places at a time
 
 
 def cut_samples(lengths: np.ndarray, document_index: np.ndarray, *, sample_count: int, seq_length: int) -> np.ndarray:
-    """Where each sample starts, and where the last one ends: [sample_count + 1, 2], position in document_index and offset there.
+    """Where each sample starts and the last one ends: position in document_index, and offset in that document.
 
-    lengths: [documents] int32, in tokens. document_index: [positions] int32. int32, or int64 where a position or an offset may need it.
-    Raises RuntimeError where the stream has no token sample_count * seq_length.
+    lengths: [documents] int32, in tokens. document_index: [positions] int32.
+    Returns [sample_count + 1, 2] int32, or int64 if a position or an offset may need it.
+    Raises RuntimeError if the stream has no token number sample_count * seq_length.
     """
     fits_int32 = max(len(document_index), int(lengths.max())) < np.iinfo(np.int32).max
     samples = np.empty((sample_count + 1, 2), dtype=np.int32 if fits_int32 else np.int64)
@@ -31,9 +32,10 @@ def cut_samples(lengths: np.ndarray, document_index: np.ndarray, *, sample_count
 
 
 def deal_samples(weights: np.ndarray, sample_count: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each sample of a blend the dataset it comes from, int16 (int32 beyond 32,767 datasets), and which of its samples it is, int64.
+    """For each sample of a blend: the number of its dataset, and the number of the sample in that dataset.
 
-    weights: [datasets] fp64 with sum 1. Each sample comes from the dataset that is furthest behind its share, the first of several.
+    weights: [datasets] fp64 with sum 1. Each sample comes from the dataset that is furthest behind its share, the first one if several are.
+    Returns two arrays [sample_count]: int16 (int32 for more than 32,767 datasets) and int64.
     """
     dataset_index = np.empty(sample_count, dtype=np.int16 if len(weights) <= np.iinfo(np.int16).max else np.int32)
     dataset_sample = np.empty(sample_count, dtype=np.int64)
@@ -48,7 +50,7 @@ def deal_samples(weights: np.ndarray, sample_count: int) -> tuple[np.ndarray, np
 
 def uses_kernels() -> bool:
     """Whether indices are built in C++ on this machine."""
-    from megatron_zpp.ops import extension  # with torch, which whoever only loads indices does not need
+    from megatron_zpp.ops import extension  # imports torch, which is not needed to load indices
 
     return extension.load()
 
@@ -56,7 +58,7 @@ def uses_kernels() -> bool:
 def _tensor(values: np.ndarray) -> torch.Tensor:
     import torch
 
-    # What lies in a mapped .idx file is neither aligned nor writable, and torch wants both.
+    # Arrays from a mapped .idx file are neither aligned nor writable; torch requires both.
     return torch.from_numpy(np.require(values, requirements=("C", "A", "W", "O")))
 
 

@@ -1,4 +1,4 @@
-"""Indices kept on disk, built by one process and loaded by all. The files of one set of indices:
+"""Keeps indices on disk: one process builds them, all load them. The files of one set of indices:
 
 {md5 of the description}-{class}-{split}-{..._index}.npy for each array, -description.txt, .lock, and .error after a failure
 """
@@ -15,10 +15,10 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from megatron_zpp.data.blended_dataset import BlendIndices
-from megatron_zpp.data.build_once import SILENCE, Speaker, appearing_whole, built_once
+from megatron_zpp.data.build_once import SILENT, ProgressPrinter, atomic_write, built_once
 from megatron_zpp.data.gpt_indices import GPTIndices
 
-# A smaller file is read: maps of files are limited in number, and a blend of thousands has tens of thousands of arrays.
+# Smaller files are read, not mapped: the number of maps is limited, and a blend of thousands of corpora has tens of thousands of arrays.
 MAPPED_FROM_BYTES = 1 << 16
 
 Indices = TypeVar("Indices", GPTIndices, BlendIndices)
@@ -27,13 +27,13 @@ Indices = TypeVar("Indices", GPTIndices, BlendIndices)
 @dataclass(frozen=True)
 class CachedIndices(Generic[Indices]):
     indices: Indices
-    message: str | None  # why nothing was kept on disk
+    message: str | None  # why the indices were not kept on disk; None if they were
 
 
 class IndexCache(Generic[Indices]):
-    """The place of one set of indices in a cache folder.
+    """One set of indices in a cache folder.
 
-    description: everything the indices depend on and the "class" that reads them, JSON values only; other values, other files.
+    description: everything the indices depend on, and the "class" that reads them; JSON values only. Other values lead to other files.
     """
 
     def __init__(self, kind: type[Indices], folder: Path, split_name: str, description: Mapping[str, object]) -> None:
@@ -43,8 +43,10 @@ class IndexCache(Generic[Indices]):
         digest = hashlib.md5(self.description.encode(), usedforsecurity=False).hexdigest()
         self.stem = f"{digest}-{description['class']}-{split_name}"
 
-    def load_or_build(self, build: Callable[[], Indices], what: str = "indices", speaker: Speaker = SILENCE) -> CachedIndices[Indices]:
-        """The indices, from disk where they are there and whole, else from build; every rank may call this at once, none needs to."""
+    def load_or_build(
+        self, build: Callable[[], Indices], what: str = "indices", progress: ProgressPrinter = SILENT
+    ) -> CachedIndices[Indices]:
+        """The indices: from disk if the files exist and are complete, else from build(). Ranks may call this at any time."""
         unkept: list[CachedIndices[Indices]] = []
 
         def build_and_store() -> Indices:
@@ -56,7 +58,7 @@ class IndexCache(Generic[Indices]):
             return indices
 
         try:
-            indices = built_once(self.folder / self.stem, what, self._load, build_and_store, speaker)
+            indices = built_once(self.folder / self.stem, what, self._load, build_and_store, progress)
         except OSError as error:
             return CachedIndices(build(), self._not_kept(error))
         return unkept[0] if unkept else CachedIndices(indices, None)
@@ -71,10 +73,10 @@ class IndexCache(Generic[Indices]):
 
     def _store(self, indices: Indices) -> None:
         for name, values in zip(self.kind._fields, indices, strict=True):
-            with appearing_whole(self._path(f"-{name}_index.npy")) as file:
+            with atomic_write(self._path(f"-{name}_index.npy")) as file:
                 np.save(file, values, allow_pickle=False)
         # Last: its presence says that the arrays are complete.
-        with appearing_whole(self._path("-description.txt")) as file:
+        with atomic_write(self._path("-description.txt")) as file:
             file.write(self.description.encode())
 
     def _path(self, ending: str) -> Path:

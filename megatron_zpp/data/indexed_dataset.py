@@ -1,7 +1,7 @@
-"""Megatron's tokenised corpus on disk: PREFIX.bin holds the tokens of all documents, PREFIX.idx says where each one lies.
+"""Reads Megatron's tokenised corpus: PREFIX.bin holds the tokens of all documents, PREFIX.idx says where each one lies.
 
-PREFIX.idx is little-endian, and nothing after its header is aligned (S sequences, D = documents + 1; a document is one sequence, or none
-where it is empty, or several in data of other origin; samples are cut from sequences):
+Samples are cut from sequences. A document is one sequence, or none if it is empty; data from other programs may have several sequences
+per document. PREFIX.idx is little-endian, and nothing after its header is aligned (S sequences, D = documents + 1):
 
     bytes   content
     9       magic
@@ -31,14 +31,14 @@ TOKEN_CHUNK_NUMEL = 1 << 24
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
-    """The dtype Megatron stores ids below vocab_size in: uint16 below 65500, else int32."""
+    """The dtype in which Megatron stores ids below vocab_size: uint16 if vocab_size is below 65500, else int32."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
 class IndexedDataset:
-    """The sequences of PREFIX.bin and PREFIX.idx, read through memory maps; pickled as its prefix alone.
+    """The sequences of PREFIX.bin and PREFIX.idx, read through memory maps. Only the prefix is pickled.
 
-    What it accepts lies inside of the files from the first byte to the last: no read of it can leave them.
+    The constructor checks both files completely, so no later read can go beyond them.
     Raises ValueError for a missing, foreign, truncated or contradictory file, naming what was found and what is needed.
     """
 
@@ -65,7 +65,7 @@ class IndexedDataset:
         return IndexedDataset, (self.prefix,)
 
     def read(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Tokens [start, stop) of a document (to its end without stop), in the stored dtype, not copied."""
+        """Tokens [start, stop) of sequence number `document`, or to its end if stop is None; a view in the stored dtype."""
         length = int(self.lengths[document])
         first = int(self.offsets[document]) // self.dtype.itemsize
         return self.tokens[first + start : first + (length if stop is None else min(stop, length))]
@@ -108,9 +108,9 @@ class IndexedDataset:
 
 
 def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
-    """Nothing, if every stored id lies in [0, vocab_size); reads the whole .bin once, in chunks.
+    """Raises ValueError, naming file, id and document, if a stored id is outside [0, vocab_size).
 
-    Raises ValueError naming file, id and document. One rank's word per node is enough.
+    Reads the whole .bin once, in chunks, so one rank per node should call it.
     """
     for start in range(0, len(dataset.tokens), TOKEN_CHUNK_NUMEL):
         chunk = dataset.tokens[start : start + TOKEN_CHUNK_NUMEL]
@@ -173,5 +173,5 @@ def _check_index_bytes(path: str, needed: int) -> None:
 def _map_tokens(path: str, dtype: np.dtype) -> np.ndarray:
     if not os.path.getsize(path):
         return np.empty(0, dtype)  # an empty file cannot be mapped
-    # A plain view of the map: np.memmap as a type slows down every slice.
+    # Every slice of an np.memmap is slower than one of a plain array.
     return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)

@@ -1,4 +1,4 @@
-"""Micro-batches as tensors, read ahead by worker processes."""
+"""Yields micro-batches as tensors, which worker processes read ahead."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class MicroBatch:
     labels: Tensor  # [B, S] int64
     loss_mask: Tensor  # [B, S] fp32
     first_sample: int  # number of its first sample, counted over the whole run
-    position_ids: Tensor | None = None  # [B, S] int64, None: each sample counts from 0
-    document_lengths: Tensor | None = None  # [D] int64, tokens of the runs that attention stays inside, None: each sample is one
+    position_ids: Tensor | None = None  # [B, S] int64; None: each sample counts from 0
+    document_lengths: Tensor | None = None  # [D] int64, tokens of each run that attention must not leave; None: each sample is a run
 
 
 class MicroBatches(Iterator[MicroBatch]):
-    """The sampler's micro-batches in its order, without end; the same tensors for every num_workers (0: in this process).
+    """The sampler's micro-batches in its order, without end. The tensors are the same for every num_workers (0: read in this process).
 
-    wait_seconds: what the caller has spent in `next` so far; with workers that keep up it is the time to take a micro-batch over.
+    wait_seconds: time the caller has spent in `next` so far. If the workers keep up, it is only the time to receive a micro-batch.
     """
 
     def __init__(self, dataset: SampleSource, sampler: Iterable[MicroBatchIndices], num_workers: int, rules: DocumentRules) -> None:
         self.wait_seconds = 0.0
-        self._batches = _in_order(_MicroBatches(dataset, rules), sampler, num_workers)
+        self._batches = _in_order(_MicroBatchDataset(dataset, rules), sampler, num_workers)
 
     def __next__(self) -> MicroBatch:
         started = time.perf_counter()
@@ -47,31 +47,31 @@ class MicroBatches(Iterator[MicroBatch]):
         return batch
 
 
-def _in_order(batches: _MicroBatches, sampler: Iterable[MicroBatchIndices], num_workers: int) -> Iterator[MicroBatch]:
+def _in_order(batches: _MicroBatchDataset, sampler: Iterable[MicroBatchIndices], num_workers: int) -> Iterator[MicroBatch]:
     if num_workers == 0:
         yield from (batches[indices] for indices in sampler)
         return
-    # Workers start when the first micro-batch is asked for. A generator of its own: DataLoader would draw from torch's global one.
+    # Workers start when the first micro-batch is requested. Without its own generator, DataLoader would draw from torch's global one.
     yield from DataLoader(
         batches,
         sampler=sampler,
         batch_size=None,
         num_workers=num_workers,
         prefetch_factor=MICRO_BATCHES_AHEAD,
-        # A forked worker shares the indices; to one started otherwise they would be sent, and kept, whole.
+        # A forked worker shares the indices with this process; another worker would get a full copy of them.
         multiprocessing_context="fork" if "fork" in get_all_start_methods() else None,
-        worker_init_fn=_outlive_signals,
+        worker_init_fn=_ignore_signals,
         generator=torch.Generator(),
     )
 
 
-def _outlive_signals(worker: int) -> None:
-    """Launchers send signals to whole process groups; the rank decides when its workers end, and they notice when it is gone."""
+def _ignore_signals(worker: int) -> None:
+    """Ignores the signals that launchers send to whole process groups. The rank ends its workers; they also end if it dies."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
 
-class _MicroBatches(Dataset[MicroBatch]):
+class _MicroBatchDataset(Dataset[MicroBatch]):
     def __init__(self, samples: SampleSource, rules: DocumentRules) -> None:
         self.samples = samples
         self.rules = rules

@@ -1,14 +1,14 @@
-"""Which samples each rank sees, in which order, as plain arithmetic.
+"""Decides which samples each rank sees, and in which order.
 
-Samples are numbered over the whole run. A global batch is the next run of consecutive samples, dealt to the ranks micro-batch by
-micro-batch; here 2 ranks, micro-batches of 2, global batches of 8:
+Samples are numbered over the whole run. A global batch takes the next consecutive samples and deals them to the ranks micro-batch by
+micro-batch. Example: 2 ranks, micro-batches of 2, global batches of 8:
 
     sample       0  1 | 2  3 | 4  5 | 6  7 || 8  9 | 10 11 | ...
     rank         0      1      0      1       0       1
     micro-batch  0      0      1      1       0       0
 
-So one process that walks through the same samples in micro-batches of 2 meets the very same micro-batches, and a run that
-has consumed n samples goes on at sample n at any number of ranks.
+So a single process with micro-batches of 2 sees the same micro-batches, and a run that has consumed n samples resumes at sample n with
+any number of ranks.
 """
 
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 
 class MicroBatchIndices(NamedTuple):
-    first_sample: int  # counted over the whole run, also when the dataset starts over
+    first_sample: int  # number of the first sample, counted over the whole run, even if the dataset starts over
     samples: tuple[int, ...]  # indices into the dataset
-    padding: int = 0  # how many of the last samples only fill the micro-batch and do not count
+    padding: int = 0  # this many of the last samples only fill the micro-batch and do not count
 
 
 @dataclass(frozen=True)
 class MicroBatchSampler:
-    """This rank's micro-batches from consumed_samples on, without end: past total_samples the dataset starts over."""
+    """This rank's micro-batches from sample consumed_samples on, without end. After total_samples the dataset starts over."""
 
     total_samples: int
     consumed_samples: int
@@ -49,10 +49,10 @@ class MicroBatchSampler:
 
 @dataclass(frozen=True)
 class WholePassSampler:
-    """This rank's micro-batches of one pass over all samples after the other, without end.
+    """This rank's micro-batches of passes over all samples, one pass after another, without end.
 
-    Every rank has the same number of micro-batches in a pass, all of them full: where samples run out, the last one is repeated as padding.
-    Here 2 ranks, micro-batches of 2 and 5 samples, `-` for padding:
+    In each pass every rank has the same number of full micro-batches. If the samples run out, the last one is repeated as padding.
+    Example: 2 ranks, micro-batches of 2, 5 samples, `-` for padding:
 
         sample       0  1 | 2  3 | 4  - | -  - || 0  1 | ...
         rank         0      1      0      1       0
@@ -69,13 +69,13 @@ class WholePassSampler:
 
     @property
     def microbatches(self) -> int:
-        """Of every rank, in one pass."""
+        """Micro-batches of each rank in one pass."""
         return -(-self.total_samples // (self.micro_batch_size * self.data_parallel_size))
 
     def __iter__(self) -> Iterator[MicroBatchIndices]:
         while True:
             for index in range(self.microbatches):
                 first = (index * self.data_parallel_size + self.data_parallel_rank) * self.micro_batch_size
-                wished = range(first, first + self.micro_batch_size)
-                samples = tuple(min(sample, self.total_samples - 1) for sample in wished)
-                yield MicroBatchIndices(first, samples, sum(sample >= self.total_samples for sample in wished))
+                numbers = range(first, first + self.micro_batch_size)
+                samples = tuple(min(number, self.total_samples - 1) for number in numbers)
+                yield MicroBatchIndices(first, samples, sum(number >= self.total_samples for number in numbers))

@@ -1,4 +1,4 @@
-"""Which documents train, validate and test: --split cuts a corpus into three runs of whole documents."""
+"""Divides the documents of a corpus into training, validation and test documents, as --split says."""
 
 import math
 from itertools import accumulate
@@ -7,11 +7,11 @@ SPLIT_NAMES = ("train", "valid", "test")
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Three fractions with sum 1 from a --split such as "969, 30, 1"; parts left out at the end are 0, "/" separates too.
+    """Three fractions with sum 1 from a --split such as "969, 30, 1". Parts missing at the end are 0; "/" is a separator too.
 
-    Raises ValueError, naming --split, for anything else than one to three non-negative numbers, one of them positive.
+    Raises ValueError, naming --split, unless it has one to three non-negative numbers and at least one is positive.
     """
-    example = f'needed are up to three numbers for training, validation and test, for example "969, 30, 1"; found "{split}".'
+    example = f'give up to three numbers for training, validation and test, for example "969, 30, 1"; found "{split}".'
     try:
         parts = [float(part) for part in split.replace("/", ",").split(",")]
     except ValueError:
@@ -26,12 +26,12 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 def split_boundaries(fractions: tuple[float, float, float], document_count: int) -> tuple[int, int, int, int]:
-    """(0, training end, validation end, test end) in documents: cumulative fractions, each rounded (as Megatron Core does)."""
+    """(0, training end, validation end, test end) in documents. Each cumulative fraction is rounded, as Megatron Core does."""
     _, train, valid, test = (min(round(end * document_count), document_count) for end in accumulate(fractions, initial=0.0))
     return 0, train, valid, test
 
 
 def split_documents(split: str, document_count: int) -> dict[str, range]:
-    """The documents of each split by name ("train", "valid", "test"), possibly none."""
+    """The documents of each split ("train", "valid", "test"); a range may be empty."""
     ends = split_boundaries(parse_split(split), document_count)
     return {name: range(start, stop) for name, start, stop in zip(SPLIT_NAMES, ends[:-1], ends[1:], strict=True)}

@@ -1,4 +1,4 @@
-"""What a corpus costs a model that knows only how often each token occurs."""
+"""Token counts of a corpus, and the loss of a model that knows only how often each token occurs."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from megatron_zpp.data.indexed_dataset import TOKEN_CHUNK_NUMEL, IndexedDataset
 
 
 def count_tokens(dataset: IndexedDataset, documents: range, vocab_size: int) -> np.ndarray:
-    """How often each id occurs in the documents: [vocab_size] int64. Ids must lie below vocab_size (`check_token_ids`)."""
+    """How often each id occurs in the documents, [vocab_size] int64. All ids must be below vocab_size (see `check_token_ids`)."""
     start = int(dataset.lengths[: documents.start].sum(dtype=np.int64))
     stop = start + int(dataset.lengths[documents.start : documents.stop].sum(dtype=np.int64))
     counts = np.zeros(vocab_size, dtype=np.int64)
@@ -16,9 +16,9 @@ def count_tokens(dataset: IndexedDataset, documents: range, vocab_size: int) -> 
 
 
 def unigram_cross_entropy(train_counts: np.ndarray, valid_counts: np.ndarray) -> float:
-    """Mean of -log p over the validation tokens, in nats per token, with p from the training counts, each plus one.
+    """Mean of -log p over the validation tokens, in nats per token. p comes from the training counts plus one each.
 
-    train_counts, valid_counts: [vocab_size]. Raises ValueError without validation tokens.
+    train_counts, valid_counts: [vocab_size]. Raises ValueError if there is no validation token.
     """
     valid_total = int(valid_counts.sum())
     if valid_total == 0:

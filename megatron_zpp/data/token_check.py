@@ -1,4 +1,4 @@
-"""The check of a corpus against a vocabulary, read once per corpus and remembered beside its index cache."""
+"""Checks once per corpus that all token ids are in the vocabulary, and records the result beside the index cache."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import json
 import os
 from pathlib import Path
 
-from megatron_zpp.data.build_once import SILENCE, Speaker, appearing_whole, built_once
+from megatron_zpp.data.build_once import SILENT, ProgressPrinter, atomic_write, built_once
 from megatron_zpp.data.indexed_dataset import IndexedDataset, check_token_ids
 
 
-def check_token_ids_once(dataset: IndexedDataset, vocab_size: int, folder: Path, speaker: Speaker = SILENCE) -> None:
-    """Nothing, if every stored id lies in [0, vocab_size).
+def check_token_ids_once(dataset: IndexedDataset, vocab_size: int, folder: Path, progress: ProgressPrinter = SILENT) -> None:
+    """Raises ValueError, naming file, id and document, if a stored id is outside [0, vocab_size).
 
-    folder: keeps the verdict, which holds for this .bin (by size and time of change) and for vocabularies of this size or larger; without
-    a verdict one process reads the whole .bin while others that share the folder wait. Raises ValueError naming file, id and document.
+    folder: keeps a record of the check. It is valid for this .bin (same size and modification time) and for vocabularies of this size or
+    larger. Without a valid record one process reads the whole .bin while other processes that share the folder wait.
     """
     place = hashlib.md5(os.path.abspath(dataset.prefix).encode(), usedforsecurity=False).hexdigest()[:8]
     record = folder / f"{Path(dataset.prefix).name}-{place}-token-check.json"
@@ -23,31 +23,27 @@ def check_token_ids_once(dataset: IndexedDataset, vocab_size: int, folder: Path,
     corpus = {"bytes": status.st_size, "changed_ns": status.st_mtime_ns}
 
     def load() -> bool | None:
-        return True if _remembered_vocab_size(record, corpus) <= vocab_size else None
+        return True if _recorded_vocab_size(record, corpus) <= vocab_size else None
 
     def check() -> bool:
         check_token_ids(dataset, vocab_size)
-        _remember(record, {**corpus, "vocab_size": vocab_size})
+        with atomic_write(record) as file:
+            file.write(json.dumps({**corpus, "vocab_size": vocab_size}).encode())
         return True
 
     what = f"the verdict on the ids of {dataset.token_path} ({status.st_size / 1e9:.1f} GB)"
     try:
-        built_once(record.with_suffix(""), what, load, check, speaker)
+        built_once(record.with_suffix(""), what, load, check, progress)
     except OSError:
-        # Nothing can be kept in the folder: the next run reads the corpus again.
+        # The folder is not writable: the next run reads the corpus again.
         check_token_ids(dataset, vocab_size)
 
 
-def _remembered_vocab_size(record: Path, corpus: dict[str, int]) -> float:
-    """The smallest vocabulary known to hold all ids of this corpus; infinity where nothing is known."""
+def _recorded_vocab_size(record: Path, corpus: dict[str, int]) -> float:
+    """The size of the smallest vocabulary known to contain all ids of this corpus; infinity if there is no valid record."""
     try:
         found = json.loads(record.read_text(encoding="utf-8"))
         is_same = all(found[key] == value for key, value in corpus.items())
         return int(found["vocab_size"]) if is_same else float("inf")
     except (OSError, ValueError, KeyError, TypeError):
         return float("inf")
-
-
-def _remember(record: Path, verdict: dict[str, int]) -> None:
-    with appearing_whole(record) as file:
-        file.write(json.dumps(verdict).encode())

@@ -13,7 +13,7 @@ from megatron_zpp.comm.links import Ladder
 from megatron_zpp.comm.observed_lanes import ObservedLanes
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples
 from megatron_zpp.config.schema import Config, PrecisionConfig
-from megatron_zpp.data.build_once import Speaker
+from megatron_zpp.data.build_once import ProgressPrinter
 from megatron_zpp.data.datasets import DataRequest, Datasets, build_datasets, cache_folder, count_samples
 from megatron_zpp.data.token_check import check_token_ids_once
 from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
@@ -59,12 +59,12 @@ def build_vocabulary(config: Config) -> Vocabulary:
     return Vocabulary(tokenizer.vocab_size, padded_size, tokenizer.eod)
 
 
-def speaker_of(launch: Launch, host: str, printer: RankPrinter) -> Speaker:
-    """Speaker of this rank, which prints the progress of preparing data. Of the ranks that wait, the first of each machine prints."""
-    return Speaker(f"rank {launch.rank} on {host}", printer.on_this, announces_waiting=launch.local_rank == 0)
+def progress_printer(launch: Launch, host: str, printer: RankPrinter) -> ProgressPrinter:
+    """Prints the progress of preparing data on this rank. Of the ranks that wait, the first of each machine prints."""
+    return ProgressPrinter(f"rank {launch.rank} on {host}", printer.on_this, prints_waiting=launch.local_rank == 0)
 
 
-def build_run_data(config: Config, vocabulary: Vocabulary, speaker: Speaker, *, checks_token_ids: bool) -> Datasets:
+def build_run_data(config: Config, vocabulary: Vocabulary, progress: ProgressPrinter, *, checks_token_ids: bool) -> Datasets:
     """Training, validation and test data. checks_token_ids: whether this rank checks all corpora; one rank per machine is enough."""
     training = config.training
     counts = count_samples(
@@ -76,10 +76,10 @@ def build_run_data(config: Config, vocabulary: Vocabulary, speaker: Speaker, *, 
     request = DataRequest(
         config.model.seq_length, training.seed, counts, vocabulary.size, vocabulary.eod, validates_on_all=training.full_validation
     )
-    datasets = build_datasets(config.data, request, speaker)
+    datasets = build_datasets(config.data, request, progress)
     if checks_token_ids:
         for source in datasets.sources:
-            check_token_ids_once(source, vocabulary.size, cache_folder(config.data, source), speaker)
+            check_token_ids_once(source, vocabulary.size, cache_folder(config.data, source), progress)
     return datasets
 
 

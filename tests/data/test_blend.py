@@ -54,7 +54,7 @@ def test_one_corpus_with_a_weight_is_a_blend_of_one_with_its_surplus(tmp_path: P
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_blend_however_small_its_corpora_runs_out_of_samples(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Megatron raises IndexError where a share, rounded and drawn greedily, exceeds what its source was cut into."""
+    """Megatron raises IndexError if the blend draws more samples of a corpus than that was cut into."""
     folder = tmp_path_factory.mktemp("blend")
     corpora = data.draw(st.integers(2, 6))
     weights = data.draw(st.none() | st.lists(st.floats(1e-3, 1.0), min_size=corpora, max_size=corpora))

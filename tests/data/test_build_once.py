@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.data import build_once
-from megatron_zpp.data.build_once import SILENCE, Speaker, appearing_whole, built_once
+from megatron_zpp.data.build_once import SILENT, ProgressPrinter, atomic_write, built_once
 
 
 def reader(path: Path) -> Callable[[], str | None]:
@@ -20,7 +20,7 @@ def reader(path: Path) -> Callable[[], str | None]:
 
 def writer(path: Path, text: str = "built") -> Callable[[], str]:
     def write() -> str:
-        with appearing_whole(path) as file:
+        with atomic_write(path) as file:
             file.write(text.encode())
         return text
 
@@ -31,22 +31,22 @@ def must_not_build() -> str:
     raise AssertionError("built although it is there")
 
 
-def build_in(folder: Path, build: Callable[[], str], speaker: Speaker = SILENCE) -> str:
-    return built_once(folder / "thing", "the thing", reader(folder / "thing.txt"), build, speaker)
+def build_in(folder: Path, build: Callable[[], str], progress: ProgressPrinter = SILENT) -> str:
+    return built_once(folder / "thing", "the thing", reader(folder / "thing.txt"), build, progress)
 
 
 class Waiting(threading.Thread):
-    """Another process that wants the same: locks of two open files exclude each other inside one process, too."""
+    """A thread that acts as another process: locks of two open files exclude each other inside one process, too."""
 
-    def __init__(self, folder: Path, build: Callable[[], str], speaker: Speaker = SILENCE) -> None:
+    def __init__(self, folder: Path, build: Callable[[], str], progress: ProgressPrinter = SILENT) -> None:
         super().__init__()
-        self.folder, self.build, self.speaker = folder, build, speaker
+        self.folder, self.build, self.progress = folder, build, progress
         self.result: str | Exception | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            self.result = build_in(self.folder, self.build, self.speaker)
+            self.result = build_in(self.folder, self.build, self.progress)
         except Exception as error:
             self.result = error
 
@@ -67,11 +67,11 @@ def test_who_waited_for_a_builder_that_fails_ends_with_its_message(raised: Excep
 
     def fail() -> str:
         waiting.extend(Waiting(tmp_path, must_not_build) for _ in range(2))
-        time.sleep(0.3)  # until they stand at the lock
+        time.sleep(0.3)  # until they wait for the lock
         raise raised
 
     with pytest.raises(type(raised)):
-        build_in(tmp_path, fail, Speaker("rank 0 on a", print))
+        build_in(tmp_path, fail, ProgressPrinter("rank 0 on a", print))
     for error in (waiter.end() for waiter in waiting):
         assert type(error) is expected and str(raised) in str(error)
     if expected is RuntimeError:
@@ -113,7 +113,7 @@ def test_a_lock_whose_holder_shows_no_life_is_passed_by_and_said(tmp_path: Path,
         lock.write(b"rank 9 on gone")
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert build_in(tmp_path, writer(tmp_path / "thing.txt"), Speaker("rank 1 on b", lines.append)) == "built"
+        assert build_in(tmp_path, writer(tmp_path / "thing.txt"), ProgressPrinter("rank 1 on b", lines.append)) == "built"
     assert lines == ["rank 9 on gone has shown no life for 0 s: rank 1 on b builds the thing itself"]
 
 
@@ -149,12 +149,12 @@ def test_builder_and_who_waits_say_so_where_it_takes_long(tmp_path: Path, monkey
     waiting: list[Waiting] = []
 
     def build_slowly() -> str:
-        waiting.append(Waiting(tmp_path, must_not_build, Speaker("rank 1 on a", loud_lines.append)))
-        waiting.append(Waiting(tmp_path, must_not_build, Speaker("rank 2 on a", quiet_lines.append, announces_waiting=False)))
+        waiting.append(Waiting(tmp_path, must_not_build, ProgressPrinter("rank 1 on a", loud_lines.append)))
+        waiting.append(Waiting(tmp_path, must_not_build, ProgressPrinter("rank 2 on a", quiet_lines.append, prints_waiting=False)))
         time.sleep(0.8)
         return writer(tmp_path / "thing.txt")()
 
-    build_in(tmp_path, build_slowly, Speaker("rank 0 on a", builder_lines.append))
+    build_in(tmp_path, build_slowly, ProgressPrinter("rank 0 on a", builder_lines.append))
     assert [waiter.end() for waiter in waiting] == ["built", "built"]
     assert builder_lines[0] == "rank 0 on a builds the thing (0 s)" and builder_lines[-1] == "rank 0 on a has built the thing (1 s)"
     assert loud_lines[0] == "rank 1 on a waits for the thing, which rank 0 on a builds (0 s)"
@@ -170,7 +170,7 @@ def test_a_file_system_without_locks_lets_everyone_build(tmp_path: Path, monkeyp
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="in the middle"), appearing_whole(tmp_path / "file") as file:
+    with pytest.raises(RuntimeError, match="in the middle"), atomic_write(tmp_path / "file") as file:
         file.write(b"half")
         raise RuntimeError("in the middle")
     assert list(tmp_path.iterdir()) == []

@@ -15,7 +15,7 @@ def build(data: DataConfig, *, validates_on_all: bool) -> Datasets:
 
 
 def corpora(folder: Path) -> tuple[str, ...]:
-    """Three of 41, 9 and 5 tokens: 5 samples of 8, 1, and none."""
+    """Three datasets of 41, 9 and 5 tokens; they yield 5, 1 and 0 samples of 8 tokens."""
     return tuple(write_corpus(folder, counting_documents([length]), name=name) for name, length in [("a", 41), ("b", 9), ("c", 5)])
 
 

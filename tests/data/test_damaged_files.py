@@ -1,4 +1,4 @@
-"""Whatever is done to the bytes of a corpus: it is refused with its name, or what is read is what the files say, nothing beyond."""
+"""A corpus with damaged bytes is refused by name, or it is read exactly as its files describe it, without a read beyond them."""
 
 import random
 import struct

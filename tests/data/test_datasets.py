@@ -106,7 +106,7 @@ def test_unusable_data_is_refused(data: DataConfig, message: str) -> None:
 
 def test_a_blend_asked_for_no_training_samples_is_a_broken_promise(tmp_path: Path) -> None:
     prefixes = [write_corpus(tmp_path, counting_documents([20]), name=name) for name in "ab"]
-    with pytest.raises(RuntimeError, match="is asked for 0 samples"):
+    with pytest.raises(RuntimeError, match="0 samples are requested"):
         build(DataConfig(data_path=("1", prefixes[0], "1", prefixes[1]), split="1"), counts=(0, 0, 0))
 
 

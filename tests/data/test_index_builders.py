@@ -120,7 +120,7 @@ def test_cpp_and_numpy_deal_the_same_blend_which_stays_within_one_sample_of_its_
         for one, other in zip(dealt, deal_samples(weights, size), strict=True):
             assert np.array_equal(one, other)
     drawn = np.bincount(dealt[0], minlength=len(parts))
-    # The furthest behind is drawn, so nobody is ahead by more than the one sample just taken, whatever the number of datasets.
+    # The dataset furthest behind is drawn, so none is ahead by more than the sample just taken, however many datasets there are.
     assert (drawn - weights * size <= 1 + 1e-9).all()
     for dataset in range(len(parts)):
         assert dealt[1][dealt[0] == dataset].tolist() == list(range(drawn[dataset]))
@@ -134,5 +134,5 @@ def test_a_blend_has_room_for_any_number_of_datasets(builder: str, datasets: int
     weights = np.full(datasets, 1e-9)
     weights[-1] = 1.0
     dataset_index, _ = deal_samples(weights / weights.sum(), 3)
-    # Whoever has one sample is ahead after the next, so the second one goes to the first of the others.
+    # The dataset with the first sample is then ahead, so the second sample goes to the first of the others.
     assert (dataset_index.dtype.name, dataset_index.tolist()) == (dtype, [datasets - 1, 0, datasets - 1])

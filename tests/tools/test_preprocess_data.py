@@ -124,7 +124,7 @@ def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, name: str)
     assert f"{tmp_path / name} is damaged or cut off" in done.stderr
     assert not (tmp_path / "out_text_document.idx").exists()
     (tmp_path / name).write_bytes(text[:100])
-    assert f"{name} is not compressed as its name says" in preprocess(tmp_path / name, tmp_path / "new").stderr
+    assert f"{name} is not compressed, although its name says so" in preprocess(tmp_path / name, tmp_path / "new").stderr
 
 
 def test_several_workers_write_the_bytes_of_one(tmp_path: Path) -> None:

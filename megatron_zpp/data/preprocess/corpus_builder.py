@@ -1,4 +1,4 @@
-"""The output of one preprocessing: a pair of files per JSON key, and the list of lines left out."""
+"""Writes the output of preprocessing: a pair of files per JSON key, and the list of skipped lines."""
 
 import contextlib
 import os
@@ -16,9 +16,10 @@ from megatron_zpp.data.preprocess.json_lines import LineBatch, Position
 
 
 class CorpusBuilder:
-    """Takes encoded batches in the order of the input, and says in the journal how far it has come.
+    """Takes encoded batches in the order of the input, and records its progress in the journal.
 
-    Killed at any moment, it leaves what another one goes on from, to the same bytes. start: the progress of an earlier one.
+    If it is killed at any moment, another builder can resume from its files and ends with the same bytes.
+    start: the progress of an earlier builder, None to start anew.
     """
 
     def __init__(self, journal: Journal, keys: Sequence[str], dtype: np.dtype, journal_seconds: float, start: Progress | None) -> None:
@@ -28,9 +29,9 @@ class CorpusBuilder:
         self.progress = start or Progress(extents={key: Extent() for key in keys})
         self._writers: dict[str, IndexedDatasetWriter] = {}
         self._skipped_list: BinaryIO | None = None
-        # Complete files may have their final names already, the list too: nothing of them is opened again.
+        # Complete files, and the list, may have their final names already, so they must not be opened again.
         if not self.progress.is_complete:
-            self._open(dtype, goes_on=start is not None)
+            self._open(dtype, resumes=start is not None)
         self._saved_at = time.monotonic()
 
     @property
@@ -38,16 +39,16 @@ class CorpusBuilder:
         return f"{self._journal.prefix}_skipped_lines.txt"
 
     def add(self, batch: LineBatch, encoded: EncodedBatch, path: str, file_bytes: int) -> None:
-        """Writes the documents of one batch and lists its bad lines. file_bytes: of all inputs so far."""
+        """Writes the documents of one batch and lists its bad lines. file_bytes: read from all inputs so far."""
         if self._skipped_list is None:
-            raise RuntimeError(f"{self._journal.prefix} is complete, but gets the batch at byte {batch.offset} of {path}")
+            raise RuntimeError(f"{self._journal.prefix} is complete, but the batch at byte {batch.offset} of {path} was added")
         before = self.progress
         first_line = before.position.line if batch.source == before.position.source else 0
         for key, (tokens, lengths, ends) in encoded.documents.items():
             self._writers[key].add_sequences(tokens, lengths, ends)
         for line in encoded.bad_lines:
             self._skipped_list.write(f"{describe(line, path, first_line)}\n".encode("utf-8", errors="backslashreplace"))
-        # Only now: an error on the way leaves the progress of the batch before, which the files are cut back to.
+        # Last: after an error above, the files are cut back to the progress of the previous batch.
         self.progress = replace(
             before,
             position=Position(batch.source, batch.offset + encoded.text_bytes, first_line + encoded.line_count),
@@ -61,7 +62,7 @@ class CorpusBuilder:
             self._save()
 
     def finish(self) -> None:
-        """Makes all files of the output appear under their names."""
+        """Completes all output files and gives them their final names."""
         if not self.progress.is_complete:
             self._save()
             for writer in self._writers.values():
@@ -76,11 +77,11 @@ class CorpusBuilder:
         self._journal.remove()
 
     def stop(self) -> bool:
-        """Whether there is something to go on from: what was written, with a journal of how far it goes; if not, nothing is left."""
+        """Stops before the end. Returns whether a later builder can resume; if not, no files are left."""
         if not self.progress.text_bytes:
             self.discard()
             return False
-        # A full disk may be why the work stops, or the files are closed already; the journal's last word then stands.
+        # This fails if the disk is full or the files are already closed; then the journal as saved before is valid.
         with contextlib.suppress(OSError, ValueError):
             if not self.progress.is_complete:
                 self._save()
@@ -88,7 +89,7 @@ class CorpusBuilder:
         return True
 
     def discard(self) -> None:
-        """Removes all that has no final name yet."""
+        """Removes all files that have no final name yet."""
         for writer in self._writers.values():
             writer.discard()
         self._close()
@@ -97,20 +98,20 @@ class CorpusBuilder:
         self._journal.remove()
 
     def first_skipped_line(self) -> str:
-        """Where the first line left out is, and what is wrong with it; empty where none was."""
+        """Place and reason of the first skipped line; empty if no line was skipped."""
         if self._skipped_list is not None:
             self._skipped_list.flush()
         with open(f"{self.skipped_list_path}.partial", encoding="utf-8") as file:
             return file.readline().rstrip("\n")
 
-    def _open(self, dtype: np.dtype, *, goes_on: bool) -> None:
+    def _open(self, dtype: np.dtype, *, resumes: bool) -> None:
         try:
             for key, prefix in self.prefixes.items():
-                self._writers[key] = IndexedDatasetWriter(prefix, dtype, self.progress.extents[key] if goes_on else None)
+                self._writers[key] = IndexedDatasetWriter(prefix, dtype, self.progress.extents[key] if resumes else None)
             self._skipped_list = _open_list(self.skipped_list_path, self.progress.skipped_list_bytes)
         except BaseException:
             for writer in self._writers.values():
-                if goes_on:
+                if resumes:
                     writer.close()
                 else:
                     writer.discard()
@@ -125,17 +126,14 @@ class CorpusBuilder:
     def _save(self) -> None:
         for writer in self._writers.values():
             writer.sync()
-        self._sync_list()
-        self._journal.save(self.progress)
-        self._saved_at = time.monotonic()
-
-    def _sync_list(self) -> None:
         if self._skipped_list is not None:
             self._skipped_list.flush()
             os.fsync(self._skipped_list.fileno())
+        self._journal.save(self.progress)
+        self._saved_at = time.monotonic()
 
     def _publish_list(self) -> None:
-        """The list of this run replaces one of an earlier run, also where it is empty and goes."""
+        """Replaces the list of an earlier run by this run's list. An empty list has no file."""
         if self._skipped_list is not None:
             self._skipped_list.close()
         partial = f"{self.skipped_list_path}.partial"
@@ -148,7 +146,7 @@ class CorpusBuilder:
 
 
 def describe(line: BadLine, path: str, first_line: int) -> str:
-    """Where a bad line is and what is wrong with it. first_line: lines of the file before its batch."""
+    """Place and reason of a bad line. first_line: number of lines in the file before its batch."""
     return f"{path}, line {first_line + line.place + 1}: {line.reason}"
 
 

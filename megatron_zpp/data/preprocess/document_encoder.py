@@ -1,4 +1,4 @@
-"""JSON lines to token ids, a batch of lines at a time."""
+"""Turns JSON lines into token ids, one batch of lines at a time."""
 
 import json
 from collections.abc import Sequence
@@ -13,22 +13,22 @@ from megatron_zpp.data.tokenizers.tokenizer import Tokenizer
 
 
 class BadLine(NamedTuple):
-    """A line that is no document."""
+    """A line that is not a document."""
 
-    place: int  # among the lines of its batch, from 0
+    place: int  # index among the lines of its batch
     reason: str
 
 
 class Documents(NamedTuple):
-    """Documents of one key; one that is not empty is one sequence."""
+    """Documents of one key. A document is one sequence, or none if it is empty."""
 
     tokens: np.ndarray  # [sum of lengths] in the stored dtype
     lengths: np.ndarray  # [sequences] int64
-    ends: np.ndarray  # [documents] int64: the sequences before each document's end
+    ends: np.ndarray  # [documents] int64: number of sequences before each document's end
 
 
 class EncodedBatch(NamedTuple):
-    """What became of a batch of lines. Without bad lines, every line that is not blank is a document of every key."""
+    """The result of encoding a batch of lines. Every line that is neither blank nor bad is one document of each key."""
 
     documents: dict[str, Documents]
     bad_lines: list[BadLine]
@@ -45,7 +45,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class DocumentEncoder:
-    """Makes the documents of each key out of lines, objects with a string under each key. A bad line gives none, for no key."""
+    """Encodes lines, each a JSON object with a string under every key, to one document per key. A bad line gives no documents."""
 
     keys: tuple[str, ...]
     tokenizer: Tokenizer
@@ -59,8 +59,8 @@ class DocumentEncoder:
         try:
             documents = self._tokenize(records)
         except ValueError:
-            # Some text has no tokens. One by one, to know which.
-            refused = [BadLine(record.place, reason) for record in records if (reason := self._why_not(record))]
+            # Some text cannot be tokenized. Tokenize one by one to find out which.
+            refused = [BadLine(record.place, reason) for record in records if (reason := self._tokenizing_error(record))]
             places = {line.place for line in refused}
             documents = self._tokenize([record for record in records if record.place not in places])
             bad_lines = sorted(bad_lines + refused)
@@ -80,7 +80,7 @@ class DocumentEncoder:
     def _tokenize(self, records: Sequence[Record]) -> dict[str, Documents]:
         return {key: self._documents(self.tokenizer.tokenize_batch([record.texts[key] for record in records])) for key in self.keys}
 
-    def _why_not(self, record: Record) -> str:
+    def _tokenizing_error(self, record: Record) -> str:
         try:
             self._tokenize([record])
         except ValueError as error:
@@ -101,7 +101,7 @@ class DocumentEncoder:
 
 
 def read_texts(line: bytes, keys: Sequence[str]) -> dict[str, str]:
-    """The strings under the keys of one JSON object. Raises ValueError, saying what is wrong."""
+    """The strings under the keys of one JSON object. Raises ValueError that says what is wrong with the line."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

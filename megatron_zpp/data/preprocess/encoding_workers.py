@@ -1,4 +1,4 @@
-"""Batches of lines through several processes, in and out in the same order."""
+"""Encodes batches of lines in several processes and keeps their order."""
 
 import contextlib
 import multiprocessing
@@ -12,19 +12,19 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from megatron_zpp.data.preprocess.document_encoder import DocumentEncoder, EncodedBatch
 from megatron_zpp.data.preprocess.json_lines import LineBatch
 
-# Batches under way per worker: enough to keep it busy, few enough to bound memory when the disk is the slowest part.
+# Batches submitted per worker: enough to keep it busy, few enough to bound memory when the disk is the slowest part.
 BATCHES_PER_WORKER = 4
 
-# A worker process gets its encoder once: sending the tokenizer along with each batch would cost more than the text.
+# A worker process gets its encoder once: to send the tokenizer with every batch would cost more than to send the text.
 _worker_encoder: list[DocumentEncoder] = []
 
 
 def encoded_batches(
     encoder: DocumentEncoder, batches: Iterator[LineBatch], workers: int
 ) -> Generator[tuple[LineBatch, EncodedBatch], None, None]:
-    """Each batch, its text left out, with what became of it, in their order; one worker works in this process.
+    """Each batch without its text, and its encoding, in the order of the batches. One worker means this process.
 
-    Raises BrokenProcessPool where a worker is ended from outside.
+    Raises BrokenProcessPool if a worker is killed from outside.
     """
     if workers == 1:
         for batch in batches:
@@ -49,7 +49,7 @@ def _first_result(under_way: deque[tuple[LineBatch, Future[EncodedBatch]]]) -> t
 
 
 def _start_worker(encoder: DocumentEncoder) -> None:
-    # Ctrl-C reaches every process of a terminal: the first process decides what it means.
+    # Ctrl-C reaches every process of a terminal, but only the first process may react to it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -57,7 +57,7 @@ def _start_worker(encoder: DocumentEncoder) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends this process with the first one, which may be killed without a chance to say so."""
+    """Ends this process when the first process ends, even if that is killed and cannot tell its workers."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         with contextlib.suppress(OSError):

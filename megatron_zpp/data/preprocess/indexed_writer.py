@@ -1,10 +1,11 @@
-"""Writing a tokenised corpus in the format of `indexed_dataset`: tokens, lengths and documents stream to disk, nothing stays in memory.
+"""Writes a tokenised corpus in the format of `indexed_dataset`. Everything is streamed to disk; nothing stays in memory.
 
     PREFIX.bin.partial   the tokens so far
     PREFIX.idx.partial   room for the header, then the lengths so far
     PREFIX.doc.partial   int64 number of sequences before each document's end
 
-`complete` puts offsets and document index behind the lengths and the header before them; `publish` gives both files their names.
+`complete` writes the header before the lengths, and the offsets and the document index after them. `publish` gives the .bin and the .idx
+file their final names.
 """
 
 import fcntl
@@ -23,7 +24,7 @@ LONGEST_SEQUENCE = np.iinfo(np.int32).max
 
 
 class Extent(NamedTuple):
-    """How much a writer has taken in."""
+    """How much a writer has written."""
 
     token_count: int = 0
     sequence_count: int = 0
@@ -31,11 +32,11 @@ class Extent(NamedTuple):
 
 
 class IndexedDatasetWriter:
-    """Writes documents as they come; `finalize` makes PREFIX.bin and PREFIX.idx appear, an old pair of that name disappears.
+    """Appends documents to partial files. `finalize` turns them into PREFIX.bin and PREFIX.idx and replaces an old pair of that name.
 
-    start: continues the partial files of an earlier writer from there; what lies behind is cut off.
-    As a context manager it finalizes nothing by itself: leaving the block without `finalize`, by an error or not, removes the partial
-    files. Raises ValueError where another process is writing this prefix.
+    start: resume the partial files of an earlier writer from this extent; what they hold beyond it is cut off.
+    A context manager: leaving the block removes the partial files, with or without an error, unless `finalize` was called.
+    Raises ValueError if another process is writing this prefix.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype, start: Extent | None = None) -> None:
@@ -67,15 +68,15 @@ class IndexedDatasetWriter:
         return self._extent.document_count
 
     def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Appends one document of one sequence, which may be empty. Raises ValueError for an id that the dtype cannot hold."""
+        """Appends one document, which may be empty. Raises ValueError for an id that the dtype cannot hold."""
         self.add_documents(np.asarray(tokens), [len(tokens)])
 
     def add_documents(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
-        """Appends documents of one sequence each that lie one behind the other in tokens ([sum of lengths])."""
+        """Appends documents of one sequence each. tokens: [sum of lengths], one document after the other."""
         self.add_sequences(tokens, lengths, np.arange(1, len(lengths) + 1))
 
     def add_sequences(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray, document_ends: Sequence[int] | np.ndarray) -> None:
-        """Appends sequences that lie one behind the other in tokens ([sum of lengths]).
+        """Appends sequences. tokens: [sum of lengths], one sequence after the other.
 
         document_ends: [documents] how many of these sequences lie before each document's end, ascending.
         """
@@ -91,10 +92,12 @@ class IndexedDatasetWriter:
         self._advance(len(tokens), len(lengths), len(ends))
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
-        """Appends all of another corpus, its documents as they are. Raises ValueError where its dtype is another."""
+        """Appends all documents of another corpus. Raises ValueError if that has another dtype."""
         if dataset.dtype != self.dtype:
-            raise ValueError(f"{dataset.token_path} holds {dataset.dtype.name}, needed is {self.dtype.name}; tokenise both alike.")
-        # Read, not mapped: pages of a map would count as memory of this process.
+            raise ValueError(
+                f"{dataset.token_path} holds {dataset.dtype.name}, needed is {self.dtype.name}; tokenise both with one vocabulary."
+            )
+        # Read, because the pages of a memory map would count as memory of this process.
         with open(dataset.token_path, "rb") as tokens:
             while block := tokens.read(COPY_BYTES):
                 self._token_file.write(block)
@@ -105,19 +108,19 @@ class IndexedDatasetWriter:
         self._advance(dataset.token_count, len(dataset.lengths), len(dataset.document_starts) - 1)
 
     def finalize(self) -> None:
-        """Makes PREFIX.bin and PREFIX.idx appear, complete."""
+        """Completes the partial files and renames them to PREFIX.bin and PREFIX.idx."""
         self.complete()
         publish(self.prefix)
         self.close()
 
     def sync(self) -> None:
-        """Everything up to the extent is on the disk, and would survive a loss of power."""
+        """Makes everything up to the extent durable, so that it survives a loss of power."""
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
 
     def complete(self) -> None:
-        """The partial files hold the whole corpus, on the disk: `publish` has only to name them, before `close` gives up the lock."""
+        """Makes the partial files hold the complete corpus, durably. Call `publish` next, then `close`, which releases the lock."""
         self._length_file.flush()
         self._document_file.flush()
         for block in self._index_blocks():
@@ -128,12 +131,12 @@ class IndexedDatasetWriter:
         self.sync()
 
     def close(self) -> None:
-        """Leaves the partial files to a later writer."""
+        """Closes the partial files and keeps them for a later writer."""
         for file in self._files:
             file.close()
 
     def discard(self) -> None:
-        """Removes what has no final name yet."""
+        """Closes and removes the partial files."""
         self.close()
         for path in partial_paths(self.prefix):
             with suppress(FileNotFoundError):
@@ -182,15 +185,15 @@ class IndexedDatasetWriter:
 
 
 def partial_paths(prefix: str) -> tuple[str, str, str]:
-    """The files that a writer of this prefix has before `publish`."""
+    """The files of a writer of this prefix before `publish`."""
     return f"{prefix}.bin.partial", f"{prefix}.idx.partial", f"{prefix}.doc.partial"
 
 
 def publish(prefix: str) -> None:
-    """Gives completed partial files their names; goes on from anywhere in the middle, if an earlier call was interrupted."""
+    """Gives completed partial files their final names. It may be called again if an earlier call was interrupted."""
     tokens, index, documents = partial_paths(prefix)
     if os.path.exists(tokens):
-        # An old .idx goes before the .bin is replaced, so that an interruption never leaves it beside the .bin of another run.
+        # Remove an old .idx before the .bin is replaced, so that an interruption never leaves it beside the .bin of another run.
         with suppress(FileNotFoundError):
             os.remove(f"{prefix}.idx")
         os.replace(tokens, f"{prefix}.bin")
@@ -202,7 +205,7 @@ def publish(prefix: str) -> None:
 
 
 def sync_folder(path: str) -> None:
-    """The names in the folder of path are on the disk."""
+    """Makes the file names in the folder of `path` durable."""
     folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -211,7 +214,10 @@ def sync_folder(path: str) -> None:
 
 
 def open_partial(path: str, needed_bytes: int) -> BinaryIO:
-    """The partial file of path, not emptied: it may belong to a writer at work. Raises ValueError where it lacks some of needed_bytes."""
+    """The partial file of path, opened but not emptied, as it may belong to another writer that is running.
+
+    Raises ValueError if it has fewer than needed_bytes.
+    """
     file = open(os.open(f"{path}.partial", os.O_RDWR | os.O_CREAT, 0o666), "r+b")
     found = os.fstat(file.fileno()).st_size
     if found < needed_bytes:
@@ -221,14 +227,14 @@ def open_partial(path: str, needed_bytes: int) -> BinaryIO:
 
 
 def _lock(file: BinaryIO, prefix: str) -> None:
-    # Released by the system when the process ends, however it ends; not inherited by worker processes.
+    # The system releases this lock in any case when the process ends; worker processes do not inherit it.
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_taken = not _is_at(file, f"{prefix}.bin.partial")
     except (BlockingIOError, PermissionError):
         is_taken = True
     except OSError:
-        # A file system without locks: two writers of one prefix at a time remain the user's to avoid.
+        # The file system has no locks, so the user must avoid two writers of one prefix.
         return
     if is_taken:
         file.close()
@@ -236,7 +242,7 @@ def _lock(file: BinaryIO, prefix: str) -> None:
 
 
 def _is_at(file: BinaryIO, path: str) -> bool:
-    """Whether the file still has this name: a writer that just finished may have given it its final one."""
+    """Whether the open file still has this name: a writer that has just finished may have renamed it."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:

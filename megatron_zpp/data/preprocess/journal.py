@@ -1,4 +1,4 @@
-"""How far the preprocessing of a corpus has come: one JSON file beside the output, replaced whole."""
+"""Records the progress of preprocessing in one JSON file beside the output. Each save replaces the file as a whole."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ START = Position()
 
 
 class InputFile(NamedTuple):
-    """What tells a file from a changed one."""
+    """Identifies an input file, to detect that it has changed."""
 
     path: str
     file_bytes: int
@@ -25,14 +25,14 @@ class InputFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Progress:
-    """What has been read and written. Every file of the output is cut back to it before the work goes on.
+    """What has been read and written. To resume, every output file is cut back to this state.
 
-    is_complete: the partial files hold everything and only wait for their names.
+    is_complete: the partial files hold the complete output and only need their final names.
     """
 
     position: Position = START
     extents: Mapping[str, Extent] = field(default_factory=dict)  # by JSON key
-    file_bytes: int = 0  # of all inputs so far, compressed where they are
+    file_bytes: int = 0  # read from all inputs so far; compressed bytes if a file is compressed
     text_bytes: int = 0
     skipped_lines: int = 0
     skipped_list_bytes: int = 0
@@ -43,7 +43,7 @@ class Progress:
 class Journal:
     """The file PREFIX.unfinished, which exists while the work on PREFIX is not finished.
 
-    inputs, settings: all that the output depends on; work goes on only where they are what they were.
+    inputs, settings: everything the output depends on. The work can only be resumed if both are unchanged.
     """
 
     prefix: str
@@ -70,9 +70,9 @@ class Journal:
         sync_folder(self.prefix)
 
     def load(self) -> Progress | None:
-        """Where the work stopped; None where there is nothing to go on from.
+        """The progress to resume from; None if there is no unfinished work.
 
-        Raises ValueError where the inputs or settings are no longer those of the work so far, naming what changed.
+        Raises ValueError, naming what changed, if inputs or settings are not those of the unfinished work.
         """
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
@@ -86,7 +86,7 @@ class Journal:
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self.path} cannot be read ({error}); {self.way_out}") from None
+            raise ValueError(f"{self.path} cannot be read ({error}); {self.remedy}") from None
         self._check_settings(settings)
         self._check_inputs(inputs, len(inputs) if found.is_complete else found.position.source + 1)
         return found
@@ -101,30 +101,30 @@ class Journal:
             if found.get(name) != self.settings.get(name):
                 raise ValueError(
                     f"--resume: {name} is {self.settings.get(name)}, the unfinished run had {found.get(name)}; "
-                    f"give the same flags as before, or {self.way_out}"
+                    f"give the same flags as before, or {self.remedy}"
                 )
 
     def _check_inputs(self, found: Sequence[InputFile], begun: int) -> None:
-        """begun: the first so many have been read, or in part, and must be unchanged; the others may have been repaired."""
+        """begun: number of files of which some or all has been read. These must be unchanged; the others may have been repaired."""
         for place, (was, now) in enumerate(zip(found, self.inputs, strict=False)):
             if was.path != now.path:
-                raise ValueError(f"--resume: --input {now.path} is at the place of {was.path}; give the same, or {self.way_out}")
+                raise ValueError(f"--resume: --input {now.path} is at the place of {was.path}; give the same, or {self.remedy}")
             if place < begun and was != now:
                 raise ValueError(
                     f"--resume: --input {now.path} has changed (it had {was.file_bytes} bytes, it has {now.file_bytes}, or it was written "
-                    f"anew); {self.way_out}"
+                    f"anew); {self.remedy}"
                 )
         if len(found) != len(self.inputs):
-            raise ValueError(f"--resume: --input names {len(self.inputs)} files, before {len(found)}; give the same, or {self.way_out}")
+            raise ValueError(f"--resume: --input names {len(self.inputs)} files, before {len(found)}; give the same, or {self.remedy}")
 
     @property
-    def way_out(self) -> str:
-        """What helps where the work cannot go on."""
+    def remedy(self) -> str:
+        """How to continue if the work cannot be resumed."""
         return f"to start anew, remove {self.path}."
 
 
 def input_files(paths: Sequence[str]) -> list[InputFile]:
-    """The files as they are now; nothing can tell standard input from another."""
+    """The input files as they are now. A change of standard input cannot be detected."""
     return [_input_file(path) for path in paths]
 
 

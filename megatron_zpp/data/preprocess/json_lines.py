@@ -1,4 +1,4 @@
-"""Files of JSON lines, read as batches of whole lines: plain, gzip, zstd, from a glob, a folder or standard input."""
+"""Reads JSON lines as batches of complete lines, from plain, gzip or zstd files, named by path, glob or folder, or from standard input."""
 
 import glob
 import gzip
@@ -11,17 +11,17 @@ from typing import BinaryIO, NamedTuple, NoReturn
 STANDARD_INPUT = "-"
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 BATCH_BYTES = 1 << 18
-# zstd's --ultra --long=31 needs so much; a file says itself how much it needs.
+# The window of zstd's --ultra --long=31; each file says itself how much it needs.
 LARGEST_WINDOW_BYTES = 1 << 31
 COMPRESSED_BLOCK_BYTES = 1 << 16
 GZIP_MAGIC = b"\x1f\x8b"
-# A zstd file begins with a frame of text or, where pzstd wrote it, with one to skip (RFC 8878, 3.1).
+# A zstd file begins with a frame of text or, if pzstd wrote it, with a skippable frame (RFC 8878, 3.1).
 ZSTD_MAGICS = (b"\x28\xb5\x2f\xfd", *(bytes((low,)) + b"\x2a\x4d\x18" for low in range(0x50, 0x60)))
 MAGIC_BYTES = 4
 
 
 class Position(NamedTuple):
-    """Between two lines: `line` of them, `offset` bytes of text, lie before it in the file at place `source` of the inputs."""
+    """A place between two lines of input number `source`: `line` lines with `offset` bytes of text lie before it."""
 
     source: int = 0
     offset: int = 0
@@ -29,29 +29,29 @@ class Position(NamedTuple):
 
 
 class LineBatch(NamedTuple):
-    """Whole lines of one file."""
+    """Complete lines of one file."""
 
-    source: int  # the file's place among the inputs
+    source: int  # index of the file among the inputs
     offset: int  # bytes of text before the first line
-    text: bytes  # line ends included; the last line of a file may lack its own
-    file_bytes: int  # read from the file so far, compressed where it is
+    text: bytes  # with line ends; the last line of a file may have none
+    file_bytes: int  # read from the file so far; compressed bytes if it is compressed
 
 
 class DamagedInput(ValueError):
-    """A file cannot be read to its end. source: its place among the inputs."""
+    """A file cannot be read to its end. source: its index among the inputs."""
 
     def __init__(self, path: str, source: int, error: Exception) -> None:
         super().__init__(f"{path} is damaged or cut off ({error}); copy it again.")
         self.source = source
 
 
-def find_inputs(words: Sequence[str], say: Callable[[str], None]) -> list[str]:
-    """The files that the words of --input stand for, in their order; those of a folder (with all below it) or a glob sorted by name.
+def find_inputs(words: Sequence[str], print_line: Callable[[str], None]) -> list[str]:
+    """The files that the words of --input name, in order of the words. Files of a folder (and its subfolders) or a glob are sorted by name.
 
-    say: is told of files in a folder that are left out. Raises ValueError for a word without a file, and for a file that is named
-    twice, however it is spelled.
+    print_line: called if files in a folder are left out.
+    Raises ValueError for a word without a file, and for a file that is named twice, even under two names.
     """
-    paths = [path for word in words for path in _files_of(word, say)]
+    paths = [path for word in words for path in _files_of(word, print_line)]
     named: dict[str, str] = {}
     for path in paths:
         real = path if path == STANDARD_INPUT else os.path.realpath(path)
@@ -63,7 +63,7 @@ def find_inputs(words: Sequence[str], say: Callable[[str], None]) -> list[str]:
 
 
 def line_batches(paths: Sequence[str], start: Position) -> Iterator[LineBatch]:
-    """All lines of the files from a position on, about BATCH_BYTES at a time. Raises DamagedInput where a file is."""
+    """All lines of the files from a position on, about BATCH_BYTES at a time. Raises DamagedInput for a damaged file."""
     for source in range(start.source, len(paths)):
         offset = start.offset if source == start.source else 0
         try:
@@ -74,12 +74,12 @@ def line_batches(paths: Sequence[str], start: Position) -> Iterator[LineBatch]:
 
 
 def count_text_bytes(paths: Sequence[str]) -> int:
-    """Bytes of text in the files; compressed ones have to be read for it."""
+    """Number of bytes of text in the files. Compressed files are read for it."""
     return sum(_text_bytes(path) for path in paths)
 
 
 class Source:
-    """One file, or standard input for "-", as text: decompressed where its first bytes say so. file_bytes: read of it so far."""
+    """One file, or standard input for "-", as text, decompressed if its first bytes say so. file_bytes: read from it so far."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -88,7 +88,7 @@ class Source:
         self._read_bytes = 0
         self._head = self._file.peek(MAGIC_BYTES)
         if self._head and not self.is_compressed and path.endswith((".gz", ".zst")):
-            raise ValueError(f"{path} is not compressed as its name says; rename it, or copy it again.")
+            raise ValueError(f"{path} is not compressed, although its name says so; rename it, or copy it again.")
 
     @property
     def is_compressed(self) -> bool:
@@ -101,9 +101,9 @@ class Source:
     def blocks(self, offset: int) -> Iterator[bytes]:
         """The text from offset on, in blocks of about BATCH_BYTES."""
         if self._head.startswith(GZIP_MAGIC):
-            yield from _behind(offset, _gzip_blocks(self._file))
+            yield from _skip_bytes(offset, _gzip_blocks(self._file))
         elif self._head.startswith(ZSTD_MAGICS):
-            yield from _behind(offset, _zstd_blocks(self._file))
+            yield from _skip_bytes(offset, _zstd_blocks(self._file))
         else:
             if offset:
                 self._file.seek(offset)
@@ -121,7 +121,7 @@ class Source:
             yield block
 
 
-def _files_of(word: str, say: Callable[[str], None]) -> list[str]:
+def _files_of(word: str, print_line: Callable[[str], None]) -> list[str]:
     if word == STANDARD_INPUT or os.path.isfile(word):
         return [word]
     if os.path.isdir(word):
@@ -130,7 +130,7 @@ def _files_of(word: str, say: Callable[[str], None]) -> list[str]:
         if not found:
             raise ValueError(f"--input {word} is a folder without files that end in {', '.join(ENDINGS)}; give files, or a glob.")
         if len(found) < len(below):
-            say(f"--input {word}: {len(below) - len(found)} files with other endings are not read.")
+            print_line(f"--input {word}: {len(below) - len(found)} files with other endings are not read.")
         return found
     found = sorted(path for path in glob.glob(word, recursive=True) if os.path.isfile(path))
     if not found:
@@ -139,7 +139,7 @@ def _files_of(word: str, say: Callable[[str], None]) -> list[str]:
 
 
 def _files_below(folder: str) -> list[str]:
-    """All files below the folder, sorted by name; links to folders are followed, but no folder is entered twice."""
+    """All files in the folder and its subfolders, sorted by name. Links to folders are followed, but no folder is entered twice."""
     entered: set[tuple[int, int]] = set()
     found: list[str] = []
     for place, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
@@ -148,7 +148,7 @@ def _files_below(folder: str) -> list[str]:
             folders.clear()
             continue
         entered.add((status.st_dev, status.st_ino))
-        folders.sort()  # of two names of one folder, the first counts
+        folders.sort()  # if a folder has two names, the first one counts
         found += [path for name in names if os.path.isfile(path := os.path.join(place, name))]
     return sorted(found)
 
@@ -184,7 +184,7 @@ def _gzip_blocks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
-    """The text of one frame after the other. (The package's own reader takes a cut-off file for a whole one.)"""
+    """The text, frame by frame. (The package's own reader does not notice that a file is cut off.)"""
     try:
         import zstandard
     except ImportError:
@@ -205,7 +205,7 @@ def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
         raise EOFError("its last frame does not end")
 
 
-def _behind(offset: int, blocks: Iterator[bytes]) -> Iterator[bytes]:
+def _skip_bytes(offset: int, blocks: Iterator[bytes]) -> Iterator[bytes]:
     """The blocks without their first offset bytes."""
     for block in blocks:
         if offset < len(block):

@@ -1,4 +1,4 @@
-"""Byte-level byte-pair encoding by tiktoken, with ids of its user's choice."""
+"""Byte-level byte-pair encoding by tiktoken, with freely chosen ids."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -8,17 +8,17 @@ import numpy as np
 
 from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts, check_ids, join_arrays
 
-# Unicode's White_Space, which \s stands for in tiktoken's patterns; Python's own \s has more.
+# Unicode's White_Space, which is what \s means in tiktoken's patterns; Python's own \s includes more.
 WHITE_SPACE_RUN = re.compile(r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
-# tiktoken gives up on runs of about a million; far shorter ones are common and need no cutting.
+# tiktoken fails on runs of about a million characters. Much shorter runs are common and need no cutting.
 LONG_RUN_CHARACTERS = 100_000
 
 
 class BytePairEncoding:
-    """Texts to ids by merging bytes, lowest rank first, within the stretches that a pattern cuts a text into.
+    """Encodes texts: a pattern cuts a text into parts, and in each part bytes are merged, lowest rank first.
 
-    ranks: token to rank, 0 to len - 1; id_of_rank: [len(ranks)] int32. added: ids of tokens that no text gives, with their spelling.
-    splits_runs: the pattern takes of a run of white space all but the last character, and all of it at the end of a text.
+    ranks: token to rank, 0 to len - 1. id_of_rank: [len(ranks)] int32. added: ids and spellings of tokens that no text is encoded to.
+    splits_runs: the pattern matches a run of white space without its last character, or the full run at the end of a text.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class BytePairEncoding:
         return TokenizedTexts(self._id_of_rank[ranks], lengths)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text; bytes that are no UTF-8 become U+FFFD."""
+        """The text. Bytes that are not valid UTF-8 become U+FFFD."""
         check_ids(ids, self.vocab_size)
         if self._bytes_of_id is None:
             self._bytes_of_id = {int(self._id_of_rank[rank]): token for token, rank in self._ranks.items()}
@@ -73,7 +73,7 @@ class BytePairEncoding:
 
 
 def _cut_at_long_runs(text: str) -> Iterator[str]:
-    """The text in parts that give the ids of the whole: cut before the last character of each long run of white space."""
+    """The text cut before the last character of each long run of white space. The parts have the same ids as the full text."""
     start = 0
     for run in WHITE_SPACE_RUN.finditer(text):
         if run.end() - run.start() > LONG_RUN_CHARACTERS and run.end() < len(text):

@@ -1,4 +1,4 @@
-"""GPT-2's byte-pair encoding, from its vocab.json and merges.txt."""
+"""GPT-2's byte-pair encoding, read from vocab.json and merges.txt."""
 
 import json
 import os
@@ -9,13 +9,13 @@ import numpy as np
 from megatron_zpp.data.tokenizers.byte_pair_encoding import BytePairEncoding
 
 END_OF_TEXT = "<|endoftext|>"
-# GPT-2's own, with possessive quantifiers where going back could not help; the last two alternatives leave the last character of a run of
-# white space to the word behind it.
+# GPT-2's own pattern, with possessive quantifiers where backtracking could not help. The last two alternatives leave the last character of
+# a run of white space to the word after it.
 PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
 
 def byte_letters() -> dict[int, str]:
-    """The letter that GPT-2's files write each byte as: printable bytes as themselves, the others from U+0100 on, in order."""
+    """The letter for each byte in GPT-2's files: printable bytes are themselves, the others are U+0100 and up, in order."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + place) for place, byte in enumerate(others)}}
@@ -26,7 +26,7 @@ BYTES = {letter: byte for byte, letter in LETTERS.items()}
 
 
 class GPT2BPETokenizer(BytePairEncoding):
-    """The ids of vocab.json, by the merges of merges.txt; <|endoftext|> ends a document, and its spelling in a text is text."""
+    """Encodes with the merges of merges.txt to the ids of vocab.json. <|endoftext|> ends a document; in a text it is plain text."""
 
     def __init__(self, vocab_path: str, merge_path: str) -> None:
         vocabulary = _read_vocabulary(vocab_path)
@@ -55,7 +55,7 @@ def _read_vocabulary(path: str) -> dict[str, int]:
 
 
 def _read_merges(path: str) -> list[str]:
-    """The tokens that the merges make, in order. A first line with a version is no merge."""
+    """The tokens that the merges create, in order. A first line with a version is not a merge."""
     _require_file("--merge-file", path, "a merges.txt")
     try:
         with open(path, encoding="utf-8", newline="\n") as file:
@@ -74,14 +74,14 @@ def _read_merges(path: str) -> list[str]:
 
 
 def _ranks(merged: Sequence[str], path: str) -> dict[bytes, int]:
-    """All tokens that bytes can become, in the order of their merges, bytes first."""
+    """The rank of every token: first the 256 bytes, then the tokens in the order of their merges."""
     tokens = [bytes([byte]) for byte in range(256)]
     tokens += [bytes(BYTES[letter] for letter in token) for token in merged]
     ranks = {token: rank for rank, token in enumerate(tokens)}
     if len(ranks) < len(tokens):
-        # tiktoken knows tokens, not pairs: it would take the first of the two merges for both.
+        # tiktoken knows tokens, not pairs, so it would use the rank of the first merge for both.
         raise ValueError(
-            f"--merge-file {path} makes one token by two merges, which is not available; give GPT-2's form, or a tokenizer.json."
+            f"--merge-file {path} makes one token by two merges, which is not supported; give a file in GPT-2's form, or a tokenizer.json."
         )
     return ranks
 

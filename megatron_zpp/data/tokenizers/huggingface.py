@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer.json, read by package tokenizers."""
+"""Reads a Hugging Face tokenizer.json with package tokenizers."""
 
 import json
 import os
@@ -8,20 +8,21 @@ from typing import Any
 
 from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts, check_ids, join_lists
 
-# What ends a document where no tokenizer_config.json says so, if the vocabulary has exactly one of them.
+# If no tokenizer_config.json names the end-of-document token, it is the one of these in the vocabulary; there must be exactly one.
 KNOWN_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|endofdocument|>")
 
 
 class HuggingFaceTokenizer:
-    """The ids of tokenizer.json, with what its own rules put around a text; the end-of-sentence token of the files beside ends a document.
+    """The ids of tokenizer.json, including those that its own rules put around a text.
 
-    model_path: the file, or the folder that has it. Special tokens spelled in a text become their ids, as Hugging Face has it.
+    model_path: the file or its folder. The end-of-sentence token named in the files beside it ends a document.
+    Special tokens spelled in a text become their ids, as in Hugging Face's classes.
     """
 
     def __init__(self, model_path: str) -> None:
         path = Path(model_path, "tokenizer.json") if os.path.isdir(model_path) else Path(model_path)
         self._tokenizer = _load(path, model_path)
-        # A file may ask for cutting and padding, which no corpus wants.
+        # A file may turn on truncation and padding, which are wrong for a corpus.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -48,7 +49,7 @@ def _load(path: Path, model_path: str) -> Any:
         ) from None
     if not path.is_file():
         raise ValueError(
-            f"--tokenizer-model {model_path} has no tokenizer.json here, and nothing is downloaded; give the file, or its folder."
+            f"--tokenizer-model {model_path} has no tokenizer.json on this machine, and nothing is downloaded; give the file or its folder."
         )
     try:
         return tokenizers.Tokenizer.from_file(str(path))
@@ -62,7 +63,7 @@ def _end_token(path: Path, vocabulary: dict[str, int]) -> str:
         token = _read_end(beside) if beside.is_file() else None
         if token is not None:
             if token not in vocabulary:
-                raise ValueError(f"{beside} names {token!r} as the end, which {path} does not have; give files of one tokenizer.")
+                raise ValueError(f"{beside} names {token!r} as eos_token, which {path} does not have; give files of one tokenizer.")
             return token
     known = [token for token in KNOWN_ENDS if token in vocabulary]
     if len(known) != 1:

@@ -1,4 +1,4 @@
-"""The three ways in which Megatron uses a SentencePiece model."""
+"""Megatron's three tokenizers on a SentencePiece model."""
 
 import os
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ import sentencepiece
 from megatron_zpp.data.tokenizers.sentencepiece_segments import SegmentEncoder, segment_encoder
 from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts, check_ids, join_lists
 
-# Megatron's order; what the model lacks gets the ids after its last one.
+# In Megatron's order. Those that the model lacks get the ids after its last one.
 ADDED_PIECES = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
 
 class PieceTokenizer:
-    """Texts to the ids of a SentencePiece model; batches in segments where the model allows it."""
+    """Encodes texts to the ids of a SentencePiece model. Batches are encoded in segments if the model allows it."""
 
     def __init__(self, model_path: str) -> None:
         self._pieces = _load_model(model_path)
@@ -26,17 +26,17 @@ class PieceTokenizer:
     def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
         if self._segments is not None:
             return self._segments.encode(texts)
-        # Without a number of threads a batch takes all cores, which are those of the other workers.
+        # Without num_threads a batch would use all cores, also those of the other workers.
         return join_lists(self._pieces.encode(list(texts), num_threads=1))
 
     @cached_property
     def _segments(self) -> SegmentEncoder | None:
-        # Made where batches are asked for: training has no use for it.
+        # Created on the first batch, because training does not need it.
         return segment_encoder(self._pieces)
 
 
 class GPTSentencePieceTokenizer(PieceTokenizer):
-    """The ids of a SentencePiece model as they are; its end-of-sentence piece ends a document."""
+    """The unchanged ids of a SentencePiece model. Its end-of-sentence piece ends a document."""
 
     def __init__(self, model_path: str) -> None:
         super().__init__(model_path)
@@ -54,7 +54,7 @@ class GPTSentencePieceTokenizer(PieceTokenizer):
 
 
 class Llama2Tokenizer(GPTSentencePieceTokenizer):
-    """A SentencePiece model whose begin-of-sentence piece begins every text, an empty one included, as in Megatron."""
+    """A SentencePiece model that puts its begin-of-sentence piece before every text, even an empty one, as Megatron does."""
 
     def __init__(self, model_path: str) -> None:
         super().__init__(model_path)
@@ -74,10 +74,10 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
 
 
 class SentencePieceTokenizer(PieceTokenizer):
-    """A SentencePiece model with Megatron's added pieces behind its own ids; <EOD> ends a document.
+    """A SentencePiece model with Megatron's added pieces after its own ids. <EOD> ends a document.
 
-    extra_ids: so many pieces <extra_id_0>, <extra_id_1>, ... come last.
-    Text that spells an added piece is text: only `eod` gives that id.
+    extra_ids: number of pieces <extra_id_0>, <extra_id_1>, ... that come last.
+    The spelling of an added piece in a text is plain text; no text is encoded to its id.
     """
 
     def __init__(self, model_path: str, extra_ids: int = 0) -> None:

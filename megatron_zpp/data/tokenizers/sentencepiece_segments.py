@@ -1,11 +1,13 @@
-"""SentencePiece BPE at several times the speed: every stretch of text that no piece reaches across is encoded once and remembered.
+"""Speeds up SentencePiece BPE several times: a text is cut into segments, and the ids of each segment are computed once and cached.
 
-BPE merges neighbours, best pair first. Where no piece of the model spans two neighbouring characters, nothing merges across, and both sides
-have the same ids alone as together. In nearly every model, pieces have spaces at their beginning only, so that a text falls into its words:
+BPE merges neighbouring symbols, best pair first. If no piece of the model spans two neighbouring characters, nothing merges across them,
+and a text cut between them has the same ids. In nearly every model pieces have spaces only at their beginning, so a text can be cut into
+words:
 
     def f(x):\\n    return x   ->   "def" " f(x):" "\\n" "    return" " x"
 
-That holds for BPE without normalisation, as Llama 2's and those of tools/train_tokenizer.py; unigram models weigh a text as a whole.
+This holds for BPE models without normalisation, such as Llama 2's and those of tools/train_tokenizer.py. It does not hold for unigram
+models, which score a text as a whole.
 """
 
 import re
@@ -18,16 +20,16 @@ import sentencepiece
 
 from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts
 
-SPACE = "\u2581"  # how pieces write a space
-MEMORY_SEGMENTS = 1 << 17  # about 40 MB per process
-LONGEST_REMEMBERED = 32  # characters; longer ones hardly come again
+SPACE = "\u2581"  # a space, as pieces write it
+CACHED_SEGMENTS = 1 << 17  # about 40 MB per process
+LONGEST_CACHED = 32  # characters; longer segments rarely occur again
 BPE = 2  # TrainerSpec.ModelType
-# Appended to a serialized model it overrides normalizer_spec.add_dummy_prefix with false: of two fields protobuf takes the last.
+# Appended to a serialized model, this sets normalizer_spec.add_dummy_prefix to false: of two equal fields protobuf uses the last.
 WITHOUT_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 
-class SegmentMemory(dict[str, bytes]):
-    """The ids of segments as int32, made when they are first asked for."""
+class SegmentCache(dict[str, bytes]):
+    """The ids of segments, as bytes of int32. A missing segment is encoded on first access."""
 
     def __init__(self, pieces: sentencepiece.SentencePieceProcessor) -> None:
         super().__init__()
@@ -35,26 +37,26 @@ class SegmentMemory(dict[str, bytes]):
 
     def __missing__(self, segment: str) -> bytes:
         ids = array("i", self._pieces.encode(segment)).tobytes()
-        if len(segment) <= LONGEST_REMEMBERED:
-            if len(self) >= MEMORY_SEGMENTS:
+        if len(segment) <= LONGEST_CACHED:
+            if len(self) >= CACHED_SEGMENTS:
                 self.clear()
             self[segment] = ids
         return ids
 
 
 class SegmentEncoder:
-    """The ids of texts under a model, which `describe` says can be encoded in segments."""
+    """Encodes texts in segments. Made by `segment_encoder`, which checks that the model allows it."""
 
     def __init__(self, model: bytes, traits: "ModelTraits") -> None:
         self._model = model
         self._traits = traits
-        self._memory = SegmentMemory(sentencepiece.SentencePieceProcessor(model_proto=model + WITHOUT_DUMMY_PREFIX))
+        self._cache = SegmentCache(sentencepiece.SentencePieceProcessor(model_proto=model + WITHOUT_DUMMY_PREFIX))
         newline, word = ("\n|", "\n") if traits.splits_at_newlines else ("", "")
         self._segments = re.compile(f"{newline}[ {SPACE}]*[^ {SPACE}{word}]+|[ {SPACE}]+")
 
     def encode(self, texts: Sequence[str]) -> TokenizedTexts:
         prefix = " " if self._traits.adds_dummy_prefix else ""
-        parts = [b"".join(map(self._memory.__getitem__, self._segments.findall(prefix + text if text else ""))) for text in texts]
+        parts = [b"".join(map(self._cache.__getitem__, self._segments.findall(prefix + text if text else ""))) for text in texts]
         ids = np.frombuffer(b"".join(parts), np.int32)
         return TokenizedTexts(ids, np.array([len(part) // 4 for part in parts], dtype=np.int64))
 
@@ -70,10 +72,10 @@ class ModelTraits(NamedTuple):
 
 
 def segment_encoder(pieces: sentencepiece.SentencePieceProcessor) -> SegmentEncoder | None:
-    """The faster way to the ids of a model; None where there is none with the very same ids."""
+    """An encoder by segments; None if it would not give exactly the ids of the model."""
     model = pieces.serialized_model_proto()
     traits = _traits(model, [pieces.id_to_piece(index) for index in range(pieces.get_piece_size())])
-    # Without byte pieces, neighbouring unknown characters become one id, also across segments.
+    # Without byte pieces, neighbouring unknown characters become one id, even across segments.
     has_byte_pieces = sum(map(pieces.is_byte, range(pieces.get_piece_size()))) == 256
     return SegmentEncoder(model, traits) if traits and has_byte_pieces else None
 
@@ -97,11 +99,11 @@ def _traits(model: bytes, spellings: Sequence[str]) -> ModelTraits | None:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a protobuf message: number, and what stands there.
+    """Number and value of each field of a protobuf message.
 
-    (Of sentencepiece_model.proto: ModelProto has trainer_spec 2 and normalizer_spec 3; TrainerSpec model_type 3 and
-    treat_whitespace_as_suffix 24; NormalizerSpec precompiled_charsmap 2, add_dummy_prefix 3, remove_extra_whitespaces 4 and
-    escape_whitespaces 5, the last three true where they are missing.)
+    (The numbers in sentencepiece_model.proto: ModelProto has trainer_spec 2 and normalizer_spec 3; TrainerSpec has model_type 3 and
+    treat_whitespace_as_suffix 24; NormalizerSpec has precompiled_charsmap 2, add_dummy_prefix 3, remove_extra_whitespaces 4 and
+    escape_whitespaces 5. The last three are true if they are missing.)
     """
     place = 0
     while place < len(message):
@@ -120,7 +122,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _varint(message: bytes, place: int) -> tuple[int, int]:
-    """The number at place, in groups of 7 bits, lowest first; and the place behind it."""
+    """The number at `place`, stored in groups of 7 bits, lowest first, and the place after it."""
     value = shift = 0
     while True:
         byte = message[place]

@@ -1,4 +1,4 @@
-"""Megatron's TikTokenizer: special tokens first, then the ranks of a file of tiktoken's kind."""
+"""Megatron's TikTokenizer: the ids of special tokens, then the ranks of a tiktoken file."""
 
 import base64
 import binascii
@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_zpp.data.tokenizers.byte_pair_encoding import BytePairEncoding
 
-# What Megatron's --tiktoken-pattern names: how a text is cut before bytes are merged.
+# The values of Megatron's --tiktoken-pattern: how a text is cut before bytes are merged.
 PATTERNS = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     "v2": (
@@ -20,14 +20,15 @@ PATTERNS = {
     ),
 }
 NEEDED_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
-JSON_VOCAB_SIZE = 1 << 17  # Megatron's where --vocab-size is not given: a longer .json file is cut off there
+JSON_VOCAB_SIZE = 1 << 17  # Megatron's default without --vocab-size: a longer .json file is cut off here
 
 
 class TikTokenizer(BytePairEncoding):
-    """Ids 0 to num_special_tokens - 1 are special, </s> among them ends a document; the tokens of the file follow in their order.
+    """Ids 0 to num_special_tokens - 1 are special tokens; the tokens of the file follow in their order. </s> ends a document.
 
-    model_path: a .json file as Megatron reads it, or a .tiktoken file. special_tokens: the names of the first ids, without names
-    <unk>, <s> and </s>. vocab_size: cuts the file; without it a .tiktoken file is taken whole.
+    model_path: a .json file as Megatron reads it, or a .tiktoken file.
+    special_tokens: names of the first ids, by default <unk>, <s> and </s>.
+    vocab_size: cuts the file; without it a .tiktoken file is not cut.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class TikTokenizer(BytePairEncoding):
         kept = tokens if vocab_size is None else tokens[: max(vocab_size - num_special_tokens, 0)]
         if len(kept) < 256:
             raise ValueError(
-                f"--vocab-size {vocab_size} leaves no room for 256 bytes behind --tiktoken-num-special-tokens {num_special_tokens}; "
+                f"--vocab-size {vocab_size} leaves no room for 256 bytes after --tiktoken-num-special-tokens {num_special_tokens}; "
                 f"give {num_special_tokens + 256} or more."
             )
         names += [f"<SPECIAL_{index}>" for index in range(len(names), num_special_tokens)]
@@ -54,7 +55,7 @@ class TikTokenizer(BytePairEncoding):
 def _check_special_tokens(names: Sequence[str], num_special_tokens: int) -> None:
     if len(set(names)) < len(names) or not set(NEEDED_SPECIAL_TOKENS) <= set(names):
         raise ValueError(
-            f"--tokenizer-special-tokens {' '.join(names)} must name {', '.join(NEEDED_SPECIAL_TOKENS)} and nothing twice; mend the list."
+            f"--tokenizer-special-tokens {' '.join(names)} must name {', '.join(NEEDED_SPECIAL_TOKENS)} and nothing twice; change the list."
         )
     if len(names) > num_special_tokens:
         raise ValueError(
@@ -64,7 +65,7 @@ def _check_special_tokens(names: Sequence[str], num_special_tokens: int) -> None
 
 
 def _read_tokens(path: str) -> list[bytes]:
-    """The tokens of a file by rank; the first 256 are the bytes. Raises ValueError for a file of another form."""
+    """The tokens of a file in the order of their ranks; the first 256 are the bytes. Raises ValueError for another kind of file."""
     if not os.path.isfile(path):
         raise ValueError(f"--tokenizer-model {path} does not exist on this machine; give a .tiktoken file, or a .json file of tokens.")
     try:
@@ -93,5 +94,5 @@ def _read_tiktoken(path: str) -> list[bytes]:
 
 def _token(text: str, rank: int, place: int) -> bytes:
     if rank != place:
-        raise ValueError(f"rank {rank} stands at place {place}")
+        raise ValueError(f"rank {rank} is at place {place}")
     return base64.b64decode(text, validate=True)

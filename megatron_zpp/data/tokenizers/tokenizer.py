@@ -1,4 +1,4 @@
-"""Text to token ids and back: what all tokenizers share, and the choice of one by its flags."""
+"""The interface of all tokenizers, and the choice of a tokenizer by its flags."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Tokenizer(Protocol):
     def tokenize(self, text: str) -> list[int]: ...
 
     def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
-        """What `tokenize` gives for each text, by one thread."""
+        """The ids that `tokenize` gives for each text, computed in one thread."""
 
     def detokenize(self, ids: Sequence[int]) -> str: ...
 
 
 class NullTokenizer:
-    """No tokenizer: text is ids separated by spaces. As in Megatron Core of 2026, vocab_size ids with vocab_size - 1 as eod.
+    """No tokenizer: text is ids separated by spaces. As in Megatron Core of 2026 it has vocab_size ids, and eod is vocab_size - 1.
 
-    numpy is imported where texts are tokenized: the plan of a run needs the size alone.
+    Only the methods that tokenize import numpy, because the plan of a run needs only the size.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -58,7 +58,7 @@ class NullTokenizer:
 
 
 def build_tokenizer(data: DataConfig) -> Tokenizer:
-    """The tokenizer that the flags describe; ValueError, naming the flag, where they do not."""
+    """The tokenizer that the flags describe. Raises ValueError, naming the flag, for a missing or wrong value."""
     tokenizer = _build(data)
     if data.vocab_size not in (None, tokenizer.vocab_size):
         raise ValueError(
@@ -69,7 +69,7 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
 
 
 def embedding_rows(model: ModelConfig, vocab_size: int) -> int:
-    """The vocabulary with its padding. Raises ValueError where --padded-vocab-size is too small for it."""
+    """Size of the vocabulary with its padding. Raises ValueError if --padded-vocab-size is smaller than vocab_size."""
     if model.padded_vocab_size is None:
         return padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by)
     if model.padded_vocab_size < vocab_size:
@@ -85,7 +85,7 @@ def padded_vocab_size(vocab_size: int, multiple: int) -> int:
 
 
 def _build(data: DataConfig) -> Tokenizer:
-    # Each kind is imported where it is chosen: its package may be missing where another kind is used.
+    # A tokenizer is imported only if it is chosen, because the packages of the others may be missing.
     if data.tokenizer_type == "NullTokenizer":
         if data.vocab_size is None:
             raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size, the number of ids.")

@@ -21,7 +21,7 @@ def pair(prefix: str | Path) -> tuple[bytes, bytes]:
 
 
 def megatrons_pair(documents: list[list[list[int]]]) -> tuple[bytes, bytes]:
-    """What the format says the files of uint16 documents of sequences hold, packed value by value."""
+    """The bytes of .bin and .idx for uint16 documents of sequences, packed value by value as the format says."""
     sequences = [sequence for document in documents for sequence in document]
     lengths = [len(sequence) for sequence in sequences]
     offsets = [0, *accumulate(2 * length for length in lengths)][: len(lengths)]
@@ -80,7 +80,7 @@ def test_any_documents_in_any_batches_give_the_bytes_of_the_format(batches: list
             for documents in batches:
                 sequences = [sequence for document in documents for sequence in document]
                 tokens = np.array([token for sequence in sequences for token in sequence], dtype=np.int64)
-                # A document without sequences behind the last one's sequences still ends there.
+                # A document without sequences at the end of the corpus still has its own end.
                 ends = list(accumulate(map(len, documents)))
                 writer.add_sequences(tokens, list(map(len, sequences)), ends)
             writer.finalize()
@@ -162,7 +162,7 @@ def test_publishing_goes_on_from_any_point_it_was_interrupted_at(tmp_path: Path)
 
 
 def test_a_document_longer_than_a_length_can_say_is_refused(tmp_path: Path) -> None:
-    # Nothing of the array is touched before the check.
+    # The check comes before any access to the array.
     tokens = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint16), (2**31,), (0,))
     with IndexedDatasetWriter(str(tmp_path / "corpus"), np.dtype("uint16")) as writer, pytest.raises(ValueError, match="2147483648 tokens"):
         writer.add_document(tokens)

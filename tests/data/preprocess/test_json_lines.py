@@ -8,7 +8,7 @@ from megatron_zpp.data.preprocess.json_lines import Position, Source, find_input
 
 
 def found(folder: Path, *words: object) -> tuple[list[str], list[str]]:
-    """The inputs relative to the folder, and what was said."""
+    """The inputs relative to the folder, and the printed lines."""
     said: list[str] = []
     paths = find_inputs([str(word) for word in words], said.append)
     return [str(Path(path).relative_to(folder)) for path in paths], said
@@ -45,7 +45,7 @@ def test_a_file_named_twice_is_refused_however_it_is_spelled(tmp_path: Path, mon
 @pytest.mark.parametrize("magic", [0x184D2A50, 0x184D2A5F])
 def test_zstd_that_begins_with_a_frame_to_skip_is_read(tmp_path: Path, magic: int) -> None:
     lines = [b'{"text": "1"}\n', b'{"text": "2"}\n']
-    # As pzstd writes it: before each frame, one to skip with the bytes of the next.
+    # As pzstd writes it: before each frame a skippable frame with the size of the next one.
     frames = [zstandard.ZstdCompressor().compress(line) for line in lines]
     path = tmp_path / "in.jsonl.zst"
     path.write_bytes(b"".join(struct.pack("<III", magic, 4, len(frame)) + frame for frame in frames))

@@ -82,7 +82,7 @@ def test_ids_follow_vocab_json_whatever_its_order(files: tuple[str, str], tokeni
 
 
 def test_a_run_of_white_space_too_long_for_tiktoken_has_the_ids_of_its_words(tokenizer: GPT2BPETokenizer) -> None:
-    """Reference: GPT-2's pattern by package regex, each word tokenised alone."""
+    """Reference: package regex splits by GPT-2's pattern, and each word is tokenised alone."""
     text = "a" + " \u2003\n" * 400_000 + " b \x1c" + "\t" * 1_100_000 + "c" + " " * 200_000
     pattern = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
     assert tokenizer.tokenize(text) == [token for word in pattern.findall(text) for token in tokenizer.tokenize(word)]

@@ -14,7 +14,7 @@ VOCAB_SIZE = 600
 
 
 def write_tokenizer(folder: Path, *, ends: tuple[str, ...] = ("<|endoftext|>",), begins: bool = False) -> tuple[str, str]:
-    """tokenizer.json in the folder, of the vocab.json and merges.txt that come back."""
+    """Writes tokenizer.json into the folder, and returns the vocab.json and merges.txt that it was made from."""
     files = write_gpt2_files(folder, VOCAB_SIZE)
     trained = ByteLevelBPETokenizer(*files)
     trained.add_special_tokens(list(ends))
@@ -63,7 +63,7 @@ def test_added_tokens_count_into_the_vocabulary(tmp_path: Path) -> None:
         (None, r"does not say which token ends a document \(it has <\|endoftext\|> and <eos>\); put a tokenizer_config.json"),
         ("{}", "does not say which token ends a document"),
         ("{", "tokenizer_config.json is not JSON"),
-        ('{"eos_token": "<end>"}', "names '<end>' as the end, which .* does not have"),
+        ('{"eos_token": "<end>"}', "names '<end>' as eos_token, which .* does not have"),
     ],
 )
 def test_an_end_of_documents_that_is_not_said_or_not_there_is_refused(tmp_path: Path, config: str | None, message: str) -> None:
@@ -75,7 +75,7 @@ def test_an_end_of_documents_that_is_not_said_or_not_there_is_refused(tmp_path: 
 
 
 def test_what_is_no_tokenizer_json_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no tokenizer.json here, and nothing is downloaded"):
+    with pytest.raises(ValueError, match="has no tokenizer.json on this machine, and nothing is downloaded"):
         HuggingFaceTokenizer("organisation/model")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="is not a tokenizer.json"):

@@ -13,7 +13,7 @@ from megatron_zpp.data.tokenizers import sentencepiece_segments
 from megatron_zpp.data.tokenizers.sentencepiece_segments import segment_encoder
 
 PLAIN = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
-# As tools/train_tokenizer.py has it, as Llama 2 has it, with pieces that users add, and with pieces that hold line ends.
+# Options as in tools/train_tokenizer.py, as in Llama 2, with pieces added by users, and with pieces that contain line ends.
 MODELS: dict[str, dict[str, Any]] = {
     "own": {**PLAIN, "add_dummy_prefix": False, "allow_whitespace_only_pieces": True},
     "llama": {**PLAIN, "add_dummy_prefix": True, "split_digits": True},
@@ -52,8 +52,8 @@ def test_sources_have_sentencepieces_own_ids(name: str, monkeypatch: pytest.Monk
     texts = [*training_texts(), "", " ", "\n", "▁▁x y▁z", "<EOD> x<c>\n\n\n", "é漢字🎉\u2028\0", "a" * 5000, " " * 500 + "b"]
     expected = [model(name).encode(text) for text in texts]
     assert ids_in_segments(name, texts) == expected
-    # With a memory that forgets all the time.
-    monkeypatch.setattr(sentencepiece_segments, "MEMORY_SEGMENTS", 3)
+    # With a cache that is cleared all the time.
+    monkeypatch.setattr(sentencepiece_segments, "CACHED_SEGMENTS", 3)
     assert ids_in_segments(name, texts) == expected
 
 

@@ -29,7 +29,7 @@ def paths(tokens: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 
 def merged(word: bytes, ranks: dict[bytes, int]) -> list[int]:
-    """The ranks of a word's tokens, by the definition: merge the neighbours of the lowest rank until none can be merged."""
+    """The ranks of a word's tokens by definition: merge the neighbours of the lowest rank until no merge is possible."""
     parts = [bytes([byte]) for byte in word]
     while True:
         pairs = [(ranks[a + b], place) for place, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]
