@@ -1,4 +1,4 @@
-"""A GPT-2, Llama, Qwen2 or Qwen3 of Hugging Face (safetensors) as a checkpoint that --load takes: weights alone, from iteration 0."""
+"""Converts a GPT-2, Llama, Qwen2 or Qwen3 of Hugging Face (safetensors) to a checkpoint for --load, with weights only and iteration 0."""
 
 import argparse
 import sys
@@ -23,22 +23,22 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the checkpoint and says how to train with it."""
+    """Writes the checkpoint and prints how to train with it."""
     if args.make_vocab_size_divisible_by < 1:
         raise ValueError(f"--make-vocab-size-divisible-by {args.make_vocab_size_divisible_by} must be 1 or more.")
     source = HfFolder(Path(args.input))
     model, vocab_size = _model(source)
     padded = padded_vocab_size(vocab_size, args.make_vocab_size_divisible_by)
-    # The rows themselves, as a tokenizer with fewer ids would lead to fewer of them.
+    # The number of rows is recorded, because a tokenizer with fewer ids would lead to fewer rows.
     model = replace(model, make_vocab_size_divisible_by=args.make_vocab_size_divisible_by, padded_vocab_size=padded)
-    rule_of = {rule.ours: rule for rule in source.layout.rules(model, vocab_size, padded)}
-    source.check_names([theirs.name for rule in rule_of.values() for theirs in rule.theirs])
+    rule_of = {rule.parameter: rule for rule in source.layout.rules(model, vocab_size, padded)}
+    source.check_names([tensor.name for rule in rule_of.values() for tensor in rule.hf_tensors])
 
     def weight_of(name: str) -> Tensor:
         rule = rule_of[name]
-        return rule.join([source.read(theirs.name, theirs.shape) for theirs in rule.theirs])
+        return rule.join([source.read(tensor.name, tensor.shape) for tensor in rule.hf_tensors])
 
-    # Their embeddings may have more rows than their tokenizer has ids.
+    # An embedding of Hugging Face may have more rows than the tokenizer has ids.
     ids = vocab_size if args.tokenizer_type == "NullTokenizer" else None
     data = DataConfig(tokenizer_type=args.tokenizer_type, tokenizer_model=args.tokenizer_model, vocab_size=ids)
     flags = {"model": asdict(model), "data": asdict(data), "padded_vocab_size": padded}

@@ -1,6 +1,6 @@
-"""A checkpoint as a model folder of Hugging Face: one process, memory for one tensor, neither GPU nor process group.
+"""Converts a checkpoint to a model folder of Hugging Face, in one process with memory for one tensor, without GPU and process group.
 
-The layout is the one that has a place for all of the model: that of GPT-2, Llama, Qwen2 or Qwen3.
+The layout is that of GPT-2, Llama, Qwen2 or Qwen3, whichever can express the model.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes config.json, weights and tokenizer files."""
+    """Writes config.json, the weights and the tokenizer files, and prints what was written."""
     with open_checkpoint(Path(args.load), args.ckpt_step) as reader:
         model, padded = model_flags(reader.manifest), padded_vocab_size(reader.manifest)
         data = _data(reader.manifest, args)
@@ -40,20 +40,20 @@ def run(args: argparse.Namespace) -> None:
         vocab_size = padded if args.keep_vocab_padding else _vocab_size(ids, padded)
         layout = layout_holding(model)
         rules = list(layout.rules(model, vocab_size, padded))
-        place_of = {theirs.name: (rule, index) for rule in rules for index, theirs in enumerate(rule.theirs)}
-        entries = [TensorEntry(theirs.name, ELEMENT_TYPES[args.dtype], theirs.shape) for rule in rules for theirs in rule.theirs]
-        weight = lru_cache(maxsize=1)(reader.weight)  # the parts of one follow each other
+        place_of = {tensor.name: (rule, index) for rule in rules for index, tensor in enumerate(rule.hf_tensors)}
+        entries = [TensorEntry(tensor.name, ELEMENT_TYPES[args.dtype], tensor.shape) for rule in rules for tensor in rule.hf_tensors]
+        weight = lru_cache(maxsize=1)(reader.weight)  # the tensors of one parameter follow each other
 
         def values_of(entry: TensorEntry) -> Tensor:
             rule, index = place_of[entry.name]
-            return rule.split(weight(rule.ours))[index]
+            return rule.split(weight(rule.parameter))[index]
 
         with new_folder(Path(args.output)) as folder:
             config = layout.config_json(model, vocab_size, _boundaries(tokenizer))
-            write_json(folder / "config.json", config | {"torch_dtype": args.dtype})  # a name that all versions of transformers read
+            write_json(folder / "config.json", config | {"torch_dtype": args.dtype})  # all versions of transformers read this name
             files = write_tensors(folder, entries, values_of, args.max_shard_bytes)
-            told = write_tokenizer(folder, data)
-    print(f"{args.output}: layout of {layout.model_type}, {len(entries)} tensors in {len(files)} files, {vocab_size} ids; {told}")
+            tokenizer_note = write_tokenizer(folder, data)
+    print(f"{args.output}: layout of {layout.model_type}, {len(entries)} tensors in {len(files)} files, {vocab_size} ids; {tokenizer_note}")
 
 
 def _boundaries(tokenizer: Tokenizer | None) -> Boundaries:

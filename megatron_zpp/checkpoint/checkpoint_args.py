@@ -1,4 +1,4 @@
-"""--use-checkpoint-args: the shape of the model and its tokenizer from a checkpoint, where no flag gives them (no torch)."""
+"""--use-checkpoint-args: takes flags of the model and its tokenizer from a checkpoint, unless they are given (no torch)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointE
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.schema import GROUPS, CheckpointConfig, Config, ModelConfig
 
-# How the function is computed is this machine's choice; other fields are other words for the ones that are taken.
+# MACHINE_FIELDS say how the model is computed, which may differ per machine. OTHER_WORDS follow from fields that are taken.
 MACHINE_FIELDS = {"recompute_granularity", "recompute_method", "recompute_num_layers", "norm_backend", "attention_backend"}
 OTHER_WORDS = {"group_query_attention", "no_position_embedding"}
 MODEL_FIELDS = tuple(member.name for member in fields(ModelConfig) if member.name not in MACHINE_FIELDS | OTHER_WORDS)
@@ -21,9 +21,9 @@ TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_size")
 
 
 def with_checkpoint_args(config: Config) -> Config:
-    """The configuration with the checkpoint's values in place of defaults: flags go first, then the checkpoint.
+    """The configuration with the checkpoint's values instead of defaults. A given flag overrides the checkpoint.
 
-    Raises FlagError where the checkpoint cannot be read. Without a checkpoint the flags have to do.
+    Without a checkpoint the configuration stays as it is. Raises FlagError if the checkpoint cannot be read.
     """
     if not config.checkpoint.use_checkpoint_args:
         return config
@@ -41,7 +41,7 @@ def with_checkpoint_args(config: Config) -> Config:
 
 
 def checkpoint_folder(checkpoint: CheckpointConfig) -> Path | None:
-    """The folder that --load, --ckpt-step and --pretrained-checkpoint mean; None where there is none yet."""
+    """The folder of the checkpoint that --load, --ckpt-step and --pretrained-checkpoint name; None if none exists yet."""
     folder = None if checkpoint.load is None else find_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step)
     if folder is None and checkpoint.pretrained_checkpoint is not None:
         folder = find_checkpoint(Path(checkpoint.pretrained_checkpoint), None)
@@ -58,8 +58,8 @@ def _values(config: Config, manifest: Manifest) -> dict[str, Any]:
 
 
 def _members(manifest: Manifest, group: str, names: tuple[str, ...]) -> dict[str, Any]:
-    theirs = manifest.flags.get(group, {})
-    if not isinstance(theirs, Mapping):
+    stored = manifest.flags.get(group, {})
+    if not isinstance(stored, Mapping):
         raise DamagedCheckpointError(f"the manifest of iteration {manifest.iteration} has no {group} flags")
-    # A default needs no taking, and the flags of another architecture than the checkpoint's would be said to have no effect.
-    return {name: theirs[name] for name in names if theirs.get(name) not in (None, DEFAULTS[group][name])}
+    # Defaults are left out: flags of an architecture that the checkpoint does not have would cause "without effect" warnings.
+    return {name: stored[name] for name in names if stored.get(name) not in (None, DEFAULTS[group][name])}

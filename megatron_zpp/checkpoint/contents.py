@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds what a run wants of it: the same model, and the optimizer's state (no torch)."""
+"""Checks that a checkpoint holds what a run needs: the same model, and the optimizer's state (no torch)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_zpp.config.flag import spelling_of
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.parallel.specs import UnitSpec
 
-# What decides the function of the weights; heads, for example, leave no trace in shapes.
+# Flags that decide what the weights compute. Shapes alone do not show it: the number of heads, for example, changes no shape.
 MODEL_FLAGS = (
     "num_layers",
     "hidden_size",
@@ -29,9 +29,9 @@ MODEL_FLAGS = (
     "norm_epsilon",
     "untie_embeddings_and_output_weights",
 )
-# What decides it for one type of positions alone.
+# The same for one type of positions only.
 POSITION_FLAGS = {"learned_absolute": ("max_position_embeddings",), "rope": ("rotary_percent", "rotary_interleaved")}
-# How fast positions rotate: what weights are trained on with when their context is to become longer.
+# How fast positions rotate. These change when trained weights are trained further with a longer context.
 ROTATION_FLAGS = (
     "rotary_base",
     "rotary_seq_len_interpolation_factor",
@@ -41,27 +41,27 @@ ROTATION_FLAGS = (
     "rope_scaling_high_freq_factor",
     "rope_scaling_original_max_position_embeddings",
 )
-# What a checkpoint means that was written before a flag existed.
+# The value of a flag in a checkpoint that was written before the flag existed.
 DEFAULTS = {member.name: member.default for member in fields(ModelConfig)}
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def check_model(folder: Path, manifest: Manifest, model: ModelConfig, units: Sequence[UnitSpec], *, may_rotate_otherwise: bool) -> None:
-    """Nothing, where the checkpoint in `folder` holds this model: the same shapes, and the same function of the weights.
+    """Raises CheckpointError, naming the flags or the first parameter that differ, if the checkpoint in `folder` holds another model.
 
+    The model is the same if all shapes are equal and the weights compute the same function.
     may_rotate_otherwise: whether positions may rotate at another speed.
-    Raises CheckpointError naming the flags, or the first parameter, that differ.
     """
     differing = _differences(manifest, model, (*MODEL_FLAGS, *POSITION_FLAGS.get(model.position_embedding_type, ())))
     rotation = [] if may_rotate_otherwise else rotation_differences(manifest, model)
-    theirs, ours = manifest.shapes, {param.name: param.shape for unit in units for param in unit.params}
-    if not differing and dict(theirs) != ours:
-        differing = [_first_difference(theirs, ours)]
+    stored, expected = manifest.shapes, {param.name: param.shape for unit in units for param in unit.params}
+    if not differing and dict(stored) != expected:
+        differing = [_first_difference(stored, expected)]
     if not differing and rotation:
         raise CheckpointError(
             f"{folder} was trained with other rotary positions: {'; '.join(rotation)}; give the flags of the checkpoint, or --finetune to "
-            "train its weights on with those given"
+            "train its weights with the given ones"
         )
     if differing:
         raise CheckpointError(
@@ -70,26 +70,26 @@ def check_model(folder: Path, manifest: Manifest, model: ModelConfig, units: Seq
 
 
 def rotation_differences(manifest: Manifest, model: ModelConfig) -> list[str]:
-    """The flags that say how fast positions rotate, where they have an effect and differ from the checkpoint's, each with both values."""
-    theirs = _flags(manifest)
+    """The flags for the rotation of positions that have an effect and differ from the checkpoint's, each with both values."""
+    stored = _flags(manifest)
     if model.position_embedding_type != "rope":
         return []
-    is_scaled = model.use_rope_scaling or theirs["use_rope_scaling"]
+    is_scaled = model.use_rope_scaling or stored["use_rope_scaling"]
     return _differences(manifest, model, [name for name in ROTATION_FLAGS if is_scaled or not name.startswith("rope_scaling")])
 
 
 def check_moments(folder: Path, manifest: Manifest) -> None:
-    """Nothing, where the checkpoint in `folder` has more than weights."""
+    """Raises CheckpointError if the checkpoint in `folder` holds only weights."""
     if len(manifest.states) < 2:
-        raise CheckpointError(f"{folder} holds no optimizer state; give --no-load-optim or --finetune to go on without it")
+        raise CheckpointError(f"{folder} holds no optimizer state; give --no-load-optim or --finetune to train without it")
 
 
 def _differences(manifest: Manifest, model: ModelConfig, names: Sequence[str]) -> list[str]:
-    theirs = _flags(manifest)
+    stored = _flags(manifest)
     return [
-        f"{spelling_of(name)} {theirs[name]} there and {getattr(model, name)} here"
+        f"{spelling_of(name)} {stored[name]} there and {getattr(model, name)} here"
         for name in names
-        if theirs[name] is not None and theirs[name] != getattr(model, name)
+        if stored[name] is not None and stored[name] != getattr(model, name)
     ]
 
 
@@ -97,6 +97,6 @@ def _flags(manifest: Manifest) -> dict[str, Any]:
     return DEFAULTS | manifest.flags.get("model", {})
 
 
-def _first_difference(theirs: Shapes, ours: Shapes) -> str:
-    name = min(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name))
-    return f"{name} has shape {theirs.get(name)} there and {ours.get(name)} here"
+def _first_difference(stored: Shapes, expected: Shapes) -> str:
+    name = min(name for name in {*stored, *expected} if stored.get(name) != expected.get(name))
+    return f"{name} has shape {stored.get(name)} there and {expected.get(name)} here"

@@ -1,4 +1,4 @@
-"""Files and names that are on the disk when a call returns, and files of other machines in a shared folder."""
+"""Writes and renames files so that they survive a crash, and waits until files of other machines become visible."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 import time
 from pathlib import Path
 
-_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # from file systems that need none
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # errors of file systems that need no fsync of folders
 VISIBLE_WITHIN_SECONDS = 60.0  # network file systems show another machine's files late
 LOOK_EVERY_SECONDS = 0.02
 SHARED_FOLDER = "--save must be a folder of one file system that all ranks share"
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Writes a file of UTF-8 text; its name is durable after `sync_folder`."""
+    """Writes a file of UTF-8 text. Its content is durable; its name is durable only after `sync_folder`."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -22,13 +22,13 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def rename_durably(source: Path, target: Path) -> None:
-    """Gives a file or folder another name in its folder, in one step."""
+    """Renames a file or folder within its folder, atomically and durably."""
     source.rename(target)
     sync_folder(target.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
+    """Makes the file names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -40,7 +40,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def is_seen(path: Path) -> bool:
-    """Whether the file is there, or comes into sight in time; somebody has made it already."""
+    """Waits until a file that another machine has written is visible here. Returns False if it is not visible in time."""
     deadline = time.monotonic() + VISIBLE_WITHIN_SECONDS
     while not path.exists():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""What of an engine goes into a checkpoint, and how it comes back out of one, at any world size and stage."""
+"""Collects the state of an engine for a checkpoint, and loads it from one, for any world size and ZeRO stage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_zpp.zero.pieces import WEIGHT, owned_pieces, parameters, resting_p
 
 @dataclass(frozen=True)
 class RunState:
-    """What goes into the manifest beside the engine's own state."""
+    """What goes into the manifest apart from the engine's own state."""
 
     iteration: int
     consumed_samples: int
@@ -29,14 +29,14 @@ class RunState:
 
 
 def share_of(engine: ZeroEngine, *, with_moments: bool) -> Share:
-    """This rank's share of every checkpoint: the primary slices it owns."""
+    """What this rank writes into every checkpoint: the primary slices it owns."""
     backend = engine.ladder.backend
     pieces = [piece for piece in owned_pieces(engine) if with_moments or piece.state == WEIGHT]
     return Share(backend.rank, backend.topology.world_size, pieces)
 
 
 def manifest_of(engine: ZeroEngine, state: RunState, *, with_moments: bool) -> Manifest:
-    """The manifest of the engine's state as it is now, without files and pieces."""
+    """The manifest of the engine's current state, without files and pieces."""
     topology = engine.ladder.topology
     return Manifest(
         iteration=state.iteration,
@@ -59,12 +59,12 @@ def manifest_of(engine: ZeroEngine, state: RunState, *, with_moments: bool) -> M
 
 
 def versions() -> dict[str, str]:
-    """What wrote a checkpoint."""
+    """The versions of the programs that write a checkpoint."""
     return {"torch": torch.__version__, "python": platform.python_version()}
 
 
 def load_engine(engine: ZeroEngine, reader: CheckpointReader, *, with_moments: bool) -> None:
-    """Fills the engine's main weights, and with_moments its optimizer and loss scaler, with the checkpoint's."""
+    """Loads the engine's main weights, and with_moments also the optimizer and the loss scaler."""
     if with_moments:
         check_moments(reader.folder, reader.manifest)
     reader.fill(piece for piece in resting_pieces(engine) if with_moments or piece.state == WEIGHT)

@@ -1,4 +1,4 @@
-"""Weights as safetensors files for other programs, written one tensor, or a part of one, at a time: no memory for the whole model."""
+"""Writes weights as safetensors files for other programs. Only one tensor, or a part of one, is in memory at a time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron_zpp.checkpoint.manifest import CHUNK_BYTES
 from megatron_zpp.checkpoint.owner import own_token
 from megatron_zpp.checkpoint.shard_file import DTYPES, TensorEntry, lay_out, write_file
 
-METADATA = {"format": "pt"}  # transformers insists on it
+METADATA = {"format": "pt"}  # required by transformers
 PART_NUMEL = 1 << 21  # cast and written at a time
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which gets its name when the block is left without an error. Raises ValueError where the name is taken."""
+    """A folder to fill. It gets its name when the block ends without an error. Raises ValueError if the name is taken."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists already; choose another name or remove it.")
     unfinished = folder.with_name(f"{folder.name}.tmp-{own_token()}")
@@ -37,16 +37,17 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_tensors(folder: Path, entries: Sequence[TensorEntry], values_of: Callable[[TensorEntry], Tensor], most_bytes: int) -> list[str]:
-    """As `write_parts`, of whole tensors: values_of gives one of the entry's shape."""
+    """Does the same as `write_parts` with complete tensors. values_of: returns a tensor of the entry's shape."""
     return write_parts(folder, entries, lambda entry: values_of(entry).reshape(-1).split(PART_NUMEL), most_bytes)
 
 
 def write_parts(
     folder: Path, entries: Sequence[TensorEntry], parts_of: Callable[[TensorEntry], Iterable[Tensor]], most_bytes: int
 ) -> list[str]:
-    """The names of the files written: model.safetensors, or shards of at most `most_bytes` each (or one tensor) with an index.
+    """Writes the tensors and returns the names of the files: model.safetensors, or several shards with an index.
 
-    parts_of: the elements of an entry's tensor in row-major order, some at a time, in any dtype; they are cast to the entry's.
+    most_bytes: limit of each shard; only a shard of a single tensor may exceed it.
+    parts_of: yields the elements of an entry's tensor in row-major order, part by part, in any dtype. They are cast to the entry's dtype.
     """
     shards = _shards(entries, most_bytes)
     names = [_shard_name(index, len(shards)) for index in range(len(shards))]

@@ -1,8 +1,8 @@
-"""The folders of a directory of checkpoints: their names, which one to load, which ones may go.
+"""The folders in a directory of checkpoints: their names, which one to load, and which ones to delete.
 
-DIR/latest_checkpointed_iteration.txt      the iteration to load, or `release`, as Megatron has it
+DIR/latest_checkpointed_iteration.txt      the iteration to load, or `release`, as in Megatron
 DIR/iter_0000100/                          a complete checkpoint
-DIR/release/                               weights of no run, such as converted ones
+DIR/release/                               weights without a run, such as converted ones
 DIR/iter_0000200.tmp-TOKEN/                being written
 DIR/iter_0000200.replaced-TOKEN/           complete; a newer one of the same iteration is taking its place
 DIR/iter_0000100.removed-TOKEN/            being deleted
@@ -27,7 +27,7 @@ _NAME = re.compile(r"(?P<base>iter_(?P<iteration>\d{7,})|release)(\.(?P<stage>tm
 
 
 class Stage(Enum):
-    """What a folder beside the complete checkpoints is, by its name."""
+    """The state of a folder that is not a complete checkpoint, as its name says."""
 
     UNFINISHED = "tmp"
     REPLACED = "replaced"
@@ -36,7 +36,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Leftover:
-    """A folder that somebody was writing, replacing or deleting."""
+    """A folder that some process was, or still is, writing, replacing or deleting."""
 
     folder: Path
     stage: Stage
@@ -44,41 +44,41 @@ class Leftover:
 
     @property
     def final(self) -> Path:
-        """The folder of the checkpoint itself."""
+        """The final folder of the checkpoint."""
         return self.folder.with_name(self.folder.name.split(".")[0])
 
 
 def iteration_folder(directory: Path, iteration: int) -> Path:
-    """The folder of one iteration, named as Megatron names it."""
+    """The folder of one iteration, named as in Megatron."""
     return directory / f"iter_{iteration:07d}"
 
 
 def staged_folder(final: Path, stage: Stage, token: str) -> Path:
-    """A neighbour of a checkpoint's folder. token: of the process that makes it, see `owner`."""
+    """The folder beside a checkpoint's final folder for this stage. token: of the process that creates it, see `owner`."""
     return final.with_name(f"{final.name}.{stage.value}-{token}")
 
 
 def leftovers(directory: Path) -> list[Leftover]:
-    """Every folder that is no complete checkpoint by its name, whoever may still be writing it."""
+    """All folders whose names say that they are not complete checkpoints. A process may still be writing some of them."""
     found = [(path, _NAME.fullmatch(path.name)) for path in sorted(directory.iterdir())]
     return [Leftover(path, Stage(match["stage"]), match["token"]) for path, match in found if match and match["stage"]]
 
 
 def saved_iterations(directory: Path) -> list[int]:
-    """The iterations that have a folder, ascending, complete or not."""
+    """The iterations that have a final folder, ascending, complete or not."""
     matches = (_NAME.fullmatch(path.name) for path in directory.glob("iter_*") if path.is_dir())
     return sorted(int(match["iteration"]) for match in matches if match and not match["stage"])
 
 
 def find_checkpoint(directory: Path, step: int | None) -> Path | None:
-    """The folder to load: that of iteration `step`, else the latest; None where `directory` holds no checkpoint at all.
+    """The folder to load: that of iteration `step`, or of the latest iteration if step is None. None if `directory` holds no checkpoint.
 
-    Raises CheckpointError where `step` is asked for and missing, or the latest cannot be told.
+    Raises CheckpointError if iteration `step` is missing, or if the latest iteration cannot be determined.
     """
     if step is not None:
         folder = _in_place(iteration_folder(directory, step))
         if folder is None:
-            raise CheckpointError(f"--ckpt-step {step}: {directory} holds no checkpoint of it; there is {_existing(directory)}")
+            raise CheckpointError(f"--ckpt-step {step}: {directory} holds no checkpoint of this iteration; it holds {_existing(directory)}")
         return folder
     latest = directory / LATEST_FILE
     try:
@@ -89,16 +89,18 @@ def find_checkpoint(directory: Path, step: int | None) -> Path | None:
         raise CheckpointError(f"{latest} cannot be read ({error.strerror}); correct --load") from error
     if text != RELEASE and not (text.isascii() and text.isdigit() and len(text) < 20):
         raise CheckpointError(
-            f"{latest} holds {text[:40]!r} instead of an iteration; name one with --ckpt-step, there is {_existing(directory)}"
+            f"{latest} holds {text[:40]!r} instead of an iteration; choose one with --ckpt-step, {directory} holds {_existing(directory)}"
         )
     folder = _in_place(directory / RELEASE if text == RELEASE else iteration_folder(directory, int(text)))
     if folder is None:
-        raise CheckpointError(f"{latest} names {text}, which {directory} does not hold; there is {_existing(directory)}, see --ckpt-step")
+        raise CheckpointError(
+            f"{latest} names {text}, which {directory} does not hold; choose one with --ckpt-step, it holds {_existing(directory)}"
+        )
     return folder
 
 
 def older_checkpoints(folder: Path) -> list[Path]:
-    """The folders of earlier iterations beside this one, newest first, complete or not."""
+    """The folders of earlier iterations in the same directory, newest first, complete or not."""
     match = _NAME.fullmatch(folder.name)
     if match is None or match["iteration"] is None:
         return []
@@ -107,14 +109,14 @@ def older_checkpoints(folder: Path) -> list[Path]:
 
 
 def move_latest(directory: Path, text: str) -> None:
-    """Points `latest` at an iteration or at the release, in one step: a reader sees the old or the new one, never half a file."""
+    """Makes LATEST_FILE name an iteration or `release`, atomically: a reader sees the old or the new file, never a part of one."""
     temporary = directory / (LATEST_FILE + ".new")
     write_durably(temporary, text)
     rename_durably(temporary, directory / LATEST_FILE)
 
 
 def put_in_place(unfinished: Path, final: Path, token: str) -> None:
-    """Gives a complete folder its name. One that has it already steps aside first and is found there until it is deleted."""
+    """Gives a complete folder its final name. An older folder of that name is first renamed to stage REPLACED, then deleted."""
     aside = staged_folder(final, Stage.REPLACED, token)
     if final.exists():
         rename_durably(final, aside)
@@ -122,19 +124,19 @@ def put_in_place(unfinished: Path, final: Path, token: str) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def settle(leftover: Leftover) -> None:
-    """Deletes a leftover of a dead run; a complete checkpoint that stepped aside for nothing goes back to its place."""
+def delete_or_restore(leftover: Leftover) -> None:
+    """Deletes a leftover of a dead run, or restores it if it is a complete checkpoint whose replacement never arrived."""
     if leftover.stage is Stage.REPLACED and not leftover.final.exists() and is_complete(leftover.folder):
         rename_durably(leftover.folder, leftover.final)
     else:
         shutil.rmtree(leftover.folder, ignore_errors=True)
 
 
-def expendable(iterations: Iterable[int], current: int, keep_last: int | None, retain_interval: int | None) -> list[int]:
-    """The complete iterations that may go once `current` is saved.
+def iterations_to_delete(iterations: Iterable[int], current: int, keep_last: int | None, retain_interval: int | None) -> list[int]:
+    """The complete iterations to delete after `current` has been saved.
 
-    Kept are the last `keep_last` up to the current one (one, where only retain_interval is given), the multiples of retain_interval, and
-    whatever is later than the current one: it belongs to another branch of the run.
+    These are kept: the last `keep_last` up to the current one (one, if only retain_interval is given), the multiples of retain_interval,
+    and all that are later than the current one, because they belong to another branch of the run.
     """
     if keep_last is None and retain_interval is None:
         return []
@@ -148,7 +150,10 @@ def expendable(iterations: Iterable[int], current: int, keep_last: int | None, r
 
 
 def delete_checkpoint(folder: Path, token: str) -> bool:
-    """Deletes a checkpoint, in such an order that it is never half there; False where somebody reads it, or guards it against writing."""
+    """Deletes a checkpoint. It is renamed first, so that no incomplete checkpoint is ever visible.
+
+    Returns False, and deletes nothing, if a process is reading it or if its manifest is write-protected.
+    """
     try:
         manifest = (folder / MANIFEST_FILE).open("r+b")
     except PermissionError:
@@ -159,7 +164,7 @@ def delete_checkpoint(folder: Path, token: str) -> bool:
         except BlockingIOError:
             return False
         except OSError:
-            pass  # a file system without locks, where readers cannot be seen
+            pass  # a file system without locks, so readers cannot be detected
         removed = staged_folder(folder, Stage.REMOVED, token)
         rename_durably(folder, removed)
     shutil.rmtree(removed, ignore_errors=True)
@@ -167,18 +172,18 @@ def delete_checkpoint(folder: Path, token: str) -> bool:
 
 
 def complete_iterations(directory: Path) -> list[int]:
-    """The iterations whose checkpoints can be used, as far as their manifests tell, ascending."""
+    """The iterations whose checkpoints have a usable manifest, ascending."""
     return [iteration for iteration in saved_iterations(directory) if is_complete(iteration_folder(directory, iteration))]
 
 
 def _in_place(final: Path) -> Path | None:
-    """The checkpoint's folder, or the one that had stepped aside when a run died between two renames."""
+    """The final folder if it exists. If a run died between two renames, the complete folder that was to be replaced. Else None."""
     if final.is_dir():
         return final
     if not final.parent.is_dir():
         return None
-    asides: Sequence[Leftover] = [found for found in leftovers(final.parent) if found.stage is Stage.REPLACED and found.final == final]
-    return next((found.folder for found in asides if is_complete(found.folder)), None)
+    replaced: Sequence[Leftover] = [found for found in leftovers(final.parent) if found.stage is Stage.REPLACED and found.final == final]
+    return next((found.folder for found in replaced if is_complete(found.folder)), None)
 
 
 def _existing(directory: Path) -> str:

@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: which bytes of which file hold which piece of which parameter, and what a run needs to go on exactly.
+"""The manifest of a checkpoint: where each piece of each parameter is stored, and everything else that a run needs to resume exactly.
 
-docs/checkpoints.md describes the whole format for other programs.
+docs/checkpoints.md describes the format for other programs.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 FORMAT = "megatron_zpp checkpoint"
 FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
-MARKER_FILE = "complete.json"  # written last: without it a folder is no checkpoint
-ELEMENT_TYPE, ELEMENT_BYTES = "F32", 4  # of every state, in the words of safetensors
+MARKER_FILE = "complete.json"  # written last: a folder without it is not a checkpoint
+ELEMENT_TYPE, ELEMENT_BYTES = "F32", 4  # of every state; the name is that of safetensors
 CHUNK_BYTES = 1 << 20
 REMEDY = "choose an older one with --ckpt-step, or give --load-last-good-checkpoint"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used, is not there or cannot be written; the text names the file and the remedy."""
+    """A checkpoint is missing, cannot be used or cannot be written. The text names the file and the remedy."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint whose bytes are not those that were written, or not all of them."""
+    """Bytes of a checkpoint are missing or differ from those that were written."""
 
     def __init__(self, finding: str) -> None:
         super().__init__(f"{finding}; {REMEDY}")
@@ -36,7 +36,7 @@ class DamagedCheckpointError(CheckpointError):
 
 @dataclass(frozen=True)
 class StoredFile:
-    """One safetensors file. checksums: CRC-32 of each run of `chunk_bytes` of the whole file, header included."""
+    """One safetensors file. checksums: CRC-32 of each chunk of `chunk_bytes` bytes, starting with the header."""
 
     name: str
     nbytes: int
@@ -46,7 +46,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Elements [start, stop) of a flattened parameter in `file`; offsets: by state, the byte of the file where they begin."""
+    """Elements [start, stop) of a flattened parameter in `file`. offsets: for each state, the byte of the file where they begin."""
 
     parameter: str
     start: int
@@ -57,8 +57,9 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class Manifest:
-    """states: what is stored of the parameters, and its element type. run: what a resumed run needs beside the tensors.
+    """Describes one checkpoint.
 
+    states: element type of each stored state of the parameters (the weight and moments). run: what a resumed run needs besides tensors.
     flags: the resolved configuration by group, and the padded vocabulary.
     """
 
@@ -76,25 +77,25 @@ class Manifest:
 
     @property
     def is_release(self) -> bool:
-        """Whether these are weights of no run: there is nothing to go on from but them."""
+        """Whether the checkpoint holds only weights and no state of a run."""
         return not self.run
 
     def to_json(self) -> str:
-        """One line per file and per piece."""
+        """The text of the manifest file, with one line per file and per piece."""
         values = {member.name: getattr(self, member.name) for member in fields(self)}
         lines = [f'"{name}": {_json(value)}' for name, value in {"format": FORMAT, "format_version": FORMAT_VERSION, **values}.items()]
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def marker_json(manifest_text: str) -> str:
-    """The text of the marker that makes a folder with this manifest a checkpoint."""
+    """The text of the marker file for this manifest. The marker makes a folder a checkpoint."""
     return json.dumps(_marker_of(manifest_text.encode())) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest in the folder of one iteration.
 
-    Raises DamagedCheckpointError where it or its marker is missing or damaged, CheckpointError where it is of another format.
+    Raises DamagedCheckpointError if the manifest or its marker is missing or damaged, and CheckpointError if it has another format.
     """
     marker = _json_object(folder / MARKER_FILE, _bytes_of(folder / MARKER_FILE))
     path = folder / MANIFEST_FILE
@@ -109,7 +110,7 @@ def _marker_of(manifest: bytes) -> dict[str, Any]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the folder holds a checkpoint whose manifest can be used; its tensors are not looked at."""
+    """Whether the folder holds a checkpoint with a usable manifest. Its tensors are not checked."""
     try:
         read_manifest(folder)
     except CheckpointError:
@@ -144,7 +145,7 @@ def parse_piece(members: Mapping[str, Any]) -> StoredPiece:
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """What a reader could stumble over; a name that leaves the folder is the dangerous one."""
+    """Errors in the manifest that would break a reader. File names that point out of the folder are the dangerous ones."""
     files = {file.name: file for file in manifest.files}
     if manifest.chunk_bytes < 1 or manifest.chunk_bytes % ELEMENT_BYTES:
         yield f"chunks of {manifest.chunk_bytes} bytes"
@@ -153,7 +154,7 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
             yield f"state {state} has elements of type {element_type}"
     for file in manifest.files:
         if file.name != Path(file.name).name or file.name in ("", ".", ".."):
-            yield f"{file.name!r} is no name of a file"
+            yield f"{file.name!r} is not a file name"
         if len(file.checksums) != -(-file.nbytes // manifest.chunk_bytes) or not 0 < file.header_bytes <= file.nbytes:
             yield f"{file.name} has {len(file.checksums)} checksums"
     for piece in manifest.pieces:

@@ -1,4 +1,4 @@
-"""Who is writing a folder, told by its name, so that what a dead run left behind is known from what a living one is writing."""
+"""Puts the process that writes a folder into the folder's name, to tell a folder in use from the leftover of a dead run."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ import time
 import zlib
 from pathlib import Path
 
-ABANDONED_AFTER_SECONDS = 3600.0  # without any change, where the owner is on another machine
+ABANDONED_AFTER_SECONDS = 3600.0  # without any change, if the owner is on another machine
 _TOKEN = re.compile(r"(?P<place>[0-9a-f]{8})-(?P<pid>[0-9a-f]+)-(?P<started>[0-9a-f]+)")
 _ZOMBIE_STATES = "ZX"
 
 
 def own_token() -> str:
-    """This process in hexadecimal digits: the machine, its boot and its process ids; the process id; when it started."""
+    """Identifies this process: a hash of machine, boot and process namespace; the process id; its start time. All hexadecimal."""
     return f"{_place()}-{os.getpid():x}-{_start_of(os.getpid()) or 0:x}"
 
 
 def is_abandoned(folder: Path, token: str) -> bool:
-    """Whether nobody writes this folder: the owner of `token`, on this machine, is dead; or nothing in it has changed for an hour."""
+    """Whether no process writes this folder any more.
+
+    If the owner of `token` belongs to this machine, this means that it is dead; else that nothing in the folder has changed for an hour.
+    """
     owner = _TOKEN.fullmatch(token)
     if owner is not None and owner["place"] == _place() and _start_of(os.getpid()) is not None:
         return _start_of(int(owner["pid"], 16)) != int(owner["started"], 16)
@@ -38,7 +41,7 @@ def _last_change(folder: Path) -> float:
 
 
 def _place() -> str:
-    """Where a process id means one process; [8] hexadecimal digits."""
+    """Identifies the namespace in which a process id is unique, in 8 hexadecimal digits."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         process_ids = os.readlink("/proc/self/ns/pid")
@@ -48,10 +51,10 @@ def _place() -> str:
 
 
 def _start_of(pid: int) -> int | None:
-    """When the process started, in ticks since the boot; None where it is not running, or the system does not tell."""
+    """Start time of the process in ticks since the boot; None if it is not running, or if the system has no /proc."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    state, *after = text.rpartition(")")[2].split()  # the name before the bracket may hold anything
+    state, *after = text.rpartition(")")[2].split()  # the process name before the bracket may contain anything
     return None if state in _ZOMBIE_STATES else int(after[18])

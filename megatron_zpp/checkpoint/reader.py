@@ -1,4 +1,4 @@
-"""Loading: any range of any parameter, from whichever files hold its pieces; each byte that is read is verified, none is unpickled."""
+"""Reads any range of any parameter from a checkpoint. Every byte read is verified by its checksum, and nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from megatron_zpp.zero.pieces import WEIGHT, Piece
 
 @dataclass(frozen=True)
 class Wanted:
-    """A place of a file and the values it is to fill."""
+    """A range of a file, and the values to fill from it."""
 
     source: Source
     values: Tensor  # [source.count] fp32
 
 
 class CheckpointReader:
-    """One checkpoint, open for reading. Raises CheckpointError where its manifest cannot be used.
+    """One checkpoint, open for reading. As long as it is open, runs that share the folder do not delete the checkpoint.
 
-    bytes_read: of its files, so far. identity: a text that no other checkpoint has.
-    As long as it is open, a run that shares the folder does not delete the checkpoint.
+    bytes_read: read from its files so far. identity: a text that is unique to this checkpoint.
+    Raises CheckpointError if its manifest cannot be used.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,22 +71,22 @@ class CheckpointReader:
         return values
 
     def weight(self, parameter: str) -> Tensor:
-        """The whole main weight of a parameter in its shape, fp32 on the CPU."""
+        """The full main weight of a parameter in its shape, fp32 on the CPU."""
         shape = self.manifest.shapes.get(parameter)
         if shape is None:
-            raise CheckpointError(f"{self.folder} holds no parameter {parameter}; it is of another model")
+            raise CheckpointError(f"{self.folder} holds no parameter {parameter}; it holds another model")
         return self.read(parameter, WEIGHT, 0, math.prod(shape)).view(shape)
 
     def weight_in_parts(self, parameter: str, part_numel: int) -> Iterator[Tensor]:
-        """The elements of `weight` in their order, at most so many at a time: memory for a few parts, however large the parameter is."""
+        """The elements of `weight` in order, in parts of at most part_numel, so that a large parameter needs little memory."""
         numel = math.prod(self.manifest.shapes[parameter])
         for start in range(0, numel, part_numel):
             yield self.read(parameter, WEIGHT, start, min(start + part_numel, numel))
 
     def fill(self, pieces: Iterable[Piece]) -> None:
-        """Writes into each piece's values what is stored of it; no chunk but a header's is read twice.
+        """Fills the values of each piece from the files. No chunk is read twice, except those of headers.
 
-        Raises DamagedCheckpointError where an element is missing or its bytes are not those written.
+        Raises DamagedCheckpointError if an element is missing or its bytes differ from those that were written.
         """
         by_file: dict[str, list[Wanted]] = defaultdict(list)
         try:
@@ -100,7 +100,7 @@ class CheckpointReader:
             self._fill_from(self._files[name], sorted(wanted, key=lambda place: place.source.offset))
 
     def verify(self, files: Sequence[StoredFile] | None = None) -> Iterator[str]:
-        """What is wrong with the files (all by default): one finding per damaged file, none where every byte is as written."""
+        """Verifies every byte of the files (all by default). Yields one finding per damaged file."""
         for stored in self.manifest.files if files is None else files:
             try:
                 self._read_runs(stored, [(0, stored.nbytes)], lambda data, start: None)
@@ -116,7 +116,7 @@ class CheckpointReader:
         self._read_runs(stored, [(place.source.offset, place.source.end) for place in wanted], scatter)
 
     def _read_runs(self, stored: StoredFile, ranges: Sequence[tuple[int, int]], use: Callable[[memoryview, int], None]) -> None:
-        """Reads and verifies the chunks that the ranges of a file touch; use(bytes, first byte) for each run of them."""
+        """Reads and verifies the chunks that overlap the ranges of a file, and calls use(bytes, first byte) for each run of chunks."""
         file = VerifiedFile(self.folder, stored, self.manifest.chunk_bytes)
         try:
             file.for_each_run(chunk_runs(ranges, self.manifest.chunk_bytes, stored.nbytes, RUN_CHUNKS), use)
@@ -126,7 +126,7 @@ class CheckpointReader:
 
 
 def _scatter(data: memoryview, start: int, wanted: Sequence[Wanted]) -> None:
-    """Copies what bytes [start, start + len(data)) of a file hold of the wanted places, which are in order of their offsets."""
+    """Copies bytes [start, start + len(data)) of a file into the wanted values, which are sorted by offset."""
     elements = torch.frombuffer(data, dtype=torch.float32, count=len(data) // ELEMENT_BYTES)
     stop = start + len(data)
     for place in wanted:

@@ -1,4 +1,4 @@
-"""A checkpoint of weights alone, written by one process and one unit at a time: what converters make, and `--load` takes."""
+"""Writes a checkpoint that holds only weights, in one process and one unit at a time. Converters use it; `--load` reads it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from megatron_zpp.zero.pieces import WEIGHT, Piece
 
 
 def write_release(directory: Path, units: Sequence[UnitSpec], weight_of: Callable[[str], Tensor], flags: Mapping[str, Any]) -> Path:
-    """The folder of the new checkpoint, `release` as Megatron has it. weight_of: the whole parameter of a name, in its shape, fp32."""
+    """Writes the checkpoint and returns its folder, named `release` as in Megatron.
+
+    weight_of: returns the full parameter of a name, fp32, in its shape.
+    """
     final = directory / RELEASE
     token = own_token()
     unfinished = staged_folder(final, Stage.UNFINISHED, token)
@@ -51,6 +54,6 @@ def _pieces(unit: UnitSpec, weight_of: Callable[[str], Tensor]) -> list[Piece]:
     for param in unit.params:
         values = weight_of(param.name)
         if values.shape != param.shape:
-            raise ValueError(f"{param.name} has shape {tuple(values.shape)} where the model has {param.shape}.")
+            raise ValueError(f"{param.name} has shape {tuple(values.shape)}, the model needs {param.shape}.")
         pieces.append(Piece(param.name, WEIGHT, 0, values.numel(), values.reshape(-1)))
     return pieces

@@ -1,6 +1,6 @@
-"""From pieces as they were stored to ranges as they are wanted: any world size to any other (pure arithmetic, no torch).
+"""Maps the pieces stored by one world size to the ranges needed by another (pure arithmetic, no torch).
 
-Two ranks have stored a parameter of ten elements; the middle one of three wants elements 3 to 7:
+Example: two ranks have stored a parameter of ten elements, and the middle one of three ranks needs elements 3 to 7:
 
     stored    a a a a a | b b b b b          file a, file b
     wanted    . . . w w w w . . .            2 elements from a, then 2 from b
@@ -18,7 +18,7 @@ from megatron_zpp.checkpoint.manifest import ELEMENT_BYTES, StoredPiece
 
 @dataclass(frozen=True)
 class Source:
-    """`count` elements from byte `offset` of `file` on; they go to element `first` of the wanted range."""
+    """`count` elements that begin at byte `offset` of `file`. They go to element `first` of the wanted range."""
 
     file: str
     offset: int
@@ -33,21 +33,21 @@ class Source:
 
 @dataclass(frozen=True)
 class ByteRun:
-    """Bytes [start, stop) of a file; both are chunk boundaries, or stop is the end of the file."""
+    """Bytes [start, stop) of a file. Both are chunk boundaries, except that stop may be the end of the file."""
 
     start: int
     stop: int
 
 
 class MissingElementsError(LookupError):
-    """Elements [start, stop) of one state of a parameter lie in no piece."""
+    """Elements [start, stop) of one state of a parameter are in no piece."""
 
     def __init__(self, parameter: str, state: str, start: int, stop: int) -> None:
         super().__init__(f"elements {start} to {stop} of {parameter} ({state}) are in none of its files")
 
 
 class PieceIndex:
-    """Finds ranges among stored pieces, which do not overlap within one state of one parameter."""
+    """Finds ranges in stored pieces. The pieces of one state of one parameter must not overlap."""
 
     def __init__(self, pieces: Iterable[StoredPiece]) -> None:
         self._pieces: dict[tuple[str, str], list[StoredPiece]] = defaultdict(list)
@@ -57,7 +57,7 @@ class PieceIndex:
         self._starts = {key: [piece.start for piece in pieces] for key, pieces in self._pieces.items()}
 
     def sources(self, parameter: str, state: str, start: int, stop: int) -> Iterator[Source]:
-        """Where elements [start, stop) are, in order. Raises MissingElementsError where one of them is nowhere."""
+        """The sources of elements [start, stop), in order. Raises MissingElementsError if one of them is in no piece."""
         pieces, starts = self._pieces.get((parameter, state), []), self._starts.get((parameter, state), [])
         position = start
         while position < stop:
@@ -72,11 +72,11 @@ class PieceIndex:
 
 
 def chunk_runs(ranges: Sequence[tuple[int, int]], chunk_bytes: int, file_bytes: int, most_chunks: int) -> Iterator[ByteRun]:
-    """The chunks that the byte ranges touch, each once and in order, in runs of at most `most_chunks`.
+    """The chunks that overlap the byte ranges, each once and in order, in runs of at most `most_chunks`.
 
-    ranges: (start, end) within the file, in order of their starts.
+    ranges: (start, end) within the file, sorted by start.
     """
-    first = stop = 0  # chunks [first, stop) wait to be given out
+    first = stop = 0  # chunks [first, stop) are not yielded yet
     for start, end in ranges:
         if start >= end:
             continue

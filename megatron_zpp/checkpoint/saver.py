@@ -1,6 +1,6 @@
-"""Saving: every rank writes its own pieces into an unfinished folder, rank 0 makes a checkpoint of it when all are done.
+"""Saves checkpoints: every rank writes its own pieces into an unfinished folder, and then rank 0 turns it into a checkpoint.
 
-What stands on the disk when a run dies, step by step:
+The steps of a save, and what is on the disk after each:
 
     1 rank 0 makes iter_N.tmp-TOKEN                       a leftover, deleted by the next save
     2 every rank writes and fsyncs rank_R.safetensors
@@ -10,8 +10,8 @@ What stands on the disk when a run dies, step by step:
     6 rank 0 moves `latest`                               the checkpoint to load
     7 rank 0 deletes what --keep-last and --save-retain-interval do not keep
 
-In steps 2 to 7 of an asynchronous save no rank waits for another: each writes from a thread of its own, and rank 0's thread looks for the
-files of step 3.
+In steps 2 to 7 of an asynchronous save no rank waits in a collective. Each rank writes in a background thread, and the thread of rank 0
+polls for the files of step 3.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from megatron_zpp.checkpoint.folders import (
     Stage,
     complete_iterations,
     delete_checkpoint,
-    expendable,
     iteration_folder,
+    iterations_to_delete,
     move_latest,
     put_in_place,
     staged_folder,
@@ -50,7 +50,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank contributes to every checkpoint: pieces whose values are views of its living state."""
+    """What one rank writes into every checkpoint: pieces whose values are views of its current state."""
 
     rank: int
     world_size: int
@@ -67,7 +67,10 @@ class Share:
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """keep_last, retain_interval: see `folders.expendable`. in_background: write from a snapshot while training goes on."""
+    """How to save. in_background: write from a snapshot while training continues.
+
+    keep_last, retain_interval: see `folders.iterations_to_delete`.
+    """
 
     in_background: bool = False
     keep_last: int | None = None
@@ -76,7 +79,7 @@ class SaveOptions:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that is in place. not_deleted: iterations that should have gone and could not, because somebody reads or guards them."""
+    """A complete checkpoint. not_deleted: iterations that could not be deleted, because they are being read or are write-protected."""
 
     iteration: int
     nbytes: int
@@ -86,7 +89,10 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class _Save:
-    """A save under way. copied: this rank's state. written: by this rank. finished: by rank 0, who makes a checkpoint of what all wrote."""
+    """A save in progress.
+
+    copied: this rank's state is in the snapshot. written: this rank's files are on disk. finished: rank 0 has completed the checkpoint.
+    """
 
     manifest: Manifest
     unfinished: Path
@@ -100,9 +106,9 @@ class _Save:
 
 
 class CheckpointSaver:
-    """Saves checkpoints into `directory`, which all ranks see; at most one save is under way. Every rank must make the same calls.
+    """Saves checkpoints into `directory`, which all ranks share. Every rank must make the same calls. One save runs at a time.
 
-    gather: each rank's text, in rank order.
+    gather: returns the text of every rank, in rank order.
     """
 
     def __init__(self, directory: Path, share: Share, options: SaveOptions, gather: Gather = gather_texts) -> None:
@@ -116,14 +122,14 @@ class CheckpointSaver:
 
     @property
     def iteration_under_way(self) -> int | None:
-        """The iteration whose save has not been waited for and is not known to be done."""
+        """The iteration of a save that is not yet known to be finished; None if there is no such save."""
         return None if self._save is None or self._is_reported else self._save.manifest.iteration
 
     def save(self, manifest: Manifest) -> SavedCheckpoint | None:
-        """Saves the state as it is now. With in_background it returns None, and the state must not change before `wait_for_copy`.
+        """Saves the current state. With in_background it returns None, and the state must not change before `wait_for_copy` returns.
 
-        Otherwise it returns as `finish`.
-        manifest: all of it but files and pieces. Raises CheckpointError, alike on every rank, where it cannot be written.
+        Otherwise it returns the same as `finish`.
+        manifest: complete except for files and pieces. Raises CheckpointError, on every rank alike, if it cannot be written.
         """
         self.finish()
         final = iteration_folder(self.directory, manifest.iteration)
@@ -134,20 +140,20 @@ class CheckpointSaver:
             self._snapshot.begin()
             threading.Thread(target=self._save_in_background, args=(save, self._snapshot), name="checkpoint", daemon=True).start()
             return None
-        _settle(save.written, lambda: self._write_share(save, self._share.pieces))
-        self._agree_on(save)
+        _resolve(save.written, lambda: self._write_share(save, self._share.pieces))
+        self._wait_until_all_wrote(save)
         self._finish_save(save)
         return self.finish()
 
     def wait_for_copy(self) -> None:
-        """Returns when a save in the background needs the state no more: before that it must not change."""
+        """Waits until a background save has copied the state. Before that the state must not change."""
         if self._snapshot is not None and self._save is not None:
             self._save.copied.result()
 
     def check(self) -> SavedCheckpoint | None:
-        """What has come to its end since the last call; only rank 0 learns of it before `finish`.
+        """The checkpoint finished since the last call, or None. Only rank 0 gets one; the other ranks learn of it in `finish`.
 
-        Raises what a thread of this rank met. To be called after every step; it waits for nobody.
+        Call it after every step; it does not wait. Raises the errors of this rank's background thread.
         """
         if self._save is None or self._is_reported:
             return None
@@ -159,59 +165,59 @@ class CheckpointSaver:
         return self._save.finished.result()
 
     def finish(self) -> SavedCheckpoint | None:
-        """Waits for the save under way; on rank 0 what it came to, where `check` has not told already.
+        """Waits for the save in progress. Returns its checkpoint on rank 0, unless `check` has returned it already; else None.
 
-        Raises its errors alike on every rank, as CheckpointError.
+        Raises its errors on every rank alike, as CheckpointError.
         """
         if self._save is None:
             return None
         save, was_reported = self._save, self._is_reported
-        self._agree_on(save)
-        self._agree(_failure_of(save.finished.result) if self._share.rank == 0 else "", save.unfinished)
+        self._wait_until_all_wrote(save)
+        self._raise_if_any_failed(_error_text(save.finished.result) if self._share.rank == 0 else "", save.unfinished)
         self._save, self._is_reported = None, True
         return save.finished.result() if self._share.rank == 0 and not was_reported else None
 
-    def _agree_on(self, save: _Save) -> None:
+    def _wait_until_all_wrote(self, save: _Save) -> None:
         """Returns when every rank has written its share."""
         try:
-            self._agree(_failure_of(save.written.result), save.unfinished)
+            self._raise_if_any_failed(_error_text(save.written.result), save.unfinished)
         except CheckpointError:
             save.given_up.set()
             raise
         save.all_written.set()
 
-    def _agree(self, mistake: str, unfinished: Path) -> None:
-        """Nothing, where no rank met a mistake; otherwise the unfinished folder goes, and CheckpointError is raised on every rank."""
-        mistakes = self._gather(mistake)
-        if not any(mistakes):
+    def _raise_if_any_failed(self, error: str, unfinished: Path) -> None:
+        """Raises CheckpointError on every rank, and deletes the unfinished folder, if any rank has an error."""
+        errors = self._gather(error)
+        if not any(errors):
             return
         self._save = None
         if self._share.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
-        raise CheckpointError(joined_errors(mistakes))
+        raise CheckpointError(joined_errors(errors))
 
     # ---- before anything is written
 
     def _begin(self, final: Path) -> str:
-        """The token of a new unfinished folder that every rank sees, on a disk with room for all."""
-        token, mistake = "", ""
+        """Creates the unfinished folder and returns its token. Checks that every rank sees the folder and that the disk has room."""
+        token, error = "", ""
         if self._share.rank == 0:
             token = own_token()
-            mistake = _failure_of(lambda: make_unfinished(staged_folder(final, Stage.UNFINISHED, token)))
-        answers = [json.loads(text) for text in self._gather(json.dumps([token, mistake, self._share.nbytes]))]
-        token, mistake, _ = answers[0]
-        if mistake:
-            raise CheckpointError(mistake)
+            error = _error_text(lambda: make_unfinished(staged_folder(final, Stage.UNFINISHED, token)))
+        answers = [json.loads(text) for text in self._gather(json.dumps([token, error, self._share.nbytes]))]
+        token, error, _ = answers[0]
+        if error:
+            raise CheckpointError(error)
         folder = staged_folder(final, Stage.UNFINISHED, token)
         needed_bytes = sum(nbytes for _, _, nbytes in answers) + SPARE_BYTES
-        self._agree(_failure_of(lambda: check_room(folder, needed_bytes)), folder)
+        self._raise_if_any_failed(_error_text(lambda: check_room(folder, needed_bytes)), folder)
         return token
 
-    # ---- what may run in a thread
+    # ---- may run in the background thread
 
     def _save_in_background(self, save: _Save, snapshot: HostSnapshot) -> None:
-        _settle(save.copied, snapshot.copy)
-        _settle(save.written, lambda: self._write_copy(save, snapshot))
+        _resolve(save.copied, snapshot.copy)
+        _resolve(save.written, lambda: self._write_copy(save, snapshot))
         self._finish_save(save)
 
     def _write_copy(self, save: _Save, snapshot: HostSnapshot) -> None:
@@ -224,7 +230,7 @@ class CheckpointSaver:
 
     def _finish_save(self, save: _Save) -> None:
         if self._share.rank == 0 and save.written.exception() is None:
-            _settle(save.finished, lambda: self._make_checkpoint(save))
+            _resolve(save.finished, lambda: self._make_checkpoint(save))
 
     def _make_checkpoint(self, save: _Save) -> SavedCheckpoint:
         records = [self._wait_for_record(save, rank) for rank in range(self._share.world_size)]
@@ -234,7 +240,7 @@ class CheckpointSaver:
         iteration = save.manifest.iteration
         put_in_place(save.unfinished, iteration_folder(self.directory, iteration), save.token)
         move_latest(self.directory, str(iteration))
-        not_deleted = self._delete_expendable(save)
+        not_deleted = self._delete_old(save)
         return SavedCheckpoint(iteration, sum(file.nbytes for file in files), time.monotonic() - save.started, not_deleted)
 
     def _wait_for_record(self, save: _Save, rank: int) -> tuple[StoredFile, list[StoredPiece]]:
@@ -249,25 +255,25 @@ class CheckpointSaver:
             time.sleep(LOOK_EVERY_SECONDS)
         return record
 
-    def _delete_expendable(self, save: _Save) -> tuple[int, ...]:
+    def _delete_old(self, save: _Save) -> tuple[int, ...]:
         options = self._options
         if options.keep_last is None and options.retain_interval is None:
             return ()
         complete = complete_iterations(self.directory)
-        unwanted = expendable(complete, save.manifest.iteration, options.keep_last, options.retain_interval)
+        unwanted = iterations_to_delete(complete, save.manifest.iteration, options.keep_last, options.retain_interval)
         folders = {iteration: iteration_folder(self.directory, iteration) for iteration in unwanted}
         return tuple(iteration for iteration, folder in folders.items() if not delete_checkpoint(folder, save.token))
 
 
-def _settle(future: Future[Result], task: Callable[[], Result]) -> None:
+def _resolve(future: Future[Result], task: Callable[[], Result]) -> None:
     try:
         future.set_result(task())
     except BaseException as error:
         future.set_exception(error)
 
 
-def _failure_of(task: Callable[[], object]) -> str:
-    """What went wrong in words, or an empty string."""
+def _error_text(task: Callable[[], object]) -> str:
+    """The text of the error that the task raises, or an empty string."""
     try:
         task()
     except CheckpointError as error:

@@ -1,6 +1,7 @@
-"""One safetensors file with a checksum for every chunk, written in one pass.
+"""Writes one safetensors file in one pass, with a checksum for every chunk.
 
-A safetensors file is the length of its header (8 bytes, little-endian), the header (JSON: name to dtype, shape and place), the data.
+A safetensors file consists of the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and place of every
+tensor by name) and the data.
 """
 
 from __future__ import annotations
@@ -22,18 +23,17 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.manifest import CheckpointError, StoredFile
 
-HEADER_ALIGNMENT_BYTES = 8  # so that data can be mapped
+HEADER_ALIGNMENT_BYTES = 8  # so that the data can be memory-mapped
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-TYPE_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
-RUN_CHUNKS = 4  # written at a time: enough to make calls cheap, few enough to be in the processor's cache for their checksums
+RUN_CHUNKS = 4  # written at a time: enough to make calls cheap, few enough to stay in the processor's cache for their checksums
 CHECKSUM_THREADS = 2
-WAITING_RUNS = 4  # tensors are kept in memory until their checksums are there
+WAITING_RUNS = 4  # runs that wait for their checksums; their tensors stay in memory
 FLUSH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor that a file is to hold. element_type: a key of DTYPES."""
+    """A tensor to write into a file. element_type: a key of DTYPES."""
 
     name: str
     element_type: str
@@ -46,7 +46,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """header: the file's first bytes, length included. offsets: of each tensor's data, from the start of the file."""
+    """header: the first bytes of the file, with the length. offsets: where the data of each tensor begins, from the start of the file."""
 
     header: bytes
     offsets: tuple[int, ...]
@@ -54,7 +54,7 @@ class FileLayout:
 
 
 def lay_out(entries: Sequence[TensorEntry], metadata: Mapping[str, str] | None = None) -> FileLayout:
-    """Where everything in a file of these tensors stands, without gaps."""
+    """The layout of a file of these tensors, without gaps."""
     members: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     ends = [0]
     for entry in entries:
@@ -67,9 +67,10 @@ def lay_out(entries: Sequence[TensorEntry], metadata: Mapping[str, str] | None =
 
 
 def write_file(path: Path, layout: FileLayout, tensors: Iterable[Tensor], chunk_bytes: int) -> StoredFile:
-    """What was written, durably: `tensors`, or parts of them, in the order of the layout, from any device, one at a time.
+    """Writes the file durably and returns its description.
 
-    Raises CheckpointError where the disk refuses.
+    tensors: all tensors, or parts of them, in the order of the layout, on any device; only a few are in memory at a time.
+    Raises CheckpointError if the file cannot be written.
     """
     try:
         with path.open("xb", buffering=0) as file:
@@ -78,32 +79,32 @@ def write_file(path: Path, layout: FileLayout, tensors: Iterable[Tensor], chunk_
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written ({error.strerror}); free space or choose another --save") from error
     if written != layout.nbytes:
-        raise RuntimeError(f"{path}: {written} bytes were written where its header says {layout.nbytes}")
+        raise RuntimeError(f"{path}: {written} bytes were written, its header says {layout.nbytes}")
     return StoredFile(path.name, written, len(layout.header), values)
 
 
 def _write_stream(file: FileIO, buffers: Iterable[memoryview], chunk_bytes: int) -> tuple[int, ...]:
-    """The CRC-32 of each chunk of what has been written, durably. Threads compute them and call fsync beside the writing."""
+    """Writes the buffers durably and returns the CRC-32 of each chunk. Threads compute the CRCs and call fsync during the writing."""
     values: list[int] = []
     waiting: deque[Future[list[int]]] = deque()
     with ExitStack() as stack:
-        flushing = _Flushing(file, stack.enter_context(ThreadPoolExecutor(1)))
+        flusher = _Flusher(file, stack.enter_context(ThreadPoolExecutor(1)))
         threads = stack.enter_context(ThreadPoolExecutor(CHECKSUM_THREADS))
         for run in _runs_of(buffers, RUN_CHUNKS * chunk_bytes):
             waiting.append(threads.submit(_checksums, run, chunk_bytes))
             for part in run:
                 _write(file, part)
-            flushing.has_written(sum(map(len, run)))
+            flusher.count_written(sum(map(len, run)))
             if len(waiting) > WAITING_RUNS:
                 values += waiting.popleft().result()
-        flushing.finish()
+        flusher.finish()
         for future in waiting:
             values += future.result()
     return tuple(values)
 
 
-class _Flushing:
-    """Moves a file to the disk from time to time while it is being written: else the disk would rest until the end."""
+class _Flusher:
+    """Calls fsync from time to time while a file is being written, so that the disk works all the time and not only at the end."""
 
     def __init__(self, file: FileIO, thread: ThreadPoolExecutor) -> None:
         self._descriptor = file.fileno()
@@ -111,8 +112,11 @@ class _Flushing:
         self._unflushed_bytes = 0
         self._last: Future[None] | None = None
 
-    def has_written(self, nbytes: int) -> None:
-        """Raises OSError where an earlier flush failed: the system tells of a failure once."""
+    def count_written(self, nbytes: int) -> None:
+        """Counts bytes and starts a flush when enough are written.
+
+        Raises OSError if an earlier flush failed, because the system reports a failure only once.
+        """
         self._unflushed_bytes += nbytes
         if self._unflushed_bytes < FLUSH_BYTES or not (self._last is None or self._last.done()):
             return
@@ -135,7 +139,7 @@ def _stream(header: bytes, tensors: Iterable[Tensor]) -> Iterator[memoryview]:
 
 
 def _runs_of(buffers: Iterable[memoryview], run_bytes: int) -> Iterator[list[memoryview]]:
-    """The buffers in lists that have `run_bytes` together, the last one less; a buffer may lie in several."""
+    """The buffers in lists of `run_bytes` each; only the last list may have fewer. A buffer may be divided among several lists."""
     run: list[memoryview] = []
     missing_bytes = run_bytes
     for buffer in buffers:
@@ -153,7 +157,7 @@ def _runs_of(buffers: Iterable[memoryview], run_bytes: int) -> Iterator[list[mem
 
 
 def _checksums(run: Sequence[memoryview], chunk_bytes: int) -> list[int]:
-    """The CRC-32 of each chunk of a run that begins with one; zlib lets go of the interpreter meanwhile."""
+    """The CRC-32 of each chunk of a run that begins with a chunk. zlib releases the interpreter lock while it computes."""
     values = []
     for chunk in _runs_of(run, chunk_bytes):
         value = 0

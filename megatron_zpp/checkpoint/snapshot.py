@@ -1,4 +1,4 @@
-"""A copy of this rank's state in host memory, from which a checkpoint is written while training goes on."""
+"""Copies this rank's state to host memory, so that a checkpoint can be written while training continues."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megatron_zpp.zero.pieces import Piece
 
 
 class HostSnapshot:
-    """Host memory for the values of `pieces`, pinned where they are on a GPU; it is taken once and filled again for every checkpoint.
+    """Host memory for the values of `pieces`, pinned if they are on a GPU. It is allocated once and filled for every checkpoint.
 
-    The values must not change from `begin` until `copy`, which any thread may call, has returned.
+    The values must not change between `begin` and the end of `copy`. Any thread may call `copy`.
     """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         on_gpu = [piece.values.device for piece in pieces if piece.values.is_cuda]
         numel = sum(piece.values.numel() for piece in pieces)
-        flat = torch.zeros(numel, dtype=torch.float32, pin_memory=bool(on_gpu))  # zeros, so that the first snapshot finds its pages there
+        flat = torch.zeros(numel, dtype=torch.float32, pin_memory=bool(on_gpu))  # zeros, so that its pages exist before the first snapshot
         ends = [0]
         for piece in pieces:
             ends.append(ends[-1] + piece.values.numel())
@@ -28,12 +28,12 @@ class HostSnapshot:
         self.pieces = [replace(piece, values=flat[ends[index] : ends[index + 1]]) for index, piece in enumerate(pieces)]
 
     def begin(self) -> None:
-        """Says that the values are now as they are to be copied."""
+        """Marks the point in the current stream at which the values are ready to be copied."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def copy(self) -> None:
-        """Returns when the values are copied; work that GPUs are given meanwhile goes on beside it."""
+        """Copies the values and returns when this is done. Other work on the GPU continues meanwhile."""
         if self._stream is None:
             self._copy_all()
             return

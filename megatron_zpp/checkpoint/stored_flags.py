@@ -1,4 +1,4 @@
-"""What a checkpoint's manifest says of the model and of its text, as configuration."""
+"""Reads the configuration of the model and of its data from a checkpoint's manifest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORMER_MACHINE_FIELDS = {"checkpoint_activations"}  # in checkpoints from before
 
 
 def open_checkpoint(directory: Path, step: int | None) -> CheckpointReader:
-    """The checkpoint of iteration `step`, else the latest. Raises CheckpointError where there is none."""
+    """The checkpoint of iteration `step`, or the latest if step is None. Raises CheckpointError if there is none."""
     folder = find_checkpoint(directory, step)
     if folder is None:
         raise CheckpointError(f"--load {directory} holds no checkpoint; give the folder that --save of the training named.")
@@ -29,7 +29,7 @@ def open_checkpoint(directory: Path, step: int | None) -> CheckpointReader:
 
 
 def model_flags(manifest: Manifest) -> ModelConfig:
-    """The model's configuration; how its function is computed is not the checkpoint's business."""
+    """The model's configuration. Flags that say only how the model is computed are left at their defaults."""
     return _group(ModelConfig, manifest, "model", left_out=MACHINE_FIELDS | FORMER_MACHINE_FIELDS)
 
 
@@ -42,13 +42,13 @@ def padded_vocab_size(manifest: Manifest) -> int:
 
 
 def units_of(model: ModelConfig, padded_vocab: int) -> tuple[UnitSpec, ...]:
-    """The parameters of a model of this configuration, by unit; nothing is allocated."""
+    """The parameters of a model of this configuration, by unit. Nothing is allocated."""
     return GPT(model, padded_vocab, seed=0, dtype=torch.float32).unit_specs()
 
 
 def _flags(manifest: Manifest, name: str) -> Any:
     if name not in manifest.flags:
-        raise CheckpointError(f"the manifest of iteration {manifest.iteration} lacks {name} among its flags; choose another checkpoint.")
+        raise CheckpointError(f"the manifest of iteration {manifest.iteration} has no flags for {name}; choose another checkpoint.")
     return manifest.flags[name]
 
 
@@ -61,5 +61,5 @@ def _group(kind: type[Group], manifest: Manifest, name: str, left_out: AbstractS
         return kind(**fields)
     except (TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"the {name} flags in the manifest of iteration {manifest.iteration} are not this program's ({error})."
+            f"the {name} flags in the manifest of iteration {manifest.iteration} are not those of this program ({error})."
         ) from None

@@ -1,4 +1,4 @@
-"""The folder of a save under way: made, filled by every rank, and sealed when all of it is there."""
+"""The folder of a save in progress: created by rank 0, filled by every rank, and sealed when it is complete."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_zpp.checkpoint.durable import SHARED_FOLDER, is_seen, sync_folder, write_durably
-from megatron_zpp.checkpoint.folders import Stage, leftovers, settle
+from megatron_zpp.checkpoint.folders import Stage, delete_or_restore, leftovers
 from megatron_zpp.checkpoint.manifest import (
     ELEMENT_TYPE,
     MANIFEST_FILE,
@@ -29,20 +29,20 @@ SPARE_BYTES = 1 << 20  # for the manifest and other small files
 
 
 def make_unfinished(folder: Path) -> None:
-    """Makes the folder of a new save, after what dead runs left beside it is gone."""
+    """Deletes the leftovers of dead runs, then creates the folder of a new save."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for leftover in leftovers(folder.parent):
         if leftover.stage is not Stage.UNFINISHED or is_abandoned(leftover.folder, leftover.token):
-            settle(leftover)
-    shutil.rmtree(folder, ignore_errors=True)  # of a save of this process that failed
+            delete_or_restore(leftover)
+    shutil.rmtree(folder, ignore_errors=True)  # left by a failed save of this process
     folder.mkdir()
     sync_folder(folder.parent)
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:
-    """Nothing, where this rank sees the folder and its disk has room for the whole checkpoint."""
+    """Raises CheckpointError if this rank does not see the folder, or if its disk has no room for the full checkpoint."""
     if not is_seen(folder):
-        raise CheckpointError(f"rank 0 has made {folder}, which is not there on this rank's machine; {SHARED_FOLDER}")
+        raise CheckpointError(f"rank 0 has created {folder}, which does not exist on this rank's machine; {SHARED_FOLDER}")
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         raise CheckpointError(
@@ -56,7 +56,7 @@ def _in_gib(nbytes: int) -> str:
 
 
 def write_pieces(path: Path, pieces: Sequence[Piece], chunk_bytes: int) -> tuple[StoredFile, list[StoredPiece]]:
-    """A file that holds the pieces, as the manifest lists it: tensors of one dimension named `<parameter>.<state>.<start>`."""
+    """Writes a file of one-dimensional tensors named `<parameter>.<state>.<start>`. Returns its entries for the manifest."""
     names = [f"{piece.parameter}.{piece.state}.{piece.start}" for piece in pieces]
     layout = lay_out(
         [TensorEntry(name, ELEMENT_TYPE, (piece.stop - piece.start,)) for name, piece in zip(names, pieces, strict=True)],
@@ -69,15 +69,15 @@ def write_pieces(path: Path, pieces: Sequence[Piece], chunk_bytes: int) -> tuple
 
 
 def write_record(unfinished: Path, rank: int, file: StoredFile, pieces: Sequence[StoredPiece]) -> None:
-    """Says in the folder that a rank has written its file, and what is in it."""
+    """Records in the folder that a rank has written its file, and what the file holds."""
     partial = unfinished / f"{_record_name(rank)}.partial"
     write_durably(partial, json.dumps({"file": vars(file), "pieces": [vars(piece) for piece in pieces]}))
     sync_folder(unfinished)
-    partial.rename(unfinished / _record_name(rank))  # last: once all ranks have said so, rank 0 seals the folder and renames it
+    partial.rename(unfinished / _record_name(rank))  # last: once all records exist, rank 0 seals the folder and renames it
 
 
 def read_record(unfinished: Path, rank: int) -> tuple[StoredFile, list[StoredPiece]] | None:
-    """What a rank has said, or None where it has not yet."""
+    """The record of a rank, or None if it does not exist yet."""
     try:
         record = json.loads((unfinished / _record_name(rank)).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -86,11 +86,11 @@ def read_record(unfinished: Path, rank: int) -> tuple[StoredFile, list[StoredPie
 
 
 def seal(unfinished: Path, manifest: Manifest) -> None:
-    """Writes manifest and marker into a folder that has all files of the manifest, and takes out what only served the writing."""
+    """Writes manifest and marker into a folder that has all files of the manifest, and removes all other files."""
     for stored in manifest.files:
         nbytes = (unfinished / stored.name).stat().st_size
         if nbytes != stored.nbytes:
-            raise CheckpointError(f"{unfinished / stored.name} has {nbytes} bytes where {stored.nbytes} were written; {SHARED_FOLDER}")
+            raise CheckpointError(f"{unfinished / stored.name} has {nbytes} bytes, but {stored.nbytes} were written; {SHARED_FOLDER}")
     text = manifest.to_json()
     write_durably(unfinished / MANIFEST_FILE, text)
     write_durably(unfinished / MARKER_FILE, marker_json(text))

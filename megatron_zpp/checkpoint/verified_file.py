@@ -1,4 +1,4 @@
-"""A stored file open for reading, in runs of chunks that are verified on the way."""
+"""Reads a stored file in runs of chunks and verifies their checksums."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from pathlib import Path
 from megatron_zpp.checkpoint.manifest import DamagedCheckpointError, StoredFile
 from megatron_zpp.checkpoint.reshard import ByteRun
 
-RUN_CHUNKS = 4  # read at a time: enough to make calls cheap, few enough to be in the processor's cache when they are used
+RUN_CHUNKS = 4  # read at a time: enough to make calls cheap, few enough to stay in the processor's cache until they are used
 VERIFYING_THREADS = 2
-BUFFERS = 4  # one is read into while others are verified or wait for it
+BUFFERS = 4  # one is filled while the others are verified or wait for it
 
 
 class VerifiedFile:
-    """Raises DamagedCheckpointError, naming the place, for bytes that are not those written. bytes_read: so far, the header included."""
+    """A stored file open for reading. bytes_read: so far, with the header.
+
+    Raises DamagedCheckpointError, naming the place, for bytes that differ from those that were written.
+    """
 
     def __init__(self, folder: Path, stored: StoredFile, chunk_bytes: int) -> None:
         self.path = folder / stored.name
@@ -38,12 +41,12 @@ class VerifiedFile:
     def _check_size_and_header(self) -> None:
         nbytes = os.fstat(self._descriptor).st_size
         if nbytes != self._stored.nbytes:
-            raise DamagedCheckpointError(f"{self.path} has {nbytes} bytes where its manifest says {self._stored.nbytes}")
+            raise DamagedCheckpointError(f"{self.path} has {nbytes} bytes, its manifest says {self._stored.nbytes}")
         header_chunks = -(-self._stored.header_bytes // self._chunk_bytes)
         self.read(0, min(header_chunks * self._chunk_bytes, nbytes))
 
     def read(self, start: int, stop: int) -> bytearray:
-        """Bytes [start, stop), both chunk boundaries or the end of the file."""
+        """Bytes [start, stop). Both are chunk boundaries, except that stop may be the end of the file."""
         data = bytearray(stop - start)
         view = memoryview(data)
         self._read_into(view, start)
@@ -51,9 +54,9 @@ class VerifiedFile:
         return data
 
     def for_each_run(self, runs: Iterable[ByteRun], use: Callable[[memoryview, int], None]) -> None:
-        """Calls use(bytes, start) for each run, of at most RUN_CHUNKS chunks, in any order; the bytes are used again afterwards.
+        """Calls use(bytes, start) for each run, in any order. `use` must not keep the bytes: their buffer is filled again.
 
-        One thread reads, in the order of the runs, as disks like it; others verify and use.
+        runs: of at most RUN_CHUNKS chunks each. One thread reads them in order, which suits disks; other threads verify and call `use`.
         """
         used: deque[tuple[bytearray, Future[None]]] = deque()
 

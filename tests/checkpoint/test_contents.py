@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds this model, by shapes and by flags that leave no trace in them, and whether it holds the optimizer's state."""
+"""Whether a checkpoint holds this model, by shapes and by flags that change no shape, and whether it holds the optimizer's state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOLDER = Path("saved/iter_0000003")
 GPT2 = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16"
 ROPE = f"{GPT2} --position-embedding-type rope"
 SCALED = f"{ROPE} --use-rope-scaling --rope-scaling-original-max-position-embeddings 16"
-# What a checkpoint says that was written before there was a choice of architectures.
+# The flags in a checkpoint that was written before other architectures existed.
 OLD_FLAGS = "num_layers hidden_size num_attention_heads kv_channels ffn_hidden_size max_position_embeddings norm_epsilon".split()
 
 
@@ -28,7 +28,7 @@ def model(words: str) -> ModelConfig:
 
 
 def manifest(config: ModelConfig, flags: dict[str, Any] | None = None) -> Manifest:
-    """Of a checkpoint of this model, without optimizer state."""
+    """The manifest of a checkpoint of this model without optimizer state."""
     shapes = {param.name: param.shape for unit in ModelShape(config, 128).unit_specs() for param in unit.params}
     return Manifest(3, 12, shapes, {"weight": "F32"}, {}, {"model": flags or asdict(config)}, {}, {})
 

@@ -1,4 +1,4 @@
-"""Runs that die while they save: what is on the disk then is a checkpoint or is not taken for one, and older ones are there."""
+"""Runs that die while they save: every folder is then either a good checkpoint or not taken for one, and older ones still exist."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megatron_zpp.checkpoint.folders import complete_iterations, find_checkpoint
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.saver import SaveOptions
 
-# Every call through which saving changes the disk.
+# All calls by which a save changes the disk.
 DISK_CALLS = ((os, "fsync"), (os, "mkdir"), (os, "rename"), (os, "unlink"), (os, "rmdir"), (os, "open"))
 NO_SUCH_MOMENT = 200
 
 
 def child(task: Callable[[], object]) -> int:
-    """The process id of a copy of this process that does the task and ends."""
+    """Forks a process that does the task and ends. Returns its process id."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -57,12 +57,12 @@ def die_at(moment: int) -> None:
         return count_and_call
 
     for module, name in DISK_CALLS:
-        call = (lambda *_: None) if name == "fsync" else getattr(module, name)  # a killed process loses nothing that it has written
+        call = (lambda *_: None) if name == "fsync" else getattr(module, name)  # the system keeps all that a killed process has written
         setattr(module, name, counted(call))
 
 
 def state_of(folder: Path) -> int:
-    """The iteration whose state a checkpoint of iteration 1 holds; every byte of it is as written."""
+    """The iteration whose state a checkpoint of iteration 1 holds. Every byte of it must be as written."""
     for iteration in (1, 2):
         try:
             with CheckpointReader(folder) as reader:
@@ -81,7 +81,7 @@ def _check_values(folder: Path, iteration: int) -> None:
 
 
 def crash_at_every_moment(base: Path, save: Callable[[Path], None], check: Callable[[Path], bool]) -> list[bool]:
-    """Lets `save` die at its first, second, ... moment, on a fresh copy of `base`; what `check` said of each, until one save is done."""
+    """Kills `save` at its first, second, ... moment, on a fresh copy of `base` each. Returns what `check` says of each copy."""
     seen = []
     for moment in range(2, NO_SUCH_MOMENT):
         directory = base.with_name(f"moment {moment}")
@@ -144,7 +144,7 @@ def test_a_run_that_dies_replacing_a_checkpoint_leaves_the_old_or_the_new_one_at
 
 
 def kill_at_random(directory: Path, options: SaveOptions, seed: int) -> None:
-    """One run that saves without pause and is killed: nothing it had finished is lost, nothing half done is taken for done."""
+    """Kills a run that saves without pause: no finished checkpoint is lost, and no unfinished one is taken for finished."""
     told, tell = os.pipe()
 
     def save_without_pause() -> None:

@@ -1,4 +1,4 @@
-"""Damaged and hostile files: found and named, and never executed."""
+"""Damaged and hostile files are found and named, and never executed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_shard_that_is_missing_or_cut_short_is_named(folder: Path) -> None:
     path = folder / "rank_00001.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1])
-    with pytest.raises(DamagedCheckpointError, match=f"{path} has {len(data) - 1} bytes where its manifest says {len(data)}"):
+    with pytest.raises(DamagedCheckpointError, match=f"{path} has {len(data) - 1} bytes, its manifest says {len(data)}"):
         load_all(folder)
     path.unlink()
     with pytest.raises(DamagedCheckpointError, match=f"{path} cannot be read"):
@@ -61,7 +61,7 @@ def test_a_shard_that_is_missing_or_cut_short_is_named(folder: Path) -> None:
 
 
 class Trap:
-    """Unpickling it makes a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

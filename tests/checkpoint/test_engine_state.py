@@ -1,4 +1,4 @@
-"""What an engine saves in one world another engine takes over in any other, bit for bit, and reads no more than it needs."""
+"""A checkpoint saved in one world is loaded in any other, bit for bit, and no rank reads more than it needs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Full = dict[tuple[str, str], Tensor]
 
 
 def saved(directory: Path, shape: tuple[int, int], row: str, *, with_moments: bool = True, chunk_bytes: int = CHUNK_BYTES) -> Full:
-    """A checkpoint of an engine that has made two steps, and its whole state."""
+    """A checkpoint of an engine after two steps, and its full state."""
     gathering = Gathering(shape[0] * shape[1])
 
     def program(backend: VirtualBackend) -> list[tuple[str, str, int, Tensor]]:
@@ -44,7 +44,7 @@ def saved(directory: Path, shape: tuple[int, int], row: str, *, with_moments: bo
 
 
 def loaded(directory: Path, shape: tuple[int, int], row: str, *, with_moments: bool = True) -> tuple[Full, list[int], list[int]]:
-    """The whole state of an engine that took the checkpoint over, what each of its ranks read, and how many steps each counts."""
+    """The full state of an engine that loaded the checkpoint, and for each rank the bytes read and the number of steps."""
 
     def program(backend: VirtualBackend) -> tuple[list[tuple[str, str, int, Tensor]], int, int]:
         rank = Rank(Job(ROWS[row], shape=SHAPE), backend)
@@ -107,7 +107,7 @@ def test_weights_alone_leave_the_optimizer_fresh(tmp_path: Path, checkpoint: tup
 
 @pytest.mark.parametrize(("shape", "row"), [((1, 1), "stage 0"), ((2, 2), "stage 3"), ((3, 2), "stage 1")], ids=str)
 def test_each_rank_reads_only_the_bytes_that_it_keeps(tmp_path: Path, shape: tuple[int, int], row: str) -> None:
-    """Beside what it keeps a rank reads headers, and at the ends of its ranges the rest of a chunk."""
+    """Besides its own elements a rank reads headers, and the rest of a chunk at the ends of its ranges."""
     saved(tmp_path, (2, 2), "stage 3", chunk_bytes=64)
     with CheckpointReader(iteration_folder(tmp_path, ITERATION)) as reader:
         pieces, headers = len(reader.manifest.pieces), sum(file.header_bytes + 64 for file in reader.manifest.files)

@@ -1,4 +1,4 @@
-"""Which folder is what, which one is loaded, which ones may go."""
+"""The names of folders, which one is loaded, and which ones are deleted."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megatron_zpp.checkpoint.folders import (
     Stage,
     complete_iterations,
     delete_checkpoint,
-    expendable,
+    delete_or_restore,
     find_checkpoint,
     iteration_folder,
+    iterations_to_delete,
     leftovers,
     move_latest,
     older_checkpoints,
     put_in_place,
-    settle,
     staged_folder,
 )
 from megatron_zpp.checkpoint.manifest import CheckpointError
@@ -52,7 +52,7 @@ def test_what_may_go_is_neither_among_the_last_nor_a_multiple_nor_later(
     iterations: set[int], current: int, keep_last: int | None, retain_interval: int | None
 ) -> None:
     present = iterations | {current}
-    gone = set(expendable(present, current, keep_last, retain_interval))
+    gone = set(iterations_to_delete(present, current, keep_last, retain_interval))
     until_now = sorted(iteration for iteration in present if iteration <= current)
     if keep_last is None and retain_interval is None:
         assert not gone
@@ -67,20 +67,20 @@ def test_the_latest_is_loaded_or_the_one_asked_for(directory: Path) -> None:
     assert find_checkpoint(directory, None) == iteration_folder(directory, 2)
     assert find_checkpoint(directory, 1) == iteration_folder(directory, 1)
     assert find_checkpoint(directory / "none", None) is None
-    with pytest.raises(CheckpointError, match="--ckpt-step 3: .* there is 1, 2"):
+    with pytest.raises(CheckpointError, match="--ckpt-step 3: .* it holds 1, 2"):
         find_checkpoint(directory, 3)
 
 
 @pytest.mark.parametrize("text", ["", "iter_2", "-1", "2.5", "9" * 40, "\x80\x04\x95"])
 def test_a_latest_file_that_names_no_iteration_is_refused(directory: Path, text: str) -> None:
     (directory / LATEST_FILE).write_text(text)
-    with pytest.raises(CheckpointError, match="instead of an iteration; name one with --ckpt-step, there is 1, 2"):
+    with pytest.raises(CheckpointError, match="instead of an iteration; choose one with --ckpt-step, .* holds 1, 2"):
         find_checkpoint(directory, None)
 
 
 def test_a_latest_file_that_names_a_missing_iteration_says_what_there_is(directory: Path) -> None:
     move_latest(directory, "9")
-    with pytest.raises(CheckpointError, match="names 9, which .* does not hold; there is 1, 2"):
+    with pytest.raises(CheckpointError, match="names 9, which .* does not hold; choose one with --ckpt-step, it holds 1, 2"):
         find_checkpoint(directory, None)
 
 
@@ -112,7 +112,7 @@ def test_between_the_two_renames_of_a_replacement_the_old_checkpoint_is_found(di
     final.rename(aside)
     assert find_checkpoint(directory, None) == find_checkpoint(directory, 2) == aside
     check_holds(aside, 2)
-    settle(Leftover(aside, Stage.REPLACED, "ab12"))
+    delete_or_restore(Leftover(aside, Stage.REPLACED, "ab12"))
     assert find_checkpoint(directory, None) == final and not aside.exists()
 
 

@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes the manifest and makes the marker fit, as somebody would who crafts a checkpoint."""
+    """Changes the manifest and adapts the marker, as an attacker would do."""
     members = json.loads((folder / MANIFEST_FILE).read_text())
     change(members)
     text = json.dumps(members)
@@ -62,8 +62,8 @@ def test_without_manifest_or_marker_a_folder_is_no_checkpoint(folder: Path, file
 @pytest.mark.parametrize(
     ("change", "finding"),
     [
-        (lambda members: members["files"][0].update(name="../../elsewhere"), "is no name of a file"),
-        (lambda members: members["files"][0].update(name=".."), "is no name of a file"),
+        (lambda members: members["files"][0].update(name="../../elsewhere"), "is not a file name"),
+        (lambda members: members["files"][0].update(name=".."), "is not a file name"),
         (lambda members: members["files"][0]["checksums"].pop(), "checksums"),
         (lambda members: members["pieces"][0].update(stop=10**9), "has a piece from"),
         (lambda members: members["pieces"][0].update(file="other"), "other"),

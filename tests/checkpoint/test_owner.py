@@ -1,4 +1,4 @@
-"""Whose folder an unfinished one is."""
+"""Which process an unfinished folder belongs to."""
 
 from __future__ import annotations
 

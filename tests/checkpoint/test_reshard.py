@@ -1,4 +1,4 @@
-"""Any cut of any parameter into any other."""
+"""Any division of any parameter into pieces can be read as any other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_zpp.checkpoint.reshard import ByteRun, MissingElementsError, Piece
 
 @st.composite
 def cut_parameters(draw: st.DrawFn) -> tuple[int, list[StoredPiece]]:
-    """A parameter's size and its pieces in several files, in any order; files hold other things as well."""
+    """The size of a parameter, and its pieces in several files, in any order. The files also hold other data."""
     numel = draw(st.integers(1, 200))
     inner = draw(st.lists(st.integers(0, numel), max_size=12))
     ends = sorted({0, numel, *inner})

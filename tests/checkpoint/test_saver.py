@@ -1,4 +1,4 @@
-"""Saving, on ranks that are threads; what a crash leaves behind is in test_crashes."""
+"""Saves on ranks that are threads. The files that a crash leaves are tested in test_crashes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IN_BACKGROUND = SaveOptions(in_background=True)
 
 
 class SlowDisk:
-    """Lets no write begin before `release` is called."""
+    """Blocks every write until `release` is called."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.released = threading.Event()
@@ -56,7 +56,7 @@ def test_a_save_in_the_background_holds_the_state_of_its_moment(tmp_path: Path, 
     state = state_at(1)
     ranks = Ranks(tmp_path, state, options=IN_BACKGROUND)
     ranks.save(1)
-    set_state(state, 2)  # training goes on
+    set_state(state, 2)  # training continues
     assert complete_iterations(tmp_path) == [] and not (tmp_path / LATEST_FILE).exists()
     assert ranks.on_each(lambda saver: saver.check()) == [None, None]
     disk.released.set()
@@ -188,7 +188,7 @@ def test_a_folder_that_one_rank_does_not_see_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(durable, "VISIBLE_WITHIN_SECONDS", 0.1)
     ranks = Ranks(tmp_path / "here", state_at(1))
     ranks.savers[1].directory = tmp_path / "elsewhere"
-    with pytest.raises(CheckpointError, match="which is not there on this rank's machine; --save must be a folder .* share .*rank 1 of 2"):
+    with pytest.raises(CheckpointError, match="does not exist on this rank's machine; --save must be a folder .* share .*rank 1 of 2"):
         ranks.save(1)
     assert names(tmp_path / "here") == set()
 

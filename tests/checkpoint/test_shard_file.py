@@ -14,10 +14,11 @@ from safetensors import safe_open
 
 from megatron_zpp.checkpoint import shard_file
 from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError
-from megatron_zpp.checkpoint.shard_file import DTYPES, TYPE_OF_DTYPE, TensorEntry, lay_out, write_file
+from megatron_zpp.checkpoint.shard_file import DTYPES, TensorEntry, lay_out, write_file
 from megatron_zpp.checkpoint.verified_file import VerifiedFile
 
 CHUNK_BYTES = 64
+TYPE_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def tensors_of(sizes: list[int], types: str) -> dict[str, torch.Tensor]:
@@ -113,5 +114,5 @@ def test_a_file_is_brought_to_the_disk_while_it_is_written_and_at_its_end(tmp_pa
 
 def test_tensors_that_are_not_those_of_the_layout_are_a_broken_invariant(tmp_path: Path) -> None:
     layout = lay_out([TensorEntry("t", "F32", (3,))])
-    with pytest.raises(RuntimeError, match="bytes were written where its header says"):
+    with pytest.raises(RuntimeError, match="bytes were written, its header says"):
         write_file(tmp_path / "f", layout, [torch.zeros(4)], CHUNK_BYTES)

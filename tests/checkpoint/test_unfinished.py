@@ -14,7 +14,7 @@ def test_a_rank_that_has_said_that_it_is_done_needs_the_folder_no_longer(tmp_pat
     rename = Path.rename
 
     def rename_and_seal(path: Path, target: Path) -> Path:
-        """Rank 0 has waited for this very record, and is as fast as it can be."""
+        """Rank 0 has waited for this record, and seals the folder at once."""
         renamed = rename(path, target)
         rename(unfinished, sealed)
         return renamed

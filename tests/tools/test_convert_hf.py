@@ -44,7 +44,7 @@ ROTARY: dict[str, Any] = {"position_embedding_type": "rope", "normalization": "R
 NO_BIASES = {**ROTARY, "disable_bias_linear": True}
 LLAMA_3 = {"use_rope_scaling": True, "rope_scaling_original_max_position_embeddings": 8, "rotary_base": 100.0, "rope_scaling_factor": 4.0}
 UNTIED = {"untie_embeddings_and_output_weights": True}
-# Heads of 8 channels, 3 of them beside a hidden size of 24; small_config's 10 channels where the layout can name them.
+# 3 heads of 8 channels for a hidden size of 24; or the 10 channels of small_config if the layout can express them.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-2": ("GPT2LMHeadModel", {"kv_channels": 8}),
     "GPT-2, untied": ("GPT2LMHeadModel", {"kv_channels": 8, **UNTIED}),
@@ -61,7 +61,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def randomized(**changes: Any) -> GPT:
-    """A model in which no weight has a value that another could have by chance; GPT-2 unless told otherwise."""
+    """A model, by default a GPT-2, in which no two weights have the same value by chance."""
     model = materialize(GPT(small_config(**(changes or {"kv_channels": 8})), PADDED, 7, torch.float32)).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def randomized(**changes: Any) -> GPT:
 
 
 def call(tool: Any, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    """Runs a tool in this process, which spares the start of another."""
+    """Runs a tool in this process, which saves the start of another."""
     monkeypatch.setattr(sys, "argv", [f"{tool.__name__}.py", *map(str, arguments)])
     tool.main()
 
@@ -106,7 +106,7 @@ def test_transformers_computes_the_same_logits_and_back_here_weights_have_the_sa
         found = theirs.eval()(tokens).logits
     assert found.shape == ours.shape
     assert torch.allclose(found, ours, rtol=1e-5, atol=1e-5)
-    assert ours.abs().max() > 1  # logits that a mistake would change visibly
+    assert ours.abs().max() > 1  # large enough that a mistake would show
 
     theirs.save_pretrained(tmp_path / "saved there")
     call(convert_from_hf, monkeypatch, "--input", tmp_path / "saved there", "--output", tmp_path / "back")
@@ -218,7 +218,7 @@ def test_a_llama2_tokenizers_documents_begin_with_its_own_piece(tmp_path: Path, 
 
 
 def test_what_has_more_rows_than_its_tokenizer_has_ids_trains_with_that_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = exported(tmp_path, small_gpt(kv_channels=8), monkeypatch, "--keep-vocab-padding")  # as Qwen has them
+    folder = exported(tmp_path, small_gpt(kv_channels=8), monkeypatch, "--keep-vocab-padding")  # Qwen has padding rows too
     rows = json.loads((folder / "config.json").read_text())["vocab_size"]
     call(convert_from_hf, monkeypatch, "--input", folder, "--output", tmp_path / "back", "--make-vocab-size-divisible-by", 1)
     flags = f"--load {tmp_path / 'back'} --use-checkpoint-args --tokenizer-type NullTokenizer --vocab-size {rows - 3} --mock-data"
@@ -264,7 +264,7 @@ def test_models_that_the_layout_has_no_place_for_are_refused(tmp_path: Path, mon
         ({"add_cross_attention": True}, "add_cross_attention True"),
         ({"n_positions": 9}, "has shape"),
         ({"n_layer": 3}, "has no tensor transformer.h.2"),
-        ({"n_layer": 1}, "tensors that its config.json does not ask for: transformer.h.1"),
+        ({"n_layer": 1}, "tensors that its config.json does not describe: transformer.h.1"),
     ],
 )
 def test_folders_that_are_no_gpt2_of_ours_are_refused_with_the_reason(

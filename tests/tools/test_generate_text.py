@@ -1,4 +1,4 @@
-"""Checkpoints in pieces of odd sizes stand in for those of any number of ranks."""
+"""Checkpoints are written in pieces of odd sizes, as by any number of ranks."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ NULL = DataConfig(data_path=("corpus",), tokenizer_type="NullTokenizer", vocab_s
 
 
 def write_checkpoint(directory: Path, model: GPT, iteration: int = 7, data: DataConfig = NULL) -> Path:
-    """The iteration's folder; every parameter lies in RANKS pieces, unless it is too small."""
+    """The iteration's folder. Every parameter has RANKS pieces, unless it is too small."""
     pieces: list[list[Piece]] = [[] for _ in range(RANKS)]
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()
@@ -60,7 +60,7 @@ def words(tokens: list[int]) -> str:
 
 
 class Refusal:
-    """Runs the tool in this process, which spares the start of another, and expects it to refuse."""
+    """Runs the tool in this process, which saves the start of another, and expects an error."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.monkeypatch = monkeypatch
@@ -167,7 +167,7 @@ def test_unusable_checkpoints_are_refused(tmp_path: Path, refused: Refusal) -> N
     damage_manifest(folder, {"flags": {**flags, "model": {**flags["model"], "num_eyes": 2}}})
     refused(tmp_path, (), "the model flags in the manifest of iteration 7")
     damage_manifest(folder, {"flags": {"model": flags["model"]}})
-    refused(tmp_path, (), "lacks data among its flags")
+    refused(tmp_path, (), "has no flags for data")
     damage_manifest(folder, json.loads(whole))
     (folder / "rank_00001.safetensors").write_bytes(b"short")
-    refused(tmp_path, ("--prompt", "1"), "rank_00001.safetensors has 5 bytes where its manifest says")
+    refused(tmp_path, ("--prompt", "1"), "rank_00001.safetensors has 5 bytes, its manifest says")

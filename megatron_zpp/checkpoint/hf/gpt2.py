@@ -1,8 +1,8 @@
-"""The GPT-2 layout of Hugging Face: names, shapes and order of the same weights, and the config that goes with them.
+"""Hugging Face's layout of GPT-2: names, shapes and order of the weights, and the matching config.json.
 
-Where the layouts differ (N heads of D channels, H = N D, V the vocabulary without its padding):
+The layouts differ as follows (N heads of D channels, H = N D, V the vocabulary without its padding):
 
-    ours                                       theirs
+    here                                       Hugging Face
     embedding.word.weight [padded V, H]        wte.weight [V, H]
     attention.qkv.weight [N 3 D, H]            attn.c_attn.weight [H, 3 N D]: transposed, all heads of q, then of k, then of v
     other weights of linear layers [out, in]   [in, out]
@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_zpp.checkpoint.hf.rules import HEAD, Boundaries, TensorRule, norm, vocabulary, whole
+from megatron_zpp.checkpoint.hf.rules import HEAD, Boundaries, TensorRule, norm, one_tensor, vocabulary
 from megatron_zpp.config.schema import ModelConfig
 
 PREFIX = "transformer."
-TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh")  # two names of the one function of our MLP
+TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh")  # two names for the activation of our MLP
 IGNORED_BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks that old versions saved
 CHANGES_THE_FUNCTION: dict[str, Any] = {
     "scale_attn_weights": True,
@@ -29,8 +29,8 @@ CHANGES_THE_FUNCTION: dict[str, Any] = {
 }
 
 
-def misfits(model: ModelConfig) -> list[str]:
-    """What of the model has no place in the layout, by its flags."""
+def unsupported_flags(model: ModelConfig) -> list[str]:
+    """The flags of the model that the layout cannot express."""
     heads = f"--num-attention-heads {model.num_attention_heads} of --kv-channels {model.kv_channels}"
     conditions = {
         f"{heads} beside --hidden-size {model.hidden_size}": model.heads_width != model.hidden_size,
@@ -42,29 +42,29 @@ def misfits(model: ModelConfig) -> list[str]:
         "--squared-relu": model.squared_relu,
         "--disable-bias-linear": model.disable_bias_linear,
     }
-    return [flags for flags, is_there in conditions.items() if is_there]
+    return [flags for flags, is_unsupported in conditions.items() if is_unsupported]
 
 
 def rules(model: ModelConfig, vocab_size: int, padded_vocab_size: int) -> Iterator[TensorRule]:
-    """Every tensor of a model without misfits. vocab_size: rows of their embedding."""
+    """The rules for every parameter of a model without unsupported flags. vocab_size: rows of the embedding in Hugging Face's files."""
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
     yield vocabulary("embedding.word.weight", f"{PREFIX}wte.weight", (vocab_size, hidden), padded_vocab_size)
-    yield whole("embedding.position.weight", f"{PREFIX}wpe.weight", (model.max_position_embeddings, hidden))
+    yield one_tensor("embedding.position.weight", f"{PREFIX}wpe.weight", (model.max_position_embeddings, hidden))
     for index in range(model.num_layers):
-        ours, theirs = f"blocks.{index}", f"{PREFIX}h.{index}"
-        yield from norm(model, f"{ours}.attention_norm", f"{theirs}.ln_1", hidden)
-        yield from _qkv(f"{ours}.attention.qkv", f"{theirs}.attn.c_attn", model)
-        yield from _linear(f"{ours}.attention.projection", f"{theirs}.attn.c_proj", hidden, hidden)
-        yield from norm(model, f"{ours}.mlp_norm", f"{theirs}.ln_2", hidden)
-        yield from _linear(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc", hidden, ffn)
-        yield from _linear(f"{ours}.mlp.down", f"{theirs}.mlp.c_proj", ffn, hidden)
+        block, hf_block = f"blocks.{index}", f"{PREFIX}h.{index}"
+        yield from norm(model, f"{block}.attention_norm", f"{hf_block}.ln_1", hidden)
+        yield from _qkv(f"{block}.attention.qkv", f"{hf_block}.attn.c_attn", model)
+        yield from _linear(f"{block}.attention.projection", f"{hf_block}.attn.c_proj", hidden, hidden)
+        yield from norm(model, f"{block}.mlp_norm", f"{hf_block}.ln_2", hidden)
+        yield from _linear(f"{block}.mlp.up", f"{hf_block}.mlp.c_fc", hidden, ffn)
+        yield from _linear(f"{block}.mlp.down", f"{hf_block}.mlp.c_proj", ffn, hidden)
     yield from norm(model, "final.norm", f"{PREFIX}ln_f", hidden)
     if model.untie_embeddings_and_output_weights:
         yield vocabulary("final.head.weight", HEAD, (vocab_size, hidden), padded_vocab_size)
 
 
 def config_json(model: ModelConfig, vocab_size: int, boundaries: Boundaries) -> dict[str, Any]:
-    """Their config.json, but for the dtype of the weights."""
+    """Hugging Face's config.json, except for the dtype of the weights."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -86,13 +86,15 @@ def config_json(model: ModelConfig, vocab_size: int, boundaries: Boundaries) -> 
 
 
 def model_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Our configuration of the model that their config.json describes.
+    """Our configuration for the model that Hugging Face's config.json describes.
 
-    Raises ValueError for a GPT-2 whose function ours cannot compute, with the reason, and KeyError for what the file lacks.
+    Raises ValueError, with the reason, for a GPT-2 that our model cannot compute, and KeyError for a missing entry.
     """
     activation = config.get("activation_function", TANH_GELUS[0])
     if activation not in TANH_GELUS:
-        raise ValueError(f"config.json has activation_function {activation}, and blocks here have the tanh form of GELU, {TANH_GELUS[0]}.")
+        raise ValueError(
+            f"config.json has activation_function {activation}; only the tanh form of GELU, {TANH_GELUS[0]}, can be converted."
+        )
     for key, value in CHANGES_THE_FUNCTION.items():
         if config.get(key, value) != value:
             raise ValueError(f"config.json has {key} {config[key]}, which this model does not compute; only {value} can be converted.")
@@ -114,12 +116,12 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _linear(ours: str, theirs: str, width_in: int, width_out: int) -> Iterator[TensorRule]:
-    yield whole(f"{ours}.weight", f"{theirs}.weight", (width_in, width_out), Tensor.t, Tensor.t)
-    yield whole(f"{ours}.bias", f"{theirs}.bias", (width_out,))
+def _linear(name: str, hf_name: str, width_in: int, width_out: int) -> Iterator[TensorRule]:
+    yield one_tensor(f"{name}.weight", f"{hf_name}.weight", (width_in, width_out), Tensor.t, Tensor.t)
+    yield one_tensor(f"{name}.bias", f"{hf_name}.bias", (width_out,))
 
 
-def _qkv(ours: str, theirs: str, model: ModelConfig) -> Iterator[TensorRule]:
+def _qkv(name: str, hf_name: str, model: ModelConfig) -> Iterator[TensorRule]:
     heads, channels, hidden = model.num_attention_heads, model.kv_channels, model.hidden_size
 
     def by_kind(rows: Tensor) -> Tensor:
@@ -129,5 +131,7 @@ def _qkv(ours: str, theirs: str, model: ModelConfig) -> Iterator[TensorRule]:
         return rows.unflatten(0, (3, heads, channels)).transpose(0, 1).flatten(0, 2)
 
     weight_shape = (hidden, 3 * heads * channels)
-    yield whole(f"{ours}.weight", f"{theirs}.weight", weight_shape, lambda rows: by_kind(rows).t(), lambda tensor: by_head(tensor.t()))
-    yield whole(f"{ours}.bias", f"{theirs}.bias", (3 * heads * channels,), by_kind, by_head)
+    yield one_tensor(
+        f"{name}.weight", f"{hf_name}.weight", weight_shape, lambda rows: by_kind(rows).t(), lambda weight: by_head(weight.t())
+    )
+    yield one_tensor(f"{name}.bias", f"{hf_name}.bias", (3 * heads * channels,), by_kind, by_head)

@@ -1,4 +1,4 @@
-"""Which layout of Hugging Face holds a model of ours, and which model of ours one of theirs is."""
+"""Chooses the Hugging Face layout for one of our models, or for a given config.json."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from megatron_zpp.config.schema import ModelConfig
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout; all but `misfits` and `model_config` are for models without misfits.
+    """One layout of Hugging Face. `rules` and `config_json` accept only models without unsupported flags.
 
-    prefix: of the names in a whole model, which one saved without its head lacks. ignored: ends of names that are no weights.
-    misfits: flags of what the layout has no place for.
+    prefix: begins every name; a model saved without its head lacks it. ignored: endings of names that are not weights.
     """
 
     model_type: str
     prefix: str
     ignored: tuple[str, ...]
-    misfits: Callable[[ModelConfig], list[str]]
+    unsupported_flags: Callable[[ModelConfig], list[str]]
     rules: Callable[[ModelConfig, int, int], Iterator[TensorRule]]
     config_json: Callable[[ModelConfig, int, Boundaries], dict[str, Any]]
     model_config: Callable[[Mapping[str, Any]], ModelConfig]
@@ -30,7 +29,7 @@ class Layout:
 
 def _of_family(family: llama.Family) -> Layout:
     shared = (llama.PREFIX, llama.IGNORED_BUFFERS)
-    return Layout(family.model_type, *shared, family.misfits, llama.rules, family.config_json, family.model_config)
+    return Layout(family.model_type, *shared, family.unsupported_flags, llama.rules, family.config_json, family.model_config)
 
 
 LAYOUTS = (
@@ -38,7 +37,7 @@ LAYOUTS = (
         "gpt2",
         gpt2.PREFIX,
         gpt2.IGNORED_BUFFERS,
-        gpt2.misfits,
+        gpt2.unsupported_flags,
         gpt2.rules,
         gpt2.config_json,
         gpt2.model_config,
@@ -48,17 +47,17 @@ LAYOUTS = (
 
 
 def layout_holding(model: ModelConfig) -> Layout:
-    """The layout that has a place for everything in the model. Raises ValueError where none has, with what each lacks."""
-    misfits = {layout.model_type: layout.misfits(model) for layout in LAYOUTS}
+    """The layout that can express the model. Raises ValueError if there is none, naming the unsupported flags of each layout."""
+    unsupported = {layout.model_type: layout.unsupported_flags(model) for layout in LAYOUTS}
     for layout in LAYOUTS:
-        if not misfits[layout.model_type]:
+        if not unsupported[layout.model_type]:
             return layout
-    reasons = "; ".join(f"{model_type} has no {', no '.join(flags)}" for model_type, flags in misfits.items())
-    raise ValueError(f"this model cannot be converted, no layout of Hugging Face that is known here holds it: {reasons}.")
+    reasons = "; ".join(f"{model_type} has no {', no '.join(flags)}" for model_type, flags in unsupported.items())
+    raise ValueError(f"this model cannot be converted, no known layout of Hugging Face can express it: {reasons}.")
 
 
 def layout_of_type(config: Mapping[str, Any]) -> Layout:
-    """The layout of their config.json. Raises ValueError for a kind of model that is not known here."""
+    """The layout that config.json names. Raises ValueError for an unknown kind of model."""
     for layout in LAYOUTS:
         if layout.model_type == config.get("model_type"):
             return layout

@@ -1,15 +1,15 @@
-"""The layouts of Llama (2 and 3), Qwen2 and Qwen3 at Hugging Face: the same weights under other names, and the config that goes with them.
+"""Hugging Face's layouts of Llama (2 and 3), Qwen2 and Qwen3: names and shapes of the weights, and the matching config.json.
 
-They differ in what stands beside the weights of attention's projections: nothing, or biases everywhere (Llama); biases of q, k and v
-(Qwen2); norms of every query and key head (Qwen3). Where the layouts differ (K groups of M = N / K query heads of D channels):
+The three differ in what attention has besides its weights: nothing, or biases everywhere (Llama); biases of q, k and v (Qwen2); norms of
+every query and key head (Qwen3). They differ from our layout as follows (K groups of M = N / K query heads of D channels):
 
-    ours                                       theirs
+    here                                       Hugging Face
     embedding.word.weight [padded V, H]        model.embed_tokens.weight [V, H]
     attention.qkv.weight [K (M + 2) D, H]      self_attn.q_proj [N D, H], k_proj [K D, H], v_proj [K D, H]: all heads of one kind
     mlp.up.weight [2 F, H]                     mlp.gate_proj [F, H] and mlp.up_proj [F, H]
     final.head.weight, if untied               lm_head.weight
 
-Both rotate channel d with channel d + D / 2, so that no row changes its place within a head.
+Both layouts rotate channel d with channel d + D / 2, so rows keep their order within a head.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.hf.rules import HEAD, Boundaries, TensorRule, Theirs, norm, vocabulary, whole
+from megatron_zpp.checkpoint.hf.rules import HEAD, Boundaries, HfTensor, TensorRule, norm, one_tensor, vocabulary
 from megatron_zpp.config.schema import ModelConfig
 
 PREFIX = "model."
@@ -32,15 +32,15 @@ DEFAULT_ROTARY_BASE = 10000.0
 
 @dataclass(frozen=True)
 class Family:
-    """A member of the family by what stands beside its projections. architecture: the class that loads it."""
+    """One of the three kinds of model. architecture: the class of transformers that loads it."""
 
     model_type: str
     architecture: str
     has_qkv_bias: bool = False
     has_head_norms: bool = False
 
-    def misfits(self, model: ModelConfig) -> list[str]:
-        """What of the model has no place in the layout, by its flags."""
+    def unsupported_flags(self, model: ModelConfig) -> list[str]:
+        """The flags of the model that the layout cannot express."""
         is_scaled_twice = model.use_rope_scaling and model.rotary_seq_len_interpolation_factor != 1
         conditions = {
             f"--position-embedding-type {model.position_embedding_type}": model.position_embedding_type != "rope",
@@ -52,11 +52,11 @@ class Family:
             "--squared-relu": model.squared_relu,
             "--qk-layernorm": model.qk_layernorm and not self.has_head_norms,
             "attention without --qk-layernorm": self.has_head_norms and not model.qk_layernorm,
-            **self._misfits_of_biases(model),
+            **self._unsupported_biases(model),
         }
-        return [flags for flags, is_there in conditions.items() if is_there]
+        return [flags for flags, is_unsupported in conditions.items() if is_unsupported]
 
-    def _misfits_of_biases(self, model: ModelConfig) -> dict[str, bool]:
+    def _unsupported_biases(self, model: ModelConfig) -> dict[str, bool]:
         if self.has_qkv_bias:
             return {
                 "biases without --disable-bias-linear": model.has_linear_bias,
@@ -68,7 +68,7 @@ class Family:
         }
 
     def config_json(self, model: ModelConfig, vocab_size: int, boundaries: Boundaries) -> dict[str, Any]:
-        """Their config.json, but for the dtype of the weights."""
+        """Hugging Face's config.json, except for the dtype of the weights."""
         members = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -94,9 +94,9 @@ class Family:
         return members | {"attention_bias": model.has_linear_bias} | ({} if self.has_head_norms else {"mlp_bias": model.has_linear_bias})
 
     def model_config(self, config: Mapping[str, Any]) -> ModelConfig:
-        """Our configuration of the model that their config.json describes.
+        """Our configuration for the model that Hugging Face's config.json describes.
 
-        Raises ValueError for one whose function ours cannot compute, with the reason, and KeyError for what the file lacks.
+        Raises ValueError, with the reason, for a model that ours cannot compute, and KeyError for a missing entry.
         """
         self._check_function(config)
         heads, positions = config["num_attention_heads"], config["max_position_embeddings"]
@@ -138,49 +138,49 @@ QWEN3 = Family("qwen3", "Qwen3ForCausalLM", has_head_norms=True)
 
 
 def rules(model: ModelConfig, vocab_size: int, padded_vocab_size: int) -> Iterator[TensorRule]:
-    """Every tensor of a model without misfits. vocab_size: rows of their embedding."""
+    """The rules for every parameter of a model without unsupported flags. vocab_size: rows of the embedding in Hugging Face's files."""
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
     yield vocabulary("embedding.word.weight", f"{PREFIX}embed_tokens.weight", (vocab_size, hidden), padded_vocab_size)
     for index in range(model.num_layers):
-        ours, theirs = f"blocks.{index}", f"{PREFIX}layers.{index}"
-        yield from norm(model, f"{ours}.attention_norm", f"{theirs}.input_layernorm", hidden)
-        yield from _attention(model, f"{ours}.attention", f"{theirs}.self_attn")
-        yield from norm(model, f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm", hidden)
-        yield from _gate_and_value(model, f"{ours}.mlp.up", f"{theirs}.mlp")
-        yield from _linear(f"{ours}.mlp.down", f"{theirs}.mlp.down_proj", (hidden, ffn), model.has_linear_bias)
+        block, hf_block = f"blocks.{index}", f"{PREFIX}layers.{index}"
+        yield from norm(model, f"{block}.attention_norm", f"{hf_block}.input_layernorm", hidden)
+        yield from _attention(model, f"{block}.attention", f"{hf_block}.self_attn")
+        yield from norm(model, f"{block}.mlp_norm", f"{hf_block}.post_attention_layernorm", hidden)
+        yield from _gate_and_value(model, f"{block}.mlp.up", f"{hf_block}.mlp")
+        yield from _linear(f"{block}.mlp.down", f"{hf_block}.mlp.down_proj", (hidden, ffn), model.has_linear_bias)
     yield from norm(model, "final.norm", f"{PREFIX}norm", hidden)
     if model.untie_embeddings_and_output_weights:
         yield vocabulary("final.head.weight", HEAD, (vocab_size, hidden), padded_vocab_size)
 
 
-def _attention(model: ModelConfig, ours: str, theirs: str) -> Iterator[TensorRule]:
+def _attention(model: ModelConfig, name: str, hf_name: str) -> Iterator[TensorRule]:
     widths = {"q_proj": model.heads_width} | dict.fromkeys(("k_proj", "v_proj"), model.key_value_heads * model.kv_channels)
     tails: dict[str, tuple[int, ...]] = {"weight": (model.hidden_size,)} | ({"bias": ()} if model.has_qkv_bias else {})
     for part, tail in tails.items():
-        tensors = tuple(Theirs(f"{theirs}.{name}.{part}", (width, *tail)) for name, width in widths.items())
-        yield TensorRule(f"{ours}.qkv.{part}", tensors, partial(_by_kind, model), partial(_by_group, model))
+        tensors = tuple(HfTensor(f"{hf_name}.{projection}.{part}", (width, *tail)) for projection, width in widths.items())
+        yield TensorRule(f"{name}.qkv.{part}", tensors, partial(_by_kind, model), partial(_by_group, model))
     if model.qk_layernorm:
-        yield from norm(model, f"{ours}.query_norm", f"{theirs}.q_norm", model.kv_channels)
-        yield from norm(model, f"{ours}.key_norm", f"{theirs}.k_norm", model.kv_channels)
-    yield from _linear(f"{ours}.projection", f"{theirs}.o_proj", (model.hidden_size, model.heads_width), model.has_linear_bias)
+        yield from norm(model, f"{name}.query_norm", f"{hf_name}.q_norm", model.kv_channels)
+        yield from norm(model, f"{name}.key_norm", f"{hf_name}.k_norm", model.kv_channels)
+    yield from _linear(f"{name}.projection", f"{hf_name}.o_proj", (model.hidden_size, model.heads_width), model.has_linear_bias)
 
 
-def _gate_and_value(model: ModelConfig, ours: str, theirs: str) -> Iterator[TensorRule]:
+def _gate_and_value(model: ModelConfig, name: str, hf_name: str) -> Iterator[TensorRule]:
     ffn = model.ffn_hidden_size
     tails: dict[str, tuple[int, ...]] = {"weight": (model.hidden_size,)} | ({"bias": ()} if model.has_linear_bias else {})
     for part, tail in tails.items():
-        tensors = tuple(Theirs(f"{theirs}.{name}.{part}", (ffn, *tail)) for name in ("gate_proj", "up_proj"))
-        yield TensorRule(f"{ours}.{part}", tensors, lambda rows: rows.split(ffn), lambda parts: torch.cat(tuple(parts)))
+        tensors = tuple(HfTensor(f"{hf_name}.{projection}.{part}", (ffn, *tail)) for projection in ("gate_proj", "up_proj"))
+        yield TensorRule(f"{name}.{part}", tensors, lambda rows: rows.split(ffn), lambda parts: torch.cat(tuple(parts)))
 
 
-def _linear(ours: str, theirs: str, shape: tuple[int, int], has_bias: bool) -> Iterator[TensorRule]:
-    yield whole(f"{ours}.weight", f"{theirs}.weight", shape)
+def _linear(name: str, hf_name: str, shape: tuple[int, int], has_bias: bool) -> Iterator[TensorRule]:
+    yield one_tensor(f"{name}.weight", f"{hf_name}.weight", shape)
     if has_bias:
-        yield whole(f"{ours}.bias", f"{theirs}.bias", shape[:1])
+        yield one_tensor(f"{name}.bias", f"{hf_name}.bias", shape[:1])
 
 
 def _by_kind(model: ModelConfig, rows: Tensor) -> list[Tensor]:
-    """Rows of all query heads, of all key heads and of all value heads, from rows by group."""
+    """From rows ordered by group: the rows of all query heads, of all key heads, and of all value heads."""
     queries = model.num_attention_heads // model.key_value_heads
     groups = rows.unflatten(0, (model.key_value_heads, queries + 2, model.kv_channels))
     return [part.flatten(0, 2) for part in groups.split((queries, 1, 1), dim=1)]
@@ -206,7 +206,7 @@ def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _rotary_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of either form: rope_theta beside rope_scaling, or both within rope_parameters."""
+    """The fields of ModelConfig for rotary positions. Reads both forms: rope_theta and rope_scaling, or rope_parameters with both."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     fields = {"rotary_base": float(scaling.get("rope_theta") or config.get("rope_theta") or DEFAULT_ROTARY_BASE)}
     kind = scaling.get("rope_type", scaling.get("type", "default"))

@@ -1,4 +1,4 @@
-"""How one tensor of ours stands in a layout of Hugging Face: alone, cut into several, or turned around."""
+"""Rules that convert one of our parameters to tensors of a Hugging Face layout and back."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ HEAD = "lm_head.weight"  # of an untied model, in every layout
 
 @dataclass(frozen=True)
 class Boundaries:
-    """The token ids that begin and end a document; None where there is none, or no tokenizer."""
+    """The token ids that begin and end a document; None if the tokenizer has no such token, or if there is no tokenizer."""
 
     begin: int | None = None
     end: int | None = None
 
     def members(self) -> dict[str, int | None]:
-        """Of their config.json. Where nothing else begins a document, the end of the one before does."""
+        """The entries of config.json. If no token begins a document, the end of the previous document does."""
         return {"bos_token_id": self.end if self.begin is None else self.begin, "eos_token_id": self.end}
 
 
 @dataclass(frozen=True)
-class Theirs:
-    """The name and shape of one of their tensors."""
+class HfTensor:
+    """The name and shape of a tensor in Hugging Face's files."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,45 +35,48 @@ class Theirs:
 
 @dataclass(frozen=True)
 class TensorRule:
-    """A parameter of ours and the tensors of theirs that hold it. split: ours to theirs, in their order. join: the reverse; both fp32."""
+    """One of our parameters, and the tensors of Hugging Face that hold its values.
 
-    ours: str
-    theirs: tuple[Theirs, ...]
+    split: converts the parameter to the tensors, in the order of hf_tensors. join: converts them back. Both work in fp32.
+    """
+
+    parameter: str
+    hf_tensors: tuple[HfTensor, ...]
     split: Callable[[Tensor], Sequence[Tensor]]
     join: Callable[[Sequence[Tensor]], Tensor]
 
 
-def whole(
-    ours: str,
-    theirs: str,
-    shape: tuple[int, ...],
-    to_theirs: Callable[[Tensor], Tensor] = lambda tensor: tensor,
-    to_ours: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+def one_tensor(
+    name: str,
+    hf_name: str,
+    hf_shape: tuple[int, ...],
+    to_hf: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    from_hf: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> TensorRule:
-    """A parameter that is one tensor there. shape: theirs."""
-    return TensorRule(ours, (Theirs(theirs, shape),), lambda tensor: (to_theirs(tensor),), lambda parts: to_ours(parts[0]))
+    """The rule for a parameter that is one tensor in Hugging Face's files."""
+    return TensorRule(name, (HfTensor(hf_name, hf_shape),), lambda tensor: (to_hf(tensor),), lambda parts: from_hf(parts[0]))
 
 
-def vocabulary(ours: str, theirs: str, shape: tuple[int, int], padded_vocab_size: int) -> TensorRule:
-    """The rows of the vocabulary without its padding."""
-    return whole(ours, theirs, shape, lambda rows: rows[: shape[0]], lambda rows: padded_rows(rows, padded_vocab_size))
+def vocabulary(name: str, hf_name: str, shape: tuple[int, int], padded_vocab_size: int) -> TensorRule:
+    """The rule for rows of the vocabulary, which Hugging Face stores without padding."""
+    return one_tensor(name, hf_name, shape, lambda rows: rows[: shape[0]], lambda rows: padded_rows(rows, padded_vocab_size))
 
 
-def norm(model: ModelConfig, ours: str, theirs: str, width: int) -> Iterator[TensorRule]:
-    """Gain, and bias where there is one."""
+def norm(model: ModelConfig, name: str, hf_name: str, width: int) -> Iterator[TensorRule]:
+    """The rules for the gain of a norm, and for its bias if it has one."""
     if model.apply_layernorm_1p:
-        yield whole(f"{ours}.weight", f"{theirs}.weight", (width,), lambda gain: gain + 1, lambda gain: gain - 1)
+        yield one_tensor(f"{name}.weight", f"{hf_name}.weight", (width,), lambda gain: gain + 1, lambda gain: gain - 1)
     else:
-        yield whole(f"{ours}.weight", f"{theirs}.weight", (width,))
+        yield one_tensor(f"{name}.weight", f"{hf_name}.weight", (width,))
     if model.normalization == "LayerNorm":
-        yield whole(f"{ours}.bias", f"{theirs}.bias", (width,))
+        yield one_tensor(f"{name}.bias", f"{hf_name}.bias", (width,))
 
 
 def padded_rows(rows_VH: Tensor, padded_vocab_size: int) -> Tensor:
-    """The rows with their mean as padding.
+    """The rows, padded with their mean.
 
-    A row of zeros would get the logit 0, which in a trained model is far above those of real tokens; the mean row gets the mean logit, and
-    so at most its share of the probability (Jensen's inequality).
+    A row of zeros would get the logit 0, which in a trained model is far above the logits of real tokens. The mean row gets the mean logit,
+    and so at most an average share of the probability (Jensen's inequality).
     """
     missing = padded_vocab_size - rows_VH.shape[0]
     return rows_VH if missing == 0 else torch.cat([rows_VH, rows_VH.mean(0, keepdim=True).expand(missing, -1)])

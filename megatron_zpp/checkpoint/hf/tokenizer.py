@@ -1,4 +1,4 @@
-"""The tokenizer of a run as files that Hugging Face's classes read: the same ids for the same text."""
+"""Writes the tokenizer of a run as files for Hugging Face's classes, which then give the same ids for the same text."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron_zpp.checkpoint.export import write_json
 from megatron_zpp.config.schema import DataConfig
 
 FILES_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-MARK = "\u2581"  # stands for a space in pieces
-_PROBE = "  a\u00a0 \ufb01 \u2460A  b "  # spaces, a ligature and signs that normalization would change
+MARK = "\u2581"  # a space, as pieces write it
+_PROBE = "  a\u00a0 \ufb01 \u2460A  b "  # spaces, a ligature and characters that normalization would change
 _TOKENIZER_CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
 
 
 def write_tokenizer(folder: Path, data: DataConfig) -> str:
-    """What was written into `folder`, in a sentence: files that give the ids of the training, as far as the kind of tokenizer has such."""
+    """Writes the tokenizer files into `folder`, if the kind of tokenizer allows it. Returns a sentence that says what was written."""
     if data.tokenizer_type in ("HuggingFaceTokenizer", "HFTokenizer") and data.tokenizer_model is not None:
         return _copy_huggingface(folder, Path(data.tokenizer_model))
     if data.tokenizer_type == "GPT2BPETokenizer" and data.vocab_file is not None and data.merge_file is not None:
@@ -47,7 +47,7 @@ def _copy_gpt2(folder: Path, vocab_file: str, merge_file: str) -> str:
 
 
 def _write_sentencepiece(folder: Path, tokenizer_type: str, model_path: str) -> str:
-    """The SentencePiece model itself, always; and a tokenizer.json where its kind allows one that gives the same ids."""
+    """Copies the SentencePiece model, and writes a tokenizer.json if one can give the same ids."""
     shutil.copyfile(model_path, folder / "tokenizer.model")
     if tokenizer_type == "Llama2Tokenizer":
         return "tokenizer.model alone, for the sentencepiece library: the training put its begin-of-sentence piece before every text"
@@ -63,9 +63,9 @@ def _write_sentencepiece(folder: Path, tokenizer_type: str, model_path: str) -> 
 
 
 def bpe_json(pieces: sentencepiece.SentencePieceProcessor) -> dict[str, Any]:
-    """The tokenizer.json of a BPE model of text as it is, with bytes for what has no piece.
+    """The tokenizer.json of a BPE model without normalization. Text without a piece becomes bytes.
 
-    A pair merges the earlier, the higher the score of what it makes.
+    The higher the score of a piece, the earlier its pairs merge.
     """
     names = [pieces.id_to_piece(index) for index in range(pieces.get_piece_size())]
     vocab = {name: index for index, name in enumerate(names)}
@@ -118,7 +118,7 @@ def _mergeable(pieces: sentencepiece.SentencePieceProcessor) -> list[int]:
 
 
 def _is_plain_bpe(pieces: sentencepiece.SentencePieceProcessor) -> bool:
-    """Whether text reaches the pieces unchanged, unknown characters become bytes, and scores are the ranks of merges."""
+    """Whether the model does not normalize text, encodes unknown characters as bytes, and has the ranks of merges as scores."""
     scores = [pieces.get_score(index) for index in _mergeable(pieces)]
     has_bytes = any(pieces.is_byte(index) for index in range(pieces.get_piece_size()))
     is_unchanged = pieces.normalize(_PROBE) == _PROBE.replace(" ", MARK)
