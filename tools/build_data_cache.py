@@ -1,6 +1,6 @@
-"""Prepares the data of a run ahead of it, on one machine without GPUs: indices, blends and the check of token ids.
+"""Prepares the data of a run before it starts, on one machine without GPUs: indices, blends and the check of token ids.
 
-Takes the flags of the run as they are, and the number of its ranks. What is there already is not built again.
+Takes the unchanged flags of the run and the number of its ranks. Indices that exist already are not built again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace, flags: list[str]) -> None:
-    """Prints what was prepared; raises ValueError for what the run itself would refuse about its flags and its data."""
+    """Prepares the data and prints what was prepared. Raises ValueError for flags and data that the run would refuse."""
     if args.ranks < 1:
         raise ValueError(f"--ranks {args.ranks} must be 1 or more: the data-parallel ranks of the run.")
     config = resolve(parse_flags(flags), args.ranks, args.ranks)

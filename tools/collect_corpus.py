@@ -1,4 +1,4 @@
-"""A corpus out of nothing but Python: the sources of its standard library as JSON lines of {"text", "source"}."""
+"""Makes a corpus from Python's standard library: its source files as JSON lines of {"text", "source"}."""
 
 import argparse
 import hashlib
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the corpus and prints its size; raises ValueError where no source is found."""
+    """Writes the corpus and prints its size. Raises ValueError if no source file is found."""
     if args.max_megabytes <= 0:
         raise ValueError(f"--max-megabytes {args.max_megabytes:g} leaves no room for a document; give more than 0.")
     root = Path(sysconfig.get_path("stdlib"))
@@ -38,7 +38,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def write_corpus(root: Path, output: Path, *, max_bytes: int) -> tuple[int, int]:
-    """Documents and bytes of text written to output, which appears whole; it ends before the document that would pass max_bytes."""
+    """Writes the corpus and returns its number of documents and bytes of text. It ends before the document that would exceed max_bytes.
+
+    The output file appears only when it is complete.
+    """
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f"{output.name}.{os.getpid()}.tmp")
     document_count = text_bytes = 0
@@ -58,9 +61,9 @@ def write_corpus(root: Path, output: Path, *, max_bytes: int) -> tuple[int, int]
 
 
 def sources(root: Path) -> Iterator[Source]:
-    """The Python files below root that are UTF-8 and not empty, in an order that depends on their names alone.
+    """The Python files below root that are UTF-8 and not empty, in an order that depends only on their names.
 
-    Sorting by a hash of the name mixes packages, so that every stretch of the corpus holds something of all of them.
+    Sorting by a hash of the name mixes the packages, so that every part of the corpus contains some of each.
     """
     names = [path.relative_to(root) for path in root.rglob("*.py")]
     kept = [name.as_posix() for name in names if not SKIPPED_FOLDERS.intersection(name.parts)]
@@ -68,7 +71,7 @@ def sources(root: Path) -> Iterator[Source]:
         try:
             text = (root / name).read_bytes().decode("utf-8")
         except (UnicodeDecodeError, OSError):
-            # Tests of the standard library keep broken and other encodings on purpose.
+            # The tests of the standard library contain files in broken and other encodings on purpose.
             continue
         if text.strip():
             yield Source(name, text)

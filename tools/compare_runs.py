@@ -1,4 +1,4 @@
-"""A table of several runs side by side: bytes per step over each link, memory, time and loss, from the files of --log-jsonl."""
+"""Prints a table that compares runs: bytes per step over each link, memory, time and loss, from the files of --log-jsonl."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ MEGABYTE = 1e6
 
 @dataclass(frozen=True)
 class Summary:
-    """One run in figures. Bytes are those of the last logged step; the time is the median over logged steps but the first."""
+    """The figures of one run. Bytes are those of the last logged step. The time is the median of all logged steps except the first."""
 
     name: str
     iterations: int
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the table; raises ValueError for a wrong number of names or a file without a logged iteration."""
+    """Prints the table. Raises ValueError for a wrong number of names, or for a file without a logged iteration."""
     names = args.names or [Path(path).stem for path in args.log_jsonl]
     if len(names) != len(args.log_jsonl):
         raise ValueError(f"--names has {len(names)} names for {len(args.log_jsonl)} files of --log-jsonl; give one for each.")
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def summarize(name: str, records: Sequence[Record]) -> Summary:
-    """The figures of one run. Raises ValueError where it logged no training iteration."""
+    """The figures of one run. Raises ValueError if it logged no training iteration."""
     steps = [record for record in records if "lm_loss" in record]
     if not steps:
         raise ValueError(f"{name} has no logged iteration; train longer than one --log-interval.")
@@ -60,7 +60,7 @@ def summarize(name: str, records: Sequence[Record]) -> Summary:
 
 
 def table(summaries: Sequence[Summary]) -> str:
-    """A Markdown table, one row per run; the share of bytes is that of the first run's."""
+    """A Markdown table with one row per run. The share is the run's bytes divided by those of the first run."""
     head = (
         "run",
         "iterations",

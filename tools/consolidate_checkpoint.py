@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as plain safetensors with our names and shapes, whatever number of ranks saved them."""
+"""Writes the weights of a checkpoint, saved by any number of ranks, as plain safetensors with our names and shapes."""
 
 import argparse
 import sys
@@ -18,7 +18,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the weights part by part, and the flags of the run beside them."""
+    """Writes the weights part by part, and the flags of the run into flags.json."""
     with open_checkpoint(Path(args.load), args.ckpt_step) as reader:
         entries = [TensorEntry(name, ELEMENT_TYPES[args.dtype], shape) for name, shape in reader.manifest.shapes.items()]
         with new_folder(Path(args.output)) as folder:

@@ -1,4 +1,4 @@
-"""The loss that a language model has to beat: the validation split's cross-entropy under the training split's token frequencies."""
+"""Prints the loss that a language model must beat: the validation cross-entropy under the token frequencies of the training split."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints one sentence and one JSON object; raises ValueError for unusable data or a --split without validation tokens."""
+    """Prints one sentence and one JSON object. Raises ValueError for unusable data, or for a --split without validation tokens."""
     dataset = IndexedDataset(args.data_path)
     check_token_ids(dataset, args.vocab_size)
     documents = split_documents(args.split, len(dataset))

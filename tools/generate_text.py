@@ -1,4 +1,4 @@
-"""Text that a checkpoint's model writes after a prompt: one process reads the weights, whatever number of ranks saved them."""
+"""Continues a prompt with the model of a checkpoint, in one process. Any number of ranks may have saved the checkpoint."""
 
 import argparse
 import sys
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints prompt and continuation, up to the end of a document or --max-new-tokens."""
+    """Prints the prompt and its continuation, up to the end of a document or --max-new-tokens."""
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens} asks for no token; give 1 or more.")
     reader = open_checkpoint(Path(args.load), args.ckpt_step)
@@ -47,16 +47,16 @@ def run(args: argparse.Namespace) -> None:
 
 
 def data_config(manifest: Manifest, args: argparse.Namespace) -> DataConfig:
-    """The run's flags about text, with the tokenizer files that are given instead of its own."""
+    """The data flags of the run. Tokenizer files that are given replace those of the run."""
     data = data_flags(manifest)
     given = {name: getattr(args, name) for name in TOKENIZER_FILES if getattr(args, name) is not None}
     if not given or data.tokenizer_type == "NullTokenizer":
         return data
-    return replace(data, **given, vocab_size=None)  # of the files given, whatever the run's had
+    return replace(data, **given, vocab_size=None)  # the given files decide the number of ids
 
 
 def load_model(reader: CheckpointReader) -> GPT:
-    """The checkpoint's model in evaluation mode, its main weights in fp32 on the CPU."""
+    """The checkpoint's model in evaluation mode, with its main weights in fp32 on the CPU."""
     config = model_flags(reader.manifest)
     model = GPT(config, padded_vocab_size(reader.manifest), seed=0, dtype=torch.float32)
     for unit in model.unit_specs():

@@ -1,4 +1,4 @@
-"""What each host is to run: one torchrun in bash, on this machine or through ssh, told variables and signals over its standard input."""
+"""Builds the command of each host: one torchrun in bash, here or through ssh. Variables and signals come over its standard input."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from pathlib import Path
 
 from hostfile import Host
 
-# Variables whose names begin so go to every host. CUDA_VISIBLE_DEVICES does not: it is a matter of slots.
+# Variables with these prefixes are exported to every host. CUDA_VISIBLE_DEVICES is not: it depends on the slots of each host.
 EXPORTED_PREFIXES = ("NCCL_", "GLOO_", "TORCH", "PYTORCH_", "PYTHON", "CUDA_", "OMP_", "MKL_", "UCX_", "MV2_", "MLFLOW_", "TRITON_")
 NOT_EXPORTED = ("CUDA_VISIBLE_DEVICES",)
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
-# A dead host is noticed after three unanswered messages. BatchMode: a password cannot be asked for, so that is an error at once.
+# ssh gives up on a dead host after three unanswered messages. BatchMode: nobody could type a password, so asking for one is an error.
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=30")
-# Names whose values --dry-run does not show; neither are those of addresses with a password in them. A PKEY of InfiniBand is a number.
+# --dry-run hides the values of these names, and addresses that contain a password. A PKEY of InfiniBand is a number, not a secret.
 SECRET_NAME = re.compile(r"((?<!IB_P)KEY|TOKEN|SECRET|PASS(WORD|WD|PHRASE)?|PWD|CREDENTIAL|AUTH)S?(_|$)", re.IGNORECASE)
 SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
-# Standard input begins with the variables, for what stands among a program's words can be read by everyone on its machine. They end
-# with a line that is no assignment; bash reads a pipe byte by byte, so nothing behind that line is lost.
+# Variables are sent over standard input, because all users of a machine can read the command line of a program. A line that is not an
+# assignment ends them. bash reads a pipe byte by byte, so nothing after that line is lost.
 END_OF_VARIABLES = "end of variables"
-# torchrun runs in a process group of its own (set -m), so that signals do as for any program in the foreground. Further lines of
-# standard input are names of signals for it, and its end is the end of the launcher.
+# torchrun runs in its own process group (set -m), so that signals reach it as they reach any program in the foreground. Further lines of
+# standard input are names of signals for torchrun. The end of standard input means that the launcher has ended.
 WRAPPER = """cd {folder} || exit 1
 while IFS= read -r -t 60 line && [ "$line" != "{end}" ]; do eval "export $line"; done
 if [ "$line" != "{end}" ]; then
-    echo "launch.py: $HOSTNAME was not told all variables over standard input; does a start-up file of its shell read it?" >&2
+    echo "launch.py: $HOSTNAME did not get all variables over standard input; does a start-up file of its shell read it?" >&2
     exit 1
 fi
 set -m
@@ -49,8 +49,8 @@ exit "$code"
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where the ranks of all hosts find each other."""
+class Rendezvous:
+    """Address and port at which the ranks of all hosts connect."""
 
     address: str
     port: int
@@ -58,7 +58,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Program:
-    """What torchrun starts, and where. variables: set on every host."""
+    """What torchrun starts, and in which folder. variables: set on every host."""
 
     python: str
     script: str
@@ -69,9 +69,9 @@ class Program:
 
 @dataclass(frozen=True)
 class HostCommand:
-    """The words that start one host's ranks from this machine, and what they read first.
+    """The words of the command that starts one host's ranks from this machine, and the text that it reads first.
 
-    shown: the same for a reader, without what passes signals on, and without secrets.
+    shown: the command for a human reader, without secrets and without the part that forwards signals.
     """
 
     host: str
@@ -80,11 +80,12 @@ class HostCommand:
     shown: str
 
 
-def host_commands(hosts: Sequence[Host], program: Program, meeting: Meeting, ssh_port: int | None) -> list[HostCommand]:
+def host_commands(hosts: Sequence[Host], program: Program, rendezvous: Rendezvous, ssh_port: int | None) -> list[HostCommand]:
     """One command per host, in the order of node ranks."""
     ssh = (*SSH, *(() if ssh_port is None else ("-p", str(ssh_port))))
     return [
-        _host_command(host, program, _torchrun(program, meeting, len(hosts), rank, len(host.slots)), ssh) for rank, host in enumerate(hosts)
+        _host_command(host, program, _torchrun(program, rendezvous, len(hosts), rank, len(host.slots)), ssh)
+        for rank, host in enumerate(hosts)
     ]
 
 
@@ -98,13 +99,13 @@ def _host_command(host: Host, program: Program, torchrun: Sequence[str], ssh: Se
     shown = " ".join([f"cd {folder} &&", *(_assignment(name, _shown(name, variables[name])) for name in variables), shlex.join(torchrun)])
     if is_this_machine(host.name):
         return HostCommand(host.name, here, first_input, shown)
-    # --: whatever a host is called, it is no option.
+    # --: the name of a host is never taken for an option.
     there = (*ssh, "--", host.name)
     return HostCommand(host.name, (*there, shlex.join(here)), first_input, shlex.join((*there, shown)))
 
 
 def _assignment(name: str, value: str) -> str:
-    """NAME=value for bash, in one line."""
+    """NAME=value for bash, on one line."""
     return f"{name}={shlex.quote(value)}".replace("\n", "'$'\\n''")
 
 
@@ -113,12 +114,12 @@ def _shown(name: str, value: str) -> str:
 
 
 def is_this_machine(name: str) -> bool:
-    """Whether the name is one that this machine has for itself."""
+    """Whether the name means this machine."""
     return name in LOCAL_NAMES or name.split(".")[0] == socket.gethostname().split(".")[0]
 
 
 def exported_variables(environment: Mapping[str, str], more_prefixes: Sequence[str], files: Sequence[Path]) -> dict[str, str]:
-    """The variables that go to every host: by the beginning of their names, and what the files say, which wins."""
+    """The variables for every host: those with an exported prefix, and those in the files. The files override the environment."""
     prefixes = (*EXPORTED_PREFIXES, *more_prefixes)
     variables = {name: value for name, value in environment.items() if name.startswith(prefixes) and name not in NOT_EXPORTED}
     for file in files:
@@ -127,7 +128,10 @@ def exported_variables(environment: Mapping[str, str], more_prefixes: Sequence[s
 
 
 def read_variables(file: Path) -> dict[str, str]:
-    """The variables of a file of NAME=VALUE lines; blank lines and lines with # say nothing. Raises ValueError naming file and line."""
+    """The variables in a file of NAME=VALUE lines. Blank lines and lines that begin with # are ignored.
+
+    Raises ValueError, naming file and line, for any other line.
+    """
     variables = {}
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         text = line.strip()
@@ -135,12 +139,12 @@ def read_variables(file: Path) -> dict[str, str]:
             continue
         name, sign, value = text.partition("=")
         if not sign or not name.isidentifier():
-            raise ValueError(f"{file}, line {number}: {text!r} is no variable; write it as NAME=value.")
+            raise ValueError(f"{file}, line {number}: {text!r} is not a variable; write it as NAME=value.")
         variables[name] = value
     return variables
 
 
-def _torchrun(program: Program, meeting: Meeting, nodes: int, node_rank: int, ranks: int) -> list[str]:
-    where = ["--nnodes", str(nodes), "--node_rank", str(node_rank), "--nproc_per_node", str(ranks)]
-    where += ["--master_addr", meeting.address, "--master_port", str(meeting.port)]
-    return [program.python, "-u", "-m", "torch.distributed.run", *where, program.script, *program.flags]
+def _torchrun(program: Program, rendezvous: Rendezvous, nodes: int, node_rank: int, ranks: int) -> list[str]:
+    words = ["--nnodes", str(nodes), "--node_rank", str(node_rank), "--nproc_per_node", str(ranks)]
+    words += ["--master_addr", rendezvous.address, "--master_port", str(rendezvous.port)]
+    return [program.python, "-u", "-m", "torch.distributed.run", *words, program.script, *program.flags]

@@ -1,4 +1,4 @@
-"""The commands of all hosts while they run: signals go to each, and the first that fails ends the others."""
+"""Runs the commands of all hosts. Signals are forwarded to every host; the first host that fails ends the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import FrameType
 
 from host_commands import HostCommand
 
-# What each signal is to torchrun, which does not know SIGUSR1: it would end at once, and its ranks would be left behind.
+# The signal that torchrun gets for each signal. It does not handle SIGUSR1: it would end at once and leave its ranks running.
 FORWARDED = {
     signal.SIGINT: "INT",
     signal.SIGTERM: "TERM",
@@ -25,7 +25,7 @@ SSH_FAILURE = 255
 
 
 class HostProcesses:
-    """All hosts at work. Takes over the signals; the second one ends the launcher, and with it the ranks of every host."""
+    """Starts all hosts and handles the signals of this process. A second signal ends the launcher, and so the ranks of every host."""
 
     def __init__(self, commands: Sequence[HostCommand]) -> None:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
@@ -40,7 +40,7 @@ class HostProcesses:
             self._send(FORWARDED[signal.Signals(self._interrupted_by)])
 
     def wait(self) -> int:
-        """The exit code of the first host that failed, 0 where none did, after all have ended."""
+        """Waits for all hosts. Returns the exit code of the first host that failed, or 0."""
         first_failure = 0
         while self._running:
             for host, code in self._ended():
@@ -66,7 +66,7 @@ class HostProcesses:
 
     def _send(self, name: str) -> None:
         for process in self._running.values():
-            _tell(process, f"{name}\n")
+            _write_input(process, f"{name}\n")
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         if self._interrupted_by:
@@ -77,17 +77,17 @@ class HostProcesses:
 
 
 def _started(command: HostCommand) -> subprocess.Popen[bytes]:
-    # A session of its own: Ctrl-C must reach torchrun once, and ssh not at all.
+    # A new session, so that Ctrl-C reaches torchrun only once and does not reach ssh.
     process = subprocess.Popen(command.words, stdin=subprocess.PIPE, start_new_session=True)
-    _tell(process, command.first_input)
+    _write_input(process, command.first_input)
     return process
 
 
-def _tell(process: subprocess.Popen[bytes], text: str) -> None:
+def _write_input(process: subprocess.Popen[bytes], text: str) -> None:
     if process.stdin is None:
         raise RuntimeError(f"process {process.pid} was started without a pipe to its standard input")
     try:
-        process.stdin.write(os.fsencode(text))  # as variables were decoded
+        process.stdin.write(os.fsencode(text))  # the reverse of how variables were decoded
         process.stdin.flush()
-    except BrokenPipeError:  # it has just ended, and its exit code will be seen
+    except BrokenPipeError:  # it has just ended; `wait` will see its exit code
         pass

@@ -1,4 +1,4 @@
-"""Hosts and their slots: a file of `host slots=N`, and the words of --include and --exclude that choose among them."""
+"""Reads hosts and their slots from a file of `host slots=N` lines, and selects some of them by --include and --exclude."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LINE = re.compile(r"(\S+)\s+slots=(\d+)")
-NAME = re.compile(r"[A-Za-z0-9_][\w.:-]*", re.ASCII)  # what begins with - would be an option of ssh
+NAME = re.compile(r"[A-Za-z0-9_][\w.:-]*", re.ASCII)  # a name that begins with - would be an option of ssh
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and the slots (GPUs, or ranks on the CPU) of it that are used, ascending. all_slots: how many it has."""
+    """A machine. slots: its used slots (GPUs, or ranks on the CPU), ascending. all_slots: how many slots it has."""
 
     name: str
     slots: tuple[int, ...]
@@ -21,12 +21,12 @@ class Host:
 
     @property
     def has_first_slots(self) -> bool:
-        """Whether the slots are 0, 1, ...: then nobody has to be told which."""
+        """Whether the slots are 0, 1, ..., so that CUDA_VISIBLE_DEVICES need not be set."""
         return self.slots == tuple(range(len(self.slots)))
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of the file, in its order; blank lines and what follows # say nothing. Raises ValueError naming file and line."""
+    """The hosts in the order of the file. Blank lines, and text after #, are ignored. Raises ValueError, naming file and line."""
     hosts: dict[str, Host] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         text = line.split("#")[0].strip()
@@ -34,13 +34,13 @@ def read_hostfile(path: Path) -> list[Host]:
             continue
         found = LINE.fullmatch(text)
         if found is None:
-            raise ValueError(f"{path}, line {number}: {text!r} is no host; write it as: name slots=8.")
+            raise ValueError(f"{path}, line {number}: {text!r} is not a host; write it as: name slots=8.")
         name, slots = found[1], int(found[2])
         _check_name(name, f"{path}, line {number}")
         if slots < 1:
             raise ValueError(f"{path}, line {number}: {name} has no slots; give it one, or put # before the line.")
         if name in hosts:
-            raise ValueError(f"{path}, line {number}: {name} stands in the file twice; keep one of the lines.")
+            raise ValueError(f"{path}, line {number}: {name} is in the file twice; keep one of the lines.")
         hosts[name] = Host(name, tuple(range(slots)), slots)
     if not hosts:
         raise ValueError(f"{path} names no host; write one per line, as: name slots=8.")
@@ -52,17 +52,17 @@ def _check_name(name: str, where: str) -> None:
         user, _, host = name.partition("@")
         raise ValueError(f"{where}: {name} names a user, but ranks meet at a host; write {host}, and User {user} for it in ~/.ssh/config.")
     if not NAME.fullmatch(name):
-        raise ValueError(f"{where}: {name!r} is no name of a host; begin with a letter, a digit or _, and go on with these and . : -.")
+        raise ValueError(f"{where}: {name!r} is not a host name; begin with a letter, a digit or _, and continue with these and . : -.")
 
 
 def include(hosts: list[Host], words: str) -> list[Host]:
-    """The hosts and slots that `a:0,2@b` names (b with all of its slots), in the order of the hosts."""
+    """The hosts and slots named by words such as `a:0,2@b` (all slots of b), in the order of the hosts."""
     wanted = _parsed("--include", hosts, words)
     return [Host(host.name, wanted[host.name], host.all_slots) for host in hosts if host.name in wanted]
 
 
 def exclude(hosts: list[Host], words: str) -> list[Host]:
-    """The hosts without the slots that `a:0,2@b` names (b as a whole). Raises ValueError where none is left."""
+    """The hosts without the slots named by words such as `a:0,2@b` (all slots of b). Raises ValueError if no slot is left."""
     unwanted = _parsed("--exclude", hosts, words)
     left = [
         Host(host.name, tuple(slot for slot in host.slots if slot not in unwanted.get(host.name, ())), host.all_slots) for host in hosts
@@ -73,7 +73,7 @@ def exclude(hosts: list[Host], words: str) -> list[Host]:
 
 
 def check_same_slots(hosts: list[Host]) -> int:
-    """How many slots each host has. Raises ValueError where they differ: nodes are of one size."""
+    """The number of slots of each host. Raises ValueError if the numbers differ, because all nodes must have the same size."""
     counts: Mapping[str, int] = {host.name: len(host.slots) for host in hosts}
     fewest = min(counts.values())
     if len(set(counts.values())) > 1:
@@ -90,14 +90,14 @@ def _parsed(flag: str, hosts: list[Host], words: str) -> dict[str, tuple[int, ..
         if name not in known:
             raise ValueError(f"{flag} {words}: {name!r} is not among the hosts, which are {', '.join(known)}.")
         if name in chosen:
-            raise ValueError(f"{flag} {words}: {name} is named twice; list its slots behind one colon, as {name}:0,1.")
+            raise ValueError(f"{flag} {words}: {name} is named twice; list its slots after one colon, as {name}:0,1.")
         chosen[name] = _slots(flag, words, known[name], numbers) if colon else known[name].slots
     return chosen
 
 
 def _slots(flag: str, words: str, host: Host, numbers: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d+(,\d+)*", numbers):
-        raise ValueError(f"{flag} {words}: {numbers!r} is no list of slots; write them as {host.name}:0,1.")
+        raise ValueError(f"{flag} {words}: {numbers!r} is not a list of slots; write them as {host.name}:0,1.")
     slots = sorted({int(number) for number in numbers.split(",")})
     if slots[-1] >= host.all_slots:
         raise ValueError(f"{flag} {words}: {host.name} has no slot {slots[-1]}, its slots are 0 to {host.all_slots - 1}.")

@@ -1,4 +1,4 @@
-"""What is in a folder of checkpoints, and with --verify whether every byte is as it was written."""
+"""Prints what a folder of checkpoints holds. With --verify, checks that every byte is as it was written."""
 
 import argparse
 import math
@@ -23,7 +23,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the report; ends with exit code 1 where --verify finds damage."""
+    """Prints the report. Ends with exit code 1 if --verify finds damage."""
     directory = Path(args.load)
     if directory.is_dir():
         print("\n".join(directory_lines(directory)))
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def directory_lines(directory: Path) -> Iterator[str]:
-    """The iterations that are there, and what is lying about."""
+    """The iterations in the directory, and the leftovers of saves."""
     complete = complete_iterations(directory)
     yield f"{directory}: checkpoints of iterations {', '.join(map(str, complete)) or 'none'}"
     unusable = [str(iteration) for iteration in saved_iterations(directory) if iteration not in complete]
@@ -49,7 +49,7 @@ def directory_lines(directory: Path) -> Iterator[str]:
 
 
 def checkpoint_lines(reader: CheckpointReader) -> Iterator[str]:
-    """One checkpoint in a few lines."""
+    """A description of one checkpoint."""
     manifest = reader.manifest
     numel = sum(math.prod(shape) for shape in manifest.shapes.values())
     nbytes = sum(file.nbytes for file in manifest.files)

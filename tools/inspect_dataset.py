@@ -1,4 +1,4 @@
-"""What a tokenised corpus holds: header, counts, lengths, sample documents; and whether its .idx and .bin fit together."""
+"""Prints header, counts, lengths and sample documents of a tokenised corpus, and checks that its .idx and .bin fit together."""
 
 import argparse
 import os
@@ -23,7 +23,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints it all; raises ValueError for files that do not fit together and for ids outside of a vocabulary that is given."""
+    """Prints the report. Raises ValueError for files that do not fit together, and for ids outside of a given vocabulary."""
     if args.num_samples < 0 or args.sample_tokens < 1:
         raise ValueError(f"--num-samples {args.num_samples} must be 0 or more, --sample-tokens {args.sample_tokens} 1 or more.")
     tokenizer = build_tokenizer(tokenizer_config(args)) if args.tokenizer_type else None
@@ -72,7 +72,7 @@ def length_histogram(dataset: IndexedDataset) -> list[int]:
 
 
 def histogram_text(histogram: list[int]) -> str:
-    """A line per power of two, the longest bar for the most sequences."""
+    """One line per power of two, with a bar for the number of sequences."""
     if not histogram:
         return "no sequence"
     most = max(histogram)

@@ -3,8 +3,8 @@
     python tools/launch.py --hostfile hosts pretrain_zeropp_gpt.py --num-layers 24 ...
 
 A line of the file is `name slots=8`. Without a file it starts one rank per GPU of this machine. Every host must have this folder and
-this Python at the same path, and let you in over ssh without a password. Neither pdsh nor deepspeed is needed. Signals go to the
-ranks of all hosts; the first host that fails ends the others, and its exit code is that of the launcher.
+this Python at the same path, and must allow ssh without a password. Neither pdsh nor deepspeed is needed. Signals are forwarded to the
+ranks of all hosts. The first host that fails ends the others, and its exit code is that of the launcher.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import MISTAKE_EXIT_CODE
-from host_commands import HostCommand, Meeting, Program, exported_variables, host_commands, is_this_machine
+from host_commands import HostCommand, Program, Rendezvous, exported_variables, host_commands, is_this_machine
 from host_processes import HostProcesses
 from hostfile import Host, check_same_slots, exclude, include, read_hostfile
 
@@ -43,25 +43,25 @@ def main() -> None:
 
 
 def planned_commands(options: argparse.Namespace) -> list[HostCommand]:
-    """The commands that this launcher has to start. Raises ValueError for hosts, slots or files that are not there."""
+    """The commands that this launcher must start. Raises ValueError for hosts, slots or files that do not exist."""
     hosts = chosen_hosts(options)
     check_same_slots(hosts)
     files = [file for file in VARIABLE_FILES if file.is_file()] if options.env_file is None else [options.env_file]
     variables = exported_variables(os.environ, options.env_prefix, files)
     program = Program(options.python, options.script, options.flags, Path.cwd(), variables)
-    meeting = _meeting(hosts, options)
+    rendezvous = _rendezvous(hosts, options)
     if options.no_ssh:
-        return [_own_command(hosts, program, meeting, options.node_rank)]
+        return [_own_command(hosts, program, rendezvous, options.node_rank)]
     if options.node_rank is not None:
-        raise ValueError("--node_rank needs --no_ssh; give that as well.")
-    _check_ssh_is_there(hosts)
-    return host_commands(hosts, program, meeting, options.ssh_port)
+        raise ValueError("--node_rank needs --no_ssh; give --no_ssh as well.")
+    _check_ssh_exists(hosts)
+    return host_commands(hosts, program, rendezvous, options.ssh_port)
 
 
 def chosen_hosts(options: argparse.Namespace) -> list[Host]:
     """The hosts and slots that the flags choose."""
     if (options.include or options.exclude) and (options.num_nodes is not None or options.num_gpus is not None):
-        raise ValueError("--num_nodes and --num_gpus do not go with --include and --exclude; choose in one of these ways.")
+        raise ValueError("--num_nodes and --num_gpus cannot be combined with --include and --exclude; choose in one of these ways.")
     hosts = _all_hosts(options)
     if options.include:
         hosts = include(hosts, options.include)
@@ -105,18 +105,18 @@ def _first_slots(host: Host, count: int) -> Host:
     return Host(host.name, host.slots[:count], host.all_slots)
 
 
-def _meeting(hosts: Sequence[Host], options: argparse.Namespace) -> Meeting:
+def _rendezvous(hosts: Sequence[Host], options: argparse.Namespace) -> Rendezvous:
     first = hosts[0].name
     if options.master_addr is not None:
-        return Meeting(options.master_addr, options.master_port)
+        return Rendezvous(options.master_addr, options.master_port)
     if len(hosts) == 1 and is_this_machine(first):
-        return Meeting("127.0.0.1", options.master_port)
+        return Rendezvous("127.0.0.1", options.master_port)
     if first in ("localhost", "127.0.0.1"):
-        raise ValueError(f"the first host is called {first}, which is another machine on each host; give --master_addr.")
-    return Meeting(first, options.master_port)
+        raise ValueError(f"the first host is {first}, which means another machine on each host; give --master_addr.")
+    return Rendezvous(first, options.master_port)
 
 
-def _check_ssh_is_there(hosts: Sequence[Host]) -> None:
+def _check_ssh_exists(hosts: Sequence[Host]) -> None:
     others = [host.name for host in hosts if not is_this_machine(host.name)]
     if others and shutil.which("ssh") is None:
         raise ValueError(
@@ -124,18 +124,18 @@ def _check_ssh_is_there(hosts: Sequence[Host]) -> None:
         )
 
 
-def _own_command(hosts: Sequence[Host], program: Program, meeting: Meeting, node_rank: int | None) -> HostCommand:
-    """The command of one host, to be started on that host itself."""
+def _own_command(hosts: Sequence[Host], program: Program, rendezvous: Rendezvous, node_rank: int | None) -> HostCommand:
+    """The command of one host, for a start on that host itself."""
     if node_rank is None or not 0 <= node_rank < len(hosts):
-        raise ValueError(f"--no_ssh starts the ranks of one host; say which by --node_rank, 0 to {len(hosts) - 1}.")
+        raise ValueError(f"--no_ssh starts the ranks of one host; say which one with --node_rank, 0 to {len(hosts) - 1}.")
     here = [Host("localhost", host.slots, host.all_slots) for host in hosts]
-    return host_commands(here, program, meeting, None)[node_rank]
+    return host_commands(here, program, rendezvous, None)[node_rank]
 
 
 def _count(text: str) -> int:
     number = int(text) if text.isdigit() else 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
     return number
 
 
@@ -143,29 +143,29 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="launch.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    which = parser.add_argument_group("hosts")
-    which.add_argument("-H", "--hostfile", type=Path, help=f"lines of `name slots=N` (default: {DEFAULT_HOSTFILE} if it is there)")
-    which.add_argument("-i", "--include", default="", metavar="HOSTS", help="use only these: a@b:0,2 is all of a, and slots 0 and 2 of b")
-    which.add_argument("-e", "--exclude", default="", metavar="HOSTS", help="use all but these, in the same form")
-    which.add_argument("--num_nodes", "--num-nodes", type=_count, metavar="N", help="use the first N hosts (default: all)")
-    which.add_argument(
+    hosts = parser.add_argument_group("hosts")
+    hosts.add_argument("-H", "--hostfile", type=Path, help=f"lines of `name slots=N` (default: {DEFAULT_HOSTFILE} if it exists)")
+    hosts.add_argument("-i", "--include", default="", metavar="HOSTS", help="use only these: a@b:0,2 is all of a, and slots 0 and 2 of b")
+    hosts.add_argument("-e", "--exclude", default="", metavar="HOSTS", help="use all but these, in the same form")
+    hosts.add_argument("--num_nodes", "--num-nodes", type=_count, metavar="N", help="use the first N hosts (default: all)")
+    hosts.add_argument(
         "--num_gpus", "--num-gpus", type=_count, metavar="N", help="use the first N slots of each host; without GPUs, ranks (default: all)"
     )
-    where = parser.add_argument_group("meeting")
-    where.add_argument("--master_addr", "--master-addr", metavar="HOST", help="where rank 0 is (default: the first host)")
-    where.add_argument(
+    rendezvous = parser.add_argument_group("rendezvous")
+    rendezvous.add_argument("--master_addr", "--master-addr", metavar="HOST", help="where rank 0 is (default: the first host)")
+    rendezvous.add_argument(
         "--master_port", "--master-port", type=_count, default=DEFAULT_PORT, metavar="N", help="a free port there (default: %(default)s)"
     )
-    how = parser.add_argument_group("start")
-    how.add_argument("--dry-run", "--dry_run", action="store_true", help="print the commands and end")
-    how.add_argument("--no_ssh", "--no-ssh", action="store_true", help="start the ranks of this host alone, which --node_rank says")
-    how.add_argument("--node_rank", "--node-rank", type=int, metavar="N", help="place of this host among the hosts, from 0")
-    how.add_argument("--ssh_port", "--ssh-port", type=_count, metavar="N", help="port of sshd (default: ssh's own)")
-    how.add_argument("--python", default=sys.executable, metavar="PATH", help="Python of every host (default: this one)")
-    how.add_argument(
+    start = parser.add_argument_group("start")
+    start.add_argument("--dry-run", "--dry_run", action="store_true", help="print the commands and end")
+    start.add_argument("--no_ssh", "--no-ssh", action="store_true", help="start the ranks of this host alone, which --node_rank says")
+    start.add_argument("--node_rank", "--node-rank", type=int, metavar="N", help="place of this host among the hosts, from 0")
+    start.add_argument("--ssh_port", "--ssh-port", type=_count, metavar="N", help="port of sshd (default: ssh's own)")
+    start.add_argument("--python", default=sys.executable, metavar="PATH", help="Python of every host (default: this one)")
+    start.add_argument(
         "--env-prefix", action="append", default=[], metavar="PREFIX", help="export variables that begin so as well; may be repeated"
     )
-    how.add_argument(
+    start.add_argument(
         "--env-file", type=Path, metavar="FILE", help="lines of NAME=value to export (default: .deepspeed_env at home and here, which wins)"
     )
     parser.add_argument("script", help="what every rank runs: pretrain_zeropp_gpt.py")

@@ -1,4 +1,4 @@
-"""Several tokenised corpora as one: the pairs of .bin and .idx of a folder, or named ones, one behind the other."""
+"""Merges tokenised corpora into one: all pairs of .bin and .idx in a folder, or the named ones, one after the other."""
 
 import argparse
 import os
@@ -19,18 +19,18 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes OUTPUT_PREFIX.bin and .idx; raises ValueError for a damaged corpus and for token ids of different dtypes."""
+    """Writes OUTPUT_PREFIX.bin and .idx. Raises ValueError for a damaged corpus, and for token ids of different dtypes."""
     if args.multimodal:
         raise ValueError("--multimodal is not available: corpora hold text alone; leave it out.")
     began = time.monotonic()
     prefixes = find_prefixes(args.input, args.output_prefix)
-    # All are opened before anything is written, and closed again: there may be thousands.
+    # All corpora are checked before anything is written. Each is closed again, because there may be thousands.
     dtypes = {prefix: IndexedDataset(prefix).dtype for prefix in prefixes}
     for prefix, dtype in dtypes.items():
         if dtype != dtypes[prefixes[0]]:
             raise ValueError(
                 f"{prefix}.bin holds {dtype.name}, {prefixes[0]}.bin {dtypes[prefixes[0]].name}; "
-                "merge what was tokenised with one vocabulary."
+                "merge only corpora that were tokenised with one vocabulary."
             )
     Path(args.output_prefix).parent.mkdir(parents=True, exist_ok=True)
     with IndexedDatasetWriter(args.output_prefix, dtypes[prefixes[0]]) as writer:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def find_prefixes(words: list[str], output_prefix: str) -> list[str]:
-    """The prefixes that the words of --input name: of a folder all of its pairs, sorted by name. Raises ValueError for half a pair."""
+    """The prefixes that the words of --input name. A folder names all of its pairs, sorted by name. Raises ValueError for half a pair."""
     found = [prefix for word in words for prefix in (_prefixes_in(Path(word)) if os.path.isdir(word) else [_without_ending(word)])]
     output = os.path.realpath(f"{output_prefix}.bin")
     named: dict[str, str] = {}
@@ -68,7 +68,7 @@ def _prefixes_in(folder: Path) -> list[str]:
     names = {ending: {path.stem for path in folder.glob(f"*{ending}")} for ending in (".bin", ".idx")}
     for half in sorted(names[".bin"] ^ names[".idx"]):
         missing = ".idx" if half in names[".bin"] else ".bin"
-        raise ValueError(f"{folder / half}{missing} does not exist, its other half does; copy it, or move the half away.")
+        raise ValueError(f"{folder / half}{missing} does not exist, but its other half does; copy it, or move the half away.")
     return [str(folder / name) for name in sorted(names[".bin"])]
 
 

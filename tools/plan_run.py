@@ -1,10 +1,11 @@
-"""What a run needs before it is started: memory per rank, bytes per link and time per iteration, for every member of the ZeRO family.
+"""Plans a run before it is started: memory per rank, bytes per link and time per iteration, for every member of the ZeRO family.
 
     python tools/plan_run.py --nodes 24 --inter-gigabits 100 400 --teraflops 40 --memory-gigabytes 32 -- \
         --num-layers 40 --hidden-size 6144 --num-attention-heads 32 --seq-length 1024 --ranks-per-node 16 --fp16 --checkpoint-activations
 
-Flags after `--` are the training script's; those of ZeRO decide details only (bits, block, partition), since all members are compared.
-Pure arithmetic in a second, for any size of cluster; torch is not imported. docs/slow_links.md says what the time model assumes.
+Flags after `--` are the training script's. Flags of ZeRO decide only details (bits, block, partition), because all members are compared.
+The plan is pure arithmetic and takes a second for any size of cluster; torch is not imported. docs/slow_links.md says what the time model
+assumes.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from megatron_zpp.training.run_plan import (
 )
 from megatron_zpp.zero.plan.time_model import Computation, Machine, Overlap, StepTime
 
-NULL_VOCABULARY = 50257  # of mock data, see config/defaults.py
-WORTHWHILE = 1.03  # a feature that gains less is not worth its flag
+NULL_VOCABULARY = 50257  # ids of mock data, see config/defaults.py
+WORTHWHILE = 1.03  # a feature with a smaller gain is not recommended
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One member over one rate of the link between nodes. bound_by: what is busy longest."""
+    """One member of the family at one rate of the link between nodes. bound_by: the part of the step that is busy longest."""
 
     plan: RunPlan
     gigabits: float
@@ -66,7 +67,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
-    """Prints the plan; raises ValueError for flags that no run could have."""
+    """Prints the plan. Raises ValueError for flags that no run could have."""
     given = parse_flags(flags)
     world = PlannedWorld(options.nodes, given.distributed.ranks_per_node or 1, is_on_gpu=options.device == "gpu")
     padded = embedding_rows(given.model, _vocab_size(given))
@@ -97,7 +98,10 @@ def _computation(options: argparse.Namespace, zero3: RunPlan, padded: int) -> Co
 
 
 def recommended(estimates: Sequence[Estimate]) -> Estimate | None:
-    """Of the members that fit, the one with the fewest features whose step is hardly longer than the shortest; None where none fits."""
+    """Among the members that fit and are at most WORTHWHILE times slower than the fastest, the one with the fewest features.
+
+    None if no member fits.
+    """
     fitting = [estimate for estimate in estimates if estimate.fits]
     if not fitting:
         return None
@@ -223,7 +227,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Own options, and the training script's flags: what stands after `--`, or is none of the own."""
+    """The options of this tool, and the flags of the training script: those after `--`, or without `--` those unknown to this tool."""
     if "--" in arguments:
         at = list(arguments).index("--")
         return parser.parse_args(arguments[:at]), list(arguments[at + 1 :])
@@ -241,7 +245,7 @@ def _positive(text: str) -> float:
 def _nodes(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of nodes; give 1 or more")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of nodes; give 1 or more")
     return number
 
 

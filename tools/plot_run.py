@@ -1,4 +1,4 @@
-"""A picture of one run or several: loss, learning rate and bytes per link, from the files that --log-jsonl of the training wrote."""
+"""Draws loss, learning rate and bytes per link of one run or several, from the files that --log-jsonl of the training wrote."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ CURVE_OF_KEY = {
 
 @dataclass(frozen=True)
 class Curves:
-    """What one run logged: each curve maps iterations, ascending, to values."""
+    """The logged values of one run. Each curve maps iterations, ascending, to values."""
 
     name: str
     training_loss: Mapping[int, float]
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the picture and prints its name; raises ValueError for a file without a logged iteration."""
+    """Writes the picture and prints its name. Raises ValueError for a file without a logged iteration."""
     output = Path(args.output)
     if output.suffix.lower() != ".png":
         raise ValueError(f"--output {output} is not a PNG file; give a name that ends in .png.")
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def distinct_names(paths: Sequence[str]) -> list[str]:
-    """A name for each path: as many of its last parts as it takes to tell them apart."""
+    """A distinct name for each path, made of as few of its last parts as possible."""
     parts = [Path(path).with_suffix("").parts for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(path[-count:]) for path in parts]
@@ -63,7 +63,7 @@ def distinct_names(paths: Sequence[str]) -> list[str]:
 
 
 def read_curves(path: Path, name: str) -> Curves:
-    """The curves in one file. An iteration that a resumed run logged again counts as it was logged last."""
+    """The curves in one file. If a resumed run logged an iteration again, the last value counts."""
     curves: dict[str, dict[int, float]] = {key: {} for key in CURVE_OF_KEY}
     for values in read_objects(path):
         for key in curves.keys() & values.keys():
@@ -74,7 +74,7 @@ def read_curves(path: Path, name: str) -> Curves:
 
 
 def read_objects(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of the file's lines; a line that a killed run left unfinished is reported and left out."""
+    """The JSON objects in the lines of the file. A line that a killed run left unfinished is reported and left out."""
     objects = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
@@ -83,13 +83,13 @@ def read_objects(path: Path) -> list[dict[str, Any]]:
             print(f"{path}, line {number}: unfinished, left out", file=sys.stderr)
             continue
         if not isinstance(values, dict) or not isinstance(values.get("iteration"), int):
-            raise ValueError(f"{path}, line {number}: no object with an iteration; give a file that --log-jsonl wrote.")
+            raise ValueError(f"{path}, line {number}: not an object with an iteration; give a file that --log-jsonl wrote.")
         objects.append(values)
     return objects
 
 
 def draw(runs: Sequence[Curves]) -> "Figure":
-    """Three plots over the iterations, one under the other; each of several runs has one colour."""
+    """Three plots over the iterations, one under the other. If there are several runs, each has one colour."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 8), layout="constrained")

@@ -1,4 +1,4 @@
-"""Text to tokens: JSON lines in, PREFIX_KEY_document.bin and .idx out (Megatron's flags, names and format)."""
+"""Tokenises JSON lines into PREFIX_KEY_document.bin and .idx, with Megatron's flags, names and format."""
 
 import argparse
 import math
@@ -35,7 +35,7 @@ KILLED_WORKER = "a worker process was ended from outside, perhaps for memory; gi
 
 @dataclass(frozen=True)
 class Job:
-    """One preprocessing as its flags describe it."""
+    """One preprocessing job, as the flags describe it."""
 
     paths: list[str]
     encoder: DocumentEncoder
@@ -47,7 +47,7 @@ class Job:
 
 
 def main() -> None:
-    # Rust's threads would run beside the worker processes, not instead of them.
+    # The worker processes already use all cores, so threads of package tokenizers would only compete with them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     parser = _parser()
     signal.signal(signal.SIGTERM, _interrupt)
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the pairs of files of all keys, or none. Raises ValueError for flags or lines that are not right."""
+    """Writes the pairs of files for all keys, or for none. Raises ValueError for wrong flags or lines."""
     _check(args)
     job = _job(args)
     if args.find_optimal_num_workers:
@@ -84,15 +84,15 @@ def run(args: argparse.Namespace) -> None:
 
 
 class NothingToWrite(ValueError):
-    """The input has no text at all."""
+    """The input contains no text."""
 
 
 class InvalidLine(ValueError):
-    """A line is no document, and is not to be skipped."""
+    """A line is not a document, and invalid lines are not skipped."""
 
 
 def write_documents(job: Job, builder: CorpusBuilder) -> None:
-    """Hands all documents from the builder's position on to it. Raises InvalidLine for the first bad line, unless they are skipped."""
+    """Adds all documents after the builder's position to it. Raises InvalidLine for the first bad line, unless such lines are skipped."""
     start = builder.progress
     if start.is_complete:
         return
@@ -117,7 +117,7 @@ def _job(args: argparse.Namespace) -> Job:
     tokenizer = build_tokenizer(data)
     settings = {"json_keys": args.json_keys, "append_eod": args.append_eod, **tokenizer_identity(data)}
     if args.resume and STANDARD_INPUT in paths:
-        raise ValueError("--resume cannot go back in standard input; give files to --input.")
+        raise ValueError("--resume cannot read standard input again; give files to --input.")
     return Job(
         paths=paths,
         encoder=DocumentEncoder(tuple(args.json_keys), tokenizer, args.append_eod),
@@ -125,7 +125,7 @@ def _job(args: argparse.Namespace) -> Job:
         workers=args.workers,
         skips_invalid=args.skip_invalid,
         log_interval=args.log_interval,
-        # Nothing goes on from standard input, so nothing is said about how far it has come.
+        # Reading of standard input cannot be resumed, so its progress is not saved.
         journal_seconds=math.inf if STANDARD_INPUT in paths else args.journal_interval,
     )
 
@@ -141,22 +141,22 @@ def _start(job: Job, resumes: bool) -> Progress | None:
             print(f"--resume: going on after {done} documents, {start.text_bytes / 1e6:.1f} MB of text.", flush=True)
         return start
     if journal.path.exists():
-        raise ValueError(f"{journal.prefix} has an unfinished run; give --resume to go on, or remove {journal.path} to start anew.")
+        raise ValueError(f"{journal.prefix} has an unfinished run; give --resume to continue it, or remove {journal.path} to start anew.")
     return None
 
 
 def _stop(job: Job, builder: CorpusBuilder, error: BaseException) -> NoReturn:
-    """The error, with what can be done now."""
+    """Stops the builder and raises the error, with a hint on how to continue."""
     if STANDARD_INPUT in job.paths:
         builder.discard()
         can_resume = False
     else:
         can_resume = builder.stop()
-    hint = "; the same command with --resume goes on from there." if can_resume else ""
+    hint = "; the same command with --resume continues from there." if can_resume else ""
     if can_resume and isinstance(error, InvalidLine):
-        hint = "; with --resume and --skip-invalid the same command goes on from there."
+        hint = "; with --resume and --skip-invalid the same command continues from there."
     if can_resume and isinstance(error, DamagedInput) and error.source <= builder.progress.position.source:
-        # What has been read of the file is part of the output: nothing goes on with another one in its place.
+        # The output already has text of the damaged file, so the run cannot be resumed with another file in its place.
         hint = f"; {job.journal.remedy}"
     if isinstance(error, KeyboardInterrupt):
         raise KeyboardInterrupt(hint) from None
@@ -197,7 +197,7 @@ def _report(builder: CorpusBuilder, dtype: str, seconds: float, earlier_bytes: i
 
 def _interrupt(*_: object) -> NoReturn:
     if multiprocessing.parent_process() is not None:
-        os._exit(1)  # a worker that has not begun yet, and whose like is ended: only the first process has something to say
+        os._exit(1)  # a worker that has not yet reset its signals; only the first process prints
     raise KeyboardInterrupt
 
 
@@ -210,7 +210,7 @@ def _check(args: argparse.Namespace) -> None:
     if min(args.workers_to_check) < 1:
         raise ValueError(f"--workers-to-check {min(args.workers_to_check)} must be 1 or more: it is a number of processes.")
     if args.find_optimal_num_workers and STANDARD_INPUT in args.input:
-        raise ValueError("--find-optimal-num-workers reads its input once for each --workers-to-check, --input - cannot; give files.")
+        raise ValueError("--find-optimal-num-workers reads its input several times, --input - can be read only once; give files.")
     if args.journal_interval < 0:
         raise ValueError(f"--journal-interval {args.journal_interval:g} must be 0 or more.")
     if len(set(args.json_keys)) < len(args.json_keys):
@@ -230,7 +230,7 @@ def _parser() -> argparse.ArgumentParser:
     text.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     output = parser.add_argument_group("output")
     output.add_argument("--output-prefix", required=True, help="files are named PREFIX_KEY_document.bin and .idx")
-    output.add_argument("--resume", action="store_true", help="go on where an interrupted run of this prefix stopped, if there is one")
+    output.add_argument("--resume", action="store_true", help="continue an interrupted run of this prefix, if there is one")
     output.add_argument("--journal-interval", type=float, default=30, metavar="SECONDS", help="work lost at most (default: 30)")
     output.add_argument("--log-interval", type=int, default=1000, help="documents between two lines of progress (default: 1000)")
     workers = parser.add_argument_group("workers")

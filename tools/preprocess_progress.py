@@ -1,4 +1,4 @@
-"""What the preprocessing says while it works."""
+"""Prints the progress of preprocessing."""
 
 import sys
 import time
@@ -7,9 +7,9 @@ from tqdm import tqdm
 
 
 class ProgressBar:
-    """A bar with ETA on a terminal, else a line per log_interval documents; both with documents and megabytes of text per second.
+    """Shows a bar on a terminal, else prints a line per log_interval documents. Both show documents and MB of text per second.
 
-    total_bytes: of the input files, None where that is unknown; start_bytes: of them read by an earlier run.
+    total_bytes: size of all input files, None if it is unknown. start_bytes: how much of them an earlier run has read.
     """
 
     def __init__(self, total_bytes: int | None, start_bytes: int, log_interval: int) -> None:
@@ -28,7 +28,7 @@ class ProgressBar:
         self.bar.close()
 
     def advance(self, line_count: int, text_bytes: int, file_bytes: int) -> None:
-        """line_count, text_bytes: what came now; file_bytes: what has been read of all files."""
+        """Adds to the progress. line_count, text_bytes: new since the last call. file_bytes: read from all files so far."""
         is_due = (self.line_count + line_count) // self.log_interval > self.line_count // self.log_interval
         self.line_count += line_count
         self.text_bytes += text_bytes
@@ -37,7 +37,7 @@ class ProgressBar:
         self.bar.set_postfix_str(rates, refresh=False)
         self.bar.update(file_bytes - self.bar.n)
         if self.bar.disable and is_due:
-            # In one write, which an interruption does not cut before its line end.
+            # One write, so that an interruption does not cut the line.
             sys.stderr.write(f"Processed {self.line_count} documents ({rates}{self._rest(file_bytes, seconds)}).\n")
             sys.stderr.flush()
 

@@ -1,4 +1,4 @@
-"""The flags that describe a tokenizer, as the training has them."""
+"""The flags of the training script that describe a tokenizer, for the tools."""
 
 import argparse
 import hashlib
@@ -22,7 +22,7 @@ NAMES = (
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds them with the spellings, choices and defaults of the training; none is required."""
+    """Adds the tokenizer flags with the spellings, choices and defaults of the training. None is required."""
     section = parser.add_argument_group("tokenizer")
     for option in _options():
         allowed = option.flag.allowed
@@ -40,7 +40,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def tokenizer_config(args: argparse.Namespace) -> DataConfig:
-    """The flags as the training knows them. Raises ValueError for a value out of range."""
+    """The flags as a DataConfig. Raises ValueError for a value out of range."""
     values = {option.name: getattr(args, option.name) for option in _options()}
     for option in _options():
         value = values[option.name]
@@ -52,7 +52,7 @@ def tokenizer_config(args: argparse.Namespace) -> DataConfig:
 
 
 def tokenizer_identity(data: DataConfig) -> dict[str, object]:
-    """All that the ids depend on: flags, and what is in the files rather than where they lie."""
+    """Everything the ids depend on: the flags, and the contents of the files instead of their paths."""
     identity: dict[str, object] = {name: getattr(data, name) for name in NAMES}
     identity["tokenizer_special_tokens"] = list(data.tokenizer_special_tokens)
     for name in ("tokenizer_model", "vocab_file", "merge_file"):

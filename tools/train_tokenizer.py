@@ -1,6 +1,6 @@
-"""A SentencePiece model, PREFIX.model, from the text of JSON lines; it gives every text back unchanged, tabs and line ends included.
+"""Trains a SentencePiece model, PREFIX.model, on the text of JSON lines. It decodes every text unchanged, with tabs and line ends.
 
-(With one exception: SentencePiece writes a space as U+2581, so that character in a text comes back as a space.)
+(One exception: SentencePiece writes a space as U+2581, so that character in a text is decoded as a space.)
 """
 
 import argparse
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the model; raises ValueError for an unreadable line or a vocabulary that the text cannot fill."""
+    """Writes the model. Raises ValueError for an unreadable line, or for a vocabulary that is too large for the text."""
     if STANDARD_INPUT in args.input:
         raise ValueError("--input - cannot be read twice; give files.")
     if args.max_megabytes <= 0:
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def train_model(texts: Sequence[str], *, vocab_size: int, model_type: str) -> bytes:
-    """The serialized model: the same bytes for the same texts."""
+    """The serialized model. The same texts give the same bytes."""
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -68,12 +68,12 @@ def train_model(texts: Sequence[str], *, vocab_size: int, model_type: str) -> by
 
 
 def _sentences(texts: Sequence[str]) -> Iterator[str]:
-    # The trainer drops sentences with a tab and cuts none at a line end. Both characters are left to the byte pieces.
+    # The trainer drops sentences with a tab, and does not split them at line ends. Byte pieces will encode both characters.
     return (part for text in texts for line in text.splitlines() for part in line.split("\t") if part)
 
 
 def spread_texts(paths: Sequence[str], key: str, *, max_bytes: int) -> Iterator[str]:
-    """The texts of files of JSON lines, or evenly spread ones of them, about max_bytes, if they have more."""
+    """The texts in files of JSON lines. If they have more than max_bytes, about max_bytes of evenly spread texts."""
     stride = max(1, -(-count_text_bytes(paths) // max_bytes))
     count = first_line = 0
     for batch in line_batches(paths, Position()):

@@ -1,4 +1,4 @@
-"""How many processes tokenise a corpus fastest, by trying."""
+"""Finds by trial how many processes tokenise a corpus fastest."""
 
 import time
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from megatron_zpp.data.preprocess.json_lines import Position, line_batches
 
 
 def find_worker_count(encoder: DocumentEncoder, paths: Sequence[str], candidates: Sequence[int], max_documents: int) -> None:
-    """Prints the rate of each number of workers on the first documents, fastest first, and writes nothing."""
+    """Prints the rate of each number of workers on the first documents, fastest first. Writes no files."""
     rates = {workers: documents_per_second(encoder, paths, workers, max_documents) for workers in candidates}
     for workers, rate in sorted(rates.items(), key=lambda item: -item[1]):
         print(f"{workers} workers: {rate:.1f} docs/s")
@@ -18,7 +18,7 @@ def find_worker_count(encoder: DocumentEncoder, paths: Sequence[str], candidates
 
 
 def documents_per_second(encoder: DocumentEncoder, paths: Sequence[str], workers: int, max_documents: int) -> float:
-    """The rate from the first document on, the start of the processes included."""
+    """The rate over the first max_documents documents, including the start of the processes."""
     began, count = time.monotonic(), 0
     with closing(encoded_batches(encoder, line_batches(paths, Position()), workers)) as batches:
         for _, encoded in batches:

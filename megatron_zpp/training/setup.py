@@ -60,7 +60,7 @@ def build_vocabulary(config: Config) -> Vocabulary:
 
 
 def progress_printer(launch: Launch, host: str, printer: RankPrinter) -> ProgressPrinter:
-    """Prints the progress of preparing data on this rank. Of the ranks that wait, the first of each machine prints."""
+    """The printer for the progress of this rank's data. Of the ranks that wait, the first of each machine prints."""
     return ProgressPrinter(f"rank {launch.rank} on {host}", printer.on_this, prints_waiting=launch.local_rank == 0)
 
 

@@ -10,7 +10,7 @@ MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 
 
 def run_here(*flags: object, ranks: int = 1) -> None:
-    """The tool in this process, which has torch already."""
+    """Runs the tool in this process, which has imported torch already."""
     build_data_cache.run(argparse.Namespace(ranks=ranks, no_token_check=False), [*MODEL.split(), *map(str, flags)])
 
 
@@ -23,7 +23,7 @@ def test_the_tool_builds_what_the_run_then_finds(tmp_path: Path) -> None:
     assert sum("-GPTDataset-" in name for name in made) == 2 * 3 * 5 and sum("token-check.json" in name for name in made) == 2
     again = run_tool("build_data_cache", "--ranks", 2, *MODEL.split(), *flags, "--micro-batch-size", 2)
     assert again.returncode == 0, again.stderr
-    # Four samples a step, 5 steps; a validation after steps 2 and 4 and at the end; each share rounded up.
+    # 5 steps of four samples. Validation after steps 2 and 4 and at the end. Each share is rounded up.
     assert "training: 20 samples of 2 corpora" in again.stdout and "validation: 13 samples of 2 corpora" in again.stdout
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == made
 

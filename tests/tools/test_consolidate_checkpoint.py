@@ -1,4 +1,4 @@
-"""Plain weights of a checkpoint, and the memory that making them takes."""
+"""The plain weights of a checkpoint, and the memory that the tool needs to write them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path[:0] = ["tools", "."]
 import consolidate_checkpoint, convert_from_hf, convert_to_hf, inspect_checkpoint
 import torch
-def peak_bytes():  # of this program; getrusage would tell of the larger process that started it
+def peak_bytes():  # of this program; getrusage would count the larger process that started it
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 before = peak_bytes()
@@ -41,7 +41,7 @@ print(json.dumps(facts))
 
 @pytest.fixture(scope="module")
 def consolidated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder of two units of 128 MiB that the tool wrote in a process of its own, and what that process says of itself."""
+    """A folder of two units of 128 MiB, written by the tool in its own process, and the output of that process."""
     folder = tmp_path_factory.mktemp("large")
     values = torch.arange(UNIT_NUMEL, dtype=torch.float32).view(1024, -1)
     specs = [ParamSpec(name, tuple(values.shape), lambda start, stop: values, weight_decay=True) for name in NAMES]
@@ -71,7 +71,7 @@ def test_the_files_hold_the_main_weights_under_our_names(
 
 
 def test_memory_is_a_constant_that_is_less_than_one_unit_however_large_units_are(consolidated: tuple[Path, dict[str, Any]]) -> None:
-    """16 MiB of buffers to read into, parts of 8 MiB and their casts until they have checksums, and what the allocator keeps of them."""
+    """The memory is 16 MiB of read buffers, parts of 8 MiB and their casts until they have checksums, and what the allocator keeps."""
     folder, facts = consolidated
     assert facts["taken_bytes"] < UNIT_BYTES
     index = json.loads((folder / "model.safetensors.index.json").read_text())

@@ -1,4 +1,4 @@
-"""tools/launch.py: commands for every host, signals and exit codes there and back, and a real run with an ssh of this machine."""
+"""tools/launch.py: the commands of every host, forwarded signals and exit codes, and a real run with an ssh to this machine."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import pytest
 from harness.fake_commands import ROOT, FakeCommands
 from harness.rank_pool import free_port
 from harness.tiny_runs import TINY
-from host_commands import Meeting, Program, host_commands
+from host_commands import Program, Rendezvous, host_commands
 from hostfile import Host
 from torch.distributed.run import parse_args
 
 from megatron_zpp.config.cli import parse_flags
 
-# ssh of a cluster whose hosts are all this machine: what is behind the host's name is run by a shell, as sshd does.
+# An ssh for a cluster whose hosts are all this machine: a shell runs the words after the host's name, as sshd does.
 SSH = """
 host = next(i for i, word in enumerate(words) if word in ("nodea", "nodeb", "nodec"))
 os.environ["FAKE_HOST"] = words[host]
 os.execvp("bash", ["bash", "-c", " ".join(words[host + 1:])])
 """
 HOSTS = "nodea slots=2\nnodeb slots=2 # the second\n#nodec slots=2\n"
-# Stands for torchrun: does what the file of its host says.
+# Replaces torchrun: runs the program in the file of its host.
 PYTHON = """
 exec(open(os.path.join(os.path.dirname({log!r}), os.environ["FAKE_HOST"] + ".py")).read())
 """
@@ -44,7 +44,7 @@ def launcher(tmp_path: Path, hosts: str = HOSTS) -> tuple[FakeCommands, list[str
 
 
 def shown(fakes: FakeCommands, words: list[str], **variables: str) -> list[list[str]]:
-    """The words that each host's shell would run, from --dry-run."""
+    """The command of each host, as --dry-run prints it."""
     done = fakes.run(*words, HOME=str(fakes.folder), **variables)
     assert done.returncode == 0, done.stderr
     assert not fakes.calls("ssh")
@@ -81,7 +81,7 @@ def test_variables_come_from_prefixes_and_files(tmp_path: Path) -> None:
     assert not any("CUDA_VISIBLE" in word for word in command)
     (tmp_path / "other_env").write_text("A=1\nB\n")
     done = fakes.run(*words, "--env-file", tmp_path / "other_env", "pretrain_zeropp_gpt.py")
-    assert done.returncode == 2 and "other_env, line 2: 'B' is no variable; write it as NAME=value" in done.stderr
+    assert done.returncode == 2 and "other_env, line 2: 'B' is not a variable; write it as NAME=value" in done.stderr
 
 
 def test_the_file_of_this_folder_wins_over_that_at_home(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_values_reach_every_host_as_they_are_and_stand_in_no_command(tmp_path: P
     assert sorted(host.environment["FAKE_HOST"] for host in hosts) == ["here", "nodea"]
     assert all(host.environment.items() >= values.items() for host in hosts)
     program = Program("python", "s", [], tmp_path, values)
-    for command in host_commands([Host("nodea", (0,), 1), Host("localhost", (0,), 1)], program, Meeting("nodea", 6000), None):
+    for command in host_commands([Host("nodea", (0,), 1), Host("localhost", (0,), 1)], program, Rendezvous("nodea", 6000), None):
         assert not any(value in word for value in ("k-12345", "two") for word in command.words)
 
 
@@ -121,9 +121,9 @@ def test_secrets_are_named_and_not_shown(tmp_path: Path) -> None:
 
 def test_variables_that_do_not_arrive_whole_start_nothing(tmp_path: Path) -> None:
     program = Program("touch", "s", [], tmp_path, {"A": "1"})
-    (command,) = host_commands([Host("localhost", (0,), 1)], program, Meeting("localhost", 6000), None)
+    (command,) = host_commands([Host("localhost", (0,), 1)], program, Rendezvous("localhost", 6000), None)
     done = subprocess.run(command.words, input=command.first_input[:-5], capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "was not told all variables over standard input" in done.stderr
+    assert done.returncode == 1 and "did not get all variables over standard input" in done.stderr
 
 
 def test_without_a_hostfile_there_is_a_rank_per_gpu_of_this_machine(tmp_path: Path) -> None:
@@ -146,12 +146,12 @@ def test_without_ssh_each_host_starts_its_own_ranks(tmp_path: Path) -> None:
     [
         ("--num_nodes 3 s", "--num_nodes 3 is more than the 2 hosts"),
         ("--num_gpus 3 s", "--num_gpus 3 is more than the 2 slots of nodea"),
-        ("--num_gpus 0 s", "0 is no number of 1 or more"),
-        ("--include nodea --num_gpus 1 s", "do not go with --include and --exclude"),
+        ("--num_gpus 0 s", "0 is not a number of 1 or more"),
+        ("--include nodea --num_gpus 1 s", "cannot be combined with --include and --exclude"),
         ("--include nodea:0@nodeb s", "hosts must have equal numbers of slots, nodea has 1, nodeb has 2"),
         ("--include nodex s", "'nodex' is not among the hosts"),
-        ("--no_ssh s", "say which by --node_rank, 0 to 1"),
-        ("--node_rank 1 s", "--node_rank needs --no_ssh; give that as well."),
+        ("--no_ssh s", "say which one with --node_rank, 0 to 1"),
+        ("--node_rank 1 s", "--node_rank needs --no_ssh; give --no_ssh as well."),
         ("--hostfil x s", "--hostfil"),
         ("", "script"),
     ],
@@ -174,7 +174,7 @@ def test_a_hostfile_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
 
 
 def start(tmp_path: Path, **programs: str) -> subprocess.Popen[str]:
-    """The launcher at work on hosts that do what these programs say."""
+    """Starts the launcher on hosts that run these programs."""
     fakes, words = launcher(tmp_path)
     for host, program in programs.items():
         (tmp_path / f"{host}.py").write_text(program)
@@ -237,8 +237,8 @@ def test_a_launcher_that_is_killed_takes_every_host_with_it(tmp_path: Path) -> N
 def test_a_real_run_on_two_hosts_trains_as_one_world(tmp_path: Path) -> None:
     fakes, words = launcher(tmp_path, "nodea slots=1\nnodeb slots=1\n")
     flags = [*TINY, *"--train-iters 3 --zero-stage 3 --zero-quantized-weights".split(), "--log-jsonl", str(tmp_path / "log.jsonl")]
-    meeting = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-    done = fakes.run(*words, *meeting, "pretrain_zeropp_gpt.py", *flags, OMP_NUM_THREADS="1")
+    rendezvous = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    done = fakes.run(*words, *rendezvous, "pretrain_zeropp_gpt.py", *flags, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert {call.words[-2] for call in fakes.calls("ssh")} == {"nodea", "nodeb"}  # they start at once, in any order
     assert "using world size: 2 (2 nodes x 1 ranks)" in done.stdout

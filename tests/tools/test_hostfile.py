@@ -1,4 +1,4 @@
-"""Hosts, slots, --include and --exclude: arithmetic, and mistakes that are named."""
+"""Hosts, slots, --include and --exclude: which slots are used, and which mistakes are named."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_hosts_are_read_in_their_order_and_comments_say_nothing(tmp_path: Path) 
 @pytest.mark.parametrize(
     "text, named",
     [
-        ("a slots=2\nb slots=2\na slots=4\n", "line 3: a stands in the file twice"),
-        ("a slots=2\nb\n", "line 2: 'b' is no host; write it as: name slots=8"),
-        ("a slots=two\n", "line 1: 'a slots=two' is no host"),
+        ("a slots=2\nb slots=2\na slots=4\n", "line 3: a is in the file twice"),
+        ("a slots=2\nb\n", "line 2: 'b' is not a host; write it as: name slots=8"),
+        ("a slots=two\n", "line 1: 'a slots=two' is not a host"),
         ("a slots=2 b slots=2\n", "line 1"),
         ("a slots=0\n", "line 1: a has no slots"),
         ("# nobody\n", "names no host"),
-        ("a slots=1\n-oProxyCommand=date slots=1\n", "line 2: '-oProxyCommand=date' is no name of a host"),
-        ("a;b slots=1\n", "line 1: 'a;b' is no name of a host; begin with"),
+        ("a slots=1\n-oProxyCommand=date slots=1\n", "line 2: '-oProxyCommand=date' is not a host name"),
+        ("a;b slots=1\n", "line 1: 'a;b' is not a host name; begin with"),
         ("me@node0 slots=1\n", "line 1: me@node0 names a user, but ranks meet at a host; write node0, and User me for it in ~/.ssh/config"),
     ],
 )
@@ -75,8 +75,8 @@ def test_what_is_included_and_what_is_excluded_make_the_whole(chosen: dict[str, 
     [
         ("x", "'x' is not among the hosts, which are a, b, c.d"),
         ("a:4", "a has no slot 4, its slots are 0 to 3"),
-        ("a:", "'' is no list of slots; write them as a:0,1"),
-        ("a:0-2", "'0-2' is no list of slots"),
+        ("a:", "'' is not a list of slots; write them as a:0,1"),
+        ("a:0-2", "'0-2' is not a list of slots"),
         ("a:0@a:1", "a is named twice"),
     ],
 )

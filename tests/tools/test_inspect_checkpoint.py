@@ -1,4 +1,4 @@
-"""What the tool tells of good, damaged and half-written checkpoints."""
+"""What the tool prints about good, damaged and unfinished checkpoints."""
 
 from __future__ import annotations
 

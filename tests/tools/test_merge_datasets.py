@@ -41,7 +41,7 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_written(tmp_path: Path,
         message = f"{tmp_path}/b.bin holds int32, {tmp_path}/a.bin uint16"
     elif case == "half":
         (tmp_path / "a.idx").unlink()
-        message = f"{tmp_path}/a.idx does not exist, its other half does"
+        message = f"{tmp_path}/a.idx does not exist, but its other half does"
     elif case == "output":
         words[-1] = tmp_path / "b"
         message = f"--output-prefix {tmp_path}/b is one of the corpora to merge"

@@ -1,4 +1,4 @@
-"""tools/plan_run.py: a plan in a second, without torch, whose memory and bytes are those of the run."""
+"""tools/plan_run.py: the plan takes a second, does not import torch, and has the memory and bytes of the run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_stage_of_a_deepspeed_file_does_not_make_all_members_one(tmp_path: P
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--nodes 0 --inter-gigabits 1 --teraflops 1", "0 is no number of nodes"),
+        ("--nodes 0 --inter-gigabits 1 --teraflops 1", "0 is not a number of nodes"),
         ("--nodes 2 --inter-gigabits -1 --teraflops 1", "-1 is not positive"),
         ("--nodes 2 --inter-gigabits 1", "--step-seconds"),
         ("--nodes 2 --inter-gigabits 1 --teraflops 1 -- --num-layers 2", "--hidden-size"),

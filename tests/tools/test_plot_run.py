@@ -91,7 +91,7 @@ def test_different_files_get_different_names_which_end_their_paths(paths: Sequen
         (None, "run.png", "No such file"),
         ("", "run.png", "holds no training iteration"),
         (json.dumps(validation(1, 2.0)), "run.png", "holds no training iteration"),
-        ("[1]", "run.png", "line 1: no object with an iteration"),
+        ("[1]", "run.png", "line 1: not an object with an iteration"),
         (json.dumps(training(1, 2.0)), "run.pdf", "run.pdf is not a PNG file"),
     ],
 )

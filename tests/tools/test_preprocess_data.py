@@ -17,7 +17,7 @@ NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 100)
 
 
 def preprocess(source: Path, prefix: Path, *arguments: object, workers: int = 1) -> subprocess.CompletedProcess[str]:
-    """The tool on one source, by default with NULL."""
+    """Runs the tool on one source, by default with NULL."""
     return run_tool("preprocess_data", "--input", source, "--output-prefix", prefix, "--workers", workers, *(arguments or NULL))
 
 
@@ -53,7 +53,7 @@ def test_empty_documents_have_no_sequence_and_blank_lines_are_no_documents(tmp_p
     source.write_text('{"text": "1"}\n\n{"text": ""}\n  \r\n{"text": "2"}')
     done = preprocess(source, tmp_path / "out", *NULL, "--append-eod")
     assert documents_of(str(tmp_path / "out_text_document")) == [[1, 99], [2, 99]]
-    # As Megatron writes it: an empty document ends where it begins.
+    # As in Megatron, an empty document ends where it begins.
     assert IndexedDataset(str(tmp_path / "out_text_document")).document_starts.tolist() == [0, 1, 1, 2]
     assert "3 documents (1 of them empty), 4 tokens" in done.stdout
 
@@ -128,7 +128,7 @@ def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, name: str)
 
 
 def test_several_workers_write_the_bytes_of_one(tmp_path: Path) -> None:
-    # More text than one batch holds, in documents of uneven length.
+    # More text than one batch, in documents of different lengths.
     texts = [" ".join(str((i + j) % 100) for j in range(1 + i * 37 % 2000)) for i in range(1200)]
     source = write_json_lines(tmp_path / "in.jsonl", [{"text": text} for text in texts])
     digests = []
@@ -181,7 +181,7 @@ def test_invalid_lines_are_left_out_counted_and_listed_where_that_is_asked_for(t
     assert [line.split(": ")[0] for line in listed] == [f"{source}, line {number}" for number in (2, 3, 4, 5)]
     assert f"4 invalid lines skipped, listed in {tmp_path}/out_skipped_lines.txt" in done.stdout
     assert "ids separated by spaces" in listed[1]
-    # The list of an earlier run goes with its files.
+    # The list of an earlier run is removed with its files.
     source.write_bytes(b'{"text": "1", "more": "5"}\n')
     assert preprocess(source, tmp_path / "out", *NULL, "--skip-invalid", "--json-keys", "text", "more").returncode == 0
     assert not (tmp_path / "out_skipped_lines.txt").exists()
@@ -193,12 +193,12 @@ def test_invalid_lines_are_left_out_counted_and_listed_where_that_is_asked_for(t
         ((*NULL, "--partitions", 0), "--partitions 0 must be 1 or more"),
         ((*NULL, "--split-sentences"), "--split-sentences is not available: GPT reads documents"),
         ((*NULL, "--journal-interval", -1), "--journal-interval -1"),
-        ((*NULL, "--input", "-", "--resume"), "--resume cannot go back in standard input"),
+        ((*NULL, "--input", "-", "--resume"), "--resume cannot read standard input again"),
         ((), "--tokenizer-type None is unknown; choose one of GPT2BPETokenizer"),
         ((*NULL, "--json-keys", "a", "a"), "names a key twice"),
         ((*NULL, "--log-interval", 0), "--log-interval 0"),
         ((*NULL, "--workers-to-check", 1, 0), "--workers-to-check 0 must be 1 or more"),
-        ((*NULL, "--find-optimal-num-workers", "--input", "-"), "--input - cannot; give files"),
+        ((*NULL, "--find-optimal-num-workers", "--input", "-"), "--input - can be read only once; give files"),
         (("--tokenizer-type", "NullTokenizer"), "needs --vocab-size"),
         (("--tokenizer-type", "SentencePieceTokenizer"), "needs --tokenizer-model"),
         (("--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", "nowhere"), "--tokenizer-model nowhere does not exist"),
@@ -242,7 +242,7 @@ def test_preprocessing_imports_no_torch() -> None:
 
 
 def run_with_patch(tmp_path: Path, patch: str) -> subprocess.CompletedProcess[str]:
-    """The tool with two workers after a line of Python, on the document 1 2."""
+    """Runs a line of Python, then the tool with two workers on the document 1 2."""
     source = write_json_lines(tmp_path / "in.jsonl", [{"text": "1 2"}])
     arguments = ["--input", str(source), "--output-prefix", str(tmp_path / "out"), "--workers", "2", *map(str, NULL)]
     script = tmp_path / "script.py"

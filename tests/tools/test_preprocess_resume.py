@@ -1,4 +1,4 @@
-"""An interrupted preprocessing goes on to the bytes of one that was not interrupted."""
+"""An interrupted preprocessing, when resumed, writes the same bytes as an uninterrupted one."""
 
 import argparse
 import gzip
@@ -29,7 +29,7 @@ FLAGS = ["--json-keys", "text", "more", "--append-eod", "--skip-invalid", "--tok
 
 
 def digests(prefix: Path) -> dict[str, str]:
-    """The finished files of a prefix; nothing else of it may exist."""
+    """The finished files of a prefix. No other file of the prefix may exist."""
     return {path.name[len(prefix.name) :]: hashlib.sha256(path.read_bytes()).hexdigest() for path in prefix.parent.glob(f"{prefix.name}*")}
 
 
@@ -69,13 +69,13 @@ def is_running(process_id: int) -> bool:
 
 
 def wait_for(process: "subprocess.Popen[bytes]", path: Path, file_bytes: int) -> None:
-    """Until the file has so many bytes, or the process has ended."""
+    """Waits until the file has that many bytes, or until the process has ended."""
     while process.poll() is None and not (path.exists() and path.stat().st_size >= file_bytes):
         time.sleep(0.002)
 
 
 def kill_and_resume(folder: Path, rounds: int, seed: int) -> int:
-    """How many of the rounds were killed in the middle of their work."""
+    """The number of rounds that were killed in the middle of their work."""
     sources = write_source(folder, documents=9000, seed=seed)
     whole = start(sources, folder / "whole")
     assert whole.communicate()[1].count(b"error") == 0
@@ -127,12 +127,12 @@ def test_a_signal_stops_it_with_a_word_on_how_to_go_on(tmp_path: Path, signal_nu
     process.send_signal(signal_number)
     errors = process.communicate()[1].decode()
     assert process.returncode == 130, errors
-    assert errors.splitlines()[-1] == "preprocess_data.py: interrupted; the same command with --resume goes on from there."
+    assert errors.splitlines()[-1] == "preprocess_data.py: interrupted; the same command with --resume continues from there."
     journal = json.loads((tmp_path / "out.unfinished").read_text())
     assert journal["progress"]["text_bytes"] > 0
 
 
-# From here on in this process, with one worker: the tool's `run`, in a fork that ends at a chosen moment without a word, as SIGKILL does.
+# The tests below call the tool's `run` with one worker in a fork, which ends at a chosen moment as if by SIGKILL.
 
 
 def arguments(sources: list[Path], prefix: Path, *more: str) -> argparse.Namespace:
@@ -140,7 +140,7 @@ def arguments(sources: list[Path], prefix: Path, *more: str) -> argparse.Namespa
 
 
 def run_until_call(args: argparse.Namespace, last_call: int) -> bool:
-    """Whether the run ends at its last_call-th change to names or disk, before that change."""
+    """Ends the run before its last_call-th change to names or disk. Returns whether it got that far."""
     child = os.fork()
     if child == 0:
         calls = iter(range(last_call))
@@ -169,7 +169,7 @@ def test_killed_at_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_path:
     last_call = 0
     while True:
         prefix = tmp_path / f"out{last_call}"
-        # Files of an earlier run are there, as they are where a corpus is made anew.
+        # Files of an earlier run exist, as if the corpus was made anew.
         preprocess_data.run(arguments(sources[:1], prefix))
         if not run_until_call(arguments(sources, prefix), last_call):
             break
@@ -210,7 +210,7 @@ def unfinished(folder: Path) -> tuple[list[Path], Path]:
 
 def test_an_unfinished_run_is_not_thrown_away_by_accident(tmp_path: Path) -> None:
     sources, prefix = unfinished(tmp_path)
-    with pytest.raises(ValueError, match=r"has an unfinished run; give --resume to go on, or remove .*out\.unfinished to start anew"):
+    with pytest.raises(ValueError, match=r"has an unfinished run; give --resume to continue it, or remove .*out\.unfinished to start anew"):
         preprocess_data.run(arguments(sources, prefix))
     (tmp_path / "out.unfinished").unlink()
     preprocess_data.run(arguments(sources, prefix))
@@ -267,7 +267,7 @@ def test_after_damage_the_way_on_that_is_named_is_one_that_works(
         (tmp_path / "out.unfinished").unlink()
         preprocess_data.run(arguments(sources, tmp_path / "out"))
     else:
-        assert str(error.value).endswith("; the same command with --resume goes on from there.")
+        assert str(error.value).endswith("; the same command with --resume continues from there.")
         preprocess_data.run(arguments(sources, tmp_path / "out", "--resume"))
     preprocess_data.run(arguments(sources, tmp_path / "other"))
     assert digests(tmp_path / "out") == digests(tmp_path / "other")
@@ -280,7 +280,7 @@ def test_a_bad_line_far_into_the_text_costs_nothing_that_was_done(tmp_path: Path
     args = arguments([source], tmp_path / "out")
     args.skip_invalid = False
     with pytest.raises(
-        ValueError, match=r"in.jsonl, line 51: not JSON .*; with --resume and --skip-invalid the same command goes on from there\."
+        ValueError, match=r"in.jsonl, line 51: not JSON .*; with --resume and --skip-invalid the same command continues from there\."
     ):
         preprocess_data.run(args)
     args.skip_invalid, args.resume = True, True

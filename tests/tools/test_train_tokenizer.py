@@ -33,7 +33,7 @@ def test_source_code_comes_back_unchanged_in_far_fewer_tokens_than_characters(mo
     assert sum(map(len, ids)) < sum(map(len, texts)) / 2
 
 
-# U+2581 is how SentencePiece writes a space; halves of surrogate pairs are no text.
+# SentencePiece writes a space as U+2581, and halves of surrogate pairs are not text.
 @given(text=st.text(st.characters(exclude_characters="\u2581", exclude_categories=["Cs"])))
 def test_every_text_comes_back_unchanged(model: Path, text: str) -> None:
     for tokenizer in (GPTSentencePieceTokenizer(str(model)), SentencePieceTokenizer(str(model))):
