@@ -21,7 +21,7 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     """Writes OUTPUT_PREFIX.bin and .idx. Raises ValueError for a damaged corpus, and for token ids of different dtypes."""
     if args.multimodal:
-        raise ValueError("--multimodal is not available: corpora hold text alone; leave it out.")
+        raise ValueError("--multimodal is not available: corpora hold only text; leave it out.")
     began = time.monotonic()
     prefixes = find_prefixes(args.input, args.output_prefix)
     # All corpora are checked before anything is written. Each is closed again, because there may be thousands.

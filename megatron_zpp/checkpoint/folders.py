@@ -36,7 +36,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Leftover:
-    """A folder that some process was, or still is, writing, replacing or deleting."""
+    """A folder that a process is, or was, writing, replacing or deleting."""
 
     folder: Path
     stage: Stage

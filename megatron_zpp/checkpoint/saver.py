@@ -133,7 +133,7 @@ class CheckpointSaver:
         """
         self.finish()
         final = iteration_folder(self.directory, manifest.iteration)
-        token = self._begin(final)
+        token = self._create_folder(final)
         save = _Save(manifest, staged_folder(final, Stage.UNFINISHED, token), token)
         self._save, self._is_reported = save, False
         if self._snapshot is not None:
@@ -198,7 +198,7 @@ class CheckpointSaver:
 
     # ---- before anything is written
 
-    def _begin(self, final: Path) -> str:
+    def _create_folder(self, final: Path) -> str:
         """Creates the unfinished folder and returns its token. Checks that every rank sees the folder and that the disk has room."""
         token, error = "", ""
         if self._share.rank == 0:

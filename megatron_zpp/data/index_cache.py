@@ -46,7 +46,7 @@ class IndexCache(Generic[Indices]):
     def load_or_build(
         self, build: Callable[[], Indices], what: str = "indices", progress: ProgressPrinter = SILENT
     ) -> CachedIndices[Indices]:
-        """The indices: from disk if the files exist and are complete, else from build(). Ranks may call this at any time."""
+        """The indices: from disk if the files exist and are complete, else from build(). Any ranks may call this, even at once."""
         unkept: list[CachedIndices[Indices]] = []
 
         def build_and_store() -> Indices:

@@ -38,7 +38,7 @@ def best_dtype(vocab_size: int) -> np.dtype:
 class IndexedDataset:
     """The sequences of PREFIX.bin and PREFIX.idx, read through memory maps. Only the prefix is pickled.
 
-    The constructor checks both files completely, so no later read can go beyond them.
+    The constructor checks that all sequences lie inside the files, so no later read can go beyond them.
     Raises ValueError for a missing, foreign, truncated or contradictory file, naming what was found and what is needed.
     """
 
@@ -151,7 +151,9 @@ def _read_header(path: str) -> _Header:
         raise ValueError(f"{path} is truncated: it has {len(head)} bytes, its header alone needs {HEADER.size}; copy it again.")
     _, version, code, sequence_count, document_entry_count = HEADER.unpack(head)
     if version != VERSION:
-        raise ValueError(f"{path} has version {version}, needed is {VERSION}; write the data again with tools/preprocess_data.py.")
+        raise ValueError(
+            f"{path} has version {version}, but version {VERSION} is needed; write the data again with tools/preprocess_data.py."
+        )
     if code not in DTYPES:
         known = ", ".join(f"{code} {dtype.name}" for code, dtype in DTYPES.items())
         raise ValueError(f"{path} has dtype code {code}, token ids are one of {known}; write the data again with tools/preprocess_data.py.")

@@ -65,7 +65,7 @@ class WholePassSampler:
 
     def __post_init__(self) -> None:
         if self.total_samples <= 0:
-            raise ValueError("The validation set has no whole sample; give more data, or a smaller --seq-length.")
+            raise ValueError("The validation set has no complete sample; give more data, or a smaller --seq-length.")
 
     @property
     def microbatches(self) -> int:

@@ -67,7 +67,7 @@ def test_a_file_name_given_as_prefix_is_recognised(tmp_path: Path) -> None:
     [
         (0, b"PK\x03\x04", r"starts with b'PK.*MMIDIDX.*check the prefix"),
         (0, b"TNTIDX\x00\x00", "legacy TNTIDX format.*preprocess_data"),
-        (9, struct.pack("<Q", 2), "version 2, needed is 1"),
+        (9, struct.pack("<Q", 2), "version 2, but version 1 is needed"),
         (17, b"\x07", "dtype code 7.*1 uint8"),
         (17, b"\x63", "dtype code 99.*8 uint16"),
         (18, struct.pack("<Q", 11), "truncated: it has 242 bytes, its header promises 254"),

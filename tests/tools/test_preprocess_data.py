@@ -147,9 +147,9 @@ def test_several_workers_write_the_bytes_of_one(tmp_path: Path) -> None:
     [
         (b'{"text": "1"', "not JSON", 1),
         (b'{"text": "1"', "not JSON", 2),
-        (b"[1]", "holds list, needed is a JSON object", 1),
+        (b"[1]", "holds list, but a JSON object is needed", 1),
         (b'{"body": "1"}', 'key "text" is missing (found: body); --json-keys', 1),
-        (b'{"text": 3}', 'key "text" holds int, needed is a string', 1),
+        (b'{"text": 3}', 'key "text" holds int, but a string is needed', 1),
         (b'{"text": "\xff"}', "not valid UTF-8 at byte 10 of the line", 1),
         (b'{"text": "\\ud800"}', "half of a surrogate pair", 1),
         (b'{"text": "100"}', "id 100 is outside of the vocabulary of 100 ids", 1),

@@ -109,7 +109,7 @@ def read_texts(line: bytes, keys: Sequence[str]) -> dict[str, str]:
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error}); every line needs one object") from None
     if not isinstance(record, dict):
-        raise ValueError(f"holds {type(record).__name__}, needed is a JSON object")
+        raise ValueError(f"holds {type(record).__name__}, but a JSON object is needed")
     return {key: _read_text(record, key) for key in keys}
 
 
@@ -118,10 +118,10 @@ def _read_text(record: dict[str, object], key: str) -> str:
         raise ValueError(f'key "{key}" is missing (found: {", ".join(record) or "none"}); --json-keys names the keys to read')
     text = record[key]
     if not isinstance(text, str):
-        raise ValueError(f'key "{key}" holds {type(text).__name__}, needed is a string')
+        raise ValueError(f'key "{key}" holds {type(text).__name__}, but a string is needed')
     if not text.isascii():
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
-            raise ValueError(f'key "{key}" holds half of a surrogate pair, which is no text') from None
+            raise ValueError(f'key "{key}" holds half of a surrogate pair, which is not text') from None
     return text

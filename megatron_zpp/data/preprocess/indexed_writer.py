@@ -95,7 +95,7 @@ class IndexedDatasetWriter:
         """Appends all documents of another corpus. Raises ValueError if that has another dtype."""
         if dataset.dtype != self.dtype:
             raise ValueError(
-                f"{dataset.token_path} holds {dataset.dtype.name}, needed is {self.dtype.name}; tokenise both with one vocabulary."
+                f"{dataset.token_path} holds {dataset.dtype.name}, but {self.dtype.name} is needed; tokenise both with one vocabulary."
             )
         # Read, because the pages of a memory map would count as memory of this process.
         with open(dataset.token_path, "rb") as tokens:

@@ -72,7 +72,7 @@ class ModelTraits(NamedTuple):
 
 
 def segment_encoder(pieces: sentencepiece.SentencePieceProcessor) -> SegmentEncoder | None:
-    """An encoder by segments; None if it would not give exactly the ids of the model."""
+    """The encoder by segments for a model; None if its ids could differ from those of the model."""
     model = pieces.serialized_model_proto()
     traits = _traits(model, [pieces.id_to_piece(index) for index in range(pieces.get_piece_size())])
     # Without byte pieces, neighbouring unknown characters become one id, even across segments.

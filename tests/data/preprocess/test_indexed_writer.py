@@ -174,7 +174,7 @@ def test_one_corpus_is_appended_to_another_with_its_documents(tmp_path: Path) ->
     with IndexedDatasetWriter(str(tmp_path / "merged"), np.dtype("uint16")) as writer:
         for part in parts:
             writer.add_dataset(IndexedDataset(part))
-        with pytest.raises(ValueError, match="holds int32, needed is uint16"):
+        with pytest.raises(ValueError, match="holds int32, but uint16 is needed"):
             writer.add_dataset(IndexedDataset(write_corpus(tmp_path, [[1]], "int32", name="other")))
         writer.finalize()
     assert pair(tmp_path / "merged") == expected
