@@ -1,4 +1,4 @@
-"""An estimate of the memory that activations take, from the configuration alone.
+"""Estimates the memory of activations from the configuration alone.
 
 T tokens of a micro-batch, S tokens per sample, H hidden size, A heads x channels, C key and value heads x channels, F feed-forward hidden
 size, V padded vocabulary.
@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.chunks import recomputed_blocks, recomputed_chunks, recomputes_attention
 
-MASK_BYTES = 1  # of an element that dropout may drop
+MASK_BYTES = 1  # per element that dropout may drop
 STATISTICS_BYTES = 2 * 4  # mean and deviation of a token in a norm, fp32
 SCORE_BYTES = 3 * 4  # fp32 scores after softmax, after dropout, and the mask, as torch's plain attention keeps them
-NORMALIZER_BYTES = 4  # of a token and head, where the kernel computes scores again
+NORMALIZER_BYTES = 4  # per token and head, if the kernel computes scores again in backward
 CHUNK_BYTES = 2 * 64 * 2**20  # fp32 values of the loss that exist at once, see model/cross_entropy.py
 
 
 @dataclass(frozen=True)
 class AttentionNeed:
-    """What a kernel of attention keeps. keeps_scores: its S x S matrices. repeats_heads: shared key and value heads, once per query."""
+    """What an attention kernel keeps for backward.
+
+    keeps_scores: it keeps the S x S matrices. repeats_heads: it keeps a copy of a shared key and value head for every query head.
+    """
 
     keeps_scores: bool
     repeats_heads: bool = False
@@ -29,11 +32,11 @@ class AttentionNeed:
 def activation_bytes(
     config: ModelConfig, padded_vocab_size: int, micro_batch_size: int, element_bytes: int, *, attention: AttentionNeed
 ) -> int:
-    """An estimate of the most that activations and their gradients take in a micro-batch.
+    """Estimated peak bytes of activations and their gradients in one micro-batch: what forward keeps, plus the larger of two peaks.
 
-    What forward keeps: of a chunk of recomputed blocks its input, of every other block all, or all but what recomputed attention makes
-    again. Beside it the larger of what the head needs, and of a block's gradients with what is computed again for it: the largest chunk,
-    or one block's attention.
+    Forward keeps the input of every chunk of recomputed blocks. Of any other block it keeps all activations, except those inside
+    attention if attention is recomputed. The two peaks are that of the head, and that of one block's backward: the block's gradients, and
+    beside them what is computed again for it (the largest chunk, or the attention of one block).
     """
     tokens = micro_batch_size * config.seq_length
     inside = tokens * _inside_attention_bytes_per_token(config, element_bytes, attention)
@@ -50,12 +53,12 @@ def activation_bytes(
 
 
 def mask_bytes(samples: int, length: int, element_bytes: int) -> int:
-    """What a micro-batch's mask takes where documents are separated by one."""
+    """Bytes of the additive mask that separates the documents of a micro-batch."""
     return samples * length * length * element_bytes
 
 
 def _block_bytes_per_token(config: ModelConfig, element_bytes: int) -> int:
-    """Inputs and outputs of two norms (4 H), what attention's projections read and write, both sides of the activation (3 F gated)."""
+    """Inputs and outputs of two norms (4 H), what attention's projections read and write, both sides of the activation (3 F if gated)."""
     ffn_widths = 3 if config.swiglu else 2
     values = 4 * config.hidden_size + config.qkv_width + config.heads_width + ffn_widths * config.ffn_hidden_size
     masks = 2 * config.hidden_size * MASK_BYTES if config.hidden_dropout > 0 else 0
@@ -63,9 +66,10 @@ def _block_bytes_per_token(config: ModelConfig, element_bytes: int) -> int:
 
 
 def _inside_attention_bytes_per_token(config: ModelConfig, element_bytes: int, attention: AttentionNeed) -> int:
-    """What attention keeps between its projections, beside what they read and write.
+    """What attention keeps between its projections, beside what the projections read and write.
 
-    The mixture in the kernel's own layout (A), q, k and v once more where a step comes between, repeated heads, and scores.
+    That is the output in the kernel's own layout (A), a copy of q, k and v if a step lies between projection and kernel, repeated heads,
+    and scores.
     """
     repeated = 2 * (config.heads_width - config.key_value_heads * config.kv_channels) if attention.repeats_heads else 0
     is_rotated = config.position_embedding_type == "rope"

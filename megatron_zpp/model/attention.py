@@ -19,10 +19,10 @@ from megatron_zpp.model.rotary import Rotation
 
 
 class Attention(nn.Module):
-    """Every token attends to itself and to the tokens before it, with `documents` to those of its document alone.
+    """Every token attends to itself and to the tokens before it; with `documents`, only to those of its own document.
 
-    The rows of `qkv` are ordered as Megatron orders them, group by group and queries, key, value within a group: a run of rows is a set of
-    whole groups. See model/shapes.py.
+    The rows of `qkv` are in Megatron's order: group by group, and within a group queries, key, value. So a group is a contiguous range of
+    rows. See model/shapes.py.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         return mixed_BSH
 
     def mixed(self, qkv_BSX: Tensor, documents: Documents | None, rotation: Rotation | None) -> Tensor:
-        """mixed_BSA: what lies between the projections."""
+        """mixed_BSA: the part of attention between its two projections."""
         query_BNSD, key_BKSD, value_BKSD = self.heads(qkv_BSX, rotation)
         dropout = self.dropout if self.training else 0.0
         if documents is None:
@@ -57,13 +57,13 @@ class Attention(nn.Module):
         return mixed_BNSD.transpose(1, 2).flatten(2)
 
     def heads(self, qkv_BSX: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """query_BNSD, key_BKSD and value_BKSD: normalized where the model does so, and rotated."""
+        """query_BNSD, key_BKSD and value_BKSD, normalized with --qk-layernorm, and rotated if there is a rotation."""
         groups = qkv_BSX.unflatten(-1, (-1, self.queries_per_group + 2, self.head_channels))  # [B, S, K, M + 2, D]
         query_BSKMD, key_BSK1D, value_BSK1D = groups.split((self.queries_per_group, 1, 1), dim=3)
         if self.query_norm is not None and self.key_norm is not None:
             query_BSKMD, key_BSK1D = self.query_norm(query_BSKMD), self.key_norm(key_BSK1D)
         if rotation is not None:
             query_BSKMD, key_BSK1D = rotation.turned(query_BSKMD), rotation.turned(key_BSK1D)
-            value_BSK1D = value_BSK1D.contiguous()  # a view would keep the queries and keys of before the rotation alive
+            value_BSK1D = value_BSK1D.contiguous()  # a view would keep the unrotated queries and keys alive
         query_BNSD, key_BKSD, value_BKSD = (part.flatten(2, 3).transpose(1, 2) for part in (query_BSKMD, key_BSK1D, value_BSK1D))
         return query_BNSD, key_BKSD, value_BKSD

@@ -1,4 +1,4 @@
-"""Which of torch's attention kernels runs.
+"""Calls torch's attention kernels, and selects the one that --attention-backend names.
 
 B micro-batch size, S tokens per sample, N query heads, K key and value heads, D channels of a head.
 """
@@ -22,13 +22,13 @@ KERNELS = {
     "unfused": [SDPBackend.MATH],
     "local": [SDPBackend.MATH],
 }
-LARGEST_FLASH_CHANNELS = 256  # of a head
+LARGEST_FLASH_CHANNELS = 256  # per head
 FLASH_MAJOR = 8  # compute capability of a GPU: Ampere
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What decides which kernel can attend. has_dropout: of attention weights. backend: the user's wish."""
+    """The properties of heads that decide which kernel can run. has_dropout: dropout of attention weights. backend: as the user chose."""
 
     dtype: torch.dtype
     channels: int
@@ -51,9 +51,9 @@ def head_shape_of(config: ModelConfig, dtype: torch.dtype) -> HeadShape:
 def attend(
     query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, *, dropout: float, backend: str, mask_B1SS: Tensor | None = None
 ) -> Tensor:
-    """mixed_BNSD by the kernel that --attention-backend names; causal, or with a mask what the mask says.
+    """mixed_BNSD, computed by the kernel that --attention-backend names; causal unless there is a mask.
 
-    mask_B1SS: added to the scores. Raises RuntimeError where no such kernel can do it; `check_attention` finds that out beforehand.
+    mask_B1SS: added to the scores. Raises RuntimeError if no such kernel can run; `check_attention` finds that out at start-up.
     """
     shares_heads = query_BNSD.shape[1] != key_BKSD.shape[1]
     if shares_heads and not _takes_shared_heads(query_BNSD, backend, has_mask=mask_B1SS is not None):
@@ -72,16 +72,13 @@ def attend(
 
 
 def repeated_heads(query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, Tensor]:
-    """Key and value, both [B, N, S, D], with each head as often as queries share it."""
+    """Key and value, both [B, N, S, D]: each head is repeated for all query heads that share it."""
     times = query_BNSD.shape[1] // key_BKSD.shape[1]
     return key_BKSD.repeat_interleave(times, dim=1), value_BKSD.repeat_interleave(times, dim=1)
 
 
 def check_attention(device: torch.device, head: HeadShape, *, masks_documents: bool) -> None:
-    """Nothing, where the kernel that was asked for can attend with such heads on this device; it is tried once, forward and backward.
-
-    Raises ValueError naming what it cannot do.
-    """
+    """Raises ValueError if the chosen kernel cannot run on this device with such heads; it is tried once, forward and backward."""
     if head.backend == "auto":
         return
     query = torch.zeros(1, 2 * head.queries_per_group, 16, head.channels, dtype=head.dtype, device=device, requires_grad=True)
@@ -90,7 +87,7 @@ def check_attention(device: torch.device, head: HeadShape, *, masks_documents: b
     dropout = 0.5 if head.has_dropout else 0.0
     try:
         with warnings.catch_warnings(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            warnings.simplefilter("ignore")  # torch names there every kernel that it was not allowed to take
+            warnings.simplefilter("ignore")  # torch warns about every kernel that it was not allowed to use
             attend(query, key, key, dropout=dropout, backend=head.backend, mask_B1SS=mask).sum().backward()
     except RuntimeError:
         wish = f"heads of {head.channels} channels in {str(head.dtype).removeprefix('torch.')}"
@@ -106,7 +103,7 @@ def _only(backend: str) -> AbstractContextManager[None]:
 
 
 def _takes_shared_heads(query_BNSD: Tensor, backend: str, *, has_mask: bool) -> bool:
-    """Whether a kernel worth having reads a key head for several queries; on GPUs that is flash alone, which takes no mask."""
+    """Whether a fast kernel can read one key head for several query heads; on GPUs only flash can, and it accepts no mask."""
     if query_BNSD.device.type == "cpu" or backend in ("unfused", "local"):
         return True
     fits = query_BNSD.dtype in (torch.bfloat16, torch.float16) and query_BNSD.shape[-1] <= LARGEST_FLASH_CHANNELS
@@ -114,5 +111,5 @@ def _takes_shared_heads(query_BNSD: Tensor, backend: str, *, has_mask: bool) -> 
 
 
 def _has_flash(device: torch.device) -> bool:
-    # torch.compile takes this call for a constant, unlike get_device_capability.
+    # torch.compile treats this call as a constant, unlike get_device_capability.
     return torch.cuda.get_device_properties(device).major >= FLASH_MAJOR

@@ -19,7 +19,7 @@ from megatron_zpp.model.rotary import Rotation
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual path (pre-norm, as in GPT-2)."""
+    """Attention and MLP, each after a norm and inside a residual connection (pre-norm, as in GPT-2)."""
 
     def __init__(self, config: ModelConfig, block_index: int, seed: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Block(nn.Module):
             return self.transformed(hidden_BSH, documents, rotation)
 
     def transformed(self, hidden_BSH: Tensor, documents: Documents | None, rotation: Rotation | None) -> Tensor:
-        """What the block computes; it reads nothing that differs between blocks but weights, so that it is compiled once for all."""
+        """The block's output. It reads only what all blocks share, and weights; so one compilation serves every block."""
         mixed_BSH = self.attention(self.attention_norm(hidden_BSH), documents, rotation)
         hidden_BSH = hidden_BSH + F.dropout(mixed_BSH, self.dropout, self.training)
         return hidden_BSH + F.dropout(self.mlp(self.mlp_norm(hidden_BSH)), self.dropout, self.training)

@@ -1,4 +1,4 @@
-"""Which blocks backward computes again, from the configuration alone (no torch)."""
+"""Selects the blocks that backward computes again, from the configuration alone (no torch)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from megatron_zpp.config.schema import ModelConfig
 
 
 def recomputed_chunks(config: ModelConfig) -> tuple[range, ...]:
-    """The first blocks, as chunks that are recomputed whole from the input of their first block; blocks after them keep their activations.
+    """The chunks of blocks that are recomputed, each as a whole from the input of its first block. Later blocks keep their activations.
 
-    uniform: all blocks, by --recompute-num-layers, the last chunk what is left. block: --recompute-num-layers chunks of one block.
+    uniform: all blocks, in chunks of --recompute-num-layers; the last chunk has the rest. block: the first --recompute-num-layers blocks,
+    each a chunk of its own.
     """
     if config.recompute_granularity != "full":
         return ()
@@ -19,10 +20,10 @@ def recomputed_chunks(config: ModelConfig) -> tuple[range, ...]:
 
 
 def recomputed_blocks(config: ModelConfig) -> int:
-    """How many blocks are recomputed whole."""
+    """The number of blocks that are recomputed as a whole."""
     return sum(len(chunk) for chunk in recomputed_chunks(config))
 
 
 def recomputes_attention(config: ModelConfig) -> bool:
-    """Whether attention alone is recomputed, in every block."""
+    """Whether every block recomputes its attention and nothing else."""
     return config.recompute_granularity == "selective"

@@ -1,4 +1,4 @@
-"""Cross entropy in fp32 that keeps nothing but the logits it was given.
+"""Cross entropy in fp32 that keeps only its input, the logits, for backward.
 
 T tokens, V vocabulary entries (padding included).
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# fp32 values that exist at once beside logits and their gradient: 64 MiB, enough to keep a device busy, little beside all logits.
+# fp32 values that exist at once beside logits and their gradient: 64 MiB. Enough to keep a device busy, and little beside all logits.
 CHUNK_NUMEL = 1 << 24
 
 
@@ -20,7 +20,7 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """-log softmax(logits)[label] of every token, in fp32.
 
     logits: [..., V] fp32, bf16 or fp16; labels: [...] int64 in 0..V-1. Returns [...] fp32; the gradient has the dtype of the logits.
-    Between forward and backward only the logits are kept, in their own dtype; fp32 copies exist for one chunk of tokens at a time.
+    Only the logits are kept for backward, in their own dtype; fp32 copies exist for one chunk of tokens at a time.
     """
     loss_T: Tensor = _TokenLoss.apply(logits.flatten(0, -2), labels.flatten())
     return loss_T.view(labels.shape)

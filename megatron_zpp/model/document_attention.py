@@ -1,7 +1,7 @@
-"""Causal attention that stays inside documents, for samples that hold several.
+"""Causal attention inside documents, for samples that hold several documents.
 
-B micro-batch size, S tokens per sample, N query heads, K key and value heads, D channels of a head, R runs of one document each, in all
-samples of the micro-batch.
+B micro-batch size, S tokens per sample, N query heads, K key and value heads, D channels of a head, R runs of tokens of one document, over
+all samples of the micro-batch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from megatron_zpp.model.activations import mask_bytes
 from megatron_zpp.model.attention_kernel import HeadShape, attend, repeated_heads
 
-LARGEST_VARLEN_CHANNELS = 256  # of a head, and a multiple of 8
-# Of outputs of about 1: some roundings of values with 8 or 11 significant bits. A token of another document would change them by about 1.
+LARGEST_VARLEN_CHANNELS = 256  # per head; must be a multiple of 8
+# For outputs of about 1: a few roundings of values with 8 or 11 significant bits. A token of another document would change them by about 1.
 PROBE_TOLERANCE = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 
 
 class Documents(Protocol):
-    """The documents of one micro-batch, as attention needs to know them."""
+    """The documents of one micro-batch, in the form that attention needs."""
 
     def attend(self, query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, dropout: float) -> Tensor:
         """mixed_BNSD: every token attends to itself and to the tokens before it in its document."""
@@ -32,9 +32,9 @@ class Documents(Protocol):
 
 
 def separated(document_lengths_R: Tensor, sample_shape: tuple[int, int], head: HeadShape, device: torch.device) -> Documents | None:
-    """The documents on `device`; None where every sample is one document, which plain causal attention serves.
+    """The documents on `device`; None if every sample is one document, so that plain causal attention is right.
 
-    document_lengths_R: int64 on the host, tokens of each run, sample after sample; their sum is B * S.
+    document_lengths_R: int64 on the host, the number of tokens of each run, sample after sample; their sum is B * S.
     """
     samples, length = sample_shape
     if int(document_lengths_R.sum()) != samples * length or len(document_lengths_R) < samples:
@@ -47,11 +47,12 @@ def separated(document_lengths_R: Tensor, sample_shape: tuple[int, int], head: H
 
 
 class MaskedDocuments:
-    """One additive mask for all blocks: -inf between tokens of different documents and before the future. Any device, dtype and dropout."""
+    """One additive mask for all blocks: -inf for tokens of other documents and for later tokens. Any device, dtype and dropout."""
 
     def __init__(self, document_lengths_R: Tensor, sample_shape: tuple[int, int], head: HeadShape, device: torch.device) -> None:
         run_BS = torch.repeat_interleave(document_lengths_R).view(sample_shape).to(device)
-        is_apart_B1SS = (run_BS[:, None, :, None] != run_BS[:, None, None, :]).logical_or_(_future(sample_shape[1], device))
+        is_future_SS = torch.ones(sample_shape[1], sample_shape[1], dtype=torch.bool, device=device).triu_(1)
+        is_apart_B1SS = (run_BS[:, None, :, None] != run_BS[:, None, None, :]).logical_or_(is_future_SS)
         self._mask_B1SS = torch.zeros(is_apart_B1SS.shape, dtype=head.dtype, device=device).masked_fill_(is_apart_B1SS, -torch.inf)
         self._backend = head.backend
 
@@ -60,13 +61,13 @@ class MaskedDocuments:
 
 
 class VarlenDocuments:
-    """Flash attention over runs of different lengths: nothing between documents is computed or kept."""
+    """Flash attention over runs of different lengths: no score between two documents is computed or kept."""
 
     def __init__(self, document_lengths_R: Tensor, device: torch.device) -> None:
         self._bounds = F.pad(document_lengths_R.cumsum(0), (1, 0)).to(device, torch.int32)  # [R + 1] tokens
         self._longest = int(document_lengths_R.max())
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths differ from one micro-batch to the next, and each would be compiled anew
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # every micro-batch has other lengths, and each would be compiled again
     def attend(self, query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, dropout: float) -> Tensor:
         if dropout > 0:
             raise RuntimeError("attention over runs of different lengths has no dropout; a mask serves it")
@@ -80,7 +81,7 @@ class VarlenDocuments:
 
 @cache
 def has_varlen(device: torch.device, head: HeadShape) -> bool:
-    """Whether this torch attends over runs of different lengths on this device for such heads: it is tried once, against the mask."""
+    """Whether this torch has attention over runs of different lengths for such heads on this device; tried once, compared to the mask."""
     fits = head.dtype in PROBE_TOLERANCE and head.channels % 8 == 0 and head.channels <= LARGEST_VARLEN_CHANNELS and not head.has_dropout
     fits = fits and head.backend in ("auto", "flash")
     if device.type != "cuda" or not fits or _varlen_function() is None:
@@ -92,15 +93,11 @@ def has_varlen(device: torch.device, head: HeadShape) -> bool:
 
 
 def describe(device: torch.device, head: HeadShape, sample_shape: tuple[int, int]) -> str:
-    """One sentence on how documents are kept apart."""
+    """One sentence about how attention is kept inside documents."""
     if has_varlen(device, head):
         return "Attention stays inside documents: kernels for runs of different lengths (torch.nn.attention.varlen)."
     mebibytes = mask_bytes(*sample_shape, head.dtype.itemsize) / 2**20
     return f"Attention stays inside documents: a mask of {mebibytes:.1f} MiB per micro-batch, which all blocks share."
-
-
-def _future(length: int, device: torch.device) -> Tensor:
-    return torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)
 
 
 @cache
@@ -119,7 +116,7 @@ def _varlen_takes_shared_heads() -> bool:
 
 def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int) -> Tensor:
     varlen = _varlen_function()
-    # Its first form said `is_causal`, later ones a window: any number of tokens to the left, none to the right.
+    # The first versions of the function have `is_causal`, later ones a window: any number of tokens to the left, none to the right.
     options: dict[str, Any] = {"is_causal": True} if "is_causal" in inspect.signature(varlen).parameters else {"window_size": (-1, 0)}
     if query.shape[1] != key.shape[1]:
         options["enable_gqa"] = True
@@ -128,12 +125,12 @@ def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor,
 
 
 def _agrees_with_mask(device: torch.device, head: HeadShape) -> bool:
-    """Whether outputs and gradients over runs of 1, 40 and 87 tokens, and one of 128, are those of the mask."""
+    """Whether outputs and gradients over runs of 1, 40, 87 and 128 tokens equal those of the mask."""
     lengths, shape = torch.tensor([1, 40, 87, 128]), (2, 128)
     generator = torch.Generator().manual_seed(0)
     groups = torch.randn(shape[0], shape[1], 2, head.queries_per_group + 2, head.channels, generator=generator).to(device, head.dtype)
     results = []
-    reference = MaskedDocuments(lengths, shape, replace(head, backend="auto"), device)  # flash alone would take no mask
+    reference = MaskedDocuments(lengths, shape, replace(head, backend="auto"), device)  # flash accepts no mask
     with torch.enable_grad():
         for documents in (VarlenDocuments(lengths, device), reference):
             leaf = groups.clone().requires_grad_()

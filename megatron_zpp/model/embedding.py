@@ -1,4 +1,4 @@
-"""Words, and where they are learned positions, become hidden states.
+"""Turns tokens, and learned positions if the model has them, into hidden states.
 
 B micro-batch size, S tokens per sample, P positions, V padded vocabulary, H hidden size.
 """
@@ -14,7 +14,7 @@ from megatron_zpp.model.randomness import UnitRandomness
 
 
 class Embedding(nn.Module):
-    """Word embedding, plus a position embedding where positions are learned, then dropout. Without position ids they count from 0."""
+    """Word embedding, plus a position embedding if positions are learned, then dropout. Without position ids, positions count from 0."""
 
     def __init__(self, config: ModelConfig, padded_vocab_size: int, seed: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Embedding(nn.Module):
 
 
 def _learned_positions(table: nn.Embedding, sample_length: int, position_ids_BS: Tensor | None) -> Tensor:
-    """position_SH, or position_BSH where there are position ids."""
+    """position_SH, or position_BSH if there are position ids."""
     if sample_length > table.num_embeddings:
         raise RuntimeError(f"a sample of {sample_length} tokens does not fit the model's {table.num_embeddings} positions")
     position_XSH: Tensor = table.weight[:sample_length] if position_ids_BS is None else table(position_ids_BS)
@@ -41,5 +41,5 @@ def _learned_positions(table: nn.Embedding, sample_length: int, position_ids_BS:
 
 
 def _table(rows: int, columns: int, dtype: torch.dtype) -> nn.Embedding:
-    # nn.Embedding's own constructor draws normal values, which on the meta device costs a second of imports and is of no use.
+    # nn.Embedding's own constructor draws normal values; on the meta device that is useless and costs a second of imports.
     return nn.Embedding.from_pretrained(torch.empty(rows, columns, dtype=dtype), freeze=False)

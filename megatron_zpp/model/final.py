@@ -1,4 +1,4 @@
-"""The end of the model: hidden states become logits, and logits a loss.
+"""Turns hidden states into logits, and logits into a loss.
 
 B micro-batch size, S tokens per sample, H hidden size, V padded vocabulary.
 """
@@ -15,7 +15,7 @@ from megatron_zpp.model.norm import make_norm
 
 
 class Final(nn.Module):
-    """Final norm, output projection and loss; a head of its own only where the output is untied."""
+    """Final norm, output projection and loss; it has a head of its own only if the output is untied."""
 
     def __init__(self, config: ModelConfig, padded_vocab_size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -24,9 +24,9 @@ class Final(nn.Module):
             self.head = nn.Linear(config.hidden_size, padded_vocab_size, bias=False, dtype=dtype)  # weight: [V, H]
 
     def forward(self, hidden_BSH: Tensor, tied_weight_VH: Tensor | None, labels_BS: Tensor | None) -> Tensor:
-        """loss_BS in fp32, or logits_BSV in the model's dtype where there are no labels.
+        """loss_BS in fp32, or logits_BSV in the model's dtype if there are no labels.
 
-        tied_weight_VH: the word embedding's parameter, handed over by every call, so that it is registered once; None where untied.
+        tied_weight_VH: the word embedding's parameter, passed at every call so that it is registered once; None if the output is untied.
         """
         normed_BSH = self.norm(hidden_BSH)
         logits_BSV = self.head(normed_BSH) if tied_weight_VH is None else F.linear(normed_BSH, tied_weight_VH)

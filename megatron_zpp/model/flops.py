@@ -1,10 +1,10 @@
-"""Sizes and arithmetic of a model, from its configuration alone.
+"""Counts the parameters and the floating-point operations of a model from its configuration alone.
 
-Two counts of floating-point operations are in use and differ; both are here under their names, neither is "the" FLOPs. Both count matrix
-products only, one multiplication and one addition as two operations.
+Two counts of operations are in use, and they differ: `model_flops` and `hardware_flops`. Both count matrix products only; a multiplication
+and an addition are two operations.
 
 T tokens, S tokens per sample, V padded vocabulary, L layers, H hidden size, A heads x channels, C key and value heads x channels, F
-feed-forward hidden size, m its matrices: 3 with a gate, else 2.
+feed-forward hidden size, m feed-forward matrices: 3 with a gate, else 2.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def parameter_count(config: ModelConfig, padded_vocab_size: int) -> int:
 def model_flops(config: ModelConfig, padded_vocab_size: int, sample_count: int) -> int:
     """Operations that training on `sample_count` samples requires: Megatron-LM's convention, "model FLOPs".
 
-    3 T [L (2 H (A + 2 C) + 2 A H + 2 m H F + 2 A S) + 2 H V]: backward is twice forward, causal attention is half of the square, a
-    recomputation does not count. Source: num_floating_point_operations in Megatron-LM's training.py.
+    3 T [L (2 H (A + 2 C) + 2 A H + 2 m H F + 2 A S) + 2 H V]: backward counts as twice forward, causal attention as half of the square,
+    and recomputation not at all. Source: num_floating_point_operations in Megatron-LM's training.py.
     """
     attention_scores = _attention_scores_flops_per_token(config) // 2
     forward_per_token = config.num_layers * (_linear_flops_per_token(config) + attention_scores) + _head_flops_per_token(
@@ -38,8 +38,8 @@ def model_flops(config: ModelConfig, padded_vocab_size: int, sample_count: int) 
 def hardware_flops(config: ModelConfig, padded_vocab_size: int, sample_count: int) -> int:
     """Operations of training on `sample_count` samples as Megatron-DeepSpeed counts them: "hardware FLOPs".
 
-    T [(3 L + R) (2 H (A + 2 C) + 2 A H + 2 m H F + 4 A S) + 3 * 2 H V] with R recomputed blocks: attention is the full square, and what
-    is recomputed counts again (of recomputed attention 4 A S; the output projection is not recomputed).
+    T [(3 L + R) (2 H (A + 2 C) + 2 A H + 2 m H F + 4 A S) + 3 * 2 H V] with R recomputed blocks: attention counts as the full square, and
+    what is recomputed counts again (4 A S for recomputed attention; the output projection is not recomputed).
     Source: Narayanan et al., arXiv 2104.04473, equation 3, where A = C = H, F = 4 H, m = 2 and R = L.
     """
     scores = _attention_scores_flops_per_token(config)
@@ -50,14 +50,14 @@ def hardware_flops(config: ModelConfig, padded_vocab_size: int, sample_count: in
 
 
 def forward_flops_of_uses(config: ModelConfig, padded_vocab_size: int, sample_count: int) -> tuple[int, ...]:
-    """Operations of the forward of each use (embedding, blocks, final) on `sample_count` samples; a third of `model_flops` together."""
+    """Operations of the forward of each use (embedding, blocks, final) on `sample_count` samples; their sum is a third of `model_flops`."""
     tokens = sample_count * config.seq_length
     block = tokens * (_linear_flops_per_token(config) + _attention_scores_flops_per_token(config) // 2)
     return (0, *[block] * config.num_layers, tokens * _head_flops_per_token(config, padded_vocab_size))
 
 
 def recomputed_flops_of_uses(config: ModelConfig, padded_vocab_size: int, sample_count: int) -> tuple[int, ...]:
-    """Operations that the backward of each use (embedding, blocks, final) repeats of its forward on `sample_count` samples."""
+    """Operations of forward that the backward of each use (embedding, blocks, final) repeats on `sample_count` samples."""
     forward = forward_flops_of_uses(config, padded_vocab_size, sample_count)[1:-1]
     if recomputes_attention(config):
         blocks = [sample_count * config.seq_length * _attention_scores_flops_per_token(config) // 2] * config.num_layers

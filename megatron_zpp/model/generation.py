@@ -1,4 +1,4 @@
-"""Tokens sampled from a GPT that lives whole in one process.
+"""Samples tokens from a GPT whose weights are all in this process.
 
 S tokens of the window, V padded vocabulary.
 """
@@ -18,7 +18,7 @@ from megatron_zpp.model.gpt import GPT
 class Sampling:
     """How a token is drawn from logits."""
 
-    vocab_size: int  # ids from here on are padding of the vocabulary and are never drawn
+    vocab_size: int  # higher ids are padding of the vocabulary and are never drawn
     temperature: float = 1.0  # 0: always the most likely token
     top_k: int = 0  # only the k most likely tokens can be drawn; 0: all
 
@@ -32,8 +32,8 @@ class Sampling:
 def generated_tokens(model: GPT, prompt: Sequence[int], sampling: Sampling, generator: torch.Generator) -> Iterator[int]:
     """An endless iterator of token ids that continue `prompt`; the caller decides when to stop.
 
-    Every token is a full forward over the last seq_length tokens. Raises ValueError for an empty prompt or a model in training mode.
-    generator: a generator on the model's device; unused at temperature 0.
+    Every token costs a full forward over the last seq_length tokens. generator: on the model's device; unused at temperature 0.
+    Raises ValueError for an empty prompt or a model in training mode.
     """
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token, for example the end-of-document token.")
@@ -59,7 +59,7 @@ def next_logits(model: GPT, window: Sequence[int]) -> Tensor:
 
 
 def draw_token(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """A token id below the vocabulary's size, drawn from softmax(logits / temperature) over the k most likely ones."""
+    """A token id below vocab_size, drawn from softmax(logits / temperature) over the k most likely tokens."""
     logits_V = logits_V[: sampling.vocab_size]
     if sampling.temperature == 0:
         return int(logits_V.argmax())

@@ -1,4 +1,4 @@
-"""The GPT: embedding, blocks, final; and what it tells the sharding engine of itself.
+"""The GPT (embedding, blocks, final), and its description for the sharding engine: units and uses.
 
 B micro-batch size, S tokens per sample, R runs of one document each, H hidden size, V padded vocabulary.
 """
@@ -25,11 +25,10 @@ from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 
 
 class GPT(nn.Module):
-    """A language model of the GPT, Llama or Qwen kind, built without storage: its parameters are on the meta device until somebody replaces
-    them.
+    """A language model of the GPT, Llama or Qwen kind. Its parameters are on the meta device; the engine or `materialize` replaces them.
 
-    Nothing here looks at a weight outside the forward of the module that uses it, keeps a copy of one, or remembers anything derived from
-    one: between uses a weight's storage may be gone.
+    A weight's storage may be freed between uses. So no code here reads a weight outside the forward of the module that uses it, keeps a
+    copy of one, or keeps anything derived from one.
     """
 
     def __init__(self, model_config: ModelConfig, padded_vocab_size: int, seed: int, dtype: torch.dtype) -> None:
@@ -54,8 +53,9 @@ class GPT(nn.Module):
     ) -> Tensor:
         """loss_BS, per token and in fp32; without labels logits_BSV in the model's dtype.
 
-        first_sample: index of the micro-batch's first sample in the run; with the seed it decides what is dropped in training mode.
-        document_lengths_R: int64 on the host, tokens of the runs that attention stays inside, sample after sample; None: whole samples.
+        first_sample: index in the training run of the micro-batch's first sample; it and the seed decide what dropout drops.
+        document_lengths_R: int64 on the host, the number of tokens of each run of one document, sample after sample; attention stays
+        inside a run. None: inside a sample.
         """
         hidden_BSH = self.embedding(tokens_BS, first_sample, position_ids_BS)
         documents = None
@@ -68,7 +68,8 @@ class GPT(nn.Module):
             hidden_BSH = recomputed(self._through, chunk, hidden_BSH, first_sample, documents, rotation)
             kept_from = chunk.stop
         hidden_BSH = self._through(range(kept_from, self.config.num_layers), hidden_BSH, first_sample, documents, rotation)
-        loss_or_logits: Tensor = self.final(hidden_BSH, self._tied_weight(), labels_BS)
+        tied_weight_VH = None if self.config.untie_embeddings_and_output_weights else self.embedding.word.weight
+        loss_or_logits: Tensor = self.final(hidden_BSH, tied_weight_VH, labels_BS)
         return loss_or_logits
 
     def _through(
@@ -79,21 +80,18 @@ class GPT(nn.Module):
         return hidden_BSH
 
     def head_shape(self, dtype: torch.dtype) -> HeadShape:
-        """What attention's choice of a kernel depends on."""
+        """The properties of the heads that decide which attention kernel runs."""
         return head_shape_of(self.config, dtype)
 
     def _rotation(self, hidden_BSH: Tensor, position_ids_BS: Tensor | None) -> Rotation | None:
-        """What all blocks turn queries and keys by; positions count from 0 unless there are ids."""
+        """The rotation of queries and keys in all blocks; positions count from 0 unless there are position ids."""
         if self.rotary is None:
             return None
         positions = torch.arange(hidden_BSH.shape[1], device=hidden_BSH.device) if position_ids_BS is None else position_ids_BS
         return self.rotary.rotation(positions, hidden_BSH.dtype)
 
-    def _tied_weight(self) -> Tensor | None:
-        return None if self.config.untie_embeddings_and_output_weights else self.embedding.word.weight
-
     def unit_specs(self) -> tuple[UnitSpec, ...]:
-        """Every parameter, once, in the units that gather together."""
+        """Every parameter once, grouped into the units that are gathered together."""
         owners = {"embedding": "embedding"}
         owners |= {f"block.{index}": f"blocks.{index}" for index in range(self.config.num_layers)}
         owners["final_norm"] = "final.norm"
@@ -111,12 +109,12 @@ class GPT(nn.Module):
         )
 
     def uses(self) -> tuple[Use, ...]:
-        """The module calls of one forward in order, and the units each reads; a tied embedding is read by the first and by the last."""
+        """The module calls of one forward in order, with the units that each reads. The first and the last read a tied embedding."""
         return uses_of(self.config)
 
 
 def materialize(model: GPT, device: torch.device | str = "cpu") -> GPT:
-    """The model itself, its meta parameters replaced by real ones with their first values: for a model that lives whole in one process."""
+    """The same model, its meta parameters replaced by real ones with initial values: for a model without sharding, in one process."""
     for unit in model.unit_specs():
         for spec in unit.params:
             owner_path, attribute = spec.name.rsplit(".", 1)

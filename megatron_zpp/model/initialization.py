@@ -1,4 +1,4 @@
-"""First values of the parameters, so that a rank makes only the elements it owns and any rank would make the same."""
+"""Initial values of parameters. A rank makes only the elements that it owns, and every rank would make the same ones."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatron_zpp.config.schema import ModelConfig
 
-# A range costs at most one chunk that is generated and thrown away; below this a generator's start-up would show.
+# At most one chunk per range is generated and thrown away. With smaller chunks, the start-up of a generator would cost too much.
 CHUNK_NUMEL = 1 << 16
 # The two projections that write into the residual stream; see residual_std.
 RESIDUAL_PROJECTIONS = ("attention.projection.weight", "mlp.down.weight")
 
 
 def initial_values(config: ModelConfig, seed: int, name: str, dim_count: int) -> Callable[[int, int], Tensor]:
-    """The rule by which the parameter `name` with `dim_count` dims gets its first values: (start, stop) -> fp32 [stop - start]."""
+    """The function that makes initial values of the parameter `name` with `dim_count` dims: (start, stop) -> fp32 [stop - start]."""
     if dim_count == 1:
         is_bias_or_centred_gain = name.endswith(".bias") or config.apply_layernorm_1p
         return partial(constant_values, 0.0 if is_bias_or_centred_gain else 1.0)
@@ -31,7 +31,7 @@ def initial_values(config: ModelConfig, seed: int, name: str, dim_count: int) ->
 
 
 def residual_std(config: ModelConfig) -> float:
-    """std / sqrt(2 L): the sum of 2 L independent branches then has the spread of one (GPT-2 report; Megatron's scaled initialisation)."""
+    """std / sqrt(2 L), with which the sum of 2 L independent branches has the spread of one (GPT-2 report; Megatron's scaled init)."""
     return config.init_method_std / math.sqrt(2.0 * config.num_layers)
 
 
@@ -41,7 +41,7 @@ def constant_values(value: float, start: int, stop: int) -> Tensor:
 
 
 def normal_values(seed: int, name: str, std: float, start: int, stop: int) -> Tensor:
-    """Elements start..stop of the flattened parameter `name`: normal with mean 0, [stop - start] fp32.
+    """Elements start..stop of the flattened parameter `name`, normal with mean 0: [stop - start] fp32.
 
     Every chunk of CHUNK_NUMEL elements has a generator of its own, keyed by (seed, name, chunk).
     """
@@ -55,7 +55,7 @@ def normal_values(seed: int, name: str, std: float, start: int, stop: int) -> Te
 
 
 def _chunk_generator(seed: int, name: str, chunk: int) -> np.random.Generator:
-    # numpy's Philox takes a key of 128 bits. torch's CPU generator keeps 32 bits of its seed, with which two chunks of a large model would
-    # be equal, and its normal values depend on the vector instructions of the machine.
+    # numpy's Philox has a key of 128 bits. torch's CPU generator keeps only 32 bits of its seed, so two chunks of a large model would be
+    # equal; and its normal values depend on the vector instructions of the machine.
     digest = hashlib.blake2b(f"{seed}/{name}/{chunk}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))

@@ -16,7 +16,7 @@ from megatron_zpp.config.schema import ModelConfig
 
 
 class MLP(nn.Module):
-    """Linear, activation, linear. The activation is GELU, squared ReLU, or SiLU times a gate, for which `up` has twice the rows."""
+    """Linear, activation, linear. The activation is GELU, squared ReLU, or SwiGLU; for SwiGLU `up` has twice the rows."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class MLP(nn.Module):
 
 
 def activation_of(config: ModelConfig) -> Callable[[Tensor], Tensor]:
-    """What stands between the two linear layers."""
+    """The activation function between the two linear layers."""
     if config.swiglu:
         return gated_silu
     return squared_relu if config.squared_relu else tanh_gelu
@@ -53,7 +53,7 @@ def gated_silu(gate_and_value: Tensor) -> Tensor:
 
 
 class _GatedSilu(torch.autograd.Function):
-    """Keeps its input alone for backward: autograd by itself would keep SiLU(gate) as well, half as much again."""
+    """Keeps only its input for backward. Autograd would keep SiLU(gate) too, which is half as much again."""
 
     @staticmethod
     def forward(ctx: Any, gate_and_value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The normalizations of the model."""
+"""LayerNorm and RMSNorm, from torch, from NVIDIA Apex, or of our own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ APEX_NORMS = {"LayerNorm": "FusedLayerNorm", "RMSNorm": "FusedRMSNorm"}
 
 
 def make_norm(config: ModelConfig, width: int, dtype: torch.dtype) -> nn.Module:
-    """LayerNorm or RMSNorm over the last dim; gain and bias have the model's dtype, statistics are fp32 inside the kernel.
+    """LayerNorm or RMSNorm over the last dim. Gain and bias have the model's dtype; statistics are fp32 inside the kernel.
 
     LayerNorm: (x - mean) / sqrt(variance + epsilon) gain + bias. RMSNorm: x / sqrt(mean of x^2 + epsilon) gain (arXiv 1910.07467).
     """
@@ -31,7 +31,7 @@ def make_norm(config: ModelConfig, width: int, dtype: torch.dtype) -> nn.Module:
 
 
 class CentredLayerNorm(nn.LayerNorm):
-    """A LayerNorm whose weight is its gain minus 1, so that a new one has weights of 0."""
+    """LayerNorm whose weight is the gain minus 1, so its initial weight is 0."""
 
     def forward(self, values: Tensor) -> Tensor:
         return F.layer_norm(values, self.normalized_shape, self.weight + 1, self.bias, self.eps)
@@ -50,14 +50,14 @@ class RMSNorm(nn.Module):
 
 
 class CentredRMSNorm(RMSNorm):
-    """The same with a weight that is the gain minus 1."""
+    """RMSNorm whose weight is the gain minus 1, so its initial weight is 0."""
 
     def forward(self, values: Tensor) -> Tensor:
         return rms_norm(values, self.weight + 1, self.epsilon)
 
 
 def rms_norm(values: Tensor, gain: Tensor, epsilon: float) -> Tensor:
-    """values / sqrt(mean of their squares + epsilon) gain, over the last dim, rounded once to the dtype of the values."""
+    """values / sqrt(mean of their squares + epsilon) * gain over the last dim, rounded once to the dtype of the values."""
     if values.is_cuda and HAS_FUSED_RMS_NORM:
         return F.rms_norm(values, gain.shape, gain, epsilon)
     normed: Tensor = _RMSNorm.apply(values, gain, epsilon)
@@ -65,7 +65,7 @@ def rms_norm(values: Tensor, gain: Tensor, epsilon: float) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps its input and a number per row for backward; where torch has no kernel, its own composition keeps fp32 copies as well."""
+    """Keeps its input and one number per row for backward. Torch's own version without a fused kernel keeps fp32 copies as well."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, gain: Tensor, epsilon: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Random numbers of the forward pass as a function of what is computed, never of rank or history."""
+"""Random numbers of the forward pass, seeded by what is computed: they depend neither on the rank nor on earlier draws."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class UnitRandomness:
     """The source of the random numbers in one unit's forward."""
 
     seed: int
-    unit_index: int  # place among the units of the model: 0 is the embedding, i + 1 is block i
+    unit_index: int  # 0 is the embedding, i + 1 is block i
     has_dropout: bool
 
     def scope(self, *, training: bool, first_sample: int, device: torch.device) -> AbstractContextManager[None]:
-        """The scope to run the unit's forward in; it touches no generator where nothing is dropped."""
+        """The context in which to run the unit's forward. Without dropout it leaves the generators alone."""
         if training and self.has_dropout:
             return seeded_random(self.seed, first_sample, self.unit_index, device)
         return nullcontext()
 
 
 def splitmix64(value: int) -> int:
-    """The splitmix64 output for the state `value` (Steele, Lea, Flood, OOPSLA 2014): 64 bits, every bit depends on every bit of `value`."""
+    """The splitmix64 output for the state `value` (Steele, Lea, Flood, OOPSLA 2014): 64 bits, each depends on all bits of `value`."""
     value = (value + 0x9E3779B97F4A7C15) & MASK_64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK_64
@@ -35,7 +35,7 @@ def splitmix64(value: int) -> int:
 
 
 def mixed_seed(seed: int, first_sample: int, unit_index: int) -> int:
-    """A 64-bit generator seed for one unit's forward over the micro-batch that starts at sample `first_sample`."""
+    """The 64-bit seed for one unit's forward over the micro-batch that starts at sample `first_sample`."""
     mixed = 0
     for value in (seed, first_sample, unit_index):
         mixed = splitmix64(mixed ^ (value & MASK_64))
@@ -44,9 +44,9 @@ def mixed_seed(seed: int, first_sample: int, unit_index: int) -> int:
 
 @contextmanager
 def seeded_random(seed: int, first_sample: int, unit_index: int, device: torch.device) -> Iterator[None]:
-    """A scope in which the device's default generator starts from the three integers; the caller's generator state is back afterwards.
+    """Seeds the device's default generator from the three integers for the block, and restores the generator's state afterwards.
 
-    Entered again with the same integers, by a recomputation or on another rank, the scope yields the same numbers.
+    The same integers give the same numbers, in a recomputation and on another rank too.
     torch's CPU generator reads the low 32 bits of a seed, its CUDA generator all 64.
     """
     generator = default_generator(device)
@@ -59,7 +59,7 @@ def seeded_random(seed: int, first_sample: int, unit_index: int, device: torch.d
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator from which torch's own random operations on `device` draw."""
+    """The generator that torch's own random operations on `device` use."""
     if device.type == "cpu":
         return torch.default_generator
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Rotary position embedding: queries and keys turn by angles that grow with the position (RoFormer, arXiv 2104.09864).
+"""Rotary position embedding: rotates queries and keys by angles that grow with the position (RoFormer, arXiv 2104.09864).
 
 B micro-batch size, S tokens per sample, R channels of a head that rotate.
 """
@@ -16,7 +16,7 @@ from megatron_zpp.config.schema import ModelConfig
 
 
 class Rotation(NamedTuple):
-    """The angles of one micro-batch, for all blocks. Shapes: [S, 1, 1, R], or [B, S, 1, 1, R] where samples differ in positions."""
+    """The angles of one micro-batch, for all blocks. Shapes: [S, 1, 1, R], or [B, S, 1, 1, R] if samples differ in their positions."""
 
     cos: Tensor
     sin: Tensor  # negative at the first channel of every pair
@@ -36,12 +36,12 @@ class Rotation(NamedTuple):
 
 @dataclass(frozen=True)
 class RotaryPositions:
-    """How positions become angles."""
+    """Computes the angles of positions."""
 
     config: ModelConfig
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """The rotation at `positions` [S] or [B, S]. Angles are fp32, their cosines and sines of the dtype of the heads."""
+        """The rotation at `positions` [S] or [B, S]. Angles are fp32; their cosines and sines have `dtype`, the dtype of the heads."""
         steps = positions.float() / self.config.rotary_seq_len_interpolation_factor
         angles = steps[..., None] * self.frequencies(positions.device)  # [..., S, R / 2]
         cos, sin = angles.cos(), angles.sin()
@@ -52,16 +52,17 @@ class RotaryPositions:
         return Rotation(cos.to(dtype)[..., None, None, :], sin.to(dtype)[..., None, None, :], self.config.rotary_interleaved)
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """Radians per position of every pair of channels, [R / 2] fp32, falling from 1 to about 1 / base."""
+        """Radians per position for every pair of channels: [R / 2] fp32, falling from 1 to about 1 / base."""
         channels = self.config.rotary_channels
         exponents = torch.arange(0, channels, 2, dtype=torch.float32, device=device) / channels
         frequencies = 1.0 / self.config.rotary_base**exponents
         return self._stretched(frequencies) if self.config.use_rope_scaling else frequencies
 
     def _stretched(self, frequencies: Tensor) -> Tensor:
-        """Llama 3.1's scaling: waves longer than original / low are slowed by the factor, those shorter than original / high are not.
+        """Frequencies under Llama 3.1's scaling. Waves longer than original / low are slowed by the factor.
 
-        Between them the share of the original frequency grows linearly with the waves that the original context holds.
+        Waves shorter than original / high stay as they are. In between, the share of the original frequency grows linearly with the
+        number of waves in the original context.
         """
         config = self.config
         low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor

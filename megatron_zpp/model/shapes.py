@@ -1,7 +1,7 @@
-"""Every parameter of a GPT by name and shape, and the order of its rows, from the configuration alone (no torch).
+"""The name, shape and row order of every parameter of a GPT, from the configuration alone (no torch).
 
-For plans of runs that nobody starts yet, and for whoever reads or writes weights. V padded vocabulary, P learned positions, H hidden size,
-F feed-forward hidden size, D channels of a head, N heads, K key and value heads (K = N unless --num-query-groups says less), i a block.
+Used to plan a run without building its model, and to convert weights. V padded vocabulary, P learned positions, H hidden size, F
+feed-forward hidden size, D channels of a head, N heads, K key and value heads (K = N unless --num-query-groups is less), i a block.
 
     embedding.word.weight                  [V, H]
     embedding.position.weight              [P, H]           only --position-embedding-type learned_absolute
@@ -46,13 +46,13 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The units and uses of `model.gpt.GPT` for the same configuration; its parameters have shapes and no values."""
+    """The units and uses of `model.gpt.GPT` for the same configuration; the parameters have shapes but no values."""
 
     config: ModelConfig
     padded_vocab_size: int
 
     def unit_specs(self) -> tuple[UnitSpec, ...]:
-        """Every parameter, once, in the units that gather together."""
+        """Every parameter once, grouped into the units that are gathered together."""
         config, hidden = self.config, self.config.hidden_size
         units = {"embedding": _embedding(config, self.padded_vocab_size)}
         units |= {f"block.{index}": _block(config, f"blocks.{index}") for index in range(config.num_layers)}
@@ -64,12 +64,12 @@ class ModelShape:
         )
 
     def uses(self) -> tuple[Use, ...]:
-        """The module calls of one forward in order, and the units each reads."""
+        """As `uses_of`."""
         return uses_of(self.config)
 
 
 def uses_of(config: ModelConfig) -> tuple[Use, ...]:
-    """The module calls of one forward in order, and the units each reads; a tied embedding is read by the first and by the last."""
+    """The module calls of one forward in order, with the units that each reads. The first and the last read a tied embedding."""
     output_unit = "head" if config.untie_embeddings_and_output_weights else "embedding"
     chunk_of = {block: number for number, chunk in enumerate(recomputed_chunks(config)) for block in chunk}
     return (
