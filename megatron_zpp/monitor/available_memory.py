@@ -1,4 +1,4 @@
-"""The memory that a rank may use."""
+"""Finds how much memory a rank may use."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def bytes_for_rank(device: torch.device, ranks_on_host: int) -> int | None:
-    """This rank's share of the memory there: of its GPU in all, or of what the host has available; None where nobody can tell.
+    """This rank's share of the total memory of its GPU, or of the host memory that is available; None if that is not known.
 
-    ranks_on_host: ranks that run on this machine; they share its memory, and its GPUs where there are fewer of them.
+    ranks_on_host: ranks that run on this machine; they share its memory, and its GPUs if there are fewer GPUs than ranks.
     """
     if device.type == "cuda":
         ranks_on_device = -(-ranks_on_host // torch.cuda.device_count())
@@ -24,15 +24,15 @@ def bytes_for_rank(device: torch.device, ranks_on_host: int) -> int | None:
 
 
 def available_host_bytes(host_memory: Path, control_group: Path) -> int | None:
-    """MemAvailable of a Linux /proc/meminfo, or what a container's control group (version 2) leaves where that is less; None elsewhere."""
+    """MemAvailable of Linux's /proc/meminfo, or what a container's control group (version 2) leaves if that is less; else None."""
     available = _numbers_in(host_memory).get("MemAvailable")
     if available is None:
         return None
     limit = _text_of(control_group / "memory.max").strip()
-    if not limit.isdigit():  # "max" stands for no limit
+    if not limit.isdigit():  # "max" means no limit
         return available * 1024
     used = int(_text_of(control_group / "memory.current").strip() or 0)
-    cached = _numbers_in(control_group / "memory.stat")  # pages of files count as used and make room when asked to
+    cached = _numbers_in(control_group / "memory.stat")  # page cache counts as used, but is freed on demand
     held = used - cached.get("active_file", 0) - cached.get("inactive_file", 0)
     return min(available * 1024, max(0, int(limit) - held))
 

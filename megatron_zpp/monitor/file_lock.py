@@ -1,4 +1,4 @@
-"""Locks on open files, which go with their holder however it ends."""
+"""Locks on open files. The operating system releases them when the process that holds them ends, even if it is killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class OpenFile(Protocol):
 
 
 def try_lock(file: OpenFile) -> bool:
-    """False where another open file holds the lock now; True also on file systems without locks, where waiting would not help."""
+    """Takes the lock of the file. False if another open file holds it; True also without locks on the file system: waiting cannot help."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Signs of life from a thread, while something else takes its time."""
+"""Calls a function at intervals from a thread while long work is running."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def beating(beat: Callable[[], None], every_seconds: float) -> Iterator[None]:
-    """Calls beat() every so many seconds until the block is left; the last call is over then. `beat` must not raise."""
+    """Calls beat() every `every_seconds` until the block ends, and then waits for the last call. `beat` must not raise."""
     done = threading.Event()
 
     def beat_until_done() -> None:

@@ -1,4 +1,4 @@
-"""What is known about the iterations since the last training line."""
+"""The measurements of the iterations since the last training line."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class IntervalReport:
     seq_length: int
     world_size: int
     elapsed_ms_per_iteration: float
-    data_ms_per_iteration: float  # of the above, this rank's wait for micro-batches
+    data_ms_per_iteration: float  # part of elapsed_ms_per_iteration: this rank's wait for micro-batches
     learning_rate: float
-    lm_loss: float  # mean over the interval's iterations that were not skipped
+    lm_loss: float  # mean over the interval without skipped iterations
     loss_scale: float
     grad_norm: float
     skipped_iterations: int
@@ -32,9 +32,9 @@ class IntervalReport:
     intra_node_bytes: int  # into one rank from its own node, per optimizer step
     model_state_bytes: int
     memory: MemoryReading
-    peak_tflops: float | None = None  # of one device; None where it is not known
-    params_norm: float | None = None  # None where it is not asked for, as the next
-    num_zeros: int | None = None
+    peak_tflops: float | None = None  # of one device; None if it is not known
+    params_norm: float | None = None  # None if not requested
+    num_zeros: int | None = None  # None if not requested
 
     @property
     def consumed_tokens(self) -> int:
@@ -54,21 +54,21 @@ class IntervalReport:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization: a share of the peak, None where that is not known."""
+        """Model FLOPs utilization, a fraction of the peak; None if the peak is not known."""
         return None if self.peak_tflops is None else self.model_tflops_per_gpu / self.peak_tflops
 
     @property
     def hfu(self) -> float | None:
-        """Hardware FLOPs utilization, as above."""
+        """Hardware FLOPs utilization, a fraction of the peak; None if the peak is not known."""
         return None if self.peak_tflops is None else self.tflops_per_gpu / self.peak_tflops
 
     @property
     def eta_seconds(self) -> float:
-        """Time to the last iteration at the pace of this interval; validation and checkpoints come on top."""
+        """Time to the last iteration at the speed of this interval, without validation and checkpoints."""
         return (self.train_iters - self.iteration) * self.elapsed_ms_per_iteration / 1000.0
 
     def json_object(self) -> dict[str, int | float | None]:
-        """What --log-jsonl keeps, floats unrounded; None for what is not known or not asked for."""
+        """The fields that --log-jsonl writes, floats unrounded; None for values that are not known or not requested."""
         return {
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,

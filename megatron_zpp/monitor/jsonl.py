@@ -1,4 +1,4 @@
-"""One JSON object per line, appended to a file."""
+"""Appends JSON objects to a file, one per line."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from types import TracebackType
 
 
 class JsonLinesWriter:
-    """Appends to `path`, which a resumed run continues; a line has reached the operating system when `write` returns.
+    """Appends to `path`, also in a resumed run. When `write` returns, the line has reached the operating system.
 
-    Floats keep all their digits; NaN and infinities are written as NaN and Infinity, which Python's json reads back.
-    Raises ValueError where the file cannot be opened for writing.
+    Floats keep all digits. NaN and infinities are written as NaN and Infinity, which Python's json reads back.
+    Raises ValueError if the file cannot be opened for writing.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -41,7 +41,7 @@ class JsonLinesWriter:
 
 
 def _ends_in_mid_line(path: Path) -> bool:
-    """Whether a killed run left half a line, to which the next object must not be glued."""
+    """Whether a killed run left an incomplete last line; the next object must then start on a new line."""
     if not path.exists():
         return False
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Lines on standard output, from one rank for all."""
+"""Prints lines on standard output, from one rank for all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import datetime
 
 
 class RankPrinter:
-    """Prints a line on one rank of the world: milestones on the first, training lines on the last, as Megatron does."""
+    """Prints on one rank of the world: milestones on the first, training lines on the last, as Megatron does. Skips empty texts."""
 
     def __init__(self, rank: int, world_size: int, *, now: Callable[[], datetime] = datetime.now) -> None:
         self.rank = rank
@@ -24,16 +24,16 @@ class RankPrinter:
             _print_whole(text)
 
     def on_this(self, text: str) -> None:
-        """On every rank that calls it."""
+        """Prints the text on every rank that calls this."""
         if text:
             _print_whole(text)
 
     def milestone(self, text: str) -> None:
-        """The text and the time, on the first rank: `[after dataloaders are built] datetime: 2026-08-03 12:00:00 `."""
+        """Prints text and time on the first rank: `[after dataloaders are built] datetime: 2026-08-03 12:00:00 `."""
         self.on_first(f"[{text}] datetime: {self._now():%Y-%m-%d %H:%M:%S} ")
 
 
 def _print_whole(text: str) -> None:
-    # One write per text: ranks share the stream, and a separately written newline would let their lines run together.
+    # One write per text: ranks share the stream, and with a separate write of the newline their lines could mix.
     sys.stdout.write(text + "\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The memory that this process holds."""
+"""Reads the memory that this process uses."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PROCESS_STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """On CUDA what torch allocated on the device and reserved for it, with the peaks since the start; elsewhere the resident set.
+    """On CUDA, the memory that torch has allocated and reserved on the device, and the peaks since the start; else the resident set.
 
-    reserved_bytes, max_reserved_bytes, allocated_count (tensors): None where there is no device.
+    reserved_bytes, max_reserved_bytes and allocated_count (a number of allocations) are None without CUDA.
     """
 
     allocated_bytes: int
@@ -28,7 +28,7 @@ class MemoryReading:
 
 
 def read_memory(device: torch.device) -> MemoryReading:
-    """Of this process now."""
+    """The reading of this process now."""
     if device.type != "cuda":
         return MemoryReading(resident_bytes(PROCESS_STATUS), max_resident_bytes(PROCESS_STATUS))
     statistics = torch.cuda.memory_stats(device)  # empty before the first allocation
@@ -43,12 +43,12 @@ def read_memory(device: torch.device) -> MemoryReading:
 
 
 def max_memory_bytes(device: torch.device) -> int:
-    """The peak alone."""
+    """The peak of allocated memory, or of the resident set."""
     return read_memory(device).max_allocated_bytes
 
 
 def memory_line(rank: int, iteration: int, reading: MemoryReading) -> str:
-    """Megatron's line, in MiB; `reserved` only where there is a device."""
+    """Megatron's memory line, in MiB; with the `reserved` fields only on CUDA."""
     fields = {
         "allocated": reading.allocated_bytes,
         "max allocated": reading.max_allocated_bytes,
@@ -60,17 +60,17 @@ def memory_line(rank: int, iteration: int, reading: MemoryReading) -> str:
 
 
 def resident_bytes(status_file: Path) -> int:
-    """VmRSS of a Linux process status file; where there is none, the maximum, which is all that getrusage reports."""
+    """VmRSS of a Linux process status file. Without such a file the maximum, because getrusage reports nothing else."""
     return _kilobytes_in(status_file, "VmRSS") or _max_resident_by_getrusage()
 
 
 def max_resident_bytes(status_file: Path) -> int:
-    """VmHWM of a Linux process status file; where there is none, the maximum resident set that getrusage reports for this process."""
+    """VmHWM of a Linux process status file. Without such a file, the maximum resident set that getrusage reports for this process."""
     return _kilobytes_in(status_file, "VmHWM") or _max_resident_by_getrusage()
 
 
 def _kilobytes_in(status_file: Path, name: str) -> int | None:
-    """The bytes that a line `name: 12 kB` says."""
+    """The number of bytes in the line `name: 12 kB`."""
     if not status_file.exists():
         return None
     found = re.search(rf"^{name}:\s*(\d+) kB$", status_file.read_text(), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Who is told what a step is doing, and when: nobody, timers, named ranges of a profiler, or both."""
+"""Reports phases, hops and units of a step to timers and to the named ranges of profilers."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ Span = Callable[[str], AbstractContextManager[object]]
 
 
 class Observer:
-    """Hears of the phases of a step, its hops over links and its units, and takes no note."""
+    """Observer of a step's phases, hops and units that ignores all of them."""
 
     def phase(self, name: str) -> AbstractContextManager[object]:
-        """Around a phase of the step; names are those of monitor.timers.TIMER_LEVELS."""
+        """The context around a phase of the step; names are those of monitor.timers.TIMER_LEVELS."""
         return _NOTHING
 
     def hop(self, name: str) -> AbstractContextManager[object]:
-        """Around what the host does for a hop: encode and send it, wait for it, decode it."""
+        """The context around the host's work for a hop: encode and send it, wait for it, decode it."""
         return _NOTHING
 
     def begin_unit(self, verb: str, name: str) -> None:
-        """From here on a use computes; ends the one before it, if that has not ended. verb: forward or backward. name: of its units."""
+        """A use begins to compute; the use before it ends if it has not. verb: forward or backward. name: the names of the use's units."""
 
     def end_unit(self) -> None:
-        """No use computes any more."""
+        """The use has finished computing."""
 
 
 class StepObserver(Observer):
-    """Passes phases on to all of `phases`, and everything to all of `ranges`."""
+    """Reports phases to all spans of `phases`, and phases, hops and units to all spans of `ranges`."""
 
     def __init__(self, phases: tuple[Span, ...], ranges: tuple[Span, ...]) -> None:
         self._of_phases = phases + ranges
@@ -49,7 +49,7 @@ class StepObserver(Observer):
             self._unit.__enter__()
 
     def end_unit(self) -> None:
-        # A unit's range is open from one hook to another; on CUDA autograd calls hooks in a thread of its own.
+        # A unit's range opens in one hook and closes in another; on CUDA autograd calls hooks in a thread of its own.
         unit, self._unit = self._unit, None
         if unit is not None:
             unit.__exit__(None, None, None)

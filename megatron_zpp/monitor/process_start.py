@@ -1,4 +1,4 @@
-"""When this process began: the entry imports this before torch, whose import alone can take minutes on a shared file system."""
+"""The start time of this process. The entry imports this before torch: importing torch can take minutes on a shared file system."""
 
 from __future__ import annotations
 

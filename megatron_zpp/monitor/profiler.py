@@ -1,4 +1,4 @@
-"""Chrome traces of a few iterations, with units, hops and phases by name; and a record of every allocation on the GPU."""
+"""Writes Chrome traces of a few iterations with named units, hops and phases, and a record of allocations on the GPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
-LARGEST_ENTRIES = 1_000_000  # allocations and frees kept, the latest ones; a few hundred bytes of host memory each
+LARGEST_ENTRIES = 1_000_000  # how many of the latest allocations and frees are kept; each costs a few hundred bytes of host memory
 
-# A unit's backward begins inside one autograd node and ends inside another: ranges that overlap without nesting need a row of their own.
+# A unit's backward begins inside one autograd node and ends inside another. Such ranges overlap without nesting, so they need an own row.
 _RANGE = '"cat": "user_annotation"'
 _UNIT_NAME = re.compile(r'"name": "(?:forward|backward) ')
 _ROW = re.compile(r'("tid": )\d+')
@@ -22,7 +22,7 @@ _ROW_OF_UNITS = r'\1"units"'
 
 
 class Profiler:
-    """Profiles this rank from `start` to `end` of the iterations that this process makes, and writes one trace to `directory`."""
+    """Profiles iterations `start` to `end` - 1 of this process, counted from 0, on this rank; writes one trace to `directory`."""
 
     def __init__(self, start: int, end: int, directory: Path, rank: int) -> None:
         self._start = start
@@ -34,11 +34,11 @@ class Profiler:
         self._first_iteration = 0
 
     def span(self, name: str) -> AbstractContextManager[object]:
-        """A named range, while profiling."""
+        """A named range in the trace; does nothing while no profile is running."""
         return nullcontext() if self._profile is None else record_function(name)
 
     def before_step(self, iteration: int) -> str:
-        """To be called before each iteration with its number; says where the trace is once it has been written, else nothing."""
+        """Starts or ends the profile; must be called before each iteration, with its number. Returns a line if it wrote the trace."""
         said = self.finish(iteration - 1) if self._made == self._end else ""
         if self._made == self._start:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
@@ -49,7 +49,7 @@ class Profiler:
         return said
 
     def finish(self, last_iteration: int) -> str:
-        """Writes the trace of what was profiled up to `last_iteration` and says where it is; nothing where nothing was."""
+        """Writes the trace up to `last_iteration` and returns a line with its path; an empty string if no profile is running."""
         if self._profile is None:
             return ""
         running, self._profile = self._profile, None
@@ -62,7 +62,7 @@ class Profiler:
 
 
 def _all_threads() -> _ExperimentalConfig | None:
-    """The lanes' thread beside this one; torch 2.6 profiles only this one."""
+    """The option to profile the thread of the lanes too; None for torch 2.6, which profiles only the calling thread."""
     try:
         return _ExperimentalConfig(profile_all_threads=True)
     except TypeError:
@@ -71,7 +71,7 @@ def _all_threads() -> _ExperimentalConfig | None:
 
 @contextmanager
 def nvtx_span(name: str) -> Iterator[None]:
-    """A range for Nsight Systems. Not pushed and popped: a range may end in another thread than it began in."""
+    """A range for Nsight Systems. It is not pushed and popped, because it may end in another thread than it began in."""
     handle = torch.cuda.nvtx.range_start(name)
     try:
         yield
@@ -80,7 +80,7 @@ def nvtx_span(name: str) -> Iterator[None]:
 
 
 def move_units_to_a_row(trace: Path) -> None:
-    """Puts the ranges of units of a Chrome trace on a row named `units`; the file is rewritten line by line, for it may be large."""
+    """Moves the ranges of units in a Chrome trace to a row named `units`. Rewrites the file line by line, because it may be large."""
     moved = trace.with_suffix(".part")
     with trace.open(encoding="utf-8") as source, moved.open("w", encoding="utf-8") as target:
         target.writelines(_with_rows_of_units(source))
@@ -88,7 +88,7 @@ def move_units_to_a_row(trace: Path) -> None:
 
 
 def _with_rows_of_units(lines: Iterable[str]) -> Iterator[str]:
-    """torch writes an event on one line or on several, in the order of category, name and row."""
+    """The lines with ranges of units moved. An event has one line or several, in the order category, name, row."""
     is_range = is_unit = False
     for line in lines:
         is_range = is_range or _RANGE in line
@@ -99,7 +99,7 @@ def _with_rows_of_units(lines: Iterable[str]) -> Iterator[str]:
 
 
 class MemoryHistory:
-    """Records from now on; `close` writes the snapshot that pytorch.org/memory_viz reads, also where memory was exhausted."""
+    """Records allocations from now on. `close` writes a snapshot for pytorch.org/memory_viz; that works even when memory is exhausted."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self._path = path.with_name(f"{path.stem}_rank_{rank}{path.suffix}")

@@ -1,4 +1,4 @@
-"""progress.txt: the jobs that a run went through, and what each of them saved."""
+"""Writes progress.txt: the jobs of a run, and the checkpoints that each of them saved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 class ProgressFile:
     """Appends a line per event to progress.txt in `folder`: time, job, ranks and event, separated by tabs as in Megatron-LM.
 
-    job: the scheduler's name for it, empty without one.
+    job: the scheduler's id of the job; empty without a scheduler.
     """
 
     def __init__(self, folder: Path, job: str, world_size: int, *, now: Callable[[], datetime] = datetime.now) -> None:

@@ -1,4 +1,4 @@
-"""The points of a run under Megatron-LM's tags, whoever writes them."""
+"""The scalars of a run under Megatron-LM's tags, for any writer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_zpp.monitor.training_line import perplexity_of
 
 @dataclass(frozen=True)
 class ScalarChoice:
-    """Which points are wanted beside those that always are."""
+    """Which optional scalars are written; the others always are."""
 
     learning_rate: bool = True
     loss_scale: bool = True
@@ -22,17 +22,17 @@ class ScalarChoice:
 
 
 class ScalarWriter(Protocol):
-    """Where points go."""
+    """Writes scalars, for example to TensorBoard."""
 
     def write(self, scalars: Mapping[str, float], iteration: int, consumed_samples: int | None = None) -> None:
-        """Points at `iteration`; with consumed_samples also against those."""
+        """Writes the scalars against `iteration`, and with consumed_samples also against consumed samples."""
 
     def close(self) -> None:
-        """Writes what is held back."""
+        """Writes what is still buffered."""
 
 
 def interval_scalars(report: IntervalReport, choice: ScalarChoice) -> dict[str, float]:
-    """Points that are drawn against iterations and against samples."""
+    """Scalars that are drawn against iterations and against samples."""
     scalars = {
         "learning-rate": report.learning_rate if choice.learning_rate else None,
         "batch-size": report.global_batch_size,
@@ -47,7 +47,7 @@ def interval_scalars(report: IntervalReport, choice: ScalarChoice) -> dict[str, 
 
 
 def iteration_scalars(report: IntervalReport, choice: ScalarChoice) -> dict[str, float]:
-    """Points that are drawn against iterations alone; times in seconds and model FLOPs, as in Megatron-LM."""
+    """Scalars that are drawn against iterations only; times are in seconds and the throughput counts model FLOPs, as in Megatron-LM."""
     scalars: dict[str, float | None] = {
         "iteration-time": report.elapsed_ms_per_iteration / 1000.0,
         "throughput": report.model_tflops_per_gpu,
@@ -63,7 +63,7 @@ def iteration_scalars(report: IntervalReport, choice: ScalarChoice) -> dict[str,
 
 
 def validation_scalars(lm_loss: float, choice: ScalarChoice, *, set_name: str = "") -> dict[str, float]:
-    """Points of a validation, drawn against iterations and against samples. set_name: empty where there is one set."""
+    """Scalars of a validation, drawn against iterations and against samples. set_name: empty if there is only one set."""
     tag = f"lm loss validation {set_name}".rstrip()
     scalars = {tag: lm_loss}
     if choice.validation_ppl:
@@ -72,7 +72,7 @@ def validation_scalars(lm_loss: float, choice: ScalarChoice, *, set_name: str = 
 
 
 def timer_scalars(milliseconds: Mapping[str, list[float]]) -> dict[str, float]:
-    """Points of timers: the longest of all ranks, in seconds, against iterations. milliseconds: by timer, of each rank."""
+    """Scalars of timers, drawn against iterations: the longest time of all ranks in seconds. milliseconds: of each timer, one per rank."""
     return {f"{name}-time": max(of_ranks) / 1000.0 for name, of_ranks in milliseconds.items()}
 
 

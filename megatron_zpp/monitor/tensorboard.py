@@ -1,4 +1,4 @@
-"""Points for TensorBoard."""
+"""Writes scalars for TensorBoard."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 class TensorboardWriter:
-    """Writes to `directory`; made on one rank only, and only under --tensorboard-dir: nothing else imports tensorboard.
+    """Writes to `directory`. Made on one rank only, and only with --tensorboard-dir, so that other runs never import tensorboard.
 
-    Raises ValueError where the package tensorboard is missing.
+    Raises ValueError if the package tensorboard is missing.
     """
 
     def __init__(self, directory: str, queue_size: int) -> None:

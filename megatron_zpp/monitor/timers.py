@@ -1,4 +1,4 @@
-"""Megatron's timers: how long the parts of a step take, printed in Megatron's format."""
+"""Measures the parts of a step with Megatron's timers, and prints them in Megatron's format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-# By name, the --timing-log-level from which on it runs. Names are Megatron's; those that end in a link are times waited for that link.
+# By name, the lowest --timing-log-level at which the timer runs. Names are Megatron's; those that end in a link time the wait for it.
 TIMER_LEVELS = {
     "forward-backward": 1,
     "batch-generator": 2,
@@ -28,7 +28,7 @@ TIMER_LEVELS = {
     "save-checkpoint": 1,
 }
 TIMER_NAMES = tuple(TIMER_LEVELS)
-# Not part of a step: what runs inside them is not counted as such, and they are reported when they end.
+# Not part of a step: timers inside them do not count, and they are reported when they end.
 BETWEEN_STEPS = ("eval-time", "save-checkpoint")
 NEVER_RAN = -1.0
 
@@ -41,17 +41,17 @@ _HEADERS = {
 
 
 class Clock(Protocol):
-    """Marks moments."""
+    """Measures time between marks."""
 
     def mark(self) -> Any:
-        """This moment."""
+        """A mark of the current moment."""
 
     def seconds(self, start: Any, stop: Any) -> float:
-        """From one mark to another; waits until the second has come."""
+        """Seconds between two marks; waits until the second has been reached."""
 
 
 class HostClock:
-    """Moments of the host."""
+    """Measures time on the host."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -61,7 +61,7 @@ class HostClock:
 
 
 class StreamClock:
-    """Moments of the current CUDA stream, as events: marking one stops neither host nor device."""
+    """Measures time on the current CUDA stream with events; a mark blocks neither host nor device."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -74,12 +74,12 @@ class StreamClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Of the compute stream on CUDA, of the host elsewhere."""
+    """The clock of the compute stream on CUDA, else that of the host."""
     return StreamClock() if device.type == "cuda" else HostClock()
 
 
 class Timers:
-    """Seconds of this rank by timer, up to a level; `running` is a span of monitor.observer."""
+    """Sums up this rank's seconds in each timer up to a level. `running` is a Span of monitor.observer."""
 
     def __init__(self, level: int, clock: Clock) -> None:
         self._level = level
@@ -90,7 +90,7 @@ class Timers:
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
-        """Adds to the timer `name` what the block takes; above the level, and within BETWEEN_STEPS, nothing."""
+        """Adds the time of the block to the timer `name`, unless the timer is above the level or runs inside one of BETWEEN_STEPS."""
         if TIMER_LEVELS[name] > self._level or self._is_between_steps:
             yield
             return
@@ -103,21 +103,21 @@ class Timers:
             self._is_between_steps = False
 
     def settle(self) -> None:
-        """Adds up what was marked; to be called where the device has been waited for anyway."""
+        """Adds up the marked times. It waits for the device, so call it after something else has waited."""
         for name, start, stop in self._unsettled:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock.seconds(start, stop)
         self._unsettled = []
 
     def take(self, names: Sequence[str]) -> list[float]:
-        """Seconds of each since they were last taken, NEVER_RAN for those that did not run."""
+        """Seconds of each timer since it was last taken; NEVER_RAN for those that did not run."""
         self.settle()
         return [self._seconds.pop(name, NEVER_RAN) for name in names]
 
 
 def timer_lines(option: str, milliseconds: dict[str, list[float]]) -> str:
-    """The block that Megatron prints under --timing-log-option; an empty string where no timer ran.
+    """The lines that Megatron prints for --timing-log-option; an empty string if no timer ran.
 
-    milliseconds: by timer that ran, the time of each rank.
+    milliseconds: of each timer that ran, one per rank.
     """
     if not milliseconds:
         return ""

@@ -1,4 +1,4 @@
-"""The lines that scripts read: labels, order and spaces of Megatron-DeepSpeed, verbatim."""
+"""Formats the log lines that scripts parse; labels, order and spaces are those of Megatron-DeepSpeed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megatron_zpp.monitor.interval_report import IntervalReport
 
 
 def training_line(report: IntervalReport, *, with_throughput: bool = False) -> str:
-    """One line of ` | `-separated fields. A field never vanishes: values that are not finite print as nan and inf.
+    """One line of fields separated by ` | `. Values that are not finite print as nan and inf, so no field is ever missing.
 
-    What Megatron-DeepSpeed does not have comes at the end, so that whoever reads its fields by place goes on doing so.
+    Fields that Megatron-DeepSpeed does not have are last, so that scripts can read its fields by position.
     """
     fields = [
         f"iteration {report.iteration:8d}/{report.train_iters:8d}",
@@ -40,7 +40,7 @@ def training_line(report: IntervalReport, *, with_throughput: bool = False) -> s
 
 
 def validation_lines(iteration: int, lm_loss: float, *, drawn_from: str = "") -> str:
-    """Three lines: loss and perplexity between dashes. drawn_from: ` on validation set` or ` on test set` at the end of training."""
+    """Three lines: loss and perplexity between lines of dashes. drawn_from: ` on validation set` or ` on test set` after training."""
     perplexity = perplexity_of(lm_loss)
     line = (
         f" validation loss at iteration {iteration}{drawn_from} | lm loss value: {_scientific(lm_loss, 6)}"
@@ -51,14 +51,14 @@ def validation_lines(iteration: int, lm_loss: float, *, drawn_from: str = "") ->
 
 
 def samples_line(consumed_samples: Mapping[str, int]) -> str:
-    """The samples consumed of each corpus, and their shares."""
+    """The number of samples consumed from each corpus, and its share."""
     total = max(1, sum(consumed_samples.values()))
     fields = (f"{source}: {count} ({100 * count / total:.2f} %)" for source, count in consumed_samples.items())
     return f" consumed samples per source | {' | '.join(fields)} |"
 
 
 def perplexity_of(lm_loss: float) -> float:
-    """exp(loss), the loss cut off at 20 as Megatron does; NaN for NaN."""
+    """exp(loss), with the loss limited to 20 as in Megatron; NaN for NaN."""
     return lm_loss if math.isnan(lm_loss) else math.exp(min(20.0, lm_loss))
 
 
@@ -67,7 +67,7 @@ def _optional(field: str, value: float | None) -> tuple[str, ...]:
 
 
 def _duration(seconds: float) -> str:
-    """`1d 02h 03m 04s`: no colons, which readers take for the end of a field's name."""
+    """`1d 02h 03m 04s`, without colons, because a colon ends the name of a field."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

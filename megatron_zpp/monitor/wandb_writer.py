@@ -1,4 +1,4 @@
-"""Points for Weights & Biases."""
+"""Writes scalars to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class WandbRun:
-    """Where a run appears. None leaves the choice to Weights & Biases."""
+    """Names of a run in Weights & Biases, which chooses those that are None."""
 
     project: str
     entity: str | None
@@ -19,10 +19,10 @@ class WandbRun:
 
 
 class WandbWriter:
-    """Writes to a new run; made on one rank only, and only under --wandb-project: nothing else imports wandb.
+    """Writes to a new run. Made on one rank only, and only with --wandb-project, so that other runs never import wandb.
 
-    WANDB_MODE=offline and the rest of its environment work as they do everywhere.
-    Raises ValueError where the package wandb is missing.
+    WANDB_MODE=offline and the other environment variables of wandb work as usual.
+    Raises ValueError if the package wandb is missing.
     """
 
     def __init__(self, run: WandbRun, arguments: Mapping[str, str]) -> None:
@@ -38,7 +38,7 @@ class WandbWriter:
         )
 
     def write(self, scalars: Mapping[str, float], iteration: int, consumed_samples: int | None = None) -> None:
-        """The axis of samples is a point of its own, `samples vs steps`, as in Megatron-LM."""
+        """Consumed samples are a scalar of their own, `samples vs steps`, as in Megatron-LM."""
         samples = {} if consumed_samples is None else {"samples vs steps": consumed_samples}
         self._run.log({**scalars, **samples}, step=iteration)
 
