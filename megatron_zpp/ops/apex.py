@@ -1,6 +1,6 @@
-"""NVIDIA Apex, where a flag asks for it: https://github.com/NVIDIA/apex, built with its CUDA extensions.
+"""Finds NVIDIA Apex (https://github.com/NVIDIA/apex, built with its CUDA extensions) if a flag needs it.
 
-Package indexes have another program under the name `apex`; it is told apart before anything is imported from it.
+Package indexes have another program named `apex`. It is recognised before anything is imported from it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 HOME = "https://github.com/NVIDIA/apex"
-_MARK = Path("optimizers") / "fused_adam.py"  # a file of NVIDIA's, and of no other apex
+_MARK = Path("optimizers") / "fused_adam.py"  # a file that only NVIDIA's apex has
 
 
 def check_apex(flag: str, extension: str, device_type: str) -> None:
-    """Nothing, where NVIDIA Apex can serve `flag` on this kind of device.
+    """Raises ValueError, saying what is missing and what to do, if NVIDIA Apex cannot be used for `flag` on this type of device.
 
-    extension: the compiled module that it takes, such as "amp_C". Raises ValueError saying what is missing and what to do.
+    extension: the compiled module that is needed, such as "amp_C".
     """
     wish = f"{flag} apex"
     if device_type != "cuda":
@@ -31,25 +31,25 @@ def check_apex(flag: str, extension: str, device_type: str) -> None:
     if not any((folder / _MARK).is_file() for folder in folders):
         found = folders[0] if folders else spec.origin
         raise ValueError(
-            f"{wish} needs NVIDIA Apex, and the package apex in {found} is another program, the one that package indexes have; "
+            f"{wish} needs NVIDIA Apex, but the package apex in {found} is another program, the one from a package index; "
             f"uninstall it and build NVIDIA's with its CUDA extensions from {HOME}, {_or_torch(flag)}"
         )
     if find_spec(extension) is None:
         raise ValueError(
-            f"{wish} needs {extension}, which the NVIDIA Apex in {folders[0]} was built without; "
+            f"{wish} needs {extension}, but the NVIDIA Apex in {folders[0]} was built without it; "
             f"build it again with its CUDA extensions ({HOME}), {_or_torch(flag)}"
         )
     try:
         import_module(extension)
     except ImportError as error:
         raise ValueError(
-            f"{wish} needs {extension}, and that of the NVIDIA Apex in {folders[0]} cannot be loaded ({error}); "
+            f"{wish} needs {extension}, but that of the NVIDIA Apex in {folders[0]} cannot be loaded ({error}); "
             f"build it again for this torch ({HOME}), {_or_torch(flag)}"
         ) from error
 
 
 def apex_member(module: str, name: str) -> Any:
-    """`name` of a module of NVIDIA Apex, which check_apex has found."""
+    """The attribute `name` of a module of NVIDIA Apex; call check_apex first."""
     return getattr(import_module(module), name)
 
 

@@ -1,7 +1,7 @@
-"""One build of the kernels of csrc/: what it depends on, where it lies, and how it comes to be there.
+"""Compiles the kernels of csrc/ and finds compiled ones.
 
-A build lies under a key of all it depends on: after a change of sources, torch, processor or GPUs there is no build, rather than a wrong
-one. A build with CUDA bodies is one for some architectures of GPUs; one without has nothing of CUDA in it.
+The path of a build contains a key of everything that the build depends on. So after a change of sources, torch, processor or GPUs no build
+is found, rather than a wrong one. A build is either for certain architectures of GPUs, or has no CUDA code at all.
 
     {TORCH_EXTENSIONS_DIR, else XDG_CACHE_HOME, else ~/.cache}/megatron_zpp/<key>/megatron_zpp_ops.so
 """
@@ -35,7 +35,7 @@ LIBRARY_NAME = "megatron_zpp_ops"
 LOCK_TIMEOUT_SECONDS = 600.0
 LOCK_POLL_SECONDS = 0.2
 
-# No contraction and no fast-math: the bits are those of the reference. That nothing reads errno or traps lets loops be vectorised.
+# No contraction and no fast-math, so that the bits equal those of the reference. The last two let the compiler vectorise loops.
 COMPILER_FLAGS = ("-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 NATIVE_FLAG = "-march=native"
 OPENMP_FLAG = "-fopenmp"
@@ -49,7 +49,7 @@ class Build:
     """One way to build the kernels.
 
     portable: for every processor of the architecture rather than for this one; slower.
-    cuda_architectures: compute capabilities of the GPUs that it is for, as "9.0" or "9.0+PTX"; none: it has no CUDA bodies.
+    cuda_architectures: compute capabilities of the GPUs, such as "9.0" or "9.0+PTX"; if empty, the build has no CUDA code.
     """
 
     sources: Path = SOURCES
@@ -67,14 +67,14 @@ class Build:
         return [OPENMP_FLAG] if torch.backends.openmp.is_available() else []
 
     def files(self) -> list[Path]:
-        """Sources and headers that join the build, sorted; none where csrc/ is not beside the package."""
+        """The sources and headers of the build, sorted; empty if csrc/ is not beside the package."""
         return sorted(path for path in self.sources.rglob("*") if path.suffix in SOURCE_SUFFIXES and self._joins(path))
 
     def _joins(self, path: Path) -> bool:
         return bool(self.cuda_architectures) or CUDA_FOLDER not in path.relative_to(self.sources).parts
 
     def key(self) -> str:
-        """16 hex digits of everything that the build depends on."""
+        """16 hex digits: a hash of everything that the build depends on."""
         described = {
             "sources": {str(path.relative_to(self.sources)): hashlib.sha256(path.read_bytes()).hexdigest() for path in self.files()},
             "torch": torch.__version__,
@@ -86,23 +86,23 @@ class Build:
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
 
     def library(self) -> Path:
-        """Where the shared library is once it is built."""
+        """The path of the shared library, whether it is built or not."""
         return _cache_folder(os.environ) / self.key() / f"{LIBRARY_NAME}.so"
 
     def make(self, lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Path:
-        """The shared library, compiled now unless it is there. Any number of processes may call this at once; one of them compiles.
+        """The shared library, compiled now unless it exists. Several processes may call this at once; one of them compiles.
 
-        Raises RuntimeError where the sources are missing or the compiler fails.
+        Raises RuntimeError if the sources are missing or the compiler fails.
         """
         if not self.files():
             raise RuntimeError(f"{self.sources} has no sources; a checkout of the repository has them (pip install --editable .).")
         return made_once(self.library(), self.compile, lock_timeout_seconds)
 
     def compile(self, folder: Path) -> Path:
-        """The shared library, made in `folder`. Raises RuntimeError where the compiler fails."""
+        """The shared library, compiled in `folder`. Raises RuntimeError if the compiler fails."""
         if self.cuda_architectures:
             os.environ["CUDA_HOME"] = str(_toolkit())
-        # Imported here: torch's module looks for compilers and CUDA, which building alone needs.
+        # Imported here, because torch's module looks for compilers and CUDA, which only a build needs.
         from setuptools import Distribution
         from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
@@ -113,7 +113,7 @@ class Build:
             [str(path) for path in self.files() if path.suffix in COMPILED_SUFFIXES],
             extra_compile_args={"cxx": self.compiler_flags(), **nvcc_flags},
             extra_link_args=self.link_flags(),
-            py_limited_api=True,  # nothing of Python is in the library: it serves every version of it
+            py_limited_api=True,  # the library does not use Python, so it works with every version of it
         )
         has_ninja = shutil.which("ninja") is not None
         command = BuildExtension(Distribution({"ext_modules": [extension]}), no_python_abi_suffix=True, use_ninja=has_ninja)
@@ -121,15 +121,15 @@ class Build:
         command.ensure_finalized()
         try:
             command.run()
-        except Exception as error:  # setuptools and torch each have kinds of their own
-            raise RuntimeError(f"the kernels could not be compiled, the compiler's messages say why: {error}") from error
+        except Exception as error:  # setuptools and torch raise different types
+            raise RuntimeError(f"the kernels could not be compiled; see the compiler's messages: {error}") from error
         return next(folder.glob(f"{LIBRARY_NAME}*"))
 
 
 def cuda_architectures(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """What CUDA bodies are built for here: the architectures that TORCH_CUDA_ARCH_LIST names, else those of the GPUs present.
+    """The GPU architectures to build CUDA code for: those that TORCH_CUDA_ARCH_LIST names, else those of the GPUs of this machine.
 
-    None where torch has no CUDA. Raises ValueError for a name that is not a number, and for one that is too old.
+    Empty if torch has no CUDA. Raises ValueError for a name that is not a number, and for an architecture that is too old.
     """
     if torch.version.cuda is None:
         return ()
@@ -141,14 +141,14 @@ def cuda_architectures(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def has_nvcc() -> bool:
-    """Whether CUDA's compiler is found: in CUDA_HOME, or on PATH."""
+    """Whether CUDA's compiler is in CUDA_HOME or on PATH."""
     return _nvcc() is not None
 
 
 def _checked_architecture(name: str) -> str:
     matched = re.fullmatch(r"(\d+)\.(\d)[af]?(\+PTX)?", name)
     if matched is None or (int(matched[1]), int(matched[2])) < OLDEST_ARCHITECTURE:
-        raise ValueError(f"{ARCHITECTURES_VARIABLE} holds {name}; needed are numbers from 8.0 on, such as 8.0, 9.0 or 9.0+PTX.")
+        raise ValueError(f"{ARCHITECTURES_VARIABLE} holds {name}; expected numbers from 8.0 on, such as 8.0, 9.0 or 9.0+PTX.")
     return name
 
 
@@ -166,10 +166,10 @@ def _nvcc() -> str | None:
 
 
 def _toolkit() -> Path:
-    """The folder of CUDA's compiler and headers. The compiler itself is asked: what is on PATH may be a link or a script that calls it."""
+    """The folder of CUDA's compiler and headers, as the compiler itself reports it: the nvcc on PATH may be a link or a script."""
     nvcc = _nvcc()
     if nvcc is None:
-        raise RuntimeError("CUDA bodies need nvcc, which is neither in CUDA_HOME nor on PATH.")
+        raise RuntimeError("CUDA code needs nvcc, which is neither in CUDA_HOME nor on PATH.")
     dry_run = subprocess.run(
         [nvcc, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull], capture_output=True, text=True, check=False
     )
@@ -178,10 +178,10 @@ def _toolkit() -> Path:
 
 
 def made_once(library: Path, compile_in: Callable[[Path], Path], lock_timeout_seconds: float) -> Path:
-    """`library`, after compile_in(folder) -> file made it unless it was there; it appears whole or not at all.
+    """`library`. If the file does not exist, compile_in(folder) makes it, and a rename puts it in place as a whole.
 
-    A lock keeps others from compiling the same. It goes when its holder ends, however that ends. After the timeout this process compiles
-    for itself; then both make the same file, and the later rename wins.
+    A lock keeps other processes from compiling it at the same time; a process that is killed loses the lock. After the timeout this process
+    compiles anyway. Then both make the same file, and the later rename wins.
     """
     library.parent.mkdir(parents=True, exist_ok=True)
     with _locked(library.with_suffix(".lock"), lock_timeout_seconds):
@@ -209,7 +209,7 @@ def _cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def _processor_features() -> str:
-    """What tells processors apart for which -march=native gives different code: nodes may share the folder of builds."""
+    """What distinguishes processors for which -march=native gives different code. Nodes may share the folder of builds."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

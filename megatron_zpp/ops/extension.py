@@ -1,4 +1,4 @@
-"""The kernels of csrc/ (torch.ops.megatron_zpp) in this process: loaded where they are built, never compiled on the way.
+"""Loads the kernels of csrc/ (torch.ops.megatron_zpp) into this process if they are built; a run never compiles them.
 
     python -m megatron_zpp.ops.extension [--portable]
 
@@ -27,9 +27,10 @@ _loaded: Path | None = None  # the library of this process; torch keeps it until
 
 
 def load() -> bool:
-    """Whether ops run on kernels from now on: loads the build for the GPUs here, else one without CUDA; for this processor, else portable.
+    """Loads the kernels, and returns whether ops run on kernels from now on.
 
-    MEGATRON_ZPP_REFERENCE_OPS=1 in the environment keeps to the reference.
+    The build for the GPUs of this machine is preferred to one without CUDA, and the build for this processor to a portable one.
+    With MEGATRON_ZPP_REFERENCE_OPS=1 in the environment no kernels are loaded.
     """
     global _loaded
     if _loaded is None and not _wants_reference(os.environ):
@@ -47,18 +48,18 @@ def _candidates() -> Iterator[Build]:
 
 
 def has_kernels_for(device_type: str) -> bool:
-    """Whether ops on this type of device run on loaded kernels rather than on the reference."""
+    """Whether ops on this type of device run on kernels rather than on the reference."""
     return _loaded is not None and _are_registered(device_type)
 
 
 @cache
 def _are_registered(device_type: str) -> bool:
-    """The dispatcher's answer, which no longer changes once the library is loaded: every op call asks for it."""
+    """Asks torch's dispatcher. Cached, because every op call asks, and the answer does not change once the library is loaded."""
     return all(torch._C._dispatch_has_kernel_for_dispatch_key(f"megatron_zpp::{op}", device_type.upper()) for op in OPS)
 
 
 def report(device_type: str = "cpu") -> str:
-    """One sentence on what ops on this type of device run on, with the command that builds the kernels where they are missing."""
+    """One sentence that says what ops on this type of device run on; if kernels are missing, with the command that builds them."""
     if has_kernels_for(device_type):
         return f"Quantization runs on the {'C++' if device_type == 'cpu' else 'CUDA'} kernels in {_loaded}."
     if _wants_reference(os.environ):
@@ -67,7 +68,7 @@ def report(device_type: str = "cpu") -> str:
 
 
 def _register_fake_kernels() -> None:
-    """Tells torch.compile and fake tensors that the ops return nothing; what they write to has its shape already."""
+    """Tells torch.compile and fake tensors that the ops return nothing; they write into tensors that already have their shape."""
     for op in OPS:
         torch.library.register_fake(f"megatron_zpp::{op}", _return_nothing)
 
@@ -81,7 +82,7 @@ def _wants_reference(environment: Mapping[str, str]) -> bool:
 
 
 def _buildable_architectures() -> tuple[str, ...]:
-    """Those that CUDA bodies can be built for here; says what is missing where torch has CUDA and there are none."""
+    """The GPU architectures that can be built for here. If torch has CUDA and there are none, prints what is missing."""
     architectures = cuda_architectures(os.environ)
     if torch.version.cuda is not None and not architectures:
         print(f"Without CUDA bodies: no GPU is here, and {ARCHITECTURES_VARIABLE} (such as 9.0) does not say for which to build them.")

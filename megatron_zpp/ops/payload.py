@@ -1,4 +1,4 @@
-"""Bytes of quantized values (no torch): codes, then one fp32 scale per block, each part padded to 16 bytes."""
+"""Size of quantized values (no torch): codes, then one fp32 scale per block, each part padded to 16 bytes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ PART_ALIGNMENT_BYTES = 16
 
 
 def coded_bytes(run_numel: int, bits: int, block_numel: int) -> int:
-    """Bytes of codes and scales of a run in one payload row.
+    """Bytes of the codes and scales of a run in one payload row.
 
     bits: 4 or 8. block_numel: a multiple of 32. run_numel: a multiple of block_numel. Raises ValueError for anything else.
     """
     if bits not in BITS:
-        raise ValueError(f"bits is {bits}; needed is 4 or 8.")
+        raise ValueError(f"bits is {bits}; expected 4 or 8.")
     if block_numel <= 0 or block_numel % BLOCK_NUMEL_MULTIPLE:
-        raise ValueError(f"block_numel is {block_numel}; needed is a multiple of {BLOCK_NUMEL_MULTIPLE}.")
+        raise ValueError(f"block_numel is {block_numel}; expected a multiple of {BLOCK_NUMEL_MULTIPLE}.")
     if run_numel < 0 or run_numel % block_numel:
-        raise ValueError(f"a run has {run_numel} values; needed is a multiple of block_numel, {block_numel}.")
+        raise ValueError(f"a run has {run_numel} values; expected a multiple of block_numel, {block_numel}.")
     return padded_bytes(run_numel // 8 * bits) + padded_bytes(run_numel // block_numel * SCALE_BYTES)
 
 

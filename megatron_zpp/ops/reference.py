@@ -1,24 +1,25 @@
-"""The definition of the quantization ops, in plain torch: the kernels of csrc/ equal it bit for bit, and where they are missing it runs.
+"""The definition of the quantization ops, in plain torch. The kernels of csrc/ equal it bit for bit; without kernels it runs.
 
 One block of x, with Q = 127 (8 bits) or 7 (4 bits):
 
-    scale = max|x| / Q          0 where that is 0 or underflows; NaN where a value of the block is not finite
-    code  = rint(x / scale)     half to even, clamped to -Q..Q; 0 where the scale is 0 or NaN
-    x'    = code * scale        rounded once more, to the dtype asked for
+    scale = max|x| / Q          0 if that is 0 or underflows; NaN if a value of the block is not finite
+    code  = rint(x / scale)     half to even, clamped to -Q..Q; 0 if the scale is 0 or NaN
+    x'    = code * scale        rounded once more, to the requested dtype
 
-Two options of gradients, both of SDP4Bit (arXiv 2410.15526):
+Two options for gradients, both from SDP4Bit (arXiv 2410.15526):
 
-rotated: every 32 neighbouring values x are encoded as H x, where H is the Hadamard matrix of +1 and -1: an outlier's error is spread over
-its group. Nothing is divided, as scales absorb the factor. H H = 32 I: the mean of rotated payloads is rotated once more, times 1/32.
+rotated: every 32 neighbouring values x are encoded as H x, where H is the Hadamard matrix of +1 and -1. This spreads the error of an
+outlier over its group. H x is not normalised, because the scales absorb the factor. As H H = 32 I, the mean of rotated payloads is
+rotated once more and multiplied by 1/32.
 
-noise_key: rounding is stochastic, so that the mean over keys of code * scale is x, and errors of many ranks and steps cancel:
+noise_key: rounding is stochastic. The mean over keys of code * scale is x, so the errors of many ranks and steps cancel:
 
     code = rint(clamp(x / scale, -Q, Q) + w)        w = (2k + 1) / 2^17 - 1/2, with k one of 0 .. 65535, all equally likely
 
 k is a function of the key and of the value's index in [slices, run], row by row: one 32-bit hash serves two neighbours.
 
-Results that are NaN have the bits 0x7fc00000 in fp32, 0x7fc0 in bf16 and 0x7e00 in fp16: processors differ in what they make themselves.
-Arguments are as checked by megatron_zpp.ops.quantization.
+Results that are NaN have the bits 0x7fc00000 in fp32, 0x7fc0 in bf16 and 0x7e00 in fp16, because the NaNs of processors differ.
+megatron_zpp.ops.quantization has checked the arguments.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ UINT64 = 2**64 - 1
 
 
 class Parts(NamedTuple):
-    """The two parts of payload rows [slices, bytes] that the ops read and write, as views."""
+    """Views of the two parts of payload rows [slices, bytes] that the ops read and write."""
 
     codes: Tensor  # [slices, run * bits / 8] uint8
     scales: Tensor  # [slices, run / block * 4] uint8, the bytes of fp32 values
 
 
 def parts_of(payloads: Tensor, run_numel: int, bits: int, block_numel: int) -> Parts:
-    """Codes and scales of rows `| codes, padded to 16 bytes | scales, padded to 16 bytes | others' bytes |`."""
+    """Codes and scales of rows `| codes, padded to 16 bytes | scales, padded to 16 bytes | bytes of the caller |`."""
     codes_bytes = run_numel * bits // 8
     scales_start = padded_bytes(codes_bytes)
     scales_bytes = run_numel // block_numel * SCALE_BYTES
@@ -100,21 +101,21 @@ def recode_mean_blocks(
 
 
 def noise(key: int, pairs: Tensor) -> Tensor:
-    """The noise w, fp32, of values 2 * pair and 2 * pair + 1 for each of `pairs`, int64: odd multiples of 2^-17 between -1/2 and 1/2."""
+    """The noise w of values 2 * pair and 2 * pair + 1 for each of `pairs` int64: fp32, odd multiples of 2^-17 between -1/2 and 1/2."""
     hashes = pair_hashes(key, pairs)
     k = torch.stack([hashes & 0xFFFF, hashes >> 16], dim=-1).flatten()
     return (2 * k + 1).float() * 2.0**-17 - 0.5
 
 
 def pair_hashes(key: int, pairs: Tensor) -> Tensor:
-    """The 32-bit hashes, as int64, whose low halves even values and whose high halves odd values draw from."""
+    """32-bit hashes, as int64. The low half decides the noise of the even value of a pair, the high half that of the odd value."""
     first, second = _noise_words(key)
     return _hashed((pairs + first) & UINT32, ((pairs >> 32) + second) & UINT32)
 
 
 def _noise_words(key: int) -> tuple[int, int]:
-    """The low and the high half of the mixed key, so that keys next to each other start far apart: the step of SplitMix64 (Steele, Lea,
-    Flood 2014), which is a bijection."""
+    """The low and the high half of the mixed key. Mixing is the step of SplitMix64 (Steele, Lea, Flood 2014), a bijection, so that
+    neighbouring keys start far apart."""
     mixed = (key + 0x9E3779B97F4A7C15) & UINT64
     mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & UINT64
     mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & UINT64
@@ -123,7 +124,7 @@ def _noise_words(key: int) -> tuple[int, int]:
 
 
 def _hashed(counters: Tensor, words: Tensor) -> Tensor:
-    """32-bit hashes, as int64: triple32 of C. Wellons' hash-prospector, joined by a second word behind its first round."""
+    """32-bit hashes, as int64: triple32 of C. Wellons' hash-prospector, with a second word mixed in after its first round."""
     x = counters ^ counters >> 17
     x = (x * 0xED5AD4BB) & UINT32
     x = x ^ x >> 11 ^ words
@@ -134,7 +135,7 @@ def _hashed(counters: Tensor, words: Tensor) -> Tensor:
 
 
 def _rotated(values: Tensor) -> Tensor:
-    """Every 32 neighbours of fp32 values [slices, run] times the Hadamard matrix, in five stages of sums and differences."""
+    """Multiplies every 32 neighbours of fp32 values [slices, run] by the Hadamard matrix, in five stages of sums and differences."""
     for distance in (1, 2, 4, 8, 16):
         low, high = values.reshape(-1, 2, distance).unbind(1)
         values = torch.stack([low + high, low - high], dim=1).view(values.shape)
@@ -142,7 +143,7 @@ def _rotated(values: Tensor) -> Tensor:
 
 
 def _divided(dividend: Tensor, divisor: Tensor) -> Tensor:
-    # Divisors are tensors on the same device: instead of dividing by a number, torch on CUDA multiplies by its rounded inverse.
+    # Divisors are tensors on the same device: to divide by a Python number, torch on CUDA multiplies by its rounded inverse.
     return torch.div(dividend, divisor)
 
 
@@ -151,7 +152,7 @@ def _decoded(payloads: Tensor, run_numel: int, bits: int, block_numel: int) -> T
     if slices == 0 or run_numel == 0:
         return torch.empty(slices, run_numel, device=payloads.device)
     parts = parts_of(payloads, run_numel, bits, block_numel)
-    # Rows may be any number of bytes apart, fp32 values may not.
+    # Cloned, because rows may be any number of bytes apart, and a view as fp32 needs a multiple of 4.
     scales = parts.scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
     codes = _unpacked(parts.codes, bits).float().view(slices, run_numel // block_numel, block_numel)
     return (codes * scales.unsqueeze(-1)).view(slices, run_numel)

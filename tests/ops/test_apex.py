@@ -49,7 +49,7 @@ def test_the_other_program_called_apex_is_named_and_never_imported(path: Path) -
 
 def test_apex_without_its_extensions_is_refused(path: Path) -> None:
     write_nvidia_apex(path, has_extensions=False)
-    with pytest.raises(ValueError, match="needs amp_C, which the NVIDIA Apex in .* was built without"):
+    with pytest.raises(ValueError, match="needs amp_C, but the NVIDIA Apex in .* was built without it"):
         check_apex("--optimizer-backend", "amp_C", "cuda")
 
 

@@ -70,7 +70,7 @@ def test_a_torch_without_cuda_has_no_architectures(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", ["Hopper", "7.5", "90"])
 def test_architectures_that_the_kernels_do_not_run_on_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(ValueError, match=f"TORCH_CUDA_ARCH_LIST holds {name}; needed are numbers from 8.0 on"):
+    with pytest.raises(ValueError, match=f"TORCH_CUDA_ARCH_LIST holds {name}; expected numbers from 8.0 on"):
         cuda_architectures({"TORCH_CUDA_ARCH_LIST": name})
 
 

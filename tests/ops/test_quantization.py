@@ -213,23 +213,23 @@ def test_ops_pass_opcheck(op: str) -> None:
 GOOD = torch.zeros(2, 64)
 GOOD_PAYLOADS = torch.zeros(2, 96, dtype=torch.uint8)
 MISTAKES = [
-    ({"values": GOOD.double()}, "values is torch.float64; needed is torch.float32 or torch.bfloat16 or torch.float16."),
-    ({"values": GOOD[0]}, "values has shape [64]; needed is [slices, run]."),
-    ({"values": torch.zeros(64, 2).T}, "values has strides [1, 2]; needed is a contiguous inner dim."),
-    ({"values": torch.zeros(2, 65)}, "a run has 65 values; needed is a multiple of block_numel, 32."),
-    ({"values": torch.zeros(3, 64)}, "slices of payloads: 2; needed is 3."),
-    ({"values": GOOD.to("meta")}, "found are values on meta, payloads on cpu; needed is one device."),
-    ({"payloads": GOOD_PAYLOADS.view(torch.int8)}, "payloads is torch.int8; needed is torch.uint8."),
-    ({"payloads": GOOD_PAYLOADS[:, :79]}, "payloads has shape [2, 79]; needed is [slices, at least 80 bytes]."),
-    ({"payloads": torch.zeros(1, 2, 96, dtype=torch.uint8)}, "payloads has shape [1, 2, 96]; needed is [slices, at least 80 bytes]."),
-    ({"payloads": torch.zeros(2, 100, dtype=torch.uint8)}, "strides [100, 1]; needed are rows that start at multiples of 16 bytes."),
-    ({"payloads": torch.zeros(2, 96, dtype=torch.uint8)[:, 8:]}, "payloads starts at byte 8 with strides [96, 1]; needed are rows"),
-    ({"payloads": torch.zeros(96, dtype=torch.uint8).expand(2, 96)}, "strides [0, 1]; needed are rows that do not overlap."),
-    ({"bits": 6}, "bits is 6; needed is 4 or 8."),
-    ({"block_numel": 48}, "block_numel is 48; needed is a multiple of 32."),
-    ({"block_numel": 0}, "block_numel is 0; needed is a multiple of 32."),
-    ({"noise_key": -1}, "noise_key is -1; needed is None or 0 to 9223372036854775807."),
-    ({"noise_key": 2**63}, "noise_key is 9223372036854775808; needed is None or 0 to 9223372036854775807."),
+    ({"values": GOOD.double()}, "values is torch.float64; expected torch.float32 or torch.bfloat16 or torch.float16."),
+    ({"values": GOOD[0]}, "values has shape [64]; expected [slices, run]."),
+    ({"values": torch.zeros(64, 2).T}, "values has strides [1, 2]; expected a contiguous inner dim."),
+    ({"values": torch.zeros(2, 65)}, "a run has 65 values; expected a multiple of block_numel, 32."),
+    ({"values": torch.zeros(3, 64)}, "slices of payloads: 2; expected 3."),
+    ({"values": GOOD.to("meta")}, "values on meta, payloads on cpu; expected one device."),
+    ({"payloads": GOOD_PAYLOADS.view(torch.int8)}, "payloads is torch.int8; expected torch.uint8."),
+    ({"payloads": GOOD_PAYLOADS[:, :79]}, "payloads has shape [2, 79]; expected [slices, at least 80 bytes]."),
+    ({"payloads": torch.zeros(1, 2, 96, dtype=torch.uint8)}, "payloads has shape [1, 2, 96]; expected [slices, at least 80 bytes]."),
+    ({"payloads": torch.zeros(2, 100, dtype=torch.uint8)}, "strides [100, 1]; expected rows that start at multiples of 16 bytes."),
+    ({"payloads": torch.zeros(2, 96, dtype=torch.uint8)[:, 8:]}, "payloads starts at byte 8 with strides [96, 1]; expected rows"),
+    ({"payloads": torch.zeros(96, dtype=torch.uint8).expand(2, 96)}, "strides [0, 1]; expected rows that do not overlap."),
+    ({"bits": 6}, "bits is 6; expected 4 or 8."),
+    ({"block_numel": 48}, "block_numel is 48; expected a multiple of 32."),
+    ({"block_numel": 0}, "block_numel is 0; expected a multiple of 32."),
+    ({"noise_key": -1}, "noise_key is -1; expected None or 0 to 9223372036854775807."),
+    ({"noise_key": 2**63}, "noise_key is 9223372036854775808; expected None or 0 to 9223372036854775807."),
 ]  # fmt: skip
 
 
@@ -241,19 +241,19 @@ def test_mistakes_are_told_with_what_was_found_and_what_is_needed(change: dict[s
 
 
 def test_a_noise_key_out_of_range_is_told_where_means_are_recoded_too() -> None:
-    with pytest.raises(ValueError, match="noise_key is -1; needed is None or 0 to"):
+    with pytest.raises(ValueError, match="noise_key is -1; expected None or 0 to"):
         quantization.recode_mean_blocks(
             GOOD_PAYLOADS.unsqueeze(0), GOOD_PAYLOADS, run_numel=64, bits=8, next_bits=8, block_numel=BLOCK, noise_key=-1
         )
 
 
 def test_there_is_no_mean_of_no_members() -> None:
-    with pytest.raises(ValueError, match=re.escape("payloads has shape [0, 2, 96]; needed is at least one member")):
+    with pytest.raises(ValueError, match=re.escape("payloads has shape [0, 2, 96]; expected at least one member")):
         quantization.decode_mean_blocks(torch.zeros(0, 2, 96, dtype=torch.uint8), GOOD, bits=8, block_numel=BLOCK, accumulate=False)
 
 
 def test_a_mean_is_fp32() -> None:
-    with pytest.raises(ValueError, match="mean is torch.bfloat16; needed is torch.float32."):
+    with pytest.raises(ValueError, match="mean is torch.bfloat16; expected torch.float32."):
         quantization.decode_mean_blocks(GOOD_PAYLOADS.unsqueeze(0), GOOD.bfloat16(), bits=8, block_numel=BLOCK, accumulate=False)
 
 
