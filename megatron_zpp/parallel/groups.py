@@ -1,4 +1,4 @@
-"""Process groups of the lanes: one per (link, direction), made in the same order on every rank."""
+"""Makes the process groups of the lanes: one per link and direction, in the same order on every rank."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megatron_zpp.parallel.topology import LANES, Lane, Topology
 
 
 def make_lane_groups(topology: Topology, rank: int, timeout: timedelta) -> dict[Lane, dist.ProcessGroup]:
-    """The process group of `rank` on every lane whose link joins more than one rank; every rank of the world must call it.
+    """The process group of `rank` for each lane whose link has more than one rank; every rank of the world must call it.
 
-    timeout: given to each group, since a new group does not take over the world's.
+    timeout: passed to each group, because a new group does not inherit that of the world.
     """
     own: dict[Lane, dist.ProcessGroup] = {}
     for lane in LANES:

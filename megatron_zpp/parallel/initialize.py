@@ -1,4 +1,4 @@
-"""Joining the world: a device, a process group, and one verdict on start-up errors that every rank shares."""
+"""Joins the world: chooses a device, makes the process group, and lets all ranks agree on start-up errors."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from megatron_zpp.parallel.failures.roll_call import RollCall
 from megatron_zpp.parallel.launch import Launch
 
 PACKAGE = Path(__file__).parents[1]
-FAREWELL = timedelta(seconds=15)  # to find out who failed, tell the others and end
+FAREWELL = timedelta(seconds=15)  # time to find out which rank failed, tell the others and end
 
 
 class StartupError(ValueError):
-    """A user's mistake that every rank knows of; its text names the ranks that met it."""
+    """A user's mistake, raised on every rank; its text names the ranks that found it."""
 
 
 class World:
-    """The ranks of this run, joined. Every rank must make the same calls in the same order, but for `report_failure`."""
+    """The connected ranks of this run. Every rank must make the same calls in the same order, except `report_failure`."""
 
     def __init__(self, launch: Launch, device: torch.device, timeout: timedelta) -> None:
-        """Joins: gloo for CPU tensors always, NCCL for CUDA tensors on GPUs. One rank alone needs no launcher.
+        """Connects the ranks: over gloo for CPU tensors, and on GPUs also over NCCL for CUDA tensors. A single rank needs no launcher.
 
-        timeout: within which every rank has ended after a link or a rank is gone; a collective may take all of it but the farewell.
-        Raises ValueError where the launcher did not say where rank 0 is.
+        timeout: after a link or a rank is lost, every rank ends within this time. A collective may take the timeout minus FAREWELL.
+        Raises ValueError if the launcher did not say where rank 0 is.
         """
         self.rank = launch.rank
         self.world_size = launch.world_size
@@ -54,12 +54,12 @@ class World:
 
     @contextmanager
     def agreement(self, long_work: str | None = None, announce: Callable[[str], None] = print) -> Iterator[None]:
-        """Runs a block of start-up checks; a ValueError on any rank in it becomes a StartupError on every rank when all have left it.
+        """Runs a block of start-up checks. A ValueError on any rank becomes a StartupError on every rank once all have left the block.
 
-        One that is no user's mistake prints its traceback as well.
-
-        The block must not wait for other ranks, since one of them may have left it early. long_work: what it does, where that may take
-        longer than a collective may; announce then gets a line now and then while this rank waits for others.
+        A ValueError that is a bug rather than a user's mistake also prints its traceback. The block must not wait for other ranks,
+        because one of them may have left it early.
+        long_work: what the block does, if that may take longer than a collective may; while ranks wait, rank 0 calls announce with a line
+        now and then.
         """
         error = None
         roll_call = RollCall(self._store, self.rank, self.world_size, long_work or "", self.check_others)
@@ -73,24 +73,24 @@ class World:
         self.agree_on_errors(error)
 
     def agree_on_errors(self, error: str | None) -> None:
-        """Nothing, where no rank met an error. Raises StartupError on every rank alike, with one line per distinct message."""
+        """Raises StartupError on every rank if any rank has an error, with one line per distinct message."""
         errors = gather_texts(error or "")
         if any(errors):
             raise StartupError(joined_errors(errors))
 
     def report_failure(self, text: str) -> str:
-        """The first failure that any rank has reported, `text` of this rank if there was none before; one rank reports once."""
+        """The first failure that any rank has reported; if there was none before, `text` of this rank. Later calls return the same text."""
         self._reported = self._reported or self._failure_board.report(text)
         return self._reported
 
     def check_others(self) -> None:
-        """Nothing, while no rank is known to have failed. Raises RuntimeError once one has."""
+        """Raises RuntimeError if another rank is known to have failed."""
         self._failure_board.check()
 
     def leave(self) -> None:
         """Ends the process groups; no message may be under way. Every rank must call it.
 
-        What still holds a collective goes now: gloo's threads must not be left to free it while the interpreter shuts down.
+        Objects that still hold a collective are freed now: gloo's threads must not free them while the interpreter shuts down.
         """
         dist.barrier()
         dist.destroy_process_group()
@@ -98,9 +98,9 @@ class World:
 
 
 def choose_device(launch: Launch, backend: str | None) -> torch.device:
-    """The device of this rank: a GPU where there is one and the backend is not gloo, else the CPU.
+    """The device of this rank: a GPU if the machine has one and the backend is not gloo, else the CPU.
 
-    Raises ValueError where a machine has fewer GPUs than ranks, or NCCL is asked for without a GPU.
+    Raises ValueError if the machine has fewer GPUs than ranks, or if the backend is nccl and the machine has no GPU.
     """
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend == "nccl" and devices == 0:
@@ -109,7 +109,7 @@ def choose_device(launch: Launch, backend: str | None) -> torch.device:
         )
     if backend == "gloo" or devices == 0:
         return torch.device("cpu")
-    shares_device = "NCCL_HOSTID" in os.environ  # NCCL takes ranks with different host ids on one device for different machines
+    shares_device = "NCCL_HOSTID" in os.environ  # with different host ids, NCCL lets ranks share one device
     if launch.local_rank >= devices and not shares_device:
         raise ValueError(
             f"local rank {launch.local_rank} finds only {devices} GPUs on this machine; start at most {devices} ranks per machine, "
@@ -119,20 +119,20 @@ def choose_device(launch: Launch, backend: str | None) -> torch.device:
 
 
 def is_mistake(error: ValueError) -> bool:
-    """Whether a `raise` in this package made the error, whose text then says what the user can do; any other one is a bug."""
+    """Whether a `raise` in this package made the error. Then its text says what the user can do; any other ValueError is a bug."""
     innermost = traceback.extract_tb(error.__traceback__)[-1]
     return PACKAGE in Path(innermost.filename).parents and (innermost.line or "raise").startswith("raise")
 
 
 def gather_texts(text: str) -> list[str]:
-    """Each rank's `text`, in rank order; every rank must call it."""
+    """The texts of all ranks in rank order; every rank must call it."""
     texts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text)
     return texts
 
 
 def joined_errors(errors: Sequence[str]) -> str:
-    """One line per distinct message of `errors[rank]`, with the ranks that met it where not all did."""
+    """One line per distinct message of `errors[rank]`; a message that not all ranks have is followed by the ranks that have it."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(errors):
         if text:

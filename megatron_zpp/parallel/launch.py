@@ -1,4 +1,4 @@
-"""The place of this process in the world, and where rank 0 waits for it, as its launcher says it (no torch)."""
+"""Reads this process's rank, the world size and the address of rank 0 from the environment of its launcher (no torch)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 DEFAULT_PORT = 29500
-# Ports of Slurm jobs: below the ephemeral ports of Linux, which begin at 32768, and apart for jobs that share a node.
+# Ports of Slurm jobs: below the ephemeral ports of Linux, which begin at 32768, and different for jobs that share a node.
 FIRST_SLURM_PORT, SLURM_PORTS = 15000, 15000
-# Steps from this number on are Slurm's own: the batch script, an interactive shell.
+# Step numbers from here on are Slurm's own: the batch script, an interactive shell.
 FIRST_RESERVED_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher said of this process; local_world_size and master_address are None where it did not say."""
+    """What the launcher says about this process; local_world_size and master_address are None if it does not say."""
 
     rank: int
     world_size: int
@@ -27,7 +27,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class _Names:
-    """The variables that one kind of launcher sets; one of those for the local world size may be enough."""
+    """The variables that one kind of launcher sets. It may set any one of local_world_sizes, or none."""
 
     rank: str
     world_size: str
@@ -38,13 +38,13 @@ class _Names:
 TORCHRUN = _Names("RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))  # LOCAL_SIZE is DeepSpeed's
 OPEN_MPI = _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ("OMPI_COMM_WORLD_LOCAL_SIZE",))
 HYDRA = _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",))  # mpirun of MPICH and Intel MPI
-# What Slurm says of a step goes before what it says of the job: srun may have been told otherwise than sbatch.
+# Variables of a step override those of the job: srun may have other options than sbatch.
 JOB = _Names("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"))
 STEP = replace(JOB, world_size="SLURM_STEP_NUM_TASKS")
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
-    """The place of this process: from the variables of torchrun or DeepSpeed's launcher, else mpirun's, else Slurm's, else alone.
+    """The launch from the variables of torchrun or DeepSpeed's launcher, else of mpirun, else of Slurm; else a world of one rank.
 
     Raises ValueError naming a variable that is missing, not a number, or contradicts another.
     """
@@ -73,7 +73,7 @@ def first_host(node_list: str) -> str:
 
 def _launcher(environment: Mapping[str, str]) -> _Names | None:
     mpirun = next((names for names in (OPEN_MPI, HYDRA) if names.local_rank in environment), None)
-    # A batch script may export WORLD_SIZE alone, for whatever srun or mpirun then starts.
+    # A batch script may export WORLD_SIZE alone, for the tasks that srun or mpirun starts.
     if TORCHRUN.world_size in environment and (TORCHRUN.rank in environment or not (mpirun or _is_slurm_task(environment))):
         return TORCHRUN
     if mpirun is not None:
@@ -82,7 +82,7 @@ def _launcher(environment: Mapping[str, str]) -> _Names | None:
     if slurm.rank not in environment:
         return None
     is_task = _is_slurm_task(environment)
-    # The batch script of a job without --ntasks has SLURM_PROCID alone.
+    # In the batch script of a job without --ntasks, only SLURM_PROCID is set.
     if (not is_task and slurm.world_size not in environment) or _number(environment, slurm.world_size) == 1:
         return None
     if not is_task:
@@ -95,13 +95,13 @@ def _launcher(environment: Mapping[str, str]) -> _Names | None:
 
 
 def _is_slurm_task(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process; a batch script has SLURM_PROCID as well."""
+    """Whether srun started this process. SLURM_PROCID alone does not tell, because a batch script has it too."""
     step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
     return "SLURM_PROCID" in environment and step.isdigit() and int(step) < FIRST_RESERVED_STEP
 
 
 def _tasks_of_a_node(environment: Mapping[str, str], name: str) -> int | None:
-    """A number, or Slurm's `8(x4)`; None where nodes have different numbers of tasks."""
+    """The number in the variable, which may have Slurm's form `8(x4)`; None if nodes have different numbers of tasks."""
     counts = set(re.sub(r"\(x\d+\)", "", environment[name]).split(","))
     if len(counts) > 1 and all(count.isdigit() for count in counts):
         return None
@@ -144,6 +144,6 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
     if not text.isdigit():
         raise ValueError(
-            f"the launcher set {name}={text!r} where a whole number is needed; start with torchrun, srun, mpirun, deepspeed or plain python"
+            f"the launcher set {name}={text!r}, but a whole number is needed; start with torchrun, srun, mpirun, deepspeed or plain python"
         )
     return int(text)

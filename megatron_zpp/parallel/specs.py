@@ -1,4 +1,4 @@
-"""What a model tells the sharding engine of itself: parameters, the units that gather together, and the order in which they are used."""
+"""A model's description for the sharding engine: parameters, the units that are gathered together, and the order of their uses."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter: where it stands in the module, its shape and its first values."""
+    """One parameter: its path in the module, its shape and its initial values."""
 
     name: str  # dotted attribute path in the module, e.g. "blocks.0.attention.qkv.weight"
     shape: tuple[int, ...]
     initial_values: Callable[
         [int, int], Tensor
-    ]  # (start, stop) -> fp32 [stop - start] of the flattened parameter; any range, always the same values
+    ]  # (start, stop) -> fp32 [stop - start] of the flattened parameter, for any range; always the same values
     weight_decay: bool
 
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """The parameters that are gathered together."""
+    """A unit: parameters that are gathered together."""
 
     name: str  # "embedding", "block.0", ..., "final_norm", "head"
     params: tuple[ParamSpec, ...]
@@ -37,4 +37,4 @@ class Use:
     module: str  # dotted path of the submodule whose forward and backward hooks bracket the use
     units: tuple[str, ...]
     needs_weights_in_backward: bool
-    recomputed_in: int | None = None  # number of the chunk of neighbouring uses that backward computes again as one; None: not again
+    recomputed_in: int | None = None  # number of the chunk of neighbouring uses that backward recomputes together; None: not recomputed

@@ -1,6 +1,6 @@
-"""Who is where: data-parallel ranks in partitions of equal size, and the two links between them (pure arithmetic, no torch).
+"""Arranges data-parallel ranks in partitions of equal size, joined by two links (pure arithmetic, no torch).
 
-A world of W = N x G ranks, drawn for N = 2 partitions of G = 3 ranks; a rank's primary slice stands in brackets:
+A world of W = N x G ranks, drawn for N = 2 partitions of G = 3 ranks, with each rank's primary slice in brackets:
 
                       place j = 0      j = 1       j = 2
     partition n = 0    rank 0 [0]    rank 1 [2]  rank 2 [4]     <- intra link: the ranks of one row
@@ -8,9 +8,9 @@ A world of W = N x G ranks, drawn for N = 2 partitions of G = 3 ranks; a rank's 
                            ^
                            inter link: the ranks of one column
 
-A *node* is a machine, or in a rehearsal a part of one that stands for it (--ranks-per-node). A *partition* is what the ladder climbs: a
-node, or an equal part of one (--zero-hpz-partition-size). Where a partition is smaller than a node, some members of the inter link share a
-node; the ledger meters their bytes apart from those that enter the node.
+A *node* is a machine; in a rehearsal on one machine it is a part of it (--ranks-per-node). A *partition* is the group of ranks that splits
+a secondary rung: a node, or an equal part of one (--zero-hpz-partition-size). If a partition is smaller than a node, some members of the
+inter link share a node; the ledger counts their bytes separately from those that enter the node.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Link(enum.Enum):
 
 
 class Direction(enum.Enum):
-    """Which way a payload crosses a link: weights climb, gradients descend."""
+    """The direction in which a payload crosses a link: weights climb, gradients descend."""
 
     CLIMB = "climb"
     DESCEND = "descend"
@@ -38,7 +38,7 @@ class Direction(enum.Enum):
 
 @dataclass(frozen=True)
 class Lane:
-    """One direction of one link; it has a process group of its own, so that its messages never meet those of another lane."""
+    """One direction of one link. It has a process group of its own, so that its messages cannot mix with those of another lane."""
 
     link: Link
     direction: Direction
@@ -48,8 +48,8 @@ class Lane:
 
 
 LANES = tuple(Lane(link, direction) for direction in Direction for link in Link)
-# Collectives of a lane under way. Two, because a message over TCP begins with a question whether the receiver is ready, and question and
-# answer wait in the queues behind what is being sent: the next message asks meanwhile. torch's gloo has two threads per process group.
+# How many collectives of a lane may be under way. Two, because a message over TCP first asks whether the receiver is ready, and question
+# and answer queue behind the data being sent; the second message asks meanwhile. torch's gloo has two threads per process group.
 MOST_CROSSING = 2
 
 
@@ -57,9 +57,9 @@ MOST_CROSSING = 2
 class Topology:
     """The world of data-parallel ranks as partitions of `partition_ranks` ranks each (N and G of the ladder).
 
-    ranks_per_node: ranks of one node; bytes are metered between nodes.
+    ranks_per_node: ranks of one node; the ledger counts the bytes between nodes.
     partition_ranks: G, the ranks among which a secondary rung is split; a divisor of ranks_per_node.
-    Raises ValueError where a size does not divide.
+    Raises ValueError if a size does not divide.
     """
 
     world_size: int
@@ -84,34 +84,37 @@ class Topology:
 
     @classmethod
     def of_nodes(cls, nodes: int, ranks_per_node: int) -> Topology:
-        """The world of `nodes` nodes, each of which is one partition."""
+        """A world of `nodes` nodes, each of which is one partition."""
         return cls(nodes * ranks_per_node, ranks_per_node, ranks_per_node)
 
     @property
     def nodes(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         return self.world_size // self.ranks_per_node
 
     @property
     def partitions(self) -> int:
-        """N: how many copies of a secondary rung there are."""
+        """N, the number of partitions, and so of copies of a secondary rung."""
         return self.world_size // self.partition_ranks
 
     def link_ranks(self, link: Link) -> int:
-        """How many ranks share one link: N over the inter link, G over the intra link."""
+        """The number of ranks that share one link: N over the inter link, G over the intra link."""
         return self.partitions if link is Link.INTER else self.partition_ranks
 
     def partition_of(self, rank: int) -> int:
-        """The partition n of `rank`. It is also the place of the rank's own slice among the N slices of its secondary rung, which are those
-        of the N ranks of one column, in the order of their partitions."""
+        """The partition n of `rank`.
+
+        It is also the index of the rank's own slice among the N slices of its secondary rung: these are the slices of the N ranks of one
+        column, in the order of their partitions.
+        """
         return rank // self.partition_ranks
 
     def place_of(self, rank: int) -> int:
-        """The place j of `rank` in its partition."""
+        """The place j of `rank` in its partition, from 0 to G - 1."""
         return rank % self.partition_ranks
 
     def slice_of(self, rank: int) -> int:
-        """The primary slice that `rank` owns; the ranks of a column own neighbouring slices, so both links deliver in slice order."""
+        """The primary slice that `rank` owns. The ranks of a column own neighbouring slices, so both links deliver slices in order."""
         return self.place_of(rank) * self.partitions + self.partition_of(rank)
 
     def members(self, link: Link, rank: int) -> tuple[int, ...]:
@@ -122,23 +125,22 @@ class Topology:
         return tuple(range(first, first + self.partition_ranks))
 
     def groups(self, link: Link) -> tuple[tuple[int, ...], ...]:
-        """Every group of ranks that shares `link`, in the order of their first ranks."""
+        """All groups of ranks that share `link`, in the order of their first ranks."""
         return tuple(sorted({self.members(link, rank) for rank in range(self.world_size)}))
 
     def into_node(self, bytes_into_rank: int) -> int:
-        """Bytes that enter one node, from those that enter each of its ranks: payloads are equal on every rank."""
+        """Bytes that enter one node, given the bytes that enter each of its ranks; payloads are equal on every rank."""
         return bytes_into_rank * self.ranks_per_node
 
     def share_node(self, rank: int, other: int) -> bool:
-        """True where two ranks stand on the same node."""
+        """Whether two ranks are on the same node."""
         return rank // self.ranks_per_node == other // self.ranks_per_node
 
 
 def check_placement(hosts: Sequence[str], ranks_per_node: int) -> None:
-    """Nothing, where the ranks of each node are consecutive and share a host; `hosts[rank]` is the host name of a rank.
+    """Raises ValueError, naming ranks and hosts, unless the ranks of each node share a host; `hosts[rank]` is the host name of a rank.
 
-    Several nodes may stand on one host (a rehearsal on one machine); one node on several hosts may not.
-    Raises ValueError naming the ranks and hosts in the way.
+    The ranks of a node are consecutive. Several nodes may be on one host (a rehearsal on one machine), but no node on several hosts.
     """
     for first in range(0, len(hosts), ranks_per_node):
         names = sorted(set(hosts[first : first + ranks_per_node]))

@@ -1,11 +1,11 @@
-"""Ranks that were started together, in a store that may have served an earlier start: torchrun keeps it when it restarts its ranks.
+"""Gives the ranks of one start a part of the store for themselves; torchrun keeps the store when it restarts its ranks.
 
-What dead ranks left in such a store, their addresses above all, would be taken for that of living ones. So every start gets a part of the
-store for itself, under a name that rank 0 makes up. Others must not take an earlier rank 0's name for it: each makes up a word of its own,
-and rank 0 answers the words. An earlier rank's word is answered too, and nobody reads that.
+Entries of dead ranks, above all their addresses, would be mistaken for those of living ranks. So every start uses a part of the store under
+a new name, which rank 0 chooses. The other ranks must not read the name of an earlier rank 0. So each of them writes a random word, and
+rank 0 writes its answer under that word. It also answers the words of earlier ranks, but no rank reads these answers.
 
     rank r   greeting/r = WORD           waits for answer/WORD     joined/NAME/r = ""
-    rank 0   answer/WORD = NAME          for every r, again where the word has changed, until joined/NAME/r is there
+    rank 0   answer/WORD = NAME          for every r, again if the word has changed, until joined/NAME/r exists
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ POLL_SECONDS = 0.01
 
 
 def own_part(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The part of the store that belongs to this start alone; every rank must call it. No earlier rank may be at work any more.
+    """The part of the store for this start; every rank must call it, after all ranks of earlier starts have ended.
 
-    Raises RuntimeError, naming who is missed, where a rank does not come in time.
+    Raises RuntimeError, naming the missing ranks, if a rank does not join in time.
     """
     if rank == 0:
         name = uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""What ranks tell each other of a failure, through the store; nobody waits for a store that has become silent."""
+"""Tells all ranks through the store that one has failed; no rank hangs if the store stops answering."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch.distributed as dist
 
 FAILURE_KEY = "failure"
 REPORTS_KEY = "failure_reports"
-REPORT_SECONDS = 5.0  # that rank 0, which may hold the store, waits for the others to read the first failure
-SIGN_SECONDS = 3.0  # longer than a waiting rank takes from one `check` to the next
-ANSWER_SECONDS = 0.2  # that a look at the store may take before the caller goes on
+REPORT_SECONDS = 5.0  # how long rank 0, which may host the store, waits for the others to read the first failure
+SIGN_SECONDS = 3.0  # longer than the time between two calls of `check` by a waiting rank
+ANSWER_SECONDS = 0.2  # how long `check` waits for the store before it returns
 
 Answer = TypeVar("Answer")
 
 
 class FailureBoard:
-    """The first failure of a run, as every rank can learn it. A rank that waits for others calls `check` now and then: its sign of life.
+    """Shares the first failure of a run among its ranks. A rank that waits for others must call `check` now and then as a sign of life.
 
-    A store's client blocks without end where the link to it is cut, so every question is asked by a thread that may be left behind.
+    A store's client blocks forever if the connection is cut, so a separate thread makes every request and may be abandoned.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
@@ -31,9 +31,9 @@ class FailureBoard:
         self._look: _Question[bool] | None = None
 
     def report(self, text: str) -> str:
-        """The first failure that any rank has reported, `text` of this rank if there was none before, or if the store is silent.
+        """The first failure that any rank has reported; `text` of this rank if there was none before or if the store does not answer.
 
-        The first one names the ranks that show no sign of life: their messages are what the others may have waited for in vain.
+        The first failure also names the ranks that show no sign of life, because the others may have waited for their messages.
         """
         own = f"rank {self._rank}: {text}"
         question = _Question(lambda: self._report(own))
@@ -41,9 +41,9 @@ class FailureBoard:
         return own if question.is_alive() or question.error is not None else question.answer or own
 
     def check(self) -> None:
-        """Nothing, while no rank is known to have failed. Raises RuntimeError once one has, or once the store is lost.
+        """Raises RuntimeError if another rank is known to have failed, or if the store is lost.
 
-        Called now and then: an answer that takes long is found by a later call.
+        Must be called repeatedly: if the store answers slowly, a later call finds the answer.
         """
         if self._look is None:
             self._look = _Question(self._has_failure)
@@ -74,7 +74,7 @@ class FailureBoard:
         return first.decode()
 
     def _silent_ranks(self) -> list[int]:
-        """The ranks that neither wait for others now nor have ended with an error: dead, stopped, or busy without end."""
+        """The ranks that are neither waiting for others nor have ended with an error: dead, stopped, or hanging."""
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         before = {rank: self._store.add(_signs_key(rank), 0) for rank in others}
         time.sleep(SIGN_SECONDS)
@@ -93,7 +93,7 @@ def _ended_key(rank: int) -> str:
 
 
 class _Question(Thread, Generic[Answer]):
-    """A call in a thread of its own, begun at once; `answer` or `error` is there when it has ended."""
+    """Runs a call in its own thread at once; `answer` or `error` is set when the thread has ended."""
 
     def __init__(self, call: Callable[[], Answer]) -> None:
         super().__init__(daemon=True)
@@ -105,5 +105,5 @@ class _Question(Thread, Generic[Answer]):
     def run(self) -> None:
         try:
             self.answer = self._call()
-        except RuntimeError as error:  # the store went away with the rank that held it
+        except RuntimeError as error:  # the rank that hosted the store has ended
             self.error = error

@@ -1,4 +1,4 @@
-"""Waiting for all ranks without a collective: work that takes minutes on one rank and an hour on another would run into its timeout."""
+"""Waits for all ranks without a collective, for work that takes much longer on some ranks and would run into a collective's timeout."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megatron_zpp.monitor.heartbeat import beating
 FIRST_POLL_SECONDS = 0.02
 LAST_POLL_SECONDS = 1.0
 HEARTBEAT_SECONDS = 10.0
-SILENT_SECONDS = 300.0  # a rank without heartbeat for so long is gone
+SILENT_SECONDS = 300.0  # after this time without a heartbeat a rank counts as dead
 LINE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class RollCall:
-    """The ranks of a store, which all do `work` and then meet; every rank makes one, with a `work` of its own in the run.
+    """All ranks do `work` and then wait for each other. Every rank makes one; `work` must be different from that of any other roll call.
 
-    check_others: raises where another rank has failed.
+    check_others: raises if another rank has failed.
     """
 
     store: dist.Store
@@ -34,9 +34,10 @@ class RollCall:
 
     @contextmanager
     def after(self, announce: Callable[[str], None]) -> Iterator[None]:
-        """Runs the block and returns when every rank has left its own, however long that takes; an error in the block ends the wait.
+        """Runs the block, then waits without a time limit until every rank has left its block. An error in the block is raised at once.
 
-        announce: gets a line now and then, on rank 0, about who is waited for. Raises RuntimeError on rank 0 where a rank shows no life.
+        announce: called now and then on rank 0 with a line that names the missing ranks.
+        Raises RuntimeError on rank 0 if a missing rank has sent no heartbeat for SILENT_SECONDS.
         """
         with beating(self._beat, HEARTBEAT_SECONDS):
             yield
@@ -45,7 +46,7 @@ class RollCall:
         self._wait(announce)
 
     def _beat(self) -> None:
-        # A store that is gone ends the run anyway.
+        # If the store is lost, the run ends anyway.
         with contextlib.suppress(RuntimeError):
             self.store.add(self._key("alive", self.rank), 1)
 
@@ -59,14 +60,14 @@ class RollCall:
             poll_seconds = min(2 * poll_seconds, LAST_POLL_SECONDS)
             self.check_others()
             if self.rank > 0 or time.monotonic() < next_line:
-                continue  # one rank that looks for the others is enough
+                continue  # one rank that checks the others is enough
             next_line += LINE_SECONDS
             missing = [rank for rank in range(self.world_size) if self.store.add(self._key("done", rank), 0) == 0]
             self._check_alive(missing, last_beats)
             announce(f"waiting for {_in_words(missing)} of {self.world_size} ranks: {self.work} ({time.monotonic() - started:.0f} s)")
 
     def _check_alive(self, missing: list[int], last_beats: dict[int, tuple[int, float]]) -> None:
-        """last_beats: of each rank how often it has beaten, and when that was first seen here."""
+        """Raises RuntimeError if a missing rank is silent. last_beats: of each rank, its number of beats and when that was first seen."""
         now = time.monotonic()
         for rank in missing:
             beats = self.store.add(self._key("alive", rank), 0)
