@@ -1,11 +1,11 @@
-// The operators of megatron_zpp. Bodies are registered beside their kernels, fake kernels in megatron_zpp/ops/extension.py.
+// Declares the operators of megatron_zpp. Implementations are registered beside the kernels, fake kernels in megatron_zpp/ops/extension.py.
 //
 // values     [slices, run]             fp32, bf16 or fp16; inner dim contiguous, any row stride; run is a multiple of block_numel
 // mean       [slices, run]             fp32, as values
 // payloads   [slices, bytes]           uint8; bytes at least those of codes and scales; rows start at multiples of 16 bytes
-//            [members, slices, bytes]  where a mean over members is taken
+//            [members, slices, bytes]  if the op takes a mean over members
 // recoded    [slices, bytes]           as payloads
-// noise_key  none: codes are the nearest; else rounding is stochastic, its noise drawn from the key and a value's index in [slices, run]
+// noise_key  none: codes are the nearest; else rounding is stochastic, with noise from the key and the value's index in [slices, run]
 #include <torch/library.h>
 
 TORCH_LIBRARY(megatron_zpp, m) {

@@ -1,11 +1,11 @@
-// Indices of training samples and of blends. megatron_zpp/data/index_builders.py has the same in numpy, number for number.
+// Builds the indices of training samples and of blends. megatron_zpp/data/index_builders.py computes the same numbers in numpy.
 //
 // lengths         [documents] int32         tokens of each document
-// document_index  [positions] int32         which document stands at each position of the stream
+// document_index  [positions] int32         the document at each position of the stream
 // sample_index    [samples + 1, 2]          int32 or int64: position and offset of the token that each sample starts with
 // weights         [datasets] fp64           shares, with sum 1
-// dataset_index   [samples] int16 or int32  which dataset each sample of the blend comes from
-// dataset_sample  [samples] int64           and which of its samples that is
+// dataset_index   [samples] int16 or int32  the dataset that each sample of the blend comes from
+// dataset_sample  [samples] int64           the index of the sample in that dataset
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -25,7 +25,7 @@ int64_t length_at(const int32_t* lengths, int64_t documents, const int32_t* docu
   return lengths[document];
 }
 
-// Sample i starts with token i * seq_length of the stream; the first one at position 0, also where that document is empty.
+// Sample i starts with token i * seq_length of the stream. The first one starts at position 0, even if that document is empty.
 template <class Index>
 void cut_stream(const at::Tensor& lengths, const at::Tensor& document_index, int64_t seq_length, const at::Tensor& sample_index) {
   const auto* length_of = lengths.const_data_ptr<int32_t>();
@@ -65,7 +65,7 @@ void build_sample_index(const at::Tensor& lengths, const at::Tensor& document_in
   }
 }
 
-// Each sample comes from the dataset that is furthest behind its share; the first of several.
+// Each sample comes from the dataset that is furthest behind its share; among equals, from the first.
 template <class Index>
 void deal_samples(const at::Tensor& weights, const at::Tensor& dataset_index, const at::Tensor& dataset_sample) {
   const auto* weight_of = weights.const_data_ptr<double>();

@@ -1,5 +1,5 @@
-// Rows taken from tensors, after the checks that keep every access inside them.
-// megatron_zpp/ops/quantization.py says the same to users, and says more.
+// Checks tensor arguments, so that every access is in bounds, and converts them to rows.
+// megatron_zpp/ops/quantization.py makes the same checks and more for users, with better messages.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,10 +1,10 @@
-// The format of quantized blocks: how a block's scale, its codes and their bytes follow from its values.
-// One definition for host and device. A payload row holds a run of blocks and whatever its owner puts behind them:
+// The format of quantized blocks: computes a block's scale, its codes and their bytes from its values.
+// One definition for host and device. A payload row holds a run of blocks, and after them bytes of the caller:
 //
 //     | codes, padded to 16 bytes | scales fp32, padded to 16 bytes | bytes that no kernel touches |
 //
 // Bit-equality with megatron_zpp/ops/reference.py needs IEEE fp32: no contraction (-ffp-contract=off, --fmad=false), no fast-math,
-// subnormals kept. Nothing of torch is in here, so that the kernels of GPUs compile without it.
+// subnormals kept. This file does not include torch, so that GPU kernels compile without it.
 #pragma once
 
 #include <cstdint>
@@ -40,10 +40,10 @@ ZPP_HOST_DEVICE float float_of(uint32_t bits) {
   return value;
 }
 
-// Results that are NaN have these bits, whatever a processor makes of its own accord.
+// Gives NaN the same bits on every processor.
 ZPP_HOST_DEVICE float with_canonical_nan(float value) { return value != value ? float_of(kNanScaleBits) : value; }
 
-// ---- Where things are in a payload row -------------------------------------------------------------------------------------------------
+// ---- Layout of a payload row -----------------------------------------------------------------------------------------------------------
 
 struct RowLayout {
   int64_t blocks;         // of one run
@@ -71,8 +71,8 @@ struct Fp16Bits {
   uint16_t bits;
 };
 
-// Magnitude: the bits without the sign. As integers they are ordered as the absolute values are, infinity and then NaN above all others,
-// so that an integer maximum finds the largest value and every non-finite one, in any order.
+// Magnitude: the bits without the sign. As integers they have the order of the absolute values, with infinity and then NaN above all
+// others. So an integer maximum finds the largest value or a non-finite one, in any order of comparison.
 template <class T>
 struct ValueFormat;
 
@@ -102,7 +102,7 @@ struct ValueFormat<Fp16Bits> {
   static constexpr uint16_t kNan = 0x7e00;
   static constexpr int kSignificandBits = 11;
   ZPP_HOST_DEVICE static Magnitude magnitude(Fp16Bits value) { return value.bits & 0x7fffu; }
-  // Of finite magnitudes. In fp32's place, exponents are 112 too small, also those of subnormals; multiplying by 2^112 is exact.
+  // For finite magnitudes. Shifted to their place in fp32, exponents are 112 too small, also for subnormals; multiplying by 2^112 is exact.
   ZPP_HOST_DEVICE static float widened(Magnitude magnitude) { return float_of(static_cast<uint32_t>(magnitude) << 13) * 0x1p+112f; }
 };
 
@@ -114,7 +114,7 @@ struct CodeFormat {
   static constexpr int32_t kLargest = (1 << (kBits - 1)) - 1;  // Q: codes are symmetric, -Q to Q
 };
 
-// The scale of a block: NaN where a value is not finite, 0 where all are 0 or the quotient underflows.
+// The scale of a block: NaN if a value is not finite, 0 if all are 0 or the quotient underflows.
 template <class T, int kBits>
 ZPP_HOST_DEVICE float block_scale(typename ValueFormat<T>::Magnitude largest) {
   if (largest >= ValueFormat<T>::kInfinity) {
@@ -123,7 +123,7 @@ ZPP_HOST_DEVICE float block_scale(typename ValueFormat<T>::Magnitude largest) {
   return ValueFormat<T>::widened(largest) / static_cast<float>(CodeFormat<kBits>::kLargest);
 }
 
-// Blocks of other scales have codes 0.
+// Whether a block with this scale has codes other than 0.
 ZPP_HOST_DEVICE bool has_codes(float scale) { return scale > 0.0f; }
 
 // An integer whose low bits are the two's complement code nearest to the quotient, half to even; exact for |quotient| < 2^22.

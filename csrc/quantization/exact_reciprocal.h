@@ -1,29 +1,29 @@
-// Codes of 16-bit values without a division per value, bit-equal to the division.
+// Computes codes of 16-bit values without a division per value, with the same bits as the division.
 //
 // Let m be the largest magnitude of a block, s = fl(m / Q) its scale, x one of its values. The code of x is rint(fl(x / s)), and x / s is
 // nearly xQ/m.
 //
 // Near a half-integer k + 1/2, with k < Q, xQ/m is either equal to it or far from it: 2Qx = (2k+1)m is an equation between integers
-// (times a power of two), whose sides are at most 254 * 2047 for significands of up to 11 bits, so that unequal ones differ by a factor
-// of at least 1 + 2^-19. Division errs by less than 1 + 2^-22, so only ties can depend on how it rounds.
+// (times a power of two). For significands of up to 11 bits its sides are at most 254 * 2047, so unequal sides differ by a factor of at
+// least 1 + 2^-19. Division errs by a factor of less than 1 + 2^-22, so only ties can depend on how it rounds.
 //
-// Where Q does not divide the significand of m, Q, a prime, divides 2k+1 < 2Q: then 2k+1 = Q, and the only tie is |x| = m/2. Its code is
-// (Q-1)/2 or (Q+1)/2, and one division per block tells which. Multiplying by fl(1/s) * (1 +- 2^-21) then gives every code of the block:
-// all roundings together err by less than 1 + 2^-22, so the tie falls on its side, and 1 + 2^-21 + 2^-22 moves nothing else past a
-// half-integer.
+// First case: Q does not divide the significand of m. At a tie, Q, a prime, divides 2k+1 < 2Q. Then 2k+1 = Q, so the only tie is
+// |x| = m/2. Its code is (Q-1)/2 or (Q+1)/2, and one division per block tells which. Multiplying by fl(1/s) * (1 +- 2^-21) then gives every
+// code of the block: all roundings together err by less than 1 + 2^-22, so the tie falls on the right side, and 1 + 2^-21 + 2^-22 moves no
+// other quotient past a half-integer.
 //
-// Where Q divides it, s is m/Q exactly, and there may be more ties: such blocks divide.
+// Second case: Q divides the significand. Then s is exactly m/Q and there may be more ties. Such blocks divide.
 #pragma once
 
 #include "block_format.h"
 
 namespace megatron_zpp {
 
-// Where all of x, m/2, s, 1/s and their products are normal fp32 numbers, or so small beside s that the code is 0 either way.
+// Between these scales x, m/2, s, 1/s and their products are normal fp32 numbers, or so small beside s that the code is 0 either way.
 constexpr float kSmallestReciprocalScale = 0x1p-100f;
 constexpr float kLargestReciprocalScale = 0x1p+100f;
 
-// A factor f with rint(x * f) == rint(x / scale) for every value x of type T in the block, or 0 where the block has to divide.
+// A factor f with rint(x * f) == rint(x / scale) for every value x of type T in the block, or 0 if the block has to divide.
 template <class T, int kBits>
 ZPP_HOST_DEVICE float exact_reciprocal(typename ValueFormat<T>::Magnitude largest, float scale) {
   static_assert(ValueFormat<T>::kSignificandBits <= 11, "the gap beside ties is proved for 16-bit values");

@@ -1,8 +1,8 @@
-// Noise for stochastic rounding: a function of a key and of a value's index, so that every thread and every device draws the same.
+// Noise for stochastic rounding: a function of a key and of a value's index, so it does not depend on the thread or the device.
 //
-// The code of a quotient q is rint(q + w) with w an odd multiple of 2^-17 between -1/2 and 1/2, each equally likely: it is the integer
-// below q or the one above, with q as its mean. One hash serves two neighbouring values. Clamped quotients and noise add up to at most
-// Q + 1/2 - 2^-17 without rounding, so codes are within -Q to Q.
+// The code of a quotient q is rint(q + w), where w is an odd multiple of 2^-17 between -1/2 and 1/2, all equally likely. The code is the
+// integer below q or the one above, and its mean is q. One hash gives the noise of two neighbouring values. A clamped quotient plus noise
+// is at most Q + 1/2 - 2^-17 without rounding, so codes are within -Q to Q.
 #pragma once
 
 #include "block_format.h"
@@ -18,7 +18,7 @@ struct Noise {
 
 constexpr Noise kNoNoise = {false, 0, 0};
 
-// Keys next to each other start far apart: the step of SplitMix64 (Steele, Lea, Flood 2014), which is a bijection.
+// Neighbouring keys start far apart. The step of SplitMix64 (Steele, Lea, Flood 2014), a bijection.
 inline Noise noise_of(uint64_t key) {
   uint64_t mixed = key + 0x9e3779b97f4a7c15u;
   mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -27,7 +27,7 @@ inline Noise noise_of(uint64_t key) {
   return {true, static_cast<uint32_t>(mixed), static_cast<uint32_t>(mixed >> 32)};
 }
 
-// triple32 of C. Wellons' hash-prospector, joined by a second word behind its first round. Word: uint32_t, or a vector of them.
+// triple32 of C. Wellons' hash-prospector, with a second word mixed in after its first round. Word: uint32_t, or a vector of them.
 template <class Word>
 ZPP_HOST_DEVICE Word hashed(Word counter, Word word) {
   counter ^= counter >> 17;
@@ -53,7 +53,7 @@ ZPP_HOST_DEVICE PairHashes pair_hashes(const Noise& noise, int64_t first) {
   return {static_cast<uint32_t>(first) + noise.first_word, static_cast<uint32_t>(first >> 32) + noise.second_word};
 }
 
-// The noise in the hash's 16 low or high bits k: (2k + 1) / 2^17 - 1/2. Floats in [1, 2) are 2^-23 apart; nothing here rounds.
+// The noise (2k + 1) / 2^17 - 1/2, where k is the 16 low or high bits of the hash. Floats in [1, 2) are 2^-23 apart, so nothing rounds.
 ZPP_HOST_DEVICE float noise_in(uint32_t hash, bool is_odd) {
   return float_of(((is_odd ? hash >> 9 : hash << 7) & 0x007fff80u) | 0x3f800040u) - 1.5f;
 }

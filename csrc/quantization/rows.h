@@ -1,4 +1,4 @@
-// What kernels receive: plain pointers and strides.
+// The arguments of kernels: plain pointers and strides.
 #pragma once
 
 #include <type_traits>

@@ -1,11 +1,11 @@
-// The values of one block of codes, in loops that compilers vectorise; where AVX-512 has a shorter way to the same bits, that.
+// Decodes one block, in loops that compilers vectorise. With AVX-512, shorter code gives the same bits.
 #pragma once
 
 #include "../block_format.h"
 #include "half_loops.h"
 
 #if defined(__AVX512BW__)
-// GCC 12 takes the undefined operands inside its own intrinsics for mistakes (GCC bug 105593).
+// GCC 12 warns about undefined operands inside its own intrinsics (GCC bug 105593).
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
@@ -58,7 +58,7 @@ void store_decoded_pairs(const uint8_t* __restrict codes, float scale, int64_t n
 }
 
 #if defined(__AVX512BF16__)
-// The instruction flushes subnormal fp32 to zero: for normal scales only, whose multiples are normal or 0.
+// The instruction flushes subnormal fp32 to zero. So this is for normal scales only, whose multiples are normal or 0.
 inline void store_decoded_normal(const uint8_t* codes, float scale, int64_t numel, c10::BFloat16* values) {
   const __m512 scales = _mm512_set1_ps(scale);
   const auto decoded_16 = [scales](const uint8_t* some_codes) {
@@ -73,7 +73,7 @@ inline void store_decoded_normal(const uint8_t* codes, float scale, int64_t nume
 #endif
 
 #if defined(__AVX512BW__)
-// A block of 4-bit codes has 16 different values at most: a table in one register.
+// A block of 4-bit codes has at most 16 different values, which fit a table in one register.
 inline void store_looked_up(const uint8_t* codes, float scale, int64_t numel, c10::BFloat16* values) {
   uint16_t table[32];
   for (int32_t nibble = 0; nibble < 32; ++nibble) {
@@ -109,7 +109,7 @@ template <int kBits, class T>
 void decode_block(const uint8_t* codes, float scale, int64_t numel, float* scratch, T* values) {
   constexpr uint32_t kInfinity = ValueFormat<float>::kInfinity;
   if (ValueFormat<float>::magnitude(scale) >= kInfinity) {
-    // NaN, or infinity, which no block is encoded with; but any bytes decode alike everywhere, and 0 times infinity is NaN.
+    // NaN or infinity. No block is encoded with an infinite scale, but all bytes must decode to the same bits everywhere: 0 * inf is NaN.
     for_each_decoded<kBits>(codes, scale, numel, [values](int64_t i, float value) { values[i] = static_cast<T>(with_canonical_nan(value)); });
   } else {
     store_decoded<kBits>(codes, scale, numel, scratch, values);

@@ -1,4 +1,4 @@
-// decode_mean_blocks on CPUs: the end of a descent.
+// decode_mean_blocks on CPUs: the last step of a descent.
 #include <torch/library.h>
 
 #include "../arguments.h"
@@ -15,7 +15,7 @@ void add_block(const float* __restrict total, int64_t numel, float* __restrict m
   }
 }
 
-// Opposite infinities of two members add up to NaN.
+// A mean can be NaN, because opposite infinities of two members add up to NaN.
 void make_nan_canonical(float* mean, int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) {
     mean[i] = with_canonical_nan(mean[i]);

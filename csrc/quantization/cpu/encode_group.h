@@ -1,4 +1,4 @@
-// Scales and codes of one group of blocks, in loops that compilers vectorise.
+// Computes the scales and codes of one group of blocks, in loops that compilers vectorise.
 #pragma once
 
 #include "../exact_reciprocal.h"
@@ -51,8 +51,8 @@ void store_nearest(const float* values, int64_t numel, float scale, float, float
   store_nearest<kBits>(values, numel, scale, codes);
 }
 
-// Encodes the group's blocks, whose values start at `values`; largest: magnitudes by block. scratch: fp32 [block_numel], for fp16 alone.
-// First all scales, then all codes: one after the other, each block would wait for its own divisions.
+// Encodes the group's blocks, whose values start at `values`. largest: largest magnitude of each block. scratch: fp32 [block_numel], only
+// needed for fp16. All scales come first, then all codes; block by block, each block would wait for its own divisions.
 template <int kBits, class T>
 void encode_group(
     const T* values,

@@ -1,4 +1,4 @@
-// How the blocks of all slices are dealt out: in groups that fit the first-level cache and never span two slices.
+// Distributes the blocks of all slices to threads, in groups that fit the first-level cache and never span two slices.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -11,7 +11,7 @@ namespace megatron_zpp::cpu {
 
 constexpr int64_t kGroupNumel = 4096;      // 16 KiB of fp32, half of a first-level data cache
 constexpr int64_t kMostGroupBlocks = 16;   // enough to hide the latency of one block's scale behind the others
-constexpr int64_t kThreadNumel = 1 << 15;  // less is not worth waking a thread
+constexpr int64_t kThreadNumel = 1 << 15;  // for fewer values it does not pay to wake a thread
 
 struct Group {
   int64_t slice;

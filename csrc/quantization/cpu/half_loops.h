@@ -1,4 +1,4 @@
-// fp16 to fp32 and back, many at a time.
+// Converts arrays of fp16 to fp32 and back.
 #pragma once
 
 #include <c10/util/Half.h>
@@ -11,7 +11,7 @@
 
 namespace megatron_zpp::cpu {
 
-// numel is a multiple of 8 in both.
+// In both functions numel is a multiple of 8.
 inline void widen_half(const c10::Half* __restrict values, int64_t numel, float* __restrict wide) {
 #if defined(__F16C__)
   for (int64_t i = 0; i < numel; i += 8) {

@@ -1,4 +1,4 @@
-// Vectors as wide as the processor's registers, for loops that compilers do not vectorise well of their own accord.
+// Vectors as wide as the processor's registers, for loops that compilers do not vectorise well by themselves.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -45,7 +45,7 @@ inline uint32_t largest_of(LaneWords words) {
   return largest;
 }
 
-// The values at even and at odd places among 2 * kLanes neighbours.
+// The values at even and at odd indices of 2 * kLanes neighbours.
 struct Halves {
   Lanes even;
   Lanes odd;
@@ -80,7 +80,7 @@ inline Halves load_halves(const c10::Half* values) {
   return load_halves(wide);
 }
 
-// Stores the codes in the low bits of the words of even places and of odd ones.
+// Stores the codes, which are the low bits of the words at even and at odd indices.
 template <int kBits>
 void store_halves(uint8_t* codes, LaneWords even, LaneWords odd) {
   if constexpr (kBits == 8) {

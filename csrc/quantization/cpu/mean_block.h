@@ -1,4 +1,4 @@
-// The mean over members of one block of codes.
+// Computes the mean over members of one block of codes.
 #pragma once
 
 #include "../arguments.h"
@@ -6,7 +6,7 @@
 
 namespace megatron_zpp::cpu {
 
-// Adds up the block over members 0, 1, ... in total [block_numel].
+// Sums the block over members 0, 1, ... into total [block_numel].
 template <int kBits>
 void sum_block(const PayloadRows<const uint8_t>& payloads, int64_t slice, int64_t block, int64_t block_numel, float* __restrict total) {
   const int64_t offset = block * (block_numel / 8 * kBits);
@@ -18,7 +18,7 @@ void sum_block(const PayloadRows<const uint8_t>& payloads, int64_t slice, int64_
   }
 }
 
-// Divides by the number of members. Dividing by a power of two and multiplying by its inverse round the same number, so they are equal.
+// Divides by the number of members. For a power of two, dividing and multiplying by the inverse round the same number, so they are equal.
 inline void divide_block(float* __restrict total, int64_t numel, int64_t members) {
   const float divisor = static_cast<float>(members);
   if (members == 1) {

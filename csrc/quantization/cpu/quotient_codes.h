@@ -1,10 +1,10 @@
-// Codes of fp32 quotients by way of one multiplication each, where that is sure to give the codes of the division.
+// Computes codes of fp32 values with one multiplication each, if that is certain to give the same codes as a division.
 //
 // All numbers here are below Q + 1, a power of two, so half an ulp is at most h = (Q + 1) * 2^-25. With i = fl(1 / s), x * i is within
-// |x / s| * 2^-24 < 2h of x / s, and fl(x * i) within h more. What the division gives, clamped to -Q to Q, is within 2h of x / s, since
-// |x / s| is at most Q * (1 + 2^-24). Adding noise rounds both by up to h. So the two differ by at most 7h. If what was multiplied is 8h
-// or more from every half-integer, what was divided is on the same side, and both round to the same code. Few values are nearer: their
-// chunk divides.
+// |x / s| * 2^-24 < 2h of x / s, and fl(x * i) within h more. The result of the division, clamped to -Q to Q, is within 2h of x / s, since
+// |x / s| is at most Q * (1 + 2^-24). Adding noise rounds both by up to h. So the two differ by at most 7h. If the product is 8h or more
+// from every half-integer, the quotient is on the same side, and both round to the same code. Few values are nearer; their chunk is
+// divided.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +14,13 @@
 
 namespace megatron_zpp::cpu {
 
-// Where 1 / s is normal, and x / s for |x| of at most s * Q, or so small that the code is that of 0 either way.
+// Between these scales 1 / s is normal, and so is x / s for |x| of at most s * Q, or it is so small that the code is that of 0 either way.
 constexpr float kSmallestInvertedScale = 0x1p-100f;
 constexpr float kLargestInvertedScale = 0x1p+100f;
 
-constexpr int64_t kChunkNumel = 256;  // one uncertain value in 2^14 (8 bits) makes 1 chunk of 64 divide
+constexpr int64_t kChunkNumel = 256;  // with 8 bits, one value in 2^14 is uncertain, so one chunk in 64 is divided
 
-// How far a quotient may be from its integer to be sure: the bits of 1/2 - 8h.
+// A quotient whose distance from its integer is at most this is certain: the bits of 1/2 - 8h.
 template <int kBits>
 constexpr uint32_t kFarthestSure = 0x3f000000u - (static_cast<uint32_t>(CodeFormat<kBits>::kLargest + 1) << 3);
 
@@ -31,18 +31,18 @@ inline Halves noise_of(LaneWords hashes) {
   return {floats_of(even) - 1.5f, floats_of(odd) - 1.5f};
 }
 
-// Rounds lanes to integers, and keeps in mind the one that is farthest from its own.
+// Rounds lanes to integers, and records the largest distance of a value from its integer.
 template <int kBits>
 class Rounding {
  public:
-  // Words with the codes in their low bits: those of the shift are 0.
+  // Words with the codes in their low bits; the low bits of the shift are 0.
   LaneWords operator()(Lanes quotients) {
     const Lanes shifted = quotients + kRoundingShift;
     farthest_ = larger(farthest_, words_of(quotients - (shifted - kRoundingShift)) & 0x7fffffffu);
     return words_of(shifted);
   }
 
-  // Whether all were farther from half-integers than two ways to the same quotient can be from each other.
+  // Whether all values were so far from half-integers that product and quotient round to the same code.
   bool was_sure() const { return largest_of(farthest_) <= kFarthestSure<kBits>; }
 
  private:
@@ -72,7 +72,8 @@ Lanes clamped_quotients(Lanes values, float scale) {
 
 inline bool is_invertible(float scale) { return scale >= kSmallestInvertedScale && scale <= kLargestInvertedScale; }
 
-// store(quotients) stores the codes of a chunk and returns whether they are sure.
+// Stores the codes of a chunk by products if they are certain, else by quotients.
+// store(quotients) stores the codes of a chunk and returns whether they are certain.
 template <int kBits, class Store>
 void store_surely(float scale, Store store) {
   if (is_invertible(scale)) {
@@ -84,7 +85,7 @@ void store_surely(float scale, Store store) {
   store([scale](Lanes values) { return clamped_quotients<kBits>(values, scale); });
 }
 
-// How far a float is, in bits, from the integer to which the shift rounded it.
+// The distance of a float from the integer to which the shift rounded it, as bits.
 inline uint32_t distance_from_integer(float value, float shifted) {
   return ValueFormat<float>::magnitude(value - (shifted - kRoundingShift));
 }
@@ -105,7 +106,8 @@ void store_codes(const float* __restrict values, int64_t numel, uint8_t* __restr
   }
 }
 
-// The nearest codes of a chunk, if they are sure. A call of its own, with a known number of values: compilers vectorise that best.
+// Stores the nearest codes of a chunk and returns whether they are certain. A separate function with a constant number of values, because
+// compilers vectorise that best.
 template <int kBits, int64_t kNumel>
 [[gnu::noinline]] bool store_nearest_surely(const float* __restrict values, float inverse, uint8_t* __restrict codes) {
   uint32_t farthest = 0;
@@ -133,7 +135,7 @@ void store_nearest_chunk(const float* values, float scale, float inverse, uint8_
   }
 }
 
-// The nearest codes of a block that has codes.
+// Stores the nearest codes of a block that has codes.
 template <int kBits>
 void store_nearest(const float* values, int64_t block_numel, float scale, uint8_t* codes) {
   const float inverse = 1.0f / scale;
@@ -146,7 +148,7 @@ void store_nearest(const float* values, int64_t block_numel, float scale, uint8_
   }
 }
 
-// The codes of a block that has codes, with the noise of pairs first_pair, first_pair + 1, ...
+// Stores the codes of a block that has codes, with the noise of pairs first_pair, first_pair + 1, ...
 template <int kBits, class T>
 void store_noisy(const T* values, int64_t block_numel, float scale, const Noise& noise, int64_t first_pair, uint8_t* codes) {
   for (int64_t first = 0, numel = 0; first < block_numel; first += numel) {

@@ -1,4 +1,4 @@
-// recode_mean_blocks on CPUs: the middle of a descent over two links, in one pass. The fp32 mean never leaves the first-level cache.
+// recode_mean_blocks on CPUs: the step between the two hops of a descent, in one pass. The fp32 mean never leaves the first-level cache.
 #include <torch/library.h>
 
 #include "../arguments.h"

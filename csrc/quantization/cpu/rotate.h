@@ -1,7 +1,7 @@
-// Hadamard transforms of groups of 32 neighbouring values, in registers.
+// Applies the Hadamard transform to groups of 32 neighbouring values, in registers.
 //
-// One stage turns neighbours (a, b) into sums a + b, all of which come first, and differences a - b. So the index of a value loses its
-// lowest bit and gets it back as its highest: after five stages every value is back in its place, and the stages have joined values at
+// One stage turns neighbours (a, b) into sums a + b and differences a - b, and puts all sums before all differences. So the lowest bit of
+// a value's index becomes its highest bit. After five stages every value is back in its place, and the stages have combined values at
 // distances 1, 2, 4, 8 and 16. Two vectors become one of sums and one of differences:
 //
 //     a0 b0 a1 b1 | a2 b2 a3 b3     ->     a0+b0 a1+b1 a2+b2 a3+b3 | a0-b0 a1-b1 a2-b2 a3-b3
@@ -40,8 +40,8 @@ RotatedGroup rotated_group(const T* values) {
   }
 }
 
-// Fills rotated [numel] with the transforms of values [numel], times `factor`, a power of two; numel is a multiple of 32, and both may be
-// the same. Returns the largest magnitude, as ValueFormat<float> has it.
+// Fills rotated [numel] with the transforms of values [numel], times `factor`, a power of two. numel is a multiple of 32; the two arrays
+// may be the same. Returns the largest magnitude, as defined in ValueFormat<float>.
 template <class T>
 uint32_t rotate(const T* values, int64_t numel, float factor, float* rotated) {
   LaneWords largest{};

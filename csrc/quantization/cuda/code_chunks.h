@@ -1,4 +1,4 @@
-// The codes of one chunk of values: 2, 4 or 8 bytes in a thread's registers, as they lie in a payload row.
+// The codes of one chunk of values: 2, 4 or 8 bytes in a thread's registers, in the byte order of a payload row.
 #pragma once
 
 #include "value_chunks.h"
@@ -35,7 +35,7 @@ __device__ __forceinline__ void store_codes(const CodeChunk<kBits, kNumel>& chun
   }
 }
 
-// to_code(value, pair, is_odd): an integer with the code in its low bits; pair: of the chunk.
+// to_code(value, pair, is_odd): an integer with the code in its low bits; pair: index in the chunk.
 template <int kBits, class Chunk, class ToCode>
 __device__ __forceinline__ CodeChunk<kBits, Chunk::kNumel> coded(const Chunk& values, ToCode to_code) {
   constexpr uint32_t kMask = (1u << kBits) - 1;
@@ -51,8 +51,8 @@ __device__ __forceinline__ CodeChunk<kBits, Chunk::kNumel> coded(const Chunk& va
   return chunk;
 }
 
-// Codes as fp32 without a conversion, which GPUs do a quarter as often: 2^23 with a code in its low bits is 2^23 + code. The sign bit is
-// flipped first, which adds 2^(kBits - 1) to the two's complement code.
+// A code as fp32, without a conversion instruction, which has a quarter of the throughput on GPUs: 2^23 with a code in its low bits is
+// 2^23 + code. The sign bit has been flipped before, which adds 2^(kBits - 1) to the two's complement code.
 template <int kBits>
 __device__ __forceinline__ float code_value(uint32_t flipped_word, int index) {
   constexpr uint32_t kIntegersBits = 0x4b000000u;  // 2^23: floats from there on are 1 apart

@@ -1,4 +1,4 @@
-// decode_mean_blocks on GPUs: the end of a descent.
+// decode_mean_blocks on GPUs: the last step of a descent.
 #include "launchers.h"
 #include "mean_of_members.h"
 #include "rotate_chunks.h"

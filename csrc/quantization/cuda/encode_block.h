@@ -1,4 +1,4 @@
-// Scale and codes of the block that a team holds.
+// Computes the scale and the codes of the block that a team holds.
 #pragma once
 
 #include <type_traits>
@@ -10,14 +10,14 @@
 
 namespace megatron_zpp::cuda {
 
-// What a block's noise follows from. Its first pair of values is counted where it is needed, so as not to occupy registers.
+// What decides a block's noise. The index of its first pair is computed where it is needed, so that it does not occupy registers.
 struct BlockNoise {
   const Noise& noise;
   int64_t block;  // counted over all slices
   int64_t block_numel;
 };
 
-// to_code(value, chunk, pair, is_odd): an integer with the code in its low bits; chunk: of the block, pair: of the chunk.
+// to_code(value, chunk, pair, is_odd): an integer with the code in its low bits; chunk: index in the block, pair: index in the chunk.
 template <class Teams, int kBits, class Chunk, class ToCode>
 __device__ __forceinline__ void store_held(
     const Share& share, const Piece& piece, const Chunk (&held)[Teams::kHeld], uint8_t* codes, ToCode to_code) {
@@ -29,7 +29,7 @@ __device__ __forceinline__ void store_held(
   });
 }
 
-// Codes of the chunks held, as the block's scale has them; factor as exact_reciprocal says.
+// Stores the codes of the chunks held, under the block's scale; factor: from exact_reciprocal.
 template <class Teams, int kBits, class Chunk>
 __device__ __forceinline__ void store_scaled(
     const Share& share,
@@ -63,8 +63,8 @@ __device__ __forceinline__ float factor_of(typename ValueFormat<T>::Magnitude la
   }
 }
 
-// Encodes the team's block. load(piece, held) fills what the thread holds of a piece; chunks that are not there are zeros.
-// It is called once for each, and once more where the team cannot hold the whole block.
+// Encodes the team's block. load(piece, held) fills the thread's part of a piece; chunks beyond the end are zeros.
+// It is called once per piece, and once more per piece if the team cannot hold the whole block.
 template <class Teams, int kBits, class Chunk, class Load>
 __device__ __forceinline__ void encode_block(const Share& share, Load load, const BlockNoise& noise, uint8_t* codes, float* scale_target) {
   using T = typename Chunk::Value;

@@ -1,4 +1,4 @@
-// Starts the kernels on a stream; nothing of torch is in here. Arguments are as checked by ../arguments.h, pointers are the device's.
+// Starts the kernels on a stream, without torch. ../arguments.h has checked the arguments; pointers are device pointers.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,4 +1,4 @@
-// The mean over members of what a thread holds of a block.
+// Computes the mean over members of a thread's part of a block.
 #pragma once
 
 #include "code_chunks.h"
@@ -9,7 +9,7 @@ namespace megatron_zpp::cuda {
 // Division by the number of members. For a power of two, multiplying by the inverse rounds the same number.
 struct Divisor {
   float members;
-  float inverse;  // 0 where it is not exact
+  float inverse;  // 0 if it is not exact
 
   __device__ __forceinline__ float divided(float total) const { return inverse != 0.0f ? total * inverse : total / members; }
 };
@@ -36,7 +36,7 @@ struct HeldCodes {
   }
 };
 
-// Fills totals with the mean over members 0, 1, ... of the team's block. While one member is added, the next one's codes are on their way.
+// Fills totals with the mean over members 0, 1, ... of the team's block. While one member is added, the codes of the next are being loaded.
 template <class Teams, int kBits>
 __device__ __forceinline__ void load_mean(
     const PayloadRows<const uint8_t>& payloads,
@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_mean(
   for (int i = 0; i < Teams::kHeld; ++i) {
 #pragma unroll
     for (int j = 0; j < Teams::kChunkNumel; ++j) {
-      totals[i][j] = -0.0f;  // -0 + x is x, also where x is -0
+      totals[i][j] = -0.0f;  // -0 + x is x, also for x = -0
     }
   }
   for (int64_t member = 0; member < payloads.members; ++member) {

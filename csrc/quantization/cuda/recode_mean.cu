@@ -1,4 +1,4 @@
-// recode_mean_blocks on GPUs: the middle of a descent over two links, in one pass. The fp32 mean never leaves the registers.
+// recode_mean_blocks on GPUs: the step between the two hops of a descent, in one pass. The fp32 mean never leaves the registers.
 // A block of more than 16,384 values is read twice.
 #include "encode_block.h"
 #include "launchers.h"

@@ -1,4 +1,4 @@
-// The CUDA bodies of the operators: checks, the current stream of the tensors' device, and the launch.
+// Registers the CUDA implementations of the operators: checks, the current stream of the tensors' device, and the launch.
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>

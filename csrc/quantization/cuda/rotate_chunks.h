@@ -1,8 +1,10 @@
-// Hadamard transforms of groups of 32 neighbouring values, which a few neighbouring threads of a team hold at the same place.
+// Applies the Hadamard transform to groups of 32 neighbouring values. 4 or 8 neighbouring threads of a team hold a group, in the same
+// registers.
 //
-// Of 8 values per thread, stages at distances 1, 2 and 4 join values of one thread, those at 8 and 16 the same values of threads 1 and 2
-// apart; of 4 values, 2 stages and then threads 1, 2 and 4 apart. Teams have at least as many threads as a group, and begin at multiples of
-// that. All threads of a warp rotate together: a chunk that is not there is zeros, and so is the rest of its group.
+// With 8 values per thread, the stages at distances 1, 2 and 4 combine values of one thread, and those at 8 and 16 values of threads that
+// are 1 and 2 apart. With 4 values per thread, there are 2 stages within a thread, then 3 between threads that are 1, 2 and 4 apart. A team
+// has at least as many threads as a group and begins at a multiple of that number. All threads of a warp rotate together: a chunk beyond
+// the end is zeros, and so is the rest of its group.
 #pragma once
 
 #include "teams.h"

@@ -1,13 +1,13 @@
-// How the threads of a grid share the blocks of all slices.
+// Distributes the blocks of all slices to the threads of a grid.
 //
 // A team of kTeamThreads neighbouring threads works on one block. Each thread holds up to kHeld chunks of kChunkNumel neighbouring values,
-// so that a team reads whole lines of memory, with all its loads in flight at once. A team of 8, 3 chunks each:
+// so that a team reads whole lines of memory, with all its loads in flight at once. A team of 8 threads with 3 chunks each:
 //
 //     thread      0  1  2  3  4  5  6  7  0  1  2  3  4  5  6  7  0  1  2  3  4  5  6  7
 //     chunk       0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18 19 20 21 22 23
 //
-// A block with more chunks than its team can hold is gone through in pieces. "Grid block" is CUDA's word for what shares a multiprocessor's
-// shared memory: the teams of one grid block work on neighbouring blocks, those of the grid's rows on different slices.
+// A block with more chunks than its team can hold is processed in pieces. A "grid block" is CUDA's thread block; "block" alone means
+// values with a common scale. The teams of one grid block work on neighbouring blocks, the rows of the grid on different slices.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,7 +20,7 @@ namespace megatron_zpp::cuda {
 constexpr int kWarpThreads = 32;
 constexpr unsigned kWholeWarp = 0xffffffffu;
 constexpr int kSmallGridBlockThreads = 256;
-constexpr int kLargestTeamThreads = 512;         // twice as many could not hold so much without spilling registers
+constexpr int kLargestTeamThreads = 512;         // with twice as many, a thread could not hold as much without spilling registers
 constexpr int64_t kMostGridBlocks = 2147483647;  // in a row of the grid
 constexpr int64_t kMostGridRows = 65535;
 
@@ -33,17 +33,17 @@ struct Teams {
   static constexpr int kTeamsPerGridBlock = kGridBlockThreads / kTeamThreads;
   static constexpr int kPieceChunks = kTeamThreads * kHeld;
   static constexpr bool kHoldsWholeBlocks = kTeamThreads < kLargestTeamThreads;
-  // On a multiprocessor at a time; 0 leaves it to the compiler, which would rather spill registers than have the largest teams be alone.
+  // Grid blocks per multiprocessor; 0: the compiler decides. For the largest teams it would spill registers to have more than one.
   static constexpr int kLeastGridBlocks = kHoldsWholeBlocks ? 0 : 1;
 };
 
 // One thread's part of a block: chunks `thread`, `thread + kTeamThreads`, ... of it.
 struct Share {
   int thread;      // within the team
-  int64_t chunks;  // of the block; 0 where the team has no block, and only keeps step with the others
+  int64_t chunks;  // of the block; 0 if the team has no block and only takes part in the other teams' synchronisation
 };
 
-// What a team holds at a time: `chunks` chunks of its block from `first` on.
+// The part of a block that a team holds at a time: `chunks` chunks from `first` on.
 struct Piece {
   int64_t first;
   int chunks;
@@ -65,7 +65,7 @@ __device__ __forceinline__ Piece piece_at(const Share& share, int64_t index) {
   }
 }
 
-// Calls work(i, chunk) for the chunks that the thread holds of a piece: held one `i` is the piece's `chunk`.
+// Calls work(i, chunk) for the thread's chunks of a piece: the i-th chunk that it holds is number `chunk` of the piece.
 template <class Teams, class Work>
 __device__ __forceinline__ void for_each_held(const Share& share, const Piece& piece, Work work) {
 #pragma unroll
@@ -101,7 +101,7 @@ __device__ __forceinline__ uint32_t max_among(uint32_t value) {
   return value;
 }
 
-// The largest value that any thread of the team gave. All threads of the grid block call it together.
+// The largest `value` among the threads of the team. All threads of the grid block must call it together.
 template <class Teams>
 __device__ __forceinline__ uint32_t team_max(uint32_t value) {
   if constexpr (Teams::kTeamThreads <= kWarpThreads) {
@@ -110,7 +110,7 @@ __device__ __forceinline__ uint32_t team_max(uint32_t value) {
     constexpr int kWarps = Teams::kTeamThreads / kWarpThreads;
     __shared__ uint32_t of_warps[kWarps];
     const uint32_t of_warp = max_among<kWarpThreads>(value);
-    __syncthreads();  // until all have read what the block before left there
+    __syncthreads();  // until all threads have read the entries of the block before
     if (threadIdx.x % kWarpThreads == 0) {
       of_warps[threadIdx.x / kWarpThreads] = of_warp;
     }
@@ -121,8 +121,8 @@ __device__ __forceinline__ uint32_t team_max(uint32_t value) {
 
 // ---- On the host -----------------------------------------------------------------------------------------------------------------------
 
-// Calls launch with the Teams for this size of blocks. Teams of 8 fill 16 bytes x 8 = one line of memory; larger blocks have larger teams,
-// so that no thread holds more than kHeldNumel values.
+// Calls launch with the Teams for this size of blocks. A team of 8 threads reads 8 x 16 bytes, one line of memory. Larger blocks get
+// larger teams, so that no thread holds more than kHeldNumel values.
 template <int kChunkNumel, class Launch>
 cudaError_t dispatch_teams(int64_t block_numel, Launch launch) {
   constexpr int kHeldNumel = 32;
@@ -142,7 +142,7 @@ cudaError_t dispatch_teams(int64_t block_numel, Launch launch) {
   return launch(Teams<kLargestTeamThreads, kHeld, kChunkNumel>());
 }
 
-// Starts kernel(arguments...) for `slices` runs of `blocks` blocks; nothing where there are none.
+// Starts kernel(arguments...) for `slices` runs of `blocks` blocks; does nothing if there are none.
 template <class Teams, class... Parameters, class... Arguments>
 cudaError_t start(void (*kernel)(Parameters...), int64_t slices, int64_t blocks, cudaStream_t stream, Arguments... arguments) {
   if (slices == 0 || blocks == 0) {

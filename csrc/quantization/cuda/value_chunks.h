@@ -1,4 +1,4 @@
-// Chunks of values: 16 neighbouring bytes of fp32, bf16 or fp16, or 4 or 8 fp32 values that were computed, in a thread's registers.
+// Chunks of values in a thread's registers: 16 bytes of neighbouring fp32, bf16 or fp16 values, or 4 or 8 computed fp32 values.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,7 +12,7 @@ namespace megatron_zpp::cuda {
 constexpr int kWideAccessBytes = 16;
 constexpr int kChunkWords = kWideAccessBytes / 4;
 
-// As it lies in memory; 16-bit values are pairs in a word, the even one low.
+// With the bytes of memory: a word holds two 16-bit values, the even one in its low half.
 template <class T>
 struct PackedChunk {
   using Value = T;
@@ -29,7 +29,7 @@ struct WideChunk {
 
 // ---- Memory ----------------------------------------------------------------------------------------------------------------------------
 
-// Whether all chunks of all runs start at multiples of 16 bytes, given that the first ones of blocks are 64 bytes or more apart.
+// Whether all chunks of all runs start at multiples of 16 bytes. Blocks do within a run, because they have a multiple of 64 bytes.
 template <class T>
 bool has_wide_access(const ValueRows<T>& rows, int64_t slices) {
   const auto stride_bytes = rows.slice_stride * static_cast<int64_t>(sizeof(T));
@@ -141,7 +141,7 @@ __device__ __forceinline__ uint32_t largest_magnitude(const PackedChunk<T>& chun
 #pragma unroll
   for (int i = 0; i < kChunkWords; ++i) {
     even = larger(even, chunk.words[i] & 0x7fffu);
-    odd = larger(odd, chunk.words[i] & 0x7fffffffu);  // the even value below decides between equals only
+    odd = larger(odd, chunk.words[i] & 0x7fffffffu);  // the even value in the low half matters only if odd values are equal
   }
   return larger(even, odd >> 16);
 }
@@ -167,7 +167,7 @@ __device__ __forceinline__ uint32_t largest_magnitude(const WideChunk<kNumel>& c
 
 // ---- fp32 to the values of a chunk -----------------------------------------------------------------------------------------------------
 
-// A word of two values rounded half to even, subnormals kept; not for NaN.
+// The word of two values, rounded half to even with subnormals kept; not for NaN.
 template <class T>
 __device__ __forceinline__ uint32_t narrowed_pair(Pair pair);
 
