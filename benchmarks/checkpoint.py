@@ -1,11 +1,12 @@
-"""How fast checkpoints are saved and loaded on this machine: beside a plain write and read of the same bytes on the same disk.
+"""Times the saving and loading of checkpoints beside a plain write and read of the same bytes on the same disk.
 
     python benchmarks/checkpoint.py --directory /path/on/the/disk
 
-One rank saves a state of --megabytes, waiting, and in the background of a training whose iterations multiply matrices. Every round takes
-all measures, each round in another order, so that whatever else the machine does slows them alike; times are medians over rounds, shares
-are medians of the shares of each round. What is written is fsynced before the clock stops, what is read has left the page cache before it
-starts, and all measures begin with an idle disk and an empty cache. Prints a table in Markdown and writes the same as JSON.
+One rank saves a state of --megabytes: first it waits for the save, then it saves in the background while iterations multiply matrices.
+Every round takes all measures, each round in another order, so that other load on the machine slows all of them equally. Times are medians
+over rounds; shares are medians of the shares of each round. Written data is fsynced before the clock stops, and data to read is dropped
+from the page cache before the clock starts. All measures begin with an idle disk and an empty cache. Prints a table in Markdown and writes
+the same as JSON.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ ITERATION = 1
 class Round:
     """Seconds of one round.
 
-    pause: that a training stood still for a save in the background. background: until that save is in place.
-    slowdown: by which all iterations that began before it was in place took longer than without it, the pause included.
+    pause: how long training stood still for a save in the background. background: until that save was complete.
+    slowdown: how much longer all iterations that began before it was complete took than without it, including the pause.
     """
 
     plain_write: float
@@ -56,7 +57,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes beyond the state itself at the fullest moment."""
+    """Peak bytes beyond the state itself."""
 
     save: int
     background_save: int
@@ -71,7 +72,7 @@ def main(arguments: list[str]) -> int:
     try:
         memory = _memory(folder, share)
         bench = Bench(folder, share, options.iteration_seconds)
-        bench.round(0)  # the first is slower: memory and blocks of the disk are new
+        bench.round(0)  # the first round is slower: memory and blocks of the disk are new
         rounds = [bench.round(number) for number in range(options.rounds)]
     finally:
         shutil.rmtree(folder)
@@ -112,7 +113,7 @@ def _manifest(share: Share) -> Manifest:
 
 
 def _target(share: Share) -> list[Piece]:
-    """Places to load all pieces into."""
+    """Pieces of zeros to load all pieces into."""
     return [replace(piece, values=torch.zeros_like(piece.values)) for piece in share.pieces]
 
 
@@ -121,7 +122,7 @@ def _saver(folder: Path, share: Share, *, in_background: bool) -> CheckpointSave
 
 
 class Bench:
-    """The files of the measures, each in a place of its own under `folder`."""
+    """Runs the measures, each with files of its own in `folder`."""
 
     def __init__(self, folder: Path, share: Share, iteration_seconds: float) -> None:
         self._share = share
@@ -133,7 +134,7 @@ class Bench:
         self._iteration = _Iteration(iteration_seconds)
 
     def round(self, number: int) -> Round:
-        """One round of all measures; `number` turns their order round."""
+        """One round of all measures; `number` decides their order."""
         writes = (self._write_plainly, self._save, self._save_in_background)
         reads = (self._read_plainly, self._load)
         turn = number % len(writes)
@@ -182,7 +183,7 @@ class Bench:
 
 
 class _Iteration:
-    """Something for the processor to do while a save is under way: products of matrices for about so many seconds."""
+    """Work for the processor during a save: products of matrices for about `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self._left = torch.rand(512, 512)
@@ -218,7 +219,7 @@ def _read_plainly(path: Path, target: Sequence[Piece]) -> None:
 
 
 def _bytes_of(piece: Piece) -> memoryview:
-    """The memory of its values."""
+    """The memory of the piece's values."""
     data: memoryview = piece.values.view(torch.uint8).numpy().data
     return data
 
@@ -229,7 +230,7 @@ def _load(directory: Path, target: Sequence[Piece]) -> None:
 
 
 def _forget(paths: Sequence[Path]) -> None:
-    """Takes files out of the page cache."""
+    """Drops files from the page cache."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -253,8 +254,8 @@ def _memory(folder: Path, share: Share) -> Memory:
 
 
 def _peak_bytes(call: Callable[[], object]) -> int:
-    """By how much the resident memory of this process rises at most during a call (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is reset to what is resident now
+    """The largest increase of this process's resident memory during a call (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the memory that is resident now
     before = _status_bytes("VmRSS")
     call()
     return max(0, _status_bytes("VmHWM") - before)

@@ -1,9 +1,9 @@
-"""What the indices of a large corpus cost: seconds and peak memory to build, in C++ and in numpy, and milliseconds to open from the cache.
+"""Measures the indices of a large corpus: time and peak memory to build them in C++ and in numpy, and the time to open cached ones.
 
     python benchmarks/data_index.py --documents 1000000 --tokens 1000000000
 
-The corpus has synthetic lengths and no tokens to speak of: its .bin is a hole as long as the tokens would be. Each figure comes from a
-process of its own; the peak counts what the call allocates, its result included and the lengths of the documents not.
+The corpus has synthetic lengths and no tokens: its .bin is a sparse file of the right size. Each figure comes from a process of its own.
+The peak counts what the call allocates, including its result but not the lengths of the documents.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def rows() -> list[tuple[str, str]]:
 
 
 def lengths_of(args: argparse.Namespace) -> np.ndarray:
-    """[documents] int32 with the given sum: log-normal, as lengths of texts are."""
+    """Log-normal lengths, like those of texts, with the given sum: [documents] int32."""
     drawn = np.random.RandomState(1).lognormal(0.0, 1.0, args.documents)
     lengths = np.floor(drawn * (args.tokens / drawn.sum())).astype(np.int32)
     lengths[: args.tokens - int(lengths.sum(dtype=np.int64))] += 1
@@ -72,7 +72,7 @@ def lengths_of(args: argparse.Namespace) -> np.ndarray:
 
 
 def write_corpus(prefix: Path, lengths: np.ndarray) -> None:
-    """PREFIX.idx in full, PREFIX.bin as a hole."""
+    """Writes PREFIX.idx in full, and PREFIX.bin as a sparse file."""
     dtype = np.dtype("<u2")
     ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
     with open(f"{prefix}.idx", "wb") as file:
@@ -88,7 +88,7 @@ def write_corpus(prefix: Path, lengths: np.ndarray) -> None:
 
 
 def median_of(args: argparse.Namespace, measure: str, builder: str) -> dict[str, object]:
-    """The median over rounds of what fresh processes measure."""
+    """Medians over rounds, each measured in a fresh process."""
     command = [sys.executable, __file__, "--measure", measure, "--builder", builder, "--folder", str(args.folder)]
     command += [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in ("documents", "tokens", "seq-length", "sources")]
     found = [json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout) for _ in range(args.rounds)]
@@ -97,7 +97,7 @@ def median_of(args: argparse.Namespace, measure: str, builder: str) -> dict[str,
 
 
 def measured(args: argparse.Namespace) -> dict[str, float]:
-    """Seconds of one call in this process, on the clock and of a core's time, and the peak of the memory that it allocates."""
+    """Wall and CPU seconds of one call in this process, and the peak of the memory that it allocates."""
     if args.builder == "numpy":
         index_builders.uses_kernels = lambda: False
     elif not index_builders.uses_kernels():
@@ -105,12 +105,12 @@ def measured(args: argparse.Namespace) -> dict[str, float]:
     lengths = lengths_of(args) if args.measure == "build" else np.empty(0, dtype=np.int32)
     sample_count = args.tokens // args.seq_length
     if args.measure == "open":
-        open_cached(args, sample_count)  # builds, where this is the first round
+        open_cached(args, sample_count)  # builds the indices if this is the first round
     call = partial(measured_call, args, lengths, sample_count)
     started, cpu_started = time.perf_counter(), time.process_time()
     call()
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-    tracemalloc.start()  # numpy reports its arrays to it, and C++ fills arrays of numpy; slow for the plain loop, so a call of its own
+    tracemalloc.start()  # sees numpy's arrays, which C++ fills too; a second call, because tracing slows the plain loop
     call()
     return {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_megabytes": tracemalloc.get_traced_memory()[1] / 1e6}
 
@@ -126,7 +126,7 @@ def measured_call(args: argparse.Namespace, lengths: np.ndarray, sample_count: i
 
 
 def open_cached(args: argparse.Namespace, sample_count: int) -> None:
-    """What a run does at its start: opens the corpus, recognises the indices by its contents, maps them, and reads a sample."""
+    """Does what a run does at its start: opens the corpus, finds the indices by its contents, maps them, and reads a sample."""
     request = DataRequest(args.seq_length, 1234, SampleCounts(sample_count, 0, 0), vocab_size=1, eod=0)
     build_datasets(DataConfig(data_path=(str(args.folder / "corpus"),), split="1"), request).train[0]
 

@@ -1,9 +1,9 @@
-"""Everything that a machine with a GPU can tell of this repository, with one command and no network.
+"""Checks and measures this repository on a machine with a GPU, with one command and without a network.
 
     bash benchmarks/gpu_check.sh
 
-Needs torch, numpy and nvcc. Every part runs in a process of its own with a time limit: one that fails is reported, and the others go on.
-Writes gpu_check.json and gpu_check.txt. The exit code is 1 where a check failed. What this machine cannot do is listed with the reason.
+Needs torch, numpy and nvcc. Every part runs in a process of its own with a time limit; if one fails, the others still run. Writes
+gpu_check.json and gpu_check.txt. The exit code is 1 if a check failed. What this machine cannot do is listed with the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
 from gpu.outcome import NotDone  # noqa: E402
 
-# Modules of gpu/ in the order they run, and the most seconds that each may take; the whole stays under 8 minutes.
+# Modules of gpu/ in the order in which they run, and the seconds that each may take at most; the total stays below 8 minutes.
 PARTS = {"machine": 30, "build": 180, "bits": 140, "speed": 80, "training": 90, "ladder": 330}
 WHOLE_SECONDS = 470
 LEAST_SECONDS = 15
@@ -63,7 +63,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def report_of(name: str, seconds: float) -> dict[str, Any]:
-    """What one part came to, as Outcome.as_json has it with the seconds it took; never raises."""
+    """The outcome of one part as in Outcome.as_json, with the seconds that it took; never raises."""
     if seconds < LEAST_SECONDS:
         return _report("not done", [f"the {WHOLE_SECONDS} s of the whole check were over"])
     start = time.monotonic()
@@ -85,7 +85,7 @@ def report_of(name: str, seconds: float) -> dict[str, Any]:
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
-    """Ends a part and whatever it started, which share its process session."""
+    """Kills a part and all processes that it started; they are in its process session."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

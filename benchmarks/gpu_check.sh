@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Everything that a machine with a GPU can tell of this repository. See --help.
+# Checks and measures this repository on a machine with a GPU. See --help.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# The Python that is active (or PYTHON=...) where it has torch, else that of .venv: nothing is installed.
+# Uses the active Python (or PYTHON=...) if it has torch, else that of .venv. Installs nothing.
 python="${PYTHON:-python3}"
 if ! "$python" -c 'import torch, numpy' >/dev/null 2>&1; then
     python=".venv/bin/python"

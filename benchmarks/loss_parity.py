@@ -1,11 +1,11 @@
-"""What quantized communication costs in loss: the same model and data with and without it, paired by seed.
+"""Measures what quantized communication costs in loss: the same model and data with and without it, paired by seed.
 
     python benchmarks/loss_parity.py
 
-Trains a GPT of 5 million parameters on the sources of Python's standard library, on four CPU ranks as two nodes of two: once per
-setting and seed. Runs of one seed share initial weights, samples and their order, so the gap between them is the setting's and chance's:
-rounding of any kind sends a run on another way. Results are kept after every run and not computed again; the table, the picture and the
-JSON are made from what is there. A run takes about two minutes on two cores.
+Trains a GPT of 5 million parameters on the sources of Python's standard library, on four CPU ranks as two nodes of two, once per setting
+and seed. Runs of one seed share initial weights, samples and their order. So the gap between them is due to the setting, and to chance:
+any difference in rounding changes the course of a run. Results are stored after every run and not computed again; the table, the picture
+and the JSON show all stored results. A run takes about two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Gap:
-    """A setting's final validation loss beside plain ZeRO-3's, over the seeds that have both."""
+    """A setting's final validation loss compared with plain ZeRO-3's, over the seeds that have both."""
 
     setting: str
     percents: tuple[float, ...]  # by seed
@@ -81,7 +81,7 @@ class Gap:
 
 
 class Results:
-    """The file of outcomes. Raises ValueError where it was made with other flags."""
+    """The file of outcomes. Raises ValueError if it was made with other flags."""
 
     def __init__(self, path: Path, common_flags: str) -> None:
         self._path = path
@@ -135,12 +135,12 @@ def common_flags(train_iters: int) -> str:
 
 
 def multiplies_bf16() -> bool:
-    """Whether the processor multiplies bf16 natively; elsewhere fp32 is faster."""
+    """Whether the processor multiplies bf16 natively; if not, fp32 is faster."""
     return CPU_INFO.is_file() and any(name in CPU_INFO.read_text(encoding="utf-8") for name in ("avx512_bf16", "amx_bf16"))
 
 
 def prepared_data(work_dir: Path) -> str:
-    """The flags that name the quickstart's corpus, as tokens; made where it is missing."""
+    """The flags for the quickstart's corpus as tokens; makes it if it is missing."""
     corpus, tokenizer, data = work_dir / "corpus.jsonl", work_dir / "tokenizer.model", work_dir / "corpus_text_document"
     sentence_piece = ["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", str(tokenizer)]
     if not corpus.is_file():
@@ -159,7 +159,7 @@ def prepared_data(work_dir: Path) -> str:
 
 
 def trained(setting: str, seed: int, train_iters: int, data: str, work_dir: Path) -> Outcome:
-    """One training run under torchrun. Raises subprocess.CalledProcessError where it fails; its output is in the working folder."""
+    """Trains once under torchrun; the output is in the working folder. Raises subprocess.CalledProcessError if the run fails."""
     name = f"{setting.replace(', ', '_').replace(' ', '-')}_{seed}"
     log, output = work_dir / f"{name}.jsonl", work_dir / f"{name}.txt"
     log.unlink(missing_ok=True)
@@ -190,7 +190,7 @@ def run_python(*arguments: str, **streams: object) -> None:
 
 
 def gaps_of(outcomes: Sequence[Outcome]) -> Iterator[Gap]:
-    """A gap for every setting that shares a seed with plain ZeRO-3, in the order of SETTINGS."""
+    """The gap of every setting that shares a seed with plain ZeRO-3, in the order of SETTINGS."""
     by_setting: dict[str, dict[int, Outcome]] = {setting: {} for setting in SETTINGS}
     for outcome in outcomes:
         by_setting[outcome.setting][outcome.seed] = outcome
@@ -219,7 +219,7 @@ def table(gaps: Sequence[Gap]) -> str:
 
 
 def draw(gaps: Sequence[Gap], path: Path) -> None:
-    """A picture of every setting's gap: a dot per seed, a line at the mean with its standard error."""
+    """Draws every setting's gap: a dot per seed, and a line at the mean with its standard error."""
     from matplotlib.figure import Figure
 
     shown = [gap for gap in gaps if gap.setting != PLAIN]

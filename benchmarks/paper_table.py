@@ -1,13 +1,15 @@
-"""The time model of tools/plan_run.py beside the throughput that the ZeRO++ paper published (arXiv 2306.10209), errors stated.
+"""Compares the time model of tools/plan_run.py with the throughput that the ZeRO++ paper published (arXiv 2306.10209).
 
     python benchmarks/paper_table.py
 
-384 V100 as 24 nodes of 16, each node on 1, 2, 4 or 8 InfiniBand ports of 100 Gbit/s. The published figures are TFLOPS per GPU read off the
-authors' bar charts, to about 0.15, which count 8 operations per parameter and token. The shapes of their models are not published: those
-assumed here have the same number of parameters. Their system shows no overlap of links and computation, so the model is told that too.
+The paper's world is 384 V100 as 24 nodes of 16, each node with 1, 2, 4 or 8 InfiniBand ports of 100 Gbit/s. The published figures are
+TFLOPS per GPU, which count 8 operations per parameter and token; they were read off the authors' bar charts, to about 0.15. The shapes of
+the models are not published; those assumed here have the same number of parameters. The authors' system shows no overlap of links and
+computation, so the model assumes none.
 
-Fitted to ZeRO-3's bars alone: the rate of a GPU, and of a node's link for each number of ports. ZeRO++'s bars are then predicted, with
-codecs that cost nothing, and with one more constant, the time of a codec per value, fitted to them.
+Two kinds of constants are fitted to ZeRO-3's bars alone: the rate of a GPU, and the rate of a node's link for each number of ports. From
+these the model predicts ZeRO++'s bars: once with codecs that cost nothing, and once with one more constant, the time of a codec per value,
+which is fitted to ZeRO++'s bars.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ WORLD = PlannedWorld(nodes=24, ranks_per_node=16, is_on_gpu=True)
 PADDED_VOCAB = 50304
 SHAPES = {"18B": (40, 6144, 32), "49B": (60, 8192, 64), "91B": (112, 8192, 64), "138B": (76, 12288, 96)}  # layers, hidden, heads
 SAMPLE_TOKENS = 512
-INTRA_GIGABYTES = 100.0  # NVLink of a DGX-2, in practice; results hardly depend on it
+INTRA_GIGABYTES = 100.0  # what NVLink of a DGX-2 reaches in practice; results hardly depend on it
 ZERO3, ZEROPP = (next(member for member in MEMBERS if member.name == name) for name in ("ZeRO-3", "ZeRO++"))
 
 
@@ -67,14 +69,14 @@ PUBLISHED = (
     Cell(8, 2, "138B", 47.6, 55.5),
 )
 PORTS = (1, 2, 4, 8)
-# The log in DeepSpeed's tutorial: 4 nodes of 16 V100, 18B, one sample of 512 tokens; the rate between nodes is not stated.
+# From the log in DeepSpeed's tutorial: 4 nodes of 16 V100, 18B, one sample of 512 tokens. The rate between nodes is not stated.
 TUTORIAL_WORLD = PlannedWorld(nodes=4, ranks_per_node=16, is_on_gpu=True)
 TUTORIAL_SECONDS = {"ZeRO-3": 9.9559, "ZeRO++": 3.6806}
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step consists of where nothing overlaps; its time is a sum. operations: of one rank; codec_values: encoded or decoded."""
+    """The parts of a step without overlap; its time is their sum. operations: of one rank; codec_values: encoded or decoded."""
 
     operations: float
     node_bytes: float
@@ -100,7 +102,7 @@ def parts_of(model: str, samples: int, member: Member, world: PlannedWorld = WOR
 
 
 def _time(plan: RunPlan) -> StepTime:
-    """Everything at 1: a second per operation, per byte between nodes and per value of a codec."""
+    """The parts of a step with all rates 1: a second per operation, per byte between nodes and per value of a codec."""
     computation = computation_by_rate(plan.config, PADDED_VOCAB, 1.0)
     machine = Machine(LinkSpeed(1.0), LinkSpeed(INTRA_GIGABYTES * 1e9), CodecSpeed(1.0, 1.0, 1.0), Overlap.NONE)
     return plan.time(machine, computation)
@@ -116,7 +118,7 @@ class Fit:
 
 
 def fit(zero3: dict[Cell, Parts], zeropp: dict[Cell, Parts]) -> Fit:
-    """Least squares of relative errors; a step's time is linear in the inverse of every constant."""
+    """Constants with the least squares of relative errors; a step's time is linear in the inverse of every rate."""
     rows, targets = [], []
     for cell, parts in zero3.items():
         seconds = parts.published_operations / (cell.zero3 * 1e12)
@@ -156,7 +158,7 @@ def table(found: Fit, zero3: dict[Cell, Parts], zeropp: dict[Cell, Parts]) -> li
 
 
 def tutorial(found: Fit) -> str:
-    """The tutorial's log: the rate between nodes that its ZeRO-3 implies, and what follows from it for ZeRO++."""
+    """One sentence about the tutorial's log: the rate between nodes that its ZeRO-3 implies, and ZeRO++ predicted from that rate."""
     zero3, zeropp = (parts_of("18B", 1, member, TUTORIAL_WORLD) for member in (ZERO3, ZEROPP))
     rate = zero3.node_bytes / (TUTORIAL_SECONDS["ZeRO-3"] - zero3.seconds(found.teraflops, float("inf")))
     seconds, published = zeropp.seconds(found.teraflops, rate, found.codec_seconds), TUTORIAL_SECONDS["ZeRO++"]

@@ -1,11 +1,11 @@
-"""How fast text becomes tokens, and in how much memory: tools/preprocess_data.py beside a plain loop over the same tokenizer.
+"""Measures the speed and the memory of tools/preprocess_data.py beside a plain loop over the same tokenizer.
 
     python benchmarks/preprocess.py
     python benchmarks/preprocess.py --memory-megabytes 200 1000
 
 Prints tables in Markdown and writes the same as JSON. The corpus is the standard library's sources as JSON lines, repeated; the tokenizers
-are trained on it. It is cut into slices; loop and tool take turns on each, so that whatever else the machine does slows both. Megabytes are
-those of JSON lines.
+are trained on it. It is cut into slices, and loop and tool take turns on each slice, so that other load on the machine slows both.
+Megabytes are those of JSON lines.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Kind:
     flags: list[str]
 
 
-# Text that is ids already: the fastest way through reading, queues and writing, and so the hardest on memory.
+# Text that is ids already: it passes fastest through reading, queues and writing, and so needs the most memory.
 IDS = Kind("ids", ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(2**31 - 1)])
 
 
 @dataclass
 class Seconds:
-    """What the slices took, summed. wall: by the clock; cpu: of all processes."""
+    """Seconds of all slices together. wall: by the clock; cpu: CPU time of all processes."""
 
     plain_wall: float = 0.0
     plain_cpu: float = 0.0
@@ -76,7 +76,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Result:
-    """One tokenizer's rates. The speed-up by CPU time is what the cores give where nothing else wants them."""
+    """One tokenizer's rates. The speed-up by CPU time is the speed-up on cores that run nothing else."""
 
     tokenizer: str
     megabytes: float
@@ -98,7 +98,7 @@ class Result:
 
 
 class TimedTokenizer:
-    """A tokenizer that counts the CPU time spent in it."""
+    """A tokenizer that measures the CPU time spent in it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -137,7 +137,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def train_tokenizers(folder: Path) -> list[Kind]:
-    """A SentencePiece BPE model and a GPT-2 BPE of the corpus."""
+    """Trains a SentencePiece BPE model and a GPT-2 BPE on the corpus."""
     from tokenizers import ByteLevelBPETokenizer
 
     with open(folder / "corpus.jsonl", encoding="utf-8") as corpus:
@@ -155,17 +155,17 @@ def train_tokenizers(folder: Path) -> list[Kind]:
 
 
 def write_ids(path: Path) -> None:
-    """A corpus of documents of 1 to 1000 ids of nine digits."""
+    """Writes a corpus of documents with 1 to 1000 ids of nine digits."""
     lengths = np.random.default_rng(1).integers(1, 1000, 2000).tolist()
     path.write_text("".join(json.dumps({"text": " ".join(["123456789"] * length)}) + "\n" for length in lengths))
 
 
 def measure(kind: Kind, folder: Path, args: argparse.Namespace) -> Result:
-    """Loop and tool in turns on slices of the corpus."""
+    """Runs loop and tool in turns on slices of the corpus."""
     total, text_bytes, tokens = Seconds(), 0, 0
     for number, path in enumerate(slices(folder, int(args.megabytes * 1e6), int(args.slice_megabytes * 1e6))):
         flags = tool_flags(kind, path, folder / "out")
-        # Whoever comes second finds the slice in memory: in turns.
+        # The second of them finds the slice in memory, so the order alternates.
         steps = [lambda flags=flags: run_plain(flags), lambda flags=flags: run_tool(flags, args.workers)]
         for step in steps if number % 2 == 0 else reversed(steps):
             total.add(step())
@@ -179,7 +179,7 @@ def measure(kind: Kind, folder: Path, args: argparse.Namespace) -> Result:
 
 
 def run_plain(flags: argparse.Namespace) -> Seconds:
-    """What people write first: read, parse and tokenise line by line, append to an array, write it at the end."""
+    """The plain loop: reads, parses and tokenises line by line, and writes one array at the end."""
     began, began_cpu = time.perf_counter(), time.process_time()
     tokenizer = preprocess_data._job(flags).encoder.tokenizer
     documents = []
@@ -191,7 +191,7 @@ def run_plain(flags: argparse.Namespace) -> Seconds:
 
 
 def run_tool(flags: argparse.Namespace, workers: int) -> Seconds:
-    """The tool as it is, without the start of the interpreter, which a corpus needs once."""
+    """The tool, without the start of the interpreter, which happens once per corpus."""
     flags.workers = workers
     began, began_cpu = time.perf_counter(), _cpu_seconds()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -200,7 +200,7 @@ def run_tool(flags: argparse.Namespace, workers: int) -> Seconds:
 
 
 def run_timed(flags: argparse.Namespace) -> Seconds:
-    """The tool in one process, with the tokenizer's part of its CPU time."""
+    """The tool in one process; measures the tokenizer's part of its CPU time."""
     flags.workers = 1
     build, timed = preprocess_data.build_tokenizer, []
 
@@ -221,7 +221,7 @@ def run_timed(flags: argparse.Namespace) -> Seconds:
 
 
 def measure_memory(kind: Kind, folder: Path, args: argparse.Namespace) -> dict[str, float]:
-    """Peak megabytes of all processes of the tool together, by megabytes of input."""
+    """Peak megabytes of all processes of the tool together, for each number of megabytes of input."""
     peaks = {}
     for megabytes in args.memory_megabytes:
         (path,) = slices(folder, int(megabytes * 1e6), int(megabytes * 1e6))
@@ -237,7 +237,7 @@ def measure_memory(kind: Kind, folder: Path, args: argparse.Namespace) -> dict[s
 
 
 def slices(folder: Path, total_bytes: int, slice_bytes: int) -> Iterator[Path]:
-    """Files of the corpus's lines, over and over, each of slice_bytes or a little more, until there are total_bytes."""
+    """Files with the corpus's lines, repeated as needed: each has slice_bytes or a little more, all together total_bytes."""
     lines = (folder / "corpus.jsonl").read_bytes().splitlines(keepends=True)
     written = place = 0
     while written < total_bytes:
@@ -281,7 +281,7 @@ def _speed_row(result: Result) -> str:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of those it has waited for."""
+    """CPU seconds of this process and of the children that it has waited for."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
@@ -304,7 +304,7 @@ def _family(process_id: int) -> list[int]:
 
 
 def _resident_bytes(process_id: int) -> int:
-    """The process's memory, pages shared with others counted in parts."""
+    """The process's memory; a page that n processes share counts 1 / n."""
     try:
         lines = Path(f"/proc/{process_id}/smaps_rollup").read_text().splitlines()
     except OSError:

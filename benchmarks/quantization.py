@@ -1,10 +1,10 @@
-"""How fast the quantization ops are on this machine's CPU: beside a memcpy of the same bytes, and beside the plain-torch reference.
+"""Times the quantization ops on this machine's CPU, beside a memcpy of the same bytes and beside the plain-torch reference.
 
     python benchmarks/quantization.py --threads 1
 
-Prints a table in Markdown and writes the same as JSON. A rate counts 16-bit values: for each size, so many megabytes of bf16 values are
-encoded, decoded, or are the mean. Kernel and memcpy take turns in every round, so that whatever else the machine does slows both; rates and
-shares are medians over rounds.
+Prints a table in Markdown and writes the same as JSON. Sizes and rates count 16-bit values: a size of 4 MB means that 4 MB of bf16 values
+are encoded or decoded, or are the mean. Kernel and memcpy take turns in every round, so that other load on the machine slows both. Rates
+and shares are medians over rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_zpp.ops import extension, payload, quantization, reference
 
 SLICES = 4
 MOST_MEMBERS = 4
-SAMPLE_SECONDS = 0.01  # a sample repeats the call for about so long
+SAMPLE_SECONDS = 0.01  # a sample repeats the call for about this time
 VALUE_BYTES = 2
 Call = Callable[[], object]
 
@@ -134,7 +134,7 @@ def _memcpy(source: Tensor, target: Tensor) -> Call:
 
 
 def _side_by_side(kernel: Call, memcpy: Call, rounds: int) -> tuple[float, float, float]:
-    """Medians over rounds: seconds of the kernel, seconds of the memcpy, and the kernel's speed as a share of the memcpy's."""
+    """Medians over rounds: seconds of the kernel, seconds of the memcpy, and the kernel's speed divided by that of the memcpy."""
     kernel_repeats, memcpy_repeats = _repeats(kernel), _repeats(memcpy)
     samples = [(_seconds_per_call(kernel, kernel_repeats), _seconds_per_call(memcpy, memcpy_repeats)) for _ in range(rounds)]
     share = statistics.median(memcpy_seconds / kernel_seconds for kernel_seconds, memcpy_seconds in samples)

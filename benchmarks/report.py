@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: a table for whoever looks on, and the same as JSON, with all that is needed to do it again."""
+"""Prints the table of a benchmark and writes it as JSON, with the machine, the settings and the command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def processor() -> str:
 def report(
     program: str, arguments: Sequence[str], setting: Mapping[str, object], table: str, figures: Mapping[str, object], output: Path | None
 ) -> None:
-    """Prints the table, under the machine, the setting and the command; writes these and the figures to `output`, where there is one."""
+    """Prints machine, setting, command and the table; writes them and the figures to `output`, if given."""
     command = " ".join([f"python benchmarks/{program}", *arguments])
     machine = {"processor": processor(), "cores": os.cpu_count(), **setting, "date": date.today().isoformat()}
     print(f"{', '.join(f'{name} {value}' for name, value in machine.items())}; `{command}`\n\n{table}")

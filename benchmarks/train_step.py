@@ -1,10 +1,10 @@
-"""A training step on one node: our ZeRO-3 beside PyTorch's FSDP2, time and peak memory, in turns.
+"""Compares a training step of our ZeRO-3 and of PyTorch's FSDP2 on one node: time and peak memory, in turns.
 
     python benchmarks/train_step.py --ranks 2
 
-Each has processes of its own, since memory is counted per process; both worlds are alive from start to end and never run at once. Memory
-is the peak during the timed steps beyond what the process held before it built its model: weights, gradients, optimizer state,
-activations, buffers. On a machine with GPUs, one rank per GPU over NCCL, and the memory is the GPU's.
+Each has processes of its own, because memory is counted per process. Both worlds exist from start to end, but never run at the same time.
+Memory is the peak during the timed steps minus what the process held before it built its model: weights, gradients, optimizer state,
+activations, buffers. On a machine with GPUs there is one rank per GPU over NCCL, and memory is that of the GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Result:
-    """seconds: per step by round, on the slowest rank. peak_bytes: of the rank that needs most, beyond what it held before its model."""
+    """seconds: per step of the slowest rank, one per round. peak_bytes: of the rank that needs most, minus its bytes before the model."""
 
     name: str
     seconds: list[float]
@@ -60,7 +60,7 @@ class World:
         self.losses: list[float] = []
 
     def run(self, steps: int) -> None:
-        """One round: a step that does not count, then `steps` that do."""
+        """One round: a step that is not timed, then `steps` that are."""
         self._ask(ask="run", name=self.name, steps=1)
         if not self.seconds:
             self._ask(ask="reset_peak")

@@ -1,14 +1,14 @@
-"""Training over a real, slow network on one machine: our ZeRO-3 and ZeRO++ beside PyTorch's FSDP2, at several rates of the link.
+"""Trains over a real, slow network on one machine: our ZeRO-3 and ZeRO++ beside PyTorch's FSDP2, at several rates of the link.
 
-    python benchmarks/two_nodes.py                          2 nodes x 2 ranks, 5 rates chosen after the step without limit
+    python benchmarks/two_nodes.py                          2 nodes x 2 ranks, 5 rates chosen from the step time without limit
     python benchmarks/two_nodes.py --nodes 4 --rate unlimited 500mbit 100mbit
-    python benchmarks/two_nodes.py --smoke                  in under a minute, whether everything works; its figures mean nothing
+    python benchmarks/two_nodes.py --smoke                  tests in under a minute that all works; its figures mean nothing
 
-Nodes are network namespaces joined by a bridge, each over a link that a token bucket holds to a rate in both directions. Every
-configuration lives in the same processes and takes its turn in every round. Needs root or unprivileged user namespaces, and the commands
-ip and tc. Nothing stays behind, however it ends: the network belongs to this process and its ranks, which end with it.
+Nodes are network namespaces, each connected to a bridge by a link that a token bucket limits to a rate in both directions. All
+configurations live in the same processes and take turns in every round. Needs root or unprivileged user namespaces, and the commands ip
+and tc. Nothing is left behind, however it ends: the network belongs to this process and its ranks, which end with it.
 
-Writes OUTPUT.json, round by round (the same command goes on with an interrupted one), OUTPUT.md and OUTPUT.png.
+Writes OUTPUT.json round by round, OUTPUT.md and OUTPUT.png. If it is interrupted, the same command continues.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _leave(number: int, frame: object) -> NoReturn:
-    """Ends by an exception, so that ranks are ended too."""
-    raise RuntimeError(f"ended by {signal.Signals(number).name}; the same command goes on after the last finished round")
+    """Ends by an exception, so that the ranks are ended too."""
+    raise RuntimeError(f"ended by {signal.Signals(number).name}; the same command continues after the last finished round")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Bits: every CUDA kernel against the reference on the CPU, on ordinary, extreme and awkward inputs."""
+"""Compares the bits of every CUDA kernel with those of the reference on the CPU, on ordinary, extreme and awkward inputs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gpu.outcome import Outcome
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-SIZES = ((32, 300), (96, 45), (256, 70), (992, 5), (1056, 3), (8224, 2), (32800, 1))  # the last is read twice, as more than a team can hold
+SIZES = ((32, 300), (96, 45), (256, 70), (992, 5), (1056, 3), (8224, 2), (32800, 1))  # a team cannot hold the last, and reads it twice
 MORE_THAN_INT32 = 2**31 + 256 * 37
 
 
 class OpsOn:
-    """The kernels of a device, called with CPU tensors: what is written comes back."""
+    """Calls the kernels of a device with CPU tensors, and copies the written tensor back."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -102,7 +102,7 @@ def _check_all_16_bit_values(outcome: Outcome, device: str) -> None:
 
 
 def _check_gaps(outcome: Outcome, device: str) -> None:
-    """Rows that start anywhere, so that wide accesses are not allowed, with guards beside them."""
+    """Checks rows that start at any address, for which wide accesses are not allowed, with guard values beside them."""
     from harness.kernel_bits import BITS, DTYPES, encoded
     from harness.per_block import equal_bits
 
@@ -129,7 +129,7 @@ def _check_gaps(outcome: Outcome, device: str) -> None:
 
 
 def _check_many_slices(outcome: Outcome) -> None:
-    """More slices than a grid has rows."""
+    """Checks more slices than a grid has rows."""
     from harness.kernel_bits import encoded
     from harness.per_block import equal_bits
 
@@ -141,7 +141,7 @@ def _check_many_slices(outcome: Outcome) -> None:
 
 
 def _check_beyond_32_bits(outcome: Outcome) -> None:
-    """A run whose offsets need more than 32 bits gives the bytes of its parts, in 8 bits, and decodes to theirs."""
+    """Checks a run whose offsets need more than 32 bits: in 8 bits it has the bytes of its parts and decodes to the same values."""
     from megatron_zpp.ops.payload import coded_bytes
 
     needed_bytes = 8 * MORE_THAN_INT32
@@ -167,7 +167,7 @@ def _check_beyond_32_bits(outcome: Outcome) -> None:
 
 
 def _check_reference_on_gpu(outcome: Outcome) -> None:
-    """The plain-torch reference serves GPUs where nothing is built: the same bits there as on the CPU."""
+    """Checks that the plain-torch reference, which runs on GPUs if no kernels are built, gives the same bits there as on the CPU."""
     from harness.kernel_bits import BITS, DTYPES, encoded, kinds_of_values
     from harness.per_block import equal_bits
 

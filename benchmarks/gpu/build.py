@@ -1,4 +1,4 @@
-"""Building: every CUDA source without a warning, then the library that torch loads."""
+"""Compiles every CUDA source and expects no warning, then builds the library that torch loads."""
 
 from __future__ import annotations
 

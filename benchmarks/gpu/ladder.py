@@ -1,6 +1,7 @@
-"""The ladder: whole runs of the entry on 4 ranks as 2 nodes x 2, and which of them must have the same losses bit for bit.
+"""Trains with each configuration of the ladder on 4 ranks as 2 nodes x 2, and compares losses that must be equal bit for bit.
 
-On a machine with a GPU all ranks share it: NCCL takes ranks with different NCCL_HOSTID for different machines. Without one they are gloo's.
+On a machine with a GPU all ranks share it: with different NCCL_HOSTID, NCCL treats them as ranks of different machines. Without a GPU they
+use gloo.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TWO_MICROBATCHES = f"--global-batch-size {2 * 2 * RANKS}"
 
 @dataclass(frozen=True)
 class Run:
-    """Flags of one run. same_as: the run whose losses and gradient norms it has, bit for bit."""
+    """Flags of one run. same_as: the run whose losses and gradient norms it must equal bit for bit."""
 
     name: str
     flags: str
@@ -41,7 +42,7 @@ class Run:
     keeps_to_reference: bool = False
 
 
-# What matters most comes first: time may run out.
+# The most important runs come first, because time may run out.
 RUNS = (
     Run("ZeRO-3", "--zero-stage 3 --bf16"),
     Run("ZeRO-0", "--zero-stage 0 --bf16", "ZeRO-3"),
@@ -108,7 +109,7 @@ def _compare(outcome: Outcome, some: Run, losses: dict[str, list[list[float]]]) 
 
 
 def _losses(some: Run) -> list[list[float]]:
-    """Loss and gradient norm of every iteration, unrounded. Raises RuntimeError with what the ranks said where the run fails."""
+    """Loss and gradient norm of every iteration, unrounded. Raises RuntimeError with the output of the ranks if the run fails."""
     with tempfile.TemporaryDirectory() as folder:
         jsonl = Path(folder) / "run.jsonl"
         flags = [*SHAPE.split(), *some.flags.split(), "--log-jsonl", str(jsonl)]
@@ -126,9 +127,9 @@ def _check_nccl_shares_a_gpu() -> None:
 
 
 def start_world(arguments: list[str], extra: dict[str, str]) -> None:
-    """Runs `python arguments` as RANKS ranks, none of which is left behind.
+    """Runs `python arguments` as RANKS ranks, and kills all that are left at the end.
 
-    Raises RuntimeError with what they printed where one fails or time is over.
+    Raises RuntimeError with their output if one fails or the time is over.
     """
     port = str(_free_port())
     with tempfile.TemporaryDirectory() as folder:
@@ -166,14 +167,14 @@ def _start_rank(rank: int, arguments: list[str], extra: dict[str, str], log: Pat
 
 
 def _exit_codes(processes: list[subprocess.Popen[bytes]]) -> list[int | None]:
-    """Waits for all to end, or for one to fail, or for time to be over (None: still running)."""
+    """The exit codes after all processes have ended, one has failed, or the time is over; -1 for processes that still run."""
     deadline = time.monotonic() + RUN_SECONDS
     while time.monotonic() < deadline:
         codes = [process.poll() for process in processes]
         if all(code is not None for code in codes) or any(codes):
             break
         time.sleep(0.1)
-    time.sleep(1.0 if any(process.poll() for process in processes) else 0.0)  # so that others can say what they met
+    time.sleep(1.0 if any(process.poll() for process in processes) else 0.0)  # so that the others can print their errors
     return [process.poll() if process.poll() is not None else -1 for process in processes]
 
 

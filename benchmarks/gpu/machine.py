@@ -1,4 +1,4 @@
-"""The machine: GPU, driver, compilers and libraries."""
+"""Describes the machine: GPU, driver, compilers and libraries."""
 
 from __future__ import annotations
 

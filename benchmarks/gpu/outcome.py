@@ -1,4 +1,4 @@
-"""What a part of the GPU check came to."""
+"""The outcome of one part of the GPU check."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 class NotDone(Exception):
-    """This machine cannot do a part; the text says why."""
+    """Raised if this machine cannot do a part; the text says why."""
 
 
 @dataclass
 class Outcome:
-    """Lines for people, numbers for programs, and the checks that failed; a part with none of those has passed."""
+    """Lines for people, numbers for programs, and failed checks. A part without failed checks has passed."""
 
     lines: list[str] = field(default_factory=list)
     measured: dict[str, Any] = field(default_factory=dict)
@@ -20,7 +20,7 @@ class Outcome:
     omissions: list[str] = field(default_factory=list)  # what this machine could not do, and why
 
     def check(self, statement: str, *, holds: bool) -> None:
-        """Notes a statement as a line, and as a failure where it does not hold."""
+        """Adds a line for the statement, and a failure if it does not hold."""
         self.lines.append(f"{'holds' if holds else 'FAILS'}: {statement}")
         if not holds:
             self.failures.append(statement)
@@ -37,7 +37,7 @@ class Outcome:
 
 
 def gpu_or_not_done() -> None:
-    """Nothing where torch finds a GPU; else raises NotDone."""
+    """Raises NotDone if torch finds no GPU."""
     import torch
 
     if not torch.cuda.is_available():

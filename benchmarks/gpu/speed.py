@@ -1,4 +1,4 @@
-"""Speed: every kernel beside a plain device copy that moves the same bytes."""
+"""Times every kernel beside a plain device copy that moves the same bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpu.outcome import NotDone, Outcome, gpu_or_not_done
 MEGABYTES = (1, 4, 16, 64, 256, 1024, 2048)  # of bf16 values
 SLICES = 4
 BLOCK_NUMEL = 256
-CACHE_BYTES = 256 * 2**20  # more than any GPU's cache: smaller cases go round through several sets of tensors
+CACHE_BYTES = 256 * 2**20  # more than any GPU's cache; smaller cases use several sets of tensors in turn
 MOST_SETS = 64
 ROUNDS = 7
 ROUND_SECONDS = 0.01
@@ -28,7 +28,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Result:
-    """moved_bytes: read and written by the kernel; the copy moves as many."""
+    """One measurement. moved_bytes: bytes that the kernel reads and writes; the copy moves as many."""
 
     megabytes: int
     bits: int
@@ -62,7 +62,7 @@ def _measure_size(megabytes: int) -> Iterator[Result]:
 
 
 def _ops(run_numel: int, bits: int) -> dict[str, Callable[[], tuple[Call, int]]]:
-    """By name: what makes a call with tensors of its own, and the bytes that it moves."""
+    """By name, a function that makes a call with new tensors and returns it with the bytes that the call moves."""
     from megatron_zpp.ops import payload, quantization
 
     form: dict[str, Any] = {"bits": bits, "block_numel": BLOCK_NUMEL}
@@ -128,7 +128,7 @@ def _copy(moved_bytes: int) -> Call:
 
 
 def _replayed(calls: list[Call]) -> Call:
-    """All calls as one graph, so that launching from Python does not count."""
+    """All calls as one CUDA graph, so that the time of launching from Python does not count."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Training: a GPT of about 1 billion parameters in one process: speed, where the step's time goes, memory against the plan."""
+"""Trains a GPT of about 1 billion parameters in one process: speed, the parts of a step's time, and memory compared with the plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GPU_SHAPE = "--num-layers 18 --hidden-size 2048 --num-attention-heads 16 --seq-l
 CPU_SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --vocab-size 500"
 FLAGS = "--bf16 --zero-stage 3 --mock-data --train-iters 100 --lr 1e-4 --attention-dropout 0 --hidden-dropout 0"
 WARMUP_STEPS, TIMED_STEPS, PROFILED_STEPS = 3, 8, 3
-# Parts of the names that libraries give their kernels, and torch its CPU operators.
+# Parts of the names of libraries' kernels and of torch's CPU operators.
 MATRIX_NAMES = ("gemm", "nvjet", "cutlass", "xmma", "wgmma", "cublas", "aten::mm", "aten::addmm", "aten::bmm")
 ATTENTION_NAMES = ("flash", "fmha", "attention", "cudnn_generated")
 MATRIX, ATTENTION, OTHER = "matrix products", "attention", "everything else"
@@ -31,7 +31,7 @@ NAMED_KERNELS = 12
 
 @dataclass(frozen=True)
 class Session:
-    """A model with its engine, and what it was planned to need."""
+    """A model with its engine, and the memory that was planned for it."""
 
     step: Callable[[], StepOutcome]
     engine: ZeroEngine
@@ -140,7 +140,7 @@ def _same_batch(samples: int, seq_length: int, vocab_size: int) -> Iterator[Micr
 
 
 def _profile(session: Session, step_seconds: float, outcome: Outcome) -> dict[str, object]:
-    """Seconds per step by kind of kernel, and the share of the step outside matrix products."""
+    """Seconds per step by kind of kernel, and the share of the step outside matrix products and attention."""
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = session.engine.device.type == "cuda"

@@ -1,4 +1,4 @@
-"""From rounds to statements: speedups, what the bytes alone would allow, and how near the measured ones come."""
+"""Computes speedups from the measured rounds, and compares them with the speedups that fewer bytes alone would allow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Round = dict[str, Any]  # by configuration, a measurement as JSON
 
 @dataclass(frozen=True)
 class Spread:
-    """The median over rounds, and the least and the most."""
+    """Median, minimum and maximum over rounds."""
 
     median: float
     least: float
@@ -32,7 +32,7 @@ class Row:
     """One configuration at one rate. Speedups are medians of ratios within a round, where both ran side by side.
 
     in_models: kernel_bytes in units of M (N - 1)/N, the model in 16 bits times the share that comes from other nodes.
-    allowed: the speedup over ZeRO-3 that fewer bytes alone would give, 1 / ((1 - f) + f * bytes ratio); None where nothing limits.
+    allowed: the speedup over ZeRO-3 that fewer bytes alone would give, 1 / ((1 - f) + f * bytes ratio); None without a limit of the rate.
     """
 
     name: str
@@ -49,12 +49,12 @@ class Row:
 
     @property
     def reached(self) -> float | None:
-        """Share of the allowed speedup."""
+        """The speedup divided by the allowed speedup."""
         return None if self.allowed is None else self.over_zero3 / self.allowed
 
     @property
     def kernel_over_ledger(self) -> float | None:
-        """What the kernel counted beyond the ledger, as a share of the ledger: headers, acknowledgements, the store's messages."""
+        """Bytes that the kernel counted beyond the ledger's, divided by the ledger's: headers, acknowledgements, the store's messages."""
         if self.ledger_bytes is None or self.control_bytes is None:
             return None
         return self.kernel_bytes / (self.ledger_bytes + self.control_bytes) - 1
@@ -64,7 +64,7 @@ class Row:
 class Rated:
     """All configurations at one rate.
 
-    f: share of ZeRO-3's step that links cost. fsdp2_3m_seconds: FSDP2's step with a reduce-scatter that moves what it has to.
+    f: share of ZeRO-3's step that links cost. fsdp2_3m_seconds: FSDP2's step if its reduce-scatter moved only the necessary bytes.
     """
 
     rate: Rate
@@ -83,7 +83,7 @@ class Rated:
 
 
 def analyse(record: Record, workload: Workload) -> list[Rated]:
-    """One entry per rate, the fastest first. Without rounds at an unlimited rate there is no f, and nothing that follows from it."""
+    """One entry per rate, the fastest first. Without rounds at an unlimited rate f is None, and so is all that follows from it."""
     unlimited = record.rounds(UNLIMITED)
     return [_rated(rate, record, workload, unlimited) for rate in record.rates]
 

@@ -1,4 +1,4 @@
-"""Speedup over our ZeRO-3 against the rate of the link, one line per configuration."""
+"""Draws the speedup over our ZeRO-3 against the rate of the link, one line per configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COLOURS = dict(zip(NAMES, ("0.45", "0.0", "C0", "C1", "C2", "C3"), strict=True))
 
 
 def draw(ratings: Sequence[Rated], workload: Workload, path: Path) -> None:
-    """Writes a PNG. Rates without limit stand at the right end."""
+    """Writes a PNG. The unlimited rate is at the right end."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")

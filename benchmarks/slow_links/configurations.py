@@ -1,4 +1,4 @@
-"""What is compared: our ZeRO-3 with and without the features of ZeRO++, and PyTorch's FSDP2; and the GPT that all of them train."""
+"""The compared configurations (our ZeRO-3 with and without the features of ZeRO++, and PyTorch's FSDP2), and the GPT that all train."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FEATURES = {
     "qgZ": ["--zero-quantized-gradients"],
 }
 NAMES = (FSDP2, ZERO3, *(f"+{name}" for name in FEATURES), ALL)
-# Dropout off: its random numbers are drawn differently by both, and neither has to be fast at it.
+# Without dropout: both draw its random numbers differently, and its speed is not compared.
 COMMON = "--bf16 --mock-data --num-workers 0 --lr 1e-4 --lr-decay-style constant --attention-dropout 0 --hidden-dropout 0 --eval-iters 0"
 DEFAULT_MODEL = "--num-layers 10 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 6144"
 SMOKE_MODEL = "--num-layers 1 --hidden-size 512 --num-attention-heads 8 --seq-length 16 --vocab-size 8192"
@@ -55,7 +55,7 @@ class Workload:
 
     @property
     def model_share_bytes(self) -> float:
-        """M (N - 1)/N: what enters a node when every slice of the other nodes does once, in 16 bits."""
+        """M (N - 1)/N: the bytes that enter a node if every slice of the other nodes enters once, in 16 bits."""
         return 2 * self.parameters * (self.nodes - 1) / self.nodes
 
     @property
@@ -63,7 +63,7 @@ class Workload:
         return self.micro_batch_size * self.microbatches * self.world_size * self.model_config.seq_length
 
     def flags(self, name: str) -> list[str]:
-        """The training script's flags of one configuration; those of FSDP2 are ZeRO-3's, of which it reads all but ZeRO's own."""
+        """The training script's flags of one configuration. FSDP2 has those of ZeRO-3 and ignores the ZeRO flags."""
         samples = self.micro_batch_size * self.microbatches * self.world_size
         batch = ["--micro-batch-size", str(self.micro_batch_size), "--global-batch-size", str(samples), "--train-iters", "1000000"]
         features = [] if name in (FSDP2, ZERO3) else list(FEATURES) if name == ALL else [name.removeprefix("+")]

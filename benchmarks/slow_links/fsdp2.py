@@ -1,4 +1,4 @@
-"""PyTorch's FSDP2 on the same GPT: bf16 parameters and reduction, resharded after forward, one unit per block, fused AdamW."""
+"""Trains the same GPT with PyTorch's FSDP2: bf16 parameters and reduction, resharded after forward, one unit per block, fused AdamW."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from slow_links.ours import microbatches, same_batch
 
 
 class Fsdp2Training:
-    """The step that our engine makes, by FSDP2: mean gradient of the micro-batches, clipped, fp32 main weights; the mean loss of all ranks.
+    """Makes the same step as our engine with FSDP2: mean gradient of the micro-batches, clipped, fp32 main weights, mean loss of all ranks.
 
-    Gradients are reduced in every micro-batch, as ZeRO-3 does.
+    Gradients are reduced in every micro-batch, as in ZeRO-3.
     """
 
     def __init__(self, flags: Sequence[str], launch: Launch, world: World) -> None:
@@ -66,11 +66,11 @@ class Fsdp2Training:
         return float(total) / dist.get_world_size()
 
     def drain(self) -> None:
-        """FSDP2 leaves nothing under way."""
+        """Does nothing: after a step FSDP2 has no collective under way."""
 
     def node_bytes(self) -> dict[str, int]:
-        """Nothing: FSDP2 keeps no account."""
+        """Empty: FSDP2 does not count bytes."""
         return {}
 
     def close(self) -> None:
-        """FSDP2 holds no threads or groups of its own."""
+        """Does nothing: FSDP2 has no threads or groups of its own."""

@@ -1,4 +1,4 @@
-"""The whole measurement of one world: every rate, every round, every configuration in turns."""
+"""Measures one world: at every rate and in every round, all configurations in turns."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from slow_links.record import Record
 from slow_links.session import Session
 
 FEWEST_BURSTS = 10
-LEAST_SHARE_OF_UNIT = 0.01  # the final norm's few kilobytes may pass in a burst: they are no part of any time
+LEAST_SHARE_OF_UNIT = 0.01  # the final norm's few kilobytes may pass in a burst, because their time is negligible
 LARGEST_RATE_ERROR = 0.10
 LONG_PROBE_SECONDS = 0.25
-# Where links should be held when nobody says: ZeRO-3's step spends this many times its computation on its bytes (4.5: f is about 0.8),
-# and at last FSDP2's takes 20 times its step without limit.
+# Default rates: at the first three, the bytes of ZeRO-3's step take this many times its computation (at 4.5, f is about 0.8). At the last,
+# FSDP2's step takes 20 times its step without limit.
 ZERO3_LINK_SHARES = (1.0, 2.0, 4.5)
 FSDP2_LINK_SHARE = 19.5
 
 
 @dataclass(frozen=True)
 class Plan:
-    """rates: None where they are to be chosen after the first rounds without limit. seconds: that a measurement takes, about."""
+    """What to measure. rates: None to choose them after the first rounds without limit. seconds: approximate time of one measurement."""
 
     rates: Sequence[Rate] | None
     rounds: int
@@ -41,7 +41,7 @@ class Plan:
 def smallest_hop(workload: Workload) -> int:
     """Bytes that enter a node in the smallest hop of a unit that matters, with all features on.
 
-    Raises ValueError where a burst would carry a large part of it.
+    Raises ValueError if a burst would carry a large part of it.
     """
     config = resolve(parse_flags(workload.flags(ALL)), workload.world_size, workload.ranks_per_node)
     model = ModelShape(config.model, workload.padded_vocab_size)
@@ -57,7 +57,7 @@ def smallest_hop(workload: Workload) -> int:
 
 
 def measure(session: Session, workload: Workload, plan: Plan, record: Record) -> None:
-    """Adds the rounds that the record lacks; every round is written when it is finished."""
+    """Measures the rounds that are missing in the record; writes every round when it is finished."""
     record.note("intra_node_leak_bytes", session.check_nodes_keep_to_themselves())
     hop_bytes = smallest_hop(workload)
     record.note("smallest_hop_bytes", hop_bytes)
@@ -71,7 +71,7 @@ def measure(session: Session, workload: Workload, plan: Plan, record: Record) ->
 
 
 def chosen_rates(record: Record) -> list[Rate]:
-    """Rates at which the bytes of a step take several times its computation; once chosen, a record keeps them."""
+    """Rates at which the bytes of a step take several times as long as its computation. The record keeps them once they are chosen."""
     kept = record.content["notes"].get("chosen_rates")
     if kept is None:
         rounds = record.rounds(UNLIMITED)
@@ -82,7 +82,7 @@ def chosen_rates(record: Record) -> list[Rate]:
 
 
 def _rate_for(rounds: Sequence[dict[str, Any]], name: str, link_share: float) -> Rate:
-    """In two digits, the rate at which the bytes of a step take `link_share` times its time without limit."""
+    """The rate, rounded to two digits, at which the bytes of a step take `link_share` times its time without limit."""
     seconds = statistics.median(measured[name]["seconds"] for measured in rounds)
     nbytes = statistics.median(measured[name]["kernel_bytes"] for measured in rounds)
     return Rate(float(f"{8 * nbytes / (link_share * seconds):.2g}"))
@@ -105,7 +105,7 @@ def _measure_rate(session: Session, rate: Rate, plan: Plan, record: Record, hop_
 
 
 def _check_rate(session: Session, rate: Rate, hop_bytes: int) -> dict[str, float]:
-    """The rates that the smallest hop's bytes and a longer message reach. Raises RuntimeError where one is not what was asked for."""
+    """The measured rates of a message as large as the smallest hop and of a longer one. Raises RuntimeError if one differs from `rate`."""
     achieved = {}
     for nbytes in (hop_bytes, max(hop_bytes, int(LONG_PROBE_SECONDS * rate.bytes_per_second))):
         reached = session.achieved(nbytes)

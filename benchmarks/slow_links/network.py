@@ -1,10 +1,10 @@
-"""Nodes on one machine: network namespaces joined by a bridge, each over one link whose rate is held in both directions.
+"""Makes nodes on one machine: network namespaces joined by a bridge, each over one link whose rate is limited in both directions.
 
     node 0 [eth0]----[link0]\
-                              bridge       eth0 is held on what the node sends, link0 on what it receives
+                              bridge       eth0 limits what the node sends, link0 what it receives
     node 1 [eth0]----[link1]/
 
-Must be used in a network of its own, see sandbox.py: names are not unique on the machine, and nothing here needs to be removed.
+Must be used in a separate network, see sandbox.py: the names are not unique on the machine, and nothing is removed at the end.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from slow_links.rates import Rate
 
 INTERFACE = "eth0"
 BRIDGE = "switch0"
-# A token bucket lets its burst pass at any rate after a pause. The kernel hands packets of up to 64 kB to the queue; a smaller bucket
-# would have to cut them.
+# After a pause, a token bucket lets one burst pass at full speed. The kernel gives packets of up to 64 kB to the queue; a smaller bucket
+# would have to split them.
 BURST_BYTES = 70 * 1024
-QUEUE_SECONDS = 2  # several nodes may send to one at a time; a queue that drops would measure retransmissions
-# What hosts of a training cluster have set, too: a connection that rested while another lane worked starts where it was, not from ten
-# packets; and congestion is told by losses, of which there are none (BBR's model of a path takes a token bucket for a fast one). Reno is
-# the one algorithm that every kernel lets a namespace choose.
+QUEUE_SECONDS = 2  # several nodes may send to one at the same time; if the queue dropped packets, we would measure retransmissions
+# Hosts of training clusters have these settings too. A connection that was idle while another lane worked resumes at its old speed, not at
+# ten packets. Congestion is detected by losses, of which there are none; BBR would take a token bucket for a fast path. Reno is the one
+# algorithm that every kernel lets a namespace choose.
 TCP_SETTINGS = ("net.ipv4.tcp_slow_start_after_idle=0", "net.ipv4.tcp_congestion_control=reno")
 _COUNTER_COLUMNS = {"received": 0, "sent": 8}
 
 
 class Network:
-    """`nodes` namespaces with one address each; what runs in a node is started with `inside(node)` before its command."""
+    """`nodes` namespaces with one address each. To run a command in a node, put the words of `inside(node)` before it."""
 
     def __init__(self, nodes: int) -> None:
         self.nodes = nodes
@@ -57,7 +57,7 @@ class Network:
         return ["nsenter", f"--net=/run/netns/node{node}"]
 
     def hold(self, rate: Rate) -> None:
-        """Holds every link to `rate` in both directions, from the next packet on."""
+        """Limits every link to `rate` in both directions, from the next packet on."""
         for node in range(self.nodes):
             for prefix, device in (([], f"link{node}"), (self.inside(node), INTERFACE)):
                 if rate.is_limited:
@@ -67,7 +67,7 @@ class Network:
                     subprocess.run([*prefix, "tc", "qdisc", "del", "dev", device, "root"], capture_output=True, check=False)
 
     def cut(self, node: int) -> None:
-        """From now on nothing enters or leaves the node."""
+        """Cuts the node's link: nothing enters or leaves the node until `restore`."""
         _run(f"ip link set link{node} down")
 
     def restore(self, node: int) -> None:
@@ -75,7 +75,7 @@ class Network:
 
 
 def interface_bytes(process_id: int, direction: str = "received") -> int:
-    """What the kernel counted on the node's interface, headers included; process_id: of any process in the node."""
+    """Bytes that the kernel counted on the node's interface, including headers; process_id: any process in the node."""
     with open(f"/proc/{process_id}/net/dev") as table:
         for line in table:
             name, _, counters = line.partition(":")
@@ -85,7 +85,7 @@ def interface_bytes(process_id: int, direction: str = "received") -> int:
 
 
 def _run(*words: str) -> None:
-    """Runs a command given in words or in pieces of several words. Raises RuntimeError with what it said where it fails."""
+    """Runs a command, given as words or as strings of several words. Raises RuntimeError with its error output if it fails."""
     command: Sequence[str] = [word for piece in words for word in piece.split()]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode != 0:

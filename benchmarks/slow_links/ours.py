@@ -1,4 +1,4 @@
-"""One configuration of this repository as a rank runs it: from flags to an engine by the way that the training script takes."""
+"""Trains one configuration of this repository in a rank; the engine is built from flags as in the training script."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMISED = (Category.WEIGHTS, Category.GRADIENTS)
 
 
 class Training(Protocol):
-    """What a rank asks of a configuration; every rank must make the same calls."""
+    """A training that a rank can run; every rank must make the same calls."""
 
     def step(self) -> float: ...
 
@@ -63,7 +63,7 @@ class OurTraining:
         self._ladder.lanes.drain()
 
     def node_bytes(self) -> dict[str, int]:
-        """What the ledger has booked as entering this rank's node since the start: weights and gradients, and all other."""
+        """Bytes that entered this rank's node since the start, by the ledger: weights and gradients (promised), and the rest (control)."""
         ledger = self._ladder.ledger
         promised = ledger.inter_node_bytes(ledger.total(*PROMISED))
         return {"promised": promised, "control": ledger.inter_node_bytes(ledger.total(*Category)) - promised}
@@ -77,7 +77,7 @@ def microbatches(config: Config, world_size: int) -> int:
 
 
 def same_batch(config: Config, rank: int) -> Iterator[MicroBatch]:
-    """One micro-batch of random tokens without end, different on every rank and equal in every configuration."""
+    """Yields the same micro-batch of random tokens forever; it is different on every rank, and equal in every configuration."""
     samples, length = config.training.micro_batch_size, config.model.seq_length
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(0, config.data.vocab_size or 1, (samples, length + 1), generator=generator)

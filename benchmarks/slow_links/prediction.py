@@ -1,4 +1,4 @@
-"""What the time model of tools/plan_run.py says of the same steps, from ZeRO-3's step without limit alone."""
+"""Predicts the same steps with the time model of tools/plan_run.py, given only ZeRO-3's step time without limit."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron_zpp.zero.plan.time_model import CodecSpeed, LinkSpeed, Machine, Ov
 from slow_links.configurations import NAMES, ZERO3, Workload
 from slow_links.rates import Rate
 
-TCP_SHARE = 1448 / 1514  # of what a link carries is payload: an Ethernet frame of 1500 bytes holds headers of IP and TCP, and has its own
+TCP_SHARE = 1448 / 1514  # share of data in an Ethernet frame; the rest is headers of Ethernet, IP and TCP
 
 
 class Prediction:
     """Predicted seconds of our configurations at any rate.
 
-    step_seconds: ZeRO-3's without limit; what links inside a node cost is in it.
+    step_seconds: ZeRO-3's step without limit, which includes the cost of links inside a node.
     """
 
     def __init__(self, workload: Workload, step_seconds: float) -> None:
@@ -30,7 +30,7 @@ class Prediction:
         self._codec = CodecSpeed(*(ranks_per_core * seconds for seconds in (CPU_CODEC.encode, CPU_CODEC.decode, CPU_CODEC.summed)))
 
     def seconds(self, name: str, rate: Rate) -> float | None:
-        """None for what is not ours."""
+        """Predicted seconds of a step; None for FSDP2."""
         if name not in self._plans:
             return None
         inter = LinkSpeed(rate.bytes_per_second * TCP_SHARE, GLOO_COLLECTIVE_SECONDS if rate.is_limited else 0.0)

@@ -1,4 +1,4 @@
-"""The ranks as their parent sees them: processes that answer questions, none of which outlives it."""
+"""Starts the ranks as processes that answer their parent's questions and end with it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Answer = dict[str, Any]
 
 
 class RankFailed(RuntimeError):
-    """A rank failed or gave no answer; the text holds what it said."""
+    """Raised if a rank fails or does not answer; the text has the end of its output."""
 
 
 class Ranks:
-    """A world of worker processes, two pipes to each.
+    """A world of worker processes, with two pipes to each.
 
     inside: for every node, the words that start a command there. address: of rank 0.
     """
@@ -47,7 +47,7 @@ class Ranks:
         }
         self.ranks_per_node = ranks_per_node
         self.processes: list[subprocess.Popen[str]] = []
-        self._logs = [tempfile.TemporaryFile("w+b") for _ in range(world_size)]  # without a name: nothing to remove
+        self._logs = [tempfile.TemporaryFile("w+b") for _ in range(world_size)]  # without a name, so there is nothing to remove
         for rank in range(world_size):
             node, local_rank = divmod(rank, ranks_per_node)
             own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
@@ -58,21 +58,21 @@ class Ranks:
                 stdout=subprocess.PIPE,
                 stderr=self._logs[rank],
                 text=True,
-                start_new_session=True,  # Ctrl-C is for the parent, which ends its ranks in order
+                start_new_session=True,  # Ctrl-C must reach only the parent, which then ends its ranks
                 preexec_fn=_die_with_parent,
             )
             self.processes.append(process)
 
     def start(self, timeout_seconds: float) -> Answer:
-        """Joins the process group; what rank 0 says of itself. timeout_seconds: of every collective from now on."""
+        """Joins the process group and returns rank 0's description of itself. timeout_seconds: of every later collective."""
         return self.ask_all(timeout_seconds, timeout_seconds=timeout_seconds)[0]
 
     def ask_all(self, seconds: float, **question: Any) -> list[Answer]:
-        """What every rank answers to one question within so many seconds, in rank order."""
+        """The answers of all ranks to one question, in rank order. Raises RankFailed, also if one takes longer than `seconds`."""
         return self.ask(dict.fromkeys(range(len(self.processes)), question), seconds)
 
     def ask(self, questions: Mapping[int, Mapping[str, Any]], seconds: float) -> list[Answer]:
-        """The answers of the ranks asked, in the order of the questions. Raises RankFailed."""
+        """The answers of the ranks in `questions`, in the same order. Raises RankFailed, also if one takes longer than `seconds`."""
         for rank, question in questions.items():
             stdin = self.processes[rank].stdin
             if stdin is None:
@@ -106,11 +106,11 @@ class Ranks:
         return [answers[rank] for rank in asked]
 
     def end(self) -> None:
-        """Ends the world in order."""
+        """Lets every rank end by itself."""
         self.ask_all(60, ask="end")
 
     def kill(self) -> None:
-        """Ends every process that is left, and waits for it."""
+        """Kills every process that is left, and waits for it."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -129,10 +129,10 @@ class Ranks:
         return os.pread(log, size - start, start).decode(errors="replace")  # seek would move the writer too
 
     def _what_was_said(self, ranks: Sequence[int]) -> str:
-        time.sleep(0.2)  # for exit codes and last words
+        time.sleep(0.2)  # exit codes and last output may take a moment
         return "\n".join(f"[rank {rank}, exit code {self.processes[rank].poll()}] {self._last_words(rank)}" for rank in ranks)
 
 
 def _die_with_parent() -> None:
-    """Lets the kernel end this process when its parent ends, even by SIGKILL."""
+    """Asks the kernel to kill this process when its parent ends, even if the parent is killed."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

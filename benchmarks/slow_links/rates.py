@@ -1,4 +1,4 @@
-"""Link rates as people and tc write them."""
+"""Rates of links, in the notation of tc."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UNLIMITED_WORDS = ("unlimited", "none", "0")
 
 @dataclass(frozen=True, order=True)
 class Rate:
-    """What a node's link carries in each direction; infinity without limit."""
+    """The rate of a node's link in each direction; infinity means no limit."""
 
     bits_per_second: float
 

@@ -1,4 +1,4 @@
-"""What was measured so far, as a JSON file that grows round by round: an interrupted measurement goes on where it was."""
+"""Stores the finished rounds in a JSON file, so that an interrupted measurement can continue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slow_links.rates import Rate
 class Record:
     """Rounds by rate, each with one measurement per configuration.
 
-    subject: what must be the same for rounds to be comparable. Raises ValueError where the file there is about another subject.
+    subject: settings that must be equal for rounds to be comparable. Raises ValueError if the file has another subject.
     """
 
     def __init__(self, path: Path, subject: Mapping[str, Any], *, starts_anew: bool) -> None:
@@ -32,7 +32,7 @@ class Record:
 
     @property
     def rates(self) -> list[Rate]:
-        """Those with at least one round, the fastest first."""
+        """The rates that have at least one round, the fastest first."""
         return sorted(map(Rate.parse, self.content["rates"]), reverse=True)
 
     def rounds(self, rate: Rate) -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ class Record:
         self._write()
 
     def note(self, name: str, value: Any) -> None:
-        """Keeps a fact beside the rounds."""
+        """Stores a fact beside the rounds."""
         self.content["notes"][name] = value
         self._write()
 

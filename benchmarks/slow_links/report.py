@@ -1,4 +1,4 @@
-"""The measurement as Markdown."""
+"""Formats the measurement as Markdown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LANES = ("inter-climb", "intra-climb", "intra-descend", "inter-descend")
 
 
 def markdown(record: Record, workload: Workload, ratings: Sequence[Rated]) -> str:
-    """All tables, under the facts that they depend on."""
+    """The facts about world and machine, then all tables."""
     blocks = [_facts(record, workload)]
     blocks += [_table_of(rated) for rated in ratings]
     zero3 = next((rated.rows[ZERO3].seconds.median for rated in ratings if rated.rate == UNLIMITED), None)
@@ -107,7 +107,7 @@ def _errors(ratings: Sequence[Rated], prediction: Prediction, names: Sequence[st
 
 
 def _hidden(ratings: Sequence[Rated]) -> str:
-    """Where rank 0's step goes beside computation, in milliseconds."""
+    """A table of the time of rank 0's step that is not computation, in milliseconds."""
     rows = []
     for rated in ratings:
         for row in rated.rows.values():

@@ -1,4 +1,4 @@
-"""A network of its own for this process: whatever it makes there is gone with its last process, however that ended."""
+"""Gives this process a network of its own, which the kernel removes when the last process in it has ended."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ CAPABLE = "unshare --net --mount true"
 
 
 class CannotIsolate(RuntimeError):
-    """This machine lets no process have a network of its own; the text names what is missing."""
+    """Raised if this machine does not allow a separate network; the text names what is missing."""
 
 
 def enter_own_network(argv: Sequence[str]) -> None:
-    """Goes on in this process when it has a network of its own; else starts `python argv` in its place, with one.
+    """Returns if this process has a network of its own; else replaces this process by `python argv` in such a network.
 
-    Root gets a network namespace, everybody else a user namespace around it. Raises CannotIsolate where there is neither.
+    Root gets a network namespace, other users get one inside a user namespace. Raises CannotIsolate if neither is possible.
     """
     if os.environ.get(MARK) == str(os.getpid()):
-        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/run"], check=True)  # names of namespaces stand there; seen by this process alone
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/run"], check=True)  # for the names of namespaces; only this process sees it
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
         return
     prefix = isolating_command()
-    os.environ[MARK] = str(os.getpid())  # exec keeps the number
+    os.environ[MARK] = str(os.getpid())  # exec keeps the process id
     sys.stdout.flush()
     os.execvp(prefix[0], [*prefix, sys.executable, *argv])
 

@@ -1,4 +1,4 @@
-"""A network with ranks in it: sets rates, asks for steps, reads the kernel's counters. The parent's side of every measurement."""
+"""The parent's side of every measurement: starts ranks in the network, sets rates, asks for steps, reads the kernel's counters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FEWEST_STEPS, MOST_STEPS = 2, 20
 class Measured:
     """Some steps of one configuration. seconds: per step, on the slowest rank; bytes are per step and node.
 
-    kernel_bytes: received, the mean of the nodes. ledger_bytes: of weights and gradients; control_bytes: what else the ledger booked.
+    kernel_bytes: received bytes, the mean over nodes. ledger_bytes: weights and gradients; control_bytes: all else in the ledger.
     hidden: seconds and collectives per step by kind, of rank 0; empty unless profiled.
     """
 
@@ -65,7 +65,7 @@ class Session:
             raise
 
     def check_nodes_keep_to_themselves(self) -> int:
-        """Bytes that a collective inside each node put on its link. Raises RuntimeError where the link saw more than a trace of it."""
+        """Bytes that a collective inside each node put on the node's link. Raises RuntimeError if they are more than 1 % of it."""
         before = self._received()
         self.ranks.ask_all(COLLECTIVE_SECONDS, ask="gather_in_node", nbytes=LOCAL_PROBE_BYTES)
         crossed = max(after - earlier for after, earlier in zip(self._received(), before, strict=True))
@@ -88,7 +88,7 @@ class Session:
         return 8 * nbytes / (received["end"] - sent["start"])
 
     def run(self, name: str, seconds: float, *, is_profiled: bool = False) -> Measured:
-        """One step that does not count, then so many that they take about `seconds`."""
+        """Runs one step that is not measured, then as many as take about `seconds`."""
         first = self._run(name, 1, is_profiled=False)
         steps = min(MOST_STEPS, max(FEWEST_STEPS, round(seconds / max(first.seconds, 1e-3))))
         return self._run(name, steps, is_profiled=is_profiled)
@@ -110,7 +110,7 @@ class Session:
         )
 
     def _received(self) -> list[int]:
-        time.sleep(0.01)  # for acknowledgements under way
+        time.sleep(0.01)  # acknowledgements may still be under way
         ranks_per_node = self._workload.ranks_per_node
         return [interface_bytes(self.ranks.processes[node * ranks_per_node].pid) for node in range(self._workload.nodes)]
 
@@ -118,5 +118,5 @@ class Session:
         self.ranks.end()
 
     def close(self) -> None:
-        """Ends what is left of the ranks; the network goes with this process."""
+        """Kills the ranks that are left; the network ends with this process."""
         self.ranks.kill()

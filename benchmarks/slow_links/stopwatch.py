@@ -1,4 +1,4 @@
-"""Where a rank's time goes beside computation: encoding and decoding, and waiting for each lane."""
+"""Measures a rank's time outside computation: encoding, decoding, and waiting for each lane."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_zpp.comm.lanes import Hop, Lanes
 
 
 class StopwatchLanes:
-    """Lanes that count while `is_running`: seconds in what hops do before and after their collective, and seconds spent in waits.
+    """Lanes that measure while `is_running`: seconds of hops before and after their collective, and seconds of waits.
 
-    Codecs work beside computation, on a thread of their own, or while somebody waits. On CUDA only the host's time is seen.
+    Codecs run beside computation, on a thread of their own, or during a wait. On CUDA only the host's time is measured.
     """
 
     def __init__(self, lanes: Lanes) -> None:

@@ -1,6 +1,6 @@
-"""One rank: builds every configuration in one process group and does what its parent asks, a JSON object per line on standard input.
+"""One rank: builds every configuration in one process group, and answers its parent's questions, JSON objects on standard input.
 
-Questions and answers go through pipes, so that nothing but the measured steps crosses the links.
+Questions and answers go through pipes, so that only the measured steps cross the links.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slow_links.fsdp2 import Fsdp2Training
 from slow_links.ours import OurTraining, Training
 
 PROBE_PORT = 29700
-PROBE_PAUSE_SECONDS = 0.3  # enough for the bucket to fill
+PROBE_PAUSE_SECONDS = 0.3  # long enough for the token bucket to fill
 SECONDS_WITHOUT_ANSWER = 60.0
 
 
@@ -51,7 +51,7 @@ class Rank:
         return {"resident_bytes": _resident_bytes()}
 
     def run(self, name: str, steps: int, is_profiled: bool = False) -> dict[str, Any]:
-        """Seconds from now until `steps` steps and all that they sent have ended, and the ledger's bytes of them."""
+        """Seconds until `steps` steps and all their hops have ended, and the bytes that the ledger booked for them."""
         training = self._trainings[name]
         lanes = getattr(training, "lanes", None)
         if lanes is not None:
@@ -64,14 +64,14 @@ class Rank:
         return {"seconds": seconds, "loss": losses[-1], "ledger": booked, "hidden": lanes.readings() if lanes is not None else {}}
 
     def gather_in_node(self, nbytes: int) -> dict[str, Any]:
-        """A collective that must stay inside the node."""
+        """Runs a collective that must stay inside the node."""
         own = torch.zeros(nbytes, dtype=torch.uint8)
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size(self._own_node))]
         dist.all_gather(parts, own, group=self._own_node)
         return {}
 
     def send(self, address: str, nbytes: int) -> dict[str, Any]:
-        """When the last of `nbytes` was handed over to a waiting receiver, after a pause; the clock is one for the whole machine."""
+        """Sends `nbytes` to a waiting receiver after a pause; returns the time of the start, on a clock that the whole machine shares."""
         with _connected(address) as link:
             link.recv(1)
             time.sleep(PROBE_PAUSE_SECONDS)
@@ -80,7 +80,7 @@ class Rank:
         return {"start": start}
 
     def receive(self, address: str, nbytes: int) -> dict[str, Any]:
-        """When the last of `nbytes` arrived."""
+        """Receives `nbytes`; returns the time at which the last of them arrived."""
         buffer = bytearray(1 << 20)
         with socket.create_server((address, PROBE_PORT)) as server:
             server.settimeout(SECONDS_WITHOUT_ANSWER)
@@ -97,7 +97,7 @@ class Rank:
         return {"end": time.monotonic()}
 
     def reset_peak(self) -> dict[str, Any]:
-        """Forgets the peak of memory so far; says what is held now."""
+        """Resets the peak of memory; returns the memory that is held now."""
         if self._world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._world.device)
             return {"held_bytes": torch.cuda.memory_allocated(self._world.device)}
@@ -131,7 +131,7 @@ def _resident_bytes() -> int:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print must not mix with answers
+    os.dup2(2, 1)  # output of libraries must not mix with answers
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     rank: Rank | None = None
     for line in sys.stdin:
@@ -148,7 +148,7 @@ def main() -> None:
             os._exit(1)
         answers.write(json.dumps(answer) + "\n")
     answers.flush()
-    os._exit(0)  # at once: gloo's threads must not be left to free tensors while the interpreter shuts down
+    os._exit(0)  # at once, because gloo's threads must not free tensors while the interpreter shuts down
 
 
 if __name__ == "__main__":
