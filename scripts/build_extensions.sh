@@ -10,11 +10,11 @@ bash scripts/build_extensions.sh [--no-venv] [--portable]
   --no-venv    use the active environment instead of .venv
   --portable   for every processor of this architecture rather than for this one; slower
 
-Needs a compiler for the C++ of the torch installed (2.13: C++20, as GCC 11 or clang 14; CXX names another).
-Where torch has CUDA and nvcc is found (CUDA_HOME or PATH), the CUDA kernels are built too: for the GPUs of this machine, or for the
-architectures that TORCH_CUDA_ARCH_LIST names (as "8.0;9.0"), from 8.0 on. Runs elsewhere find such a build if they name the same.
-Takes about a minute, and nothing where the same build is there already.
-Without the kernels everything runs on plain torch, with the same bits, slower.
+Needs a compiler for the C++ standard of the installed torch (2.13: C++20, such as GCC 11 or clang 14; CXX names another compiler).
+If torch has CUDA and nvcc is found (CUDA_HOME or PATH), the CUDA kernels are built too: for the GPUs of this machine, or for the
+architectures in TORCH_CUDA_ARCH_LIST (such as "8.0;9.0"), from 8.0 on. Runs on other machines find this build if they set the same list.
+Takes about a minute, or no time if the same build exists.
+Without the kernels everything runs on plain torch: same bits, slower.
 TEXT
 }
 

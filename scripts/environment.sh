@@ -1,10 +1,10 @@
-# Sourced by the scripts beside it: the repository root as working directory, and a Python with what the requirement files name.
+# Sourced by the scripts beside it: changes to the repository root, and provides a Python with the packages of the requirement files.
 
 readonly ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$ROOT"
 
 # prepare_environment yes|no REQUIREMENT_FILE...
-# yes: makes or reuses .venv. no: stays in the active environment and leaves it alone where it has what the files name.
+# yes: makes or reuses .venv. no: stays in the active environment, and installs only if a package of the files is missing.
 prepare_environment() {
     local use_venv="$1"
     shift
@@ -30,7 +30,7 @@ make_venv() {
     export VIRTUAL_ENV="$ROOT/.venv" PATH="$ROOT/.venv/bin:$PATH"
 }
 
-# The first Python that is new enough, else the first at all.
+# Prints the first Python that is new enough, else any Python.
 find_python() {
     local name
     for name in "${PYTHON:-python3}" python3.{14,13,12,11,10} python; do
@@ -48,10 +48,10 @@ is_new_enough() {
 
 require_python() {
     [[ -n "$1" ]] || stop "no Python is found; install Python 3.10 or newer."
-    is_new_enough "$1" || stop "$1 is $("$1" --version 2>&1), needed is Python 3.10 or newer; install one, or name one with PYTHON=..."
+    is_new_enough "$1" || stop "$1 is $("$1" --version 2>&1), but Python 3.10 or newer is needed; install one, or name one with PYTHON=..."
 }
 
-# The stamp holds a hash of the files it was made from, so that a second start does not ask pip again.
+# The stamp holds a hash of the requirement files, so that a second start does not run pip again.
 install_if_changed() {
     local stamp=".venv/requirements-$(printf '%s\n' "$@" | checksum).stamp" current
     current="$(cat constraints.txt "$@" | checksum)"
@@ -68,7 +68,7 @@ install() {
     done
     echo "Installing $* (the first time takes a few minutes)"
     python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "${arguments[@]}" ||
-        stop "pip could not install $*; its messages above say why."
+        stop "pip could not install $*; see its messages above."
 }
 
 has_requirements() {

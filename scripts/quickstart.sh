@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a trained GPT, on the sources of Python's standard library. See --help.
+# Trains a GPT from scratch on the sources of Python's standard library. See --help.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -10,9 +10,9 @@ bash scripts/quickstart.sh [--no-venv] [--fresh]
   --no-venv   use the active environment instead of .venv
   --fresh     start anew; without it, steps whose results are in runs/quickstart are not done again
 
-Trains a GPT of 5 million parameters with ZeRO++ (ZeRO-3 with qwZ, hpZ and qgZ) on four CPU ranks, as two nodes of two
-ranks, or with one rank per GPU where there are GPUs; then runs ZeRO-3 and ZeRO++ side by side for a few iterations.
-Needs a few minutes on two CPU cores, and no network once the requirements are installed.
+Trains a GPT of 5 million parameters with ZeRO++ (ZeRO-3 with qwZ, hpZ and qgZ) on four CPU ranks as two nodes of two, or
+on one rank per GPU if there are GPUs. Then runs ZeRO-3 and ZeRO++ side by side for a few iterations.
+Takes a few minutes on two CPU cores, and needs no network once the requirements are installed.
 TEXT
 }
 
@@ -86,7 +86,7 @@ main() {
     echo "In $RUN: ${PICTURE##*/}, ${TABLE##*/}, ${SAMPLE##*/}, ${LOG##*/} and ${CHECKPOINTS##*/}; ${SECONDS} s in all."
 }
 
-# One rank per GPU, else four ranks on the CPU that rehearse two nodes of two; bf16 where the processor multiplies it natively.
+# One rank per GPU; without GPUs, four ranks on the CPU as two nodes of two, in bf16 if the processor multiplies it natively.
 choose_ranks() {
     local gpus
     gpus="$(python -c 'import torch; print(torch.cuda.device_count())')"
@@ -113,7 +113,7 @@ train_to() {
     pretrain "${RHYTHM[@]}" "${ZEROPP[@]}" --train-iters "$1"
 }
 
-# compare NAME FLAG...: the first iterations once more, with these flags of ZeRO++ and no others.
+# compare NAME FLAG...: runs the first iterations once more, with these ZeRO++ flags and no others.
 compare() {
     local log="$RUN/compared_$1.jsonl" output="$RUN/compared_$1.txt"
     shift
@@ -129,7 +129,7 @@ pretrain() {
         "${MODEL[@]}" "${TRAINING[@]}" "${TEXT[@]}" "${SHARDING[@]}" ${PRECISION[@]+"${PRECISION[@]}"} "$@"
 }
 
-# Not 0 where the model has learned less than one nat per token beyond how often each token occurs.
+# Fails if the model's loss is not at least one nat per token below that of knowing token frequencies alone.
 verdict() {
     local statistics
     statistics="$(python tools/corpus_statistics.py --data-path "$DATA" --split "$SPLIT" --vocab-size "$VOCAB_SIZE")"

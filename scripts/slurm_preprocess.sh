@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Text to tokens on many nodes: a Slurm array in which each task turns its share of the files into a corpus, then one job that joins
-# them in order. From the root of the repository, where you would start sbatch:
+# Turns text into tokens on many nodes: a Slurm array in which each task turns its share of the files into a corpus, then one job that
+# joins the corpora in order. Start it on a machine with sbatch, from the root of the repository:
 #
 #   SHARES=16 bash scripts/slurm_preprocess.sh FOLDER OUTPUT_PREFIX --append-eod \
 #       --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model my_tokenizer.model
 #
-# FOLDER has JSON lines (*.jsonl, also .gz or .zst), and what follows are flags of tools/preprocess_data.py. The result is that of one
-# process over all files in the order of their names, byte for byte: OUTPUT_PREFIX_text_document.bin and .idx.
+# FOLDER has JSON lines (*.jsonl, also .gz or .zst); further arguments are flags of tools/preprocess_data.py. The result,
+# OUTPUT_PREFIX_text_document.bin and .idx, has the same bytes as that of one process over all files in the order of their names.
 #
 #   SHARES           tasks of the array (default: one per file, 64 at most)
 #   SBATCH_OPTIONS   further options for both jobs, for example: --partition cpu --account me
 #
-# A task that was interrupted goes on where it was when the same command is given again; those that are done are not repeated.
+# If the same command is given again, interrupted tasks continue, and finished tasks are not repeated.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if (($# < 2)); then
-    echo "error: give a folder of JSON lines and the prefix of the corpus; the head of $0 says more." >&2
+    echo "error: give a folder of JSON lines and the prefix of the corpus; see the comment at the top of $0." >&2
     exit 2
 fi
 folder="$1" output="$2"
@@ -39,5 +39,5 @@ printf '%s\n' "${files[@]}" >"$parts/files.txt"
 
 read -r -a options <<<"${SBATCH_OPTIONS:-}"
 job="$(sbatch --parsable ${options[@]+"${options[@]}"} --array "0-$((SHARES - 1))" scripts/slurm_preprocess.sbatch "$parts" "$@")"
-job="${job%%;*}" # sbatch adds the name of the cluster where there are several
+job="${job%%;*}" # sbatch adds the name of the cluster if there are several
 sbatch ${options[@]+"${options[@]}"} --dependency "afterok:$job" scripts/slurm_merge.sbatch "$parts" "$output" "$SHARES"

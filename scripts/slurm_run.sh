@@ -1,5 +1,5 @@
-# Sourced by the Slurm scripts beside it: what both ways of starting ranks share. Slurm copies a script before it runs it, so the
-# repository is where the job was submitted.
+# Sourced by the Slurm scripts beside it: the common part of both. Slurm runs a copy of a script, so the repository is the folder from
+# which the job was submitted.
 
 cd "${SLURM_SUBMIT_DIR:?submit this with sbatch, from the root of the repository}"
 source scripts/cluster_environment.sh
@@ -7,24 +7,24 @@ source scripts/cluster_environment.sh
 : "${SAVE:?set it to the folder of checkpoints, of a file system that all nodes share}"
 : "${TRAIN_ITERS:?set it to the length of the run, in iterations}"
 
-# MODEL names a file of scripts/models; without it the shape of the model is among the arguments.
+# MODEL names a file of scripts/models; without it, the arguments must have the shape of the model.
 MODEL_ARGS=()
 if [[ -n "${MODEL:-}" ]]; then
     source "scripts/models/$MODEL.sh"
 fi
 
-# What is saved in SAVE, and TRAIN_ITERS, decide whether a job goes back into the queue, so the run must not go by others.
+# SAVE and TRAIN_ITERS decide whether a job goes back into the queue, so the run must not use another folder or length.
 for word in "$@"; do
     case "${word%%=*}" in
         --save | --load) remedy="set SAVE, the folder of checkpoints, instead" ;;
         --train-iters | --train-samples | --train-tokens) remedy="set TRAIN_ITERS, the length of the run in iterations, instead" ;;
         *) continue ;;
     esac
-    echo "error: ${word%%=*} does not go with this script, which repeats the job until TRAIN_ITERS are saved in SAVE; $remedy." >&2
+    echo "error: ${word%%=*} cannot be used with this script, which repeats the job until TRAIN_ITERS are saved in SAVE; $remedy." >&2
     exit 2
 done
 
-# The same command starts the run and goes on with it. Later flags win over earlier ones, so all others can be given again.
+# The same command starts and resumes the run. Later flags win over earlier ones, so the arguments can override these.
 RUN_ARGS=(
     ${MODEL_ARGS[@]+"${MODEL_ARGS[@]}"}
     --train-iters "$TRAIN_ITERS"
@@ -36,7 +36,7 @@ RUN_ARGS=(
     "$@"
 )
 
-# 0 where nothing is saved, and for a converted model, for which the file says `release`.
+# Prints 0 if nothing is saved, and for a converted model, for which the file says `release`.
 saved_iteration() {
     local saved
     saved="$(cat "$SAVE/latest_checkpointed_iteration.txt" 2>/dev/null || true)"
@@ -47,7 +47,7 @@ saved_iteration() {
     fi
 }
 
-# Puts this job back into the queue where the run has saved and not reached its end; a job that saved nothing new is not repeated.
+# Puts this job back into the queue if it has saved a later iteration, but not the last one. A job that saved nothing new is not repeated.
 requeue_until_done() {
     local before="$1" now
     now="$(saved_iteration)"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, types, import floors and tests. See --help.
+# Runs lint, type checks, the contract of imports, and tests. See --help.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -39,7 +39,7 @@ fi
 
 prepare_environment "$use_venv" requirements.txt requirements-dev.txt
 
-# The tests start several ranks at a time; with a thread pool each they would only stand in each other's way.
+# The tests start several ranks at a time; with a thread pool each, they would slow each other down.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 echo "== ruff: style"

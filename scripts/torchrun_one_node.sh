@@ -3,7 +3,7 @@
 #
 #   bash scripts/torchrun_one_node.sh --num-layers 24 --hidden-size 2048 ... --zero-stage 3 --save runs/gpt --load runs/gpt
 #
-# RANKS is the number of ranks, by default that of the GPUs; without GPUs, say how many ranks the CPUs shall have.
+# RANKS is the number of ranks (default: the number of GPUs). Without GPUs, set it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/cluster_environment.sh

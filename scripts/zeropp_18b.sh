@@ -8,8 +8,8 @@
 # torchrun, the same line on each of the 4 nodes:
 #   torchrun --nnodes 4 --nproc_per_node 16 --rdzv_backend c10d --rdzv_endpoint FIRST_NODE:29500 --no_python bash scripts/zeropp_18b.sh
 #
-# On nodes of another size, set zero_hpz_partition_size in the JSON to their number of ranks. Without data and a length of training it
-# trains 50 iterations on mock data; more flags may follow the script's name, for example --data-path and --train-iters.
+# On nodes of another size, set zero_hpz_partition_size in the JSON to their number of ranks. Without --data-path and --train-iters it
+# trains 50 iterations on mock data; these and other flags may follow the script's name.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
