@@ -20,7 +20,7 @@ CHUNK_BYTES = 2 * 64 * 2**20  # fp32 values of the loss that exist at once, see 
 
 @dataclass(frozen=True)
 class AttentionNeed:
-    """What an attention kernel keeps for backward.
+    """The tensors that an attention kernel keeps for backward, beside its inputs and output.
 
     keeps_scores: it keeps the S x S matrices. repeats_heads: it keeps a copy of a shared key and value head for every query head.
     """
@@ -58,7 +58,7 @@ def mask_bytes(samples: int, length: int, element_bytes: int) -> int:
 
 
 def _block_bytes_per_token(config: ModelConfig, element_bytes: int) -> int:
-    """Inputs and outputs of two norms (4 H), what attention's projections read and write, both sides of the activation (3 F if gated)."""
+    """Bytes of inputs and outputs of two norms (4 H), of attention's projections, and of the activation function (3 F if gated)."""
     ffn_widths = 3 if config.swiglu else 2
     values = 4 * config.hidden_size + config.qkv_width + config.heads_width + ffn_widths * config.ffn_hidden_size
     masks = 2 * config.hidden_size * MASK_BYTES if config.hidden_dropout > 0 else 0
@@ -66,7 +66,7 @@ def _block_bytes_per_token(config: ModelConfig, element_bytes: int) -> int:
 
 
 def _inside_attention_bytes_per_token(config: ModelConfig, element_bytes: int, attention: AttentionNeed) -> int:
-    """What attention keeps between its projections, beside what the projections read and write.
+    """Bytes that attention keeps between its projections, beside what the projections read and write.
 
     That is the output in the kernel's own layout (A), a copy of q, k and v if a step lies between projection and kernel, repeated heads,
     and scores.

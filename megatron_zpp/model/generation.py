@@ -16,7 +16,7 @@ from megatron_zpp.model.gpt import GPT
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn from logits."""
+    """The parameters of drawing a token from logits."""
 
     vocab_size: int  # higher ids are padding of the vocabulary and are never drawn
     temperature: float = 1.0  # 0: always the most likely token

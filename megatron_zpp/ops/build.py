@@ -209,7 +209,7 @@ def _cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def _processor_features() -> str:
-    """What distinguishes processors for which -march=native gives different code. Nodes may share the folder of builds."""
+    """A text that differs between processors for which -march=native gives different code. Nodes may share the folder of builds."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The arithmetic around benchmarks/two_nodes.py; with --long, the benchmark itself."""
+"""Tests the arithmetic of benchmarks/two_nodes.py; with --long, also the benchmark itself."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_however_it_ends_no_rank_stays_behind(tmp_path: Path, number: signal.Sig
 
 
 def is_alive(process_id: int) -> bool:
-    """False also for one that has ended and that nobody has asked for its exit code yet."""
+    """Whether the process runs; False also if it has ended and its exit code has not been read yet."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

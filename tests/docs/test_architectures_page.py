@@ -1,4 +1,4 @@
-"""The flags of published models on docs/architectures.md have the numbers of parameters that stand beside them."""
+"""The flags of published models in docs/architectures.md give the numbers of parameters in their headings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documents name exists: files, flags, functions, links."""
+"""Everything that the documents name exists: files, flags, functions, links."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGE = ROOT / "megatron_zpp"
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "flags.md")]
 ENTRY = "pretrain_zeropp_gpt.py"
 PROGRAM = re.compile(r"^(?:tools|scripts|benchmarks)/\w+\.(?:py|sh|sbatch)$|^pretrain_zeropp_gpt\.py$")
-# What scripts pass their arguments on to.
+# The program to which each script passes its arguments.
 PASSED_ON = {
     "scripts/slurm_preprocess.sh": "tools/preprocess_data.py",
     "scripts/slurm_srun.sbatch": ENTRY,

@@ -1,4 +1,4 @@
-"""The estimate of activations against what autograd really keeps."""
+"""Compares the estimate of activations with what autograd really keeps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def estimated_bytes(dtype: torch.dtype, **changes: object) -> int:
 
 
 def kept_bytes(dtype: torch.dtype, **changes: object) -> int:
-    """Bytes of the storages that autograd holds after a forward, weights left out."""
+    """Bytes of the storages that autograd holds after a forward, without weights."""
     model = small_gpt(dtype=dtype, **(SHAPE | changes))
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Every architecture is the function that its flags name: against fp64 written out, and against transformers' implementations."""
+"""Compares every architecture with its formulas in fp64, and with the implementations of transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROPE_SCALING = {
     "rope_scaling_factor": 8.0,
     "rope_scaling_low_freq_factor": 1.5,
     "rope_scaling_high_freq_factor": 5.0,
-    # Of the waves of 6, 20, 63, ... tokens the first stays, two are stretched in part and the others in full.
+    # Of the waves of 6, 20, 63, ... tokens, the first does not change, two are stretched partly, and the others fully.
     "rope_scaling_original_max_position_embeddings": 96,
 }
 
@@ -40,7 +40,7 @@ def test_loss_and_gradients_equal_the_model_written_out_in_fp64(architecture: st
     for name, gradient in gradients.items():
         expected = parameters[name].grad
         assert expected is not None
-        # A bias of keys that nothing turns has the gradient 0: it shifts all scores of a query alike.
+        # Without rotation the bias of keys has the gradient 0, because it shifts all scores of a query by the same amount.
         assert (gradient - expected).norm() <= 1e-5 * expected.norm().clamp(min=0.1), name
 
 
@@ -55,7 +55,7 @@ def llama_config(**changes: Any) -> ModelConfig:
 
 
 def their_sizes(config: ModelConfig) -> dict[str, Any]:
-    """What LlamaConfig and its descendants share."""
+    """The arguments that LlamaConfig and its descendants have in common."""
     return {
         "vocab_size": VOCAB,
         "hidden_size": config.hidden_size,
@@ -111,7 +111,7 @@ def gpt2(config: ModelConfig) -> transformers.PreTrainedModel:
 
 
 def llama_names(config: ModelConfig, of: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """Our tensors `of` a name under the names of Llama and its descendants."""
+    """Our tensors `of` a name, under the names of Llama and its descendants."""
     found = {"model.embed_tokens.weight": of("embedding.word.weight"), "model.norm.weight": of("final.norm.weight")}
     if config.untie_embeddings_and_output_weights:
         found["lm_head.weight"] = of("final.head.weight")
@@ -133,7 +133,7 @@ def llama_names(config: ModelConfig, of: Callable[[str], Tensor]) -> dict[str, T
 
 
 def gpt2_names(config: ModelConfig, of: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """The same under GPT-2's names; its linear layers are stored transposed."""
+    """Our tensors under GPT-2's names; its linear layers are stored transposed."""
     found = {"transformer.wte.weight": of("embedding.word.weight"), "transformer.wpe.weight": of("embedding.position.weight")}
     for part in ("weight", "bias"):
         found[f"transformer.ln_f.{part}"] = of(f"final.norm.{part}")

@@ -15,7 +15,7 @@ from megatron_zpp.model.gpt import GPT
 CPU = torch.device("cpu")
 # Three samples of twelve tokens: several documents, one of a single token, and a sample that is one document.
 LENGTHS = [5, 1, 6, 3, 9, 12]
-# Logits up to 2, so fp32 rounds them to 2^-24 and bf16 to 2^-8; the same terms are summed in another order some ten times on the way.
+# Logits are up to 2, so fp32 rounds them to 2^-24 and bf16 to 2^-8. About ten sums on the way have the same terms in another order.
 # A token of another document changes them by about 1.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-5}
 LARGEST_LOGIT = 2.0
@@ -83,7 +83,7 @@ def gradients(model: GPT, tokens: Tensor, labels: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("architecture", ["GPT-2", "Llama"])
 def test_recomputation_keeps_the_documents(dropout: float, architecture: str) -> None:
-    """Bit for bit: the recomputed forward has the same mask, turns by the same angles and drops the same."""
+    """Equal bit for bit: the recomputed forward has the same mask and the same angles, and drops the same."""
     tokens, labels = sample_batch()
     changes = {"attention_dropout": dropout, "hidden_dropout": dropout, **ARCHITECTURES[architecture]}
     plain = gradients(small_gpt(**changes).train(), tokens, labels)

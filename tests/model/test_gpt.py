@@ -98,9 +98,9 @@ def test_uses_are_the_module_calls_in_order_and_read_every_unit(untied: bool) ->
 
 
 class Rungs:
-    """Takes every weight away except while a use that declares it runs its forward or, where it says so, its backward.
+    """Removes every weight, except while a use that declares it runs its forward or, if it needs weights there, its backward.
 
-    Taken away: the buffer under the parameter is NaN, and the parameter looks at a NaN of its own.
+    Removed means: the buffer under the parameter is NaN, and the parameter shows a NaN of its own.
     """
 
     def __init__(self, model: GPT) -> None:

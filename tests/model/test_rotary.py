@@ -41,7 +41,7 @@ def test_positions_of_the_caller_are_used_and_count_from_zero_without_them() -> 
     counted = torch.arange(12).expand(3, 12)
     plain = model(tokens_BS, None, first_sample=0)
     assert torch.equal(model(tokens_BS, None, first_sample=0, position_ids_BS=counted), plain)
-    # Scores see distances alone, so the same shift everywhere changes nothing but rounding, and stretching changes much.
+    # Scores depend only on distances. So a common shift changes nothing but rounding, and stretching changes a lot.
     assert (model(tokens_BS, None, first_sample=0, position_ids_BS=counted + 100) - plain).abs().max() < 1e-3
     assert (model(tokens_BS, None, first_sample=0, position_ids_BS=3 * counted) - plain).abs().max() > 0.1
 

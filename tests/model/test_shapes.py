@@ -1,4 +1,4 @@
-"""The shape of a model, made without torch, is what the model itself says."""
+"""The shape of a model, computed without torch, equals that of the model."""
 
 from __future__ import annotations
 

@@ -10,13 +10,13 @@ from megatron_zpp.monitor.profiler import Profiler, move_units_to_a_row
 
 
 def ranges_of(path):
-    """By name the row of each named range of a trace."""
+    """The row of each named range of a trace, by name."""
     events = json.loads(path.read_text())["traceEvents"]
     return {event["name"]: event["tid"] for event in events if event.get("cat") == "user_annotation"}
 
 
 def iterate(profiler, iterations, first=1):
-    """What the profiler says before each iteration, and at the end."""
+    """The lines that the profiler returns before each iteration and at the end."""
     said = []
     for iteration in range(first, first + iterations):
         said.append(profiler.before_step(iteration))

@@ -6,7 +6,7 @@ from megatron_zpp.monitor.timers import NEVER_RAN, TIMER_LEVELS, Timers, timer_l
 
 
 class CountingClock:
-    """A second passes with every mark."""
+    """A clock on which one second passes with every mark."""
 
     def __init__(self):
         self.now = 0.0

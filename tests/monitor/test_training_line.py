@@ -1,4 +1,4 @@
-"""The lines that scripts read, against lines written out by hand."""
+"""Compares the lines that scripts parse with lines written by hand."""
 
 import json
 import math
@@ -15,7 +15,7 @@ PUBLISHED_KEYS = (
     "nan_iterations elapsed_ms_per_iteration tokens_per_second tflops_per_gpu inter_node_bytes intra_node_bytes model_state_bytes "
     "max_memory_bytes data_ms_per_iteration model_tflops_per_gpu mfu hfu params_norm num_zeros eta_seconds"
 ).split()
-# What readers of Megatron's logs look for, by the name of the field; numbers in any notation, and nan and inf.
+# What programs for Megatron's logs search for, by the name of the field; numbers in any notation, and nan and inf.
 NUMBER = r"(-?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))"
 MEGATRONS_FIELDS = {
     "iteration": r"iteration\s+(\d+)/\s*\d+ \|",

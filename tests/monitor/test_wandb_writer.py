@@ -1,4 +1,4 @@
-"""Points for Weights & Biases, by a stand-in for its package."""
+"""Scalars for Weights & Biases, with a fake of its package."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The kernels, built once for all tests of this folder and kept in the user's cache."""
+"""Builds the kernels once for all tests of this folder, in the user's cache."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatron_zpp.ops.build import Build
 
 @pytest.fixture(scope="session")
 def kernels() -> None:
-    """The kernels are loaded: ops on CPU tensors run on them."""
+    """Loads the kernels, so that ops on CPU tensors run on them."""
     Build().make()
     assert extension.load()
 
 
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ops run on the reference, whatever has been loaded."""
+    """Makes ops run on the reference, even if kernels are loaded."""
     monkeypatch.setattr(extension, "_loaded", None)

@@ -1,4 +1,4 @@
-"""NVIDIA Apex is told from what is missing and from the other program of its name; what runs on it computes what torch does."""
+"""NVIDIA Apex is distinguished from a missing package and from the other program of that name; with it, results are those of torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAKED = ("apex", "amp_C", "fused_layer_norm_cuda")
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder whose packages are found first, and only during the test."""
+    """A folder whose packages are found before others, only during the test."""
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     for name in [name for name in sys.modules if name.partition(".")[0] in FAKED]:

@@ -1,4 +1,4 @@
-"""The CUDA kernels as they are, their grids emulated on the CPU: indexing, arithmetic and bytes. Speed is for GPUs to tell."""
+"""Tests indexing, arithmetic and bytes of the CUDA kernels, with their grids emulated on the CPU. Speed needs a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESULTS_PER_SIZE = 960 + 174  # without options and with them
 
 
 def _run(program: str, *arguments: str, **environment: str) -> int:
-    """What the program prints, for kernels loaded in a process of its own."""
+    """The output of a program that loads the kernels in a process of its own."""
     command = [sys.executable, str(HARNESS / program), *arguments]
     variables = {"PYTHONPATH": os.pathsep.join(map(str, IMPORT_FROM)), "PATH": "", "OMP_NUM_THREADS": "1", **environment}
     finished = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
@@ -27,7 +27,7 @@ def _run(program: str, *arguments: str, **environment: str) -> int:
     return int(finished.stdout)
 
 
-# By the threads that share a block: 4 or 8, 8, 32, 256, 512, and 512 that hold half of it at a time.
+# One size for each number of threads that share a block: 4 or 8, 8, 32, 256, 512, and 512 that hold half of it at a time.
 @pytest.mark.parametrize(
     "sizes", [["32:1", "32:65"], ["96:45", "256:33"], ["992:2", "1024:9"], ["1056:2", "8192:1"], ["8224:1"], ["32800:1"]]
 )

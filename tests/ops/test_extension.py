@@ -39,7 +39,7 @@ def test_the_environment_can_keep_to_the_reference(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("kernels")
 def test_a_second_build_finds_the_first_and_says_where(capfd: pytest.CaptureFixture[str]) -> None:
     assert extension.main([]) == 0
-    told = capfd.readouterr().out.splitlines()  # before it, where nvcc is and no GPU, a line that says what is left out
+    told = capfd.readouterr().out.splitlines()  # if there is nvcc but no GPU, a line before it says what is left out
     assert told[-1] == f"{Build().library()} (0 s)"
 
 

@@ -67,7 +67,7 @@ def test_portable_kernels_bit_equal_the_reference_too() -> None:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_codes_without_division_equal_the_definition_for_every_pair_of_largest_value_and_value(dtype: torch.dtype, bits: int) -> None:
-    # Codes of 16-bit values depend on both significands and the difference of exponents alone, while nothing leaves the normal range.
+    # Within the normal range, codes of 16-bit values depend only on both significands and the difference of exponents.
     significand_steps = 2 ** (7 if dtype == torch.bfloat16 else 10)
     first = torch.tensor(1.0, dtype=dtype).view(torch.int16).item()
     values = torch.arange(first - 9 * significand_steps, first + significand_steps, dtype=torch.int16).view(
@@ -85,7 +85,7 @@ def test_codes_without_division_equal_the_definition_for_every_pair_of_largest_v
 @pytest.mark.parametrize("noise_key", [None, 3])
 @pytest.mark.parametrize("exponent", [-135, -97, 0, 96, 120])
 def test_codes_of_fp32_values_beside_every_half_integer_are_those_of_the_division(exponent: int, noise_key: int | None, bits: int) -> None:
-    # Multiplying by the scale's inverse may round these to the other side: such chunks have to divide. The scales 2^-100 and 2^100, from
+    # Multiplying by the scale's inverse may round these to the other side, so such chunks have to divide. The scales 2^-100 and 2^100, from
     # which on all chunks divide, lie between some of the exponents.
     largest_code, block_numel, blocks = 2 ** (bits - 1) - 1, 1280, 64
     largest = torch.ldexp(1 + torch.rand(blocks, 1, generator=torch.Generator().manual_seed(bits)), torch.tensor(float(exponent)))
@@ -105,7 +105,7 @@ def test_codes_of_fp32_values_beside_every_half_integer_are_those_of_the_divisio
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_all_65536_values_of_16_bits_encode_and_decode_as_in_the_reference(dtype: torch.dtype, bits: int) -> None:
-    # As neighbours, as the largest of a block beside its own halves, and beside values that are 0.
+    # As neighbours, as the largest value of a block beside halves of it, and beside zeros.
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     halves = torch.stack([every, *[every / 2**power for power in range(1, 16)], *[-every / 2**power for power in range(16)]], dim=1)
     alone = torch.zeros(2**16, 32, dtype=dtype)
@@ -234,13 +234,13 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("change, message", MISTAKES)
-def test_mistakes_are_told_with_what_was_found_and_what_is_needed(change: dict[str, object], message: str) -> None:
+def test_errors_name_what_was_found_and_what_was_expected(change: dict[str, object], message: str) -> None:
     arguments = {"values": GOOD, "payloads": GOOD_PAYLOADS, "bits": 8, "block_numel": BLOCK} | change
     with pytest.raises(ValueError, match=re.escape(message)):
         quantization.encode_blocks(**arguments)
 
 
-def test_a_noise_key_out_of_range_is_told_where_means_are_recoded_too() -> None:
+def test_a_noise_key_out_of_range_is_an_error_when_means_are_recoded_too() -> None:
     with pytest.raises(ValueError, match="noise_key is -1; expected None or 0 to"):
         quantization.recode_mean_blocks(
             GOOD_PAYLOADS.unsqueeze(0), GOOD_PAYLOADS, run_numel=64, bits=8, next_bits=8, block_numel=BLOCK, noise_key=-1

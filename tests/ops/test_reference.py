@@ -22,7 +22,7 @@ finite_bits = any_bits.filter(lambda bits: bits & 0x7F800000 != 0x7F800000)
 
 
 def _values(bits: list[int], dtype: torch.dtype) -> Tensor:
-    """Values whose bits are the upper ones of `bits`: every pattern of each dtype can come up."""
+    """Values whose bits are the upper ones of `bits`; every pattern of each dtype is possible."""
     if dtype == torch.float32:
         return torch.from_numpy(np.array(bits, dtype=np.uint32).view(np.float32))
     return torch.from_numpy(np.array([some >> 16 for some in bits], dtype=np.uint16).view(np.int16)).view(dtype)

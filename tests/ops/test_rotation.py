@@ -1,4 +1,4 @@
-"""Rotated values: what the Hadamard transform of 32 neighbours does to codes, means and errors. Of the reference, which kernels equal."""
+"""Tests codes, means and errors of values under the Hadamard transform of 32 neighbours, on the reference, which the kernels equal."""
 
 from __future__ import annotations
 

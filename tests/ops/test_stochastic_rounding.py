@@ -1,4 +1,4 @@
-"""Stochastic rounding: what its noise is like, and that it leaves no bias. Of the reference, which kernels equal."""
+"""Tests that the noise of stochastic rounding is uniform and independent, and leaves no bias; on the reference, which the kernels equal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _noise(key: int, numel: int) -> Tensor:
 
 
 def _correlation(left: Tensor, right: Tensor) -> float:
-    """Times the square root of the number of values: its own standard error is 1 where they are independent."""
+    """The correlation times the square root of the number of values; for independent values its standard error is 1."""
     return float((left * right).mean() * 12 * len(left) ** 0.5)
 
 
@@ -156,7 +156,7 @@ def test_the_mean_over_keys_is_the_value(bits: int) -> None:
     decoded = torch.stack([_decoded(_encoded(values, bits, key), BLOCK, bits)[0] for key in range(keys)]).double()
     error = (decoded.mean(0) - values[0].double()) / scale
     fraction = (values[0].double() / scale) % 1
-    # A code is one up with the probability of the quotient's fraction, give or take 2^-17 for the noise's own steps, and roundings.
+    # The probability of rounding up is the quotient's fraction, within 2^-17 for the steps of the noise, and roundings.
     variance = fraction * (1 - fraction)
     slack = 2.0**-16 + 2.0**-24 * largest_code * 3
     assert (error.abs() <= DEVIATION * ((variance + 1 / keys) / keys) ** 0.5 + slack).all()
@@ -201,7 +201,7 @@ def test_blocks_of_zeros_and_blocks_that_are_not_finite_keep_codes_of_zero(bits:
 
 
 def _slope(values: Tensor, next_keys: list[int | None], keys: list[int | None]) -> float:
-    """Of what two 4-bit hops, 2 ranks each, make of values [4, 1, run], on their true mean."""
+    """The slope of the result of two 4-bit hops of 2 ranks each for values [4, 1, run], against their true mean."""
     run_numel = values.shape[2]
     payloads = torch.stack([_encoded(each, 4, key) for each, key in zip(values, keys, strict=True)]).view(2, 2, 1, -1)
     recoded = torch.zeros_like(payloads[0])

@@ -1,4 +1,4 @@
-"""Every script of scripts/ is run by some test; here those that no other test runs, with a Python that writes down its calls."""
+"""Every script of scripts/ is run by some test. Here are those that no other test runs, with a Python that records its calls."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_bash_reads_the_script_and_it_stops_at_errors(script: str) -> None:
 
 @pytest.fixture
 def copied(tmp_path: Path) -> tuple[FakeCommands, Path]:
-    """Fakes, and a folder with the scripts and the files that they name, so that nothing is written to the repository."""
+    """Fake programs, and a folder with the scripts and the files that they name, so that nothing is written to the repository."""
     folder = tmp_path / "repository"
     shutil.copytree(ROOT / "scripts", folder / "scripts")
     for name in ("requirements.txt", "requirements-dev.txt", "constraints.txt"):

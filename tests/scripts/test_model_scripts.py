@@ -1,4 +1,4 @@
-"""The shapes under scripts/models have the published numbers of parameters; no weight is made."""
+"""The shapes in scripts/models have the published numbers of parameters; no weights are allocated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXACT = {
     "qwen2_0.5b": (151936, 494_032_768),
     "qwen2_7b": (152064, 7_615_616_512),
 }
-# In millions, as GPT-3's table 2.1 has them; its names are round, 350M stands for 356M.
+# In millions, from GPT-3's table 2.1. Its names are rounded: 350M means 356M.
 ROUNDED = {
     "gpt3_125m": (125, 1),
     "gpt3_350m": (356, 1),

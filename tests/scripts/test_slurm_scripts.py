@@ -1,4 +1,4 @@
-"""The Slurm scripts, run with srun, scontrol and sbatch that write down how they were called."""
+"""Runs the Slurm scripts with fakes of srun, scontrol and sbatch that record their calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_zpp.parallel.launch import Launch, read_launch
 
 FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --zero-stage 3 --keep-last 7".split()
 MODELS = sorted(path.stem for path in (ROOT / "scripts" / "models").glob("*.sh"))
-# Stands for a run that saves at iteration SAVED.
+# A fake of a run that saves at iteration SAVED.
 SAVES = """
 folder = words[words.index("--save") + 1]
 os.makedirs(folder, exist_ok=True)
@@ -36,7 +36,7 @@ def cluster(tmp_path: Path, program: str = SAVES) -> FakeCommands:
 
 
 def job(tmp_path: Path, ranks_per_node: int = 2, **more: str) -> dict[str, str]:
-    """What Slurm sets for a job of two nodes, and what the user sets."""
+    """The variables that Slurm and the user set for a job of two nodes."""
     variables = {
         "SLURM_SUBMIT_DIR": str(ROOT),
         "SLURM_JOB_ID": "1234567",
@@ -61,7 +61,7 @@ def submitted(tmp_path: Path, name: str) -> Path:
 
 
 def run_of(words: list[str], launch: Launch) -> Config:
-    """The configuration of a run with these words behind the training script's name."""
+    """The configuration of a run with these words after the training script's name."""
     return resolve(parse_flags(words[words.index("pretrain_zeropp_gpt.py") + 1 :]), launch.world_size, launch.local_world_size)
 
 

@@ -1,4 +1,4 @@
-"""The scripts for torchrun on one machine and on several, with a torchrun and an nvidia-smi that write down how they were called."""
+"""Runs the scripts for torchrun on one and on several machines, with fakes of torchrun and nvidia-smi that record their calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_on_one_machine_there_is_a_rank_per_gpu(tmp_path: Path) -> None:
     place = parse_args(call.words)
     assert (place.standalone, place.nproc_per_node) == (True, "3")
     assert call.folder == str(ROOT) and flags_of(call) == FLAGS and parse_flags(FLAGS).zero.zero_stage == 3
-    assert call.environment["OMP_NUM_THREADS"] == "1" and call.environment["NCCL_DEBUG"] == "INFO"  # what the user has set stays
+    assert call.environment["OMP_NUM_THREADS"] == "1" and call.environment["NCCL_DEBUG"] == "INFO"  # the user's value stays
 
 
 def test_without_gpus_the_number_of_ranks_has_to_be_said(tmp_path: Path) -> None:

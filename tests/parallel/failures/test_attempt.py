@@ -14,7 +14,7 @@ SOON, LATER = timedelta(seconds=0.2), timedelta(seconds=60)
 
 
 def start(store: dist.Store, world_size: int) -> list[dist.Store]:
-    """The part that each rank of a start has found, in rank order; rank 0 is the last to come."""
+    """The part of the store that each rank of a start has found, in rank order; rank 0 starts last."""
     with ThreadPoolExecutor(world_size) as threads:
         return list(threads.map(lambda rank: own_part(store, rank, world_size, LATER), range(world_size)[::-1]))[::-1]
 

@@ -1,4 +1,4 @@
-"""Ranks learn of each other's failures, and a store that has become silent holds nobody up."""
+"""Ranks learn of each other's failures, and a store that no longer answers blocks no rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_zpp.parallel.failures.failure_board import FailureBoard
 
 
 class SilentStore(dist.HashStore):
-    """A store behind a link that was cut: no call returns."""
+    """A store behind a cut link: no call returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class SilentStore(dist.HashStore):
 
 
 class LostStore(dist.HashStore):
-    """A store whose host is gone."""
+    """A store whose host has ended."""
 
     def check(self, keys: list[str]) -> bool:
         raise dist.DistNetworkError("connection reset")
@@ -54,7 +54,7 @@ def test_the_first_failure_is_what_every_rank_reports() -> None:
 def test_the_first_failure_names_ranks_that_neither_wait_nor_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     waiting = FailureBoard(store, 1, 4)
-    looks = iter([waiting.check])  # while rank 0 looks who lives, rank 1 waits, and calls check
+    looks = iter([waiting.check])  # while rank 0 checks which ranks are alive, rank 1 waits and calls check
     monkeypatch.setattr(failure_board.time, "sleep", lambda _: next(looks, lambda: None)())
     store.set(failure_board._ended_key(2), "")
     assert FailureBoard(store, 0, 4).report("connection closed") == "rank 0: connection closed (no sign of life from rank 3)"

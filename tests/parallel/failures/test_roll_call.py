@@ -13,7 +13,7 @@ def never_fails() -> None:
 
 
 class Rank(threading.Thread):
-    """One rank of a world that shares a store, whose work takes so many seconds."""
+    """One rank of a world that shares a store; its work takes the given seconds."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
         super().__init__()
