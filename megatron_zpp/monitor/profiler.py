@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 LARGEST_ENTRIES = 1_000_000  # how many of the latest allocations and frees are kept; each costs a few hundred bytes of host memory
 
-# A unit's backward begins inside one autograd node and ends inside another. Such ranges overlap without nesting, so they need an own row.
+# A unit's backward begins inside one autograd node and ends inside another. Such ranges overlap without nesting and need a separate row.
 _RANGE = '"cat": "user_annotation"'
 _UNIT_NAME = re.compile(r'"name": "(?:forward|backward) ')
 _ROW = re.compile(r'("tid": )\d+')

@@ -33,7 +33,8 @@ class World:
     def __init__(self, launch: Launch, device: torch.device, timeout: timedelta) -> None:
         """Connects the ranks: over gloo for CPU tensors, and on GPUs also over NCCL for CUDA tensors. A single rank needs no launcher.
 
-        timeout: after a link or a rank is lost, every rank ends within this time. A collective may take the timeout minus FAREWELL.
+        timeout: after a link or a rank is lost, every rank ends within this time. A collective may take timeout - FAREWELL of it, or half
+        of it if that is more.
         Raises ValueError if the launcher did not say where rank 0 is.
         """
         self.rank = launch.rank

@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter: its path in the module, its shape and its initial values."""
+    """One parameter: its path in the module, its shape and its initial values.
+
+    initial_values: (start, stop) -> fp32 [stop - start], a range of the flattened parameter; any range, always the same values.
+    """
 
     name: str  # dotted attribute path in the module, e.g. "blocks.0.attention.qkv.weight"
     shape: tuple[int, ...]
-    initial_values: Callable[
-        [int, int], Tensor
-    ]  # (start, stop) -> fp32 [stop - start] of the flattened parameter, for any range; always the same values
+    initial_values: Callable[[int, int], Tensor]
     weight_decay: bool
 
 
