@@ -30,9 +30,8 @@ class RunState:
 
 def share_of(engine: ZeroEngine, *, with_moments: bool) -> Share:
     """What this rank writes into every checkpoint: the primary slices it owns."""
-    backend = engine.ladder.backend
     pieces = [piece for piece in owned_pieces(engine) if with_moments or piece.state == WEIGHT]
-    return Share(backend.rank, backend.topology.world_size, pieces)
+    return Share(engine.rank, engine.world_size, pieces)
 
 
 def manifest_of(engine: ZeroEngine, state: RunState, *, with_moments: bool) -> Manifest:

@@ -76,10 +76,12 @@ class Ladder:
         self.backend = backend
         self.lanes = lanes
         self.ledger = ledger
+        self.device = device
+        self.rank = backend.rank
         self.staging = Staging(device)
         self.partitions = self.topology.partitions
         self.partition_ranks = self.topology.partition_ranks
-        self.own_slice = self.topology.slice_of(backend.rank)
+        self.own_slice = self.topology.slice_of(self.rank)
 
     def climb_to_secondary(self, climb: Climb, payloads: Tensor, after: Hop | None = None) -> Hop:
         """The hop that fills `payloads` [N, payload_bytes], a secondary rung in the intra link's codec, from the own slices of a column.

@@ -86,7 +86,7 @@ def evaluate(model: nn.Module, engine: ZeroEngine, held_out: HeldOutSet) -> floa
     """
     model.eval()
     sums = [_loss_and_tokens(model, next(held_out.batches), engine.device) for _ in range(held_out.microbatches)]
-    rows = engine.ladder.gather_world(torch.stack(sums).sum(dim=0)).tolist()  # [world_size, 2] fp64
+    rows = engine.gather_world(torch.stack(sums).sum(dim=0)).tolist()  # [world_size, 2] fp64
     loss, tokens = (sum(column) for column in zip(*rows, strict=True))
     return loss / tokens if tokens > 0 else math.nan
 

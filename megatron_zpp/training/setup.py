@@ -111,8 +111,7 @@ def build_engine(config: Config, model: GPT, ladder: Ladder, instruments: Instru
         counts_zeros=config.logging.log_num_zeros_in_grad,
         observer=instruments.observer,
     )
-    device = ladder.staging.device
-    return ZeroEngine(model, model.unit_specs(), model.uses(), options, ladder, device, _loss_scaler(config.precision))
+    return ZeroEngine(model, model.unit_specs(), model.uses(), options, ladder, _loss_scaler(config.precision))
 
 
 def _loss_scaler(precision: PrecisionConfig) -> LossScaler:
@@ -132,7 +131,7 @@ def working_dtype(precision: PrecisionConfig) -> torch.dtype:
 
 def describe_run(config: Config, ladder: Ladder, vocab_size: int, model: GPT) -> list[str]:
     """Lines that describe the world, the backends, the vocabulary and the model."""
-    topology, device, padded = ladder.topology, ladder.staging.device, model.padded_vocab_size
+    topology, device, padded = ladder.topology, ladder.device, model.padded_vocab_size
     lines = [
         f"using world size: {topology.world_size} ({topology.nodes} nodes x {topology.ranks_per_node} ranks), device: {device.type}, "
         f"backend: {'nccl' if device.type == 'cuda' else 'gloo'}",

@@ -78,4 +78,4 @@ def gather_columns(own: Sequence[Tensor | float], engine: ZeroEngine) -> list[li
     row = torch.empty(len(own), dtype=torch.float64, device=engine.device)
     for column, value in enumerate(own):
         row[column] = value
-    return engine.ladder.gather_world(row).T.tolist()
+    return engine.gather_world(row).T.tolist()

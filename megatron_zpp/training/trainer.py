@@ -48,7 +48,7 @@ class Trainer:
         self._iterations_to_skip = frozenset(int(iteration) for iteration in config.training.iterations_to_skip)
         self._bad_iterations = BadIterations()
         self._reason_for_stopping: str | None = None
-        rank, ranks = engine.ladder.backend.rank, engine.ladder.topology.world_size
+        rank, ranks = engine.rank, engine.world_size
         sampler = MicroBatchSampler(len(datasets.train), progress.consumed_samples, config.training.micro_batch_size, rank, ranks)
         self._batch_sizes = running_schedule(config, ranks)
         self._train_batches = MicroBatches(datasets.train, sampler, config.data.num_workers, datasets.rules)

@@ -18,10 +18,9 @@ from megatron_zpp.comm.links import Ladder, LinkCodecs
 from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.zero.adam import AdamOptions
-from megatron_zpp.zero.collector import Collector
 from megatron_zpp.zero.descents import Descents
 from megatron_zpp.zero.grad_norm import count_zeros, global_norm, squared_sum_apex, squared_sum_fp64, weight_norm
-from megatron_zpp.zero.gradients import UnitGradient
+from megatron_zpp.zero.gradients import Collector, UnitGradient
 from megatron_zpp.zero.hooks import hook_parameters, hook_uses
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, LossScaler
@@ -91,12 +90,13 @@ class ZeroEngine:
         uses: Sequence[Use],
         options: EngineOptions,
         ladder: Ladder,
-        device: torch.device,
         loss_scaler: LossScaler | None = None,
     ) -> None:
         self.module = module
         self.ladder = ladder
-        self.device = device
+        self.device = ladder.device
+        self.rank = ladder.rank
+        self.world_size = ladder.topology.world_size
         self.loss_scaler = loss_scaler or ConstantLossScaler()
         self.observer = options.observer
         self._options = options
@@ -125,12 +125,12 @@ class ZeroEngine:
         hook_uses(module, uses, self)
 
     def _add_unit(self, spec: UnitSpec) -> None:
-        ladder, policy, dtype, device = self.ladder, self._policy, self._options.dtype, self.device
-        layout = FlatLayout(spec.params, ladder.topology.world_size, self._options.block_numel)
+        ladder, policy, dtype = self.ladder, self._policy, self._options.dtype
+        layout = FlatLayout(spec.params, self.world_size, self._options.block_numel)
         weight_codecs, gradient_codecs = self._codecs()
-        unit = WeightUnit(spec, layout, policy, ladder, weight_codecs, dtype, device)
-        gradient = UnitGradient(spec.name, layout, policy, ladder.topology, ladder.backend.rank, device)
-        collector = Collector(gradient, adds_to_sums=policy.gradients is Rung.FULL, dtype=dtype, staging=ladder.staging)
+        unit = WeightUnit(spec, layout, policy, ladder, weight_codecs, dtype)
+        gradient = UnitGradient(spec.name, layout, policy, ladder)
+        collector = Collector(gradient, policy, dtype, ladder.staging)
         descent = UnitDescent(gradient, collector, policy, ladder, gradient_codecs)
         for parameter, placed in zip(unit.parameters, layout.params, strict=True):
             owner, _, attribute = placed.spec.name.rpartition(".")
@@ -310,6 +310,10 @@ class ZeroEngine:
         tensors += [parameter.grad for unit in self.units for parameter in unit.parameters if parameter.grad is not None]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         return sum(storages.values())
+
+    def gather_world(self, own: Tensor) -> Tensor:
+        """[world_size, numel]: the few numbers `own` [numel] of every rank, in rank order; every rank must call it."""
+        return self.ladder.gather_world(own)
 
     def weight_norm(self) -> float:
         """The L2 norm of all main weights; every rank must call it."""

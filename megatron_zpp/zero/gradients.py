@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from megatron_zpp.comm.codecs import Regions
-from megatron_zpp.parallel.topology import Topology
+from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.staging import Staging
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.policy import Policy, Rung
 
@@ -17,12 +19,12 @@ class UnitGradient:
     primary: the own slice of it. for_optimizer: what an optimizer step reads, `primary` or all of `resting`.
     """
 
-    def __init__(self, name: str, layout: FlatLayout, policy: Policy, topology: Topology, rank: int, device: torch.device) -> None:
+    def __init__(self, name: str, layout: FlatLayout, policy: Policy, ladder: Ladder) -> None:
         self.name = name
         self.layout = layout
-        own_slice = topology.slice_of(rank)
-        own = {Rung.PRIMARY: 0, Rung.SECONDARY: topology.partition_of(rank), Rung.FULL: own_slice}[policy.gradients]
-        self.total = torch.zeros(policy.gradients.slices(topology) * layout.slice_numel, dtype=torch.float32, device=device)
+        topology, own_slice = ladder.topology, ladder.own_slice
+        own = {Rung.PRIMARY: 0, Rung.SECONDARY: topology.partition_of(ladder.rank), Rung.FULL: own_slice}[policy.gradients]
+        self.total = torch.zeros(policy.gradients.slices(topology) * layout.slice_numel, dtype=torch.float32, device=ladder.device)
         self.resting = Regions.of(self.total, layout.runs)
         self.primary = self.resting.slice_at(own)
         self.for_optimizer = self.resting if policy.optimizer is Rung.FULL else self.primary
@@ -36,3 +38,57 @@ class UnitGradient:
     def clear(self) -> None:
         """Sets the sums to zero for the next step."""
         self.total.zero_()
+
+
+class Collector:
+    """Collects into a buffer of the unit's size in the working dtype, or straight into the sums.
+
+    adds_to_sums: for sums that rest full, to which gradients can be added as they come.
+    """
+
+    def __init__(self, gradient: UnitGradient, policy: Policy, dtype: torch.dtype, staging: Staging) -> None:
+        self._gradient = gradient
+        self._layout = gradient.layout
+        self._adds_to_sums = policy.gradients is Rung.FULL
+        self._dtype = dtype
+        self._staging = staging
+        self._arrived: set[int] = set()
+        self._buffer: Tensor | None = None  # [numel] of the working dtype, from the first gradient on until the descent has landed
+
+    def collect(self, index: int, gradient: Tensor) -> bool:
+        """Takes the gradient of parameter `index` of the layout; True once every parameter's has come."""
+        if self._adds_to_sums:
+            self._place_of(index).add_(gradient.view(-1))
+        else:
+            self._place_of(index).copy_(gradient.view(-1))
+        self._arrived.add(index)
+        return len(self._arrived) == len(self._layout.params)
+
+    def fill_missing(self) -> None:
+        """Puts zeros in place of gradients that have not come; sums need none."""
+        for index in range(len(self._layout.params)):
+            if index not in self._arrived and not self._adds_to_sums:
+                self._place_of(index).zero_()
+
+    def complete(self) -> Regions:
+        """The values of the whole unit, which are to descend; what is collected next belongs to the next micro-batch."""
+        self._arrived.clear()
+        return self._gradient.resting if self._adds_to_sums else Regions.of(self._taken_buffer(), self._layout.runs)
+
+    def release(self) -> None:
+        """Lets go of the buffer; whoever reads the values must have ended."""
+        if self._buffer is not None:
+            self._staging.give(self._buffer.view(torch.uint8))
+        self._buffer = None
+
+    def _place_of(self, index: int) -> Tensor:
+        param = self._layout.params[index]
+        flat = self._gradient.total if self._adds_to_sums else self._taken_buffer()
+        return flat[param.offset : param.offset + param.numel]
+
+    def _taken_buffer(self) -> Tensor:
+        if self._buffer is None:
+            self._buffer = self._staging.take(self._layout.numel * self._dtype.itemsize).view(self._dtype)
+            for padding in self._layout.paddings():
+                self._buffer[padding.start : padding.stop].zero_()
+        return self._buffer

@@ -37,8 +37,8 @@ class WeightUnit:
         ladder: Ladder,
         codecs: LinkCodecs,
         dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
+        device = ladder.device
         self.name = spec.name
         self.layout = layout
         self._policy = policy

@@ -17,8 +17,7 @@ from megatron_zpp.comm.code import LinkCodes
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Climb, Ladder, LinkCodecs
-from megatron_zpp.zero.collector import Collector
-from megatron_zpp.zero.gradients import UnitGradient
+from megatron_zpp.zero.gradients import Collector, UnitGradient
 from megatron_zpp.zero.policy import Policy, Rung
 
 
@@ -51,7 +50,7 @@ class UnitDescent:
         """Submits the hops that this micro-batch owes."""
         name, ladder, gradient = self._gradient.name, self._ladder, self._gradient
         values = self._collector.complete()
-        codecs = self._codecs.drawn_for(name, ladder.backend.rank, self._iteration, self._microbatch)
+        codecs = self._codecs.drawn_for(name, ladder.rank, self._iteration, self._microbatch)
         self._microbatch += 1
         if self._policy.gradients is Rung.FULL:
             if is_last_microbatch:

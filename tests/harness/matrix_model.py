@@ -65,7 +65,7 @@ class MatrixRank:
         self.ledger = Ledger(backend.topology, backend.rank)
         options = EngineOptions(policy, torch.bfloat16, BLOCK)
         ladder = Ladder(backend, TurnLanes(), self.ledger, CPU)
-        self.engine = ZeroEngine(self.model, self.model.unit_specs(), self.model.uses(), options, ladder, CPU)
+        self.engine = ZeroEngine(self.model, self.model.unit_specs(), self.model.uses(), options, ladder)
 
     def accumulate(self, microbatches: int) -> None:
         for microbatch in range(microbatches):

@@ -197,7 +197,7 @@ class Rank:
         )
         ladder = Ladder(self.backend, self.lanes, self.ledger, CPU)
         scaler = self.job.loss_scaler() if self.job.loss_scaler else None
-        self.engine = ZeroEngine(self.model, self.model.unit_specs(), self.model.uses(), options, ladder, CPU, scaler)
+        self.engine = ZeroEngine(self.model, self.model.unit_specs(), self.model.uses(), options, ladder, scaler)
 
     def loss(self, step: int, microbatch: int = 0) -> Tensor:
         tokens, labels = self.batch(step, microbatch)

@@ -35,7 +35,7 @@ def history(config: ModelConfig, policy: Policy, backend: VirtualBackend) -> lis
     model = GPT(config, VOCAB, 11, torch.bfloat16)
     ladder = Ladder(backend, RecordingLanes(), Ledger(backend.topology, backend.rank), CPU)
     options = EngineOptions(policy, torch.bfloat16, block_numel=32, clip_grad=0.5)
-    engine = ZeroEngine(model, model.unit_specs(), model.uses(), options, ladder, CPU)
+    engine = ZeroEngine(model, model.unit_specs(), model.uses(), options, ladder)
     found = []
     for step in range(STEPS):
         first_sample = (step * backend.topology.world_size + backend.rank) * SAMPLES

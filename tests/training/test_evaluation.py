@@ -48,7 +48,7 @@ def rows_of(rank: int, ranks: int, micro_batch_size: int, samples: int, passes: 
         gathered.append(row)
         return row.view(1, -1)
 
-    engine: Any = SimpleNamespace(device=torch.device("cpu"), ladder=SimpleNamespace(gather_world=gather_world))
+    engine: Any = SimpleNamespace(device=torch.device("cpu"), gather_world=gather_world)
     sampler = WholePassSampler(samples, micro_batch_size, rank, ranks)
     held_out = HeldOutSet("", MicroBatches(Squares(samples), sampler, 0, RULES), sampler.microbatches)
     for _ in range(passes):
@@ -68,7 +68,7 @@ def test_every_sample_weighs_the_same_in_every_pass_however_uneven_the_last_batc
 
 
 def test_the_loss_is_the_mean_over_tokens_and_not_over_micro_batches() -> None:
-    engine: Any = SimpleNamespace(device=torch.device("cpu"), ladder=SimpleNamespace(gather_world=lambda row: row.view(1, -1)))
+    engine: Any = SimpleNamespace(device=torch.device("cpu"), gather_world=lambda row: row.view(1, -1))
     sampler = WholePassSampler(3, 2, 0, 1)
     held_out = HeldOutSet("", MicroBatches(Squares(3), sampler, 0, RULES), sampler.microbatches)
     assert evaluate(TokensAsLosses(), engine, held_out) == pytest.approx((2 * 0 + 3 * 1 + 2 * 4) / 7)

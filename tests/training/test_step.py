@@ -51,6 +51,6 @@ def test_scalars_of_all_ranks_come_in_one_message_a_column_for_each() -> None:
         messages.append(row)
         return torch.stack([row, row + 1])
 
-    engine: Any = SimpleNamespace(device=torch.device("cpu"), ladder=SimpleNamespace(gather_world=gather_world))
+    engine: Any = SimpleNamespace(device=torch.device("cpu"), gather_world=gather_world)
     assert gather_columns([torch.tensor(0.1, dtype=torch.float64), 4], engine) == [[0.1, 1.1], [4.0, 5.0]]
     assert len(messages) == 1 and messages[0].dtype is torch.float64
