@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -107,9 +107,9 @@ class VirtualWorld:
     def backend_of(self, rank: int) -> VirtualBackend:
         return VirtualBackend(self, rank)
 
-    def run(self, program: Callable[[VirtualBackend], object]) -> list[object]:
+    def run(self, program: Callable[[VirtualBackend], Any]) -> list[Any]:
         """What `program` returns on each rank, in rank order; an error on one rank ends all and is raised here."""
-        results: list[object] = [None] * self.topology.world_size
+        results: list[Any] = [None] * self.topology.world_size
         threads = [threading.Thread(target=self._run_rank, args=(program, rank, results)) for rank in range(self.topology.world_size)]
         for thread in threads:
             thread.start()
@@ -119,7 +119,7 @@ class VirtualWorld:
             raise self._failure
         return results
 
-    def _run_rank(self, program: Callable[[VirtualBackend], object], rank: int, results: list[object]) -> None:
+    def _run_rank(self, program: Callable[[VirtualBackend], Any], rank: int, results: list[Any]) -> None:
         try:
             results[rank] = program(self.backend_of(rank))
         except BaseException as error:

@@ -9,7 +9,7 @@ An exact run holds norm gains and biases, which are few and feel an error most.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, cast
 
@@ -197,6 +197,9 @@ class BlockCodec:
 
     def _decode_mean(self, payloads: Tensor, mean: Tensor, *, accumulate: bool) -> None:
         decode_mean_blocks(payloads, mean, bits=self.bits, block_numel=self.block_numel, accumulate=accumulate, rotated=self.is_rotated)
+
+
+CodecFactory = Callable[[Code, torch.dtype, int], Codec]  # of a code, the dtype of values that cross as they are, and block_numel
 
 
 def make_codec(code: Code, dtype: torch.dtype, block_numel: int) -> Codec:

@@ -27,8 +27,8 @@ from megatron_zpp.parallel.topology import LANES, Lane
 _WATCH_SECONDS = 1.0
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """What a hop without anything to prepare, send or decode calls."""
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class Hop(Times):
     land: Callable[[], None]
     after: Hop | None = None
     traffic: Traffic = Traffic()
-    prepare: Callable[[], None] = _nothing
+    prepare: Callable[[], None] = nothing
     work: Work | None = field(default=None, repr=False)
     event: Any = field(default=None, repr=False)
 
@@ -63,7 +63,7 @@ class Lanes(Protocol):
     def drain(self) -> None: ...
 
 
-def make_lanes(device: torch.device, watch: Callable[[], None]) -> Lanes:
+def make_lanes(device: torch.device, watch: Callable[[], None] = nothing) -> Lanes:
     """Streams on CUDA, a thread elsewhere.
 
     watch: raises once another rank is known to have failed. On CUDA the host does not wait, so there the launcher, or NCCL's timeout,
@@ -82,7 +82,7 @@ class ThreadLanes:
     one that waits for it, will never come.
     """
 
-    def __init__(self, pause: Callable[[], None] = _nothing, watch: Callable[[], None] = _nothing) -> None:
+    def __init__(self, pause: Callable[[], None] = nothing, watch: Callable[[], None] = nothing) -> None:
         self._mover = _Mover(pause)
         self._watch = watch
         self._is_started = False

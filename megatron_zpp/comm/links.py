@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megatron_zpp.comm.backend import Backend, Work
 from megatron_zpp.comm.code import LinkCodes, Runs
-from megatron_zpp.comm.codecs import Codec, Regions, make_codec, recode_mean_into
-from megatron_zpp.comm.lanes import Hop, Lanes
+from megatron_zpp.comm.codecs import Codec, CodecFactory, Regions, make_codec, recode_mean_into
+from megatron_zpp.comm.lanes import Hop, Lanes, nothing
 from megatron_zpp.comm.ledger import Category, Ledger
 from megatron_zpp.comm.staging import Staging
 from megatron_zpp.parallel.topology import Direction, Lane, Link
@@ -42,9 +42,9 @@ class LinkCodecs:
     noise_seed: int = 0
 
     @classmethod
-    def of(cls, codes: LinkCodes, dtype: torch.dtype, block_numel: int, noise_seed: int = 0) -> LinkCodecs:
-        """The codecs of `codes`, which are those at work in the world (LinkCodes.in_world)."""
-        return cls(make_codec(codes.inter, dtype, block_numel), make_codec(codes.intra, dtype, block_numel), noise_seed)
+    def of(cls, codes: LinkCodes, dtype: torch.dtype, block_numel: int, noise_seed: int = 0, make: CodecFactory = make_codec) -> LinkCodecs:
+        """The codecs that `make` makes of `codes`, which are those at work in the world (LinkCodes.in_world)."""
+        return cls(make(codes.inter, dtype, block_numel), make(codes.intra, dtype, block_numel), noise_seed)
 
     def drawn_for(self, *place: int | str) -> LinkCodecs:
         """The same codecs, with the draws of stochastic rounding that belong to `place`: the same in every run, others everywhere else."""
@@ -91,7 +91,7 @@ class Ladder:
         """
         codecs, name = climb.codecs, climb.name
         if self.partitions == 1:
-            return self._submit(Hop(name, INTER_CLIMB, _nothing, _nothing, after=after, prepare=lambda: climb.encode_own(payloads)))
+            return self._submit(Hop(name, INTER_CLIMB, nothing, nothing, after=after, prepare=lambda: climb.encode_own(payloads)))
         own_bytes = codecs.inter.payload_bytes(climb.runs)
         forwards = codecs.inter == codecs.intra
         buffers: list[Tensor] = []
@@ -116,7 +116,7 @@ class Ladder:
     def climb_to_full(self, name: str, codec: Codec, payloads: Tensor, full: Regions, after: Hop | None) -> Hop:
         """The hop that fills `full` [W slices] from the secondary rungs, payloads [N, payload_bytes], of the ranks of this partition."""
         if self.partition_ranks == 1:
-            return self._submit(Hop(name, INTRA_CLIMB, _nothing, lambda: codec.decode_into(payloads, full), after))
+            return self._submit(Hop(name, INTRA_CLIMB, nothing, lambda: codec.decode_into(payloads, full), after))
         gathered: list[Tensor] = []
 
         def launch() -> Work:
@@ -152,7 +152,7 @@ class Ladder:
         def land_last() -> None:
             across.land(primary, accumulate)
 
-        first = Hop(name, INTRA_DESCEND, within.launch, _nothing, None, within.traffic, prepare)
+        first = Hop(name, INTRA_DESCEND, within.launch, nothing, None, within.traffic, prepare)
         last = Hop(name, INTER_DESCEND, across.launch, land_last, first, across.traffic, prepare_last)
         return [self._submit(first), self._submit(last)]
 
@@ -168,7 +168,7 @@ class Ladder:
 
     def _descent(self, name: str, lane: Lane, codec: Codec, values: Regions, mean: Regions, accumulate: bool) -> Hop:
         if self.topology.link_ranks(lane.link) == 1:
-            return Hop(name, lane, _nothing, lambda: _add_or_copy(values, mean, accumulate))
+            return Hop(name, lane, nothing, lambda: _add_or_copy(values, mean, accumulate))
         exchange = _Exchange(self, lane, codec, values.runs, values.slices)
 
         def prepare() -> None:
@@ -235,10 +235,6 @@ def _add_or_copy(values: Regions, mean: Regions, accumulate: bool) -> None:
         mean.add_(values)
     else:
         mean.copy_(values)
-
-
-def _nothing() -> None:
-    return None
 
 
 def noise_key(*place: int | str) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from megatron_zpp.comm.codecs import CodecFactory, make_codec
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Ladder, LinkCodecs
 from megatron_zpp.monitor.observer import Observer
@@ -25,7 +26,7 @@ from megatron_zpp.zero.hooks import hook_parameters, hook_uses
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, LossScaler
 from megatron_zpp.zero.optimizer import ShardedAdamW
-from megatron_zpp.zero.policy import Policy, Rung
+from megatron_zpp.zero.policy import POLICIES, Policy, Rung
 from megatron_zpp.zero.schedule import (
     Actions,
     Moment,
@@ -52,7 +53,7 @@ class EngineOptions:
     observer: hears of the phases of a step and of the uses it computes.
     """
 
-    policy: Policy
+    policy: Policy = POLICIES[3]
     dtype: torch.dtype = torch.float32
     block_numel: int = 256
     prefetch: Prefetch = Prefetch()
@@ -61,6 +62,7 @@ class EngineOptions:
     full_precision_iterations: int = 0
     noise_seed: int = 0
     counts_zeros: bool = False
+    make_codec: CodecFactory = make_codec
     observer: Observer = field(default_factory=Observer)
 
 
@@ -146,7 +148,7 @@ class ZeroEngine:
         is_exact = self._iteration < options.full_precision_iterations
         policy = self._policy.in_full_precision() if is_exact else self._policy
         weights, gradients = (
-            LinkCodecs.of(codes.in_world(topology), options.dtype, options.block_numel, options.noise_seed)
+            LinkCodecs.of(codes.in_world(topology), options.dtype, options.block_numel, options.noise_seed, options.make_codec)
             for codes in (policy.weight_codes, policy.gradient_codes)
         )
         return weights, gradients

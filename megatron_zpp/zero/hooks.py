@@ -43,7 +43,9 @@ def _pre_forward(moments: Moments, use: int, module: nn.Module, args: tuple[Any,
     moments.pre_forward(use)
 
 
-def _post_forward(moments: Moments, use: int, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+def _post_forward(moments: Moments, use: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if not isinstance(output, Tensor):
+        raise RuntimeError(f"{type(module).__name__}, the module of a use, returns a {type(output).__name__}; needed is one tensor")
     if torch.is_grad_enabled() and output.requires_grad:
         output.register_hook(partial(_pre_backward, moments, use))
     moments.post_forward(use)

@@ -58,6 +58,13 @@ class Policy:
         if self.optimizer is Rung.FULL and (self.gradients, self.weights_in_step) != (Rung.FULL, Rung.FULL):
             raise ValueError("an optimizer on the full rung needs gradients and weights on the full rung")
 
+    def keeps_payloads(self, *, encodes: bool) -> bool:
+        """Whether the primary rung keeps its payload: a unit that climbs from there several times a step then encodes once.
+
+        encodes: whether encoding costs more than a copy.
+        """
+        return encodes and self.weights_in_step is Rung.PRIMARY
+
     def in_full_precision(self) -> Policy:
         """The same row with the working dtype on every link."""
         return replace(self, weight_codes=LinkCodes(), gradient_codes=LinkCodes())
@@ -84,3 +91,6 @@ def with_secondary_weights(policy: Policy) -> Policy:
 def with_quantized_gradients(policy: Policy, codes: LinkCodes = LinkCodes(Code(4), Code(4))) -> Policy:
     """qgZ: gradients as integers over both links, summed in fp32 between them."""
     return replace(policy, gradient_codes=codes)
+
+
+ZEROPP = with_quantized_gradients(with_secondary_weights(with_quantized_weights(POLICIES[3])))

@@ -55,10 +55,7 @@ class WeightUnit:
         self._release(Rung.FULL)
         self.first_slice, self.slices = (0, layout.slices) if policy.optimizer is Rung.FULL else (ladder.own_slice, 1)
         self.main_weight = torch.zeros(self.slices * layout.slice_numel, dtype=torch.float32, device=device)
-        self._initialize()
-
-    def _initialize(self) -> None:
-        for segment in self.layout.segments(self.first_slice, self.slices):
+        for segment in layout.segments(self.first_slice, self.slices):
             stop = segment.offset + segment.stop - segment.start
             self.main_weight[segment.offset : stop].copy_(segment.spec.initial_values(segment.start, segment.stop))
 
@@ -148,7 +145,7 @@ class WeightUnit:
         """What fills the payload of the own slice. Where encoding costs more than a copy and the unit climbs from here repeatedly, it is
         done once, and the primary rung keeps its payload."""
         codec = self._codecs.inter
-        if not codec.rests_encoded or self._policy.weights_in_step is not Rung.PRIMARY:
+        if not self._policy.keeps_payloads(encodes=codec.rests_encoded):
             return lambda payload: codec.encode_into(self.main_regions(), payload)
         own = self._own_payload
         if own is None:

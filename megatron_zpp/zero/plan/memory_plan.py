@@ -101,20 +101,20 @@ class _PlannedUnit:
         return hash(self._runs)
 
     def main_numel(self) -> int:
-        return self._slices_on(self._policy.optimizer) * self.slice_numel
+        return self._policy.optimizer.slices(self._topology) * self.slice_numel
 
     def weights_bytes(self) -> int:
         working = self._sharding.element_bytes * self._full_numel() if self._policy.weights_in_step is Rung.FULL else 0
         return MAIN_BYTES * self.main_numel() + working
 
     def gradient_bytes(self) -> int:
-        return MAIN_BYTES * self._slices_on(self._policy.gradients) * self.slice_numel
+        return MAIN_BYTES * self._policy.gradients.slices(self._topology) * self.slice_numel
 
     def secondary_bytes(self) -> int:
         if self._policy.weights_in_step is Rung.SECONDARY:
             return self._partitions * self._payload_bytes(self._weight_codes.intra)
-        rests_encoded = self._policy.weights_in_step is Rung.PRIMARY and not self._weight_codes.inter.is_exact
-        return self._payload_bytes(self._weight_codes.inter) if rests_encoded else 0
+        inter = self._weight_codes.inter
+        return self._payload_bytes(inter) if self._policy.keeps_payloads(encodes=not inter.is_exact) else 0
 
     def buffer_bytes(self, count: int) -> int:
         """Payloads on their way at once, where `count` units have this size."""
@@ -151,9 +151,6 @@ class _PlannedUnit:
 
     def _full_numel(self) -> int:
         return self._world_size * self.slice_numel
-
-    def _slices_on(self, rung: Rung) -> int:
-        return rung.slices(self._topology)
 
 
 def _gathered_bytes(uses: Sequence[Use], sharding: Sharding, numel_of: dict[str, int]) -> int:

@@ -114,6 +114,7 @@ class StepSimulation(Generic[Ticket]):
             self._weights[spec.name] = _Weights(hops, sharding.policy, listener)
             gradients[spec.name] = _Gradient(hops, sharding.policy, listener)
         self._schedule = training_schedule(uses, sharding.prefetch)
+        self._first_actions = self._schedule[Moment(Phase.PRE_FORWARD, 0)]
         self._starts_backward = backward_starts(uses)
         order = descent_order(uses)
         self._descents = Descents(order, gradients)
@@ -131,12 +132,12 @@ class StepSimulation(Generic[Ticket]):
                 self._compute(moment, is_last=is_last)
             self._descents.sweep(is_last_microbatch=is_last)
             if not is_last:
-                self._submit_first_climbs()
+                self._submit_climbs(self._first_actions)
         self._descents.finish()
         for unit in self._weights.values():
             unit.invalidate()
         if submits_next_climbs:
-            self._submit_first_climbs()
+            self._submit_climbs(self._first_actions)
 
     def _act(self, actions: Actions) -> None:
         for name in actions.rest:
@@ -152,9 +153,6 @@ class StepSimulation(Generic[Ticket]):
             self._listener.compute(moment.use, is_backward=True)
             for name in self._completed_by[moment.use]:
                 self._descents.complete(name, is_last_microbatch=is_last)
-
-    def _submit_first_climbs(self) -> None:
-        self._submit_climbs(self._schedule[Moment(Phase.PRE_FORWARD, 0)])
 
     def _submit_climbs(self, actions: Actions) -> None:
         for name in actions.climb_to_full:
