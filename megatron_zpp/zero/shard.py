@@ -1,0 +1,344 @@
+"""The public door: shards any module on the ladder.
+
+    from megatron_zpp.zero.shard import shard
+
+    engine = shard(model, ["embedding", "blocks.0", "blocks.1", "head"])  # ZeRO-3 in fp32
+    for batch in batches:
+        engine.backward(loss_of(model(batch)))
+        engine.step(learning_rate=1e-3)
+    engine.close()
+
+examples/ has whole programs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_zpp.comm.backend import Backend, TorchBackend
+from megatron_zpp.comm.lanes import make_lanes
+from megatron_zpp.comm.ledger import Ledger
+from megatron_zpp.comm.links import Ladder
+from megatron_zpp.ops.payload import BLOCK_NUMEL_MULTIPLE
+from megatron_zpp.parallel.groups import make_lane_groups
+from megatron_zpp.parallel.launch import read_launch
+from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
+from megatron_zpp.parallel.topology import Topology
+from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
+from megatron_zpp.zero.loss_scaler import LossScaler
+from megatron_zpp.zero.pieces import WEIGHT, parameters, resting_pieces
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Initializer = Callable[[str, torch.Size], Tensor]
+
+
+def shard(
+    module: nn.Module,
+    units: Sequence[str],
+    options: EngineOptions = EngineOptions(),
+    *,
+    uses: Sequence[Use] | None = None,
+    topology: Topology | None = None,
+    loss_scaler: LossScaler | None = None,
+    initialize: Initializer | None = None,
+    backend: Backend | None = None,
+    timeout: timedelta = timedelta(minutes=10),
+) -> ZeroEngine:
+    """The engine that trains `module`, whose parameters are sharded from now on. Every rank must call it, with the same arguments.
+
+    It joins the world of torch.distributed if that is initialized; otherwise this process is a world of its own. Parameters move to the
+    current CUDA device where the world speaks NCCL, else to the CPU; a process alone leaves them where they are.
+
+    module: parameters in fp32, bf16 or fp16, all of them trained. They keep their values, which must be the same on every rank (call
+        torch.manual_seed first), and are replaced by new nn.Parameter objects, so make no optimizer of the old ones. A module that is too
+        large for one device is built on the meta device and needs `initialize`.
+    units: paths of submodules, such as "blocks.0", in the order in which forward calls them. The parameters of a unit are gathered
+        together before the submodule is called, and let go of after it. Larger units make fewer, larger messages and need more memory.
+        Every parameter must be in a unit, and no unit may be inside another. A parameter that two units share (tied weights) belongs to
+        the first of them, and is gathered for the call of the other as well.
+    options: everything else, with these fields:
+        policy: where weights, gradients and optimizer state rest and how they cross the links. POLICIES[0] to POLICIES[3] are the ZeRO
+            stages, ZEROPP is ZeRO++ (all from megatron_zpp.zero.policy); its functions with_... add one feature. Default: stage 3.
+        dtype: of weights in forward and backward, and of gradients: torch.float32 (default), bfloat16 or float16. Main weights, sums of
+            gradients and optimizer state are fp32 always. Inputs and buffers are for the caller to cast.
+        block_numel: neighbouring values that share a scale where values are quantized, a multiple of 32. Default: 256.
+        prefetch: how many units ahead of need weights are gathered: Prefetch(inter_uses=2, intra_uses=1).
+        adam: AdamOptions(beta1, beta2, eps, weight_decay, backend). Parameters of one dimension (norm gains, biases) do not decay.
+        clip_grad: largest norm of the gradient over all parameters, 0 for no clipping. Default: 1.
+        full_precision_iterations: first steps in which nothing is quantized. Default: 0.
+        noise_seed: seed of stochastic rounding, where the policy asks for it. Default: 0.
+        counts_zeros: whether a step counts the zeros in the mean gradient. Default: False.
+        make_codec: makes the codecs of the links from the codes of the policy; comm/codecs.py:Codec says what a codec must do.
+        observer: hears of the phases of a step; monitor/observer.py has the calls.
+    uses: only for a module whose calls read other units than their own, in a way that shared parameters do not show, or that recomputes
+        several units together: every module call of a forward in order, with the units that it reads (parallel/specs.py:Use; a unit is
+        named by its path). Default: each unit's own call.
+    topology: Topology(world_size, ranks_per_node, partition_ranks). Ranks of a node must be consecutive. Weights climb first between
+        partitions, then inside them; partition_ranks (the group size of hpZ) divides ranks_per_node. Default: the nodes that the launcher
+        has named (torchrun sets LOCAL_WORLD_SIZE), each of which is one partition.
+    loss_scaler: DynamicLossScaler() for fp16 (zero/loss_scaler.py). Default: a scale of 1.
+    initialize: for a module on the meta device: initialize(path, shape) returns the first values of a parameter, of any dtype and device.
+        Every rank calls it for every parameter in the same order, one after the other, and keeps its own slice.
+    backend: other collectives than those of torch.distributed, such as comm/backend.py:VirtualWorld, which runs a world as threads of one
+        process; it brings its own topology.
+    timeout: of a collective, after which a rank that misses another one fails.
+
+    Per step, on every rank: for each micro-batch `engine.backward(loss, microbatches=k, is_last_microbatch=...)` in place of
+    loss.backward(), with the mean loss of this rank's micro-batch; then `engine.step(learning_rate)`, or, to do something in between,
+    `engine.finish_gradients()` and `engine.update(learning_rate)`. Gradients are means over micro-batches and ranks; they need no
+    zero_grad(). At the end `engine.close()`, then dist.destroy_process_group() if there is a group.
+
+    Evaluation: call the module under torch.no_grad(), on every rank and equally often.
+
+    Saving: `dict(full_weights(engine))` is a state dict of the parameters in fp32; load it with module.load_state_dict(..., strict=False)
+    before shard(). zero/pieces.py:owned_pieces has this rank's slices of weights and Adam's moments.
+
+    Not supported: a submodule that is called more than once in a forward; a parameter that is read outside of the call of its unit (it
+    shows NaN there); a unit that returns anything but one tensor; frozen parameters. Buffers are left alone: each rank has its own.
+
+    Raises ValueError, on every rank alike and before the first collective, for arguments that break these rules, naming the parameter or
+    the unit and the remedy. Where ranks differ in arguments or first values, it raises ValueError on every rank after a collective.
+    """
+    world_size = _world_size(backend)
+    topology = _topology(topology, backend, world_size)
+    _check_options(options)
+    plan = _ModulePlan.of(module, units)
+    _check_parameters(plan.parameters, initialize)
+    uses = plan.uses if uses is None else _checked_uses(module, uses, plan.unit_specs)
+    device = _device(plan.parameters, backend)
+
+    rank = backend.rank if backend is not None else dist.get_rank() if world_size > 1 else 0
+    shapes = {path: (tuple(parameter.shape), str(parameter.dtype)) for path, parameter in plan.parameters.items()}
+    arguments = (shapes, tuple(units), tuple(uses), topology, options.policy, options.dtype, options.block_numel, options.prefetch)
+    probe = backend or TorchBackend(topology, rank, {})
+    _check_alike(probe, device, repr(arguments).encode(), "arguments of shard() or shapes of parameters")
+    backend = backend or TorchBackend(topology, rank, make_lane_groups(topology, rank, timeout))
+    ladder = Ladder(backend, make_lanes(device), Ledger(topology, rank), device)
+    engine = ZeroEngine(module, plan.unit_specs, uses, options, ladder, loss_scaler)
+    for owner, attribute, path in plan.aliases:
+        setattr(owner, attribute, module.get_parameter(path))
+    digest = _fill(engine, plan.parameters, initialize)
+    _check_alike(backend, device, digest, "first values of parameters")
+    return engine
+
+
+def full_weights(engine: ZeroEngine) -> Iterator[tuple[str, Tensor]]:
+    """Path and fp32 main weight of every parameter, whole, on the engine's device; every rank must read it to the end.
+
+    A unit is gathered at a time. The values are those that the optimizer updates, which no codec has touched.
+    """
+    topology, own_slice = engine.ladder.topology, engine.ladder.own_slice
+    for unit in engine.units:
+        own = unit.main_regions().slice_at(own_slice - unit.first_slice)
+        rows = engine.gather_world(torch.cat([part.flatten() for part in own.parts()]))
+        weights = {param.spec.name: rows.new_empty(param.spec.shape) for param in unit.layout.params}
+        for rank, row in enumerate(rows):
+            for segment in unit.layout.segments(topology.slice_of(rank), 1):
+                flat = weights[segment.spec.name].view(-1)
+                flat[segment.start : segment.stop] = row[segment.offset : segment.offset + segment.stop - segment.start]
+        yield from weights.items()
+
+
+@dataclass(frozen=True)
+class _ModulePlan:
+    """What a module is to the engine.
+
+    parameters: by path, each once. aliases: the other places of shared parameters, as module, attribute and path of the parameter.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    unit_specs: tuple[UnitSpec, ...]
+    uses: tuple[Use, ...]
+    aliases: tuple[tuple[nn.Module, str, str], ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, units: Sequence[str]) -> _ModulePlan:
+        """The plan of `module`. Raises ValueError for units that do not exist, overlap, or leave a parameter out."""
+        submodules = _submodules(module, units)
+        parameters: dict[str, nn.Parameter] = {}
+        unit_of: dict[nn.Parameter, tuple[str, str]] = {}  # the unit that owns a parameter, and the parameter's path
+        places: dict[tuple[nn.Module, str], str] = {}
+        specs, uses, aliases = [], [], []
+        for unit, submodule in submodules.items():
+            own: list[ParamSpec] = []
+            reads: dict[str, None] = {}
+            for owner, attribute, path, parameter in _places(submodule, unit):
+                if (owner, attribute) in places:
+                    raise ValueError(
+                        f"parameter {path} is in the units '{places[owner, attribute]}' and '{unit}', which hold the same module; "
+                        "name one of them. A module that is called more than once in a forward cannot be sharded."
+                    )
+                places[owner, attribute] = unit
+                if parameter in unit_of:
+                    aliases.append((owner, attribute, unit_of[parameter][1]))
+                else:
+                    unit_of[parameter], parameters[path] = (unit, path), parameter
+                    own.append(ParamSpec(path, tuple(parameter.shape), _zeros, weight_decay=parameter.ndim > 1))
+                reads[unit_of[parameter][0]] = None
+            if not reads:
+                raise ValueError(f"unit '{unit}' has no parameters; leave it out of `units`")
+            if own:
+                specs.append(UnitSpec(unit, tuple(own)))
+            uses.append(Use(unit, tuple(reads), needs_weights_in_backward=True))
+        for owner, attribute, path, _ in _places(module, ""):
+            if (owner, attribute) not in places:
+                raise ValueError(
+                    f"parameter {path} is in no unit; add its submodule to `units`, or move it into a submodule that reads it: "
+                    "a parameter is there only while its unit is called"
+                )
+        return cls(parameters, tuple(specs), tuple(uses), tuple(aliases))
+
+
+def _submodules(module: nn.Module, units: Sequence[str]) -> dict[str, nn.Module]:
+    if isinstance(units, str) or not units:
+        raise ValueError(f"units is {units!r}; needed is a list of paths of submodules, such as {_children(module)}")
+    found: dict[str, nn.Module] = {}
+    for unit in units:
+        if unit in found:
+            raise ValueError(f"unit '{unit}' is named twice; name it once")
+        around = next((other for other in units if other != unit and (other == "" or unit.startswith(f"{other}."))), None)
+        if around is not None:
+            raise ValueError(f"unit '{unit}' is inside unit '{around}'; name one of them")
+        try:
+            found[unit] = module.get_submodule(unit)
+        except AttributeError as error:
+            raise ValueError(f"the module has no submodule '{unit}', which is named as a unit; its own are {_children(module)}") from error
+    return found
+
+
+def _children(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_children()]
+
+
+def _places(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
+    """Every attribute in `module` that holds a parameter: its owner, name, path and the parameter."""
+    for path, owner in module.named_modules(prefix=prefix):
+        for attribute, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            yield owner, attribute, f"{path}.{attribute}" if path else attribute, parameter
+
+
+def _zeros(start: int, stop: int) -> Tensor:
+    return torch.zeros(stop - start)
+
+
+def _world_size(backend: Backend | None) -> int:
+    if backend is not None:
+        return backend.topology.world_size
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _topology(topology: Topology | None, backend: Backend | None, world_size: int) -> Topology:
+    if topology is None and backend is not None:
+        return backend.topology
+    if topology is None:
+        return Topology(world_size, *2 * [_ranks_per_node(world_size)])
+    if topology.world_size != world_size or (backend is not None and topology != backend.topology):
+        raise ValueError(f"the topology is of {topology.world_size} ranks and the world has {world_size}; give the topology of this world")
+    return topology
+
+
+def _ranks_per_node(world_size: int) -> int:
+    if world_size == 1:
+        return 1
+    launch = read_launch(os.environ)
+    if launch.local_world_size is None or launch.world_size != world_size:
+        raise ValueError(
+            f"the launcher does not say how many of the {world_size} ranks share a node: LOCAL_WORLD_SIZE is not set for this world; "
+            "start with torchrun, or pass topology=Topology.of_nodes(nodes, ranks_per_node)"
+        )
+    return launch.local_world_size
+
+
+def _check_options(options: EngineOptions) -> None:
+    if options.dtype not in DTYPES:
+        raise ValueError(f"dtype {options.dtype} is not supported; choose {', '.join(map(str, DTYPES))}")
+    if options.block_numel <= 0 or options.block_numel % BLOCK_NUMEL_MULTIPLE:
+        raise ValueError(f"block_numel is {options.block_numel}; choose a multiple of {BLOCK_NUMEL_MULTIPLE}")
+    if min(options.prefetch.inter_uses, options.prefetch.intra_uses) < 0:
+        raise ValueError(f"{options.prefetch} looks back; choose 0 or more units ahead")
+    if not options.clip_grad >= 0:
+        raise ValueError(f"clip_grad is {options.clip_grad}; choose a positive norm, or 0 for no clipping")
+
+
+def _check_parameters(parameters: Mapping[str, nn.Parameter], initialize: Initializer | None) -> None:
+    devices: dict[torch.device, str] = {}
+    for path, parameter in parameters.items():
+        devices.setdefault(parameter.device, path)
+        if parameter.dtype not in DTYPES:
+            raise ValueError(
+                f"parameter {path} is {parameter.dtype}, which is not supported; cast it to one of {', '.join(map(str, DTYPES))}"
+            )
+        if not parameter.requires_grad:
+            raise ValueError(
+                f"parameter {path} is frozen, and the engine trains all parameters; make it a buffer, or let it require gradients"
+            )
+    if len(devices) > 1:
+        found = ", ".join(f"{path} on {device}" for device, path in devices.items())
+        raise ValueError(f"the parameters are on several devices: {found}; move the module to one of them")
+    if ("meta" in {device.type for device in devices}) != (initialize is not None):
+        raise ValueError(
+            "the module is on the meta device, so its parameters have no values; pass `initialize`"
+            if initialize is None
+            else "`initialize` is for a module on the meta device, and this one has values; leave it out"
+        )
+
+
+def _checked_uses(module: nn.Module, uses: Sequence[Use], specs: Sequence[UnitSpec]) -> tuple[Use, ...]:
+    known, paths = {spec.name for spec in specs}, {path for path, _ in module.named_modules()}
+    for use in uses:
+        if use.module not in paths:
+            raise ValueError(f"uses names the module '{use.module}', which is not there; name a submodule by its path")
+        if not use.units or not known.issuperset(use.units):
+            raise ValueError(
+                f"the use of '{use.module}' reads {list(use.units)}; the units with parameters of their own are {sorted(known)}"
+            )
+    unread = known.difference(*(use.units for use in uses))
+    if unread:
+        raise ValueError(f"no use reads the units {sorted(unread)}; name the module calls that do")
+    return tuple(uses)
+
+
+def _device(module_parameters: Mapping[str, nn.Parameter], backend: Backend | None) -> torch.device:
+    if backend is None and not (dist.is_available() and dist.is_initialized()):
+        own = next(iter(module_parameters.values())).device
+        if own.type != "meta":
+            return own
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if backend is None and torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _fill(engine: ZeroEngine, first_values: Mapping[str, nn.Parameter], initialize: Initializer | None) -> bytes:
+    """Writes the first values into the main weights; returns a digest of all of them."""
+    own = {piece.parameter: piece for piece in resting_pieces(engine) if piece.state == WEIGHT}
+    digest = hashlib.blake2b()
+    for placed in parameters(engine):
+        path, shape = placed.spec.name, torch.Size(placed.spec.shape)
+        values = initialize(path, shape) if initialize is not None else first_values[path]
+        if values.shape != shape:
+            raise ValueError(f"initialize gave {list(values.shape)} values for parameter {path}, which has {list(shape)}")
+        flat = values.detach().to(torch.float32).flatten()
+        digest.update(flat.cpu().numpy().data)
+        if path in own:
+            own[path].values.copy_(flat[own[path].start : own[path].stop])
+    engine.weights_changed()
+    return digest.digest()
+
+
+def _check_alike(backend: Backend, device: torch.device, content: bytes, what: str) -> None:
+    """Raises ValueError on every rank where `content` is not the same on all of them."""
+    number = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
+    numbers = backend.gather_world(torch.tensor([number], device=device)).flatten().tolist()
+    others = [rank for rank, other in enumerate(numbers) if other != numbers[0]]
+    if others:
+        raise ValueError(f"the {what} of ranks {others} differ from those of rank 0; give every rank the same (torch.manual_seed)")

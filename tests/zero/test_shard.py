@@ -1,0 +1,313 @@
+"""The public door: a module that goes through it trains as the engine and as plain torch train it, and bad input is refused alike."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from harness.example_runs import error_without_local_world_size
+from harness.rank_pool import RankPool
+from harness.small_engine import LEARNING_RATE, Job, ModelShape, global_batch, plain_model, train_world
+from harness.worlds import run_world
+from torch import Tensor, nn
+
+from megatron_zpp.comm.backend import Backend, VirtualBackend
+from megatron_zpp.comm.code import Code
+from megatron_zpp.comm.codecs import BlockCodec, Codec, make_codec
+from megatron_zpp.parallel.specs import Use
+from megatron_zpp.parallel.topology import Topology
+from megatron_zpp.zero.adam import AdamOptions
+from megatron_zpp.zero.engine import EngineOptions
+from megatron_zpp.zero.policy import POLICIES, ZEROPP, Policy
+from megatron_zpp.zero.schedule import Prefetch
+from megatron_zpp.zero.shard import full_weights, shard
+
+UNITS = ["embedding", "blocks.0", "blocks.1", "final"]
+OPTIONS = EngineOptions(block_numel=32, clip_grad=0.3)
+# The tied weight is handed to the head as an argument, which no shared parameter shows.
+USES = tuple(Use(unit, (unit,) if unit != "final" else ("final", "embedding"), unit != "embedding") for unit in UNITS)
+
+
+class Tied(nn.Module):
+    """A head that shares the parameter of the embedding, and has none of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 12)
+        self.inner = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 12), nn.Tanh())
+        self.head = nn.Linear(12, 13, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        return self.head(hidden + self.inner(hidden))
+
+
+with torch.random.fork_rng():
+    torch.manual_seed(3)
+    TIED = Tied()
+
+
+def tied() -> Tied:
+    return copy.deepcopy(TIED)  # torch's generator is shared by the ranks of a virtual world
+
+
+def tied_loss(model: nn.Module, step: int, rows: slice = slice(None)) -> Tensor:
+    tokens, labels = global_batch(step)
+    return nn.functional.cross_entropy(model(tokens[rows]).flatten(0, 1), labels[rows].flatten())
+
+
+# ---- the same training
+
+
+@pytest.mark.virtual
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 2)], ids=str)
+def test_a_module_through_the_door_has_the_bits_of_an_engine_made_by_hand(shape: tuple[int, int]) -> None:
+    def program(backend: VirtualBackend, policy: Policy) -> list[tuple[float, float]]:
+        model = plain_model(ModelShape())
+        engine = shard(model, UNITS, replace(OPTIONS, policy=policy), uses=USES, backend=backend)
+        history = []
+        for step in range(3):
+            tokens, labels = global_batch(step)
+            samples = len(tokens) // engine.world_size
+            mine = slice(engine.rank * samples, (engine.rank + 1) * samples)
+            loss = model(tokens[mine], labels[mine])
+            engine.backward(loss)
+            history.append((loss.item(), engine.step(LEARNING_RATE).grad_norm))
+        engine.close()
+        return history
+
+    for policy in (*POLICIES.values(), ZEROPP):
+        found = run_world(shape, lambda backend: program(backend, policy), takes_turns=False)  # noqa: B023
+        assert found == train_world(shape, Job(policy))
+
+
+@pytest.mark.parametrize("stage", list(POLICIES))
+def test_a_world_of_one_trains_as_torch_does(stage: int) -> None:
+    """Gradients have the same bits without clipping. torch's fused AdamW may round otherwise in the rest of a view that does not fill its
+    vectors, and views are cut otherwise: by 2^-24 of a weight per step, so after 5 steps through 3 layers the loss is within
+    5 x 3 x 2^-24 = 9e-7 of itself."""
+    plain, model = tied(), tied()
+    adam = AdamOptions()
+    groups = [
+        {"params": [parameter for parameter in plain.parameters() if (parameter.ndim > 1) == decays], "weight_decay": decay}
+        for decays, decay in ((True, adam.weight_decay), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, fused=True)
+    engine = shard(model, ["embedding", "inner", "head"], EngineOptions(POLICIES[stage], clip_grad=0.0))
+    for step in range(5):
+        expected, found = tied_loss(plain, step), tied_loss(model, step)
+        assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        engine.backward(found)
+        engine.step(LEARNING_RATE)
+    with torch.no_grad():
+        assert tied_loss(model, 9).item() == pytest.approx(tied_loss(plain, 9).item(), rel=1e-6)
+    engine.close()
+
+
+@pytest.mark.virtual
+@pytest.mark.parametrize("partition_ranks", [1, 2])
+def test_shared_parameters_have_the_same_bits_in_all_stages(partition_ranks: int) -> None:
+    def program(backend: VirtualBackend, policy: Policy) -> list[float]:
+        model = tied()
+        engine = shard(model, ["embedding", "inner", "head"], replace(OPTIONS, policy=policy), backend=backend)
+        assert model.head.weight is model.embedding.weight
+        found = []
+        for step in range(3):
+            loss = tied_loss(model, step, slice(backend.rank, None, engine.world_size))
+            engine.backward(loss)
+            found += [loss.item(), engine.step(LEARNING_RATE).grad_norm]
+        engine.close()
+        return found
+
+    topology = Topology(4, ranks_per_node=2, partition_ranks=partition_ranks)
+    rows = [run_world(topology, lambda backend: program(backend, policy), takes_turns=False) for policy in POLICIES.values()]  # noqa: B023
+    assert rows[0] == rows[1] == rows[2] == rows[3]
+
+
+@pytest.mark.virtual
+@pytest.mark.parametrize("stage", [0, 3])
+def test_full_weights_are_the_first_values_until_a_step_changes_them(stage: int) -> None:
+    def program(backend: VirtualBackend) -> bool:
+        model = plain_model(ModelShape())
+        first = copy.deepcopy(model.state_dict())
+        engine = shard(model, UNITS, replace(OPTIONS, policy=POLICIES[stage]), uses=USES, backend=backend)
+        gathered = dict(full_weights(engine))
+        are_first = gathered.keys() == first.keys() and all(torch.equal(gathered[path], first[path]) for path in first)
+        tokens, labels = global_batch(0)
+        engine.backward(model(tokens, labels))
+        engine.step(LEARNING_RATE)
+        changed = all(not torch.equal(weight, first[path]) for path, weight in full_weights(engine))
+        engine.close()
+        return are_first and changed
+
+    assert all(run_world((2, 2), program, takes_turns=False))
+
+
+@pytest.mark.virtual
+def test_a_module_on_the_meta_device_gets_the_values_of_its_initializer() -> None:
+    def program(backend: VirtualBackend) -> bool:
+        values = tied().state_dict()
+        with torch.device("meta"):
+            model = Tied()
+        engine = shard(model, ["embedding", "inner", "head"], OPTIONS, backend=backend, initialize=lambda path, shape: values[path])
+        found = {path: torch.equal(weight, values[path]) for path, weight in full_weights(engine)}
+        engine.close()
+        return len(found) == 5 and all(found.values())
+
+    assert all(run_world((1, 3), program, takes_turns=False))
+
+
+@pytest.mark.virtual
+def test_codecs_come_from_the_factory_of_the_options() -> None:
+    asked = []
+
+    def factory(code: Code, dtype: torch.dtype, block_numel: int) -> Codec:
+        asked.append((code, dtype, block_numel))
+        return make_codec(code, dtype, block_numel)
+
+    def program(backend: VirtualBackend) -> bool:
+        engine = shard(tied(), ["embedding", "inner", "head"], replace(OPTIONS, policy=ZEROPP, make_codec=factory), backend=backend)
+        return isinstance(engine.units[0]._codecs.inter, BlockCodec)
+
+    assert all(run_world((2, 1), program))
+    assert set(asked) == {(Code(8), torch.float32, 32), (Code(4), torch.float32, 32)}
+
+
+# ---- bad input
+
+
+class Deaf(Backend):
+    """A backend that no collective may reach."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.rank, self.topology = 0, topology
+
+    def gather_world(self, own: Tensor) -> Tensor:
+        raise AssertionError("bad input reached a collective")
+
+
+def frozen() -> nn.Module:
+    model = tied()
+    model.inner[1].weight.requires_grad_(False)
+    return model
+
+
+def on_two_devices() -> nn.Module:
+    model = tied()
+    model.inner = model.inner.to("meta")
+    return model
+
+
+def twice() -> nn.Module:
+    model = tied()
+    model.again = model.inner
+    return model
+
+
+def with_a_parameter_at_its_root() -> nn.Module:
+    model = tied()
+    model.scale = nn.Parameter(torch.ones(1))
+    return model
+
+
+def on_meta() -> nn.Module:
+    return tied().to("meta")
+
+
+def in_fp64() -> nn.Module:
+    return tied().double()
+
+
+ALL = ["embedding", "inner", "head"]
+
+
+@pytest.mark.parametrize(
+    ("module", "units", "arguments", "words"),
+    [
+        (tied, "embedding", {}, ["list of paths", "'embedding', 'inner', 'head'"]),
+        (tied, [], {}, ["list of paths"]),
+        (tied, ["embedding", "body"], {}, ["no submodule 'body'", "'inner'"]),
+        (tied, [*ALL, "inner"], {}, ["'inner' is named twice"]),
+        (tied, [*ALL, "inner.1"], {}, ["'inner.1' is inside unit 'inner'"]),
+        (tied, ["", "inner"], {}, ["'inner' is inside unit ''"]),
+        (tied, ["embedding", "head"], {}, ["parameter inner.0.weight is in no unit", "add its submodule"]),
+        (tied, ["embedding", "inner"], {}, ["parameter head.weight is in no unit"]),
+        (tied, ["embedding", "inner.0", "inner.1", "inner.2", "head"], {}, ["unit 'inner.2' has no parameters"]),
+        (twice, [*ALL, "again"], {}, ["parameter again.0.weight is in the units 'inner' and 'again'", "more than once"]),
+        (with_a_parameter_at_its_root, ALL, {}, ["parameter scale is in no unit", "move it into a submodule"]),
+        (frozen, ALL, {}, ["parameter inner.1.weight is frozen"]),
+        (in_fp64, ALL, {}, ["parameter embedding.weight is torch.float64", "torch.bfloat16"]),
+        (on_two_devices, ALL, {}, ["embedding.weight on cpu", "inner.0.weight on meta"]),
+        (on_meta, ALL, {}, ["on the meta device", "pass `initialize`"]),
+        (tied, ALL, {"initialize": lambda path, shape: torch.zeros(shape)}, ["leave it out"]),
+        (tied, ALL, {"options": EngineOptions(dtype=torch.float64)}, ["dtype torch.float64 is not supported"]),
+        (tied, ALL, {"options": EngineOptions(block_numel=100)}, ["block_numel is 100", "multiple of 32"]),
+        (tied, ALL, {"options": EngineOptions(prefetch=Prefetch(-1, 0))}, ["0 or more"]),
+        (tied, ALL, {"options": EngineOptions(clip_grad=float("nan"))}, ["clip_grad is nan"]),
+        (tied, ALL, {"uses": [Use("body", ("inner",), True)]}, ["the module 'body'"]),
+        (tied, ALL, {"uses": [Use("inner", ("head",), True)]}, ["reads ['head']", "['embedding', 'inner']"]),
+        (tied, ALL, {"uses": [Use("inner", ("inner",), True)]}, ["no use reads the units ['embedding']"]),
+        (tied, ALL, {"topology": Topology.of_nodes(1, 3)}, ["of 3 ranks", "the world has 4"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_bad_input_is_refused_before_the_first_collective(
+    module: Callable[[], nn.Module], units: Any, arguments: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(words[0])) as refused:
+        shard(module(), units, **arguments, backend=Deaf(Topology.of_nodes(2, 2)))
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_a_partition_that_does_not_divide_a_node_is_no_topology() -> None:
+    with pytest.raises(ValueError, match="a partition of 3 ranks does not divide the 4 ranks of a node; choose 1, 2, 4"):
+        Topology(8, ranks_per_node=4, partition_ranks=3)
+
+
+@pytest.mark.virtual
+@pytest.mark.parametrize("differ", ["first values of parameters", "arguments of shard()"])
+def test_ranks_that_differ_are_refused_alike(differ: str) -> None:
+    def program(backend: VirtualBackend) -> str:
+        model, is_odd = tied(), backend.rank == 2
+        if is_odd and differ.startswith("first"):
+            with torch.no_grad():
+                model.inner[1].bias[3] += 1e-6
+        options = replace(OPTIONS, block_numel=64) if is_odd and differ.startswith("arguments") else OPTIONS
+        with pytest.raises(ValueError, match="differ from those of rank 0") as refused:
+            shard(model, ALL, options, backend=backend)
+        return str(refused.value)
+
+    (error,) = set(run_world((1, 3), program, takes_turns=False))
+    assert all(word in error for word in (differ, "ranks [2]", "rank 0"))
+
+
+def test_a_unit_that_returns_two_tensors_is_named() -> None:
+    class Pair(nn.Linear):
+        def forward(self, hidden: Tensor) -> Any:
+            return super().forward(hidden), hidden
+
+    model = nn.Sequential(Pair(4, 4))
+    shard(model, ["0"], EngineOptions())
+    with pytest.raises(RuntimeError, match="Pair, the module of a use, returns a tuple; needed is one tensor"):
+        model(torch.ones(2, 4))
+
+
+def test_ranks_whose_launcher_does_not_name_nodes_ask_for_a_topology(ranks: RankPool) -> None:
+    found = ranks.run(1, 2, error_without_local_world_size)
+    assert found[0] == found[1]
+    assert "LOCAL_WORLD_SIZE is not set for this world" in found[0]
+    assert "topology=Topology.of_nodes" in found[0]
+
+
+def test_a_process_alone_is_a_world_of_one_on_the_device_of_the_module() -> None:
+    engine = shard(tied(), ALL, EngineOptions(POLICIES[3]))
+    assert (engine.rank, engine.world_size, engine.device) == (0, 1, torch.device("cpu"))
