@@ -1,0 +1,45 @@
+"""The programs of examples/ run, learn and print what they promise."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from harness import forked
+from harness.example_runs import output_of_example
+from harness.rank_pool import RankPool
+
+LOSS = re.compile(r"loss (\d+\.\d+)(?: to (\d+\.\d+))?")
+
+
+def losses(output: str) -> list[float]:
+    return [float(number) for found in LOSS.findall(output) for number in found if number]
+
+
+def printed_by(name: str) -> str:
+    done = forked.run(f"examples/{name}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.gloo
+def test_a_module_of_your_own_learns_alone_and_as_well_on_two_ranks(ranks: RankPool) -> None:
+    alone = printed_by("shard_your_own_module.py")
+    assert losses(alone)[-1] < 0.1 * losses(alone)[0]
+    assert "each of 1 ranks" in alone
+    assert "received 0 bytes" in alone
+    first, second = ranks.run(1, 2, output_of_example, "shard_your_own_module.py")
+    assert second == ""
+    assert "each of 2 ranks" in first
+    # The same samples in another order of sums: printed with four digits, losses differ by rounding at most.
+    assert losses(first) == pytest.approx(losses(alone), abs=2e-4)
+
+
+def test_a_codec_of_your_own_sends_less_than_a_third_and_learns_as_well() -> None:
+    plain, coded = printed_by("codec_of_your_own.py").splitlines()
+    plain_bytes, coded_bytes = (int(re.findall(r"(\d+) bytes", line)[0]) for line in (plain, coded))
+    # One byte per value and 4 per block of 256 instead of 4 bytes per value; biases and padding cross as they are.
+    assert 0.25 * plain_bytes < coded_bytes < plain_bytes / 3
+    (plain_first, plain_last), (coded_first, coded_last) = losses(plain), losses(coded)
+    assert plain_last < 0.2 * plain_first
+    assert coded_last < 0.2 * coded_first
