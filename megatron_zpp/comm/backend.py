@@ -1,4 +1,4 @@
-"""Collectives as the lanes see them: torch.distributed (NCCL, gloo), or all ranks of a world as threads of one process."""
+"""The collectives that lanes use: those of torch.distributed (NCCL, gloo), or a world whose ranks are threads of one process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> object:
-        """Waits for the end and raises what went wrong; on CUDA it only makes the current stream wait."""
+        """Waits for the end and raises its error, if any. On CUDA only the current stream waits."""
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        """Calls once it has ended, on any thread; at once where it has already."""
+        """Calls `call` when the collective has ended, on any thread; at once if it has ended already."""
 
 
 class Backend(Protocol):
@@ -34,8 +34,8 @@ class Backend(Protocol):
     def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work:
         """Fills output [members * numel] with `own` [numel] of every member of the lane, in member order; uint8 on both sides."""
 
-    def exchange(self, lane: Lane, output: Tensor, pieces: Tensor) -> Work:
-        """Sends the i-th of the lane's equal `pieces` to member i and fills `output` with what each member sent; uint8 on both sides."""
+    def exchange(self, lane: Lane, output: Tensor, sent: Tensor) -> Work:
+        """Sends the i-th of the equal parts of `sent` to member i, and fills `output` with what each member sent here; both uint8."""
 
     def gather_world(self, own: Tensor) -> Tensor:
         """[world_size, numel]: `own` [numel] of every rank, in rank order; blocks, and every rank must call it."""
@@ -69,8 +69,8 @@ class TorchBackend:
     def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work:
         return TorchWork(_all_gather(output, own, group=self._groups[lane], async_op=True))
 
-    def exchange(self, lane: Lane, output: Tensor, pieces: Tensor) -> Work:
-        return TorchWork(dist.all_to_all_single(output, pieces, group=self._groups[lane], async_op=True))
+    def exchange(self, lane: Lane, output: Tensor, sent: Tensor) -> Work:
+        return TorchWork(dist.all_to_all_single(output, sent, group=self._groups[lane], async_op=True))
 
     def gather_world(self, own: Tensor) -> Tensor:
         world_size = self.topology.world_size
@@ -84,7 +84,7 @@ class TorchBackend:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """A collective's own error says neither what it moved nor what may be wrong; the one raised here does."""
+    """Names `what` a collective moved in its error, and what may be wrong: torch's own error says neither."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -96,7 +96,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 class VirtualWorld:
-    """A world whose ranks are threads of this process; a collective ends when the last of its members has posted its part."""
+    """A world whose ranks are threads of this process. A collective ends when its last member has posted its part."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
@@ -108,7 +108,7 @@ class VirtualWorld:
         return VirtualBackend(self, rank)
 
     def run(self, program: Callable[[VirtualBackend], Any]) -> list[Any]:
-        """What `program` returns on each rank, in rank order; an error on one rank ends all and is raised here."""
+        """Results of `program` on each rank, in rank order. An error on one rank ends all ranks and is raised here."""
         results: list[Any] = [None] * self.topology.world_size
         threads = [threading.Thread(target=self._run_rank, args=(program, rank, results)) for rank in range(self.topology.world_size)]
         for thread in threads:
@@ -131,7 +131,7 @@ class VirtualWorld:
                 this_round.call_back()
 
     def post(self, key: tuple[object, int], member: int, part: _Part, members: int, deliver: Callable[[list[_Part]], None]) -> VirtualWork:
-        """Hands in one member's part; the member that completes the round delivers for all."""
+        """Posts one member's part; the member that completes the round delivers to all."""
         with self._lock:
             this_round = self._rounds.setdefault(key, _Round())
             this_round.parts[member] = part
@@ -204,9 +204,9 @@ class VirtualBackend:
         members = self.topology.members(lane.link, self.rank)
         return self._post((lane, members), members.index(self.rank), _Part(output, own), len(members), _deliver_gather)
 
-    def exchange(self, lane: Lane, output: Tensor, pieces: Tensor) -> Work:
+    def exchange(self, lane: Lane, output: Tensor, sent: Tensor) -> Work:
         members = self.topology.members(lane.link, self.rank)
-        return self._post((lane, members), members.index(self.rank), _Part(output, pieces), len(members), _deliver_exchange)
+        return self._post((lane, members), members.index(self.rank), _Part(output, sent), len(members), _deliver_exchange)
 
     def gather_world(self, own: Tensor) -> Tensor:
         world_size = self.topology.world_size

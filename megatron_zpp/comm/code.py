@@ -1,4 +1,4 @@
-"""What values look like while they cross a link, described (no torch); comm/codecs.py does what is described here.
+"""Describes the form in which values cross a link (no torch); comm/codecs.py implements it.
 
 A payload is what crosses of one slice:
 
@@ -15,16 +15,14 @@ from megatron_zpp.parallel.topology import Link, Topology
 
 
 class Rotation(enum.Enum):
-    """What is done to values before they are quantized. HADAMARD: every 32 neighbours are mixed, so that no outlier sets the scale of its
-    whole block."""
+    """How values are mixed before they are quantized. HADAMARD: every 32 neighbours, so that no outlier sets the scale of its block."""
 
     NONE = "none"
     HADAMARD = "hadamard"
 
 
 class Rounding(enum.Enum):
-    """How a value becomes an integer. STOCHASTIC: up with the probability of its distance from the code below, so that errors have the
-    mean 0."""
+    """How a value becomes an integer. STOCHASTIC: up with the probability of its distance from the code below, so the mean error is 0."""
 
     NEAREST = "nearest"
     STOCHASTIC = "stochastic"
@@ -46,7 +44,7 @@ class Runs:
 class Code:
     """How the blocks run of a slice crosses a link.
 
-    bits: of an integer, 4 or 8; None leaves values in the dtype that they are sent in, and then nothing rotates or rounds.
+    bits: of an integer, 4 or 8. None: values keep the dtype that they are sent in, and nothing rotates or rounds.
     Raises ValueError for other bits, and for a rotation or a rounding without bits.
     """
 
@@ -73,7 +71,7 @@ class Code:
     def blocks_bytes(self, numel: int, *, element_bytes: int, block_numel: int = 1) -> int:
         """Bytes of a blocks run of `numel` values: where the exact run begins.
 
-        element_bytes: of a value that crosses as it is. block_numel: of values that share a scale, where there are scales.
+        element_bytes: of a value that crosses as it is. block_numel: number of values that share a scale.
         """
         return padded_bytes(numel * element_bytes) if self.bits is None else coded_bytes(numel, self.bits, block_numel)
 
@@ -95,7 +93,7 @@ class LinkCodes:
 
     @property
     def are_alike(self) -> bool:
-        """Whether a payload that one link has brought goes on over the other as it is."""
+        """Whether a payload that one link has brought crosses the other unchanged."""
         return self.inter == self.intra
 
     @property
@@ -104,10 +102,10 @@ class LinkCodes:
         return self.inter.mixes_neighbours or self.intra.mixes_neighbours
 
     def in_world(self, topology: Topology) -> LinkCodes:
-        """The codes at work in a world.
+        """The codes that a world uses.
 
-        A link of one rank changes nothing: the payload that the other link brings, or takes, is the one that stands on both sides of it,
-        so it is in the other link's code. One rank alone sends nothing and has its values as they are.
+        A link of one rank takes over the other link's code: nothing crosses it, so the same payload stands on both of its sides, and
+        recoding that payload would only add error. A world of one rank sends nothing, and keeps its values as they are.
         """
         if topology.world_size == 1:
             return LinkCodes()

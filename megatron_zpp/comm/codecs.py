@@ -1,4 +1,4 @@
-"""Codecs: what makes payloads of values, and values of payloads, as a code says (comm/code.py); one payload of bytes per slice.
+"""Codecs turn values into payloads and back, as a code describes (comm/code.py); each slice has one payload of bytes.
 
 A payload holds the slice's blocks run and its exact run, each padded to 16 bytes:
 
@@ -22,7 +22,7 @@ from megatron_zpp.ops.quantization import decode_blocks, decode_mean_blocks, enc
 
 @dataclass(frozen=True)
 class Regions:
-    """The values of several slices as two matrices: blocks [slices, runs.blocks] and exact [slices, runs.exact]."""
+    """The values of one or more slices as two matrices: blocks [slices, runs.blocks] and exact [slices, runs.exact]."""
 
     blocks: Tensor
     exact: Tensor
@@ -47,7 +47,7 @@ class Regions:
         return Regions(self.blocks[index : index + 1], self.exact[index : index + 1])
 
     def range(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flat buffer whose views these are; a range may not span the two regions."""
+        """Elements [start, stop) of the flat buffer that these are views of. A range may not span the two regions."""
         boundary = self.blocks.numel()
         if stop <= boundary:
             return self.blocks.view(-1)[start:stop]
@@ -70,9 +70,21 @@ class Regions:
 
 
 class Codec(Protocol):
-    """How the slices of a rung become payloads and back. Values are fp32, bf16 or fp16; payloads are uint8.
+    """How slices become payloads and back. Values are fp32, bf16 or fp16; payloads are uint8, in rows that start at multiples of 16 bytes.
 
-    rests_encoded: whether a rung at rest keeps its payload, because encoding costs more than a copy.
+    EngineOptions.make_codec makes one codec per unit, link and direction. A codec of one's own must keep these rules:
+    - It is immutable, and equal codecs compare equal: where both links have equal ones, a payload crosses the second link unchanged.
+    - payload_bytes depends on `runs` alone, so that all ranks send messages of the same size.
+    - The same payload decodes to the same bits on every rank, or ranks would train different weights.
+    - Zeros decode to zeros, because padding holds zeros and must keep them.
+    - A NaN or inf decodes to a NaN or inf, so that every rank sees it and skips the step.
+    - It keeps no state from call to call and no reference to its arguments. The lanes call it without autograd, in a thread or on a CUDA
+      stream of their own.
+
+    Who calls: a climb encodes the own slice from fp32 main weights, and decodes all slices into the working dtype. A descent encodes all
+    slices from the working dtype; each hop then decodes the mean into fp32, which the next hop encodes.
+
+    rests_encoded: whether encoding costs more than a copy, so that weights at rest keep their payload.
     """
 
     rests_encoded: ClassVar[bool]
@@ -81,7 +93,7 @@ class Codec(Protocol):
         """Bytes of one slice's payload, a multiple of 16."""
 
     def encode_into(self, values: Regions, payloads: Tensor) -> None:
-        """Fills payloads [slices, payload_bytes] from `values`."""
+        """Fills payloads [slices, payload_bytes] from `values`, every byte that decoding reads."""
 
     def decode_into(self, payloads: Tensor, values: Regions) -> None:
         """Fills `values` from payloads [slices, payload_bytes]."""
@@ -93,12 +105,12 @@ class Codec(Protocol):
         """
 
     def keyed(self, key: int) -> Codec:
-        """The same codec with its stochastic rounding drawn from `key`; itself where it rounds to nearest."""
+        """The same codec, which draws its stochastic rounding from `key`; itself if it rounds to nearest. Called for every descent."""
 
 
 @dataclass(frozen=True)
 class CastCodec:
-    """Values as they are, cast to `dtype`: exact where they have that dtype already."""
+    """Values cast to `dtype`: exact if they have that dtype already."""
 
     dtype: torch.dtype
     rests_encoded: ClassVar[bool] = False
@@ -136,10 +148,9 @@ class BlockCodec:
 
     | codes | scales | exact run |, each padded to 16 bytes
 
-    code: one that is not exact. A Hadamard rotation spreads errors onto the padding behind a parameter too: what was 0 there comes back as
-    something small, and whoever needs zeros there has to write them.
-    noise_key: what stochastic rounding is drawn from, together with a value's index among those encoded at once; None where the code
-    rounds to nearest.
+    code: any but an exact one. A Hadamard rotation spreads errors onto the padding behind a parameter too; whoever needs zeros there has to
+    write them.
+    noise_key: stochastic rounding is drawn from it and from a value's index among those encoded at once. None: the code rounds to nearest.
     """
 
     code: Code
@@ -187,7 +198,7 @@ class BlockCodec:
         return replace(self, noise_key=key) if self.code.rounding is Rounding.STOCHASTIC else self
 
     def has_blocks_of(self, other: BlockCodec) -> bool:
-        """Whether both encode the same blocks of the same numbers, be it with other bits."""
+        """Whether both encode the same blocks of the same numbers, if with different bits."""
         return (self.block_numel, self.code.rotation) == (other.block_numel, other.code.rotation)
 
     def exact_run(self, payloads: Tensor, runs: Runs) -> Tensor:
@@ -203,8 +214,7 @@ CodecFactory = Callable[[Code, torch.dtype, int], Codec]  # of a code, the dtype
 
 
 def make_codec(code: Code, dtype: torch.dtype, block_numel: int) -> Codec:
-    """The codec of `code`; dtype: of values that cross as they are. One that rounds by chance starts with key 0: `keyed` gives the one to
-    use."""
+    """The codec of `code`. dtype: of values that cross as they are. A codec that rounds by chance starts with key 0; `keyed` sets it."""
     if code.is_exact:
         return CastCodec(dtype)
     return BlockCodec(code, block_numel, CastCodec(dtype), 0 if code.rounding is Rounding.STOCHASTIC else None)

@@ -1,4 +1,4 @@
-"""Hops over lanes: who may send when, so that every rank sends the same messages in the same order and none waits in a circle.
+"""Lanes run hops so that every rank sends the same messages in the same order and no ranks wait for each other in a circle.
 
 A climb or a descent is a chain of hops, each one collective on one lane; a hop names the hop before it. Three rules hold on every rank:
 a lane launches and lands its hops first in, first out, in the order of submission; a hop is prepared once the hop that it names has landed,
@@ -35,11 +35,11 @@ def nothing() -> None:
 class Hop(Times):
     """One collective on one lane.
 
-    launch: starts the collective; None means that there is nothing to send.
+    launch: starts the collective; returns None if there is nothing to send.
     land: decodes what has arrived.
-    after: the hop whose landing this one needs.
-    traffic: what the collective brings to this rank; booked by whoever waits for it.
-    prepare: encodes what is to be sent; may run while the lane's collective before this one is under way.
+    after: the hop that must land before this one is prepared.
+    traffic: the bytes that the collective brings to this rank; whoever waits for the hop books them.
+    prepare: encodes what is sent; may run while the lane's collective before this one is under way.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Hop(Times):
 
 
 class Lanes(Protocol):
-    """What the engine sees: submit hops in the order of the static schedule, wait for the ones whose results it needs."""
+    """The engine's view: it submits hops in the order of its schedule, and waits for those whose results it needs."""
 
     def submit(self, hop: Hop) -> None: ...
 
@@ -66,20 +66,20 @@ class Lanes(Protocol):
 def make_lanes(device: torch.device, watch: Callable[[], None] = nothing) -> Lanes:
     """Streams on CUDA, a thread elsewhere.
 
-    watch: raises once another rank is known to have failed. On CUDA the host does not wait, so there the launcher, or NCCL's timeout,
-    ends the others.
+    watch: raises once another rank is known to have failed. On CUDA the host does not wait, so there the launcher or NCCL's timeout ends
+    the other ranks.
     """
     return StreamLanes(device) if device.type == "cuda" else ThreadLanes(watch=watch)
 
 
 class ThreadLanes:
-    """Lanes that a thread of their own moves along, beside computation.
+    """Lanes that one thread moves along, beside computation.
 
-    So that the link never waits for a codec, the next hop of a lane is prepared while MOST_CROSSING collectives are under way, and started
-    when one of them has ended, before what that brought is decoded.
+    A link never waits for a codec: the next hop of a lane is prepared while MOST_CROSSING collectives are under way. When one of them has
+    ended, the next is started before the ended one is decoded.
     pause: called before a hop is prepared; tests pass random delays.
-    watch: called now and then in a long wait; raises once another rank is known to have failed, since a message from that rank, or from
-    one that waits for it, will never come.
+    watch: called now and then in a long wait. It raises once another rank is known to have failed, because a message from that rank, or
+    from one that waits for it, will never come.
     """
 
     def __init__(self, pause: Callable[[], None] = nothing, watch: Callable[[], None] = nothing) -> None:
@@ -125,7 +125,7 @@ class ThreadLanes:
 
 
 class _Mover:
-    """What the thread of the lanes knows and does; `changed` guards all of it. It must not know the lanes, whose end is its own.
+    """The thread of the lanes and its state, which `changed` guards. It must not refer to the lanes: it ends when they are collected.
 
     queues: by lane, the hops that have not landed. comm/moves.py says what comes next.
     """
@@ -139,7 +139,7 @@ class _Mover:
         self._has_ended = False
 
     def raise_error(self) -> None:
-        """Raises the error that stopped the lanes: itself at first, then one that names it."""
+        """Raises the error that stopped the lanes: first the error itself, later one that names it."""
         if self._error is None:
             return
         if self._is_raised:
@@ -148,7 +148,7 @@ class _Mover:
         raise self._error
 
     def fail(self, error: BaseException, *, is_raised: bool = False) -> None:
-        """Stops the lanes for an error. is_raised: somebody has been told."""
+        """Stops the lanes. is_raised: the error has been raised to a caller."""
         with self.changed:
             if self._error is None:
                 self._error, self._is_raised = error, is_raised
@@ -159,7 +159,7 @@ class _Mover:
             self._has_ended = True
             self.changed.notify_all()
 
-    @torch.no_grad()  # which is a property of the thread
+    @torch.no_grad()  # no_grad holds for one thread only
     def run(self) -> None:
         """Moves hops along until the lanes end or fail."""
         while (move := self._next_move()) is not None:
@@ -168,12 +168,12 @@ class _Mover:
             except BaseException as error:
                 self.fail(error)
                 return
-            del move  # a thread at rest keeps no hop: whatever that refers to, the lanes among it, would never end
+            del move  # a waiting thread must hold no hop: it refers to the lanes, which then would never be collected
 
     def _next_move(self) -> Callable[[], None] | None:
         with self.changed:
             while not self._has_ended and self._error is None:
-                found = first_move(self.queues.values(), time.monotonic())  # all that is known lies in the past, so the kind decides
+                found = first_move(self.queues.values(), time.monotonic())  # all known times lie in the past, so the kind of move decides
                 if found is not None:
                     move = {Move.LAUNCH: self._launch, Move.LAND: self._land, Move.PREPARE: self._prepare}[found.move]
                     return partial(move, found.hop)
@@ -232,7 +232,7 @@ class StreamLanes:
                 work.wait()
             hop.land()
             hop.event = stream.record_event()
-        # For the host: it has nothing left to do for this hop.
+        # The host has nothing left to do for this hop.
         hop.submitted = hop.prepared = hop.launched = hop.crossed = hop.landed = time.monotonic()
 
     def wait(self, hop: Hop) -> None:

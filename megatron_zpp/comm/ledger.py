@@ -1,4 +1,4 @@
-"""The bytes that each rank receives, from other nodes and from its own, by category."""
+"""Counts the bytes that each rank receives, from other nodes and from its own, by category."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_zpp.parallel.topology import Link, Topology
 
 
 class Category(enum.Enum):
-    """What bytes were moved for."""
+    """The purpose of bytes."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -34,19 +34,19 @@ class Traffic:
 
 @dataclass
 class Ledger:
-    """The account of one rank. Traffic is measured where a collective starts and booked where somebody asks for its result:
-    a climb that was started ahead belongs to the step whose forward waits for it."""
+    """The account of one rank. Traffic is measured where a collective is made, and booked where its result is waited for: a climb that was
+    started ahead belongs to the step whose forward waits for it."""
 
     topology: Topology
     rank: int
     _booked: dict[Category, Traffic] = field(default_factory=lambda: {category: Traffic() for category in Category})
 
     def measure(self, link: Link, bytes_per_member: int) -> Traffic:
-        """What this rank receives when every other member of `link` sends it `bytes_per_member`."""
+        """What this rank receives if every other member of `link` sends it `bytes_per_member`."""
         return link_traffic(self.topology, self.rank, link, bytes_per_member)
 
     def measure_world(self, bytes_per_member: int) -> Traffic:
-        """What this rank receives when every other rank of the world sends it `bytes_per_member`."""
+        """What this rank receives if every other rank of the world sends it `bytes_per_member`."""
         return _received(self.topology, self.rank, range(self.topology.world_size), bytes_per_member)
 
     def book(self, category: Category, traffic: Traffic) -> None:
@@ -65,7 +65,7 @@ class Ledger:
 
 
 def link_traffic(topology: Topology, rank: int, link: Link, bytes_per_member: int) -> Traffic:
-    """What `rank` receives when every other member of its `link` sends it `bytes_per_member`."""
+    """What `rank` receives if every other member of its `link` sends it `bytes_per_member`."""
     return _received(topology, rank, topology.members(link, rank), bytes_per_member)
 
 

@@ -1,11 +1,11 @@
-"""The ladder's moves: weights climb by all-gather, gradients descend by an exchange and a mean, each hop over one link.
+"""Makes the hops of the ladder: weights climb by all-gather, gradients descend by an exchange and a mean, each hop over one link.
 
 For one unit on rank j of partition n, with N partitions of G ranks and payloads in slice order:
 
     climb     own slice --inter: gather N--> secondary payloads --intra: gather G--> all W payloads --decode--> full
     descend   full --encode W, intra: exchange G, mean--> N slices --encode, inter: exchange N, mean--> own slice
 
-A link of one rank is the identity: no codec, no bytes.
+A link of one rank moves nothing: no codec, no bytes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ INTER_DESCEND = Lane(Link.INTER, Direction.DESCEND)
 
 @dataclass(frozen=True)
 class LinkCodecs:
-    """The codec of each link, in one direction. noise_seed: what stochastic rounding is drawn from, in codecs that have it."""
+    """The codec of each link, in one direction. noise_seed: seed of stochastic rounding, for codecs that have it."""
 
     inter: Codec
     intra: Codec
@@ -43,11 +44,11 @@ class LinkCodecs:
 
     @classmethod
     def of(cls, codes: LinkCodes, dtype: torch.dtype, block_numel: int, noise_seed: int = 0, make: CodecFactory = make_codec) -> LinkCodecs:
-        """The codecs that `make` makes of `codes`, which are those at work in the world (LinkCodes.in_world)."""
+        """The codecs of `codes`, those of this world (LinkCodes.in_world). make: makes each of them."""
         return cls(make(codes.inter, dtype, block_numel), make(codes.intra, dtype, block_numel), noise_seed)
 
     def drawn_for(self, *place: int | str) -> LinkCodecs:
-        """The same codecs, with the draws of stochastic rounding that belong to `place`: the same in every run, others everywhere else."""
+        """The same codecs with the random draws of `place`, which are the same in every run and different at every other place."""
         inter, intra = (
             codec.keyed(noise_key(self.noise_seed, link.name, *place))
             for link, codec in ((Link.INTER, self.inter), (Link.INTRA, self.intra))
@@ -57,9 +58,9 @@ class LinkCodecs:
 
 @dataclass(frozen=True)
 class Climb:
-    """What climbs to a secondary rung: a unit's slices of `runs` each.
+    """A climb to a secondary rung, of slices of `runs`.
 
-    encode_own: fills the payload [1, payload_bytes] of this rank's slice in the inter link's codec.
+    encode_own: fills the payload [1, payload_bytes] of the own slice, in the inter link's codec.
     """
 
     name: str
@@ -86,8 +87,8 @@ class Ladder:
     def climb_to_secondary(self, climb: Climb, payloads: Tensor, after: Hop | None = None) -> Hop:
         """The hop that fills `payloads` [N, payload_bytes], a secondary rung in the intra link's codec, from the own slices of a column.
 
-        With one partition nothing crosses, but it is still a hop: the lane encodes the own slice beside computation, and the hop over the
-        intra link can name it as the one before.
+        With one partition nothing crosses, but it is still a hop that prepares: so the lane encodes the own slice beside computation, and
+        the hop over the intra link has one to come after.
         """
         codecs, name = climb.codecs, climb.name
         if self.partitions == 1:
@@ -131,7 +132,7 @@ class Ladder:
         return self._submit(Hop(name, INTRA_CLIMB, launch, land, after, traffic))
 
     def descend(self, name: str, codecs: LinkCodecs, full: Regions, primary: Regions, *, accumulate: bool) -> list[Hop]:
-        """The hops that bring to the fp32 `primary` [1 slice] the mean of `full` [W slices] over all ranks; the last one lands it."""
+        """The hops that bring the mean of `full` [W slices] over all ranks to the fp32 `primary` [1 slice]; the last one lands it."""
         if self.partitions == 1:
             return [self.descend_to_secondary(name, codecs.intra, full, primary, accumulate=accumulate)]
         if self.partition_ranks == 1:
@@ -146,24 +147,19 @@ class Ladder:
             recode_mean_into(codecs.intra, within.received(), codecs.inter, payloads, full.runs)
             within.release()
 
-        def prepare_last() -> None:
-            across.prepare(recode)
-
-        def land_last() -> None:
-            across.land(primary, accumulate)
-
         first = Hop(name, INTRA_DESCEND, within.launch, nothing, None, within.traffic, prepare)
+        prepare_last, land_last = partial(across.prepare, recode), partial(across.land, primary, accumulate)
         last = Hop(name, INTER_DESCEND, across.launch, land_last, first, across.traffic, prepare_last)
         return [self._submit(first), self._submit(last)]
 
     def descend_to_secondary(self, name: str, codec: Codec, full: Regions, secondary: Regions, *, accumulate: bool) -> Hop:
-        """The hop that brings to the fp32 `secondary` [N slices] the mean of `full` [W slices] over the ranks of this partition."""
+        """The hop that brings the mean of `full` [W slices] over the ranks of this partition to the fp32 `secondary` [N slices]."""
         return self._submit(self._descent(name, INTRA_DESCEND, codec, full, secondary, accumulate))
 
     def descend_from_secondary(
         self, name: str, codec: Codec, secondary: Regions, primary: Regions, *, accumulate: bool, after: Hop | None = None
     ) -> Hop:
-        """The hop that brings to the fp32 `primary` [1 slice] the mean of `secondary` [N slices] over the partitions."""
+        """The hop that brings the mean of `secondary` [N slices] over the partitions to the fp32 `primary` [1 slice]."""
         return self._submit(replace(self._descent(name, INTER_DESCEND, codec, secondary, primary, accumulate), after=after))
 
     def _descent(self, name: str, lane: Lane, codec: Codec, values: Regions, mean: Regions, accumulate: bool) -> Hop:
@@ -174,13 +170,10 @@ class Ladder:
         def prepare() -> None:
             exchange.prepare(lambda payloads: codec.encode_into(values, payloads))
 
-        def land() -> None:
-            exchange.land(mean, accumulate)
-
-        return Hop(name, lane, exchange.launch, land, None, exchange.traffic, prepare)
+        return Hop(name, lane, exchange.launch, partial(exchange.land, mean, accumulate), None, exchange.traffic, prepare)
 
     def gather_world(self, own: Tensor) -> Tensor:
-        """[world_size, numel]: the few numbers `own` [numel] of every rank, in rank order; blocks, and every rank must call it."""
+        """[world_size, numel]: `own` [numel] of every rank, a few numbers, in rank order; blocks, and every rank must call it."""
         self.ledger.book(Category.CONTROL, self.ledger.measure_world(own.nbytes))
         return self.backend.gather_world(own)
 
@@ -190,7 +183,7 @@ class Ladder:
 
 
 class _Exchange:
-    """The payloads of one descent over one link: `slices` sent, an equal share to each member, and as many received."""
+    """The payloads of one descent over one link: `slices` are sent, an equal share to each member, and as many are received."""
 
     def __init__(self, ladder: Ladder, lane: Lane, codec: Codec, runs: Runs, slices: int) -> None:
         self._ladder = ladder
@@ -203,7 +196,7 @@ class _Exchange:
         self.traffic = ladder.ledger.measure(lane.link, slices // self._members * self._payload_bytes)
 
     def prepare(self, encode: Callable[[Tensor], None]) -> None:
-        """Lets `encode` write what is to be sent into payloads [slices, payload_bytes]."""
+        """Calls `encode` with the payloads [slices, payload_bytes] to fill."""
         self._buffers = [self._take()]
         encode(self._buffers[0].view(self._slices, self._payload_bytes))
 
@@ -238,6 +231,6 @@ def _add_or_copy(values: Regions, mean: Regions, accumulate: bool) -> None:
 
 
 def noise_key(*place: int | str) -> int:
-    """A number of 63 bits that depends on every part of `place`, and on nothing else: not on history, process or machine."""
+    """A number of 63 bits that depends on every part of `place` and on nothing else, such as history, process or machine."""
     digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - KEY_BITS)

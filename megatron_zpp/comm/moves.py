@@ -1,7 +1,7 @@
-"""What the thread of the lanes does next: the one rule, for the thread itself and for the time model that predicts it (no torch).
+"""Chooses what the thread of the lanes does next: one rule, for the thread itself and for the time model that predicts it (no torch).
 
-A hop is submitted, prepared, launched, across, and landed. Each of these has a time, NEVER until it is known. On the thread these are times
-of the clock on the wall, and what is known has happened. In a time model a hop that has been launched is across at a known time to come.
+A hop is submitted, prepared, launched, crossed and landed. Each of these has a time, which is NEVER until it is known. The thread uses
+wall-clock times, so a known time has passed. In the time model a launched hop crosses at a known time in the future.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ NEVER = math.inf
 
 
 class Move(enum.IntEnum):
-    """Moves in order of priority: what lets a link work, what somebody may be waiting for, what comes next.
-
-    Of those that can start at the same time, the first is made.
-    """
+    """Moves in order of priority, for those that can start at the same time: keep a link busy, serve who may be waiting, look ahead."""
 
     LAUNCH = 0
     LAND = 1
@@ -32,7 +29,7 @@ class Move(enum.IntEnum):
 
 @dataclass(eq=False, kw_only=True)
 class Times:
-    """How far one hop has come."""
+    """The times of one hop."""
 
     submitted: float = 0.0
     prepared: float = NEVER
@@ -71,10 +68,10 @@ class NextMove(Generic[HopType]):
 
 
 def first_move(lanes: Iterable[deque[HopType]], free_from: float) -> NextMove[HopType] | None:
-    """What a thread that is free from then on does next; None where nothing that is known lets it do anything.
+    """The next move of a thread that is free from `free_from` on; None if no known time allows one.
 
-    lanes: of each lane the hops that have not landed, in the order of submission. Of each only the first are looked at: those under way,
-    MOST_CROSSING at most, and one to follow.
+    lanes: the hops of each lane that have not landed, in the order of submission. Only the first of each matter: those under way, at most
+    MOST_CROSSING, and the one after them.
     """
     moves = (move for lane in lanes for move in _moves(lane, free_from))
     return min(moves, key=lambda found: (found.start, found.move), default=None)

@@ -1,4 +1,4 @@
-"""Lanes whose hops an observer hears of; where there is no observer there are none of these, and a hop costs what it costs."""
+"""Lanes that report their hops to an observer. A run without an observer uses plain lanes and pays nothing."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ Result = TypeVar("Result")
 
 
 class ObservedLanes:
-    """The lanes of a rank; what the host does for each hop is reported: encoding, sending, decoding and waiting.
+    """The lanes of a rank. Reports what the host does for each hop: encoding, sending, decoding and waiting.
 
-    Whoever waits for a hop waits for those before it first, so that the wait for each link is told apart.
+    A wait for a hop first waits for the hop before it, so that each link's wait is reported apart.
     """
 
     def __init__(self, lanes: Lanes, observer: Observer) -> None:

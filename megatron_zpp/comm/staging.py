@@ -1,4 +1,4 @@
-"""Buffers that payloads pass through: allocated once per size, handed out and taken back."""
+"""Reuses the buffers that payloads pass through: allocated once per size, taken and given back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Staging:
-    """Free buffers of one device by their size in bytes, for several threads. On CUDA a taker's stream waits for the giver's last use."""
+    """Free buffers of one device by size in bytes; safe for threads. On CUDA a taker's stream waits for the giver's last use."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -33,7 +33,7 @@ class Staging:
         return buffer
 
     def clear(self) -> None:
-        """Lets go of the free buffers, whose sizes nobody will ask for again; every use of them must have ended."""
+        """Frees the buffers that nobody has taken. Every use of them must have ended."""
         with self._lock:
             self.allocated_bytes -= sum(nbytes * len(buffers) for nbytes, buffers in self._free.items())
             self._free.clear()

@@ -1,4 +1,4 @@
-"""AdamW over given parameters, by torch or by NVIDIA Apex: alike in arithmetic, with the moments in tensors of the caller."""
+"""AdamW over given parameters, by torch or by NVIDIA Apex. Both do the same arithmetic, on moments that the caller allocates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_zpp.ops.apex import apex_member
 
 @dataclass(frozen=True)
 class AdamOptions:
-    """Hyper-parameters of AdamW. weight_decay: of every step that is not told another. backend: whose kernels run, torch or apex."""
+    """Hyper-parameters of AdamW. weight_decay: unless a step is given another. backend: torch or apex."""
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -24,7 +24,7 @@ class AdamOptions:
 
 
 class Adam(Protocol):
-    """steps: how many updates have been made; set for a resume."""
+    """An AdamW optimizer. steps: number of updates so far; a resumed run sets it."""
 
     steps: int
 
@@ -34,7 +34,7 @@ class Adam(Protocol):
 
 @dataclass(frozen=True)
 class AdamParameters:
-    """What is updated: with weight decay and without, each with its moments exp_avg and exp_avg_sq, fp32 as the parameter is."""
+    """The parameters to update, with and without weight decay. Each has its moments exp_avg and exp_avg_sq, fp32 like the parameter."""
 
     decayed: Mapping[nn.Parameter, dict[str, Tensor]]
     others: Mapping[nn.Parameter, dict[str, Tensor]]

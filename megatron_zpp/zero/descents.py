@@ -1,6 +1,6 @@
-"""Which unit's gradient descends when: complete units, in one static order on every rank, a few under way at a time (no torch).
+"""Decides when each unit's gradient descends: once it is complete, in one order on every rank, a few at a time (no torch).
 
-The engine lets gradients descend by it, and the planner times the same.
+The engine and the planner share it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Descents:
         return bool(self._under_way)
 
     def complete(self, name: str, *, is_last_microbatch: bool) -> None:
-        """Takes note that every gradient of the unit has come, and submits what may descend now."""
+        """Notes that the unit's gradient is complete, and submits every descent that may start now."""
         self._complete.add(name)
         while self._submitted < len(self._order) and self._order[self._submitted] in self._complete:
             gradient = self._gradients[self._order[self._submitted]]
@@ -55,7 +55,7 @@ class Descents:
                 self._under_way.popleft().finish()
 
     def sweep(self, *, is_last_microbatch: bool) -> None:
-        """Ends a micro-batch: units that the loss did not reach in full descend with zeros in the gaps, in their turn."""
+        """Ends a micro-batch: units that the loss did not fully reach descend in their turn, with zeros for the missing gradients."""
         for name in self._order[self._submitted :]:
             if name not in self._complete:
                 self._gradients[name].fill_missing()

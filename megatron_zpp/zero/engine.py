@@ -1,6 +1,6 @@
-"""The ZeRO engine: shards a model's units, brings their weights when a use needs them, and takes their gradients away.
+"""The ZeRO engine: shards a model's units, gathers their weights before each use, and takes their gradients down the ladder.
 
-It reads one row of the policy table and one schedule; nothing in it asks which member of the family is running.
+It reads one row of the policy table and one schedule. It never asks which ZeRO stage is running.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ _CLIP_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the engine is to do beside the policy.
+    """How the engine shards and trains.
 
     dtype: of the working weights and their gradients. clip_grad: largest global gradient norm, 0 for no clipping.
-    full_precision_iterations: in that many first steps of a run everything crosses the links in the working precision.
-    noise_seed: what stochastic rounding is drawn from. counts_zeros: whether a step counts the zeros of the mean gradient.
-    observer: hears of the phases of a step and of the uses it computes.
+    full_precision_iterations: first steps of a run in which everything crosses the links in the working precision.
+    noise_seed: seed of stochastic rounding. counts_zeros: whether a step counts the zeros of the mean gradient.
+    make_codec: makes the codec of each link (comm/codecs.py).
+    observer: is told the phases of a step and the uses it computes.
     """
 
     policy: Policy = POLICIES[3]
@@ -68,9 +69,9 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an optimizer step came to: the gradient norm before clipping, and whether the step was skipped for a NaN or inf in it.
+    """The result of an optimizer step: the gradient norm before clipping, and whether the step was skipped for a NaN or inf.
 
-    num_zeros: elements of the mean gradient that are 0, where the engine counts them.
+    num_zeros: number of zeros in the mean gradient, if the engine counts them.
     """
 
     grad_norm: float
@@ -143,7 +144,7 @@ class ZeroEngine:
         self._unit_descents.append(descent)
 
     def _codecs(self) -> tuple[LinkCodecs, LinkCodecs]:
-        """Of weights and of gradients, in the current iteration."""
+        """The codecs of weights and those of gradients, in the current iteration."""
         options, topology = self._options, self.ladder.topology
         is_exact = self._iteration < options.full_precision_iterations
         policy = self._policy.in_full_precision() if is_exact else self._policy
@@ -163,9 +164,9 @@ class ZeroEngine:
             self._reach(Moment(Phase.PRE_FORWARD, use), torch.is_grad_enabled())
 
     def _recompute(self, use: int) -> None:
-        """Brings the weights of a use of a chunk; those of a use that is recomputed by itself are there for its backward.
+        """Gathers the weights of a use that is recomputed in a chunk. One that is recomputed alone has them, for its backward.
 
-        Raises RuntimeError where they are not, because the uses did not say that they are recomputed together.
+        Raises RuntimeError if they are missing because the uses do not say that they are recomputed together.
         """
         moment = Moment(Phase.RECOMPUTE, use)
         if self._passes[True].is_ahead(moment):
@@ -185,9 +186,9 @@ class ZeroEngine:
         self._reach(Moment(Phase.PRE_BACKWARD, use), is_training=True)
 
     def backward(self, loss: Tensor, *, microbatches: int = 1, is_last_microbatch: bool = True) -> None:
-        """Adds the gradients of one micro-batch; `loss` is its mean loss, `microbatches` their number in this step."""
+        """Adds the gradients of one micro-batch. loss: its mean loss. microbatches: their number in this step."""
         if self._is_closed:
-            raise RuntimeError("the engine is closed: its parameters' gradients would go nowhere")
+            raise RuntimeError("the engine is closed, so nothing would collect the gradients")
         self._is_last_microbatch = is_last_microbatch
         self._is_in_backward = True
         try:
@@ -234,20 +235,20 @@ class ZeroEngine:
     # ---- step
 
     def step(self, learning_rate: float, weight_decay: float | None = None) -> StepResult:
-        """One optimizer step: what `finish_gradients` and `update` do."""
+        """One optimizer step: `finish_gradients`, then `update`."""
         self.finish_gradients()
         return self.update(learning_rate, weight_decay)
 
     def finish_gradients(self) -> None:
-        """Returns once every descent under way has landed, and padding is zero. Call it after the last backward, before `update`."""
+        """Waits until every descent has landed, and sets padding to zero. Call it after the last backward, before `update`."""
         self._descents.finish()
         for gradient in self.gradients:
             gradient.clear_padding()
 
     def update(self, learning_rate: float, weight_decay: float | None = None) -> StepResult:
-        """Updates the weights with the mean gradient, clipped, or skips the update where a NaN or inf is in it, on every rank alike.
+        """Updates the weights with the clipped mean gradient. A NaN or inf in it makes every rank skip the update.
 
-        weight_decay: of this step, where it is not the one of the options. Raises RuntimeError while a gradient is still descending.
+        weight_decay: of this step; by default that of the options. Raises RuntimeError while a gradient is still descending.
         """
         if self._descents.is_any_under_way:
             raise RuntimeError("call engine.finish_gradients() before engine.update()")
@@ -274,12 +275,12 @@ class ZeroEngine:
             return count_zeros(self.gradients, self.ladder)
 
     def weights_changed(self) -> None:
-        """Must be called after any write to the main weights: makes every rung made from the old ones stale."""
+        """Makes every rung stale. Call it after any write to the main weights."""
         for unit in self.units:
             unit.invalidate()
 
     def start_iteration(self, iteration: int) -> None:
-        """Says that `iteration` steps of the run are done; a resumed run says so before its first step."""
+        """Sets the number of steps done. A resumed run calls it before its first step."""
         ends_full_precision = self._iteration < self._options.full_precision_iterations <= iteration
         self._iteration = iteration
         for descent in self._unit_descents:
@@ -294,7 +295,7 @@ class ZeroEngine:
         self.ladder.staging.clear()
 
     def _first_needed_first(self) -> list[int]:
-        """The indices of the units in the order of their update, so that the next step's first climbs start while the rest is updated."""
+        """Indices of the units in the order of their update: the next step's first climbs start while the other units are updated."""
         first = dict.fromkeys([*self._first_actions.climb_to_full, *self._first_actions.climb_to_secondary])
         names = [unit.name for unit in self.units]
         return [names.index(name) for name in [*first, *(name for name in names if name not in first)]]
@@ -306,7 +307,7 @@ class ZeroEngine:
     # ---- accounts
 
     def model_state_bytes(self) -> int:
-        """Bytes of the storages that hold weights, gradients and optimizer state on this rank now."""
+        """Bytes that weights, gradients and optimizer state take on this rank now."""
         tensors = [tensor for unit in self.units for tensor in unit.live_tensors()]
         tensors += [gradient.total for gradient in self.gradients] + self.optimizer.live_tensors()
         tensors += [parameter.grad for unit in self.units for parameter in unit.parameters if parameter.grad is not None]
@@ -324,7 +325,7 @@ class ZeroEngine:
     def close(self) -> None:
         """Waits for climbs that were submitted ahead, so that no message is under way when the process groups end.
 
-        The hooks go, because through them autograd would keep the engine for the rest of the process.
+        It removes the hooks on parameters: through them autograd would keep the engine alive until the process ends.
         """
         self.ladder.lanes.drain()
         for hook in self._parameter_hooks:

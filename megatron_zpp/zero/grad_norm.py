@@ -1,6 +1,6 @@
-"""Norms over all ranks: one fp64 partial per unit and primary slice, added in slice order on every rank and in every stage.
+"""Norms over all ranks: one fp64 partial sum per unit and primary slice, added in slice order on every rank and in every stage.
 
-So a norm has the same bits wherever gradients and weights rest, and a NaN or inf on one rank is known to all.
+So a norm has the same bits in every stage, and a NaN or inf on one rank reaches all of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def weight_norm(units: Sequence[WeightUnit], ladder: Ladder, squared_sum: Square
 
 
 def count_zeros(gradients: Sequence[UnitGradient], ladder: Ladder) -> int:
-    """The elements of the mean gradient that are 0, padding not among them; every rank must call it."""
+    """Number of zeros in the mean gradient, without padding; every rank must call it."""
     own = torch.zeros((), dtype=torch.float64, device=gradients[0].total.device)  # exact up to 2^53
     for gradient in gradients:
         segments = gradient.layout.segments(ladder.own_slice, 1)
@@ -49,7 +49,7 @@ def count_zeros(gradients: Sequence[UnitGradient], ladder: Ladder) -> int:
 
 
 def _norm(units: Sequence[tuple[FlatLayout, Regions]], ladder: Ladder, squared_sum: SquaredSum) -> float:
-    """units: of each the layout, and its values in the own slice."""
+    """units: the layout of each, and its values in the own slice."""
     partials = [squared_sum(list(_counted(layout, own, ladder.own_slice))) for layout, own in units]
     gathered = ladder.gather_world(torch.stack(partials))  # [world_size, units] fp64, in rank order
     rows = gathered.tolist()
@@ -71,7 +71,7 @@ def squared_sum_fp64(parts: Sequence[Tensor]) -> Tensor:
 
 
 def squared_sum_apex(parts: Sequence[Tensor]) -> Tensor:
-    """The same by the multi-tensor L2 norm of NVIDIA Apex, which adds in fp32: one kernel for all parts."""
+    """The same sum by NVIDIA Apex's multi-tensor L2 norm, which adds in fp32: one kernel for all parts."""
     applier, kernel = apex_member("apex.multi_tensor_apply", "multi_tensor_applier"), apex_member("amp_C", "multi_tensor_l2norm")
     overflow = torch.zeros(1, dtype=torch.int32, device=parts[0].device)
     norm, _ = applier(kernel, overflow, [list(parts)], False)
@@ -79,7 +79,7 @@ def squared_sum_apex(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _counted(layout: FlatLayout, own: Regions, own_slice: int) -> Iterator[Tensor]:
-    """What counts of `own`, the values of the own slice."""
+    """The values of the own slice that count in a norm."""
     for counted_range, is_counted in layout.ranges_by(lambda segment: segment.counted, own_slice, 1):
         if is_counted:
             yield own.range(counted_range.start, counted_range.stop)

@@ -1,4 +1,4 @@
-"""The gradient of one unit: fp32 sums over micro-batches, on the rung where the policy lets them rest."""
+"""The gradient of one unit on one rank: its sums over micro-batches, and the collector that takes it from autograd."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_zpp.zero.policy import Policy, Rung
 
 
 class UnitGradient:
-    """The sums of one unit on one rank.
+    """fp32 sums over micro-batches, on the rung where the policy lets gradients rest.
 
     total: [slices * slice_numel] fp32, the slices of the resting rung that stand on this rank; `resting` shows it by region.
     primary: the own slice of it. for_optimizer: what an optimizer step reads, `primary` or all of `resting`.
@@ -23,6 +23,7 @@ class UnitGradient:
         self.name = name
         self.layout = layout
         topology, own_slice = ladder.topology, ladder.own_slice
+        # A secondary rung holds the slices of the N ranks of a column, in the order of their partitions.
         own = {Rung.PRIMARY: 0, Rung.SECONDARY: topology.partition_of(ladder.rank), Rung.FULL: own_slice}[policy.gradients]
         self.total = torch.zeros(policy.gradients.slices(topology) * layout.slice_numel, dtype=torch.float32, device=ladder.device)
         self.resting = Regions.of(self.total, layout.runs)
@@ -31,7 +32,7 @@ class UnitGradient:
         self._smeared_paddings = tuple(layout.paddings(own_slice, 1)) if policy.gradient_codes.any_mixes_neighbours else ()
 
     def clear_padding(self) -> None:
-        """Sets the own slice's padding to zero, where rotation has written errors of neighbouring values."""
+        """Sets the own slice's padding to zero: rotation has written errors of neighbouring values there."""
         for padding in self._smeared_paddings:
             self.primary.range(padding.start, padding.stop).zero_()
 
@@ -41,9 +42,9 @@ class UnitGradient:
 
 
 class Collector:
-    """Collects into a buffer of the unit's size in the working dtype, or straight into the sums.
+    """Collects one micro-batch's gradients of a unit, parameter by parameter, until the unit is complete.
 
-    adds_to_sums: for sums that rest full, to which gradients can be added as they come.
+    Sums that rest on the full rung take gradients as they come. Otherwise they wait in a buffer of the working dtype for their descent.
     """
 
     def __init__(self, gradient: UnitGradient, policy: Policy, dtype: torch.dtype, staging: Staging) -> None:
@@ -65,18 +66,18 @@ class Collector:
         return len(self._arrived) == len(self._layout.params)
 
     def fill_missing(self) -> None:
-        """Puts zeros in place of gradients that have not come; sums need none."""
+        """Writes zeros for gradients that have not come; sums need none."""
         for index in range(len(self._layout.params)):
             if index not in self._arrived and not self._adds_to_sums:
                 self._place_of(index).zero_()
 
     def complete(self) -> Regions:
-        """The values of the whole unit, which are to descend; what is collected next belongs to the next micro-batch."""
+        """The values of the whole unit, ready to descend. What is collected next belongs to the next micro-batch."""
         self._arrived.clear()
         return self._gradient.resting if self._adds_to_sums else Regions.of(self._taken_buffer(), self._layout.runs)
 
     def release(self) -> None:
-        """Lets go of the buffer; whoever reads the values must have ended."""
+        """Gives the buffer back; nobody may read the values any more."""
         if self._buffer is not None:
             self._staging.give(self._buffer.view(torch.uint8))
         self._buffer = None

@@ -1,4 +1,4 @@
-"""Hooks on the modules of the uses and on the parameters; they only call the engine's moments."""
+"""Hooks on modules and parameters. They only call the engine: the schedule decides what happens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_zpp.parallel.specs import Use
 
 
 class Moments(Protocol):
-    """What the hooks report to."""
+    """Receives the calls of the hooks on modules."""
 
     def pre_forward(self, use: int) -> None: ...
 
@@ -24,9 +24,9 @@ class Moments(Protocol):
 
 
 def hook_uses(module: nn.Module, uses: Sequence[Use], moments: Moments) -> None:
-    """Lets `moments` know of each use's forward and of the arrival of its output's gradient.
+    """Calls `moments` before and after each use's forward, and when the gradient of its output arrives.
 
-    The backward of a use is announced by a hook on its output: it fires before recomputation, with every kind of checkpointing.
+    A hook on the output announces backward, because it fires before recomputation under every kind of activation checkpointing.
     """
     for index, use in enumerate(uses):
         submodule = module.get_submodule(use.module)
@@ -35,7 +35,7 @@ def hook_uses(module: nn.Module, uses: Sequence[Use], moments: Moments) -> None:
 
 
 def hook_parameters(parameters: Sequence[nn.Parameter], collect: Callable[[int], None]) -> list[RemovableHandle]:
-    """Handles of hooks that call collect(index) when the gradient of this backward is whole: once, also where two uses contribute."""
+    """Handles of hooks that call collect(index) when a parameter's gradient is complete: once per backward, even if two uses share it."""
     return [parameter.register_post_accumulate_grad_hook(partial(_collect, collect, index)) for index, parameter in enumerate(parameters)]
 
 

@@ -1,4 +1,4 @@
-"""Where every element of a unit stands, on every rung of every rank (pure arithmetic, no torch).
+"""Places every element of a unit, on every rung of every rank (pure arithmetic, no torch).
 
 A unit has two regions: *blocks* (parameters of two or more dimensions, each starting at a quantization-block boundary) and *exact*
 (parameters of one dimension). Each region is padded with zeros to a multiple of slices x block and cut into equal runs, one per slice.
@@ -34,7 +34,7 @@ class PlacedParam:
 class Segment:
     """Elements [start, stop) of one flattened parameter, at `offset` in the flat buffer of some rung.
 
-    counted: whether this rank counts them in the gradient norm (False for a replica that another rank counts).
+    counted: whether this rank counts them in the gradient norm. False for a replica that another rank counts.
     """
 
     spec: ParamSpec
@@ -76,13 +76,13 @@ class FlatLayout:
         )
 
     def runs_of(self, first: int, slices: int) -> tuple[tuple[Range, int], tuple[Range, int]]:
-        """The two ranges of the flat unit that make up `slices` slices from `first` on, each with its offset in their own flat buffer."""
+        """The two ranges of the flat unit that hold `slices` slices from `first` on, each with its offset in the buffer of those slices."""
         blocks = Range(first * self.runs.blocks, (first + slices) * self.runs.blocks)
         exact = Range(self.blocks_numel + first * self.runs.exact, self.blocks_numel + (first + slices) * self.runs.exact)
         return (blocks, 0), (exact, slices * self.runs.blocks)
 
     def segments(self, first: int = 0, slices: int | None = None) -> Iterator[Segment]:
-        """The pieces of parameters in the flat buffer that holds `slices` slices from `first` on (all of them by default), in order."""
+        """The segments in the flat buffer of `slices` slices from `first` on (all of them by default), in order."""
         count = self.slices if slices is None else slices
         for run, base in self.runs_of(first, count):
             for param in self.params:
@@ -92,7 +92,7 @@ class FlatLayout:
                     yield Segment(param.spec, start - param.offset, stop - param.offset, base + start - run.start)
 
     def paddings(self, first: int = 0, slices: int | None = None) -> Iterator[Range]:
-        """The ranges of the flat buffer of `slices` slices from `first` on that belong to no parameter, in order; they hold zeros always.
+        """The ranges of the flat buffer of `slices` slices from `first` on that belong to no parameter, in order. They always hold zeros.
 
         No range spans the two regions.
         """

@@ -1,4 +1,4 @@
-"""Loss scales: constant, or dynamic with hysteresis, as Megatron's: grow after a window of good steps, back off after repeated bad ones."""
+"""Loss scales: constant, or dynamic with hysteresis as in Megatron. A dynamic one grows after good steps and halves after bad ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ConstantLossScaler:
         return {"scale": self.scale}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """A constant scale is a flag of this run, whatever the checkpoint's was."""
+        """Changes nothing: this run was given its scale."""
         return
 
 
@@ -67,7 +67,7 @@ class DynamicLossScaler:
         return {"scale": self.scale, "good_steps": self._good_steps, "patience": self._patience}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Goes on where a dynamic scale stood; a constant one, such as the 1 of a bf16 run, is no place to start from."""
+        """Continues from the state of a dynamic scale. Ignores a constant one, such as the 1 of a bf16 run."""
         if "good_steps" not in state:
             return
         self.scale = state["scale"]

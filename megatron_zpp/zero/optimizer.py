@@ -17,8 +17,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class ShardedAdamW:
     """AdamW on views of the fp32 main weights, one view per unit and range of equal weight decay; units are updated one by one.
 
-    The bits do not depend on how weights are cut into views as long as every cut is at a multiple of 32 elements, which quantization blocks
-    see to: torch's fused kernel rounds otherwise in the rest of a view that does not fill its vectors.
+    Every cut between views is at a multiple of 32 elements, because blocks are, so the bits do not depend on the cuts. Elsewhere they
+    would: torch's fused kernel rounds differently in the rest of a view that does not fill its vectors.
     moments: per unit and name of MOMENTS, fp32 like the unit's main weight; the optimizer's state tensors are views of them.
     """
 
@@ -37,7 +37,7 @@ class ShardedAdamW:
 
     @property
     def steps(self) -> int:
-        """How many updates have been made."""
+        """Number of updates so far."""
         return next((adam.steps for adam in self._adams if adam is not None), 0)
 
     @steps.setter

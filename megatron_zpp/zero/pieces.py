@@ -1,4 +1,4 @@
-"""The state of an engine as pieces of parameters, the only form in which it leaves for files: no buffer offsets, no world size."""
+"""Cuts the state of an engine into pieces of parameters, the only form that files hold: no buffer offsets, no world size."""
 
 from __future__ import annotations
 

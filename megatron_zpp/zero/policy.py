@@ -1,6 +1,6 @@
-"""The ZeRO family as one table: a member is a row that says on which rung each state rests, and how it crosses a link (no torch).
+"""The ZeRO family as one table: each row says on which rung a state rests and how it crosses a link (no torch).
 
-The engine reads the row and nothing else; a row that no flag offers works as well.
+The engine reads the row and nothing else, so a row that no flag offers works as well.
 
                   optimizer  gradients  weights in step  weights cross as  gradients cross as
     ZeRO-0        full       full       full             -                 16 bits, then fp32 climbs
@@ -25,25 +25,25 @@ from megatron_zpp.parallel.topology import Topology
 
 
 class Rung(enum.IntEnum):
-    """How far a state is spread, from one slice per rank up to the whole unit on every rank."""
+    """How much of a state each rank holds, from one slice up to the whole unit."""
 
     PRIMARY = 0  # 1/W on every rank
     SECONDARY = 1  # 1/G on every rank, the same in every partition
     FULL = 2  # the whole unit on every rank
 
     def slices(self, topology: Topology) -> int:
-        """How many primary slices stand on each rank."""
+        """Number of primary slices on each rank."""
         return {Rung.PRIMARY: 1, Rung.SECONDARY: topology.partitions, Rung.FULL: topology.world_size}[self]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """One row: where states rest and how they cross.
+    """One row: where states rest, and how they cross the links.
 
     optimizer: PRIMARY, or FULL where every rank updates every weight.
     gradients: between micro-batches; fp32 sums.
     weights_in_step: between the uses within a step.
-    Raises ValueError for a combination that has no meaning.
+    Raises ValueError for a combination without meaning.
     """
 
     optimizer: Rung
@@ -59,7 +59,7 @@ class Policy:
             raise ValueError("an optimizer on the full rung needs gradients and weights on the full rung")
 
     def keeps_payloads(self, *, encodes: bool) -> bool:
-        """Whether the primary rung keeps its payload: a unit that climbs from there several times a step then encodes once.
+        """Whether the primary rung keeps its payload, so that a unit that climbs from there several times a step encodes once.
 
         encodes: whether encoding costs more than a copy.
         """
@@ -84,7 +84,7 @@ def with_quantized_weights(policy: Policy, code: Code = Code(8)) -> Policy:
 
 
 def with_secondary_weights(policy: Policy) -> Policy:
-    """hpZ: what the climb over the inter link has brought is kept until the optimizer step."""
+    """hpZ: the secondary rung is kept until the optimizer step."""
     return replace(policy, weights_in_step=Rung.SECONDARY)
 
 

@@ -1,4 +1,4 @@
-"""Which rungs of one unit's weights are fresh, on their way or at rest: every decision about it, and no data (no torch).
+"""Tracks which rungs of a unit's weights are fresh, on their way or at rest, and decides when they are filled and freed (no torch).
 
 A rung is filled when it is needed and neither it nor one above it is fresh or on its way. It rests when no use needs it, and goes stale
 when the main weights change:
@@ -10,8 +10,8 @@ when the main weights change:
 
 The secondary rung rests as soon as the full one has landed, unless the policy keeps it within a step.
 
-The engine executes these decisions on tensors (zero/unit.py), the planner times them (zero/plan/step_simulation.py). A ticket stands
-for a hop under way.
+The engine carries these decisions out on tensors (zero/unit.py), the planner times them (zero/plan/step_simulation.py). A ticket
+stands for a hop under way.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Residency(Generic[Ticket]):
         return self._policy.optimizer is Rung.FULL
 
     def is_fresh(self, rung: Rung) -> bool:
-        """Whether the rung holds what the main weights say now."""
+        """Whether the rung holds the current weights."""
         return rung in self._fresh
 
     def needs(self, rung: Rung) -> tuple[Rung, ...]:
-        """The rungs that must be filled so that `rung` will be fresh, lowest first; each from the one before it.
+        """The rungs to fill so that `rung` will be fresh, lowest first; each is filled from the one before it.
 
-        Empty where `rung`, or one above it, is fresh or on its way. Where the optimizer rests full, the full rung is filled from the main
+        Empty if `rung`, or one above it, is fresh or on its way. If the optimizer rests on the full rung, that rung is filled from the main
         weights, and there is no other.
         """
         if any(self._is_there(other) for other in _CLIMBED if other >= rung):
@@ -69,11 +69,11 @@ class Residency(Generic[Ticket]):
         return {rung: self._tickets[rung] for rung in _CLIMBED if rung in self._tickets}
 
     def ticket_below(self, rung: Rung) -> Ticket | None:
-        """The ticket of the hop that a hop to `rung` has to come after, if one is on its way."""
+        """The ticket of the hop that a hop to `rung` must follow, if one is on its way."""
         return self._tickets.get(Rung(rung - 1))
 
     def landed(self) -> tuple[Rung, ...]:
-        """All that was under way has arrived, the full rung last; returns the rungs that nobody needs any longer."""
+        """Marks every rung under way as fresh; returns the rungs to free. The full rung lands last."""
         if Rung.FULL not in self._tickets:
             raise RuntimeError("no climb to the full rung is under way")
         self._fresh.update(self._tickets)
@@ -81,18 +81,18 @@ class Residency(Generic[Ticket]):
         return () if self._policy.weights_in_step is Rung.SECONDARY else self._drop(Rung.SECONDARY)
 
     def rest(self) -> tuple[Rung, ...]:
-        """A use is done with the weights; returns the rungs to let go of: those above where weights rest within a step.
+        """Ends a use of the weights; returns the rungs to free, those above the one where weights rest within a step.
 
-        Empty while a climb is under way: somebody needs it already.
+        Empty while a climb is under way, because a later use needs it.
         """
         if self._tickets:
             return ()
         return self._drop(*(rung for rung in _CLIMBED if rung > self._policy.weights_in_step))
 
     def invalidate(self) -> tuple[Rung, ...]:
-        """The main weights have changed, so every rung is stale; returns the rungs to let go of.
+        """Makes every rung stale, because the main weights have changed; returns the rungs to free.
 
-        What is under way must have been waited for; it is dropped. Where weights rest full within a step, the full rung keeps its storage.
+        Hops under way must have landed; what they brought is dropped. If weights rest full within a step, the full rung keeps its storage.
         """
         self._tickets.clear()
         self._fresh.clear()

@@ -1,4 +1,4 @@
-"""When units climb and rest: a pure function of the uses, made once, never a recorded trace (no torch).
+"""Schedules when units climb and rest: a pure function of the uses, made once and never recorded from a run (no torch).
 
 A pass over the model is a list of moments. At each moment the engine first lets units rest, then submits climbs (those of this use and
 of the uses ahead), then waits for the units of this use. For a model of embedding, two blocks and a head that shares the embedding,
@@ -18,8 +18,8 @@ with two uses ahead over the inter link and one over the intra link:
     pre_backward 1      b1              b0                    b0                b0
     pre_backward 0      b0              -                     -                 -
 
-A climb listed again at a later moment is one that the engine skips, since it is on its way or fresh: lists are what must have been
-submitted by then, in order. So the same schedule serves every policy, evaluation in the middle, and skipped steps.
+A list names every climb that must have been submitted by then, in order. The engine skips those that are on their way or fresh. So one
+schedule serves every policy, evaluation between steps, and skipped steps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class Moment:
-    """One hook of one use; AFTER_BACKWARD comes once, for use 0."""
+    """A point in a pass: one hook of one use. AFTER_BACKWARD comes once, for use 0."""
 
     phase: Phase
     use: int
@@ -52,7 +52,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Actions:
-    """What happens at a moment, in this order; all entries are unit names."""
+    """What the engine does at a moment, in this order; all entries are unit names."""
 
     rest: tuple[str, ...] = ()
     climb_to_secondary: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Actions:
 
 @dataclass(frozen=True)
 class Prefetch:
-    """How many uses ahead climbs are submitted, over each link; a secondary rung costs only 1/G of a full one."""
+    """How many uses ahead climbs are submitted over each link. A secondary rung takes only 1/G of the memory of a full one."""
 
     inter_uses: int = 2
     intra_uses: int = 1
@@ -79,8 +79,8 @@ Schedule = Mapping[Moment, Actions]  # in the order of time
 class Pass:
     """One pass over the model, moment by moment; `schedule` says what is due at each.
 
-    A moment that is not announced, because a use was skipped or its output got no gradient on this rank, is made up for at the next that
-    is: every rank acts on the same moments in the same order, whatever its own part of the data led through.
+    A moment may not be announced on this rank, because a use was skipped or its output got no gradient. The next announced moment catches
+    up with it: every rank must act on the same moments in the same order, whatever its own samples led through.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -94,9 +94,9 @@ class Pass:
         return self._index_of.get(moment, -1) >= self._position
 
     def due_at(self, moment: Moment) -> list[Actions]:
-        """The actions of this moment, after those of moments that were passed over; an earlier moment than the last begins a new pass.
+        """The actions of this moment, after those of the moments that were missed. An earlier moment than the last one begins a new pass.
 
-        A rank cannot leave them out: the other ranks may have seen those moments, and wait in the collectives that belong to them.
+        Why catch up: other ranks may have seen the missed moments, and their collectives of those moments wait for this rank.
         """
         index = self._index_of[moment]
         start = self._position if index >= self._position else 0
@@ -133,7 +133,7 @@ def training_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
 
 
 def evaluation_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
-    """The actions of a forward without gradients: every use rests at once."""
+    """The actions of a forward without gradients: units rest right after their use."""
     actions = _climbs([_Stop(Moment(Phase.PRE_FORWARD, index), use.units) for index, use in enumerate(uses)], prefetch)
     for index, use in enumerate(uses):
         following = uses[index + 1].units if index + 1 < len(uses) else ()

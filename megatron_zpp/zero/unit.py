@@ -1,7 +1,7 @@
 """One unit on one rank: its main weights, and the storage of the rungs on which its working weights stand.
 
-Which rung is filled and let go of when is decided in zero/residency.py; here it is done.
-Storage of a released rung is really freed: `full` is resized to nothing and back, in place, so that tensors saved by autograd stay valid.
+zero/residency.py decides when a rung is filled and freed; this file does it.
+The storage of the full rung is resized to nothing and back in place, so that its memory is free and tensors saved by autograd stay valid.
 At rest a parameter shows one NaN expanded to its shape, because reading freed storage would end the process.
 """
 
@@ -23,7 +23,7 @@ from megatron_zpp.zero.residency import Residency
 
 
 class WeightUnit:
-    """Weights of one unit.
+    """The weights of one unit.
 
     main_weight: [slices * slice_numel] fp32 on the optimizer's rung: the own slice, or all slices.
     parameters: the leaves of the model, in the order of the layout, of `dtype`.
@@ -62,13 +62,13 @@ class WeightUnit:
     # ---- up
 
     def climb(self, rung: Rung) -> None:
-        """Submits what is missing so that `rung` will be fresh."""
+        """Submits the hops that make `rung` fresh; none if it is fresh or on its way."""
         for missing in self._residency.needs(rung):
             if self._residency.fills_without_hops:
                 self._copy_main_weights()
             elif missing is Rung.SECONDARY:
                 self._residency.submitted(missing, self._climb_to_secondary())
-                self._residency.filled(Rung.PRIMARY)  # with its payload, which this hop makes before the lane prepares another
+                self._residency.filled(Rung.PRIMARY)  # its payload: this hop makes it before the lane prepares another
             else:
                 self._residency.submitted(missing, self._climb_to_full())
 
@@ -93,9 +93,9 @@ class WeightUnit:
         return self._ladder.climb_to_full(self.name, self._codecs.intra, self._secondary, full, after)
 
     def wait(self, category: Category) -> None:
-        """Returns once the full rung is fresh, and books what the climb moved.
+        """Waits until the full rung is fresh, and books the bytes of its climb.
 
-        category: of a climb that serves this use alone; one to a rung that stays for the step is the training's, whoever asks first.
+        category: where to book a climb that serves this use alone. A climb to a rung that stays for the step is booked as training's.
         """
         if self._residency.is_fresh(Rung.FULL):
             return
@@ -112,11 +112,11 @@ class WeightUnit:
     # ---- down
 
     def rest(self) -> None:
-        """Lets go of what stands above the rung where weights rest within a step, unless a climb is under way."""
+        """Frees the rungs above the one where weights rest within a step, unless a climb is under way."""
         self._release(*self._residency.rest())
 
     def invalidate(self) -> None:
-        """Makes every rung stale, because the main weights have changed; climbs under way are waited for and dropped."""
+        """Makes every rung stale, because the main weights have changed. Waits for climbs under way and drops what they bring."""
         for hop in self._residency.under_way().values():
             self._ladder.lanes.wait(hop)
         rungs = self._residency.invalidate()
@@ -125,7 +125,7 @@ class WeightUnit:
             self._detach()  # the storage is kept, but nobody may read the old weights in it
 
     def use_codecs(self, codecs: LinkCodecs) -> None:
-        """Lets the next climbs cross the links in `codecs`; rungs made with others are stale."""
+        """Uses `codecs` from the next climb on; rungs made with others are stale."""
         self.invalidate()
         self._codecs = codecs
         self._own_payload = None
@@ -142,8 +142,7 @@ class WeightUnit:
         return [tensor for tensor in rungs if tensor is not None]
 
     def _encoder_of_own(self) -> Callable[[Tensor], None]:
-        """What fills the payload of the own slice. Where encoding costs more than a copy and the unit climbs from here repeatedly, it is
-        done once, and the primary rung keeps its payload."""
+        """A function that fills the payload of the own slice. Where the primary rung keeps its payload, it encodes once and then copies."""
         codec = self._codecs.inter
         if not self._policy.keeps_payloads(encodes=codec.rests_encoded):
             return lambda payload: codec.encode_into(self.main_regions(), payload)

@@ -1,4 +1,4 @@
-"""The way of one unit's gradient, micro-batch by micro-batch, from autograd down to where its sums rest.
+"""Brings one unit's gradient, micro-batch by micro-batch, from autograd down to the rung where its sums rest.
 
                       full                 secondary               primary
     rest FULL         += per micro-batch   -                       last micro-batch
@@ -42,7 +42,7 @@ class UnitDescent:
         return self._collector.collect(index, gradient)
 
     def fill_missing(self) -> None:
-        """Zeros for parameters that the loss did not reach in this micro-batch."""
+        """Writes zeros for parameters that the loss did not reach in this micro-batch."""
         self.finish()
         self._collector.fill_missing()
 
@@ -68,7 +68,7 @@ class UnitDescent:
             )
 
     def finish(self) -> None:
-        """Returns once every hop under way has landed, and books what they moved; does nothing where none is."""
+        """Waits for every hop under way, and books its bytes."""
         if not self._hops:
             return  # what has been collected since the last descent stays
         for hop in self._hops:
@@ -81,12 +81,12 @@ class UnitDescent:
         self._mean_payloads = None
 
     def start_iteration(self, iteration: int) -> None:
-        """Says which step the next micro-batches belong to, and that none of it has descended."""
+        """Begins a step: none of its micro-batches has descended yet."""
         self._iteration = iteration
         self._microbatch = 0
 
     def use_codecs(self, codecs: LinkCodecs) -> None:
-        """Lets the next descents cross the links in `codecs`."""
+        """Uses `codecs` from the next descent on."""
         self._codecs = codecs
 
     def _climb_back(self) -> None:

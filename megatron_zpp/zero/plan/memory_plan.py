@@ -1,7 +1,7 @@
-"""What one rank needs of memory, from units, policy and world alone (no torch).
+"""Predicts the memory that one rank needs, from units, policy and world alone (no torch).
 
-States are exact: what the engine reports at the end of a backward. Gathered units and buffers are the most that the schedule and the
-lanes can have alive at once.
+States are exact: the engine reports the same bytes at the end of a backward. Gathered units and buffers are the most that the schedule
+and the lanes can have at once.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Sharding:
     prefetch: Prefetch
 
     def payload_bytes(self, code: Code, runs: Runs) -> int:
-        """Bytes of one slice on its way in `code`."""
+        """Bytes of one slice's payload in `code`."""
         return code.payload_bytes(runs, element_bytes=self.element_bytes, block_numel=self.block_numel)
 
     def mean_payload_bytes(self, runs: Runs) -> int:
-        """Bytes of one slice of the fp32 mean gradient that climbs back where the optimizer rests full."""
+        """Bytes of one slice of the fp32 mean gradient, which climbs back if the optimizer rests on the full rung."""
         return EXACT.payload_bytes(runs, element_bytes=MAIN_BYTES)
 
 
@@ -46,7 +46,7 @@ class MemoryPlan:
     """Bytes on one rank.
 
     weights: main weights, and working weights where they rest full. secondary: secondary copies and payloads that rest encoded.
-    gathered: units that are full at once for their use. buffers: payloads on their way. norm: what the gradient norm needs for a moment.
+    gathered: units that are full at the same time. buffers: payloads on their way. norm: needed for a moment by the gradient norm.
     """
 
     weights: int
@@ -59,12 +59,12 @@ class MemoryPlan:
 
     @property
     def states(self) -> int:
-        """What stays from step to step."""
+        """The bytes that stay from step to step."""
         return self.weights + self.gradients + self.optimizer_state + self.secondary
 
 
 def plan_memory(unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: Sharding, topology: Topology) -> MemoryPlan:
-    """What each rank of a world of this topology needs."""
+    """The memory of each rank of a world of this topology."""
     layouts = {spec.name: FlatLayout(spec.params, topology.world_size, sharding.block_numel) for spec in unit_specs}
     units = [_PlannedUnit(layout, sharding, topology) for layout in layouts.values()]
     same_size = Counter(units)
@@ -117,7 +117,7 @@ class _PlannedUnit:
         return self._payload_bytes(inter) if self._policy.keeps_payloads(encodes=not inter.is_exact) else 0
 
     def buffer_bytes(self, count: int) -> int:
-        """Payloads on their way at once, where `count` units have this size."""
+        """Payloads on their way at the same time, if `count` units have this size."""
         descents = LARGEST_UNDER_WAY + 1  # and one that autograd fills
         return self._climb_bytes(count) + min(count, descents) * self._descent_bytes()
 

@@ -1,4 +1,4 @@
-"""What one unit sends over the links: each hop's bytes and the encoding and decoding around it (pure arithmetic, no torch).
+"""Lists the hops of one unit: the bytes of each, and the encoding and decoding around it (pure arithmetic, no torch).
 
 The hops are those of comm/links.py, for one rank of N partitions of G ranks; a payload is one slice of the unit.
 
@@ -19,7 +19,7 @@ from megatron_zpp.zero.plan.memory_plan import Sharding
 
 @dataclass(frozen=True)
 class CodecWork:
-    """Values that one rank turns into integers or back; what crosses as it is costs nothing here.
+    """Values that one rank quantizes or decodes. Values that cross as they are cost nothing here.
 
     encoded, decoded: values. summed: values times members of the means that are decoded.
     """
@@ -34,7 +34,7 @@ class CodecWork:
 
 @dataclass(frozen=True)
 class PlannedHop:
-    """One hop of one unit on one rank. before, after: the codec's work before the collective and when it has ended."""
+    """One hop of one unit on one rank. before, after: the codec's work before and after the collective."""
 
     unit: str
     lane: Lane
@@ -77,7 +77,7 @@ class UnitHops:
         )
 
     def climb_of_mean(self) -> tuple[PlannedHop, PlannedHop]:
-        """The fp32 mean gradient back up, where the optimizer rests full."""
+        """The climb of the fp32 mean gradient, if the optimizer rests on the full rung."""
         mean = self._sharding.mean_payload_bytes(self._layout.runs)
         inter = self._hop(Link.INTER, Direction.CLIMB, mean)
         return inter, self._hop(Link.INTRA, Direction.CLIMB, self._partitions * mean)

@@ -1,7 +1,7 @@
-"""One optimizer step as a sequence of computations, hops and waits, in the engine's own order, without tensors (no torch).
+"""Simulates one optimizer step: its computations, hops and waits in the engine's order, without tensors (no torch).
 
-Schedule, residency and descents are the engine's; what is walked here is the order in which the engine comes to them. It counts a climb's
-encoding every time, also where the engine keeps the payload that it has made.
+Schedule, residency and descents are the engine's own. The simulation counts the encoding of every climb, even where the engine keeps the
+payload.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Listener(Protocol[Ticket]):
     """Receives the events of the simulated step. A ticket stands for a hop and is never None."""
 
     def submit(self, hop: PlannedHop, after: Ticket | None) -> Ticket:
-        """A hop is handed to its lane; it may start when the one before it (`after`) has landed."""
+        """A hop is submitted to its lane; it may start once the hop `after` has landed."""
 
     def wait(self, ticket: Ticket) -> None:
-        """Computation goes on when this hop has landed."""
+        """Computation waits until this hop has landed."""
 
     def compute(self, use: int, *, is_backward: bool) -> None:
         """A use is computed."""
 
 
 class _Weights(Generic[Ticket]):
-    """What zero/unit.py:WeightUnit does of its residency's decisions, as hops alone."""
+    """Stands for zero/unit.py:WeightUnit: the same decisions, as hops alone."""
 
     def __init__(self, hops: UnitHops, policy: Policy, listener: Listener[Ticket]) -> None:
         to_secondary, to_full = hops.climb()
@@ -68,7 +68,7 @@ class _Weights(Generic[Ticket]):
 
 
 class _Gradient(Generic[Ticket]):
-    """What zero/unit_descent.py:UnitDescent does, as hops alone."""
+    """Stands for zero/unit_descent.py:UnitDescent, as hops alone."""
 
     def __init__(self, hops: UnitHops, policy: Policy, listener: Listener[Ticket]) -> None:
         self._within, self._across = hops.descend()
@@ -100,7 +100,7 @@ class _Gradient(Generic[Ticket]):
 
 
 class StepSimulation(Generic[Ticket]):
-    """The steps of one rank; `listener` hears of them."""
+    """The steps of one rank, reported to `listener`."""
 
     def __init__(
         self, unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: Sharding, topology: Topology, listener: Listener[Ticket]
@@ -124,7 +124,7 @@ class StepSimulation(Generic[Ticket]):
             self._completed_by[first_use[unit]].append(unit)
 
     def step(self, microbatches: int, *, submits_next_climbs: bool = False) -> None:
-        """One optimizer step. submits_next_climbs: at its end, those that the next step begins with, as the engine does."""
+        """One optimizer step. submits_next_climbs: it ends with the climbs that the next step begins with, as the engine does."""
         for index in range(microbatches):
             is_last = index == microbatches - 1
             for moment, actions in self._schedule.items():

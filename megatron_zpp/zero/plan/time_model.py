@@ -1,14 +1,14 @@
-"""How long a step takes on a machine: the simulation through a step, told on clocks instead of devices (no torch).
+"""Predicts how long a step takes on a machine, by running its simulation on clocks (no torch).
 
-What is assumed:
+Assumptions:
 - A link carries one hop at a time, first come, first served: `bytes / rate`, plus a constant for every collective. Both directions of a
   link share nothing (full duplex), and all ranks of a node send at once, so a hop between nodes costs what enters the node.
 - A hop over the inter link takes its turn on the link between nodes, also where partitions are parts of a node and share one.
-- Computation takes the time it takes alone; nothing competes with it, unless codecs run on it (below).
+- Computation takes as long as it takes alone. Nothing competes with it but codecs, in some cases (below).
 - Overlap.STREAMS: hops run beside computation, encoding and decoding included (lanes on CUDA streams). Overlap.THREAD: so they do, but one
   thread encodes and decodes for all lanes, on the cores of computation, which stands still meanwhile unless it waits (lanes on gloo).
   Overlap.NONE: every hop is waited for where it is submitted.
-- 16-bit values are cast and copied in no time; integers cost a constant per value. The optimizer's own time counts as computation.
+- Casting and copying 16-bit values takes no time; quantizing costs a constant per value. The optimizer's time counts as computation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIMULATED_MICROBATCHES = 3  # more repeat the last
 
 
 class Overlap(enum.Enum):
-    """What goes on beside computation."""
+    """What runs beside computation."""
 
     STREAMS = "streams"
     THREAD = "thread"
@@ -59,7 +59,7 @@ class CodecSpeed:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a step runs. inter_exchange_efficiency: share of the inter link's rate that an exchange of gradients as integers reaches."""
+    """The machine of a step. inter_exchange_efficiency: share of the inter link's rate that an exchange of quantized gradients reaches."""
 
     inter: LinkSpeed
     intra: LinkSpeed
@@ -85,7 +85,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, and how long each part of the machine is busy in it."""
+    """Seconds of one step, and of each part of the machine being busy in it."""
 
     seconds: float
     computing: float
@@ -95,7 +95,7 @@ class StepTime:
 
     @property
     def busy(self) -> dict[str, float]:
-        """Seconds by part, in words."""
+        """Busy seconds by the name of each part."""
         return {
             "computation": self.computing,
             "link between nodes": self.inter_link,
@@ -124,7 +124,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained and how it is sharded."""
+    """A model to train and how it is sharded."""
 
     unit_specs: Sequence[UnitSpec]
     uses: Sequence[Use]
@@ -134,7 +134,7 @@ class Job:
 
 
 def step_time(job: Job, machine: Machine, computation: Computation) -> StepTime:
-    """The time of a step after others like it."""
+    """The time of a step that follows others like it."""
     simulated = min(job.microbatches, _SIMULATED_MICROBATCHES)
     found = _simulated_time(job, machine, computation, simulated)
     if simulated == job.microbatches:
@@ -154,13 +154,13 @@ def _simulated_time(job: Job, machine: Machine, computation: Computation, microb
 
 @dataclass(frozen=True)
 class _Pending:
-    """A hop on a stream; end: of its landing."""
+    """A hop on a stream. end: when it lands."""
 
     end: float
 
 
 class _Clock:
-    """Time on one rank: computation stands at `now`, each link is taken until `link_free`, and `busy` adds up what was at work."""
+    """Time on one rank: computation has reached `now`, each link is busy until `link_free`, and `busy` adds up seconds at work."""
 
     def __init__(self, machine: Machine, computation: Computation, topology: Topology) -> None:
         self.machine = machine
@@ -179,13 +179,13 @@ class _Clock:
         self.now += seconds
 
     def code(self, work: CodecWork) -> float:
-        """Seconds of a codec, put down as busy."""
+        """Seconds of a codec, which it adds to `busy`."""
         seconds = self.machine.codec.seconds(work)
         self.busy["codecs"] += seconds
         return seconds
 
     def transfer(self, hop: PlannedHop, ready: float) -> float:
-        """When a hop that is ready has crossed its link."""
+        """The time at which a hop that is ready has crossed its link."""
         machine, traffic, link = self.machine, hop.traffic, hop.lane.link
         if traffic.inter_bytes == 0 and traffic.intra_bytes == 0:
             return ready
@@ -201,7 +201,7 @@ class _Clock:
 
 
 class _StreamClock(_Clock):
-    """Lanes of their own: a hop's time is known when it is submitted."""
+    """Lanes on streams: a hop's time is known when it is submitted."""
 
     def __init__(self, machine: Machine, computation: Computation, topology: Topology) -> None:
         super().__init__(machine, computation, topology)

@@ -1,4 +1,4 @@
-"""The bytes of one optimizer step, from units, policy and world alone (no torch): what the ledger of such a run will show."""
+"""Predicts the bytes of one optimizer step, from units, policy and world alone (no torch). The ledger of a run shows the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_zpp.zero.policy import Rung
 
 @dataclass
 class PlannedTraffic:
-    """What one rank receives in one step. collectives: hops that join more than one rank."""
+    """The bytes that one rank receives in one step. collectives: number of hops that join more than one rank."""
 
     weights: Traffic = Traffic()
     gradients: Traffic = Traffic()
@@ -27,7 +27,7 @@ class PlannedTraffic:
     def total(self) -> Traffic:
         return self.weights + self.gradients
 
-    # ---- the listener of a walk
+    # ---- the listener of a simulation
 
     def submit(self, hop: PlannedHop, after: int | None) -> int:
         if hop.traffic != Traffic():
@@ -48,7 +48,7 @@ class PlannedTraffic:
 def planned_traffic(
     unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: Sharding, topology: Topology, microbatches: int
 ) -> PlannedTraffic:
-    """The traffic of a step with so many micro-batches; the same on every rank. In stage 0 the mean that climbs back is a gradient."""
+    """The traffic of a step of `microbatches`, the same on every rank. In stage 0 the mean that climbs back counts as gradient."""
     traffic = PlannedTraffic()
     StepSimulation(unit_specs, uses, sharding, topology, traffic).step(microbatches)
     if sharding.policy.optimizer is Rung.FULL:
