@@ -42,7 +42,7 @@ class Float8Codec:
     rests_encoded: ClassVar[bool] = True
 
     def payload_bytes(self, runs: Runs) -> int:
-        return padded_bytes(runs.blocks) + padded_bytes(runs.blocks // self.block_numel * 4) + self.exact.payload_bytes(Runs(0, runs.exact))
+        return self._exact_at(runs) + padded_bytes(runs.exact * self.exact.dtype.itemsize)
 
     def encode_into(self, values: Regions, payloads: Tensor) -> None:
         codes, scales, exact = self._parts(payloads, values.runs)
@@ -52,29 +52,25 @@ class Float8Codec:
         exact.copy_(values.exact)
 
     def decode_into(self, payloads: Tensor, values: Regions) -> None:
-        blocks, exact = self._decoded(payloads, values.runs)
-        values.blocks.copy_(blocks)
-        values.exact.copy_(exact)
+        self.decode_mean_into(payloads.unsqueeze(0), values, accumulate=False)  # the mean of one
 
     def decode_mean_into(self, payloads: Tensor, mean: Regions, *, accumulate: bool) -> None:
-        blocks, exact = self._decoded(payloads, mean.runs)
-        add_mean_(mean.blocks, blocks, accumulate=accumulate)
+        codes, scales, exact = self._parts(payloads, mean.runs)
+        blocks = codes.float().unflatten(-1, (-1, self.block_numel)) * scales.unsqueeze(-1)
+        add_mean_(mean.blocks, blocks.flatten(-2), accumulate=accumulate)
         add_mean_(mean.exact, exact, accumulate=accumulate)
 
     def keyed(self, key: int) -> Float8Codec:
         return self  # nothing is rounded by chance
 
-    def _decoded(self, payloads: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
-        codes, scales, exact = self._parts(payloads, runs)
-        return (codes.float().unflatten(-1, (-1, self.block_numel)) * scales.unsqueeze(-1)).flatten(-2), exact
-
     def _parts(self, payloads: Tensor, runs: Runs) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of payloads [..., payload_bytes]: float8 [..., run], fp32 [..., blocks of a run] and the exact run."""
-        scales_at = padded_bytes(runs.blocks)
-        exact_at = scales_at + padded_bytes(runs.blocks // self.block_numel * 4)
+        """Views of payloads [..., payload_bytes]: float8 [..., run], fp32 [..., blocks of the run] and the exact run."""
         codes = payloads[..., : runs.blocks].view(torch.float8_e4m3fn)
-        scales = CastCodec(torch.float32).run_at(payloads, scales_at, runs.blocks // self.block_numel)
-        return codes, scales, self.exact.run_at(payloads, exact_at, runs.exact)
+        scales = CastCodec(torch.float32).run_at(payloads, padded_bytes(runs.blocks), runs.blocks // self.block_numel)
+        return codes, scales, self.exact.run_at(payloads, self._exact_at(runs), runs.exact)
+
+    def _exact_at(self, runs: Runs) -> int:
+        return padded_bytes(runs.blocks) + padded_bytes(runs.blocks // self.block_numel * 4)
 
 
 def make_codec(code: Code, dtype: torch.dtype, block_numel: int) -> Codec:
@@ -100,6 +96,7 @@ def train(model: nn.Module, options: EngineOptions, backend: Backend) -> tuple[l
 
 
 def main() -> None:
+    torch.manual_seed(0)
     world = VirtualWorld(Topology.of_nodes(nodes=2, ranks_per_node=2))
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
     plain = EngineOptions(POLICIES[3])

@@ -55,19 +55,19 @@ def shard(
 ) -> ZeroEngine:
     """The engine that trains `module`, whose parameters are sharded from now on. Every rank must call it, with the same arguments.
 
-    It joins the world of torch.distributed if that is initialized; otherwise this process is a world of its own. Parameters move to the
-    current CUDA device where the world speaks NCCL, else to the CPU; a process alone leaves them where they are.
+    The world is that of torch.distributed if it is initialized; otherwise this process is a world of one. Parameters move to the current
+    CUDA device if the world uses NCCL, else to the CPU. A world of one leaves them where they are.
 
-    module: parameters in fp32, bf16 or fp16, all of them trained. They keep their values, which must be the same on every rank (call
-        torch.manual_seed first), and are replaced by new nn.Parameter objects, so make no optimizer of the old ones. A module that is too
-        large for one device is built on the meta device and needs `initialize`.
+    module: has parameters in fp32, bf16 or fp16, and all of them are trained. They keep their values, which must be the same on every rank
+        (call torch.manual_seed first). New nn.Parameter objects replace them, so do not make an optimizer. A module is sharded once. One
+        that is too large for a device is built on the meta device and needs `initialize`.
     units: paths of submodules, such as "blocks.0", in the order in which forward calls them. The parameters of a unit are gathered
-        together before the submodule is called, and let go of after it. Larger units make fewer, larger messages and need more memory.
+        together before the submodule is called, and freed after it. Larger units make fewer, larger messages and need more memory.
         Every parameter must be in a unit, and no unit may be inside another. A parameter that two units share (tied weights) belongs to
         the first of them, and is gathered for the call of the other as well.
-    options: everything else, with these fields:
+    options: EngineOptions (zero/engine.py), with these fields:
         policy: where weights, gradients and optimizer state rest and how they cross the links. POLICIES[0] to POLICIES[3] are the ZeRO
-            stages, ZEROPP is ZeRO++ (all from megatron_zpp.zero.policy); its functions with_... add one feature. Default: stage 3.
+            stages, ZEROPP is ZeRO++ (all from megatron_zpp.zero.policy); its functions with_... add one feature. Default: ZeRO-3.
         dtype: of weights in forward and backward, and of gradients: torch.float32 (default), bfloat16 or float16. Main weights, sums of
             gradients and optimizer state are fp32 always. Inputs and buffers are for the caller to cast.
         block_numel: neighbouring values that share a scale where values are quantized, a multiple of 32. Default: 256.
@@ -77,30 +77,31 @@ def shard(
         full_precision_iterations: first steps in which nothing is quantized. Default: 0.
         noise_seed: seed of stochastic rounding, where the policy asks for it. Default: 0.
         counts_zeros: whether a step counts the zeros in the mean gradient. Default: False.
-        make_codec: makes the codecs of the links from the codes of the policy; comm/codecs.py:Codec says what a codec must do.
-        observer: hears of the phases of a step; monitor/observer.py has the calls.
-    uses: only for a module whose calls read other units than their own, in a way that shared parameters do not show, or that recomputes
-        several units together: every module call of a forward in order, with the units that it reads (parallel/specs.py:Use; a unit is
-        named by its path). Default: each unit's own call.
+        make_codec: makes a codec of a code of the policy, a dtype and block_numel; comm/codecs.py:Codec has the rules. Default:
+            comm/codecs.py:make_codec. Plans of memory and time do not know other codecs.
+        observer: is told the phases of a step (monitor/observer.py). Default: one that does nothing.
+    uses: every module call of a forward in order, with the paths of the units that it reads (parallel/specs.py:Use). Needed if a call
+        reads a unit that `units` and shared parameters do not show, such as a weight that is passed as an argument, or if several units
+        are recomputed together. Default: the call of each unit.
     topology: Topology(world_size, ranks_per_node, partition_ranks). Ranks of a node must be consecutive. Weights climb first between
-        partitions, then inside them; partition_ranks (the group size of hpZ) divides ranks_per_node. Default: the nodes that the launcher
-        has named (torchrun sets LOCAL_WORLD_SIZE), each of which is one partition.
+        partitions, then inside them; partition_ranks (the group size of hpZ) divides ranks_per_node. Default: nodes as the launcher says
+        (torchrun sets LOCAL_WORLD_SIZE), each of which is one partition.
     loss_scaler: DynamicLossScaler() for fp16 (zero/loss_scaler.py). Default: a scale of 1.
     initialize: for a module on the meta device: initialize(path, shape) returns the first values of a parameter, of any dtype and device.
         Every rank calls it for every parameter in the same order, one after the other, and keeps its own slice.
     backend: other collectives than those of torch.distributed, such as comm/backend.py:VirtualWorld, which runs a world as threads of one
         process; it brings its own topology.
-    timeout: of a collective, after which a rank that misses another one fails.
+    timeout: of a collective over torch.distributed, after which a rank that waits for another fails. Default: 10 minutes.
 
     Per step, on every rank: for each micro-batch `engine.backward(loss, microbatches=k, is_last_microbatch=...)` in place of
-    loss.backward(), with the mean loss of this rank's micro-batch; then `engine.step(learning_rate)`, or, to do something in between,
-    `engine.finish_gradients()` and `engine.update(learning_rate)`. Gradients are means over micro-batches and ranks; they need no
-    zero_grad(). At the end `engine.close()`, then dist.destroy_process_group() if there is a group.
+    loss.backward(), with the mean loss of this rank's micro-batch; then `engine.step(learning_rate)`. To do something in between, call
+    `engine.finish_gradients()` and `engine.update(learning_rate)` instead. Gradients are means over micro-batches and ranks, and need no
+    zero_grad(). At the end call `engine.close()`, then dist.destroy_process_group() if there is a group.
 
     Evaluation: call the module under torch.no_grad(), on every rank and equally often.
 
-    Saving: `dict(full_weights(engine))` is a state dict of the parameters in fp32; load it with module.load_state_dict(..., strict=False)
-    before shard(). zero/pieces.py:owned_pieces has this rank's slices of weights and Adam's moments.
+    Saving: `dict(full_weights(engine))` is a state dict of the parameters in fp32, shared ones once. Load it before shard(), with
+    module.load_state_dict(..., strict=False). zero/pieces.py:owned_pieces has this rank's slices of weights and of Adam's moments.
 
     Not supported: a submodule that is called more than once in a forward; a parameter that is read outside of the call of its unit (it
     shows NaN there); a unit that returns anything but one tensor; frozen parameters. Buffers are left alone: each rank has its own.
@@ -327,7 +328,7 @@ def _fill(engine: ZeroEngine, first_values: Mapping[str, nn.Parameter], initiali
         values = initialize(path, shape) if initialize is not None else first_values[path]
         if values.shape != shape:
             raise ValueError(f"initialize gave {list(values.shape)} values for parameter {path}, which has {list(shape)}")
-        flat = values.detach().to(torch.float32).flatten()
+        flat = values.detach().to(torch.float32).flatten().contiguous()
         digest.update(flat.cpu().numpy().data)
         if path in own:
             own[path].values.copy_(flat[own[path].start : own[path].stop])

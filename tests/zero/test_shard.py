@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -299,6 +301,16 @@ def test_a_unit_that_returns_two_tensors_is_named() -> None:
     shard(model, ["0"], EngineOptions())
     with pytest.raises(RuntimeError, match="Pair, the module of a use, returns a tuple; needed is one tensor"):
         model(torch.ones(2, 4))
+
+
+def test_nothing_keeps_the_parameters_that_the_module_had() -> None:
+    model = tied()
+    old = [weakref.ref(parameter) for parameter in model.parameters()]
+    engine = shard(model, ALL)
+    gc.collect()
+    assert [ref() for ref in old] == [None] * len(old)
+    assert all(parameter.isnan().all() for parameter in model.parameters())  # at rest
+    engine.close()
 
 
 def test_ranks_whose_launcher_does_not_name_nodes_ask_for_a_topology(ranks: RankPool) -> None:
