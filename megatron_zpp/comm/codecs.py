@@ -148,8 +148,8 @@ class BlockCodec:
 
     | codes | scales | exact run |, each padded to 16 bytes
 
-    code: any but an exact one. A Hadamard rotation spreads errors onto the padding behind a parameter too; whoever needs zeros there has to
-    write them.
+    code: any but an exact one. A Hadamard rotation spreads errors onto the padding behind a parameter too; a caller that needs zeros there
+    writes them.
     noise_key: stochastic rounding is drawn from it and from a value's index among those encoded at once. None: the code rounds to nearest.
     """
 

@@ -38,7 +38,7 @@ class Hop(Times):
     launch: starts the collective; returns None if there is nothing to send.
     land: decodes what has arrived.
     after: the hop that must land before this one is prepared.
-    traffic: the bytes that the collective brings to this rank; whoever waits for the hop books them.
+    traffic: the bytes that the collective brings to this rank; the caller that waits for the hop books them.
     prepare: encodes what is sent; may run while the lane's collective before this one is under way.
     """
 

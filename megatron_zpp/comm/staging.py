@@ -33,7 +33,7 @@ class Staging:
         return buffer
 
     def clear(self) -> None:
-        """Frees the buffers that nobody has taken. Every use of them must have ended."""
+        """Frees the buffers that are not taken. Every use of them must have ended."""
         with self._lock:
             self.allocated_bytes -= sum(nbytes * len(buffers) for nbytes, buffers in self._free.items())
             self._free.clear()

@@ -82,8 +82,9 @@ class StepResult:
 class ZeroEngine:
     """One rank's part of a sharded model.
 
-    module: built on the meta device; each of its parameters is replaced by a leaf that a unit owns.
-    Every rank must make the same calls in the same order.
+    Every rank must make the same calls in the same order. shard() makes an engine for any module (zero/shard.py).
+    module: its parameters may be on the meta device; each is replaced by a leaf that a unit owns.
+    rank, world_size, device: of this rank. units, gradients: its parts of each unit, in the order of `unit_specs`.
     """
 
     def __init__(

@@ -44,7 +44,8 @@ class UnitGradient:
 class Collector:
     """Collects one micro-batch's gradients of a unit, parameter by parameter, until the unit is complete.
 
-    Sums that rest on the full rung take gradients as they come. Otherwise they wait in a buffer of the working dtype for their descent.
+    Gradients are added to sums that rest on the full rung as they come. For other sums they wait in a buffer of the working dtype until
+    they descend.
     """
 
     def __init__(self, gradient: UnitGradient, policy: Policy, dtype: torch.dtype, staging: Staging) -> None:
@@ -77,7 +78,7 @@ class Collector:
         return self._gradient.resting if self._adds_to_sums else Regions.of(self._taken_buffer(), self._layout.runs)
 
     def release(self) -> None:
-        """Gives the buffer back; nobody may read the values any more."""
+        """Gives the buffer back. The descent that reads it must have ended."""
         if self._buffer is not None:
             self._staging.give(self._buffer.view(torch.uint8))
         self._buffer = None

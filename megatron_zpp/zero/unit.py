@@ -122,7 +122,7 @@ class WeightUnit:
         rungs = self._residency.invalidate()
         self._release(*rungs)
         if Rung.FULL not in rungs:
-            self._detach()  # the storage is kept, but nobody may read the old weights in it
+            self._detach()  # the storage is kept, but its weights are old
 
     def use_codecs(self, codecs: LinkCodecs) -> None:
         """Uses `codecs` from the next climb on; rungs made with others are stale."""
