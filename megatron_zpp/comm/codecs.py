@@ -119,13 +119,13 @@ class CastCodec:
         return EXACT.payload_bytes(runs, element_bytes=self.dtype.itemsize)
 
     def encode_into(self, values: Regions, payloads: Tensor) -> None:
-        self._regions(payloads, values.runs).copy_(values)
+        self.regions_of(payloads, values.runs).copy_(values)
 
     def decode_into(self, payloads: Tensor, values: Regions) -> None:
-        values.copy_(self._regions(payloads, values.runs))
+        values.copy_(self.regions_of(payloads, values.runs))
 
     def decode_mean_into(self, payloads: Tensor, mean: Regions, *, accumulate: bool) -> None:
-        for payload_part, mean_part in zip(self._regions(payloads, mean.runs).parts(), mean.parts(), strict=True):
+        for payload_part, mean_part in zip(self.regions_of(payloads, mean.runs).parts(), mean.parts(), strict=True):
             add_mean_(mean_part, payload_part, accumulate=accumulate)
 
     def keyed(self, key: int) -> CastCodec:
@@ -135,7 +135,8 @@ class CastCodec:
         """The values [..., numel] that stand at `offset_bytes` in every row of payloads [..., payload_bytes]."""
         return payloads[..., offset_bytes : offset_bytes + numel * self.dtype.itemsize].view(self.dtype)
 
-    def _regions(self, payloads: Tensor, runs: Runs) -> Regions:
+    def regions_of(self, payloads: Tensor, runs: Runs) -> Regions:
+        """The values in payloads [..., payload_bytes], as views."""
         return Regions(
             self.run_at(payloads, 0, runs.blocks),
             self.run_at(payloads, EXACT.blocks_bytes(runs.blocks, element_bytes=self.dtype.itemsize), runs.exact),

@@ -34,6 +34,12 @@ def hook_uses(module: nn.Module, uses: Sequence[Use], moments: Moments) -> None:
         submodule.register_forward_hook(partial(_post_forward, moments, index))
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether an engine has hooked this module or one in it."""
+    hooks = [hook for inner in module.modules() for hook in inner._forward_pre_hooks.values()]
+    return any(isinstance(hook, partial) and hook.func is _pre_forward for hook in hooks)
+
+
 def hook_parameters(parameters: Sequence[nn.Parameter], collect: Callable[[int], None]) -> list[RemovableHandle]:
     """Handles of hooks that call collect(index) when a parameter's gradient is complete: once per backward, even if two uses share it."""
     return [parameter.register_post_accumulate_grad_hook(partial(_collect, collect, index)) for index, parameter in enumerate(parameters)]
@@ -45,7 +51,7 @@ def _pre_forward(moments: Moments, use: int, module: nn.Module, args: tuple[Any,
 
 def _post_forward(moments: Moments, use: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     if not isinstance(output, Tensor):
-        raise RuntimeError(f"{type(module).__name__}, the module of a use, returns a {type(output).__name__}; needed is one tensor")
+        raise RuntimeError(f"{type(module).__name__}, the module of a use, returns a {type(output).__name__}; it must return one tensor")
     if torch.is_grad_enabled() and output.requires_grad:
         output.register_hook(partial(_pre_backward, moments, use))
     moments.post_forward(use)

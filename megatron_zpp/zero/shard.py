@@ -33,6 +33,7 @@ from megatron_zpp.parallel.launch import read_launch
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
+from megatron_zpp.zero.hooks import is_hooked
 from megatron_zpp.zero.loss_scaler import LossScaler
 from megatron_zpp.zero.pieces import WEIGHT, parameters, resting_pieces
 
@@ -112,6 +113,8 @@ def shard(
     world_size = _world_size(backend)
     topology = _topology(topology, backend, world_size)
     _check_options(options)
+    if is_hooked(module):
+        raise ValueError("the module is sharded already; build a new one")
     plan = _ModulePlan.of(module, units)
     _check_parameters(plan.parameters, initialize)
     uses = plan.uses if uses is None else _checked_uses(module, uses, plan.unit_specs)

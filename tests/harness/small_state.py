@@ -97,7 +97,7 @@ def set_state(state: State, iteration: int) -> None:
 
 
 def check_holds(folder: Path, iteration: int) -> None:
-    """Nothing, where the checkpoint is whole and holds, bit for bit, the state of the iteration."""
+    """Asserts that the checkpoint is complete and holds the state of the iteration bit for bit."""
     with CheckpointReader(folder) as reader:
         assert list(reader.verify()) == []
         assert reader.manifest.iteration == iteration

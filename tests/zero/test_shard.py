@@ -299,7 +299,7 @@ def test_a_unit_that_returns_two_tensors_is_named() -> None:
 
     model = nn.Sequential(Pair(4, 4))
     shard(model, ["0"], EngineOptions())
-    with pytest.raises(RuntimeError, match="Pair, the module of a use, returns a tuple; needed is one tensor"):
+    with pytest.raises(RuntimeError, match="Pair, the module of a use, returns a tuple; it must return one tensor"):
         model(torch.ones(2, 4))
 
 
@@ -323,3 +323,10 @@ def test_ranks_whose_launcher_does_not_name_nodes_ask_for_a_topology(ranks: Rank
 def test_a_process_alone_is_a_world_of_one_on_the_device_of_the_module() -> None:
     engine = shard(tied(), ALL, EngineOptions(POLICIES[3]))
     assert (engine.rank, engine.world_size, engine.device) == (0, 1, torch.device("cpu"))
+
+
+def test_a_module_is_sharded_once() -> None:
+    module = nn.Sequential(nn.Linear(4, 4))
+    shard(module, ["0"]).close()
+    with pytest.raises(ValueError, match="the module is sharded already"):
+        shard(module, ["0"])
