@@ -1,4 +1,5 @@
 # Sourced by the launch scripts beside it: sets variables of every rank, unless you have set them.
+# shellcheck shell=bash
 
 # Ranks share the cores of a node; with a thread pool in each, they would slow each other down.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

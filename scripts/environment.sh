@@ -1,7 +1,10 @@
 # Sourced by the scripts beside it: changes to the repository root, and provides a Python with the packages of the requirement files.
+# shellcheck shell=bash
 
-readonly ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-cd "$ROOT"
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+readonly ROOT
+cd "$ROOT" || exit
+source scripts/checks.sh
 
 # prepare_environment yes|no REQUIREMENT_FILE...
 # yes: makes or reuses .venv. no: stays in the active environment, and installs only if a package of the files is missing.
@@ -53,7 +56,8 @@ require_python() {
 
 # The stamp holds a hash of the requirement files, so that a second start does not run pip again.
 install_if_changed() {
-    local stamp=".venv/requirements-$(printf '%s\n' "$@" | checksum).stamp" current
+    local stamp current
+    stamp=".venv/requirements-$(printf '%s\n' "$@" | checksum).stamp"
     current="$(cat constraints.txt "$@" | checksum)"
     if [[ "$(cat "$stamp" 2>/dev/null)" != "$current" ]]; then
         install "$@"
@@ -92,9 +96,4 @@ PYTHON
 
 checksum() {
     cksum | cut -d ' ' -f 1
-}
-
-stop() {
-    echo "error: $*" >&2
-    exit 2
 }

@@ -106,7 +106,7 @@ choose_ranks() {
 }
 
 train_to() {
-    if [[ "$(cat "$CHECKPOINTS/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)" -ge "$1" ]]; then
+    if (($(saved_iteration "$CHECKPOINTS") >= $1)); then
         echo "done before: $CHECKPOINTS has iteration $1"
         return
     fi

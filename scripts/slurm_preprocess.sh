@@ -14,30 +14,26 @@
 # If the same command is given again, interrupted tasks continue, and finished tasks are not repeated.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/checks.sh
 
-if (($# < 2)); then
-    echo "error: give a folder of JSON lines and the prefix of the corpus; see the comment at the top of $0." >&2
-    exit 2
-fi
+(($# >= 2)) || stop "give a folder of JSON lines and the prefix of the corpus; see the comment at the top of $0."
 folder="$1" output="$2"
 shift 2
+refuse_dash FOLDER "$folder"
+refuse_dash OUTPUT_PREFIX "$output"
+[[ -d "$folder" ]] || stop "$folder is not a folder; give a folder of JSON lines."
 
-mapfile -t files < <(find "$folder" -name '*.jsonl' -o -name '*.jsonl.gz' -o -name '*.jsonl.zst' | LC_ALL=C sort)
-if ((${#files[@]} == 0)); then
-    echo "error: $folder has no .jsonl, .jsonl.gz or .jsonl.zst; correct the folder." >&2
-    exit 2
-fi
+mapfile -t -d '' files < <(find "$folder" '(' -name '*.jsonl' -o -name '*.jsonl.gz' -o -name '*.jsonl.zst' ')' -print0 | LC_ALL=C sort -z)
+((${#files[@]} > 0)) || stop "$folder has no .jsonl, .jsonl.gz or .jsonl.zst; correct the folder."
 SHARES="${SHARES:-$((${#files[@]} < 64 ? ${#files[@]} : 64))}"
-if ((SHARES < 1 || SHARES > ${#files[@]})); then
-    echo "error: SHARES=$SHARES does not fit ${#files[@]} files; choose 1 to ${#files[@]}." >&2
-    exit 2
-fi
+is_number "$SHARES" 1 "${#files[@]}" || stop "SHARES=$SHARES does not fit ${#files[@]} files; choose 1 to ${#files[@]}."
+SHARES="$((10#$SHARES))"
 
 parts="${output}_parts"
 mkdir -p "$parts"
-printf '%s\n' "${files[@]}" >"$parts/files.txt"
+printf '%s\0' "${files[@]}" >"$parts/files"
 
 read -r -a options <<<"${SBATCH_OPTIONS:-}"
 job="$(sbatch --parsable ${options[@]+"${options[@]}"} --array "0-$((SHARES - 1))" scripts/slurm_preprocess.sbatch "$parts" "$@")"
 job="${job%%;*}" # sbatch adds the name of the cluster if there are several
-sbatch ${options[@]+"${options[@]}"} --dependency "afterok:$job" scripts/slurm_merge.sbatch "$parts" "$output" "$SHARES"
+sbatch ${options[@]+"${options[@]}"} --dependency "afterok:$job" --kill-on-invalid-dep yes scripts/slurm_merge.sbatch "$parts" "$output" "$SHARES"

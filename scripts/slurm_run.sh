@@ -1,15 +1,21 @@
 # Sourced by the Slurm scripts beside it: the common part of both. Slurm runs a copy of a script, so the repository is the folder from
 # which the job was submitted.
+# shellcheck shell=bash
 
-cd "${SLURM_SUBMIT_DIR:?submit this with sbatch, from the root of the repository}"
+cd "${SLURM_SUBMIT_DIR:?submit this with sbatch, from the root of the repository}" || exit
+source scripts/checks.sh
 source scripts/cluster_environment.sh
 
-: "${SAVE:?set it to the folder of checkpoints, of a file system that all nodes share}"
-: "${TRAIN_ITERS:?set it to the length of the run, in iterations}"
+require_set SAVE "the folder of checkpoints, on a file system that all nodes share"
+refuse_dash SAVE "$SAVE"
+require_set TRAIN_ITERS "the length of the run, in iterations"
+require_number TRAIN_ITERS 1 999999999999
 
 # MODEL names a file of scripts/models; without it, the arguments must have the shape of the model.
 MODEL_ARGS=()
 if [[ -n "${MODEL:-}" ]]; then
+    [[ "$MODEL" != */* && -f "scripts/models/$MODEL.sh" ]] || stop "MODEL=$MODEL has no file scripts/models/$MODEL.sh; see that folder."
+    # shellcheck source=/dev/null
     source "scripts/models/$MODEL.sh"
 fi
 
@@ -20,11 +26,11 @@ for word in "$@"; do
         --train-iters | --train-samples | --train-tokens) remedy="set TRAIN_ITERS, the length of the run in iterations, instead" ;;
         *) continue ;;
     esac
-    echo "error: ${word%%=*} cannot be used with this script, which repeats the job until TRAIN_ITERS are saved in SAVE; $remedy." >&2
-    exit 2
+    stop "${word%%=*} cannot be used with this script, which repeats the job until TRAIN_ITERS are saved in SAVE; $remedy."
 done
 
 # The same command starts and resumes the run. Later flags win over earlier ones, so the arguments can override these.
+# shellcheck disable=SC2034  # the scripts that source this use it
 RUN_ARGS=(
     ${MODEL_ARGS[@]+"${MODEL_ARGS[@]}"}
     --train-iters "$TRAIN_ITERS"
@@ -36,21 +42,10 @@ RUN_ARGS=(
     "$@"
 )
 
-# Prints 0 if nothing is saved, and for a converted model, for which the file says `release`.
-saved_iteration() {
-    local saved
-    saved="$(cat "$SAVE/latest_checkpointed_iteration.txt" 2>/dev/null || true)"
-    if [[ "$saved" =~ ^[0-9]+$ ]]; then
-        echo "$((10#$saved))"
-    else
-        echo 0
-    fi
-}
-
 # Puts this job back into the queue if it has saved a later iteration, but not the last one. A job that saved nothing new is not repeated.
 requeue_until_done() {
     local before="$1" now
-    now="$(saved_iteration)"
+    now="$(saved_iteration "$SAVE")"
     if ((now >= TRAIN_ITERS)); then
         echo "done: iteration $now is saved in $SAVE"
     elif ((now > before)); then

@@ -45,6 +45,8 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 echo "== ruff: style"
 python -m ruff check .
 python -m ruff format --check --quiet .
+echo "== shellcheck: scripts"
+shellcheck --external-sources --source-path SCRIPTDIR:. scripts/*.sh scripts/*.sbatch benchmarks/*.sh .ci/run
 echo "== mypy: types"
 python -m mypy
 echo "== import-linter: floors of the house"

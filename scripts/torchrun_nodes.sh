@@ -12,16 +12,22 @@
 # tools/launch.py starts all nodes at once from a hostfile; scripts/slurm_*.sbatch are for Slurm.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/checks.sh
 source scripts/cluster_environment.sh
 
-: "${NODES:?set it to the number of nodes}"
-: "${NODE_RANK:?set it to the index of this node, from 0}"
-: "${MASTER_ADDR:?set it to the host of node 0}"
+require_set NODES "the number of nodes"
+require_number NODES 1 1000000
+require_set NODE_RANK "the index of this node, from 0"
+require_number NODE_RANK 0 "$((NODES - 1))"
+require_set MASTER_ADDR "the host of node 0"
+refuse_dash MASTER_ADDR "$MASTER_ADDR"
+MASTER_PORT="${MASTER_PORT:-29500}"
+require_number MASTER_PORT 1 65535
 
 exec torchrun \
     --nnodes "$NODES" \
     --node_rank "$NODE_RANK" \
     --nproc_per_node "${RANKS:-gpu}" \
     --master_addr "$MASTER_ADDR" \
-    --master_port "${MASTER_PORT:-29500}" \
+    --master_port "$MASTER_PORT" \
     pretrain_zeropp_gpt.py "$@"

@@ -6,15 +6,14 @@
 # RANKS is the number of ranks (default: the number of GPUs). Without GPUs, set it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/checks.sh
 source scripts/cluster_environment.sh
 
 gpus() { nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true; }
 
 RANKS="${RANKS:-$(gpus)}"
-if [[ "$RANKS" == 0 ]]; then
-    echo "error: nvidia-smi shows no GPU; set RANKS to the number of ranks." >&2
-    exit 2
-fi
+[[ "$RANKS" != 0 ]] || stop "nvidia-smi shows no GPU; set RANKS to the number of ranks."
+require_number RANKS 1 4096
 
 # --standalone: a free port of this machine, so that several runs can share it.
 exec torchrun --standalone --nproc_per_node "$RANKS" pretrain_zeropp_gpt.py "$@"

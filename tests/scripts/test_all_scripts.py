@@ -16,6 +16,7 @@ from megatron_zpp.config.resolve import resolve
 SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.suffix in (".sh", ".sbatch"))
 MODELS = sorted((ROOT / "scripts" / "models").glob("*.sh"))
 TESTED_IN = {
+    "checks.sh": "scripts/test_torchrun_scripts.py",
     "cluster_environment.sh": "scripts/test_torchrun_scripts.py",
     "build_extensions.sh": "scripts/test_all_scripts.py",
     "compile_cuda.sh": "scripts/test_all_scripts.py",
@@ -60,7 +61,7 @@ def copied(tmp_path: Path) -> tuple[FakeCommands, Path]:
     for name in ("requirements.txt", "requirements-dev.txt", "constraints.txt"):
         shutil.copy(ROOT / name, folder)
     fakes = FakeCommands(tmp_path)
-    for name in ("python", "python3", "lint-imports"):
+    for name in ("python", "python3", "lint-imports", "shellcheck"):
         fakes.add(name, PYTHON)
     return fakes, folder
 
@@ -80,6 +81,16 @@ def test_the_quickstarts_runs_have_flags_that_parse(copied: tuple[FakeCommands, 
     assert tools and all((ROOT / tool).is_file() for tool in tools)
 
 
+def test_the_quickstart_runs_no_command_that_a_checkpoint_folder_holds(copied: tuple[FakeCommands, Path]) -> None:
+    fakes, folder = copied
+    latest = folder / "runs" / "quickstart" / "checkpoints" / "latest_checkpointed_iteration.txt"
+    latest.parent.mkdir(parents=True)
+    latest.write_text("a[$(touch planted)]")
+    done = fakes.run("bash", "scripts/quickstart.sh", "--no-venv", folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list(folder.rglob("planted"))
+
+
 def test_the_test_script_runs_every_check_and_passes_arguments_on(copied: tuple[FakeCommands, Path]) -> None:
     fakes, folder = copied
     done = fakes.run("bash", "scripts/test.sh", "--no-venv", "--long", "--tier", "pure", "tests/zero", folder=folder)
@@ -87,7 +98,8 @@ def test_the_test_script_runs_every_check_and_passes_arguments_on(copied: tuple[
     modules = [call.words[1] for call in fakes.calls("python") if call.words[0] == "-m"]
     assert modules == ["ruff", "ruff", "mypy", "megatron_zpp.ops.extension", "pytest"]
     own = ["--hypothesis-profile", "long", "-m", "pure and (long or not long)"]
-    assert fakes.calls("python")[-1].words == ["-m", "pytest", *own, "tests/zero"] and fakes.calls("lint-imports")
+    assert fakes.calls("python")[-1].words == ["-m", "pytest", *own, "tests/zero"]
+    assert fakes.calls("lint-imports") and fakes.calls("shellcheck")
 
 
 def test_the_test_script_runs_everything_but_long_tests_on_two_workers(copied: tuple[FakeCommands, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -144,11 +145,42 @@ def test_a_run_that_fails_is_not_repeated_and_its_exit_code_is_the_jobs(tmp_path
 
 
 @pytest.mark.parametrize("name", ["slurm_srun.sbatch", "slurm_torchrun.sbatch"])
-@pytest.mark.parametrize("missing", ["SLURM_SUBMIT_DIR", "SAVE", "TRAIN_ITERS"])
-def test_what_is_not_set_is_named(tmp_path: Path, name: str, missing: str) -> None:
+@pytest.mark.parametrize(
+    "missing, sentence",
+    [("SLURM_SUBMIT_DIR", "SLURM_SUBMIT_DIR: submit"), ("SAVE", "SAVE is not set"), ("TRAIN_ITERS", "TRAIN_ITERS is not set")],
+)
+def test_what_is_not_set_is_named(tmp_path: Path, name: str, missing: str, sentence: str) -> None:
     variables = {key: value for key, value in job(tmp_path).items() if key != missing}
     done = cluster(tmp_path).run("bash", submitted(tmp_path, name), *FLAGS, **variables)
-    assert done.returncode != 0 and f"{missing}: " in done.stderr
+    assert done.returncode != 0 and sentence in done.stderr
+
+
+@pytest.mark.parametrize(
+    "variable, value, sentence",
+    [
+        ("TRAIN_ITERS", "a[$(touch planted)]", "TRAIN_ITERS=a[$(touch planted)] is not a whole number"),
+        ("TRAIN_ITERS", "0", "TRAIN_ITERS=0 is not a whole number from 1"),
+        ("SAVE", "-rf", "SAVE -rf begins with a dash"),
+        ("MODEL", "../../elsewhere", "MODEL=../../elsewhere has no file"),
+        ("MODEL", "gpt5", "MODEL=gpt5 has no file scripts/models/gpt5.sh"),
+        ("EXIT_MINUTES", "a[$(touch planted)]", "EXIT_MINUTES=a[$(touch planted)] is not a whole number"),
+    ],
+)
+def test_a_value_that_bash_or_a_program_would_read_otherwise_is_refused(tmp_path: Path, variable: str, value: str, sentence: str) -> None:
+    fakes = cluster(tmp_path)
+    done = fakes.run("bash", submitted(tmp_path, "slurm_torchrun.sbatch"), *FLAGS, **job(tmp_path, 1, **{variable: value}))
+    assert done.returncode == 2 and sentence in done.stderr
+    assert not fakes.calls("srun") and not (ROOT / "planted").exists()
+
+
+def test_an_older_slurm_says_to_squeue_when_the_job_ends(tmp_path: Path) -> None:
+    fakes = cluster(tmp_path)
+    fakes.add("squeue", 'import time; print(time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 7230)))')
+    variables = {key: value for key, value in job(tmp_path, 1).items() if key != "SLURM_JOB_END_TIME"}
+    done = fakes.run("bash", submitted(tmp_path, "slurm_torchrun.sbatch"), *FLAGS, **variables)
+    assert done.returncode == 0, done.stderr
+    words = fakes.calls("torchrun")[0].words
+    assert words[words.index("--exit-duration-in-mins") + 1] == "100"
 
 
 def test_a_job_that_is_too_short_to_save_before_its_end_is_refused(tmp_path: Path) -> None:
@@ -185,7 +217,7 @@ def test_an_array_of_shares_merged_is_one_corpus_byte_for_byte(tmp_path: Path) -
         assert done.stderr.count("done before") == 3 * attempt
     array, merge = fakes.calls("sbatch")[:2]
     assert array.words[:5] == ["--parsable", "--partition", "cpu", "--array", "0-2"]
-    assert merge.words[:4] == ["--partition", "cpu", "--dependency", "afterok:70"]
+    assert merge.words[:6] == ["--partition", "cpu", "--dependency", "afterok:70", "--kill-on-invalid-dep", "yes"]
 
     files = sorted(map(str, texts.rglob("*.jsonl")))
     whole = fakes.run(
@@ -194,6 +226,52 @@ def test_an_array_of_shares_merged_is_one_corpus_byte_for_byte(tmp_path: Path) -
     assert whole.returncode == 0, whole.stderr
     for ending in ("bin", "idx"):
         assert (tmp_path / f"corpus_text_document.{ending}").read_bytes() == (tmp_path / f"whole_text_document.{ending}").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "words, shares, sentence",
+    [
+        (["-delete", "out"], "1", "FOLDER -delete begins with a dash"),
+        (["texts", "-out"], "1", "OUTPUT_PREFIX -out begins with a dash"),
+        (["none", "out"], "1", "none is not a folder"),
+        (["texts"], "1", "give a folder of JSON lines and the prefix"),
+        (["texts", "out"], "a[$(touch planted)]", "SHARES=a[$(touch planted)] does not fit 2 files"),
+    ],
+)
+def test_preprocessing_refuses_words_that_a_program_would_read_as_flags(
+    tmp_path: Path, words: list[str], shares: str, sentence: str
+) -> None:
+    """Runs in a copy of the repository's scripts, because one of these words once deleted the folder it ran in."""
+    fakes = FakeCommands(tmp_path)
+    fakes.add("sbatch")
+    folder = tmp_path / "repository"
+    shutil.copytree(ROOT / "scripts", folder / "scripts")
+    (folder / "texts").mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        (folder / "texts" / name).write_text("{}")
+    before = sorted(folder.rglob("*"))
+    done = fakes.run("bash", "scripts/slurm_preprocess.sh", *words, folder=folder, SHARES=shares)
+    assert done.returncode == 2 and sentence in done.stderr
+    assert sorted(folder.rglob("*")) == before and not fakes.calls("sbatch")
+
+
+def test_names_of_files_may_hold_spaces_quotes_and_newlines(tmp_path: Path) -> None:
+    fakes = FakeCommands(tmp_path)
+    fakes.add("sbatch", SBATCH)
+    fakes.add("python")
+    texts = tmp_path / "my texts"
+    texts.mkdir()
+    names = [texts / "a b.jsonl", texts / "c'd\"$(touch planted).jsonl", texts / "e\nf.jsonl"]
+    for name in names:
+        name.write_text("{}")
+    parts = tmp_path / "my corpus_parts"
+    parts.mkdir()
+    (parts / "part_0000_text_document.idx").touch()
+    done = fakes.run("bash", "scripts/slurm_preprocess.sh", texts, tmp_path / "my corpus", SHARES="1")
+    assert done.returncode == 0, done.stderr
+    tokenized, merged = fakes.calls("python")
+    assert tokenized.words[2:5] == [str(name) for name in names]
+    assert merged.words[-2:] == ["--output-prefix", str(tmp_path / "my corpus_text_document")]
 
 
 def test_a_folder_without_text_and_too_many_shares_are_refused(tmp_path: Path) -> None:

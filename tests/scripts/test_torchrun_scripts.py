@@ -68,4 +68,21 @@ def test_a_variable_that_is_not_set_is_named(tmp_path: Path, missing: str) -> No
     fakes.add("torchrun")
     variables = {name: value for name, value in {"NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a"}.items() if name != missing}
     done = fakes.run("bash", "scripts/torchrun_nodes.sh", *FLAGS, **variables)
-    assert done.returncode != 0 and f"{missing}: set it to" in done.stderr and not fakes.calls("torchrun")
+    assert done.returncode != 0 and f"{missing} is not set; set it to" in done.stderr and not fakes.calls("torchrun")
+
+
+@pytest.mark.parametrize(
+    "variable, value, sentence",
+    [
+        ("NODES", "two", "NODES=two is not a whole number"),
+        ("NODE_RANK", "2", "NODE_RANK=2 is not a whole number from 0 to 1"),
+        ("MASTER_PORT", "70000", "MASTER_PORT=70000 is not a whole number from 1 to 65535"),
+        ("MASTER_ADDR", "--help", "MASTER_ADDR --help begins with a dash"),
+    ],
+)
+def test_a_variable_out_of_range_is_refused(tmp_path: Path, variable: str, value: str, sentence: str) -> None:
+    fakes = FakeCommands(tmp_path)
+    fakes.add("torchrun")
+    variables = {"NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a"} | {variable: value}
+    done = fakes.run("bash", "scripts/torchrun_nodes.sh", *FLAGS, **variables)
+    assert done.returncode == 2 and sentence in done.stderr and not fakes.calls("torchrun")
