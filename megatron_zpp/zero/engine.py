@@ -1,4 +1,4 @@
-"""The ZeRO engine: shards a model's units, gathers their weights before each use, and takes their gradients down the ladder.
+"""The ZeRO engine: shards a model's units, gathers their weights before each use, and reduces their gradients.
 
 It reads one row of the policy table and one schedule. It never asks which ZeRO stage is running.
 """
@@ -48,10 +48,10 @@ class EngineOptions:
     """How the engine shards and trains.
 
     dtype: of the working weights and their gradients. clip_grad: largest global gradient norm, 0 for no clipping.
-    full_precision_iterations: first steps of a run in which everything crosses the links in the working precision.
+    full_precision_iterations: number of steps at the start of a run in which nothing is quantized.
     noise_seed: seed of stochastic rounding. counts_zeros: whether a step counts the zeros of the mean gradient.
     make_codec: makes the codec of each link (comm/codecs.py).
-    observer: is told the phases of a step and the uses it computes.
+    observer: receives the phases of a step, and each use while it is computed.
     """
 
     policy: Policy = POLICIES[3]
@@ -83,7 +83,7 @@ class ZeroEngine:
     """One rank's part of a sharded model.
 
     Every rank must make the same calls in the same order. shard() makes an engine for any module (zero/shard.py).
-    module: its parameters may be on the meta device; each is replaced by a leaf that a unit owns.
+    module: its parameters may be on the meta device; each is replaced by an nn.Parameter of its unit.
     rank, world_size, device: of this rank. units, gradients: its parts of each unit, in the order of `unit_specs`.
     """
 
@@ -165,9 +165,9 @@ class ZeroEngine:
             self._reach(Moment(Phase.PRE_FORWARD, use), torch.is_grad_enabled())
 
     def _recompute(self, use: int) -> None:
-        """Gathers the weights of a use that is recomputed in a chunk. One that is recomputed alone has them, for its backward.
+        """Gathers the weights of a use that is recomputed in a chunk. A use that is recomputed alone has them already, for its backward.
 
-        Raises RuntimeError if they are missing because the uses do not say that they are recomputed together.
+        Raises RuntimeError if they are missing: uses that are recomputed together need the same `recomputed_in`.
         """
         moment = Moment(Phase.RECOMPUTE, use)
         if self._passes[True].is_ahead(moment):
@@ -187,7 +187,7 @@ class ZeroEngine:
         self._reach(Moment(Phase.PRE_BACKWARD, use), is_training=True)
 
     def backward(self, loss: Tensor, *, microbatches: int = 1, is_last_microbatch: bool = True) -> None:
-        """Adds the gradients of one micro-batch. loss: its mean loss. microbatches: their number in this step."""
+        """Adds the gradients of one micro-batch. loss: its mean loss. microbatches: how many there are in this step."""
         if self._is_closed:
             raise RuntimeError("the engine is closed, so nothing would collect the gradients")
         self._is_last_microbatch = is_last_microbatch
@@ -276,12 +276,12 @@ class ZeroEngine:
             return count_zeros(self.gradients, self.ladder)
 
     def weights_changed(self) -> None:
-        """Makes every rung stale. Call it after any write to the main weights."""
+        """Marks the weights on every rung as stale. Call it after any write to the main weights."""
         for unit in self.units:
             unit.invalidate()
 
     def start_iteration(self, iteration: int) -> None:
-        """Sets the number of steps done. A resumed run calls it before its first step."""
+        """Sets the number of steps done, and ends full precision when it is due. A resumed run calls it before its first step."""
         ends_full_precision = self._iteration < self._options.full_precision_iterations <= iteration
         self._iteration = iteration
         for descent in self._unit_descents:
@@ -296,7 +296,7 @@ class ZeroEngine:
         self.ladder.staging.clear()
 
     def _first_needed_first(self) -> list[int]:
-        """Indices of the units in the order of their update: the next step's first climbs start while the other units are updated."""
+        """Indices of the units in the order of their updates: first those that the next step needs first, so that they climb early."""
         first = dict.fromkeys([*self._first_actions.climb_to_full, *self._first_actions.climb_to_secondary])
         names = [unit.name for unit in self.units]
         return [names.index(name) for name in [*first, *(name for name in names if name not in first)]]
@@ -305,7 +305,7 @@ class ZeroEngine:
         factor = self._options.clip_grad / (grad_norm + _CLIP_EPSILON)
         return factor if 0 < factor < 1 else 1.0
 
-    # ---- accounts
+    # ---- sizes and norms
 
     def model_state_bytes(self) -> int:
         """Bytes that weights, gradients and optimizer state take on this rank now."""
@@ -316,7 +316,7 @@ class ZeroEngine:
         return sum(storages.values())
 
     def gather_world(self, own: Tensor) -> Tensor:
-        """[world_size, numel]: the few numbers `own` [numel] of every rank, in rank order; every rank must call it."""
+        """`own` [numel] of every rank, [world_size, numel] in rank order; for a few numbers. Every rank must call it."""
         return self.ladder.gather_world(own)
 
     def weight_norm(self) -> float:
@@ -326,7 +326,7 @@ class ZeroEngine:
     def close(self) -> None:
         """Waits for climbs that were submitted ahead, so that no message is under way when the process groups end.
 
-        It removes the hooks on parameters: through them autograd would keep the engine alive until the process ends.
+        It removes the hooks on parameters, because autograd would keep the engine alive through them until the process ends.
         """
         self.ladder.lanes.drain()
         for hook in self._parameter_hooks:

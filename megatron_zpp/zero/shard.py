@@ -1,4 +1,4 @@
-"""The public door: shards any module on the ladder.
+"""Shards any module: the entry point for programs other than the training script.
 
     from megatron_zpp.zero.shard import shard
 
@@ -54,14 +54,14 @@ def shard(
     backend: Backend | None = None,
     timeout: timedelta = timedelta(minutes=10),
 ) -> ZeroEngine:
-    """The engine that trains `module`, whose parameters are sharded from now on. Every rank must call it, with the same arguments.
+    """Shards the parameters of `module` and returns the engine that trains it. Every rank must call it, with the same arguments.
 
-    The world is that of torch.distributed if it is initialized; otherwise this process is a world of one. Parameters move to the current
-    CUDA device if the world uses NCCL, else to the CPU. A world of one leaves them where they are.
+    The world is that of torch.distributed if it is initialized; otherwise this process is a world of one. With torch.distributed,
+    parameters move to the current CUDA device if it uses NCCL, else to the CPU. Without it they stay where they are.
 
-    module: has parameters in fp32, bf16 or fp16, and all of them are trained. They keep their values, which must be the same on every rank
-        (call torch.manual_seed first). New nn.Parameter objects replace them, so do not make an optimizer. A module is sharded once. One
-        that is too large for a device is built on the meta device and needs `initialize`.
+    module: its parameters are in fp32, bf16 or fp16, and all of them are trained. They keep their values, which must be the same on every
+        rank (call torch.manual_seed first). New nn.Parameter objects replace them, so do not make an optimizer of your own. Shard a module
+        only once. Build a module that is too large for one device on the meta device, and pass `initialize`.
     units: paths of submodules, such as "blocks.0", in the order in which forward calls them. The parameters of a unit are gathered
         together before the submodule is called, and freed after it. Larger units make fewer, larger messages and need more memory.
         Every parameter must be in a unit, and no unit may be inside another. A parameter that two units share (tied weights) belongs to
@@ -70,7 +70,7 @@ def shard(
         policy: where weights, gradients and optimizer state rest and how they cross the links. POLICIES[0] to POLICIES[3] are the ZeRO
             stages, ZEROPP is ZeRO++ (all from megatron_zpp.zero.policy); its functions with_... add one feature. Default: ZeRO-3.
         dtype: of weights in forward and backward, and of gradients: torch.float32 (default), bfloat16 or float16. Main weights, sums of
-            gradients and optimizer state are fp32 always. Inputs and buffers are for the caller to cast.
+            gradients and optimizer state are always fp32. The caller casts inputs and buffers.
         block_numel: neighbouring values that share a scale where values are quantized, a multiple of 32. Default: 256.
         prefetch: how many units ahead of need weights are gathered: Prefetch(inter_uses=2, intra_uses=1).
         adam: AdamOptions(beta1, beta2, eps, weight_decay, backend). Parameters of one dimension (norm gains, biases) do not decay.
@@ -78,37 +78,37 @@ def shard(
         full_precision_iterations: first steps in which nothing is quantized. Default: 0.
         noise_seed: seed of stochastic rounding, where the policy asks for it. Default: 0.
         counts_zeros: whether a step counts the zeros in the mean gradient. Default: False.
-        make_codec: makes a codec of a code of the policy, a dtype and block_numel; comm/codecs.py:Codec has the rules. Default:
-            comm/codecs.py:make_codec. Plans of memory and time do not know other codecs.
-        observer: is told the phases of a step (monitor/observer.py). Default: one that does nothing.
-    uses: every module call of a forward in order, with the paths of the units that it reads (parallel/specs.py:Use). Needed if a call
-        reads a unit that `units` and shared parameters do not show, such as a weight that is passed as an argument, or if several units
-        are recomputed together. Default: the call of each unit.
+        make_codec: called with a code of the policy, a dtype and block_numel, returns a codec (rules: comm/codecs.py:Codec). Default:
+            comm/codecs.py:make_codec. Plans of memory and time assume that default.
+        observer: receives the phases of a step (monitor/observer.py). Default: one that does nothing.
+    uses: every module call of a forward in order, with the paths of the units that it reads (parallel/specs.py:Use). Default: one call per
+        unit, which reads that unit and those that share parameters with it. Needed if a call reads other units too, for example because a
+        weight is passed as an argument, or if several units are recomputed together.
     topology: Topology(world_size, ranks_per_node, partition_ranks). Ranks of a node must be consecutive. Weights climb first between
-        partitions, then inside them; partition_ranks (the group size of hpZ) divides ranks_per_node. Default: nodes as the launcher says
-        (torchrun sets LOCAL_WORLD_SIZE), each of which is one partition.
+        partitions, then inside them; partition_ranks (the group size of hpZ) divides ranks_per_node. Default: the nodes of the launcher
+        (torchrun sets LOCAL_WORLD_SIZE), with one partition per node.
     loss_scaler: DynamicLossScaler() for fp16 (zero/loss_scaler.py). Default: a scale of 1.
     initialize: for a module on the meta device: initialize(path, shape) returns the first values of a parameter, of any dtype and device.
         Every rank calls it for every parameter in the same order, one after the other, and keeps its own slice.
     backend: other collectives than those of torch.distributed, such as comm/backend.py:VirtualWorld, which runs a world as threads of one
         process; it brings its own topology.
-    timeout: of a collective over torch.distributed, after which a rank that waits for another fails. Default: 10 minutes.
+    timeout: of a collective over torch.distributed; a rank that waits for another longer than this fails. Default: 10 minutes.
 
     Per step, on every rank: for each micro-batch `engine.backward(loss, microbatches=k, is_last_microbatch=...)` in place of
     loss.backward(), with the mean loss of this rank's micro-batch; then `engine.step(learning_rate)`. To do something in between, call
-    `engine.finish_gradients()` and `engine.update(learning_rate)` instead. Gradients are means over micro-batches and ranks, and need no
-    zero_grad(). At the end call `engine.close()`, then dist.destroy_process_group() if there is a group.
+    `engine.finish_gradients()` and `engine.update(learning_rate)` instead. Gradients are means over micro-batches and ranks; zero_grad()
+    is not needed. At the end call `engine.close()`, then dist.destroy_process_group() if there is a group.
 
     Evaluation: call the module under torch.no_grad(), on every rank and equally often.
 
-    Saving: `dict(full_weights(engine))` is a state dict of the parameters in fp32, shared ones once. Load it before shard(), with
-    module.load_state_dict(..., strict=False). zero/pieces.py:owned_pieces has this rank's slices of weights and of Adam's moments.
+    Saving: `dict(full_weights(engine))` is a state dict of the parameters in fp32, with shared parameters once. Load it before shard(),
+    with module.load_state_dict(..., strict=False). zero/pieces.py:owned_pieces has this rank's slices of weights and of Adam's moments.
 
-    Not supported: a submodule that is called more than once in a forward; a parameter that is read outside of the call of its unit (it
-    shows NaN there); a unit that returns anything but one tensor; frozen parameters. Buffers are left alone: each rank has its own.
+    Not supported: a submodule that is called more than once in a forward; a parameter that is read outside of the call of its unit (it is
+    NaN there); a unit that returns anything but one tensor; frozen parameters. Buffers are left alone: each rank has its own.
 
-    Raises ValueError, on every rank alike and before the first collective, for arguments that break these rules, naming the parameter or
-    the unit and the remedy. Where ranks differ in arguments or first values, it raises ValueError on every rank after a collective.
+    Raises ValueError for arguments that break these rules, on every rank and before the first collective; it names the parameter or unit
+    and the remedy. If ranks differ in arguments or first values, it raises ValueError on every rank, after a collective.
     """
     world_size = _world_size(backend)
     topology = _topology(topology, backend, world_size)
@@ -136,9 +136,9 @@ def shard(
 
 
 def full_weights(engine: ZeroEngine) -> Iterator[tuple[str, Tensor]]:
-    """Path and fp32 main weight of every parameter, whole, on the engine's device; every rank must read it to the end.
+    """Yields path and whole fp32 main weight of every parameter, on the engine's device. Every rank must read it to the end.
 
-    A unit is gathered at a time. The values are those that the optimizer updates, which no codec has touched.
+    One unit is gathered at a time. The values are those that the optimizer updates; no codec has changed them.
     """
     topology, own_slice = engine.ladder.topology, engine.ladder.own_slice
     for unit in engine.units:
@@ -154,9 +154,9 @@ def full_weights(engine: ZeroEngine) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class _ModulePlan:
-    """What a module is to the engine.
+    """A module's parameters, units and uses, as the engine needs them.
 
-    parameters: by path, each once. aliases: the other places of shared parameters, as module, attribute and path of the parameter.
+    parameters: by path, each once. aliases: further places of shared parameters, as (module, attribute, path of the parameter).
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -197,14 +197,14 @@ class _ModulePlan:
             if (owner, attribute) not in places:
                 raise ValueError(
                     f"parameter {path} is in no unit; add its submodule to `units`, or move it into a submodule that reads it: "
-                    "a parameter is there only while its unit is called"
+                    "a parameter has values only while its unit is called"
                 )
         return cls(parameters, tuple(specs), tuple(uses), tuple(aliases))
 
 
 def _submodules(module: nn.Module, units: Sequence[str]) -> dict[str, nn.Module]:
     if isinstance(units, str) or not units:
-        raise ValueError(f"units is {units!r}; needed is a list of paths of submodules, such as {_children(module)}")
+        raise ValueError(f"units is {units!r}; give a list of paths of submodules, such as {_children(module)}")
     found: dict[str, nn.Module] = {}
     for unit in units:
         if unit in found:
@@ -215,7 +215,7 @@ def _submodules(module: nn.Module, units: Sequence[str]) -> dict[str, nn.Module]
         try:
             found[unit] = module.get_submodule(unit)
         except AttributeError as error:
-            raise ValueError(f"the module has no submodule '{unit}', which is named as a unit; its own are {_children(module)}") from error
+            raise ValueError(f"the module has no submodule '{unit}', which is named as a unit; it has {_children(module)}") from error
     return found
 
 
@@ -246,7 +246,7 @@ def _topology(topology: Topology | None, backend: Backend | None, world_size: in
     if topology is None:
         return Topology(world_size, *2 * [_ranks_per_node(world_size)])
     if topology.world_size != world_size or (backend is not None and topology != backend.topology):
-        raise ValueError(f"the topology is of {topology.world_size} ranks and the world has {world_size}; give the topology of this world")
+        raise ValueError(f"the topology has {topology.world_size} ranks and the world has {world_size}; give the topology of this world")
     return topology
 
 
@@ -268,7 +268,7 @@ def _check_options(options: EngineOptions) -> None:
     if options.block_numel <= 0 or options.block_numel % BLOCK_NUMEL_MULTIPLE:
         raise ValueError(f"block_numel is {options.block_numel}; choose a multiple of {BLOCK_NUMEL_MULTIPLE}")
     if min(options.prefetch.inter_uses, options.prefetch.intra_uses) < 0:
-        raise ValueError(f"{options.prefetch} looks back; choose 0 or more units ahead")
+        raise ValueError(f"{options.prefetch} is negative; choose 0 or more units ahead")
     if not options.clip_grad >= 0:
         raise ValueError(f"clip_grad is {options.clip_grad}; choose a positive norm, or 0 for no clipping")
 
@@ -300,14 +300,14 @@ def _checked_uses(module: nn.Module, uses: Sequence[Use], specs: Sequence[UnitSp
     known, paths = {spec.name for spec in specs}, {path for path, _ in module.named_modules()}
     for use in uses:
         if use.module not in paths:
-            raise ValueError(f"uses names the module '{use.module}', which is not there; name a submodule by its path")
+            raise ValueError(f"uses names the module '{use.module}', which does not exist; name a submodule by its path")
         if not use.units or not known.issuperset(use.units):
             raise ValueError(
                 f"the use of '{use.module}' reads {list(use.units)}; the units with parameters of their own are {sorted(known)}"
             )
     unread = known.difference(*(use.units for use in uses))
     if unread:
-        raise ValueError(f"no use reads the units {sorted(unread)}; name the module calls that do")
+        raise ValueError(f"no use reads the units {sorted(unread)}; add the module calls that read them")
     return tuple(uses)
 
 
@@ -340,7 +340,7 @@ def _fill(engine: ZeroEngine, first_values: Mapping[str, nn.Parameter], initiali
 
 
 def _check_alike(backend: Backend, device: torch.device, content: bytes, what: str) -> None:
-    """Raises ValueError on every rank where `content` is not the same on all of them."""
+    """Raises ValueError on every rank if `content` is not the same on all of them."""
     number = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
     numbers = backend.gather_world(torch.tensor([number], device=device)).flatten().tolist()
     others = [rank for rank, other in enumerate(numbers) if other != numbers[0]]

@@ -258,7 +258,7 @@ ALL = ["embedding", "inner", "head"]
         (tied, ALL, {"uses": [Use("body", ("inner",), True)]}, ["the module 'body'"]),
         (tied, ALL, {"uses": [Use("inner", ("head",), True)]}, ["reads ['head']", "['embedding', 'inner']"]),
         (tied, ALL, {"uses": [Use("inner", ("inner",), True)]}, ["no use reads the units ['embedding']"]),
-        (tied, ALL, {"topology": Topology.of_nodes(1, 3)}, ["of 3 ranks", "the world has 4"]),
+        (tied, ALL, {"topology": Topology.of_nodes(1, 3)}, ["has 3 ranks", "the world has 4"]),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
