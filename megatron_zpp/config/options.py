@@ -63,8 +63,8 @@ def options() -> tuple[Option, ...]:
     return tuple(option for group, members in GROUPS.items() for option in _options_of(group, members))
 
 
-def check_declared(config: Config) -> None:
-    """Raises FlagError if a required flag is missing, a value is out of its range, or a given flag lacks what it needs beside it."""
+def check_values(config: Config) -> None:
+    """Raises FlagError if a required flag is missing or a value is out of its range."""
     missing = [option.spelling for option in options() if option.flag.otherwise == REQUIRED and config.value_of(option.name) is None]
     if missing:
         example = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024"
@@ -73,6 +73,10 @@ def check_declared(config: Config) -> None:
         value = config.value_of(option.name)
         if value is not None:
             check_value(option.spelling, value, option.flag.allowed)
+
+
+def check_needs(config: Config) -> None:
+    """Raises FlagError if a flag is given without what it needs beside it."""
     for option in options():
         _check_needs(option, config)
 

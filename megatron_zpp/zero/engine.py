@@ -5,8 +5,9 @@ It reads one row of the policy table and one schedule. It never asks which ZeRO 
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +23,7 @@ from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.descents import Descents
 from megatron_zpp.zero.grad_norm import count_zeros, global_norm, squared_sum_apex, squared_sum_fp64, weight_norm
 from megatron_zpp.zero.gradients import Collector, UnitGradient
-from megatron_zpp.zero.hooks import hook_parameters, hook_uses
+from megatron_zpp.zero.hooks import hook_parameters, hook_uses, refuse_forward
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, LossScaler
 from megatron_zpp.zero.optimizer import ShardedAdamW
@@ -67,6 +68,15 @@ class EngineOptions:
     observer: Observer = field(default_factory=Observer)
 
 
+class _Gradients(enum.Enum):
+    """The gradients of a step: none yet, those of some micro-batches, those of all, or unusable because a backward failed."""
+
+    NONE = "none"
+    SOME = "some"
+    ALL = "all"
+    BROKEN = "broken"
+
+
 @dataclass(frozen=True)
 class StepResult:
     """The result of an optimizer step: the gradient norm before clipping, and whether the step was skipped for a NaN or inf.
@@ -95,7 +105,9 @@ class ZeroEngine:
         options: EngineOptions,
         ladder: Ladder,
         loss_scaler: LossScaler | None = None,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
+        """on_close: ends what was made for this engine alone, such as process groups. `close` calls it."""
         self.module = module
         self.ladder = ladder
         self.device = ladder.device
@@ -114,7 +126,7 @@ class ZeroEngine:
         self.gradients: list[UnitGradient] = []
         self._unit_descents: list[UnitDescent] = []
         self._iteration = 0
-        self._parameter_hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []
         for spec in unit_specs:
             self._add_unit(spec)
         self._unit_of = {unit.name: unit for unit in self.units}
@@ -125,8 +137,10 @@ class ZeroEngine:
         self._descents = Descents(descent_order(uses), by_name)
         self._is_in_backward = False
         self._is_last_microbatch = True
+        self._gradients = _Gradients.NONE
         self._is_closed = False
-        hook_uses(module, uses, self)
+        self._on_close = on_close
+        self._hooks += hook_uses(module, uses, self)
 
     def _add_unit(self, spec: UnitSpec) -> None:
         ladder, policy, dtype = self.ladder, self._policy, self._options.dtype
@@ -139,7 +153,7 @@ class ZeroEngine:
         for parameter, placed in zip(unit.parameters, layout.params, strict=True):
             owner, _, attribute = placed.spec.name.rpartition(".")
             setattr(self.module.get_submodule(owner), attribute, parameter)
-        self._parameter_hooks += hook_parameters(unit.parameters, lambda index: self._collect(unit, descent, index))
+        self._hooks += hook_parameters(unit.parameters, lambda index: self._collect(unit, descent, index))
         self.units.append(unit)
         self.gradients.append(gradient)
         self._unit_descents.append(descent)
@@ -187,9 +201,17 @@ class ZeroEngine:
         self._reach(Moment(Phase.PRE_BACKWARD, use), is_training=True)
 
     def backward(self, loss: Tensor, *, microbatches: int = 1, is_last_microbatch: bool = True) -> None:
-        """Adds the gradients of one micro-batch. loss: its mean loss. microbatches: how many there are in this step."""
-        if self._is_closed:
-            raise RuntimeError("the engine is closed, so nothing would collect the gradients")
+        """Adds the gradients of one micro-batch. loss: its mean loss. microbatches: how many there are in this step.
+
+        is_last_microbatch: whether this is the last one of the step. Raises RuntimeError for a micro-batch after the last one.
+        """
+        self._check_usable()
+        if self._gradients is _Gradients.ALL:
+            raise RuntimeError(
+                "the last micro-batch of this step has come already; call engine.step(), and pass is_last_microbatch=False for every "
+                "micro-batch but the last"
+            )
+        self._gradients = _Gradients.BROKEN  # unless this call comes to its end
         self._is_last_microbatch = is_last_microbatch
         self._is_in_backward = True
         try:
@@ -200,6 +222,13 @@ class ZeroEngine:
         self._reach(Moment(Phase.AFTER_BACKWARD, 0), is_training=True)
         if not is_last_microbatch:
             self._submit_climbs(self._first_actions)
+        self._gradients = _Gradients.ALL if is_last_microbatch else _Gradients.SOME
+
+    def _check_usable(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("the engine is closed")
+        if self._gradients is _Gradients.BROKEN:
+            raise RuntimeError("an earlier engine.backward() failed, so some gradients are missing; make the module and its engine anew")
 
     def _reach(self, moment: Moment, is_training: bool) -> None:
         self._tell(moment)
@@ -241,7 +270,13 @@ class ZeroEngine:
         return self.update(learning_rate, weight_decay)
 
     def finish_gradients(self) -> None:
-        """Waits until every descent has landed, and sets padding to zero. Call it after the last backward, before `update`."""
+        """Waits until every descent has landed, and sets padding to zero. Call it after the last backward, before `update`.
+
+        Raises RuntimeError if no micro-batch of this step was the last.
+        """
+        self._check_usable()
+        if self._gradients is _Gradients.SOME:
+            raise RuntimeError("no micro-batch of this step was the last; pass is_last_microbatch=True with the last one")
         self._descents.finish()
         for gradient in self.gradients:
             gradient.clear_padding()
@@ -251,6 +286,7 @@ class ZeroEngine:
 
         weight_decay: of this step; by default that of the options. Raises RuntimeError while a gradient is still descending.
         """
+        self._check_usable()
         if self._descents.is_any_under_way:
             raise RuntimeError("call engine.finish_gradients() before engine.update()")
         with self.observer.phase("optimizer-clip-main-grad"):
@@ -269,6 +305,7 @@ class ZeroEngine:
                     self.optimizer.update(index, learning_rate, decay, gradient_factor)
                 self.gradients[index].clear()
                 self._submit_climbs(self._first_actions.climbs_of(self.units[index].name))
+        self._gradients = _Gradients.NONE
         return StepResult(grad_norm, not is_finite, num_zeros)
 
     def _count_zeros(self) -> int:
@@ -326,9 +363,15 @@ class ZeroEngine:
     def close(self) -> None:
         """Waits for climbs that were submitted ahead, so that no message is under way when the process groups end.
 
-        It removes the hooks on parameters, because autograd would keep the engine alive through them until the process ends.
+        It removes the hooks, because the module and autograd would keep the engine alive through them. A forward of the module after it
+        raises RuntimeError. Every rank must call it.
         """
+        if self._is_closed:
+            return
         self.ladder.lanes.drain()
-        for hook in self._parameter_hooks:
+        for hook in self._hooks:
             hook.remove()
+        refuse_forward(self.module, self._uses)
         self._is_closed = True
+        if self._on_close is not None:
+            self._on_close()
