@@ -26,7 +26,7 @@ class Moments(Protocol):
 def hook_uses(module: nn.Module, uses: Sequence[Use], moments: Moments) -> None:
     """Calls `moments` before and after each use's forward, and when the gradient of its output arrives.
 
-    A hook on the output announces backward, because it fires before recomputation under every kind of activation checkpointing.
+    The latter is a hook on the output's gradient, because such a hook runs before recomputation in every kind of activation checkpointing.
     """
     for index, use in enumerate(uses):
         submodule = module.get_submodule(use.module)
@@ -35,7 +35,7 @@ def hook_uses(module: nn.Module, uses: Sequence[Use], moments: Moments) -> None:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether an engine has hooked this module or one in it."""
+    """Whether an engine has hooked this module or one of its submodules."""
     hooks = [hook for inner in module.modules() for hook in inner._forward_pre_hooks.values()]
     return any(isinstance(hook, partial) and hook.func is _pre_forward for hook in hooks)
 
