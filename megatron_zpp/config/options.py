@@ -1,4 +1,4 @@
-"""The schema as a list of command-line options: their values from words, the rules that they declare, and Megatron's block of arguments."""
+"""The schema as a list of command-line options. Reads their values, checks their rules, and writes Megatron's block of arguments."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Option:
         return (*self.spellings, *(spelling for spelling, _ in self.flag.shorthands))
 
     def value_from(self, spelling: str, words: Sequence[str]) -> Any:
-        """The value of the words after the flag. Raises FlagError for words of another kind."""
+        """The value that the words after the flag give. Raises FlagError for a word that is not of the option's kind."""
         if spelling in dict(self.flag.shorthands):
             return dict(self.flag.shorthands)[spelling]
         if self.kind is bool:
@@ -94,7 +94,7 @@ def _check_needs(option: Option, config: Config) -> None:
 
 
 def declared_without_effect(config: Config) -> list[str]:
-    """One line for each flag that was given and declares that it changes nothing beside the others."""
+    """One line for each given flag that changes nothing together with the other flags, as its declaration says."""
     lines = []
     for option in options():
         reasons = [rule.reason for rule in option.flag.without_effect if rule.condition.holds(config.value_of) == rule.holds_if]
@@ -104,7 +104,7 @@ def declared_without_effect(config: Config) -> list[str]:
 
 
 def arguments(config: Config) -> dict[str, str]:
-    """The fields of a run, sorted by name, with their values as text."""
+    """All fields but those of --dry-run's plan, sorted by name, with their values as text."""
     names = sorted(option.name for option in options() if option.group != PLAN_GROUP)
     return {name: _as_text(config.value_of(name)) for name in names}
 
@@ -120,7 +120,7 @@ def _as_text(value: object) -> str:
 
 
 def _choice(word: str, choices: Sequence[str]) -> str:
-    """The choice that equals the word, whatever its capitals, in which Megatron's programs differ; the word itself if there is none."""
+    """The choice that equals the word but for upper and lower case, in which Megatron's programs differ; the word itself if none does."""
     return next((choice for choice in choices if choice.casefold() == word.casefold()), word)
 
 

@@ -26,7 +26,7 @@ class Moments(Protocol):
 def hook_uses(module: nn.Module, uses: Sequence[Use], moments: Moments) -> list[RemovableHandle]:
     """Handles of hooks that call `moments` before and after each use's forward, and when the gradient of its output arrives.
 
-    A hook on the output announces backward, because it fires before recomputation under every kind of activation checkpointing.
+    The latter is a hook on the output's gradient, because such a hook runs before recomputation in every kind of activation checkpointing.
     """
     handles = []
     for index, use in enumerate(uses):
