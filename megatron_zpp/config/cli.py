@@ -28,7 +28,9 @@ def parse_flags(argv: Sequence[str]) -> Config:
     Prints the help and raises SystemExit(0) for --help.
     """
     occurrences = _occurrences(argv)
-    values = {option.name: _value_of(option, occurrences) for option in options() if _is_given(option, occurrences)}
+    values = {
+        option.name: _value_of(option, occurrences) for option in options() if not occurrences.keys().isdisjoint(option.all_spellings)
+    }
     notices = tuple(_notice(spelling, words) for spelling, words in occurrences.items() if spelling in ACCEPTED)
     return Config(given=frozenset(values), notices=notices).with_values(**values)
 
@@ -125,10 +127,6 @@ def _occurrences(argv: Sequence[str]) -> dict[str, list[str]]:
     if unknown:
         raise _unknown_error(unknown)
     return dict(namespace.occurrences)
-
-
-def _is_given(option: Option, occurrences: dict[str, list[str]]) -> bool:
-    return any(spelling in occurrences for spelling in option.all_spellings)
 
 
 def _value_of(option: Option, occurrences: dict[str, list[str]]) -> Any:

@@ -50,7 +50,8 @@ def check_schedule_counts_like_length(config: Config) -> None:
         wrong, right = (in_iterations, in_samples_too) if in_samples else (in_samples_too, in_iterations)
         value = config.value_of(wrong)
         if value not in (None, 0):
-            length = f"{_length_flag(config)} counts in samples" if in_samples else "the length of training counts in iterations"
+            given = "--train-samples" if config.training.train_samples is not None else "--train-tokens"
+            length = f"{given} counts in samples" if in_samples else "the length of training counts in iterations"
             raise FlagError(f"{spelling_of(wrong)} {value} does not fit, because {length}; use {spelling_of(right)}.")
     for in_tokens in ("lr_decay_tokens", "lr_warmup_tokens"):
         value = config.value_of(in_tokens)
@@ -223,7 +224,3 @@ def surprising_schedules(config: Config, batches: BatchSchedule) -> Iterator[str
 
 def _counts_in_samples(config: Config) -> bool:
     return config.training.train_samples is not None or config.training.train_tokens is not None
-
-
-def _length_flag(config: Config) -> str:
-    return "--train-samples" if config.training.train_samples is not None else "--train-tokens"

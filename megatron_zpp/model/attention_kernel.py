@@ -6,7 +6,7 @@ B micro-batch size, S tokens per sample, N query heads, K key and value heads, D
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -59,7 +59,7 @@ def attend(
     if shares_heads and not _takes_shared_heads(query_BNSD, backend, has_mask=mask_B1SS is not None):
         key_BKSD, value_BKSD = repeated_heads(query_BNSD, key_BKSD, value_BKSD)
         shares_heads = False
-    with _only(backend):
+    with nullcontext() if backend == "auto" else sdpa_kernel(KERNELS[backend]):
         return F.scaled_dot_product_attention(
             query_BNSD,
             key_BKSD,
@@ -98,18 +98,12 @@ def check_attention(device: torch.device, head: HeadShape, *, masks_documents: b
         ) from None
 
 
-def _only(backend: str) -> AbstractContextManager[None]:
-    return nullcontext() if backend == "auto" else sdpa_kernel(KERNELS[backend])
-
-
 def _takes_shared_heads(query_BNSD: Tensor, backend: str, *, has_mask: bool) -> bool:
     """Whether torch takes fewer key heads than query heads here. Of the fast kernels on GPUs only flash does, and only without a mask."""
     if query_BNSD.device.type == "cpu" or backend in ("unfused", "local"):
         return True
     fits = query_BNSD.dtype in (torch.bfloat16, torch.float16) and query_BNSD.shape[-1] <= LARGEST_FLASH_CHANNELS
-    return fits and not has_mask and backend in ("auto", "flash") and _has_flash(query_BNSD.device)
-
-
-def _has_flash(device: torch.device) -> bool:
+    if not fits or has_mask or backend not in ("auto", "flash"):
+        return False
     # torch.compile treats this call as a constant, unlike get_device_capability.
-    return torch.cuda.get_device_properties(device).major >= FLASH_MAJOR
+    return torch.cuda.get_device_properties(query_BNSD.device).major >= FLASH_MAJOR

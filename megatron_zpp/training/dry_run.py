@@ -23,7 +23,6 @@ from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.memory_need import AvailableMemory, check_fits, in_gib, saved_bytes
 from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, computation_by_rate, plan_as_given
 from megatron_zpp.training.stored_run import StoredRun, with_schedule
-from megatron_zpp.zero.plan.time_model import StepTime
 
 LABEL_COLUMNS = 24
 SECONDS_PER_DAY = 86400
@@ -180,7 +179,8 @@ def _time(plan: RunPlan, world: PlannedWorld) -> str:
         return f"{_speed(plan, world, seconds)}; without the link between nodes, whose rate --inter-gigabits says"
     rate = assumed.inter_gigabits or float("inf")  # one node has no such link
     time = plan.time(planned_machine(rate, assumed.intra_gigabytes, is_on_gpu=world.is_on_gpu), computation)
-    return f"{_speed(plan, world, time.seconds)}; busy are {_busy(time)}"
+    busy = ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in time.busy.items())
+    return f"{_speed(plan, world, time.seconds)}; busy are {busy}"
 
 
 def _speed(plan: RunPlan, world: PlannedWorld, seconds: float) -> str:
@@ -193,10 +193,6 @@ def _speed(plan: RunPlan, world: PlannedWorld, seconds: float) -> str:
         f"{seconds:.4g} s per iteration, {length} in all, {tokens / seconds:.4g} tokens per second, "
         f"{operations / seconds / TERA:.4g} TFLOP/s per rank (model)"
     )
-
-
-def _busy(time: StepTime) -> str:
-    return ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in time.busy.items())
 
 
 def _checkpoint(plan: RunPlan) -> str:
