@@ -88,8 +88,9 @@ class Trainer:
                 if self._progress.iteration == training.train_iters:
                     self._evaluate_at_the_end()
                 self._saver.finish()
+            stop_conditions.ignore_signals()  # a signal may still come, as its sender cannot know that this rank has saved
         finally:
-            stop_conditions.close()  # after saving: a signal may reach this rank after that of another rank has ended the loop
+            stop_conditions.close()
 
     def _step(self, stop_conditions: StopConditions) -> None:
         progress, loss_scaler = self._progress, self._engine.loss_scaler
