@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import MISTAKE_EXIT_CODE
+from command import MISTAKE_EXIT_CODE, rank_count
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.schema import Config
@@ -242,19 +242,12 @@ def _positive(text: str) -> float:
     return number
 
 
-def _nodes(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of nodes; give 1 or more")
-    return number
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="plan_run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--nodes", type=_nodes, required=True, help="machines; the ranks of each are --ranks-per-node among the training script's flags")
+    add("--nodes", type=rank_count, required=True, help="machines; ranks of each: --ranks-per-node among the training script's flags")
     add("--inter-gigabits", type=_positive, nargs="+", required=True, metavar="X", help="rates of a node's link to the others, Gbit/s")
     add("--intra-gigabytes", type=_positive, default=100.0, metavar="X", help="into one rank inside its node, GB/s (default: %(default)s)")
     speed = parser.add_mutually_exclusive_group(required=True)

@@ -14,10 +14,22 @@ from typing import Any
 from megatron_zpp.config.flag import (
     COUNT,
     FRACTION,
+    LARGEST_NUMBER,
+    LARGEST_WIDTH,
     NOT_NEGATIVE,
     POSITIVE,
     POSITIVE_COUNT,
+    POSITIVE_LAYERS,
+    POSITIVE_LENGTH,
+    POSITIVE_MINUTES,
+    POSITIVE_RANKS,
+    POSITIVE_TOKENS,
+    POSITIVE_VOCABULARY,
+    POSITIVE_WIDTH,
+    PROCESSES,
     REQUIRED,
+    TOKENS,
+    VOCABULARY,
     Bounds,
     flag,
     needs,
@@ -43,24 +55,24 @@ WITHOUT_POINTS = unless("tensorboard_dir", "wandb_project")
 class ModelConfig:
     """Architecture and regularisation of the GPT."""
 
-    num_layers: int = flag(None, help="Transformer blocks.", unit="blocks", allowed=POSITIVE_COUNT, otherwise=REQUIRED)
-    hidden_size: int = flag(None, help="Width of the residual stream.", unit="values", allowed=POSITIVE_COUNT, otherwise=REQUIRED)
+    num_layers: int = flag(None, help="Transformer blocks.", unit="blocks", allowed=POSITIVE_LAYERS, otherwise=REQUIRED)
+    hidden_size: int = flag(None, help="Width of the residual stream.", unit="values", allowed=POSITIVE_WIDTH, otherwise=REQUIRED)
     num_attention_heads: int = flag(
         None,
         help="Attention heads of a block; they divide --hidden-size unless --kv-channels is given.",
         unit="heads",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_WIDTH,
         otherwise=REQUIRED,
     )
     ffn_hidden_size: int = flag(
         None,
         help="Width inside the feed-forward layer.",
         unit="values",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_WIDTH,
         otherwise="4 x --hidden-size; with --swiglu two thirds of that, rounded down to a multiple of 64",
     )
     kv_channels: int = flag(
-        None, help="Width of one attention head.", unit="values", allowed=POSITIVE_COUNT, otherwise="--hidden-size / --num-attention-heads"
+        None, help="Width of one attention head.", unit="values", allowed=POSITIVE_WIDTH, otherwise="--hidden-size / --num-attention-heads"
     )
     group_query_attention: bool = flag(False, help="Heads share keys and values; --num-query-groups alone says the same.")
     num_query_groups: int = flag(
@@ -68,10 +80,10 @@ class ModelConfig:
         help="Groups of attention heads that share one key and value head; they divide --num-attention-heads.",
         unit="groups",
         aliases=("--num-key-value-heads",),
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_WIDTH,
         otherwise="--num-attention-heads, each head its own; 1 with --group-query-attention",
     )
-    seq_length: int = flag(None, help="Length of a training sample.", unit="tokens", allowed=POSITIVE_COUNT, otherwise=REQUIRED)
+    seq_length: int = flag(None, help="Length of a training sample.", unit="tokens", allowed=POSITIVE_LENGTH, otherwise=REQUIRED)
     position_embedding_type: str = flag(
         "learned_absolute",
         help="How the model knows positions: a learned vector added to each token, rotation of queries and keys, or not at all.",
@@ -83,7 +95,7 @@ class ModelConfig:
         None,
         help="Learned positions, at least --seq-length; other position embeddings have no limit.",
         unit="tokens",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_LENGTH,
         otherwise="--seq-length",
     )
     rotary_base: float = flag(
@@ -114,7 +126,7 @@ class ModelConfig:
         8.0,
         help="How far --use-rope-scaling stretches them.",
         unit="1",
-        allowed=Bounds(at_least=1),
+        allowed=Bounds(at_least=1, limit=LARGEST_NUMBER),
         without_effect=WITHOUT_ROPE + unless("use_rope_scaling"),
     )
     rope_scaling_low_freq_factor: float = flag(
@@ -135,17 +147,17 @@ class ModelConfig:
         8192,
         help="Context length that the model had before --use-rope-scaling.",
         unit="tokens",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_LENGTH,
         without_effect=WITHOUT_ROPE + unless("use_rope_scaling"),
     )
     make_vocab_size_divisible_by: int = flag(
-        128, help="The vocabulary is padded to a multiple of this.", unit="tokens", allowed=POSITIVE_COUNT
+        128, help="The vocabulary is padded to a multiple of this.", unit="tokens", allowed=POSITIVE_VOCABULARY
     )
     padded_vocab_size: int | None = flag(
         None,
         help="Rows of the embedding, at least as many as the tokenizer has ids.",
         unit="tokens",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_VOCABULARY,
         otherwise="the next multiple of --make-vocab-size-divisible-by",
     )
     normalization: str = flag("LayerNorm", help="Kind of norm; RMSNorm has no mean and no bias.", allowed=NORMALIZATIONS)
@@ -202,7 +214,7 @@ class ModelConfig:
         help="Blocks of a chunk with --recompute-method uniform, recomputed blocks with block; a chunk's weights stand in memory at once.",
         unit="blocks",
         aliases=("--checkpoint-num-layers",),
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_LAYERS,
         otherwise="1 with --recompute-granularity full",
         needs=needs(recompute_granularity="full"),
     )
@@ -286,7 +298,7 @@ class TrainingConfig:
         None,
         help="Length of training in tokens, rounded up to samples of --seq-length; beside --train-samples the shorter of the two.",
         unit="tokens",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_TOKENS,
     )
     iterations_to_skip: tuple[str, ...] = flag(
         (), help="Iterations, counted from 1 as they are printed, whose samples are passed over without a step.", unit="iterations"
@@ -299,7 +311,7 @@ class TrainingConfig:
         None,
         help="Exit at the first step that ends this long after the process began; with --save it saves first.",
         unit="minutes",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_MINUTES,
     )
     exit_signal_handler: bool = flag(
         False,
@@ -392,11 +404,11 @@ class OptimizerConfig:
         None, help="The same in samples, with --train-samples.", unit="samples", allowed=POSITIVE_COUNT, otherwise="--train-samples"
     )
     lr_decay_tokens: int | None = flag(
-        None, help="The same in tokens, with --train-samples or --train-tokens.", unit="tokens", allowed=POSITIVE_COUNT
+        None, help="The same in tokens, with --train-samples or --train-tokens.", unit="tokens", allowed=POSITIVE_TOKENS
     )
     lr_warmup_iters: int = flag(0, help="Length of the linear warmup.", unit="iterations", allowed=COUNT)
     lr_warmup_samples: int = flag(0, help="The same in samples, with --train-samples.", unit="samples", allowed=COUNT)
-    lr_warmup_tokens: int = flag(0, help="The same in tokens, with --train-samples or --train-tokens.", unit="tokens", allowed=COUNT)
+    lr_warmup_tokens: int = flag(0, help="The same in tokens, with --train-samples or --train-tokens.", unit="tokens", allowed=TOKENS)
     lr_warmup_fraction: float | None = flag(
         None, help="The same as a fraction of the decay's horizon; excludes the others.", unit="1", allowed=FRACTION
     )
@@ -508,7 +520,7 @@ class ZeroConfig:
         help="hpZ: ranks that share a secondary copy of the weights, so that backward gathers stay among them; the ranks of a node are "
         "the usual choice, 1 is off; needs --zero-stage 3.",
         unit="ranks",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_RANKS,
     )
     zero_quantized_gradients: bool = flag(False, help="qgZ: gradients cross links as blocks of integers; needs --zero-stage 1, 2 or 3.")
     zero_quantized_weights_bits: int = flag(
@@ -548,7 +560,7 @@ class ZeroConfig:
         256,
         help="Values that share a scale, and the grain of the sharded layout.",
         unit="values",
-        allowed=Bounds(at_least=32, multiple_of=32),
+        allowed=Bounds(at_least=32, multiple_of=32, limit=LARGEST_WIDTH),
     )
     zero_prefetch_units: int = flag(2, help="Units gathered ahead over the link between partitions.", unit="units", allowed=COUNT)
     zero_prefetch_units_intra: int = flag(1, help="Units gathered ahead over the link inside a partition.", unit="units", allowed=COUNT)
@@ -558,20 +570,20 @@ class ZeroConfig:
 class DistributedConfig:
     """Ranks, nodes and their communication."""
 
-    tensor_model_parallel_size: int = flag(1, help="Ranks that share one layer; only 1 is available.", unit="ranks", allowed=POSITIVE_COUNT)
-    pipeline_model_parallel_size: int = flag(1, help="Pipeline stages; only 1 is available.", unit="ranks", allowed=POSITIVE_COUNT)
+    tensor_model_parallel_size: int = flag(1, help="Ranks that share one layer; only 1 is available.", unit="ranks", allowed=POSITIVE_RANKS)
+    pipeline_model_parallel_size: int = flag(1, help="Pipeline stages; only 1 is available.", unit="ranks", allowed=POSITIVE_RANKS)
     ranks_per_node: int = flag(
         None,
         help="Ranks of one node; they divide the world.",
         unit="ranks",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_RANKS,
         otherwise="the launcher's LOCAL_WORLD_SIZE, LOCAL_SIZE or SLURM_NTASKS_PER_NODE",
     )
     distributed_timeout_minutes: int = flag(
         10,
         help="Every rank ends within this time after a rank or a link is lost; a collective may take up to 15 seconds less.",
         unit="minutes",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_MINUTES,
     )
     distributed_backend: str | None = flag(
         None, help="Communication library.", allowed=("nccl", "gloo"), otherwise="nccl with GPUs, gloo without"
@@ -652,7 +664,7 @@ class DataConfig:
         0,
         help="Pieces <extra_id_N> that SentencePieceTokenizer puts last.",
         unit="ids",
-        allowed=COUNT,
+        allowed=VOCABULARY,
         without_effect=unless(tokenizer_type="SentencePieceTokenizer"),
     )
     tiktoken_pattern: str | None = flag(
@@ -666,7 +678,7 @@ class DataConfig:
         1000,
         help="Ids of TikTokenizer before those of its file.",
         unit="ids",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_VOCABULARY,
         without_effect=unless(tokenizer_type="TikTokenizer"),
     )
     tokenizer_special_tokens: tuple[str, ...] = flag(
@@ -681,7 +693,7 @@ class DataConfig:
         None,
         help="Vocabulary before padding: NullTokenizer needs it, TikTokenizer cuts its file to it, every other must agree with it.",
         unit="tokens",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_VOCABULARY,
         otherwise="50257 for NullTokenizer with mock data",
     )
     data_cache_path: str | None = flag(None, help="Folder of the index cache.", unit="path", otherwise="a folder beside each corpus")
@@ -699,7 +711,9 @@ class DataConfig:
         False, help="No token attends across an end-of-document token.", aliases=("--dataloader-inter-document-masking",)
     )
     eod_mask_loss: bool = flag(False, help="What follows an end-of-document token is not predicted: the loss leaves it out.")
-    num_workers: int = flag(2, help="Processes that read data, per rank; 0 reads in the training process.", unit="processes", allowed=COUNT)
+    num_workers: int = flag(
+        2, help="Processes that read data, per rank; 0 reads in the training process.", unit="processes", allowed=PROCESSES
+    )
 
     @property
     def names_corpora(self) -> bool:
@@ -907,13 +921,13 @@ class PlanConfig:
         False, help="Check every flag, print the plan of the run (memory per rank, bytes per link, tokens, time) and end; needs no GPU."
     )
     nodes: int | None = flag(
-        None, help="Nodes of the planned world, of --ranks-per-node ranks each.", unit="nodes", allowed=POSITIVE_COUNT, needs=A_PLAN
+        None, help="Nodes of the planned world, of --ranks-per-node ranks each.", unit="nodes", allowed=POSITIVE_RANKS, needs=A_PLAN
     )
     world_size: int | None = flag(
         None,
         help="All ranks of the planned world; with --nodes or --ranks-per-node.",
         unit="ranks",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_RANKS,
         otherwise="--nodes x --ranks-per-node, or the launcher's world",
         needs=A_PLAN,
     )

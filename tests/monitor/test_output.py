@@ -18,10 +18,8 @@ def test_a_full_disk_is_named_once_and_again_at_the_end(capsys: pytest.CaptureFi
 
     output.attempt(write)
     output.attempt(write)
-    failed = (
-        "--log-jsonl /dev/full failed (OSError: [Errno 28] No space left on device); it is switched off, and the run goes on without it"
-    )
-    assert len(calls) == 1 and capsys.readouterr().err == f"[Rank 3] WARNING: {failed}.\n"
+    failed = "failed (OSError: [Errno 28] No space left on device); it is switched off, and the run goes on without it"
+    assert len(calls) == 1 and capsys.readouterr().err == f"[Rank 3] WARNING: --log-jsonl /dev/full {failed}.\n"
     output.tell_if_incomplete()
     assert capsys.readouterr().err == "[Rank 3] WARNING: --log-jsonl /dev/full is incomplete, because it failed during the run.\n"
 
