@@ -18,6 +18,7 @@ from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.options import arguments_block
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
+from megatron_zpp.monitor.lasting_stream import tell_lost_lines, use_lasting_streams
 from megatron_zpp.monitor.logging import RankPrinter
 from megatron_zpp.parallel.launch import Launch, read_launch
 
@@ -170,7 +171,9 @@ def fail(world: World, error: BaseException) -> None:
 
 
 if __name__ == "__main__":
+    use_lasting_streams()  # a lost terminal must not cost a checkpoint
     exit_code = main(sys.argv[1:])
     sys.stdout.flush()
+    tell_lost_lines()
     sys.stderr.flush()
     os._exit(exit_code)  # at once: a thread of gloo that frees a tensor while the interpreter shuts down would abort a finished run

@@ -42,6 +42,15 @@ RUN_ARGS=(
     "$@"
 )
 
+# Prints when this job ends, in seconds since 1970; nothing if Slurm does not say. Versions without SLURM_JOB_END_TIME say it to squeue.
+job_end() {
+    local end="${SLURM_JOB_END_TIME:-}"
+    [[ -n "$end" ]] || end="$(date --date "$(squeue -h -j "$SLURM_JOB_ID" -o %e 2>/dev/null)" +%s 2>/dev/null || true)"
+    if is_number "$end" 1 999999999999999; then
+        echo "$end"
+    fi
+}
+
 # Puts this job back into the queue if it has saved a later iteration, but not the last one. A job that saved nothing new is not repeated.
 requeue_until_done() {
     local before="$1" now

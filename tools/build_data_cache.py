@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import MISTAKE_EXIT_CODE
+from command import MISTAKE_EXIT_CODE, rank_count
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
@@ -35,8 +35,6 @@ def main() -> None:
 
 def run(args: argparse.Namespace, flags: list[str]) -> None:
     """Prepares the data and prints what was prepared. Raises ValueError for flags and data that the run would refuse."""
-    if args.ranks < 1:
-        raise ValueError(f"--ranks {args.ranks} must be 1 or more: the data-parallel ranks of the run.")
     config = resolve(parse_flags(flags), args.ranks, args.ranks)
     if not config.data.names_corpora:
         raise ValueError("--data-path is not given, nor another flag that names corpora; give the flags of the run.")
@@ -70,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--ranks", type=int, required=True, help="data-parallel ranks of the run, which --global-batch-size may follow from"
+        "--ranks", type=rank_count, required=True, help="data-parallel ranks of the run, which --global-batch-size may follow from"
     )
     parser.add_argument("--no-token-check", action="store_true", help="leave the check of token ids, which reads every .bin, to the run")
     return parser

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from command import run_command
+from command import megabytes, run_command
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 SMALL_CORPUS_MEGABYTES = 5
@@ -26,8 +26,6 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Writes the corpus and prints its size. Raises ValueError if no source file is found."""
-    if args.max_megabytes <= 0:
-        raise ValueError(f"--max-megabytes {args.max_megabytes:g} leaves no room for a document; give more than 0.")
     root = Path(sysconfig.get_path("stdlib"))
     document_count, text_bytes = write_corpus(root, Path(args.output), max_bytes=int(args.max_megabytes * 1e6))
     if document_count == 0:
@@ -80,7 +78,7 @@ def sources(root: Path) -> Iterator[Source]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="collect_corpus.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("--output", required=True, help="file of JSON lines to write")
-    parser.add_argument("--max-megabytes", type=float, default=20, help="text to collect at most (default: 20)")
+    parser.add_argument("--max-megabytes", type=megabytes, default=20, help="text to collect at most (default: 20)")
     return parser
 
 

@@ -1,7 +1,13 @@
 """Runs the tools of this folder. A user's mistake prints one line and ends with exit code 2."""
 
 import argparse
+import sys
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_zpp.config.flag import LARGEST_COUNT, LARGEST_PROCESSES, LARGEST_VOCABULARY, LARGEST_WORLD, whole_number
 
 MISTAKE_EXIT_CODE = 2
 
@@ -15,13 +21,32 @@ def run_command(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespa
         parser.exit(MISTAKE_EXIT_CODE, f"{parser.prog}: error: {error}\n")
 
 
+def number_within(smallest: int, largest: int) -> Callable[[str], int]:
+    """The type of an argument that is a whole number in this range, spelled in plain digits."""
+
+    def number_of(text: str) -> int:
+        number = whole_number(text)
+        if number is None or not smallest <= number <= largest:
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number from {smallest} to {largest}")
+        return number
+
+    return number_of
+
+
+count_from_0 = number_within(0, LARGEST_COUNT)
+count_from_1 = number_within(1, LARGEST_COUNT)
+process_count = number_within(1, LARGEST_PROCESSES)
+vocabulary_size = number_within(1, LARGEST_VOCABULARY)
+rank_count = number_within(1, LARGEST_WORLD)
+
+LARGEST_MEGABYTES = 1e12
 ELEMENT_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that choose the checkpoint to read."""
     parser.add_argument("--load", required=True, metavar="DIR", help="folder that --save of the training named")
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration of the checkpoint (default: the latest)")
+    parser.add_argument("--ckpt-step", type=count_from_0, metavar="N", help="iteration of the checkpoint (default: the latest)")
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +56,17 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-shard-size", dest="max_shard_bytes", type=_gigabytes, default=_gigabytes("5"), metavar="GB", help="of one file (default: 5)"
     )
+
+
+def megabytes(text: str) -> float:
+    """The type of an argument of megabytes: a positive number, at most a million million."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= LARGEST_MEGABYTES:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of megabytes above 0 and at most {LARGEST_MEGABYTES:g}")
+    return number
 
 
 def _gigabytes(text: str) -> int:

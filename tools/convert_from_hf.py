@@ -9,7 +9,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import run_command
+from command import run_command, vocabulary_size
 
 from megatron_zpp.checkpoint.hf.folder import HfFolder
 from megatron_zpp.checkpoint.release import write_release
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--input", required=True, metavar="DIR", help="folder with config.json and safetensors")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder for --load or --pretrained-checkpoint")
     parser.add_argument(
-        "--make-vocab-size-divisible-by", type=int, default=128, metavar="N", help="as in the training to come (default: 128)"
+        "--make-vocab-size-divisible-by", type=vocabulary_size, default=128, metavar="N", help="as in the training to come (default: 128)"
     )
     parser.add_argument(
         "--tokenizer-type",

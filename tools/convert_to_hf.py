@@ -13,7 +13,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import ELEMENT_TYPES, add_checkpoint_flags, add_output_flags, run_command
+from command import ELEMENT_TYPES, add_checkpoint_flags, add_output_flags, run_command, vocabulary_size
 
 from megatron_zpp.checkpoint.export import new_folder, write_json, write_tensors
 from megatron_zpp.checkpoint.hf.layouts import layout_holding
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="convert_to_hf.py", description=__doc__, allow_abbrev=False)
     add_checkpoint_flags(parser)
     add_output_flags(parser)
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="ids of the tokenizer (default: what the checkpoint says)")
+    parser.add_argument("--vocab-size", type=vocabulary_size, metavar="N", help="ids of the tokenizer (default: what the checkpoint says)")
     parser.add_argument("--keep-vocab-padding", action="store_true", help="keep the rows that pad the vocabulary")
     parser.add_argument("--tokenizer-model", metavar="PATH", help="the tokenizer's model (default: the one the training used)")
     return parser

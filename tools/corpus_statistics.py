@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import run_command
+from command import run_command, vocabulary_size
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset, check_token_ids
 from megatron_zpp.data.split import split_documents
@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="corpus_statistics.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("--data-path", required=True, help="common prefix of the .bin and the .idx file")
     parser.add_argument("--split", default="969, 30, 1", help='training, validation and test shares (default: "969, 30, 1")')
-    parser.add_argument("--vocab-size", type=int, required=True, help="number of ids, padding left out")
+    parser.add_argument("--vocab-size", type=vocabulary_size, required=True, help="number of ids, padding left out")
     return parser
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import run_command
+from command import count_from_0, count_from_1, run_command
 
 from megatron_zpp.checkpoint.manifest import Manifest
 from megatron_zpp.checkpoint.reader import CheckpointReader
@@ -29,8 +29,6 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Prints the prompt and its continuation, up to the end of a document or --max-new-tokens."""
-    if args.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens {args.max_new_tokens} asks for no token; give 1 or more.")
     reader = open_checkpoint(Path(args.load), args.ckpt_step)
     tokenizer = build_tokenizer(data_config(reader.manifest, args))
     sampling = Sampling(tokenizer.vocab_size, args.temperature, args.top_k)
@@ -77,12 +75,12 @@ def until_end(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[int]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="generate_text.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("--load", required=True, metavar="DIR", help="folder that --save of the training named")
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration of the checkpoint (default: the latest)")
+    parser.add_argument("--ckpt-step", type=count_from_0, metavar="N", help="iteration of the checkpoint (default: the latest)")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue (default: the start of a document)")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="tokens to generate at most (default: 128)")
+    parser.add_argument("--max-new-tokens", type=count_from_1, default=128, metavar="N", help="tokens to generate at most (default: 128)")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0 always takes the likeliest token (default: 1)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="draw among the N likeliest tokens only; 0: all (default: 0)")
-    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the drawing (default: 1234)")
+    parser.add_argument("--top-k", type=count_from_0, default=0, metavar="N", help="draw among the N likeliest tokens; 0: all (default: 0)")
+    parser.add_argument("--seed", type=count_from_0, default=1234, metavar="N", help="seed of the drawing (default: 1234)")
     for name in TOKENIZER_FILES:
         parser.add_argument(f"--{name.replace('_', '-')}", metavar="PATH", help="tokenizer file (default: the one the training used)")
     return parser

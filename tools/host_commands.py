@@ -24,6 +24,7 @@ SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
 # Variables are sent over standard input, because all users of a machine can read the command line of a program. A line that is not an
 # assignment ends them. bash reads a pipe byte by byte, so nothing after that line is lost.
 END_OF_VARIABLES = "end of variables"
+VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # bash evaluates the assignments, so a name must not be a command
 # torchrun runs in its own process group (set -m), so that signals reach it as they reach any program in the foreground. Further lines of
 # standard input are names of signals for torchrun. The end of standard input means that the launcher has ended.
 WRAPPER = """cd {folder} || exit 1
@@ -119,9 +120,15 @@ def is_this_machine(name: str) -> bool:
 
 
 def exported_variables(environment: Mapping[str, str], more_prefixes: Sequence[str], files: Sequence[Path]) -> dict[str, str]:
-    """The variables for every host: those with an exported prefix, and those in the files. The files override the environment."""
+    """The variables for every host: those with an exported prefix, and those in the files. The files override the environment.
+
+    Raises ValueError for a name that bash cannot export, and for a file that `read_variables` refuses.
+    """
     prefixes = (*EXPORTED_PREFIXES, *more_prefixes)
     variables = {name: value for name, value in environment.items() if name.startswith(prefixes) and name not in NOT_EXPORTED}
+    for name in variables:
+        if not VARIABLE_NAME.fullmatch(name):
+            raise ValueError(f"the environment has a variable {name!r}, which bash cannot set on other hosts; unset it.")
     for file in files:
         variables |= read_variables(file)
     return dict(sorted(variables.items()))
@@ -138,7 +145,7 @@ def read_variables(file: Path) -> dict[str, str]:
         if not text or text.startswith("#"):
             continue
         name, sign, value = text.partition("=")
-        if not sign or not name.isidentifier():
+        if not sign or not VARIABLE_NAME.fullmatch(name):
             raise ValueError(f"{file}, line {number}: {text!r} is not a variable; write it as NAME=value.")
         variables[name] = value
     return variables

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_zpp.config.flag import whole_number
+
+LARGEST_SLOTS = 4096  # of one host; no machine has as many GPUs or cores
 LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 NAME = re.compile(r"[A-Za-z0-9_][\w.:-]*", re.ASCII)  # a name that begins with - would be an option of ssh
 
@@ -35,10 +38,12 @@ def read_hostfile(path: Path) -> list[Host]:
         found = LINE.fullmatch(text)
         if found is None:
             raise ValueError(f"{path}, line {number}: {text!r} is not a host; write it as: name slots=8.")
-        name, slots = found[1], int(found[2])
+        name, slots = found[1], whole_number(found[2])
         _check_name(name, f"{path}, line {number}")
-        if slots < 1:
+        if slots == 0:
             raise ValueError(f"{path}, line {number}: {name} has no slots; give it one, or put # before the line.")
+        if slots is None or slots > LARGEST_SLOTS:
+            raise ValueError(f"{path}, line {number}: {name} has slots={found[2]}; write a whole number from 1 to {LARGEST_SLOTS}.")
         if name in hosts:
             raise ValueError(f"{path}, line {number}: {name} is in the file twice; keep one of the lines.")
         hosts[name] = Host(name, tuple(range(slots)), slots)
@@ -96,9 +101,10 @@ def _parsed(flag: str, hosts: list[Host], words: str) -> dict[str, tuple[int, ..
 
 
 def _slots(flag: str, words: str, host: Host, numbers: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"\d+(,\d+)*", numbers):
+    named = [whole_number(number) for number in numbers.split(",")]
+    if None in named:
         raise ValueError(f"{flag} {words}: {numbers!r} is not a list of slots; write them as {host.name}:0,1.")
-    slots = sorted({int(number) for number in numbers.split(",")})
+    slots = sorted({number for number in named if number is not None})
     if slots[-1] >= host.all_slots:
         raise ValueError(f"{flag} {words}: {host.name} has no slot {slots[-1]}, its slots are 0 to {host.all_slots - 1}.")
     return tuple(slots)

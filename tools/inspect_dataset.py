@@ -9,7 +9,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import run_command
+from command import count_from_0, count_from_1, run_command
 from tokenizer_flags import add_tokenizer_flags, tokenizer_config
 
 from megatron_zpp.data.indexed_dataset import CODES, INDEX_CHUNK_NUMEL, VERSION, IndexedDataset, check_token_ids
@@ -24,8 +24,6 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Prints the report. Raises ValueError for files that do not fit together, and for ids outside of a given vocabulary."""
-    if args.num_samples < 0 or args.sample_tokens < 1:
-        raise ValueError(f"--num-samples {args.num_samples} must be 0 or more, --sample-tokens {args.sample_tokens} 1 or more.")
     tokenizer = build_tokenizer(tokenizer_config(args)) if args.tokenizer_type else None
     dataset = IndexedDataset(args.data_path)
     print(header(dataset))
@@ -126,8 +124,8 @@ def _overlapping_chunks(values: np.ndarray) -> list[np.ndarray]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="inspect_dataset.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("--data-path", required=True, metavar="PREFIX", help="common prefix of the .bin and the .idx file")
-    parser.add_argument("--num-samples", type=int, default=3, metavar="N", help="sequences to show (default: 3)")
-    parser.add_argument("--sample-tokens", type=int, default=50, metavar="N", help="tokens of each to show (default: 50)")
+    parser.add_argument("--num-samples", type=count_from_0, default=3, metavar="N", help="sequences to show (default: 3)")
+    parser.add_argument("--sample-tokens", type=count_from_1, default=50, metavar="N", help="tokens of each to show (default: 50)")
     parser.add_argument("--histogram-png", metavar="PATH", help="draw the histogram of lengths as well")
     add_tokenizer_flags(parser)
     return parser

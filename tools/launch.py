@@ -19,14 +19,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import MISTAKE_EXIT_CODE
+from command import MISTAKE_EXIT_CODE, count_from_0, number_within, rank_count
 from host_commands import HostCommand, Program, Rendezvous, exported_variables, host_commands, is_this_machine
 from host_processes import HostProcesses
-from hostfile import Host, check_same_slots, exclude, include, read_hostfile
+from hostfile import LARGEST_SLOTS, Host, check_same_slots, exclude, include, read_hostfile
 
 DEFAULT_HOSTFILE = Path("/job/hostfile")
 VARIABLE_FILES = (Path.home() / ".deepspeed_env", Path(".deepspeed_env"))  # the later wins
 DEFAULT_PORT = 29500
+port = number_within(1, 65535)
 
 
 def main() -> None:
@@ -132,13 +133,6 @@ def _own_command(hosts: Sequence[Host], program: Program, rendezvous: Rendezvous
     return host_commands(here, program, rendezvous, None)[node_rank]
 
 
-def _count(text: str) -> int:
-    number = int(text) if text.isdigit() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
-    return number
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="launch.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -147,20 +141,24 @@ def _parser() -> argparse.ArgumentParser:
     hosts.add_argument("-H", "--hostfile", type=Path, help=f"lines of `name slots=N` (default: {DEFAULT_HOSTFILE} if it exists)")
     hosts.add_argument("-i", "--include", default="", metavar="HOSTS", help="use only these: a@b:0,2 is all of a, and slots 0 and 2 of b")
     hosts.add_argument("-e", "--exclude", default="", metavar="HOSTS", help="use all but these, in the same form")
-    hosts.add_argument("--num_nodes", "--num-nodes", type=_count, metavar="N", help="use the first N hosts (default: all)")
+    hosts.add_argument("--num_nodes", "--num-nodes", type=rank_count, metavar="N", help="use the first N hosts (default: all)")
     hosts.add_argument(
-        "--num_gpus", "--num-gpus", type=_count, metavar="N", help="use the first N slots of each host; without GPUs, ranks (default: all)"
+        "--num_gpus",
+        "--num-gpus",
+        type=number_within(1, LARGEST_SLOTS),
+        metavar="N",
+        help="use the first N slots of each host; without GPUs, ranks (default: all)",
     )
     rendezvous = parser.add_argument_group("rendezvous")
     rendezvous.add_argument("--master_addr", "--master-addr", metavar="HOST", help="where rank 0 is (default: the first host)")
     rendezvous.add_argument(
-        "--master_port", "--master-port", type=_count, default=DEFAULT_PORT, metavar="N", help="a free port there (default: %(default)s)"
+        "--master_port", "--master-port", type=port, default=DEFAULT_PORT, metavar="N", help="a free port there (default: %(default)s)"
     )
     start = parser.add_argument_group("start")
     start.add_argument("--dry-run", "--dry_run", action="store_true", help="print the commands and end")
     start.add_argument("--no_ssh", "--no-ssh", action="store_true", help="start the ranks of this host alone, which --node_rank says")
-    start.add_argument("--node_rank", "--node-rank", type=int, metavar="N", help="place of this host among the hosts, from 0")
-    start.add_argument("--ssh_port", "--ssh-port", type=_count, metavar="N", help="port of sshd (default: ssh's own)")
+    start.add_argument("--node_rank", "--node-rank", type=count_from_0, metavar="N", help="place of this host among the hosts, from 0")
+    start.add_argument("--ssh_port", "--ssh-port", type=port, metavar="N", help="port of sshd (default: ssh's own)")
     start.add_argument("--python", default=sys.executable, metavar="PATH", help="Python of every host (default: this one)")
     start.add_argument(
         "--env-prefix", action="append", default=[], metavar="PREFIX", help="export variables that begin so as well; may be repeated"

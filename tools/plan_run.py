@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import MISTAKE_EXIT_CODE
+from command import MISTAKE_EXIT_CODE, rank_count
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.schema import Config
@@ -243,13 +243,6 @@ def _positive(text: str) -> float:
     return number
 
 
-def _nodes(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of nodes; give 1 or more")
-    return number
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="plan_run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -257,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--nodes",
-        type=_nodes,
+        type=rank_count,
         required=True,
         help="number of machines; --ranks-per-node among the training script's flags gives the ranks of each",
     )

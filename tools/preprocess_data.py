@@ -16,7 +16,7 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import run_command
+from command import count_from_1, process_count, run_command
 from preprocess_progress import ProgressBar
 from tokenizer_flags import add_tokenizer_flags, tokenizer_config, tokenizer_identity
 from worker_count import find_worker_count
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
     if args.find_optimal_num_workers:
         find_worker_count(job.encoder, job.paths, args.workers_to_check, args.max_documents)
         return
-    start = _start(job, args.resume)
+    start = _start(job, args.resume, args.restart_if_changed)
     if not job.journal.path.parent.is_dir():
         job.journal.path.parent.mkdir(parents=True)
     dtype = best_dtype(job.encoder.tokenizer.vocab_size)
@@ -130,10 +130,16 @@ def _job(args: argparse.Namespace) -> Job:
     )
 
 
-def _start(job: Job, resumes: bool) -> Progress | None:
+def _start(job: Job, resumes: bool, restarts_if_changed: bool) -> Progress | None:
     journal = job.journal
     if resumes:
-        start = journal.load()
+        try:
+            start = journal.load()
+        except ValueError as refusal:
+            if not restarts_if_changed:
+                raise
+            print(f"{refusal} --restart-if-changed: starting at the beginning.", flush=True)
+            return None
         if start is None:
             print(f"--resume: no unfinished run of {journal.prefix}; starting at the beginning.", flush=True)
         else:
@@ -204,14 +210,11 @@ def _interrupt(*_: object) -> NoReturn:
 def _check(args: argparse.Namespace) -> None:
     if args.split_sentences:
         raise ValueError("--split-sentences is not available: GPT reads documents, not sentences; leave it out.")
-    for name in ("workers", "partitions", "log_interval", "max_documents"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be 1 or more.")
-    if min(args.workers_to_check) < 1:
-        raise ValueError(f"--workers-to-check {min(args.workers_to_check)} must be 1 or more: it is a number of processes.")
     if args.find_optimal_num_workers and STANDARD_INPUT in args.input:
         raise ValueError("--find-optimal-num-workers reads its input several times, --input - can be read only once; give files.")
-    if args.journal_interval < 0:
+    if args.restart_if_changed and not args.resume:
+        raise ValueError("--restart-if-changed changes nothing without --resume; give that as well.")
+    if not args.journal_interval >= 0:
         raise ValueError(f"--journal-interval {args.journal_interval:g} must be 0 or more.")
     if len(set(args.json_keys)) < len(args.json_keys):
         raise ValueError(f"--json-keys {' '.join(args.json_keys)} names a key twice; name each once.")
@@ -231,19 +234,22 @@ def _parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group("output")
     output.add_argument("--output-prefix", required=True, help="files are named PREFIX_KEY_document.bin and .idx")
     output.add_argument("--resume", action="store_true", help="continue an interrupted run of this prefix, if there is one")
+    output.add_argument(
+        "--restart-if-changed", action="store_true", help="with --resume: where input or flags have changed, start at the beginning"
+    )
     output.add_argument("--journal-interval", type=float, default=30, metavar="SECONDS", help="work lost at most (default: 30)")
-    output.add_argument("--log-interval", type=int, default=1000, help="documents between two lines of progress (default: 1000)")
+    output.add_argument("--log-interval", type=count_from_1, default=1000, help="documents between two lines of progress (default: 1000)")
     workers = parser.add_argument_group("workers")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers.add_argument("--workers", type=int, default=cores, help="processes that tokenise (default: one per core)")
+    workers.add_argument("--workers", type=process_count, default=cores, help="processes that tokenise (default: one per core)")
     workers.add_argument(
         "--find-optimal-num-workers", action="store_true", help="write nothing: try --workers-to-check and say which is best"
     )
-    workers.add_argument("--workers-to-check", type=int, nargs="+", default=[16, 32, 64], help="(default: 16 32 64)")
-    workers.add_argument("--max-documents", type=int, default=100_000, help="documents to try each with (default: 100000)")
+    workers.add_argument("--workers-to-check", type=process_count, nargs="+", default=[16, 32, 64], help="(default: 16 32 64)")
+    workers.add_argument("--max-documents", type=count_from_1, default=100_000, help="documents to try each with (default: 100000)")
     add_tokenizer_flags(parser)
     accepted = parser.add_argument_group("accepted for Megatron's scripts, without effect")
-    accepted.add_argument("--partitions", type=int, default=1, help="all workers share all files")
+    accepted.add_argument("--partitions", type=count_from_1, default=1, help="all workers share all files")
     accepted.add_argument("--keep-sequential-samples", action="store_true", help="documents always keep their order")
     accepted.add_argument("--split-sentences", action="store_true", help="refused: GPT reads documents")
     accepted.add_argument("--keep-newlines", action="store_true", help="text is never changed")

@@ -15,7 +15,7 @@ import sentencepiece
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import run_command
+from command import megabytes, run_command, vocabulary_size
 
 from megatron_zpp.data.preprocess.document_encoder import read_texts
 from megatron_zpp.data.preprocess.json_lines import STANDARD_INPUT, Position, count_text_bytes, find_inputs, line_batches
@@ -29,8 +29,6 @@ def run(args: argparse.Namespace) -> None:
     """Writes the model. Raises ValueError for an unreadable line, or for a vocabulary that is too large for the text."""
     if STANDARD_INPUT in args.input:
         raise ValueError("--input - cannot be read twice; give files.")
-    if args.max_megabytes <= 0:
-        raise ValueError(f"--max-megabytes {args.max_megabytes:g} leaves no text to train on; give more than 0.")
     started = time.monotonic()
     print(f"Training a {args.model_type} model of {args.vocab_size} pieces on {' '.join(args.input)} ...", flush=True)
     texts = list(spread_texts(find_inputs(args.input, print), args.json_key, max_bytes=int(args.max_megabytes * 1e6)))
@@ -93,10 +91,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="train_tokenizer.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="JSON lines, plain, .gz or .zst: files, globs or folders")
     parser.add_argument("--model-prefix", required=True, help="the model is named PREFIX.model")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="pieces, byte pieces and sentence ends included (default: 4096)")
+    parser.add_argument(
+        "--vocab-size", type=vocabulary_size, default=4096, help="pieces, with byte pieces and sentence ends (default: 4096)"
+    )
     parser.add_argument("--json-key", default="text", help="key of the text (default: text)")
     parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe")
-    parser.add_argument("--max-megabytes", type=float, default=20, help="text to train on at most, spread over the file (default: 20)")
+    parser.add_argument("--max-megabytes", type=megabytes, default=20, help="text to train on at most, spread over the file (default: 20)")
     return parser
 
 

@@ -9,10 +9,11 @@ from decimal import Decimal
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.flag import LARGEST_COUNT, LARGEST_TOKENS, FlagError
 from megatron_zpp.config.schema import Config, OptimizerConfig, TrainingConfig
 
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+LARGEST_STEPS = 2**16  # of a ramp; each is a stage of the schedule
 RAMP_EXAMPLE = "give start, increment and samples, three whole numbers from 1 on, such as 16 8 300000"
 STEPS_EXAMPLE = 'give pairs of tokens and batch size, such as "0:768 250B:1536"'
 
@@ -178,6 +179,8 @@ def read_ramp(words: Sequence[str]) -> Ramp:
         raise FlagError(f"{spelled} is not a ramp; {RAMP_EXAMPLE}.") from None
     if min(ramp) < 1:
         raise FlagError(f"{spelled} has a value below 1; {RAMP_EXAMPLE}.")
+    if max(ramp) > LARGEST_COUNT:
+        raise FlagError(f"{spelled} has a value above {LARGEST_COUNT}; {RAMP_EXAMPLE}.")
     return ramp
 
 
@@ -192,6 +195,8 @@ def _ramp(ramp: Ramp, full_size: int) -> Iterator[BatchStage]:
             f"{spelled} does not reach --global-batch-size {full_size} in steps of {ramp.increment}; "
             f"choose an increment that divides {full_size - ramp.start_size}."
         )
+    if steps > LARGEST_STEPS:
+        raise FlagError(f"{spelled} has {steps} steps to --global-batch-size {full_size}, more than {LARGEST_STEPS}; raise the increment.")
     for step in range(steps + 1):
         # The first whole sample at which step / steps of the ramp's samples are consumed.
         yield BatchStage(-(-step * ramp.samples // max(1, steps)), ramp.start_size + step * ramp.increment)
@@ -217,13 +222,15 @@ def _step(pair: str, spelled: str, seq_length: int) -> BatchStage:
         raise FlagError(f"{spelled} has the pair {pair}; {STEPS_EXAMPLE}.") from None
     if stage.start < 0 or stage.asked_size < 1:
         raise FlagError(f"{spelled} has the pair {pair}; {STEPS_EXAMPLE}, with no threshold below 0 and no size below 1.")
+    if stage.asked_size > LARGEST_COUNT:
+        raise FlagError(f"{spelled} has the pair {pair}; {STEPS_EXAMPLE}, with no size above {LARGEST_COUNT}.")
     return stage
 
 
 def _count_in(text: str) -> int:
-    """The whole number in `250B`, `1.5M` or `768`. Raises ValueError or ArithmeticError for other texts."""
+    """The whole number in `250B`, `1.5M` or `768`. Raises ValueError or ArithmeticError for other texts, and far above LARGEST_TOKENS."""
     factor = SUFFIXES.get(text[-1:].upper(), 1)
     number = Decimal(text[:-1] if factor > 1 else text) * factor
-    if number != number.to_integral_value():
+    if abs(number) > LARGEST_TOKENS or number != number.to_integral_value():
         raise ValueError(text)
     return int(number)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_zpp.config.flag import POSITIVE_COUNT, Bounds, FlagError, check_value, in_words, spelling_of
+from megatron_zpp.config.flag import NOT_NEGATIVE, POSITIVE_COUNT, Bounds, FlagError, check_value, in_words, spelling_of
 from megatron_zpp.config.options import Option, options
 from megatron_zpp.config.schema import Config
 
@@ -250,7 +250,7 @@ def _field_value(entries: Entries, key: str) -> Any:
     if key == "fp16.initial_scale_power":
         return 2.0 ** _value(entries, key, int, Bounds(at_least=0, at_most=LARGEST_SCALE_POWER))
     if key == "fp16.loss_scale":
-        return _value(entries, key, float, Bounds(at_least=0)) or None  # 0 is dynamic
+        return _value(entries, key, float, NOT_NEGATIVE) or None  # 0 is dynamic
     option = OPTIONS[FIELDS[key]]
     return _value(entries, key, option.kind, option.flag.allowed)
 
@@ -260,8 +260,12 @@ def _value(entries: Entries, key: str, kind: type, allowed: Any) -> Any:
     fits = isinstance(value, bool) if kind is bool else isinstance(value, int | float) and not isinstance(value, bool)
     if not fits or (kind is int and value % 1 != 0):
         raise FlagError(f"{entries.at(key)} is not {KIND_IN_WORDS[kind]}; correct it.")
-    check_value(f"{key} in {entries.file}:", kind(value), allowed)
-    return kind(value)
+    try:
+        number = kind(value)
+    except OverflowError:
+        raise FlagError(f"{entries.at(key)} is too large for a number; correct it.") from None
+    check_value(f"{key} in {entries.file}:", number, allowed)
+    return number
 
 
 def _batch(entries: Entries, config: Config, world_size: int) -> list[Setting]:

@@ -17,17 +17,22 @@ class FlagError(ValueError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """The numbers that a flag allows. NaN and infinities are never allowed."""
+    """The numbers that a flag allows. NaN and infinities are never allowed.
+
+    limit: the largest allowed number, if it only refuses what no run can mean; the page of flags does not show it.
+    """
 
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
     multiple_of: int | None = None
+    limit: float | None = None
 
     def contain(self, value: float) -> bool:
         return (
-            math.isfinite(value)
+            (isinstance(value, int) or math.isfinite(value))
+            and (self.limit is None or value <= self.limit)
             and (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
             and (self.at_most is None or value <= self.at_most)
@@ -45,11 +50,40 @@ class Bounds:
         )
         return " and ".join(f"{words} {limit}" for words, limit in limits if limit is not None)
 
+    def broken_by(self, value: float) -> str:
+        """The bounds in words, with the limit if the value is above it."""
+        if self.limit is None or not value > self.limit:
+            return str(self)
+        return " and ".join(filter(None, [str(self), f"at most {self.limit}"]))
 
-POSITIVE_COUNT = Bounds(at_least=1)
-COUNT = Bounds(at_least=0)
-POSITIVE = Bounds(above=0)
-NOT_NEGATIVE = Bounds(at_least=0)
+
+# No run can mean more than these. A product that indexes something, such as samples times tokens, must fit in 64 bits.
+LARGEST_COUNT = 2**40  # iterations, samples: a thousand samples per second for thirty years
+LARGEST_LENGTH = 2**22  # tokens of a sample
+LARGEST_TOKENS = LARGEST_COUNT * LARGEST_LENGTH
+DIGITS = 19  # of LARGEST_TOKENS
+LARGEST_WIDTH = 2**20  # values of a vector; a matrix of a million rows and columns fits no device
+LARGEST_LAYERS = 2**11  # twice the deepest published transformer (1000 layers, arXiv 2203.00555)
+LARGEST_VOCABULARY = 2**31 - 1  # token ids are at most int32
+LARGEST_WORLD = 2**20  # ranks
+LARGEST_MINUTES = 2**20  # two years; torch counts timeouts in nanoseconds of int64, which end after 292 years
+LARGEST_PROCESSES = 2**10  # of one rank or tool; each takes memory and a file descriptor or more
+LARGEST_NUMBER = 3e38  # fp32 ends there
+
+POSITIVE_COUNT = Bounds(at_least=1, limit=LARGEST_COUNT)
+COUNT = Bounds(at_least=0, limit=LARGEST_COUNT)
+POSITIVE_LENGTH = Bounds(at_least=1, limit=LARGEST_LENGTH)
+POSITIVE_TOKENS = Bounds(at_least=1, limit=LARGEST_TOKENS)
+TOKENS = Bounds(at_least=0, limit=LARGEST_TOKENS)
+POSITIVE_WIDTH = Bounds(at_least=1, limit=LARGEST_WIDTH)
+POSITIVE_LAYERS = Bounds(at_least=1, limit=LARGEST_LAYERS)
+POSITIVE_VOCABULARY = Bounds(at_least=1, limit=LARGEST_VOCABULARY)
+VOCABULARY = Bounds(at_least=0, limit=LARGEST_VOCABULARY)
+POSITIVE_RANKS = Bounds(at_least=1, limit=LARGEST_WORLD)
+POSITIVE_MINUTES = Bounds(at_least=1, limit=LARGEST_MINUTES)
+PROCESSES = Bounds(at_least=0, limit=LARGEST_PROCESSES)
+POSITIVE = Bounds(above=0, limit=LARGEST_NUMBER)
+NOT_NEGATIVE = Bounds(at_least=0, limit=LARGEST_NUMBER)
 FRACTION = Bounds(at_least=0, below=1)
 
 Choices = tuple[Any, ...]
@@ -186,12 +220,21 @@ def in_words(name: str, value: Any) -> str:
 
 def divisors(number: int) -> list[int]:
     """All divisors of `number`, ascending."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def nearest_divisors(number: int, wish: int) -> list[int]:
     """The up to four divisors of `number` that are nearest to `wish`, ascending."""
     return sorted(sorted(divisors(number), key=lambda divisor: abs(divisor - wish))[:4])
+
+
+def whole_number(text: str) -> int | None:
+    """The number that the text spells in plain digits 0 to 9; None for any other text, and for more than LARGEST_TOKENS."""
+    if not (text.isascii() and text.isdigit()) or len(text) > DIGITS:
+        return None
+    number = int(text)
+    return number if number <= LARGEST_TOKENS else None
 
 
 def any_of(values: Sequence[object]) -> str:
@@ -204,7 +247,7 @@ def check_value(spelling: str, value: Any, allowed: Choices | Bounds | None) -> 
     """Raises FlagError if the value is not allowed. spelling: the flag as the user wrote it."""
     if isinstance(allowed, Bounds):
         if not allowed.contain(value):
-            raise FlagError(f"{spelling} {value} is out of range; choose a value that is {allowed}.")
+            raise FlagError(f"{spelling} {value} is out of range; choose a value that is {allowed.broken_by(value)}.")
     elif allowed is not None and value not in allowed:
         raise FlagError(f"{spelling} {value} is not available; {_choice_in_words(value, allowed)}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_zpp.config.data_sources import COMMON_FLAGS, SPLIT_FLAGS, DataSources, read_sources
-from megatron_zpp.config.flag import FlagError, in_words, spelling_of
+from megatron_zpp.config.flag import FlagError, in_words, spelling_of, whole_number
 from megatron_zpp.config.schema import TOKENIZER_FILES, TOKENIZER_TYPES, Config
 
 # What a kind of tokenizer needs, and what it is called in messages.
@@ -104,5 +104,6 @@ def check_profiled_steps(config: Config) -> None:
 
 def check_profiled_ranks(config: Config, world_size: int) -> None:
     for word in config.profiling.profile_ranks:
-        if not (word.isdecimal() and int(word) < world_size):
+        rank = whole_number(word)
+        if rank is None or rank >= world_size:
             raise FlagError(f"--profile-ranks {word} is not a rank of this world; choose among 0 to {world_size - 1}.")

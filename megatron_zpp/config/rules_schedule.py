@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_zpp.config.batch_schedule import BatchSchedule, horizons
+from megatron_zpp.config.batch_schedule import BatchSchedule, horizons, length_in_samples
 from megatron_zpp.config.data_sources import SPLITS, read_sources
-from megatron_zpp.config.flag import FlagError, any_of, spelling_of
+from megatron_zpp.config.flag import LARGEST_COUNT, FlagError, any_of, spelling_of, whole_number
 from megatron_zpp.config.schema import Config
 
 
@@ -25,6 +25,7 @@ def check_given(config: Config) -> None:
 
 def check_resolved(config: Config, batches: BatchSchedule, world_size: int) -> None:
     """Raises FlagError for the first rule that the filled-in values break. batches: of the run in a world of `world_size` ranks."""
+    check_total_samples(config, batches)
     check_learning_rates(config)
     check_warmup_ends_before_decay(config, batches)
     check_validation_sets(config)
@@ -40,6 +41,24 @@ def check_one_length(config: Config) -> None:
         value = config.value_of(name)
         if value is not None:
             raise FlagError(f"--train-iters {training.train_iters} and {spelling_of(name)} {value} exclude each other; give one of them.")
+
+
+def check_total_samples(config: Config, batches: BatchSchedule) -> None:
+    """Samples of the whole run can be counted: flags that are in range alone may have a product that is not."""
+    training = config.training
+    trained = length_in_samples(training, batches)
+    if trained > LARGEST_COUNT:
+        raise FlagError(
+            f"--train-iters {training.train_iters} of --global-batch-size {training.global_batch_size} are {trained} samples, more than "
+            f"{LARGEST_COUNT}; choose fewer or smaller iterations."
+        )
+    validations = training.train_iters // training.eval_interval + 1
+    evaluated = validations * training.eval_iters * training.eval_global_batch_size
+    if evaluated > LARGEST_COUNT:
+        raise FlagError(
+            f"{validations} validations of --eval-iters {training.eval_iters} times {training.eval_global_batch_size} samples are "
+            f"{evaluated} samples, more than {LARGEST_COUNT}; lower --eval-iters, or raise --eval-interval {training.eval_interval}."
+        )
 
 
 def check_schedule_counts_like_length(config: Config) -> None:
@@ -102,7 +121,7 @@ def check_batch_flags(config: Config) -> None:
 def check_iterations_to_skip(config: Config) -> None:
     words = config.training.iterations_to_skip
     for word in words:
-        if not word.isdecimal() or int(word) == 0:
+        if not whole_number(word):
             raise FlagError(f"--iterations-to-skip {' '.join(words)} has {word}; give iterations from 1 on, such as 17 18.")
 
 

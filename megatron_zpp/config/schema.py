@@ -14,10 +14,22 @@ from typing import Any
 from megatron_zpp.config.flag import (
     COUNT,
     FRACTION,
+    LARGEST_NUMBER,
+    LARGEST_WIDTH,
     NOT_NEGATIVE,
     POSITIVE,
     POSITIVE_COUNT,
+    POSITIVE_LAYERS,
+    POSITIVE_LENGTH,
+    POSITIVE_MINUTES,
+    POSITIVE_RANKS,
+    POSITIVE_TOKENS,
+    POSITIVE_VOCABULARY,
+    POSITIVE_WIDTH,
+    PROCESSES,
     REQUIRED,
+    TOKENS,
+    VOCABULARY,
     Bounds,
     flag,
     needs,
@@ -43,24 +55,24 @@ WITHOUT_POINTS = unless("tensorboard_dir", "wandb_project")
 class ModelConfig:
     """Architecture and regularisation of the GPT."""
 
-    num_layers: int = flag(None, help="Transformer blocks.", unit="blocks", allowed=POSITIVE_COUNT, otherwise=REQUIRED)
-    hidden_size: int = flag(None, help="Width of the residual stream.", unit="values", allowed=POSITIVE_COUNT, otherwise=REQUIRED)
+    num_layers: int = flag(None, help="Transformer blocks.", unit="blocks", allowed=POSITIVE_LAYERS, otherwise=REQUIRED)
+    hidden_size: int = flag(None, help="Width of the residual stream.", unit="values", allowed=POSITIVE_WIDTH, otherwise=REQUIRED)
     num_attention_heads: int = flag(
         None,
         help="Attention heads of a block; they divide --hidden-size unless --kv-channels is given.",
         unit="heads",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_WIDTH,
         otherwise=REQUIRED,
     )
     ffn_hidden_size: int = flag(
         None,
         help="Width inside the feed-forward layer.",
         unit="values",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_WIDTH,
         otherwise="4 x --hidden-size; with --swiglu two thirds of that, rounded down to a multiple of 64",
     )
     kv_channels: int = flag(
-        None, help="Width of one attention head.", unit="values", allowed=POSITIVE_COUNT, otherwise="--hidden-size / --num-attention-heads"
+        None, help="Width of one attention head.", unit="values", allowed=POSITIVE_WIDTH, otherwise="--hidden-size / --num-attention-heads"
     )
     group_query_attention: bool = flag(False, help="Groups of heads share keys and values; --num-query-groups alone has the same effect.")
     num_query_groups: int = flag(
@@ -68,10 +80,10 @@ class ModelConfig:
         help="Groups of attention heads that share one key and value head; they divide --num-attention-heads.",
         unit="groups",
         aliases=("--num-key-value-heads",),
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_WIDTH,
         otherwise="--num-attention-heads, each head its own; 1 with --group-query-attention",
     )
-    seq_length: int = flag(None, help="Length of a training sample.", unit="tokens", allowed=POSITIVE_COUNT, otherwise=REQUIRED)
+    seq_length: int = flag(None, help="Length of a training sample.", unit="tokens", allowed=POSITIVE_LENGTH, otherwise=REQUIRED)
     position_embedding_type: str = flag(
         "learned_absolute",
         help="Position embedding: a learned vector added to each token, rotation of queries and keys, or none.",
@@ -83,7 +95,7 @@ class ModelConfig:
         None,
         help="Number of learned positions, at least --seq-length; the other position embeddings have no limit.",
         unit="tokens",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_LENGTH,
         otherwise="--seq-length",
     )
     rotary_base: float = flag(
@@ -114,7 +126,7 @@ class ModelConfig:
         8.0,
         help="Factor by which --use-rope-scaling stretches long wavelengths.",
         unit="1",
-        allowed=Bounds(at_least=1),
+        allowed=Bounds(at_least=1, limit=LARGEST_NUMBER),
         without_effect=WITHOUT_ROPE + unless("use_rope_scaling"),
     )
     rope_scaling_low_freq_factor: float = flag(
@@ -135,17 +147,17 @@ class ModelConfig:
         8192,
         help="Context length that the model had before --use-rope-scaling.",
         unit="tokens",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_LENGTH,
         without_effect=WITHOUT_ROPE + unless("use_rope_scaling"),
     )
     make_vocab_size_divisible_by: int = flag(
-        128, help="The vocabulary is padded to a multiple of this.", unit="tokens", allowed=POSITIVE_COUNT
+        128, help="The vocabulary is padded to a multiple of this.", unit="tokens", allowed=POSITIVE_VOCABULARY
     )
     padded_vocab_size: int | None = flag(
         None,
         help="Rows of the embedding, at least as many as the tokenizer has ids.",
         unit="tokens",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_VOCABULARY,
         otherwise="the next multiple of --make-vocab-size-divisible-by",
     )
     normalization: str = flag("LayerNorm", help="Kind of norm; RMSNorm has no mean and no bias.", allowed=NORMALIZATIONS)
@@ -203,7 +215,7 @@ class ModelConfig:
         "recomputed blocks.",
         unit="blocks",
         aliases=("--checkpoint-num-layers",),
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_LAYERS,
         otherwise="1 with --recompute-granularity full",
         needs=needs(recompute_granularity="full"),
     )
@@ -288,7 +300,7 @@ class TrainingConfig:
         None,
         help="Length of training in tokens, rounded up to whole samples; with --train-samples too, the shorter of the two counts.",
         unit="tokens",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_TOKENS,
     )
     iterations_to_skip: tuple[str, ...] = flag(
         (),
@@ -303,7 +315,7 @@ class TrainingConfig:
         None,
         help="Exit at the first step that ends this long after the process began; with --save it saves first.",
         unit="minutes",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_MINUTES,
     )
     exit_signal_handler: bool = flag(
         False,
@@ -402,12 +414,12 @@ class OptimizerConfig:
         None, help="--lr-decay-iters in samples, with --train-samples.", unit="samples", allowed=POSITIVE_COUNT, otherwise="--train-samples"
     )
     lr_decay_tokens: int | None = flag(
-        None, help="--lr-decay-iters in tokens, with --train-samples or --train-tokens.", unit="tokens", allowed=POSITIVE_COUNT
+        None, help="--lr-decay-iters in tokens, with --train-samples or --train-tokens.", unit="tokens", allowed=POSITIVE_TOKENS
     )
     lr_warmup_iters: int = flag(0, help="Length of the linear warmup.", unit="iterations", allowed=COUNT)
     lr_warmup_samples: int = flag(0, help="Length of the warmup in samples, with --train-samples.", unit="samples", allowed=COUNT)
     lr_warmup_tokens: int = flag(
-        0, help="Length of the warmup in tokens, with --train-samples or --train-tokens.", unit="tokens", allowed=COUNT
+        0, help="Length of the warmup in tokens, with --train-samples or --train-tokens.", unit="tokens", allowed=TOKENS
     )
     lr_warmup_fraction: float | None = flag(
         None,
@@ -526,7 +538,7 @@ class ZeroConfig:
         help="hpZ: ranks per group; each group holds a secondary copy of the weights, so that gathers in backward stay inside it. Usually "
         "the ranks of a node; 1 turns it off; needs --zero-stage 3.",
         unit="ranks",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_RANKS,
     )
     zero_quantized_gradients: bool = flag(False, help="qgZ: gradients cross links as blocks of integers; needs --zero-stage 1, 2 or 3.")
     zero_quantized_weights_bits: int = flag(
@@ -570,7 +582,7 @@ class ZeroConfig:
         256,
         help="Neighbouring values that share a scale; every rank's slice of a unit is padded to whole blocks.",
         unit="values",
-        allowed=Bounds(at_least=32, multiple_of=32),
+        allowed=Bounds(at_least=32, multiple_of=32, limit=LARGEST_WIDTH),
     )
     zero_prefetch_units: int = flag(
         2, help="How many units ahead of need are gathered over the link between partitions.", unit="units", allowed=COUNT
@@ -584,20 +596,20 @@ class ZeroConfig:
 class DistributedConfig:
     """Ranks, nodes and their communication."""
 
-    tensor_model_parallel_size: int = flag(1, help="Ranks that share one layer; only 1 is available.", unit="ranks", allowed=POSITIVE_COUNT)
-    pipeline_model_parallel_size: int = flag(1, help="Pipeline stages; only 1 is available.", unit="ranks", allowed=POSITIVE_COUNT)
+    tensor_model_parallel_size: int = flag(1, help="Ranks that share one layer; only 1 is available.", unit="ranks", allowed=POSITIVE_RANKS)
+    pipeline_model_parallel_size: int = flag(1, help="Pipeline stages; only 1 is available.", unit="ranks", allowed=POSITIVE_RANKS)
     ranks_per_node: int = flag(
         None,
         help="Ranks of one node; must divide the number of ranks.",
         unit="ranks",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_RANKS,
         otherwise="the launcher's LOCAL_WORLD_SIZE, LOCAL_SIZE or SLURM_NTASKS_PER_NODE",
     )
     distributed_timeout_minutes: int = flag(
         10,
         help="Every rank ends within this time after a rank or a link is lost; a collective may take up to 15 seconds less.",
         unit="minutes",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_MINUTES,
     )
     distributed_backend: str | None = flag(
         None, help="Communication library.", allowed=("nccl", "gloo"), otherwise="nccl with GPUs, gloo without"
@@ -682,7 +694,7 @@ class DataConfig:
         0,
         help="Number of tokens <extra_id_N> that SentencePieceTokenizer adds after its own.",
         unit="ids",
-        allowed=COUNT,
+        allowed=VOCABULARY,
         without_effect=unless(tokenizer_type="SentencePieceTokenizer"),
     )
     tiktoken_pattern: str | None = flag(
@@ -696,7 +708,7 @@ class DataConfig:
         1000,
         help="Number of TikTokenizer's special tokens, whose ids come before those of its file.",
         unit="ids",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_VOCABULARY,
         without_effect=unless(tokenizer_type="TikTokenizer"),
     )
     tokenizer_special_tokens: tuple[str, ...] = flag(
@@ -711,7 +723,7 @@ class DataConfig:
         None,
         help="Vocabulary size before padding: NullTokenizer needs it, TikTokenizer cuts its file to it, others must have it.",
         unit="tokens",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_VOCABULARY,
         otherwise="50257 for NullTokenizer with mock data",
     )
     data_cache_path: str | None = flag(None, help="Folder of the index cache.", unit="path", otherwise="a folder beside each corpus")
@@ -731,7 +743,9 @@ class DataConfig:
         False, help="No token attends across an end-of-document token.", aliases=("--dataloader-inter-document-masking",)
     )
     eod_mask_loss: bool = flag(False, help="The loss leaves out the prediction of the token that follows an end-of-document token.")
-    num_workers: int = flag(2, help="Processes that read data, per rank; 0 reads in the training process.", unit="processes", allowed=COUNT)
+    num_workers: int = flag(
+        2, help="Processes that read data, per rank; 0 reads in the training process.", unit="processes", allowed=PROCESSES
+    )
 
     @property
     def names_corpora(self) -> bool:
@@ -946,13 +960,13 @@ class PlanConfig:
         False, help="Check every flag, print the plan of the run (memory per rank, bytes per link, tokens, time) and end; needs no GPU."
     )
     nodes: int | None = flag(
-        None, help="Nodes of the planned world, of --ranks-per-node ranks each.", unit="nodes", allowed=POSITIVE_COUNT, needs=A_PLAN
+        None, help="Nodes of the planned world, of --ranks-per-node ranks each.", unit="nodes", allowed=POSITIVE_RANKS, needs=A_PLAN
     )
     world_size: int | None = flag(
         None,
         help="Number of ranks of the planned world; needs --nodes or --ranks-per-node.",
         unit="ranks",
-        allowed=POSITIVE_COUNT,
+        allowed=POSITIVE_RANKS,
         otherwise="--nodes x --ranks-per-node, or the launcher's world",
         needs=A_PLAN,
     )

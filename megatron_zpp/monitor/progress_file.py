@@ -14,7 +14,7 @@ class ProgressFile:
     """
 
     def __init__(self, folder: Path, job: str, world_size: int, *, now: Callable[[], datetime] = datetime.now) -> None:
-        self._path = folder / "progress.txt"
+        self.path = folder / "progress.txt"
         self._job = f"Job ID: {job}\t# GPUs: {world_size}"
         self._now = now
 
@@ -25,5 +25,5 @@ class ProgressFile:
         self._append(f"Saved checkpoint\tIteration: {iteration}")
 
     def _append(self, event: str) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(f"{self._now():%Y-%m-%d %H:%M:%S}\t{self._job}\t{event}\n")

@@ -9,13 +9,12 @@ from typing import Any
 class TensorboardWriter:
     """Writes to `directory`. Made on one rank only, and only with --tensorboard-dir, so that other runs never import tensorboard.
 
+    arguments: of the run, written as texts.
     Raises ValueError if the package tensorboard is missing.
     """
 
-    def __init__(self, directory: str, queue_size: int) -> None:
+    def __init__(self, directory: str, queue_size: int, arguments: Mapping[str, str]) -> None:
         self._writer = _open_writer(directory, queue_size)
-
-    def write_arguments(self, arguments: Mapping[str, str]) -> None:
         for name, value in arguments.items():
             self._writer.add_text(name, value, global_step=0)
 

@@ -9,24 +9,31 @@ import torch
 
 from megatron_zpp.config.schema import Config
 from megatron_zpp.monitor.observer import Observer, Span, StepObserver
+from megatron_zpp.monitor.output import Output
 from megatron_zpp.monitor.profiler import MemoryHistory, Profiler, nvtx_span
 from megatron_zpp.monitor.timers import Timers, clock_of
 
 
 @dataclass(frozen=True)
 class Instruments:
-    """Instruments of this rank. observer: the engine reports to it; the lanes report to it if observes_hops."""
+    """Instruments of this rank. observer: the engine reports to it; the lanes report to it if observes_hops.
+
+    traces, memory_history: may fail without ending the run.
+    """
 
     timers: Timers
     observer: Observer
     observes_hops: bool = False
-    profiler: Profiler | None = None
-    memory_history: MemoryHistory | None = None
+    traces: Output[Profiler] | None = None
+    memory_history: Output[MemoryHistory] | None = None
 
     def close(self) -> None:
-        """Writes the record of memory."""
+        """Writes the record of memory, and tells which of the outputs are incomplete."""
         if self.memory_history is not None:
-            self.memory_history.close()
+            self.memory_history.attempt(MemoryHistory.close)
+            self.memory_history.tell_if_incomplete()
+        if self.traces is not None:
+            self.traces.tell_if_incomplete()
 
 
 def make_instruments(config: Config, device: torch.device, rank: int) -> Instruments:
@@ -35,16 +42,20 @@ def make_instruments(config: Config, device: torch.device, rank: int) -> Instrum
     _check_device(config, device)
     timers = Timers(level, clock_of(device))
     is_profiled = rank in {int(word) for word in profiling.profile_ranks or ("0",)}
-    profiler, ranges = None, list[Span]()
+    traces, ranges = None, list[Span]()
     if profiling.profile and profiling.profile_dir is not None and is_profiled:
         profiler = Profiler(profiling.profile_step_start, profiling.profile_step_end, Path(profiling.profile_dir), rank)
+        traces = Output(f"--profile-dir {profiling.profile_dir}", lambda: profiler, rank)
         ranges.append(profiler.span)
     if profiling.nvtx_ranges:
         ranges.append(nvtx_span)
     phases = (timers.running,) if level > 0 else ()
     observer = StepObserver(phases, tuple(ranges)) if phases or ranges else Observer()
-    history = MemoryHistory(Path(profiling.memory_snapshot_path), rank) if profiling.record_memory_history and is_profiled else None
-    return Instruments(timers, observer, observes_hops=level > 1 or bool(ranges), profiler=profiler, memory_history=history)
+    history = None
+    if profiling.record_memory_history and is_profiled:
+        path = Path(profiling.memory_snapshot_path)
+        history = Output(f"--memory-snapshot-path {path}", lambda: MemoryHistory(path, rank), rank)
+    return Instruments(timers, observer, observes_hops=level > 1 or bool(ranges), traces=traces, memory_history=history)
 
 
 def _check_device(config: Config, device: torch.device) -> None:

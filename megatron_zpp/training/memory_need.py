@@ -97,10 +97,12 @@ def check_fits(
         world = replace(topology, world_size=nodes * topology.ranks_per_node)
         return memory_need(config, model, sharding, world, is_on_gpu=is_on_gpu).total <= nbytes
 
+    # More ranks do not lessen the activations of one, and each plan of a deep model takes a second.
+    nodes = smallest_nodes(fits, topology.nodes) if need.activations <= nbytes else None
     memory = "GPU memory" if is_on_gpu else "host memory"
     raise ValueError(
         f"{ranks} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(nbytes)} of {memory}; "
-        f"{_remedy(config, smallest_nodes(fits, topology.nodes), topology.ranks_per_node, need)}."
+        f"{_remedy(config, nodes, topology.ranks_per_node, need)}."
     )
 
 

@@ -76,8 +76,7 @@ class Reporter:
         named = {"validation_set": set_name} if set_name else {}
         self._write_record({"iteration": progress.iteration, **named, "validation_loss": lm_loss})
         scalars = validation_scalars(lm_loss, self._choice, set_name=set_name)
-        for writer in self._writers.scalars:
-            writer.write(scalars, progress.iteration, progress.consumed_samples)
+        self._write_scalars(scalars, progress.iteration, progress.consumed_samples)
 
     def test(self, progress: Progress, lm_loss: float) -> None:
         """Writes the loss on the test set."""
@@ -121,8 +120,7 @@ class Reporter:
         of_ranks = self._gathered_ms(STEP_TIMERS, iterations)
         self._writers.printer.on_last(timer_lines(logging.timing_log_option, of_ranks))
         if logging.log_timers_to_tensorboard:
-            for writer in self._writers.scalars:
-                writer.write(timer_scalars(of_ranks), iteration)
+            self._write_scalars(timer_scalars(of_ranks), iteration)
         return {name: (min(times), max(times)) for name, times in of_ranks.items()}
 
     def _gathered_ms(self, names: Sequence[str], iterations: int) -> dict[str, list[float]]:
@@ -136,13 +134,16 @@ class Reporter:
         }
 
     def _write_points(self, report: IntervalReport) -> None:
-        for writer in self._writers.scalars:
-            writer.write(interval_scalars(report, self._choice), report.iteration, report.consumed_samples)
-            writer.write(iteration_scalars(report, self._choice), report.iteration)
+        self._write_scalars(interval_scalars(report, self._choice), report.iteration, report.consumed_samples)
+        self._write_scalars(iteration_scalars(report, self._choice), report.iteration)
+
+    def _write_scalars(self, scalars: dict[str, float], iteration: int, consumed_samples: int | None = None) -> None:
+        for output in self._writers.scalars:
+            output.attempt(lambda writer: writer.write(scalars, iteration, consumed_samples))
 
     def _write_record(self, record: dict[str, object]) -> None:
         if self._writers.json_lines is not None:
-            self._writers.json_lines.write(record)
+            self._writers.json_lines.attempt(lambda writer: writer.write(record))
 
     def _samples_per_source(self, consumed_samples: int) -> dict[str, dict[str, int]]:
         """Prints the samples consumed from each corpus. Returns them as fields of a record; empty without --log-samples-per-source."""

@@ -10,6 +10,7 @@ from megatron_zpp.checkpoint.engine_state import RunState, manifest_of, share_of
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SavedCheckpoint, SaveOptions
 from megatron_zpp.config.schema import GROUPS, PLAN_GROUP, Config
 from megatron_zpp.monitor.logging import RankPrinter
+from megatron_zpp.monitor.output import Output
 from megatron_zpp.monitor.progress_file import ProgressFile
 from megatron_zpp.training.progress import Progress
 from megatron_zpp.zero.engine import ZeroEngine
@@ -22,7 +23,7 @@ class RunSaver:
     """
 
     def __init__(
-        self, config: Config, engine: ZeroEngine, padded_vocab_size: int, printer: RankPrinter, progress_file: ProgressFile | None
+        self, config: Config, engine: ZeroEngine, padded_vocab_size: int, printer: RankPrinter, progress_file: Output[ProgressFile] | None
     ) -> None:
         checkpoint = config.checkpoint
         self._directory = checkpoint.save
@@ -75,7 +76,7 @@ class RunSaver:
         ]
         self._printer.on_first("\n".join(lines))
         if self._progress_file is not None:
-            self._progress_file.checkpoint_is_saved(saved.iteration)
+            self._progress_file.attempt(lambda file: file.checkpoint_is_saved(saved.iteration))
 
 
 def flags_by_group(config: Config) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class StopConditions:
     """Conditions on this rank: a signal has arrived, the time of --exit-duration-in-mins is over, or rank 0 sees --kill-switch-file.
 
     The time counts from the start of the process, because the limit of a job includes imports, indices and loading.
-    Replaces the handlers of signals; `close` restores them.
+    Replaces the handlers of signals. `close` restores them; `ignore_signals` ends a run that has done what they ask for.
     """
 
     def __init__(self, training: TrainingConfig, rank: int = 0) -> None:
@@ -55,8 +55,14 @@ class StopConditions:
             request |= StopRequest.KILL_SWITCH
         return request
 
+    def ignore_signals(self) -> None:
+        """Ignores the signals until the process has ended: a default handler would kill a run that has just saved."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+        self._before = {}
+
     def close(self) -> None:
-        """Restores the handlers of signals."""
+        """Restores the handlers of signals; does nothing after `ignore_signals`."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

@@ -11,6 +11,7 @@ from megatron_zpp.data.datasets import Datasets
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.sampler import MicroBatchSampler
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.monitor.progress_file import ProgressFile
 from megatron_zpp.monitor.training_line import validation_lines
 from megatron_zpp.training.bad_iterations import BadIterations
 from megatron_zpp.training.evaluation import HeldOutSet, HeldOutSets, evaluate, is_followed_by_validation
@@ -67,7 +68,7 @@ class Trainer:
         first = self._progress.iteration
         printer.milestone("before the start of training step")
         if self._writers.progress_file is not None:
-            self._writers.progress_file.job_has_started()
+            self._writers.progress_file.attempt(ProgressFile.job_has_started)
         stop_conditions = StopConditions(training, printer.rank)
         try:
             while self._progress.iteration < training.train_iters and self._reason_for_stopping is None:
@@ -87,8 +88,9 @@ class Trainer:
                 if self._progress.iteration == training.train_iters:
                     self._evaluate_at_the_end()
                 self._saver.finish()
+            stop_conditions.ignore_signals()  # a signal may still come, as its sender cannot know that this rank has saved
         finally:
-            stop_conditions.close()  # only after saving: a signal to another rank can end the loop before this rank gets its own
+            stop_conditions.close()
 
     def _step(self, stop_conditions: StopConditions) -> None:
         progress, loss_scaler = self._progress, self._engine.loss_scaler
@@ -155,14 +157,14 @@ class Trainer:
 
     def _profile(self) -> None:
         """Starts this rank's profile before its first iteration, and ends it after its last."""
-        profiler = self._writers.instruments.profiler
-        if profiler is not None:
-            self._writers.printer.on_this(profiler.before_step(self._progress.iteration + 1))
+        instruments, iteration = self._writers.instruments, self._progress.iteration
+        if instruments.traces is not None:
+            instruments.traces.attempt(lambda profiler: self._writers.printer.on_this(profiler.before_step(iteration + 1)))
 
     def _end_profile(self) -> None:
-        profiler = self._writers.instruments.profiler
-        if profiler is not None:
-            self._writers.printer.on_this(profiler.finish(self._progress.iteration))
+        instruments, iteration = self._writers.instruments, self._progress.iteration
+        if instruments.traces is not None:
+            instruments.traces.attempt(lambda profiler: self._writers.printer.on_this(profiler.finish(iteration)))
 
     def _is_last(self) -> bool:
         training = self._config.training

@@ -6,7 +6,18 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from megatron_zpp.config.flag import REQUIRED, Bounds
+from megatron_zpp.config.flag import (
+    DIGITS,
+    LARGEST_COUNT,
+    LARGEST_LAYERS,
+    LARGEST_LENGTH,
+    LARGEST_MINUTES,
+    LARGEST_TOKENS,
+    LARGEST_VOCABULARY,
+    LARGEST_WIDTH,
+    REQUIRED,
+    Bounds,
+)
 from megatron_zpp.config.obsolete import ACCEPTED, REFUSED
 from megatron_zpp.config.options import options
 from megatron_zpp.config.schema import GROUPS, Config
@@ -112,3 +123,19 @@ def test_with_values_replaces_fields_of_several_groups_and_nothing_else():
 def test_bounds_contain_what_they_say_and_nothing_that_is_not_finite(bounds, inside, outside):
     assert all(bounds.contain(value) for value in inside)
     assert not any(bounds.contain(value) for value in [*outside, float("nan"), float("inf"), float("-inf")])
+
+
+def test_no_number_is_without_a_largest_value():
+    bounds = {option.name: option.flag.allowed for option in options() if option.kind in (int, float)}
+    unbounded = [
+        name
+        for name, allowed in bounds.items()
+        if not isinstance(allowed, tuple) and {allowed.limit, allowed.at_most, allowed.below} == {None}
+    ]
+    assert bounds and unbounded == []
+
+
+def test_the_largest_run_can_be_counted_in_64_bits():
+    assert LARGEST_COUNT * LARGEST_LENGTH <= LARGEST_TOKENS < 10**DIGITS and LARGEST_TOKENS < 2**63
+    assert LARGEST_LAYERS * 12 * LARGEST_WIDTH**2 + 2 * LARGEST_VOCABULARY * LARGEST_WIDTH < 2**58  # parameters, of 16 bytes each
+    assert LARGEST_MINUTES * 60 * 10**9 < 2**63

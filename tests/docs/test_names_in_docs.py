@@ -26,7 +26,9 @@ PASSED_ON = {
     "scripts/torchrun_nodes.sh": ENTRY,
     "scripts/torchrun_one_node.sh": ENTRY,
 }
-OF_LAUNCHERS = frozenset({"--requeue", "--signal", "--time", "--max-restarts"})  # of sbatch and torchrun
+OF_LAUNCHERS = frozenset(  # of sbatch and torchrun
+    {"--requeue", "--signal", "--time", "--max-restarts", "--gpus-per-node", "--ntasks-per-node", "--cpus-per-task"}
+)
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 FUNCTION = re.compile(r"`?((?:\w+/)?\w+\.py):(\w+)`?")
 LINK = re.compile(r"\]\((?!http)([^)#]+)\)")

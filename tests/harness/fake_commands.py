@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -66,6 +67,12 @@ class FakeCommands:
         """A command that notes its call and then runs `body` (Python), to which its words are known as `words`."""
         path = self.folder / name
         path.write_text(HEAD.format(python=sys.executable, log=str(self.log)) + body.replace("{log!r}", repr(str(self.log))))
+        path.chmod(0o755)
+
+    def add_python(self) -> None:
+        """The Python that runs the tests, as `python`. It notes nothing."""
+        path = self.folder / "python"
+        path.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "$@"\n')
         path.chmod(0o755)
 
     def run(self, *words: str | Path, folder: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,15 @@ TINY = f"{MODEL} {RUN}".split()
 
 
 def entry(flags: list[str]) -> int:
-    """The exit code of the entry on this rank."""
+    """The exit code of the entry on this rank. Restores the signals that a run with --exit-signal-handler ignores at its end."""
     from pretrain_zeropp_gpt import main
 
-    return main(flags)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        return main(flags)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def pretrain(ranks: RankPool, nodes: int, ranks_per_node: int, flags: str, jsonl: Path) -> list[dict[str, Any]]:

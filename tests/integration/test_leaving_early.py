@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.places import ROOT
 from harness.rank_pool import RankFailure, RankPool
 from harness.tiny_runs import TINY, entry, losses, pretrain
 
@@ -29,13 +33,10 @@ def entry_with_signal(number: int, iteration: int, flags: list[str]) -> int:
         return update(engine, *rates)
 
     ZeroEngine.update = update_with_signal  # type: ignore[method-assign]
-    handler = signal.getsignal(number)
     try:
-        code = entry(flags)
+        return entry(flags)
     finally:
         ZeroEngine.update = update  # type: ignore[method-assign]
-    assert signal.getsignal(number) == handler
-    return code
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
@@ -49,6 +50,25 @@ def test_a_signal_to_one_rank_saves_and_ends_the_run_on_all_and_the_same_command
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "4"
     parts = pretrain(ranks, 2, 2, command, tmp_path / "parts.jsonl")
     assert losses(parts) == losses(whole)
+
+
+def test_a_run_that_has_lost_its_terminal_saves_whatever_number_of_signals_comes(tmp_path: Path) -> None:
+    """Nobody reads the output after the first training line, and signals are sent until the process has ended."""
+    flags = f"--train-iters 100000 --exit-signal-handler --save {tmp_path / 'saved'} --log-jsonl /dev/full".split()
+    command = [sys.executable, "-u", str(ROOT / "pretrain_zeropp_gpt.py"), *TINY, *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None and run.stderr is not None
+        while not run.stdout.readline().startswith(" iteration "):
+            pass
+        run.stdout.close()
+        while run.poll() is None:
+            run.send_signal(signal.SIGTERM)
+            time.sleep(0.002)
+        errors = run.stderr.read()
+    assert run.returncode == 0, errors
+    assert int((tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text()) > 0
+    for output in ("standard output", "--log-jsonl /dev/full"):
+        assert errors.count(f"{output} failed") == errors.count(f"{output} is incomplete") == 1, errors
 
 
 def entry_in_slow_time(seconds_per_look: float, flags: list[str]) -> int:

@@ -24,7 +24,7 @@ def read_back(directory):
 
 
 def test_points_are_written_against_iterations_and_where_asked_against_samples(tmp_path):
-    writer = TensorboardWriter(str(tmp_path), 10)
+    writer = TensorboardWriter(str(tmp_path), 10, {})
     writer.write({"lm loss": 3.0}, 5, 40)
     writer.write({"throughput": 1.5}, 5)
     writer.close()
@@ -32,8 +32,7 @@ def test_points_are_written_against_iterations_and_where_asked_against_samples(t
 
 
 def test_arguments_are_written_as_texts(tmp_path):
-    writer = TensorboardWriter(str(tmp_path), 10)
-    writer.write_arguments({"num_layers": "2"})
+    writer = TensorboardWriter(str(tmp_path), 10, {"num_layers": "2"})
     writer.close()
     assert read_back(tmp_path).texts == ["num_layers/text_summary"]
 
@@ -41,7 +40,7 @@ def test_arguments_are_written_as_texts(tmp_path):
 def test_missing_package_names_flag_and_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match=f"^--tensorboard-dir {tmp_path} needs the package tensorboard.*pip install tensorboard"):
-        TensorboardWriter(str(tmp_path), 10)
+        TensorboardWriter(str(tmp_path), 10, {})
 
 
 def test_importing_the_writers_leaves_their_packages_out():

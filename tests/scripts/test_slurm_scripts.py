@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
-import sys
+import subprocess
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from torch.distributed.run import parse_args
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
+from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.parallel.launch import Launch, read_launch
 
 FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --zero-stage 3 --keep-last 7".split()
@@ -183,10 +183,37 @@ def test_an_older_slurm_says_to_squeue_when_the_job_ends(tmp_path: Path) -> None
     assert words[words.index("--exit-duration-in-mins") + 1] == "100"
 
 
-def test_a_job_that_is_too_short_to_save_before_its_end_is_refused(tmp_path: Path) -> None:
-    soon = {"SLURM_JOB_END_TIME": str(int(time.time()) + 600)}
-    done = cluster(tmp_path).run("bash", submitted(tmp_path, "slurm_torchrun.sbatch"), *FLAGS, **job(tmp_path, 1, **soon))
-    assert done.returncode == 2 and "more --time" in done.stderr
+@pytest.mark.parametrize("name, ranks_per_node, seconds", [("slurm_torchrun.sbatch", 1, 600), ("slurm_srun.sbatch", 2, 290)])
+def test_a_job_that_is_too_short_to_save_before_its_end_is_refused(tmp_path: Path, name: str, ranks_per_node: int, seconds: int) -> None:
+    fakes, soon = cluster(tmp_path), {"SLURM_JOB_END_TIME": str(int(time.time()) + seconds)}
+    done = fakes.run("bash", submitted(tmp_path, name), *FLAGS, **job(tmp_path, ranks_per_node, **soon))
+    assert done.returncode == 2 and "more --time" in done.stderr and not fakes.calls("srun")
+
+
+def test_a_job_with_a_shorter_signal_may_be_shorter(tmp_path: Path) -> None:
+    fakes, soon = cluster(tmp_path), {"SLURM_JOB_END_TIME": str(int(time.time()) + 200), "SIGNAL_SECONDS": "60"}
+    assert fakes.run("bash", submitted(tmp_path, "slurm_srun.sbatch"), *FLAGS, **job(tmp_path, **soon)).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["slurm_srun.sbatch", "slurm_torchrun.sbatch"])
+def test_a_job_that_was_submitted_elsewhere_says_where_to_submit_it(tmp_path: Path, name: str) -> None:
+    done = cluster(tmp_path).run("bash", submitted(tmp_path, name), *FLAGS, **job(tmp_path, SLURM_SUBMIT_DIR=str(tmp_path)))
+    assert done.returncode == 2
+    assert done.stderr == f"error: {tmp_path} is not the root of the repository; change to it, and submit the job from there.\n"
+
+
+@pytest.mark.parametrize("name", ["slurm_srun.sbatch", "slurm_torchrun.sbatch"])
+@pytest.mark.parametrize("variable", ["SAVE", "TRAIN_ITERS"])
+def test_a_variable_that_is_not_set_is_a_mistake(tmp_path: Path, name: str, variable: str) -> None:
+    done = cluster(tmp_path).run("bash", submitted(tmp_path, name), *FLAGS, **job(tmp_path, **{variable: ""}))
+    assert done.returncode == 2 and f"error: {variable} is not set; set it to" in done.stderr
+
+
+def test_logs_of_jobs_are_no_files_of_the_repository() -> None:
+    scripts = [path.read_text() for path in (ROOT / "scripts").glob("*.sbatch")]
+    names = [f"{text.split('--job-name=')[1].split()[0]}_7.log" for text in scripts]
+    ignored = subprocess.run(["git", "check-ignore", "--no-index", *names], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    assert len(names) == 4 and ignored.split() == names
 
 
 @pytest.mark.parametrize("model", MODELS[:1])
@@ -206,9 +233,7 @@ def test_an_array_of_shares_merged_is_one_corpus_byte_for_byte(tmp_path: Path) -
         (folder / f"text{number}.jsonl").write_text("".join(f'{{"text": "{number} {line}"}}\n' for line in range(number + 1)))
     fakes = FakeCommands(tmp_path)
     fakes.add("sbatch", SBATCH)
-    python = fakes.folder / "python"
-    python.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "$@"\n')
-    python.chmod(0o755)
+    fakes.add_python()
     flags = "--tokenizer-type NullTokenizer --vocab-size 50 --append-eod".split()
     options = {"SHARES": "3", "SBATCH_OPTIONS": "--partition cpu"}
     for attempt in range(2):  # the second finds all shares done
@@ -226,6 +251,27 @@ def test_an_array_of_shares_merged_is_one_corpus_byte_for_byte(tmp_path: Path) -
     assert whole.returncode == 0, whole.stderr
     for ending in ("bin", "idx"):
         assert (tmp_path / f"corpus_text_document.{ending}").read_bytes() == (tmp_path / f"whole_text_document.{ending}").read_bytes()
+
+
+def test_a_share_whose_input_was_repaired_is_done_by_the_same_command(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    good = "".join(f'{{"text": "{line}"}}\n' for line in range(40))
+    fakes = FakeCommands(tmp_path)
+    fakes.add("sbatch", SBATCH)
+    fakes.add_python()
+    command = ["bash", "scripts/slurm_preprocess.sh", texts, tmp_path / "corpus", "--tokenizer-type", "NullTokenizer", "--vocab-size", "50"]
+    (texts / "a.jsonl").write_text(good + good)
+    (texts / "b.jsonl").write_text(good + "{\n")
+    failed = fakes.run(*command, SHARES="1")
+    assert failed.returncode != 0 and "b.jsonl, line 41: not JSON" in failed.stderr
+    assert (tmp_path / "corpus_parts" / "part_0000.unfinished").exists()
+    for name in ("a.jsonl", "b.jsonl"):
+        (texts / name).write_text(good)
+    done = fakes.run(*command, SHARES="1")
+    assert done.returncode == 0, done.stderr
+    assert "a.jsonl has changed" in done.stderr and "--restart-if-changed: starting at the beginning" in done.stderr
+    assert len(IndexedDataset(str(tmp_path / "corpus_text_document"))) == 80
 
 
 @pytest.mark.parametrize(

@@ -34,5 +34,4 @@ def test_what_the_run_would_refuse_is_refused(tmp_path: Path) -> None:
         run_here("--data-path", prefix, "--train-iters", 2, "--split", 1)
     with pytest.raises(ValueError, match="--data-path is not given"):
         run_here()
-    with pytest.raises(ValueError, match="--ranks 0 must be 1 or more: the data-parallel ranks of the run"):
-        run_here("--data-path", prefix, "--train-iters", 2, ranks=0)
+    assert "argument --ranks: 0 is not a whole number from 1" in run_tool("build_data_cache", "--ranks", 0).stderr

@@ -2,6 +2,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from harness.places import ROOT
 from harness.tool import run_tool
 
@@ -62,7 +63,8 @@ def test_the_tool_writes_the_same_bytes_twice_and_says_when_they_are_few(tmp_pat
     assert 100_000 < sum(len(json.loads(line)["text"].encode()) for line in outputs[0].splitlines()) <= 500_000
 
 
-def test_a_limit_without_room_is_refused(tmp_path: Path) -> None:
-    done = run_tool("collect_corpus", "--output", tmp_path / "out", "--max-megabytes", 0)
+@pytest.mark.parametrize("limit", ["0", "nan", "inf", "1e300", "x"])
+def test_a_limit_that_is_no_size_is_refused(tmp_path: Path, limit: str) -> None:
+    done = run_tool("collect_corpus", "--output", tmp_path / "out", "--max-megabytes", limit)
     assert done.returncode == 2
-    assert done.stderr.startswith("collect_corpus.py: error: --max-megabytes 0")
+    assert f"error: argument --max-megabytes: {limit} is not a number of megabytes above 0" in done.stderr

@@ -140,7 +140,6 @@ def test_another_path_to_the_tokenizer_replaces_that_of_the_training(tmp_path: P
     ("arguments", "message"),
     [
         (("--ckpt-step", 8), "--ckpt-step 8"),
-        (("--max-new-tokens", 0), "--max-new-tokens 0 asks for no token"),
         (("--temperature", -1), "temperature -1.0 is negative"),
         (("--top-k", 62), "top-k 62 is not within 0..61"),
         (("--prompt", "5 x"), "ids separated by spaces"),
@@ -150,6 +149,13 @@ def test_another_path_to_the_tokenizer_replaces_that_of_the_training(tmp_path: P
 def test_unusable_requests_are_refused(tmp_path: Path, refused: Refusal, arguments: tuple[object, ...], message: str) -> None:
     write_checkpoint(tmp_path, small_gpt())
     refused(tmp_path, arguments, message)
+
+
+@pytest.mark.parametrize("flag, number", [("--max-new-tokens", "0"), ("--top-k", "-1"), ("--seed", "9" * 30)])
+def test_numbers_out_of_range_are_refused(capsys: pytest.CaptureFixture[str], flag: str, number: str) -> None:
+    with pytest.raises(SystemExit):
+        generate_text._parser().parse_args(["--load", "saved", "--prompt", "5", flag, number])
+    assert f"error: argument {flag}: {number} is not a whole number from " in capsys.readouterr().err
 
 
 def damage_manifest(folder: Path, change: dict[str, Any]) -> None:

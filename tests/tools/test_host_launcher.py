@@ -146,7 +146,10 @@ def test_without_ssh_each_host_starts_its_own_ranks(tmp_path: Path) -> None:
     [
         ("--num_nodes 3 s", "--num_nodes 3 is more than the 2 hosts"),
         ("--num_gpus 3 s", "--num_gpus 3 is more than the 2 slots of nodea"),
-        ("--num_gpus 0 s", "0 is not a number of 1 or more"),
+        ("--num_gpus 0 s", "0 is not a whole number from 1 to 4096"),
+        ("--num_gpus \u00b2 s", "\u00b2 is not a whole number from 1 to 4096"),
+        ("--master_port 70000 s", "70000 is not a whole number from 1 to 65535"),
+        ("--no_ssh --node_rank -1 s", "-1 is not a whole number from 0"),
         ("--include nodea --num_gpus 1 s", "cannot be combined with --include and --exclude"),
         ("--include nodea:0@nodeb s", "hosts must have equal numbers of slots, nodea has 1, nodeb has 2"),
         ("--include nodex s", "'nodex' is not among the hosts"),

@@ -44,7 +44,7 @@ def test_an_empty_corpus_is_shown(tmp_path: Path) -> None:
     [
         (True, (), "corpus.bin is truncated: it has 2 bytes, its .idx needs 4"),
         (False, ("--vocab-size", 8), "corpus.bin holds token id 8 (document 0), but the vocabulary has 8 ids"),
-        (False, ("--num-samples", -1), "--num-samples -1 must be 0 or more"),
+        (False, ("--num-samples", -1), "argument --num-samples: -1 is not a whole number from 0"),
     ],
 )
 def test_files_that_do_not_fit_together_end_it_with_exit_code_2(

@@ -75,7 +75,7 @@ def test_the_stage_of_a_deepspeed_file_does_not_make_all_members_one(tmp_path: P
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--nodes 0 --inter-gigabits 1 --teraflops 1", "0 is not a number of nodes"),
+        ("--nodes 0 --inter-gigabits 1 --teraflops 1", "0 is not a whole number from 1 to 1048576"),
         ("--nodes 2 --inter-gigabits -1 --teraflops 1", "-1 is not positive"),
         ("--nodes 2 --inter-gigabits 1", "--step-seconds"),
         ("--nodes 2 --inter-gigabits 1 --teraflops 1 -- --num-layers 2", "--hidden-size"),

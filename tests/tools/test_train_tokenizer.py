@@ -66,7 +66,7 @@ def test_a_long_corpus_is_thinned_out_evenly(corpus: Path, model: Path, tmp_path
         ("{", (), "line 2: not JSON ("),
         ('{"body": "x"}', (), 'line 2: key "text" is missing (found: body); --json-key names'),
         ('{"text": "x"}', ("--vocab-size", 100_000), "SentencePiece cannot train 100000 pieces"),
-        ('{"text": "x"}', ("--max-megabytes", 0), "--max-megabytes 0"),
+        ('{"text": "x"}', ("--max-megabytes", 0), "--max-megabytes: 0 is not a number of megabytes"),
     ],
 )
 def test_unusable_input_is_refused_and_leaves_no_model(tmp_path: Path, line: str, arguments: tuple[object, ...], message: str) -> None:

@@ -24,7 +24,7 @@ def instruments_of(flags: str, rank: int = 0) -> Instruments:
 
 def test_without_flags_nobody_listens() -> None:
     instruments = instruments_of("")
-    assert type(instruments.observer) is Observer and not instruments.observes_hops and instruments.profiler is None
+    assert type(instruments.observer) is Observer and not instruments.observes_hops and instruments.traces is None
 
 
 @pytest.mark.parametrize(("level", "observes_hops"), [(1, False), (2, True)])
@@ -35,7 +35,7 @@ def test_hops_are_observed_for_the_timers_that_need_it(level: int, observes_hops
 
 @pytest.mark.parametrize(("flags", "ranks"), [("", [0]), ("--profile-ranks 1 3", [1, 3])])
 def test_only_the_ranks_asked_for_profile(flags: str, ranks: list[int]) -> None:
-    profiling = [rank for rank in range(4) if instruments_of(f"--profile --profile-dir d {flags}", rank).profiler is not None]
+    profiling = [rank for rank in range(4) if instruments_of(f"--profile --profile-dir d {flags}", rank).traces is not None]
     assert profiling == ranks
     observing = [rank for rank in range(4) if instruments_of(f"--profile --profile-dir d {flags}", rank).observes_hops]
     assert observing == ranks

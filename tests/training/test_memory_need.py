@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +132,18 @@ def test_the_copy_for_async_save_is_host_memory_the_device_s_where_that_is_the_h
     assert copy == pytest.approx(bytes_per_parameter * parameters / 2, rel=0.01)  # and padding
     assert saving.need(is_on_gpu=False).total == plain.need(is_on_gpu=False).total + copy
     assert saving.need().total == plain.need().total and plain.need().save_copy == 0
+
+
+def test_where_activations_alone_do_not_fit_no_other_world_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, plans = Run(f"{SMALL} --zero-stage 3", 1, 2), []
+
+    def counted(*parts: Any, **options: Any) -> MemoryNeed:
+        plans.append(parts)
+        return memory_need(*parts, **options)
+
+    monkeypatch.setattr("megatron_zpp.training.memory_need.memory_need", counted)
+    assert "; no number of such nodes is enough; " in run.refusal(run.need().activations - 1)
+    assert len(plans) == 1
 
 
 def test_a_copy_for_async_save_that_does_not_fit_is_named() -> None:

@@ -50,6 +50,18 @@ def test_the_handler_takes_the_signal_of_the_flag_and_sigusr1_and_gives_them_bac
         assert signal.getsignal(number) == before
 
 
+def test_after_the_run_the_signals_are_ignored_for_good() -> None:
+    before = signal.getsignal(signal.SIGUSR2), signal.getsignal(signal.SIGUSR1)
+    stop_conditions = StopConditions(TrainingConfig(exit_signal_handler=True, exit_signal="SIGUSR2"))
+    try:
+        stop_conditions.ignore_signals()
+        stop_conditions.close()
+        assert signal.getsignal(signal.SIGUSR2) == signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR2, before[0])
+        signal.signal(signal.SIGUSR1, before[1])
+
+
 @pytest.mark.parametrize(
     "requests, iteration, reason",
     [

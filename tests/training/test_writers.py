@@ -41,3 +41,23 @@ def test_a_folder_of_weights_and_biases_that_cannot_be_written_is_named(tmp_path
     config = config_of(f"--wandb-project p --wandb-save-dir {tmp_path / 'file'}")
     with pytest.raises(ValueError, match="^--wandb-save-dir .*file cannot be written to"):
         open_writers(config, RankPrinter(3, 4), make_instruments(config, torch.device("cpu"), 3))
+
+
+def test_weights_and_biases_that_fails_is_switched_off_and_named_again_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = StandIn()
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    config = config_of("--wandb-project p")
+    writers = open_writers(config, RankPrinter(3, 4), make_instruments(config, torch.device("cpu"), 3))
+
+    def unreachable(values: object, step: int) -> None:
+        raise ConnectionResetError("reset by peer")
+
+    monkeypatch.setattr(package, "log", unreachable)
+    for iteration in (1, 2):
+        writers.scalars[0].attempt(lambda writer, step=iteration: writer.write({"lm loss": 1.0}, step))
+    writers.close()
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2 and "--wandb-project p (Weights & Biases) failed (ConnectionResetError: reset by peer)" in told[0]
+    assert "is incomplete" in told[1] and not package.has_finished
