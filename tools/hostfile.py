@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-LINE = re.compile(r"(\S+)\s+slots=(\d+)")
+from megatron_zpp.config.outside import OutsideFile
+
+LINE = re.compile(r"(\S+)\s+slots=0*([0-9]+)")
+MOST_SLOTS = 4096  # of one machine; a number beyond it is a slip of the finger
 NAME = re.compile(r"[A-Za-z0-9_][\w.:-]*", re.ASCII)  # a name that begins with - would be an option of ssh
 
 
@@ -28,17 +31,20 @@ class Host:
 def read_hostfile(path: Path) -> list[Host]:
     """The hosts in the order of the file. Blank lines, and text after #, are ignored. Raises ValueError, naming file and line."""
     hosts: dict[str, Host] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    text_of_file = OutsideFile(path, f"--hostfile {path}", "write one host per line, as: name slots=8.").text()
+    for number, line in enumerate(text_of_file.splitlines(), start=1):
         text = line.split("#")[0].strip()
         if not text:
             continue
         found = LINE.fullmatch(text)
         if found is None:
             raise ValueError(f"{path}, line {number}: {text!r} is not a host; write it as: name slots=8.")
-        name, slots = found[1], int(found[2])
+        name, slots = found[1], int(found[2][: len(str(MOST_SLOTS)) + 1])
         _check_name(name, f"{path}, line {number}")
         if slots < 1:
             raise ValueError(f"{path}, line {number}: {name} has no slots; give it one, or put # before the line.")
+        if slots > MOST_SLOTS:
+            raise ValueError(f"{path}, line {number}: {name} has slots={found[2][:20]}, needed is at most {MOST_SLOTS}; correct the line.")
         if name in hosts:
             raise ValueError(f"{path}, line {number}: {name} is in the file twice; keep one of the lines.")
         hosts[name] = Host(name, tuple(range(slots)), slots)
@@ -96,7 +102,7 @@ def _parsed(flag: str, hosts: list[Host], words: str) -> dict[str, tuple[int, ..
 
 
 def _slots(flag: str, words: str, host: Host, numbers: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"\d+(,\d+)*", numbers):
+    if not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", numbers):
         raise ValueError(f"{flag} {words}: {numbers!r} is not a list of slots; write them as {host.name}:0,1.")
     slots = sorted({int(number) for number in numbers.split(",")})
     if slots[-1] >= host.all_slots:

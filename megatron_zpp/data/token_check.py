@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+from megatron_zpp.config.outside import OutsideFile
 from megatron_zpp.data.build_once import SILENT, ProgressPrinter, atomic_write, built_once
 from megatron_zpp.data.indexed_dataset import IndexedDataset, check_token_ids
 
@@ -42,8 +43,8 @@ def check_token_ids_once(dataset: IndexedDataset, vocab_size: int, folder: Path,
 def _recorded_vocab_size(record: Path, corpus: dict[str, int]) -> float:
     """The size of the smallest vocabulary known to contain all ids of this corpus; infinity if there is no valid record."""
     try:
-        found = json.loads(record.read_text(encoding="utf-8"))
-        is_same = all(found[key] == value for key, value in corpus.items())
-        return int(found["vocab_size"]) if is_same else float("inf")
-    except (OSError, ValueError, KeyError, TypeError):
+        found = OutsideFile(record, str(record)).members()
+        is_same = all(found.any(key) == value for key, value in corpus.items())
+        return found.count("vocab_size") if is_same else float("inf")
+    except ValueError:
         return float("inf")

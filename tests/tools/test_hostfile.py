@@ -31,6 +31,8 @@ def test_hosts_are_read_in_their_order_and_comments_say_nothing(tmp_path: Path) 
         ("a slots=two\n", "line 1: 'a slots=two' is not a host"),
         ("a slots=2 b slots=2\n", "line 1"),
         ("a slots=0\n", "line 1: a has no slots"),
+        (f"a slots={'9' * 30}\n", "line 1: a has slots=9{20}, needed is at most 4096"),
+        ("a slots=\u0662\n", "line 1: 'a slots=\u0662' is not a host"),
         ("# nobody\n", "names no host"),
         ("a slots=1\n-oProxyCommand=date slots=1\n", "line 2: '-oProxyCommand=date' is not a host name"),
         ("a;b slots=1\n", "line 1: 'a;b' is not a host name; begin with"),
