@@ -86,20 +86,21 @@ class OutsideFile:
             self.refuse(f"has more than {self.most_bytes} bytes")
         return data
 
-    def text(self) -> str:
-        """The text of the file, without a byte order mark. It must be UTF-8."""
+    def text(self, content: bytes | None = None) -> str:
+        """The text of the file, without a byte order mark. It must be UTF-8. content: of the file, if it has been read."""
         try:
-            return self.content().decode("utf-8-sig")
+            return (self.content() if content is None else content).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             self.refuse(f"is no text in UTF-8 (byte {error.start})")
 
-    def json(self, *, has_unique_keys: bool = False, has_any_numbers: bool = False) -> Any:
+    def json(self, content: bytes | None = None, *, has_unique_keys: bool = False, has_any_numbers: bool = False) -> Any:
         """The JSON value in the file.
 
+        content: of the file, if it has been read.
         has_unique_keys: refuse a key that stands twice in an object, rather than take the last one.
         has_any_numbers: also accept NaN, infinities and whole numbers of 2^63 and more.
         """
-        text = self.text()
+        text = self.text(content)
         hook = self._object_of_unique_keys if has_unique_keys else None
         try:
             found = json.loads(text, object_pairs_hook=hook)
@@ -112,9 +113,9 @@ class OutsideFile:
         self._check_values(found, has_any_numbers=has_any_numbers)
         return found
 
-    def members(self, *, has_unique_keys: bool = False, has_any_numbers: bool = False) -> Members:
-        """The JSON object in the file."""
-        found = self.json(has_unique_keys=has_unique_keys, has_any_numbers=has_any_numbers)
+    def members(self, content: bytes | None = None, *, has_unique_keys: bool = False, has_any_numbers: bool = False) -> Members:
+        """The JSON object in the file, read as by `json`."""
+        found = self.json(content, has_unique_keys=has_unique_keys, has_any_numbers=has_any_numbers)
         if not isinstance(found, dict):
             self.refuse("holds no JSON object")
         return Members(found, self)
@@ -160,6 +161,8 @@ class Members:
         return key in self.values
 
     def require_only(self, keys: AbstractSet[str]) -> None:
+        if self.values.keys() <= keys:
+            return
         for key in self.values:
             if key not in keys:
                 self._file.refuse(f"has the unknown key {_place_of(self._place, key)}")
@@ -260,6 +263,8 @@ def _is_usable(value: Any) -> bool:
 
 def _is_encodable(text: str) -> bool:
     """Whether the text can be printed and can name a file: JSON can spell halves of characters, which nothing else accepts."""
+    if text.isascii():
+        return True
     try:
         text.encode()
     except UnicodeEncodeError:
