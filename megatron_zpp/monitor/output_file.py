@@ -35,18 +35,14 @@ def kept_file(path: str | Path, *, appends: bool = False) -> int:
 
 
 def named_output(path: Path) -> int:
-    """A descriptor for appending to a file that a flag names: a regular file or a link to one, the null device, or a standard stream.
+    """A descriptor for reading and appending to a file that a flag names: a regular file or a link to one, or the null device.
 
-    Raises OSError, without waiting, for anything else.
+    /dev/stdout and /dev/stderr are what this process writes to under these names, of any kind. Raises OSError, without waiting, for
+    anything else.
     """
     if str(path) in STANDARD_STREAMS:
         return os.dup(STANDARD_STREAMS[str(path)])
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _ALWAYS, 0o666)
-    except OSError as error:
-        if error.errno == errno.ENXIO:  # a pipe that nobody reads, or a socket
-            raise OSError(errno.ENXIO, "it is no regular file", str(path)) from None
-        raise
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _ALWAYS, 0o666)
     if _is_null_device(os.fstat(descriptor)):
         return descriptor
     return _checked(descriptor, path)

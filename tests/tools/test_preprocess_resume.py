@@ -203,7 +203,7 @@ def test_a_key_that_cannot_be_written_leaves_nothing_of_the_others_but_what_is_g
 def unfinished(folder: Path) -> tuple[list[Path], Path]:
     """The sources and prefix of a run that was ended after its first journal entry."""
     sources, prefix = write_source(folder, documents=30, seed=7), folder / "out"
-    assert run_until_call(arguments(sources, prefix), 18)
+    assert run_until_call(arguments(sources, prefix), 20)
     assert (folder / "out.unfinished").exists()
     return sources, prefix
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from megatron_zpp.config.outside import Members, OutsideFile
 from megatron_zpp.data.preprocess.indexed_writer import Extent, sync_folder
 from megatron_zpp.data.preprocess.json_lines import STANDARD_INPUT, Position
+from megatron_zpp.monitor.output_file import new_file
 
 FORMAT = 1
 JOURNAL_BYTES = 1 << 30  # it names every input file
@@ -63,9 +64,9 @@ class Journal:
             "settings": self.settings,
             "progress": {**progress.__dict__, "extents": dict(progress.extents)},
         }
-        temporary = f"{self.path}.tmp"
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
+        temporary = Path(f"{self.path}.tmp")
+        with new_file(temporary) as file:
+            file.write(json.dumps(content, indent=1).encode())
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.path)
