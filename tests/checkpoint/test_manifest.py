@@ -20,6 +20,7 @@ from megatron_zpp.checkpoint.manifest import (
     marker_json,
     read_manifest,
 )
+from megatron_zpp.checkpoint.stored_flags import padded_vocab_size
 
 
 @pytest.fixture
@@ -137,3 +138,10 @@ def test_a_pipe_a_link_to_a_device_and_deep_brackets_are_damage(folder: Path, fi
 def test_flags_may_hold_any_numbers_because_those_who_use_them_check_them(folder: Path) -> None:
     rewrite(folder, lambda members: members.update(flags={"training": {"exit_interval": 10**30}}))
     assert read_manifest(folder).flags == {"training": {"exit_interval": 10**30}}
+
+
+@pytest.mark.parametrize("rows", ["many", float("nan"), 0, 2**70, True, None])
+def test_a_number_of_rows_that_is_none_is_refused(folder: Path, rows: object) -> None:
+    rewrite(folder, lambda members: members.update(flags={"padded_vocab_size": rows}))
+    with pytest.raises(CheckpointError, match="has padded_vocab_size .*, needed is a whole number from 1"):
+        padded_vocab_size(read_manifest(folder))
