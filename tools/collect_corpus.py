@@ -44,7 +44,7 @@ def write_corpus(root: Path, output: Path, *, max_bytes: int) -> tuple[int, int]
     temporary = output.with_name(f"{output.name}.{os.getpid()}.tmp")
     document_count = text_bytes = 0
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with open(temporary, "x", encoding="utf-8") as file:  # "x": a link of this name would be written through
             for source in sources(root):
                 source_bytes = len(source.text.encode())
                 if text_bytes + source_bytes > max_bytes:

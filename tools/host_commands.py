@@ -12,6 +12,8 @@ from pathlib import Path
 
 from hostfile import Host
 
+from megatron_zpp.config.outside import OutsideFile
+
 # Variables with these prefixes are exported to every host. CUDA_VISIBLE_DEVICES is not: it depends on the slots of each host.
 EXPORTED_PREFIXES = ("NCCL_", "GLOO_", "TORCH", "PYTORCH_", "PYTHON", "CUDA_", "OMP_", "MKL_", "UCX_", "MV2_", "MLFLOW_", "TRITON_")
 NOT_EXPORTED = ("CUDA_VISIBLE_DEVICES",)
@@ -140,7 +142,8 @@ def read_variables(file: Path) -> dict[str, str]:
     Raises ValueError, naming file and line, for any other line.
     """
     variables = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    found = OutsideFile(file, str(file), "write one variable per line, as NAME=value.")
+    for number, line in enumerate(found.text().splitlines(), start=1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue

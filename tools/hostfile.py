@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_zpp.config.flag import whole_number
+from megatron_zpp.config.outside import OutsideFile
 
 LARGEST_SLOTS = 4096  # of one host; no machine has as many GPUs or cores
 LINE = re.compile(r"(\S+)\s+slots=(\d+)")
@@ -31,7 +32,8 @@ class Host:
 def read_hostfile(path: Path) -> list[Host]:
     """The hosts in the order of the file. Blank lines, and text after #, are ignored. Raises ValueError, naming file and line."""
     hosts: dict[str, Host] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    text_of_file = OutsideFile(path, f"--hostfile {path}", "write one host per line, as: name slots=8.").text()
+    for number, line in enumerate(text_of_file.splitlines(), start=1):
         text = line.split("#")[0].strip()
         if not text:
             continue

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import add_checkpoint_flags, run_command
 
-from megatron_zpp.checkpoint.folders import LATEST_FILE, complete_iterations, leftovers, saved_iterations
+from megatron_zpp.checkpoint.folders import LATEST_FILE, complete_iterations, leftovers, read_latest, saved_iterations
 from megatron_zpp.checkpoint.manifest import Manifest
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.stored_flags import open_checkpoint
@@ -42,8 +42,9 @@ def directory_lines(directory: Path) -> Iterator[str]:
     unusable = [str(iteration) for iteration in saved_iterations(directory) if iteration not in complete]
     if unusable:
         yield f"  incomplete or damaged: {', '.join(unusable)}"
-    if (directory / LATEST_FILE).exists():
-        yield f"  {LATEST_FILE}: {(directory / LATEST_FILE).read_text(encoding='utf-8', errors='replace').strip()}"
+    latest = read_latest(directory)
+    if latest is not None:
+        yield f"  {LATEST_FILE}: {latest[:40]}"
     for leftover in leftovers(directory):
         yield f"  not finished ({leftover.stage.value}): {leftover.folder.name}"
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_zpp.config.flag import check_value
 from megatron_zpp.config.options import Option, options
+from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
 from megatron_zpp.config.schema import DataConfig
 
 NAMES = (
@@ -70,5 +71,5 @@ def _digest(path: Path) -> str:
     files = sorted(path.glob("*token*.json")) if path.is_dir() else [path]
     digest = hashlib.sha256()
     for file in files:
-        digest.update(file.read_bytes())
+        digest.update(OutsideFile(file, str(file), "give the tokenizer's own files.", most_bytes=VOCABULARY_BYTES).content())
     return digest.hexdigest()

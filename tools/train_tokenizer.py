@@ -19,6 +19,7 @@ from command import megabytes, run_command, vocabulary_size
 
 from megatron_zpp.data.preprocess.document_encoder import read_texts
 from megatron_zpp.data.preprocess.json_lines import STANDARD_INPUT, Position, count_text_bytes, find_inputs, line_batches
+from megatron_zpp.monitor.output_file import new_file
 
 
 def main() -> None:
@@ -38,7 +39,8 @@ def run(args: argparse.Namespace) -> None:
     path = Path(f"{args.model_prefix}.model")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(model)
+    with new_file(temporary) as file:
+        file.write(model)
     os.replace(temporary, path)
     print(f"{path}: {args.vocab_size} pieces, trained in {time.monotonic() - started:.1f} s")
 

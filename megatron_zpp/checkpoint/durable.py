@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # errors of file systems that need no fsync of folders
+from megatron_zpp.monitor.output_file import naming_file, new_file, sync_folder
+
 VISIBLE_WITHIN_SECONDS = 60.0  # network file systems show another machine's files late
 LOOK_EVERY_SECONDS = 0.02
 SHARED_FOLDER = "--save must be a folder of one file system that all ranks share"
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Writes a file of UTF-8 text. Its content is durable; its name is durable only after `sync_folder`. Every OSError names the file."""
-    with _naming(path), path.open("w", encoding="utf-8") as file:
-        file.write(text)
+    """Writes a new file of UTF-8 text. Its name is durable only after `sync_folder`. Every OSError names the file."""
+    with naming_file(path), new_file(path) as file:
+        file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())
 
@@ -27,31 +25,6 @@ def rename_durably(source: Path, target: Path) -> None:
     """Renames a file or folder within its folder, atomically and durably."""
     source.rename(target)
     sync_folder(target.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the file names in a folder durable. Every OSError names the folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _NO_FOLDER_SYNC:
-            raise _with_name(error, folder) from error
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _with_name(error, path) from error
-
-
-def _with_name(error: OSError, path: Path) -> OSError:
-    """The error with the name of its file, which the system gives only where it opens one. Its class follows from its number."""
-    return error if error.filename is not None else OSError(error.errno, error.strerror, str(path))
 
 
 def is_seen(path: Path) -> bool:

@@ -20,8 +20,10 @@ from pathlib import Path
 
 from megatron_zpp.checkpoint.durable import rename_durably, write_durably
 from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, CheckpointError, is_complete
+from megatron_zpp.config.outside import OutsideFile
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
+LATEST_BYTES = 1 << 12  # limit of a number or a word
 RELEASE = "release"
 _NAME = re.compile(r"(?P<base>iter_(?P<iteration>\d{7,})|release)(\.(?P<stage>tmp|replaced|removed)-(?P<token>[0-9a-f-]+))?")
 
@@ -81,12 +83,9 @@ def find_checkpoint(directory: Path, step: int | None) -> Path | None:
             raise CheckpointError(f"--ckpt-step {step}: {directory} holds no checkpoint of this iteration; it holds {_existing(directory)}")
         return folder
     latest = directory / LATEST_FILE
-    try:
-        text = latest.read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
+    text = read_latest(directory)
+    if text is None:
         return None
-    except OSError as error:
-        raise CheckpointError(f"{latest} cannot be read ({error.strerror}); correct --load") from error
     if text != RELEASE and not (text.isascii() and text.isdigit() and len(text) < 20):
         raise CheckpointError(
             f"{latest} holds {text[:40]!r} instead of an iteration; choose one with --ckpt-step, {directory} holds {_existing(directory)}"
@@ -97,6 +96,13 @@ def find_checkpoint(directory: Path, step: int | None) -> Path | None:
             f"{latest} names {text}, which {directory} does not hold; choose one with --ckpt-step, it holds {_existing(directory)}"
         )
     return folder
+
+
+def read_latest(directory: Path) -> str | None:
+    """The text of LATEST_FILE without white space around it; None if there is no such file. Raises CheckpointError if it cannot be read."""
+    path = directory / LATEST_FILE
+    file = OutsideFile(path, str(path), "correct --load, or choose an iteration with --ckpt-step", CheckpointError, LATEST_BYTES)
+    return None if file.is_missing() else file.text().strip()
 
 
 def older_checkpoints(folder: Path) -> list[Path]:

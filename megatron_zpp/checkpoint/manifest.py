@@ -13,17 +13,26 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.config.outside import Members, OutsideFile
+
 FORMAT = "megatron_zpp checkpoint"
 FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 MARKER_FILE = "complete.json"  # written last: a folder without it is not a checkpoint
 ELEMENT_TYPE, ELEMENT_BYTES = "F32", 4  # of every state; the name is that of safetensors
 CHUNK_BYTES = 1 << 20
+MARKER_BYTES, MANIFEST_BYTES = 1 << 16, 1 << 32  # limits; the manifest of 10,000 ranks with 1,000 pieces each has about 2 GB
+COUNTS_OF_RUN = frozenset({"scheduled_samples", "optimizer_steps"})
+FILE_KEYS = frozenset({"name", "nbytes", "header_bytes", "checksums"})
+PIECE_KEYS = frozenset({"parameter", "start", "stop", "file", "offsets"})
 REMEDY = "choose an older one with --ckpt-step, or give --load-last-good-checkpoint"
 
 
 class CheckpointError(ValueError):
     """A checkpoint is missing, cannot be used or cannot be written. The text names the file and the remedy."""
+
+
+RECORD = OutsideFile(Path(), "the record of a rank", "--save must be a folder of one file system that all ranks share", CheckpointError)
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -97,12 +106,18 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises DamagedCheckpointError if the manifest or its marker is missing or damaged, and CheckpointError if it has another format.
     """
-    marker = _json_object(folder / MARKER_FILE, _bytes_of(folder / MARKER_FILE))
-    path = folder / MANIFEST_FILE
-    data = _bytes_of(path)
-    if marker != _marker_of(data):
-        raise DamagedCheckpointError(f"{path} is damaged: its {len(data)} bytes do not have the checksum in {MARKER_FILE}")
-    return _parse(path, _json_object(path, data))
+    marker = _stored(folder / MARKER_FILE, MARKER_BYTES).members()
+    file = _stored(folder / MANIFEST_FILE, min(marker.count("manifest_bytes"), MANIFEST_BYTES))
+    data = file.content()
+    if marker.values != _marker_of(data):
+        file.refuse(f"has {len(data)} bytes without the checksum in {MARKER_FILE}")
+    # Flags are not numbers of the checkpoint: whoever uses them checks them like flags of the command line.
+    return _parse(file, file.members(data, has_any_numbers=True))
+
+
+def read_marker(folder: Path) -> str:
+    """The text of the marker file, which is unique to a checkpoint. Raises DamagedCheckpointError if it cannot be read."""
+    return _stored(folder / MARKER_FILE, MARKER_BYTES).text()
 
 
 def _marker_of(manifest: bytes) -> dict[str, Any]:
@@ -118,70 +133,101 @@ def is_complete(folder: Path) -> bool:
     return True
 
 
-def _parse(path: Path, members: dict[str, Any]) -> Manifest:
-    if members.pop("format", None) != FORMAT:
-        raise CheckpointError(f"{path} is not a manifest of {FORMAT}; give the folder of a checkpoint of this program")
-    version = members.pop("format_version", None)
+def _parse(file: OutsideFile, members: Members) -> Manifest:
+    if members.values.get("format") != FORMAT:
+        raise CheckpointError(f"{file.path} is not a manifest of {FORMAT}; give the folder of a checkpoint of this program")
+    version = members.values.get("format_version")
     if version != FORMAT_VERSION:
-        raise CheckpointError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}; use the program that wrote it")
-    try:
-        members["files"] = tuple(parse_file(file) for file in members["files"])
-        members["pieces"] = tuple(parse_piece(piece) for piece in members["pieces"])
-        members["shapes"] = {name: tuple(shape) for name, shape in members["shapes"].items()}
-        manifest = Manifest(**members)
-        for problem in _contradictions(manifest):
-            raise ValueError(problem)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DamagedCheckpointError(f"{path} is damaged ({error})") from error
+        raise CheckpointError(
+            f"{file.path} has format version {version}, this program reads {FORMAT_VERSION}; use the program that wrote it"
+        )
+    members.require_only({"format", "format_version", *(member.name for member in fields(Manifest))})
+    shapes, states, versions = (members.members(key) for key in ("shapes", "states", "versions"))
+    topology = members.members("topology")
+    manifest = Manifest(
+        iteration=members.count("iteration"),
+        consumed_samples=members.count("consumed_samples"),
+        shapes={name: tuple(shapes.counts(name)) for name in shapes.values},
+        states={name: states.text(name) for name in states.values},
+        run=_run_state(members.members("run")),
+        flags=members.members("flags").values,
+        topology={name: topology.count(name) for name in topology.values},
+        versions={name: versions.text(name) for name in versions.values},
+        chunk_bytes=members.count("chunk_bytes"),
+        files=tuple(_file_of(found) for found in members.list_of_members("files")),
+        pieces=tuple(_piece_of(found) for found in members.list_of_members("pieces")),
+    )
+    for problem in _contradictions(manifest):
+        file.refuse(problem)
     return manifest
 
 
+def _run_state(found: Members) -> Mapping[str, Any]:
+    for key in COUNTS_OF_RUN & found.values.keys():
+        found.count(key)
+    if "loss_scaler" in found:
+        scaler = found.members("loss_scaler")
+        for key in scaler.values:
+            scaler.number(key)
+    return found.values
+
+
+def _file_of(found: Members) -> StoredFile:
+    found.require_only(FILE_KEYS)
+    return StoredFile(found.text("name"), found.count("nbytes"), found.count("header_bytes"), tuple(found.counts("checksums")))
+
+
+def _piece_of(found: Members) -> StoredPiece:
+    found.require_only(PIECE_KEYS)
+    offsets = found.members("offsets")
+    by_state = {state: offsets.count(state) for state in offsets.values}
+    return StoredPiece(found.text("parameter"), found.count("start"), found.count("stop"), found.text("file"), by_state)
+
+
 def parse_file(members: Mapping[str, Any]) -> StoredFile:
-    return StoredFile(members["name"], members["nbytes"], members["header_bytes"], tuple(members["checksums"]))
+    """A file in the record that a rank of this save has written."""
+    return _file_of(Members(members, RECORD))
 
 
 def parse_piece(members: Mapping[str, Any]) -> StoredPiece:
-    return StoredPiece(**members)
+    """A piece in the record that a rank of this save has written."""
+    return _piece_of(Members(members, RECORD))
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
     """Errors in the manifest that would break a reader. File names that point out of the folder are the dangerous ones."""
     files = {file.name: file for file in manifest.files}
+    numels = {name: math.prod(shape) for name, shape in manifest.shapes.items()}
     if manifest.chunk_bytes < 1 or manifest.chunk_bytes % ELEMENT_BYTES:
-        yield f"chunks of {manifest.chunk_bytes} bytes"
+        yield f"has chunks of {manifest.chunk_bytes} bytes"
+        return  # the number of checksums is not defined then
     for state, element_type in manifest.states.items():
         if element_type != ELEMENT_TYPE:
-            yield f"state {state} has elements of type {element_type}"
+            yield f"has the state {state} with elements of type {element_type}"
     for file in manifest.files:
-        if file.name != Path(file.name).name or file.name in ("", ".", ".."):
-            yield f"{file.name!r} is not a file name"
+        if file.name != Path(file.name).name or file.name in ("", ".", "..") or not file.name.isprintable():
+            yield f"has {file.name!r}, which is not a file name"
         if len(file.checksums) != -(-file.nbytes // manifest.chunk_bytes) or not 0 < file.header_bytes <= file.nbytes:
-            yield f"{file.name} has {len(file.checksums)} checksums"
+            yield f"has {len(file.checksums)} checksums and {file.header_bytes} bytes of header for the {file.nbytes} bytes of {file.name}"
     for piece in manifest.pieces:
         nbytes = (piece.stop - piece.start) * ELEMENT_BYTES
-        if not 0 <= piece.start < piece.stop <= math.prod(manifest.shapes[piece.parameter]):
-            yield f"{piece.parameter} has a piece from {piece.start} to {piece.stop}"
+        if piece.parameter not in manifest.shapes or piece.file not in files:
+            yield f"has a piece of {piece.parameter} in {piece.file}, one of which it does not describe"
+            return
+        if not piece.start < piece.stop <= numels[piece.parameter]:
+            yield f"has a piece from {piece.start} to {piece.stop} of {piece.parameter}, which has {numels[piece.parameter]} elements"
         for state, offset in piece.offsets.items():
             is_inside = files[piece.file].header_bytes <= offset <= files[piece.file].nbytes - nbytes
             if state not in manifest.states or offset % ELEMENT_BYTES or not is_inside:
-                yield f"{piece.parameter} has {state} at byte {offset} of {piece.file}"
+                yield f"has {state} of {piece.parameter} at byte {offset} of {piece.file}"
 
 
-def _bytes_of(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror}): the checkpoint is incomplete") from error
+def _stored(path: Path, most_bytes: int) -> OutsideFile:
+    return OutsideFile(path, str(path), error=_damaged, most_bytes=most_bytes)
 
 
-def _json_object(path: Path, data: bytes) -> dict[str, Any]:
-    try:
-        members = json.loads(data)
-    except ValueError as error:
-        raise DamagedCheckpointError(f"{path} is damaged ({error})") from error
-    if not isinstance(members, dict):
-        raise DamagedCheckpointError(f"{path} is damaged (it holds no JSON object)")
-    return members
+def _damaged(sentence: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"{sentence}: the checkpoint is damaged or incomplete")
 
 
 def _json(value: Any) -> str:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
@@ -18,14 +19,15 @@ from torch import Tensor
 from megatron_zpp.checkpoint.manifest import (
     ELEMENT_BYTES,
     MANIFEST_FILE,
-    MARKER_FILE,
     CheckpointError,
     DamagedCheckpointError,
     StoredFile,
     read_manifest,
+    read_marker,
 )
 from megatron_zpp.checkpoint.reshard import MissingElementsError, PieceIndex, Source, chunk_runs
 from megatron_zpp.checkpoint.verified_file import RUN_CHUNKS, VerifiedFile
+from megatron_zpp.config.outside import open_regular
 from megatron_zpp.zero.pieces import WEIGHT, Piece
 
 
@@ -47,9 +49,9 @@ class CheckpointReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder)
-        self.identity = f"{folder.name} {(folder / MARKER_FILE).read_text(encoding='utf-8')}"
+        self.identity = f"{folder.name} {read_marker(folder)}"
         self.bytes_read = 0
-        self._lock = (folder / MANIFEST_FILE).open("rb")
+        self._lock = open(open_regular(folder / MANIFEST_FILE), "rb")
         with suppress(OSError):  # some file systems have no locks
             fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self._index = PieceIndex(self.manifest.pieces)
@@ -86,8 +88,11 @@ class CheckpointReader:
     def fill(self, pieces: Iterable[Piece]) -> None:
         """Fills the values of each piece from the files. No chunk is read twice, except those of headers.
 
-        Raises DamagedCheckpointError if an element is missing or its bytes differ from those that were written.
+        Raises DamagedCheckpointError if an element of any parameter is missing or stored twice, and if bytes differ from those that were
+        written.
         """
+        for error in self._errors_of_pieces:
+            raise DamagedCheckpointError(f"{self.folder} is incomplete or contradicts itself: {error}")
         by_file: dict[str, list[Wanted]] = defaultdict(list)
         try:
             for piece in pieces:
@@ -100,12 +105,18 @@ class CheckpointReader:
             self._fill_from(self._files[name], sorted(wanted, key=lambda place: place.source.offset))
 
     def verify(self, files: Sequence[StoredFile] | None = None) -> Iterator[str]:
-        """Verifies every byte of the files (all by default). Yields one finding per damaged file."""
+        """Verifies the pieces, and every byte of the files (all by default). Yields the findings about pieces, and one per damaged file."""
+        yield from (f"{self.folder} is incomplete or contradicts itself: {error}" for error in self._errors_of_pieces)
         for stored in self.manifest.files if files is None else files:
             try:
                 self._read_runs(stored, [(0, stored.nbytes)], lambda data, start: None)
             except DamagedCheckpointError as error:
                 yield error.finding
+
+    @cached_property
+    def _errors_of_pieces(self) -> tuple[str, ...]:
+        numels = {name: math.prod(shape) for name, shape in self.manifest.shapes.items()}
+        return tuple(self._index.errors(numels, self.manifest.states))
 
     def _fill_from(self, stored: StoredFile, wanted: Sequence[Wanted]) -> None:
         ends = [place.source.end for place in wanted]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_zpp.checkpoint.manifest import ELEMENT_BYTES, StoredPiece
@@ -47,7 +47,7 @@ class MissingElementsError(LookupError):
 
 
 class PieceIndex:
-    """Finds ranges in stored pieces. The pieces of one state of one parameter must not overlap."""
+    """Finds ranges in stored pieces. The pieces of one state of one parameter must not overlap, see `errors`."""
 
     def __init__(self, pieces: Iterable[StoredPiece]) -> None:
         self._pieces: dict[tuple[str, str], list[StoredPiece]] = defaultdict(list)
@@ -55,6 +55,22 @@ class PieceIndex:
             for state in piece.offsets:
                 self._pieces[piece.parameter, state].append(piece)
         self._starts = {key: [piece.start for piece in pieces] for key, pieces in self._pieces.items()}
+
+    def errors(self, numels: Mapping[str, int], states: Iterable[str]) -> Iterator[str]:
+        """For each state of each parameter the first range of elements that no piece holds, or that two pieces hold.
+
+        numels: elements of each parameter.
+        """
+        for parameter, numel, state in ((*item, state) for item in numels.items() for state in states):
+            position = 0
+            for piece in (*self._pieces.get((parameter, state), ()), StoredPiece(parameter, numel, numel, "", {})):
+                if piece.start > position:
+                    yield str(MissingElementsError(parameter, state, position, piece.start))
+                    break
+                if piece.start < position:
+                    yield f"elements {piece.start} to {min(position, piece.stop)} of {parameter} ({state}) are in its files twice"
+                    break
+                position = piece.stop
 
     def sources(self, parameter: str, state: str, start: int, stop: int) -> Iterator[Source]:
         """The sources of elements [start, stop), in order. Raises MissingElementsError if one of them is in no piece."""

@@ -12,6 +12,7 @@ from megatron_zpp.checkpoint.checkpoint_args import MACHINE_FIELDS
 from megatron_zpp.checkpoint.folders import find_checkpoint
 from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest
 from megatron_zpp.checkpoint.reader import CheckpointReader
+from megatron_zpp.config.outside import WHOLE_NUMBER_LIMIT
 from megatron_zpp.config.schema import DataConfig, ModelConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.specs import UnitSpec
@@ -38,7 +39,13 @@ def data_flags(manifest: Manifest) -> DataConfig:
 
 
 def padded_vocab_size(manifest: Manifest) -> int:
-    return int(_flags(manifest, "padded_vocab_size"))
+    rows = _flags(manifest, "padded_vocab_size")
+    if type(rows) is not int or not 1 <= rows < WHOLE_NUMBER_LIMIT:
+        raise CheckpointError(
+            f"the manifest of iteration {manifest.iteration} has padded_vocab_size {rows}, needed is a whole number from 1 to 2^63 - 1; "
+            "choose another checkpoint."
+        )
+    return rows
 
 
 def units_of(model: ModelConfig, padded_vocab: int) -> tuple[UnitSpec, ...]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_zpp.checkpoint.manifest import DamagedCheckpointError, StoredFile
 from megatron_zpp.checkpoint.reshard import ByteRun
+from megatron_zpp.config.outside import open_regular
 
 RUN_CHUNKS = 4  # read at a time: enough to make calls cheap, few enough to stay in the processor's cache until they are used
 VERIFYING_THREADS = 2
@@ -29,7 +30,7 @@ class VerifiedFile:
         self._stored = stored
         self._chunk_bytes = chunk_bytes
         try:
-            self._descriptor = os.open(self.path, os.O_RDONLY)
+            self._descriptor = open_regular(self.path)
         except OSError as error:
             raise DamagedCheckpointError(f"{self.path} cannot be read ({error.strerror})") from error
         try:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.options import spelling_of
+from megatron_zpp.config.outside import Members, OutsideFile
 from megatron_zpp.config.schema import DataConfig
 
 SPLITS = ("train", "valid", "test")
@@ -93,19 +92,19 @@ def _by_split(words_of: Mapping[str, tuple[str, Sequence[str]]]) -> DataSources:
 
 def _read_split_file(path: str) -> dict[str, tuple[str, Sequence[str]]]:
     spelling = "--per-split-data-args-path"
-    rule = f'{spelling} {path} is not what is needed: a JSON object of lists of words, such as {{"train": ["0.7", "a", "0.3", "b"]}}.'
-    try:
-        found: Any = json.loads(_read(path, spelling))
-    except json.JSONDecodeError:
-        raise FlagError(rule) from None
-    is_object = isinstance(found, dict) and set(found) <= set(SPLITS)
-    if not is_object or not all(words is None or isinstance(words, list) for words in found.values()):
-        raise FlagError(f"{rule[:-1]}, with the keys {', '.join(SPLITS)}.")
-    return {split: (f"{spelling} {path} ({split})", [str(word) for word in words]) for split, words in found.items() if words}
+    remedy = f'give a JSON object of lists of words, such as {{"train": ["0.7", "a", "0.3", "b"]}}, with the keys {", ".join(SPLITS)}.'
+    found = OutsideFile(Path(path), f"{spelling} {path}", remedy, FlagError).members()
+    found.require_only(set(SPLITS))
+    given = [split for split, words in found.values.items() if words is not None]
+    return {split: (f"{spelling} {path} ({split})", words) for split in given if (words := _words(found, split))}
+
+
+def _words(found: Members, split: str) -> list[str]:
+    words = found.list(split)
+    if not all(isinstance(word, str | int | float) and not isinstance(word, bool) for word in words):
+        found.refuse(split, "a list of words and numbers")
+    return [str(word) for word in words]
 
 
 def _read(path: str, spelling: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FlagError(f"{spelling} {path} cannot be read ({error}); give a text file that every rank can read.") from None
+    return OutsideFile(Path(path), f"{spelling} {path}", "give a text file that every rank can read.", FlagError).text()

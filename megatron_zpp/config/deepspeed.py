@@ -11,10 +11,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megatron_zpp.config.flag import NOT_NEGATIVE, POSITIVE_COUNT, Bounds, FlagError, check_value, in_words, spelling_of
 from megatron_zpp.config.options import Option, options
+from megatron_zpp.config.outside import OutsideFile
 from megatron_zpp.config.schema import Config
 
 KIND_IN_WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number"}
@@ -178,20 +180,10 @@ class Setting:
     source: str
 
 
-def read_object(file: str) -> dict[str, Any]:
+def read_object(file: str) -> Mapping[str, Any]:
     """The object in a JSON file. Raises FlagError if the file is missing, is not JSON, is not an object, or has a key twice."""
-    try:
-        with open(file, encoding="utf-8-sig") as stream:
-            found = json.load(stream, object_pairs_hook=lambda pairs: _without_doubles(file, pairs))
-    except OSError as error:
-        raise FlagError(f"--deepspeed_config {file} cannot be read ({error.strerror}); correct the path.") from None
-    except UnicodeDecodeError:
-        raise FlagError(f"--deepspeed_config {file} is no text in UTF-8; give a JSON file.") from None
-    except json.JSONDecodeError as error:
-        raise FlagError(f"--deepspeed_config {file} is no JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from None
-    if not isinstance(found, dict):
-        raise FlagError(f"--deepspeed_config {file} holds no JSON object; it must begin with a brace.")
-    return found
+    source = OutsideFile(Path(file), f"--deepspeed_config {file}", "give the path of a JSON object.", FlagError)
+    return source.members(has_unique_keys=True).values
 
 
 def check_agreement(config: Config, setting: Setting) -> None:
@@ -200,15 +192,6 @@ def check_agreement(config: Config, setting: Setting) -> None:
     if setting.field not in config.given or given == setting.value:
         return
     raise FlagError(f"{in_words(setting.field, given)} contradicts {setting.source}; give one of them, or the same value.")
-
-
-def _without_doubles(file: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise FlagError(f"{key} stands twice in one object in {file}; keep one of them.")
-        found[key] = value
-    return found
 
 
 def _flattened(file: str, found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

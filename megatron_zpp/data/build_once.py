@@ -23,8 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
+from megatron_zpp.config.outside import Members, OutsideFile
 from megatron_zpp.monitor.file_lock import try_lock
 from megatron_zpp.monitor.heartbeat import beating
+from megatron_zpp.monitor.output_file import kept_file
 
 T = TypeVar("T")
 
@@ -34,6 +36,7 @@ HEARTBEAT_SECONDS = 5.0
 SILENT_SECONDS = 300.0  # a builder without a heartbeat for this long is dead; shared file systems show a touched file sooner
 FIRST_LINE_SECONDS = 2.0  # a build faster than this prints no line
 LINE_SECONDS = 30.0
+HOLDER_BYTES = 1 << 12  # limit of the name in a lock file
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def built_once(stem: Path, what: str, load: Callable[[], T | None], build: Calla
         return found
     stem.parent.mkdir(parents=True, exist_ok=True)
     failure_before = _read_failure(stem)
-    with open(_with_ending(stem, ".lock"), "ab") as lock:
+    with open(_with_ending(stem, ".lock"), "ab", opener=lambda path, _: kept_file(path, appends=True)) as lock:
         _wait_for_lock(lock, what, progress, lambda: load() is not None)
         found = load()
         if found is not None:
@@ -79,7 +82,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """A file to write. It gets its name when it is complete and on disk; an error in the block removes it."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:  # "x": a link of this name would be written through otherwise
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -114,10 +117,13 @@ def _build(stem: Path, lock: BinaryIO, what: str, build: Callable[[], T], progre
 
 
 def _read_failure(stem: Path) -> _Failure | None:
+    path = _with_ending(stem, ".error")
     try:
-        return _Failure(*json.loads(_with_ending(stem, ".error").read_text()))
-    except (OSError, ValueError, TypeError):
+        found = Members({"": OutsideFile(path, str(path)).json()}, OutsideFile(path, str(path))).list("")
+    except ValueError:
         return None
+    is_ours = [type(value) for value in found] == [str, bool, str]
+    return _Failure(*found) if is_ours else None
 
 
 def _with_ending(stem: Path, ending: str) -> Path:
@@ -148,8 +154,8 @@ def _wait_for_lock(lock: BinaryIO, what: str, progress: ProgressPrinter, is_buil
 
 
 def _holder(lock: BinaryIO) -> str:
-    with contextlib.suppress(OSError):
-        return Path(lock.name).read_text() or SILENT.name
+    with contextlib.suppress(ValueError):
+        return OutsideFile(Path(lock.name), lock.name, most_bytes=HOLDER_BYTES).text() or SILENT.name
     return SILENT.name
 
 

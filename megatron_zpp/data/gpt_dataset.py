@@ -44,6 +44,7 @@ class GPTDataset:
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} in {self.source.prefix}")
+        self.source.check_whole()
         return sample_from(self._stream(int(self.indices.shuffle[index])))
 
     def _stream(self, sample: int) -> np.ndarray:

@@ -1,12 +1,13 @@
 """Keeps indices on disk: one process builds them, all load them. The files of one set of indices:
 
-{md5 of the description}-{class}-{split}-{..._index}.npy for each array, -description.txt, .lock, and .error after a failure
+{md5 of the description}-{class}-{split}-{..._index}.npy for each array, -checksums.json, -description.txt, .lock, .error after a failure
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,15 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from megatron_zpp.config.outside import Members, OutsideFile, open_regular
 from megatron_zpp.data.blended_dataset import BlendIndices
 from megatron_zpp.data.build_once import SILENT, ProgressPrinter, atomic_write, built_once
 from megatron_zpp.data.gpt_indices import GPTIndices
 
 # Smaller files are read, not mapped: the number of maps is limited, and a blend of thousands of corpora has tens of thousands of arrays.
 MAPPED_FROM_BYTES = 1 << 16
+CHECKSUMS = "-checksums.json"
+CHECKSUM_BUFFER_BYTES = 1 << 18  # small enough to stay in the processor's cache
 
 Indices = TypeVar("Indices", GPTIndices, BlendIndices)
 
@@ -42,14 +46,17 @@ class IndexCache(Generic[Indices]):
         self.description = json.dumps(description, indent=4)
         digest = hashlib.md5(self.description.encode(), usedforsecurity=False).hexdigest()
         self.stem = f"{digest}-{description['class']}-{split_name}"
+        self._finding: str | None = None  # why indices that are stored are not used
 
     def load_or_build(
         self, build: Callable[[], Indices], what: str = "indices", progress: ProgressPrinter = SILENT
     ) -> CachedIndices[Indices]:
-        """The indices: from disk if the files exist and are complete, else from build(). Any ranks may call this, even at once."""
+        """The indices: from disk if the files exist and have their checksums, else from build(). Any ranks may call this, even at once."""
         unkept: list[CachedIndices[Indices]] = []
 
         def build_and_store() -> Indices:
+            if self._finding is not None:
+                progress.print_line(f"{self._finding}: {progress.name} builds {what} again")
             indices = build()
             try:
                 self._store(indices)
@@ -64,17 +71,35 @@ class IndexCache(Generic[Indices]):
         return unkept[0] if unkept else CachedIndices(indices, None)
 
     def _load(self) -> Indices | None:
-        try:
-            if self._path("-description.txt").read_text() != self.description:
-                return None
-            return self.kind(*(_load_array(self._path(f"-{name}_index.npy")) for name in self.kind._fields))
-        except (OSError, ValueError, EOFError):
+        self._finding = None
+        description = OutsideFile(self._path("-description.txt"), str(self._path("-description.txt")))
+        if description.is_missing():
             return None
+        try:
+            if description.text() != self.description:
+                description.refuse("describes other indices than its name")
+            stored = OutsideFile(self._path(CHECKSUMS), str(self._path(CHECKSUMS))).members()
+            for name in self.kind._fields:
+                self._verify(name, stored.members(name))
+            return self.kind(*(_load_array(self._array_path(name)) for name in self.kind._fields))
+        except OSError as error:
+            self._finding = f"{error.filename or self.folder} cannot be read ({error.strerror})"
+        except (ValueError, EOFError) as error:
+            self._finding = str(error)
+        return None
+
+    def _verify(self, name: str, stored: Members) -> None:
+        path = self._array_path(name)
+        if _checksum(path) != (stored.count("bytes"), stored.count("crc32")):
+            raise ValueError(f"{path} does not have its checksum")
 
     def _store(self, indices: Indices) -> None:
         for name, values in zip(self.kind._fields, indices, strict=True):
-            with atomic_write(self._path(f"-{name}_index.npy")) as file:
+            with atomic_write(self._array_path(name)) as file:
                 np.save(file, values, allow_pickle=False)
+        checksums = {name: dict(zip(("bytes", "crc32"), _checksum(self._array_path(name)), strict=True)) for name in self.kind._fields}
+        with atomic_write(self._path(CHECKSUMS)) as file:
+            file.write(json.dumps(checksums).encode())
         # Last: its presence says that the arrays are complete.
         with atomic_write(self._path("-description.txt")) as file:
             file.write(self.description.encode())
@@ -82,11 +107,25 @@ class IndexCache(Generic[Indices]):
     def _path(self, ending: str) -> Path:
         return self.folder / f"{self.stem}{ending}"
 
+    def _array_path(self, name: str) -> Path:
+        return self._path(f"-{name}_index.npy")
+
     def _not_kept(self, error: OSError) -> str:
         return (
             f"{self.folder} cannot be written ({error.strerror or error}): the indices of this run were built in memory and not kept; "
             "--data-cache-path names another folder."
         )
+
+
+def _checksum(path: Path) -> tuple[int, int]:
+    """Bytes and CRC-32 of a file. It is read and not mapped, because a mapped file that is cut off meanwhile would kill the process."""
+    nbytes = value = 0
+    buffer = bytearray(CHECKSUM_BUFFER_BYTES)
+    with open(open_regular(path), "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            value = zlib.crc32(memoryview(buffer)[:count], value)
+            nbytes += count
+    return nbytes, value
 
 
 def _load_array(path: Path) -> np.ndarray:

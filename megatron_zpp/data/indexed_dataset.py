@@ -57,6 +57,7 @@ class IndexedDataset:
         self.token_count = int(self.lengths.sum(dtype=np.int64))
         self._check_consistency()
         self.tokens = _map_tokens(self.token_path, self.dtype)  # [token_count]
+        self._mapped = os.stat(self.token_path)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -69,6 +70,21 @@ class IndexedDataset:
         length = int(self.lengths[document])
         first = int(self.offsets[document]) // self.dtype.itemsize
         return self.tokens[first + start : first + (length if stop is None else min(stop, length))]
+
+    def check_whole(self) -> None:
+        """Raises ValueError if the mapped .bin has been cut off since it was opened: reading beyond its end would kill the process.
+
+        A file that has been removed, or replaced by another of its name, is still there for this process.
+        """
+        try:
+            now = os.stat(self.token_path)
+        except OSError:
+            return
+        if now.st_size < self._mapped.st_size and os.path.samestat(now, self._mapped):
+            raise ValueError(
+                f"{self.token_path} was cut off while it was in use: it had {self._mapped.st_size} bytes, it has {now.st_size}; copy it "
+                "again, to another name first, and start the run again."
+            )
 
     def _check_consistency(self) -> None:
         found = os.path.getsize(self.token_path)

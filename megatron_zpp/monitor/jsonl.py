@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+
+from megatron_zpp.monitor.output_file import STANDARD_STREAMS, named_output
 
 
 class JsonLinesWriter:
     """Appends to `path`, also in a resumed run. When `write` returns, the line has reached the operating system.
 
     Floats keep all digits. NaN and infinities are written as NaN and Infinity, which Python's json reads back.
-    Raises ValueError if the file cannot be opened for writing.
+    The null device and the standard streams are written to as they are. Raises ValueError if the file cannot be opened for writing, and
+    for a pipe or another device.
     """
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            ends_in_mid_line = _ends_in_mid_line(path)
-            self._file = path.open("a", encoding="utf-8")
+            descriptor = named_output(path)
+            ends_in_mid_line = str(path) not in STANDARD_STREAMS and _ends_in_mid_line(descriptor)
+            self._file = open(descriptor, "a", encoding="utf-8")
         except OSError as error:
             raise ValueError(f"--log-jsonl {path} cannot be written ({error.strerror}); choose a file in a writable folder.") from error
         if ends_in_mid_line:
@@ -40,13 +45,7 @@ class JsonLinesWriter:
         self.close()
 
 
-def _ends_in_mid_line(path: Path) -> bool:
+def _ends_in_mid_line(descriptor: int) -> bool:
     """Whether a killed run left an incomplete last line; the next object must then start on a new line."""
-    if not path.exists():
-        return False
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        if size == 0:
-            return False
-        file.seek(size - 1)
-        return file.read(1) != b"\n"
+    nbytes = os.fstat(descriptor).st_size
+    return nbytes > 0 and os.pread(descriptor, 1, nbytes - 1) != b"\n"

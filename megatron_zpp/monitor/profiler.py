@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from megatron_zpp.monitor.output_file import new_file
 
 LARGEST_ENTRIES = 1_000_000  # how many of the latest allocations and frees are kept; each costs a few hundred bytes of host memory
 
@@ -82,7 +85,7 @@ def nvtx_span(name: str) -> Iterator[None]:
 def move_units_to_a_row(trace: Path) -> None:
     """Moves the ranges of units in a Chrome trace to a row named `units`. Rewrites the file line by line, because it may be large."""
     moved = trace.with_suffix(".part")
-    with trace.open(encoding="utf-8") as source, moved.open("w", encoding="utf-8") as target:
+    with trace.open(encoding="utf-8") as source, io.TextIOWrapper(new_file(moved), encoding="utf-8") as target:
         target.writelines(_with_rows_of_units(source))
     os.replace(moved, trace)
 
@@ -107,5 +110,6 @@ class MemoryHistory:
 
     def close(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.unlink(missing_ok=True)  # a link of this name would be written through
         torch.cuda.memory._dump_snapshot(str(self._path))
         torch.cuda.memory._record_memory_history(enabled=None)

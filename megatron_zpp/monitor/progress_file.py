@@ -6,6 +6,8 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
+from megatron_zpp.monitor.output_file import kept_file
+
 
 class ProgressFile:
     """Appends a line per event to progress.txt in `folder`: time, job, ranks and event, separated by tabs as in Megatron-LM.
@@ -25,5 +27,5 @@ class ProgressFile:
         self._append(f"Saved checkpoint\tIteration: {iteration}")
 
     def _append(self, event: str) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
+        with open(kept_file(self.path, appends=True), "a", encoding="utf-8") as file:
             file.write(f"{self._now():%Y-%m-%d %H:%M:%S}\t{self._job}\t{event}\n")

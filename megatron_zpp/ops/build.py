@@ -4,6 +4,8 @@ The path of a build contains a key of everything that the build depends on. So a
 is found, rather than a wrong one. A build is either for certain architectures of GPUs, or has no CUDA code at all.
 
     {TORCH_EXTENSIONS_DIR, else XDG_CACHE_HOME, else ~/.cache}/megatron_zpp/<key>/megatron_zpp_ops.so
+
+A digest beside the library is verified before it is loaded, and file and folder must be the user's own, see `trust`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
@@ -25,6 +28,8 @@ from pathlib import Path
 import torch
 
 from megatron_zpp.monitor.file_lock import try_lock
+from megatron_zpp.monitor.output_file import kept_file
+from megatron_zpp.ops.trust import WRITABLE_BY_OTHERS, put_in_place, why_not_loadable, why_not_ours
 
 SOURCES = Path(__file__).parents[2] / "csrc"
 SOURCE_SUFFIXES = (".cpp", ".cu", ".h", ".txt")
@@ -32,6 +37,7 @@ COMPILED_SUFFIXES = (".cpp", ".cu")
 CUDA_FOLDER = "cuda"
 NVCC_OPTIONS = "nvcc_options.txt"  # in the folder of sources, one per line
 LIBRARY_NAME = "megatron_zpp_ops"
+FOLDER_VARIABLE = "TORCH_EXTENSIONS_DIR"
 LOCK_TIMEOUT_SECONDS = 600.0
 LOCK_POLL_SECONDS = 0.2
 
@@ -86,11 +92,11 @@ class Build:
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
 
     def library(self) -> Path:
-        """The path of the shared library, whether it is built or not."""
+        """The path of the shared library, whether it is built or not. Raises RuntimeError if no folder is known for it."""
         return _cache_folder(os.environ) / self.key() / f"{LIBRARY_NAME}.so"
 
     def make(self, lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Path:
-        """The shared library, compiled now unless it exists. Several processes may call this at once; one of them compiles.
+        """The shared library, compiled now unless a usable one exists. Several processes may call this at once; one of them compiles.
 
         Raises RuntimeError if the sources are missing or the compiler fails.
         """
@@ -178,33 +184,54 @@ def _toolkit() -> Path:
 
 
 def made_once(library: Path, compile_in: Callable[[Path], Path], lock_timeout_seconds: float) -> Path:
-    """`library`. If the file does not exist, compile_in(folder) makes it, and a rename puts it in place as a whole.
+    """`library`. If the file does not exist or must not be loaded, compile_in(folder) makes it, and a rename puts it in place as a whole.
 
     A lock keeps other processes from compiling it at the same time; a process that is killed loses the lock. After the timeout this process
-    compiles anyway. Then both make the same file, and the later rename wins.
+    compiles anyway. Then both make the same file, and the later rename wins. Raises RuntimeError if the folder is not the user's own.
     """
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(library.with_suffix(".lock"), lock_timeout_seconds):
-        if not library.is_file():
-            folder = Path(tempfile.mkdtemp(prefix="building-", dir=library.parent))
-            try:
-                os.replace(compile_in(folder), library)
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
+    try:
+        _make_own_folder(library.parent)
+        with _locked(library.with_suffix(".lock"), lock_timeout_seconds):
+            if why_not_loadable(library) is not None:
+                folder = Path(tempfile.mkdtemp(prefix="building-", dir=library.parent))
+                try:
+                    put_in_place(compile_in(folder), library)
+                finally:
+                    shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:
+        raise RuntimeError(
+            f"{library} cannot be written ({error.strerror}); name a folder of your own in {FOLDER_VARIABLE} in the environment."
+        ) from error
     return library
+
+
+def _make_own_folder(folder: Path) -> None:
+    """Makes the folder, which nobody else can write to. Raises RuntimeError if it belongs to somebody else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    status = folder.lstat()
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+        folder.chmod(stat.S_IMODE(status.st_mode) & ~WRITABLE_BY_OTHERS)
+    finding = why_not_ours(folder)
+    if finding is not None:
+        raise RuntimeError(f"{folder} {finding}; name a folder of your own in {FOLDER_VARIABLE} in the environment.")
 
 
 @contextmanager
 def _locked(path: Path, timeout_seconds: float) -> Iterator[None]:
     deadline = time.monotonic() + timeout_seconds
-    with open(path, "ab") as file:
+    with open(kept_file(path), "r+b") as file:
         while not try_lock(file) and time.monotonic() < deadline:
             time.sleep(LOCK_POLL_SECONDS)
         yield
 
 
 def _cache_folder(environment: Mapping[str, str]) -> Path:
-    cache = environment.get("TORCH_EXTENSIONS_DIR") or environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        cache = environment.get(FOLDER_VARIABLE) or environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # HOME is unset, and no user has this id, as in some containers
+        raise RuntimeError(
+            f"the user has no home folder to keep compiled kernels in; name a folder in {FOLDER_VARIABLE} in the environment."
+        ) from None
     return Path(cache) / "megatron_zpp"
 
 

@@ -18,27 +18,51 @@ from pathlib import Path
 import torch
 
 from megatron_zpp.ops.build import ARCHITECTURES_VARIABLE, Build, cuda_architectures, has_nvcc
+from megatron_zpp.ops.trust import why_not_loadable
 
 REFERENCE_VARIABLE = "MEGATRON_ZPP_REFERENCE_OPS"
 BUILD_COMMAND = "bash scripts/build_extensions.sh"
 OPS = ("encode_blocks", "decode_blocks", "decode_mean_blocks", "recode_mean_blocks")
 
 _loaded: Path | None = None  # the library of this process; torch keeps it until the process ends
+_refusal = ""  # why a build that exists was not loaded
 
 
 def load() -> bool:
     """Loads the kernels, and returns whether ops run on kernels from now on.
 
     The build for the GPUs of this machine is preferred to one without CUDA, and the build for this processor to a portable one.
+    A build that is damaged, or that somebody else can have put there, is not loaded, and `report` names it.
     With MEGATRON_ZPP_REFERENCE_OPS=1 in the environment no kernels are loaded.
     """
-    global _loaded
+    global _loaded, _refusal
     if _loaded is None and not _wants_reference(os.environ):
-        _loaded = next((library for library in map(Build.library, _candidates()) if library.is_file()), None)
-        if _loaded is not None:
-            torch.ops.load_library(str(_loaded))
-            _register_fake_kernels()
+        _refusal = ""
+        for build in _candidates():
+            try:
+                library = build.library()
+            except RuntimeError as error:
+                _refusal = str(error)
+                break
+            if os.path.lexists(library):
+                finding = _load(library)
+                if finding is None:
+                    _loaded = library
+                    break
+                _refusal = _refusal or f"{library} {finding}"
     return _loaded is not None
+
+
+def _load(library: Path) -> str | None:
+    """Loads the library. Returns None, or why it was not loaded."""
+    finding = why_not_loadable(library)
+    if finding is None:
+        try:
+            torch.ops.load_library(str(library))
+        except OSError as error:
+            return f"cannot be loaded ({error})"
+        _register_fake_kernels()
+    return finding
 
 
 def _candidates() -> Iterator[Build]:
@@ -64,7 +88,8 @@ def report(device_type: str = "cpu") -> str:
         return f"Quantization runs on the {'C++' if device_type == 'cpu' else 'CUDA'} kernels in {_loaded}."
     if _wants_reference(os.environ):
         return f"Quantization runs on the plain-torch reference, because {REFERENCE_VARIABLE} is set: same bits, slower."
-    return f"Quantization runs on the plain-torch reference: same bits, slower. This builds the kernels: {BUILD_COMMAND}"
+    because = f", because {_refusal.removesuffix('.')}" if _refusal else ""
+    return f"Quantization runs on the plain-torch reference{because}: same bits, slower. This builds the kernels: {BUILD_COMMAND}"
 
 
 def _register_fake_kernels() -> None:

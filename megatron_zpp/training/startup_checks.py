@@ -20,6 +20,7 @@ from megatron_zpp.model.compilation import check_compilation
 from megatron_zpp.model.document_attention import has_varlen
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.available_memory import bytes_for_rank
+from megatron_zpp.monitor.output_file import new_file
 from megatron_zpp.ops import extension
 from megatron_zpp.ops.apex import check_apex
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
@@ -143,7 +144,7 @@ def check_writable(flag: str, folder: Path, rank: int) -> None:
     probe = folder / f".probe_of_rank_{rank}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
+        new_file(probe).close()
         probe.unlink()
     except OSError as error:
         raise ValueError(

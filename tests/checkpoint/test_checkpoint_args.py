@@ -109,5 +109,5 @@ def test_a_value_of_the_checkpoint_that_breaks_a_rule_is_named_with_its_source(d
 
 def test_a_damaged_checkpoint_is_a_mistake_that_is_named(directory: Path) -> None:
     (directory / "release" / "complete.json").write_text("{}")
-    with pytest.raises(FlagError, match="--use-checkpoint-args: .*manifest.json is damaged"):
+    with pytest.raises(FlagError, match="--use-checkpoint-args: .*complete.json lacks manifest_bytes: the checkpoint is damaged"):
         merged(f"--load {directory}")

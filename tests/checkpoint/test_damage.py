@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.small_state import CHUNK_BYTES, Ranks, State, check_holds, state_at
 
 from megatron_zpp.checkpoint.folders import LATEST_FILE, find_checkpoint
-from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError
+from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, MARKER_FILE, CheckpointError, DamagedCheckpointError, marker_json
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.zero.pieces import Piece
 
@@ -58,6 +62,38 @@ def test_a_shard_that_is_missing_or_cut_short_is_named(folder: Path) -> None:
     path.unlink()
     with pytest.raises(DamagedCheckpointError, match=f"{path} cannot be read"):
         load_all(folder)
+
+
+def rewrite_pieces(folder: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
+    """Changes the pieces in the manifest and adapts the marker, as an attacker would do."""
+    members = json.loads((folder / MANIFEST_FILE).read_text())
+    change(members["pieces"])
+    text = json.dumps(members)
+    (folder / MANIFEST_FILE).write_text(text)
+    (folder / MARKER_FILE).write_text(marker_json(text))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(lambda pieces: pieces.pop(0), "in none of its files"), (lambda pieces: pieces.append(pieces[0]), "in its files twice")],
+)
+def test_pieces_that_overlap_or_leave_gaps_are_refused_at_load_and_found_by_verify(
+    folder: Path, change: Callable[[list[dict[str, Any]]], object], words: str
+) -> None:
+    rewrite_pieces(folder, change)
+    with pytest.raises(DamagedCheckpointError, match=f"{folder} is incomplete or contradicts itself: elements .* of .*{words}; choose"):
+        load_all(folder)
+    with CheckpointReader(folder) as reader:
+        findings = list(reader.verify())
+    assert findings and all(words in finding for finding in findings)
+
+
+@pytest.mark.parametrize("name", ["rank_00000.safetensors", f"../{LATEST_FILE}"])
+def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match="cannot be read .it is a pipe and no regular file"):
+        load_all(find_checkpoint(folder.parent, None) or folder)
 
 
 class Trap:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_zpp.checkpoint.manifest import (
     marker_json,
     read_manifest,
 )
+from megatron_zpp.checkpoint.stored_flags import padded_vocab_size
 
 
 @pytest.fixture
@@ -69,9 +71,31 @@ def test_without_manifest_or_marker_a_folder_is_no_checkpoint(folder: Path, file
         (lambda members: members["pieces"][0].update(file="other"), "other"),
         (lambda members: members["pieces"][0].update(parameter="other"), "other"),
         (lambda members: members["pieces"][0].update(offsets={"weight": 10**9}), "at byte 1000000000"),
-        (lambda members: members["pieces"][0].update(offsets={"other": 800}), "has other at byte"),
+        (lambda members: members["pieces"][0].update(offsets={"other": 800}), "has other of"),
         (lambda members: members["states"].update(weight="BF16"), "elements of type BF16"),
         (lambda members: members.update(chunk_bytes=0), "chunks of 0 bytes"),
+        (lambda members: members.update(iteration=-5), "has iteration -5, needed is a whole number from 0 to 2^63 - 1"),
+        (lambda members: members.update(iteration=2**70), f"has iteration {2**70}, needed is a whole number"),
+        (lambda members: members.update(iteration=float("nan")), "has iteration NaN, needed is a whole number"),
+        (lambda members: members.update(iteration=True), "has iteration true, needed is a whole number"),
+        (lambda members: members.update(consumed_samples="3"), 'has consumed_samples "3", needed is a whole number'),
+        (lambda members: members["run"].update(scheduled_samples=-1), "has run.scheduled_samples -1, needed is a whole number"),
+        (lambda members: members["run"].update(optimizer_steps=0.5), "has run.optimizer_steps 0.5, needed is a whole number"),
+        (
+            lambda members: members["run"].update(loss_scaler={"scale": float("inf")}),
+            "has run.loss_scaler.scale Infinity",
+        ),
+        (lambda members: members["files"][0].update(nbytes=-1), "has files[0].nbytes -1"),
+        (lambda members: members["files"][0].update(name=7), "has files[0].name 7, needed is a string"),
+        (lambda members: members["files"][0].update(name="a\0b"), "is not a file name"),
+        (lambda members: members["files"][0].update(checksums="ab"), "has files[0].checksums"),
+        (lambda members: members["pieces"][0].update(start=float("inf")), "has pieces[0].start Infinity"),
+        (lambda members: members["pieces"][0].update(offsets=[1]), "has pieces[0].offsets [1], needed is an object"),
+        (lambda members: members["pieces"].append(3), "needed is an object"),
+        (lambda members: members["pieces"][0].update(extra=1), "has the unknown key pieces[0].extra"),
+        (lambda members: members["shapes"].update(other=[-1]), "has shapes.other [-1]"),
+        (lambda members: members["topology"].update(world_size="two"), "has topology.world_size"),
+        (lambda members: members.update(flags=[]), "has flags [], needed is an object"),
         (lambda members: members.pop("shapes"), "shapes"),
         (lambda members: members.update(unknown=1), "unknown"),
     ],
@@ -90,3 +114,34 @@ def test_another_format_is_named_and_not_called_damaged(folder: Path, member: st
         read_manifest(folder)
     assert not isinstance(error.value, DamagedCheckpointError)
     assert str(value) in str(error.value) or "not a manifest" in str(error.value)
+
+
+@pytest.mark.parametrize("file", [MANIFEST_FILE, MARKER_FILE])
+def test_a_pipe_a_link_to_a_device_and_deep_brackets_are_damage(folder: Path, file: str) -> None:
+    (folder / file).unlink()
+    os.mkfifo(folder / file)
+    with pytest.raises(DamagedCheckpointError, match=f"{file} cannot be read \\(it is a pipe"):
+        read_manifest(folder)
+    (folder / file).unlink()
+    (folder / file).symlink_to("/dev/zero")
+    with pytest.raises(DamagedCheckpointError, match=f"{file} cannot be read \\(it is a device"):
+        read_manifest(folder)
+    (folder / file).unlink()
+    text = '{"a":' * 10_000
+    (folder / file).write_text(text)
+    if file == MANIFEST_FILE:
+        (folder / MARKER_FILE).write_text(marker_json(text))
+    with pytest.raises(DamagedCheckpointError, match="nested more than 64 levels deep"):
+        read_manifest(folder)
+
+
+def test_flags_may_hold_any_numbers_because_those_who_use_them_check_them(folder: Path) -> None:
+    rewrite(folder, lambda members: members.update(flags={"training": {"exit_interval": 10**30}}))
+    assert read_manifest(folder).flags == {"training": {"exit_interval": 10**30}}
+
+
+@pytest.mark.parametrize("rows", ["many", float("nan"), 0, 2**70, True, None])
+def test_a_number_of_rows_that_is_none_is_refused(folder: Path, rows: object) -> None:
+    rewrite(folder, lambda members: members.update(flags={"padded_vocab_size": rows}))
+    with pytest.raises(CheckpointError, match="has padded_vocab_size .*, needed is a whole number from 1"):
+        padded_vocab_size(read_manifest(folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -55,6 +56,30 @@ def test_an_element_that_no_piece_holds_is_missed_where_it_is_wanted(cut: tuple[
             list(index.sources("p", "weight", start, stop))
     else:
         assert sum(source.count for source in index.sources("p", "weight", start, stop)) == stop - start
+
+
+@given(cut_parameters(), st.data())
+def test_pieces_that_leave_a_gap_or_overlap_are_found_with_the_range(cut: tuple[int, list[StoredPiece]], data: st.DataObject) -> None:
+    numel, pieces = cut
+    assert list(PieceIndex(pieces).errors({"p": numel}, ["weight"])) == []
+    chosen = data.draw(st.integers(0, len(pieces) - 1))
+    piece = pieces[chosen]
+    lost = PieceIndex(pieces[:chosen] + pieces[chosen + 1 :])
+    gap = f"elements {piece.start} to {piece.stop} of p (weight) are in none of its files"
+    assert list(lost.errors({"p": numel}, ["weight"])) == [gap]
+    doubled = PieceIndex([*pieces, replace(piece, file="another")])
+    assert list(doubled.errors({"p": numel}, ["weight"])) == [
+        f"elements {piece.start} to {piece.stop} of p (weight) are in its files twice"
+    ]
+
+
+def test_a_state_or_a_parameter_without_any_piece_is_a_gap() -> None:
+    index = PieceIndex([StoredPiece("p", 0, 4, "file", {"weight": 0})])
+    assert list(index.errors({"p": 4, "q": 2, "empty": 0}, ["weight", "exp_avg"])) == [
+        "elements 0 to 4 of p (exp_avg) are in none of its files",
+        "elements 0 to 2 of q (weight) are in none of its files",
+        "elements 0 to 2 of q (exp_avg) are in none of its files",
+    ]
 
 
 def test_the_picture() -> None:

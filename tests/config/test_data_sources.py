@@ -63,7 +63,7 @@ def test_a_json_file_of_another_kind_is_refused(text: str, tmp_path: Path) -> No
         (DataConfig(data_path=("a",), data_args_path="file"), "--data-path and --data-args-path exclude each other"),
         (DataConfig(valid_data_path=("b",)), "--valid-data-path leaves training without a corpus"),
         (DataConfig(data_args_path="nowhere"), "--data-args-path nowhere cannot be read"),
-        (DataConfig(data_args_path="/dev/null"), "--data-args-path names no corpus"),
+        (DataConfig(data_args_path="/dev/null"), "--data-args-path /dev/null cannot be read \\(it is a device and no regular file\\)"),
         (DataConfig(per_split_data_args_path="nowhere"), "--per-split-data-args-path nowhere cannot be read"),
     ],
 )

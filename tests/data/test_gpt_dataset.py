@@ -1,3 +1,4 @@
+import os
 import pickle
 from pathlib import Path
 
@@ -53,3 +54,19 @@ def test_an_index_outside_of_the_dataset_is_refused(tmp_path: Path, index: int) 
 def test_pickled_dataset_gives_the_same_samples(tmp_path: Path) -> None:
     dataset = open_dataset(write_golden_corpus(tmp_path), range(10), sample_count=8)
     assert pickle.loads(pickle.dumps(dataset))[4]["tokens"].tolist() == dataset[4]["tokens"].tolist()
+
+
+def test_a_corpus_cut_off_while_it_is_in_use_is_named_and_one_replaced_or_removed_is_read_on(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path, [[7] * 4096] * 8)
+    source = IndexedDataset(prefix)
+    dataset = GPTDataset(source, build_gpt_indices(source.lengths, range(8), sample_count=4, seq_length=64, seed=1))
+    whole = Path(f"{prefix}.bin").read_bytes()
+    (tmp_path / "other").write_bytes(b"")
+    os.replace(f"{prefix}.bin", tmp_path / "moved")
+    os.replace(tmp_path / "other", f"{prefix}.bin")
+    assert dataset[0]["tokens"].tolist() == [7] * 64
+    os.replace(tmp_path / "moved", f"{prefix}.bin")
+    os.truncate(f"{prefix}.bin", 4096)
+    with pytest.raises(ValueError, match=f"{prefix}.bin was cut off while it was in use: it had {len(whole)} bytes, it has 4096; copy it"):
+        dataset[0]
+    os.remove(f"{prefix}.bin")

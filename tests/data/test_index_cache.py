@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_zpp.data.blended_dataset import BlendIndices, build_blend_indices
+from megatron_zpp.data.build_once import ProgressPrinter
 from megatron_zpp.data.gpt_indices import GPTIndices
 from megatron_zpp.data.index_cache import MAPPED_FROM_BYTES, CachedIndices, IndexCache
 
@@ -48,7 +49,7 @@ def test_second_call_loads_what_the_first_one_built(tmp_path: Path) -> None:
 def test_files_have_megatrons_names_and_nothing_temporary_remains(tmp_path: Path) -> None:
     IndexCache(GPTIndices, tmp_path, "valid", DESCRIPTION).load_or_build(some_indices)
     stem = hashlib.md5(json.dumps(DESCRIPTION, indent=4).encode()).hexdigest() + "-GPTDataset-valid"
-    endings = ["-description.txt", "-document_index.npy", "-sample_index.npy", "-shuffle_index.npy", ".lock"]
+    endings = ["-checksums.json", "-description.txt", "-document_index.npy", "-sample_index.npy", "-shuffle_index.npy", ".lock"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [stem + ending for ending in endings]
     assert json.loads((tmp_path / f"{stem}-description.txt").read_text()) == DESCRIPTION
 
@@ -59,7 +60,9 @@ def test_another_description_has_other_files(tmp_path: Path) -> None:
     assert_equal(other.indices, some_indices(9))
 
 
-@pytest.mark.parametrize("ending", ["-description.txt", "-document_index.npy", "-sample_index.npy", "-shuffle_index.npy"])
+@pytest.mark.parametrize(
+    "ending", ["-checksums.json", "-description.txt", "-document_index.npy", "-sample_index.npy", "-shuffle_index.npy"]
+)
 @pytest.mark.parametrize("damage", ["gone", "empty", "cut"])
 def test_a_damaged_cache_is_built_again(tmp_path: Path, ending: str, damage: str) -> None:
     cache = IndexCache(GPTIndices, tmp_path, "train", DESCRIPTION)
@@ -71,6 +74,67 @@ def test_a_damaged_cache_is_built_again(tmp_path: Path, ending: str, damage: str
         path.write_bytes(b"" if damage == "empty" else content[:-1])
     assert_equal(cache.load_or_build(some_indices).indices, some_indices())
     assert path.read_bytes() == content
+
+
+def with_lines() -> tuple[ProgressPrinter, list[str]]:
+    lines: list[str] = []
+    return ProgressPrinter("rank 0", lines.append), lines
+
+
+@pytest.mark.parametrize("length", [3, MAPPED_FROM_BYTES])
+@pytest.mark.parametrize("name", ["document", "sample", "shuffle"])
+def test_a_changed_byte_anywhere_in_an_array_is_found_and_said_in_one_line(tmp_path: Path, name: str, length: int) -> None:
+    def build() -> GPTIndices:
+        values = np.arange(length, dtype=np.int32)
+        return GPTIndices(values, np.stack([values, values], axis=1), values)
+
+    cache = IndexCache(GPTIndices, tmp_path, "train", DESCRIPTION)
+    cache.load_or_build(build)
+    path = tmp_path / f"{cache.stem}-{name}_index.npy"
+    content = path.read_bytes()
+    for place in (20, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        printer, lines = with_lines()
+        assert_equal(cache.load_or_build(build, "the indices", printer).indices, build())
+        assert lines == [f"{path} does not have its checksum: rank 0 builds the indices again"]
+        assert path.read_bytes() == content
+    path.write_bytes(content[:-4] + b"\0" * 4)
+    zeroed = cache.load_or_build(build).indices
+    assert_equal(zeroed, build())
+
+
+def test_a_cache_without_checksums_is_built_again_once(tmp_path: Path) -> None:
+    cache = IndexCache(GPTIndices, tmp_path, "train", DESCRIPTION)
+    cache.load_or_build(some_indices)
+    checksums = tmp_path / f"{cache.stem}-checksums.json"
+    checksums.unlink()
+    printer, lines = with_lines()
+    cache.load_or_build(some_indices, "the indices", printer)
+    assert lines == [f"{checksums} cannot be read (No such file or directory): rank 0 builds the indices again"]
+    assert_equal(cache.load_or_build(must_not_build, "the indices", printer).indices, some_indices())
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize("ending", ["-checksums.json", "-description.txt", "-sample_index.npy", ".lock", ".error"])
+def test_a_pipe_in_the_place_of_a_file_hangs_nobody(tmp_path: Path, ending: str) -> None:
+    cache = IndexCache(GPTIndices, tmp_path, "train", DESCRIPTION)
+    cache.load_or_build(some_indices)
+    (tmp_path / f"{cache.stem}{ending}").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / f"{cache.stem}{ending}")
+    if ending in (".lock", ".error"):
+        (tmp_path / f"{cache.stem}-description.txt").unlink()
+    found = cache.load_or_build(some_indices)
+    assert_equal(found.indices, some_indices())
+    assert (found.message is not None) == (ending == ".lock")
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("kept")
+    cache = IndexCache(GPTIndices, tmp_path, "train", DESCRIPTION)
+    (tmp_path / f"{cache.stem}.lock").symlink_to(tmp_path / "victim")
+    found = cache.load_or_build(some_indices)
+    assert found.message is not None and "it is a symbolic link" in found.message
+    assert (tmp_path / "victim").read_text() == "kept"
 
 
 def test_a_builder_that_dies_leaves_no_half_cache(tmp_path: Path) -> None:

@@ -29,3 +29,34 @@ def test_a_bad_id_is_refused_every_time_and_an_unwritable_folder_changes_nothing
         with pytest.raises(ValueError, match="token id 9"):
             check_token_ids_once(dataset, 9, folder)
         check_token_ids_once(dataset, 10, folder)
+
+
+@pytest.mark.parametrize("length", [3, 200_000])
+def test_a_corpus_put_in_the_place_of_another_with_its_size_and_time_is_read_again(tmp_path: Path, length: int) -> None:
+    prefix = write_corpus(tmp_path, [[1] * length])
+    check_token_ids_once(IndexedDataset(prefix), 10, tmp_path / "cache")
+    status = os.stat(f"{prefix}.bin")
+    replacement = tmp_path / "other"
+    replacement.mkdir()
+    os.replace(f"{write_corpus(replacement, [[11] * length])}.bin", f"{prefix}.bin")
+    os.utime(f"{prefix}.bin", ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert os.stat(f"{prefix}.bin").st_size == status.st_size
+    with pytest.raises(ValueError, match="token id 11"):
+        check_token_ids_once(IndexedDataset(prefix), 10, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "[" * 100_000, '{"vocab_size": NaN}', "pipe"])
+def test_a_record_that_cannot_be_used_is_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    read: list[int] = []
+    monkeypatch.setattr("megatron_zpp.data.token_check.check_token_ids", lambda dataset, vocab_size: read.append(vocab_size))
+    prefix = write_corpus(tmp_path, [[1, 2, 9]])
+    check_token_ids_once(IndexedDataset(prefix), 10, tmp_path / "cache")
+    (record,) = (tmp_path / "cache").glob("*token-check.json")
+    record.unlink()
+    if content == "pipe":
+        os.mkfifo(record)
+    else:
+        record.write_text(content)
+    for _ in range(2):
+        check_token_ids_once(IndexedDataset(prefix), 10, tmp_path / "cache")
+    assert read == [10, 10]

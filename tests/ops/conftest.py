@@ -19,3 +19,4 @@ def kernels() -> None:
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes ops run on the reference, even if kernels are loaded."""
     monkeypatch.setattr(extension, "_loaded", None)
+    monkeypatch.setattr(extension, "_refusal", "")

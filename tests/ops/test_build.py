@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import re
 import shutil
 import threading
 import time
@@ -10,7 +12,9 @@ import pytest
 import torch
 
 from megatron_zpp.ops import build as build_module
+from megatron_zpp.ops import trust
 from megatron_zpp.ops.build import SOURCES, Build, cuda_architectures, made_once
+from megatron_zpp.ops.trust import digest_path, why_not_loadable
 
 
 @pytest.fixture
@@ -115,7 +119,7 @@ def test_of_several_builders_at_once_one_compiles_and_all_get_the_library(tmp_pa
         builder.join()
     assert found == ["library"] * 4
     assert len(calls) == 1
-    assert sorted(path.name for path in library.parent.iterdir()) == ["library.lock", "library.so"]
+    assert sorted(path.name for path in library.parent.iterdir()) == ["library.lock", "library.so", "library.so.sha256"]
 
 
 def test_a_lock_file_that_nobody_holds_does_not_delay(tmp_path: Path) -> None:
@@ -156,3 +160,112 @@ def test_what_the_compiler_refuses_ends_in_a_runtime_error(tmp_path: Path) -> No
     (tmp_path / "csrc" / "broken.cpp").write_text("this is not C++\n")
     with pytest.raises(RuntimeError, match="the kernels could not be compiled"):
         Build(tmp_path / "csrc").compile(tmp_path)
+
+
+def test_a_user_without_a_home_folder_is_told_which_variable_names_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", without_home)
+    with pytest.raises(RuntimeError, match="has no home folder .* name a folder in TORCH_EXTENSIONS_DIR in the environment"):
+        Build().library()
+
+
+def damage(library: Path, kind: str) -> None:
+    content = library.read_bytes()
+    if kind == "empty":
+        library.write_bytes(b"")
+    elif kind == "cut":
+        library.write_bytes(content[:-1])
+    elif kind == "flipped":
+        library.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    elif kind == "without digest":
+        digest_path(library).unlink()
+    elif kind == "digest is a pipe":
+        digest_path(library).unlink()
+        os.mkfifo(digest_path(library))
+    elif kind == "for all to write":
+        library.chmod(0o777)
+    elif kind == "for the group to write":
+        library.chmod(0o775)
+    elif kind == "link":
+        library.rename(library.with_name("elsewhere"))
+        library.symlink_to("elsewhere")
+    elif kind == "pipe":
+        library.unlink()
+        os.mkfifo(library)
+
+
+DAMAGES = [
+    ("empty", "does not have the digest in library.so.sha256"),
+    ("cut", "does not have the digest"),
+    ("flipped", "does not have the digest"),
+    ("without digest", "cannot be verified .library.so.sha256 cannot be read .No such file or directory"),
+    ("digest is a pipe", "cannot be verified .library.so.sha256 cannot be read .it is a pipe"),
+    ("for all to write", "can be changed by other users"),
+    ("for the group to write", "can be changed by other users"),
+    ("link", "is a symbolic link"),
+    ("pipe", "it is a pipe and no regular file"),
+]
+
+
+@pytest.mark.parametrize(("kind", "words"), DAMAGES)
+def test_a_library_that_must_not_be_loaded_is_named_and_made_anew(tmp_path: Path, kind: str, words: str) -> None:
+    library = made_once(tmp_path / "key" / "library.so", _compiled(calls := []), 0.0)
+    assert why_not_loadable(library) is None
+    damage(library, kind)
+    found = why_not_loadable(library)
+    assert found is not None and re.search(words, found)
+    assert made_once(library, _compiled(calls), 0.0).read_text() == "library"
+    assert why_not_loadable(library) is None and not library.is_symlink()
+    assert len(calls) == 2
+
+
+def test_a_library_or_a_folder_of_another_user_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = made_once(tmp_path / "key" / "library.so", _compiled([]), 0.0)
+    monkeypatch.setattr(trust, "ROOT", -1)
+    monkeypatch.setattr(os, "geteuid", lambda: library.stat().st_uid + 1)
+    assert why_not_loadable(library) == f"lies in a folder that belongs to the user with the id {library.stat().st_uid}"
+    with pytest.raises(RuntimeError, match="key belongs to the user with the id .* a folder of your own in TORCH_EXTENSIONS_DIR"):
+        made_once(library, _compiled([]), 0.0)
+
+
+def test_a_folder_that_others_can_write_to_is_closed_before_a_build_and_not_loaded_from(tmp_path: Path) -> None:
+    library = made_once(tmp_path / "key" / "library.so", _compiled([]), 0.0)
+    library.parent.chmod(0o777)
+    assert why_not_loadable(library) == "lies in a folder that can be changed by other users"
+    assert why_not_loadable(made_once(library, _compiled([]), 0.0)) is None
+    library.parent.rename(tmp_path / "elsewhere")
+    library.parent.symlink_to("elsewhere")
+    assert why_not_loadable(library) == "lies in a folder that is a symbolic link"
+    with pytest.raises(RuntimeError, match="key is a symbolic link"):
+        made_once(library, _compiled([]), 0.0)
+
+
+def test_library_and_digest_are_on_the_disk_before_they_have_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted_fsync(descriptor: int) -> None:
+        events.append("fsync " + Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def noted_replace(source: Path, target: Path) -> None:
+        events.append("rename " + Path(target).name)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    made_once(tmp_path / "key" / "library.so", _compiled([]), 0.0)
+    assert events == ["fsync library.so.sha256", "fsync made.so", "rename library.so.sha256", "rename library.so", "fsync key"]
+
+
+def test_a_link_in_the_place_of_the_lock_is_refused_and_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("kept")
+    (tmp_path / "key").mkdir()
+    (tmp_path / "key" / "library.lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(RuntimeError, match="library.so cannot be written .it is a symbolic link.; name a folder of your own"):
+        made_once(tmp_path / "key" / "library.so", _compiled([]), 0.0)
+    assert (tmp_path / "victim").read_text() == "kept"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from harness.places import ROOT
 
 from megatron_zpp.ops import extension
 from megatron_zpp.ops.build import Build
+from megatron_zpp.ops.trust import digest_path
 
 
 @pytest.mark.usefixtures("kernels")
@@ -27,6 +29,38 @@ def test_without_a_build_nothing_is_compiled_and_the_report_names_the_command(mo
     assert not extension.has_kernels_for("cpu")
     assert list(tmp_path.iterdir()) == []
     assert extension.report().endswith("same bits, slower. This builds the kernels: bash scripts/build_extensions.sh")
+
+
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.parametrize("has_digest", [False, True])
+def test_a_build_that_is_damaged_is_not_loaded_and_the_report_names_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_digest: bool
+) -> None:
+    monkeypatch.delenv(extension.REFERENCE_VARIABLE, raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    library = Build().library()
+    library.parent.mkdir(parents=True)
+    library.parent.chmod(0o755)
+    library.write_bytes(b"")
+    library.chmod(0o755)
+    if has_digest:
+        digest_path(library).write_text(hashlib.sha256(b"").hexdigest())
+    assert not extension.load()
+    reason = "cannot be loaded" if has_digest else "cannot be verified"
+    assert extension.report().startswith(f"Quantization runs on the plain-torch reference, because {library} {reason} (")
+    assert extension.report().endswith(f"same bits, slower. This builds the kernels: {extension.BUILD_COMMAND}")
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_a_user_without_a_home_folder_trains_on_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in (extension.REFERENCE_VARIABLE, "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", without_home)
+    assert not extension.load()
+    assert "reference, because the user has no home folder to keep compiled kernels in; name a folder in" in extension.report()
 
 
 @pytest.mark.usefixtures("no_kernels")

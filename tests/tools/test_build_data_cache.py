@@ -20,7 +20,7 @@ def test_the_tool_builds_what_the_run_then_finds(tmp_path: Path) -> None:
     flags += "--train-iters 5 --eval-iters 1 --eval-interval 2 --split 8,1,1".split()
     run_here(*flags, ranks=4)
     made = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
-    assert sum("-GPTDataset-" in name for name in made) == 2 * 3 * 5 and sum("token-check.json" in name for name in made) == 2
+    assert sum("-GPTDataset-" in name for name in made) == 2 * 3 * 6 and sum("token-check.json" in name for name in made) == 2
     again = run_tool("build_data_cache", "--ranks", 2, *MODEL.split(), *flags, "--micro-batch-size", 2)
     assert again.returncode == 0, again.stderr
     # 5 steps of four samples. Validation after steps 2 and 4 and at the end. Each share is rounded up.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -264,6 +265,10 @@ def test_models_that_the_layout_has_no_place_for_are_refused(tmp_path: Path, mon
         ({"add_cross_attention": True}, "add_cross_attention True"),
         ({"n_positions": 9}, "has shape"),
         ({"n_layer": 3}, "has no tensor transformer.h.2"),
+        ({"n_layer": float("nan")}, "config.json has n_layer NaN, needed is a whole number from 1"),
+        ({"n_embd": "32"}, 'config.json has n_embd "32", needed is a whole number from 1'),
+        ({"layer_norm_epsilon": []}, "config.json has layer_norm_epsilon [], needed is a finite number"),
+        ({"tie_word_embeddings": 1}, "config.json has tie_word_embeddings 1, needed is true or false"),
         ({"n_layer": 1}, "tensors that its config.json does not describe: transformer.h.1"),
     ],
 )
@@ -285,6 +290,17 @@ def test_pickled_weights_are_never_opened(tmp_path: Path, monkeypatch: pytest.Mo
     (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
     (folder / "model.safetensors").write_bytes(b"\x80\x04\x95" * 9)
     assert "cannot be read" in refusal(convert_from_hf, monkeypatch, capsys, "--input", folder, "--output", tmp_path / "back")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, name: str
+) -> None:
+    folder = exported(tmp_path, small_gpt(kv_channels=8), monkeypatch)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    message = refusal(convert_from_hf, monkeypatch, capsys, "--input", folder, "--output", tmp_path / "back")
+    assert f"{name} cannot be read (it is a pipe and no regular file); copy it again" in message
 
 
 @pytest.mark.parametrize("name", [name for name, (_, changes) in MODELS.items() if "apply_layernorm_1p" not in changes])

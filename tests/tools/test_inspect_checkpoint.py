@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import inspect_checkpoint
 import pytest
 from harness.small_state import Ranks, state_at
+
+from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, MARKER_FILE, marker_json
 
 
 def output_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
@@ -63,3 +66,15 @@ def test_a_folder_without_checkpoints_is_a_mistake(
 ) -> None:
     code, text = output_of(monkeypatch, capsys, "--load", tmp_path / "none")
     assert code == 2 and "holds no checkpoint" in text
+
+
+def test_pieces_that_are_missing_are_damage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], directory: Path) -> None:
+    folder = directory / "iter_0000002"
+    members = json.loads((folder / MANIFEST_FILE).read_text())
+    lost = members["pieces"].pop(0)
+    text = json.dumps(members)
+    (folder / MANIFEST_FILE).write_text(text)
+    (folder / MARKER_FILE).write_text(marker_json(text))
+    code, printed = output_of(monkeypatch, capsys, "--load", directory, "--verify")
+    assert code == 1 and f"DAMAGED: {folder} is incomplete" in printed
+    assert f"elements {lost['start']} to {lost['stop']} of {lost['parameter']} (weight) are in none of its files" in printed

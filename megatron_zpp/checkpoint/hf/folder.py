@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,26 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.hf.layouts import layout_of_type
 from megatron_zpp.checkpoint.hf.rules import HEAD
+from megatron_zpp.config.outside import Members, OutsideFile, open_regular
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+
+# Members of config.json that the layouts read, by kind.
+COUNT_KEYS = frozenset(
+    """
+    hidden_size intermediate_size head_dim max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads vocab_size
+    n_embd n_head n_inner n_layer n_positions
+    """.split()
+)
+NUMBER_KEYS = frozenset(
+    """
+    attention_dropout attn_pdrop initializer_range layer_norm_epsilon resid_pdrop rms_norm_eps rope_theta
+    factor high_freq_factor low_freq_factor original_max_position_embeddings
+    """.split()
+)
+SWITCH_KEYS = frozenset("attention_bias mlp_bias tie_word_embeddings use_sliding_window".split())
+SCALING_KEYS = frozenset({"rope_parameters", "rope_scaling"})
 
 
 class HfFolder:
@@ -25,7 +42,7 @@ class HfFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = _read_json(folder / "config.json")
+        self.config = _read_config(folder / "config.json")
         self.layout = layout_of_type(self.config)
         self._file_of = self._read_places()
 
@@ -43,6 +60,7 @@ class HfFolder:
         """The tensor of this name in fp32. Raises ValueError if it has another shape."""
         stored = self._stored(name)
         path = self.folder / self._file_of[stored]
+        check_regular(path)
         try:
             with safe_open(path, framework="pt") as file:
                 tensor: Tensor = file.get_tensor(stored)
@@ -58,16 +76,18 @@ class HfFolder:
 
     def _read_places(self) -> dict[str, str]:
         if (self.folder / INDEX_FILE).exists():
-            places = _read_json(self.folder / INDEX_FILE).get("weight_map")
-            if not isinstance(places, dict) or not all(Path(str(file)).name == file for file in places.values()):
-                raise ValueError(f"{self.folder / INDEX_FILE} has no usable weight_map.")
-            return places
+            places = _read_json(self.folder / INDEX_FILE).members("weight_map")
+            for name in places.values:
+                if places.text(name) != Path(places.text(name)).name:
+                    places.refuse(name, "the name of a file in the folder")
+            return dict(places.values)
         path = self.folder / SINGLE_FILE
         if not path.exists():
             raise ValueError(
                 f"{self.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; pickled files (.bin) are never opened, save the model as "
                 "safetensors first."
             )
+        check_regular(path)
         try:
             with safe_open(path, framework="pt") as file:
                 return dict.fromkeys(file.keys(), SINGLE_FILE)
@@ -75,11 +95,36 @@ class HfFolder:
             raise ValueError(f"{path} cannot be read ({error}).") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> Members:
+    # Members that are not used here may be numbers of any kind.
+    return OutsideFile(path, str(path), "copy it again.").members(has_any_numbers=True)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """The object in config.json, whose members that are read here have the kinds that they should. None stands for a default."""
+    found = _read_json(path)
+    config = {key: value for key, value in found.values.items() if value is not None}
+    for key in config:
+        if key in COUNT_KEYS:
+            found.positive_count(key)
+        elif key in NUMBER_KEYS:
+            found.number(key)
+        elif key in SWITCH_KEYS:
+            found.switch(key)
+        elif key in SCALING_KEYS:
+            _check_scaling(found.members(key))
+    return dict(found.values)
+
+
+def _check_scaling(scaling: Members) -> None:
+    for key in NUMBER_KEYS & scaling.values.keys():
+        if scaling.values[key] is not None:
+            scaling.number(key)
+
+
+def check_regular(path: Path) -> None:
+    """Raises ValueError for a file that is missing, or that is no regular file: the library that reads tensors would wait for a pipe."""
     try:
-        members = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}).") from error
-    if not isinstance(members, dict):
-        raise ValueError(f"{path} holds no JSON object.")
-    return members
+        os.close(open_regular(path))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); copy it again.") from None

@@ -18,6 +18,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from megatron_zpp.data.indexed_dataset import CODES, HEADER, INDEX_CHUNK_NUMEL, MAGIC, VERSION, IndexedDataset
+from megatron_zpp.monitor.output_file import kept_file
 
 COPY_BYTES = 1 << 24
 LONGEST_SEQUENCE = np.iinfo(np.int32).max
@@ -218,7 +219,7 @@ def open_partial(path: str, needed_bytes: int) -> BinaryIO:
 
     Raises ValueError if it has fewer than needed_bytes.
     """
-    file = open(os.open(f"{path}.partial", os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+    file = open(kept_file(f"{path}.partial"), "r+b")
     found = os.fstat(file.fileno()).st_size
     if found < needed_bytes:
         file.close()

@@ -4,14 +4,17 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_zpp.config.outside import Members, OutsideFile
 from megatron_zpp.data.preprocess.indexed_writer import Extent, sync_folder
 from megatron_zpp.data.preprocess.json_lines import STANDARD_INPUT, Position
+from megatron_zpp.monitor.output_file import new_file
 
 FORMAT = 1
+JOURNAL_BYTES = 1 << 30  # it names every input file
 START = Position()
 
 
@@ -61,9 +64,9 @@ class Journal:
             "settings": self.settings,
             "progress": {**progress.__dict__, "extents": dict(progress.extents)},
         }
-        temporary = f"{self.path}.tmp"
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
+        temporary = Path(f"{self.path}.tmp")
+        with new_file(temporary) as file:
+            file.write(json.dumps(content, indent=1).encode())
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.path)
@@ -74,19 +77,12 @@ class Journal:
 
         Raises ValueError, naming what changed, if inputs or settings are not those of the unfinished work.
         """
-        try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
-            inputs = [InputFile(*file) for file in content["inputs"]]
-            settings, progress = content["settings"], content["progress"]
-            found = replace(
-                Progress(**progress),
-                position=Position(*progress["position"]),
-                extents={key: Extent(*extent) for key, extent in progress["extents"].items()},
-            )
-        except FileNotFoundError:
+        file = OutsideFile(self.path, str(self.path), self.remedy, most_bytes=JOURNAL_BYTES)
+        if file.is_missing():
             return None
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self.path} cannot be read ({error}); {self.remedy}") from None
+        content = file.members()
+        inputs = [_stored_input(content, values) for values in content.list("inputs")]
+        settings, found = content.members("settings").values, _stored_progress(content.members("progress"))
         self._check_settings(settings)
         self._check_inputs(inputs, len(inputs) if found.is_complete else found.position.source + 1)
         return found
@@ -121,6 +117,32 @@ class Journal:
     def remedy(self) -> str:
         """How to continue if the work cannot be resumed."""
         return f"to start anew, remove {self.path}."
+
+
+def _stored_input(content: Members, values: Any) -> InputFile:
+    if not isinstance(values, list) or [type(value) for value in values] != [str, int, int]:
+        content.refuse("inputs", "a list of path, bytes and time of change of each file")
+    return InputFile(*values)
+
+
+def _stored_progress(found: Members) -> Progress:
+    extents = found.members("extents")
+    return Progress(
+        position=Position(*_counts(found, "position", len(Position._fields))),
+        extents={key: Extent(*_counts(extents, key, len(Extent._fields))) for key in extents.values},
+        file_bytes=found.count("file_bytes"),
+        text_bytes=found.count("text_bytes"),
+        skipped_lines=found.count("skipped_lines"),
+        skipped_list_bytes=found.count("skipped_list_bytes"),
+        is_complete=found.switch("is_complete"),
+    )
+
+
+def _counts(found: Members, key: str, count: int) -> Sequence[int]:
+    values = found.counts(key)
+    if len(values) != count:
+        found.refuse(key, f"a list of {count} whole numbers")
+    return values
 
 
 def input_files(paths: Sequence[str]) -> list[InputFile]:

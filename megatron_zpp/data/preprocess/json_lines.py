@@ -18,6 +18,8 @@ GZIP_MAGIC = b"\x1f\x8b"
 # A zstd file begins with a frame of text or, if pzstd wrote it, with a skippable frame (RFC 8878, 3.1).
 ZSTD_MAGICS = (b"\x28\xb5\x2f\xfd", *(bytes((low,)) + b"\x2a\x4d\x18" for low in range(0x50, 0x60)))
 MAGIC_BYTES = 4
+# A line is in memory as a whole, and several times while it is tokenised. A small compressed file can hold one of any length.
+LONGEST_LINE_BYTES = 1 << 29
 
 
 class Position(NamedTuple):
@@ -164,15 +166,23 @@ def _text_bytes(path: str) -> int:
 
 def _batches_of(file: Source, source: int, offset: int) -> Iterator[LineBatch]:
     parts: list[bytes] = []
+    begun_bytes = 0  # of the line that has not ended yet
     for block in file.blocks(offset):
         end = block.rfind(b"\n") + 1
         if not end:
             parts.append(block)
+            begun_bytes += len(block)
+            if begun_bytes > LONGEST_LINE_BYTES:
+                raise ValueError(
+                    f"{file.path} has a line of more than {LONGEST_LINE_BYTES} bytes behind byte {offset} of its text; put a line end "
+                    "behind each document, or leave the file out."
+                )
             continue
         text = b"".join([*parts, block[:end]])
         yield LineBatch(source, offset, text, file.file_bytes)
         offset += len(text)
         parts = [block[end:]] if end < len(block) else []
+        begun_bytes = len(block) - end
     if parts:
         yield LineBatch(source, offset, b"".join(parts), file.file_bytes)
 

@@ -1,14 +1,16 @@
 """GPT-2's byte-pair encoding, read from vocab.json and merges.txt."""
 
-import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
 from megatron_zpp.data.tokenizers.byte_pair_encoding import BytePairEncoding
 
 END_OF_TEXT = "<|endoftext|>"
+IDS = 2**31  # ids are int32
 # GPT-2's own pattern, with possessive quantifiers where backtracking could not help. The last two alternatives leave the last character of
 # a run of white space to the word after it.
 PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -40,13 +42,12 @@ class GPT2BPETokenizer(BytePairEncoding):
 
 def _read_vocabulary(path: str) -> dict[str, int]:
     _require_file("--vocab-file", path, "a vocab.json")
-    try:
-        with open(path, encoding="utf-8") as file:
-            vocabulary = json.load(file)
-    except ValueError as error:
-        raise ValueError(f"--vocab-file {path} is not JSON ({error}); give a vocab.json.") from None
-    if not isinstance(vocabulary, dict) or not all(type(token_id) is int and token_id >= 0 for token_id in vocabulary.values()):
-        raise ValueError(f"--vocab-file {path} is not an object of tokens and their ids; give a vocab.json.")
+    source = OutsideFile(Path(path), f"--vocab-file {path}", "give a vocab.json.", most_bytes=VOCABULARY_BYTES)
+    members = source.members()
+    for token, token_id in members.values.items():
+        if type(token_id) is not int or not 0 <= token_id < IDS:
+            members.refuse(token, f"an id, a whole number from 0 to {IDS - 1}")
+    vocabulary = dict(members.values)
     if len(set(vocabulary.values())) < len(vocabulary):
         raise ValueError(f"--vocab-file {path} gives one id to two tokens; give the file that belongs to --merge-file.")
     if END_OF_TEXT not in vocabulary:
@@ -57,11 +58,7 @@ def _read_vocabulary(path: str) -> dict[str, int]:
 def _read_merges(path: str) -> list[str]:
     """The tokens that the merges create, in order. A first line with a version is not a merge."""
     _require_file("--merge-file", path, "a merges.txt")
-    try:
-        with open(path, encoding="utf-8", newline="\n") as file:
-            lines = file.read().split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--merge-file {path} is not UTF-8 ({error}); give a merges.txt.") from None
+    lines = OutsideFile(Path(path), f"--merge-file {path}", "give a merges.txt.", most_bytes=VOCABULARY_BYTES).text().split("\n")
     merged = []
     for number, line in enumerate(lines, 1):
         pair = line.split()
@@ -96,5 +93,5 @@ def _id_of(token: bytes, vocabulary: dict[str, int], vocab_path: str, merge_path
 
 
 def _require_file(flag: str, path: str, kind: str) -> None:
-    if not os.path.isfile(path):
+    if not os.path.exists(path):
         raise ValueError(f"{flag} {path} does not exist on this machine; give {kind}.")

@@ -1,11 +1,11 @@
 """Reads a Hugging Face tokenizer.json with package tokenizers."""
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
 from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts, check_ids, join_lists
 
 # If no tokenizer_config.json names the end-of-document token, it is the one of these in the vocabulary; there must be exactly one.
@@ -47,20 +47,24 @@ def _load(path: Path, model_path: str) -> Any:
         raise ValueError(
             "--tokenizer-type HuggingFaceTokenizer needs package tokenizers, which is not installed; run: pip install tokenizers"
         ) from None
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(
             f"--tokenizer-model {model_path} has no tokenizer.json on this machine, and nothing is downloaded; give the file or its folder."
         )
+    source = OutsideFile(path, f"--tokenizer-model {path}", "give the file of a fast tokenizer.", most_bytes=VOCABULARY_BYTES)
+    content = source.content()
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises Exception itself
-        raise ValueError(f"--tokenizer-model {path} is not a tokenizer.json ({error}); give the file of a fast tokenizer.") from None
+        return tokenizers.Tokenizer.from_buffer(content)
+    except BaseException as error:  # the package raises Exception itself, and panics with a BaseException of its own
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        source.refuse(f"is not a tokenizer.json ({error})")
 
 
 def _end_token(path: Path, vocabulary: dict[str, int]) -> str:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         beside = path.with_name(name)
-        token = _read_end(beside) if beside.is_file() else None
+        token = _read_end(beside) if beside.exists() else None
         if token is not None:
             if token not in vocabulary:
                 raise ValueError(f"{beside} names {token!r} as eos_token, which {path} does not have; give files of one tokenizer.")
@@ -76,11 +80,8 @@ def _end_token(path: Path, vocabulary: dict[str, int]) -> str:
 
 
 def _read_end(path: Path) -> str | None:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); copy it again.") from None
-    token = values.get("eos_token") if isinstance(values, dict) else None
+    # Such files hold "model_max_length": 10^30 for no limit.
+    token = OutsideFile(path, str(path), "copy it again.").members(has_any_numbers=True).values.get("eos_token")
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

@@ -2,12 +2,14 @@
 
 import base64
 import binascii
-import json
 import os
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from megatron_zpp.config.outside import VOCABULARY_BYTES, Members, OutsideFile
 from megatron_zpp.data.tokenizers.byte_pair_encoding import BytePairEncoding
 
 # The values of Megatron's --tiktoken-pattern: how a text is cut before bytes are merged.
@@ -20,6 +22,7 @@ PATTERNS = {
     ),
 }
 NEEDED_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
+RANK = re.compile(r"[0-9]{1,9}")
 JSON_VOCAB_SIZE = 1 << 17  # Megatron's default without --vocab-size: a longer .json file is cut off here
 
 
@@ -66,33 +69,44 @@ def _check_special_tokens(names: Sequence[str], num_special_tokens: int) -> None
 
 def _read_tokens(path: str) -> list[bytes]:
     """The tokens of a file in the order of their ranks; the first 256 are the bytes. Raises ValueError for another kind of file."""
-    if not os.path.isfile(path):
+    if not os.path.exists(path):
         raise ValueError(f"--tokenizer-model {path} does not exist on this machine; give a .tiktoken file, or a .json file of tokens.")
+    remedy = 'a .tiktoken file has lines of base64 and rank, a .json file a list of objects of "rank", "token_bytes" and "token_str".'
+    file = OutsideFile(Path(path), f"--tokenizer-model {path}", remedy, most_bytes=VOCABULARY_BYTES)
     try:
-        tokens = _read_json(path) if path.endswith(".json") else _read_tiktoken(path)
-    except (ValueError, KeyError, TypeError, binascii.Error) as error:
-        raise ValueError(
-            f"--tokenizer-model {path} is not a list of tokens in the order of their ranks ({error}); a .tiktoken file has lines of "
-            'base64 and rank, a .json file an object of "rank", "token_bytes" and "token_str".'
-        ) from None
+        tokens = _read_json(file) if path.endswith(".json") else _read_tiktoken(file)
+    except TokenError as error:
+        file.refuse(f"is not a list of tokens in the order of their ranks ({error})")
     if len(set(tokens)) < len(tokens) or set(tokens[:256]) != {bytes([byte]) for byte in range(256)}:
         raise ValueError(f"--tokenizer-model {path} does not begin with the 256 bytes, or has a token twice; copy the file again.")
     return tokens
 
 
-def _read_json(path: str) -> list[bytes]:
-    with open(path, encoding="utf-8") as file:
-        entries = json.load(file)
-    return [_token(entry["token_bytes"], int(entry["rank"]), place) for place, entry in enumerate(entries)]
+class TokenError(ValueError):
+    """An entry is not the token at its place."""
 
 
-def _read_tiktoken(path: str) -> list[bytes]:
-    with open(path, encoding="ascii") as file:
-        entries = [line.split() for line in file if line.strip()]
-    return [_token(text, int(rank), place) for place, (text, rank) in enumerate(sorted(entries, key=lambda entry: int(entry[1])))]
+def _read_json(file: OutsideFile) -> list[bytes]:
+    entries = Members({"": file.json()}, file).list_of_members("")
+    return [_token(entry.text("token_bytes"), entry.count("rank"), place) for place, entry in enumerate(entries)]
+
+
+def _read_tiktoken(file: OutsideFile) -> list[bytes]:
+    entries = [_entry(line) for line in file.text().splitlines() if line.strip()]
+    return [_token(text, rank, place) for place, (rank, text) in enumerate(sorted(entries))]
+
+
+def _entry(line: str) -> tuple[int, str]:
+    words = line.split()
+    if len(words) != 2 or not RANK.fullmatch(words[1]):
+        raise TokenError(f"it has the line {line[:40]!r}")
+    return int(words[1]), words[0]
 
 
 def _token(text: str, rank: int, place: int) -> bytes:
     if rank != place:
-        raise ValueError(f"rank {rank} is at place {place}")
-    return base64.b64decode(text, validate=True)
+        raise TokenError(f"rank {rank} is at place {place}")
+    try:
+        return base64.b64decode(text, validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise TokenError(f"rank {rank} is {text[:40]!r}: {error}") from None

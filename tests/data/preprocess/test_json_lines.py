@@ -1,9 +1,11 @@
+import gzip
 import struct
 from pathlib import Path
 
 import pytest
 import zstandard
 
+from megatron_zpp.data.preprocess import json_lines
 from megatron_zpp.data.preprocess.json_lines import Position, Source, find_inputs, line_batches
 
 
@@ -52,3 +54,17 @@ def test_zstd_that_begins_with_a_frame_to_skip_is_read(tmp_path: Path, magic: in
     assert b"".join(batch.text for batch in line_batches([str(path)], Position())) == b"".join(lines)
     with Source(str(path)) as source:
         assert source.is_compressed
+
+
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_a_line_that_is_too_long_for_memory_is_refused_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_compressed: bool
+) -> None:
+    monkeypatch.setattr(json_lines, "LONGEST_LINE_BYTES", 1 << 20)
+    text = b"short\n" + b"x" * (4 << 20)
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(gzip.compress(text) if is_compressed else text)
+    with pytest.raises(ValueError, match=f"{path} has a line of more than 1048576 bytes behind byte 6 of its text; put a line end"):
+        list(line_batches([str(path)], Position()))
+    path.write_bytes(b"".join(b"x" * 800_000 + b"\n" for _ in range(4)))
+    assert sum(len(batch.text) for batch in line_batches([str(path)], Position())) == 4 * 800_001

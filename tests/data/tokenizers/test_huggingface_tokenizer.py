@@ -1,4 +1,5 @@
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def test_added_tokens_count_into_the_vocabulary(tmp_path: Path) -> None:
     [
         (None, r"does not say which token ends a document \(it has <\|endoftext\|> and <eos>\); put a tokenizer_config.json"),
         ("{}", "does not say which token ends a document"),
-        ("{", "tokenizer_config.json is not JSON"),
+        ("{", "tokenizer_config.json is no JSON"),
         ('{"eos_token": "<end>"}', "names '<end>' as eos_token, which .* does not have"),
     ],
 )
@@ -80,3 +81,22 @@ def test_what_is_no_tokenizer_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="is not a tokenizer.json"):
         HuggingFaceTokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_json_on_which_the_package_panics_and_one_that_is_a_pipe_are_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "/////w=="}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="is not a tokenizer.json"):
+        HuggingFaceTokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").unlink()
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match="tokenizer.json cannot be read .it is a pipe and no regular file"):
+        HuggingFaceTokenizer(str(tmp_path))
+
+
+def test_no_limit_of_length_spelled_as_an_enormous_number_is_read(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, ends=("<|endoftext|>", "<eos>"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 10**30, "eos_token": "<eos>"}))
+    assert HuggingFaceTokenizer(str(tmp_path)).detokenize([HuggingFaceTokenizer(str(tmp_path)).eod]) == "<eos>"

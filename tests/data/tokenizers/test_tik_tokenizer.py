@@ -95,6 +95,19 @@ def test_damaged_files_are_refused(tokens: list[bytes], tmp_path: Path, name: st
         (tmp_path / name).write_text(damaged, encoding="latin-1")
         with pytest.raises(ValueError, match=f"--tokenizer-model {tmp_path}/{name}"):
             TikTokenizer(str(tmp_path / name), "v1", num_special_tokens=SPECIAL)
+    for junk in (
+        "junk",
+        "YQ==\n",
+        "YQ== x\n",
+        "YQ== \u0661\n",
+        '[{"rank": NaN, "token_bytes": "YQ=="}]',
+        '[{"rank": "0"}]',
+        "[[[]]]",
+        "[" * 100_000,
+    ):
+        (tmp_path / name).write_text(junk, encoding="utf-8")
+        with pytest.raises(ValueError, match=f"--tokenizer-model {tmp_path}/{name}"):
+            TikTokenizer(str(tmp_path / name), "v1", num_special_tokens=SPECIAL)
     with pytest.raises(ValueError, match="--tokenizer-model nowhere does not exist"):
         TikTokenizer("nowhere", "v1", num_special_tokens=SPECIAL)
 

@@ -1,0 +1,277 @@
+"""Reads small files from outside this program: JSON and plain text that a person or another program may have written.
+
+A pipe or a device would hang a reader or never end, so only regular files are opened, and only up to a limit of bytes. Whatever is wrong
+with a file is one error of one sentence: which file, which key, what it holds, what is needed, and the remedy.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+SETTINGS_BYTES = 64 << 20  # of a file that a person writes, such as a list of corpora
+VOCABULARY_BYTES = 1 << 30
+MOST_DEPTH = 64  # of brackets in JSON; a deeper file would exhaust the stack of its reader
+WHOLE_NUMBER_LIMIT = 2**63  # the first number that the 64-bit integers of torch and numpy cannot hold
+COUNT_RULE = "a whole number from 0 to 2^63 - 1"
+_SHOWN_CHARACTERS = 60
+_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+def open_regular(path: str | Path) -> int:
+    """A descriptor for reading a regular file. Raises OSError, without waiting, for a missing file and for everything else."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except ValueError as error:
+        raise OSError(errno.EINVAL, str(error), str(path)) from None  # a name that no file can have
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "something else")
+    raise OSError(errno.EINVAL, f"it is {kind} and no regular file", str(path))
+
+
+@dataclass(frozen=True)
+class OutsideFile:
+    """A small file from outside, and the words for its errors.
+
+    name: how messages call it, with the flag that names it, such as `--vocab-file vocab.json`. remedy: ends every message.
+    error: makes the error from its sentence. most_bytes: limit of the file's size.
+    """
+
+    path: Path
+    name: str
+    remedy: str = ""
+    error: Callable[[str], Exception] = ValueError
+    most_bytes: int = SETTINGS_BYTES
+
+    def refuse(self, finding: str) -> NoReturn:
+        """Raises the error `name finding; remedy`."""
+        raise self.error(f"{self.name} {finding}; {self.remedy}" if self.remedy else f"{self.name} {finding}") from None
+
+    def is_missing(self) -> bool:
+        """Whether there is no such file. One that cannot be looked up is not missing."""
+        try:
+            os.stat(self.path)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def content(self) -> bytes:
+        """All bytes of the file."""
+        try:
+            with open(open_regular(self.path), "rb") as file:
+                data = file.read(self.most_bytes + 1)
+        except OSError as error:
+            self.refuse(f"cannot be read ({error.strerror})")
+        if len(data) > self.most_bytes:
+            self.refuse(f"has more than {self.most_bytes} bytes")
+        return data
+
+    def text(self, content: bytes | None = None) -> str:
+        """The text of the file, without a byte order mark. It must be UTF-8. content: of the file, if it has been read."""
+        try:
+            return (self.content() if content is None else content).decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            self.refuse(f"is no text in UTF-8 (byte {error.start})")
+
+    def json(self, content: bytes | None = None, *, has_unique_keys: bool = False, has_any_numbers: bool = False) -> Any:
+        """The JSON value in the file.
+
+        content: of the file, if it has been read.
+        has_unique_keys: refuse a key that stands twice in an object, rather than take the last one.
+        has_any_numbers: also accept NaN, infinities and whole numbers of 2^63 and more.
+        """
+        text = self.text(content)
+        hook = self._object_of_unique_keys if has_unique_keys else None
+        try:
+            found = json.loads(text, object_pairs_hook=hook)
+        except json.JSONDecodeError as error:
+            self.refuse(f"is no JSON: line {error.lineno}, column {error.colno}: {error.msg}")
+        except ValueError as error:  # a whole number of thousands of digits
+            self.refuse(f"is no usable JSON ({error})")
+        except RecursionError:
+            self.refuse(f"is nested more than {MOST_DEPTH} levels deep")
+        self._check_values(found, has_any_numbers=has_any_numbers)
+        return found
+
+    def members(self, content: bytes | None = None, *, has_unique_keys: bool = False, has_any_numbers: bool = False) -> Members:
+        """The JSON object in the file, read as by `json`."""
+        found = self.json(content, has_unique_keys=has_unique_keys, has_any_numbers=has_any_numbers)
+        if not isinstance(found, dict):
+            self.refuse("holds no JSON object")
+        return Members(found, self)
+
+    def _object_of_unique_keys(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            self.refuse(f"has {next(key for key in found if keys.count(key) > 1)} twice in one object")
+        return found
+
+    def _check_values(self, root: Any, *, has_any_numbers: bool) -> None:
+        # A loop over levels, because a recursive walk is what a deep file exhausts.
+        level = [("", root)] if isinstance(root, dict | list) else []
+        if not level and not _is_usable(root):
+            self.refuse(f"holds {_shown(root)}, needed is a finite number below 2^63")
+        for _ in range(MOST_DEPTH):
+            deeper: list[tuple[str, Any]] = []
+            for place, container in level:
+                for key, value in container.items() if isinstance(container, dict) else enumerate(container):
+                    kind = type(value)
+                    if kind is dict or kind is list:
+                        deeper.append((_place_of(place, key), value))
+                    elif not has_any_numbers and (kind is int or kind is float) and not _is_usable(value):
+                        self.refuse(f"has {_place_of(place, key)} {_shown(value)}, needed is a finite number below 2^63")
+            if not deeper:
+                return
+            level = deeper
+        self.refuse(f"is nested more than {MOST_DEPTH} levels deep")
+
+
+class Members:
+    """The members of a JSON object, each of the kind that is asked for; another kind, or a missing member, is refused by its key."""
+
+    __slots__ = ("_file", "_place", "values")
+
+    def __init__(self, values: Mapping[str, Any], file: OutsideFile, place: str = "") -> None:
+        self.values = values
+        self._file = file
+        self._place = place
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.values
+
+    def require_only(self, keys: AbstractSet[str]) -> None:
+        if self.values.keys() <= keys:
+            return
+        for key in self.values:
+            if key not in keys:
+                self._file.refuse(f"has the unknown key {_place_of(self._place, key)}")
+
+    def any(self, key: str) -> Any:
+        if key not in self.values:
+            self._file.refuse(f"lacks {_place_of(self._place, key)}")
+        return self.values[key]
+
+    def count(self, key: str) -> int:
+        value = self.any(key)
+        if type(value) is not int or not 0 <= value < WHOLE_NUMBER_LIMIT:
+            self.refuse(key, COUNT_RULE)
+        return value
+
+    def positive_count(self, key: str) -> int:
+        value = self.any(key)
+        if type(value) is not int or not 1 <= value < WHOLE_NUMBER_LIMIT:
+            self.refuse(key, "a whole number from 1 to 2^63 - 1")
+        return value
+
+    def whole_number(self, key: str) -> int:
+        value = self.any(key)
+        if type(value) is not int or not -WHOLE_NUMBER_LIMIT <= value < WHOLE_NUMBER_LIMIT:
+            self.refuse(key, "a whole number below 2^63")
+        return value
+
+    def number(self, key: str) -> float:
+        value = self.any(key)
+        if type(value) not in (int, float) or not _is_usable(value):
+            self.refuse(key, "a finite number")
+        return float(value)
+
+    def text(self, key: str) -> str:
+        value = self.any(key)
+        if not isinstance(value, str) or not _is_encodable(value):
+            self.refuse(key, "a string of Unicode characters")
+        return value
+
+    def switch(self, key: str) -> bool:
+        value = self.any(key)
+        if not isinstance(value, bool):
+            self.refuse(key, "true or false")
+        return value
+
+    def counts(self, key: str) -> Sequence[int]:
+        """A list of whole numbers >= 0."""
+        values = self.list(key)
+        if not all(type(value) is int and 0 <= value < WHOLE_NUMBER_LIMIT for value in values):
+            self.refuse(key, f"a list of numbers, each {COUNT_RULE}")
+        return values
+
+    def texts(self, key: str) -> Sequence[str]:
+        """A list of strings."""
+        values = self.list(key)
+        if not all(isinstance(value, str) and _is_encodable(value) for value in values):
+            self.refuse(key, "a list of strings of Unicode characters")
+        return values
+
+    def list(self, key: str) -> Sequence[Any]:
+        values = self.any(key)
+        if not isinstance(values, list):
+            self.refuse(key, "a list")
+        return values
+
+    def members(self, key: str) -> Members:
+        """An object in this one."""
+        values = self.any(key)
+        if not isinstance(values, dict):
+            self.refuse(key, "an object")
+        return Members(values, self._file, _place_of(self._place, key))
+
+    def list_of_members(self, key: str) -> Iterator[Members]:
+        """A list of objects."""
+        place = _place_of(self._place, key)
+        for index, values in enumerate(self.list(key)):
+            if not isinstance(values, dict):
+                self._file.refuse(f"has {place}[{index}] {_shown(values)}, needed is an object")
+            yield Members(values, self._file, f"{place}[{index}]")
+
+    def refuse(self, key: str, rule: str) -> NoReturn:
+        """Raises the error of the file, with the key, its value and what is needed."""
+        self._file.refuse(f"has {_place_of(self._place, key)} {_shown(self.values[key])}, needed is {rule}")
+
+
+def _place_of(place: str, key: str | int) -> str:
+    if isinstance(key, int):
+        return f"{place}[{key}]"
+    return f"{place}.{key}" if place else key
+
+
+def _is_usable(value: Any) -> bool:
+    """Whether a number is finite and fits into 64 bits; True for what is no number."""
+    if type(value) is int:
+        return -WHOLE_NUMBER_LIMIT <= value < WHOLE_NUMBER_LIMIT
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _is_encodable(text: str) -> bool:
+    """Whether the text can be printed and can name a file: JSON can spell halves of characters, which nothing else accepts."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
