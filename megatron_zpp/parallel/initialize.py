@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_zpp.parallel.failures.attempt import own_part
 from megatron_zpp.parallel.failures.failure_board import FailureBoard
@@ -126,10 +127,23 @@ def is_mistake(error: ValueError) -> bool:
 
 
 def gather_texts(text: str) -> list[str]:
-    """The texts of all ranks in rank order; every rank must call it."""
-    texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    return texts
+    """The texts of all ranks in rank order; every rank must call it. They are sent as UTF-8 and never unpickled.
+
+    What UTF-8 cannot hold, such as a path of other bytes, arrives as \\udcXX. Raises UnicodeDecodeError if what arrives is no UTF-8.
+    """
+    data = text.encode("utf-8", errors="backslashreplace")
+    lengths = _gather(torch.tensor([len(data)]))
+    padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+    return [row[: int(length)].numpy().tobytes().decode("utf-8") for row, length in zip(_gather(padded), lengths, strict=True)]
+
+
+def _gather(values: Tensor) -> list[Tensor]:
+    """The tensors of all ranks in rank order, which all have the shape of `values`, on the CPU."""
+    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    if values.numel() > 0:
+        dist.all_gather(gathered, values)
+    return gathered
 
 
 def joined_errors(errors: Sequence[str]) -> str:
