@@ -13,9 +13,17 @@ LOOK_EVERY_SECONDS = 0.02
 SHARED_FOLDER = "--save must be a folder of one file system that all ranks share"
 
 
+def create_new(path: Path) -> int:
+    """Creates a file that must not exist yet, not even as a link, and returns its descriptor for writing."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
 def write_durably(path: Path, text: str) -> None:
-    """Writes a file of UTF-8 text. Its content is durable; its name is durable only after `sync_folder`."""
-    with path.open("w", encoding="utf-8") as file:
+    """Writes a new file of UTF-8 text. Its content is durable; its name is durable only after `sync_folder`.
+
+    Raises FileExistsError if the name is taken.
+    """
+    with open(create_new(path), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -44,7 +44,8 @@ class World:
         self.collective_timeout = max(timeout - FAREWELL, timeout / 2)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        self._store = _join_store(launch, timeout)
+        self._kept_store = _find_store(launch, timeout)
+        self._store = own_part(self._kept_store, launch.rank, launch.world_size, timeout)
         self._failure_board = FailureBoard(self._store, launch.rank, launch.world_size)
         self._reported: str | None = None
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -79,6 +80,14 @@ class World:
         errors = gather_texts(error or "")
         if any(errors):
             raise StartupError(joined_errors(errors))
+
+    def remember(self, key: str, text: str) -> None:
+        """Keeps a text for later starts of these ranks by the same torchrun, which keeps the store when it restarts them."""
+        self._kept_store.set(f"kept/{key}", text)
+
+    def recall(self, key: str) -> str:
+        """The text that an earlier start has kept; empty if there is none."""
+        return self._kept_store.get(f"kept/{key}").decode() if self._kept_store.check([f"kept/{key}"]) else ""
 
     def report_failure(self, text: str) -> str:
         """The first failure that any rank has reported; if there was none before, `text` of this rank. Later calls return the same text."""
@@ -159,11 +168,11 @@ def joined_errors(errors: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _join_store(launch: Launch, timeout: timedelta) -> dist.Store:
+def _find_store(launch: Launch, timeout: timedelta) -> dist.Store:
     if launch.master_address is None:
         if launch.world_size == 1:
             return dist.HashStore()
         raise ValueError("MASTER_ADDR is not set: start with torchrun, or export MASTER_ADDR (the host of rank 0) and MASTER_PORT")
     os.environ.update(MASTER_ADDR=launch.master_address, MASTER_PORT=str(launch.master_port))
     store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
-    return own_part(dist.PrefixStore("megatron_zpp", store), launch.rank, launch.world_size, timeout)
+    return dist.PrefixStore("megatron_zpp", store)
