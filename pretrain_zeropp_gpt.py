@@ -19,7 +19,8 @@ from megatron_zpp.config.options import arguments_block
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.monitor.logging import RankPrinter
-from megatron_zpp.parallel.launch import Launch, read_job, read_launch
+from megatron_zpp.parallel.failures.launcher_watch import LauncherWatch
+from megatron_zpp.parallel.launch import Launch, is_launched, read_job, read_launch
 
 if TYPE_CHECKING:
     from megatron_zpp.parallel.initialize import World
@@ -49,7 +50,8 @@ def main(argv: list[str]) -> int:
         mistake = str(error)
     if mistake is not None and (launch.world_size == 1 or "--dry-run" in argv):
         return refuse(mistake, launch.rank)
-    return run_in_world(config, launch, mistake)
+    with LauncherWatch(launch.rank, is_launched=is_launched(os.environ)) as watch:
+        return run_in_world(config, launch, mistake, watch)
 
 
 def show_plan(config: Config, launch: Launch) -> int:
@@ -64,7 +66,7 @@ def show_plan(config: Config, launch: Launch) -> int:
     return 0
 
 
-def run_in_world(config: Config, launch: Launch, mistake: str | None) -> int:
+def run_in_world(config: Config, launch: Launch, mistake: str | None, watch: LauncherWatch) -> int:
     """Runs the training and returns the exit code. mistake: error text of this rank's flags, on which all ranks agree first."""
     from megatron_zpp.parallel.initialize import StartupError, World, choose_device  # torch is imported from here on
     from megatron_zpp.training.save_lock import SaveLock
@@ -74,6 +76,7 @@ def run_in_world(config: Config, launch: Launch, mistake: str | None) -> int:
         world = World(launch, device, timedelta(minutes=config.distributed.distributed_timeout_minutes))
     except ValueError as error:
         return refuse(str(error))
+    watch.report = world.report_failure
     save_lock = SaveLock(config.checkpoint.save, read_job(os.environ))
     try:
         world.agree_on_errors(mistake)

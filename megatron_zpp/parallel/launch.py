@@ -80,6 +80,15 @@ def read_job(environment: Mapping[str, str]) -> SchedulerJob:
     return SchedulerJob(name, int(restarts) if restarts.isascii() and restarts.isdigit() else 0)
 
 
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher has started this process: torchrun, DeepSpeed's, mpirun or srun. A shell is none."""
+    if "TORCHELASTIC_RUN_ID" in environment or any(names.local_rank in environment for names in (OPEN_MPI, HYDRA)):
+        return True
+    world_size = environment.get(TORCHRUN.world_size, "")
+    is_one_of_several = TORCHRUN.local_rank in environment and world_size.isdigit() and int(world_size) > 1
+    return is_one_of_several or _is_slurm_task(environment)
+
+
 def first_host(node_list: str) -> str:
     """The first name of Slurm's short form of a list of nodes: node07 of `node[07-12,20],login1`."""
     outside_brackets = r"(?:[^,\[]|\[[^\]]*\])*"
