@@ -20,10 +20,12 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.monitor.lasting_stream import tell_lost_lines, use_lasting_streams
 from megatron_zpp.monitor.logging import RankPrinter
-from megatron_zpp.parallel.launch import Launch, read_launch
+from megatron_zpp.parallel.failures.launcher_watch import LauncherWatch
+from megatron_zpp.parallel.launch import Launch, is_launched, read_job, read_launch
 
 if TYPE_CHECKING:
     from megatron_zpp.parallel.initialize import World
+    from megatron_zpp.training.save_lock import SaveLock
     from megatron_zpp.training.writers import Writers
 
 FAILURE_EXIT_CODE = 1
@@ -49,7 +51,8 @@ def main(argv: list[str]) -> int:
         mistake = str(error)
     if mistake is not None and (launch.world_size == 1 or "--dry-run" in argv):
         return refuse(mistake, launch.rank)
-    return run_in_world(config, launch, mistake)
+    with LauncherWatch(launch.rank, is_launched=is_launched(os.environ)) as watch:
+        return run_in_world(config, launch, mistake, watch)
 
 
 def show_plan(config: Config, launch: Launch) -> int:
@@ -64,28 +67,33 @@ def show_plan(config: Config, launch: Launch) -> int:
     return 0
 
 
-def run_in_world(config: Config, launch: Launch, mistake: str | None) -> int:
+def run_in_world(config: Config, launch: Launch, mistake: str | None, watch: LauncherWatch) -> int:
     """Runs the training and returns the exit code. mistake: error text of this rank's flags, on which all ranks agree first."""
     from megatron_zpp.parallel.initialize import StartupError, World, choose_device  # torch is imported from here on
+    from megatron_zpp.training.save_lock import SaveLock
 
     try:
         device = choose_device(launch, config.distributed.distributed_backend)
         world = World(launch, device, timedelta(minutes=config.distributed.distributed_timeout_minutes))
     except ValueError as error:
         return refuse(str(error))
+    watch.report = world.report_failure
+    save_lock = SaveLock(config.checkpoint.save, read_job(os.environ))
     try:
         world.agree_on_errors(mistake)
-        train(config, launch, world)
+        train(config, launch, world, save_lock)
+        save_lock.release()
     except StartupError as error:
+        save_lock.release()
         world.leave()
         return refuse(str(error), launch.rank)
     except BaseException as error:  # Ctrl-C as well: no thread of gloo or of a lane may run while the interpreter shuts down
-        fail(world, error)
+        fail(world, error, save_lock)
     world.leave()
     return 0
 
 
-def train(config: Config, launch: Launch, world: World) -> None:
+def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> None:
     """The run: checks, model, data, engine, training. Raises StartupError on every rank for a mistake of the user."""
     from megatron_zpp.parallel.topology import check_placement
     from megatron_zpp.training import setup, start, startup_checks
@@ -103,6 +111,7 @@ def train(config: Config, launch: Launch, world: World) -> None:
         if config.training.deterministic_mode:
             startup_checks.use_deterministic_kernels()
         check_placement(hosts, config.distributed.ranks_per_node)
+    save_lock.take(world, printer.on_first)
     with world.agreement():
         instruments = make_instruments(config, world.device, world.rank)
     ladder = setup.build_ladder(config, world, instruments)
@@ -117,7 +126,7 @@ def train(config: Config, launch: Launch, world: World) -> None:
         startup_checks.check_memory(config, model, ladder.topology, world.device, memory)
         data_progress = setup.progress_printer(launch, hosts[launch.rank], printer)
         datasets = setup.build_run_data(config, vocabulary, data_progress, checks_token_ids=launch.local_rank == 0)
-        writers = open_writers(config, printer, instruments)
+        writers = open_writers(config, printer, instruments, save_lock)
         config = config.with_values(vocab_size=vocabulary.size)
     with closing(writers, world):
         startup_checks.check_save_is_shared(config, world)
@@ -162,11 +171,12 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def fail(world: World, error: BaseException) -> None:
+def fail(world: World, error: BaseException, save_lock: SaveLock) -> None:
     """Prints the error and the rank that failed first, and ends this process at once, so that no rank waits for it."""
     traceback.print_exc()
     first = world.report_failure(in_words(error))
     print(f"[Rank {world.rank}] ended, because {first}", file=sys.stderr, flush=True)
+    save_lock.release()  # last: until the process ends, a thread may still be writing a checkpoint
     os._exit(FAILURE_EXIT_CODE)
 
 

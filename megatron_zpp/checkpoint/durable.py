@@ -6,17 +6,25 @@ import os
 import time
 from pathlib import Path
 
-from megatron_zpp.monitor.output_file import naming_file, new_file, sync_folder
+from megatron_zpp.monitor.output_file import naming_file, sync_folder
 
 VISIBLE_WITHIN_SECONDS = 60.0  # network file systems show another machine's files late
 LOOK_EVERY_SECONDS = 0.02
 SHARED_FOLDER = "--save must be a folder of one file system that all ranks share"
 
 
+def create_new(path: Path) -> int:
+    """Creates a file that must not exist yet, not even as a link, and returns its descriptor for writing."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
 def write_durably(path: Path, text: str) -> None:
-    """Writes a new file of UTF-8 text. Its name is durable only after `sync_folder`. Every OSError names the file."""
-    with naming_file(path), new_file(path) as file:
-        file.write(text.encode())
+    """Writes a new file of UTF-8 text. Its name is durable only after `sync_folder`. Every OSError names the file.
+
+    Raises FileExistsError if the name is taken.
+    """
+    with naming_file(path), open(create_new(path), "w", encoding="utf-8") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
 

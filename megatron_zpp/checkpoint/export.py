@@ -62,6 +62,7 @@ def write_parts(
 
 
 def write_json(path: Path, members: dict[str, Any]) -> None:
+    path.unlink(missing_ok=True)
     write_durably(path, json.dumps(members, indent=2) + "\n")
 
 

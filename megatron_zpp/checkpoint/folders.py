@@ -3,6 +3,7 @@
 DIR/latest_checkpointed_iteration.txt      the iteration to load, or `release`, as in Megatron
 DIR/iter_0000100/                          a complete checkpoint
 DIR/release/                               weights without a run, such as converted ones
+DIR/latest_checkpointed_iteration.txt.new-TOKEN   about to replace it
 DIR/iter_0000200.tmp-TOKEN/                being written
 DIR/iter_0000200.replaced-TOKEN/           complete; a newer one of the same iteration is taking its place
 DIR/iter_0000100.removed-TOKEN/            being deleted
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from megatron_zpp.checkpoint.durable import rename_durably, write_durably
 from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, CheckpointError, is_complete
+from megatron_zpp.checkpoint.owner import own_token
 from megatron_zpp.config.outside import OutsideFile
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
@@ -116,9 +118,15 @@ def older_checkpoints(folder: Path) -> list[Path]:
 
 def move_latest(directory: Path, text: str) -> None:
     """Makes LATEST_FILE name an iteration or `release`, atomically: a reader sees the old or the new file, never a part of one."""
-    temporary = directory / (LATEST_FILE + ".new")
+    temporary = directory / f"{LATEST_FILE}.new-{own_token()}"
+    temporary.unlink(missing_ok=True)  # left by a failed save of this process
     write_durably(temporary, text)
     rename_durably(temporary, directory / LATEST_FILE)
+
+
+def left_latest_files(directory: Path) -> list[tuple[Path, str]]:
+    """The temporary files of `move_latest` that are there, each with the token of its process."""
+    return [(path, path.name.rpartition(".new-")[2]) for path in sorted(directory.glob(f"{LATEST_FILE}.new-*"))]
 
 
 def put_in_place(unfinished: Path, final: Path, token: str) -> None:

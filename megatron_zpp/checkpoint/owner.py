@@ -24,10 +24,17 @@ def is_abandoned(folder: Path, token: str) -> bool:
 
     If the owner of `token` belongs to this machine, this means that it is dead; else that nothing in the folder has changed for an hour.
     """
+    verdict = is_dead(token)
+    return time.time() - _last_change(folder) > ABANDONED_AFTER_SECONDS if verdict is None else verdict
+
+
+def is_dead(token: str) -> bool | None:
+    """Whether the process of the token has ended; None if it belongs to another machine or process namespace, or if the token is none."""
     owner = _TOKEN.fullmatch(token)
-    if owner is not None and owner["place"] == _place() and _start_of(os.getpid()) is not None:
-        return _start_of(int(owner["pid"], 16)) != int(owner["started"], 16)
-    return time.time() - _last_change(folder) > ABANDONED_AFTER_SECONDS
+    if owner is None or owner["place"] != _place() or _start_of(os.getpid()) is None:
+        return None
+    pid = int(owner["pid"], 16)
+    return _start_of(pid) != int(owner["started"], 16) and not _is_hidden(pid)
 
 
 def _last_change(folder: Path) -> float:
@@ -48,6 +55,19 @@ def _place() -> str:
     except OSError:  # not Linux
         boot = process_ids = ""
     return f"{zlib.crc32(f'{socket.gethostname()} {boot} {process_ids}'.encode()):08x}"
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether the process exists, but /proc does not show it to this user (mounted with hidepid)."""
+    if Path(f"/proc/{pid}").exists():
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return False  # one of this user, which has just begun
 
 
 def _start_of(pid: int) -> int | None:

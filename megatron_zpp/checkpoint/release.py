@@ -14,6 +14,7 @@ from megatron_zpp.checkpoint.engine_state import versions
 from megatron_zpp.checkpoint.folders import RELEASE, Stage, move_latest, put_in_place, staged_folder
 from megatron_zpp.checkpoint.manifest import CHUNK_BYTES, ELEMENT_TYPE, Manifest, StoredFile, StoredPiece
 from megatron_zpp.checkpoint.owner import own_token
+from megatron_zpp.checkpoint.run_lock import Job, take_lock
 from megatron_zpp.checkpoint.unfinished import make_unfinished, seal, write_pieces
 from megatron_zpp.parallel.specs import UnitSpec
 from megatron_zpp.zero.pieces import WEIGHT, Piece
@@ -22,9 +23,18 @@ from megatron_zpp.zero.pieces import WEIGHT, Piece
 def write_release(directory: Path, units: Sequence[UnitSpec], weight_of: Callable[[str], Tensor], flags: Mapping[str, Any]) -> Path:
     """Writes the checkpoint and returns its folder, named `release` as in Megatron.
 
+    Raises FolderInUse if a run saves into the directory (--output).
     weight_of: returns the full parameter of a name, fp32, in its shape.
     """
-    final = directory / RELEASE
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = take_lock(directory, Job(flag="--output"), print)
+    try:
+        return _write(directory / RELEASE, units, weight_of, flags)
+    finally:
+        lock.release()
+
+
+def _write(final: Path, units: Sequence[UnitSpec], weight_of: Callable[[str], Tensor], flags: Mapping[str, Any]) -> Path:
     token = own_token()
     unfinished = staged_folder(final, Stage.UNFINISHED, token)
     make_unfinished(unfinished)
@@ -33,7 +43,7 @@ def write_release(directory: Path, units: Sequence[UnitSpec], weight_of: Callabl
         put_in_place(unfinished, final, token)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    move_latest(directory, RELEASE)
+    move_latest(final.parent, RELEASE)
     return final
 
 

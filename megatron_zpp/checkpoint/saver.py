@@ -108,14 +108,23 @@ class _Save:
 class CheckpointSaver:
     """Saves checkpoints into `directory`, which all ranks share. Every rank must make the same calls. One save runs at a time.
 
-    gather: returns the text of every rank, in rank order.
+    gather: returns the text of every rank, in rank order. check_lock: raises CheckpointError if this run may not save there any more;
+    rank 0 calls it before anything is written and before the checkpoint gets its name.
     """
 
-    def __init__(self, directory: Path, share: Share, options: SaveOptions, gather: Gather = gather_texts) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        share: Share,
+        options: SaveOptions,
+        gather: Gather = gather_texts,
+        check_lock: Callable[[], None] = lambda: None,
+    ) -> None:
         self.directory = directory
         self._share = share
         self._options = options
         self._gather = gather
+        self._check_lock = check_lock
         self._save: _Save | None = None
         self._is_reported = True
         self._snapshot = HostSnapshot(share.pieces) if options.in_background else None
@@ -203,7 +212,7 @@ class CheckpointSaver:
         token, error = "", ""
         if self._share.rank == 0:
             token = own_token()
-            error = _error_text(lambda: make_unfinished(staged_folder(final, Stage.UNFINISHED, token)))
+            error = _error_text(self._check_lock) or _error_text(lambda: make_unfinished(staged_folder(final, Stage.UNFINISHED, token)))
         answers = [json.loads(text) for text in self._gather(json.dumps([token, error, self._share.nbytes]))]
         token, error, _ = answers[0]
         if error:
@@ -238,6 +247,7 @@ class CheckpointSaver:
         pieces = tuple(piece for _, of_rank in records for piece in of_rank)
         seal(save.unfinished, replace(save.manifest, files=files, pieces=pieces))
         iteration = save.manifest.iteration
+        self._check_lock()
         put_in_place(save.unfinished, iteration_folder(self.directory, iteration), save.token)
         move_latest(self.directory, str(iteration))
         not_deleted = self._delete_old(save)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_zpp.checkpoint.durable import SHARED_FOLDER, is_seen, sync_folder, write_durably
-from megatron_zpp.checkpoint.folders import Stage, delete_or_restore, leftovers
+from megatron_zpp.checkpoint.folders import Stage, delete_or_restore, left_latest_files, leftovers
 from megatron_zpp.checkpoint.manifest import (
     ELEMENT_TYPE,
     MANIFEST_FILE,
@@ -21,7 +21,7 @@ from megatron_zpp.checkpoint.manifest import (
     parse_file,
     parse_piece,
 )
-from megatron_zpp.checkpoint.owner import is_abandoned
+from megatron_zpp.checkpoint.owner import is_abandoned, own_token
 from megatron_zpp.checkpoint.shard_file import TensorEntry, lay_out, write_file
 from megatron_zpp.zero.pieces import Piece
 
@@ -29,11 +29,17 @@ SPARE_BYTES = 1 << 20  # for the manifest and other small files
 
 
 def make_unfinished(folder: Path) -> None:
-    """Deletes what dead runs left, or restores it if it is the only complete copy; then creates the folder of a new save."""
+    """Deletes the leftovers of dead runs, or restores the only complete copy among them; then creates the folder of a new save."""
     folder.parent.mkdir(parents=True, exist_ok=True)
+    own = own_token()
     for leftover in leftovers(folder.parent):
-        if leftover.stage is not Stage.UNFINISHED or is_abandoned(leftover.folder, leftover.token):
+        # What this process left half replaced or half deleted is from an earlier save, because one runs at a time.
+        is_own = leftover.token == own and leftover.stage is not Stage.UNFINISHED
+        if is_own or is_abandoned(leftover.folder, leftover.token):
             delete_or_restore(leftover)
+    for path, token in left_latest_files(folder.parent):
+        if is_abandoned(path, token):
+            path.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)  # left by a failed save of this process
     folder.mkdir()
     sync_folder(folder.parent)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_zpp.parallel.failures.attempt import own_part
 from megatron_zpp.parallel.failures.failure_board import FailureBoard
@@ -43,7 +44,8 @@ class World:
         self.collective_timeout = max(timeout - FAREWELL, timeout / 2)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        self._store = _join_store(launch, timeout)
+        self._kept_store = _find_store(launch, timeout)
+        self._store = own_part(self._kept_store, launch.rank, launch.world_size, timeout)
         self._failure_board = FailureBoard(self._store, launch.rank, launch.world_size)
         self._reported: str | None = None
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -78,6 +80,14 @@ class World:
         errors = gather_texts(error or "")
         if any(errors):
             raise StartupError(joined_errors(errors))
+
+    def remember(self, key: str, text: str) -> None:
+        """Keeps a text for later starts of these ranks by the same torchrun, which keeps the store when it restarts them."""
+        self._kept_store.set(f"kept/{key}", text)
+
+    def recall(self, key: str) -> str:
+        """The text that an earlier start has kept; empty if there is none."""
+        return self._kept_store.get(f"kept/{key}").decode() if self._kept_store.check([f"kept/{key}"]) else ""
 
     def report_failure(self, text: str) -> str:
         """The first failure that any rank has reported; if there was none before, `text` of this rank. Later calls return the same text."""
@@ -121,10 +131,23 @@ def is_mistake(error: ValueError) -> bool:
 
 
 def gather_texts(text: str) -> list[str]:
-    """The texts of all ranks in rank order; every rank must call it."""
-    texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    return texts
+    """The texts of all ranks in rank order; every rank must call it. They are sent as UTF-8 and never unpickled.
+
+    What UTF-8 cannot hold, such as a path of other bytes, arrives as \\udcXX. Raises UnicodeDecodeError if what arrives is no UTF-8.
+    """
+    data = text.encode("utf-8", errors="backslashreplace")
+    lengths = _gather(torch.tensor([len(data)]))
+    padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+    return [row[: int(length)].numpy().tobytes().decode("utf-8") for row, length in zip(_gather(padded), lengths, strict=True)]
+
+
+def _gather(values: Tensor) -> list[Tensor]:
+    """The tensors of all ranks in rank order, which all have the shape of `values`, on the CPU."""
+    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    if values.numel() > 0:
+        dist.all_gather(gathered, values)
+    return gathered
 
 
 def joined_errors(errors: Sequence[str]) -> str:
@@ -140,11 +163,11 @@ def joined_errors(errors: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _join_store(launch: Launch, timeout: timedelta) -> dist.Store:
+def _find_store(launch: Launch, timeout: timedelta) -> dist.Store:
     if launch.master_address is None:
         if launch.world_size == 1:
             return dist.HashStore()
         raise ValueError("MASTER_ADDR is not set: start with torchrun, or export MASTER_ADDR (the host of rank 0) and MASTER_PORT")
     os.environ.update(MASTER_ADDR=launch.master_address, MASTER_PORT=str(launch.master_port))
     store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
-    return own_part(dist.PrefixStore("megatron_zpp", store), launch.rank, launch.world_size, timeout)
+    return dist.PrefixStore("megatron_zpp", store)

@@ -27,6 +27,14 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class SchedulerJob:
+    """The scheduler's id of this job, empty without one, and how often the scheduler has started it again."""
+
+    name: str = ""
+    restarts: int = 0
+
+
+@dataclass(frozen=True)
 class _Names:
     """The variables that one kind of launcher sets. Of local_world_sizes the first that is set counts; there may be none."""
 
@@ -63,6 +71,23 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     _check_exported_world_size(environment, names.world_size, world_size)
     address = _master_address(environment, names, has_one_node=1 < world_size == local_world_size)
     return Launch(rank, world_size, local_rank, local_world_size, address, _port(environment, names))
+
+
+def read_job(environment: Mapping[str, str]) -> SchedulerJob:
+    """The job of Slurm that this process belongs to."""
+    job, cluster = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_CLUSTER_NAME", "")
+    restarts = environment.get("SLURM_RESTART_COUNT", "")
+    name = f"{job} of {cluster}" if job and cluster else job
+    return SchedulerJob(name, int(restarts) if restarts.isascii() and restarts.isdigit() else 0)
+
+
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher has started this process: torchrun, DeepSpeed's, mpirun or srun. A shell is none."""
+    if "TORCHELASTIC_RUN_ID" in environment or any(names.local_rank in environment for names in (OPEN_MPI, HYDRA)):
+        return True
+    world_size = environment.get(TORCHRUN.world_size, "")
+    is_one_of_several = TORCHRUN.local_rank in environment and world_size.isdigit() and int(world_size) > 1
+    return is_one_of_several or _is_slurm_task(environment)
 
 
 def first_host(node_list: str) -> str:

@@ -9,34 +9,30 @@ from typing import Any
 from megatron_zpp.checkpoint.engine_state import RunState, manifest_of, share_of
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SavedCheckpoint, SaveOptions
 from megatron_zpp.config.schema import GROUPS, PLAN_GROUP, Config
-from megatron_zpp.monitor.logging import RankPrinter
-from megatron_zpp.monitor.output import Output
-from megatron_zpp.monitor.progress_file import ProgressFile
 from megatron_zpp.training.progress import Progress
+from megatron_zpp.training.writers import Writers
 from megatron_zpp.zero.engine import ZeroEngine
 
 
 class RunSaver:
     """Saves a run under --save; does nothing without it. Every rank must make the same calls.
 
-    progress_file: receives a line for every checkpoint; None on all ranks but one.
+    writers: of this rank; its progress file gets a line for every checkpoint, and its lock says whether this run may save.
     """
 
-    def __init__(
-        self, config: Config, engine: ZeroEngine, padded_vocab_size: int, printer: RankPrinter, progress_file: Output[ProgressFile] | None
-    ) -> None:
+    def __init__(self, config: Config, engine: ZeroEngine, padded_vocab_size: int, writers: Writers) -> None:
         checkpoint = config.checkpoint
         self._directory = checkpoint.save
         self._with_moments = not checkpoint.no_save_optim
         self._flags = {**flags_by_group(config), "padded_vocab_size": padded_vocab_size}
         self._engine = engine
-        self._printer = printer
-        self._progress_file = progress_file
+        self._printer = writers.printer
+        self._progress_file = writers.progress_file
         self._saver = None
         if self._directory is not None:
             share = share_of(engine, with_moments=self._with_moments)
             options = SaveOptions(checkpoint.async_save, checkpoint.keep_last, checkpoint.save_retain_interval)
-            self._saver = CheckpointSaver(Path(self._directory), share, options)
+            self._saver = CheckpointSaver(Path(self._directory), share, options, check_lock=writers.save_lock.check)
 
     def save(self, progress: Progress) -> None:
         """Saves a checkpoint. With --async-save the state must not change before `wait_for_copy` returns."""

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_zpp.checkpoint.durable import SHARED_FOLDER, is_seen
+from megatron_zpp.checkpoint.durable import SHARED_FOLDER, create_new, is_seen
+from megatron_zpp.checkpoint.owner import own_token
 from megatron_zpp.config.data_sources import read_sources
 from megatron_zpp.config.flag import any_of, spelling_of
 from megatron_zpp.config.options import arguments, options
@@ -20,7 +21,6 @@ from megatron_zpp.model.compilation import check_compilation
 from megatron_zpp.model.document_attention import has_varlen
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.available_memory import bytes_for_rank
-from megatron_zpp.monitor.output_file import new_file
 from megatron_zpp.ops import extension
 from megatron_zpp.ops.apex import check_apex
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
@@ -128,7 +128,7 @@ def check_save_is_shared(config: Config, world: World) -> None:
     folder = Path(config.checkpoint.save)
     probe = folder / f".probe_of_run_{gather_texts(secrets.token_hex(4))[0]}"
     if world.rank == 0:
-        probe.touch()
+        os.close(create_new(probe))
     gather_texts("made")
     try:
         with world.agreement():
@@ -141,10 +141,10 @@ def check_save_is_shared(config: Config, world: World) -> None:
 
 def check_writable(flag: str, folder: Path, rank: int) -> None:
     """Makes the folder. Raises ValueError if this rank cannot write to it."""
-    probe = folder / f".probe_of_rank_{rank}"
+    probe = folder / f".probe_of_rank_{rank}-{own_token()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        new_file(probe).close()
+        os.close(create_new(probe))
         probe.unlink()
     except OSError as error:
         raise ValueError(

@@ -42,7 +42,7 @@ class Trainer:
         self._progress = progress
         self._schedule = LearningRateSchedule.from_config(config.optimizer, config.training, config.model.seq_length)
         self._weight_decays = WeightDecaySchedule.from_config(config.optimizer)
-        self._saver = RunSaver(config, engine, model.padded_vocab_size, writers.printer, writers.progress_file)
+        self._saver = RunSaver(config, engine, model.padded_vocab_size, writers)
         tally = SourceTally(datasets.train) if config.logging.log_samples_per_source else None
         self._reporter = Reporter(config, model.padded_vocab_size, engine, writers, tally)
         self._garbage = GarbageCollection(config.training)

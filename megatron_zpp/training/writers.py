@@ -17,6 +17,7 @@ from megatron_zpp.monitor.scalars import ScalarWriter
 from megatron_zpp.monitor.tensorboard import TensorboardWriter
 from megatron_zpp.monitor.wandb_writer import WandbRun, WandbWriter
 from megatron_zpp.training.instruments import Instruments
+from megatron_zpp.training.save_lock import SaveLock
 from megatron_zpp.training.startup_checks import check_writable
 
 
@@ -24,11 +25,12 @@ from megatron_zpp.training.startup_checks import check_writable
 class Writers:
     """Writers of this rank: files on rank 0, points (TensorBoard, Weights & Biases) on the last rank.
 
-    Those that are an Output may fail without ending the run.
+    Those that are an Output may fail without ending the run. save_lock: of the --save folder.
     """
 
     printer: RankPrinter
     instruments: Instruments
+    save_lock: SaveLock
     json_lines: Output[JsonLinesWriter] | None = None
     progress_file: Output[ProgressFile] | None = None
     scalars: tuple[Output[ScalarWriter], ...] = ()
@@ -45,7 +47,7 @@ class Writers:
                 output.tell_if_incomplete()
 
 
-def open_writers(config: Config, printer: RankPrinter, instruments: Instruments) -> Writers:
+def open_writers(config: Config, printer: RankPrinter, instruments: Instruments, save_lock: SaveLock) -> Writers:
     """Writers that the flags ask for on this rank. Raises ValueError if it cannot write to one of their folders."""
     logging = config.logging
     if config.checkpoint.save is not None:
@@ -64,7 +66,7 @@ def open_writers(config: Config, printer: RankPrinter, instruments: Instruments)
         file = ProgressFile(Path(config.checkpoint.save), os.environ.get("SLURM_JOB_ID", ""), printer.world_size)
         progress_file = Output(f"--log-progress {file.path}", lambda: file, 0)
     scalars = tuple(_scalar_writers(config, printer.rank)) if printer.rank == printer.world_size - 1 else ()
-    return Writers(printer, instruments, json_lines, progress_file, scalars)
+    return Writers(printer, instruments, save_lock, json_lines, progress_file, scalars)
 
 
 def _scalar_writers(config: Config, rank: int) -> Iterator[Output[ScalarWriter]]:

@@ -7,58 +7,19 @@ import random
 import select
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness.dying import child, die_at
 from harness.small_state import Ranks, check_holds, set_state, state_at
 
 from megatron_zpp.checkpoint.folders import complete_iterations, find_checkpoint, iteration_folder, leftovers
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.saver import SaveOptions
 
-# All calls by which a save changes the disk.
-DISK_CALLS = ((os, "fsync"), (os, "mkdir"), (os, "rename"), (os, "unlink"), (os, "rmdir"), (os, "open"))
 NO_SUCH_MOMENT = 200
-
-
-def child(task: Callable[[], object]) -> int:
-    """Forks a process that does the task and ends. Returns its process id."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            task()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return pid
-
-
-def die_at(moment: int) -> None:
-    """Kills this process at its `moment`-th call that changes the disk: before the call, and at every second moment after it."""
-    lock, calls = threading.Lock(), 0
-
-    def counted(call: Callable[..., object]) -> Callable[..., object]:
-        def count_and_call(*arguments: object, **options: object) -> object:
-            nonlocal calls
-            with lock:
-                calls += 1
-                is_due, dies_after = calls == moment // 2, moment % 2 == 1
-                if is_due and not dies_after:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                try:
-                    return call(*arguments, **options)
-                finally:
-                    if is_due:
-                        os.kill(os.getpid(), signal.SIGKILL)
-
-        return count_and_call
-
-    for module, name in DISK_CALLS:
-        call = (lambda *_: None) if name == "fsync" else getattr(module, name)  # the system keeps all that a killed process has written
-        setattr(module, name, counted(call))
 
 
 def state_of(folder: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import threading
 from collections import namedtuple
 from pathlib import Path
@@ -215,6 +216,53 @@ def test_the_next_save_deletes_what_dead_runs_left_and_nothing_of_a_living_one(t
         folder.mkdir()
     Ranks(tmp_path, state_at(2)).save(2)
     assert names(tmp_path) == {"iter_0000001", "iter_0000002", living.name, "notes", LATEST_FILE}
+
+
+def test_what_a_living_run_of_another_process_replaces_or_deletes_is_left_to_it(tmp_path: Path) -> None:
+    Ranks(tmp_path, state_at(1)).save(1)
+    other = subprocess.Popen(["sleep", "60"])
+    place, *_ = own_token().split("-")
+    started = int(Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    token = f"{place}-{other.pid:x}-{started:x}"
+    theirs = [staged_folder(iteration_folder(tmp_path, 5), stage, token) for stage in Stage]
+    for folder in theirs:
+        folder.mkdir()
+    latest = tmp_path / f"{LATEST_FILE}.new-{token}"
+    latest.touch()
+    Ranks(tmp_path, state_at(2)).save(2)
+    assert all(path.exists() for path in (*theirs, latest))
+    other.kill()
+    other.wait()
+    Ranks(tmp_path, state_at(3)).save(3)
+    assert not any(path.exists() for path in (*theirs, latest))
+
+
+def test_nothing_is_written_through_a_link_in_the_place_of_a_temporary_file(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("mine")
+    for name in (f"{LATEST_FILE}.new", f"{LATEST_FILE}.new-{own_token()}"):
+        (tmp_path / name).symlink_to(elsewhere)
+    Ranks(tmp_path, state_at(1)).save(1)
+    assert elsewhere.read_text() == "mine" and (tmp_path / LATEST_FILE).read_text() == "1" and not (tmp_path / LATEST_FILE).is_symlink()
+
+
+@pytest.mark.parametrize("looks", [0, 1], ids=["before the save", "during the save"])
+def test_a_run_that_has_lost_its_lock_writes_no_checkpoint_and_every_rank_says_so(tmp_path: Path, looks: int) -> None:
+    ranks = Ranks(tmp_path, state_at(1))
+    ranks.save(1)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    left = iter([None] * looks)
+
+    def check_lock() -> None:
+        if next(left, "none") == "none":
+            raise CheckpointError("the lock is lost")
+
+    ranks.savers[0]._check_lock = check_lock
+    for saver in ranks.savers:
+        saver._options = SaveOptions(keep_last=1)
+    with pytest.raises(CheckpointError, match="the lock is lost"):
+        ranks.save(2)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 def test_only_the_wanted_checkpoints_are_kept(tmp_path: Path) -> None:

@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+import ast
+import os
+import pickle
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
+from harness.places import ROOT
+from harness.rank_pool import RankPool
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.data.split import parse_split
-from megatron_zpp.parallel.initialize import choose_device, is_mistake, joined_errors
-from megatron_zpp.parallel.launch import Launch
+from megatron_zpp.parallel.initialize import World, choose_device, gather_texts, is_mistake, joined_errors
+from megatron_zpp.parallel.launch import Launch, read_launch
 
 
 def test_gloo_means_the_cpu_whatever_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +58,42 @@ def test_an_error_that_the_package_raises_is_a_mistake_and_any_other_a_bug() -> 
         with pytest.raises(ValueError, match=".") as found:
             provoke()
         assert not is_mistake(found.value)
+
+
+# Of every rank in turn: nothing, other alphabets, a path whose bytes are no UTF-8, more than one packet.
+TEXTS = ("", "Größe 量 😀", "/data/\udcff", "long " * 40_000)
+
+
+def gather_texts_without_pickle() -> list[list[str]]:
+    """What this rank gathers from all, first short texts, then long ones, then none; pickle is out of order meanwhile."""
+    world = World(read_launch(os.environ), torch.device("cpu"), timedelta(minutes=1))
+    loads, dumps, pickler, unpickler = pickle.loads, pickle.dumps, dist.distributed_c10d._pickler, dist.distributed_c10d._unpickler
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a rank pickles")
+
+    pickle.loads = pickle.dumps = dist.distributed_c10d._pickler = dist.distributed_c10d._unpickler = refuse  # type: ignore[assignment]
+    try:
+        found = [gather_texts(f"rank {world.rank}"), gather_texts(TEXTS[world.rank]), gather_texts("")]
+    finally:
+        pickle.loads, pickle.dumps = loads, dumps
+        dist.distributed_c10d._pickler, dist.distributed_c10d._unpickler = pickler, unpickler
+    world.leave()
+    return found
+
+
+def test_texts_of_any_length_and_alphabet_cross_the_network_as_bytes(ranks: RankPool) -> None:
+    expected = [[f"rank {rank}" for rank in range(4)], [*TEXTS[:2], "/data/\\udcff", TEXTS[3]], [""] * 4]
+    assert ranks.run(2, 2, gather_texts_without_pickle) == [expected] * 4
+
+
+def test_nothing_that_ranks_send_is_pickled() -> None:
+    """No module imports pickle or calls a collective of objects; workers of a DataLoader, which pickle, stay on their machine."""
+    for path in [*(ROOT / "megatron_zpp").rglob("*.py"), ROOT / "pretrain_zeropp_gpt.py"]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        called = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+        assert not {name for name in called | imported if name.endswith(("gather_object", "object_list")) or "pickle" in name}, path
 
 
 def _pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

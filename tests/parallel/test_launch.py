@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_zpp.parallel.launch import Launch, first_host, read_launch
+from megatron_zpp.parallel.launch import Launch, SchedulerJob, first_host, is_launched, read_job, read_launch
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 DEEPSPEED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4", "CROSS_RANK": "1", "CROSS_SIZE": "2"}
@@ -163,3 +163,26 @@ def test_a_slurm_variable_that_is_not_a_number_is_named_with_its_value(name: str
 def test_a_world_without_a_rank_is_refused_naming_the_missing_variable() -> None:
     with pytest.raises(ValueError, match="RANK=''"):
         read_launch({"WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, False),
+        ({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, False),
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, False),  # a batch script
+        ({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "1"}, True),
+        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, True),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "0"}, True),
+        ({"MPI_LOCALRANKID": "0"}, True),
+    ],
+)
+def test_a_shell_or_a_batch_script_is_no_launcher(environment: dict[str, str], expected: bool) -> None:
+    assert is_launched(environment) == expected
+
+
+def test_a_job_that_slurm_has_queued_again_counts_its_restarts() -> None:
+    assert read_job({}) == SchedulerJob("", 0)
+    assert read_job({"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "big"}) == SchedulerJob("7 of big", 0)
+    assert read_job({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == SchedulerJob("7", 2)

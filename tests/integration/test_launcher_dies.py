@@ -1,0 +1,41 @@
+"""No rank outlives its launcher, which may be killed without a chance to end its ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from harness.places import HARNESS
+from harness.tiny_runs import TINY
+
+PROGRAM = HARNESS / "watched_rank.py"
+
+
+def test_ranks_of_a_killed_torchrun_end_and_say_why(tmp_path: Path) -> None:
+    flags = "--zero-stage 3 --train-iters 1000000".split()
+    words = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node 2".split(), str(PROGRAM), *TINY, *flags]
+    environment = {**os.environ, "WATCHED": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "said").open("w") as said:
+        torchrun = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=said)
+        diaries = [tmp_path / f"rank_{rank}.txt" for rank in range(2)]
+        while not all(diary.exists() and diary.stat().st_size > 0 for diary in diaries):
+            assert torchrun.poll() is None, (tmp_path / "said").read_text()
+            time.sleep(0.05)
+        torchrun.kill()
+        torchrun.wait()
+    ranks = [int((tmp_path / f"rank_{rank}.pid").read_text()) for rank in range(2)]
+    deadline = time.monotonic() + 120  # of a loaded machine; it takes a second or two
+    while any(_is_alive(pid) for pid in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert f"ended, because its launcher, process {torchrun.pid}, has died" in (tmp_path / "said").read_text()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
