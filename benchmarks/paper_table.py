@@ -3,9 +3,9 @@
     python benchmarks/paper_table.py
 
 The paper's world is 384 V100 as 24 nodes of 16, each node with 1, 2, 4 or 8 InfiniBand ports of 100 Gbit/s. The published figures are
-TFLOPS per GPU, which count 8 operations per parameter and token; they were read off the authors' bar charts, to about 0.15. The shapes of
-the models are not published; those assumed here have the same number of parameters. The authors' system shows no overlap of links and
-computation, so the model assumes none.
+TFLOPS per GPU, which count 8 operations per parameter and token; they were read from the authors' bar charts, with an error of
+about 0.15. The shapes of the models are not published; those assumed here have the same number of parameters. The published times show no
+overlap of communication and computation, so the model assumes none.
 
 Two kinds of constants are fitted to ZeRO-3's bars alone: the rate of a GPU, and the rate of a node's link for each number of ports. From
 these the model predicts ZeRO++'s bars: once with codecs that cost nothing, and once with one more constant, the time of a codec per value,
@@ -76,7 +76,7 @@ TUTORIAL_SECONDS = {"ZeRO-3": 9.9559, "ZeRO++": 3.6806}
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a step without overlap; its time is their sum. operations: of one rank; codec_values: encoded or decoded."""
+    """The parts of a step without overlap; its time is their sum. operations: of one rank. codec_values: values encoded or decoded."""
 
     operations: float
     node_bytes: float
@@ -102,7 +102,7 @@ def parts_of(model: str, samples: int, member: Member, world: PlannedWorld = WOR
 
 
 def _time(plan: RunPlan) -> StepTime:
-    """The parts of a step with all rates 1: a second per operation, per byte between nodes and per value of a codec."""
+    """The parts of a step if an operation, a byte between nodes and a value of a codec take one second each."""
     computation = computation_by_rate(plan.config, PADDED_VOCAB, 1.0)
     machine = Machine(LinkSpeed(1.0), LinkSpeed(INTRA_GIGABYTES * 1e9), CodecSpeed(1.0, 1.0, 1.0), Overlap.NONE)
     return plan.time(machine, computation)
@@ -118,7 +118,7 @@ class Fit:
 
 
 def fit(zero3: dict[Cell, Parts], zeropp: dict[Cell, Parts]) -> Fit:
-    """Constants with the least squares of relative errors; a step's time is linear in the inverse of every rate."""
+    """The constants with the least squares of relative errors: a linear problem, as a step's time is linear in the inverse rates."""
     rows, targets = [], []
     for cell, parts in zero3.items():
         seconds = parts.published_operations / (cell.zero3 * 1e12)
@@ -158,7 +158,7 @@ def table(found: Fit, zero3: dict[Cell, Parts], zeropp: dict[Cell, Parts]) -> li
 
 
 def tutorial(found: Fit) -> str:
-    """One sentence about the tutorial's log: the rate between nodes that its ZeRO-3 implies, and ZeRO++ predicted from that rate."""
+    """One sentence about the tutorial's log: the rate between nodes that its ZeRO-3 time implies, and ZeRO++ predicted with that rate."""
     zero3, zeropp = (parts_of("18B", 1, member, TUTORIAL_WORLD) for member in (ZERO3, ZEROPP))
     rate = zero3.node_bytes / (TUTORIAL_SECONDS["ZeRO-3"] - zero3.seconds(found.teraflops, float("inf")))
     seconds, published = zeropp.seconds(found.teraflops, rate, found.codec_seconds), TUTORIAL_SECONDS["ZeRO++"]
@@ -180,7 +180,7 @@ def main() -> None:
     rates = ", ".join(f"{rate / 1e9:.1f} GB/s on {ports}" for ports, rate in found.node_bytes_per_second.items())
     text = "\n".join(
         [
-            "TFLOPS per GPU as published (8 operations per parameter and token), and as the time model has them.",
+            "TFLOPS per GPU as published (8 operations per parameter and token), and as the time model computes them.",
             f"Fitted: {found.teraflops:.1f} TFLOP/s per GPU; into a node {rates} ports; codecs {found.codec_seconds * 1e12:.1f} ps/value.",
             "",
             *table(found, zero3, zeropp),

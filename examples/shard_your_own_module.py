@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # not needed once the packag
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.zero.engine import EngineOptions
 from megatron_zpp.zero.policy import POLICIES
-from megatron_zpp.zero.shard import full_weights, shard
+from megatron_zpp.zero.shard import full_weights, leave_world, shard
 
 STEPS, SAMPLES = 20, 64  # samples of a step, over all ranks
 
@@ -53,8 +53,7 @@ def main() -> None:
         print(f"and received {(traffic.inter_bytes + traffic.intra_bytes) // STEPS} bytes per step for weights and gradients")
         print(f"the whole model has {sum(weight.numel() for weight in weights.values())} weights")
     engine.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_world()
 
 
 def global_batch(step: int) -> tuple[Tensor, Tensor]:

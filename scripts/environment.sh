@@ -1,4 +1,5 @@
-# Sourced by the scripts beside it: changes to the repository root, and provides a Python with the packages of the requirement files.
+# Sourced by the scripts beside it: changes to the repository root, and defines functions that provide a Python with the packages of the
+# requirement files.
 # shellcheck shell=bash
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -33,7 +34,7 @@ make_venv() {
     export VIRTUAL_ENV="$ROOT/.venv" PATH="$ROOT/.venv/bin:$PATH"
 }
 
-# Prints the first Python that is new enough, else any Python.
+# Prints the path of the first Python that is new enough; if there is none, that of any Python.
 find_python() {
     local name
     for name in "${PYTHON:-python3}" python3.{14,13,12,11,10} python; do
@@ -50,11 +51,11 @@ is_new_enough() {
 }
 
 require_python() {
-    [[ -n "$1" ]] || stop "no Python is found; install Python 3.10 or newer."
+    [[ -n "$1" ]] || stop "no Python was found; install Python 3.10 or newer."
     is_new_enough "$1" || stop "$1 is $("$1" --version 2>&1), but Python 3.10 or newer is needed; install one, or name one with PYTHON=..."
 }
 
-# The stamp holds a hash of the requirement files, so that a second start does not run pip again.
+# The stamp holds a checksum of the requirement files, so that pip runs again only if they have changed.
 install_if_changed() {
     local stamp current
     stamp=".venv/requirements-$(printf '%s\n' "$@" | checksum).stamp"

@@ -3,9 +3,10 @@
     python tools/plan_run.py --nodes 24 --inter-gigabits 100 400 --teraflops 40 --memory-gigabytes 32 -- \
         --num-layers 40 --hidden-size 6144 --num-attention-heads 32 --seq-length 1024 --ranks-per-node 16 --fp16 --checkpoint-activations
 
-Flags after `--` are the training script's. Flags of ZeRO decide only details (bits, block, partition), because all members are compared.
-The plan is pure arithmetic and takes a second for any size of cluster; torch is not imported. docs/slow_links.md says what the time model
-assumes.
+Flags after `--` are the training script's. Of the ZeRO flags only the details count (bits, block, partition), because
+the plan compares all stages and features.
+The plan is pure arithmetic and takes a second for any size of cluster; torch is not imported. docs/slow_links.md lists the assumptions
+of the time model.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ WORTHWHILE = 1.03  # a feature with a smaller gain is not recommended
 
 @dataclass(frozen=True)
 class Estimate:
-    """One member of the family at one rate of the link between nodes. bound_by: the part of the step that is busy longest."""
+    """One member of the family at one rate of the link between nodes. bound_by: the part of the machine that is busy longest."""
 
     plan: RunPlan
     gigabits: float
@@ -227,7 +228,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of this tool, and the flags of the training script: those after `--`, or without `--` those unknown to this tool."""
+    """The options of this tool, and the flags of the training script: those after `--`; without `--`, those unknown to this tool."""
     if "--" in arguments:
         at = list(arguments).index("--")
         return parser.parse_args(arguments[:at]), list(arguments[at + 1 :])
@@ -254,14 +255,27 @@ def _parser() -> argparse.ArgumentParser:
         prog="plan_run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--nodes", type=_nodes, required=True, help="machines; the ranks of each are --ranks-per-node among the training script's flags")
+    add(
+        "--nodes",
+        type=_nodes,
+        required=True,
+        help="number of machines; --ranks-per-node among the training script's flags gives the ranks of each",
+    )
     add("--inter-gigabits", type=_positive, nargs="+", required=True, metavar="X", help="rates of a node's link to the others, Gbit/s")
-    add("--intra-gigabytes", type=_positive, default=100.0, metavar="X", help="into one rank inside its node, GB/s (default: %(default)s)")
+    add(
+        "--intra-gigabytes",
+        type=_positive,
+        default=100.0,
+        metavar="X",
+        help="rate at which one rank receives inside its node, GB/s (default: %(default)s)",
+    )
     speed = parser.add_mutually_exclusive_group(required=True)
-    speed.add_argument("--teraflops", type=_positive, metavar="X", help="that a rank sustains while it computes, recomputation counted")
-    speed.add_argument("--step-seconds", type=_positive, metavar="X", help="measured, of an iteration where links are no limit")
-    add("--memory-gigabytes", type=_positive, metavar="X", help="that a rank may use; without it everything fits")
-    add("--device", choices=("gpu", "cpu"), default="gpu", help="codec speed, latencies and overlap (default: %(default)s)")
+    speed.add_argument(
+        "--teraflops", type=_positive, metavar="X", help="speed that a rank sustains while it computes, with recomputation counted"
+    )
+    speed.add_argument("--step-seconds", type=_positive, metavar="X", help="measured time of an iteration that links do not slow down")
+    add("--memory-gigabytes", type=_positive, metavar="X", help="memory that a rank may use; without it everything fits")
+    add("--device", choices=("gpu", "cpu"), default="gpu", help="decides codec speed, latencies and overlap (default: %(default)s)")
     add("--link-efficiency", type=_positive, default=1.0, metavar="X", help="share of the link's rate that collectives reach (default: 1)")
     add(
         "--overlap",

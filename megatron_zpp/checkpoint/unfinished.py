@@ -29,7 +29,7 @@ SPARE_BYTES = 1 << 20  # for the manifest and other small files
 
 
 def make_unfinished(folder: Path) -> None:
-    """Deletes the leftovers of dead runs, then creates the folder of a new save."""
+    """Deletes what dead runs left, or restores it if it is the only complete copy; then creates the folder of a new save."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for leftover in leftovers(folder.parent):
         if leftover.stage is not Stage.UNFINISHED or is_abandoned(leftover.folder, leftover.token):
@@ -56,7 +56,7 @@ def _in_gib(nbytes: int) -> str:
 
 
 def write_pieces(path: Path, pieces: Sequence[Piece], chunk_bytes: int) -> tuple[StoredFile, list[StoredPiece]]:
-    """Writes a file of one-dimensional tensors named `<parameter>.<state>.<start>`. Returns its entries for the manifest."""
+    """Writes a file of one-dimensional tensors named `<parameter>.<state>.<start>`. Returns the entries of the manifest for it."""
     names = [f"{piece.parameter}.{piece.state}.{piece.start}" for piece in pieces]
     layout = lay_out(
         [TensorEntry(name, ELEMENT_TYPE, (piece.stop - piece.start,)) for name, piece in zip(names, pieces, strict=True)],
@@ -73,7 +73,7 @@ def write_record(unfinished: Path, rank: int, file: StoredFile, pieces: Sequence
     partial = unfinished / f"{_record_name(rank)}.partial"
     write_durably(partial, json.dumps({"file": vars(file), "pieces": [vars(piece) for piece in pieces]}))
     sync_folder(unfinished)
-    partial.rename(unfinished / _record_name(rank))  # last: once all records exist, rank 0 seals the folder and renames it
+    partial.rename(unfinished / _record_name(rank))  # the last write: rank 0 seals the folder once all records exist
 
 
 def read_record(unfinished: Path, rank: int) -> tuple[StoredFile, list[StoredPiece]] | None:
@@ -86,7 +86,10 @@ def read_record(unfinished: Path, rank: int) -> tuple[StoredFile, list[StoredPie
 
 
 def seal(unfinished: Path, manifest: Manifest) -> None:
-    """Writes manifest and marker into a folder that has all files of the manifest, and removes all other files."""
+    """Writes the manifest and its marker (complete.json), and removes files that the manifest does not name.
+
+    Raises CheckpointError if a file of the manifest does not have the length that was written.
+    """
     for stored in manifest.files:
         nbytes = (unfinished / stored.name).stat().st_size
         if nbytes != stored.nbytes:

@@ -35,10 +35,10 @@ class Backend(Protocol):
         """Fills output [members * numel] with `own` [numel] of every member of the lane, in member order; uint8 on both sides."""
 
     def exchange(self, lane: Lane, output: Tensor, sent: Tensor) -> Work:
-        """Sends the i-th of the equal parts of `sent` to member i, and fills `output` with what each member sent here; both uint8."""
+        """Sends the i-th equal part of `sent` to member i, and fills `output` with the parts for this rank, in member order; both uint8."""
 
     def gather_world(self, own: Tensor) -> Tensor:
-        """[world_size, numel]: `own` [numel] of every rank, in rank order; blocks, and every rank must call it."""
+        """[world_size, numel]: `own` [numel] of every rank, in rank order. Every rank must call it, and waits."""
 
 
 # torch 2.13 renames the collective and warns at every call by the old name.
@@ -59,7 +59,7 @@ class TorchWork:
 
 
 class TorchBackend:
-    """torch.distributed: one process group per lane, the default group for the whole world."""
+    """The collectives of torch.distributed. Each lane has its own process group; the default group is the whole world."""
 
     def __init__(self, topology: Topology, rank: int, groups: Mapping[Lane, dist.ProcessGroup]) -> None:
         self.topology = topology
@@ -84,14 +84,14 @@ class TorchBackend:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Names `what` a collective moved in its error, and what may be wrong: torch's own error says neither."""
+    """Adds `what` a collective carried, and the likely causes, to the text of its error. torch's own text has neither."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         raise RuntimeError(
-            f"{what}: the collective failed, since a rank or the link to it is gone, or slower than --distributed-timeout-minutes: {error}"
+            f"{what}: the collective failed, because a rank or its link is gone, or slower than --distributed-timeout-minutes: {error}"
         ) from error
 
 
@@ -131,7 +131,7 @@ class VirtualWorld:
                 this_round.call_back()
 
     def post(self, key: tuple[object, int], member: int, part: _Part, members: int, deliver: Callable[[list[_Part]], None]) -> VirtualWork:
-        """Posts one member's part; the member that completes the round delivers to all."""
+        """Posts one member's part. The last member to post delivers the parts to all members."""
         with self._lock:
             this_round = self._rounds.setdefault(key, _Round())
             this_round.parts[member] = part
@@ -235,4 +235,4 @@ def _deliver_exchange(parts: list[_Part]) -> None:
 def _check_sizes(parts: list[_Part], expected: list[int]) -> None:
     outputs = [part.output.numel() for part in parts]
     if len({*outputs, *expected}) > 1:
-        raise RuntimeError(f"the members of a collective meet with different messages: outputs of {outputs}, parts for {expected}")
+        raise RuntimeError(f"the members of a collective have messages of different sizes: outputs of {outputs}, parts for {expected}")

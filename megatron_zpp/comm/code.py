@@ -1,6 +1,6 @@
 """Describes the form in which values cross a link (no torch); comm/codecs.py implements it.
 
-A payload is what crosses of one slice:
+A payload holds the values of one slice:
 
     | blocks run, coded | exact run, never quantized |
 """
@@ -15,14 +15,14 @@ from megatron_zpp.parallel.topology import Link, Topology
 
 
 class Rotation(enum.Enum):
-    """How values are mixed before they are quantized. HADAMARD: every 32 neighbours, so that no outlier sets the scale of its block."""
+    """How values are mixed before they are quantized. HADAMARD: every 32 neighbours, which spreads an outlier over them."""
 
     NONE = "none"
     HADAMARD = "hadamard"
 
 
 class Rounding(enum.Enum):
-    """How a value becomes an integer. STOCHASTIC: up with the probability of its distance from the code below, so the mean error is 0."""
+    """How a value becomes an integer. STOCHASTIC: up with a probability equal to its distance from the lower integer."""
 
     NEAREST = "nearest"
     STOCHASTIC = "stochastic"
@@ -44,8 +44,8 @@ class Runs:
 class Code:
     """How the blocks run of a slice crosses a link.
 
-    bits: of an integer, 4 or 8. None: values keep the dtype that they are sent in, and nothing rotates or rounds.
-    Raises ValueError for other bits, and for a rotation or a rounding without bits.
+    bits: of each integer, 4 or 8. None: values are not quantized, but cross in a floating-point dtype that the codec is given.
+    Raises ValueError for other bits, and for a rotation or stochastic rounding without bits.
     """
 
     bits: int | None = None
@@ -54,24 +54,24 @@ class Code:
 
     def __post_init__(self) -> None:
         if self.bits is None and (self.rotation, self.rounding) != (Rotation.NONE, Rounding.NEAREST):
-            raise ValueError("values that cross as they are neither rotate nor round; choose 4 or 8 bits, or neither option")
+            raise ValueError("values that are not quantized can be neither rotated nor rounded; choose 4 or 8 bits, or neither option")
         if self.bits is not None and self.bits not in BITS:
-            raise ValueError(f"{self.bits} bits per value is no code; choose 4 or 8, or None for values as they are")
+            raise ValueError(f"{self.bits} bits per value are not available; choose 4 or 8, or None for values that are not quantized")
 
     @property
     def is_exact(self) -> bool:
-        """Whether values cross as they are."""
+        """Whether values cross without being quantized."""
         return self.bits is None
 
     @property
     def mixes_neighbours(self) -> bool:
-        """Whether the error of a value reaches its neighbours, padding among them."""
+        """Whether the error of a value spreads to its neighbours, which may be padding."""
         return self.rotation is not Rotation.NONE
 
     def blocks_bytes(self, numel: int, *, element_bytes: int, block_numel: int = 1) -> int:
-        """Bytes of a blocks run of `numel` values: where the exact run begins.
+        """Bytes of a blocks run of `numel` values. The exact run begins after them.
 
-        element_bytes: of a value that crosses as it is. block_numel: number of values that share a scale.
+        element_bytes: of a value that is not quantized. block_numel: number of values that share a scale.
         """
         return padded_bytes(numel * element_bytes) if self.bits is None else coded_bytes(numel, self.bits, block_numel)
 
@@ -93,19 +93,19 @@ class LinkCodes:
 
     @property
     def are_alike(self) -> bool:
-        """Whether a payload that one link has brought crosses the other unchanged."""
+        """Whether a payload that came over one link crosses the other unchanged."""
         return self.inter == self.intra
 
     @property
     def any_mixes_neighbours(self) -> bool:
-        """Whether on one of the links the error of a value reaches its neighbours."""
+        """Whether the error of a value spreads to its neighbours on at least one link."""
         return self.inter.mixes_neighbours or self.intra.mixes_neighbours
 
     def in_world(self, topology: Topology) -> LinkCodes:
-        """The codes that a world uses.
+        """The codes to use in a world of this topology.
 
-        A link of one rank takes over the other link's code: nothing crosses it, so the same payload stands on both of its sides, and
-        recoding that payload would only add error. A world of one rank sends nothing, and keeps its values as they are.
+        Nothing crosses a link of one rank. It takes the code of the other link, because a change of code between the two links would only
+        add error. In a world of one rank nothing is quantized.
         """
         if topology.world_size == 1:
             return LinkCodes()

@@ -4,7 +4,7 @@ A payload holds the slice's blocks run and its exact run, each padded to 16 byte
 
     | blocks run, encoded | exact run, never quantized |
 
-An exact run holds norm gains and biases, which are few and feel an error most.
+An exact run holds norm gains and biases: they are few, and errors in them do the most harm.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Regions:
         return Regions(self.blocks[index : index + 1], self.exact[index : index + 1])
 
     def range(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flat buffer that these are views of. A range may not span the two regions."""
+        """Elements [start, stop) of the flat buffer that both matrices are views of. A range may not span the two regions."""
         boundary = self.blocks.numel()
         if stop <= boundary:
             return self.blocks.view(-1)[start:stop]
@@ -70,21 +70,21 @@ class Regions:
 
 
 class Codec(Protocol):
-    """How slices become payloads and back. Values are fp32, bf16 or fp16; payloads are uint8, in rows that start at multiples of 16 bytes.
+    """Turns slices into payloads and back. Values are fp32, bf16 or fp16; payloads are uint8, in rows that start at multiples of 16 bytes.
 
-    EngineOptions.make_codec makes one codec per unit, link and direction. A codec of one's own must keep these rules:
-    - It is immutable, and equal codecs compare equal: where both links have equal ones, a payload crosses the second link unchanged.
+    EngineOptions.make_codec makes one codec per unit, link and direction. A codec of your own must keep these rules:
+    - It is immutable, and codecs that encode alike compare equal. If both links have equal codecs, a payload crosses both unchanged.
     - payload_bytes depends on `runs` alone, so that all ranks send messages of the same size.
     - The same payload decodes to the same bits on every rank, or ranks would train different weights.
-    - Zeros decode to zeros, because padding holds zeros and must keep them.
+    - Zeros decode to zeros, because padding must stay zero. (Rotated codes are an exception: UnitGradient.clear_padding.)
     - A NaN or inf decodes to a NaN or inf, so that every rank sees it and skips the step.
     - It keeps no state from call to call and no reference to its arguments. The lanes call it without autograd, in a thread or on a CUDA
       stream of their own.
 
-    Who calls: a climb encodes the own slice from fp32 main weights, and decodes all slices into the working dtype. A descent encodes all
-    slices from the working dtype; each hop then decodes the mean into fp32, which the next hop encodes.
+    A climb encodes the own slice from fp32 main weights, and decodes all slices into the working dtype. A descent encodes all slices, from
+    the working dtype or from fp32 sums. Each hop of a descent decodes the mean into fp32, and the next hop encodes that mean.
 
-    rests_encoded: whether encoding costs more than a copy, so that weights at rest keep their payload.
+    rests_encoded: whether encoding costs more than a copy. If it does, the engine keeps payloads that are needed again within a step.
     """
 
     rests_encoded: ClassVar[bool]
@@ -93,19 +93,19 @@ class Codec(Protocol):
         """Bytes of one slice's payload, a multiple of 16."""
 
     def encode_into(self, values: Regions, payloads: Tensor) -> None:
-        """Fills payloads [slices, payload_bytes] from `values`, every byte that decoding reads."""
+        """Encodes `values` into payloads [slices, payload_bytes]. Writes every byte that decoding reads."""
 
     def decode_into(self, payloads: Tensor, values: Regions) -> None:
-        """Fills `values` from payloads [slices, payload_bytes]."""
+        """Decodes payloads [slices, payload_bytes] into `values`."""
 
     def decode_mean_into(self, payloads: Tensor, mean: Regions, *, accumulate: bool) -> None:
-        """Writes to the fp32 `mean`, or adds to it, the mean over members of payloads [members, slices, payload_bytes].
+        """Decodes payloads [members, slices, payload_bytes], and writes the mean over members to the fp32 `mean`, or adds it.
 
         The sum runs over members 0, 1, ... in fp32, then it is divided by their number.
         """
 
     def keyed(self, key: int) -> Codec:
-        """The same codec, which draws its stochastic rounding from `key`; itself if it rounds to nearest. Called for every descent."""
+        """The same codec with stochastic rounding drawn from `key`; the codec itself if it rounds to nearest. Called for every descent."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class CastCodec:
         return self
 
     def run_at(self, payloads: Tensor, offset_bytes: int, numel: int) -> Tensor:
-        """The values [..., numel] that stand at `offset_bytes` in every row of payloads [..., payload_bytes]."""
+        """The values [..., numel] that begin at `offset_bytes` in every row of payloads [..., payload_bytes]."""
         return payloads[..., offset_bytes : offset_bytes + numel * self.dtype.itemsize].view(self.dtype)
 
     def regions_of(self, payloads: Tensor, runs: Runs) -> Regions:
@@ -145,13 +145,13 @@ class CastCodec:
 
 @dataclass(frozen=True)
 class BlockCodec:
-    """The blocks run as integers with one fp32 scale per block; the exact run as it is.
+    """Encodes the blocks run as integers with one fp32 scale per block, and only casts the exact run.
 
     | codes | scales | exact run |, each padded to 16 bytes
 
-    code: any but an exact one. A Hadamard rotation spreads errors onto the padding behind a parameter too; a caller that needs zeros there
+    code: a code with bits. A Hadamard rotation spreads errors to the padding after a parameter as well; a caller that needs zeros there
     writes them.
-    noise_key: stochastic rounding is drawn from it and from a value's index among those encoded at once. None: the code rounds to nearest.
+    noise_key: stochastic rounding depends on it and on a value's index within one call. None if the code rounds to nearest.
     """
 
     code: Code
@@ -183,7 +183,8 @@ class BlockCodec:
 
     def decode_into(self, payloads: Tensor, values: Regions) -> None:
         if self.is_rotated:
-            # A mean of one: gradients alone are rotated, and they end in means, so that decode_blocks need not know rotation.
+            # decode_blocks cannot rotate back, but a mean can, so this is a mean over one member. The engine rotates gradients only, and
+            # these are always decoded as means.
             wide = torch.empty_like(values.blocks, dtype=torch.float32)
             self._decode_mean(payloads.unsqueeze(0), wide, accumulate=False)
             values.blocks.copy_(wide)
@@ -199,7 +200,7 @@ class BlockCodec:
         return replace(self, noise_key=key) if self.code.rounding is Rounding.STOCHASTIC else self
 
     def has_blocks_of(self, other: BlockCodec) -> bool:
-        """Whether both encode the same blocks of the same numbers, if with different bits."""
+        """Whether both have the same blocks and the same rotation; their bits may differ."""
         return (self.block_numel, self.code.rotation) == (other.block_numel, other.code.rotation)
 
     def exact_run(self, payloads: Tensor, runs: Runs) -> Tensor:
@@ -211,11 +212,11 @@ class BlockCodec:
         decode_mean_blocks(payloads, mean, bits=self.bits, block_numel=self.block_numel, accumulate=accumulate, rotated=self.is_rotated)
 
 
-CodecFactory = Callable[[Code, torch.dtype, int], Codec]  # of a code, the dtype of values that cross as they are, and block_numel
+CodecFactory = Callable[[Code, torch.dtype, int], Codec]  # arguments: the code, the dtype of values that are not quantized, block_numel
 
 
 def make_codec(code: Code, dtype: torch.dtype, block_numel: int) -> Codec:
-    """The codec of `code`. dtype: of values that cross as they are. A codec that rounds by chance starts with key 0; `keyed` sets it."""
+    """The codec of `code`. dtype: of values that are not quantized. Stochastic rounding starts with key 0; `keyed` sets another."""
     if code.is_exact:
         return CastCodec(dtype)
     return BlockCodec(code, block_numel, CastCodec(dtype), 0 if code.rounding is Rounding.STOCHASTIC else None)
@@ -224,8 +225,8 @@ def make_codec(code: Code, dtype: torch.dtype, block_numel: int) -> Codec:
 def recode_mean_into(codec: Codec, payloads: Tensor, next_codec: Codec, recoded: Tensor, runs: Runs) -> None:
     """Fills recoded [slices, next payload_bytes] with the mean over members of payloads [members, slices, payload_bytes].
 
-    The middle of a two-hop descent; the mean is in fp32 before `next_codec` encodes it. Between alike block codecs it is one fused pass,
-    in which rotated values stay rotated.
+    Called between the two hops of a descent. The mean is in fp32 before `next_codec` encodes it. If both codecs have the same blocks, one
+    fused kernel does both, and rotated values stay rotated.
     """
     if isinstance(codec, BlockCodec) and isinstance(next_codec, BlockCodec) and codec.has_blocks_of(next_codec):
         recode_mean_blocks(
@@ -247,12 +248,12 @@ def recode_mean_into(codec: Codec, payloads: Tensor, next_codec: Codec, recoded:
 
 
 def add_mean_(mean: Tensor, members: Tensor, *, accumulate: bool) -> None:
-    """Writes to the fp32 `mean` [slices, run], or adds to it, the mean of members [members, slices, run], summed in fp32 in their order."""
+    """Writes the mean of members [members, slices, run] to the fp32 `mean` [slices, run], or adds it. Sums in fp32, in their order."""
     total = torch.empty_like(mean) if accumulate else mean
     total.copy_(members[0])
     for member in members[1:]:
         total.add_(member)
-    # A tensor on the same device: dividing by a number, torch on CUDA multiplies by its rounded inverse.
+    # The divisor is a tensor: if it were a number, torch would multiply by its rounded inverse on CUDA.
     total.div_(torch.full((), len(members), dtype=torch.float32, device=total.device))
     if accumulate:
         mean.add_(total)

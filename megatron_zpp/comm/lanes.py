@@ -1,9 +1,10 @@
-"""Lanes run hops so that every rank sends the same messages in the same order and no ranks wait for each other in a circle.
+"""Lanes run hops so that every rank sends the same messages in the same order and no deadlock can arise.
 
-A climb or a descent is a chain of hops, each one collective on one lane; a hop names the hop before it. Three rules hold on every rank:
-a lane launches and lands its hops first in, first out, in the order of submission; a hop is prepared once the hop that it names has landed,
-and waits for nothing else; at most MOST_CROSSING collectives of a lane are under way. An error in one hop fails every hop that has not
-landed.
+A climb or a descent is a chain of hops; a hop names the hop that must land before it (`after`). Three rules hold on every rank:
+- A lane prepares, launches and lands its hops in the order in which they were submitted.
+- A hop is prepared after the hop that it names has landed. It waits for nothing else on other lanes.
+- At most MOST_CROSSING collectives of a lane are under way.
+If one hop fails, every hop that has not landed fails with it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _WATCH_SECONDS = 1.0
 
 
 def nothing() -> None:
-    """What a hop without anything to prepare, send or decode calls."""
+    """Does nothing: for hops that have nothing to prepare, send or decode."""
 
 
 @dataclass(eq=False)
@@ -54,7 +55,7 @@ class Hop(Times):
 
 
 class Lanes(Protocol):
-    """The engine's view: it submits hops in the order of its schedule, and waits for those whose results it needs."""
+    """What the engine needs of lanes: it submits hops in the order of its schedule, and waits for those whose results it needs."""
 
     def submit(self, hop: Hop) -> None: ...
 
@@ -66,8 +67,8 @@ class Lanes(Protocol):
 def make_lanes(device: torch.device, watch: Callable[[], None] = nothing) -> Lanes:
     """Streams on CUDA, a thread elsewhere.
 
-    watch: raises once another rank is known to have failed. On CUDA the host does not wait, so there the launcher or NCCL's timeout ends
-    the other ranks.
+    watch: raises if another rank has failed. It is not used on CUDA, where the host does not wait: there the launcher or NCCL's timeout
+    ends the other ranks.
     """
     return StreamLanes(device) if device.type == "cuda" else ThreadLanes(watch=watch)
 
@@ -75,11 +76,11 @@ def make_lanes(device: torch.device, watch: Callable[[], None] = nothing) -> Lan
 class ThreadLanes:
     """Lanes that one thread moves along, beside computation.
 
-    A link never waits for a codec: the next hop of a lane is prepared while MOST_CROSSING collectives are under way. When one of them has
+    To keep links busy, the next hop of a lane is prepared while MOST_CROSSING collectives are under way. When one of them has
     ended, the next is started before the ended one is decoded.
     pause: called before a hop is prepared; tests pass random delays.
-    watch: called now and then in a long wait. It raises once another rank is known to have failed, because a message from that rank, or
-    from one that waits for it, will never come.
+    watch: called now and then during a long wait. It raises if another rank has failed, because a message from that rank, or from one that
+    waits for it, will never come.
     """
 
     def __init__(self, pause: Callable[[], None] = nothing, watch: Callable[[], None] = nothing) -> None:
@@ -125,9 +126,9 @@ class ThreadLanes:
 
 
 class _Mover:
-    """The thread of the lanes and its state, which `changed` guards. It must not refer to the lanes: it ends when they are collected.
+    """The thread of the lanes and its state, which `changed` guards. It must not refer to ThreadLanes, whose garbage collection ends it.
 
-    queues: by lane, the hops that have not landed. comm/moves.py says what comes next.
+    queues: by lane, the hops that have not landed. comm/moves.py chooses the next move.
     """
 
     def __init__(self, pause: Callable[[], None]) -> None:
@@ -139,7 +140,7 @@ class _Mover:
         self._has_ended = False
 
     def raise_error(self) -> None:
-        """Raises the error that stopped the lanes: first the error itself, later one that names it."""
+        """Raises the error that stopped the lanes: the error itself at first, later a RuntimeError that names it as its cause."""
         if self._error is None:
             return
         if self._is_raised:
@@ -168,12 +169,12 @@ class _Mover:
             except BaseException as error:
                 self.fail(error)
                 return
-            del move  # a waiting thread must hold no hop: it refers to the lanes, which then would never be collected
+            del move  # a hop refers to the lanes, so while this thread waits it must hold none, or they would never be collected
 
     def _next_move(self) -> Callable[[], None] | None:
         with self.changed:
             while not self._has_ended and self._error is None:
-                found = first_move(self.queues.values(), time.monotonic())  # all known times lie in the past, so the kind of move decides
+                found = first_move(self.queues.values(), time.monotonic())  # every possible move can start now, so the kind of move decides
                 if found is not None:
                     move = {Move.LAUNCH: self._launch, Move.LAND: self._land, Move.PREPARE: self._prepare}[found.move]
                     return partial(move, found.hop)
@@ -213,7 +214,8 @@ class _Mover:
 class StreamLanes:
     """Lanes as CUDA side streams: a hop is enqueued when submitted, and waiting for it makes the compute stream wait for its event.
 
-    Buffers are allocated and freed on the compute stream; a lane waits for that stream before it touches them.
+    Rungs are allocated and freed on the compute stream, and a lane waits for that stream before it touches them. Other buffers are taken
+    on the lane's own stream; comm/staging.py makes the next taker wait for their last use.
     """
 
     def __init__(self, device: torch.device) -> None:

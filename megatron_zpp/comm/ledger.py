@@ -10,7 +10,7 @@ from megatron_zpp.parallel.topology import Link, Topology
 
 
 class Category(enum.Enum):
-    """The purpose of bytes."""
+    """The purpose for which bytes were received."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -34,8 +34,11 @@ class Traffic:
 
 @dataclass
 class Ledger:
-    """The account of one rank. Traffic is measured where a collective is made, and booked where its result is waited for: a climb that was
-    started ahead belongs to the step whose forward waits for it."""
+    """The bytes that one rank has received, by category.
+
+    The traffic of a hop is measured when the hop is made, and booked when its result is waited for. So a climb that was submitted ahead
+    counts in the step whose forward waits for it.
+    """
 
     topology: Topology
     rank: int
@@ -60,7 +63,7 @@ class Ledger:
         return total
 
     def inter_node_bytes(self, traffic: Traffic) -> int:
-        """Bytes entering one node, from the bytes entering one of its ranks."""
+        """Bytes that enter one node, computed from those that enter one of its ranks."""
         return self.topology.into_node(traffic.inter_bytes)
 
 

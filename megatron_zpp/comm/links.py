@@ -1,11 +1,11 @@
-"""Makes the hops of the ladder: weights climb by all-gather, gradients descend by an exchange and a mean, each hop over one link.
+"""Makes the hops of climbs and descents. Weights climb by all-gathers; gradients descend by exchanges of slices, each followed by a mean.
 
 For one unit on rank j of partition n, with N partitions of G ranks and payloads in slice order:
 
     climb     own slice --inter: gather N--> secondary payloads --intra: gather G--> all W payloads --decode--> full
     descend   full --encode W, intra: exchange G, mean--> N slices --encode, inter: exchange N, mean--> own slice
 
-A link of one rank moves nothing: no codec, no bytes.
+Over a link of one rank no bytes cross, and gradients are not encoded for it.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class LinkCodecs:
 
     @classmethod
     def of(cls, codes: LinkCodes, dtype: torch.dtype, block_numel: int, noise_seed: int = 0, make: CodecFactory = make_codec) -> LinkCodecs:
-        """The codecs of `codes`, those of this world (LinkCodes.in_world). make: makes each of them."""
+        """The codecs of `codes`, which LinkCodes.in_world has fitted to this world. make: makes one codec."""
         return cls(make(codes.inter, dtype, block_numel), make(codes.intra, dtype, block_numel), noise_seed)
 
     def drawn_for(self, *place: int | str) -> LinkCodecs:
-        """The same codecs with the random draws of `place`, which are the same in every run and different at every other place."""
+        """The same codecs, whose stochastic rounding draws from `place`: the same numbers in every run, others at every other place."""
         inter, intra = (
             codec.keyed(noise_key(self.noise_seed, link.name, *place))
             for link, codec in ((Link.INTER, self.inter), (Link.INTRA, self.intra))
@@ -58,7 +58,7 @@ class LinkCodecs:
 
 @dataclass(frozen=True)
 class Climb:
-    """A climb to a secondary rung, of slices of `runs`.
+    """The unit that climbs to a secondary rung. runs: of each slice.
 
     encode_own: fills the payload [1, payload_bytes] of the own slice, in the inter link's codec.
     """
@@ -85,10 +85,10 @@ class Ladder:
         self.own_slice = self.topology.slice_of(self.rank)
 
     def climb_to_secondary(self, climb: Climb, payloads: Tensor, after: Hop | None = None) -> Hop:
-        """The hop that fills `payloads` [N, payload_bytes], a secondary rung in the intra link's codec, from the own slices of a column.
+        """The hop that fills `payloads` [N, payload_bytes], a secondary rung in the intra link's codec, with the own slices of the column.
 
-        With one partition nothing crosses, but it is still a hop that prepares: so the lane encodes the own slice beside computation, and
-        the hop over the intra link has one to come after.
+        With one partition nothing crosses. The hop still encodes the own slice, so that the lane does this beside computation and the hop
+        over the intra link can wait for it.
         """
         codecs, name = climb.codecs, climb.name
         if self.partitions == 1:
@@ -115,7 +115,7 @@ class Ladder:
         return self._submit(Hop(name, INTER_CLIMB, launch, land, after, self.ledger.measure(Link.INTER, own_bytes), prepare))
 
     def climb_to_full(self, name: str, codec: Codec, payloads: Tensor, full: Regions, after: Hop | None) -> Hop:
-        """The hop that fills `full` [W slices] from the secondary rungs, payloads [N, payload_bytes], of the ranks of this partition."""
+        """The hop that fills `full` [W slices] from the secondary rungs of this partition. payloads: this rank's, [N, payload_bytes]."""
         if self.partition_ranks == 1:
             return self._submit(Hop(name, INTRA_CLIMB, nothing, lambda: codec.decode_into(payloads, full), after))
         gathered: list[Tensor] = []
@@ -132,7 +132,7 @@ class Ladder:
         return self._submit(Hop(name, INTRA_CLIMB, launch, land, after, traffic))
 
     def descend(self, name: str, codecs: LinkCodecs, full: Regions, primary: Regions, *, accumulate: bool) -> list[Hop]:
-        """The hops that bring the mean of `full` [W slices] over all ranks to the fp32 `primary` [1 slice]; the last one lands it."""
+        """The hops that bring the mean of `full` [W slices] over all ranks to the fp32 `primary` [1 slice]; the last one writes it."""
         if self.partitions == 1:
             return [self.descend_to_secondary(name, codecs.intra, full, primary, accumulate=accumulate)]
         if self.partition_ranks == 1:
@@ -173,7 +173,7 @@ class Ladder:
         return Hop(name, lane, exchange.launch, partial(exchange.land, mean, accumulate), None, exchange.traffic, prepare)
 
     def gather_world(self, own: Tensor) -> Tensor:
-        """[world_size, numel]: `own` [numel] of every rank, a few numbers, in rank order; blocks, and every rank must call it."""
+        """`own` [numel] of every rank, [world_size, numel] in rank order; for a few numbers. Every rank must call it, and waits."""
         self.ledger.book(Category.CONTROL, self.ledger.measure_world(own.nbytes))
         return self.backend.gather_world(own)
 
@@ -183,7 +183,7 @@ class Ladder:
 
 
 class _Exchange:
-    """The payloads of one descent over one link: `slices` are sent, an equal share to each member, and as many are received."""
+    """The payloads of one descent over one link: this rank sends `slices` of them, an equal share to each member, and receives as many."""
 
     def __init__(self, ladder: Ladder, lane: Lane, codec: Codec, runs: Runs, slices: int) -> None:
         self._ladder = ladder
@@ -231,6 +231,6 @@ def _add_or_copy(values: Regions, mean: Regions, accumulate: bool) -> None:
 
 
 def noise_key(*place: int | str) -> int:
-    """A number of 63 bits that depends on every part of `place` and on nothing else, such as history, process or machine."""
+    """A 63-bit number computed from `place` alone, so it is the same in every process, on every machine and after a restart."""
     digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - KEY_BITS)

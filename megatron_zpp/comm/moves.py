@@ -1,7 +1,8 @@
 """Chooses what the thread of the lanes does next: one rule, for the thread itself and for the time model that predicts it (no torch).
 
-A hop is submitted, prepared, launched, crossed and landed. Each of these has a time, which is NEVER until it is known. The thread uses
-wall-clock times, so a known time has passed. In the time model a launched hop crosses at a known time in the future.
+A hop is submitted, prepared, launched, crossed (its collective has ended) and landed. Each of these has a time, which is NEVER until
+it is known. The thread notes each event when it happens, so known times lie in the past. The time model computes them in advance: as soon
+as a hop is launched, it knows the later time at which the hop will have crossed.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ NEVER = math.inf
 
 
 class Move(enum.IntEnum):
-    """Moves in order of priority, for those that can start at the same time: keep a link busy, serve who may be waiting, look ahead."""
+    """The moves of a hop. Of those that can start at the same time, the first in this order is made."""
 
-    LAUNCH = 0
-    LAND = 1
-    PREPARE = 2
+    LAUNCH = 0  # keeps a link busy
+    LAND = 1  # computation may wait for it
+    PREPARE = 2  # is needed later
 
 
 @dataclass(eq=False, kw_only=True)
@@ -43,7 +44,7 @@ class Times:
 
 
 class TimedHop(Protocol):
-    """A hop with its times. after: the hop whose landing this one needs before it is prepared."""
+    """A hop with its times. after: the hop that must land before this one is prepared."""
 
     submitted: float
     prepared: float
@@ -68,10 +69,10 @@ class NextMove(Generic[HopType]):
 
 
 def first_move(lanes: Iterable[deque[HopType]], free_from: float) -> NextMove[HopType] | None:
-    """The next move of a thread that is free from `free_from` on; None if no known time allows one.
+    """The next move of a thread that is free from `free_from` on; None if no move can start at a known time.
 
-    lanes: the hops of each lane that have not landed, in the order of submission. Only the first of each matter: those under way, at most
-    MOST_CROSSING, and the one after them.
+    lanes: the hops of each lane that have not landed, in the order of submission. Only the first MOST_CROSSING + 1 of each lane are looked
+    at.
     """
     moves = (move for lane in lanes for move in _moves(lane, free_from))
     return min(moves, key=lambda found: (found.start, found.move), default=None)
@@ -96,7 +97,7 @@ def _possible(ready: float, free_from: float, move: Move, hop: HopType) -> Itera
 
 
 def _place_free(launched: list[HopType]) -> float:
-    """When fewer than MOST_CROSSING of the lane's collectives are under way."""
+    """The time from which fewer than MOST_CROSSING of the lane's collectives are under way."""
     if len(launched) < MOST_CROSSING:
         return 0.0
     return sorted(hop.crossed for hop in launched)[-MOST_CROSSING]

@@ -10,7 +10,7 @@ from megatron_zpp.comm.lanes import Hop, Lanes
 from megatron_zpp.comm.links import INTER_CLIMB, INTER_DESCEND, INTRA_CLIMB, INTRA_DESCEND
 from megatron_zpp.monitor.observer import Observer
 
-# Timers of monitor.timers: the time that computation waits for the hops of a lane.
+# For each lane, the timer (monitor.timers) of the time that computation waits for its hops.
 WAIT_TIMERS = {
     INTER_CLIMB: "params-all-gather-inter",
     INTRA_CLIMB: "params-all-gather-intra",
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 class ObservedLanes:
     """The lanes of a rank. Reports what the host does for each hop: encoding, sending, decoding and waiting.
 
-    A wait for a hop first waits for the hop before it, so that each link's wait is reported apart.
+    A wait for a hop first waits for the hop that must land before it, so that the wait for each link is reported separately.
     """
 
     def __init__(self, lanes: Lanes, observer: Observer) -> None:

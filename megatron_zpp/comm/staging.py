@@ -1,4 +1,4 @@
-"""Reuses the buffers that payloads pass through: allocated once per size, taken and given back."""
+"""Reuses the buffers that payloads pass through: a buffer that was given back is taken again for a payload of the same size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Staging:
-    """Free buffers of one device by size in bytes; safe for threads. On CUDA a taker's stream waits for the giver's last use."""
+    """The free buffers of one device, by size in bytes. Several threads may use it. On CUDA, streams wait for each other (see `give`)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -39,7 +39,7 @@ class Staging:
             self._free.clear()
 
     def give(self, buffer: Tensor) -> None:
-        """Takes a buffer back once the current stream has finished with it."""
+        """Takes a buffer back. On CUDA, the stream of its next user waits until the current stream has finished with it."""
         event = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
         with self._lock:
             self._free.setdefault(buffer.numel(), []).append((buffer, event))

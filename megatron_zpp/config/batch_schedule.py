@@ -13,12 +13,12 @@ from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.schema import Config, OptimizerConfig, TrainingConfig
 
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-RAMP_EXAMPLE = "needed are three whole numbers from 1 on, such as 16 8 300000: start, increment, samples"
-STEPS_EXAMPLE = 'needed are pairs of tokens and batch size, such as "0:768 250B:1536"'
+RAMP_EXAMPLE = "give start, increment and samples, three whole numbers from 1 on, such as 16 8 300000"
+STEPS_EXAMPLE = 'give pairs of tokens and batch size, such as "0:768 250B:1536"'
 
 
 class BatchStage(NamedTuple):
-    """start: consumed samples from which on the size holds. asked_size: samples of a global batch that the flags ask for."""
+    """start: the size holds once this many samples are consumed. asked_size: the global batch size that the flags ask for."""
 
     start: int
     asked_size: int
@@ -28,9 +28,9 @@ class BatchStage(NamedTuple):
 class BatchSchedule:
     """The size of every global batch of a run.
 
-    stages: ascending from sample 0. grain: samples of one micro-batch of every rank; a batch is a multiple of it.
-    may_decrease: whether a size that is not a multiple is rounded down to one. A size that fits neither way is kept, so that lengths can be
-    computed before it is known whether the run reaches it; `misfit` finds it.
+    stages: ascending from sample 0. grain: samples of one micro-batch on every rank; batches must be multiples of it.
+    may_decrease: whether other sizes are rounded down to a multiple. A size that still does not fit is kept, because the run may never
+    reach it; `misfit` finds it.
     """
 
     stages: tuple[BatchStage, ...]
@@ -65,7 +65,7 @@ class BatchSchedule:
         return consumed_samples
 
     def iterations_within(self, samples: int, consumed_samples: int = 0) -> int:
-        """The number of further whole batches until `samples` are consumed."""
+        """The number of further whole batches within the first `samples` samples of the run."""
         iterations = 0
         for stage, most in self._runs(consumed_samples):
             fitting = max(0, samples - consumed_samples) // self._size(stage)
@@ -118,8 +118,8 @@ def _stages(training: TrainingConfig, full_size: int, seq_length: int) -> Iterat
 class Horizons:
     """Lengths of the schedules of learning rate and weight decay, in samples from the start of training.
 
-    warmup_samples: to the end of the warmup; a fraction of the decay need not be a whole number. decay_samples: to the end of the decay.
-    annealing_samples: how many of these belong to the annealing of WSD.
+    warmup_samples: to the end of the warmup; as a fraction of the decay it may not be whole. decay_samples: to the end of the decay.
+    annealing_samples: the length of WSD's annealing, which is the last part of the decay.
     """
 
     warmup_samples: float
@@ -128,7 +128,10 @@ class Horizons:
 
 
 def horizons(optimizer: OptimizerConfig, training: TrainingConfig, batches: BatchSchedule) -> Horizons:
-    """The horizons of a resolved configuration. An iteration counts the samples that the flags ask for, whatever the world."""
+    """The horizons of a resolved configuration, the same in every world.
+
+    Iterations are converted to samples by the batch sizes that the flags ask for; those of WSD's annealing by the last size.
+    """
     decay = _samples(optimizer.lr_decay_samples, optimizer.lr_decay_iters, batches)
     if optimizer.lr_warmup_fraction is not None:
         warmup: float = optimizer.lr_warmup_fraction * decay
@@ -172,7 +175,7 @@ def read_ramp(words: Sequence[str]) -> Ramp:
     try:
         ramp = Ramp(*(int(word) for word in words))
     except (TypeError, ValueError):
-        raise FlagError(f"{spelled} is no ramp; {RAMP_EXAMPLE}.") from None
+        raise FlagError(f"{spelled} is not a ramp; {RAMP_EXAMPLE}.") from None
     if min(ramp) < 1:
         raise FlagError(f"{spelled} has a value below 1; {RAMP_EXAMPLE}.")
     return ramp
@@ -199,7 +202,7 @@ def read_steps(text: str, seq_length: int) -> Iterator[BatchStage]:
     spelled = f'--step-batch-size-schedule "{text}"'
     stages = sorted(_step(pair, spelled, seq_length) for pair in text.replace(",", " ").split())
     if not stages or stages[0].start != 0:
-        raise FlagError(f"{spelled} does not say with what the run begins; {STEPS_EXAMPLE}, the first from 0 tokens on.")
+        raise FlagError(f"{spelled} has no batch size for the start of the run; {STEPS_EXAMPLE}, the first from 0 tokens on.")
     for before, after in pairwise(stages):
         if before.start == after.start:
             raise FlagError(f"{spelled} has two sizes from sample {after.start} on; choose thresholds further apart.")
@@ -213,7 +216,7 @@ def _step(pair: str, spelled: str, seq_length: int) -> BatchStage:
     except (ArithmeticError, ValueError):
         raise FlagError(f"{spelled} has the pair {pair}; {STEPS_EXAMPLE}.") from None
     if stage.start < 0 or stage.asked_size < 1:
-        raise FlagError(f"{spelled} has the pair {pair}; {STEPS_EXAMPLE}, no threshold below 0 and no size below 1.")
+        raise FlagError(f"{spelled} has the pair {pair}; {STEPS_EXAMPLE}, with no threshold below 0 and no size below 1.")
     return stage
 
 

@@ -1,6 +1,6 @@
-"""Reads a DeepSpeed JSON as flags. A value in it counts as given; messages name file, key and value.
+"""Translates a DeepSpeed JSON into flags. A value in it counts as a given flag; messages name file, key and value.
 
-The tables list every key by its dotted path: the field that it sets, that it changes nothing here, or that it is refused and why.
+The tables list every key by its dotted path: keys that set a field, keys that change nothing here, and keys that are refused.
 Source: https://www.deepspeed.ai/docs/config-json and the configuration classes of DeepSpeed 0.17.
 """
 
@@ -20,10 +20,10 @@ from megatron_zpp.config.outside import OutsideFile
 from megatron_zpp.config.schema import Config
 
 KIND_IN_WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number"}
-LARGEST_SCALE_POWER = 126  # 2^127 is the last power of two of fp32, and a loss is multiplied by the scale
+LARGEST_SCALE_POWER = 126  # the largest power of two in fp32 is 2^127, and the loss is multiplied by the scale
 OPTIONS: dict[str, Option] = {option.name: option for option in options()}
 
-# The field of the schema that a key sets. Keys of the batch are apart, because their meaning depends on the world.
+# The field of the schema that a key sets. The keys of the batch are listed separately, because their meaning depends on the world.
 FIELDS: Mapping[str, str] = {
     "zero_optimization.stage": "zero_stage",
     "zero_optimization.zero_quantized_weights": "zero_quantized_weights",
@@ -76,7 +76,8 @@ ABSENT_FEATURES = """
     nebula pipeline progressive_layer_drop quantize_training sparse_attention tensor_parallel use_data_before_expert_parallelism
 """.split()
 
-# Keys that would change memory, numbers or output and are not available: values that ask for nothing, and the remedy for others.
+# Keys that would change memory, numbers or output and are not available. For each: the values that are accepted, because they ask for
+# nothing, and the remedy for other values.
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     **{
         f"zero_optimization.{key}": (OFF, remedy)
@@ -110,7 +111,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "torch_autocast": (OFF, "use --fp16 or --bf16"),
     "optimizer": (OFF, "use --lr, --weight-decay, --adam-beta1, --adam-beta2 and --adam-eps"),
     "scheduler": (OFF, "use --lr-decay-style and --lr-warmup-iters"),
-    "communication_data_type": (OFF, "gradients cross links in the working precision or as --zero-quantized-gradients says"),
+    "communication_data_type": (OFF, "use --zero-quantized-gradients, or leave the key out"),
     "seq_parallel_communication_data_type": (OFF, NOTHING_TO_PUT),
     "fp32_allreduce": (OFF, "gradients cross links in the working precision; leave the key out"),
     "prescale_gradients": (OFF, "each link divides by its own number of ranks; leave the key out"),
@@ -125,7 +126,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "comet": (OFF, "use --tensorboard-dir or --log-jsonl"),
     "comms_logger": (OFF, "every training line has the bytes of each link; leave the key out"),
     "flops_profiler": (OFF, "every training line has the FLOP/s; leave the key out"),
-    "timers": (OFF, "leave the key out; every training line has the times"),
+    "timers": (OFF, "every training line has the times; leave the key out"),
     **dict.fromkeys(ABSENT_FEATURES, (OFF, NOTHING_TO_PUT)),
 }
 
@@ -152,7 +153,7 @@ def with_deepspeed_json(config: Config, world_size: int) -> Config:
 
 
 def naming_sources(text: str, sources: Mapping[str, str]) -> str:
-    """The text of an error with the source of each flag in it that a file has set."""
+    """The text of an error, followed by the source of each flag in the text that a file has set."""
     words = set(re.findall(r"--[a-z][\w-]*", text))
     origins = [f"{spelling_of(name)} is {source}" for name, source in sources.items() if spelling_of(name) in words]
     return f"{text.removesuffix('.')} ({', '.join(origins)})." if origins else text
@@ -247,7 +248,10 @@ def _value(entries: Entries, key: str, kind: type, allowed: Any) -> Any:
 
 
 def _batch(entries: Entries, config: Config, world_size: int) -> list[Setting]:
-    """Settings by train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks; two of the three suffice."""
+    """Settings by train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks.
+
+    A key that is missing is computed from the others, or is 1 if they do not determine it.
+    """
     given = {key: _value(entries, key, int, POSITIVE_COUNT) for key in BATCH_KEYS if entries.values.get(key) is not None}
     if not given:
         return []

@@ -1,4 +1,4 @@
-"""Fills in what the flags leave open: assumptions without data or length, and values that follow from other flags and the world."""
+"""Fills in what the flags leave open: assumptions where data or length are missing, and values that follow from flags and world."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 DEFAULT_LR = 3e-4
 MOCK_VOCAB_SIZE = 50257  # GPT-2's, padded to 50304 by default
-DEEPSPEED_LOSS_SCALE = 2.0**16  # from Megatron's 2^32 a run would skip its first dozens of steps
+DEEPSPEED_LOSS_SCALE = 2.0**16  # Megatron's 2^32 takes 16 more skipped steps to fall this far
 BENCHMARK_VALUES: dict[str, Any] = {"train_iters": 50, "lr": DEFAULT_LR, "lr_decay_style": "constant", "log_interval": 10}
 
 
 def assume(config: Config) -> Config:
-    """The configuration with data, length and learning rate, and one line in `assumptions` or `notices` for each value filled in.
+    """The configuration with data, length and learning rate. Each value that is filled in has a line in `assumptions` or `notices`.
 
-    Without data and length this is the benchmark mode: mock data, a short run, a constant learning rate.
+    If both data and length are missing, the run is a benchmark: mock data, a short run, a constant learning rate.
     Raises FlagError for data without a length or without a tokenizer.
     """
     config = _with_gpt2_tokenizer(config)
@@ -106,9 +106,9 @@ def _assuming(config: Config, headline: str, values: dict[str, Any]) -> Config:
 
 
 def derive(config: Config, batches: BatchSchedule, world_size: int, local_world_size: int | None) -> Config:
-    """The configuration with every None filled that depends on another flag or on the world.
+    """The configuration in which no value is None that follows from other flags or from the world.
 
-    batches: the run's, in this world. local_world_size: ranks that the launcher started on this node, None if it does not say.
+    batches: of the run in this world. local_world_size: ranks that the launcher started on this node, None if it does not say.
     """
     config = config.with_values(**_model_values(config), **_batch_values(config, batches), **_values_of_tokens(config))
     config = config.with_values(**_length_values(config, batches))
@@ -153,7 +153,7 @@ def _position_embedding_type(config: Config) -> str:
 
 
 def _ffn_hidden_size(config: Config) -> int:
-    """4 H; with a gate, which adds a third matrix, two thirds of it, rounded down to a multiple of 64 as in Megatron."""
+    """4 H. With a gate, whose matrix is a third one: two thirds of 4 H, rounded down to a multiple of 64, as in Megatron."""
     hidden = config.model.hidden_size
     if not config.model.swiglu:
         return 4 * hidden

@@ -57,9 +57,9 @@ Choices = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition on other fields: one of `fields` is on, or the one of them has one of `values`.
+    """A condition on other fields: at least one of `fields` is on; or, if `values` are given, the only field has one of them.
 
-    A field is on if its value is neither None, False nor 0.
+    A field is on unless its value is None, False, 0 or an empty tuple.
     """
 
     fields: tuple[str, ...]
@@ -80,9 +80,9 @@ class Condition:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a flag needs beside it; without it, giving the flag is an error.
+    """A condition that must hold if a flag is given; otherwise giving the flag is an error.
 
-    what: what the condition supplies, in words, such as "a folder to save in". instead: a flag that does without.
+    what: the need in words, such as "a folder to save in". instead: another flag, which has no such need.
     """
 
     condition: Condition
@@ -92,7 +92,10 @@ class Needs:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """A condition on other fields under which a flag changes nothing. reason: why, in words, which begin with "with" or "without"."""
+    """A rule by which a flag changes nothing: if the condition holds (holds_if is True), or if it does not (holds_if is False).
+
+    reason: a text that begins with "with" or "without".
+    """
 
     condition: Condition
     holds_if: bool
@@ -104,8 +107,9 @@ class Flag:
     """The declaration of one flag, kept in the metadata of its dataclass field.
 
     otherwise: what `resolve` fills in for a default of None, in words; REQUIRED if the user must give a value.
-    shorthands: flags without a value that set this one to a certain value, and that value.
-    needs: what the flag needs beside it. without_effect: conditions under which it changes nothing, of which the first that holds is told.
+    shorthands: flags that take no value and set this one, each with the value that it sets.
+    needs: the condition that must hold if the flag is given. without_effect: rules by which it changes nothing; the user is told the first
+    that applies.
     """
 
     help: str
@@ -130,7 +134,7 @@ def flag(
     needs: Needs | None = None,
     without_effect: tuple[NoEffect, ...] = (),
 ) -> Any:
-    """A dataclass field that the command line, the checks and the page of flags are built from."""
+    """A dataclass field with the declaration of a flag. The command line, the checks and the page of flags are made from it."""
     return field(default=default, metadata={"flag": Flag(help, unit, aliases, allowed, otherwise, shorthands, needs, without_effect)})
 
 
@@ -164,7 +168,7 @@ def _as_tuple(choices: Any) -> Choices:
 
 
 def is_on(value: Any) -> bool:
-    """Whether a value switches something on: it is neither None, False nor 0."""
+    """Whether a value switches something on: it is neither None, False, 0 nor an empty tuple."""
     return value not in (None, False, 0, ())
 
 
@@ -197,7 +201,7 @@ def any_of(values: Sequence[object]) -> str:
 
 
 def check_value(spelling: str, value: Any, allowed: Choices | Bounds | None) -> None:
-    """Raises FlagError if `allowed` does not have the value. spelling: the flag as the user wrote it."""
+    """Raises FlagError if the value is not allowed. spelling: the flag as the user wrote it."""
     if isinstance(allowed, Bounds):
         if not allowed.contain(value):
             raise FlagError(f"{spelling} {value} is out of range; choose a value that is {allowed}.")

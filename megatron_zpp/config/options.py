@@ -1,4 +1,4 @@
-"""The schema as a list of command-line options: their values from words, the rules that they declare, and Megatron's block of arguments."""
+"""The schema as a list of command-line options. Reads their values, checks their rules, and writes Megatron's block of arguments."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Option:
         return (*self.spellings, *(spelling for spelling, _ in self.flag.shorthands))
 
     def value_from(self, spelling: str, words: Sequence[str]) -> Any:
-        """The value of the words after the flag. Raises FlagError for words of another kind."""
+        """The value that the words after the flag give. Raises FlagError for a word that is not of the option's kind."""
         if spelling in dict(self.flag.shorthands):
             return dict(self.flag.shorthands)[spelling]
         if self.kind is bool:
@@ -63,8 +63,8 @@ def options() -> tuple[Option, ...]:
     return tuple(option for group, members in GROUPS.items() for option in _options_of(group, members))
 
 
-def check_declared(config: Config) -> None:
-    """Raises FlagError if a required flag is missing, a value is out of its range, or a given flag lacks what it needs beside it."""
+def check_values(config: Config) -> None:
+    """Raises FlagError if a required flag is missing or a value is out of its range."""
     missing = [option.spelling for option in options() if option.flag.otherwise == REQUIRED and config.value_of(option.name) is None]
     if missing:
         example = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024"
@@ -73,6 +73,10 @@ def check_declared(config: Config) -> None:
         value = config.value_of(option.name)
         if value is not None:
             check_value(option.spelling, value, option.flag.allowed)
+
+
+def check_needs(config: Config) -> None:
+    """Raises FlagError if a flag is given without what it needs beside it."""
     for option in options():
         _check_needs(option, config)
 
@@ -90,7 +94,7 @@ def _check_needs(option: Option, config: Config) -> None:
 
 
 def declared_without_effect(config: Config) -> list[str]:
-    """One line for each flag that was given and declares that it changes nothing beside the others."""
+    """One line for each given flag that changes nothing together with the other flags, as its declaration says."""
     lines = []
     for option in options():
         reasons = [rule.reason for rule in option.flag.without_effect if rule.condition.holds(config.value_of) == rule.holds_if]
@@ -100,7 +104,7 @@ def declared_without_effect(config: Config) -> list[str]:
 
 
 def arguments(config: Config) -> dict[str, str]:
-    """The fields of a run, sorted by name, with their values as text."""
+    """All fields but those of --dry-run's plan, sorted by name, with their values as text."""
     names = sorted(option.name for option in options() if option.group != PLAN_GROUP)
     return {name: _as_text(config.value_of(name)) for name in names}
 
@@ -116,7 +120,7 @@ def _as_text(value: object) -> str:
 
 
 def _choice(word: str, choices: Sequence[str]) -> str:
-    """The choice that equals the word, whatever its capitals, in which Megatron's programs differ; the word itself if there is none."""
+    """The choice that equals the word but for upper and lower case, in which Megatron's programs differ; the word itself if none does."""
     return next((choice for choice in choices if choice.casefold() == word.casefold()), word)
 
 

@@ -7,7 +7,7 @@ from megatron_zpp.config.batch_schedule import running_schedule
 from megatron_zpp.config.deepspeed import naming_sources, with_deepspeed_json
 from megatron_zpp.config.defaults import assume, derive
 from megatron_zpp.config.flag import FlagError
-from megatron_zpp.config.options import check_declared, declared_without_effect
+from megatron_zpp.config.options import check_needs, check_values, declared_without_effect
 from megatron_zpp.config.schema import Config
 
 
@@ -27,11 +27,12 @@ def resolve(config: Config, world_size: int, local_world_size: int | None) -> Co
 
 def check_given(config: Config) -> None:
     """Raises FlagError for the first rule that the flags break as they were given, in any world."""
-    check_declared(config)
+    check_values(config)
     rules_zero.check_given(config)
     rules_run.check_given(config)
     rules_schedule.check_given(config)
     rules_model.check_given(config)
+    check_needs(config)  # last, because a flag that does not fit the others should not be told what it needs
 
 
 def _filled_in(given: Config, world_size: int, local_world_size: int | None) -> Config:

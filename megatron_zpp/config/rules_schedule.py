@@ -24,7 +24,7 @@ def check_given(config: Config) -> None:
 
 
 def check_resolved(config: Config, batches: BatchSchedule, world_size: int) -> None:
-    """Raises FlagError for the first rule that the filled-in values break. batches: the run's, in a world of `world_size` ranks."""
+    """Raises FlagError for the first rule that the filled-in values break. batches: of the run in a world of `world_size` ranks."""
     check_learning_rates(config)
     check_warmup_ends_before_decay(config, batches)
     check_validation_sets(config)
@@ -43,7 +43,7 @@ def check_one_length(config: Config) -> None:
 
 
 def check_schedule_counts_like_length(config: Config) -> None:
-    """A run counted in samples or tokens has its schedule in these, every other run in iterations."""
+    """If the length of a run is in samples or tokens, the lengths of its schedule must be too; otherwise they must be in iterations."""
     in_samples = _counts_in_samples(config)
     for in_iterations in ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"):
         in_samples_too = in_iterations.replace("iters", "samples")
@@ -62,7 +62,7 @@ def check_schedule_counts_like_length(config: Config) -> None:
 
 
 def _check_one_of(config: Config, *names: str) -> None:
-    unsaid = {"lr_warmup_fraction": (None,)}  # a fraction of 0 was given, a length of 0 may be the default
+    unsaid = {"lr_warmup_fraction": (None,)}  # None if not given; a length of 0 may be the default
     given = {name: config.value_of(name) for name in names if config.value_of(name) not in unsaid.get(name, (None, 0))}
     if len(given) > 1:
         words = " and ".join(f"{spelling_of(name)} {value}" for name, value in list(given.items())[:2])
@@ -70,7 +70,7 @@ def _check_one_of(config: Config, *names: str) -> None:
 
 
 def check_annealing(config: Config) -> None:
-    """WSD needs the length of its last part."""
+    """WSD needs the length of its annealing, the last part of the decay."""
     optimizer = config.optimizer
     if optimizer.lr_decay_style == "WSD" and optimizer.lr_wsd_decay_iters is None and optimizer.lr_wsd_decay_samples is None:
         needed = "--lr-wsd-decay-samples" if _counts_in_samples(config) else "--lr-wsd-decay-iters"
@@ -78,7 +78,7 @@ def check_annealing(config: Config) -> None:
 
 
 def check_weight_decays(config: Config) -> None:
-    """A changing weight decay needs both of its ends."""
+    """A weight decay that changes needs a start and an end."""
     style = config.optimizer.weight_decay_incr_style
     for name in ("start_weight_decay", "end_weight_decay"):
         if style != "constant" and config.value_of(name) is None:
@@ -86,7 +86,7 @@ def check_weight_decays(config: Config) -> None:
 
 
 def check_batch_flags(config: Config) -> None:
-    """Only one flag says how large a batch is."""
+    """The size of batches is one number, a ramp up to it, or a list of steps, but not two of these."""
     training = config.training
     if training.step_batch_size_schedule is not None:
         steps = f'--step-batch-size-schedule "{training.step_batch_size_schedule}"'
@@ -106,7 +106,7 @@ def check_iterations_to_skip(config: Config) -> None:
 
 
 def check_evaluation(config: Config) -> None:
-    """A run that evaluates has something to evaluate on."""
+    """--skip-train and --full-validation contradict --eval-iters 0."""
     training = config.training
     if training.skip_train and training.eval_iters == 0 and not training.full_validation:
         raise FlagError("--skip-train with --eval-iters 0 does nothing; give another --eval-iters, or --full-validation.")
@@ -115,7 +115,7 @@ def check_evaluation(config: Config) -> None:
 
 
 def check_validation_sets(config: Config) -> None:
-    """Separate validation sets, and whole ones, are made of corpora without weights."""
+    """--multiple-validation-sets and --full-validation need validation corpora without weights, and names need to be different."""
     data = config.data
     for flag in _validation_flags(config):
         if not data.names_corpora:
@@ -125,7 +125,9 @@ def check_validation_sets(config: Config) -> None:
         if blend is None:
             raise FlagError(f"{flag} needs validation data; give --valid-data-path.")
         if blend.weights is not None:
-            raise FlagError(f"{flag} takes every validation corpus whole, so it has no weight; give prefixes alone for validation.")
+            raise FlagError(
+                f"{flag} takes every validation corpus whole, so weights have no meaning; give validation prefixes without weights."
+            )
         names = data.validation_set_names
         if names and (len(names) != len(blend.prefixes) or len(set(names)) < len(names)):
             raise FlagError(
@@ -135,7 +137,7 @@ def check_validation_sets(config: Config) -> None:
 
 
 def _validation_flags(config: Config) -> list[str]:
-    """The given flags that look at validation corpora one by one."""
+    """The given flags that treat each validation corpus as a set of its own."""
     flags = {"--multiple-validation-sets": config.data.multiple_validation_sets, "--full-validation": config.training.full_validation}
     return [flag for flag, is_given in flags.items() if is_given]
 
@@ -149,7 +151,7 @@ def check_learning_rates(config: Config) -> None:
 
 
 def check_warmup_ends_before_decay(config: Config, batches: BatchSchedule) -> None:
-    """The error counts in the unit of the flags if both are counted in it."""
+    """The first error counts in the unit of the flags, the second in samples."""
     unit = "iters" if config.training.train_samples is None else "samples"
     warmup, decay = config.value_of(f"lr_warmup_{unit}"), config.value_of(f"lr_decay_{unit}")
     if warmup >= decay:
@@ -168,13 +170,13 @@ def check_warmup_ends_before_decay(config: Config, batches: BatchSchedule) -> No
 
 
 def check_batches_of_new_run(config: Config, batches: BatchSchedule) -> None:
-    """Every batch of a run that starts at 0; of one that may resume from a checkpoint, only the last size for now."""
+    """Checks all batches of a run that starts at sample 0. If it may resume from a checkpoint, checks only the last size for now."""
     starts_anew = config.checkpoint.load is None or config.checkpoint.finetune
     check_batches(config, batches, 0 if starts_anew else batches.stages[-1].start)
 
 
 def check_batches(config: Config, batches: BatchSchedule, consumed_samples: int) -> None:
-    """Raises FlagError if a batch that is trained on after `consumed_samples` is not a multiple of what all ranks take at once."""
+    """Raises FlagError if a batch after `consumed_samples` is not a multiple of one micro-batch on every rank."""
     training = config.training
     world_size = batches.grain // training.micro_batch_size
     size = batches.misfit(consumed_samples)
@@ -194,7 +196,10 @@ def check_batches(config: Config, batches: BatchSchedule, consumed_samples: int)
 
 
 def check_evaluation_batch(config: Config, world_size: int) -> None:
-    """Raises FlagError if the batch of evaluations has a size of its own that is not a multiple of what all ranks take at once."""
+    """Raises FlagError if the batch of evaluations is not a multiple of one micro-batch on every rank.
+
+    Without --skip-train, only sizes that were given for evaluations are checked.
+    """
     training = config.training
     is_own = training.skip_train or not config.given.isdisjoint({"eval_micro_batch_size", "eval_global_batch_size"})
     grain = training.eval_micro_batch_size * world_size

@@ -26,7 +26,9 @@ def check_parallelism(config: Config) -> None:
         size = config.value_of(name)
         if size > 1:
             kind = name.split("_")[0]
-            raise FlagError(f"{spelling_of(name)} {size} is not available, there is data parallelism but no {kind} parallelism; choose 1.")
+            raise FlagError(
+                f"{spelling_of(name)} {size} is not available, because there is data parallelism but no {kind} parallelism; choose 1."
+            )
 
 
 def check_quantized_stage(config: Config) -> None:
@@ -53,7 +55,7 @@ def check_secondary_partition(config: Config) -> None:
     if partition_ranks > 1 and config.zero.zero_stage != 3:
         raise FlagError(
             f"--zero-hpz-partition-size {partition_ranks} keeps a copy of sharded weights, which --zero-stage {config.zero.zero_stage} "
-            "does not have; choose --zero-stage 3, or 1 for no copy."
+            "does not have; choose --zero-stage 3, or --zero-hpz-partition-size 1 for no copy."
         )
 
 
@@ -77,7 +79,7 @@ def check_ranks_per_node(config: Config, world_size: int) -> None:
 
 
 def check_remaining_link_is_quantized(config: Config, world_size: int) -> None:
-    """With one partition, or partitions of one rank, gradients cross a single link, which must not be the one with 16 bits."""
+    """With one partition, or partitions of one rank, gradients cross one link only, which must not have 16 bits."""
     if not has_inter_link(config, world_size):
         name, reason = "zero_quantized_gradients_intra_bits", "there is one node"
     elif partition_ranks(config) == 1:
@@ -92,7 +94,7 @@ def check_remaining_link_is_quantized(config: Config, world_size: int) -> None:
 
 
 def partition_ranks(config: Config) -> int:
-    """Ranks of a partition, inside which the intra link runs: --zero-hpz-partition-size, or the ranks of a node if that is off."""
+    """Ranks of a partition: --zero-hpz-partition-size, or the ranks of a node if that is 1."""
     asked = config.zero.zero_hpz_partition_size
     return asked if asked > 1 else config.distributed.ranks_per_node
 
@@ -103,9 +105,9 @@ def has_inter_link(config: Config, world_size: int) -> bool:
 
 
 def missing_links(config: Config, world_size: int, asked_partition_ranks: int) -> list[str]:
-    """One line about what ZeRO++ cannot do in this world, because there is no link between partitions, or no link at all.
+    """One line about flags of ZeRO++ that do less than usual, because there is no link between partitions; empty if there is one.
 
-    asked_partition_ranks: what --zero-hpz-partition-size asks for, before it was fitted to the world.
+    asked_partition_ranks: --zero-hpz-partition-size as given. In a world of one rank the configuration has 1 instead.
     """
     features = [spelling_of(name) for name in ("zero_quantized_weights", "zero_quantized_gradients") if config.value_of(name)]
     if asked_partition_ranks > config.zero.zero_hpz_partition_size:

@@ -1,7 +1,7 @@
 """The whole configuration: one frozen dataclass per group, one field per flag.
 
-The flag of a field is its name with dashes: `num_layers` is `--num-layers`. A field is annotated with the type it has after
-`resolve.resolve`; before that, a field whose value depends on others or on the world holds None unless the user gave it.
+The flag of a field is its name with dashes: `num_layers` is `--num-layers`. The type of a field is that after `resolve.resolve`.
+Before that, a field whose default depends on other flags or on the world is None unless the user gave it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_zpp.config.flag import (
 POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
-WORKING_DTYPE_BITS = 16  # in flags of bits: values cross as they are, even if the working dtype is fp32
+WORKING_DTYPE_BITS = 16  # a number of bits that means no quantization, even if the working dtype is fp32
 
 CHANGING_DECAY = ("linear", "cosine")  # of --weight-decay-incr-style
 
@@ -62,7 +62,7 @@ class ModelConfig:
     kv_channels: int = flag(
         None, help="Width of one attention head.", unit="values", allowed=POSITIVE_COUNT, otherwise="--hidden-size / --num-attention-heads"
     )
-    group_query_attention: bool = flag(False, help="Heads share keys and values; --num-query-groups alone says the same.")
+    group_query_attention: bool = flag(False, help="Groups of heads share keys and values; --num-query-groups alone has the same effect.")
     num_query_groups: int = flag(
         None,
         help="Groups of attention heads that share one key and value head; they divide --num-attention-heads.",
@@ -74,14 +74,14 @@ class ModelConfig:
     seq_length: int = flag(None, help="Length of a training sample.", unit="tokens", allowed=POSITIVE_COUNT, otherwise=REQUIRED)
     position_embedding_type: str = flag(
         "learned_absolute",
-        help="How the model knows positions: a learned vector added to each token, rotation of queries and keys, or not at all.",
+        help="Position embedding: a learned vector added to each token, rotation of queries and keys, or none.",
         allowed=POSITION_EMBEDDING_TYPES,
         shorthands=(("--use-rotary-position-embeddings", "rope"),),
     )
-    no_position_embedding: bool = flag(False, help="Learn no positions: --position-embedding-type is none unless it is given.")
+    no_position_embedding: bool = flag(False, help="Use no position embedding: the default of --position-embedding-type becomes none.")
     max_position_embeddings: int = flag(
         None,
-        help="Learned positions, at least --seq-length; other position embeddings have no limit.",
+        help="Number of learned positions, at least --seq-length; the other position embeddings have no limit.",
         unit="tokens",
         allowed=POSITIVE_COUNT,
         otherwise="--seq-length",
@@ -96,7 +96,7 @@ class ModelConfig:
     )
     rotary_percent: float = flag(
         1.0,
-        help="Share of a head's channels that rotate; the others know no positions.",
+        help="Share of a head's channels that rotary positions rotate; the others carry no position.",
         unit="1",
         allowed=Bounds(above=0, at_most=1),
         without_effect=WITHOUT_ROPE,
@@ -112,21 +112,21 @@ class ModelConfig:
     )
     rope_scaling_factor: float = flag(
         8.0,
-        help="How far --use-rope-scaling stretches them.",
+        help="Factor by which --use-rope-scaling stretches long wavelengths.",
         unit="1",
         allowed=Bounds(at_least=1),
         without_effect=WITHOUT_ROPE + unless("use_rope_scaling"),
     )
     rope_scaling_low_freq_factor: float = flag(
         1.0,
-        help="Wavelengths above --rope-scaling-original-max-position-embeddings / this are stretched in full.",
+        help="Wavelengths above --rope-scaling-original-max-position-embeddings / this value are stretched by the full factor.",
         unit="1",
         allowed=POSITIVE,
         without_effect=WITHOUT_ROPE + unless("use_rope_scaling"),
     )
     rope_scaling_high_freq_factor: float = flag(
         4.0,
-        help="Wavelengths below --rope-scaling-original-max-position-embeddings / this stay as they are.",
+        help="Wavelengths below --rope-scaling-original-max-position-embeddings / this value are not stretched.",
         unit="1",
         allowed=POSITIVE,
         without_effect=WITHOUT_ROPE + unless("use_rope_scaling"),
@@ -152,15 +152,15 @@ class ModelConfig:
     norm_epsilon: float = flag(
         1e-5, help="Added to the variance, or the mean square, in norms.", unit="1", aliases=("--layernorm-epsilon",), allowed=POSITIVE
     )
-    apply_layernorm_1p: bool = flag(False, help="Norms store their gain minus 1, which keeps its digits in 16-bit formats.")
+    apply_layernorm_1p: bool = flag(False, help="Norms store their gain minus 1, which 16-bit formats represent more precisely.")
     norm_backend: str = flag(
         "torch",
         help="Kernels of the norms: torch's, or NVIDIA Apex's FusedLayerNorm and FusedRMSNorm (GPUs only, built from NVIDIA's sources).",
         allowed=("torch", "apex"),
     )
-    qk_layernorm: bool = flag(False, help="Normalize the query and the key of every head, before positions rotate them.")
+    qk_layernorm: bool = flag(False, help="Normalize the query and the key of every head before rotary positions are applied.")
     swiglu: bool = flag(False, help="The feed-forward layer is gated: SiLU(gate) x value instead of GELU; excludes --squared-relu.")
-    squared_relu: bool = flag(False, help="The feed-forward layer has the square of ReLU instead of GELU; excludes --swiglu.")
+    squared_relu: bool = flag(False, help="The feed-forward layer uses the square of ReLU instead of GELU; excludes --swiglu.")
     disable_bias_linear: bool = flag(False, help="Linear layers have no biases.")
     add_qkv_bias: bool = flag(
         False,
@@ -169,8 +169,8 @@ class ModelConfig:
     )
     attention_backend: str = flag(
         "auto",
-        help="Attention kernel: torch's own choice, flash alone, memory-efficient or cuDNN (fused), or plain matrix products "
-        "(unfused, local). One that cannot run is an error.",
+        help="Attention kernel: torch's own choice (auto), flash alone, memory-efficient or cuDNN (fused), or plain matrix products "
+        "(unfused, local). A kernel that cannot run here is an error.",
         allowed=ATTENTION_BACKENDS,
     )
     untie_embeddings_and_output_weights: bool = flag(False, help="Give the output layer a weight of its own instead of the embedding's.")
@@ -184,22 +184,23 @@ class ModelConfig:
     hidden_dropout: float = flag(0.1, help="Dropout probability of embeddings and block outputs.", unit="1", allowed=FRACTION)
     recompute_granularity: str | None = flag(
         None,
-        help="Activations that backward recomputes instead of keeping them: of whole blocks, or of attention between its projections.",
+        help="What backward recomputes instead of keeping it: whole blocks (full), or attention between its projections (selective).",
         allowed=("full", "selective"),
         otherwise="nothing",
         shorthands=(("--checkpoint-activations", "full"), ("--recompute-activations", "selective")),
     )
     recompute_method: str | None = flag(
         None,
-        help="Blocks that --recompute-granularity full recomputes: all, in chunks of --recompute-num-layers that keep their input alone "
-        "(uniform), or the first --recompute-num-layers, one by one (block).",
+        help="Blocks that --recompute-granularity full recomputes: all, in chunks of --recompute-num-layers that keep only their "
+        "input (uniform), or the first --recompute-num-layers blocks, each alone (block).",
         allowed=("uniform", "block"),
         otherwise="uniform with --recompute-granularity full",
         needs=needs(recompute_granularity="full"),
     )
     recompute_num_layers: int | None = flag(
         None,
-        help="Blocks of a chunk with --recompute-method uniform, recomputed blocks with block; a chunk's weights stand in memory at once.",
+        help="With --recompute-method uniform, blocks per chunk, whose weights are all in memory at once; with block, number of "
+        "recomputed blocks.",
         unit="blocks",
         aliases=("--checkpoint-num-layers",),
         allowed=POSITIVE_COUNT,
@@ -261,7 +262,8 @@ class TrainingConfig:
     )
     rampup_batch_size: tuple[str, ...] = flag(
         (),
-        help="Start, increment and samples: the global batch grows from there to --global-batch-size in equal steps over these samples.",
+        help="START INCREMENT SAMPLES: the global batch grows from START to --global-batch-size by INCREMENT, in equal stages over "
+        "SAMPLES.",
         unit="samples",
     )
     step_batch_size_schedule: str | None = flag(
@@ -284,14 +286,16 @@ class TrainingConfig:
     )
     train_tokens: int | None = flag(
         None,
-        help="Length of training in tokens, rounded up to samples of --seq-length; beside --train-samples the shorter of the two.",
+        help="Length of training in tokens, rounded up to whole samples; with --train-samples too, the shorter of the two counts.",
         unit="tokens",
         allowed=POSITIVE_COUNT,
     )
     iterations_to_skip: tuple[str, ...] = flag(
-        (), help="Iterations, counted from 1 as they are printed, whose samples are passed over without a step.", unit="iterations"
+        (),
+        help="Iterations to skip, counted from 1 as they are printed: their samples are consumed without training on them.",
+        unit="iterations",
     )
-    skip_train: bool = flag(False, help="Evaluate what --load holds on the validation and test sets, train nothing and end.")
+    skip_train: bool = flag(False, help="Do not train: evaluate the checkpoint of --load on the validation and test sets, and end.")
     exit_interval: int | None = flag(
         None, help="Exit at the first iteration that is a multiple of this.", unit="iterations", allowed=POSITIVE_COUNT
     )
@@ -315,14 +319,16 @@ class TrainingConfig:
     kill_switch_file: str | None = flag(None, help="Save and exit at the first step at which this file exists for rank 0.", unit="path")
     max_consecutive_bad_iterations: int = flag(
         100,
-        help="After so many steps in a row with a NaN or infinite loss or gradient, save the state from before them and end with an error; "
-        "0 goes on forever.",
+        help="After this many steps in a row with a NaN or infinite loss or gradient, save the state from before them and end with an "
+        "error; 0 never ends the run.",
         unit="iterations",
         allowed=COUNT,
     )
     seed: int = flag(1234, help="Seed of weights, dropout and data order.", unit="1", allowed=Bounds(at_least=0, at_most=2**32 - 1))
     eval_interval: int = flag(1000, help="Iterations from one validation to the next.", unit="iterations", allowed=POSITIVE_COUNT)
-    eval_iters: int = flag(100, help="Global batches of one validation; 0 turns validation off.", unit="iterations", allowed=COUNT)
+    eval_iters: int = flag(
+        100, help="Global batches of one validation, and of the test; 0 turns both off.", unit="iterations", allowed=COUNT
+    )
     start_eval_at_iter: int = flag(0, help="First iteration that may be followed by a validation.", unit="iterations", allowed=COUNT)
     eval_micro_batch_size: int = flag(
         None,
@@ -333,7 +339,7 @@ class TrainingConfig:
     )
     eval_global_batch_size: int = flag(
         None,
-        help="Samples in one of --eval-iters, of all ranks; a multiple of --eval-micro-batch-size x ranks.",
+        help="Samples of all ranks in one global batch of an evaluation; a multiple of --eval-micro-batch-size x ranks.",
         unit="samples",
         allowed=POSITIVE_COUNT,
         otherwise="--global-batch-size",
@@ -377,28 +383,37 @@ class OptimizerConfig:
     )
     lr_wsd_decay_iters: int | None = flag(
         None,
-        help="Length of that annealing, at the end of the decay's horizon.",
+        help="Length of the annealing of a WSD schedule, which ends with the decay.",
         unit="iterations",
         allowed=POSITIVE_COUNT,
         needs=needs(lr_decay_style="WSD"),
     )
     lr_wsd_decay_samples: int | None = flag(
-        None, help="The same in samples, with --train-samples.", unit="samples", allowed=POSITIVE_COUNT, needs=needs(lr_decay_style="WSD")
+        None,
+        help="Length of the annealing in samples, with --train-samples.",
+        unit="samples",
+        allowed=POSITIVE_COUNT,
+        needs=needs(lr_decay_style="WSD"),
     )
     lr_decay_iters: int | None = flag(
-        None, help="Horizon of the decay, warmup included.", unit="iterations", allowed=POSITIVE_COUNT, otherwise="--train-iters"
+        None, help="Iterations until the decay ends, warmup included.", unit="iterations", allowed=POSITIVE_COUNT, otherwise="--train-iters"
     )
     lr_decay_samples: int | None = flag(
-        None, help="The same in samples, with --train-samples.", unit="samples", allowed=POSITIVE_COUNT, otherwise="--train-samples"
+        None, help="--lr-decay-iters in samples, with --train-samples.", unit="samples", allowed=POSITIVE_COUNT, otherwise="--train-samples"
     )
     lr_decay_tokens: int | None = flag(
-        None, help="The same in tokens, with --train-samples or --train-tokens.", unit="tokens", allowed=POSITIVE_COUNT
+        None, help="--lr-decay-iters in tokens, with --train-samples or --train-tokens.", unit="tokens", allowed=POSITIVE_COUNT
     )
     lr_warmup_iters: int = flag(0, help="Length of the linear warmup.", unit="iterations", allowed=COUNT)
-    lr_warmup_samples: int = flag(0, help="The same in samples, with --train-samples.", unit="samples", allowed=COUNT)
-    lr_warmup_tokens: int = flag(0, help="The same in tokens, with --train-samples or --train-tokens.", unit="tokens", allowed=COUNT)
+    lr_warmup_samples: int = flag(0, help="Length of the warmup in samples, with --train-samples.", unit="samples", allowed=COUNT)
+    lr_warmup_tokens: int = flag(
+        0, help="Length of the warmup in tokens, with --train-samples or --train-tokens.", unit="tokens", allowed=COUNT
+    )
     lr_warmup_fraction: float | None = flag(
-        None, help="The same as a fraction of the decay's horizon; excludes the others.", unit="1", allowed=FRACTION
+        None,
+        help="Length of the warmup as a fraction of the decay (--lr-decay-iters); excludes the other --lr-warmup lengths.",
+        unit="1",
+        allowed=FRACTION,
     )
     lr_warmup_init: float = flag(0.0, help="Learning rate at the start of the warmup.", unit="1", allowed=NOT_NEGATIVE)
     weight_decay: float = flag(
@@ -410,7 +425,7 @@ class OptimizerConfig:
     )
     weight_decay_incr_style: str = flag(
         "constant",
-        help="How weight decay goes from --start-weight-decay to --end-weight-decay.",
+        help="Shape of the change of weight decay from --start-weight-decay to --end-weight-decay.",
         allowed=("constant", *CHANGING_DECAY),
     )
     start_weight_decay: float = flag(
@@ -431,7 +446,7 @@ class OptimizerConfig:
     )
     weight_decay_incr_samples: int = flag(
         None,
-        help="Samples over which it changes.",
+        help="Samples over which weight decay changes.",
         unit="samples",
         allowed=POSITIVE_COUNT,
         otherwise="the length of training",
@@ -482,7 +497,7 @@ class PrecisionConfig:
     )
     hysteresis: int = flag(
         2,
-        help="Overflows before the loss scale halves.",
+        help="Overflows until the loss scale halves; every later one halves it again, until the scale doubles.",
         unit="iterations",
         allowed=POSITIVE_COUNT,
         without_effect=unless("fp16") + when("loss_scale"),
@@ -500,13 +515,16 @@ class ZeroConfig:
         shorthands=(("--use-distributed-optimizer", 1),),
     )
     deepspeed_config: str | None = flag(
-        None, help="DeepSpeed JSON file, whose keys are read as flags.", unit="path", aliases=("--deepspeed_config", "--deepscale_config")
+        None,
+        help="DeepSpeed JSON file; its keys set the flags that they correspond to.",
+        unit="path",
+        aliases=("--deepspeed_config", "--deepscale_config"),
     )
     zero_quantized_weights: bool = flag(False, help="qwZ: weights cross links as blocks of integers; needs --zero-stage 1, 2 or 3.")
     zero_hpz_partition_size: int = flag(
         1,
-        help="hpZ: ranks that share a secondary copy of the weights, so that backward gathers stay among them; the ranks of a node are "
-        "the usual choice, 1 is off; needs --zero-stage 3.",
+        help="hpZ: ranks per group; each group holds a secondary copy of the weights, so that gathers in backward stay inside it. Usually "
+        "the ranks of a node; 1 turns it off; needs --zero-stage 3.",
         unit="ranks",
         allowed=POSITIVE_COUNT,
     )
@@ -516,42 +534,50 @@ class ZeroConfig:
     )
     zero_quantized_gradients_intra_bits: int = flag(
         4,
-        help="Bits of a gradient inside a partition, which is a node or what --zero-hpz-partition-size makes of it, under "
+        help="Bits of a gradient between the ranks of one partition (a node, or a group of --zero-hpz-partition-size ranks) under "
         "--zero-quantized-gradients; 16 is the working precision.",
         unit="bits",
         allowed=(4, 8, WORKING_DTYPE_BITS),
         needs=needs("zero_quantized_gradients"),
     )
     zero_quantized_gradients_inter_bits: int = flag(
-        4, help="The same between partitions.", unit="bits", allowed=(4, 8, WORKING_DTYPE_BITS), needs=needs("zero_quantized_gradients")
+        4,
+        help="Bits of a gradient between partitions under --zero-quantized-gradients.",
+        unit="bits",
+        allowed=(4, 8, WORKING_DTYPE_BITS),
+        needs=needs("zero_quantized_gradients"),
     )
     zero_quantized_gradients_rotation: str = flag(
         "none",
-        help="Transform of 32 neighbouring gradients before they are quantized; it spreads outliers and costs no byte.",
+        help="Transform of 32 neighbouring gradients before they are quantized; it spreads outliers and adds no bytes.",
         allowed=("none", "hadamard"),
         needs=needs("zero_quantized_gradients"),
     )
     zero_quantized_gradients_rounding: str = flag(
         "nearest",
-        help="Rounding of quantized gradients: to the nearest code, or up and down by chance so that errors have the mean 0.",
+        help="Rounding of quantized gradients: to the nearest code, or up or down at random so that the mean error is 0.",
         allowed=("nearest", "stochastic"),
         needs=needs("zero_quantized_gradients"),
     )
     zero_full_precision_iters: int = flag(
         0,
-        help="First iterations in which nothing is quantized.",
+        help="Number of iterations at the start of the run in which nothing is quantized.",
         unit="iterations",
         allowed=COUNT,
         needs=needs("zero_quantized_weights", "zero_quantized_gradients"),
     )
     quantization_block_size: int = flag(
         256,
-        help="Values that share a scale, and the grain of the sharded layout.",
+        help="Neighbouring values that share a scale; every rank's slice of a unit is padded to whole blocks.",
         unit="values",
         allowed=Bounds(at_least=32, multiple_of=32),
     )
-    zero_prefetch_units: int = flag(2, help="Units gathered ahead over the link between partitions.", unit="units", allowed=COUNT)
-    zero_prefetch_units_intra: int = flag(1, help="Units gathered ahead over the link inside a partition.", unit="units", allowed=COUNT)
+    zero_prefetch_units: int = flag(
+        2, help="How many units ahead of need are gathered over the link between partitions.", unit="units", allowed=COUNT
+    )
+    zero_prefetch_units_intra: int = flag(
+        1, help="How many units ahead of need are gathered over the link inside a partition.", unit="units", allowed=COUNT
+    )
 
 
 @dataclass(frozen=True)
@@ -562,7 +588,7 @@ class DistributedConfig:
     pipeline_model_parallel_size: int = flag(1, help="Pipeline stages; only 1 is available.", unit="ranks", allowed=POSITIVE_COUNT)
     ranks_per_node: int = flag(
         None,
-        help="Ranks of one node; they divide the world.",
+        help="Ranks of one node; must divide the number of ranks.",
         unit="ranks",
         allowed=POSITIVE_COUNT,
         otherwise="the launcher's LOCAL_WORLD_SIZE, LOCAL_SIZE or SLURM_NTASKS_PER_NODE",
@@ -578,7 +604,7 @@ class DistributedConfig:
     )
     local_rank: int | None = flag(
         None,
-        help="Accepted from launchers that pass it; LOCAL_RANK decides.",
+        help="Accepted because some launchers pass it, and ignored: the environment variable LOCAL_RANK counts.",
         unit="1",
         aliases=("--local_rank",),
         allowed=COUNT,
@@ -605,27 +631,31 @@ class DataConfig:
     data_path: tuple[str, ...] = flag(
         (),
         help="Prefix of the .bin and .idx files of the corpus; several make a blend: weight prefix weight prefix ..., or prefix prefix ... "
-        "in the shares of their samples.",
+        "with their numbers of samples as weights.",
         unit="path",
     )
-    train_data_path: tuple[str, ...] = flag((), help="The same for training alone, whole; excludes --data-path.", unit="path")
-    valid_data_path: tuple[str, ...] = flag((), help="The same for validation alone, with --train-data-path.", unit="path")
-    test_data_path: tuple[str, ...] = flag((), help="The same for the test alone, with --train-data-path.", unit="path")
+    train_data_path: tuple[str, ...] = flag(
+        (), help="As --data-path, for training alone, without --split; excludes --data-path.", unit="path"
+    )
+    valid_data_path: tuple[str, ...] = flag((), help="As --train-data-path, for validation.", unit="path")
+    test_data_path: tuple[str, ...] = flag((), help="As --train-data-path, for the test.", unit="path")
     multiple_validation_sets: bool = flag(
-        False, help="Validate on each corpus that has a validation split by itself, with a loss of its own; corpora without weights only."
+        False, help="Validate on every corpus separately, and report one loss for each; the corpora must have no weights."
     )
     validation_set_names: tuple[str, ...] = flag(
         (),
-        help="Names of these sets in lines and logs, in the order of the corpora.",
+        help="Names of the sets of --multiple-validation-sets in printed lines and logs, in the order of the corpora.",
         otherwise="the file names of the corpora",
         needs=needs("multiple_validation_sets"),
     )
     data_args_path: str | None = flag(None, help="Text file with the words of --data-path, for many corpora.", unit="path")
     per_split_data_args_path: str | None = flag(
-        None, help="JSON file with the words of the three flags for one split each, under train, valid and test.", unit="path"
+        None,
+        help="JSON file with the words of --train-data-path, --valid-data-path and --test-data-path under train, valid and test.",
+        unit="path",
     )
     split: str = flag("969, 30, 1", help="Shares of documents for training, validation and test.", unit="parts")
-    mock_data: bool = flag(False, help="Train on generated tokens instead of files; assumed without --data-path.")
+    mock_data: bool = flag(False, help="Train on generated tokens instead of files; assumed if no flag names a corpus.")
     tokenizer_type: str = flag(
         None,
         help="Tokenizer of the corpus.",
@@ -634,7 +664,7 @@ class DataConfig:
     )
     tokenizer_model: str | None = flag(
         None,
-        help="SentencePiece .model, tokenizer.json (or its folder) of HuggingFaceTokenizer, .tiktoken of TikTokenizer.",
+        help="SentencePiece .model, tokenizer.json (or its folder) of HuggingFaceTokenizer, .tiktoken or .json of TikTokenizer.",
         unit="path",
         without_effect=when(tokenizer_type=("NullTokenizer", "GPT2BPETokenizer")),
     )
@@ -650,21 +680,21 @@ class DataConfig:
     )
     vocab_extra_ids: int = flag(
         0,
-        help="Pieces <extra_id_N> that SentencePieceTokenizer puts last.",
+        help="Number of tokens <extra_id_N> that SentencePieceTokenizer adds after its own.",
         unit="ids",
         allowed=COUNT,
         without_effect=unless(tokenizer_type="SentencePieceTokenizer"),
     )
     tiktoken_pattern: str | None = flag(
         None,
-        help="How TikTokenizer cuts text into words, by Megatron's names.",
+        help="Megatron's name of the pattern by which TikTokenizer cuts text into words.",
         allowed=("v1", "v2"),
         otherwise="required by TikTokenizer",
         without_effect=unless(tokenizer_type="TikTokenizer"),
     )
     tiktoken_num_special_tokens: int = flag(
         1000,
-        help="Ids of TikTokenizer before those of its file.",
+        help="Number of TikTokenizer's special tokens, whose ids come before those of its file.",
         unit="ids",
         allowed=POSITIVE_COUNT,
         without_effect=unless(tokenizer_type="TikTokenizer"),
@@ -679,7 +709,7 @@ class DataConfig:
     )
     vocab_size: int | None = flag(
         None,
-        help="Vocabulary before padding: NullTokenizer needs it, TikTokenizer cuts its file to it, every other must agree with it.",
+        help="Vocabulary size before padding: NullTokenizer needs it, TikTokenizer cuts its file to it, others must have it.",
         unit="tokens",
         allowed=POSITIVE_COUNT,
         otherwise="50257 for NullTokenizer with mock data",
@@ -687,18 +717,20 @@ class DataConfig:
     data_cache_path: str | None = flag(None, help="Folder of the index cache.", unit="path", otherwise="a folder beside each corpus")
     mid_level_dataset_surplus: float = flag(
         0.005,
-        help="Each corpus of a weighted blend is cut into this share of samples more than its weight asks for.",
+        help="Extra samples that each corpus of a weighted blend prepares, as a share of the samples that its weight asks for.",
         unit="1",
         allowed=FRACTION,
     )
-    dataloader_type: str = flag("single", help="Samples in one shuffled order, the same at every number of ranks.", allowed=("single",))
+    dataloader_type: str = flag(
+        "single", help="Order of samples: one shuffled order, the same for any number of ranks.", allowed=("single",)
+    )
     reset_position_ids: bool = flag(
         False, help="Positions start over after an end-of-document token.", without_effect=when(position_embedding_type="none")
     )
     reset_attention_mask: bool = flag(
         False, help="No token attends across an end-of-document token.", aliases=("--dataloader-inter-document-masking",)
     )
-    eod_mask_loss: bool = flag(False, help="What follows an end-of-document token is not predicted: the loss leaves it out.")
+    eod_mask_loss: bool = flag(False, help="The loss leaves out the prediction of the token that follows an end-of-document token.")
     num_workers: int = flag(2, help="Processes that read data, per rank; 0 reads in the training process.", unit="processes", allowed=COUNT)
 
     @property
@@ -713,7 +745,7 @@ class CheckpointConfig:
     """Saving and loading."""
 
     save: str | None = flag(None, help="Folder to save checkpoints in, on a file system that all ranks share.", unit="path")
-    load: str | None = flag(None, help="Folder to load a checkpoint from; without one in it the run starts anew.", unit="path")
+    load: str | None = flag(None, help="Folder to load a checkpoint from; if it holds none, the run starts from scratch.", unit="path")
     save_interval: int | None = flag(
         None,
         help="Iterations from one checkpoint to the next; the end of training is always saved under --save.",
@@ -744,27 +776,27 @@ class CheckpointConfig:
     no_load_optim: bool = flag(False, help="Start with fresh optimizer state.", needs=A_CHECKPOINT)
     finetune: bool = flag(False, help="Load weights only: iteration, consumed samples and schedule start at 0.", needs=A_CHECKPOINT)
     pretrained_checkpoint: str | None = flag(
-        None, help="Folder to load weights from, as --finetune does, where --load holds no checkpoint.", unit="path"
+        None, help="Folder to load weights from, as with --finetune, if --load holds no checkpoint.", unit="path"
     )
     ckpt_step: int | None = flag(
         None, help="Iteration of the checkpoint to load.", unit="iterations", allowed=COUNT, otherwise="the latest", needs=A_CHECKPOINT
     )
     load_last_good_checkpoint: bool = flag(
         False,
-        help="Verify the checkpoint before loading it, and where it is damaged take the newest older one that is not.",
+        help="Verify the checkpoint before loading it; if it is damaged, load the newest older one that is intact.",
         needs=A_CHECKPOINT,
     )
     exit_on_missing_checkpoint: bool = flag(
-        False, help="End with an error where --load holds no checkpoint, instead of starting anew.", needs=A_CHECKPOINT
+        False, help="End with an error if --load holds no checkpoint, instead of starting from scratch.", needs=A_CHECKPOINT
     )
     use_checkpoint_args: bool = flag(
         False,
-        help="Take the shape of the model and the tokenizer from the checkpoint, where no flag gives them.",
+        help="Take the model's shape and the tokenizer from the checkpoint, except values that flags give.",
         needs=needs("load", "pretrained_checkpoint", what="a checkpoint"),
     )
     override_opt_param_scheduler: bool = flag(
         False,
-        help="Where the schedule of learning rate and weight decay differs from the checkpoint's, use that of the flags.",
+        help="Use the schedule of learning rate and weight decay that the flags give, even if the checkpoint's differs.",
         aliases=("--override-opt_param-scheduler",),
         needs=A_CHECKPOINT,
     )
@@ -788,10 +820,10 @@ class LoggingConfig:
     )
     log_samples_per_source: bool = flag(False, help="Log with each training line how many samples of each corpus have been consumed.")
     log_jsonl: str | None = flag(None, help="File that gets one JSON object per training line.", unit="path")
-    log_throughput: bool = flag(False, help="Log with each training line the model FLOPs that a rank makes per second.")
+    log_throughput: bool = flag(False, help="Log with each training line the model FLOP/s of one rank.")
     device_peak_tflops: float | None = flag(
         None,
-        help="Peak of one device at the precision of the run; MFU and HFU are shares of it.",
+        help="Peak speed of one device in the run's precision, from which MFU and HFU are computed.",
         unit="TFLOP/s",
         allowed=POSITIVE,
         otherwise="the peak of the GPU, if it is known and the run is in fp16 or bf16",
@@ -808,11 +840,13 @@ class LoggingConfig:
         allowed=POSITIVE_COUNT,
     )
     timing_log_level: int = flag(
-        0, help="Timers: 0 the time of an iteration, 1 parts that run once in it, 2 those that run more often too.", allowed=(0, 1, 2)
+        0,
+        help="What is timed: 0 iterations, 1 also the parts that run once per iteration, 2 also parts that run more often.",
+        allowed=(0, 1, 2),
     )
     timing_log_option: str = flag(
         "minmax",
-        help="What is logged of each timer: its maximum, both extremes, or the times of all ranks.",
+        help="What is logged of each timer: the maximum over ranks, minimum and maximum, or the times of all ranks.",
         allowed=("max", "minmax", "all"),
         without_effect=unless("timing_log_level"),
     )
@@ -827,26 +861,27 @@ class LoggingConfig:
         allowed=POSITIVE_COUNT,
         without_effect=unless("tensorboard_dir"),
     )
-    log_timers_to_tensorboard: bool = flag(
-        False, help="Points of the timers that --timing-log-level lets run.", without_effect=WITHOUT_POINTS
-    )
-    log_memory_to_tensorboard: bool = flag(False, help="Points of the memory allocated and reserved.", without_effect=WITHOUT_POINTS)
-    log_world_size_to_tensorboard: bool = flag(False, help="Points of the number of ranks.", without_effect=WITHOUT_POINTS)
+    log_timers_to_tensorboard: bool = flag(False, help="Log points of the timers of --timing-log-level.", without_effect=WITHOUT_POINTS)
+    log_memory_to_tensorboard: bool = flag(False, help="Log points of the memory allocated and reserved.", without_effect=WITHOUT_POINTS)
+    log_world_size_to_tensorboard: bool = flag(False, help="Log points of the number of ranks.", without_effect=WITHOUT_POINTS)
     log_validation_ppl_to_tensorboard: bool = flag(
-        False, help="Points of the perplexity of each validation.", without_effect=WITHOUT_POINTS
+        False, help="Log points of the perplexity of each validation.", without_effect=WITHOUT_POINTS
     )
     no_log_learnig_rate_to_tensorboard: bool = flag(
-        False, help="No points of the learning rate.", aliases=("--no-log-learning-rate-to-tensorboard",), without_effect=WITHOUT_POINTS
+        False,
+        help="Do not log points of the learning rate.",
+        aliases=("--no-log-learning-rate-to-tensorboard",),
+        without_effect=WITHOUT_POINTS,
     )
-    no_log_loss_scale_to_tensorboard: bool = flag(False, help="No points of the loss scale.", without_effect=WITHOUT_POINTS)
-    wandb_project: str | None = flag(None, help="Project of Weights & Biases that gets what TensorBoard would get.")
+    no_log_loss_scale_to_tensorboard: bool = flag(False, help="Do not log points of the loss scale.", without_effect=WITHOUT_POINTS)
+    wandb_project: str | None = flag(None, help="Project of Weights & Biases to log the same points to as to TensorBoard.")
     wandb_entity: str | None = flag(
         None, help="Owner of that project.", otherwise="the account that is logged in", without_effect=unless("wandb_project")
     )
     wandb_exp_name: str | None = flag(
         None,
         help="Name of the run on Weights & Biases.",
-        otherwise="one that Weights & Biases makes up",
+        otherwise="generated by Weights & Biases",
         without_effect=unless("wandb_project"),
     )
     wandb_save_dir: str | None = flag(
@@ -869,20 +904,24 @@ class ProfilingConfig:
     )
     profile_step_start: int = flag(
         10,
-        help="Iterations that this process makes before it profiles.",
+        help="Number of iterations that this process runs before the profile starts.",
         unit="iterations",
         allowed=COUNT,
         without_effect=unless("profile"),
     )
     profile_step_end: int = flag(
         12,
-        help="Iterations after which it has profiled; above --profile-step-start.",
+        help="Number of iterations of this process after which the profile ends; above --profile-step-start.",
         unit="iterations",
         allowed=POSITIVE_COUNT,
         without_effect=unless("profile"),
     )
     profile_ranks: tuple[str, ...] = flag(
-        (), help="Ranks that profile.", unit="ranks", otherwise="0", without_effect=unless("profile", "record_memory_history")
+        (),
+        help="Ranks that write profiles and memory records.",
+        unit="ranks",
+        otherwise="0",
+        without_effect=unless("profile", "record_memory_history"),
     )
     profile_dir: str | None = flag(
         None, help="Folder for the traces.", unit="path", otherwise="--tensorboard-dir", without_effect=unless("profile")
@@ -901,7 +940,7 @@ class ProfilingConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """The plan that --dry-run prints, for any world. A run that is started does not have these arguments."""
+    """The plan that --dry-run prints, for any world. Only --dry-run uses these flags."""
 
     dry_run: bool = flag(
         False, help="Check every flag, print the plan of the run (memory per rank, bytes per link, tokens, time) and end; needs no GPU."
@@ -911,7 +950,7 @@ class PlanConfig:
     )
     world_size: int | None = flag(
         None,
-        help="All ranks of the planned world; with --nodes or --ranks-per-node.",
+        help="Number of ranks of the planned world; needs --nodes or --ranks-per-node.",
         unit="ranks",
         allowed=POSITIVE_COUNT,
         otherwise="--nodes x --ranks-per-node, or the launcher's world",
@@ -926,29 +965,31 @@ class PlanConfig:
     )
     memory_gigabytes: float | None = flag(
         None,
-        help="Memory of each rank; a run that needs more is refused, as it would be at its start.",
+        help="Memory of each rank; a plan that needs more is refused, as the run would be at start-up.",
         unit="GB",
         allowed=POSITIVE,
         needs=A_PLAN,
     )
     teraflops: float | None = flag(
         None,
-        help="What a rank sustains while it computes, recomputation counted; needed for a time.",
+        help="Speed that a rank sustains while it computes, with recomputation counted; without it no time is planned.",
         unit="TFLOP/s",
         allowed=POSITIVE,
         needs=A_PLAN,
     )
     inter_gigabits: float | None = flag(
-        None, help="Rate of a node's link to the others, in each direction.", unit="Gbit/s", allowed=POSITIVE, needs=A_PLAN
+        None, help="Rate of the link between a node and the others, in each direction.", unit="Gbit/s", allowed=POSITIVE, needs=A_PLAN
     )
-    intra_gigabytes: float = flag(100.0, help="Rate into one rank inside its node.", unit="GB/s", allowed=POSITIVE, needs=A_PLAN)
+    intra_gigabytes: float = flag(
+        100.0, help="Rate at which one rank receives from the other ranks of its node.", unit="GB/s", allowed=POSITIVE, needs=A_PLAN
+    )
 
 
 @dataclass(frozen=True)
 class Config:
     """All flags in their groups, with notices and assumptions about them.
 
-    given: names of the fields the user set. notices: lines worth printing. assumptions: what the run assumes, one line each.
+    given: names of the fields that the user set. notices: lines to print. assumptions: what the run assumes, one line each.
     sources: where the value of a field comes from, if not from the command line.
     """
 

@@ -17,7 +17,7 @@ from megatron_zpp.data.gpt_dataset import ChainedDataset, MockDataset, SampleSou
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.split import SPLIT_NAMES
 
-CHECKED_DOCUMENTS = 100  # of each corpus, for an end-of-document token
+CHECKED_DOCUMENTS = 100  # documents of each corpus that are checked for an end-of-document token
 
 
 class SampleCounts(NamedTuple):
@@ -58,9 +58,10 @@ def count_samples(*, train_samples: int, train_iters: int, eval_interval: int, e
 
 
 def build_datasets(data: DataConfig, request: DataRequest, progress: ProgressPrinter = SILENT) -> Datasets:
-    """The datasets of a run, each long enough. A validation or test split without tokens is left out, and a message says so.
+    """The datasets of a run, each with the samples that `request` asks for.
 
-    Every rank must call this. Ranks that share a cache folder build an index once; `progress` prints if that takes long.
+    A validation or test split without tokens is left out, and a message says so. Every rank must call this. Ranks that share a cache folder
+    build an index once; `progress` prints while a build takes long.
     Raises ValueError for unusable files, an unusable --split, or a training split without tokens.
     """
     sources = read_sources(data)
@@ -107,7 +108,7 @@ def _missing_ends_warning(source: IndexedDataset, rules: DocumentRules) -> str |
         return None
     return (
         f"WARNING: none of the first {len(last_tokens)} documents of {source.prefix} ends in the end-of-document token {rules.eod}, so "
-        "--reset-position-ids, --reset-attention-mask and --eod-mask-loss find no end there; preprocess with --append-eod."
+        "--reset-position-ids, --reset-attention-mask and --eod-mask-loss find no end of a document; preprocess with --append-eod."
     )
 
 
@@ -140,7 +141,7 @@ class CorpusSet:
         return Datasets(train, valid, test, sources, rules, tuple(dict.fromkeys(self._messages)))
 
     def _validation_sets(self, sample_count: int, *, on_all: bool) -> dict[str, SampleSource]:
-        """The validation sets by name; sets without a sample are left out. sample_count: of each set, ignored with on_all."""
+        """The validation sets by name, without empty ones; with on_all, without those shorter than a sample. sample_count: of each set."""
         blend = self._blends.get("valid")
         if blend is None:
             return {}
@@ -213,5 +214,5 @@ class CorpusSet:
                 names = ", ".join(sorted(repeated))
                 self._messages.append(
                     f"WARNING: the {SPLIT_WORDS[name]} blend names {names} more than once, and draws the same samples for each; "
-                    "one larger weight draws further samples instead."
+                    "name it once with a larger weight to draw further samples instead."
                 )

@@ -1,7 +1,7 @@
 """Estimates the memory of activations from the configuration alone.
 
-T tokens of a micro-batch, S tokens per sample, H hidden size, A heads x channels, C key and value heads x channels, F feed-forward hidden
-size, V padded vocabulary.
+T tokens of a micro-batch, S tokens per sample, H hidden size, A = heads x channels of a head, C = key and value heads x channels of a head,
+F feed-forward hidden size, V padded vocabulary.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def activation_bytes(
     """Estimated peak bytes of activations and their gradients in one micro-batch: what forward keeps, plus the larger of two peaks.
 
     Forward keeps the input of every chunk of recomputed blocks. Of any other block it keeps all activations, except those inside
-    attention if attention is recomputed. The two peaks are that of the head, and that of one block's backward: the block's gradients, and
-    beside them what is computed again for it (the largest chunk, or the attention of one block).
+    attention if attention is recomputed. The first peak is that of the head. The second is that of one block's backward: the gradients of
+    the block, the activations that are recomputed for it (of the largest chunk, or of one attention), and with a tied output the gradient
+    of the word embedding.
     """
     tokens = micro_batch_size * config.seq_length
     inside = tokens * _inside_attention_bytes_per_token(config, element_bytes, attention)
@@ -58,7 +59,11 @@ def mask_bytes(samples: int, length: int, element_bytes: int) -> int:
 
 
 def _block_bytes_per_token(config: ModelConfig, element_bytes: int) -> int:
-    """Bytes of inputs and outputs of two norms (4 H), of attention's projections, and of the activation function (3 F if gated)."""
+    """Bytes that a block keeps outside attention.
+
+    These are inputs and outputs of two norms (4 H), the output of the qkv projection (A + 2 C), the input of the other projection (A), and
+    inputs and output of the activation function (2 F, or 3 F with a gate).
+    """
     ffn_widths = 3 if config.swiglu else 2
     values = 4 * config.hidden_size + config.qkv_width + config.heads_width + ffn_widths * config.ffn_hidden_size
     masks = 2 * config.hidden_size * MASK_BYTES if config.hidden_dropout > 0 else 0
@@ -68,8 +73,8 @@ def _block_bytes_per_token(config: ModelConfig, element_bytes: int) -> int:
 def _inside_attention_bytes_per_token(config: ModelConfig, element_bytes: int, attention: AttentionNeed) -> int:
     """Bytes that attention keeps between its projections, beside what the projections read and write.
 
-    That is the output in the kernel's own layout (A), a copy of q, k and v if a step lies between projection and kernel, repeated heads,
-    and scores.
+    That is the output in the kernel's own layout (A), a copy of q, k and v if another operation comes between projection and kernel,
+    repeated heads, and scores.
     """
     repeated = 2 * (config.heads_width - config.key_value_heads * config.kv_channels) if attention.repeats_heads else 0
     is_rotated = config.position_embedding_type == "rope"

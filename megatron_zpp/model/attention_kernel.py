@@ -23,12 +23,12 @@ KERNELS = {
     "local": [SDPBackend.MATH],
 }
 LARGEST_FLASH_CHANNELS = 256  # per head
-FLASH_MAJOR = 8  # compute capability of a GPU: Ampere
+FLASH_MAJOR = 8  # first major compute capability with flash attention: Ampere
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The properties of heads that decide which kernel can run. has_dropout: dropout of attention weights. backend: as the user chose."""
+    """The properties of heads that decide which kernel can run. has_dropout: of attention weights. backend: of --attention-backend."""
 
     dtype: torch.dtype
     channels: int
@@ -103,7 +103,7 @@ def _only(backend: str) -> AbstractContextManager[None]:
 
 
 def _takes_shared_heads(query_BNSD: Tensor, backend: str, *, has_mask: bool) -> bool:
-    """Whether a fast kernel can read one key head for several query heads; on GPUs only flash can, and it accepts no mask."""
+    """Whether torch takes fewer key heads than query heads here. Of the fast kernels on GPUs only flash does, and only without a mask."""
     if query_BNSD.device.type == "cpu" or backend in ("unfused", "local"):
         return True
     fits = query_BNSD.dtype in (torch.bfloat16, torch.float16) and query_BNSD.shape[-1] <= LARGEST_FLASH_CHANNELS

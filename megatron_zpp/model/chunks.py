@@ -6,9 +6,9 @@ from megatron_zpp.config.schema import ModelConfig
 
 
 def recomputed_chunks(config: ModelConfig) -> tuple[range, ...]:
-    """The chunks of blocks that are recomputed, each as a whole from the input of its first block. Later blocks keep their activations.
+    """The chunks of blocks that are recomputed, each as a whole from the input of its first block. Other blocks keep their activations.
 
-    uniform: all blocks, in chunks of --recompute-num-layers; the last chunk has the rest. block: the first --recompute-num-layers blocks,
+    uniform: all blocks, in chunks of --recompute-num-layers; the last one may be shorter. block: the first --recompute-num-layers blocks,
     each a chunk of its own.
     """
     if config.recompute_granularity != "full":

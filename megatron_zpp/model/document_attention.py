@@ -1,7 +1,7 @@
 """Causal attention inside documents, for samples that hold several documents.
 
-B micro-batch size, S tokens per sample, N query heads, K key and value heads, D channels of a head, R runs of tokens of one document, over
-all samples of the micro-batch.
+B micro-batch size, S tokens per sample, N query heads, K key and value heads, D channels of a head, R runs in all samples of the
+micro-batch. A run is the consecutive tokens of one document in one sample.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_zpp.model.activations import mask_bytes
 from megatron_zpp.model.attention_kernel import HeadShape, attend, repeated_heads
 
 LARGEST_VARLEN_CHANNELS = 256  # per head; must be a multiple of 8
-# For outputs of about 1: a few roundings of values with 8 or 11 significant bits. A token of another document would change them by about 1.
+# For values of about 1: a few roundings to 8 or 11 significant bits. Attention to another document would change them by about 1.
 PROBE_TOLERANCE = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 
 
@@ -70,7 +70,7 @@ class VarlenDocuments:
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # every micro-batch has other lengths, and each would be compiled again
     def attend(self, query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, dropout: float) -> Tensor:
         if dropout > 0:
-            raise RuntimeError("attention over runs of different lengths has no dropout; a mask serves it")
+            raise RuntimeError("attention over runs of different lengths has no dropout; use MaskedDocuments")
         samples = query_BNSD.shape[0]
         if query_BNSD.shape[1] != key_BKSD.shape[1] and not _varlen_takes_shared_heads():
             key_BKSD, value_BKSD = repeated_heads(query_BNSD, key_BKSD, value_BKSD)
@@ -81,7 +81,7 @@ class VarlenDocuments:
 
 @cache
 def has_varlen(device: torch.device, head: HeadShape) -> bool:
-    """Whether this torch has attention over runs of different lengths for such heads on this device; tried once, compared to the mask."""
+    """Whether this torch computes attention over runs of different lengths for such heads on this device. Tried once, against the mask."""
     fits = head.dtype in PROBE_TOLERANCE and head.channels % 8 == 0 and head.channels <= LARGEST_VARLEN_CHANNELS and not head.has_dropout
     fits = fits and head.backend in ("auto", "flash")
     if device.type != "cuda" or not fits or _varlen_function() is None:
@@ -116,7 +116,7 @@ def _varlen_takes_shared_heads() -> bool:
 
 def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int) -> Tensor:
     varlen = _varlen_function()
-    # The first versions of the function have `is_causal`, later ones a window: any number of tokens to the left, none to the right.
+    # Early versions of the function take `is_causal`, later ones a window: -1 is any number of tokens to the left, 0 none to the right.
     options: dict[str, Any] = {"is_causal": True} if "is_causal" in inspect.signature(varlen).parameters else {"window_size": (-1, 0)}
     if query.shape[1] != key.shape[1]:
         options["enable_gqa"] = True

@@ -3,8 +3,8 @@
 Two counts of operations are in use, and they differ: `model_flops` and `hardware_flops`. Both count matrix products only; a multiplication
 and an addition are two operations.
 
-T tokens, S tokens per sample, V padded vocabulary, L layers, H hidden size, A heads x channels, C key and value heads x channels, F
-feed-forward hidden size, m feed-forward matrices: 3 with a gate, else 2.
+T tokens, S tokens per sample, V padded vocabulary, L layers, H hidden size, A = heads x channels of a head, C = key and value heads x
+channels of a head, F feed-forward hidden size, m feed-forward matrices: 3 with a gate, else 2.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def hardware_flops(config: ModelConfig, padded_vocab_size: int, sample_count: in
     """Operations of training on `sample_count` samples as Megatron-DeepSpeed counts them: "hardware FLOPs".
 
     T [(3 L + R) (2 H (A + 2 C) + 2 A H + 2 m H F + 4 A S) + 3 * 2 H V] with R recomputed blocks: attention counts as the full square, and
-    what is recomputed counts again (4 A S for recomputed attention; the output projection is not recomputed).
+    recomputed operations count again. If only attention is recomputed, these are 4 A S per token and layer, without the output projection.
     Source: Narayanan et al., arXiv 2104.04473, equation 3, where A = C = H, F = 4 H, m = 2 and R = L.
     """
     scores = _attention_scores_flops_per_token(config)

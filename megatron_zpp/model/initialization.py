@@ -1,4 +1,4 @@
-"""Initial values of parameters. A rank makes only the elements that it owns, and every rank would make the same ones."""
+"""Initial values of parameters. A rank makes only the elements that it owns; an element has the same value whichever rank makes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatron_zpp.config.schema import ModelConfig
 
-# At most one chunk per range is generated and thrown away. With smaller chunks, the start-up of a generator would cost too much.
+# For a range that begins inside a chunk, the elements before it are generated and thrown away. Smaller chunks would waste fewer, but need
+# more generators, whose start-up costs time.
 CHUNK_NUMEL = 1 << 16
 # The two projections that write into the residual stream; see residual_std.
 RESIDUAL_PROJECTIONS = ("attention.projection.weight", "mlp.down.weight")
@@ -31,7 +32,7 @@ def initial_values(config: ModelConfig, seed: int, name: str, dim_count: int) ->
 
 
 def residual_std(config: ModelConfig) -> float:
-    """std / sqrt(2 L), with which the sum of 2 L independent branches has the spread of one (GPT-2 report; Megatron's scaled init)."""
+    """std / sqrt(2 L), so that the sum of 2 L independent branches has the spread of one branch (GPT-2 report; Megatron's scaled init)."""
     return config.init_method_std / math.sqrt(2.0 * config.num_layers)
 
 

@@ -65,7 +65,7 @@ def rms_norm(values: Tensor, gain: Tensor, epsilon: float) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps its input and one number per row for backward. Torch's own version without a fused kernel keeps fp32 copies as well."""
+    """Keeps input, gain and one number per row for backward. Torch's own version without a fused kernel keeps fp32 copies as well."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, gain: Tensor, epsilon: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Random numbers of the forward pass, seeded by what is computed: they depend neither on the rank nor on earlier draws."""
+"""Random numbers of the forward pass, seeded by run, sample and unit. So they depend neither on the rank nor on earlier draws."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class UnitRandomness:
 
 
 def splitmix64(value: int) -> int:
-    """The splitmix64 output for the state `value` (Steele, Lea, Flood, OOPSLA 2014): 64 bits, each depends on all bits of `value`."""
+    """The splitmix64 output for the state `value` (Steele, Lea, Flood, OOPSLA 2014): 64 bits; each depends on all bits of `value`."""
     value = (value + 0x9E3779B97F4A7C15) & MASK_64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK_64
@@ -44,7 +44,7 @@ def mixed_seed(seed: int, first_sample: int, unit_index: int) -> int:
 
 @contextmanager
 def seeded_random(seed: int, first_sample: int, unit_index: int, device: torch.device) -> Iterator[None]:
-    """Seeds the device's default generator from the three integers for the block, and restores the generator's state afterwards.
+    """Within the context, seeds the device's default generator from the three integers; restores the generator's state afterwards.
 
     The same integers give the same numbers, in a recomputation and on another rank too.
     torch's CPU generator reads the low 32 bits of a seed, its CUDA generator all 64.

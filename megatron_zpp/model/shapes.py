@@ -1,13 +1,13 @@
 """The name, shape and row order of every parameter of a GPT, from the configuration alone (no torch).
 
 Used to plan a run without building its model, and to convert weights. V padded vocabulary, P learned positions, H hidden size, F
-feed-forward hidden size, D channels of a head, N heads, K key and value heads (K = N unless --num-query-groups is less), i a block.
+feed-forward hidden size, D channels of a head, N heads, K key and value heads (K = N unless --num-query-groups is less), i block.
 
     embedding.word.weight                  [V, H]
     embedding.position.weight              [P, H]           only --position-embedding-type learned_absolute
     blocks.i.attention_norm.weight         [H]
     blocks.i.attention.qkv.weight          [(N + 2 K) D, H]
-    blocks.i.attention.qkv.bias            [(N + 2 K) D]    unless --disable-bias-linear, and with --add-qkv-bias always
+    blocks.i.attention.qkv.bias            [(N + 2 K) D]    unless --disable-bias-linear is given without --add-qkv-bias
     blocks.i.attention.query_norm.weight   [D]              only --qk-layernorm; one gain for all heads
     blocks.i.attention.key_norm.weight     [D]              only --qk-layernorm
     blocks.i.attention.projection.weight   [H, N D]
@@ -64,7 +64,7 @@ class ModelShape:
         )
 
     def uses(self) -> tuple[Use, ...]:
-        """As `uses_of`."""
+        """The uses of the model: see `uses_of`."""
         return uses_of(self.config)
 
 

@@ -1,7 +1,8 @@
-"""Makes the process groups of the lanes: one per link and direction, in the same order on every rank."""
+"""Makes the process groups of the lanes (one per link and direction, in the same order on every rank), and ends all groups."""
 
 from __future__ import annotations
 
+import gc
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -23,3 +24,13 @@ def make_lane_groups(topology: Topology, rank: int, timeout: timedelta) -> dict[
             if rank in ranks:
                 own[lane] = group
     return own
+
+
+def end_world() -> None:
+    """Ends all process groups; no message may be under way. Every rank must call it.
+
+    Objects that still hold a collective are freed now: gloo's threads must not free them while the interpreter shuts down.
+    """
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 import traceback
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from megatron_zpp.parallel.failures.attempt import own_part
 from megatron_zpp.parallel.failures.failure_board import FailureBoard
 from megatron_zpp.parallel.failures.roll_call import RollCall
+from megatron_zpp.parallel.groups import end_world
 from megatron_zpp.parallel.launch import Launch
 
 PACKAGE = Path(__file__).parents[1]
@@ -89,13 +89,8 @@ class World:
         self._failure_board.check()
 
     def leave(self) -> None:
-        """Ends the process groups; no message may be under way. Every rank must call it.
-
-        Objects that still hold a collective are freed now: gloo's threads must not free them while the interpreter shuts down.
-        """
-        dist.barrier()
-        dist.destroy_process_group()
-        gc.collect()
+        """Ends the process groups; no message may be under way. Every rank must call it."""
+        end_world()
 
 
 def choose_device(launch: Launch, backend: str | None) -> torch.device:

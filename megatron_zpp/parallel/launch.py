@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 DEFAULT_PORT = 29500
-# Ports of Slurm jobs: below the ephemeral ports of Linux, which begin at 32768, and different for jobs that share a node.
+# Ports of Slurm jobs: below the ephemeral ports of Linux, which begin at 32768, and chosen by job number, so that two jobs on one node
+# seldom have the same.
 FIRST_SLURM_PORT, SLURM_PORTS = 15000, 15000
 # Step numbers from here on are Slurm's own: the batch script, an interactive shell.
 FIRST_RESERVED_STEP = 0xFFFFFFF0
@@ -27,7 +28,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class _Names:
-    """The variables that one kind of launcher sets. It may set any one of local_world_sizes, or none."""
+    """The variables that one kind of launcher sets. Of local_world_sizes the first that is set counts; there may be none."""
 
     rank: str
     world_size: str
@@ -44,7 +45,7 @@ STEP = replace(JOB, world_size="SLURM_STEP_NUM_TASKS")
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
-    """The launch from the variables of torchrun or DeepSpeed's launcher, else of mpirun, else of Slurm; else a world of one rank.
+    """Reads the variables of torchrun or DeepSpeed's launcher, or else of mpirun, or else of Slurm. Without any, the world has one rank.
 
     Raises ValueError naming a variable that is missing, not a number, or contradicts another.
     """
@@ -65,7 +66,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
 
 def first_host(node_list: str) -> str:
-    """The first name of Slurm's short form of a list of nodes: node07 of `node[07-12,20],login1`."""
+    """The first host of a node list in Slurm's short form: node07 for `node[07-12,20],login1`."""
     outside_brackets = r"(?:[^,\[]|\[[^\]]*\])*"
     first = re.findall(outside_brackets, node_list)[0]
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
@@ -82,7 +83,7 @@ def _launcher(environment: Mapping[str, str]) -> _Names | None:
     if slurm.rank not in environment:
         return None
     is_task = _is_slurm_task(environment)
-    # In the batch script of a job without --ntasks, only SLURM_PROCID is set.
+    # In the batch script of a job without --ntasks, SLURM_PROCID is set, but not the number of tasks.
     if (not is_task and slurm.world_size not in environment) or _number(environment, slurm.world_size) == 1:
         return None
     if not is_task:
@@ -95,7 +96,7 @@ def _launcher(environment: Mapping[str, str]) -> _Names | None:
 
 
 def _is_slurm_task(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process. SLURM_PROCID alone does not tell, because a batch script has it too."""
+    """Whether srun started this process. SLURM_PROCID alone does not prove it, because a batch script has it too."""
     step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
     return "SLURM_PROCID" in environment and step.isdigit() and int(step) < FIRST_RESERVED_STEP
 
@@ -131,7 +132,7 @@ def _check_exported_world_size(environment: Mapping[str, str], name: str, world_
     exported = environment.get(TORCHRUN.world_size, str(world_size))
     if exported != str(world_size):
         raise ValueError(
-            f"WORLD_SIZE={exported} and {name}={world_size} differ, and RANK is not set; unset WORLD_SIZE, or start as many tasks"
+            f"WORLD_SIZE={exported} and {name}={world_size} differ, and RANK is not set; unset WORLD_SIZE, or start {exported} tasks"
         )
 
 

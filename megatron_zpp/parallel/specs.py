@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class ParamSpec:
     """One parameter: its path in the module, its shape and its initial values.
 
-    initial_values: (start, stop) -> fp32 [stop - start], a range of the flattened parameter; any range, always the same values.
+    initial_values: (start, stop) -> fp32 [stop - start], elements of the flattened parameter. An element has the same value in every range.
     """
 
     name: str  # dotted attribute path in the module, e.g. "blocks.0.attention.qkv.weight"
@@ -35,7 +35,7 @@ class UnitSpec:
 class Use:
     """One module call, in execution order, and the units it reads."""
 
-    module: str  # dotted path of the submodule whose forward and backward hooks bracket the use
+    module: str  # dotted path of the submodule that is called
     units: tuple[str, ...]
     needs_weights_in_backward: bool
     recomputed_in: int | None = None  # number of the chunk of neighbouring uses that backward recomputes together; None: not recomputed

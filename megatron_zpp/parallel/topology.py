@@ -8,8 +8,8 @@ A world of W = N x G ranks, drawn for N = 2 partitions of G = 3 ranks, with each
                            ^
                            inter link: the ranks of one column
 
-A *node* is a machine; in a rehearsal on one machine it is a part of it (--ranks-per-node). A *partition* is the group of ranks that splits
-a secondary rung: a node, or an equal part of one (--zero-hpz-partition-size). If a partition is smaller than a node, some members of the
+A *node* is a machine, or a part of one that stands for a node (--ranks-per-node). A *partition* is the group of ranks that splits a
+secondary rung: a node, or an equal part of one (--zero-hpz-partition-size). If a partition is smaller than a node, some members of the
 inter link share a node; the ledger counts their bytes separately from those that enter the node.
 """
 
@@ -48,18 +48,18 @@ class Lane:
 
 
 LANES = tuple(Lane(link, direction) for direction in Direction for link in Link)
-# How many collectives of a lane may be under way. Two, because a message over TCP first asks whether the receiver is ready, and question
-# and answer queue behind the data being sent; the second message asks meanwhile. torch's gloo has two threads per process group.
+# How many collectives of a lane may be under way. A sender over TCP first asks whether the receiver is ready. With two collectives under
+# way, the second asks while the first sends its data. torch's gloo has two threads per process group.
 MOST_CROSSING = 2
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The world of data-parallel ranks as partitions of `partition_ranks` ranks each (N and G of the ladder).
+    """The world of data-parallel ranks as N partitions of G = `partition_ranks` ranks each.
 
     ranks_per_node: ranks of one node; the ledger counts the bytes between nodes.
     partition_ranks: G, the ranks among which a secondary rung is split; a divisor of ranks_per_node.
-    Raises ValueError if a size does not divide.
+    Raises ValueError if a number is not positive or does not divide.
     """
 
     world_size: int
@@ -140,7 +140,7 @@ class Topology:
 def check_placement(hosts: Sequence[str], ranks_per_node: int) -> None:
     """Raises ValueError, naming ranks and hosts, unless the ranks of each node share a host; `hosts[rank]` is the host name of a rank.
 
-    The ranks of a node are consecutive. Several nodes may be on one host (a rehearsal on one machine), but no node on several hosts.
+    The ranks of a node are consecutive. Several nodes may be on one host, as parts of it, but no node may be on several hosts.
     """
     for first in range(0, len(hosts), ranks_per_node):
         names = sorted(set(hosts[first : first + ranks_per_node]))

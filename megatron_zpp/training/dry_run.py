@@ -30,9 +30,10 @@ SECONDS_PER_DAY = 86400
 
 
 def described_plan(given: Config, launch: Launch) -> str:
-    """Text that --dry-run prints: the flags, as a run prints them, and the plan. given: the configuration before `resolve`.
+    """The text that --dry-run prints: the flags, as a run prints them, and the plan. given: the configuration before `resolve`.
 
-    Raises ValueError for any mistake that would end the run at its start: in flags, tokenizer, corpora, checkpoint or memory.
+    Raises ValueError for mistakes that would end the run at its start: in flags, tokenizer, corpora or checkpoint, or too little memory,
+    if --memory-gigabytes is given.
     """
     config, world = _resolved(given, launch)
     vocab_size = build_tokenizer(config.data).vocab_size
@@ -57,7 +58,7 @@ def described_plan(given: Config, launch: Launch) -> str:
 
 
 def planned_world_size(given: Config, launch: Launch) -> tuple[int, int | None]:
-    """Ranks of the planned world, and ranks per node if known. Flags come first, then the launcher, then 1 rank.
+    """Ranks of the planned world, and ranks per node if known: by the flags, else by the launcher, else one rank.
 
     Raises FlagError if the flags contradict each other, or do not say how many ranks a node has.
     """
@@ -121,7 +122,7 @@ def _data(config: Config) -> str:
 
 
 def _blend(blend: Blend) -> str:
-    from megatron_zpp.data.indexed_dataset import IndexedDataset  # numpy comes with it
+    from megatron_zpp.data.indexed_dataset import IndexedDataset  # imports numpy
 
     corpora = [IndexedDataset(prefix) for prefix in blend.prefixes]
     tokens = sum(int(corpus.lengths.sum(dtype="int64")) for corpus in corpora)
@@ -129,7 +130,7 @@ def _blend(blend: Blend) -> str:
 
 
 def _start(plan: RunPlan, world: PlannedWorld) -> str:
-    """Checkpoint that the run loads; empty without flags that load. Raises ValueError if the run could not start from it."""
+    """The checkpoint that the run loads; empty if no flag asks for one. Raises ValueError if the run could not start from it."""
     config, checkpoint = plan.config, plan.config.checkpoint
     if checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
         return ""
@@ -147,7 +148,7 @@ def _start(plan: RunPlan, world: PlannedWorld) -> str:
 
 
 def _stored(checkpoint: CheckpointConfig, folder: Path) -> StoredRun:
-    """Run stored in `folder`; under --load-last-good-checkpoint, in the newest complete checkpoint up to it."""
+    """The run that `folder` stores; with --load-last-good-checkpoint, that of the newest complete checkpoint not newer than `folder`."""
     candidates = (folder, *older_checkpoints(folder)) if checkpoint.load_last_good_checkpoint else ()
     usable = next(filter(is_complete, candidates), folder)
     return StoredRun.of(checkpoint, usable, read_manifest(usable))

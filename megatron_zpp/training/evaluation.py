@@ -1,4 +1,4 @@
-"""Evaluation: its data, the iterations that it follows, and its loss."""
+"""Evaluation: its data, the iterations after which it runs, and its loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_zpp.zero.engine import ZeroEngine
 
 @dataclass(frozen=True)
 class HeldOutSet:
-    """Data of one rank for evaluations: each takes the next `microbatches` of `batches`. name: "" if there is only one set."""
+    """Data of one rank. Each evaluation takes the next `microbatches` micro-batches of `batches`. name: "" if there is only one set."""
 
     name: str
     batches: Iterator[MicroBatch]
@@ -34,7 +34,7 @@ class HeldOutSets:
     """
 
     def __init__(self, config: Config, datasets: Datasets, iteration: int, *, rank: int, ranks: int) -> None:
-        """iteration: the last one before the run continues. Validation continues with the data after those that it has seen."""
+        """iteration: the last one that is done. Validation continues after the data that validations up to it have used."""
         self._training = config.training
         self._num_workers = config.data.num_workers
         self._rules = datasets.rules
@@ -68,21 +68,21 @@ class HeldOutSets:
 
 
 def evaluations_before(iteration: int, training: TrainingConfig) -> int:
-    """Number of validations up to and including this iteration, in a run that continues after it."""
+    """Number of validations after iterations up to and including this one, in a run that continues after it."""
     return max(0, iteration // training.eval_interval - max(0, training.start_eval_at_iter - 1) // training.eval_interval)
 
 
 def is_followed_by_validation(iteration: int, training: TrainingConfig) -> bool:
-    """Whether a validation follows this iteration, which is not the last one."""
+    """Whether a validation follows this iteration. The last iteration has rules of its own."""
     return iteration % training.eval_interval == 0 and iteration >= training.start_eval_at_iter
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, engine: ZeroEngine, held_out: HeldOutSet) -> float:
-    """Mean loss over the tokens that count in one evaluation of all ranks, without dropout. Every rank must call it.
+    """The mean loss per token of one evaluation, over all ranks and without dropout. Every rank must call it.
 
-    Every token has the same weight, even if micro-batches are not full. Returns NaN if no token counts. Uses the same decoded weights as
-    training, and does not influence training.
+    A token counts if the loss mask has a 1 for it. Tokens that count have equal weights, even if micro-batches are not full. Returns NaN if
+    no token counts. Uses the same decoded weights as training, and does not influence training.
     """
     model.eval()
     sums = [_loss_and_tokens(model, next(held_out.batches), engine.device) for _ in range(held_out.microbatches)]

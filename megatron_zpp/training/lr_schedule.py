@@ -11,7 +11,7 @@ from megatron_zpp.config.batch_schedule import batch_schedule, horizons
 from megatron_zpp.config.flag import any_of
 from megatron_zpp.config.schema import OptimizerConfig, TrainingConfig
 
-# Fraction of (peak - lowest rate) that is left, as a function of the fraction of the decay that is over.
+# The rate of a decay as a fraction: 1 is the peak, 0 the lowest rate. The argument is the fraction of the decay that is over.
 REMAINING: Mapping[str, Callable[[float], float]] = {
     "linear": lambda over: 1.0 - over,
     "cosine": lambda over: 0.5 * (math.cos(math.pi * over) + 1.0),
@@ -26,8 +26,8 @@ class LearningRateSchedule:
     """Linear warmup, then a constant rate or a decay to `min_lr` that ends after `decay_samples`, warmup included.
 
     WSD keeps the peak until `annealing_samples` before that end, and then falls by `annealing_style`. All counts are in samples, so
-    that the curve does not depend on the batch size; they may be fractions of a sample, as in Megatron. The caller leaves out the samples
-    of skipped steps.
+    that the curve does not depend on the batch size; they may be fractions of a sample, as in Megatron. The caller does not
+    count the samples of skipped steps.
     """
 
     style: str
@@ -55,7 +55,7 @@ class LearningRateSchedule:
         )
 
     def differences(self, other: LearningRateSchedule) -> Iterator[tuple[str, Any, Any]]:
-        """Name and both values of every field that gives `other` another curve. Ignores fields that a style does not use."""
+        """Name and both values of every field in which the two curves differ. Ignores fields that change neither curve."""
         without_effect = set()
         if self.style == other.style == "constant":
             without_effect |= {"min_lr", "decay_samples"}

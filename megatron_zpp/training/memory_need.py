@@ -1,4 +1,4 @@
-"""Memory that each rank needs, by part, compared with the available memory; and the smallest world that fits."""
+"""Computes the memory that each rank needs, compares it with the available memory, and finds the smallest world that fits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGEST_NODES = 1 << 14
 
 
 class SizedModel(Protocol):
-    """Model as plans see it: model.gpt.GPT, or model.shapes.ModelShape without torch."""
+    """The part of a model that plans use: of model.gpt.GPT, or of model.shapes.ModelShape, which needs no torch."""
 
     @property
     def padded_vocab_size(self) -> int: ...
@@ -42,7 +42,7 @@ class AvailableMemory(NamedTuple):
 class MemoryNeed:
     """Bytes that one rank needs: the plan of its sharded states, and an estimate of its activations.
 
-    save_copy: copy of the state for --async-save, in host memory; the memory is pinned if is_on_gpu.
+    save_copy: bytes of host memory for --async-save's copy of the state. With is_on_gpu they are pinned, and not part of `total`.
     """
 
     plan: MemoryPlan
@@ -78,9 +78,9 @@ class MemoryNeed:
 def check_fits(
     config: Config, model: SizedModel, sharding: Sharding, topology: Topology, *, is_on_gpu: bool, available: AvailableMemory
 ) -> MemoryNeed:
-    """Need of each rank of this run. Allocates nothing.
+    """The memory that each rank of this run needs. Allocates nothing.
 
-    Raises ValueError if less memory is available; the text names the smallest world of such nodes that fits.
+    Raises ValueError if less memory is available; the text names the smallest world of such nodes that fits, or says that none does.
     """
     need = memory_need(config, model, sharding, topology, is_on_gpu=is_on_gpu)
     ranks = f"each of the {topology.world_size} ranks" if topology.world_size > 1 else "the one rank"
@@ -105,7 +105,7 @@ def check_fits(
 
 
 def memory_need(config: Config, model: SizedModel, sharding: Sharding, topology: Topology, *, is_on_gpu: bool) -> MemoryNeed:
-    """Need of each rank in a world of this topology."""
+    """The memory that each rank needs in a world of this topology."""
     starts_exact = config.zero.zero_full_precision_iters > 0
     plan = largest_plan(model.unit_specs(), model.uses(), sharding, topology, starts_exact=starts_exact)
     activations = activation_bytes(
@@ -116,13 +116,13 @@ def memory_need(config: Config, model: SizedModel, sharding: Sharding, topology:
         attention=_attention_need(config, sharding.element_bytes, is_on_gpu=is_on_gpu),
     )
     if config.data.reset_attention_mask:
-        # Whether a kernel needs no mask is only known on the device.
+        # Some devices have a kernel that needs no mask, but a plan cannot ask the device.
         activations += mask_bytes(config.training.micro_batch_size, config.model.seq_length, sharding.element_bytes)
     return MemoryNeed(plan, activations, save_copy_bytes(config, model, sharding, topology), is_on_gpu)
 
 
 def save_copy_bytes(config: Config, model: SizedModel, sharding: Sharding, topology: Topology) -> int:
-    """Bytes that --async-save copies on one rank at most: fp32 weights of its primary slices, and their moments."""
+    """Bytes that --async-save copies on one rank at most: fp32 weights of its primary slices, and moments unless --no-save-optim."""
     checkpoint = config.checkpoint
     if checkpoint.save is None or not checkpoint.async_save:
         return 0
@@ -136,7 +136,7 @@ def saved_bytes(checkpoint: CheckpointConfig) -> int:
 
 
 def _attention_need(config: Config, element_bytes: int, *, is_on_gpu: bool) -> AttentionNeed:
-    """Memory need of the kernel that model.attention_kernel chooses on such a device."""
+    """The memory that the attention kernel needs, if it runs on such a device (model/attention_kernel.py)."""
     backend, drops = config.model.attention_backend, config.model.attention_dropout > 0
     flash_serves = element_bytes == 2 and backend != "fused" and not config.data.reset_attention_mask
     return AttentionNeed(

@@ -1,4 +1,4 @@
-"""Sums from one training line to the next, and the report that is made from them."""
+"""Sums over the iterations between two training lines, and the report that is made from them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Interval:
 
 
 class StepTraffic:
-    """Bytes of weights and gradients in the latest step, from the ledger."""
+    """The bytes of weights and gradients that this rank received in the latest step, by the ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -88,7 +88,7 @@ class StepReadings:
 
 @dataclass(frozen=True)
 class ReportInputs:
-    """Inputs of a report other than sums. peak_tflops: of one device, None if unknown. params_norm: None without --log-params-norm."""
+    """Inputs of a report that are not sums. peak_tflops: of one device, None if unknown. params_norm: None without --log-params-norm."""
 
     latest: StepReadings
     padded_vocab_size: int

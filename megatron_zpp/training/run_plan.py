@@ -1,4 +1,4 @@
-"""Plan of a run that is not started: memory, bytes and time, for every member of the ZeRO family (no torch)."""
+"""Plans a run without starting it: memory, bytes and time, for every member of the ZeRO family (no torch)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_zpp.zero.plan.traffic import PlannedTraffic, planned_traffic
 
 @dataclass(frozen=True)
 class Member:
-    """Member of the ZeRO family, by the features that its flags switch on."""
+    """A member of the ZeRO family: its stage, and the features of ZeRO++ that it has."""
 
     name: str
     stage: int
@@ -55,7 +55,7 @@ MEMBERS = (
 
 @dataclass(frozen=True)
 class PlannedWorld:
-    """World of equal nodes, on GPUs or not."""
+    """A world of equal nodes, with or without GPUs."""
 
     nodes: int
     ranks_per_node: int
@@ -68,7 +68,7 @@ class PlannedWorld:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Plan of one member's run. memory: of each rank. traffic: that each rank receives in a step. job: work of a step."""
+    """The plan of one member's run. memory: need of each rank. traffic: received by each rank in a step. job: the work of a step."""
 
     member: Member
     config: Config
@@ -92,14 +92,17 @@ class RunPlan:
 
 
 def plan_run(given: Config, member: Member, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
-    """Plan of a run as `member`, with all other flags as given. given: not resolved. Raises FlagError as the run would."""
+    """The plan of a run with the flags of `member` and all other flags as given. Raises FlagError if the run would.
+
+    given: a configuration that is not resolved.
+    """
     # The stage in the file of --deepspeed_config must not override the member.
     given = with_deepspeed_json(given, world.size).with_values(deepspeed_config=None)
     return _planned(resolve(_as_member(given, member, world), world.size, world.ranks_per_node), member, world, padded_vocab_size)
 
 
 def plan_as_given(config: Config, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
-    """Plan of the run of a resolved configuration."""
+    """The plan of a run with this resolved configuration."""
     zero = config.zero
     features = {
         "qwZ": zero.zero_quantized_weights,
@@ -136,7 +139,10 @@ def computation_by_rate(config: Config, padded_vocab_size: int, flops_per_second
 
 
 def computation_by_step(config: Config, padded_vocab_size: int, seconds: float, microbatches: int) -> Computation:
-    """Time of one micro-batch of a step. seconds: of the whole step if links took no time; divided among uses by their operations."""
+    """Time of one micro-batch of a step, divided among uses in proportion to their operations.
+
+    seconds: time of the whole step if links took no time.
+    """
     relative = computation_by_rate(config, padded_vocab_size, 1.0)
     scale = seconds / microbatches / relative.seconds
     return Computation(tuple(scale * part for part in relative.forward), tuple(scale * part for part in relative.backward))
@@ -149,7 +155,7 @@ def _as_member(given: Config, member: Member, world: PlannedWorld) -> Config:
         "zero_hpz_partition_size": _partition(given, world) if member.has_secondary_weights else 1,
         "zero_quantized_gradients": member.has_quantized_gradients,
     }
-    # Details of a feature that this member lacks would be refused, because they would have no effect.
+    # Flags with details of a feature are refused without the feature. Here they do not count as given, so that every member accepts them.
     details = {option.name for option in options() if option.group == "zero" and option.flag.needs is not None}
     return replace(given.with_values(**values), given=given.given - details)
 

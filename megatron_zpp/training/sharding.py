@@ -1,4 +1,4 @@
-"""Sharding that the flags ask for, for the engine and for plans (no torch)."""
+"""The sharding that the flags ask for. The engine and plans use it (no torch)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _gradient_codes(zero: ZeroConfig) -> LinkCodes:
 
 
 def prefetch_of(zero: ZeroConfig) -> Prefetch:
-    """Number of uses by which climbs run ahead, for each link."""
+    """How many uses ahead climbs are submitted, for each link."""
     return Prefetch(zero.zero_prefetch_units, zero.zero_prefetch_units_intra)
 
 
@@ -55,5 +55,5 @@ def element_bytes(precision: PrecisionConfig) -> int:
 
 
 def topology_of(config: Config, world_size: int) -> Topology:
-    """Topology of a resolved configuration. A partition is an hpZ partition if hpZ is on, otherwise a node."""
+    """Topology of a resolved configuration. A partition has --zero-hpz-partition-size ranks, or is a node if that is 1."""
     return Topology(world_size, config.distributed.ranks_per_node, partition_ranks(config))

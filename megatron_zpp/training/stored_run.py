@@ -1,4 +1,4 @@
-"""Run that a checkpoint stores: the state that is taken from it, and whether it fits (no torch)."""
+"""The run that a checkpoint stores: the state that a new run takes from it, and whether it fits that run (no torch)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_zpp.training.weight_decay import WeightDecaySchedule
 
 @dataclass(frozen=True)
 class StoredRun:
-    """Run that the checkpoint in `folder` stores. weights_only: whether only its weights are taken."""
+    """The run that the checkpoint in `folder` stores. weights_only: whether only its weights are taken."""
 
     folder: Path
     manifest: Manifest
@@ -25,7 +25,7 @@ class StoredRun:
 
     @staticmethod
     def of(checkpoint: CheckpointConfig, folder: Path, manifest: Manifest) -> StoredRun:
-        """Run stored in `folder`, with weights_only as the flags and the manifest say."""
+        """The run stored in `folder`; flags and manifest decide weights_only."""
         is_pretrained = checkpoint.load is None or folder.parent != Path(checkpoint.load)
         return StoredRun(folder, manifest, checkpoint.finetune or is_pretrained or manifest.is_release)
 
@@ -39,7 +39,7 @@ class StoredRun:
         return not (self.weights_only or config.checkpoint.no_load_optim or config.training.skip_train)
 
     def check_contents(self, config: Config, units: Sequence[UnitSpec]) -> None:
-        """Raises CheckpointError if the checkpoint does not hold what the run takes. units: of the model.
+        """Raises CheckpointError if the checkpoint lacks state that the run takes, or has it for another model. units: of the model.
 
         Rotary positions may differ if the optimizer starts anew.
         """
@@ -76,7 +76,7 @@ WEIGHT_DECAY_FLAGS = {
 
 
 def with_schedule(config: Config, stored: StoredRun | None) -> Config:
-    """Configuration with the checkpoint's schedule if --use-checkpoint-opt-param-scheduler is given, otherwise with its own.
+    """The configuration with the checkpoint's schedule if --use-checkpoint-opt-param-scheduler is given, otherwise with its own.
 
     Raises CheckpointError if a resumed run has another schedule and no flag says which of the two to use.
     """
@@ -89,8 +89,8 @@ def with_schedule(config: Config, stored: StoredRun | None) -> Config:
     if not differing or config.checkpoint.override_opt_param_scheduler:
         return config
     raise CheckpointError(
-        f"{stored.folder} was saved with another schedule: {'; '.join(differing)}; give the same flags, "
-        "--override-opt-param-scheduler to continue with the flags' schedule, or --use-checkpoint-opt-param-scheduler with the checkpoint's"
+        f"{stored.folder} was saved with another schedule: {'; '.join(differing)}; give the same flags, or "
+        "--override-opt-param-scheduler to use the flags' schedule, or --use-checkpoint-opt-param-scheduler to use the checkpoint's"
     )
 
 
@@ -105,7 +105,7 @@ def schedule_differences(config: Config, theirs: Mapping[str, Any]) -> Iterator[
 
 
 def _stored_schedules(theirs: Mapping[str, Any]) -> tuple[LearningRateSchedule, WeightDecaySchedule]:
-    """Schedules of a checkpoint's flags. Flags that are newer than the checkpoint have their defaults."""
+    """Schedules of a checkpoint's flags. Flags that did not exist yet when it was saved have their defaults."""
     try:
         optimizer, training = _group_of(OptimizerConfig, theirs["optimizer"]), _group_of(TrainingConfig, theirs["training"])
         if optimizer.end_weight_decay is None:
@@ -117,7 +117,7 @@ def _stored_schedules(theirs: Mapping[str, Any]) -> tuple[LearningRateSchedule, 
 
 
 def _group_of(group: type[Group], flags: Mapping[str, Any]) -> Group:
-    """Group of flags as a checkpoint stores them, without flags that no longer exist."""
+    """A group of flags from a checkpoint, without flags that no longer exist."""
     names = {member.name for member in fields(group)}
     known: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items() if name in names}
     return group(**known)

@@ -30,7 +30,7 @@ from megatron_zpp.zero.engine import ZeroEngine
 class Trainer:
     """One rank's training run. Every rank must make the same calls.
 
-    progress: start of the run; it is advanced.
+    progress: where the run starts; the trainer advances it.
     """
 
     def __init__(self, config: Config, model: GPT, engine: ZeroEngine, datasets: Datasets, writers: Writers, progress: Progress) -> None:
@@ -88,7 +88,7 @@ class Trainer:
                     self._evaluate_at_the_end()
                 self._saver.finish()
         finally:
-            stop_conditions.close()  # after saving: a signal may reach this rank after that of another rank has ended the loop
+            stop_conditions.close()  # only after saving: a signal to another rank can end the loop before this rank gets its own
 
     def _step(self, stop_conditions: StopConditions) -> None:
         progress, loss_scaler = self._progress, self._engine.loss_scaler
@@ -154,7 +154,7 @@ class Trainer:
         self._reporter.between_steps("save-checkpoint")
 
     def _profile(self) -> None:
-        """Starts or ends the profile of this rank, if the next iteration is its first or comes after its last."""
+        """Starts this rank's profile before its first iteration, and ends it after its last."""
         profiler = self._writers.instruments.profiler
         if profiler is not None:
             self._writers.printer.on_this(profiler.before_step(self._progress.iteration + 1))
@@ -178,7 +178,7 @@ class Trainer:
 
     def _evaluate(self, held_out: HeldOutSet, drawn_from: str) -> float:
         """Evaluates, prints the mean loss and returns it."""
-        self._engine.ladder.lanes.drain()  # workers of the set may be forked now, and no other thread may be running then
+        self._engine.ladder.lanes.drain()  # may fork data workers, which is safe only while no other thread works
         with self._garbage.evaluation(), self._engine.observer.phase("eval-time"):
             loss = evaluate(self._model, self._engine, held_out)
         self._reporter.between_steps("eval-time")
@@ -188,7 +188,7 @@ class Trainer:
         return loss
 
     def _check_bad_iterations(self) -> None:
-        """Raises RuntimeError after --max-consecutive-bad-iterations. Before that it saves the state from before the first of them."""
+        """Raises RuntimeError after --max-consecutive-bad-iterations in a row. First saves the state from before them, if possible."""
         limit = self._config.training.max_consecutive_bad_iterations
         if limit == 0 or self._bad_iterations.consecutive < limit:
             return
@@ -202,9 +202,9 @@ class Trainer:
         bad = self._bad_iterations
         before = bad.progress_before
         if before.iteration == 0:
-            return "there is nothing before it to save"
+            return "nothing is saved, because no iteration came before it"
         if not bad.weights_are_from_before:
-            return "nothing is saved, because one of them has changed the weights: go on from an earlier checkpoint"
+            return "nothing is saved, because one of them has changed the weights: continue from an earlier checkpoint"
         if self._config.checkpoint.save is None:
             return "nothing is saved without --save"
         self._engine.loss_scaler.load_state(bad.scaler_before)

@@ -1,4 +1,4 @@
-"""AdamW over given parameters, by torch or by NVIDIA Apex. Both do the same arithmetic, on moments that the caller allocates."""
+"""AdamW over given parameters, by torch or by NVIDIA Apex. Both give the same update, up to rounding. The caller allocates the moments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_zpp.ops.apex import apex_member
 
 @dataclass(frozen=True)
 class AdamOptions:
-    """Hyper-parameters of AdamW. weight_decay: unless a step is given another. backend: torch or apex."""
+    """Hyper-parameters of AdamW. weight_decay: of every step that is not given another. backend: torch or apex."""
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -80,7 +80,7 @@ class TorchAdam:
 
 
 class ApexAdam:
-    """FusedAdam of NVIDIA Apex, as AdamW; it counts its steps by group."""
+    """NVIDIA Apex's FusedAdam in its AdamW mode; each of its parameter groups counts the steps."""
 
     def __init__(self, parameters: AdamParameters, options: AdamOptions) -> None:
         fused_adam = apex_member("apex.optimizers", "FusedAdam")

@@ -19,7 +19,7 @@ class Descending(Protocol):
         """Puts zeros where a micro-batch brought no gradient."""
 
     def descend(self, *, is_last_microbatch: bool) -> None:
-        """Submits the hops that a micro-batch owes."""
+        """Submits the hops that are due after a micro-batch."""
 
     def finish(self) -> None:
         """Returns once every hop under way has landed."""
@@ -28,8 +28,8 @@ class Descending(Protocol):
 class Descents:
     """The descents of one rank.
 
-    order: the names of all units in the order in which they descend. A unit that is complete earlier, on this rank or on all, waits for
-    those before it: the lanes carry the same messages in the same order everywhere.
+    order: the names of all units in the order in which they descend. A unit that is complete before its turn waits
+    for those before it, so that every rank sends the same messages in the same order.
     """
 
     def __init__(self, order: Sequence[str], gradients: Mapping[str, Descending]) -> None:
@@ -55,7 +55,7 @@ class Descents:
                 self._under_way.popleft().finish()
 
     def sweep(self, *, is_last_microbatch: bool) -> None:
-        """Ends a micro-batch: units that the loss did not fully reach descend in their turn, with zeros for the missing gradients."""
+        """Ends a micro-batch. A unit with parameters that got no gradient descends in its turn, with zeros for these parameters."""
         for name in self._order[self._submitted :]:
             if name not in self._complete:
                 self._gradients[name].fill_missing()

@@ -1,12 +1,13 @@
-"""The ZeRO engine: shards a model's units, gathers their weights before each use, and takes their gradients down the ladder.
+"""The ZeRO engine: shards a model's units, gathers their weights before each use, and reduces their gradients.
 
 It reads one row of the policy table and one schedule. It never asks which ZeRO stage is running.
 """
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +23,7 @@ from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.descents import Descents
 from megatron_zpp.zero.grad_norm import count_zeros, global_norm, squared_sum_apex, squared_sum_fp64, weight_norm
 from megatron_zpp.zero.gradients import Collector, UnitGradient
-from megatron_zpp.zero.hooks import hook_parameters, hook_uses
+from megatron_zpp.zero.hooks import hook_parameters, hook_uses, refuse_forward
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, LossScaler
 from megatron_zpp.zero.optimizer import ShardedAdamW
@@ -48,10 +49,10 @@ class EngineOptions:
     """How the engine shards and trains.
 
     dtype: of the working weights and their gradients. clip_grad: largest global gradient norm, 0 for no clipping.
-    full_precision_iterations: first steps of a run in which everything crosses the links in the working precision.
+    full_precision_iterations: number of steps at the start of a run in which nothing is quantized.
     noise_seed: seed of stochastic rounding. counts_zeros: whether a step counts the zeros of the mean gradient.
     make_codec: makes the codec of each link (comm/codecs.py).
-    observer: is told the phases of a step and the uses it computes.
+    observer: receives the phases of a step, and each use while it is computed.
     """
 
     policy: Policy = POLICIES[3]
@@ -65,6 +66,15 @@ class EngineOptions:
     counts_zeros: bool = False
     make_codec: CodecFactory = make_codec
     observer: Observer = field(default_factory=Observer)
+
+
+class _Gradients(enum.Enum):
+    """The gradients of a step: none yet, those of some micro-batches, those of all, or unusable because a backward failed."""
+
+    NONE = "none"
+    SOME = "some"
+    ALL = "all"
+    BROKEN = "broken"
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,7 @@ class ZeroEngine:
     """One rank's part of a sharded model.
 
     Every rank must make the same calls in the same order. shard() makes an engine for any module (zero/shard.py).
-    module: its parameters may be on the meta device; each is replaced by a leaf that a unit owns.
+    module: its parameters may be on the meta device; each is replaced by an nn.Parameter of its unit.
     rank, world_size, device: of this rank. units, gradients: its parts of each unit, in the order of `unit_specs`.
     """
 
@@ -95,7 +105,9 @@ class ZeroEngine:
         options: EngineOptions,
         ladder: Ladder,
         loss_scaler: LossScaler | None = None,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
+        """on_close: ends what was made for this engine alone, such as process groups. `close` calls it."""
         self.module = module
         self.ladder = ladder
         self.device = ladder.device
@@ -114,7 +126,7 @@ class ZeroEngine:
         self.gradients: list[UnitGradient] = []
         self._unit_descents: list[UnitDescent] = []
         self._iteration = 0
-        self._parameter_hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []
         for spec in unit_specs:
             self._add_unit(spec)
         self._unit_of = {unit.name: unit for unit in self.units}
@@ -125,8 +137,10 @@ class ZeroEngine:
         self._descents = Descents(descent_order(uses), by_name)
         self._is_in_backward = False
         self._is_last_microbatch = True
+        self._gradients = _Gradients.NONE
         self._is_closed = False
-        hook_uses(module, uses, self)
+        self._on_close = on_close
+        self._hooks += hook_uses(module, uses, self)
 
     def _add_unit(self, spec: UnitSpec) -> None:
         ladder, policy, dtype = self.ladder, self._policy, self._options.dtype
@@ -139,7 +153,7 @@ class ZeroEngine:
         for parameter, placed in zip(unit.parameters, layout.params, strict=True):
             owner, _, attribute = placed.spec.name.rpartition(".")
             setattr(self.module.get_submodule(owner), attribute, parameter)
-        self._parameter_hooks += hook_parameters(unit.parameters, lambda index: self._collect(unit, descent, index))
+        self._hooks += hook_parameters(unit.parameters, lambda index: self._collect(unit, descent, index))
         self.units.append(unit)
         self.gradients.append(gradient)
         self._unit_descents.append(descent)
@@ -165,9 +179,9 @@ class ZeroEngine:
             self._reach(Moment(Phase.PRE_FORWARD, use), torch.is_grad_enabled())
 
     def _recompute(self, use: int) -> None:
-        """Gathers the weights of a use that is recomputed in a chunk. One that is recomputed alone has them, for its backward.
+        """Gathers the weights of a use that is recomputed in a chunk. A use that is recomputed alone has them already, for its backward.
 
-        Raises RuntimeError if they are missing because the uses do not say that they are recomputed together.
+        Raises RuntimeError if they are missing: uses that are recomputed together need the same `recomputed_in`.
         """
         moment = Moment(Phase.RECOMPUTE, use)
         if self._passes[True].is_ahead(moment):
@@ -187,9 +201,17 @@ class ZeroEngine:
         self._reach(Moment(Phase.PRE_BACKWARD, use), is_training=True)
 
     def backward(self, loss: Tensor, *, microbatches: int = 1, is_last_microbatch: bool = True) -> None:
-        """Adds the gradients of one micro-batch. loss: its mean loss. microbatches: their number in this step."""
-        if self._is_closed:
-            raise RuntimeError("the engine is closed, so nothing would collect the gradients")
+        """Adds the gradients of one micro-batch. loss: its mean loss. microbatches: how many there are in this step.
+
+        is_last_microbatch: whether this is the last one of the step. Raises RuntimeError for a micro-batch after the last one.
+        """
+        self._check_usable()
+        if self._gradients is _Gradients.ALL:
+            raise RuntimeError(
+                "the last micro-batch of this step has come already; call engine.step(), and pass is_last_microbatch=False for every "
+                "micro-batch but the last"
+            )
+        self._gradients = _Gradients.BROKEN  # unless this call comes to its end
         self._is_last_microbatch = is_last_microbatch
         self._is_in_backward = True
         try:
@@ -200,6 +222,13 @@ class ZeroEngine:
         self._reach(Moment(Phase.AFTER_BACKWARD, 0), is_training=True)
         if not is_last_microbatch:
             self._submit_climbs(self._first_actions)
+        self._gradients = _Gradients.ALL if is_last_microbatch else _Gradients.SOME
+
+    def _check_usable(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("the engine is closed")
+        if self._gradients is _Gradients.BROKEN:
+            raise RuntimeError("an earlier engine.backward() failed, so some gradients are missing; make the module and its engine anew")
 
     def _reach(self, moment: Moment, is_training: bool) -> None:
         self._tell(moment)
@@ -241,7 +270,13 @@ class ZeroEngine:
         return self.update(learning_rate, weight_decay)
 
     def finish_gradients(self) -> None:
-        """Waits until every descent has landed, and sets padding to zero. Call it after the last backward, before `update`."""
+        """Waits until every descent has landed, and sets padding to zero. Call it after the last backward, before `update`.
+
+        Raises RuntimeError if no micro-batch of this step was the last.
+        """
+        self._check_usable()
+        if self._gradients is _Gradients.SOME:
+            raise RuntimeError("no micro-batch of this step was the last; pass is_last_microbatch=True with the last one")
         self._descents.finish()
         for gradient in self.gradients:
             gradient.clear_padding()
@@ -251,6 +286,7 @@ class ZeroEngine:
 
         weight_decay: of this step; by default that of the options. Raises RuntimeError while a gradient is still descending.
         """
+        self._check_usable()
         if self._descents.is_any_under_way:
             raise RuntimeError("call engine.finish_gradients() before engine.update()")
         with self.observer.phase("optimizer-clip-main-grad"):
@@ -269,6 +305,7 @@ class ZeroEngine:
                     self.optimizer.update(index, learning_rate, decay, gradient_factor)
                 self.gradients[index].clear()
                 self._submit_climbs(self._first_actions.climbs_of(self.units[index].name))
+        self._gradients = _Gradients.NONE
         return StepResult(grad_norm, not is_finite, num_zeros)
 
     def _count_zeros(self) -> int:
@@ -276,12 +313,12 @@ class ZeroEngine:
             return count_zeros(self.gradients, self.ladder)
 
     def weights_changed(self) -> None:
-        """Makes every rung stale. Call it after any write to the main weights."""
+        """Marks the weights on every rung as stale. Call it after any write to the main weights."""
         for unit in self.units:
             unit.invalidate()
 
     def start_iteration(self, iteration: int) -> None:
-        """Sets the number of steps done. A resumed run calls it before its first step."""
+        """Sets the number of steps done, and ends full precision when it is due. A resumed run calls it before its first step."""
         ends_full_precision = self._iteration < self._options.full_precision_iterations <= iteration
         self._iteration = iteration
         for descent in self._unit_descents:
@@ -296,7 +333,7 @@ class ZeroEngine:
         self.ladder.staging.clear()
 
     def _first_needed_first(self) -> list[int]:
-        """Indices of the units in the order of their update: the next step's first climbs start while the other units are updated."""
+        """Indices of the units in the order of their updates: first those that the next step needs first, so that they climb early."""
         first = dict.fromkeys([*self._first_actions.climb_to_full, *self._first_actions.climb_to_secondary])
         names = [unit.name for unit in self.units]
         return [names.index(name) for name in [*first, *(name for name in names if name not in first)]]
@@ -305,7 +342,7 @@ class ZeroEngine:
         factor = self._options.clip_grad / (grad_norm + _CLIP_EPSILON)
         return factor if 0 < factor < 1 else 1.0
 
-    # ---- accounts
+    # ---- sizes and norms
 
     def model_state_bytes(self) -> int:
         """Bytes that weights, gradients and optimizer state take on this rank now."""
@@ -316,7 +353,7 @@ class ZeroEngine:
         return sum(storages.values())
 
     def gather_world(self, own: Tensor) -> Tensor:
-        """[world_size, numel]: the few numbers `own` [numel] of every rank, in rank order; every rank must call it."""
+        """`own` [numel] of every rank, [world_size, numel] in rank order; for a few numbers. Every rank must call it."""
         return self.ladder.gather_world(own)
 
     def weight_norm(self) -> float:
@@ -326,9 +363,15 @@ class ZeroEngine:
     def close(self) -> None:
         """Waits for climbs that were submitted ahead, so that no message is under way when the process groups end.
 
-        It removes the hooks on parameters: through them autograd would keep the engine alive until the process ends.
+        It removes the hooks, because the module and autograd would keep the engine alive through them. A forward of the module after it
+        raises RuntimeError. Every rank must call it.
         """
+        if self._is_closed:
+            return
         self.ladder.lanes.drain()
-        for hook in self._parameter_hooks:
+        for hook in self._hooks:
             hook.remove()
+        refuse_forward(self.module, self._uses)
         self._is_closed = True
+        if self._on_close is not None:
+            self._on_close()

@@ -1,6 +1,6 @@
-"""Norms over all ranks: one fp64 partial sum per unit and primary slice, added in slice order on every rank and in every stage.
+"""Norms over all ranks. Each primary slice of a unit has one fp64 partial sum, and every rank adds these sums in the order of the slices.
 
-So a norm has the same bits in every stage, and a NaN or inf on one rank reaches all of them.
+So the norm of equal values has the same bits in every stage, and a NaN or inf on one rank reaches all ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_zpp.zero.gradients import UnitGradient
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.unit import WeightUnit
 
-_CHUNK_NUMEL = 1 << 22  # bounds the fp64 copies at 32 MB
+_CHUNK_NUMEL = 1 << 22  # fp64 copies are made of one chunk at a time: 32 MiB
 
 SquaredSum = Callable[[Sequence[Tensor]], Tensor]
 
@@ -26,7 +26,7 @@ SquaredSum = Callable[[Sequence[Tensor]], Tensor]
 def global_norm(gradients: Sequence[UnitGradient], ladder: Ladder, squared_sum: SquaredSum) -> float:
     """The L2 norm of the mean gradient over all units and slices; every rank must call it.
 
-    squared_sum: the sum of squares, fp64 [], over tensors of any shapes.
+    squared_sum: adds the squares of all elements of the tensors that it is given; returns fp64 [].
     """
     return _norm([(gradient.layout, gradient.primary) for gradient in gradients], ladder, squared_sum)
 
@@ -49,7 +49,7 @@ def count_zeros(gradients: Sequence[UnitGradient], ladder: Ladder) -> int:
 
 
 def _norm(units: Sequence[tuple[FlatLayout, Regions]], ladder: Ladder, squared_sum: SquaredSum) -> float:
-    """units: the layout of each, and its values in the own slice."""
+    """units: for each unit its layout, and its values in this rank's own slice."""
     partials = [squared_sum(list(_counted(layout, own, ladder.own_slice))) for layout, own in units]
     gathered = ladder.gather_world(torch.stack(partials))  # [world_size, units] fp64, in rank order
     rows = gathered.tolist()
@@ -71,7 +71,7 @@ def squared_sum_fp64(parts: Sequence[Tensor]) -> Tensor:
 
 
 def squared_sum_apex(parts: Sequence[Tensor]) -> Tensor:
-    """The same sum by NVIDIA Apex's multi-tensor L2 norm, which adds in fp32: one kernel for all parts."""
+    """The same sum from NVIDIA Apex's multi-tensor L2 norm: one kernel for all parts, which adds in fp32."""
     applier, kernel = apex_member("apex.multi_tensor_apply", "multi_tensor_applier"), apex_member("amp_C", "multi_tensor_l2norm")
     overflow = torch.zeros(1, dtype=torch.int32, device=parts[0].device)
     norm, _ = applier(kernel, overflow, [list(parts)], False)

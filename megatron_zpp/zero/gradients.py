@@ -13,10 +13,10 @@ from megatron_zpp.zero.policy import Policy, Rung
 
 
 class UnitGradient:
-    """fp32 sums over micro-batches, on the rung where the policy lets gradients rest.
+    """fp32 sums over micro-batches, on the rung where the policy keeps gradients.
 
-    total: [slices * slice_numel] fp32, the slices of the resting rung that stand on this rank; `resting` shows it by region.
-    primary: the own slice of it. for_optimizer: what an optimizer step reads, `primary` or all of `resting`.
+    total: [slices * slice_numel] fp32, this rank's slices of that rung. resting: the same values by region.
+    primary: this rank's own slice of them. for_optimizer: the slices that this rank's optimizer reads, `primary` or all of `resting`.
     """
 
     def __init__(self, name: str, layout: FlatLayout, policy: Policy, ladder: Ladder) -> None:
@@ -32,7 +32,7 @@ class UnitGradient:
         self._smeared_paddings = tuple(layout.paddings(own_slice, 1)) if policy.gradient_codes.any_mixes_neighbours else ()
 
     def clear_padding(self) -> None:
-        """Sets the own slice's padding to zero: rotation has written errors of neighbouring values there."""
+        """Sets the padding of the own slice to zero. A rotation writes errors of neighbouring values there."""
         for padding in self._smeared_paddings:
             self.primary.range(padding.start, padding.stop).zero_()
 
@@ -44,8 +44,8 @@ class UnitGradient:
 class Collector:
     """Collects one micro-batch's gradients of a unit, parameter by parameter, until the unit is complete.
 
-    Gradients are added to sums that rest on the full rung as they come. For other sums they wait in a buffer of the working dtype until
-    they descend.
+    If the sums are kept on the full rung, each gradient is added to them at once. Otherwise gradients wait in a buffer of the working dtype
+    until they descend.
     """
 
     def __init__(self, gradient: UnitGradient, policy: Policy, dtype: torch.dtype, staging: Staging) -> None:
@@ -58,7 +58,7 @@ class Collector:
         self._buffer: Tensor | None = None  # [numel] of the working dtype, from the first gradient on until the descent has landed
 
     def collect(self, index: int, gradient: Tensor) -> bool:
-        """Takes the gradient of parameter `index` of the layout; True once every parameter's has come."""
+        """Takes the gradient of parameter `index` of the layout; returns True once every parameter has brought its gradient."""
         if self._adds_to_sums:
             self._place_of(index).add_(gradient.view(-1))
         else:
@@ -67,7 +67,7 @@ class Collector:
         return len(self._arrived) == len(self._layout.params)
 
     def fill_missing(self) -> None:
-        """Writes zeros for gradients that have not come; sums need none."""
+        """Writes zeros for gradients that have not come. Sums on the full rung need no zeros, because a missing gradient adds nothing."""
         for index in range(len(self._layout.params)):
             if index not in self._arrived and not self._adds_to_sums:
                 self._place_of(index).zero_()

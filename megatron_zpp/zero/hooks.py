@@ -23,21 +23,29 @@ class Moments(Protocol):
     def pre_backward(self, use: int) -> None: ...
 
 
-def hook_uses(module: nn.Module, uses: Sequence[Use], moments: Moments) -> None:
-    """Calls `moments` before and after each use's forward, and when the gradient of its output arrives.
+def hook_uses(module: nn.Module, uses: Sequence[Use], moments: Moments) -> list[RemovableHandle]:
+    """Handles of hooks that call `moments` before and after each use's forward, and when the gradient of its output arrives.
 
-    A hook on the output announces backward, because it fires before recomputation under every kind of activation checkpointing.
+    The latter is a hook on the output's gradient, because such a hook runs before recomputation in every kind of activation checkpointing.
     """
+    handles = []
     for index, use in enumerate(uses):
         submodule = module.get_submodule(use.module)
-        submodule.register_forward_pre_hook(partial(_pre_forward, moments, index))
-        submodule.register_forward_hook(partial(_post_forward, moments, index))
+        handles.append(submodule.register_forward_pre_hook(partial(_pre_forward, moments, index)))
+        handles.append(submodule.register_forward_hook(partial(_post_forward, moments, index)))
+    return handles
+
+
+def refuse_forward(module: nn.Module, uses: Sequence[Use]) -> None:
+    """Makes each use's forward raise RuntimeError, because the engine of the module is closed."""
+    for use in uses:
+        module.get_submodule(use.module).register_forward_pre_hook(_refuse_forward)
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether an engine has hooked this module or one in it."""
+    """Whether this module or one in it has, or had, an engine."""
     hooks = [hook for inner in module.modules() for hook in inner._forward_pre_hooks.values()]
-    return any(isinstance(hook, partial) and hook.func is _pre_forward for hook in hooks)
+    return any(hook is _refuse_forward or (isinstance(hook, partial) and hook.func is _pre_forward) for hook in hooks)
 
 
 def hook_parameters(parameters: Sequence[nn.Parameter], collect: Callable[[int], None]) -> list[RemovableHandle]:
@@ -47,6 +55,10 @@ def hook_parameters(parameters: Sequence[nn.Parameter], collect: Callable[[int],
 
 def _pre_forward(moments: Moments, use: int, module: nn.Module, args: tuple[Any, ...]) -> None:
     moments.pre_forward(use)
+
+
+def _refuse_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
+    raise RuntimeError(f"{type(module).__name__} has no weights any more, because its engine is closed")
 
 
 def _post_forward(moments: Moments, use: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

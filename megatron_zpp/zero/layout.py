@@ -9,7 +9,7 @@ The unit of a `weight` [3, 3] and a `bias` [3], cut into 4 slices with blocks of
     slice       0    1    2    3      0    1    2    3
     offset      0    4    8    12     16   20   24   28
 
-    slice 0 at rest    wwww bbb.      secondary rung of slices 0 and 1    wwww wwww bbb. ....
+    primary rung of slice 0    wwww bbb.      secondary rung of slices 0 and 1    wwww wwww bbb. ....
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class FlatLayout:
                     yield Segment(param.spec, start - param.offset, stop - param.offset, base + start - run.start)
 
     def paddings(self, first: int = 0, slices: int | None = None) -> Iterator[Range]:
-        """The ranges of the flat buffer of `slices` slices from `first` on that belong to no parameter, in order. They always hold zeros.
+        """The ranges of the flat buffer of `slices` slices from `first` on that belong to no parameter, in order.
 
-        No range spans the two regions.
+        No range spans the two regions. Padding holds zeros; where a rotation has written to it, UnitGradient.clear_padding restores them.
         """
         count = self.slices if slices is None else slices
         boundary, stop = count * self.runs.blocks, count * self.slice_numel
@@ -105,9 +105,9 @@ class FlatLayout:
         yield from _gap(end, stop, boundary)
 
     def ranges_by(self, key: Callable[[Segment], bool], first: int = 0, slices: int | None = None) -> Iterator[tuple[Range, bool]]:
-        """The flat buffer of `slices` slices from `first` on, cut where `key` changes and where the regions meet; with each range's key.
+        """The ranges of the flat buffer of `slices` slices from `first` on, each with its key; cut where `key` changes and between regions.
 
-        Padding goes with the segment before it: zeros stay zeros under AdamW and add nothing to a norm.
+        Padding belongs to the range of the segment before it. That does no harm: zeros stay zeros under AdamW and add nothing to a norm.
         """
         count = self.slices if slices is None else slices
         boundary, end = count * self.runs.blocks, count * self.slice_numel

@@ -1,4 +1,4 @@
-"""Loss scales: constant, or dynamic with hysteresis as in Megatron. A dynamic one grows after good steps and halves after bad ones."""
+"""Loss scales: constant, or dynamic with hysteresis as in Megatron. A dynamic one doubles after many good steps and halves at overflows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LossScaler(Protocol):
 
 @dataclass
 class ConstantLossScaler:
-    """One scale for the whole run; 1 outside fp16."""
+    """One scale for the whole run. It is 1 unless the run is in fp16."""
 
     scale: float = 1.0
 
@@ -31,13 +31,16 @@ class ConstantLossScaler:
         return {"scale": self.scale}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Changes nothing: this run was given its scale."""
+        """Changes nothing: the flags of this run set the scale."""
         return
 
 
 @dataclass
 class DynamicLossScaler:
-    """Doubles after `window` steps without overflow; halves, down to `min_scale`, at every overflow from the `hysteresis`-th on."""
+    """Doubles after `window` steps in a row without overflow. Halves at an overflow, down to `min_scale`.
+
+    The first `hysteresis` - 1 overflows after the start, and after each doubling, do not halve it.
+    """
 
     scale: float = 2.0**32
     min_scale: float = 1.0
@@ -67,7 +70,7 @@ class DynamicLossScaler:
         return {"scale": self.scale, "good_steps": self._good_steps, "patience": self._patience}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Continues from the state of a dynamic scale. Ignores a constant one, such as the 1 of a bf16 run."""
+        """Continues from the state of a dynamic scale. Ignores the state of a constant scale, such as that of a bf16 run."""
         if "good_steps" not in state:
             return
         self.scale = state["scale"]

@@ -17,9 +17,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class ShardedAdamW:
     """AdamW on views of the fp32 main weights, one view per unit and range of equal weight decay; units are updated one by one.
 
-    Every cut between views is at a multiple of 32 elements, because blocks are, so the bits do not depend on the cuts. Elsewhere they
-    would: torch's fused kernel rounds differently in the rest of a view that does not fill its vectors.
-    moments: per unit and name of MOMENTS, fp32 like the unit's main weight; the optimizer's state tensors are views of them.
+    Views begin at multiples of 32 elements, because blocks do, so every stage gets the same bits wherever its views end. At other places
+    they would differ: torch's fused kernel rounds the last elements of a view differently if they do not fill one of its vectors.
+    moments: for each unit, one tensor per name of MOMENTS, fp32 like its main weight; the optimizer's state tensors are views of them.
     """
 
     def __init__(self, units: Sequence[WeightUnit], gradients: Sequence[UnitGradient], options: AdamOptions) -> None:
@@ -47,7 +47,7 @@ class ShardedAdamW:
                 adam.steps = value
 
     def update(self, unit: int, learning_rate: float, weight_decay: float, gradient_factor: float) -> None:
-        """One update of the unit of this index with its gradient times `gradient_factor` (unscaling and clipping in one)."""
+        """Updates the unit with this index, after multiplying its gradient by `gradient_factor`, which unscales and clips it."""
         if gradient_factor != 1.0:
             for part in self._gradients[unit].for_optimizer.parts():
                 part.mul_(gradient_factor)

@@ -1,4 +1,4 @@
-"""Cuts the state of an engine into pieces of parameters, the only form that files hold: no buffer offsets, no world size."""
+"""Cuts the state of an engine into pieces of parameters. Checkpoints store only these, so they depend on neither layout nor world size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ WEIGHT = "weight"
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of one flattened parameter and one state of it (`weight` or a moment); values [stop - start] fp32, a view."""
+    """Elements [start, stop) of one state (`weight` or a moment) of one flattened parameter.
+
+    values: [stop - start] fp32, a view of the engine's state.
+    """
 
     parameter: str
     state: str
@@ -29,12 +32,12 @@ class Piece:
 
 
 def owned_pieces(engine: ZeroEngine) -> Iterator[Piece]:
-    """The pieces of this rank's primary slices; those of all ranks together are the whole state, each element once."""
+    """The pieces of this rank's primary slices. The owned pieces of all ranks together are the whole state, each element once."""
     return _pieces(engine, engine.ladder.own_slice)
 
 
 def resting_pieces(engine: ZeroEngine) -> Iterator[Piece]:
-    """All pieces that this rank's optimizer updates: the owned ones, or everything where the optimizer rests on the full rung."""
+    """All pieces that this rank's optimizer updates: the owned ones, or the whole state if the optimizer is kept on the full rung."""
     return _pieces(engine, None)
 
 

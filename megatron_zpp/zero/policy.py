@@ -1,6 +1,6 @@
-"""The ZeRO family as one table: each row says on which rung a state rests and how it crosses a link (no torch).
+"""The ZeRO family as one table: each row says on which rung a state is kept and how its values cross a link (no torch).
 
-The engine reads the row and nothing else, so a row that no flag offers works as well.
+The engine reads nothing but its row, so a row that no combination of flags gives works as well.
 
                   optimizer  gradients  weights in step  weights cross as  gradients cross as
     ZeRO-0        full       full       full             -                 16 bits, then fp32 climbs
@@ -11,8 +11,8 @@ The engine reads the row and nothing else, so a row that no flag offers works as
     + hpZ                               secondary
     + qgZ                                                                  4 bits
 
-16 bits stand for the working dtype. An optimizer step makes every rung of weights above the optimizer's stale; it is filled again when next
-needed.
+"16 bits" means the working dtype, which is fp32 in a run without --bf16 and --fp16. An optimizer step makes the working weights stale on
+every rung; a rung is filled again when it is next needed.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Rung(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Policy:
-    """One row: where states rest, and how they cross the links.
+    """One row: the rung on which each state is kept, and how its values cross the links.
 
-    optimizer: PRIMARY, or FULL where every rank updates every weight.
-    gradients: between micro-batches; fp32 sums.
-    weights_in_step: between the uses within a step.
+    optimizer: main weights and moments. PRIMARY: each rank updates its own slice. FULL: every rank updates every weight.
+    gradients: the fp32 sums between micro-batches.
+    weights_in_step: the working weights between the uses within a step.
     Raises ValueError for a combination without meaning.
     """
 
@@ -54,12 +54,12 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.optimizer is Rung.SECONDARY:
-            raise ValueError("the optimizer rests on the primary or the full rung; choose one of these")
+            raise ValueError("the optimizer state is kept on the primary or the full rung; choose one of these")
         if self.optimizer is Rung.FULL and (self.gradients, self.weights_in_step) != (Rung.FULL, Rung.FULL):
             raise ValueError("an optimizer on the full rung needs gradients and weights on the full rung")
 
     def keeps_payloads(self, *, encodes: bool) -> bool:
-        """Whether the primary rung keeps its payload, so that a unit that climbs from there several times a step encodes once.
+        """Whether a rank keeps the payload of its own slice, so that a unit that climbs several times in a step is encoded only once.
 
         encodes: whether encoding costs more than a copy.
         """
@@ -89,7 +89,7 @@ def with_secondary_weights(policy: Policy) -> Policy:
 
 
 def with_quantized_gradients(policy: Policy, codes: LinkCodes = LinkCodes(Code(4), Code(4))) -> Policy:
-    """qgZ: gradients as integers over both links, summed in fp32 between them."""
+    """qgZ: gradients cross both links as integers. Between the two links they are decoded, and their mean is taken in fp32."""
     return replace(policy, gradient_codes=codes)
 
 

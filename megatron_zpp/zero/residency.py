@@ -1,16 +1,16 @@
 """Tracks which rungs of a unit's weights are fresh, on their way or at rest, and decides when they are filled and freed (no torch).
 
-A rung is filled when it is needed and neither it nor one above it is fresh or on its way. It rests when no use needs it, and goes stale
-when the main weights change:
+A rung is filled when it is needed, unless this rung or a higher one is fresh or on its way. It is freed when no use needs it, and when the
+main weights change, because its values are then stale:
 
                   submitted              landed
     at rest  ------------------>  on its way  ---------->  fresh
        ^                                                     |
        +--------------- rest, invalidate --------------------+
 
-The secondary rung rests as soon as the full one has landed, unless the policy keeps it within a step.
+The secondary rung is freed as soon as the full one has landed, unless the policy keeps it within a step.
 
-The engine carries these decisions out on tensors (zero/unit.py), the planner times them (zero/plan/step_simulation.py). A ticket
+The engine carries these decisions out on tensors (zero/unit.py), the planner without tensors (zero/plan/step_simulation.py). A ticket
 stands for a hop under way.
 """
 
@@ -27,7 +27,7 @@ _CLIMBED = (Rung.SECONDARY, Rung.FULL)  # the rungs that a climb fills, lowest f
 class Residency(Generic[Ticket]):
     """The rungs of one unit on one rank. It starts with every rung at rest.
 
-    The primary rung holds main weights and is never stale; what of it can be fresh is their payload, encoded once and kept.
+    The main weights on the primary rung are always up to date. There, fresh means that their payload has been encoded.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -47,8 +47,8 @@ class Residency(Generic[Ticket]):
     def needs(self, rung: Rung) -> tuple[Rung, ...]:
         """The rungs to fill so that `rung` will be fresh, lowest first; each is filled from the one before it.
 
-        Empty if `rung`, or one above it, is fresh or on its way. If the optimizer rests on the full rung, that rung is filled from the main
-        weights, and there is no other.
+        Empty if `rung` or a higher one is fresh or on its way. If the optimizer is kept on the full rung, only that rung is filled, as a
+        copy of the main weights.
         """
         if any(self._is_there(other) for other in _CLIMBED if other >= rung):
             return ()
@@ -57,11 +57,11 @@ class Residency(Generic[Ticket]):
         return tuple(other for other in _CLIMBED if other <= rung and not self._is_there(other))
 
     def submitted(self, rung: Rung, ticket: Ticket) -> None:
-        """The hop that fills `rung` has been handed to its lane."""
+        """Notes that the hop that fills `rung` has been submitted."""
         self._tickets[rung] = ticket
 
     def filled(self, rung: Rung) -> None:
-        """`rung` has been filled without a hop."""
+        """Notes that `rung` has been filled without a hop."""
         self._fresh.add(rung)
 
     def under_way(self) -> dict[Rung, Ticket]:
@@ -69,7 +69,7 @@ class Residency(Generic[Ticket]):
         return {rung: self._tickets[rung] for rung in _CLIMBED if rung in self._tickets}
 
     def ticket_below(self, rung: Rung) -> Ticket | None:
-        """The ticket of the hop that a hop to `rung` must follow, if one is on its way."""
+        """The ticket of the hop to the next lower rung, which a hop to `rung` must follow; None if no such hop is under way."""
         return self._tickets.get(Rung(rung - 1))
 
     def landed(self) -> tuple[Rung, ...]:
@@ -81,9 +81,9 @@ class Residency(Generic[Ticket]):
         return () if self._policy.weights_in_step is Rung.SECONDARY else self._drop(Rung.SECONDARY)
 
     def rest(self) -> tuple[Rung, ...]:
-        """Ends a use of the weights; returns the rungs to free, those above the one where weights rest within a step.
+        """Ends a use of the weights; returns the rungs to free: those above the rung that the policy keeps within a step.
 
-        Empty while a climb is under way, because a later use needs it.
+        Empty while a climb is under way, because a later use needs its result.
         """
         if self._tickets:
             return ()
@@ -92,7 +92,8 @@ class Residency(Generic[Ticket]):
     def invalidate(self) -> tuple[Rung, ...]:
         """Makes every rung stale, because the main weights have changed; returns the rungs to free.
 
-        Hops under way must have landed; what they brought is dropped. If weights rest full within a step, the full rung keeps its storage.
+        Call it after every hop under way has landed: their results are dropped. If the policy keeps weights on the full rung within a step,
+        that rung keeps its storage.
         """
         self._tickets.clear()
         self._fresh.clear()

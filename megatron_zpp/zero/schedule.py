@@ -1,6 +1,6 @@
-"""Schedules when units climb and rest: a pure function of the uses, made once and never recorded from a run (no torch).
+"""Schedules when units climb and rest. A schedule is computed once from uses and prefetch, never recorded from a run (no torch).
 
-A pass over the model is a list of moments. At each moment the engine first lets units rest, then submits climbs (those of this use and
+A pass over the model is a list of moments. At each moment the engine first frees units (rest), then submits climbs (those of this use and
 of the uses ahead), then waits for the units of this use. For a model of embedding, two blocks and a head that shares the embedding,
 with two uses ahead over the inter link and one over the intra link:
 
@@ -18,8 +18,9 @@ with two uses ahead over the inter link and one over the intra link:
     pre_backward 1      b1              b0                    b0                b0
     pre_backward 0      b0              -                     -                 -
 
-A list names every climb that must have been submitted by then, in order. The engine skips those that are on their way or fresh. So one
-schedule serves every policy, evaluation between steps, and skipped steps.
+A column of climbs lists, in order, every climb that must have been submitted by then. The engine skips those that are on their way or
+fresh. So one schedule serves every policy, evaluation between steps, and skipped steps. After backward the units of the first use rest,
+which the table omits.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Phase(enum.Enum):
     PRE_FORWARD = "pre_forward"
     POST_FORWARD = "post_forward"
     PRE_BACKWARD = "pre_backward"
-    RECOMPUTE = "recompute"  # a use's forward once more, within backward
+    RECOMPUTE = "recompute"  # a use's forward runs again, within backward
     AFTER_BACKWARD = "after_backward"
 
 
@@ -79,8 +80,8 @@ Schedule = Mapping[Moment, Actions]  # in the order of time
 class Pass:
     """One pass over the model, moment by moment; `schedule` says what is due at each.
 
-    A moment may not be announced on this rank, because a use was skipped or its output got no gradient. The next announced moment catches
-    up with it: every rank must act on the same moments in the same order, whatever its own samples led through.
+    A rank can miss moments, because it skipped a use or the output of a use got no gradient. The next moment that it reaches makes up for
+    them: every rank must act on the same moments in the same order, whichever modules its own samples went through.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -90,13 +91,13 @@ class Pass:
         self._position = 0
 
     def is_ahead(self, moment: Moment) -> bool:
-        """Whether the moment is one of this schedule and still to come in this pass."""
+        """Whether the moment belongs to this schedule and has not been passed yet."""
         return self._index_of.get(moment, -1) >= self._position
 
     def due_at(self, moment: Moment) -> list[Actions]:
-        """The actions of this moment, after those of the moments that were missed. An earlier moment than the last one begins a new pass.
+        """The actions of the moments that were missed, then those of this one. A moment earlier than the last one begins a new pass.
 
-        Why catch up: other ranks may have seen the missed moments, and their collectives of those moments wait for this rank.
+        Missed moments are made up for because other ranks may have reached them, and their collectives wait for this rank.
         """
         index = self._index_of[moment]
         start = self._position if index >= self._position else 0
@@ -107,9 +108,10 @@ class Pass:
 def training_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
     """The actions of forward and backward.
 
-    A use that is recomputed by itself needs no moments for that: its weights are there for its backward. A chunk of several is recomputed
-    from its first use to its last when the gradient of the last has come; each climbs in its turn and rests after its own backward, so
-    that units climb as often as without recomputation and a whole chunk stands full. With both blocks of the model above in one chunk:
+    A use that is recomputed alone needs no extra moment: its weights are already gathered for its backward. A chunk of several uses is
+    recomputed from its first use to its last, once the gradient of its last use has come. The units of each use climb when its turn comes
+    and rest after its own backward. So units climb as often as without recomputation, but all units of a chunk are full at the same time.
+    With both blocks of the model above in one chunk:
 
         moment              rest            climb to secondary    climb to full     wait
         pre_backward 2      head emb        -                     -                 -
@@ -142,7 +144,7 @@ def evaluation_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
 
 
 def backward_starts(uses: Sequence[Use]) -> tuple[Moment, ...]:
-    """By use, the moment after which its backward is computed: for the last use of a recomputed chunk, its own recomputation."""
+    """For each use, the moment after which its backward runs: its PRE_BACKWARD; for the last use of a recomputed chunk, its RECOMPUTE."""
     starts = [Moment(Phase.PRE_BACKWARD, index) for index in range(len(uses))]
     for chunk in _chunks(uses):
         if len(chunk) > 1:
@@ -168,7 +170,7 @@ class _Stop:
 
 
 def _chunks(uses: Sequence[Use]) -> list[range]:
-    """Neighbouring uses that are recomputed as one, in order; every other use is a chunk of its own."""
+    """Neighbouring uses that are recomputed as one, in order; each of the remaining uses is a chunk of its own."""
     chunks: list[range] = []
     for index, use in enumerate(uses):
         if index > 0 and use.recomputed_in is not None and use.recomputed_in == uses[index - 1].recomputed_in:
@@ -185,7 +187,7 @@ def _backward_moments(chunk: range) -> list[Moment]:
 
 
 def _backward_stops(uses: Sequence[Use], chunk: range) -> list[_Stop]:
-    """A chunk of several uses stops at its recomputation instead of at the backward of its last use, which follows at once."""
+    """The stops of a chunk in backward. The last of several uses stops at its recomputation only: its backward follows at once."""
     moments = _backward_moments(chunk)
     return [
         _Stop(moment, uses[moment.use].units if moment.phase is Phase.RECOMPUTE else _read_in_backward(uses[moment.use]))
@@ -210,14 +212,14 @@ def _in_order_of_time(actions: Mapping[Moment, Actions], chunks: Sequence[range]
 
 
 def _units_ahead(stops: Sequence[_Stop], index: int, uses_ahead: int) -> tuple[str, ...]:
-    """The units of this stop and of the next `uses_ahead` stops that need others, each once, in the order of need.
+    """The units of this stop and of the next `uses_ahead` stops that add units, each once, in the order of need.
 
-    A stop that needs one of these once more, after it has rested, ends the look ahead: that climb can only start after the rest.
+    The search ends before a stop that needs one of these units again: the unit may rest before that stop, and climbs again only after that.
     """
     units = list(stops[index].units)
     found = 0
     for before, stop in itertools.pairwise(stops[index:]):
-        is_turn = stop.moment.use == before.moment.use  # from forward to backward, without a rest
+        is_turn = stop.moment.use == before.moment.use  # from forward to backward of one use, nothing rests
         if found == uses_ahead or (not is_turn and set(units) & set(stop.units)):
             break
         added = _without(stop.units, units)

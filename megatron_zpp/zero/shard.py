@@ -1,23 +1,26 @@
-"""The public door: shards any module on the ladder.
+"""Shards any module: the entry point for programs other than the training script.
 
-    from megatron_zpp.zero.shard import shard
+    from megatron_zpp.zero.shard import leave_world, shard
 
     engine = shard(model, ["embedding", "blocks.0", "blocks.1", "head"])  # ZeRO-3 in fp32
     for batch in batches:
         engine.backward(loss_of(model(batch)))
         engine.step(learning_rate=1e-3)
     engine.close()
+    leave_world()
 
 examples/ has whole programs.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,15 +31,17 @@ from megatron_zpp.comm.lanes import make_lanes
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.ops.payload import BLOCK_NUMEL_MULTIPLE
-from megatron_zpp.parallel.groups import make_lane_groups
+from megatron_zpp.parallel.groups import end_world, make_lane_groups
 from megatron_zpp.parallel.launch import read_launch
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
-from megatron_zpp.parallel.topology import Topology
+from megatron_zpp.parallel.topology import Lane, Topology
 from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
 from megatron_zpp.zero.hooks import is_hooked
 from megatron_zpp.zero.loss_scaler import LossScaler
 from megatron_zpp.zero.pieces import WEIGHT, parameters, resting_pieces
+from megatron_zpp.zero.policy import Policy
 
+LONGEST_MISTAKE = 1024  # bytes of a text that ranks exchange
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Initializer = Callable[[str, torch.Size], Tensor]
@@ -54,14 +59,14 @@ def shard(
     backend: Backend | None = None,
     timeout: timedelta = timedelta(minutes=10),
 ) -> ZeroEngine:
-    """The engine that trains `module`, whose parameters are sharded from now on. Every rank must call it, with the same arguments.
+    """Shards the parameters of `module` and returns the engine that trains it. Every rank must call it, with the same arguments.
 
-    The world is that of torch.distributed if it is initialized; otherwise this process is a world of one. Parameters move to the current
-    CUDA device if the world uses NCCL, else to the CPU. A world of one leaves them where they are.
+    The world is that of torch.distributed if it is initialized; otherwise this process is a world of one. With torch.distributed,
+    parameters move to the current CUDA device if it uses NCCL, else to the CPU. Without it they stay where they are.
 
-    module: has parameters in fp32, bf16 or fp16, and all of them are trained. They keep their values, which must be the same on every rank
-        (call torch.manual_seed first). New nn.Parameter objects replace them, so do not make an optimizer. A module is sharded once. One
-        that is too large for a device is built on the meta device and needs `initialize`.
+    module: its parameters are in fp32, bf16 or fp16, and all of them are trained. They keep their values, which must be the same on every
+        rank (call torch.manual_seed first). New nn.Parameter objects replace them, so do not make an optimizer of your own. Shard a module
+        only once. Build a module that is too large for one device on the meta device, and pass `initialize`.
     units: paths of submodules, such as "blocks.0", in the order in which forward calls them. The parameters of a unit are gathered
         together before the submodule is called, and freed after it. Larger units make fewer, larger messages and need more memory.
         Every parameter must be in a unit, and no unit may be inside another. A parameter that two units share (tied weights) belongs to
@@ -70,7 +75,7 @@ def shard(
         policy: where weights, gradients and optimizer state rest and how they cross the links. POLICIES[0] to POLICIES[3] are the ZeRO
             stages, ZEROPP is ZeRO++ (all from megatron_zpp.zero.policy); its functions with_... add one feature. Default: ZeRO-3.
         dtype: of weights in forward and backward, and of gradients: torch.float32 (default), bfloat16 or float16. Main weights, sums of
-            gradients and optimizer state are fp32 always. Inputs and buffers are for the caller to cast.
+            gradients and optimizer state are always fp32. The caller casts inputs and buffers.
         block_numel: neighbouring values that share a scale where values are quantized, a multiple of 32. Default: 256.
         prefetch: how many units ahead of need weights are gathered: Prefetch(inter_uses=2, intra_uses=1).
         adam: AdamOptions(beta1, beta2, eps, weight_decay, backend). Parameters of one dimension (norm gains, biases) do not decay.
@@ -78,67 +83,86 @@ def shard(
         full_precision_iterations: first steps in which nothing is quantized. Default: 0.
         noise_seed: seed of stochastic rounding, where the policy asks for it. Default: 0.
         counts_zeros: whether a step counts the zeros in the mean gradient. Default: False.
-        make_codec: makes a codec of a code of the policy, a dtype and block_numel; comm/codecs.py:Codec has the rules. Default:
-            comm/codecs.py:make_codec. Plans of memory and time do not know other codecs.
-        observer: is told the phases of a step (monitor/observer.py). Default: one that does nothing.
-    uses: every module call of a forward in order, with the paths of the units that it reads (parallel/specs.py:Use). Needed if a call
-        reads a unit that `units` and shared parameters do not show, such as a weight that is passed as an argument, or if several units
-        are recomputed together. Default: the call of each unit.
+        make_codec: called with a code of the policy, a dtype and block_numel, returns a codec (rules: comm/codecs.py:Codec). Default:
+            comm/codecs.py:make_codec. Plans of memory and time assume that default.
+        observer: receives the phases of a step (monitor/observer.py). Default: one that does nothing.
+    uses: every module call of a forward in order, with the paths of the units that it reads (parallel/specs.py:Use). Default: one call per
+        unit, which reads that unit and those that share parameters with it. Needed if a call reads other units too, for example because a
+        weight is passed as an argument, or if several units are recomputed together.
     topology: Topology(world_size, ranks_per_node, partition_ranks). Ranks of a node must be consecutive. Weights climb first between
-        partitions, then inside them; partition_ranks (the group size of hpZ) divides ranks_per_node. Default: nodes as the launcher says
-        (torchrun sets LOCAL_WORLD_SIZE), each of which is one partition.
+        partitions, then inside them; partition_ranks (the group size of hpZ) divides ranks_per_node. Default: the nodes of the launcher
+        (torchrun sets LOCAL_WORLD_SIZE), with one partition per node.
     loss_scaler: DynamicLossScaler() for fp16 (zero/loss_scaler.py). Default: a scale of 1.
     initialize: for a module on the meta device: initialize(path, shape) returns the first values of a parameter, of any dtype and device.
         Every rank calls it for every parameter in the same order, one after the other, and keeps its own slice.
     backend: other collectives than those of torch.distributed, such as comm/backend.py:VirtualWorld, which runs a world as threads of one
         process; it brings its own topology.
-    timeout: of a collective over torch.distributed, after which a rank that waits for another fails. Default: 10 minutes.
+    timeout: of a hop over torch.distributed; a rank that waits for another longer than this fails. Other collectives (the gradient norm,
+        full_weights) have the timeout of the default process group. Default: 10 minutes.
 
     Per step, on every rank: for each micro-batch `engine.backward(loss, microbatches=k, is_last_microbatch=...)` in place of
     loss.backward(), with the mean loss of this rank's micro-batch; then `engine.step(learning_rate)`. To do something in between, call
-    `engine.finish_gradients()` and `engine.update(learning_rate)` instead. Gradients are means over micro-batches and ranks, and need no
-    zero_grad(). At the end call `engine.close()`, then dist.destroy_process_group() if there is a group.
+    `engine.finish_gradients()` and `engine.update(learning_rate)` instead. Gradients are means over micro-batches and ranks; zero_grad()
+    is not needed. At the end call `engine.close()`, then leave_world().
 
     Evaluation: call the module under torch.no_grad(), on every rank and equally often.
 
-    Saving: `dict(full_weights(engine))` is a state dict of the parameters in fp32, shared ones once. Load it before shard(), with
-    module.load_state_dict(..., strict=False). zero/pieces.py:owned_pieces has this rank's slices of weights and of Adam's moments.
+    Saving: `dict(full_weights(engine))` is a state dict of the parameters in fp32, with shared parameters once; to keep less on a device,
+    read full_weights() parameter by parameter. Load it before shard(), with module.load_state_dict(..., strict=False). Adam's moments:
+    checkpoint/engine_state.py saves and loads them with the weights, in any world.
 
-    Not supported: a submodule that is called more than once in a forward; a parameter that is read outside of the call of its unit (it
-    shows NaN there); a unit that returns anything but one tensor; frozen parameters. Buffers are left alone: each rank has its own.
+    Not supported: a submodule that is called more than once in a forward; a parameter that is read outside of the call of its unit (it is
+    NaN there); a unit that returns anything but one tensor; frozen parameters; an optimizer of your own; torch.compile over more than a
+    unit. After an error in backward() the module and its engine must be made anew. Buffers are left alone: each rank has its own, on the
+    device where the caller puts them.
 
-    Raises ValueError, on every rank alike and before the first collective, for arguments that break these rules, naming the parameter or
-    the unit and the remedy. Where ranks differ in arguments or first values, it raises ValueError on every rank after a collective.
+    Raises ValueError on every rank if the arguments of any rank break these rules, or if arguments or first values differ between ranks. It
+    names the parameter or unit and the remedy, and leaves the module as it was (except for an error in values of `initialize`).
     """
     world_size = _world_size(backend)
-    topology = _topology(topology, backend, world_size)
-    _check_options(options)
-    if is_hooked(module):
-        raise ValueError("the module is sharded already; build a new one")
-    plan = _ModulePlan.of(module, units)
-    _check_parameters(plan.parameters, initialize)
-    uses = plan.uses if uses is None else _checked_uses(module, uses, plan.unit_specs)
-    device = _device(plan.parameters, backend)
-
     rank = backend.rank if backend is not None else dist.get_rank() if world_size > 1 else 0
-    shapes = {path: (tuple(parameter.shape), str(parameter.dtype)) for path, parameter in plan.parameters.items()}
-    arguments = (shapes, tuple(units), tuple(uses), topology, options.policy, options.dtype, options.block_numel, options.prefetch)
-    probe = backend or TorchBackend(topology, rank, {})
-    _check_alike(probe, device, repr(arguments).encode(), "arguments of shard() or shapes of parameters")
-    backend = backend or TorchBackend(topology, rank, make_lane_groups(topology, rank, timeout))
+    checked, mistake = None, ""
+    try:
+        checked = _checked(module, units, options, uses, _topology(topology, backend, world_size), initialize)
+    except ValueError as error:
+        mistake = str(error)
+    probe = backend or TorchBackend(Topology(world_size, world_size, world_size), rank, {})
+    device = _device(module, backend)
+    _raise_alike(probe, device, mistake)
+    if checked is None:
+        raise RuntimeError("shard() has neither a plan nor an error")
+    plan, topology = checked
+    _check_alike(probe, device, _arguments_as_bytes(plan, topology, options, loss_scaler), "arguments of shard() or shapes of parameters")
+    if initialize is None:
+        _check_alike(probe, device, _digest_of(plan.parameters.values()), "first values of parameters")
+
+    groups = make_lane_groups(topology, rank, timeout) if backend is None else {}
+    backend = backend or TorchBackend(topology, rank, groups)
     ladder = Ladder(backend, make_lanes(device), Ledger(topology, rank), device)
-    engine = ZeroEngine(module, plan.unit_specs, uses, options, ladder, loss_scaler)
+    engine = ZeroEngine(module, plan.unit_specs, plan.uses, options, ladder, loss_scaler, partial(_end_groups, ladder, groups))
     for owner, attribute, path in plan.aliases:
         setattr(owner, attribute, module.get_parameter(path))
     digest = _fill(engine, plan.parameters, initialize)
-    _check_alike(backend, device, digest, "first values of parameters")
+    if initialize is not None:
+        _check_alike(backend, device, digest, "first values of parameters")
+    module.register_state_dict_pre_hook(_refuse_state_dict)
     return engine
 
 
-def full_weights(engine: ZeroEngine) -> Iterator[tuple[str, Tensor]]:
-    """Path and fp32 main weight of every parameter, whole, on the engine's device; every rank must read it to the end.
+def leave_world() -> None:
+    """Ends torch.distributed, if it is initialized. Call it on every rank after engine.close(), as the last thing of the program.
 
-    A unit is gathered at a time. The values are those that the optimizer updates, which no codec has touched.
+    It also frees what still holds a collective: threads of gloo that free it while the interpreter shuts down abort the process.
+    """
+    if dist.is_available() and dist.is_initialized():
+        end_world()
+    gc.collect()
+
+
+def full_weights(engine: ZeroEngine) -> Iterator[tuple[str, Tensor]]:
+    """Yields path and whole fp32 main weight of every parameter, on the engine's device. Every rank must read it to the end.
+
+    One unit is gathered at a time. The values are those that the optimizer updates; no codec has changed them.
     """
     topology, own_slice = engine.ladder.topology, engine.ladder.own_slice
     for unit in engine.units:
@@ -154,9 +178,9 @@ def full_weights(engine: ZeroEngine) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class _ModulePlan:
-    """What a module is to the engine.
+    """A module's parameters, units and uses, as the engine needs them.
 
-    parameters: by path, each once. aliases: the other places of shared parameters, as module, attribute and path of the parameter.
+    parameters: by path, each once. aliases: further places of shared parameters, as (module, attribute, path of the parameter).
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -197,14 +221,34 @@ class _ModulePlan:
             if (owner, attribute) not in places:
                 raise ValueError(
                     f"parameter {path} is in no unit; add its submodule to `units`, or move it into a submodule that reads it: "
-                    "a parameter is there only while its unit is called"
+                    "a parameter has values only while its unit is called"
                 )
         return cls(parameters, tuple(specs), tuple(uses), tuple(aliases))
 
 
+def _checked(
+    module: nn.Module,
+    units: Sequence[str],
+    options: EngineOptions,
+    uses: Sequence[Use] | None,
+    topology: Topology,
+    initialize: Initializer | None,
+) -> tuple[_ModulePlan, Topology]:
+    """The plan of the module, and the topology. Raises ValueError for a mistake in the arguments."""
+    _check_options(options)
+    if is_hooked(module):
+        raise ValueError("the module is sharded already; build a new one")
+    plan = _ModulePlan.of(module, units)
+    _check_parameters(plan.parameters, initialize)
+    for path, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(f"buffer {path} is on the meta device; give it values on the device of the run, for buffers are left alone")
+    return plan if uses is None else replace(plan, uses=_checked_uses(module, uses, plan.unit_specs)), topology
+
+
 def _submodules(module: nn.Module, units: Sequence[str]) -> dict[str, nn.Module]:
-    if isinstance(units, str) or not units:
-        raise ValueError(f"units is {units!r}; needed is a list of paths of submodules, such as {_children(module)}")
+    if isinstance(units, str) or not isinstance(units, Sequence) or not units or not all(isinstance(unit, str) for unit in units):
+        raise ValueError(f"units is {units!r}; give a list of paths of submodules, such as {_children(module)}")
     found: dict[str, nn.Module] = {}
     for unit in units:
         if unit in found:
@@ -215,7 +259,9 @@ def _submodules(module: nn.Module, units: Sequence[str]) -> dict[str, nn.Module]
         try:
             found[unit] = module.get_submodule(unit)
         except AttributeError as error:
-            raise ValueError(f"the module has no submodule '{unit}', which is named as a unit; its own are {_children(module)}") from error
+            raise ValueError(f"the module has no submodule '{unit}', which is named as a unit; it has {_children(module)}") from error
+        if isinstance(found[unit], (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+            raise ValueError(f"unit '{unit}' is a {type(found[unit]).__name__}, which is never called; name the modules in it as units")
     return found
 
 
@@ -246,7 +292,7 @@ def _topology(topology: Topology | None, backend: Backend | None, world_size: in
     if topology is None:
         return Topology(world_size, *2 * [_ranks_per_node(world_size)])
     if topology.world_size != world_size or (backend is not None and topology != backend.topology):
-        raise ValueError(f"the topology is of {topology.world_size} ranks and the world has {world_size}; give the topology of this world")
+        raise ValueError(f"the topology has {topology.world_size} ranks and the world has {world_size}; give the topology of this world")
     return topology
 
 
@@ -263,12 +309,18 @@ def _ranks_per_node(world_size: int) -> int:
 
 
 def _check_options(options: EngineOptions) -> None:
+    if not isinstance(options.policy, Policy):
+        raise ValueError(f"policy is {options.policy!r}; choose one of megatron_zpp.zero.policy, such as POLICIES[3] or ZEROPP")
+    if options.adam.backend not in ("torch", "apex"):
+        raise ValueError(f"the backend of adam is {options.adam.backend!r}; choose torch or apex")
+    if options.full_precision_iterations < 0:
+        raise ValueError(f"full_precision_iterations is {options.full_precision_iterations}; choose 0 or more")
     if options.dtype not in DTYPES:
         raise ValueError(f"dtype {options.dtype} is not supported; choose {', '.join(map(str, DTYPES))}")
     if options.block_numel <= 0 or options.block_numel % BLOCK_NUMEL_MULTIPLE:
         raise ValueError(f"block_numel is {options.block_numel}; choose a multiple of {BLOCK_NUMEL_MULTIPLE}")
     if min(options.prefetch.inter_uses, options.prefetch.intra_uses) < 0:
-        raise ValueError(f"{options.prefetch} looks back; choose 0 or more units ahead")
+        raise ValueError(f"{options.prefetch} is negative; choose 0 or more units ahead")
     if not options.clip_grad >= 0:
         raise ValueError(f"clip_grad is {options.clip_grad}; choose a positive norm, or 0 for no clipping")
 
@@ -300,30 +352,47 @@ def _checked_uses(module: nn.Module, uses: Sequence[Use], specs: Sequence[UnitSp
     known, paths = {spec.name for spec in specs}, {path for path, _ in module.named_modules()}
     for use in uses:
         if use.module not in paths:
-            raise ValueError(f"uses names the module '{use.module}', which is not there; name a submodule by its path")
+            raise ValueError(f"uses names the module '{use.module}', which does not exist; name a submodule by its path")
         if not use.units or not known.issuperset(use.units):
             raise ValueError(
                 f"the use of '{use.module}' reads {list(use.units)}; the units with parameters of their own are {sorted(known)}"
             )
     unread = known.difference(*(use.units for use in uses))
     if unread:
-        raise ValueError(f"no use reads the units {sorted(unread)}; name the module calls that do")
+        raise ValueError(f"no use reads the units {sorted(unread)}; add the module calls that read them")
     return tuple(uses)
 
 
-def _device(module_parameters: Mapping[str, nn.Parameter], backend: Backend | None) -> torch.device:
+def _device(module: nn.Module, backend: Backend | None) -> torch.device:
     if backend is None and not (dist.is_available() and dist.is_initialized()):
-        own = next(iter(module_parameters.values())).device
-        if own.type != "meta":
-            return own
+        parameter = next(module.parameters(), None)
+        if parameter is not None and not parameter.is_meta:
+            return parameter.device
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if backend is None and torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
+def _arguments_as_bytes(plan: _ModulePlan, topology: Topology, options: EngineOptions, loss_scaler: LossScaler | None) -> bytes:
+    """Everything that must be the same on all ranks, except the first values. Observers may differ."""
+    shapes = {path: (tuple(parameter.shape), parameter.dtype, parameter.is_meta) for path, parameter in plan.parameters.items()}
+    fields = {name: value for name, value in vars(options).items() if name != "observer"}
+    fields["make_codec"] = getattr(options.make_codec, "__qualname__", type(options.make_codec).__name__)
+    scaler = None if loss_scaler is None else (type(loss_scaler).__name__, vars(loss_scaler))
+    uses = tuple((use.module, use.units) for use in plan.uses)
+    return repr((shapes, uses, topology, fields, scaler)).encode()
+
+
+def _digest_of(parameters: Iterable[Tensor]) -> bytes:
+    digest = hashlib.blake2b()
+    for parameter in parameters:
+        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
 def _fill(engine: ZeroEngine, first_values: Mapping[str, nn.Parameter], initialize: Initializer | None) -> bytes:
-    """Writes the first values into the main weights; returns a digest of all of them."""
+    """Writes the first values into the main weights. Returns a digest of those that `initialize` gave."""
     own = {piece.parameter: piece for piece in resting_pieces(engine) if piece.state == WEIGHT}
     digest = hashlib.blake2b()
     for placed in parameters(engine):
@@ -331,16 +400,37 @@ def _fill(engine: ZeroEngine, first_values: Mapping[str, nn.Parameter], initiali
         values = initialize(path, shape) if initialize is not None else first_values[path]
         if values.shape != shape:
             raise ValueError(f"initialize gave {list(values.shape)} values for parameter {path}, which has {list(shape)}")
-        flat = values.detach().to(torch.float32).flatten().contiguous()
-        digest.update(flat.cpu().numpy().data)
+        flat = values.detach().to(torch.float32).flatten()
+        if initialize is not None:
+            digest.update(_digest_of([flat]))
         if path in own:
             own[path].values.copy_(flat[own[path].start : own[path].stop])
     engine.weights_changed()
     return digest.digest()
 
 
+def _raise_alike(backend: Backend, device: torch.device, mistake: str) -> None:
+    """Raises ValueError on every rank if any rank has a mistake: with its own text, or with that of the first rank that has one."""
+    own = torch.tensor(list(mistake.encode()[:LONGEST_MISTAKE].ljust(LONGEST_MISTAKE, b"\0")), dtype=torch.uint8, device=device)
+    texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in backend.gather_world(own).tolist()]
+    for rank, text in enumerate(texts):
+        if text:
+            raise ValueError(mistake or f"{text} (on rank {rank})")
+
+
+def _end_groups(ladder: Ladder, groups: Mapping[Lane, dist.ProcessGroup]) -> None:
+    """Ends the process groups of the lanes, once no rank needs them any more."""
+    ladder.gather_world(torch.zeros(1, device=ladder.device))
+    for group in groups.values():
+        dist.destroy_process_group(group)
+
+
+def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise RuntimeError("the weights of a sharded module are not in its parameters; use dict(full_weights(engine)), on every rank")
+
+
 def _check_alike(backend: Backend, device: torch.device, content: bytes, what: str) -> None:
-    """Raises ValueError on every rank where `content` is not the same on all of them."""
+    """Raises ValueError on every rank if `content` is not the same on all of them."""
     number = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
     numbers = backend.gather_world(torch.tensor([number], device=device)).flatten().tolist()
     others = [rank for rank, other in enumerate(numbers) if other != numbers[0]]

@@ -1,8 +1,8 @@
-"""One unit on one rank: its main weights, and the storage of the rungs on which its working weights stand.
+"""The weights of one unit on one rank: the fp32 main weights, and the storage of the secondary and the full rung.
 
-zero/residency.py decides when a rung is filled and freed; this file does it.
-The storage of the full rung is resized to nothing and back in place, so that its memory is free and tensors saved by autograd stay valid.
-At rest a parameter shows one NaN expanded to its shape, because reading freed storage would end the process.
+zero/residency.py decides when a rung is filled and freed; this file fills and frees it.
+The full rung is freed by resizing its storage to 0 bytes, and the same storage is resized back. So tensors saved by autograd stay valid.
+While the full rung is freed, a parameter is one NaN expanded to its shape, because reading freed storage would crash the process.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatron_zpp.zero.residency import Residency
 class WeightUnit:
     """The weights of one unit.
 
-    main_weight: [slices * slice_numel] fp32 on the optimizer's rung: the own slice, or all slices.
-    parameters: the leaves of the model, in the order of the layout, of `dtype`.
+    main_weight: [slices * slice_numel] fp32, the slices that this rank's optimizer updates: its own slice, or all slices.
+    parameters: the nn.Parameters of the model in `dtype`, in the order of the layout.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class WeightUnit:
             stop = segment.offset + segment.stop - segment.start
             self.main_weight[segment.offset : stop].copy_(segment.spec.initial_values(segment.start, segment.stop))
 
-    # ---- up
+    # ---- gathering
 
     def climb(self, rung: Rung) -> None:
         """Submits the hops that make `rung` fresh; none if it is fresh or on its way."""
@@ -68,7 +68,7 @@ class WeightUnit:
                 self._copy_main_weights()
             elif missing is Rung.SECONDARY:
                 self._residency.submitted(missing, self._climb_to_secondary())
-                self._residency.filled(Rung.PRIMARY)  # its payload: this hop makes it before the lane prepares another
+                self._residency.filled(Rung.PRIMARY)  # the hop encodes its payload before the lane prepares a later hop
             else:
                 self._residency.submitted(missing, self._climb_to_full())
 
@@ -95,7 +95,7 @@ class WeightUnit:
     def wait(self, category: Category) -> None:
         """Waits until the full rung is fresh, and books the bytes of its climb.
 
-        category: where to book a climb that serves this use alone. A climb to a rung that stays for the step is booked as training's.
+        category: of a climb that serves this use alone. A climb to a rung that is kept for the whole step is booked as WEIGHTS.
         """
         if self._residency.is_fresh(Rung.FULL):
             return
@@ -109,14 +109,14 @@ class WeightUnit:
         self._attach()
         self._release(*self._residency.landed())
 
-    # ---- down
+    # ---- freeing
 
     def rest(self) -> None:
-        """Frees the rungs above the one where weights rest within a step, unless a climb is under way."""
+        """Frees the rungs that the policy does not keep between uses (Policy.weights_in_step), unless a climb is under way."""
         self._release(*self._residency.rest())
 
     def invalidate(self) -> None:
-        """Makes every rung stale, because the main weights have changed. Waits for climbs under way and drops what they bring."""
+        """Makes every rung stale, because the main weights have changed. Waits for climbs under way and discards their results."""
         for hop in self._residency.under_way().values():
             self._ladder.lanes.wait(hop)
         rungs = self._residency.invalidate()
@@ -125,12 +125,12 @@ class WeightUnit:
             self._detach()  # the storage is kept, but its weights are old
 
     def use_codecs(self, codecs: LinkCodecs) -> None:
-        """Uses `codecs` from the next climb on; rungs made with others are stale."""
+        """Uses `codecs` from the next climb on; rungs that were filled with the old codecs become stale."""
         self.invalidate()
         self._codecs = codecs
         self._own_payload = None
 
-    # ---- what rests where
+    # ---- storage
 
     def main_regions(self) -> Regions:
         """The main weights by region, on the optimizer's rung."""
@@ -142,7 +142,7 @@ class WeightUnit:
         return [tensor for tensor in rungs if tensor is not None]
 
     def _encoder_of_own(self) -> Callable[[Tensor], None]:
-        """A function that fills the payload of the own slice. Where the primary rung keeps its payload, it encodes once and then copies."""
+        """A function that fills the payload of the own slice. If the policy keeps that payload, it encodes once a step and then copies."""
         codec = self._codecs.inter
         if not self._policy.keeps_payloads(encodes=codec.rests_encoded):
             return lambda payload: codec.encode_into(self.main_regions(), payload)

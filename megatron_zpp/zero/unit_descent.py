@@ -1,11 +1,11 @@
-"""Brings one unit's gradient, micro-batch by micro-batch, from autograd down to the rung where its sums rest.
+"""Brings one unit's gradient from autograd down to the rung where its sums are kept, micro-batch by micro-batch.
 
-                      full                 secondary               primary
-    rest FULL         += per micro-batch   -                       last micro-batch
-    rest SECONDARY    descends each        += per micro-batch      last micro-batch
-    rest PRIMARY      descends each        (passes through)        += per micro-batch
+    sums kept on    full rung                  secondary rung           primary rung
+    FULL            adds every micro-batch     -                        gets the mean after the last one
+    SECONDARY       sends every micro-batch    adds every micro-batch   gets the mean after the last one
+    PRIMARY         sends every micro-batch    passes it on             adds every micro-batch
 
-An optimizer on the full rung then lets the fp32 mean climb back.
+If the optimizer is kept on the full rung, the fp32 mean then climbs back to every rank.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class UnitDescent:
         self._iteration = 0
         self._microbatch = 0
         self._hops: list[Hop] = []
-        self._mean_payloads: Tensor | None = None  # [N * payload_bytes] uint8, the secondary rung of a mean that climbs back
+        self._mean_payloads: Tensor | None = None  # [N * payload_bytes] uint8, the secondary rung of the mean while it climbs back
 
     def collect(self, index: int, gradient: Tensor) -> bool:
-        """Takes the gradient of parameter `index` of the layout; True once every parameter's of this micro-batch has come."""
-        self.finish()  # the micro-batch before may still be descending from where this one is to be written
+        """Takes the gradient of parameter `index` of the layout; returns True once every parameter has brought its gradient."""
+        self.finish()  # the descent of the last micro-batch may still read the buffer that this one is written to
         return self._collector.collect(index, gradient)
 
     def fill_missing(self) -> None:
@@ -47,7 +47,7 @@ class UnitDescent:
         self._collector.fill_missing()
 
     def descend(self, *, is_last_microbatch: bool) -> None:
-        """Submits the hops that this micro-batch owes."""
+        """Submits the hops that are due after this micro-batch."""
         name, ladder, gradient = self._gradient.name, self._ladder, self._gradient
         values = self._collector.complete()
         codecs = self._codecs.drawn_for(name, ladder.rank, self._iteration, self._microbatch)
@@ -70,7 +70,7 @@ class UnitDescent:
     def finish(self) -> None:
         """Waits for every hop under way, and books its bytes."""
         if not self._hops:
-            return  # what has been collected since the last descent stays
+            return  # and keep what has been collected since the last descent
         for hop in self._hops:
             self._ladder.lanes.wait(hop)
             self._ladder.ledger.book(Category.GRADIENTS, hop.traffic)

@@ -110,7 +110,7 @@ def test_each_slice_has_a_payload_of_its_own() -> None:
 
 @pytest.mark.parametrize("bits", [0, 2, 6, 12, 32])
 def test_bits_that_no_codec_has_are_refused(bits: int) -> None:
-    with pytest.raises(ValueError, match=f"{bits} bits per value is no code; choose 4 or 8, or None"):
+    with pytest.raises(ValueError, match=f"{bits} bits per value are not available; choose 4 or 8, or None"):
         Code(bits)
 
 

@@ -110,19 +110,19 @@ def test_a_trillion_samples_are_counted_at_once() -> None:
 @pytest.mark.parametrize(
     ("training", "message"),
     [
-        (TrainingConfig(rampup_batch_size=("16", "8")), "--rampup-batch-size 16 8 is no ramp; needed are three whole numbers"),
-        (TrainingConfig(rampup_batch_size=("a", "8", "9")), "--rampup-batch-size a 8 9 is no ramp"),
+        (TrainingConfig(rampup_batch_size=("16", "8")), "--rampup-batch-size 16 8 is not a ramp; give start, increment and samples"),
+        (TrainingConfig(rampup_batch_size=("a", "8", "9")), "--rampup-batch-size a 8 9 is not a ramp"),
         (TrainingConfig(rampup_batch_size=("8", "0", "9")), "has a value below 1"),
         (
             TrainingConfig(rampup_batch_size=("64", "8", "9"), global_batch_size=32),
             "starts above --global-batch-size 32; choose",
         ),
         (TrainingConfig(rampup_batch_size=("8", "7", "9"), global_batch_size=32), "in steps of 7; choose an increment that divides 24"),
-        (TrainingConfig(step_batch_size_schedule=""), "does not say with what the run begins"),
-        (TrainingConfig(step_batch_size_schedule="5K:8"), "does not say with what the run begins"),
+        (TrainingConfig(step_batch_size_schedule=""), "has no batch size for the start of the run"),
+        (TrainingConfig(step_batch_size_schedule="5K:8"), "has no batch size for the start of the run"),
         (
             TrainingConfig(step_batch_size_schedule="0:8 5X:9"),
-            "has the pair 5X:9; needed are pairs of tokens and batch size",
+            "has the pair 5X:9; give pairs of tokens and batch size",
         ),
         (TrainingConfig(step_batch_size_schedule="0:8 InfinityK:9"), "has the pair InfinityK:9"),
         (TrainingConfig(step_batch_size_schedule="0:8 0.5:9"), "has the pair 0.5:9"),

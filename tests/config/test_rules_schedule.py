@@ -58,7 +58,7 @@ def resolved(flags: str, world_size: int = 1, steps: str | None = None) -> Confi
         ),
         (
             f"--train-iters 5 --multiple-validation-sets --train-data-path a --valid-data-path 1 b 2 c {DATA}",
-            ["--multiple-validation-sets takes every validation corpus whole", "give prefixes alone"],
+            ["--multiple-validation-sets takes every validation corpus whole", "give validation prefixes without weights"],
         ),
         (
             f"--train-iters 5 --multiple-validation-sets --validation-set-names x x --data-path a b c {DATA}",

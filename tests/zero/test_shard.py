@@ -24,7 +24,8 @@ from megatron_zpp.comm.codecs import BlockCodec, Codec, make_codec
 from megatron_zpp.parallel.specs import Use
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.adam import AdamOptions
-from megatron_zpp.zero.engine import EngineOptions
+from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
+from megatron_zpp.zero.loss_scaler import DynamicLossScaler
 from megatron_zpp.zero.policy import POLICIES, ZEROPP, Policy
 from megatron_zpp.zero.schedule import Prefetch
 from megatron_zpp.zero.shard import full_weights, shard
@@ -187,14 +188,16 @@ def test_codecs_come_from_the_factory_of_the_options() -> None:
 # ---- bad input
 
 
-class Deaf(Backend):
-    """A backend that no collective may reach."""
+def with_meta_buffer() -> nn.Module:
+    model = tied()
+    model.register_buffer("counts", torch.ones(2, device="meta"))
+    return model
 
-    def __init__(self, topology: Topology) -> None:
-        self.rank, self.topology = 0, topology
 
-    def gather_world(self, own: Tensor) -> Tensor:
-        raise AssertionError("bad input reached a collective")
+def in_a_list() -> nn.Module:
+    model = tied()
+    model.inner = nn.ModuleList(model.inner)
+    return model
 
 
 def frozen() -> nn.Module:
@@ -232,6 +235,7 @@ def in_fp64() -> nn.Module:
 ALL = ["embedding", "inner", "head"]
 
 
+@pytest.mark.virtual
 @pytest.mark.parametrize(
     ("module", "units", "arguments", "words"),
     [
@@ -258,16 +262,30 @@ ALL = ["embedding", "inner", "head"]
         (tied, ALL, {"uses": [Use("body", ("inner",), True)]}, ["the module 'body'"]),
         (tied, ALL, {"uses": [Use("inner", ("head",), True)]}, ["reads ['head']", "['embedding', 'inner']"]),
         (tied, ALL, {"uses": [Use("inner", ("inner",), True)]}, ["no use reads the units ['embedding']"]),
-        (tied, ALL, {"topology": Topology.of_nodes(1, 3)}, ["of 3 ranks", "the world has 4"]),
+        (tied, ALL, {"topology": Topology.of_nodes(1, 3)}, ["has 3 ranks", "the world has 2"]),
+        (tied, [1, 2], {}, ["list of paths"]),
+        (in_a_list, ALL, {}, ["unit 'inner' is a ModuleList, which is never called"]),
+        (with_meta_buffer, ALL, {}, ["buffer counts is on the meta device"]),
+        (tied, ALL, {"options": EngineOptions(policy=3)}, ["policy is 3", "ZEROPP"]),
+        (tied, ALL, {"options": EngineOptions(adam=AdamOptions(backend="foo"))}, ["the backend of adam is 'foo'"]),
+        (tied, ALL, {"options": EngineOptions(full_precision_iterations=-1)}, ["full_precision_iterations is -1"]),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_bad_input_is_refused_before_the_first_collective(
+def test_bad_input_of_one_rank_is_refused_on_every_rank(
     module: Callable[[], nn.Module], units: Any, arguments: dict[str, Any], words: list[str]
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(words[0])) as refused:
-        shard(module(), units, **arguments, backend=Deaf(Topology.of_nodes(2, 2)))
-    assert all(word in str(refused.value) for word in words), refused.value
+    def program(backend: Backend) -> str:
+        with pytest.raises(ValueError, match=re.escape(words[0])) as refused:
+            if backend.rank == 0:
+                shard(tied(), ALL, backend=backend)
+            else:
+                shard(module(), units, **arguments, backend=backend)
+        return str(refused.value)
+
+    good, bad = run_world((1, 2), program, takes_turns=False)
+    assert all(word in bad for word in words), bad
+    assert good == f"{bad} (on rank 1)"
 
 
 def test_a_partition_that_does_not_divide_a_node_is_no_topology() -> None:
@@ -330,3 +348,73 @@ def test_a_module_is_sharded_once() -> None:
     shard(module, ["0"]).close()
     with pytest.raises(ValueError, match="the module is sharded already"):
         shard(module, ["0"])
+
+
+def differing(rank: int, what: str) -> dict[str, Any]:
+    if what == "loss_scaler":
+        return {"loss_scaler": DynamicLossScaler(2.0**16, 1.0, 1000, 2)} if rank else {}
+    changed = {"clip_grad": 2.0, "adam": AdamOptions(beta1=0.8), "full_precision_iterations": 1, "counts_zeros": True, "noise_seed": 1}
+    return {"options": EngineOptions(**{what: changed[what]})} if rank else {}
+
+
+@pytest.mark.virtual
+@pytest.mark.parametrize("what", ["loss_scaler", "clip_grad", "adam", "full_precision_iterations", "counts_zeros", "noise_seed"])
+def test_options_that_differ_between_ranks_are_refused_and_the_modules_stay_as_they_were(what: str) -> None:
+    def program(backend: Backend) -> bool:
+        model = tied()
+        before = list(model.parameters())
+        with pytest.raises(ValueError, match="arguments of shard"):
+            shard(model, ALL, **differing(backend.rank, what), backend=backend)
+        return all(one is other for one, other in zip(before, model.parameters(), strict=True))
+
+    assert run_world((1, 2), program, takes_turns=False) == [True, True]
+
+
+def one_layer() -> tuple[nn.Module, ZeroEngine]:
+    model = nn.Sequential(nn.Linear(4, 4))
+    return model, shard(model, ["0"])
+
+
+def test_a_micro_batch_after_the_last_one_is_refused() -> None:
+    model, engine = one_layer()
+    engine.backward(model(torch.ones(2, 4)).sum(), microbatches=2)
+    with pytest.raises(RuntimeError, match="the last micro-batch of this step has come already"):
+        engine.backward(model(torch.ones(2, 4)).sum(), microbatches=2)
+
+
+def test_a_step_without_a_last_micro_batch_is_refused() -> None:
+    model, engine = one_layer()
+    engine.backward(model(torch.ones(2, 4)).sum(), is_last_microbatch=False)
+    with pytest.raises(RuntimeError, match="no micro-batch of this step was the last"):
+        engine.step(1e-3)
+
+
+def test_an_engine_whose_backward_failed_is_not_used_again() -> None:
+    model, engine = one_layer()
+    loss = model(torch.ones(2, 4)).sum()
+    loss.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.backward(loss)
+    for call in (lambda: engine.step(1e-3), lambda: engine.backward(model(torch.ones(2, 4)).sum())):
+        with pytest.raises(RuntimeError, match=r"an earlier engine.backward\(\) failed"):
+            call()
+
+
+def test_a_closed_engine_lets_nothing_through() -> None:
+    model, engine = one_layer()
+    engine.close()
+    engine.close()
+    with pytest.raises(RuntimeError, match="its engine is closed"):
+        model(torch.ones(2, 4))
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.step(1e-3)
+    reference = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert reference() is None  # although the module lives
+
+
+def test_the_state_dict_of_a_sharded_module_names_full_weights() -> None:
+    model, _ = one_layer()
+    with pytest.raises(RuntimeError, match="full_weights"):
+        model.state_dict()

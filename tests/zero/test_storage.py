@@ -86,12 +86,16 @@ def test_a_parameter_at_rest_has_its_shape_reads_nan_and_holds_no_memory(row: st
     def program(backend: VirtualBackend) -> None:
         rank = Rank(Job(ROWS[row], torch.bfloat16), backend)
         shapes = {name: parameter.shape for name, parameter in rank.model.named_parameters()}
-        for _ in range(2):
+
+        def check() -> None:
             for name, parameter in rank.model.named_parameters():
                 assert parameter.shape == shapes[name]
                 assert bool((parameter * 2).isnan().all())
                 assert parameter.untyped_storage().nbytes() == parameter.element_size()
-            rank.accumulate(0)
+
+        check()
+        rank.accumulate(0)
+        check()
         rank.engine.close()
 
     run_world((2, 2), program)

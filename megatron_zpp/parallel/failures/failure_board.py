@@ -1,4 +1,4 @@
-"""Tells all ranks through the store that one has failed; no rank hangs if the store stops answering."""
+"""Tells all ranks, through the store of torch.distributed, that one has failed. No rank hangs if the store stops answering."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Answer = TypeVar("Answer")
 class FailureBoard:
     """Shares the first failure of a run among its ranks. A rank that waits for others must call `check` now and then as a sign of life.
 
-    A store's client blocks forever if the connection is cut, so a separate thread makes every request and may be abandoned.
+    A store's client blocks forever if the connection is cut, so every request runs in a thread of its own, which may be abandoned.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
@@ -31,9 +31,9 @@ class FailureBoard:
         self._look: _Question[bool] | None = None
 
     def report(self, text: str) -> str:
-        """The first failure that any rank has reported; `text` of this rank if there was none before or if the store does not answer.
+        """Reports `text`; returns the first failure that any rank has reported, or this one if the store does not answer.
 
-        The first failure also names the ranks that show no sign of life, because the others may have waited for their messages.
+        The first failure also names the ranks that show no sign of life: waiting for them may be why the others failed.
         """
         own = f"rank {self._rank}: {text}"
         question = _Question(lambda: self._report(own))
@@ -41,7 +41,7 @@ class FailureBoard:
         return own if question.is_alive() or question.error is not None else question.answer or own
 
     def check(self) -> None:
-        """Raises RuntimeError if another rank is known to have failed, or if the store is lost.
+        """Raises RuntimeError if another rank has reported a failure, or if the store is lost.
 
         Must be called repeatedly: if the store answers slowly, a later call finds the answer.
         """

@@ -1,7 +1,7 @@
 """Predicts the memory that one rank needs, from units, policy and world alone (no torch).
 
-States are exact: the engine reports the same bytes at the end of a backward. Gathered units and buffers are the most that the schedule
-and the lanes can have at once.
+The bytes of states are exact: the engine reports the same at the end of a step's last backward. Those of gathered units and buffers are the
+largest that the schedule and the lanes allow at one time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_zpp.zero.schedule import Prefetch, evaluation_schedule, training_s
 
 MAIN_BYTES = 4  # a main weight, its gradient, or one of Adam's two moments, in fp32
 ADAM_MOMENTS = 2
-NORM_BYTES = 8  # the gradient norm squares a slice in fp64
+NORM_BYTES = 8  # of a value in fp64; an upper bound, because the gradient norm converts a slice in chunks
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Sharding:
         return code.payload_bytes(runs, element_bytes=self.element_bytes, block_numel=self.block_numel)
 
     def mean_payload_bytes(self, runs: Runs) -> int:
-        """Bytes of one slice of the fp32 mean gradient, which climbs back if the optimizer rests on the full rung."""
+        """Bytes of one slice of the fp32 mean gradient, which climbs back if the optimizer is kept on the full rung."""
         return EXACT.payload_bytes(runs, element_bytes=MAIN_BYTES)
 
 
@@ -45,8 +45,9 @@ class Sharding:
 class MemoryPlan:
     """Bytes on one rank.
 
-    weights: main weights, and working weights where they rest full. secondary: secondary copies and payloads that rest encoded.
-    gathered: units that are full at the same time. buffers: payloads on their way. norm: needed for a moment by the gradient norm.
+    weights: main weights, and working weights if they are kept on the full rung. secondary: secondary rungs and encoded payloads that are
+    kept within a step. gathered: units that are full at the same time. buffers: payloads on their way. norm: needed by the gradient norm
+    while it is computed.
     """
 
     weights: int
@@ -59,12 +60,12 @@ class MemoryPlan:
 
     @property
     def states(self) -> int:
-        """The bytes that stay from step to step."""
+        """The bytes of weights, gradients, optimizer state and secondary copies."""
         return self.weights + self.gradients + self.optimizer_state + self.secondary
 
 
 def plan_memory(unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: Sharding, topology: Topology) -> MemoryPlan:
-    """The memory of each rank of a world of this topology."""
+    """The memory that each rank needs in a world of this topology."""
     layouts = {spec.name: FlatLayout(spec.params, topology.world_size, sharding.block_numel) for spec in unit_specs}
     units = [_PlannedUnit(layout, sharding, topology) for layout in layouts.values()]
     same_size = Counter(units)
@@ -80,7 +81,7 @@ def plan_memory(unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: S
 
 
 class _PlannedUnit:
-    """The bytes of one unit; two units of equal runs are equal, since buffers serve all units of a size."""
+    """The bytes of one unit. Units of equal runs compare equal, because they share buffers."""
 
     def __init__(self, layout: FlatLayout, sharding: Sharding, topology: Topology) -> None:
         self.slice_numel = layout.slice_numel
@@ -141,7 +142,7 @@ class _PlannedUnit:
         return exchanged + (self._climb_back_bytes() if self._policy.optimizer is Rung.FULL else 0)
 
     def _climb_back_bytes(self) -> int:
-        """Of the fp32 mean, where the optimizer rests full."""
+        """Buffers for the climb of the fp32 mean, if the optimizer is kept on the full rung."""
         mean = self._sharding.mean_payload_bytes(self._runs)
         gathered = self._world_size * mean if self._partition_ranks > 1 else 0
         return gathered + self._partitions * mean + (mean if self._partitions > 1 else 0)
@@ -168,7 +169,7 @@ def _gathered_bytes(uses: Sequence[Use], sharding: Sharding, numel_of: dict[str,
 def largest_plan(
     unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: Sharding, topology: Topology, *, starts_exact: bool
 ) -> MemoryPlan:
-    """The larger plan of a run whose first iterations may be in full precision (`starts_exact`)."""
+    """The plan of a run; if its first iterations are in full precision (`starts_exact`), the larger of the two plans."""
     plans = [plan_memory(unit_specs, uses, sharding, topology)]
     if starts_exact:
         plans.append(plan_memory(unit_specs, uses, replace(sharding, policy=sharding.policy.in_full_precision()), topology))

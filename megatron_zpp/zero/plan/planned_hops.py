@@ -1,6 +1,6 @@
 """Lists the hops of one unit: the bytes of each, and the encoding and decoding around it (pure arithmetic, no torch).
 
-The hops are those of comm/links.py, for one rank of N partitions of G ranks; a payload is one slice of the unit.
+The hops are those of comm/links.py, for one rank of N partitions of G ranks. A payload holds one slice of the unit. A rank receives:
 
     climb      inter: a payload from each other partition   intra: N payloads from each other rank of the partition
     descend    intra: N payloads from each other rank       inter: a payload from each other partition
@@ -19,9 +19,9 @@ from megatron_zpp.zero.plan.memory_plan import Sharding
 
 @dataclass(frozen=True)
 class CodecWork:
-    """Values that one rank quantizes or decodes. Values that cross as they are cost nothing here.
+    """Numbers of values that one rank encodes and decodes. Values that are not quantized count as 0.
 
-    encoded, decoded: values. summed: values times members of the means that are decoded.
+    summed: values that are decoded to take a mean over several members; a mean of n values over m members counts n x m.
     """
 
     encoded: int = 0
@@ -65,7 +65,7 @@ class UnitHops:
         return inter, self._hop(Link.INTRA, Direction.CLIMB, partitions * self._payload(codes.intra), after=decode)
 
     def descend(self) -> tuple[PlannedHop, PlannedHop]:
-        """Over the intra link, then over the inter link, with the mean of each."""
+        """Over the intra link, then over the inter link, each followed by a mean."""
         codes, partitions, partition_ranks = self._gradients, self._partitions, self._partition_ranks
         within = self._encode(codes.intra, self._layout.slices) if partition_ranks > 1 else CodecWork()
         mean_within = self._mean(codes.intra, partitions, partition_ranks) if partition_ranks > 1 else CodecWork()
@@ -77,7 +77,7 @@ class UnitHops:
         )
 
     def climb_of_mean(self) -> tuple[PlannedHop, PlannedHop]:
-        """The climb of the fp32 mean gradient, if the optimizer rests on the full rung."""
+        """The climb of the fp32 mean gradient, if the optimizer is kept on the full rung."""
         mean = self._sharding.mean_payload_bytes(self._layout.runs)
         inter = self._hop(Link.INTER, Direction.CLIMB, mean)
         return inter, self._hop(Link.INTRA, Direction.CLIMB, self._partitions * mean)

@@ -1,7 +1,7 @@
 """Simulates one optimizer step: its computations, hops and waits in the engine's order, without tensors (no torch).
 
-Schedule, residency and descents are the engine's own. The simulation counts the encoding of every climb, even where the engine keeps the
-payload.
+It runs the engine's own schedule, residency and descents. It counts one encoding for every climb, although the engine may encode a payload
+once and use it for several climbs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Listener(Protocol[Ticket]):
 
 
 class _Weights(Generic[Ticket]):
-    """Stands for zero/unit.py:WeightUnit: the same decisions, as hops alone."""
+    """Takes the place of zero/unit.py:WeightUnit: reports its hops, without tensors."""
 
     def __init__(self, hops: UnitHops, policy: Policy, listener: Listener[Ticket]) -> None:
         to_secondary, to_full = hops.climb()
@@ -68,7 +68,7 @@ class _Weights(Generic[Ticket]):
 
 
 class _Gradient(Generic[Ticket]):
-    """Stands for zero/unit_descent.py:UnitDescent, as hops alone."""
+    """Takes the place of zero/unit_descent.py:UnitDescent: reports its hops, without tensors."""
 
     def __init__(self, hops: UnitHops, policy: Policy, listener: Listener[Ticket]) -> None:
         self._within, self._across = hops.descend()
@@ -124,7 +124,7 @@ class StepSimulation(Generic[Ticket]):
             self._completed_by[first_use[unit]].append(unit)
 
     def step(self, microbatches: int, *, submits_next_climbs: bool = False) -> None:
-        """One optimizer step. submits_next_climbs: it ends with the climbs that the next step begins with, as the engine does."""
+        """One optimizer step. submits_next_climbs: whether it also submits the first climbs of the next step, as the engine does."""
         for index in range(microbatches):
             is_last = index == microbatches - 1
             for moment, actions in self._schedule.items():

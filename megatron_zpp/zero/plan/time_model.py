@@ -1,12 +1,12 @@
-"""Predicts how long a step takes on a machine, by running its simulation on clocks (no torch).
+"""Predicts how long a step takes on a machine, by simulating it with clocks (no torch).
 
 Assumptions:
 - A link carries one hop at a time, first come, first served: `bytes / rate`, plus a constant for every collective. Both directions of a
   link share nothing (full duplex), and all ranks of a node send at once, so a hop between nodes costs what enters the node.
-- A hop over the inter link takes its turn on the link between nodes, also where partitions are parts of a node and share one.
-- Computation takes as long as it takes alone. Nothing competes with it but codecs, in some cases (below).
-- Overlap.STREAMS: hops run beside computation, encoding and decoding included (lanes on CUDA streams). Overlap.THREAD: so they do, but one
-  thread encodes and decodes for all lanes, on the cores of computation, which stands still meanwhile unless it waits (lanes on gloo).
+- A hop over the inter link occupies the link between nodes, even if its partitions are parts of one node.
+- Communication does not slow down computation; codecs do so in one case (Overlap.THREAD).
+- Overlap.STREAMS: hops run beside computation, encoding and decoding included (lanes on CUDA streams). Overlap.THREAD: the
+  same, but one thread encodes and decodes for all lanes on the cores of computation, which stops meanwhile unless it waits (lanes on gloo).
   Overlap.NONE: every hop is waited for where it is submitted.
 - Casting and copying 16-bit values takes no time; quantizing costs a constant per value. The optimizer's time counts as computation.
 """
@@ -26,7 +26,7 @@ from megatron_zpp.zero.plan.memory_plan import Sharding
 from megatron_zpp.zero.plan.planned_hops import CodecWork, PlannedHop
 from megatron_zpp.zero.plan.step_simulation import StepSimulation
 
-_SIMULATED_MICROBATCHES = 3  # more repeat the last
+_SIMULATED_MICROBATCHES = 3  # each further one takes as long as the last
 
 
 class Overlap(enum.Enum):
@@ -47,7 +47,7 @@ class LinkSpeed:
 
 @dataclass(frozen=True)
 class CodecSpeed:
-    """Seconds per value of one rank; summed: per value and member of a mean."""
+    """Seconds per value on one rank. summed: per value and member, when a mean is decoded."""
 
     encode: float = 0.0
     decode: float = 0.0
@@ -59,7 +59,7 @@ class CodecSpeed:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine of a step. inter_exchange_efficiency: share of the inter link's rate that an exchange of quantized gradients reaches."""
+    """The machine of a step. inter_exchange_efficiency: share of the inter link's rate that hops of quantized values reach."""
 
     inter: LinkSpeed
     intra: LinkSpeed
@@ -85,7 +85,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, and of each part of the machine being busy in it."""
+    """Seconds that one step takes, and for how many of them each part of the machine is busy."""
 
     seconds: float
     computing: float
@@ -134,7 +134,7 @@ class Job:
 
 
 def step_time(job: Job, machine: Machine, computation: Computation) -> StepTime:
-    """The time of a step that follows others like it."""
+    """The time of a step in the middle of a run: its first climbs were submitted in the step before."""
     simulated = min(job.microbatches, _SIMULATED_MICROBATCHES)
     found = _simulated_time(job, machine, computation, simulated)
     if simulated == job.microbatches:
@@ -160,7 +160,7 @@ class _Pending:
 
 
 class _Clock:
-    """Time on one rank: computation has reached `now`, each link is busy until `link_free`, and `busy` adds up seconds at work."""
+    """Time on one rank: computation has reached `now`, each link is busy until `link_free`, and `busy` sums the seconds of each part."""
 
     def __init__(self, machine: Machine, computation: Computation, topology: Topology) -> None:
         self.machine = machine
@@ -179,13 +179,13 @@ class _Clock:
         self.now += seconds
 
     def code(self, work: CodecWork) -> float:
-        """Seconds of a codec, which it adds to `busy`."""
+        """Seconds that a codec takes for `work`; adds them to `busy`."""
         seconds = self.machine.codec.seconds(work)
         self.busy["codecs"] += seconds
         return seconds
 
     def transfer(self, hop: PlannedHop, ready: float) -> float:
-        """The time at which a hop that is ready has crossed its link."""
+        """The time at which a hop that is ready at `ready` has crossed its link."""
         machine, traffic, link = self.machine, hop.traffic, hop.lane.link
         if traffic.inter_bytes == 0 and traffic.intra_bytes == 0:
             return ready
@@ -233,7 +233,7 @@ class _ThreadHop(Times):
 
 
 class _ThreadClock(_Clock):
-    """Lanes that one thread moves along by the rule of comm/moves.py, as comm/lanes.py does."""
+    """Lanes whose hops one thread carries out in the order of comm/moves.py, as comm/lanes.py does."""
 
     def __init__(self, machine: Machine, computation: Computation, topology: Topology) -> None:
         super().__init__(machine, computation, topology)
@@ -266,7 +266,7 @@ class _ThreadClock(_Clock):
     def _move(self) -> None:
         found = first_move(self._queues.values(), self._thread_free)
         if found is None:
-            raise RuntimeError("a hop is waited for that nothing can bring")
+            raise RuntimeError("computation waits for a hop that can never land")
         hop = found.hop
         if found.move is Move.LAUNCH:
             hop.launched = found.start

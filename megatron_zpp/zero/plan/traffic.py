@@ -1,4 +1,4 @@
-"""Predicts the bytes of one optimizer step, from units, policy and world alone (no torch). The ledger of a run shows the same."""
+"""Predicts the bytes of one optimizer step, from units, policy and world alone (no torch). The ledger of a run counts the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_zpp.zero.policy import Rung
 
 @dataclass
 class PlannedTraffic:
-    """The bytes that one rank receives in one step. collectives: number of hops that join more than one rank."""
+    """The bytes that one rank receives in one step. collectives: number of hops over links of more than one rank."""
 
     weights: Traffic = Traffic()
     gradients: Traffic = Traffic()
@@ -48,7 +48,7 @@ class PlannedTraffic:
 def planned_traffic(
     unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: Sharding, topology: Topology, microbatches: int
 ) -> PlannedTraffic:
-    """The traffic of a step of `microbatches`, the same on every rank. In stage 0 the mean that climbs back counts as gradient."""
+    """The traffic of a step of `microbatches`, which is the same on every rank. In stage 0 the climb of the mean counts as gradients."""
     traffic = PlannedTraffic()
     StepSimulation(unit_specs, uses, sharding, topology, traffic).step(microbatches)
     if sharding.policy.optimizer is Rung.FULL:
@@ -57,7 +57,10 @@ def planned_traffic(
 
 
 def smallest_inter_hop_bytes(unit_specs: Sequence[UnitSpec], sharding: Sharding, topology: Topology, least_share: float) -> int:
-    """Bytes that enter one node in the smallest hop between nodes, of units with at least this share of all parameters."""
+    """Bytes that the smallest hop over the inter link brings into one node.
+
+    least_share: units with a smaller share of all parameters are left out.
+    """
     layouts = {spec.name: FlatLayout(spec.params, topology.world_size, sharding.block_numel) for spec in unit_specs}
     whole = sum(layout.numel for layout in layouts.values())
     hops = []
