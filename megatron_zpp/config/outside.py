@@ -120,6 +120,20 @@ class OutsideFile:
             self.refuse("holds no JSON object")
         return Members(found, self)
 
+    def entries(self) -> list[Any]:
+        """The JSON list in the file."""
+        found = self.json()
+        if not isinstance(found, list):
+            self.refuse("holds no JSON list")
+        return found
+
+    def list_of_members(self) -> Iterator[Members]:
+        """The objects of the JSON list in the file."""
+        for index, values in enumerate(self.entries()):
+            if not isinstance(values, dict):
+                self.refuse(f"has [{index}] {_shown(values)}, needed is an object")
+            yield Members(values, self, f"[{index}]")
+
     def _object_of_unique_keys(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from megatron_zpp.config.outside import Members, OutsideFile
+from megatron_zpp.config.outside import OutsideFile
 from megatron_zpp.monitor.file_lock import try_lock
 from megatron_zpp.monitor.heartbeat import beating
 from megatron_zpp.monitor.output_file import kept_file
@@ -119,7 +119,7 @@ def _build(stem: Path, lock: BinaryIO, what: str, build: Callable[[], T], progre
 def _read_failure(stem: Path) -> _Failure | None:
     path = _with_ending(stem, ".error")
     try:
-        found = Members({"": OutsideFile(path, str(path)).json()}, OutsideFile(path, str(path))).list("")
+        found = OutsideFile(path, str(path)).entries()
     except ValueError:
         return None
     is_ours = [type(value) for value in found] == [str, bool, str]

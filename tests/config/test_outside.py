@@ -136,6 +136,12 @@ def test_objects_of_a_list_and_unknown_keys_are_named_by_place(tmp_path: Path) -
         list(members(tmp_path, '{"list": [{}, 3]}').list_of_members("list"))
     with pytest.raises(FlagError, match=r"has list\[0\]\.key -1, needed is a whole number from 0"):
         next(members(tmp_path, '{"list": [{"key": -1}]}').list_of_members("list")).count("key")
+    (tmp_path / "file").write_text('[{"key": 1}, 3]')
+    with pytest.raises(FlagError, match=r"has \[1\] 3, needed is an object"):
+        list(outside(tmp_path / "file").list_of_members())
+    (tmp_path / "file").write_text("{}")
+    with pytest.raises(FlagError, match="holds no JSON list"):
+        outside(tmp_path / "file").entries()
     with pytest.raises(FlagError, match="has the unknown key other"):
         members(tmp_path, '{"other": 1}').require_only({"key"})
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_zpp.config.outside import VOCABULARY_BYTES, Members, OutsideFile
+from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
 from megatron_zpp.data.tokenizers.byte_pair_encoding import BytePairEncoding
 
 # The values of Megatron's --tiktoken-pattern: how a text is cut before bytes are merged.
@@ -87,8 +87,7 @@ class TokenError(ValueError):
 
 
 def _read_json(file: OutsideFile) -> list[bytes]:
-    entries = Members({"": file.json()}, file).list_of_members("")
-    return [_token(entry.text("token_bytes"), entry.count("rank"), place) for place, entry in enumerate(entries)]
+    return [_token(entry.text("token_bytes"), entry.count("rank"), place) for place, entry in enumerate(file.list_of_members())]
 
 
 def _read_tiktoken(file: OutsideFile) -> list[bytes]:
