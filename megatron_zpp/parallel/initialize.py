@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_zpp.parallel.failures.attempt import own_part
 from megatron_zpp.parallel.failures.failure_board import FailureBoard
-from megatron_zpp.parallel.failures.roll_call import RollCall
+from megatron_zpp.parallel.failures.roll_call import SILENT_SECONDS, RollCall
 from megatron_zpp.parallel.groups import end_world
 from megatron_zpp.parallel.launch import Launch
 
@@ -41,6 +41,7 @@ class World:
         self.rank = launch.rank
         self.world_size = launch.world_size
         self.device = device
+        self._silent_seconds = min(SILENT_SECONDS, timeout.total_seconds())
         self.collective_timeout = max(timeout - FAREWELL, timeout / 2)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -65,7 +66,7 @@ class World:
         now and then.
         """
         error = None
-        roll_call = RollCall(self._store, self.rank, self.world_size, long_work or "", self.check_others)
+        roll_call = RollCall(self._store, self.rank, self.world_size, long_work or "", self.check_others, self._silent_seconds)
         with roll_call.after(announce) if long_work is not None and self.world_size > 1 else nullcontext():
             try:
                 yield

@@ -17,7 +17,7 @@ class Rank(threading.Thread):
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
         super().__init__()
-        self.call = RollCall(store, rank, world_size, "building", never_fails)
+        self.call = RollCall(store, rank, world_size, "building", never_fails, silent_seconds=5.0)
         self.seconds = seconds
         self.lines: list[str] = []
         self.left_at = 0.0
@@ -53,18 +53,24 @@ def test_a_rank_that_fails_in_its_work_does_not_wait_and_the_others_learn_of_it(
         pass
 
 
-def test_a_rank_without_a_sign_of_life_ends_the_wait_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call, "LINE_SECONDS", 0.1)
-    monkeypatch.setattr(roll_call, "SILENT_SECONDS", 0.3)
+@pytest.mark.parametrize(("waiting", "dead"), [(0, 1), (1, 0), (2, 0)])
+def test_a_rank_without_a_sign_of_life_ends_the_wait_of_every_rank_by_name(
+    monkeypatch: pytest.MonkeyPatch, waiting: int, dead: int
+) -> None:
+    monkeypatch.setattr(roll_call, "CHECK_SECONDS", 0.1)
+    store, others = dist.HashStore(), {0, 1, 2} - {waiting, dead}
+    for rank in others:
+        store.add(f"roll call/building/done/{rank}", 1)
+        store.add("roll call/building/done", 1)
     with (
-        pytest.raises(RuntimeError, match="rank 1 has shown no life"),
-        RollCall(dist.HashStore(), 0, 2, "building", never_fails).after(print),
+        pytest.raises(RuntimeError, match=f"rank {dead} has shown no life for 0 s while the others wait for it: building"),
+        RollCall(store, waiting, 3, "building", never_fails, silent_seconds=0.3).after(print),
     ):
         pass
 
 
 def test_a_slow_rank_that_lives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"LINE_SECONDS": 0.1, "SILENT_SECONDS": 0.5, "HEARTBEAT_SECONDS": 0.05}.items():
+    for name, seconds in {"LINE_SECONDS": 0.1, "CHECK_SECONDS": 0.1, "HEARTBEAT_SECONDS": 0.05}.items():
         monkeypatch.setattr(roll_call, name, seconds)
     store = dist.HashStore()
     ranks = [Rank(store, 0, 2, 0.0), Rank(store, 1, 2, 1.5)]
