@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from megatron_zpp.config.flag import whole_number
+
 DEFAULT_PORT = 29500
 # Ports of Slurm jobs: below the ephemeral ports of Linux, which begin at 32768, and chosen by job number, so that two jobs on one node
 # seldom have the same.
@@ -123,13 +125,14 @@ def _launcher(environment: Mapping[str, str]) -> _Names | None:
 def _is_slurm_task(environment: Mapping[str, str]) -> bool:
     """Whether srun started this process. SLURM_PROCID alone does not prove it, because a batch script has it too."""
     step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
-    return "SLURM_PROCID" in environment and step.isdigit() and int(step) < FIRST_RESERVED_STEP
+    number = whole_number(step)
+    return "SLURM_PROCID" in environment and number is not None and number < FIRST_RESERVED_STEP
 
 
 def _tasks_of_a_node(environment: Mapping[str, str], name: str) -> int | None:
     """The number in the variable, which may have Slurm's form `8(x4)`; None if nodes have different numbers of tasks."""
     counts = set(re.sub(r"\(x\d+\)", "", environment[name]).split(","))
-    if len(counts) > 1 and all(count.isdigit() for count in counts):
+    if len(counts) > 1 and all(whole_number(count) is not None for count in counts):
         return None
     return _number({name: counts.pop() if len(counts) == 1 else environment[name]}, name)
 
@@ -168,8 +171,9 @@ def _check_below(name: str, number: int, size_name: str, size: int) -> None:
 
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
-    if not text.isdigit():
+    number = whole_number(text)
+    if number is None:
         raise ValueError(
             f"the launcher set {name}={text!r}, but a whole number is needed; start with torchrun, srun, mpirun, deepspeed or plain python"
         )
-    return int(text)
+    return number

@@ -186,3 +186,11 @@ def test_a_job_that_slurm_has_queued_again_counts_its_restarts() -> None:
     assert read_job({}) == SchedulerJob("", 0)
     assert read_job({"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "big"}) == SchedulerJob("7 of big", 0)
     assert read_job({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == SchedulerJob("7", 2)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
+@pytest.mark.parametrize("text", ["\u00b2", "\u0663", "9" * 30, "9" * 5000, "1_0", "+1"])
+def test_a_variable_that_is_not_in_plain_digits_is_named(name, text):
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500", "MASTER_ADDR": "a"}
+    with pytest.raises(ValueError, match=f"^the launcher set {name}=.*, but a whole number is needed"):
+        read_launch({**environment, name: text})
