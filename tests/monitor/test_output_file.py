@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.checkpoint.durable import write_durably
-from megatron_zpp.checkpoint.folders import LATEST_FILE, move_latest
 from megatron_zpp.data.build_once import atomic_write
 from megatron_zpp.data.preprocess.indexed_writer import open_partial
 from megatron_zpp.data.preprocess.journal import Journal, Progress
 from megatron_zpp.monitor.output_file import kept_file, named_output, new_file
-from megatron_zpp.training.startup_checks import check_writable
 
 
 def write_new(path: Path) -> None:
@@ -26,10 +24,7 @@ def write_new(path: Path) -> None:
     ("name", "write"),
     [
         ("file", write_new),
-        ("file", lambda path: write_durably(path, "text")),
-        (f"{LATEST_FILE}.new", lambda path: move_latest(path.parent, "7")),
         ("out.unfinished.tmp", lambda path: Journal(str(path.parent / "out"), [], {}).save(Progress())),
-        (".probe_of_rank_3", lambda path: check_writable("--save", path.parent, 3)),
     ],
 )
 def test_a_link_or_a_pipe_in_the_place_of_a_new_file_is_replaced(tmp_path: Path, name: str, write: Callable[[Path], None]) -> None:
@@ -41,6 +36,14 @@ def test_a_link_or_a_pipe_in_the_place_of_a_new_file_is_replaced(tmp_path: Path,
     write(tmp_path / name)
     assert (tmp_path / "victim").read_text() == "kept"
     assert not (tmp_path / name).is_fifo()
+
+
+def test_a_durable_file_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("kept")
+    (tmp_path / "file").symlink_to(tmp_path / "victim")
+    with pytest.raises(FileExistsError):
+        write_durably(tmp_path / "file", "text")
+    assert (tmp_path / "victim").read_text() == "kept"
 
 
 def test_a_file_that_is_kept_is_neither_emptied_nor_followed(tmp_path: Path) -> None:
