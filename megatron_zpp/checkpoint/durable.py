@@ -6,16 +6,11 @@ import os
 import time
 from pathlib import Path
 
-from megatron_zpp.monitor.output_file import naming_file, sync_folder
+from megatron_zpp.monitor.output_file import create_new, naming_file, sync_folder
 
 VISIBLE_WITHIN_SECONDS = 60.0  # network file systems show another machine's files late
 LOOK_EVERY_SECONDS = 0.02
 SHARED_FOLDER = "--save must be a folder of one file system that all ranks share"
-
-
-def create_new(path: Path) -> int:
-    """Creates a file that must not exist yet, not even as a link, and returns its descriptor for writing."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def write_durably(path: Path, text: str) -> None:

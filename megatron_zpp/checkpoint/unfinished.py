@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_zpp.checkpoint.durable import SHARED_FOLDER, is_seen, sync_folder, write_durably
+from megatron_zpp.checkpoint.durable import SHARED_FOLDER, is_seen, write_durably
 from megatron_zpp.checkpoint.folders import Stage, delete_or_restore, left_latest_files, leftovers
 from megatron_zpp.checkpoint.manifest import (
     ELEMENT_TYPE,
@@ -23,6 +23,7 @@ from megatron_zpp.checkpoint.manifest import (
 )
 from megatron_zpp.checkpoint.owner import is_abandoned, own_token
 from megatron_zpp.checkpoint.shard_file import TensorEntry, lay_out, write_file
+from megatron_zpp.monitor.output_file import sync_folder
 from megatron_zpp.zero.pieces import Piece
 
 SPARE_BYTES = 1 << 20  # for the manifest and other small files

@@ -15,10 +15,15 @@ _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # errors of file s
 _ALWAYS = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK  # without the last one, opening a pipe would wait for its reader
 
 
+def create_new(path: Path) -> int:
+    """Creates a file that must not exist yet, not even as a link, and returns its descriptor for writing."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | _ALWAYS, 0o666)
+
+
 def new_file(path: Path) -> BinaryIO:
     """A new, empty file in the place of whatever had this name. A link of this name is removed and not followed."""
     path.unlink(missing_ok=True)
-    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | _ALWAYS, 0o666), "wb")
+    return open(create_new(path), "wb")
 
 
 def kept_file(path: str | Path, *, appends: bool = False) -> int:

@@ -14,10 +14,10 @@ examples/ has whole programs.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -121,17 +121,11 @@ def shard(
     """
     world_size = _world_size(backend)
     rank = backend.rank if backend is not None else dist.get_rank() if world_size > 1 else 0
-    checked, mistake = None, ""
-    try:
-        checked = _checked(module, units, options, uses, _topology(topology, backend, world_size), initialize)
-    except ValueError as error:
-        mistake = str(error)
     probe = backend or TorchBackend(Topology(world_size, world_size, world_size), rank, {})
     device = _device(module, backend)
-    _raise_alike(probe, device, mistake)
-    if checked is None:
-        raise RuntimeError("shard() has neither a plan nor an error")
-    plan, topology = checked
+    with _raising_alike(probe, device):
+        topology = _topology(topology, backend, world_size)
+        plan = _checked_plan(module, units, options, uses, initialize)
     _check_alike(probe, device, _arguments_as_bytes(plan, topology, options, loss_scaler), "arguments of shard() or shapes of parameters")
     if initialize is None:
         _check_alike(probe, device, _digest_of(plan.parameters.values()), "first values of parameters")
@@ -156,7 +150,6 @@ def leave_world() -> None:
     """
     if dist.is_available() and dist.is_initialized():
         end_world()
-    gc.collect()
 
 
 def full_weights(engine: ZeroEngine) -> Iterator[tuple[str, Tensor]]:
@@ -226,15 +219,10 @@ class _ModulePlan:
         return cls(parameters, tuple(specs), tuple(uses), tuple(aliases))
 
 
-def _checked(
-    module: nn.Module,
-    units: Sequence[str],
-    options: EngineOptions,
-    uses: Sequence[Use] | None,
-    topology: Topology,
-    initialize: Initializer | None,
-) -> tuple[_ModulePlan, Topology]:
-    """The plan of the module, and the topology. Raises ValueError for a mistake in the arguments."""
+def _checked_plan(
+    module: nn.Module, units: Sequence[str], options: EngineOptions, uses: Sequence[Use] | None, initialize: Initializer | None
+) -> _ModulePlan:
+    """The plan of the module. Raises ValueError for a mistake in the arguments."""
     _check_options(options)
     if is_hooked(module):
         raise ValueError("the module is sharded already; build a new one")
@@ -243,7 +231,7 @@ def _checked(
     for path, buffer in module.named_buffers():
         if buffer.is_meta:
             raise ValueError(f"buffer {path} is on the meta device; give it values on the device of the run, for buffers are left alone")
-    return plan if uses is None else replace(plan, uses=_checked_uses(module, uses, plan.unit_specs)), topology
+    return plan if uses is None else replace(plan, uses=_checked_uses(module, uses, plan.unit_specs))
 
 
 def _submodules(module: nn.Module, units: Sequence[str]) -> dict[str, nn.Module]:
@@ -409,8 +397,14 @@ def _fill(engine: ZeroEngine, first_values: Mapping[str, nn.Parameter], initiali
     return digest.digest()
 
 
-def _raise_alike(backend: Backend, device: torch.device, mistake: str) -> None:
-    """Raises ValueError on every rank if any rank has a mistake: with its own text, or with that of the first rank that has one."""
+@contextmanager
+def _raising_alike(backend: Backend, device: torch.device) -> Iterator[None]:
+    """Raises ValueError on every rank if the block raises one on any: with its own text, or with that of the first rank that has one."""
+    mistake = ""
+    try:
+        yield
+    except ValueError as error:
+        mistake = str(error)
     own = torch.tensor(list(mistake.encode()[:LONGEST_MISTAKE].ljust(LONGEST_MISTAKE, b"\0")), dtype=torch.uint8, device=device)
     texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in backend.gather_world(own).tolist()]
     for rank, text in enumerate(texts):

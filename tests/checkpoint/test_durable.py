@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.checkpoint.durable import sync_folder, write_durably
+from megatron_zpp.checkpoint.durable import write_durably
+from megatron_zpp.monitor.output_file import sync_folder
 
 
 @pytest.mark.parametrize("number, kind", [(errno.EIO, OSError), (errno.ENOSPC, OSError), (errno.EACCES, PermissionError)])

@@ -17,7 +17,7 @@ from megatron_zpp.config.cli import help_text
 PACKAGE = ROOT / "megatron_zpp"
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "flags.md")]
 ENTRY = "pretrain_zeropp_gpt.py"
-PROGRAM = re.compile(r"^(?:tools|scripts|benchmarks)/\w+\.(?:py|sh|sbatch)$|^pretrain_zeropp_gpt\.py$")
+PROGRAM = re.compile(r"^(?:tools|scripts|benchmarks|examples)/\w+\.(?:py|sh|sbatch)$|^pretrain_zeropp_gpt\.py$")
 # The program to which each script passes its arguments.
 PASSED_ON = {
     "scripts/slurm_preprocess.sh": "tools/preprocess_data.py",
@@ -49,6 +49,8 @@ def commands(document: str) -> list[list[str]]:
 def flags_of(program: str) -> frozenset[str]:
     """The flags that a program of this repository prints in its help."""
     program = PASSED_ON.get(program, program)
+    if program.startswith("examples/"):
+        return frozenset()  # they take none
     if program == ENTRY:
         return frozenset(FLAG.findall(help_text()))
     if program.endswith(".sh"):

@@ -12,13 +12,14 @@ import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from megatron_zpp.data.indexed_dataset import CODES, HEADER, INDEX_CHUNK_NUMEL, MAGIC, VERSION, IndexedDataset
-from megatron_zpp.monitor.output_file import kept_file
+from megatron_zpp.monitor.output_file import kept_file, sync_folder
 
 COPY_BYTES = 1 << 24
 LONGEST_SEQUENCE = np.iinfo(np.int32).max
@@ -202,16 +203,7 @@ def publish(prefix: str) -> None:
         os.replace(index, f"{prefix}.idx")
     with suppress(FileNotFoundError):
         os.remove(documents)
-    sync_folder(prefix)
-
-
-def sync_folder(path: str) -> None:
-    """Makes the file names in the folder of `path` durable."""
-    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(Path(prefix).parent)
 
 
 def open_partial(path: str, needed_bytes: int) -> BinaryIO:

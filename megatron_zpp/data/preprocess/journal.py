@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_zpp.config.outside import Members, OutsideFile
-from megatron_zpp.data.preprocess.indexed_writer import Extent, sync_folder
+from megatron_zpp.data.preprocess.indexed_writer import Extent
 from megatron_zpp.data.preprocess.json_lines import STANDARD_INPUT, Position
-from megatron_zpp.monitor.output_file import new_file
+from megatron_zpp.monitor.output_file import new_file, sync_folder
 
 FORMAT = 1
 JOURNAL_BYTES = 1 << 30  # it names every input file
@@ -70,7 +70,7 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.path)
-        sync_folder(self.prefix)
+        sync_folder(Path(self.prefix).parent)
 
     def load(self) -> Progress | None:
         """The progress to resume from; None if there is no unfinished work.
@@ -90,7 +90,7 @@ class Journal:
     def remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
-        sync_folder(self.prefix)
+        sync_folder(Path(self.prefix).parent)
 
     def _check_settings(self, found: Mapping[str, Any]) -> None:
         for name in {**found, **self.settings}:
