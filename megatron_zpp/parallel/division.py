@@ -1,0 +1,175 @@
+"""How a parameter is divided over the tensor ranks of a group: what each of them holds, as stripes of the whole (no torch).
+
+A parameter of two dims is divided by rows or by columns, one of one dim by its elements. Each tensor rank holds one or more runs of them,
+one after the other. A run may have several holders, such as the keys of a group of queries that is spread over two ranks. The parameter
+[6, 2], its rows in runs of which two ranks hold the last:
+
+    rows 0 1    holders 0        rank 0 has rows 0 1 4 5
+    rows 2 3    holders 1        rank 1 has rows 2 3 4 5
+    rows 4 5    holders 0 1
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+class Gradient(enum.Enum):
+    """What backward leaves on one holder of elements that several ranks hold: the whole gradient, or a part of its sum."""
+
+    WHOLE = "whole"
+    PARTIAL = "partial"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows, columns or elements [start, stop) of a whole parameter, and the tensor ranks that hold them, ascending."""
+
+    start: int
+    stop: int
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stripe:
+    """Elements [start, stop) of some columns of a whole parameter: of the matrix [rows, columns[1] - columns[0]], row after row.
+
+    A parameter of one dim is a matrix of one column.
+    """
+
+    columns: tuple[int, int]
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class PlacedStripe:
+    """A stripe, and where its first element is in the flattened part of a rank."""
+
+    offset: int
+    stripe: Stripe
+
+
+@dataclass(frozen=True)
+class SharedRange:
+    """Elements [start, stop) of the flattened part of a rank that all of `holders` have. counted: whether the rank is the first of them."""
+
+    start: int
+    stop: int
+    holders: tuple[int, ...]
+    counted: bool
+    gradient: Gradient
+
+
+@dataclass(frozen=True)
+class Division:
+    """The part of tensor rank `rank` in a parameter of shape `shape`.
+
+    dim: 0 if `runs` are rows or elements, 1 if they are columns. gradient: on each holder of a run that has several.
+    Raises ValueError unless the runs cover the dim from its start to its end, each has a holder, and the rank holds a run; a rank holds
+    at most one run of columns.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    runs: tuple[Run, ...]
+    rank: int
+    gradient: Gradient = Gradient.WHOLE
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.shape) <= 2 or not 0 <= self.dim < len(self.shape):
+            raise ValueError(f"a parameter of shape {self.shape} cannot be divided along dim {self.dim}")
+        position = 0
+        for run in self.runs:
+            if run.start != position or run.stop <= run.start or not run.holders or list(run.holders) != sorted(set(run.holders)):
+                raise ValueError(f"{run} does not continue the runs of dim {self.dim} of {self.shape} at {position}")
+            position = run.stop
+        if position != self.shape[self.dim]:
+            raise ValueError(f"the runs of dim {self.dim} of {self.shape} end at {position}")
+        if not self._own_runs or (self.dim == 1 and len(self._own_runs) > 1):
+            raise ValueError(f"tensor rank {self.rank} holds {len(self._own_runs)} runs of dim {self.dim} of {self.shape}")
+
+    @classmethod
+    def undivided(cls, shape: tuple[int, ...], ranks: int = 1, rank: int = 0, gradient: Gradient = Gradient.WHOLE) -> Division:
+        """A parameter that each of `ranks` ranks has as a whole."""
+        return cls(shape, 0, (Run(0, shape[0], tuple(range(ranks))),), rank, gradient)
+
+    @classmethod
+    def evenly(cls, shape: tuple[int, ...], dim: int, ranks: int, rank: int) -> Division:
+        """A parameter that is cut along `dim` into one part per rank. Raises ValueError if `ranks` does not divide the dim."""
+        if shape[dim] % ranks:
+            raise ValueError(f"{ranks} tensor ranks do not divide dim {dim} of {shape}")
+        length = shape[dim] // ranks
+        return cls(shape, dim, tuple(Run(part * length, (part + 1) * length, (part,)) for part in range(ranks)), rank)
+
+    @property
+    def _own_runs(self) -> tuple[Run, ...]:
+        return tuple(run for run in self.runs if self.rank in run.holders)
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the rank's part."""
+        length = sum(run.stop - run.start for run in self._own_runs)
+        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+
+    def stripes(self, start: int, stop: int) -> Iterator[PlacedStripe]:
+        """The stripes of elements [start, stop) of the flattened part, in order; neighbouring runs are one stripe."""
+        if self.dim == 1:
+            (run,) = self._own_runs
+            if start < stop:
+                yield PlacedStripe(start, Stripe((run.start, run.stop), start, stop))
+            return
+        width = self._width
+        pending: PlacedStripe | None = None
+        for offset, run in self._placed_runs():
+            begin, end = max(start, offset), min(stop, offset + (run.stop - run.start) * width)
+            if begin >= end:
+                continue
+            shift = run.start * width - offset
+            if pending is not None and pending.stripe.stop == begin + shift:
+                pending = PlacedStripe(pending.offset, Stripe((0, width), pending.stripe.start, end + shift))
+                continue
+            if pending is not None:
+                yield pending
+            pending = PlacedStripe(begin, Stripe((0, width), begin + shift, end + shift))
+        if pending is not None:
+            yield pending
+
+    def shared(self) -> Iterator[SharedRange]:
+        """The ranges of the flattened part that other ranks hold, too, in order."""
+        if self.dim == 1:
+            (run,) = self._own_runs
+            if len(run.holders) > 1:
+                yield self._shared_range(0, math.prod(self.local_shape), run)
+            return
+        for offset, run in self._placed_runs():
+            if len(run.holders) > 1:
+                yield self._shared_range(offset, offset + (run.stop - run.start) * self._width, run)
+
+    def _shared_range(self, start: int, stop: int, run: Run) -> SharedRange:
+        return SharedRange(start, stop, run.holders, self.rank == run.holders[0], self.gradient)
+
+    @property
+    def _width(self) -> int:
+        """The number of columns of the whole; a parameter of one dim has one."""
+        return self.shape[1] if len(self.shape) == 2 else 1
+
+    def _placed_runs(self) -> Iterator[tuple[int, Run]]:
+        """The rank's runs of rows, each with the offset of its first element in the flattened part."""
+        offset = 0
+        for run in self._own_runs:
+            yield offset, run
+            offset += (run.stop - run.start) * self._width

@@ -1,0 +1,126 @@
+"""The part of each tensor rank in a parameter, over random divisions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_zpp.parallel.division import Division, Gradient, Run, SharedRange
+
+
+@st.composite
+def divisions(draw):
+    """All parts of one division: by rows with any holders, or by columns."""
+    ranks = draw(st.integers(1, 5))
+    gradient = draw(st.sampled_from(Gradient))
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=2)))
+    if len(shape) == 2 and draw(st.booleans()):
+        shape = (shape[0], shape[1] * ranks)
+        return [Division.evenly(shape, 1, ranks, rank) for rank in range(ranks)]
+    cuts = sorted({0, shape[0], *draw(st.lists(st.integers(0, shape[0]), max_size=4))})
+    holders = st.sets(st.integers(0, ranks - 1), min_size=1).map(lambda found: tuple(sorted(found)))
+    runs = [Run(start, stop, draw(holders)) for start, stop in itertools.pairwise(cuts)]
+    everybody = tuple(range(ranks))
+    runs.append(Run(shape[0], shape[0] + 1, everybody))  # so that each rank holds something
+    return [Division((shape[0] + 1, *shape[1:]), 0, tuple(runs), rank, gradient) for rank in range(ranks)]
+
+
+def part_of(whole, division):
+    """The rank's part, by numpy's own slicing."""
+    runs = [run for run in division.runs if division.rank in run.holders]
+    return np.concatenate([np.take(whole, range(run.start, run.stop), axis=division.dim) for run in runs], axis=division.dim)
+
+
+def elements(whole, stripe):
+    matrix = whole.reshape(whole.shape[0], -1)
+    return matrix[:, stripe.columns[0] : stripe.columns[1]].ravel()[stripe.start : stripe.stop]
+
+
+@given(divisions(), st.data())
+def test_the_stripes_of_a_range_are_the_elements_of_the_part(parts, data):
+    whole = np.arange(parts[0].numel).reshape(parts[0].shape)
+    for division in parts:
+        part = part_of(whole, division)
+        assert part.shape == division.local_shape
+        start = data.draw(st.integers(0, part.size))
+        stop = data.draw(st.integers(start, part.size))
+        position = start
+        for placed in division.stripes(start, stop):
+            assert placed.offset == position
+            found = elements(whole, placed.stripe)
+            assert found.size == placed.stripe.numel > 0
+            assert np.array_equal(found, part.ravel()[position : position + found.size])
+            position += found.size
+        assert position == stop
+
+
+@given(divisions())
+def test_the_counted_elements_of_all_parts_are_the_whole_once(parts):
+    whole = np.arange(parts[0].numel).reshape(parts[0].shape)
+    counted = []
+    for division in parts:
+        part = part_of(whole, division).ravel()
+        is_counted = np.ones(part.size, dtype=bool)
+        for shared in division.shared():
+            is_counted[shared.start : shared.stop] = shared.counted
+        counted.extend(part[is_counted])
+    assert sorted(counted) == list(range(whole.size))
+
+
+@given(divisions())
+def test_a_shared_range_is_the_same_elements_on_each_of_its_holders(parts):
+    whole = np.arange(parts[0].numel).reshape(parts[0].shape)
+    held = {}
+    for division in parts:
+        part = part_of(whole, division).ravel()
+        for shared in division.shared():
+            assert division.rank in shared.holders
+            assert len(shared.holders) > 1
+            held.setdefault((shared.holders, tuple(part[shared.start : shared.stop])), []).append(division.rank)
+    assert all(list(holders) == ranks for (holders, _), ranks in held.items())
+
+
+@given(divisions())
+def test_a_part_has_no_more_stripes_than_runs(parts):
+    for division in parts:
+        runs = [run for run in division.runs if division.rank in run.holders]
+        assert len(list(division.stripes(0, math.prod(division.local_shape)))) <= len(runs)
+
+
+def test_the_picture_in_the_module_is_true():
+    runs = (Run(0, 2, (0,)), Run(2, 4, (1,)), Run(4, 6, (0, 1)))
+    division = Division((6, 2), 0, runs, 1, Gradient.PARTIAL)
+    assert division.local_shape == (4, 2)
+    assert list(division.shared()) == [SharedRange(4, 8, (0, 1), False, Gradient.PARTIAL)]
+    (placed,) = division.stripes(0, 8)  # rows 2 to 5 are neighbours
+    assert (placed.offset, placed.stripe.start, placed.stripe.stop) == (0, 4, 12)
+
+
+def test_an_undivided_parameter_of_one_rank_is_one_stripe_and_shared_with_nobody():
+    division = Division.undivided((3, 4))
+    assert not list(division.shared())
+    (placed,) = division.stripes(2, 9)
+    assert (placed.offset, placed.stripe.columns, placed.stripe.start, placed.stripe.stop) == (2, (0, 4), 2, 9)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "runs", "rank", "message"),
+    [
+        ((4, 4), 2, (Run(0, 4, (0,)),), 0, "cannot be divided along dim 2"),
+        ((2, 2, 2), 0, (Run(0, 2, (0,)),), 0, "cannot be divided"),
+        ((4,), 0, (Run(0, 3, (0,)),), 0, "end at 3"),
+        ((4,), 0, (Run(1, 4, (0,)),), 0, "does not continue"),
+        ((4,), 0, (Run(0, 4, ()),), 0, "does not continue"),
+        ((4,), 0, (Run(0, 4, (1, 0)),), 0, "does not continue"),
+        ((4,), 0, (Run(0, 4, (0,)),), 1, "holds 0 runs"),
+        ((2, 4), 1, (Run(0, 2, (0,)), Run(2, 4, (0,))), 0, "holds 2 runs"),
+    ],
+)
+def test_runs_that_are_no_division_are_refused(shape, dim, runs, rank, message):
+    with pytest.raises(ValueError, match=message):
+        Division(shape, dim, runs, rank)
