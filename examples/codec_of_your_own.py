@@ -22,7 +22,7 @@ from megatron_zpp.comm.backend import Backend, VirtualWorld
 from megatron_zpp.comm.code import EXACT, Code, LinkCodes, Runs
 from megatron_zpp.comm.codecs import CastCodec, Codec, Regions, add_mean_
 from megatron_zpp.comm.ledger import Category
-from megatron_zpp.parallel.topology import Topology
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.engine import EngineOptions
 from megatron_zpp.zero.policy import POLICIES
 from megatron_zpp.zero.shard import shard
@@ -75,7 +75,7 @@ def train(model: nn.Module, options: EngineOptions, backend: Backend) -> str:
     engine = shard(copy.deepcopy(model), ["0", "2"], options, backend=backend)  # ranks are threads: each needs its own module
     losses = []
     for step in range(STEPS):
-        inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(step * engine.world_size + engine.rank))
+        inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(step * engine.data_ranks + engine.data_rank))
         loss = (engine.module(inputs) - inputs.roll(1, dims=1)).square().mean()
         engine.backward(loss)
         engine.step(learning_rate=3e-3)
@@ -87,7 +87,7 @@ def train(model: nn.Module, options: EngineOptions, backend: Backend) -> str:
 
 
 torch.manual_seed(0)
-world = VirtualWorld(Topology.of_nodes(nodes=2, ranks_per_node=2))
+world = VirtualWorld(Grid.of_nodes(nodes=2, ranks_per_node=2))
 model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
 plain = EngineOptions(POLICIES[3])
 between_nodes = LinkCodes(inter=Code(8), intra=EXACT)

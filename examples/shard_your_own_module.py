@@ -38,7 +38,7 @@ def main() -> None:
 
     for step in range(STEPS):
         inputs, labels = global_batch(step)
-        mine = slice(engine.rank, None, engine.world_size)  # every rank takes its share of the samples
+        mine = slice(engine.data_rank, None, engine.data_ranks)  # every rank takes its share of the samples
         loss = F.cross_entropy(model(inputs[mine].to(engine.device)), labels[mine].to(engine.device))
         engine.backward(loss)  # in place of loss.backward()
         engine.step(learning_rate=3e-3)  # in place of optimizer.step() and zero_grad()

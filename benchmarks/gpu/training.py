@@ -98,7 +98,7 @@ def _start(shape: str) -> Session:
     from megatron_zpp.training.instruments import make_instruments
     from megatron_zpp.training.memory_need import memory_need
     from megatron_zpp.training.sharding import sharding_of
-    from megatron_zpp.training.step import StepOutcome, forward_backward, gather_columns
+    from megatron_zpp.training.step import StepOutcome, forward_backward, gather_numbers
 
     config = resolve(parse_flags(f"{shape} {FLAGS}".split()), 1, None)
     launch = Launch(0, 1, 0, 1)
@@ -108,7 +108,7 @@ def _start(shape: str) -> Session:
     padded_vocab = setup.build_vocabulary(config).padded_size
     model = setup.build_model(config, padded_vocab, None)
     samples = config.training.micro_batch_size
-    need = memory_need(config, model, sharding_of(config), ladder.topology, is_on_gpu=world.device.type == "cuda")
+    need = memory_need(config, model, sharding_of(config), ladder.grid, is_on_gpu=world.device.type == "cuda")
     engine = setup.build_engine(config, model, ladder, instruments)
     batches = _same_batch(samples, config.model.seq_length, config.data.vocab_size or padded_vocab)
 
@@ -116,7 +116,7 @@ def _start(shape: str) -> Session:
         loss_sum = forward_backward(model, engine, batches, microbatches=1)
         model_state_bytes = engine.model_state_bytes()
         update = engine.update(learning_rate=1e-4, weight_decay=0.0)
-        ((loss,),) = gather_columns([loss_sum], engine)
+        loss = gather_numbers([loss_sum], engine).item()
         return StepOutcome(loss, update.grad_norm, update.is_skipped, model_state_bytes)
 
     return Session(

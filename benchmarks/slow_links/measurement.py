@@ -10,7 +10,7 @@ from typing import Any
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.shapes import ModelShape
-from megatron_zpp.training.sharding import sharding_of, topology_of
+from megatron_zpp.training.sharding import grid_of, sharding_of
 from megatron_zpp.zero.plan.traffic import smallest_inter_hop_bytes
 from slow_links.configurations import ALL, FSDP2, NAMES, ZERO3, Workload
 from slow_links.network import BURST_BYTES
@@ -45,9 +45,7 @@ def smallest_hop(workload: Workload) -> int:
     """
     config = resolve(parse_flags(workload.flags(ALL)), workload.world_size, workload.ranks_per_node)
     model = ModelShape(config.model, workload.padded_vocab_size)
-    nbytes = smallest_inter_hop_bytes(
-        model.unit_specs(), sharding_of(config), topology_of(config, workload.world_size), LEAST_SHARE_OF_UNIT
-    )
+    nbytes = smallest_inter_hop_bytes(model.unit_specs(), sharding_of(config), grid_of(config, workload.world_size), LEAST_SHARE_OF_UNIT)
     if nbytes < FEWEST_BURSTS * BURST_BYTES:
         raise ValueError(
             f"the smallest hop between nodes brings {nbytes} bytes into one, less than {FEWEST_BURSTS} bursts of {BURST_BYTES}, which pass "

@@ -16,7 +16,7 @@ from megatron_zpp.parallel.initialize import World
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training import setup, startup_checks
 from megatron_zpp.training.instruments import make_instruments
-from megatron_zpp.training.step import forward_backward, gather_columns
+from megatron_zpp.training.step import forward_backward, gather_numbers
 from slow_links.stopwatch import StopwatchLanes
 
 PROMISED = (Category.WEIGHTS, Category.GRADIENTS)
@@ -47,15 +47,15 @@ class OurTraining:
         padded_vocab = setup.build_vocabulary(config).padded_size
         self._model = setup.build_model(config, padded_vocab, None)
         self._engine = setup.build_engine(config, self._model, self._ladder, instruments)
-        self._batches = same_batch(config, launch.rank)
-        self._microbatches = microbatches(config, launch.world_size)
+        self._batches = same_batch(config, self._engine.data_rank)
+        self._microbatches = microbatches(config, self._engine.data_ranks)
         self._learning_rate, self._weight_decay = config.optimizer.lr, config.optimizer.weight_decay
 
     def step(self) -> float:
         """The loss of one training step."""
         loss_sum = forward_backward(self._model, self._engine, self._batches, self._microbatches)
         self._engine.update(self._learning_rate, self._weight_decay)
-        (loss_sums,) = gather_columns([loss_sum], self._engine)
+        loss_sums = gather_numbers([loss_sum], self._engine)[:, 0, 0].tolist()
         return sum(loss_sums) / (self._microbatches * len(loss_sums))
 
     def drain(self) -> None:
@@ -72,15 +72,15 @@ class OurTraining:
         self._engine.close()
 
 
-def microbatches(config: Config, world_size: int) -> int:
-    return config.training.global_batch_size // (config.training.micro_batch_size * world_size)
+def microbatches(config: Config, data_ranks: int) -> int:
+    return config.training.global_batch_size // (config.training.micro_batch_size * data_ranks)
 
 
-def same_batch(config: Config, rank: int) -> Iterator[MicroBatch]:
-    """Yields the same micro-batch of random tokens forever; it is different on every rank, and equal in every configuration."""
+def same_batch(config: Config, data_rank: int) -> Iterator[MicroBatch]:
+    """Yields the same micro-batch of random tokens forever; it is different on every data rank, and equal in every configuration."""
     samples, length = config.training.micro_batch_size, config.model.seq_length
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(data_rank)
     tokens = torch.randint(0, config.data.vocab_size or 1, (samples, length + 1), generator=generator)
-    batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.ones(samples, length), rank * samples)
+    batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.ones(samples, length), data_rank * samples)
     while True:
         yield batch

@@ -36,7 +36,7 @@ def share_of(engine: ZeroEngine, *, with_moments: bool) -> Share:
 
 def manifest_of(engine: ZeroEngine, state: RunState, *, with_moments: bool) -> Manifest:
     """The manifest of the engine's current state, without files and pieces."""
-    topology = engine.ladder.topology
+    grid = engine.ladder.grid
     return Manifest(
         iteration=state.iteration,
         consumed_samples=state.consumed_samples,
@@ -49,9 +49,9 @@ def manifest_of(engine: ZeroEngine, state: RunState, *, with_moments: bool) -> M
         },
         flags=state.flags,
         topology={
-            "world_size": topology.world_size,
-            "ranks_per_node": topology.ranks_per_node,
-            "partition_ranks": topology.partition_ranks,
+            "world_size": grid.world_size,
+            "ranks_per_node": grid.ranks_per_node,
+            "partition_ranks": grid.partition_ranks,
         },
         versions=versions(),
     )

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.parallel.topology import Lane, Topology
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.topology import Lane
 
 
 class Work(Protocol):
@@ -29,7 +30,7 @@ class Backend(Protocol):
     """The collectives of one rank. Lane collectives are asynchronous and never block the caller."""
 
     rank: int
-    topology: Topology
+    grid: Grid
 
     def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work:
         """Fills output [members * numel] with `own` [numel] of every member of the lane, in member order; uint8 on both sides."""
@@ -38,7 +39,7 @@ class Backend(Protocol):
         """Sends the i-th equal part of `sent` to member i, and fills `output` with the parts for this rank, in member order; both uint8."""
 
     def gather_world(self, own: Tensor) -> Tensor:
-        """[world_size, numel]: `own` [numel] of every rank, in rank order. Every rank must call it, and waits."""
+        """[data ranks, tensor ranks, numel]: `own` [numel] of every rank. Every rank must call it, and waits."""
 
 
 # torch 2.13 renames the collective and warns at every call by the old name.
@@ -61,8 +62,8 @@ class TorchWork:
 class TorchBackend:
     """The collectives of torch.distributed. Each lane has its own process group; the default group is the whole world."""
 
-    def __init__(self, topology: Topology, rank: int, groups: Mapping[Lane, dist.ProcessGroup]) -> None:
-        self.topology = topology
+    def __init__(self, grid: Grid, rank: int, groups: Mapping[Lane, dist.ProcessGroup]) -> None:
+        self.grid = grid
         self.rank = rank
         self._groups = groups
 
@@ -73,13 +74,12 @@ class TorchBackend:
         return TorchWork(dist.all_to_all_single(output, sent, group=self._groups[lane], async_op=True))
 
     def gather_world(self, own: Tensor) -> Tensor:
-        world_size = self.topology.world_size
-        if world_size == 1:
-            return own.detach().clone().unsqueeze(0)
-        output = own.new_empty(world_size * own.numel())
+        if self.grid.world_size == 1:
+            return own.detach().clone().view(1, 1, -1)
+        output = own.new_empty(self.grid.world_size * own.numel())
         with naming("a few numbers of every rank"):
             _all_gather(output, own.contiguous())
-        return output.view(world_size, -1)
+        return output.view(self.grid.data_ranks, self.grid.tensor_ranks, -1)
 
 
 @contextmanager
@@ -98,8 +98,8 @@ def naming(what: str) -> Iterator[None]:
 class VirtualWorld:
     """A world whose ranks are threads of this process. A collective ends when its last member has posted its part."""
 
-    def __init__(self, topology: Topology) -> None:
-        self.topology = topology
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
         self._lock = threading.Condition()
         self._rounds: dict[tuple[object, int], _Round] = {}
         self._failure: BaseException | None = None
@@ -109,8 +109,9 @@ class VirtualWorld:
 
     def run(self, program: Callable[[VirtualBackend], Any]) -> list[Any]:
         """Results of `program` on each rank, in rank order. An error on one rank ends all ranks and is raised here."""
-        results: list[Any] = [None] * self.topology.world_size
-        threads = [threading.Thread(target=self._run_rank, args=(program, rank, results)) for rank in range(self.topology.world_size)]
+        world_size = self.grid.world_size
+        results: list[Any] = [None] * world_size
+        threads = [threading.Thread(target=self._run_rank, args=(program, rank, results)) for rank in range(world_size)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -195,24 +196,24 @@ class VirtualBackend:
     """The collectives of one rank of a virtual world."""
 
     def __init__(self, world: VirtualWorld, rank: int) -> None:
-        self.topology = world.topology
+        self.grid = world.grid
         self.rank = rank
         self._world = world
         self._sequence: dict[object, int] = {}
 
     def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work:
-        members = self.topology.members(lane.link, self.rank)
+        members = self.grid.members(lane.link, self.rank)
         return self._post((lane, members), members.index(self.rank), _Part(output, own), len(members), _deliver_gather)
 
     def exchange(self, lane: Lane, output: Tensor, sent: Tensor) -> Work:
-        members = self.topology.members(lane.link, self.rank)
+        members = self.grid.members(lane.link, self.rank)
         return self._post((lane, members), members.index(self.rank), _Part(output, sent), len(members), _deliver_exchange)
 
     def gather_world(self, own: Tensor) -> Tensor:
-        world_size = self.topology.world_size
+        world_size = self.grid.world_size
         output = own.new_empty(world_size * own.numel())
         self._post("world", self.rank, _Part(output, own.contiguous()), world_size, _deliver_gather).wait()
-        return output.view(world_size, -1)
+        return output.view(self.grid.data_ranks, self.grid.tensor_ranks, -1)
 
     def _post(self, group: object, member: int, part: _Part, members: int, deliver: Callable[[list[_Part]], None]) -> Work:
         sequence = self._sequence.get(group, 0)

@@ -102,12 +102,12 @@ class LinkCodes:
         return self.inter.mixes_neighbours or self.intra.mixes_neighbours
 
     def in_world(self, topology: Topology) -> LinkCodes:
-        """The codes to use in a world of this topology.
+        """The codes to use on a ladder of this topology.
 
         Nothing crosses a link of one rank. It takes the code of the other link, because a change of code between the two links would only
         add error. In a world of one rank nothing is quantized.
         """
-        if topology.world_size == 1:
+        if topology.data_ranks == 1:
             return LinkCodes()
         if topology.link_ranks(Link.INTER) == 1:
             return LinkCodes(self.intra, self.intra)

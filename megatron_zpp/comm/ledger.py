@@ -6,7 +6,8 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from megatron_zpp.parallel.topology import Link, Topology
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.topology import Link
 
 
 class Category(enum.Enum):
@@ -40,17 +41,17 @@ class Ledger:
     counts in the step whose forward waits for it.
     """
 
-    topology: Topology
+    grid: Grid
     rank: int
     _booked: dict[Category, Traffic] = field(default_factory=lambda: {category: Traffic() for category in Category})
 
     def measure(self, link: Link, bytes_per_member: int) -> Traffic:
         """What this rank receives if every other member of `link` sends it `bytes_per_member`."""
-        return link_traffic(self.topology, self.rank, link, bytes_per_member)
+        return link_traffic(self.grid, self.rank, link, bytes_per_member)
 
     def measure_world(self, bytes_per_member: int) -> Traffic:
         """What this rank receives if every other rank of the world sends it `bytes_per_member`."""
-        return _received(self.topology, self.rank, range(self.topology.world_size), bytes_per_member)
+        return _received(self.grid, self.rank, range(self.grid.world_size), bytes_per_member)
 
     def book(self, category: Category, traffic: Traffic) -> None:
         self._booked[category] += traffic
@@ -64,15 +65,15 @@ class Ledger:
 
     def inter_node_bytes(self, traffic: Traffic) -> int:
         """Bytes that enter one node, computed from those that enter one of its ranks."""
-        return self.topology.into_node(traffic.inter_bytes)
+        return self.grid.into_node(traffic.inter_bytes)
 
 
-def link_traffic(topology: Topology, rank: int, link: Link, bytes_per_member: int) -> Traffic:
+def link_traffic(grid: Grid, rank: int, link: Link, bytes_per_member: int) -> Traffic:
     """What `rank` receives if every other member of its `link` sends it `bytes_per_member`."""
-    return _received(topology, rank, topology.members(link, rank), bytes_per_member)
+    return _received(grid, rank, grid.members(link, rank), bytes_per_member)
 
 
-def _received(topology: Topology, rank: int, senders: Iterable[int], bytes_per_member: int) -> Traffic:
+def _received(grid: Grid, rank: int, senders: Iterable[int], bytes_per_member: int) -> Traffic:
     others = [sender for sender in senders if sender != rank]
-    within = sum(topology.share_node(rank, other) for other in others)
+    within = sum(grid.share_node(rank, other) for other in others)
     return Traffic((len(others) - within) * bytes_per_member, within * bytes_per_member)

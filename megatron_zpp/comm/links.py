@@ -1,9 +1,9 @@
 """Makes the hops of climbs and descents. Weights climb by all-gathers; gradients descend by exchanges of slices, each followed by a mean.
 
-For one unit on rank j of partition n, with N partitions of G ranks and payloads in slice order:
+For one unit on place j of partition n, with N partitions of G ranks and payloads in slice order:
 
-    climb     own slice --inter: gather N--> secondary payloads --intra: gather G--> all W payloads --decode--> full
-    descend   full --encode W, intra: exchange G, mean--> N slices --encode, inter: exchange N, mean--> own slice
+    climb     own slice --inter: gather N--> secondary payloads --intra: gather G--> all D payloads --decode--> full
+    descend   full --encode D, intra: exchange G, mean--> N slices --encode, inter: exchange N, mean--> own slice
 
 Over a link of one rank no bytes cross, and gradients are not encoded for it.
 """
@@ -73,16 +73,18 @@ class Ladder:
     """One rank's two links: makes the hops of climbs and descents and submits them to their lanes."""
 
     def __init__(self, backend: Backend, lanes: Lanes, ledger: Ledger, device: torch.device) -> None:
-        self.topology = backend.topology
+        self.grid = backend.grid
+        self.topology = backend.grid.ladder
         self.backend = backend
         self.lanes = lanes
         self.ledger = ledger
         self.device = device
-        self.rank = backend.rank
+        self.data_rank = self.grid.data_rank_of(backend.rank)
+        self.tensor_rank = self.grid.tensor_rank_of(backend.rank)
         self.staging = Staging(device)
         self.partitions = self.topology.partitions
         self.partition_ranks = self.topology.partition_ranks
-        self.own_slice = self.topology.slice_of(self.rank)
+        self.own_slice = self.topology.slice_of(self.data_rank)
 
     def climb_to_secondary(self, climb: Climb, payloads: Tensor, after: Hop | None = None) -> Hop:
         """The hop that fills `payloads` [N, payload_bytes], a secondary rung in the intra link's codec, with the own slices of the column.
@@ -115,7 +117,7 @@ class Ladder:
         return self._submit(Hop(name, INTER_CLIMB, launch, land, after, self.ledger.measure(Link.INTER, own_bytes), prepare))
 
     def climb_to_full(self, name: str, codec: Codec, payloads: Tensor, full: Regions, after: Hop | None) -> Hop:
-        """The hop that fills `full` [W slices] from the secondary rungs of this partition. payloads: this rank's, [N, payload_bytes]."""
+        """The hop that fills `full` [D slices] from the secondary rungs of this partition. payloads: this rank's, [N, payload_bytes]."""
         if self.partition_ranks == 1:
             return self._submit(Hop(name, INTRA_CLIMB, nothing, lambda: codec.decode_into(payloads, full), after))
         gathered: list[Tensor] = []
@@ -132,7 +134,7 @@ class Ladder:
         return self._submit(Hop(name, INTRA_CLIMB, launch, land, after, traffic))
 
     def descend(self, name: str, codecs: LinkCodecs, full: Regions, primary: Regions, *, accumulate: bool) -> list[Hop]:
-        """The hops that bring the mean of `full` [W slices] over all ranks to the fp32 `primary` [1 slice]; the last one writes it."""
+        """The hops that bring the mean of `full` [D slices] over all data ranks to the fp32 `primary` [1 slice]; the last one writes it."""
         if self.partitions == 1:
             return [self.descend_to_secondary(name, codecs.intra, full, primary, accumulate=accumulate)]
         if self.partition_ranks == 1:
@@ -153,7 +155,7 @@ class Ladder:
         return [self._submit(first), self._submit(last)]
 
     def descend_to_secondary(self, name: str, codec: Codec, full: Regions, secondary: Regions, *, accumulate: bool) -> Hop:
-        """The hop that brings the mean of `full` [W slices] over the ranks of this partition to the fp32 `secondary` [N slices]."""
+        """The hop that brings the mean of `full` [D slices] over the ranks of this partition to the fp32 `secondary` [N slices]."""
         return self._submit(self._descent(name, INTRA_DESCEND, codec, full, secondary, accumulate))
 
     def descend_from_secondary(
@@ -173,7 +175,7 @@ class Ladder:
         return Hop(name, lane, exchange.launch, partial(exchange.land, mean, accumulate), None, exchange.traffic, prepare)
 
     def gather_world(self, own: Tensor) -> Tensor:
-        """`own` [numel] of every rank, [world_size, numel] in rank order; for a few numbers. Every rank must call it, and waits."""
+        """`own` [numel] of every rank, [data ranks, tensor ranks, numel]; for a few numbers. Every rank must call it, and waits."""
         self.ledger.book(Category.CONTROL, self.ledger.measure_world(own.nbytes))
         return self.backend.gather_world(own)
 

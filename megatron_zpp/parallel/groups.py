@@ -7,19 +7,20 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron_zpp.parallel.topology import LANES, Lane, Topology
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.topology import LANES, Lane
 
 
-def make_lane_groups(topology: Topology, rank: int, timeout: timedelta) -> dict[Lane, dist.ProcessGroup]:
+def make_lane_groups(grid: Grid, rank: int, timeout: timedelta) -> dict[Lane, dist.ProcessGroup]:
     """The process group of `rank` for each lane whose link has more than one rank; every rank of the world must call it.
 
     timeout: passed to each group, because a new group does not inherit that of the world.
     """
     own: dict[Lane, dist.ProcessGroup] = {}
     for lane in LANES:
-        if topology.link_ranks(lane.link) == 1:
+        if grid.ladder.link_ranks(lane.link) == 1:
             continue
-        for ranks in topology.groups(lane.link):
+        for ranks in grid.groups(lane.link):
             group = dist.new_group(list(ranks), timeout=timeout)
             if rank in ranks:
                 own[lane] = group

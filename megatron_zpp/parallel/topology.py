@@ -1,6 +1,6 @@
-"""Arranges data-parallel ranks in partitions of equal size, joined by two links (pure arithmetic, no torch).
+"""Arranges the data ranks of a ladder in partitions of equal size, joined by two links (pure arithmetic, no torch).
 
-A world of W = N x G ranks, drawn for N = 2 partitions of G = 3 ranks, with each rank's primary slice in brackets:
+D = N x G data ranks, drawn for N = 2 partitions of G = 3 ranks, with each rank's primary slice in brackets:
 
                       place j = 0      j = 1       j = 2
     partition n = 0    rank 0 [0]    rank 1 [2]  rank 2 [4]     <- intra link: the ranks of one row
@@ -11,6 +11,8 @@ A world of W = N x G ranks, drawn for N = 2 partitions of G = 3 ranks, with each
 A *node* is a machine, or a part of one that stands for a node (--ranks-per-node). A *partition* is the group of ranks that splits a
 secondary rung: a node, or an equal part of one (--zero-hpz-partition-size). If a partition is smaller than a node, some members of the
 inter link share a node; the ledger counts their bytes separately from those that enter the node.
+
+All ranks here are data ranks. parallel/grid.py says which processes they are.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_zpp.config.flag import divisors
+from megatron_zpp.config.flag import any_of, divisors
 
 
 class Link(enum.Enum):
-    """The two links of the ladder: between the partitions, and between the ranks of one partition."""
+    """The links of a rank: those of its ladder, between the partitions and inside one, and the one between the ladders."""
 
     INTER = "inter"
     INTRA = "intra"
+    TENSOR = "tensor"
 
 
 class Direction(enum.Enum):
@@ -47,7 +50,8 @@ class Lane:
         return f"{self.link.value}-{self.direction.value}"
 
 
-LANES = tuple(Lane(link, direction) for direction in Direction for link in Link)
+LADDER_LINKS = (Link.INTER, Link.INTRA)
+LANES = tuple(Lane(link, direction) for direction in Direction for link in LADDER_LINKS)
 # How many collectives of a lane may be under way. A sender over TCP first asks whether the receiver is ready. With two collectives under
 # way, the second asks while the first sends its data. torch's gloo has two threads per process group.
 MOST_CROSSING = 2
@@ -55,86 +59,68 @@ MOST_CROSSING = 2
 
 @dataclass(frozen=True)
 class Topology:
-    """The world of data-parallel ranks as N partitions of G = `partition_ranks` ranks each.
+    """The data ranks of one ladder as N partitions of G = `partition_ranks` ranks each.
 
-    ranks_per_node: ranks of one node; the ledger counts the bytes between nodes.
-    partition_ranks: G, the ranks among which a secondary rung is split; a divisor of ranks_per_node.
+    ranks_per_node: those of one node. partition_ranks: G, the ranks among which a secondary rung is split; a divisor of ranks_per_node.
     Raises ValueError if a number is not positive or does not divide.
     """
 
-    world_size: int
+    data_ranks: int
     ranks_per_node: int
     partition_ranks: int
 
     def __post_init__(self) -> None:
-        if self.world_size < 1 or self.ranks_per_node < 1 or self.partition_ranks < 1:
+        if self.data_ranks < 1 or self.ranks_per_node < 1 or self.partition_ranks < 1:
             raise ValueError(
-                f"{self.world_size} ranks, {self.ranks_per_node} per node, {self.partition_ranks} per partition: all must be positive"
+                f"{self.data_ranks} ranks, {self.ranks_per_node} per node, {self.partition_ranks} per partition: all must be positive"
             )
-        if self.world_size % self.ranks_per_node:
+        if self.data_ranks % self.ranks_per_node:
             raise ValueError(
-                f"--ranks-per-node {self.ranks_per_node} does not divide the world size {self.world_size}; "
-                f"choose {_divisors(self.world_size)}"
+                f"--ranks-per-node {self.ranks_per_node} does not divide the {self.data_ranks} data ranks; "
+                f"choose {any_of(divisors(self.data_ranks))}"
             )
         if self.ranks_per_node % self.partition_ranks:
             raise ValueError(
                 f"a partition of {self.partition_ranks} ranks does not divide the {self.ranks_per_node} ranks of a node; "
-                f"choose {_divisors(self.ranks_per_node)}"
+                f"choose {any_of(divisors(self.ranks_per_node))}"
             )
 
     @classmethod
     def of_nodes(cls, nodes: int, ranks_per_node: int) -> Topology:
-        """A world of `nodes` nodes, each of which is one partition."""
+        """A ladder over `nodes` nodes, each of which is one partition."""
         return cls(nodes * ranks_per_node, ranks_per_node, ranks_per_node)
-
-    @property
-    def nodes(self) -> int:
-        """The number of nodes."""
-        return self.world_size // self.ranks_per_node
 
     @property
     def partitions(self) -> int:
         """N, the number of partitions, and so of copies of a secondary rung."""
-        return self.world_size // self.partition_ranks
+        return self.data_ranks // self.partition_ranks
 
     def link_ranks(self, link: Link) -> int:
         """The number of ranks that share one link: N over the inter link, G over the intra link."""
-        return self.partitions if link is Link.INTER else self.partition_ranks
+        return {Link.INTER: self.partitions, Link.INTRA: self.partition_ranks}[link]
 
-    def partition_of(self, rank: int) -> int:
-        """The partition n of `rank`.
+    def partition_of(self, data_rank: int) -> int:
+        """The partition n of `data_rank`.
 
         It is also the index of the rank's own slice among the N slices of its secondary rung: these are the slices of the N ranks of one
         column, in the order of their partitions.
         """
-        return rank // self.partition_ranks
+        return data_rank // self.partition_ranks
 
-    def place_of(self, rank: int) -> int:
-        """The place j of `rank` in its partition, from 0 to G - 1."""
-        return rank % self.partition_ranks
+    def place_of(self, data_rank: int) -> int:
+        """The place j of `data_rank` in its partition, from 0 to G - 1."""
+        return data_rank % self.partition_ranks
 
-    def slice_of(self, rank: int) -> int:
-        """The primary slice that `rank` owns. The ranks of a column own neighbouring slices, so both links deliver slices in order."""
-        return self.place_of(rank) * self.partitions + self.partition_of(rank)
+    def slice_of(self, data_rank: int) -> int:
+        """The primary slice that `data_rank` owns. The ranks of a column own neighbouring slices, so both links deliver slices in order."""
+        return self.place_of(data_rank) * self.partitions + self.partition_of(data_rank)
 
-    def members(self, link: Link, rank: int) -> tuple[int, ...]:
-        """The ranks that share `link` with `rank`, in the order of their slices."""
-        if link is Link.INTER:
-            return tuple(partition * self.partition_ranks + self.place_of(rank) for partition in range(self.partitions))
-        first = self.partition_of(rank) * self.partition_ranks
-        return tuple(range(first, first + self.partition_ranks))
-
-    def groups(self, link: Link) -> tuple[tuple[int, ...], ...]:
-        """All groups of ranks that share `link`, in the order of their first ranks."""
-        return tuple(sorted({self.members(link, rank) for rank in range(self.world_size)}))
-
-    def into_node(self, bytes_into_rank: int) -> int:
-        """Bytes that enter one node, given the bytes that enter each of its ranks; payloads are equal on every rank."""
-        return bytes_into_rank * self.ranks_per_node
-
-    def share_node(self, rank: int, other: int) -> bool:
-        """Whether two ranks are on the same node."""
-        return rank // self.ranks_per_node == other // self.ranks_per_node
+    def members(self, link: Link, data_rank: int) -> tuple[int, ...]:
+        """The data ranks that share a link of the ladder with `data_rank`, in the order of their slices."""
+        place, partition = self.place_of(data_rank), self.partition_of(data_rank)
+        inter = range(place, self.data_ranks, self.partition_ranks)
+        intra = range(partition * self.partition_ranks, (partition + 1) * self.partition_ranks)
+        return tuple({Link.INTER: inter, Link.INTRA: intra}[link])
 
 
 def check_placement(hosts: Sequence[str], ranks_per_node: int) -> None:
@@ -150,7 +136,3 @@ def check_placement(hosts: Sequence[str], ranks_per_node: int) -> None:
                 f"but run on several hosts: {', '.join(names)}; "
                 "start the ranks of a node consecutively on one host, or lower --ranks-per-node"
             )
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(map(str, divisors(number)))

@@ -91,7 +91,7 @@ def _check_memory(plan: RunPlan, world: PlannedWorld) -> None:
     if gigabytes is not None:
         model = ModelShape(plan.config.model, plan.padded_vocab_size)
         available = AvailableMemory(int(gigabytes * GIGABYTE), host=None)
-        check_fits(plan.config, model, plan.job.sharding, plan.job.topology, is_on_gpu=world.is_on_gpu, available=available)
+        check_fits(plan.config, model, plan.job.sharding, plan.job.grid, is_on_gpu=world.is_on_gpu, available=available)
 
 
 def _parameters(plan: RunPlan, vocab_size: int) -> str:
@@ -137,12 +137,12 @@ def _start(plan: RunPlan, world: PlannedWorld) -> str:
     if folder is None and checkpoint.exit_on_missing_checkpoint:
         raise FlagError(f"--load {checkpoint.load} holds no checkpoint and --exit-on-missing-checkpoint is given; correct the path.")
     if folder is None:
-        check_batches(config, running_schedule(config, world.size), 0)
+        check_batches(config, running_schedule(config, plan.job.grid.data_ranks), 0)
         return "anew, there is no checkpoint yet"
     stored = _stored(checkpoint, folder)
     with_schedule(config, stored)
     stored.check_contents(config, plan.job.unit_specs)
-    check_batches(config, running_schedule(config, world.size), stored.consumed_samples)
+    check_batches(config, running_schedule(config, plan.job.grid.data_ranks), stored.consumed_samples)
     return "; ".join([f"from {stored.folder}", *stored.notices(config)])
 
 
@@ -154,8 +154,8 @@ def _stored(checkpoint: CheckpointConfig, folder: Path) -> StoredRun:
 
 
 def _bytes(plan: RunPlan) -> str:
-    traffic, topology = plan.traffic, plan.job.topology
-    weights, gradients = (topology.into_node(part.inter_bytes) / GIGABYTE for part in (traffic.weights, traffic.gradients))
+    traffic, grid = plan.traffic, plan.job.grid
+    weights, gradients = (grid.into_node(part.inter_bytes) / GIGABYTE for part in (traffic.weights, traffic.gradients))
     return (
         f"{plan.node_bytes / GIGABYTE:.4g} GB into a node from others (weights {weights:.4g}, gradients {gradients:.4g}), "
         f"{traffic.total.intra_bytes / GIGABYTE:.4g} GB into a rank inside its node, {traffic.collectives} collectives"

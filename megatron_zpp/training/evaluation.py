@@ -33,12 +33,12 @@ class HeldOutSets:
     validation: empty if --eval-iters is 0. test: None if there are no test data, or --eval-iters is 0.
     """
 
-    def __init__(self, config: Config, datasets: Datasets, iteration: int, *, rank: int, ranks: int) -> None:
+    def __init__(self, config: Config, datasets: Datasets, iteration: int, *, data_rank: int, data_ranks: int) -> None:
         """iteration: the last one that is done. Validation continues after the data that validations up to it have used."""
         self._training = config.training
         self._num_workers = config.data.num_workers
         self._rules = datasets.rules
-        self._rank, self._ranks = rank, ranks
+        self._data_rank, self._data_ranks = data_rank, data_ranks
         self.validation = self._validation(datasets, evaluations_before(iteration, config.training))
         self.test: HeldOutSet | None = None
         if datasets.test is not None and config.training.eval_iters > 0:
@@ -52,15 +52,15 @@ class HeldOutSets:
         return [self._drawn(name, source, evaluations) for name, source in datasets.valid.items()]
 
     def _whole(self, name: str, source: SampleSource) -> HeldOutSet:
-        sampler = WholePassSampler(len(source), self._training.eval_micro_batch_size, self._rank, self._ranks)
+        sampler = WholePassSampler(len(source), self._training.eval_micro_batch_size, self._data_rank, self._data_ranks)
         return HeldOutSet(name, self._batches(source, sampler), sampler.microbatches)
 
     def _drawn(self, name: str, source: SampleSource, evaluations: int) -> HeldOutSet:
         """evaluations: number of evaluations so far."""
         size = self._training.eval_micro_batch_size
-        microbatches = self._training.eval_iters * (self._training.eval_global_batch_size // (size * self._ranks))
-        consumed_samples = evaluations * microbatches * size * self._ranks
-        sampler = MicroBatchSampler(len(source), consumed_samples, size, self._rank, self._ranks)
+        microbatches = self._training.eval_iters * (self._training.eval_global_batch_size // (size * self._data_ranks))
+        consumed_samples = evaluations * microbatches * size * self._data_ranks
+        sampler = MicroBatchSampler(len(source), consumed_samples, size, self._data_rank, self._data_ranks)
         return HeldOutSet(name, self._batches(source, sampler), microbatches)
 
     def _batches(self, source: SampleSource, sampler: Iterable[MicroBatchIndices]) -> MicroBatches:
@@ -79,14 +79,14 @@ def is_followed_by_validation(iteration: int, training: TrainingConfig) -> bool:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, engine: ZeroEngine, held_out: HeldOutSet) -> float:
-    """The mean loss per token of one evaluation, over all ranks and without dropout. Every rank must call it.
+    """The mean loss per token of one evaluation, over all data ranks and without dropout. Every rank must call it.
 
     A token counts if the loss mask has a 1 for it. Tokens that count have equal weights, even if micro-batches are not full. Returns NaN if
     no token counts. Uses the same decoded weights as training, and does not influence training.
     """
     model.eval()
     sums = [_loss_and_tokens(model, next(held_out.batches), engine.device) for _ in range(held_out.microbatches)]
-    rows = engine.gather_world(torch.stack(sums).sum(dim=0)).tolist()  # [world_size, 2] fp64
+    rows = engine.gather_world(torch.stack(sums).sum(dim=0))[:, 0].tolist()  # [data ranks, 2] fp64; tensor ranks have the same
     loss, tokens = (sum(column) for column in zip(*rows, strict=True))
     return loss / tokens if tokens > 0 else math.nan
 

@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 from megatron_zpp.config.flag import any_of
 from megatron_zpp.config.schema import CheckpointConfig, Config
 from megatron_zpp.model.activations import AttentionNeed, activation_bytes, mask_bytes
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import UnitSpec, Use
-from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.plan.memory_plan import ADAM_MOMENTS, MAIN_BYTES, MemoryPlan, Sharding, largest_plan
 
@@ -76,14 +76,14 @@ class MemoryNeed:
 
 
 def check_fits(
-    config: Config, model: SizedModel, sharding: Sharding, topology: Topology, *, is_on_gpu: bool, available: AvailableMemory
+    config: Config, model: SizedModel, sharding: Sharding, grid: Grid, *, is_on_gpu: bool, available: AvailableMemory
 ) -> MemoryNeed:
     """The memory that each rank of this run needs. Allocates nothing.
 
     Raises ValueError if less memory is available; the text names the smallest world of such nodes that fits, or says that none does.
     """
-    need = memory_need(config, model, sharding, topology, is_on_gpu=is_on_gpu)
-    ranks = f"each of the {topology.world_size} ranks" if topology.world_size > 1 else "the one rank"
+    need = memory_need(config, model, sharding, grid, is_on_gpu=is_on_gpu)
+    ranks = f"each of the {grid.world_size} ranks" if grid.world_size > 1 else "the one rank"
     if is_on_gpu and available.host is not None and need.save_copy > available.host:
         raise ValueError(
             f"--async-save needs {in_gib(need.save_copy)} of pinned host memory on {ranks}, for a copy of the state that is saved, but "
@@ -94,22 +94,22 @@ def check_fits(
         return need
 
     def fits(nodes: int) -> bool:
-        world = replace(topology, world_size=nodes * topology.ranks_per_node)
-        return memory_need(config, model, sharding, world, is_on_gpu=is_on_gpu).total <= nbytes
+        larger = replace(grid, world_size=nodes * grid.ranks_per_node)  # of more data ranks
+        return memory_need(config, model, sharding, larger, is_on_gpu=is_on_gpu).total <= nbytes
 
     # More ranks do not lessen the activations of one, and each plan of a deep model takes a second.
-    nodes = smallest_nodes(fits, topology.nodes) if need.activations <= nbytes else None
+    nodes = smallest_nodes(fits, grid.nodes) if need.activations <= nbytes else None
     memory = "GPU memory" if is_on_gpu else "host memory"
     raise ValueError(
         f"{ranks} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(nbytes)} of {memory}; "
-        f"{_remedy(config, nodes, topology.ranks_per_node, need)}."
+        f"{_remedy(config, nodes, grid.ranks_per_node, need)}."
     )
 
 
-def memory_need(config: Config, model: SizedModel, sharding: Sharding, topology: Topology, *, is_on_gpu: bool) -> MemoryNeed:
-    """The memory that each rank needs in a world of this topology."""
+def memory_need(config: Config, model: SizedModel, sharding: Sharding, grid: Grid, *, is_on_gpu: bool) -> MemoryNeed:
+    """The memory that each rank needs in this world."""
     starts_exact = config.zero.zero_full_precision_iters > 0
-    plan = largest_plan(model.unit_specs(), model.uses(), sharding, topology, starts_exact=starts_exact)
+    plan = largest_plan(model.unit_specs(), model.uses(), sharding, grid.ladder, starts_exact=starts_exact)
     activations = activation_bytes(
         config.model,
         model.padded_vocab_size,
@@ -120,15 +120,15 @@ def memory_need(config: Config, model: SizedModel, sharding: Sharding, topology:
     if config.data.reset_attention_mask:
         # Some devices have a kernel that needs no mask, but a plan cannot ask the device.
         activations += mask_bytes(config.training.micro_batch_size, config.model.seq_length, sharding.element_bytes)
-    return MemoryNeed(plan, activations, save_copy_bytes(config, model, sharding, topology), is_on_gpu)
+    return MemoryNeed(plan, activations, save_copy_bytes(config, model, sharding, grid), is_on_gpu)
 
 
-def save_copy_bytes(config: Config, model: SizedModel, sharding: Sharding, topology: Topology) -> int:
+def save_copy_bytes(config: Config, model: SizedModel, sharding: Sharding, grid: Grid) -> int:
     """Bytes that --async-save copies on one rank at most: fp32 weights of its primary slices, and moments unless --no-save-optim."""
     checkpoint = config.checkpoint
     if checkpoint.save is None or not checkpoint.async_save:
         return 0
-    layouts = (FlatLayout(spec.params, topology.world_size, sharding.block_numel) for spec in model.unit_specs())
+    layouts = (FlatLayout(spec.params, grid.data_ranks, sharding.block_numel) for spec in model.unit_specs())
     return saved_bytes(checkpoint) * sum(layout.slice_numel for layout in layouts)
 
 

@@ -65,7 +65,7 @@ class StepTraffic:
 
     @property
     def world_size(self) -> int:
-        return self._ledger.topology.world_size
+        return self._ledger.grid.world_size
 
     @property
     def inter_node_bytes(self) -> int:

@@ -126,7 +126,7 @@ class Reporter:
     def _gathered_ms(self, names: Sequence[str], iterations: int) -> dict[str, list[float]]:
         """Milliseconds per iteration on each rank, for every timer that ran on any rank."""
         own = torch.tensor(self._timers.take(names), dtype=torch.float64, device=self._engine.device)
-        rows = self._engine.gather_world(own).T.tolist()  # [timers, world_size] seconds
+        rows = self._engine.gather_world(own).flatten(0, 1).T.tolist()  # [timers, world_size] seconds
         return {
             name: [max(0.0, seconds) * 1000.0 / iterations for seconds in row]
             for name, row in zip(names, rows, strict=True)

@@ -13,7 +13,7 @@ from megatron_zpp.config.schema import Config
 from megatron_zpp.model.flops import forward_flops_of_uses, recomputed_flops_of_uses
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.training.memory_need import MemoryNeed, memory_need
-from megatron_zpp.training.sharding import sharding_of, topology_of
+from megatron_zpp.training.sharding import grid_of, sharding_of
 from megatron_zpp.zero.plan.time_model import Computation, Job, Machine, StepTime, step_time
 from megatron_zpp.zero.plan.traffic import PlannedTraffic, planned_traffic
 
@@ -80,12 +80,12 @@ class RunPlan:
     @property
     def flags(self) -> str:
         """Flags that ask for this member with the planned partition."""
-        return self.member.flags(self.job.topology.partition_ranks)
+        return self.member.flags(self.job.grid.partition_ranks)
 
     @property
     def node_bytes(self) -> int:
         """Bytes that enter one node in a step."""
-        return self.job.topology.into_node(self.traffic.total.inter_bytes)
+        return self.job.grid.into_node(self.traffic.total.inter_bytes)
 
     def time(self, machine: Machine, computation: Computation) -> StepTime:
         return step_time(self.job, machine, computation)
@@ -114,15 +114,15 @@ def plan_as_given(config: Config, world: PlannedWorld, padded_vocab_size: int) -
 
 
 def _planned(config: Config, member: Member, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
-    model, topology, sharding = ModelShape(config.model, padded_vocab_size), topology_of(config, world.size), sharding_of(config)
-    microbatches = config.training.global_batch_size // (config.training.micro_batch_size * world.size)
-    job = Job(model.unit_specs(), model.uses(), sharding, topology, microbatches)
+    model, grid, sharding = ModelShape(config.model, padded_vocab_size), grid_of(config, world.size), sharding_of(config)
+    microbatches = config.training.global_batch_size // (config.training.micro_batch_size * grid.data_ranks)
+    job = Job(model.unit_specs(), model.uses(), sharding, grid, microbatches)
     return RunPlan(
         member,
         config,
         padded_vocab_size,
-        memory_need(config, model, sharding, topology, is_on_gpu=world.is_on_gpu),
-        planned_traffic(job.unit_specs, job.uses, sharding, topology, microbatches),
+        memory_need(config, model, sharding, grid, is_on_gpu=world.is_on_gpu),
+        planned_traffic(job.unit_specs, job.uses, sharding, grid, microbatches),
         job,
     )
 

@@ -26,7 +26,7 @@ from megatron_zpp.parallel.groups import make_lane_groups
 from megatron_zpp.parallel.initialize import World
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.instruments import Instruments
-from megatron_zpp.training.sharding import choose_policy, prefetch_of, topology_of
+from megatron_zpp.training.sharding import choose_policy, grid_of, prefetch_of
 from megatron_zpp.training.stored_run import StoredRun
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
@@ -43,13 +43,13 @@ class Vocabulary(NamedTuple):
 
 def build_ladder(config: Config, world: World, instruments: Instruments) -> Ladder:
     """Ladder of this rank: both links, with process groups of their own. Every rank must call it."""
-    topology = topology_of(config, world.world_size)
-    groups = make_lane_groups(topology, world.rank, world.collective_timeout)
-    backend = TorchBackend(topology, world.rank, groups)
+    grid = grid_of(config, world.world_size)
+    groups = make_lane_groups(grid, world.rank, world.collective_timeout)
+    backend = TorchBackend(grid, world.rank, groups)
     lanes: Lanes = make_lanes(world.device, world.check_others)
     if instruments.observes_hops:
         lanes = ObservedLanes(lanes, instruments.observer)
-    return Ladder(backend, lanes, Ledger(topology, world.rank), world.device)
+    return Ladder(backend, lanes, Ledger(grid, world.rank), world.device)
 
 
 def build_vocabulary(config: Config) -> Vocabulary:
@@ -131,9 +131,9 @@ def working_dtype(precision: PrecisionConfig) -> torch.dtype:
 
 def describe_run(config: Config, ladder: Ladder, vocab_size: int, model: GPT) -> list[str]:
     """Lines that describe the world, the backends, the vocabulary and the model."""
-    topology, device, padded = ladder.topology, ladder.device, model.padded_vocab_size
+    grid, device, padded = ladder.grid, ladder.device, model.padded_vocab_size
     lines = [
-        f"using world size: {topology.world_size} ({topology.nodes} nodes x {topology.ranks_per_node} ranks), device: {device.type}, "
+        f"using world size: {grid.world_size} ({grid.nodes} nodes x {grid.ranks_per_node} ranks), device: {device.type}, "
         f"backend: {'nccl' if device.type == 'cuda' else 'gloo'}",
         f"optimizer backend: {config.optimizer.optimizer_backend}, norm backend: {config.model.norm_backend}",
         f" > padded vocab (size: {vocab_size}) with {padded - vocab_size} dummy tokens (new size: {padded})",

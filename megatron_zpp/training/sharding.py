@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_zpp.comm.code import EXACT, Code, LinkCodes, Rotation, Rounding
 from megatron_zpp.config.rules_zero import partition_ranks
 from megatron_zpp.config.schema import WORKING_DTYPE_BITS, Config, PrecisionConfig, ZeroConfig
-from megatron_zpp.parallel.topology import Topology
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.plan.memory_plan import Sharding
 from megatron_zpp.zero.policy import (
     POLICIES,
@@ -54,6 +54,6 @@ def element_bytes(precision: PrecisionConfig) -> int:
     return 2 if precision.bf16 or precision.fp16 else 4
 
 
-def topology_of(config: Config, world_size: int) -> Topology:
-    """Topology of a resolved configuration. A partition has --zero-hpz-partition-size ranks, or is a node if that is 1."""
-    return Topology(world_size, config.distributed.ranks_per_node, partition_ranks(config))
+def grid_of(config: Config, world_size: int) -> Grid:
+    """Grid of a resolved configuration. A partition has --zero-hpz-partition-size ranks, or is a node if that is 1."""
+    return Grid(world_size, config.distributed.ranks_per_node, partition_ranks(config))

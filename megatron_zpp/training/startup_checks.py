@@ -24,8 +24,8 @@ from megatron_zpp.monitor.available_memory import bytes_for_rank
 from megatron_zpp.monitor.output_file import create_new
 from megatron_zpp.ops import extension
 from megatron_zpp.ops.apex import check_apex
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
-from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.training.memory_need import AvailableMemory, check_fits
 from megatron_zpp.training.setup import working_dtype
 from megatron_zpp.training.sharding import sharding_of
@@ -114,9 +114,9 @@ def available_memory(world: World, hosts: Sequence[str]) -> AvailableMemory:
     return AvailableMemory(device, host)
 
 
-def check_memory(config: Config, model: GPT, topology: Topology, device: torch.device, available: AvailableMemory) -> None:
+def check_memory(config: Config, model: GPT, grid: Grid, device: torch.device, available: AvailableMemory) -> None:
     """Raises ValueError if the run does not fit in the memory of every rank. Call it before the engine is built, which allocates."""
-    check_fits(config, model, sharding_of(config), topology, is_on_gpu=device.type == "cuda", available=available)
+    check_fits(config, model, sharding_of(config), grid, is_on_gpu=device.type == "cuda", available=available)
 
 
 def check_save_is_shared(config: Config, world: World) -> None:

@@ -70,12 +70,12 @@ def token_losses(model: nn.Module, batch: MicroBatch, device: torch.device) -> t
     return loss_BS, batch.loss_mask.to(device)
 
 
-def gather_columns(own: Sequence[Tensor | float], engine: ZeroEngine) -> list[list[float]]:
-    """Exchanges a few numbers between all ranks, in one message. Every rank must call it with as many.
+def gather_numbers(own: Sequence[Tensor | float], engine: ZeroEngine) -> Tensor:
+    """`own` of every rank, [data ranks, tensor ranks, len(own)] fp64, in one message. Every rank must call it with as many scalars.
 
-    own: scalars of this rank, sent as fp64. Returns a list for each of them: its values on all ranks, in rank order.
+    Tensor ranks of equal data rank have the same loss, so a mean takes that of the first.
     """
     row = torch.empty(len(own), dtype=torch.float64, device=engine.device)
     for column, value in enumerate(own):
         row[column] = value
-    return engine.gather_world(row).T.tolist()
+    return engine.gather_world(row)

@@ -21,7 +21,7 @@ from megatron_zpp.training.metrics import StepReadings, StepTimes
 from megatron_zpp.training.progress import Progress
 from megatron_zpp.training.reporter import Reporter
 from megatron_zpp.training.saving import RunSaver
-from megatron_zpp.training.step import StepOutcome, forward_backward, gather_columns
+from megatron_zpp.training.step import StepOutcome, forward_backward, gather_numbers
 from megatron_zpp.training.stop_conditions import StopConditions, StopRequest, reason_for_stopping
 from megatron_zpp.training.weight_decay import WeightDecaySchedule
 from megatron_zpp.training.writers import Writers
@@ -49,11 +49,11 @@ class Trainer:
         self._iterations_to_skip = frozenset(int(iteration) for iteration in config.training.iterations_to_skip)
         self._bad_iterations = BadIterations()
         self._reason_for_stopping: str | None = None
-        rank, ranks = engine.rank, engine.world_size
-        sampler = MicroBatchSampler(len(datasets.train), progress.consumed_samples, config.training.micro_batch_size, rank, ranks)
-        self._batch_sizes = running_schedule(config, ranks)
+        data_rank, data_ranks, size = engine.data_rank, engine.data_ranks, config.training.micro_batch_size
+        sampler = MicroBatchSampler(len(datasets.train), progress.consumed_samples, size, data_rank, data_ranks)
+        self._batch_sizes = running_schedule(config, data_ranks)
         self._train_batches = MicroBatches(datasets.train, sampler, config.data.num_workers, datasets.rules)
-        self._held_out = HeldOutSets(config, datasets, progress.iteration, rank=rank, ranks=ranks)
+        self._held_out = HeldOutSets(config, datasets, progress.iteration, data_rank=data_rank, data_ranks=data_ranks)
 
     def run(self) -> None:
         """Trains up to --train-iters or until a stop condition holds, and saves under --save. With --skip-train it only evaluates."""
@@ -117,7 +117,8 @@ class Trainer:
         self._saver.wait_for_copy()  # a checkpoint may still be copying the weights and moments that the update changes
         with engine.observer.phase("optimizer"):
             update = engine.update(learning_rate, weight_decay)
-        loss_sums, requests = gather_columns([loss_sum, stop_conditions.request()], engine)
+        gathered = gather_numbers([loss_sum, stop_conditions.request()], engine)
+        loss_sums, requests = gathered[:, 0, 0].tolist(), gathered[:, :, 1].flatten().tolist()
         lm_loss = sum(loss_sums) / (microbatches * len(loss_sums))
         outcome = StepOutcome(lm_loss, update.grad_norm, update.is_skipped, model_state_bytes, update.num_zeros)
         return outcome, StopRequest.of_ranks(requests)
@@ -130,7 +131,7 @@ class Trainer:
             next(self._train_batches)
         progress.advance(batch_size, is_skipped=True)
         self._engine.start_iteration(progress.iteration)
-        (requests,) = gather_columns([stop_conditions.request()], self._engine)
+        requests = gather_numbers([stop_conditions.request()], self._engine).flatten().tolist()
         self._reason_for_stopping = reason_for_stopping(StopRequest.of_ranks(requests), progress.iteration, self._config.training)
         self._writers.printer.on_last(
             f" iteration {progress.iteration:8d} is passed over (--iterations-to-skip): samples {first} to {first + batch_size - 1}"

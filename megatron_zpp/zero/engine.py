@@ -94,7 +94,8 @@ class ZeroEngine:
 
     Every rank must make the same calls in the same order. shard() makes an engine for any module (zero/shard.py).
     module: its parameters may be on the meta device; each is replaced by an nn.Parameter of its unit.
-    rank, world_size, device: of this rank. units, gradients: its parts of each unit, in the order of `unit_specs`.
+    rank, data_rank, device: of this process; it is one of `world_size` processes and `data_ranks` ranks of its ladder.
+    units, gradients: its parts of each unit, in the order of `unit_specs`.
     """
 
     def __init__(
@@ -111,8 +112,10 @@ class ZeroEngine:
         self.module = module
         self.ladder = ladder
         self.device = ladder.device
-        self.rank = ladder.rank
-        self.world_size = ladder.topology.world_size
+        self.rank = ladder.backend.rank
+        self.world_size = ladder.grid.world_size
+        self.data_rank = ladder.data_rank
+        self.data_ranks = ladder.topology.data_ranks
         self.loss_scaler = loss_scaler or ConstantLossScaler()
         self.observer = options.observer
         self._options = options
@@ -144,7 +147,7 @@ class ZeroEngine:
 
     def _add_unit(self, spec: UnitSpec) -> None:
         ladder, policy, dtype = self.ladder, self._policy, self._options.dtype
-        layout = FlatLayout(spec.params, self.world_size, self._options.block_numel)
+        layout = FlatLayout(spec.params, self.data_ranks, self._options.block_numel)
         weight_codecs, gradient_codecs = self._codecs()
         unit = WeightUnit(spec, layout, policy, ladder, weight_codecs, dtype)
         gradient = UnitGradient(spec.name, layout, policy, ladder)
@@ -353,7 +356,7 @@ class ZeroEngine:
         return sum(storages.values())
 
     def gather_world(self, own: Tensor) -> Tensor:
-        """`own` [numel] of every rank, [world_size, numel] in rank order; for a few numbers. Every rank must call it."""
+        """`own` [numel] of every rank, [data ranks, tensor ranks, numel]; for a few numbers. Every rank must call it."""
         return self.ladder.gather_world(own)
 
     def weight_norm(self) -> float:

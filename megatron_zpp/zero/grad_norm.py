@@ -1,6 +1,7 @@
-"""Norms over all ranks. Each primary slice of a unit has one fp64 partial sum, and every rank adds these sums in the order of the slices.
+"""Norms over all ranks. Each primary slice of a unit has one fp64 partial sum on each ladder.
 
-So the norm of equal values has the same bits in every stage, and a NaN or inf on one rank reaches all ranks.
+Every rank adds these sums in the order of the slices, and those of one slice in the order of the ladders. So the norm of equal values has
+the same bits in every stage, and a NaN or inf on one rank reaches all ranks.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ def count_zeros(gradients: Sequence[UnitGradient], ladder: Ladder) -> int:
 def _norm(units: Sequence[tuple[FlatLayout, Regions]], ladder: Ladder, squared_sum: SquaredSum) -> float:
     """units: for each unit its layout, and its values in this rank's own slice."""
     partials = [squared_sum(list(_counted(layout, own, ladder.own_slice))) for layout, own in units]
-    gathered = ladder.gather_world(torch.stack(partials))  # [world_size, units] fp64, in rank order
-    rows = gathered.tolist()
+    gathered = ladder.gather_world(torch.stack(partials)).tolist()  # [data ranks, tensor ranks, units] fp64
     total = 0.0
-    for rank in sorted(range(ladder.topology.world_size), key=ladder.topology.slice_of):
-        for partial in rows[rank]:
-            total += partial
+    for data_rank in sorted(range(ladder.topology.data_ranks), key=ladder.topology.slice_of):
+        for row in gathered[data_rank]:
+            for partial in row:
+                total += partial
     return math.sqrt(total) if total >= 0 else math.nan
 
 

@@ -24,7 +24,7 @@ class UnitGradient:
         self.layout = layout
         topology, own_slice = ladder.topology, ladder.own_slice
         # A secondary rung holds the slices of the N ranks of a column, in the order of their partitions.
-        own = {Rung.PRIMARY: 0, Rung.SECONDARY: topology.partition_of(ladder.rank), Rung.FULL: own_slice}[policy.gradients]
+        own = {Rung.PRIMARY: 0, Rung.SECONDARY: topology.partition_of(ladder.data_rank), Rung.FULL: own_slice}[policy.gradients]
         self.total = torch.zeros(policy.gradients.slices(topology) * layout.slice_numel, dtype=torch.float32, device=ladder.device)
         self.resting = Regions.of(self.total, layout.runs)
         self.primary = self.resting.slice_at(own)

@@ -27,13 +27,13 @@ from megatron_zpp.parallel.topology import Topology
 class Rung(enum.IntEnum):
     """How much of a state each rank holds, from one slice up to the whole unit."""
 
-    PRIMARY = 0  # 1/W on every rank
+    PRIMARY = 0  # 1/D on every rank
     SECONDARY = 1  # 1/G on every rank, the same in every partition
     FULL = 2  # the whole unit on every rank
 
     def slices(self, topology: Topology) -> int:
         """Number of primary slices on each rank."""
-        return {Rung.PRIMARY: 1, Rung.SECONDARY: topology.partitions, Rung.FULL: topology.world_size}[self]
+        return {Rung.PRIMARY: 1, Rung.SECONDARY: topology.partitions, Rung.FULL: topology.data_ranks}[self]
 
 
 @dataclass(frozen=True)

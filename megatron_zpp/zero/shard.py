@@ -31,10 +31,11 @@ from megatron_zpp.comm.lanes import make_lanes
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.ops.payload import BLOCK_NUMEL_MULTIPLE
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.groups import end_world, make_lane_groups
 from megatron_zpp.parallel.launch import read_launch
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
-from megatron_zpp.parallel.topology import Lane, Topology
+from megatron_zpp.parallel.topology import Lane
 from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
 from megatron_zpp.zero.hooks import is_hooked
 from megatron_zpp.zero.loss_scaler import LossScaler
@@ -53,7 +54,7 @@ def shard(
     options: EngineOptions = EngineOptions(),
     *,
     uses: Sequence[Use] | None = None,
-    topology: Topology | None = None,
+    grid: Grid | None = None,
     loss_scaler: LossScaler | None = None,
     initialize: Initializer | None = None,
     backend: Backend | None = None,
@@ -89,14 +90,14 @@ def shard(
     uses: every module call of a forward in order, with the paths of the units that it reads (parallel/specs.py:Use). Default: one call per
         unit, which reads that unit and those that share parameters with it. Needed if a call reads other units too, for example because a
         weight is passed as an argument, or if several units are recomputed together.
-    topology: Topology(world_size, ranks_per_node, partition_ranks). Ranks of a node must be consecutive. Weights climb first between
+    grid: Grid(world_size, ranks_per_node, partition_ranks). Ranks of a node must be consecutive. Weights climb first between
         partitions, then inside them; partition_ranks (the group size of hpZ) divides ranks_per_node. Default: the nodes of the launcher
         (torchrun sets LOCAL_WORLD_SIZE), with one partition per node.
     loss_scaler: DynamicLossScaler() for fp16 (zero/loss_scaler.py). Default: a scale of 1.
     initialize: for a module on the meta device: initialize(path, shape) returns the first values of a parameter, of any dtype and device.
         Every rank calls it for every parameter in the same order, one after the other, and keeps its own slice.
     backend: other collectives than those of torch.distributed, such as comm/backend.py:VirtualWorld, which runs a world as threads of one
-        process; it brings its own topology.
+        process; it brings its own grid.
     timeout: of a hop over torch.distributed; a rank that waits for another longer than this fails. Other collectives (the gradient norm,
         full_weights) have the timeout of the default process group. Default: 10 minutes.
 
@@ -121,18 +122,18 @@ def shard(
     """
     world_size = _world_size(backend)
     rank = backend.rank if backend is not None else dist.get_rank() if world_size > 1 else 0
-    probe = backend or TorchBackend(Topology(world_size, world_size, world_size), rank, {})
+    probe = backend or TorchBackend(Grid.of_nodes(1, world_size), rank, {})
     device = _device(module, backend)
     with _raising_alike(probe, device):
-        topology = _topology(topology, backend, world_size)
+        grid = _checked_grid(grid, backend, world_size)
         plan = _checked_plan(module, units, options, uses, initialize)
-    _check_alike(probe, device, _arguments_as_bytes(plan, topology, options, loss_scaler), "arguments of shard() or shapes of parameters")
+    _check_alike(probe, device, _arguments_as_bytes(plan, grid, options, loss_scaler), "arguments of shard() or shapes of parameters")
     if initialize is None:
         _check_alike(probe, device, _digest_of(plan.parameters.values()), "first values of parameters")
 
-    groups = make_lane_groups(topology, rank, timeout) if backend is None else {}
-    backend = backend or TorchBackend(topology, rank, groups)
-    ladder = Ladder(backend, make_lanes(device), Ledger(topology, rank), device)
+    groups = make_lane_groups(grid, rank, timeout) if backend is None else {}
+    backend = backend or TorchBackend(grid, rank, groups)
+    ladder = Ladder(backend, make_lanes(device), Ledger(grid, rank), device)
     engine = ZeroEngine(module, plan.unit_specs, plan.uses, options, ladder, loss_scaler, partial(_end_groups, ladder, groups))
     for owner, attribute, path in plan.aliases:
         setattr(owner, attribute, module.get_parameter(path))
@@ -157,13 +158,13 @@ def full_weights(engine: ZeroEngine) -> Iterator[tuple[str, Tensor]]:
 
     One unit is gathered at a time. The values are those that the optimizer updates; no codec has changed them.
     """
-    topology, own_slice = engine.ladder.topology, engine.ladder.own_slice
+    ladder = engine.ladder
     for unit in engine.units:
-        own = unit.main_regions().slice_at(own_slice - unit.first_slice)
-        rows = engine.gather_world(torch.cat([part.flatten() for part in own.parts()]))
+        own = unit.main_regions().slice_at(ladder.own_slice - unit.first_slice)
+        rows = engine.gather_world(torch.cat([part.flatten() for part in own.parts()]))[:, ladder.tensor_rank]
         weights = {param.spec.name: rows.new_empty(param.spec.shape) for param in unit.layout.params}
-        for rank, row in enumerate(rows):
-            for segment in unit.layout.segments(topology.slice_of(rank), 1):
+        for data_rank, row in enumerate(rows):
+            for segment in unit.layout.segments(ladder.topology.slice_of(data_rank), 1):
                 flat = weights[segment.spec.name].view(-1)
                 flat[segment.start : segment.stop] = row[segment.offset : segment.offset + segment.stop - segment.start]
         yield from weights.items()
@@ -270,18 +271,18 @@ def _zeros(start: int, stop: int) -> Tensor:
 
 def _world_size(backend: Backend | None) -> int:
     if backend is not None:
-        return backend.topology.world_size
+        return backend.grid.world_size
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _topology(topology: Topology | None, backend: Backend | None, world_size: int) -> Topology:
-    if topology is None and backend is not None:
-        return backend.topology
-    if topology is None:
-        return Topology(world_size, *2 * [_ranks_per_node(world_size)])
-    if topology.world_size != world_size or (backend is not None and topology != backend.topology):
-        raise ValueError(f"the topology has {topology.world_size} ranks and the world has {world_size}; give the topology of this world")
-    return topology
+def _checked_grid(grid: Grid | None, backend: Backend | None, world_size: int) -> Grid:
+    if grid is None:
+        grid = backend.grid if backend is not None else Grid(world_size, *2 * [_ranks_per_node(world_size)])
+    if grid.tensor_ranks > 1:
+        raise ValueError(f"the grid has {grid.tensor_ranks} tensor ranks, and shard() divides no layer among ranks; give one with 1")
+    if grid.world_size != world_size or (backend is not None and grid != backend.grid):
+        raise ValueError(f"the grid has {grid.world_size} ranks and the world has {world_size}; give the grid of this world")
+    return grid
 
 
 def _ranks_per_node(world_size: int) -> int:
@@ -291,7 +292,7 @@ def _ranks_per_node(world_size: int) -> int:
     if launch.local_world_size is None or launch.world_size != world_size:
         raise ValueError(
             f"the launcher does not say how many of the {world_size} ranks share a node: LOCAL_WORLD_SIZE is not set for this world; "
-            "start with torchrun, or pass topology=Topology.of_nodes(nodes, ranks_per_node)"
+            "start with torchrun, or pass grid=Grid.of_nodes(nodes, ranks_per_node)"
         )
     return launch.local_world_size
 
@@ -362,14 +363,14 @@ def _device(module: nn.Module, backend: Backend | None) -> torch.device:
     return torch.device("cpu")
 
 
-def _arguments_as_bytes(plan: _ModulePlan, topology: Topology, options: EngineOptions, loss_scaler: LossScaler | None) -> bytes:
+def _arguments_as_bytes(plan: _ModulePlan, grid: Grid, options: EngineOptions, loss_scaler: LossScaler | None) -> bytes:
     """Everything that must be the same on all ranks, except the first values. Observers may differ."""
     shapes = {path: (tuple(parameter.shape), parameter.dtype, parameter.is_meta) for path, parameter in plan.parameters.items()}
     fields = {name: value for name, value in vars(options).items() if name != "observer"}
     fields["make_codec"] = getattr(options.make_codec, "__qualname__", type(options.make_codec).__name__)
     scaler = None if loss_scaler is None else (type(loss_scaler).__name__, vars(loss_scaler))
     uses = tuple((use.module, use.units) for use in plan.uses)
-    return repr((shapes, uses, topology, fields, scaler)).encode()
+    return repr((shapes, uses, grid, fields, scaler)).encode()
 
 
 def _digest_of(parameters: Iterable[Tensor]) -> bytes:
@@ -406,7 +407,7 @@ def _raising_alike(backend: Backend, device: torch.device) -> Iterator[None]:
     except ValueError as error:
         mistake = str(error)
     own = torch.tensor(list(mistake.encode()[:LONGEST_MISTAKE].ljust(LONGEST_MISTAKE, b"\0")), dtype=torch.uint8, device=device)
-    texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in backend.gather_world(own).tolist()]
+    texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in backend.gather_world(own).flatten(0, 1).tolist()]
     for rank, text in enumerate(texts):
         if text:
             raise ValueError(mistake or f"{text} (on rank {rank})")

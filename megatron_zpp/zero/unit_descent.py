@@ -50,7 +50,7 @@ class UnitDescent:
         """Submits the hops that are due after this micro-batch."""
         name, ladder, gradient = self._gradient.name, self._ladder, self._gradient
         values = self._collector.complete()
-        codecs = self._codecs.drawn_for(name, ladder.rank, self._iteration, self._microbatch)
+        codecs = self._codecs.drawn_for(name, ladder.data_rank, self._iteration, self._microbatch)
         self._microbatch += 1
         if self._policy.gradients is Rung.FULL:
             if is_last_microbatch:

@@ -8,58 +8,58 @@ from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend, VirtualWorld
 from megatron_zpp.comm.lanes import Hop, ThreadLanes
-from megatron_zpp.parallel.topology import LANES, Direction, Lane, Link, Topology
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.topology import LANES, Direction, Lane, Link
 
 pytestmark = pytest.mark.virtual
 
-SHAPES = [(1, 1), (1, 3), (3, 1), (2, 2), (3, 2), (2, 4)]
+GRIDS = [*(Grid.of_nodes(*shape) for shape in [(1, 1), (1, 3), (3, 1), (2, 2), (3, 2), (2, 4)]), Grid(8, 4, 2, tensor_ranks=2)]
 
 
 def _bytes_of(rank: int, numel: int) -> Tensor:
     return (torch.arange(numel) + 50 * rank).to(torch.uint8)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("link", list(Link))
-def test_a_gather_brings_what_each_member_of_the_link_has_in_member_order(shape: tuple[int, int], link: Link) -> None:
-    topology = Topology.of_nodes(*shape)
-
+def test_a_gather_brings_what_each_member_of_the_link_has_in_member_order(grid: Grid, link: Link) -> None:
     def program(backend: VirtualBackend) -> Tensor:
-        output = torch.empty(topology.link_ranks(link) * 5, dtype=torch.uint8)
+        output = torch.empty(len(grid.members(link, 0)) * 5, dtype=torch.uint8)
         backend.all_gather(Lane(link, Direction.CLIMB), output, _bytes_of(backend.rank, 5)).wait()
         return output
 
-    for rank, output in enumerate(cast(list[Tensor], VirtualWorld(topology).run(program))):
-        assert torch.equal(output, torch.cat([_bytes_of(member, 5) for member in topology.members(link, rank)]))
+    for rank, output in enumerate(cast(list[Tensor], VirtualWorld(grid).run(program))):
+        assert torch.equal(output, torch.cat([_bytes_of(member, 5) for member in grid.members(link, rank)]))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("link", list(Link))
-def test_an_exchange_brings_from_each_member_the_piece_that_it_meant_for_this_rank(shape: tuple[int, int], link: Link) -> None:
-    topology = Topology.of_nodes(*shape)
-    members = topology.link_ranks(link)
+def test_an_exchange_brings_from_each_member_the_piece_that_it_meant_for_this_rank(grid: Grid, link: Link) -> None:
+    members = len(grid.members(link, 0))
 
     def program(backend: VirtualBackend) -> Tensor:
         output = torch.empty(members * 5, dtype=torch.uint8)
         backend.exchange(Lane(link, Direction.DESCEND), output, _bytes_of(backend.rank, members * 5)).wait()
         return output
 
-    for rank, output in enumerate(cast(list[Tensor], VirtualWorld(topology).run(program))):
-        own = topology.members(link, rank).index(rank)
-        pieces = [_bytes_of(member, members * 5)[own * 5 : own * 5 + 5] for member in topology.members(link, rank)]
+    for rank, output in enumerate(cast(list[Tensor], VirtualWorld(grid).run(program))):
+        own = grid.members(link, rank).index(rank)
+        pieces = [_bytes_of(member, members * 5)[own * 5 : own * 5 + 5] for member in grid.members(link, rank)]
         assert torch.equal(output, torch.cat(pieces))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_gather_world_is_one_row_per_rank_of_any_dtype(shape: tuple[int, int]) -> None:
-    topology = Topology.of_nodes(*shape)
-    results = VirtualWorld(topology).run(lambda backend: backend.gather_world(torch.tensor([backend.rank, 0.5], dtype=torch.float64)))
-    expected = torch.tensor([[rank, 0.5] for rank in range(topology.world_size)], dtype=torch.float64)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_gather_world_is_one_row_per_data_rank_and_ladder_of_any_dtype(grid: Grid) -> None:
+    results = VirtualWorld(grid).run(lambda backend: backend.gather_world(torch.tensor([backend.rank, 0.5], dtype=torch.float64)))
+    expected = torch.tensor(
+        [[[grid.rank_of(data_rank, ladder), 0.5] for ladder in range(grid.tensor_ranks)] for data_rank in range(grid.data_ranks)],
+        dtype=torch.float64,
+    )
     assert all(torch.equal(cast(Tensor, result), expected) for result in results)
 
 
 def test_two_lanes_of_the_same_ranks_never_mix_their_messages() -> None:
-    topology = Topology.of_nodes(1, 2)
+    grid = Grid.of_nodes(1, 2)
     climb, descend = Lane(Link.INTRA, Direction.CLIMB), Lane(Link.INTRA, Direction.DESCEND)
 
     def program(backend: VirtualBackend) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ def test_two_lanes_of_the_same_ranks_never_mix_their_messages() -> None:
             work.wait()
         return outputs
 
-    for climbed, descended in cast(list[tuple[Tensor, Tensor]], VirtualWorld(topology).run(program)):
+    for climbed, descended in cast(list[tuple[Tensor, Tensor]], VirtualWorld(grid).run(program)):
         assert (climbed.tolist(), descended.tolist()) == ([10, 11], [20, 21])
 
 
@@ -97,7 +97,7 @@ def test_an_error_on_one_rank_ends_all_and_is_the_one_that_is_raised(failing_ran
             ended.append(backend.rank)
 
     with pytest.raises(KeyError, match="rank gives up"):
-        VirtualWorld(Topology.of_nodes(2, 2)).run(program)
+        VirtualWorld(Grid.of_nodes(2, 2)).run(program)
     assert sorted(ended) == [0, 1, 2, 3]
 
 
@@ -113,4 +113,4 @@ def test_members_that_send_unequal_sizes_fail_as_they_would_on_real_ranks(sizes:
         backend.all_gather(LANES[1], torch.empty(2 * numel, dtype=torch.uint8), _bytes_of(backend.rank, numel)).wait()
 
     with pytest.raises((RuntimeError, ValueError)):
-        VirtualWorld(Topology.of_nodes(1, 2)).run(program)
+        VirtualWorld(Grid.of_nodes(1, 2)).run(program)

@@ -3,34 +3,43 @@ from __future__ import annotations
 import pytest
 
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic
-from megatron_zpp.parallel.topology import Link, Topology
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.topology import Link
 
-TOPOLOGIES = [Topology.of_nodes(1, 1), Topology.of_nodes(3, 2), Topology(8, 4, 2), Topology(12, 4, 1)]
+GRIDS = [Grid.of_nodes(1, 1), Grid.of_nodes(3, 2), Grid(8, 4, 2), Grid(12, 4, 1), Grid(8, 4, 1, 2), Grid(12, 6, 2, 3)]
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("link", list(Link))
-def test_the_bytes_that_enter_the_nodes_are_counted_message_by_message(topology: Topology, link: Link) -> None:
-    entering = [0] * (topology.world_size // topology.ranks_per_node)
+def test_the_bytes_that_enter_the_nodes_are_counted_message_by_message(grid: Grid, link: Link) -> None:
+    entering = [0] * (grid.world_size // grid.ranks_per_node)
     within = 0
-    for receiver in range(topology.world_size):
-        for sender in topology.members(link, receiver):
-            node, sending_node = receiver // topology.ranks_per_node, sender // topology.ranks_per_node
+    for receiver in range(grid.world_size):
+        for sender in grid.members(link, receiver):
+            node, sending_node = receiver // grid.ranks_per_node, sender // grid.ranks_per_node
             entering[node] += 100 * (node != sending_node)
             within += 100 * (node == sending_node and sender != receiver)
-    for rank in range(topology.world_size):
-        ledger = Ledger(topology, rank)
+    for rank in range(grid.world_size):
+        ledger = Ledger(grid, rank)
         traffic = ledger.measure(link, 100)
-        assert ledger.inter_node_bytes(traffic) == entering[rank // topology.ranks_per_node]
-        assert traffic.intra_bytes * topology.world_size == within
+        assert ledger.inter_node_bytes(traffic) == entering[rank // grid.ranks_per_node]
+        assert traffic.intra_bytes * grid.world_size == within
 
 
 def test_a_gather_of_the_world_counts_every_other_rank_once() -> None:
-    assert Ledger(Topology.of_nodes(3, 2), 4).measure_world(10) == Traffic(inter_bytes=40, intra_bytes=10)
+    assert Ledger(Grid.of_nodes(3, 2), 4).measure_world(10) == Traffic(inter_bytes=40, intra_bytes=10)
+    assert Ledger(Grid.of_nodes(3, 2, tensor_ranks=2), 4).measure_world(10) == Traffic(inter_bytes=40, intra_bytes=10)
+
+
+def test_ladders_beside_each_other_multiply_what_enters_a_node() -> None:
+    one, two = Ledger(Grid.of_nodes(2, 2), 0), Ledger(Grid.of_nodes(2, 4, tensor_ranks=2), 0)
+    traffic = one.measure(Link.INTER, 10)
+    assert two.measure(Link.INTER, 10) == traffic == Traffic(inter_bytes=10)
+    assert two.inter_node_bytes(traffic) == 2 * one.inter_node_bytes(traffic) == 40
 
 
 def test_measuring_books_nothing_and_categories_are_kept_apart() -> None:
-    ledger = Ledger(Topology.of_nodes(2, 2), 0)
+    ledger = Ledger(Grid.of_nodes(2, 2), 0)
     traffic = ledger.measure(Link.INTER, 7)
     assert ledger.total(*Category) == Traffic()
     ledger.book(Category.WEIGHTS, traffic)
@@ -42,6 +51,6 @@ def test_measuring_books_nothing_and_categories_are_kept_apart() -> None:
 
 
 def test_the_accounts_of_two_ranks_are_their_own() -> None:
-    ledgers = [Ledger(Topology.of_nodes(1, 2), rank) for rank in range(2)]
+    ledgers = [Ledger(Grid.of_nodes(1, 2), rank) for rank in range(2)]
     ledgers[0].book(Category.CONTROL, Traffic(3, 3))
     assert ledgers[1].total(Category.CONTROL) == Traffic()

@@ -12,6 +12,7 @@ from megatron_zpp.comm.codecs import CastCodec, Regions, Runs
 from megatron_zpp.comm.lanes import ThreadLanes
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Climb, Ladder, LinkCodecs
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import Topology
 
 pytestmark = pytest.mark.virtual
@@ -23,9 +24,9 @@ EXACT = CastCodec(torch.float32)
 
 def _on_every_rank(shape: tuple[int, int], program: Callable[[Ladder], Tensor]) -> list[Tensor]:
     def run(backend: VirtualBackend) -> Tensor:
-        return program(Ladder(backend, ThreadLanes(), Ledger(backend.topology, backend.rank), torch.device("cpu")))
+        return program(Ladder(backend, ThreadLanes(), Ledger(backend.grid, backend.rank), torch.device("cpu")))
 
-    return cast(list[Tensor], VirtualWorld(Topology.of_nodes(*shape)).run(run))
+    return cast(list[Tensor], VirtualWorld(Grid.of_nodes(*shape)).run(run))
 
 
 def _climb(own: Regions) -> Climb:
@@ -129,7 +130,7 @@ def test_the_mean_of_large_fp16_gradients_does_not_overflow_on_either_hop(shape:
     codec = CastCodec(torch.float16)
 
     def program(ladder: Ladder) -> Tensor:
-        full = Regions.of(torch.full((ladder.topology.world_size * RUNS.numel,), 60000.0, dtype=torch.float16), RUNS)
+        full = Regions.of(torch.full((ladder.topology.data_ranks * RUNS.numel,), 60000.0, dtype=torch.float16), RUNS)
         primary = torch.zeros(RUNS.numel)
         ladder.lanes.wait(ladder.descend("unit", LinkCodecs(codec, codec), full, Regions.of(primary, RUNS), accumulate=False)[-1])
         return primary

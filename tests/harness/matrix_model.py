@@ -62,7 +62,7 @@ class MatrixRank:
 
     def __init__(self, policy: Policy, backend: Backend) -> None:
         self.model = MatrixModel(torch.bfloat16)
-        self.ledger = Ledger(backend.topology, backend.rank)
+        self.ledger = Ledger(backend.grid, backend.rank)
         options = EngineOptions(policy, torch.bfloat16, BLOCK)
         ladder = Ladder(backend, TurnLanes(), self.ledger, CPU)
         self.engine = ZeroEngine(self.model, self.model.unit_specs(), self.model.uses(), options, ladder)

@@ -84,6 +84,6 @@ class WholeWorld:
 
 def _bits_at_work(rank: Rank, bits: LinkBits) -> list[int]:
     """In the order of the climb; a link of one rank has no bytes, and the same codec on both links encodes once."""
-    partitions, ranks = rank.backend.topology.partitions, rank.backend.topology.partition_ranks
+    partitions, ranks = rank.backend.grid.ladder.partitions, rank.backend.grid.partition_ranks
     at_work = [link_bits for link_bits, members in ((bits.inter, partitions), (bits.intra, ranks)) if members > 1]
     return sorted(set(at_work), key=at_work.index)

@@ -20,8 +20,9 @@ from megatron_zpp.comm.backend import Backend, VirtualBackend
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic
 from megatron_zpp.comm.links import Ladder
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
-from megatron_zpp.parallel.topology import Lane, Topology
+from megatron_zpp.parallel.topology import Lane
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine import EngineOptions, StepResult, ZeroEngine
 from megatron_zpp.zero.loss_scaler import LossScaler
@@ -185,7 +186,7 @@ class Rank:
 
     def __post_init__(self) -> None:
         self.model = SmallModel(self.job.shape, self.job.dtype)
-        self.ledger = Ledger(self.backend.topology, self.backend.rank)
+        self.ledger = Ledger(self.backend.grid, self.backend.rank)
         options = EngineOptions(
             self.job.policy,
             self.job.dtype,
@@ -205,9 +206,9 @@ class Rank:
         return loss
 
     def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
-        world_size = self.backend.topology.world_size
-        samples = max(1, GLOBAL_BATCH // (world_size * self.job.microbatches))
-        first = (microbatch * world_size + self.backend.rank) * samples
+        grid = self.backend.grid
+        samples = max(1, GLOBAL_BATCH // (grid.data_ranks * self.job.microbatches))
+        first = (microbatch * grid.data_ranks + grid.data_rank_of(self.backend.rank)) * samples
         tokens, labels = global_batch(step)
         rows = [row % GLOBAL_BATCH for row in range(first, first + samples)]
         return tokens[rows], labels[rows]
@@ -254,12 +255,12 @@ def global_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def train_world(shape: tuple[int, int] | Topology, job: Job) -> list[list[tuple[float, float]]]:
+def train_world(shape: tuple[int, int] | Grid, job: Job) -> list[list[tuple[float, float]]]:
     """The history of every rank of a run in which nothing else happens, made once per job."""
     return run_world(shape, lambda backend: Rank(job, backend).train())
 
 
-def bytes_by_step(shape: tuple[int, int] | Topology, job: Job, evaluations: int = 0) -> list[list[tuple[int, int]]]:
+def bytes_by_step(shape: tuple[int, int] | Grid, job: Job, evaluations: int = 0) -> list[list[tuple[int, int]]]:
     """By rank and step: bytes entering its node, and bytes from ranks of its own node.
 
     evaluations: after every step, of which the bytes do not count.

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from harness import tiers
 from megatron_zpp.comm.backend import VirtualBackend, VirtualWorld, _Round
 from megatron_zpp.comm.lanes import Hop, ThreadLanes
-from megatron_zpp.parallel.topology import Topology
+from megatron_zpp.parallel.grid import Grid
 
 Result = TypeVar("Result")
 
@@ -106,8 +106,8 @@ class TurnLanes(ThreadLanes):
 class TurnWorld(VirtualWorld):
     """A world whose ranks take turns."""
 
-    def __init__(self, topology: Topology) -> None:
-        super().__init__(topology)
+    def __init__(self, grid: Grid) -> None:
+        super().__init__(grid)
         self._turn = Turn()
 
     def run(self, program: Callable[[VirtualBackend], object]) -> list[object]:
@@ -124,7 +124,7 @@ class TurnWorld(VirtualWorld):
 
 
 def run_world(
-    shape: tuple[int, int] | Topology,
+    shape: tuple[int, int] | Grid,
     program: Callable[[VirtualBackend], Result],
     limit_seconds: float = 120.0,
     *,
@@ -135,8 +135,8 @@ def run_world(
     Lanes of ranks that take turns are TurnLanes.
     """
     tiers.require("virtual")
-    topology = shape if isinstance(shape, Topology) else Topology.of_nodes(*shape)
-    world = TurnWorld(topology) if takes_turns else VirtualWorld(topology)
+    grid = shape if isinstance(shape, Grid) else Grid.of_nodes(*shape)
+    world = TurnWorld(grid) if takes_turns else VirtualWorld(grid)
     watch = threading.Timer(limit_seconds, _give_up, [world])
     watch.daemon = True
     watch.start()

@@ -33,12 +33,12 @@ NORM_BOUND = 0.05
 def history(config: ModelConfig, policy: Policy, backend: VirtualBackend) -> list[tuple[float, float]]:
     """Loss of this rank and global gradient norm, per step."""
     model = GPT(config, VOCAB, 11, torch.bfloat16)
-    ladder = Ladder(backend, RecordingLanes(), Ledger(backend.topology, backend.rank), CPU)
+    ladder = Ladder(backend, RecordingLanes(), Ledger(backend.grid, backend.rank), CPU)
     options = EngineOptions(policy, torch.bfloat16, block_numel=32, clip_grad=0.5)
     engine = ZeroEngine(model, model.unit_specs(), model.uses(), options, ladder)
     found = []
     for step in range(STEPS):
-        first_sample = (step * backend.topology.world_size + backend.rank) * SAMPLES
+        first_sample = (step * backend.grid.world_size + backend.rank) * SAMPLES
         text = torch.randint(VOCAB, (SAMPLES, 13), generator=torch.Generator().manual_seed(first_sample))
         loss = model(text[:, :-1], text[:, 1:], first_sample=first_sample).mean()
         engine.backward(loss, microbatches=1, is_last_microbatch=True)

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.groups import make_lane_groups
-from megatron_zpp.parallel.topology import LANES, Link, Topology
+from megatron_zpp.parallel.topology import LANES, Link
 
 TIMEOUT = timedelta(minutes=3)
 
@@ -27,27 +28,27 @@ def _record_new_groups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int],
 def test_every_rank_makes_the_same_groups_in_the_same_order_with_the_timeout_asked_for(
     nodes: int, ranks_per_node: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    topology = Topology.of_nodes(nodes, ranks_per_node)
+    grid = Grid.of_nodes(nodes, ranks_per_node)
     calls = _record_new_groups(monkeypatch)
     lists = []
-    for rank in range(topology.world_size):
+    for rank in range(grid.world_size):
         calls.clear()
-        make_lane_groups(topology, rank, TIMEOUT)
+        make_lane_groups(grid, rank, TIMEOUT)
         lists.append(list(calls))
     assert all(made == lists[0] for made in lists)
     assert {timeout for _, timeout in lists[0]} == {TIMEOUT}
 
 
 def test_every_lane_of_a_link_with_company_has_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    topology = Topology.of_nodes(3, 2)
+    grid = Grid.of_nodes(3, 2)
     calls = _record_new_groups(monkeypatch)
-    own = make_lane_groups(topology, 3, TIMEOUT)
+    own = make_lane_groups(grid, 3, TIMEOUT)
     assert set(own) == set(LANES)
     made: list[int] = [int(str(group)) for group in own.values()]
     assert len(set(made)) == len(LANES)
-    assert all(tuple(calls[group - 1][0]) == topology.members(lane.link, 3) for lane, group in zip(own, made, strict=True))
+    assert all(tuple(calls[group - 1][0]) == grid.members(lane.link, 3) for lane, group in zip(own, made, strict=True))
 
 
 def test_a_link_of_one_rank_has_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     _record_new_groups(monkeypatch)
-    assert {lane.link for lane in make_lane_groups(Topology.of_nodes(1, 2), 0, TIMEOUT)} == {Link.INTRA}
+    assert {lane.link for lane in make_lane_groups(Grid.of_nodes(1, 2), 0, TIMEOUT)} == {Link.INTRA}

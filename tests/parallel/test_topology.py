@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.parallel import topology as topology_module
-from megatron_zpp.parallel.topology import Link, Topology, check_placement
+from megatron_zpp.parallel.topology import LADDER_LINKS, Link, Topology, check_placement
 
 worlds = st.builds(
     lambda nodes, partitions, partition: Topology(nodes * partitions * partition, partitions * partition, partition),
@@ -19,12 +19,12 @@ worlds = st.builds(
 
 @given(worlds)
 def test_every_slice_has_exactly_one_owner(topology: Topology) -> None:
-    assert sorted(map(topology.slice_of, range(topology.world_size))) == list(range(topology.world_size))
+    assert sorted(map(topology.slice_of, range(topology.data_ranks))) == list(range(topology.data_ranks))
 
 
 @given(worlds)
 def test_a_secondary_rung_is_the_contiguous_run_of_slices_that_the_inter_link_delivers_in_order(topology: Topology) -> None:
-    for rank in range(topology.world_size):
+    for rank in range(topology.data_ranks):
         delivered = [topology.slice_of(member) for member in topology.members(Link.INTER, rank)]
         assert delivered == list(range(delivered[0], delivered[0] + topology.partitions))
         assert delivered[topology.partition_of(rank)] == topology.slice_of(rank)
@@ -32,31 +32,26 @@ def test_a_secondary_rung_is_the_contiguous_run_of_slices_that_the_inter_link_de
 
 @given(worlds)
 def test_the_intra_link_delivers_the_secondary_rungs_of_a_partition_as_all_slices_in_order(topology: Topology) -> None:
-    for rank in range(topology.world_size):
+    for rank in range(topology.data_ranks):
         members = topology.members(Link.INTRA, rank)
         rungs = [sorted(map(topology.slice_of, topology.members(Link.INTER, member))) for member in members]
-        assert [index for rung in rungs for index in rung] == list(range(topology.world_size))
+        assert [index for rung in rungs for index in rung] == list(range(topology.data_ranks))
 
 
 @given(worlds)
-def test_the_groups_of_each_link_partition_the_world_and_agree_with_the_members(topology: Topology) -> None:
-    for link in Link:
-        groups = topology.groups(link)
-        assert sorted(rank for group in groups for rank in group) == list(range(topology.world_size))
-        assert all(topology.members(link, rank) == group for group in groups for rank in group)
-        assert {len(group) for group in groups} == {topology.link_ranks(link)}
+def test_the_members_of_a_link_agree_on_who_they_are_and_are_as_many_as_the_link_has(topology: Topology) -> None:
+    for link in LADDER_LINKS:
+        for rank in range(topology.data_ranks):
+            members = topology.members(link, rank)
+            assert all(topology.members(link, member) == members for member in members)
+            assert len(members) == topology.link_ranks(link)
 
 
 @given(worlds)
 def test_two_ranks_share_exactly_one_link_at_most(topology: Topology) -> None:
-    for rank in range(topology.world_size):
+    for rank in range(topology.data_ranks):
         both = set(topology.members(Link.INTER, rank)) & set(topology.members(Link.INTRA, rank))
         assert both == {rank}
-
-
-@given(worlds)
-def test_the_intra_link_never_leaves_the_physical_node(topology: Topology) -> None:
-    assert all(topology.share_node(rank, member) for rank in range(topology.world_size) for member in topology.members(Link.INTRA, rank))
 
 
 def test_the_picture_at_the_top_of_the_file_is_true() -> None:
@@ -71,23 +66,29 @@ def test_the_picture_at_the_top_of_the_file_is_true() -> None:
     assert topology.members(Link.INTER, 1) == (1, 4)
 
 
-def test_nodes_and_partitions_are_counted_apart_and_a_link_between_partitions_may_stay_in_a_node() -> None:
-    topology = Topology(world_size=8, ranks_per_node=4, partition_ranks=2)
-    assert (topology.nodes, topology.partitions) == (2, 4)
+def test_a_partition_may_be_a_part_of_a_node() -> None:
+    topology = Topology(data_ranks=8, ranks_per_node=4, partition_ranks=2)
+    assert topology.partitions == 4
     assert [topology.partition_of(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert topology.into_node(10) == 40
     assert topology.members(Link.INTER, 5) == (1, 3, 5, 7)
-    assert [topology.share_node(5, other) for other in (1, 3, 5, 7)] == [False, False, True, True]
+
+
+def test_a_ladder_has_no_tensor_link() -> None:
+    topology = Topology.of_nodes(2, 2)
+    with pytest.raises(KeyError, match="TENSOR"):
+        topology.members(Link.TENSOR, 0)
+    with pytest.raises(KeyError, match="TENSOR"):
+        topology.link_ranks(Link.TENSOR)
 
 
 def test_a_node_size_that_does_not_divide_the_world_is_refused_with_flag_value_and_remedy() -> None:
-    with pytest.raises(ValueError, match=r"--ranks-per-node 4 does not divide the world size 6; choose 1, 2, 3, 6"):
-        Topology(world_size=6, ranks_per_node=4, partition_ranks=1)
+    with pytest.raises(ValueError, match=r"--ranks-per-node 4 does not divide the 6 data ranks; choose 1, 2, 3 or 6"):
+        Topology(data_ranks=6, ranks_per_node=4, partition_ranks=1)
 
 
 def test_a_partition_that_does_not_divide_the_node_is_refused_with_value_and_remedy() -> None:
-    with pytest.raises(ValueError, match=r"partition of 4 ranks does not divide the 6 ranks of a node; choose 1, 2, 3, 6"):
-        Topology(world_size=12, ranks_per_node=6, partition_ranks=4)
+    with pytest.raises(ValueError, match=r"partition of 4 ranks does not divide the 6 ranks of a node; choose 1, 2, 3 or 6"):
+        Topology(data_ranks=12, ranks_per_node=6, partition_ranks=4)
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (2, 0, 1), (2, 2, -1)])

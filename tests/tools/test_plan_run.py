@@ -17,7 +17,7 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.training.memory_need import memory_need
-from megatron_zpp.training.sharding import sharding_of, topology_of
+from megatron_zpp.training.sharding import grid_of, sharding_of
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --make-vocab-size-divisible-by 8"
 RUN = [*MODEL.split(), "--quantization-block-size", "32", "--bf16", "--ranks-per-node", "2"]
@@ -40,7 +40,7 @@ def test_bytes_and_memory_are_those_of_the_run(tmp_path: Path) -> None:
         assert members[f"ZeRO-{stage}"]["inter_node_bytes"] == expected
     config = resolve(parse_flags([*RUN, "--zero-stage", "3"]), 6, 2)
     model = GPT(config.model, 104, 1, torch.bfloat16)
-    need = memory_need(config, model, sharding_of(config), topology_of(config, 6), is_on_gpu=False)
+    need = memory_need(config, model, sharding_of(config), grid_of(config, 6), is_on_gpu=False)
     assert members["ZeRO-3"]["memory_bytes"] == need.total
 
 

@@ -23,7 +23,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.dry_run import described_plan, planned_world_size
 from megatron_zpp.training.memory_need import in_gib, memory_need
-from megatron_zpp.training.sharding import sharding_of, topology_of
+from megatron_zpp.training.sharding import grid_of, sharding_of
 from pretrain_zeropp_gpt import main
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --make-vocab-size-divisible-by 8"
@@ -44,7 +44,7 @@ def test_bytes_of_the_plan_are_the_closed_form_and_memory_is_that_of_the_run(sta
     assert parts["bytes per iteration"].startswith(f"{expected / 1e9:.4g} GB into a node")
     flags = f"{MODEL} --quantization-block-size 32 --bf16 --zero-stage {stage}"
     config = resolve(parse_flags(flags.split()), 6, 2)
-    need = memory_need(config, GPT(config.model, 104, 1, torch.bfloat16), sharding_of(config), topology_of(config, 6), is_on_gpu=False)
+    need = memory_need(config, GPT(config.model, 104, 1, torch.bfloat16), sharding_of(config), grid_of(config, 6), is_on_gpu=False)
     assert parts["memory per rank"] == f"{in_gib(need.total)}: {need}"
 
 

@@ -46,7 +46,7 @@ def rows_of(rank: int, ranks: int, micro_batch_size: int, samples: int, passes: 
 
     def gather_world(row: Tensor) -> Tensor:
         gathered.append(row)
-        return row.view(1, -1)
+        return row.view(1, 1, -1)
 
     engine: Any = SimpleNamespace(device=torch.device("cpu"), gather_world=gather_world)
     sampler = WholePassSampler(samples, micro_batch_size, rank, ranks)
@@ -68,10 +68,17 @@ def test_every_sample_weighs_the_same_in_every_pass_however_uneven_the_last_batc
 
 
 def test_the_loss_is_the_mean_over_tokens_and_not_over_micro_batches() -> None:
-    engine: Any = SimpleNamespace(device=torch.device("cpu"), gather_world=lambda row: row.view(1, -1))
+    engine: Any = SimpleNamespace(device=torch.device("cpu"), gather_world=lambda row: row.view(1, 1, -1))
     sampler = WholePassSampler(3, 2, 0, 1)
     held_out = HeldOutSet("", MicroBatches(Squares(3), sampler, 0, RULES), sampler.microbatches)
     assert evaluate(TokensAsLosses(), engine, held_out) == pytest.approx((2 * 0 + 3 * 1 + 2 * 4) / 7)
+
+
+def test_ladders_that_evaluate_the_same_samples_count_them_once() -> None:
+    rows = iter([torch.tensor([[[6.0, 2.0], [600.0, 200.0]], [[8.0, 5.0], [800.0, 500.0]]], dtype=torch.float64)])
+    engine: Any = SimpleNamespace(device=torch.device("cpu"), gather_world=lambda row: next(rows))
+    held_out = HeldOutSet("", MicroBatches(Squares(3), WholePassSampler(3, 2, 0, 1), 0, RULES), 2)
+    assert evaluate(TokensAsLosses(), engine, held_out) == (6 + 8) / (2 + 5)
 
 
 @given(interval=st.integers(1, 20), start=st.integers(0, 50), iteration=st.integers(0, 100))

@@ -14,7 +14,7 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.parallel.topology import Topology
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.memory_need import AvailableMemory, MemoryNeed, check_fits, in_gib, memory_need, smallest_nodes
 from megatron_zpp.training.sharding import choose_policy
 from megatron_zpp.zero.plan.memory_plan import Sharding
@@ -29,19 +29,21 @@ SMALL = "--num-layers 4 --hidden-size 256 --seq-length 64 --num-attention-heads 
 class Run:
     """A configuration in a world, with its model on the meta device."""
 
-    def __init__(self, flags: str, nodes: int, ranks_per_node: int) -> None:
+    def __init__(self, flags: str, nodes: int, ranks_per_node: int, tensor_ranks: int = 1) -> None:
         self.config: Config = resolve(parse_flags(flags.split()), nodes * ranks_per_node, ranks_per_node)
         self.model = GPT(self.config.model, 50304, 1, torch.float16)
         partition_ranks = self.config.zero.zero_hpz_partition_size
-        self.topology = Topology(nodes * ranks_per_node, ranks_per_node, partition_ranks if partition_ranks > 1 else ranks_per_node)
+        if partition_ranks == 1:
+            partition_ranks = ranks_per_node // tensor_ranks
+        self.grid = Grid(nodes * ranks_per_node, ranks_per_node, partition_ranks, tensor_ranks)
         self.sharding = Sharding(choose_policy(self.config.zero), 256, 2, Prefetch())
 
     def need(self, *, is_on_gpu: bool = True) -> MemoryNeed:
-        return memory_need(self.config, self.model, self.sharding, self.topology, is_on_gpu=is_on_gpu)
+        return memory_need(self.config, self.model, self.sharding, self.grid, is_on_gpu=is_on_gpu)
 
     def check(self, available_bytes: int | None, *, host_bytes: int | None = None, is_on_gpu: bool = True) -> MemoryNeed:
         available = AvailableMemory(available_bytes, host_bytes)
-        return check_fits(self.config, self.model, self.sharding, self.topology, is_on_gpu=is_on_gpu, available=available)
+        return check_fits(self.config, self.model, self.sharding, self.grid, is_on_gpu=is_on_gpu, available=available)
 
     def refusal(self, available_bytes: int | None, *, host_bytes: int | None = None, is_on_gpu: bool = True) -> str:
         with pytest.raises(ValueError, match="needs") as error:
@@ -91,6 +93,11 @@ def test_the_smallest_world_fits_and_one_node_less_does_not(ranks_per_node: int)
     nodes = int(text.split("the smallest world that fits is ")[1].split()[0])
     totals = [Run(f"{TUTORIAL} --zero-stage 3", count, ranks_per_node).need().total for count in (nodes - 1, nodes)]
     assert totals[1] <= 40 * GIB < totals[0]
+
+
+def test_a_larger_world_has_more_data_ranks_and_no_more_tensor_ranks() -> None:
+    few, many = (Run(f"{SMALL} --zero-stage 3", nodes, 4, tensor_ranks=2) for nodes in (1, 3))
+    assert "the smallest world that fits is 3 nodes of 4 ranks" in few.refusal(many.need().total)
 
 
 def test_where_no_world_fits_the_levers_are_named() -> None:

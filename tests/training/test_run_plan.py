@@ -11,5 +11,5 @@ def test_the_flags_of_a_member_ask_for_the_partition_that_was_planned() -> None:
     for asked, partition_ranks in (("", 4), ("--zero-hpz-partition-size 2", 2)):
         given = parse_flags(f"{FLAGS} {asked}".split())
         plan = plan_run(given, zeropp, PlannedWorld(2, 4, is_on_gpu=False), 128)
-        assert plan.job.topology.partition_ranks == partition_ranks
+        assert plan.job.grid.partition_ranks == partition_ranks
         assert f"--zero-hpz-partition-size {partition_ranks}" in plan.flags

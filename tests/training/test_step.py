@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.data.loader import MicroBatch
-from megatron_zpp.training.step import gather_columns, microbatch_loss
+from megatron_zpp.training.step import gather_numbers, microbatch_loss
 
 
 class TokensAsLosses(nn.Module):
@@ -44,13 +44,14 @@ def test_a_micro_batch_in_which_no_token_counts_has_loss_and_gradient_0() -> Non
     assert loss.item() == 0.0 and model.factor.grad is not None and model.factor.grad.item() == 0.0
 
 
-def test_scalars_of_all_ranks_come_in_one_message_a_column_for_each() -> None:
+def test_scalars_of_all_ranks_come_in_one_message_as_numbers_of_fp64() -> None:
     messages: list[Tensor] = []
 
     def gather_world(row: Tensor) -> Tensor:
         messages.append(row)
-        return torch.stack([row, row + 1])
+        return torch.stack([row, row + 1, row + 2, row + 3]).view(2, 2, -1)
 
     engine: Any = SimpleNamespace(device=torch.device("cpu"), gather_world=gather_world)
-    assert gather_columns([torch.tensor(0.1, dtype=torch.float64), 4], engine) == [[0.1, 1.1], [4.0, 5.0]]
+    gathered = gather_numbers([torch.tensor(0.1, dtype=torch.float64), 4], engine)
+    assert gathered.tolist() == [[[0.1, 4.0], [1.1, 5.0]], [[2.1, 6.0], [3.1, 7.0]]]
     assert len(messages) == 1 and messages[0].dtype is torch.float64

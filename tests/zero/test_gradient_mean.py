@@ -23,6 +23,7 @@ from megatron_zpp.comm.code import EXACT
 from megatron_zpp.comm.codecs import Regions, make_codec
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder, LinkCodecs
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import ParamSpec
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.layout import FlatLayout
@@ -89,11 +90,11 @@ def _descended(case: Case, microbatches: Sequence[list[Tensor]], codecs: LinkCod
     runs = layout.runs
 
     def program(backend: VirtualBackend) -> tuple[int, Tensor]:
-        ladder = Ladder(backend, TurnLanes(), Ledger(backend.topology, backend.rank), CPU)
+        ladder = Ladder(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU)
         primary = torch.zeros(runs.numel)
         for index, gradients in enumerate(microbatches):
             full = Regions.of(gradients[backend.rank].clone(), runs)
-            drawn = (codecs or case.codecs(backend.topology)).drawn_for(backend.rank, index)
+            drawn = (codecs or case.codecs(backend.grid.ladder)).drawn_for(backend.rank, index)
             hops = ladder.descend("unit", drawn, full, Regions.of(primary, runs), accumulate=True)
             ladder.lanes.wait(hops[-1])
         return ladder.own_slice, primary
@@ -379,7 +380,7 @@ def _whole_descents(job: Job, by_microbatch: list[list[dict[str, Tensor]]]) -> l
 
 def _local_gradients(world: tuple[int, int], job: Job, rank: int, microbatch: int) -> dict[str, Tensor]:
     model = plain_model(job.shape)
-    tokens, labels = Rank.batch(_Place(job, Topology.of_nodes(*world), rank), 0, microbatch)  # type: ignore[arg-type]
+    tokens, labels = Rank.batch(_Place(job, Grid.of_nodes(*world), rank), 0, microbatch)  # type: ignore[arg-type]
     (model(tokens, labels) / job.microbatches).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
@@ -387,9 +388,9 @@ def _local_gradients(world: tuple[int, int], job: Job, rank: int, microbatch: in
 class _Place:
     """As much of a Rank as its batch depends on."""
 
-    def __init__(self, job: Job, topology: Topology, rank: int) -> None:
+    def __init__(self, job: Job, grid: Grid, rank: int) -> None:
         self.job = job
-        self.backend = dataclasses.make_dataclass("Backend", ["topology", "rank"])(topology, rank)
+        self.backend = dataclasses.make_dataclass("Backend", ["grid", "rank"])(grid, rank)
 
 
 def _alone() -> VirtualBackend:

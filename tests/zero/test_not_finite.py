@@ -54,8 +54,8 @@ def test_a_bad_value_in_any_region_block_or_padding_arrives_at_the_owner_of_its_
     dtype = DTYPES[(bits.inter + world_size) % 3]
 
     def program(backend: VirtualBackend) -> tuple[int, list[bool]]:
-        ladder = Ladder(backend, TurnLanes(), Ledger(backend.topology, backend.rank), CPU)
-        codecs = LinkCodecs.of(bits.codes().in_world(backend.topology), dtype, 32)
+        ladder = Ladder(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU)
+        codecs = LinkCodecs.of(bits.codes().in_world(backend.grid.ladder), dtype, 32)
         arrived = []
         for place, bad, on_rank in cases:
             flat = torch.randn(end, generator=torch.Generator().manual_seed(backend.rank)).to(dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_zpp.comm import codecs
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.code import Code
-from megatron_zpp.parallel.topology import Topology
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.policy import POLICIES, Policy, with_quantized_weights, with_secondary_weights
 from megatron_zpp.zero.schedule import Prefetch
 
@@ -34,7 +34,7 @@ UNEQUAL = ModelShape(inner=(9, 50, 1))
 Sight = tuple[str, str, Tensor]  # phase, unit, values
 
 
-def _sights(world: tuple[int, int] | Topology, job: Job) -> list[list[list[Sight]]]:
+def _sights(world: tuple[int, int] | Grid, job: Job) -> list[list[list[Sight]]]:
     """By rank and step, everything its modules read."""
 
     def program(backend: VirtualBackend) -> list[list[Sight]]:
@@ -102,14 +102,14 @@ def test_modules_read_the_main_weights_as_the_codecs_of_both_links_leave_them(bi
     _check_reads((3, 2), job)
 
 
-@pytest.mark.parametrize("world", [(1, 1), (1, 3), (3, 1), Topology(4, 4, 2), Topology(4, 4, 1)], ids=str)
+@pytest.mark.parametrize("world", [(1, 1), (1, 3), (3, 1), Grid(4, 4, 2), Grid(4, 4, 1)], ids=str)
 @pytest.mark.parametrize("bits", ["8 8", "4 between, 8 inside", "8 between, 16 inside"])
-def test_a_link_of_one_rank_leaves_the_weights_to_the_other_links_codec(bits: str, world: tuple[int, int] | Topology) -> None:
+def test_a_link_of_one_rank_leaves_the_weights_to_the_other_links_codec(bits: str, world: tuple[int, int] | Grid) -> None:
     _check_reads(world, Job(dataclasses.replace(POLICIES[3], weight_codes=MIXED[bits].codes()), torch.bfloat16, steps=2))
 
 
-def _check_reads(world: tuple[int, int] | Topology, job: Job) -> None:
-    whole = WholeWorld(world.world_size if isinstance(world, Topology) else world[0] * world[1])
+def _check_reads(world: tuple[int, int] | Grid, job: Job) -> None:
+    whole = WholeWorld(world.world_size if isinstance(world, Grid) else world[0] * world[1])
     looks: list[str] = []
 
     def program(backend: VirtualBackend) -> None:

@@ -17,7 +17,8 @@ from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.code import Code
 from megatron_zpp.comm.codecs import make_codec
 from megatron_zpp.comm.ledger import Category, Traffic
-from megatron_zpp.parallel.topology import Link, Topology
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.topology import Link
 from megatron_zpp.zero.loss_scaler import DynamicLossScaler
 from megatron_zpp.zero.policy import POLICIES, Policy, with_quantized_gradients, with_quantized_weights, with_secondary_weights
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.virtual
 
 QWZ, QGZ = with_quantized_weights(POLICIES[3]), with_quantized_gradients(POLICIES[3])
 ROWS = {"ZeRO-3": POLICIES[3], "qwZ": QWZ, "qgZ": QGZ, "qwZ+qgZ": with_quantized_gradients(QWZ)}
-SMALL_PARTITIONS = Topology(8, ranks_per_node=4, partition_ranks=2)
+SMALL_PARTITIONS = Grid(8, ranks_per_node=4, partition_ranks=2)
 
 
 def _soon_too_large() -> DynamicLossScaler:
@@ -46,7 +47,7 @@ class Step:
     loss_scale: float
 
 
-def _history(topology: Topology, job: Job) -> list[list[Step]]:
+def _history(grid: Grid, job: Job) -> list[list[Step]]:
     """By rank: steps with accumulation, evaluations before, within and after them, and steps that are skipped."""
 
     def program(backend: VirtualBackend) -> list[Step]:
@@ -55,7 +56,7 @@ def _history(topology: Topology, job: Job) -> list[list[Step]]:
         rank.engine.close()
         return steps
 
-    return run_world(topology, program)
+    return run_world(grid, program)
 
 
 def _busy_step(rank: Rank, step: int) -> Step:
@@ -86,7 +87,7 @@ LONG = Job(ROWS["ZeRO-3"], torch.float16, TINY, steps=14, microbatches=2, loss_s
 
 @pytest.mark.parametrize("row", ["ZeRO-3", "qwZ"])
 def test_many_steps_have_the_same_bits_with_the_secondary_rung_kept_or_not(row: str) -> None:
-    _check_same_bits(Topology.of_nodes(2, 2), dataclasses.replace(LONG, policy=ROWS[row]))
+    _check_same_bits(Grid.of_nodes(2, 2), dataclasses.replace(LONG, policy=ROWS[row]))
 
 
 JOBS = {
@@ -99,12 +100,12 @@ JOBS = {
 
 @pytest.mark.parametrize("name", list(JOBS))
 def test_shorter_runs_have_the_same_bits_with_the_secondary_rung_kept_or_not(name: str) -> None:
-    _check_same_bits(Topology.of_nodes(2, 2), JOBS[name])
+    _check_same_bits(Grid.of_nodes(2, 2), JOBS[name])
 
 
 @pytest.mark.parametrize("world, row", [((1, 2), "qwZ"), ((2, 1), "qwZ+qgZ"), ((3, 2), "qwZ+qgZ"), ((3, 2), "ZeRO-3")], ids=str)
 def test_runs_have_the_same_bits_with_the_secondary_rung_kept_or_not_in_other_worlds(world: tuple[int, int], row: str) -> None:
-    _check_same_bits(Topology.of_nodes(*world), Job(ROWS[row], torch.bfloat16, ModelShape((17,), is_tied=False), steps=7, microbatches=2))
+    _check_same_bits(Grid.of_nodes(*world), Job(ROWS[row], torch.bfloat16, ModelShape((17,), is_tied=False), steps=7, microbatches=2))
 
 
 @pytest.mark.parametrize("row", ["qwZ", "qwZ+qgZ"])
@@ -115,7 +116,7 @@ def test_runs_have_the_same_bits_with_the_secondary_rung_kept_or_not_in_partitio
 @pytest.mark.parametrize("row", list(ROWS))
 def test_a_partition_smaller_than_a_node_has_the_bits_of_nodes_of_its_size(row: str) -> None:
     job = Job(with_secondary_weights(ROWS[row]), torch.bfloat16, ModelShape((17,)), steps=4, microbatches=2)
-    small_nodes = Topology.of_nodes(4, 2)
+    small_nodes = Grid.of_nodes(4, 2)
     assert _history(SMALL_PARTITIONS, job) == _history(small_nodes, job)
     assert _history(small_nodes, job) == _history(small_nodes, dataclasses.replace(job, policy=ROWS[row]))
 
@@ -124,15 +125,15 @@ def test_a_partition_smaller_than_a_node_has_the_bits_of_nodes_of_its_size(row: 
 def test_a_partition_smaller_than_a_node_changes_the_gradients_bits_but_not_the_first_loss(row: str) -> None:
     job = Job(ROWS[row], torch.float32, ModelShape((17,)), steps=4)
     kept = train_world(SMALL_PARTITIONS, dataclasses.replace(job, policy=with_secondary_weights(job.policy)))
-    plain = train_world(Topology.of_nodes(2, 4), job)
+    plain = train_world(Grid.of_nodes(2, 4), job)
     assert [history[0][0] for history in kept] == [history[0][0] for history in plain]
     assert kept != plain
     assert mean_losses(kept) == pytest.approx(mean_losses(plain), rel=1e-6 if row == "ZeRO-3" else 1e-3)  # a weight may get another code
 
 
-def _check_same_bits(topology: Topology, job: Job) -> None:
-    without = _history(topology, job)
-    assert _history(topology, dataclasses.replace(job, policy=with_secondary_weights(job.policy))) == without
+def _check_same_bits(grid: Grid, job: Job) -> None:
+    without = _history(grid, job)
+    assert _history(grid, dataclasses.replace(job, policy=with_secondary_weights(job.policy))) == without
     skipped = [step.is_skipped for step in without[0]]
     assert 0 < sum(skipped) < job.steps / 2
 
@@ -159,13 +160,11 @@ WRITES: dict[str, Callable[[Rank, float], None]] = {"set": _set_weights, "load":
 
 
 @pytest.mark.parametrize("row", ["ZeRO-3", "qwZ"])
-@pytest.mark.parametrize(
-    "topology, write", [(Topology.of_nodes(2, 2), "set"), (Topology.of_nodes(2, 2), "load"), (SMALL_PARTITIONS, "set")], ids=str
-)
-def test_no_forward_or_backward_ever_reads_a_stale_replica(topology: Topology, row: str, write: str) -> None:
+@pytest.mark.parametrize("grid, write", [(Grid.of_nodes(2, 2), "set"), (Grid.of_nodes(2, 2), "load"), (SMALL_PARTITIONS, "set")], ids=str)
+def test_no_forward_or_backward_ever_reads_a_stale_replica(grid: Grid, row: str, write: str) -> None:
     """Whatever came before: a step, a skipped step, an evaluation, or weights that were set after any of these, before the first too."""
     job = Job(with_secondary_weights(ROWS[row]), torch.bfloat16, ModelShape((17,)), microbatches=2)
-    whole = WholeWorld(topology.world_size)
+    whole = WholeWorld(grid.world_size)
 
     def program(backend: VirtualBackend) -> int:
         rank = Rank(job, backend)
@@ -192,7 +191,7 @@ def test_no_forward_or_backward_ever_reads_a_stale_replica(topology: Topology, r
         rank.engine.close()
         return looks
 
-    assert all(looks >= 5 * 2 * 5 for looks in run_world(topology, program))
+    assert all(looks >= 5 * 2 * 5 for looks in run_world(grid, program))
 
 
 @pytest.mark.parametrize("row", ["ZeRO-3", "qwZ+qgZ"])
@@ -260,7 +259,9 @@ def test_the_buffers_of_secondary_rungs_are_used_again_in_the_next_step() -> Non
             rank.step(step)
             allocated.append(rank.engine.ladder.staging.allocated_bytes)
         codec = make_codec(Code(8), torch.bfloat16, rank.job.block_numel)
-        secondary_bytes = sum(backend.topology.link_ranks(Link.INTER) * codec.payload_bytes(unit.layout.runs) for unit in rank.engine.units)
+        secondary_bytes = sum(
+            backend.grid.ladder.link_ranks(Link.INTER) * codec.payload_bytes(unit.layout.runs) for unit in rank.engine.units
+        )
         rank.engine.close()
         return allocated, secondary_bytes
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from megatron_zpp.comm.backend import Backend, VirtualBackend
 from megatron_zpp.comm.code import Code
 from megatron_zpp.comm.codecs import BlockCodec, Codec, make_codec
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import Use
-from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
 from megatron_zpp.zero.loss_scaler import DynamicLossScaler
@@ -131,8 +131,8 @@ def test_shared_parameters_have_the_same_bits_in_all_stages(partition_ranks: int
         engine.close()
         return found
 
-    topology = Topology(4, ranks_per_node=2, partition_ranks=partition_ranks)
-    rows = [run_world(topology, lambda backend: program(backend, policy), takes_turns=False) for policy in POLICIES.values()]  # noqa: B023
+    grid = Grid(4, ranks_per_node=2, partition_ranks=partition_ranks)
+    rows = [run_world(grid, lambda backend: program(backend, policy), takes_turns=False) for policy in POLICIES.values()]  # noqa: B023
     assert rows[0] == rows[1] == rows[2] == rows[3]
 
 
@@ -262,7 +262,8 @@ ALL = ["embedding", "inner", "head"]
         (tied, ALL, {"uses": [Use("body", ("inner",), True)]}, ["the module 'body'"]),
         (tied, ALL, {"uses": [Use("inner", ("head",), True)]}, ["reads ['head']", "['embedding', 'inner']"]),
         (tied, ALL, {"uses": [Use("inner", ("inner",), True)]}, ["no use reads the units ['embedding']"]),
-        (tied, ALL, {"topology": Topology.of_nodes(1, 3)}, ["has 3 ranks", "the world has 2"]),
+        (tied, ALL, {"grid": Grid.of_nodes(1, 3)}, ["has 3 ranks", "the world has 2"]),
+        (tied, ALL, {"grid": Grid.of_nodes(1, 2, tensor_ranks=2)}, ["has 2 tensor ranks", "divides no layer", "give one with 1"]),
         (tied, [1, 2], {}, ["list of paths"]),
         (in_a_list, ALL, {}, ["unit 'inner' is a ModuleList, which is never called"]),
         (with_meta_buffer, ALL, {}, ["buffer counts is on the meta device"]),
@@ -286,11 +287,6 @@ def test_bad_input_of_one_rank_is_refused_on_every_rank(
     good, bad = run_world((1, 2), program, takes_turns=False)
     assert all(word in bad for word in words), bad
     assert good == f"{bad} (on rank 1)"
-
-
-def test_a_partition_that_does_not_divide_a_node_is_no_topology() -> None:
-    with pytest.raises(ValueError, match="a partition of 3 ranks does not divide the 4 ranks of a node; choose 1, 2, 4"):
-        Topology(8, ranks_per_node=4, partition_ranks=3)
 
 
 @pytest.mark.virtual
@@ -331,11 +327,11 @@ def test_nothing_keeps_the_parameters_that_the_module_had() -> None:
     engine.close()
 
 
-def test_ranks_whose_launcher_does_not_name_nodes_ask_for_a_topology(ranks: RankPool) -> None:
+def test_ranks_whose_launcher_does_not_name_nodes_ask_for_a_grid(ranks: RankPool) -> None:
     found = ranks.run(1, 2, error_without_local_world_size)
     assert found[0] == found[1]
     assert "LOCAL_WORLD_SIZE is not set for this world" in found[0]
-    assert "topology=Topology.of_nodes" in found[0]
+    assert "grid=Grid.of_nodes" in found[0]
 
 
 def test_a_process_alone_is_a_world_of_one_on_the_device_of_the_module() -> None:

@@ -15,7 +15,7 @@ from harness.worlds import run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.ledger import Category
-from megatron_zpp.parallel.topology import Topology
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.policy import (
     POLICIES,
     Policy,
@@ -123,12 +123,12 @@ def _closed_form(features: Features, units: list[Unit], ranks: Ranks, element_by
 # ---- the ledger
 
 
-def _check(features: Features, topology: Topology, dtype: torch.dtype, microbatches: int, is_tied: bool = True, steps: int = 1) -> None:
-    ranks = Ranks(topology.world_size, topology.ranks_per_node, topology.partition_ranks)
+def _check(features: Features, grid: Grid, dtype: torch.dtype, microbatches: int, is_tied: bool = True, steps: int = 1) -> None:
+    ranks = Ranks(grid.world_size, grid.ranks_per_node, grid.partition_ranks)
     expected = _closed_form(features, _units(is_tied), ranks, dtype.itemsize, microbatches)
     shape = ModelShape(INNER, HIDDEN, is_tied)
     job = Job(features.policy(), dtype, shape, steps=steps, microbatches=microbatches, block_numel=BLOCK)
-    assert bytes_by_step(topology, job) == [[expected] * steps] * topology.world_size
+    assert bytes_by_step(grid, job) == [[expected] * steps] * grid.world_size
 
 
 # Every combination in two of the promised worlds and with one micro-batch and with three.
@@ -138,7 +138,7 @@ def _check(features: Features, topology: Topology, dtype: torch.dtype, microbatc
     ids=str,
 )
 def test_each_combination_moves_the_bytes_of_the_closed_form(world: tuple[int, int], name: str, microbatches: int) -> None:
-    _check(COMBINATIONS[name], Topology.of_nodes(*world), torch.bfloat16, microbatches)
+    _check(COMBINATIONS[name], Grid.of_nodes(*world), torch.bfloat16, microbatches)
 
 
 @pytest.mark.parametrize("world", [world for world in WORLDS if world not in PROMISED], ids=str)
@@ -146,7 +146,7 @@ def test_the_bytes_of_other_worlds_are_those_of_the_closed_form_too(world: tuple
     turn = 3 * world[0] + 5 * world[1]
     name = list(COMBINATIONS)[turn % len(COMBINATIONS)]
     dtype = [torch.float32, torch.bfloat16][turn % 2]
-    _check(COMBINATIONS[name], Topology.of_nodes(*world), dtype, microbatches=1 + turn % 2, is_tied=turn % 4 < 2)
+    _check(COMBINATIONS[name], Grid.of_nodes(*world), dtype, microbatches=1 + turn % 2, is_tied=turn % 4 < 2)
 
 
 # All in a world with two links; with one, those whose links differ, and one of each kind.
@@ -159,17 +159,17 @@ def test_the_bytes_of_other_worlds_are_those_of_the_closed_form_too(world: tuple
     ids=str,
 )
 def test_lower_stages_and_other_bits_move_the_bytes_of_the_closed_form(world: tuple[int, int], name: str) -> None:
-    _check({**LOWER_STAGES, **OTHER_BITS}[name], Topology.of_nodes(*world), torch.bfloat16, microbatches=2)
+    _check({**LOWER_STAGES, **OTHER_BITS}[name], Grid.of_nodes(*world), torch.bfloat16, microbatches=2)
 
 
 @pytest.mark.parametrize("partition, name", [(1, "all"), *((2, name) for name in ("ZeRO-3", "hpZ", "qwZ+qgZ", "all"))])
 def test_partitions_smaller_than_a_node_move_the_bytes_of_the_closed_form(partition: int, name: str) -> None:
-    _check(COMBINATIONS[name], Topology(8, ranks_per_node=4, partition_ranks=partition), torch.bfloat16, microbatches=2)
+    _check(COMBINATIONS[name], Grid(8, ranks_per_node=4, partition_ranks=partition), torch.bfloat16, microbatches=2)
 
 
 @pytest.mark.parametrize("name", ["qwZ", "all"])
 def test_every_step_moves_the_same_bytes(name: str) -> None:
-    _check(COMBINATIONS[name], Topology.of_nodes(2, 2), torch.bfloat16, microbatches=2, steps=3)
+    _check(COMBINATIONS[name], Grid.of_nodes(2, 2), torch.bfloat16, microbatches=2, steps=3)
 
 
 # ---- the table of the design

@@ -65,8 +65,8 @@ class MemoryPlan:
 
 
 def plan_memory(unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: Sharding, topology: Topology) -> MemoryPlan:
-    """The memory that each rank needs in a world of this topology."""
-    layouts = {spec.name: FlatLayout(spec.params, topology.world_size, sharding.block_numel) for spec in unit_specs}
+    """The memory that each rank needs on a ladder of this topology."""
+    layouts = {spec.name: FlatLayout(spec.params, topology.data_ranks, sharding.block_numel) for spec in unit_specs}
     units = [_PlannedUnit(layout, sharding, topology) for layout in layouts.values()]
     same_size = Counter(units)
     return MemoryPlan(
@@ -89,7 +89,7 @@ class _PlannedUnit:
         self._sharding = sharding
         self._policy = sharding.policy
         self._topology = topology
-        self._world_size = topology.world_size
+        self._data_ranks = topology.data_ranks
         self._partitions = topology.partitions
         self._partition_ranks = topology.partition_ranks
         self._weight_codes = self._policy.weight_codes.in_world(topology)
@@ -130,12 +130,12 @@ class _PlannedUnit:
         to_secondary = (inter if partitions > 1 else 0) + (0 if self._policy.weights_in_step is Rung.SECONDARY else partitions * intra)
         if partitions > 1 and not codes.are_alike:
             to_secondary += partitions * inter
-        to_full = self._world_size * intra if self._partition_ranks > 1 else 0
+        to_full = self._data_ranks * intra if self._partition_ranks > 1 else 0
         prefetch = self._sharding.prefetch
         return min(count, 1 + prefetch.inter_uses) * to_secondary + min(count, 1 + prefetch.intra_uses) * to_full
 
     def _descent_bytes(self) -> int:
-        exchanged = 2 * self._world_size * self._payload_bytes(self._gradient_codes.intra) if self._partition_ranks > 1 else 0
+        exchanged = 2 * self._data_ranks * self._payload_bytes(self._gradient_codes.intra) if self._partition_ranks > 1 else 0
         exchanged += 2 * self._partitions * self._payload_bytes(self._gradient_codes.inter) if self._partitions > 1 else 0
         if self._policy.gradients is not Rung.FULL:
             return exchanged + self._sharding.element_bytes * self._full_numel()
@@ -144,14 +144,14 @@ class _PlannedUnit:
     def _climb_back_bytes(self) -> int:
         """Buffers for the climb of the fp32 mean, if the optimizer is kept on the full rung."""
         mean = self._sharding.mean_payload_bytes(self._runs)
-        gathered = self._world_size * mean if self._partition_ranks > 1 else 0
+        gathered = self._data_ranks * mean if self._partition_ranks > 1 else 0
         return gathered + self._partitions * mean + (mean if self._partitions > 1 else 0)
 
     def _payload_bytes(self, code: Code) -> int:
         return self._sharding.payload_bytes(code, self._runs)
 
     def _full_numel(self) -> int:
-        return self._world_size * self.slice_numel
+        return self._data_ranks * self.slice_numel
 
 
 def _gathered_bytes(uses: Sequence[Use], sharding: Sharding, numel_of: dict[str, int]) -> int:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from megatron_zpp.comm.code import Code
 from megatron_zpp.comm.ledger import Traffic, link_traffic
-from megatron_zpp.parallel.topology import Direction, Lane, Link, Topology
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.topology import Direction, Lane, Link
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.plan.memory_plan import Sharding
 
@@ -46,11 +47,12 @@ class PlannedHop:
 class UnitHops:
     """The hops of one unit; every rank has the same."""
 
-    def __init__(self, name: str, layout: FlatLayout, sharding: Sharding, topology: Topology) -> None:
+    def __init__(self, name: str, layout: FlatLayout, sharding: Sharding, grid: Grid) -> None:
         self._name = name
         self._layout = layout
         self._sharding = sharding
-        self._topology = topology
+        self._grid = grid
+        topology = grid.ladder
         self._partitions = topology.partitions
         self._partition_ranks = topology.partition_ranks
         self._weights = sharding.policy.weight_codes.in_world(topology)
@@ -85,7 +87,7 @@ class UnitHops:
     def _hop(
         self, link: Link, direction: Direction, bytes_per_member: int, before: CodecWork = CodecWork(), after: CodecWork = CodecWork()
     ) -> PlannedHop:
-        return PlannedHop(self._name, Lane(link, direction), link_traffic(self._topology, 0, link, bytes_per_member), before, after)
+        return PlannedHop(self._name, Lane(link, direction), link_traffic(self._grid, 0, link, bytes_per_member), before, after)
 
     def _payload(self, code: Code) -> int:
         return self._sharding.payload_bytes(code, self._layout.runs)

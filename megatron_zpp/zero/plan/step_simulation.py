@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import UnitSpec, Use
-from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.descents import Descents
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.plan.memory_plan import Sharding
@@ -103,14 +103,14 @@ class StepSimulation(Generic[Ticket]):
     """The steps of one rank, reported to `listener`."""
 
     def __init__(
-        self, unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: Sharding, topology: Topology, listener: Listener[Ticket]
+        self, unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: Sharding, grid: Grid, listener: Listener[Ticket]
     ) -> None:
         self._listener = listener
         self._weights: dict[str, _Weights[Ticket]] = {}
         gradients: dict[str, _Gradient[Ticket]] = {}
         for spec in unit_specs:
-            layout = FlatLayout(spec.params, topology.world_size, sharding.block_numel)
-            hops = UnitHops(spec.name, layout, sharding, topology)
+            layout = FlatLayout(spec.params, grid.data_ranks, sharding.block_numel)
+            hops = UnitHops(spec.name, layout, sharding, grid)
             self._weights[spec.name] = _Weights(hops, sharding.policy, listener)
             gradients[spec.name] = _Gradient(hops, sharding.policy, listener)
         self._schedule = training_schedule(uses, sharding.prefetch)

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_zpp.comm.moves import NEVER, Move, Times, first_move
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import UnitSpec, Use
-from megatron_zpp.parallel.topology import LANES, Lane, Link, Topology
+from megatron_zpp.parallel.topology import LADDER_LINKS, LANES, Lane, Link
 from megatron_zpp.zero.plan.memory_plan import Sharding
 from megatron_zpp.zero.plan.planned_hops import CodecWork, PlannedHop
 from megatron_zpp.zero.plan.step_simulation import StepSimulation
@@ -129,7 +130,7 @@ class Job:
     unit_specs: Sequence[UnitSpec]
     uses: Sequence[Use]
     sharding: Sharding
-    topology: Topology
+    grid: Grid
     microbatches: int
 
 
@@ -144,8 +145,8 @@ def step_time(job: Job, machine: Machine, computation: Computation) -> StepTime:
 
 
 def _simulated_time(job: Job, machine: Machine, computation: Computation, microbatches: int) -> StepTime:
-    clock = _CLOCKS[machine.overlap](machine, computation, job.topology)
-    simulation: StepSimulation[Any] = StepSimulation(job.unit_specs, job.uses, job.sharding, job.topology, clock)
+    clock = _CLOCKS[machine.overlap](machine, computation, job.grid)
+    simulation: StepSimulation[Any] = StepSimulation(job.unit_specs, job.uses, job.sharding, job.grid, clock)
     simulation.step(microbatches, submits_next_climbs=True)
     before = clock.reading()
     simulation.step(microbatches, submits_next_climbs=True)
@@ -162,13 +163,13 @@ class _Pending:
 class _Clock:
     """Time on one rank: computation has reached `now`, each link is busy until `link_free`, and `busy` sums the seconds of each part."""
 
-    def __init__(self, machine: Machine, computation: Computation, topology: Topology) -> None:
+    def __init__(self, machine: Machine, computation: Computation, grid: Grid) -> None:
         self.machine = machine
         self.computation = computation
-        self.topology = topology
+        self.grid = grid
         self.now = 0.0
         self.busy = dict.fromkeys(("computing", "inter_link", "intra_link", "codecs"), 0.0)
-        self.link_free = dict.fromkeys(Link, 0.0)
+        self.link_free = dict.fromkeys(LADDER_LINKS, 0.0)
 
     def reading(self) -> StepTime:
         return StepTime(self.now, **self.busy)
@@ -190,7 +191,7 @@ class _Clock:
         if traffic.inter_bytes == 0 and traffic.intra_bytes == 0:
             return ready
         efficiency = machine.inter_exchange_efficiency if hop.before.encoded and link is Link.INTER else 1.0
-        between = self.topology.into_node(traffic.inter_bytes) / (machine.inter.bytes_per_second * efficiency)
+        between = self.grid.into_node(traffic.inter_bytes) / (machine.inter.bytes_per_second * efficiency)
         within = traffic.intra_bytes / machine.intra.bytes_per_second
         speed = machine.inter if link is Link.INTER else machine.intra
         seconds = max(between, within) + speed.seconds_per_collective
@@ -203,8 +204,8 @@ class _Clock:
 class _StreamClock(_Clock):
     """Lanes on streams: a hop's time is known when it is submitted."""
 
-    def __init__(self, machine: Machine, computation: Computation, topology: Topology) -> None:
-        super().__init__(machine, computation, topology)
+    def __init__(self, machine: Machine, computation: Computation, grid: Grid) -> None:
+        super().__init__(machine, computation, grid)
         self._lane_free = dict.fromkeys(LANES, 0.0)
 
     def submit(self, hop: PlannedHop, after: _Pending | None) -> _Pending:
@@ -235,8 +236,8 @@ class _ThreadHop(Times):
 class _ThreadClock(_Clock):
     """Lanes whose hops one thread carries out in the order of comm/moves.py, as comm/lanes.py does."""
 
-    def __init__(self, machine: Machine, computation: Computation, topology: Topology) -> None:
-        super().__init__(machine, computation, topology)
+    def __init__(self, machine: Machine, computation: Computation, grid: Grid) -> None:
+        super().__init__(machine, computation, grid)
         self._queues: dict[Lane, deque[_ThreadHop]] = {lane: deque() for lane in LANES}
         self._thread_free = 0.0
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_zpp.comm.ledger import Traffic
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import UnitSpec, Use
-from megatron_zpp.parallel.topology import Direction, Link, Topology
+from megatron_zpp.parallel.topology import Direction, Link
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.plan.memory_plan import Sharding
 from megatron_zpp.zero.plan.planned_hops import PlannedHop, UnitHops
@@ -46,26 +47,26 @@ class PlannedTraffic:
 
 
 def planned_traffic(
-    unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: Sharding, topology: Topology, microbatches: int
+    unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: Sharding, grid: Grid, microbatches: int
 ) -> PlannedTraffic:
     """The traffic of a step of `microbatches`, which is the same on every rank. In stage 0 the climb of the mean counts as gradients."""
     traffic = PlannedTraffic()
-    StepSimulation(unit_specs, uses, sharding, topology, traffic).step(microbatches)
+    StepSimulation(unit_specs, uses, sharding, grid, traffic).step(microbatches)
     if sharding.policy.optimizer is Rung.FULL:
         traffic.weights, traffic.gradients = Traffic(), traffic.total
     return traffic
 
 
-def smallest_inter_hop_bytes(unit_specs: Sequence[UnitSpec], sharding: Sharding, topology: Topology, least_share: float) -> int:
+def smallest_inter_hop_bytes(unit_specs: Sequence[UnitSpec], sharding: Sharding, grid: Grid, least_share: float) -> int:
     """Bytes that the smallest hop over the inter link brings into one node.
 
     least_share: units with a smaller share of all parameters are left out.
     """
-    layouts = {spec.name: FlatLayout(spec.params, topology.world_size, sharding.block_numel) for spec in unit_specs}
+    layouts = {spec.name: FlatLayout(spec.params, grid.data_ranks, sharding.block_numel) for spec in unit_specs}
     whole = sum(layout.numel for layout in layouts.values())
     hops = []
     for name, layout in layouts.items():
         if layout.numel >= least_share * whole:
-            of_unit = UnitHops(name, layout, sharding, topology)
+            of_unit = UnitHops(name, layout, sharding, grid)
             hops += [hop for hop in (*of_unit.climb(), *of_unit.descend()) if hop.lane.link is Link.INTER]
-    return topology.into_node(min(hop.traffic.inter_bytes for hop in hops))
+    return grid.into_node(min(hop.traffic.inter_bytes for hop in hops))

@@ -77,7 +77,7 @@ def train(job: Job, backend: VirtualBackend, steps: int = 2) -> Held:
         states = rank.engine.model_state_bytes()
         rank.engine.step(0.1)
     rank.engine.close()
-    plan = plan_memory(rank.model.unit_specs(), rank.model.uses(), sharding_of(job), backend.topology)
+    plan = plan_memory(rank.model.unit_specs(), rank.model.uses(), sharding_of(job), backend.grid.ladder)
     return Held(plan, states, gathered, rank.engine.ladder.staging.allocated_bytes)
 
 

@@ -17,8 +17,9 @@ from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.shapes import ModelShape as GptShape
-from megatron_zpp.parallel.topology import Lane, Topology
-from megatron_zpp.training.sharding import sharding_of, topology_of
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.topology import Lane
+from megatron_zpp.training.sharding import grid_of, sharding_of
 from megatron_zpp.zero.plan.memory_plan import Sharding
 from megatron_zpp.zero.plan.planned_hops import PlannedHop
 from megatron_zpp.zero.plan.step_simulation import StepSimulation
@@ -43,8 +44,8 @@ def planned_node_bytes(world: World, flags: str, microbatches: int) -> int:
     batch = f"--global-batch-size {microbatches * world.size}"
     config = resolve(parse_flags(f"{GPT_FLAGS} {batch} {flags}".split()), world.size, world.ranks_per_node)
     model = GptShape(config.model, closed_forms.VOCAB)
-    topology = topology_of(config, world.size)
-    traffic = planned_traffic(model.unit_specs(), model.uses(), sharding_of(config), topology, microbatches)
+    grid = grid_of(config, world.size)
+    traffic = planned_traffic(model.unit_specs(), model.uses(), sharding_of(config), grid, microbatches)
     return traffic.total.inter_bytes * world.ranks_per_node
 
 
@@ -68,8 +69,8 @@ def sharding(job: Job) -> Sharding:
 
 
 @pytest.mark.parametrize("row", list(EVERY_ROW))
-@pytest.mark.parametrize("topology", [Topology.of_nodes(2, 2), Topology.of_nodes(1, 3), Topology(8, 4, 2)], ids=str)
-def test_the_plan_is_what_the_engines_ledger_counts_over_both_links(topology: Topology, row: str) -> None:
+@pytest.mark.parametrize("grid", [Grid.of_nodes(2, 2), Grid.of_nodes(1, 3), Grid(8, 4, 2), Grid(4, 2, 1, tensor_ranks=2)], ids=str)
+def test_the_plan_is_what_the_engines_ledger_counts_over_both_links(grid: Grid, row: str) -> None:
     job = Job(EVERY_ROW[row], torch.bfloat16, steps=1, microbatches=2)
     model = SmallModel(job.shape, job.dtype)
 
@@ -78,8 +79,8 @@ def test_the_plan_is_what_the_engines_ledger_counts_over_both_links(topology: To
         rank.train()
         return rank.ledger.total(Category.WEIGHTS), rank.ledger.total(Category.GRADIENTS)
 
-    plan = planned_traffic(model.unit_specs(), model.uses(), sharding(job), topology, job.microbatches)
-    assert run_world(topology, counted) == [(plan.weights, plan.gradients)] * topology.world_size
+    plan = planned_traffic(model.unit_specs(), model.uses(), sharding(job), grid, job.microbatches)
+    assert run_world(grid, counted) == [(plan.weights, plan.gradients)] * grid.world_size
 
 
 @dataclass
@@ -111,7 +112,7 @@ SHAPES = [ModelShape(), ModelShape(is_tied=False), ModelShape((5, 9, 17), is_rec
 def test_a_walk_submits_what_the_engine_submits_in_its_order(row: str, shape: ModelShape, microbatches: int) -> None:
     policy: Policy = EVERY_ROW[row]
     job = Job(policy, shape=shape, steps=2, microbatches=microbatches, prefetch=Prefetch(2, 1))
-    topology = Topology.of_nodes(2, 2)
+    grid = Grid.of_nodes(2, 2)
 
     def submitted(backend: VirtualBackend) -> list[tuple[str, Lane]]:
         rank = Rank(job, backend)
@@ -120,15 +121,15 @@ def test_a_walk_submits_what_the_engine_submits_in_its_order(row: str, shape: Mo
 
     recorder = Recorder()
     model = SmallModel(job.shape, job.dtype)
-    simulation = StepSimulation(model.unit_specs(), model.uses(), sharding(job), topology, recorder)
+    simulation = StepSimulation(model.unit_specs(), model.uses(), sharding(job), grid, recorder)
     for _ in range(job.steps):
         simulation.step(microbatches, submits_next_climbs=True)
-    assert run_world(topology, submitted) == [recorder.submissions] * topology.world_size
+    assert run_world(grid, submitted) == [recorder.submissions] * grid.world_size
 
 
 def test_the_smallest_hop_is_the_integer_gradient_of_the_smallest_unit_that_matters() -> None:
     config = resolve(parse_flags(f"{GPT_FLAGS} --zero-stage 3 --zero-quantized-gradients".split()), 4, 2)
-    model, topology = GptShape(config.model, closed_forms.VOCAB), Topology.of_nodes(2, 2)
+    model, grid = GptShape(config.model, closed_forms.VOCAB), Grid.of_nodes(2, 2)
     embedding = closed_forms.units(is_tied=True)[0]
     payload = closed_forms.payload_bytes(embedding, 4, 4, 2)
-    assert smallest_inter_hop_bytes(model.unit_specs(), sharding_of(config), topology, least_share=0.05) == 2 * payload
+    assert smallest_inter_hop_bytes(model.unit_specs(), sharding_of(config), grid, least_share=0.05) == 2 * payload

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.shapes import ModelShape
-from megatron_zpp.parallel.topology import Topology
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.sharding import sharding_of
 from megatron_zpp.zero.plan.time_model import CodecSpeed, Computation, Job, LinkSpeed, Machine, Overlap, step_time
 from megatron_zpp.zero.plan.traffic import planned_traffic
@@ -22,13 +22,13 @@ USES = 6
 ALL = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients"
 COMPUTATION = Computation(tuple(0.01 * (index + 1) for index in range(USES)), tuple(0.02 * (index + 1) for index in range(USES)))
 NOTHING = Computation((0.0,) * USES, (0.0,) * USES)
-TOPOLOGY = Topology.of_nodes(3, 2)
+GRID = Grid.of_nodes(3, 2)
 
 
 def job(flags: str = "", microbatches: int = 1) -> Job:
-    config = resolve(parse_flags(f"{FLAGS} {flags}".split()), TOPOLOGY.world_size, TOPOLOGY.ranks_per_node)
+    config = resolve(parse_flags(f"{FLAGS} {flags}".split()), GRID.world_size, GRID.ranks_per_node)
     model = ModelShape(config.model, 384)
-    return Job(model.unit_specs(), model.uses(), sharding_of(config), TOPOLOGY, microbatches)
+    return Job(model.unit_specs(), model.uses(), sharding_of(config), GRID, microbatches)
 
 
 def machine(inter: LinkSpeed = INFINITE, overlap: Overlap = Overlap.STREAMS, intra: LinkSpeed = INFINITE) -> Machine:
@@ -47,7 +47,7 @@ def test_over_free_links_a_step_takes_its_computation(overlap: Overlap, microbat
 @pytest.mark.parametrize("flags", ["", ALL])
 def test_without_overlap_times_add(flags: str) -> None:
     some = job(flags, microbatches=2)
-    traffic = planned_traffic(some.unit_specs, some.uses, some.sharding, TOPOLOGY, 2)
+    traffic = planned_traffic(some.unit_specs, some.uses, some.sharding, GRID, 2)
     time = step_time(some, machine(LinkSpeed(1e6, 1e-3), Overlap.NONE, LinkSpeed(1e7, 1e-3)), COMPUTATION)
     between, within = traffic.total.inter_bytes * 2 / 1e6, traffic.total.intra_bytes / 1e7
     assert time.inter_link == pytest.approx(between)
@@ -88,7 +88,7 @@ def test_every_further_microbatch_costs_the_same(overlap: Overlap) -> None:
 
 def test_where_links_are_all_that_takes_time_the_speedup_is_that_of_the_bytes() -> None:
     plain, all_of_it = job(), job(ALL)
-    bytes_of = [planned_traffic(some.unit_specs, some.uses, some.sharding, TOPOLOGY, 1).total.inter_bytes for some in (plain, all_of_it)]
+    bytes_of = [planned_traffic(some.unit_specs, some.uses, some.sharding, GRID, 1).total.inter_bytes for some in (plain, all_of_it)]
     times = [step_time(some, machine(LinkSpeed(1e6)), NOTHING).seconds for some in (plain, all_of_it)]
     assert times[0] / times[1] == pytest.approx(bytes_of[0] / bytes_of[1])
 

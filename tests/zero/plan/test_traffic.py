@@ -7,7 +7,7 @@ import torch
 from harness.closed_forms import Unit, payload_bytes, small_units
 from harness.small_engine import SECONDARY_ROW, VOCAB, Job, ModelShape, bytes_by_step
 
-from megatron_zpp.parallel.topology import Topology
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.policy import POLICIES
 
 pytestmark = pytest.mark.virtual
@@ -89,7 +89,7 @@ def test_climbs_that_serve_a_whole_step_are_booked_to_it_also_where_an_evaluatio
 
 
 def test_partitions_smaller_than_a_node_cross_the_inter_lane_within_a_node_without_entering_it() -> None:
-    topology = Topology(world_size=8, ranks_per_node=4, partition_ranks=2)
+    grid = Grid(world_size=8, ranks_per_node=4, partition_ranks=2)
     job = Job(POLICIES[3], shape=ModelShape(INNER, HIDDEN), steps=1, block_numel=BLOCK)
     entering = within = 0
     for unit in _units(True):
@@ -97,7 +97,7 @@ def test_partitions_smaller_than_a_node_cross_the_inter_lane_within_a_node_witho
         crossings = unit.climbs + 1
         entering += crossings * payload * 2 * 4  # two members of the other node, for each of four ranks
         within += crossings * payload * (1 + 4)  # one member of the own node, and the whole other secondary rung
-    assert bytes_by_step(topology, job) == [[(entering, within)]] * 8
+    assert bytes_by_step(grid, job) == [[(entering, within)]] * 8
 
 
 def test_the_closed_form_is_the_rounded_table_of_the_family_for_a_model_without_padding() -> None:

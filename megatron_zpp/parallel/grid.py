@@ -1,0 +1,109 @@
+"""Arranges the ranks of a world as ladders of data ranks that stand beside each other (pure arithmetic, no torch).
+
+W = D x T ranks are T ladders of D data ranks each. Rank r has data rank r // T, its place in its ladder, and tensor rank r % T, the number
+of its ladder. The T ranks of equal data rank get the same data; the tensor link joins them, and they share a node. Drawn for 2 nodes of 4
+ranks and T = 2, where each ladder has nodes of 2 ranks:
+
+                            ladder t = 0    ladder t = 1
+    node 0    data rank 0      rank 0          rank 1        <- tensor link: the ranks of one row
+              data rank 1      rank 2          rank 3
+    node 1    data rank 2      rank 4          rank 5
+              data rank 3      rank 6          rank 7
+
+With T = 1 there is one ladder, and every rank is its own data rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_zpp.config.flag import any_of, divisors
+from megatron_zpp.parallel.topology import Link, Topology
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The world of all ranks: `tensor_ranks` ladders beside each other.
+
+    ranks_per_node: ranks of one node, of all ladders. partition_ranks: of a partition of one ladder (parallel/topology.py).
+    Raises ValueError if a number is not positive or does not divide.
+    """
+
+    world_size: int
+    ranks_per_node: int
+    partition_ranks: int
+    tensor_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.world_size, self.ranks_per_node, self.partition_ranks, self.tensor_ranks) < 1:
+            raise ValueError(f"{self}: all sizes must be positive")
+        if self.world_size % self.ranks_per_node:
+            raise ValueError(
+                f"--ranks-per-node {self.ranks_per_node} does not divide the world size {self.world_size}; "
+                f"choose {any_of(divisors(self.world_size))}"
+            )
+        if self.ranks_per_node % self.tensor_ranks:
+            raise ValueError(
+                f"--tensor-model-parallel-size {self.tensor_ranks} does not divide the {self.ranks_per_node} ranks of a node "
+                "(--ranks-per-node), and ranks that share a layer must share a node; "
+                f"choose {any_of(divisors(self.ranks_per_node))}"
+            )
+        ranks_of_ladder = self.ranks_per_node // self.tensor_ranks
+        if ranks_of_ladder % self.partition_ranks:
+            beside = "" if self.tensor_ranks == 1 else f" that are in one ladder (--tensor-model-parallel-size {self.tensor_ranks})"
+            raise ValueError(
+                f"--zero-hpz-partition-size {self.partition_ranks} does not divide the {ranks_of_ladder} ranks of a node{beside}; "
+                f"choose {any_of(divisors(ranks_of_ladder))}"
+            )
+
+    @classmethod
+    def of_nodes(cls, nodes: int, ranks_per_node: int, tensor_ranks: int = 1) -> Grid:
+        """A world of `nodes` nodes, each of which has one partition of every ladder."""
+        return cls(nodes * ranks_per_node, ranks_per_node, max(1, ranks_per_node // tensor_ranks), tensor_ranks)
+
+    @cached_property
+    def ladder(self) -> Topology:
+        """The data ranks of one ladder; all ladders are alike."""
+        return Topology(self.data_ranks, self.ranks_per_node // self.tensor_ranks, self.partition_ranks)
+
+    @property
+    def data_ranks(self) -> int:
+        """D, the number of data ranks: ranks of one ladder."""
+        return self.world_size // self.tensor_ranks
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return self.world_size // self.ranks_per_node
+
+    def data_rank_of(self, rank: int) -> int:
+        """The place of `rank` in its ladder, from 0 to D - 1."""
+        return rank // self.tensor_ranks
+
+    def tensor_rank_of(self, rank: int) -> int:
+        """The ladder of `rank`, from 0 to T - 1."""
+        return rank % self.tensor_ranks
+
+    def rank_of(self, data_rank: int, tensor_rank: int) -> int:
+        """The rank at one place of one ladder."""
+        return data_rank * self.tensor_ranks + tensor_rank
+
+    def members(self, link: Link, rank: int) -> tuple[int, ...]:
+        """The ranks that share `link` with `rank`: in its ladder in the order of their slices, over the tensor link in that of ladders."""
+        data_rank, tensor_rank = self.data_rank_of(rank), self.tensor_rank_of(rank)
+        if link is Link.TENSOR:
+            return tuple(self.rank_of(data_rank, ladder) for ladder in range(self.tensor_ranks))
+        return tuple(self.rank_of(member, tensor_rank) for member in self.ladder.members(link, data_rank))
+
+    def groups(self, link: Link) -> tuple[tuple[int, ...], ...]:
+        """All groups of ranks that share `link`, in the order of their first ranks."""
+        return tuple(sorted({self.members(link, rank) for rank in range(self.world_size)}))
+
+    def into_node(self, bytes_into_rank: int) -> int:
+        """Bytes that enter one node, given the bytes that enter each of its ranks; payloads are equal on every rank."""
+        return bytes_into_rank * self.ranks_per_node
+
+    def share_node(self, rank: int, other: int) -> bool:
+        """Whether two ranks are on the same node."""
+        return rank // self.ranks_per_node == other // self.ranks_per_node
