@@ -134,7 +134,7 @@ KEYS: frozenset[str] = frozenset([*FIELDS, *BATCH_KEYS, *WITHOUT_MEANING, *REFUS
 SECTIONS: frozenset[str] = frozenset(key.split(".")[0] for key in KEYS if "." in key)
 
 
-def with_deepspeed_json(config: Config, world_size: int) -> Config:
+def with_deepspeed_json(config: Config, data_ranks: int) -> Config:
     """The configuration with the values of the file of --deepspeed_config, as if the user had given these flags.
 
     Raises FlagError for a file that cannot be read, a key that is unknown or not available, and a value that contradicts a flag.
@@ -143,7 +143,7 @@ def with_deepspeed_json(config: Config, world_size: int) -> Config:
     if file is None:
         return config
     entries = Entries(file, dict(_flattened(file, read_object(file))))
-    settings = [*_translated(entries), *_batch(entries, config, world_size)]
+    settings = [*_translated(entries), *_batch(entries, config, data_ranks)]
     for setting in settings:
         check_agreement(config, setting)
     values = {setting.field: setting.value for setting in settings if setting.value is not None}
@@ -251,8 +251,8 @@ def _value(entries: Entries, key: str, kind: type, allowed: Any) -> Any:
     return number
 
 
-def _batch(entries: Entries, config: Config, world_size: int) -> list[Setting]:
-    """Settings by train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks.
+def _batch(entries: Entries, config: Config, data_ranks: int) -> list[Setting]:
+    """Settings by train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks.
 
     A key that is missing is computed from the others, or is 1 if they do not determine it.
     """
@@ -268,24 +268,24 @@ def _batch(entries: Entries, config: Config, world_size: int) -> list[Setting]:
     source = " with ".join(sources.values())
     micro, steps, total = (given.get(key) for key in (MICRO_KEY, ACCUMULATION_KEY, GLOBAL_KEY))
     if micro is None:
-        micro = 1 if total is None else _share(total, steps or 1, world_size, source)
+        micro = 1 if total is None else _share(total, steps or 1, data_ranks, source)
     if total is None:
-        total = micro * (steps or 1) * world_size
-    if steps is not None and micro * steps * world_size != total:
+        total = micro * (steps or 1) * data_ranks
+    if steps is not None and micro * steps * data_ranks != total:
         raise FlagError(
-            f"{source}: micro-batch {micro} x {steps} accumulation steps x {world_size} ranks is {micro * steps * world_size} "
+            f"{source}: micro-batch {micro} x {steps} accumulation steps x {data_ranks} ranks is {micro * steps * data_ranks} "
             f"and not the batch of {total}; correct one of them."
         )
     return [Setting("micro_batch_size", micro, source), Setting("global_batch_size", total, source)]
 
 
-def _share(total: int, steps: int, world_size: int, source: str) -> int:
-    if total % (steps * world_size):
+def _share(total: int, steps: int, data_ranks: int, source: str) -> int:
+    if total % (steps * data_ranks):
         raise FlagError(
-            f"{source}: a batch of {total} does not divide into {steps} accumulation steps on {world_size} ranks; "
-            f"choose a multiple of {steps * world_size}."
+            f"{source}: a batch of {total} does not divide into {steps} accumulation steps on {data_ranks} ranks; "
+            f"choose a multiple of {steps * data_ranks}."
         )
-    return total // (steps * world_size)
+    return total // (steps * data_ranks)
 
 
 def _notices(entries: Entries, values: Mapping[str, Any]) -> Iterator[str]:

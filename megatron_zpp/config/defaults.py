@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from megatron_zpp.config.batch_schedule import BatchSchedule, length_in_samples
 from megatron_zpp.config.flag import FlagError, in_words
+from megatron_zpp.config.ranks import RankCounts
 from megatron_zpp.config.schema import TOKENIZER_FILES, Config, ModelConfig
 
 T = TypeVar("T")
@@ -105,20 +106,20 @@ def _assuming(config: Config, headline: str, values: dict[str, Any]) -> Config:
     return replace(config.with_values(**assumed), assumptions=(headline, *lines))
 
 
-def derive(config: Config, batches: BatchSchedule, world_size: int, local_world_size: int | None) -> Config:
+def derive(config: Config, batches: BatchSchedule, ranks: RankCounts) -> Config:
     """The configuration in which no value is None that follows from other flags or from the world.
 
-    batches: of the run in this world. local_world_size: ranks that the launcher started on this node, None if it does not say.
+    batches, ranks: of the run in this world.
     """
     config = config.with_values(**_model_values(config), **_batch_values(config, batches), **_values_of_tokens(config))
     config = config.with_values(**_length_values(config, batches))
     return config.with_values(
         **_decay_values(config),
         **_weight_decay_values(config, batches),
-        ranks_per_node=_ranks_per_node(config, world_size, local_world_size),
+        ranks_per_node=ranks.ranks_per_node,
         device=_or(config.plan.device, "cpu" if config.distributed.distributed_backend == "gloo" else "gpu"),
         profile_dir=_or(config.profiling.profile_dir, config.logging.tensorboard_dir),
-        zero_hpz_partition_size=1 if world_size == 1 else config.zero.zero_hpz_partition_size,
+        zero_hpz_partition_size=1 if ranks.data == 1 else config.zero.zero_hpz_partition_size,
     )
 
 
@@ -216,13 +217,3 @@ def _weight_decay_values(config: Config, batches: BatchSchedule) -> dict[str, An
         "end_weight_decay": _or(optimizer.end_weight_decay, optimizer.weight_decay),
         "weight_decay_incr_samples": _or(optimizer.weight_decay_incr_samples, length),
     }
-
-
-def _ranks_per_node(config: Config, world_size: int, local_world_size: int | None) -> int:
-    ranks_per_node = _or(config.distributed.ranks_per_node, local_world_size)
-    if ranks_per_node is None and world_size > 1:
-        raise FlagError(
-            f"--ranks-per-node is not given and the launcher of these {world_size} ranks does not say it in LOCAL_WORLD_SIZE, "
-            "LOCAL_SIZE or SLURM_NTASKS_PER_NODE; give --ranks-per-node."
-        )
-    return _or(ranks_per_node, 1)

@@ -8,19 +8,21 @@ from megatron_zpp.config.deepspeed import naming_sources, with_deepspeed_json
 from megatron_zpp.config.defaults import assume, derive
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.options import check_needs, check_values, declared_without_effect
+from megatron_zpp.config.ranks import RankCounts, count_ranks
 from megatron_zpp.config.schema import Config
 
 
 def resolve(config: Config, world_size: int, local_world_size: int | None) -> Config:
-    """The configuration of this run in a world of `world_size` data-parallel ranks, filled in and checked.
+    """The configuration of this run in a world of `world_size` ranks, filled in and checked.
 
     Called once, alike on every rank. local_world_size: ranks that the launcher started on this node, None if it does not say.
     Reads the file of --deepspeed_config first. Raises FlagError for the first rule that is broken.
     """
-    config = with_deepspeed_json(config, world_size)
+    ranks = count_ranks(config, world_size, local_world_size)
+    config = with_deepspeed_json(config, ranks.data)
     try:
         check_given(config)
-        return _filled_in(config, world_size, local_world_size)
+        return _filled_in(config, ranks)
     except FlagError as error:
         raise FlagError(naming_sources(str(error), config.sources)) from None
 
@@ -35,17 +37,17 @@ def check_given(config: Config) -> None:
     check_needs(config)  # last, because a flag that does not fit the others should not be told what it needs
 
 
-def _filled_in(given: Config, world_size: int, local_world_size: int | None) -> Config:
+def _filled_in(given: Config, ranks: RankCounts) -> Config:
     config = assume(given)
-    batches = running_schedule(config, world_size)
-    config = derive(config, batches, world_size, local_world_size)
-    rules_run.check_resolved(config, world_size)
+    batches = running_schedule(config, ranks.data)
+    config = derive(config, batches, ranks)
+    rules_run.check_resolved(config, ranks.world)
     rules_model.check_resolved(config)
-    rules_schedule.check_resolved(config, batches, world_size)
-    rules_zero.check_resolved(config, world_size)
+    rules_schedule.check_resolved(config, batches, ranks.data)
+    rules_zero.check_resolved(config, ranks)
     return config.with_notices(
         *rules_model.surprising_defaults(config),
         *declared_without_effect(config),
         *rules_schedule.surprising_schedules(config, batches),
-        *rules_zero.missing_links(config, world_size, given.zero.zero_hpz_partition_size),
+        *rules_zero.missing_links(config, ranks, given.zero.zero_hpz_partition_size),
     )

@@ -23,14 +23,14 @@ def check_given(config: Config) -> None:
     check_evaluation(config)
 
 
-def check_resolved(config: Config, batches: BatchSchedule, world_size: int) -> None:
-    """Raises FlagError for the first rule that the filled-in values break. batches: of the run in a world of `world_size` ranks."""
+def check_resolved(config: Config, batches: BatchSchedule, data_ranks: int) -> None:
+    """Raises FlagError for the first rule that the filled-in values break. batches: of the run on `data_ranks` data ranks."""
     check_total_samples(config, batches)
     check_learning_rates(config)
     check_warmup_ends_before_decay(config, batches)
     check_validation_sets(config)
     check_batches_of_new_run(config, batches)
-    check_evaluation_batch(config, world_size)
+    check_evaluation_batch(config, data_ranks)
 
 
 def check_one_length(config: Config) -> None:
@@ -196,9 +196,9 @@ def check_batches_of_new_run(config: Config, batches: BatchSchedule) -> None:
 
 
 def check_batches(config: Config, batches: BatchSchedule, consumed_samples: int) -> None:
-    """Raises FlagError if a batch after `consumed_samples` is not a multiple of one micro-batch on every rank."""
+    """Raises FlagError if a batch after `consumed_samples` is not a multiple of one micro-batch on every data rank."""
     training = config.training
-    world_size = batches.grain // training.micro_batch_size
+    data_ranks = batches.grain // training.micro_batch_size
     size = batches.misfit(consumed_samples)
     if size is None or training.skip_train:
         return
@@ -210,25 +210,25 @@ def check_batches(config: Config, batches: BatchSchedule, consumed_samples: int)
         wish = f"--rampup-batch-size {' '.join(training.rampup_batch_size)} has batches of {size} samples,"
     round_down = "give --decrease-batch-size-if-needed to round down, or " if below > 0 else ""
     raise FlagError(
-        f"{wish} not a multiple of {batches.grain} (--micro-batch-size {training.micro_batch_size} x {world_size} ranks); "
+        f"{wish} not a multiple of {batches.grain} (--micro-batch-size {training.micro_batch_size} x {data_ranks} ranks); "
         f"{round_down}choose {any_of([choice for choice in (below, below + batches.grain) if choice > 0])}."
     )
 
 
-def check_evaluation_batch(config: Config, world_size: int) -> None:
-    """Raises FlagError if the batch of evaluations is not a multiple of one micro-batch on every rank.
+def check_evaluation_batch(config: Config, data_ranks: int) -> None:
+    """Raises FlagError if the batch of evaluations is not a multiple of one micro-batch on every data rank.
 
     Without --skip-train, only sizes that were given for evaluations are checked.
     """
     training = config.training
     is_own = training.skip_train or not config.given.isdisjoint({"eval_micro_batch_size", "eval_global_batch_size"})
-    grain = training.eval_micro_batch_size * world_size
+    grain = training.eval_micro_batch_size * data_ranks
     size = training.eval_global_batch_size
     if size % grain != 0 and is_own:
         below = size // grain * grain
         raise FlagError(
             f"--eval-global-batch-size {size} is not a multiple of {grain} (--eval-micro-batch-size {training.eval_micro_batch_size} x "
-            f"{world_size} ranks); choose {any_of([choice for choice in (below, below + grain) if choice > 0])}."
+            f"{data_ranks} ranks); choose {any_of([choice for choice in (below, below + grain) if choice > 0])}."
         )
 
 

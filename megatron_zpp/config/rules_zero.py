@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_zpp.config.flag import FlagError, any_of, divisors, in_words, spelling_of
+from megatron_zpp.config.ranks import RankCounts
 from megatron_zpp.config.schema import WORKING_DTYPE_BITS, Config
 
 
@@ -14,11 +15,11 @@ def check_given(config: Config) -> None:
     check_secondary_partition(config)
 
 
-def check_resolved(config: Config, world_size: int) -> None:
-    """Raises FlagError for the first rule that the filled-in values break in a world of `world_size` ranks."""
-    check_partition_divides_node(config)
-    check_ranks_per_node(config, world_size)
-    check_remaining_link_is_quantized(config, world_size)
+def check_resolved(config: Config, ranks: RankCounts) -> None:
+    """Raises FlagError for the first rule that the filled-in values break in a world of these ranks."""
+    check_partition_divides_node(config, ranks)
+    check_ranks_per_node(config, ranks)
+    check_remaining_link_is_quantized(config, ranks)
 
 
 def check_parallelism(config: Config) -> None:
@@ -59,8 +60,8 @@ def check_secondary_partition(config: Config) -> None:
         )
 
 
-def check_partition_divides_node(config: Config) -> None:
-    partition_ranks, ranks_per_node = config.zero.zero_hpz_partition_size, config.distributed.ranks_per_node
+def check_partition_divides_node(config: Config, ranks: RankCounts) -> None:
+    partition_ranks, ranks_per_node = config.zero.zero_hpz_partition_size, ranks.data_ranks_per_node
     if ranks_per_node % partition_ranks != 0:
         raise FlagError(
             f"--zero-hpz-partition-size {partition_ranks} does not divide the {ranks_per_node} ranks of a node; "
@@ -68,21 +69,20 @@ def check_partition_divides_node(config: Config) -> None:
         )
 
 
-def check_ranks_per_node(config: Config, world_size: int) -> None:
-    ranks_per_node = config.distributed.ranks_per_node
-    if world_size % ranks_per_node != 0:
+def check_ranks_per_node(config: Config, ranks: RankCounts) -> None:
+    if ranks.world % ranks.ranks_per_node != 0:
         source = "" if "ranks_per_node" in config.given else " (from the launcher)"
         raise FlagError(
-            f"--ranks-per-node {ranks_per_node}{source} does not divide the {world_size} ranks of the world; "
-            f"choose {any_of(divisors(world_size))}."
+            f"--ranks-per-node {ranks.ranks_per_node}{source} does not divide the {ranks.world} ranks of the world; "
+            f"choose {any_of(divisors(ranks.world))}."
         )
 
 
-def check_remaining_link_is_quantized(config: Config, world_size: int) -> None:
+def check_remaining_link_is_quantized(config: Config, ranks: RankCounts) -> None:
     """With one partition, or partitions of one rank, gradients cross one link only, which must not have 16 bits."""
-    if not has_inter_link(config, world_size):
+    if not has_inter_link(config, ranks):
         name, reason = "zero_quantized_gradients_intra_bits", "there is one node"
-    elif partition_ranks(config) == 1:
+    elif partition_ranks(config, ranks.data_ranks_per_node) == 1:
         name, reason = "zero_quantized_gradients_inter_bits", "each node has one rank"
     else:
         return
@@ -93,18 +93,18 @@ def check_remaining_link_is_quantized(config: Config, world_size: int) -> None:
         )
 
 
-def partition_ranks(config: Config) -> int:
-    """Ranks of a partition: --zero-hpz-partition-size, or the ranks of a node if that is 1."""
+def partition_ranks(config: Config, data_ranks_per_node: int) -> int:
+    """Ranks of a partition: --zero-hpz-partition-size, or the ranks of a node in one ladder if that is 1."""
     asked = config.zero.zero_hpz_partition_size
-    return asked if asked > 1 else config.distributed.ranks_per_node
+    return asked if asked > 1 else data_ranks_per_node
 
 
-def has_inter_link(config: Config, world_size: int) -> bool:
+def has_inter_link(config: Config, ranks: RankCounts) -> bool:
     """Whether there are several partitions, and so a link between them."""
-    return world_size > partition_ranks(config)
+    return ranks.data > partition_ranks(config, ranks.data_ranks_per_node)
 
 
-def missing_links(config: Config, world_size: int, asked_partition_ranks: int) -> list[str]:
+def missing_links(config: Config, ranks: RankCounts, asked_partition_ranks: int) -> list[str]:
     """One line about flags of ZeRO++ that do less than usual, because there is no link between partitions; empty if there is one.
 
     asked_partition_ranks: --zero-hpz-partition-size as given. In a world of one rank the configuration has 1 instead.
@@ -112,8 +112,8 @@ def missing_links(config: Config, world_size: int, asked_partition_ranks: int) -
     features = [spelling_of(name) for name in ("zero_quantized_weights", "zero_quantized_gradients") if config.value_of(name)]
     if asked_partition_ranks > config.zero.zero_hpz_partition_size:
         features.insert(0, in_words("zero_hpz_partition_size", asked_partition_ranks))
-    if not features or has_inter_link(config, world_size):
+    if not features or has_inter_link(config, ranks):
         return []
-    if world_size == 1:
+    if ranks.world == 1:
         return [f"{' and '.join(features)}: there is one rank, so nothing crosses a link, is quantized or kept as a copy"]
     return [f"{' and '.join(features)}: there is one node, so only the link inside it carries quantized values"]

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_zpp.config.deepspeed import with_deepspeed_json
 from megatron_zpp.config.options import options
+from megatron_zpp.config.ranks import count_ranks
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.model.flops import forward_flops_of_uses, recomputed_flops_of_uses
@@ -97,7 +98,8 @@ def plan_run(given: Config, member: Member, world: PlannedWorld, padded_vocab_si
     given: a configuration that is not resolved.
     """
     # The stage in the file of --deepspeed_config must not override the member.
-    given = with_deepspeed_json(given, world.size).with_values(deepspeed_config=None)
+    data_ranks = count_ranks(given, world.size, world.ranks_per_node).data
+    given = with_deepspeed_json(given, data_ranks).with_values(deepspeed_config=None)
     return _planned(resolve(_as_member(given, member, world), world.size, world.ranks_per_node), member, world, padded_vocab_size)
 
 

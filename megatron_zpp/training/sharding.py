@@ -56,4 +56,5 @@ def element_bytes(precision: PrecisionConfig) -> int:
 
 def grid_of(config: Config, world_size: int) -> Grid:
     """Grid of a resolved configuration. A partition has --zero-hpz-partition-size ranks, or is a node if that is 1."""
-    return Grid(world_size, config.distributed.ranks_per_node, partition_ranks(config))
+    ranks_per_node = config.distributed.ranks_per_node
+    return Grid(world_size, ranks_per_node, partition_ranks(config, ranks_per_node))

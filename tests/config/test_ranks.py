@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.ranks import RankCounts, count_ranks
+
+
+def test_tensor_ranks_share_samples_so_that_the_others_are_data_ranks() -> None:
+    ranks = RankCounts(world=24, tensor=4, ranks_per_node=8)
+    assert (ranks.data, ranks.data_ranks_per_node) == (6, 2)
+
+
+def test_every_rank_is_a_data_rank() -> None:
+    ranks = count_ranks(parse_flags([]), 12, 4)
+    assert ranks == RankCounts(world=12, tensor=1, ranks_per_node=4)
+    assert (ranks.data, ranks.data_ranks_per_node) == (12, 4)
+
+
+@pytest.mark.parametrize("flags, world_size, local, ranks_per_node", [("--ranks-per-node 2", 8, 4, 2), ("", 8, 4, 4), ("", 1, None, 1)])
+def test_the_flag_decides_before_the_launcher_and_one_rank_needs_neither(
+    flags: str, world_size: int, local: int | None, ranks_per_node: int
+) -> None:
+    assert count_ranks(parse_flags(flags.split()), world_size, local).ranks_per_node == ranks_per_node
+
+
+def test_a_world_whose_nodes_nobody_names_is_refused_with_the_remedy() -> None:
+    with pytest.raises(FlagError, match="launcher of these 4 ranks does not say it in LOCAL_WORLD_SIZE.*give --ranks-per-node"):
+        count_ranks(parse_flags([]), 4, None)
