@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_zpp.parallel.division import SharedRange
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -15,12 +17,14 @@ class ParamSpec:
     """One parameter: its path in the module, its shape and its initial values.
 
     initial_values: (start, stop) -> fp32 [stop - start], elements of the flattened parameter. An element has the same value in every range.
+    shared: the ranges of the flattened parameter that other tensor ranks hold, too, in order.
     """
 
     name: str  # dotted attribute path in the module, e.g. "blocks.0.attention.qkv.weight"
     shape: tuple[int, ...]
     initial_values: Callable[[int, int], Tensor]
     weight_decay: bool
+    shared: tuple[SharedRange, ...] = ()
 
 
 @dataclass(frozen=True)

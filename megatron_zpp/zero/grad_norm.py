@@ -51,7 +51,7 @@ def count_zeros(gradients: Sequence[UnitGradient], ladder: Ladder) -> int:
 
 def _norm(units: Sequence[tuple[FlatLayout, Regions]], ladder: Ladder, squared_sum: SquaredSum) -> float:
     """units: for each unit its layout, and its values in this rank's own slice."""
-    partials = [squared_sum(list(_counted(layout, own, ladder.own_slice))) for layout, own in units]
+    partials = [_partial(layout, own, ladder.own_slice, squared_sum) for layout, own in units]
     gathered = ladder.gather_world(torch.stack(partials)).tolist()  # [data ranks, tensor ranks, units] fp64
     total = 0.0
     for data_rank in sorted(range(ladder.topology.data_ranks), key=ladder.topology.slice_of):
@@ -59,6 +59,12 @@ def _norm(units: Sequence[tuple[FlatLayout, Regions]], ladder: Ladder, squared_s
             for partial in row:
                 total += partial
     return math.sqrt(total) if total >= 0 else math.nan
+
+
+def _partial(layout: FlatLayout, own: Regions, own_slice: int, squared_sum: SquaredSum) -> Tensor:
+    """fp64 []: 0 where other ladders count all elements."""
+    parts = list(_counted(layout, own, own_slice))
+    return squared_sum(parts) if parts else own.blocks.new_zeros((), dtype=torch.float64)
 
 
 def squared_sum_fp64(parts: Sequence[Tensor]) -> Tensor:

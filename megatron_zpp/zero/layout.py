@@ -34,7 +34,7 @@ class PlacedParam:
 class Segment:
     """Elements [start, stop) of one flattened parameter, at `offset` in the flat buffer of some rung.
 
-    counted: whether this rank counts them in the gradient norm. False for a replica that another rank counts.
+    counted: whether this rank counts them in norms. False for elements that its tensor group shares and another rank counts.
     """
 
     spec: ParamSpec
@@ -82,14 +82,17 @@ class FlatLayout:
         return (blocks, 0), (exact, slices * self.runs.blocks)
 
     def segments(self, first: int = 0, slices: int | None = None) -> Iterator[Segment]:
-        """The segments in the flat buffer of `slices` slices from `first` on (all of them by default), in order."""
+        """The segments in the flat buffer of `slices` slices from `first` on (all of them by default), in order.
+
+        Those of a parameter are cut where elements begin or end that other tensor ranks share.
+        """
         count = self.slices if slices is None else slices
         for run, base in self.runs_of(first, count):
             for param in self.params:
                 start = max(run.start, param.offset)
                 stop = min(run.stop, param.offset + param.numel)
                 if start < stop:
-                    yield Segment(param.spec, start - param.offset, stop - param.offset, base + start - run.start)
+                    yield from _segments(param.spec, start - param.offset, stop - param.offset, base + start - run.start)
 
     def paddings(self, first: int = 0, slices: int | None = None) -> Iterator[Range]:
         """The ranges of the flat buffer of `slices` slices from `first` on that belong to no parameter, in order.
@@ -114,6 +117,21 @@ class FlatLayout:
         segments = list(self.segments(first, count))
         yield from _cut(Range(0, boundary), [segment for segment in segments if segment.offset < boundary], key)
         yield from _cut(Range(boundary, end), [segment for segment in segments if segment.offset >= boundary], key)
+
+
+def _segments(spec: ParamSpec, start: int, stop: int, offset: int) -> Iterator[Segment]:
+    """Elements [start, stop) of one parameter at `offset`, cut at its shared ranges."""
+    shift, position = offset - start, start
+    for shared in spec.shared:
+        begin, end = max(position, shared.start), min(stop, shared.stop)
+        if begin >= end:
+            continue
+        if position < begin:
+            yield Segment(spec, position, begin, position + shift)
+        yield Segment(spec, begin, end, begin + shift, shared.counted)
+        position = end
+    if position < stop:
+        yield Segment(spec, position, stop, position + shift)
 
 
 def _cut(region: Range, segments: Sequence[Segment], key: Callable[[Segment], bool]) -> Iterator[tuple[Range, bool]]:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_zpp.parallel.division import Gradient, SharedRange
 from megatron_zpp.parallel.specs import ParamSpec
 from megatron_zpp.zero import layout as layout_module
 from megatron_zpp.zero.layout import FlatLayout, Segment
@@ -27,6 +29,20 @@ def _no_values(start: int, stop: int) -> None:  # layouts never ask for values
     raise AssertionError
 
 
+@st.composite
+def layouts_with_shared_ranges(draw: st.DrawFn) -> FlatLayout:
+    """Ranges of some parameters are shared; another rank counts some of these."""
+    params = []
+    for param in _params(draw(shapes)):
+        cuts = sorted(draw(st.sets(st.integers(0, math.prod(param.shape)), max_size=4)))
+        shared = [
+            SharedRange(start, stop, (0, 1), draw(st.booleans()), Gradient.WHOLE)
+            for start, stop in zip(cuts[::2], cuts[1::2], strict=False)
+        ]
+        params.append(dataclasses.replace(param, shared=tuple(shared)))
+    return FlatLayout(params, draw(st.integers(1, 12)), draw(st.sampled_from([1, 2, 3, 4, 8, 16])))
+
+
 def _spans(layout: FlatLayout) -> dict[str, tuple[int, int]]:
     return {param.spec.name: (param.offset, param.offset + math.prod(param.spec.shape)) for param in layout.params}
 
@@ -39,6 +55,37 @@ def test_every_element_of_every_parameter_is_in_exactly_one_segment_of_exactly_o
         for segment in layout.segments(index, 1):
             seen[segment.spec.name][segment.start : segment.stop] += 1
     assert all((counts == 1).all() for counts in seen.values())
+
+
+@settings(max_examples=100)
+@given(layouts_with_shared_ranges())
+def test_segments_are_cut_where_shared_elements_begin_and_end_and_know_who_counts_them(layout: FlatLayout) -> None:
+    for param in layout.params:
+        counted = np.ones(param.numel, dtype=bool)
+        shared = np.zeros(param.numel, dtype=int)
+        for number, shared_range in enumerate(param.spec.shared, 1):
+            counted[shared_range.start : shared_range.stop] = shared_range.counted
+            shared[shared_range.start : shared_range.stop] = number
+        seen = np.zeros(param.numel, dtype=int)
+        for index in range(layout.slices):
+            for segment in layout.segments(index, 1):
+                if segment.spec is param.spec:
+                    seen[segment.start : segment.stop] += 1
+                    assert (counted[segment.start : segment.stop] == segment.counted).all()
+                    assert len(set(shared[segment.start : segment.stop])) == 1
+        assert (seen == 1).all()
+
+
+@settings(max_examples=100)
+@given(layouts_with_shared_ranges())
+def test_shared_ranges_move_no_element(layout: FlatLayout) -> None:
+    plain = FlatLayout([dataclasses.replace(param.spec, shared=()) for param in layout.params], layout.slices, layout.block_numel)
+    assert (plain.numel, plain.runs) == (layout.numel, layout.runs)
+    for index in range(layout.slices):
+        offsets = {segment.spec.name: segment.offset - segment.start for segment in plain.segments(index, 1)}
+        for segment in layout.segments(index, 1):
+            assert segment.offset - segment.start == offsets[segment.spec.name]
+        assert list(layout.paddings(index, 1)) == list(plain.paddings(index, 1))
 
 
 @settings(max_examples=300)
