@@ -6,7 +6,7 @@ F feed-forward hidden size, V padded vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.chunks import recomputed_blocks, recomputed_chunks, recomputes_attention
@@ -30,15 +30,24 @@ class AttentionNeed:
 
 
 def activation_bytes(
-    config: ModelConfig, padded_vocab_size: int, micro_batch_size: int, element_bytes: int, *, attention: AttentionNeed
+    config: ModelConfig,
+    padded_vocab_size: int,
+    micro_batch_size: int,
+    element_bytes: int,
+    *,
+    attention: AttentionNeed,
+    tensor_ranks: int = 1,
 ) -> int:
     """Estimated peak bytes of activations and their gradients in one micro-batch: what forward keeps, plus the larger of two peaks.
+
+    They are those of one rank of `tensor_ranks`, each of which has its part of the heads, of F and of V, and whole hidden states.
 
     Forward keeps the input of every chunk of recomputed blocks. Of any other block it keeps all activations, except those inside
     attention if attention is recomputed. The first peak is that of the head. The second is that of one block's backward: the gradients of
     the block, the activations that are recomputed for it (of the largest chunk, or of one attention), and with a tied output the gradient
     of the word embedding.
     """
+    config, padded_vocab_size = _of_one_rank(config, tensor_ranks), padded_vocab_size // tensor_ranks
     tokens = micro_batch_size * config.seq_length
     inside = tokens * _inside_attention_bytes_per_token(config, element_bytes, attention)
     block = tokens * _block_bytes_per_token(config, element_bytes) + inside
@@ -51,6 +60,16 @@ def activation_bytes(
     word_gradient = 0 if config.untie_embeddings_and_output_weights else padded_vocab_size * config.hidden_size * element_bytes
     backward_of_block = block + again + word_gradient
     return kept + hidden + max(head, backward_of_block)
+
+
+def _of_one_rank(config: ModelConfig, tensor_ranks: int) -> ModelConfig:
+    """The configuration of a model as wide as the part of one rank. Ranks that share a key and value head each have a copy."""
+    return replace(
+        config,
+        num_attention_heads=config.num_attention_heads // tensor_ranks,
+        num_query_groups=max(1, config.key_value_heads // tensor_ranks),
+        ffn_hidden_size=config.ffn_hidden_size // tensor_ranks,
+    )
 
 
 def mask_bytes(samples: int, length: int, element_bytes: int) -> int:

@@ -173,7 +173,7 @@ def _time(plan: RunPlan, world: PlannedWorld) -> str:
     assumed = plan.config.plan
     if assumed.teraflops is None:
         return ""
-    computation = computation_by_rate(plan.config, plan.padded_vocab_size, assumed.teraflops * TERA)
+    computation = computation_by_rate(plan.config, plan.padded_vocab_size, assumed.teraflops * TERA, plan.job.grid.tensor_ranks)
     if world.nodes > 1 and assumed.inter_gigabits is None:
         seconds = computation.seconds * plan.job.microbatches
         return f"{_speed(plan, world, seconds)}; without the link between nodes, whose rate --inter-gigabits says"

@@ -116,6 +116,7 @@ def memory_need(config: Config, model: SizedModel, sharding: Sharding, grid: Gri
         config.training.micro_batch_size,
         sharding.element_bytes,
         attention=_attention_need(config, sharding.element_bytes, is_on_gpu=is_on_gpu),
+        tensor_ranks=grid.tensor_ranks,
     )
     if config.data.reset_attention_mask:
         # Some devices have a kernel that needs no mask, but a plan cannot ask the device.

@@ -129,14 +129,14 @@ def _planned(config: Config, member: Member, world: PlannedWorld, padded_vocab_s
     )
 
 
-def computation_by_rate(config: Config, padded_vocab_size: int, flops_per_second: float) -> Computation:
-    """Time of one micro-batch, recomputation included, on a device of this speed."""
-    samples = config.training.micro_batch_size
+def computation_by_rate(config: Config, padded_vocab_size: int, flops_per_second: float, tensor_ranks: int = 1) -> Computation:
+    """Time of one micro-batch, recomputation included, on `tensor_ranks` devices of this speed that share its operations."""
+    samples, rate = config.training.micro_batch_size, tensor_ranks * flops_per_second
     forward = forward_flops_of_uses(config.model, padded_vocab_size, samples)
     again = recomputed_flops_of_uses(config.model, padded_vocab_size, samples)
     return Computation(
-        tuple(operations / flops_per_second for operations in forward),
-        tuple((2 * first + repeated) / flops_per_second for first, repeated in zip(forward, again, strict=True)),
+        tuple(operations / rate for operations in forward),
+        tuple((2 * first + repeated) / rate for first, repeated in zip(forward, again, strict=True)),
     )
 
 

@@ -100,3 +100,19 @@ def test_activations_grow_with_the_micro_batch() -> None:
     config = small_config(**SHAPE)
     one, two = (activation_bytes(config, VOCAB, samples, 2, attention=AttentionNeed(keeps_scores=False)) for samples in (1, 2))
     assert one < two <= 2 * one
+
+
+@pytest.mark.parametrize(("groups", "held", "times"), [(8, 2, 1), (2, 1, 2)])
+def test_tensor_ranks_share_heads_feed_forward_and_vocabulary_and_have_whole_hidden_states(groups: int, held: int, times: int) -> None:
+    """held: groups of keys and values on one rank of four. times: how often they are kept, twice where several queries share one."""
+    need = AttentionNeed(keeps_scores=False)
+    config = small_config(
+        **(SHAPE | {"num_attention_heads": 8}), num_query_groups=groups, hidden_dropout=0.1, untie_embeddings_and_output_weights=True
+    )
+    alone, shared = (activation_bytes(config, VOCAB, SAMPLES, 4, attention=need, tensor_ranks=ranks) for ranks in (1, 4))
+    hidden, layers = config.hidden_size, config.num_layers + 1  # in forward, and the gradients of one
+    whole = layers * (4 * (4 * hidden) + 2 * hidden + 2 * 2 * 4) + 4 * hidden  # per token: fp32 values, masks, statistics, the last output
+    of_group = layers * times * 4 * 2 * config.kv_channels
+    tokens = SAMPLES * config.seq_length
+    divided = alone - tokens * (whole + groups * of_group)
+    assert shared == divided / 4 + tokens * (whole + held * of_group)

@@ -100,6 +100,12 @@ def test_a_larger_world_has_more_data_ranks_and_no_more_tensor_ranks() -> None:
     assert "the smallest world that fits is 3 nodes of 4 ranks" in few.refusal(many.need().total)
 
 
+def test_ladders_beside_each_other_need_the_states_of_one_alone_and_share_the_activations() -> None:
+    alone, beside = Run(f"{SMALL} --zero-stage 3", 2, 2).need(), Run(f"{SMALL} --zero-stage 3", 2, 4, tensor_ranks=2).need()
+    assert beside.plan == alone.plan
+    assert alone.activations / 2 < beside.activations < alone.activations
+
+
 def test_where_no_world_fits_the_levers_are_named() -> None:
     text = Run(SMALL.replace("--batch-size 1", "--batch-size 2"), 1, 2).refusal(2**20)
     assert "; no number of such nodes is enough; " in text
