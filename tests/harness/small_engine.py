@@ -6,7 +6,7 @@ import random
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from megatron_zpp.comm.backend import Backend, VirtualBackend
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic
 from megatron_zpp.comm.links import Ladder
+from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 from megatron_zpp.parallel.topology import Lane
@@ -135,6 +136,10 @@ class SmallModel(nn.Module):
         return (Use("embedding", ("embedding",), False), *blocks, Use("final", ("final_norm", output), True))
 
 
+def _held_by_all(param: ParamSpec, tensor_ranks: int, tensor_rank: int) -> ParamSpec:
+    return replace(param, shared=tuple(Division.undivided(param.shape, tensor_ranks, tensor_rank).shared()))
+
+
 def initial_values(name: str, numel: int, ndim: int, start: int, stop: int) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     values = torch.randn(numel, generator=generator) * (0.4 if ndim > 1 else 0.1)
@@ -177,12 +182,16 @@ def random_pauses(seed: int) -> Callable[[], None]:
 
 @dataclass
 class Rank:
-    """One rank that trains."""
+    """One rank that trains. Ladders beside each other hold the same model and get the same batches; the first counts in norms.
+
+    shares: without it, every ladder counts the elements that it holds.
+    """
 
     job: Job
     backend: Backend
     lanes: RecordingLanes = field(default_factory=RecordingLanes)
     uses_spare: bool = False
+    shares: bool = True
 
     def __post_init__(self) -> None:
         self.model = SmallModel(self.job.shape, self.job.dtype)
@@ -198,7 +207,16 @@ class Rank:
         )
         ladder = Ladder(self.backend, self.lanes, self.ledger, CPU)
         scaler = self.job.loss_scaler() if self.job.loss_scaler else None
-        self.engine = ZeroEngine(self.model, self.model.unit_specs(), self.model.uses(), options, ladder, scaler)
+        self.engine = ZeroEngine(self.model, self._unit_specs(), self.model.uses(), options, ladder, scaler)
+
+    def _unit_specs(self) -> tuple[UnitSpec, ...]:
+        grid, specs = self.backend.grid, self.model.unit_specs()
+        if grid.tensor_ranks == 1 or not self.shares:
+            return specs
+        tensor_rank = grid.tensor_rank_of(self.backend.rank)
+        return tuple(
+            replace(unit, params=tuple(_held_by_all(param, grid.tensor_ranks, tensor_rank) for param in unit.params)) for unit in specs
+        )
 
     def loss(self, step: int, microbatch: int = 0) -> Tensor:
         tokens, labels = self.batch(step, microbatch)
