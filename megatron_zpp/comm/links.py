@@ -1,6 +1,6 @@
 """Makes the hops of climbs and descents. Weights climb by all-gathers; gradients descend by exchanges of slices, each followed by a mean.
 
-For one unit on place j of partition n, with N partitions of G ranks and payloads in slice order:
+For one unit on the rank at place j of partition n, with D = N x G data ranks in N partitions, and payloads in slice order:
 
     climb     own slice --inter: gather N--> secondary payloads --intra: gather G--> all D payloads --decode--> full
     descend   full --encode D, intra: exchange G, mean--> N slices --encode, inter: exchange N, mean--> own slice

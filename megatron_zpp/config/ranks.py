@@ -40,4 +40,4 @@ def count_ranks(config: Config, world_size: int, local_world_size: int | None) -
             f"--ranks-per-node is not given and the launcher of these {world_size} ranks does not say it in LOCAL_WORLD_SIZE, "
             "LOCAL_SIZE or SLURM_NTASKS_PER_NODE; give --ranks-per-node."
         )
-    return RankCounts(world_size, 1, ranks_per_node or 1)
+    return RankCounts(world_size, tensor=1, ranks_per_node=ranks_per_node or 1)

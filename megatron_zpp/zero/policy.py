@@ -27,7 +27,7 @@ from megatron_zpp.parallel.topology import Topology
 class Rung(enum.IntEnum):
     """How much of a state each rank holds, from one slice up to the whole unit."""
 
-    PRIMARY = 0  # 1/D on every rank
+    PRIMARY = 0  # 1/D on every rank, for D data ranks
     SECONDARY = 1  # 1/G on every rank, the same in every partition
     FULL = 2  # the whole unit on every rank
 

@@ -24,11 +24,10 @@ def _record_new_groups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int],
     return calls
 
 
-@pytest.mark.parametrize("nodes, ranks_per_node", [(2, 2), (3, 2), (1, 4), (4, 1)])
-def test_every_rank_makes_the_same_groups_in_the_same_order_with_the_timeout_asked_for(
-    nodes: int, ranks_per_node: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grid = Grid.of_nodes(nodes, ranks_per_node)
+@pytest.mark.parametrize(
+    "grid", [*(Grid.of_nodes(*sizes) for sizes in [(2, 2), (3, 2), (1, 4), (4, 1), (2, 4, 2), (2, 3, 3)]), Grid(8, 8, 2, 2)], ids=str
+)
+def test_every_rank_makes_the_same_groups_in_the_same_order_with_the_timeout_asked_for(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = _record_new_groups(monkeypatch)
     lists = []
     for rank in range(grid.world_size):
@@ -39,8 +38,8 @@ def test_every_rank_makes_the_same_groups_in_the_same_order_with_the_timeout_ask
     assert {timeout for _, timeout in lists[0]} == {TIMEOUT}
 
 
-def test_every_lane_of_a_link_with_company_has_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    grid = Grid.of_nodes(3, 2)
+@pytest.mark.parametrize("grid", [Grid.of_nodes(3, 2), Grid.of_nodes(2, 6, 3)], ids=str)
+def test_every_lane_of_a_link_with_company_has_a_group_of_its_own(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = _record_new_groups(monkeypatch)
     own = make_lane_groups(grid, 3, TIMEOUT)
     assert set(own) == set(LANES)
