@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from megatron_zpp.comm.streams import Streams, streams_of
 from megatron_zpp.zero.pieces import Piece
 
 
@@ -16,28 +17,31 @@ class HostSnapshot:
     The values must not change between `begin` and the end of `copy`. Any thread may call `copy`.
     """
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        on_gpu = [piece.values.device for piece in pieces if piece.values.is_cuda]
+    def __init__(self, pieces: Sequence[Piece], streams: Streams | None = None) -> None:
+        """streams: of the device that holds the values; by default its own."""
+        devices = {piece.values.device for piece in pieces}
         numel = sum(piece.values.numel() for piece in pieces)
-        flat = torch.zeros(numel, dtype=torch.float32, pin_memory=bool(on_gpu))  # zeros, so that its pages exist before the first snapshot
+        is_on_gpu = any(device.type == "cuda" for device in devices)
+        flat = torch.zeros(numel, dtype=torch.float32, pin_memory=is_on_gpu)  # zeros, so that its pages exist before the first snapshot
         ends = [0]
         for piece in pieces:
             ends.append(ends[-1] + piece.values.numel())
         self._pieces = pieces
-        self._stream = torch.cuda.Stream(on_gpu[0]) if on_gpu else None
+        self._streams = streams or next((streams_of(device) for device in devices), None)
+        self._stream = None if self._streams is None else self._streams.make()
         self.pieces = [replace(piece, values=flat[ends[index] : ends[index + 1]]) for index, piece in enumerate(pieces)]
 
     def begin(self) -> None:
         """Marks the point in the current stream at which the values are ready to be copied."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        if self._streams is not None and self._stream is not None:
+            self._stream.wait_stream(self._streams.current())
 
     def copy(self) -> None:
         """Copies the values and returns when this is done. Other work on the GPU continues meanwhile."""
-        if self._stream is None:
+        if self._streams is None or self._stream is None:
             self._copy_all()
             return
-        with torch.cuda.stream(self._stream):
+        with self._streams.entered(self._stream):
             self._copy_all()
         self._stream.synchronize()
 

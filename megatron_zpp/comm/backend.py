@@ -27,15 +27,18 @@ class Work(Protocol):
 
 
 class Backend(Protocol):
-    """The collectives of one rank. Lane collectives are asynchronous and never block the caller."""
+    """The collectives of one rank. Lane collectives are asynchronous and never block the caller.
+
+    They return None if there is nothing to wait for: they run in the current stream of a device, in turn with what is enqueued there.
+    """
 
     rank: int
     grid: Grid
 
-    def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work:
+    def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work | None:
         """Fills output [members * numel] with `own` [numel] of every member of the lane, in member order; uint8 on both sides."""
 
-    def exchange(self, lane: Lane, output: Tensor, sent: Tensor) -> Work:
+    def exchange(self, lane: Lane, output: Tensor, sent: Tensor) -> Work | None:
         """Sends the i-th equal part of `sent` to member i, and fills `output` with the parts for this rank, in member order; both uint8."""
 
     def gather_world(self, own: Tensor) -> Tensor:
@@ -60,18 +63,24 @@ class TorchWork:
 
 
 class TorchBackend:
-    """The collectives of torch.distributed. Each lane has its own process group; the default group is the whole world."""
+    """The collectives of torch.distributed. Each lane has its own process group; the default group is the whole world.
+
+    On CUDA a collective runs in the current stream. With async_op=True, NCCL would run it in one more stream per group; a device has few
+    queues for streams, and kernels of two streams in one queue wait for each other.
+    """
 
     def __init__(self, grid: Grid, rank: int, groups: Mapping[Lane, dist.ProcessGroup]) -> None:
         self.grid = grid
         self.rank = rank
         self._groups = groups
 
-    def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work:
-        return TorchWork(_all_gather(output, own, group=self._groups[lane], async_op=True))
+    def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work | None:
+        work = _all_gather(output, own, group=self._groups[lane], async_op=not output.is_cuda)
+        return None if work is None else TorchWork(work)
 
-    def exchange(self, lane: Lane, output: Tensor, sent: Tensor) -> Work:
-        return TorchWork(dist.all_to_all_single(output, sent, group=self._groups[lane], async_op=True))
+    def exchange(self, lane: Lane, output: Tensor, sent: Tensor) -> Work | None:
+        work = dist.all_to_all_single(output, sent, group=self._groups[lane], async_op=not output.is_cuda)
+        return None if work is None else TorchWork(work)
 
     def gather_world(self, own: Tensor) -> Tensor:
         if self.grid.world_size == 1:

@@ -23,6 +23,7 @@ import torch
 from megatron_zpp.comm.backend import Work, naming
 from megatron_zpp.comm.ledger import Traffic
 from megatron_zpp.comm.moves import Move, Times, first_move
+from megatron_zpp.comm.streams import Streams
 from megatron_zpp.parallel.topology import LANES, Lane
 
 _WATCH_SECONDS = 1.0
@@ -36,7 +37,7 @@ def nothing() -> None:
 class Hop(Times):
     """One collective on one lane.
 
-    launch: starts the collective; returns None if there is nothing to send.
+    launch: starts the collective; returns None if there is nothing to wait for (see Backend), or nothing to send.
     land: decodes what has arrived.
     after: the hop that must land before this one is prepared.
     traffic: the bytes that the collective brings to this rank; the caller that waits for the hop books them.
@@ -64,13 +65,13 @@ class Lanes(Protocol):
     def drain(self) -> None: ...
 
 
-def make_lanes(device: torch.device, watch: Callable[[], None] = nothing) -> Lanes:
-    """Streams on CUDA, a thread elsewhere.
+def make_lanes(streams: Streams | None, watch: Callable[[], None] = nothing) -> Lanes:
+    """Lanes on the streams of a device, or in a thread where there are none.
 
     watch: raises if another rank has failed. It is not used on CUDA, where the host does not wait: there the launcher or NCCL's timeout
     ends the other ranks.
     """
-    return StreamLanes(device) if device.type == "cuda" else ThreadLanes(watch=watch)
+    return ThreadLanes(watch=watch) if streams is None else StreamLanes(streams)
 
 
 class ThreadLanes:
@@ -212,34 +213,36 @@ class _Mover:
 
 
 class StreamLanes:
-    """Lanes as CUDA side streams: a hop is enqueued when submitted, and waiting for it makes the compute stream wait for its event.
+    """Lanes as streams: a hop is enqueued when submitted, and waiting for it makes the stream of computation wait for its event.
 
-    Rungs are allocated and freed on the compute stream, and a lane waits for that stream before it touches them. Other buffers are taken
-    on the lane's own stream; comm/staging.py makes the next taker wait for their last use.
+    Rungs are allocated and freed on the stream of computation, and a lane waits for that stream before it touches them. Other buffers are
+    taken on the lane's own stream; comm/staging.py makes the next taker wait for their last use. The kernels of lanes are short and links
+    wait for them, so they go before waiting kernels of computation.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._streams = {lane: torch.cuda.Stream(device) for lane in LANES}
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._of_lane = {lane: streams.make(is_urgent=True) for lane in LANES}
 
     def submit(self, hop: Hop) -> None:
-        stream = self._streams[hop.lane]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream = self._of_lane[hop.lane]
+        stream.wait_stream(self._streams.current())
         if hop.after is not None:
             stream.wait_event(hop.after.event)
-        with torch.cuda.stream(stream):
+        with self._streams.entered(stream):
             hop.prepare()
-            work = hop.launch()
-            if work is not None:
-                work.wait()
+            with naming(f"unit {hop.name}, lane {hop.lane}"):
+                work = hop.launch()
+                if work is not None:
+                    work.wait()
             hop.land()
             hop.event = stream.record_event()
         # The host has nothing left to do for this hop.
         hop.submitted = hop.prepared = hop.launched = hop.crossed = hop.landed = time.monotonic()
 
     def wait(self, hop: Hop) -> None:
-        torch.cuda.current_stream(self._device).wait_event(hop.event)
+        self._streams.current().wait_event(hop.event)
 
     def drain(self) -> None:
         """Returns once the device has finished every lane."""
-        torch.cuda.synchronize(self._device)
+        self._streams.synchronize()

@@ -24,6 +24,7 @@ from megatron_zpp.comm.codecs import Codec, CodecFactory, Regions, make_codec, r
 from megatron_zpp.comm.lanes import Hop, Lanes, nothing
 from megatron_zpp.comm.ledger import Category, Ledger
 from megatron_zpp.comm.staging import Staging
+from megatron_zpp.comm.streams import Streams, streams_of
 from megatron_zpp.parallel.topology import Direction, Lane, Link
 
 KEY_BITS = 63  # of a key of stochastic rounding
@@ -70,9 +71,12 @@ class Climb:
 
 
 class Ladder:
-    """One rank's two links: makes the hops of climbs and descents and submits them to their lanes."""
+    """One rank's two links: makes the hops of climbs and descents and submits them to their lanes.
 
-    def __init__(self, backend: Backend, lanes: Lanes, ledger: Ledger, device: torch.device) -> None:
+    streams: those that `lanes` use; by default those of `device`.
+    """
+
+    def __init__(self, backend: Backend, lanes: Lanes, ledger: Ledger, device: torch.device, streams: Streams | None = None) -> None:
         self.grid = backend.grid
         self.topology = backend.grid.ladder
         self.backend = backend
@@ -81,7 +85,7 @@ class Ladder:
         self.device = device
         self.data_rank = self.grid.data_rank_of(backend.rank)
         self.tensor_rank = self.grid.tensor_rank_of(backend.rank)
-        self.staging = Staging(device)
+        self.staging = Staging(device, streams or streams_of(device))
         self.partitions = self.topology.partitions
         self.partition_ranks = self.topology.partition_ranks
         self.own_slice = self.topology.slice_of(self.data_rank)
@@ -103,7 +107,7 @@ class Ladder:
             buffers.append(self.staging.take(own_bytes))
             climb.encode_own(buffers[0].view(1, -1))
 
-        def launch() -> Work:
+        def launch() -> Work | None:
             if not forwards:
                 buffers.append(self.staging.take(self.partitions * own_bytes))
             return self.backend.all_gather(INTER_CLIMB, payloads.view(-1) if forwards else buffers[1], buffers[0])
@@ -122,7 +126,7 @@ class Ladder:
             return self._submit(Hop(name, INTRA_CLIMB, nothing, lambda: codec.decode_into(payloads, full), after))
         gathered: list[Tensor] = []
 
-        def launch() -> Work:
+        def launch() -> Work | None:
             gathered.append(self.staging.take(self.partition_ranks * payloads.numel()))
             return self.backend.all_gather(INTRA_CLIMB, gathered[0], payloads.view(-1))
 
@@ -202,7 +206,7 @@ class _Exchange:
         self._buffers = [self._take()]
         encode(self._buffers[0].view(self._slices, self._payload_bytes))
 
-    def launch(self) -> Work:
+    def launch(self) -> Work | None:
         """Starts the exchange of what was prepared."""
         self._buffers.append(self._take())
         sent, received = self._buffers

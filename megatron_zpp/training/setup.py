@@ -11,6 +11,7 @@ from megatron_zpp.comm.lanes import Lanes, make_lanes
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.comm.observed_lanes import ObservedLanes
+from megatron_zpp.comm.streams import streams_of
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples
 from megatron_zpp.config.schema import Config, PrecisionConfig
 from megatron_zpp.data.build_once import ProgressPrinter
@@ -46,7 +47,7 @@ def build_ladder(config: Config, world: World, instruments: Instruments) -> Ladd
     grid = grid_of(config, world.world_size)
     groups = make_lane_groups(grid, world.rank, world.collective_timeout)
     backend = TorchBackend(grid, world.rank, groups)
-    lanes: Lanes = make_lanes(world.device, world.check_others)
+    lanes: Lanes = make_lanes(streams_of(world.device), world.check_others)
     if instruments.observes_hops:
         lanes = ObservedLanes(lanes, instruments.observer)
     return Ladder(backend, lanes, Ledger(grid, world.rank), world.device)

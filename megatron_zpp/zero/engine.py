@@ -332,7 +332,7 @@ class ZeroEngine:
         for unit, descent in zip(self.units, self._unit_descents, strict=True):
             unit.use_codecs(weight_codecs)
             descent.use_codecs(gradient_codecs)
-        self.ladder.lanes.drain()
+        self.ladder.lanes.drain()  # for staging; reading the gradient norm has waited for the same before, in all steps but the first
         self.ladder.staging.clear()
 
     def _first_needed_first(self) -> list[int]:

@@ -30,6 +30,7 @@ from megatron_zpp.comm.backend import Backend, TorchBackend
 from megatron_zpp.comm.lanes import make_lanes
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.streams import streams_of
 from megatron_zpp.ops.payload import BLOCK_NUMEL_MULTIPLE
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.groups import end_world, make_lane_groups
@@ -133,7 +134,7 @@ def shard(
 
     groups = make_lane_groups(grid, rank, timeout) if backend is None else {}
     backend = backend or TorchBackend(grid, rank, groups)
-    ladder = Ladder(backend, make_lanes(device), Ledger(grid, rank), device)
+    ladder = Ladder(backend, make_lanes(streams_of(device)), Ledger(grid, rank), device)
     engine = ZeroEngine(module, plan.unit_specs, plan.uses, options, ladder, loss_scaler, partial(_end_groups, ladder, groups))
     for owner, attribute, path in plan.aliases:
         setattr(owner, attribute, module.get_parameter(path))

@@ -20,6 +20,7 @@ from megatron_zpp.comm.backend import Backend, VirtualBackend
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic
 from megatron_zpp.comm.links import Ladder
+from megatron_zpp.comm.streams import Streams
 from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
@@ -189,9 +190,10 @@ class Rank:
 
     job: Job
     backend: Backend
-    lanes: RecordingLanes = field(default_factory=RecordingLanes)
+    lanes: Any = field(default_factory=RecordingLanes)
     uses_spare: bool = False
     shares: bool = True
+    streams: Streams | None = None
 
     def __post_init__(self) -> None:
         self.model = SmallModel(self.job.shape, self.job.dtype)
@@ -205,7 +207,7 @@ class Rank:
             self.job.clip_grad,
             self.job.full_precision_iterations,
         )
-        ladder = Ladder(self.backend, self.lanes, self.ledger, CPU)
+        ladder = Ladder(self.backend, self.lanes, self.ledger, CPU, self.streams)
         scaler = self.job.loss_scaler() if self.job.loss_scaler else None
         self.engine = ZeroEngine(self.model, self._unit_specs(), self.model.uses(), options, ladder, scaler)
 

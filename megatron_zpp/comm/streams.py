@@ -1,0 +1,68 @@
+"""The streams of a device: queues of kernels that run beside each other. Events order them.
+
+Lanes, staging and snapshots use streams through these protocols alone, so that tests can run them on streams of a model machine, which
+finds accesses without an order.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+
+class Stream(Protocol):
+    """A queue of kernels. Two objects for the same stream are equal and have equal hashes."""
+
+    def record_event(self) -> Any:
+        """An event that is reached when the stream has done everything enqueued so far."""
+
+    def wait_event(self, event: Any) -> None:
+        """What is enqueued from now on waits for the event; the host does not."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """What is enqueued from now on waits for everything enqueued in `stream` so far; the host does not."""
+
+    def synchronize(self) -> None:
+        """Returns once the stream has done its work."""
+
+
+class Streams(Protocol):
+    """The streams of one device."""
+
+    def make(self, *, is_urgent: bool = False) -> Stream:
+        """A new stream. is_urgent: its kernels start before waiting kernels of other streams."""
+
+    def current(self) -> Stream:
+        """The stream in which this thread enqueues now; computation has one of its own."""
+
+    def entered(self, stream: Any) -> AbstractContextManager[object]:
+        """Makes this thread enqueue in `stream` inside the block."""
+
+    def synchronize(self) -> None:
+        """Returns once every stream has done its work."""
+
+
+class CudaStreams:
+    """The streams of one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def make(self, *, is_urgent: bool = False) -> Stream:
+        return torch.cuda.Stream(self._device, priority=-1 if is_urgent else 0)
+
+    def current(self) -> Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def entered(self, stream: Any) -> AbstractContextManager[object]:
+        return torch.cuda.stream(stream)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """The streams of the device; None if it has none and runs each operation at once, as a CPU does."""
+    return CudaStreams(device) if device.type == "cuda" else None

@@ -1,0 +1,122 @@
+"""The engine on streams: no two accesses without an order, every wait needed, and few waits of computation.
+
+The streams are those of a model machine (tests/harness/fake_streams). It drives the engine's own StreamLanes, Staging, hooks and
+snapshots, and finds a missing wait whether or not a GPU would have hit it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from harness.fake_streams.accesses import RaceError
+from harness.fake_streams.gpus import Gpu, run_on_gpus
+from harness.fake_streams.machine import Site
+from harness.small_engine import ROWS, Job, ModelShape, Rank, train_world
+
+from megatron_zpp.checkpoint.snapshot import HostSnapshot
+from megatron_zpp.comm.code import Code, LinkCodes, Rotation
+from megatron_zpp.zero.pieces import owned_pieces
+from megatron_zpp.zero.policy import POLICIES, ZEROPP, with_quantized_gradients, with_secondary_weights
+from megatron_zpp.zero.schedule import Prefetch
+
+pytestmark = pytest.mark.virtual
+
+EQUAL = ModelShape(inner=(16, 16, 16, 16))  # buffers of equal size are reused at once
+ROTATED = with_quantized_gradients(POLICIES[3], LinkCodes(Code(4, Rotation.HADAMARD), Code(8, Rotation.HADAMARD)))
+SAVES_AND_EVALUATES = "saves and evaluates"
+
+
+History = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """histories: of each rank. needed: see Machine."""
+
+    histories: list[History]
+    needed: set[Site]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job in a world. does_more: a snapshot is copied and the model is evaluated between steps."""
+
+    world: tuple[int, int]
+    job: Job
+    does_more: bool = False
+
+    def run(self, without: Site | None = None) -> Outcome:
+        of_ranks = run_on_gpus(self.world, self._train, without=without)
+        return Outcome([history for history, _ in of_ranks], set().union(*(needed for _, needed in of_ranks)))
+
+    def _train(self, gpu: Gpu) -> tuple[History, set[Site]]:
+        rank = Rank(self.job, gpu.backend, lanes=gpu.lanes, streams=gpu.machine)
+        history = self._with_more(rank, gpu) if self.does_more else rank.train()
+        return history, gpu.machine.needed
+
+    def _with_more(self, rank: Rank, gpu: Gpu) -> History:
+        snapshot = HostSnapshot(list(owned_pieces(rank.engine)), gpu.machine)
+        history = []
+        for step in range(self.job.steps):
+            snapshot.begin()
+            snapshot.copy()
+            loss, result = rank.step(step)
+            history.append((loss, result.grad_norm))
+            with torch.no_grad():
+                rank.loss(50)
+        rank.engine.close()
+        return history
+
+
+def short_job(*args: Any, **kwargs: Any) -> Job:
+    return Job(*args, **{"steps": 2, **kwargs})
+
+
+CASES = {
+    **{f"{name}": Case((2, 2), short_job(policy, shape=EQUAL)) for name, policy in ROWS.items()},
+    "micro-batches": Case((2, 2), short_job(shape=EQUAL, microbatches=3)),
+    "one node": Case((1, 4), short_job(shape=EQUAL)),
+    "nodes of one rank": Case((3, 1), short_job(POLICIES[2], shape=EQUAL)),
+    "ZeRO++": Case((2, 2), short_job(ZEROPP, torch.bfloat16, EQUAL, microbatches=2)),
+    "hpZ alone": Case((2, 2), short_job(with_secondary_weights(POLICIES[3]), shape=replace(EQUAL, is_tied=False))),
+    "rotated": Case((2, 2), short_job(ROTATED, torch.bfloat16, EQUAL, microbatches=2)),
+    "recomputed": Case((2, 2), short_job(shape=replace(EQUAL, is_recomputed=True))),
+    "recomputed in chunks": Case((2, 2), short_job(ZEROPP, shape=replace(EQUAL, is_recomputed=True, chunk=2))),
+    "no prefetch": Case((2, 2), short_job(shape=EQUAL, prefetch=Prefetch(0, 0))),
+    "full precision at first": Case((2, 2), short_job(ZEROPP, shape=EQUAL, full_precision_iterations=1, steps=3)),
+    "a world of one": Case((1, 1), short_job(shape=EQUAL)),
+    SAVES_AND_EVALUATES: Case((2, 2), short_job(shape=EQUAL), does_more=True),
+    "ZeRO++ saves and evaluates": Case((2, 2), short_job(ZEROPP, shape=EQUAL, microbatches=2), does_more=True),
+}
+
+
+@cache
+def outcome(name: str) -> Outcome:
+    return CASES[name].run()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_two_accesses_lack_an_order_and_bits_are_those_of_the_lanes_thread(name: str) -> None:
+    assert outcome(name).histories == train_world(CASES[name].world, CASES[name].job)
+
+
+def test_each_line_whose_wait_or_event_orders_anything_is_missed_when_it_has_no_effect() -> None:
+    cases_of: dict[Site, list[str]] = {}
+    for name in CASES:
+        for site in outcome(name).needed:
+            cases_of.setdefault(site, []).append(name)
+    survivors = [site for site, names in cases_of.items() if not any(is_caught(CASES[name], site) for name in names)]
+    assert len(cases_of) > 10
+    assert sorted(map(str, survivors)) == []
+
+
+def is_caught(case: Case, site: Site) -> bool:
+    try:
+        case.run(without=site)
+    except RaceError:
+        return True
+    return False

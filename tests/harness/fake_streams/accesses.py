@@ -1,0 +1,198 @@
+"""Notes every access of an operation to memory, with its stream, and raises RaceError for two accesses that have no order.
+
+Operations are seen by a dispatch mode, as in torch.cuda._sanitizer: the schema of an operation says which arguments it writes. Memory is
+that of torch's caching allocator: a block that is freed may be handed out at once for the next allocation on the stream on which it was
+allocated. So every use of a block must happen before the next operation of that stream when the block is freed.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.fake_streams.machine import FakeStream, Machine
+
+READS_ON_HOST = {"aten::_local_scalar_dense"}
+_of_thread = threading.local()
+
+
+class RaceError(AssertionError):
+    """Two accesses to the same memory have no order. (No Exception of the engine's own kind, so that nothing catches it.)"""
+
+
+@dataclass
+class Use:
+    """An access: operation `count` of `stream`. label: the operation's name."""
+
+    stream: int
+    count: int
+    label: str
+
+
+@dataclass
+class Block:
+    """The memory of one storage. reads: the last one of each stream since the last write."""
+
+    allocated_on: FakeStream
+    write: Use | None = None
+    reads: dict[int, Use] = field(default_factory=dict)
+
+    def uses(self) -> Iterable[Use]:
+        return [*([] if self.write is None else [self.write]), *self.reads.values()]
+
+
+class Accesses(TorchDispatchMode):
+    """Watches the operations of one rank, whose thread enters it. operations: how many there were."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self.machine = machine
+        self.operations = 0
+        self._blocks: dict[int, Block] = {}
+        self._is_paused = False
+        self._found_late: RaceError | None = None  # by a finalizer, which cannot raise
+
+    def __enter__(self) -> Accesses:
+        _of_thread.accesses = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _of_thread.accesses = None
+        self._raise_late()
+
+    # ---- what the dispatcher calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not self._is_paused:
+            self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        schema = func._schema
+        reads: list[Tensor] = []
+        writes: list[Tensor] = []
+        for index, argument in enumerate(schema.arguments):
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            alias = argument.alias_info
+            if alias is not None and not alias.is_write:
+                continue  # a view: only the description of the memory is read
+            (writes if alias is not None else reads).extend(_tensors(value))
+        outputs = [] if all(output.alias_info is not None for output in schema.returns) else list(_tensors(result))
+        if not reads and not writes and not outputs:
+            return
+        self.operations += 1
+        self.access(schema.name, reads, [*writes, *outputs])
+        if schema.name in READS_ON_HOST:
+            self.machine.read(self.machine.current())
+
+    # ---- accesses
+
+    def access(self, label: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        """One operation of the current stream."""
+        self._raise_late()
+        stream = self.machine.current()
+        count = stream.advance()
+        for tensor in reads:
+            block = self._block(tensor, stream)
+            self._check([] if block.write is None else [block.write], stream, count, label, "reads")
+            block.reads[stream.number] = Use(stream.number, count, label)
+        for tensor in writes:
+            block = self._block(tensor, stream)
+            self._check(block.uses(), stream, count, label, "writes")
+            block.write, block.reads = Use(stream.number, count, label), {}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Notes nothing inside the block."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def _check(self, uses: Iterable[Use], stream: FakeStream, count: int, label: str, verb: str) -> None:
+        for use in uses:
+            is_same_operation = (use.stream, use.count) == (stream.number, count)
+            if not is_same_operation and not self.machine.happens_before(use.stream, use.count, stream):
+                names = self.machine.streams
+                raise RaceError(f"{label} in {stream.name} {verb} what {use.label} in {names[use.stream].name} uses, without an order")
+
+    # ---- the allocator
+
+    def _block(self, tensor: Tensor, stream: FakeStream) -> Block:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._blocks:
+            self._blocks[key] = Block(stream)
+            weakref.finalize(storage, self._freed, key).atexit = False
+        return self._blocks[key]
+
+    def _freed(self, key: int) -> None:
+        block = self._blocks.pop(key, None)
+        if block is not None:
+            self._check_freed(block)
+
+    def _check_freed(self, block: Block) -> None:
+        owner = block.allocated_on
+        for use in block.uses():
+            if not self.machine.happens_before(use.stream, use.count, owner):
+                other = self.machine.streams[use.stream].name
+                text = f"memory that was allocated on {owner.name} is freed while {use.label} in {other} may still use it"
+                self._found_late = self._found_late or RaceError(text)
+
+    def _raise_late(self) -> None:
+        if self._found_late is not None:
+            raise self._found_late
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """The storage gives its memory back, or gets other memory from the current stream."""
+        block = self._blocks.get(storage._cdata)
+        if block is not None:
+            self._check_freed(block)
+            block.allocated_on, block.write, block.reads = self.machine.current(), None, {}
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in an argument or a result, which may be a list."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for member in value:
+            yield from _tensors(member)
+
+
+@contextmanager
+def watched_memory() -> Iterator[None]:
+    """Tells the rank of the calling thread of what no dispatch mode sees: storages that are resized, and values read by `tolist`."""
+    resize, tolist = torch.UntypedStorage.resize_, Tensor.tolist
+
+    def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        accesses: Accesses | None = getattr(_of_thread, "accesses", None)
+        if accesses is not None and storage.nbytes() != nbytes:
+            accesses.resized(storage)
+        return resize(storage, nbytes)
+
+    def listed(tensor: Tensor) -> Any:
+        accesses: Accesses | None = getattr(_of_thread, "accesses", None)
+        if accesses is not None:
+            accesses.access("tolist", [tensor], [])
+            accesses.machine.read(accesses.machine.current())
+        return tolist(tensor)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
+        stack.enter_context(patch.object(Tensor, "tolist", listed))
+        yield

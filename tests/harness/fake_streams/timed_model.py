@@ -1,0 +1,64 @@
+"""A chain of equal uses that take a known time: 1 in forward, 2 in backward."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from harness.fake_streams.gpus import Gpu
+from harness.small_engine import CPU, initial_values
+from megatron_zpp.comm.ledger import Ledger
+from megatron_zpp.comm.links import Ladder
+from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
+from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
+
+WIDTH = 16
+FORWARD, BACKWARD = 1.0, 2.0
+
+
+class _Timed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, gpu: Gpu) -> Tensor:
+        ctx.gpu = gpu
+        gpu.machine.spend(FORWARD)
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.gpu.machine.spend(BACKWARD)
+        return gradients[0].clone(), None
+
+
+class TimedUse(nn.Module):
+    """One use. What it computes does not matter, but it reads its weight in forward and in backward."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False, device="meta")
+        self.gpu = gpu
+
+    def forward(self, values: Tensor) -> Tensor:
+        return cast(Tensor, self.linear(_Timed.apply(values, self.gpu)))  # type: ignore[no-untyped-call]
+
+
+def step_time(gpu: Gpu, options: EngineOptions, *, uses: int, microbatches: int, steps: int = 3) -> float:
+    """The time of the last of `steps` steps, once the pool of buffers does not grow any more; the optimizer takes no time."""
+    model = nn.Sequential(*[TimedUse(gpu) for _ in range(uses)])
+    specs = [
+        UnitSpec(f"unit {use}", (ParamSpec(f"{use}.linear.weight", (WIDTH, WIDTH), partial(initial_values, "w", WIDTH**2, 2), True),))
+        for use in range(uses)
+    ]
+    ladder = Ladder(gpu.backend, gpu.lanes, Ledger(gpu.backend.grid, gpu.backend.rank), CPU, gpu.machine)
+    engine = ZeroEngine(model, specs, [Use(str(use), (f"unit {use}",), True) for use in range(uses)], options, ladder)
+    begin = 0.0
+    for _ in range(steps):
+        begin = gpu.machine.compute.free_at
+        for microbatch in range(microbatches):
+            values = torch.ones(2, WIDTH, requires_grad=True)
+            engine.backward(model(values).sum(), microbatches=microbatches, is_last_microbatch=microbatch == microbatches - 1)
+        engine.step(1e-3)
+    engine.close()
+    return gpu.machine.compute.free_at - begin
