@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.parallel.division import Gradient, SharedRange
+from megatron_zpp.parallel.division import Division, Run
 from megatron_zpp.parallel.specs import ParamSpec
 from megatron_zpp.zero import layout as layout_module
 from megatron_zpp.zero.layout import FlatLayout, Segment
@@ -30,17 +29,22 @@ def _no_values(start: int, stop: int) -> None:  # layouts never ask for values
 
 
 @st.composite
-def layouts_with_shared_ranges(draw: st.DrawFn) -> FlatLayout:
-    """Ranges of some parameters are shared; another rank counts some of these."""
-    params = []
-    for param in _params(draw(shapes)):
-        cuts = sorted(draw(st.sets(st.integers(0, math.prod(param.shape)), max_size=4)))
-        shared = [
-            SharedRange(start, stop, (0, 1), draw(st.booleans()), Gradient.WHOLE)
-            for start, stop in zip(cuts[::2], cuts[1::2], strict=False)
-        ]
-        params.append(dataclasses.replace(param, shared=tuple(shared)))
-    return FlatLayout(params, draw(st.integers(1, 12)), draw(st.sampled_from([1, 2, 3, 4, 8, 16])))
+def divisions(draw: st.DrawFn) -> Division:
+    """Rows, or elements, of which some are held by this rank alone, some by others too, and some by others alone."""
+    lengths, rank = draw(st.lists(st.integers(1, 5), min_size=1, max_size=5)), draw(st.integers(0, 1))
+    holders = [draw(st.sampled_from([(0,), (1,), (0, 1)])) for _ in lengths]
+    holders[draw(st.integers(0, len(lengths) - 1))] = draw(st.sampled_from([(rank,), (0, 1)]))
+    ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
+    runs = [Run(end - length, end, some) for end, length, some in zip(ends, lengths, holders, strict=True)]
+    return Division((ends[-1], *draw(st.lists(st.integers(1, 6), max_size=1))), 0, tuple(runs), rank)
+
+
+def _part(index: int, division: Division) -> ParamSpec:
+    return ParamSpec(f"p{index}", division.local_shape, _no_values, True, tuple(division.shared()))
+
+
+divided_units = st.lists(divisions(), min_size=1, max_size=5)
+sizes = {"slices": st.integers(1, 12), "block_numel": st.sampled_from([1, 2, 4, 8])}
 
 
 def _spans(layout: FlatLayout) -> dict[str, tuple[int, int]]:
@@ -58,34 +62,37 @@ def test_every_element_of_every_parameter_is_in_exactly_one_segment_of_exactly_o
 
 
 @settings(max_examples=100)
-@given(layouts_with_shared_ranges())
-def test_segments_are_cut_where_shared_elements_begin_and_end_and_know_who_counts_them(layout: FlatLayout) -> None:
-    for param in layout.params:
-        counted = np.ones(param.numel, dtype=bool)
-        shared = np.zeros(param.numel, dtype=int)
-        for number, shared_range in enumerate(param.spec.shared, 1):
-            counted[shared_range.start : shared_range.stop] = shared_range.counted
-            shared[shared_range.start : shared_range.stop] = number
-        seen = np.zeros(param.numel, dtype=int)
-        for index in range(layout.slices):
-            for segment in layout.segments(index, 1):
-                if segment.spec is param.spec:
-                    seen[segment.start : segment.stop] += 1
-                    assert (counted[segment.start : segment.stop] == segment.counted).all()
-                    assert len(set(shared[segment.start : segment.stop])) == 1
+@given(unit=divided_units, **sizes)
+def test_segments_are_cut_where_shared_elements_begin_and_end_and_know_who_counts_them(
+    unit: list[Division], slices: int, block_numel: int
+) -> None:
+    layout = FlatLayout([_part(index, division) for index, division in enumerate(unit)], slices, block_numel)
+    segments = [segment for index in range(slices) for segment in layout.segments(index, 1)]
+    for index, division in enumerate(unit):
+        width = math.prod(division.shape[1:])
+        own = [run for run in division.runs if division.rank in run.holders]
+        holders = [run.holders for run in own for _ in range((run.stop - run.start) * width)]  # of each element of the part
+        seen = np.zeros(len(holders), dtype=int)
+        for segment in segments:
+            if segment.spec.name == f"p{index}":
+                seen[segment.start : segment.stop] += 1
+                (of_all,) = set(holders[segment.start : segment.stop])
+                assert segment.counted == (of_all[0] == division.rank)
         assert (seen == 1).all()
 
 
 @settings(max_examples=100)
-@given(layouts_with_shared_ranges())
-def test_shared_ranges_move_no_element(layout: FlatLayout) -> None:
-    plain = FlatLayout([dataclasses.replace(param.spec, shared=()) for param in layout.params], layout.slices, layout.block_numel)
-    assert (plain.numel, plain.runs) == (layout.numel, layout.runs)
-    for index in range(layout.slices):
+@given(unit=divided_units, **sizes)
+def test_shared_elements_have_the_places_of_others(unit: list[Division], slices: int, block_numel: int) -> None:
+    shared, plain = (
+        FlatLayout([_part(index, division) for index, division in enumerate(some)], slices, block_numel)
+        for some in (unit, [Division.undivided(division.local_shape) for division in unit])
+    )
+    assert (plain.numel, plain.runs) == (shared.numel, shared.runs)
+    for index in range(slices):
         offsets = {segment.spec.name: segment.offset - segment.start for segment in plain.segments(index, 1)}
-        for segment in layout.segments(index, 1):
-            assert segment.offset - segment.start == offsets[segment.spec.name]
-        assert list(layout.paddings(index, 1)) == list(plain.paddings(index, 1))
+        assert all(segment.offset - segment.start == offsets[segment.spec.name] for segment in shared.segments(index, 1))
+        assert list(shared.paddings(index, 1)) == list(plain.paddings(index, 1))
 
 
 @settings(max_examples=300)
