@@ -20,6 +20,7 @@ from megatron_zpp.comm.backend import Backend, VirtualBackend
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic
 from megatron_zpp.comm.links import Ladder
+from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 from megatron_zpp.parallel.topology import Lane, Topology
 from megatron_zpp.zero.adam import AdamOptions
@@ -123,7 +124,12 @@ class SmallModel(nn.Module):
 
     def _params(self, path: str) -> tuple[ParamSpec, ...]:
         return tuple(
-            ParamSpec(name, tuple(parameter.shape), partial(initial_values, name, parameter.numel(), parameter.ndim), parameter.ndim > 1)
+            ParamSpec(
+                name,
+                Division.undivided(tuple(parameter.shape)),
+                partial(initial_values, name, parameter.numel(), parameter.ndim),
+                parameter.ndim > 1,
+            )
             for name, parameter in self.get_submodule(path).named_parameters(prefix=path)
         )
 

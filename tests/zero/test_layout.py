@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.specs import ParamSpec
 from megatron_zpp.zero import layout as layout_module
 from megatron_zpp.zero.layout import FlatLayout, Segment
@@ -20,7 +21,7 @@ layouts = st.builds(
 
 
 def _params(some_shapes: list[tuple[int, ...]]) -> list[ParamSpec]:
-    return [ParamSpec(f"p{index}", shape, _no_values, index % 3 != 1) for index, shape in enumerate(some_shapes)]
+    return [ParamSpec(f"p{index}", Division.undivided(shape), _no_values, index % 3 != 1) for index, shape in enumerate(some_shapes)]
 
 
 def _no_values(start: int, stop: int) -> None:  # layouts never ask for values
@@ -146,7 +147,10 @@ def test_a_parameter_keeps_its_place_in_the_region_at_every_number_of_slices(som
 
 def test_the_picture_at_the_top_of_the_file_is_true() -> None:
     drawn = {line.split()[0]: line for line in (layout_module.__doc__ or "").splitlines() if line.startswith("    ")}
-    params = [ParamSpec("weight", (3, 3), _no_values, True), ParamSpec("bias", (3,), _no_values, False)]
+    params = [
+        ParamSpec("weight", Division.undivided((3, 3)), _no_values, True),
+        ParamSpec("bias", Division.undivided((3,)), _no_values, False),
+    ]
     layout = FlatLayout(params, slices=4, block_numel=4)
     flat = _letters(layout, 0, 4)
     assert drawn["flat"].split()[1:] == _fours(flat[:16]) + ["|"] + _fours(flat[16:])
