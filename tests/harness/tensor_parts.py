@@ -21,7 +21,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama 3, one key per head": LLAMA | SIZES,
     "Qwen2": SHARED_HEADS | {"add_qkv_bias": True, "num_query_groups": 4},
     "Qwen3, tied": SHARED_HEADS | {"qk_layernorm": True, "untie_embeddings_and_output_weights": False},
-    "one key head, every bias": SIZES | {"num_query_groups": 1, "qk_layernorm": True, "swiglu": True},
+    # Without rotation, the bias of a key's norm changes no attention.
+    "one key head, every bias": SIZES | {"num_query_groups": 1, "qk_layernorm": True, "swiglu": True, "position_embedding_type": "rope"},
 }
 
 
