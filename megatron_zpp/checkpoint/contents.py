@@ -55,7 +55,7 @@ def check_model(folder: Path, manifest: Manifest, model: ModelConfig, units: Seq
     """
     differing = _differences(manifest, model, (*MODEL_FLAGS, *POSITION_FLAGS.get(model.position_embedding_type, ())))
     rotation = [] if may_rotate_otherwise else rotation_differences(manifest, model)
-    stored, expected = manifest.shapes, {param.name: param.shape for unit in units for param in unit.params}
+    stored, expected = manifest.shapes, {param.name: param.whole_shape for unit in units for param in unit.params}
     if not differing and dict(stored) != expected:
         differing = [_first_difference(stored, expected)]
     if not differing and rotation:

@@ -40,7 +40,7 @@ def manifest_of(engine: ZeroEngine, state: RunState, *, with_moments: bool) -> M
     return Manifest(
         iteration=state.iteration,
         consumed_samples=state.consumed_samples,
-        shapes={param.spec.name: param.spec.shape for param in parameters(engine)},
+        shapes={param.spec.name: param.spec.whole_shape for param in parameters(engine)},
         states=dict.fromkeys((WEIGHT, *MOMENTS) if with_moments else (WEIGHT,), ELEMENT_TYPE),
         run={
             "scheduled_samples": state.scheduled_samples,

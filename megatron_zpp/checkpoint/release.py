@@ -54,7 +54,7 @@ def _fill(unfinished: Path, units: Sequence[UnitSpec], weight_of: Callable[[str]
         file, stored = write_pieces(unfinished / f"unit_{index:05d}.safetensors", _pieces(unit, weight_of), CHUNK_BYTES)
         files.append(file)
         pieces += stored
-    shapes = {param.name: param.shape for unit in units for param in unit.params}
+    shapes = {param.name: param.whole_shape for unit in units for param in unit.params}
     manifest = Manifest(0, 0, shapes, {WEIGHT: ELEMENT_TYPE}, {}, flags, {}, versions())
     seal(unfinished, replace(manifest, files=tuple(files), pieces=tuple(pieces)))
 
@@ -63,7 +63,7 @@ def _pieces(unit: UnitSpec, weight_of: Callable[[str], Tensor]) -> list[Piece]:
     pieces = []
     for param in unit.params:
         values = weight_of(param.name)
-        if values.shape != param.shape:
-            raise ValueError(f"{param.name} has shape {tuple(values.shape)}, the model needs {param.shape}.")
+        if values.shape != param.whole_shape:
+            raise ValueError(f"{param.name} has shape {tuple(values.shape)}, the model needs {param.whole_shape}.")
         pieces.append(Piece(param.name, WEIGHT, 0, values.numel(), values.reshape(-1)))
     return pieces

@@ -9,24 +9,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.attention import Attention
 from megatron_zpp.model.document_attention import Documents
 from megatron_zpp.model.mlp import MLP
 from megatron_zpp.model.norm import make_norm
 from megatron_zpp.model.randomness import UnitRandomness
 from megatron_zpp.model.rotary import Rotation
+from megatron_zpp.model.shapes import ModelShape
 
 
 class Block(nn.Module):
     """Attention and MLP, each after a norm and inside a residual connection (pre-norm, as in GPT-2)."""
 
-    def __init__(self, config: ModelConfig, block_index: int, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, shape: ModelShape, block_index: int, seed: int, dtype: torch.dtype) -> None:
         super().__init__()
+        config = shape.config
         self.attention_norm = make_norm(config, config.hidden_size, dtype)
-        self.attention = Attention(config, dtype)
+        self.attention = Attention(shape, dtype)
         self.mlp_norm = make_norm(config, config.hidden_size, dtype)
-        self.mlp = MLP(config, dtype)
+        self.mlp = MLP(shape, dtype)
         self.dropout = config.hidden_dropout
         has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
         self.randomness = UnitRandomness(seed, unit_index=block_index + 1, has_dropout=has_dropout)

@@ -9,18 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.model.divisions import Role
 from megatron_zpp.model.randomness import UnitRandomness
+from megatron_zpp.model.shapes import ModelShape
 
 
 class Embedding(nn.Module):
     """Word embedding, plus a position embedding if positions are learned, then dropout. Without position ids, positions count from 0."""
 
-    def __init__(self, config: ModelConfig, padded_vocab_size: int, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, shape: ModelShape, seed: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.word = _table(padded_vocab_size, config.hidden_size, dtype)  # weight: [V, H]
-        # weight: [P, H]
-        self.position = _table(config.max_position_embeddings, config.hidden_size, dtype) if config.learns_positions else None
+        config = shape.config
+        self.word = _table(shape, Role.WORD, dtype)  # weight: [V, H]
+        self.position = _table(shape, Role.POSITION, dtype) if config.learns_positions else None  # weight: [P, H]
         self.dropout = config.hidden_dropout
         self.randomness = UnitRandomness(seed, unit_index=0, has_dropout=config.hidden_dropout > 0)
 
@@ -40,6 +41,6 @@ def _learned_positions(table: nn.Embedding, sample_length: int, position_ids_BS:
     return position_XSH
 
 
-def _table(rows: int, columns: int, dtype: torch.dtype) -> nn.Embedding:
+def _table(shape: ModelShape, role: Role, dtype: torch.dtype) -> nn.Embedding:
     # nn.Embedding's own constructor draws normal values; on the meta device that is useless and costs a second of imports.
-    return nn.Embedding.from_pretrained(torch.empty(rows, columns, dtype=dtype), freeze=False)
+    return nn.Embedding.from_pretrained(torch.empty(shape.weight(role).local_shape, dtype=dtype), freeze=False)

@@ -19,7 +19,7 @@ from megatron_zpp.model.shapes import ModelShape
 def parameter_count(config: ModelConfig, padded_vocab_size: int) -> int:
     """Parameters of the whole model; a tied output is counted once."""
     units = ModelShape(config, padded_vocab_size).unit_specs()
-    return sum(math.prod(param.shape) for unit in units for param in unit.params)
+    return sum(math.prod(param.whole_shape) for unit in units for param in unit.params)
 
 
 def model_flops(config: ModelConfig, padded_vocab_size: int, sample_count: int) -> int:

@@ -6,6 +6,7 @@ B micro-batch size, S tokens per sample, R runs of one document each, H hidden s
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,8 @@ from megatron_zpp.model.final import Final
 from megatron_zpp.model.initialization import initial_values
 from megatron_zpp.model.recompute import recomputed
 from megatron_zpp.model.rotary import RotaryPositions, Rotation
-from megatron_zpp.model.shapes import uses_of
-from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
+from megatron_zpp.model.shapes import ModelShape
+from megatron_zpp.parallel.specs import UnitSpec, Use
 
 
 class GPT(nn.Module):
@@ -36,11 +37,12 @@ class GPT(nn.Module):
         self.config = model_config
         self.padded_vocab_size = padded_vocab_size
         self.seed = seed
+        self._shape = ModelShape(model_config, padded_vocab_size)
         self.rotary = RotaryPositions(model_config) if model_config.position_embedding_type == "rope" else None
         with torch.device("meta"):
-            self.embedding = Embedding(model_config, padded_vocab_size, seed, dtype)
-            self.blocks = nn.ModuleList(Block(model_config, index, seed, dtype) for index in range(model_config.num_layers))
-            self.final = Final(model_config, padded_vocab_size, dtype)
+            self.embedding = Embedding(self._shape, seed, dtype)
+            self.blocks = nn.ModuleList(Block(self._shape, index, seed, dtype) for index in range(model_config.num_layers))
+            self.final = Final(self._shape, dtype)
 
     def forward(
         self,
@@ -92,25 +94,11 @@ class GPT(nn.Module):
 
     def unit_specs(self) -> tuple[UnitSpec, ...]:
         """Every parameter once, grouped into the units that are gathered together."""
-        owners = {"embedding": "embedding"}
-        owners |= {f"block.{index}": f"blocks.{index}" for index in range(self.config.num_layers)}
-        owners["final_norm"] = "final.norm"
-        if self.config.untie_embeddings_and_output_weights:
-            owners["head"] = "final.head"
-        return tuple(UnitSpec(unit, self._param_specs(path)) for unit, path in owners.items())
-
-    def _param_specs(self, module_path: str) -> tuple[ParamSpec, ...]:
-        named_parameters = self.get_submodule(module_path).named_parameters(prefix=module_path)
-        return tuple(
-            ParamSpec(
-                name, tuple(parameter.shape), initial_values(self.config, self.seed, name, parameter.ndim), weight_decay=parameter.ndim > 1
-            )
-            for name, parameter in named_parameters
-        )
+        return self._shape.unit_specs(partial(initial_values, self.config, self.seed))
 
     def uses(self) -> tuple[Use, ...]:
         """The module calls of one forward in order, with the units that each reads. The first and the last read a tied embedding."""
-        return uses_of(self.config)
+        return self._shape.uses()
 
 
 def materialize(model: GPT, device: torch.device | str = "cpu") -> GPT:

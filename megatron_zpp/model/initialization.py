@@ -12,23 +12,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_zpp.parallel.division import Division, Stripe
+
 if TYPE_CHECKING:
     from megatron_zpp.config.schema import ModelConfig
 
 # For a range that begins inside a chunk, the elements before it are generated and thrown away. Smaller chunks would waste fewer, but need
 # more generators, whose start-up costs time.
 CHUNK_NUMEL = 1 << 16
+# A part of columns draws whole rows and keeps its columns. It draws about this many elements at a time, because each time the elements
+# between the start of a chunk and the first row are drawn, too.
+BATCH_NUMEL = 1 << 20
 # The two projections that write into the residual stream; see residual_std.
 RESIDUAL_PROJECTIONS = ("attention.projection.weight", "mlp.down.weight")
 
+Values = Callable[[int, int], Tensor]
 
-def initial_values(config: ModelConfig, seed: int, name: str, dim_count: int) -> Callable[[int, int], Tensor]:
-    """The function that makes initial values of the parameter `name` with `dim_count` dims: (start, stop) -> fp32 [stop - start]."""
-    if dim_count == 1:
+
+def initial_values(config: ModelConfig, seed: int, name: str, division: Division) -> Values:
+    """The function that makes initial values of a tensor rank's part of the parameter `name`: (start, stop) -> fp32 [stop - start].
+
+    An element of the whole parameter has the same value in every part.
+    """
+    if len(division.shape) == 1:
         is_bias_or_centred_gain = name.endswith(".bias") or config.apply_layernorm_1p
         return partial(constant_values, 0.0 if is_bias_or_centred_gain else 1.0)
     std = residual_std(config) if name.endswith(RESIDUAL_PROJECTIONS) else config.init_method_std
-    return partial(normal_values, seed, name, std)
+    return partial(values_of_part, division, partial(normal_values, seed, name, std))
 
 
 def residual_std(config: ModelConfig) -> float:
@@ -39,6 +49,30 @@ def residual_std(config: ModelConfig) -> float:
 def constant_values(value: float, start: int, stop: int) -> Tensor:
     """[stop - start] fp32, all equal to `value`."""
     return torch.full((stop - start,), value, dtype=torch.float32)
+
+
+def values_of_part(division: Division, whole: Values, start: int, stop: int) -> Tensor:
+    """Elements start..stop of a flattened part: [stop - start] fp32. whole: the same for the flattened whole parameter."""
+    stripes = [_values_of_stripe(division.width, whole, placed.stripe) for placed in division.stripes(start, stop)]
+    if len(stripes) == 1:
+        return stripes[0]
+    return torch.cat(stripes) if stripes else torch.empty(0, dtype=torch.float32)
+
+
+def _values_of_stripe(width: int, whole: Values, stripe: Stripe) -> Tensor:
+    """The elements of a stripe of a parameter with `width` columns: [numel] fp32."""
+    first, last = stripe.columns
+    own = last - first
+    if own == width:
+        return whole(stripe.start, stripe.stop)
+    values = torch.empty(stripe.numel, dtype=torch.float32)
+    batch_rows = max(1, BATCH_NUMEL // width)
+    for row in range(stripe.start // own, -(-stripe.stop // own), batch_rows):
+        begin, end = max(stripe.start, row * own), min(stripe.stop, (row + batch_rows) * own)
+        rows = whole(row * width, -(-end // own) * width).view(-1, width)
+        kept = rows[:, first:last].reshape(-1)
+        values[begin - stripe.start : end - stripe.start] = kept[begin - row * own : end - row * own]
+    return values
 
 
 def normal_values(seed: int, name: str, std: float, start: int, stop: int) -> Tensor:

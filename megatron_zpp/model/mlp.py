@@ -13,17 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.model.divisions import Role
+from megatron_zpp.model.linear import make_linear
+from megatron_zpp.model.shapes import ModelShape, up_role
 
 
 class MLP(nn.Module):
     """Linear, activation, linear. The activation is GELU, squared ReLU, or SwiGLU; for SwiGLU `up` has twice the rows."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, shape: ModelShape, dtype: torch.dtype) -> None:
         super().__init__()
-        hidden, ffn, has_bias = config.hidden_size, config.ffn_hidden_size, config.has_linear_bias
-        self.activation = activation_of(config)
-        self.up = nn.Linear(hidden, 2 * ffn if config.swiglu else ffn, bias=has_bias, dtype=dtype)  # weight: [F, H] or [2 F, H]
-        self.down = nn.Linear(ffn, hidden, bias=has_bias, dtype=dtype)  # weight: [H, F]
+        self.activation = activation_of(shape.config)
+        self.up = make_linear(shape, up_role(shape.config), dtype)  # weight: [F, H] or [2 F, H]
+        self.down = make_linear(shape, Role.DOWN, dtype)  # weight: [H, F]
 
     def forward(self, hidden_BSH: Tensor) -> Tensor:
         return self.down(self.activation(self.up(hidden_BSH)))

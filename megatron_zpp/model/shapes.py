@@ -29,43 +29,127 @@ Columns of projection: channel d of head n is column n D + d.
 Rows of up with --swiglu: F rows of the gate (through SiLU), then F rows of the value.
 Rotation (see model/rotary.py) pairs channel d with d + R / 2 of the first R = --rotary-percent x D channels, as Llama's Hugging Face layout
 does; with --rotary-interleaved it pairs 2 d with 2 d + 1.
+How tensor ranks divide the parameters: model/divisions.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+from megatron_zpp.config.rules_tensor import check_tensor_ranks
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.chunks import recomputed_chunks
+from megatron_zpp.model.divisions import RULES, Cut, Role, division_of
+from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 
-Shapes = Iterator[tuple[str, tuple[int, ...]]]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+InitialValues = Callable[[int, int], "Tensor"]
+
+
+def _no_values(name: str, division: Division) -> InitialValues:
+    def refuse(start: int, stop: int) -> NoReturn:
+        raise RuntimeError(f"the shape of a model has no values of {name}; build model.gpt.GPT for them")
+
+    return refuse
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The units and uses of `model.gpt.GPT` for the same configuration; the parameters have shapes but no values."""
+    """The units, parameters and uses of `model.gpt.GPT` for the same configuration, and the part of one tensor rank in each parameter.
+
+    Raises ValueError, with flags, for a size of the model that the tensor ranks cannot share.
+    """
 
     config: ModelConfig
     padded_vocab_size: int
+    tensor_ranks: int = 1
+    tensor_rank: int = 0
+    sequence_parallel: bool = False
 
-    def unit_specs(self) -> tuple[UnitSpec, ...]:
-        """Every parameter once, grouped into the units that are gathered together."""
-        config, hidden = self.config, self.config.hidden_size
-        units = {"embedding": _embedding(config, self.padded_vocab_size)}
-        units |= {f"block.{index}": _block(config, f"blocks.{index}") for index in range(config.num_layers)}
-        units["final_norm"] = _norm(config, "final.norm", hidden)
-        if config.untie_embeddings_and_output_weights:
-            units["head"] = iter([("final.head.weight", (self.padded_vocab_size, hidden))])
+    def __post_init__(self) -> None:
+        if not 0 <= self.tensor_rank < self.tensor_ranks:
+            raise ValueError(f"tensor rank {self.tensor_rank} is not one of {self.tensor_ranks}; choose 0 to {self.tensor_ranks - 1}")
+        if self.tensor_ranks > 1:
+            check_tensor_ranks(self.config, self.padded_vocab_size, self.tensor_ranks)
+
+    def weight(self, role: Role) -> Division:
+        """The part in the weight of a role."""
+        return self._division(role, RULES[role].weight, self._weight_shape(role))
+
+    def bias(self, role: Role) -> Division | None:
+        """The part in the bias of a role; None if it has no bias."""
+        cut = RULES[role].bias
+        return None if cut is None or not self._has_bias(role) else self._division(role, cut, self._weight_shape(role)[:1])
+
+    def unit_specs(self, initial_values: Callable[[str, Division], InitialValues] = _no_values) -> tuple[UnitSpec, ...]:
+        """Every parameter once, grouped into the units that are gathered together.
+
+        initial_values: makes the initial values of a parameter's part; by default there are none.
+        """
         return tuple(
-            UnitSpec(name, tuple(ParamSpec(*shape, _no_values, len(shape[1]) > 1) for shape in shapes)) for name, shapes in units.items()
+            UnitSpec(
+                unit,
+                tuple(
+                    ParamSpec(name, division, initial_values(name, division), weight_decay=len(division.shape) > 1)
+                    for path, role in modules
+                    for name, division in self._parameters(path, role)
+                ),
+            )
+            for unit, modules in self._units()
         )
 
     def uses(self) -> tuple[Use, ...]:
         """The uses of the model: see `uses_of`."""
         return uses_of(self.config)
+
+    def _units(self) -> Iterator[tuple[str, list[tuple[str, Role]]]]:
+        """Each unit with the path and the role of its modules that have parameters, in order."""
+        config = self.config
+        positions = [("embedding.position", Role.POSITION)] if config.learns_positions else []
+        yield "embedding", [("embedding.word", Role.WORD), *positions]
+        for index in range(config.num_layers):
+            yield f"block.{index}", [(f"blocks.{index}.{path}", role) for path, role in _block(config)]
+        yield "final_norm", [("final.norm", Role.NORM)]
+        if config.untie_embeddings_and_output_weights:
+            yield "head", [("final.head", Role.HEAD)]
+
+    def _parameters(self, path: str, role: Role) -> Iterator[tuple[str, Division]]:
+        yield f"{path}.weight", self.weight(role)
+        bias = self.bias(role)
+        if bias is not None:
+            yield f"{path}.bias", bias
+
+    def _division(self, role: Role, cut: Cut, shape: tuple[int, ...]) -> Division:
+        holders = RULES[role].gradient
+        gradient = holders.with_sequence_parallel if self.sequence_parallel else holders.without_sequence_parallel
+        return division_of(cut, shape, self.config, self.tensor_ranks, self.tensor_rank, gradient)
+
+    def _weight_shape(self, role: Role) -> tuple[int, ...]:
+        config = self.config
+        hidden, ffn = config.hidden_size, config.ffn_hidden_size
+        shapes: dict[Role, tuple[int, ...]] = {
+            Role.WORD: (self.padded_vocab_size, hidden),
+            Role.POSITION: (config.max_position_embeddings, hidden),
+            Role.NORM: (hidden,),
+            Role.QKV: (config.qkv_width, hidden),
+            Role.HEAD_NORM: (config.kv_channels,),
+            Role.PROJECTION: (hidden, config.heads_width),
+            Role.UP: (ffn, hidden),
+            Role.GATED_UP: (2 * ffn, hidden),
+            Role.DOWN: (hidden, ffn),
+            Role.HEAD: (self.padded_vocab_size, hidden),
+        }
+        return shapes[role]
+
+    def _has_bias(self, role: Role) -> bool:
+        if role in (Role.NORM, Role.HEAD_NORM):
+            return self.config.normalization == "LayerNorm"
+        return self.config.has_qkv_bias if role is Role.QKV else self.config.has_linear_bias
 
 
 def uses_of(config: ModelConfig) -> tuple[Use, ...]:
@@ -79,40 +163,18 @@ def uses_of(config: ModelConfig) -> tuple[Use, ...]:
     )
 
 
-def _embedding(config: ModelConfig, padded_vocab_size: int) -> Shapes:
-    yield "embedding.word.weight", (padded_vocab_size, config.hidden_size)
-    if config.learns_positions:
-        yield "embedding.position.weight", (config.max_position_embeddings, config.hidden_size)
+def up_role(config: ModelConfig) -> Role:
+    """The role of the first linear layer of a feed-forward half."""
+    return Role.GATED_UP if config.swiglu else Role.UP
 
 
-def _block(config: ModelConfig, path: str) -> Shapes:
-    yield from _norm(config, f"{path}.attention_norm", config.hidden_size)
-    yield from _attention(config, f"{path}.attention")
-    yield from _norm(config, f"{path}.mlp_norm", config.hidden_size)
-    hidden, ffn, has_bias = config.hidden_size, config.ffn_hidden_size, config.has_linear_bias
-    yield from _linear(f"{path}.mlp.up", 2 * ffn if config.swiglu else ffn, hidden, has_bias)
-    yield from _linear(f"{path}.mlp.down", hidden, ffn, has_bias)
-
-
-def _attention(config: ModelConfig, path: str) -> Shapes:
-    yield from _linear(f"{path}.qkv", config.qkv_width, config.hidden_size, config.has_qkv_bias)
+def _block(config: ModelConfig) -> Iterator[tuple[str, Role]]:
+    yield "attention_norm", Role.NORM
+    yield "attention.qkv", Role.QKV
     if config.qk_layernorm:
-        yield from _norm(config, f"{path}.query_norm", config.kv_channels)
-        yield from _norm(config, f"{path}.key_norm", config.kv_channels)
-    yield from _linear(f"{path}.projection", config.hidden_size, config.heads_width, config.has_linear_bias)
-
-
-def _linear(path: str, rows: int, columns: int, has_bias: bool) -> Shapes:
-    yield f"{path}.weight", (rows, columns)
-    if has_bias:
-        yield f"{path}.bias", (rows,)
-
-
-def _norm(config: ModelConfig, path: str, width: int) -> Shapes:
-    yield f"{path}.weight", (width,)
-    if config.normalization == "LayerNorm":
-        yield f"{path}.bias", (width,)
-
-
-def _no_values(start: int, stop: int) -> NoReturn:
-    raise RuntimeError("the shape of a model has no values; build model.gpt.GPT for them")
+        yield "attention.query_norm", Role.HEAD_NORM
+        yield "attention.key_norm", Role.HEAD_NORM
+    yield "attention.projection", Role.PROJECTION
+    yield "mlp_norm", Role.NORM
+    yield "mlp.up", up_role(config)
+    yield "mlp.down", Role.DOWN

@@ -1,8 +1,9 @@
 """How a parameter is divided over the tensor ranks of a group: what each of them holds, as stripes of the whole (no torch).
 
-A parameter of two dims is divided by rows or by columns, one of one dim by its elements. Each tensor rank holds one or more runs of them,
-one after the other. A run may have several holders, such as the keys of a group of queries that is spread over two ranks. The parameter
-[6, 2], its rows in runs of which two ranks hold the last:
+Every parameter is seen as a matrix: one of one dim has one column, one of more than two dims has a row for each index of its first dim,
+and one of no dims is a single element. It is divided by rows, or by columns if it has two dims. Each tensor rank holds one or more runs of
+them, one after the other. A run may have several holders, such as the keys of a group of queries that is spread over two ranks. The
+parameter [6, 2], its rows in runs of which two ranks hold the last:
 
     rows 0 1    holders 0        rank 0 has rows 0 1 4 5
     rows 2 3    holders 1        rank 1 has rows 2 3 4 5
@@ -15,6 +16,7 @@ import enum
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 
 class Gradient(enum.Enum):
@@ -35,10 +37,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Stripe:
-    """Elements [start, stop) of some columns of a whole parameter: of the matrix [rows, columns[1] - columns[0]], row after row.
-
-    A parameter of one dim is a matrix of one column.
-    """
+    """Elements [start, stop) of some columns of a whole parameter: of the matrix [rows, columns[1] - columns[0]], row after row."""
 
     columns: tuple[int, int]
     start: int
@@ -73,7 +72,8 @@ class SharedRange:
 class Division:
     """The part of tensor rank `rank` in a parameter of shape `shape`.
 
-    dim: 0 if `runs` are rows or elements, 1 if they are columns. gradient: on each holder of a run that has several.
+    dim: 0 if `runs` are rows or elements, 1 if they are columns; only a parameter of two dims is divided by columns. gradient: on each
+    holder of a run that has several.
     Raises ValueError unless the runs cover the dim from its start to its end, each has a holder, and the rank holds a run; a rank holds
     at most one run of columns.
     """
@@ -85,22 +85,24 @@ class Division:
     gradient: Gradient = Gradient.WHOLE
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.shape) <= 2 or not 0 <= self.dim < len(self.shape):
+        if self.dim not in (0, 1) or (self.dim == 1 and len(self.shape) != 2):
             raise ValueError(f"a parameter of shape {self.shape} cannot be divided along dim {self.dim}")
+        extent = (_rows(self.shape), self.width)[self.dim]
         position = 0
         for run in self.runs:
             if run.start != position or run.stop <= run.start or not run.holders or list(run.holders) != sorted(set(run.holders)):
                 raise ValueError(f"{run} does not continue the runs of dim {self.dim} of {self.shape} at {position}")
             position = run.stop
-        if position != self.shape[self.dim]:
+        if position != extent:
             raise ValueError(f"the runs of dim {self.dim} of {self.shape} end at {position}")
-        if not self._own_runs or (self.dim == 1 and len(self._own_runs) > 1):
+        if len(self._own_runs) != 1 and (self.dim == 1 or (extent > 0 and not self._own_runs)):
             raise ValueError(f"tensor rank {self.rank} holds {len(self._own_runs)} runs of dim {self.dim} of {self.shape}")
 
     @classmethod
     def undivided(cls, shape: tuple[int, ...], ranks: int = 1, rank: int = 0, gradient: Gradient = Gradient.WHOLE) -> Division:
         """A parameter that each of `ranks` ranks has as a whole."""
-        return cls(shape, 0, (Run(0, shape[0], tuple(range(ranks))),), rank, gradient)
+        rows = _rows(shape)
+        return cls(shape, 0, (Run(0, rows, tuple(range(ranks))),) if rows else (), rank, gradient)
 
     @classmethod
     def evenly(cls, shape: tuple[int, ...], dim: int, ranks: int, rank: int) -> Division:
@@ -110,7 +112,7 @@ class Division:
         length = shape[dim] // ranks
         return cls(shape, dim, tuple(Run(part * length, (part + 1) * length, (part,)) for part in range(ranks)), rank)
 
-    @property
+    @cached_property
     def _own_runs(self) -> tuple[Run, ...]:
         return tuple(run for run in self.runs if self.rank in run.holders)
 
@@ -120,8 +122,15 @@ class Division:
         return math.prod(self.shape)
 
     @property
+    def width(self) -> int:
+        """The number of columns of the whole, seen as a matrix."""
+        return math.prod(self.shape[1:])
+
+    @cached_property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of the rank's part."""
+        if not self.shape:
+            return ()
         length = sum(run.stop - run.start for run in self._own_runs)
         return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
 
@@ -132,7 +141,7 @@ class Division:
             if start < stop:
                 yield PlacedStripe(start, Stripe((run.start, run.stop), start, stop))
             return
-        width = self._width
+        width = self.width
         pending: PlacedStripe | None = None
         for offset, run in self._placed_runs():
             begin, end = max(start, offset), min(stop, offset + (run.stop - run.start) * width)
@@ -156,20 +165,19 @@ class Division:
                 yield self._shared_range(0, math.prod(self.local_shape), run)
             return
         for offset, run in self._placed_runs():
-            if len(run.holders) > 1:
-                yield self._shared_range(offset, offset + (run.stop - run.start) * self._width, run)
+            if len(run.holders) > 1 and self.width > 0:
+                yield self._shared_range(offset, offset + (run.stop - run.start) * self.width, run)
 
     def _shared_range(self, start: int, stop: int, run: Run) -> SharedRange:
         return SharedRange(start, stop, run.holders, self.rank == run.holders[0], self.gradient)
-
-    @property
-    def _width(self) -> int:
-        """The number of columns of the whole; a parameter of one dim has one."""
-        return self.shape[1] if len(self.shape) == 2 else 1
 
     def _placed_runs(self) -> Iterator[tuple[int, Run]]:
         """The rank's runs of rows, each with the offset of its first element in the flattened part."""
         offset = 0
         for run in self._own_runs:
             yield offset, run
-            offset += (run.stop - run.start) * self._width
+            offset += (run.stop - run.start) * self.width
+
+
+def _rows(shape: tuple[int, ...]) -> int:
+    return shape[0] if shape else 1

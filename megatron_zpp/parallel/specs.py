@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_zpp.parallel.division import SharedRange
+from megatron_zpp.parallel.division import Division, SharedRange
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,17 +14,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter: its path in the module, its shape and its initial values.
+    """One parameter: its path in the module, this rank's part of it, and the initial values of that part.
 
-    initial_values: (start, stop) -> fp32 [stop - start], elements of the flattened parameter. An element has the same value in every range.
-    shared: the ranges of the flattened parameter that other tensor ranks hold, too, in order.
+    initial_values: (start, stop) -> fp32 [stop - start], elements of the flattened part. An element of the whole parameter has the same
+    value in every range and in every part.
     """
 
     name: str  # dotted attribute path in the module, e.g. "blocks.0.attention.qkv.weight"
-    shape: tuple[int, ...]
+    division: Division
     initial_values: Callable[[int, int], Tensor]
     weight_decay: bool
-    shared: tuple[SharedRange, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of this rank's part, which is that of its buffers."""
+        return self.division.local_shape
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter, which is that of the model and of its checkpoints."""
+        return self.division.shape
+
+    @property
+    def shared(self) -> tuple[SharedRange, ...]:
+        """The ranges of the flattened part that other tensor ranks hold, too."""
+        return tuple(self.division.shared())
 
 
 @dataclass(frozen=True)

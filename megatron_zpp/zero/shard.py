@@ -32,6 +32,7 @@ from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.comm.streams import streams_of
 from megatron_zpp.ops.payload import BLOCK_NUMEL_MULTIPLE
+from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.groups import end_world, make_lane_groups
 from megatron_zpp.parallel.launch import read_launch
@@ -205,7 +206,8 @@ class _ModulePlan:
                     aliases.append((owner, attribute, unit_of[parameter][1]))
                 else:
                     unit_of[parameter], parameters[path] = (unit, path), parameter
-                    own.append(ParamSpec(path, tuple(parameter.shape), _zeros, weight_decay=parameter.ndim > 1))
+                    division = Division.undivided(tuple(parameter.shape))
+                    own.append(ParamSpec(path, division, _zeros, weight_decay=parameter.ndim > 1))
                 reads[unit_of[parameter][0]] = None
             if not reads:
                 raise ValueError(f"unit '{unit}' has no parameters; leave it out of `units`")

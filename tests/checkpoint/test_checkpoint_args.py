@@ -14,9 +14,10 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config, DataConfig, ModelConfig
+from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec
 
-UNITS = [UnitSpec("u", (ParamSpec("w", (3,), lambda start, stop: torch.zeros(stop - start), weight_decay=False),))]
+UNITS = [UnitSpec("u", (ParamSpec("w", Division.undivided((3,)), lambda start, stop: torch.zeros(stop - start), weight_decay=False),))]
 MODEL = ModelConfig(
     num_layers=3,
     hidden_size=24,

@@ -29,7 +29,7 @@ def model(words: str) -> ModelConfig:
 
 def manifest(config: ModelConfig, flags: dict[str, Any] | None = None) -> Manifest:
     """The manifest of a checkpoint of this model without optimizer state."""
-    shapes = {param.name: param.shape for unit in ModelShape(config, 128).unit_specs() for param in unit.params}
+    shapes = {param.name: param.whole_shape for unit in ModelShape(config, 128).unit_specs() for param in unit.params}
     return Manifest(3, 12, shapes, {"weight": "F32"}, {}, {"model": flags or asdict(config)}, {}, {})
 
 

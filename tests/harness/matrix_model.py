@@ -13,6 +13,7 @@ from harness.worlds import TurnLanes
 from megatron_zpp.comm.backend import Backend
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
+from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
 from megatron_zpp.zero.policy import Policy
@@ -50,7 +51,7 @@ class MatrixModel(nn.Module):
         return tuple(UnitSpec(path, (self._param(f"{path}.weight"),)) for path in paths)
 
     def _param(self, name: str) -> ParamSpec:
-        return ParamSpec(name, (WIDTH, WIDTH), partial(initial_values, name, WIDTH * WIDTH, 2), True)
+        return ParamSpec(name, Division.undivided((WIDTH, WIDTH)), partial(initial_values, name, WIDTH * WIDTH, 2), True)
 
     def uses(self) -> tuple[Use, ...]:
         layers = tuple(Use(f"layers.{index}", (f"layers.{index}",), True) for index in range(LAYERS))

@@ -126,7 +126,12 @@ class SmallModel(nn.Module):
 
     def _params(self, path: str) -> tuple[ParamSpec, ...]:
         return tuple(
-            ParamSpec(name, tuple(parameter.shape), partial(initial_values, name, parameter.numel(), parameter.ndim), parameter.ndim > 1)
+            ParamSpec(
+                name,
+                Division.undivided(tuple(parameter.shape)),
+                partial(initial_values, name, parameter.numel(), parameter.ndim),
+                parameter.ndim > 1,
+            )
             for name, parameter in self.get_submodule(path).named_parameters(prefix=path)
         )
 
@@ -138,7 +143,7 @@ class SmallModel(nn.Module):
 
 
 def _held_by_all(param: ParamSpec, tensor_ranks: int, tensor_rank: int) -> ParamSpec:
-    return replace(param, shared=tuple(Division.undivided(param.shape, tensor_ranks, tensor_rank).shared()))
+    return replace(param, division=Division.undivided(param.shape, tensor_ranks, tensor_rank))
 
 
 def initial_values(name: str, numel: int, ndim: int, start: int, stop: int) -> Tensor:

@@ -16,7 +16,7 @@ STATES = dict.fromkeys(("weight", "exp_avg", "exp_avg_sq"), "F32")
 
 def manifest_of_run(config: Config, padded_vocab: int, iteration: int = 3, consumed_samples: int = 12) -> Manifest:
     """config: resolved."""
-    shapes = {param.name: param.shape for unit in ModelShape(config.model, padded_vocab).unit_specs() for param in unit.params}
+    shapes = {param.name: param.whole_shape for unit in ModelShape(config.model, padded_vocab).unit_specs() for param in unit.params}
     flags = {**flags_by_group(config), "padded_vocab_size": padded_vocab}
     return Manifest(iteration, consumed_samples, shapes, STATES, {"scheduled_samples": consumed_samples}, flags, {}, {})
 

@@ -52,7 +52,7 @@ def test_gpt2_small_has_its_published_number_of_parameters() -> None:
 def test_the_parameter_count_is_that_of_the_model(architecture: str) -> None:
     config = small_config(**ARCHITECTURES[architecture])
     specs = [spec for unit in GPT(config, VOCAB, 1, torch.float32).unit_specs() for spec in unit.params]
-    assert parameter_count(config, VOCAB) == sum(math.prod(spec.shape) for spec in specs)
+    assert parameter_count(config, VOCAB) == sum(math.prod(spec.whole_shape) for spec in specs)
 
 
 def test_parameters_and_operations_of_a_gated_block_with_shared_heads_are_those_counted_by_hand() -> None:

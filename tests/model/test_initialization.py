@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from harness.small_gpt import VOCAB, small_config
+from harness.tensor_parts import MODELS, config_of, part_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megatron_zpp.model.gpt import GPT, materialize
-from megatron_zpp.model.initialization import CHUNK_NUMEL, normal_values
+from megatron_zpp.model.initialization import BATCH_NUMEL, CHUNK_NUMEL, initial_values, normal_values, values_of_part
+from megatron_zpp.model.shapes import ModelShape
+from megatron_zpp.parallel.division import Division, Run
 
 NUMEL = 3 * CHUNK_NUMEL + 1000
 boundaries = st.one_of(
@@ -83,3 +88,69 @@ def test_a_materialized_model_holds_the_values_of_its_specs_in_its_dtype() -> No
 def test_a_larger_padded_vocabulary_leaves_the_first_rows_as_they_are() -> None:
     small, large = (materialize(GPT(small_config(), vocab, 1, torch.float32)).embedding.word.weight for vocab in (64, 128))
     assert torch.equal(small, large[:64])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("model", list(MODELS))
+def test_the_first_values_of_every_part_have_the_bits_of_the_whole_models(model: str, ranks: int) -> None:
+    config, rows = config_of(model), 64
+    whole = {name: parameter.detach() for name, parameter in materialize(GPT(config, rows, 7, torch.float32)).named_parameters()}
+    for rank in range(ranks):
+        shape = ModelShape(config, rows, ranks, rank)
+        specs = {spec.name: spec for unit in shape.unit_specs(partial(initial_values, config, 7)) for spec in unit.params}
+        assert list(specs) == list(whole)
+        for name, spec in specs.items():
+            expected = part_of(name, whole[name], config, ranks, rank)
+            assert torch.equal(spec.initial_values(0, expected.numel()).view(spec.shape), expected), name
+
+
+# A part of columns in a matrix of more elements than are drawn at a time, and rows of which some are shared. Rows end inside of chunks.
+WIDE = (BATCH_NUMEL // 1000 + 200, 1000)
+PARTS = (
+    Division.evenly(WIDE, 1, 4, 1),
+    Division(WIDE, 0, (Run(0, 500, (0,)), Run(500, 600, (1,)), Run(600, 1100, (0,)), Run(1100, WIDE[0], (0, 1))), 1),
+)
+
+
+@pytest.fixture(scope="module")
+def wide() -> Tensor:
+    return normal_values(3, "wide", 0.02, 0, math.prod(WIDE)).view(WIDE)
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_a_range_of_a_part_has_the_bits_of_the_part(wide: Tensor, data: st.DataObject) -> None:
+    division = data.draw(st.sampled_from(PARTS))
+    numel = math.prod(division.local_shape)
+    start = data.draw(st.integers(0, numel))
+    stop = data.draw(st.one_of(st.integers(start, numel), st.integers(start, min(numel, start + 500))))
+    part = wide[:, 250:500] if division.dim else torch.cat([wide[500:600], wide[1100:]])
+    found = values_of_part(division, partial(normal_values, 3, "wide", 0.02), start, stop)
+    assert torch.equal(found, part.flatten()[start:stop])
+
+
+def test_a_part_of_columns_draws_each_row_once_in_few_batches() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def whole(start: int, stop: int) -> Tensor:
+        asked.append((start, stop))
+        return torch.zeros(stop - start)
+
+    rows = BATCH_NUMEL // WIDE[1]
+    values_of_part(PARTS[0], whole, 0, math.prod(PARTS[0].local_shape))
+    assert asked == [(0, rows * WIDE[1]), (rows * WIDE[1], math.prod(WIDE))]
+    asked.clear()
+    values_of_part(PARTS[0], whole, 250 * 3 + 7, 250 * 5 + 1)
+    assert asked == [(3 * WIDE[1], 6 * WIDE[1])]
+
+
+def test_a_part_that_is_the_whole_parameter_asks_for_the_range_itself() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def whole(start: int, stop: int) -> Tensor:
+        asked.append((start, stop))
+        return torch.zeros(stop - start)
+
+    drawn = values_of_part(Division.undivided(WIDE), whole, 5, math.prod(WIDE))
+    assert asked == [(5, math.prod(WIDE))] and drawn.numel() == math.prod(WIDE) - 5
+    assert values_of_part(Division.undivided(WIDE), whole, 5, 5).numel() == 0

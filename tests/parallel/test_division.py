@@ -18,7 +18,7 @@ def divisions(draw):
     """All parts of one division: by rows with any holders, or by columns."""
     ranks = draw(st.integers(1, 5))
     gradient = draw(st.sampled_from(Gradient))
-    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=2)))
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     if len(shape) == 2 and draw(st.booleans()):
         shape = (shape[0], shape[1] * ranks)
         return [Division.evenly(shape, 1, ranks, rank) for rank in range(ranks)]
@@ -108,11 +108,25 @@ def test_an_undivided_parameter_of_one_rank_is_one_stripe_and_shared_with_nobody
     assert (placed.offset, placed.stripe.columns, placed.stripe.start, placed.stripe.stop) == (2, (0, 4), 2, 9)
 
 
+@given(st.lists(st.integers(0, 3), max_size=4).map(tuple), st.integers(1, 3))
+def test_each_rank_has_all_of_an_undivided_parameter_of_any_shape(shape, ranks):
+    numel = math.prod(shape)
+    for rank in range(ranks):
+        division = Division.undivided(shape, ranks, rank)
+        assert division.local_shape == division.shape == shape
+        stripes = [(placed.offset, placed.stripe.start, placed.stripe.stop) for placed in division.stripes(0, numel)]
+        assert stripes == ([(0, 0, numel)] if numel else [])
+        shared = [(shared.start, shared.stop, shared.counted) for shared in division.shared()]
+        assert shared == ([(0, numel, rank == 0)] if numel and ranks > 1 else [])
+
+
 @pytest.mark.parametrize(
     ("shape", "dim", "runs", "rank", "message"),
     [
         ((4, 4), 2, (Run(0, 4, (0,)),), 0, "cannot be divided along dim 2"),
-        ((2, 2, 2), 0, (Run(0, 2, (0,)),), 0, "cannot be divided"),
+        ((2, 2, 2), 1, (Run(0, 2, (0,)),), 0, "cannot be divided along dim 1"),
+        ((2,), 1, (Run(0, 1, (0,)),), 0, "cannot be divided along dim 1"),
+        ((2, 0), 1, (), 0, "holds 0 runs"),
         ((4,), 0, (Run(0, 3, (0,)),), 0, "end at 3"),
         ((4,), 0, (Run(1, 4, (0,)),), 0, "does not continue"),
         ((4,), 0, (Run(0, 4, ()),), 0, "does not continue"),

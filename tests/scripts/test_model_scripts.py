@@ -55,7 +55,7 @@ def flags_of() -> dict[str, list[str]]:
 
 def parameters(flags: list[str], vocabulary_rows: int) -> int:
     model = ModelShape(resolve(parse_flags(flags), 1, None).model, vocabulary_rows)
-    return sum(math.prod(param.shape) for unit in model.unit_specs() for param in unit.params)
+    return sum(math.prod(param.whole_shape) for unit in model.unit_specs() for param in unit.params)
 
 
 @pytest.mark.parametrize("name", list(EXACT))

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from test_generate_text import write_checkpoint
 
 from megatron_zpp.checkpoint.release import write_release
+from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec
 
 UNITS, UNIT_NUMEL = 2, 32 << 20
@@ -44,7 +45,7 @@ def consolidated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[s
     """A folder of two units of 128 MiB, written by the tool in its own process, and the output of that process."""
     folder = tmp_path_factory.mktemp("large")
     values = torch.arange(UNIT_NUMEL, dtype=torch.float32).view(1024, -1)
-    specs = [ParamSpec(name, tuple(values.shape), lambda start, stop: values, weight_decay=True) for name in NAMES]
+    specs = [ParamSpec(name, Division.undivided(tuple(values.shape)), lambda start, stop: values, weight_decay=True) for name in NAMES]
     write_release(folder / "saved", [UnitSpec(spec.name, (spec,)) for spec in specs], lambda name: values, {})
     arguments = ["--load", folder / "saved", "--output", folder / "plain", "--dtype", "bfloat16", "--max-shard-size", "0.08"]
     command = [sys.executable, "-c", MEASURED, *map(str, arguments)]

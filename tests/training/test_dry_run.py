@@ -52,7 +52,7 @@ def test_tokens_parameters_and_micro_batches_are_those_of_the_flags() -> None:
     parts = parts_of("--nodes 2 --ranks-per-node 4 --global-batch-size 64 --micro-batch-size 2")
     assert parts["training"] == "7 iterations of 64 samples of 16 tokens, 7168 tokens in all; per rank and iteration 4 x 2 samples"
     config = resolve(parse_flags(MODEL.split()), 1, 1)
-    count = sum(prod(param.shape) for unit in GPT(config.model, 104, 1, torch.float32).unit_specs() for param in unit.params)
+    count = sum(prod(param.whole_shape) for unit in GPT(config.model, 104, 1, torch.float32).unit_specs() for param in unit.params)
     assert parts["parameters"].startswith(f"{count} (")
     assert parts["data"] == "generated tokens" and parts["sharding"] == "ZeRO-0"
 

@@ -23,6 +23,7 @@ from megatron_zpp.comm.code import EXACT
 from megatron_zpp.comm.codecs import Regions, make_codec
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder, LinkCodecs
+from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import ParamSpec
 from megatron_zpp.parallel.topology import Topology
@@ -55,7 +56,7 @@ class Case:
         return self.nodes * self.ranks
 
     def layout(self) -> FlatLayout:
-        params = [ParamSpec(str(index), shape, _no_values, True) for index, shape in enumerate(self.shapes)]
+        params = [ParamSpec(str(index), Division.undivided(shape), _no_values, True) for index, shape in enumerate(self.shapes)]
         return FlatLayout(params, self.world_size, self.block_numel)
 
     def codecs(self, topology: Topology) -> LinkCodecs:

@@ -21,7 +21,7 @@ layouts = st.builds(
 
 
 def _params(some_shapes: list[tuple[int, ...]]) -> list[ParamSpec]:
-    return [ParamSpec(f"p{index}", shape, _no_values, index % 3 != 1) for index, shape in enumerate(some_shapes)]
+    return [ParamSpec(f"p{index}", Division.undivided(shape), _no_values, index % 3 != 1) for index, shape in enumerate(some_shapes)]
 
 
 def _no_values(start: int, stop: int) -> None:  # layouts never ask for values
@@ -40,7 +40,7 @@ def divisions(draw: st.DrawFn) -> Division:
 
 
 def _part(index: int, division: Division) -> ParamSpec:
-    return ParamSpec(f"p{index}", division.local_shape, _no_values, True, tuple(division.shared()))
+    return ParamSpec(f"p{index}", division, _no_values, True)
 
 
 divided_units = st.lists(divisions(), min_size=1, max_size=5)
@@ -200,7 +200,10 @@ def test_a_parameter_keeps_its_place_in_the_region_at_every_number_of_slices(som
 
 def test_the_picture_at_the_top_of_the_file_is_true() -> None:
     drawn = {line.split()[0]: line for line in (layout_module.__doc__ or "").splitlines() if line.startswith("    ")}
-    params = [ParamSpec("weight", (3, 3), _no_values, True), ParamSpec("bias", (3,), _no_values, False)]
+    params = [
+        ParamSpec("weight", Division.undivided((3, 3)), _no_values, True),
+        ParamSpec("bias", Division.undivided((3,)), _no_values, False),
+    ]
     layout = FlatLayout(params, slices=4, block_numel=4)
     flat = _letters(layout, 0, 4)
     assert drawn["flat"].split()[1:] == _fours(flat[:16]) + ["|"] + _fours(flat[16:])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.codecs import Runs, make_codec
+from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.plan.memory_plan import MemoryPlan, Sharding, largest_plan, plan_memory
@@ -145,7 +146,9 @@ def one_unit(*shapes: tuple[int, ...]) -> tuple[UnitSpec, ...]:
     def no_values(start: int, stop: int) -> torch.Tensor:
         raise AssertionError("a plan reads no weight")
 
-    return (UnitSpec("unit", tuple(ParamSpec(f"p{index}", shape, no_values, True) for index, shape in enumerate(shapes))),)
+    return (
+        UnitSpec("unit", tuple(ParamSpec(f"p{index}", Division.undivided(shape), no_values, True) for index, shape in enumerate(shapes))),
+    )
 
 
 def plan_of(policy: Policy, topology: Topology) -> MemoryPlan:

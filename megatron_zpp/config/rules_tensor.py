@@ -1,0 +1,93 @@
+"""Rules between the sizes of the model and the number of tensor ranks, which share every layer.
+
+T: --tensor-model-parallel-size.
+"""
+
+from __future__ import annotations
+
+import math
+
+from megatron_zpp.config.flag import FlagError, any_of, divisors
+from megatron_zpp.config.schema import ModelConfig
+
+TENSOR_SIZE = "--tensor-model-parallel-size"
+
+
+def check_tensor_ranks(model: ModelConfig, padded_vocab_size: int, tensor_ranks: int) -> None:
+    """Raises FlagError for the first size of the model that `tensor_ranks` ranks cannot share.
+
+    model: with its defaults filled in. padded_vocab_size: rows of the embedding.
+    """
+    check_heads(model, tensor_ranks)
+    check_feed_forward(model, tensor_ranks)
+    check_groups(model, tensor_ranks)
+    check_vocabulary(model, padded_vocab_size, tensor_ranks)
+    check_positions(model, tensor_ranks)
+
+
+def check_heads(model: ModelConfig, tensor_ranks: int) -> None:
+    if model.num_attention_heads % tensor_ranks != 0:
+        raise FlagError(
+            f"--num-attention-heads {model.num_attention_heads} is not a multiple of {TENSOR_SIZE} {tensor_ranks}; "
+            f"{_choices(model, tensor_ranks)}."
+        )
+
+
+def check_feed_forward(model: ModelConfig, tensor_ranks: int) -> None:
+    if model.ffn_hidden_size % tensor_ranks != 0:
+        raise FlagError(
+            f"--ffn-hidden-size {model.ffn_hidden_size} is not a multiple of {TENSOR_SIZE} {tensor_ranks}; {_choices(model, tensor_ranks)}."
+        )
+
+
+def check_groups(model: ModelConfig, tensor_ranks: int) -> None:
+    if not _deals_groups(model, tensor_ranks):
+        raise FlagError(
+            f"--num-query-groups {model.key_value_heads} and {TENSOR_SIZE} {tensor_ranks}: one must divide the other, so that groups are "
+            f"dealt to ranks or ranks to groups; {_choices(model, tensor_ranks)}."
+        )
+
+
+def check_vocabulary(model: ModelConfig, padded_vocab_size: int, tensor_ranks: int) -> None:
+    """The padded size does not depend on T, so that a checkpoint fits every T."""
+    if padded_vocab_size % tensor_ranks == 0:
+        return
+    multiple = math.lcm(model.make_vocab_size_divisible_by, tensor_ranks)
+    if model.padded_vocab_size is not None:
+        rows = _next_multiple(padded_vocab_size, multiple)
+        raise FlagError(
+            f"the vocabulary of {padded_vocab_size} rows (--padded-vocab-size) is not a multiple of {TENSOR_SIZE} {tensor_ranks}; "
+            f"give --padded-vocab-size {rows}."
+        )
+    raise FlagError(
+        f"the vocabulary of {padded_vocab_size} rows (padded to a multiple of --make-vocab-size-divisible-by "
+        f"{model.make_vocab_size_divisible_by}) is not a multiple of {TENSOR_SIZE} {tensor_ranks}; "
+        f"give --make-vocab-size-divisible-by {multiple} or --padded-vocab-size."
+    )
+
+
+def check_positions(model: ModelConfig, tensor_ranks: int) -> None:
+    """Learned positions are divided among the ranks like the vocabulary."""
+    positions = model.max_position_embeddings
+    if model.learns_positions and positions % tensor_ranks != 0:
+        raise FlagError(
+            f"--max-position-embeddings {positions} is not a multiple of {TENSOR_SIZE} {tensor_ranks}; "
+            f"choose {_next_multiple(positions, tensor_ranks)}."
+        )
+
+
+def _next_multiple(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _deals_groups(model: ModelConfig, tensor_ranks: int) -> bool:
+    groups = model.key_value_heads
+    return groups % tensor_ranks == 0 or tensor_ranks % groups == 0
+
+
+def _choices(model: ModelConfig, wish: int) -> str:
+    """The up to four sizes nearest to `wish` that the model can be shared in, apart from its vocabulary, in words."""
+    positions = model.max_position_embeddings if model.learns_positions else 0
+    common = math.gcd(model.num_attention_heads, model.ffn_hidden_size, positions)
+    sizes = [size for size in divisors(common) if _deals_groups(model, size)]
+    return f"choose {TENSOR_SIZE} {any_of(sorted(sorted(sizes, key=lambda size: abs(size - wish))[:4]))}"
