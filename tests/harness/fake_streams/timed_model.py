@@ -12,6 +12,7 @@ from harness.fake_streams.gpus import Gpu
 from harness.small_engine import CPU, initial_values
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
+from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
 
@@ -47,18 +48,16 @@ class TimedUse(nn.Module):
 def step_time(gpu: Gpu, options: EngineOptions, *, uses: int, microbatches: int, steps: int = 3) -> float:
     """The time of the last of `steps` steps, once the pool of buffers does not grow any more; the optimizer takes no time."""
     model = nn.Sequential(*[TimedUse(gpu) for _ in range(uses)])
-    specs = [
-        UnitSpec(f"unit {use}", (ParamSpec(f"{use}.linear.weight", (WIDTH, WIDTH), partial(initial_values, "w", WIDTH**2, 2), True),))
-        for use in range(uses)
-    ]
+    division, values = Division.undivided((WIDTH, WIDTH)), partial(initial_values, "w", WIDTH**2, 2)
+    specs = [UnitSpec(f"unit {use}", (ParamSpec(f"{use}.linear.weight", division, values, True),)) for use in range(uses)]
     ladder = Ladder(gpu.backend, gpu.lanes, Ledger(gpu.backend.grid, gpu.backend.rank), CPU, gpu.machine)
     engine = ZeroEngine(model, specs, [Use(str(use), (f"unit {use}",), True) for use in range(uses)], options, ladder)
     begin = 0.0
     for _ in range(steps):
         begin = gpu.machine.compute.free_at
         for microbatch in range(microbatches):
-            values = torch.ones(2, WIDTH, requires_grad=True)
-            engine.backward(model(values).sum(), microbatches=microbatches, is_last_microbatch=microbatch == microbatches - 1)
+            inputs = torch.ones(2, WIDTH, requires_grad=True)
+            engine.backward(model(inputs).sum(), microbatches=microbatches, is_last_microbatch=microbatch == microbatches - 1)
         engine.step(1e-3)
     engine.close()
     return gpu.machine.compute.free_at - begin
