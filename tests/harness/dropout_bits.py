@@ -30,9 +30,9 @@ def values_of(dtype: torch.dtype, numel: int) -> Tensor:
     return values.to(dtype)
 
 
-def guarded(values: Tensor, place: int) -> tuple[Tensor, Tensor]:
+def guarded(values: Tensor, place: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """A storage with guards, and the part of it between them, which has the values."""
-    storage = torch.full((place + values.numel() + 3,), GUARD, dtype=values.dtype)
+    storage = torch.full((place + values.numel() + 3,), GUARD, dtype=values.dtype, device=device)
     part = storage[place : place + values.numel()]
     part.copy_(values)
     return storage, part
@@ -44,17 +44,18 @@ def cases() -> Iterator[tuple[torch.dtype, int, int, int, float, int, int]]:
         yield dtype, numel, first, threshold, scale, PLACES[number % 3], PLACES[number // 3 % 3]
 
 
-def check() -> int:
+def check(device: str = "cpu") -> int:
     """Raises AssertionError at the first differing bit; returns how many results were compared."""
     compared = 0
     for case in cases():
         dtype, numel, first, threshold, scale, source_place, target_place = case
-        _, source = guarded(values_of(dtype, numel), source_place)
-        (expected, written), (storage, target) = (guarded(torch.zeros_like(source), target_place) for _ in range(2))
-        key = 2**63 - 1 - numel
-        dropout_reference.drop_values(source, written, key, first, threshold, scale)
+        values, key = values_of(dtype, numel), 2**63 - 1 - numel
+        expected, written = guarded(torch.zeros_like(values), target_place)
+        dropout_reference.drop_values(values, written, key, first, threshold, scale)
+        _, source = guarded(values, source_place, device)
+        storage, target = guarded(torch.zeros_like(values), target_place, device)
         torch.ops.megatron_zpp.drop_values(source, target, key, first, threshold, scale)
-        assert equal_bits(storage, expected), case
+        assert equal_bits(storage.cpu(), expected), case
         compared += 1
     return compared
 
