@@ -3,8 +3,8 @@
     python benchmarks/dropout.py --threads 1
 
 Prints a table in Markdown and writes the same as JSON. A case is the output of a block of a known model: samples x tokens x channels. The
-two take turns in every round, so that other load on the machine slows both. The ratio is a median over rounds. "memcpy" copies the values
-once; dropout reads and writes them twice, in forward and in backward.
+two take turns in every round, so that other load on the machine slows both, and times are those of the processor, not of the clock. The
+ratio is a median over rounds. "memcpy" copies the values once; dropout reads and writes them twice, in forward and in backward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Call = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Result:
-    """Medians. share_of_torch: of the time, side by side. kept_bytes: for backward, per element."""
+    """Medians of processor time. share_of_torch: side by side. kept_bytes: for backward, per element."""
 
     block: str
     dtype: str
@@ -86,15 +86,15 @@ def _measure(block: str, shape: tuple[int, ...], dtype: torch.dtype, rounds: int
 
 def _seconds(call: Call, values: Tensor, grad: Tensor) -> float:
     """Of a forward and a backward."""
-    start = time.perf_counter()
+    start = time.process_time()
     torch.autograd.grad(call(values), values, grad)
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def _copy_seconds(values: Tensor) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     values.clone()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def _kept_bytes(call: Call, values: Tensor) -> int:
