@@ -6,6 +6,8 @@
 //            [members, slices, bytes]  if the op takes a mean over members
 // recoded    [slices, bytes]           as payloads
 // noise_key  none: codes are the nearest; else rounding is stochastic, with noise from the key and the value's index in [slices, run]
+//
+// drop_values takes values and dropped of any shape: contiguous, of the same dtype; element i of them has the index first_index + i.
 #include <torch/library.h>
 
 TORCH_LIBRARY(megatron_zpp, m) {
@@ -15,4 +17,5 @@ TORCH_LIBRARY(megatron_zpp, m) {
   m.def(
       "recode_mean_blocks(Tensor payloads, Tensor(a!) recoded, int run_numel, int bits, int next_bits, int block_numel, "
       "int? noise_key=None) -> ()");
+  m.def("drop_values(Tensor values, Tensor(a!) dropped, int key, int first_index, int threshold, float scale) -> ()");
 }

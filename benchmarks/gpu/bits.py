@@ -56,6 +56,7 @@ def run() -> Outcome:
     _check_sizes(outcome, device)
     _check_all_16_bit_values(outcome, device)
     _check_gaps(outcome, device)
+    _check_dropout(outcome, device)
     if device == "cpu":
         outcome.omissions.append("the CUDA kernels: torch finds no GPU here; the C++ kernels were checked instead")
         return outcome
@@ -126,6 +127,16 @@ def _check_gaps(outcome: Outcome, device: str) -> None:
                 if not is_equal:
                     outcome.check(f"{dtype}, {bits} bits, rows at {start} with gaps of {gap}", holds=False)
     outcome.lines.append("rows at odd places, with guards beside them, were compared too")
+
+
+def _check_dropout(outcome: Outcome, device: str) -> None:
+    """Checks dropout on sizes and indices of all kinds, with guard values beside them."""
+    from harness.dropout_bits import check
+
+    try:
+        outcome.check(f"{check(device)} results of dropout equal the reference's bit for bit", holds=True)
+    except AssertionError as difference:
+        outcome.check(f"dropout equals the reference {difference}", holds=False)
 
 
 def _check_many_slices(outcome: Outcome) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.chunks import recomputed_blocks, recomputed_chunks, recomputes_attention
 
-MASK_BYTES = 1  # per element that dropout may drop
 STATISTICS_BYTES = 2 * 4  # mean and deviation of a token in a norm, fp32
 SCORE_BYTES = 3 * 4  # fp32 scores after softmax, after dropout, and the mask, as torch's plain attention keeps them
 NORMALIZER_BYTES = 4  # per token and head, if the kernel computes scores again in backward
@@ -81,12 +80,11 @@ def _block_bytes_per_token(config: ModelConfig, element_bytes: int) -> int:
     """Bytes that a block keeps outside attention.
 
     These are inputs and outputs of two norms (4 H), the output of the qkv projection (A + 2 C), the input of the other projection (A), and
-    inputs and output of the activation function (2 F, or 3 F with a gate).
+    inputs and output of the activation function (2 F, or 3 F with a gate). Hidden dropout keeps no mask.
     """
     ffn_widths = 3 if config.swiglu else 2
     values = 4 * config.hidden_size + config.qkv_width + config.heads_width + ffn_widths * config.ffn_hidden_size
-    masks = 2 * config.hidden_size * MASK_BYTES if config.hidden_dropout > 0 else 0
-    return element_bytes * values + masks + 2 * STATISTICS_BYTES
+    return element_bytes * values + 2 * STATISTICS_BYTES
 
 
 def _inside_attention_bytes_per_token(config: ModelConfig, element_bytes: int, attention: AttentionNeed) -> int:

@@ -5,8 +5,9 @@ B micro-batch size, S tokens per sample, H hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.model.attention import Attention
@@ -16,6 +17,7 @@ from megatron_zpp.model.norm import make_norm
 from megatron_zpp.model.randomness import UnitRandomness
 from megatron_zpp.model.rotary import Rotation
 from megatron_zpp.model.shapes import ModelShape
+from megatron_zpp.ops.dropout import dropout
 
 
 class Block(nn.Module):
@@ -28,18 +30,28 @@ class Block(nn.Module):
         self.attention = Attention(shape, dtype)
         self.mlp_norm = make_norm(config, config.hidden_size, dtype)
         self.mlp = MLP(shape, dtype)
-        self.dropout = config.hidden_dropout
-        has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
-        self.randomness = UnitRandomness(seed, unit_index=block_index + 1, has_dropout=has_dropout)
+        self.hidden_dropout, self.attention_dropout = config.hidden_dropout, config.attention_dropout
+        self.randomness = UnitRandomness(seed, unit_index=block_index + 1)
 
     def forward(
         self, hidden_BSH: Tensor, first_sample: int, documents: Documents | None = None, rotation: Rotation | None = None
     ) -> Tensor:
-        with self.randomness.scope(training=self.training, first_sample=first_sample, device=hidden_BSH.device):
-            return self.transformed(hidden_BSH, documents, rotation)
+        drops, draws = self.training and self.hidden_dropout > 0, self.training and self.attention_dropout > 0
+        mask_starts = self.randomness.mask_starts(2, first_sample, hidden_BSH) if drops else (None, None)
+        with self.randomness.scope(is_needed=draws, first_sample=first_sample, device=hidden_BSH.device):
+            return self.transformed(hidden_BSH, mask_starts, documents, rotation)
 
-    def transformed(self, hidden_BSH: Tensor, documents: Documents | None, rotation: Rotation | None) -> Tensor:
-        """The block's output. It reads only what all blocks share, and weights; so one compilation serves every block."""
+    def transformed(
+        self, hidden_BSH: Tensor, mask_starts: Sequence[Tensor | None], documents: Documents | None, rotation: Rotation | None
+    ) -> Tensor:
+        """The block's output. It reads only what all blocks share, weights and tensors; so one compilation serves every block.
+
+        mask_starts: of dropout after attention and after the MLP; None: nothing is dropped there.
+        """
+        after_attention, after_mlp = mask_starts
         mixed_BSH = self.attention(self.attention_norm(hidden_BSH), documents, rotation)
-        hidden_BSH = hidden_BSH + F.dropout(mixed_BSH, self.dropout, self.training)
-        return hidden_BSH + F.dropout(self.mlp(self.mlp_norm(hidden_BSH)), self.dropout, self.training)
+        hidden_BSH = hidden_BSH + self.dropped(mixed_BSH, after_attention)
+        return hidden_BSH + self.dropped(self.mlp(self.mlp_norm(hidden_BSH)), after_mlp)
+
+    def dropped(self, values_BSH: Tensor, mask_start: Tensor | None) -> Tensor:
+        return values_BSH if mask_start is None else dropout(values_BSH, mask_start, self.hidden_dropout)

@@ -10,7 +10,7 @@ import torch
 from megatron_zpp.model.block import Block
 from megatron_zpp.model.gpt import GPT
 
-OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True}  # dropout draws the same numbers as uncompiled
+OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True}  # attention drops the same as uncompiled
 
 
 def compile_blocks(model: GPT) -> None:

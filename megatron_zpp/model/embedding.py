@@ -6,12 +6,12 @@ B micro-batch size, S tokens per sample, P positions, V padded vocabulary, H hid
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.model.divisions import Role
 from megatron_zpp.model.randomness import UnitRandomness
 from megatron_zpp.model.shapes import ModelShape
+from megatron_zpp.ops.dropout import dropout
 
 
 class Embedding(nn.Module):
@@ -23,14 +23,16 @@ class Embedding(nn.Module):
         self.word = _table(shape, Role.WORD, dtype)  # weight: [V, H]
         self.position = _table(shape, Role.POSITION, dtype) if config.learns_positions else None  # weight: [P, H]
         self.dropout = config.hidden_dropout
-        self.randomness = UnitRandomness(seed, unit_index=0, has_dropout=config.hidden_dropout > 0)
+        self.randomness = UnitRandomness(seed, unit_index=0)
 
     def forward(self, tokens_BS: Tensor, first_sample: int, position_ids_BS: Tensor | None = None) -> Tensor:
         hidden_BSH = self.word(tokens_BS)
         if self.position is not None:
             hidden_BSH = hidden_BSH + _learned_positions(self.position, tokens_BS.shape[1], position_ids_BS)
-        with self.randomness.scope(training=self.training, first_sample=first_sample, device=hidden_BSH.device):
-            return F.dropout(hidden_BSH, self.dropout, self.training)
+        if self.training and self.dropout > 0:
+            (mask_start,) = self.randomness.mask_starts(1, first_sample, hidden_BSH)
+            hidden_BSH = dropout(hidden_BSH, mask_start, self.dropout)
+        return hidden_BSH
 
 
 def _learned_positions(table: nn.Embedding, sample_length: int, position_ids_BS: Tensor | None) -> Tensor:

@@ -39,7 +39,8 @@ def hardware_flops(config: ModelConfig, padded_vocab_size: int, sample_count: in
     """Operations of training on `sample_count` samples as Megatron-DeepSpeed counts them: "hardware FLOPs".
 
     T [(3 L + R) (2 H (A + 2 C) + 2 A H + 2 m H F + 4 A S) + 3 * 2 H V] with R recomputed blocks: attention counts as the full square, and
-    recomputed operations count again. If only attention is recomputed, these are 4 A S per token and layer, without the output projection.
+    recomputed operations count again, even the last product of a chunk, which does not run again. If only attention is recomputed, these
+    are 4 A S per token and layer, without the output projection.
     Source: Narayanan et al., arXiv 2104.04473, equation 3, where A = C = H, F = 4 H, m = 2 and R = L.
     """
     scores = _attention_scores_flops_per_token(config)

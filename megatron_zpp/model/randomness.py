@@ -1,4 +1,8 @@
-"""Random numbers of the forward pass, seeded by run, sample and unit. So they depend neither on the rank nor on earlier draws."""
+"""Random numbers of the forward pass: functions of seed, sample and unit. So they depend neither on the rank nor on earlier draws.
+
+Hidden dropout also knows token and channel (`mask_starts`), so a sample has the same mask in every micro-batch. Attention dropout draws in
+torch's kernel, from a generator that is seeded for every micro-batch (`scope`).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+from megatron_zpp.ops.dropout import KEYS, mask_start
 
 MASK_64 = (1 << 64) - 1
 
@@ -17,13 +24,19 @@ class UnitRandomness:
 
     seed: int
     unit_index: int  # 0 is the embedding, i + 1 is block i
-    has_dropout: bool
 
-    def scope(self, *, training: bool, first_sample: int, device: torch.device) -> AbstractContextManager[None]:
-        """The context in which to run the unit's forward. Without dropout it leaves the generators alone."""
-        if training and self.has_dropout:
-            return seeded_random(self.seed, first_sample, self.unit_index, device)
-        return nullcontext()
+    def mask_starts(self, sites: int, first_sample: int, hidden_BSH: Tensor) -> tuple[Tensor, ...]:
+        """The starts of the masks of as many sites: the places in the unit that drop elements of tensors shaped like `hidden_BSH`.
+
+        The index of an element counts through the whole run: ((sample of the run x S) + token) x H + channel.
+        """
+        _, length, channels = hidden_BSH.shape
+        keys = [mixed(self.seed, self.unit_index, site) % KEYS for site in range(sites)]
+        return tuple(mask_start(key, first_sample * length * channels) for key in keys)
+
+    def scope(self, *, is_needed: bool, first_sample: int, device: torch.device) -> AbstractContextManager[None]:
+        """The context in which attention draws. If it is not needed, it leaves the generators alone."""
+        return seeded_random(self.seed, first_sample, self.unit_index, device) if is_needed else nullcontext()
 
 
 def splitmix64(value: int) -> int:
@@ -34,12 +47,12 @@ def splitmix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def mixed_seed(seed: int, first_sample: int, unit_index: int) -> int:
-    """The 64-bit seed for one unit's forward over the micro-batch that starts at sample `first_sample`."""
-    mixed = 0
-    for value in (seed, first_sample, unit_index):
-        mixed = splitmix64(mixed ^ (value & MASK_64))
-    return mixed
+def mixed(*values: int) -> int:
+    """64 bits that depend on all bits of all values, and on their order."""
+    result = 0
+    for value in values:
+        result = splitmix64(result ^ (value & MASK_64))
+    return result
 
 
 @contextmanager
@@ -51,7 +64,7 @@ def seeded_random(seed: int, first_sample: int, unit_index: int, device: torch.d
     """
     generator = default_generator(device)
     callers_state = generator.get_state()
-    generator.manual_seed(mixed_seed(seed, first_sample, unit_index))
+    generator.manual_seed(mixed(seed, first_sample, unit_index))
     try:
         yield
     finally:
@@ -66,4 +79,4 @@ def default_generator(device: torch.device) -> torch.Generator:
         index = torch.cuda.current_device() if device.index is None else device.index
         generator: torch.Generator = torch.cuda.default_generators[index]
         return generator
-    raise RuntimeError(f"no default generator is known for device {device}: dropout runs on cpu and cuda")
+    raise RuntimeError(f"no default generator is known for device {device}: attention dropout runs on cpu and cuda")

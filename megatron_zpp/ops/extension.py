@@ -22,7 +22,7 @@ from megatron_zpp.ops.trust import why_not_loadable
 
 REFERENCE_VARIABLE = "MEGATRON_ZPP_REFERENCE_OPS"
 BUILD_COMMAND = "bash scripts/build_extensions.sh"
-OPS = ("encode_blocks", "decode_blocks", "decode_mean_blocks", "recode_mean_blocks")
+OPS = ("encode_blocks", "decode_blocks", "decode_mean_blocks", "recode_mean_blocks", "drop_values")
 
 _loaded: Path | None = None  # the library of this process; torch keeps it until the process ends
 _refusal = ""  # why a build that exists was not loaded
@@ -85,11 +85,13 @@ def _are_registered(device_type: str) -> bool:
 def report(device_type: str = "cpu") -> str:
     """One sentence that says what ops on this type of device run on; if kernels are missing, with the command that builds them."""
     if has_kernels_for(device_type):
-        return f"Quantization runs on the {'C++' if device_type == 'cpu' else 'CUDA'} kernels in {_loaded}."
+        return f"Quantization and dropout run on the {'C++' if device_type == 'cpu' else 'CUDA'} kernels in {_loaded}."
     if _wants_reference(os.environ):
-        return f"Quantization runs on the plain-torch reference, because {REFERENCE_VARIABLE} is set: same bits, slower."
+        return f"Quantization and dropout run on the plain-torch reference, because {REFERENCE_VARIABLE} is set: same bits, slower."
     because = f", because {_refusal.removesuffix('.')}" if _refusal else ""
-    return f"Quantization runs on the plain-torch reference{because}: same bits, slower. This builds the kernels: {BUILD_COMMAND}"
+    return (
+        f"Quantization and dropout run on the plain-torch reference{because}: same bits, slower. This builds the kernels: {BUILD_COMMAND}"
+    )
 
 
 def _register_fake_kernels() -> None:

@@ -109,11 +109,11 @@ def noise(key: int, pairs: Tensor) -> Tensor:
 
 def pair_hashes(key: int, pairs: Tensor) -> Tensor:
     """32-bit hashes, as int64. The low half decides the noise of the even value of a pair, the high half that of the odd value."""
-    first, second = _noise_words(key)
-    return _hashed((pairs + first) & UINT32, ((pairs >> 32) + second) & UINT32)
+    first, second = key_words(key)
+    return hashed((pairs + first) & UINT32, ((pairs >> 32) + second) & UINT32)
 
 
-def _noise_words(key: int) -> tuple[int, int]:
+def key_words(key: int) -> tuple[int, int]:
     """The low and the high half of the mixed key. Mixing is the step of SplitMix64 (Steele, Lea, Flood 2014), a bijection, so that
     neighbouring keys start far apart."""
     mixed = (key + 0x9E3779B97F4A7C15) & UINT64
@@ -123,7 +123,7 @@ def _noise_words(key: int) -> tuple[int, int]:
     return mixed & UINT32, mixed >> 32
 
 
-def _hashed(counters: Tensor, words: Tensor) -> Tensor:
+def hashed(counters: Tensor, words: Tensor) -> Tensor:
     """32-bit hashes, as int64: triple32 of C. Wellons' hash-prospector, with a second word mixed in after its first round."""
     x = counters ^ counters >> 17
     x = (x * 0xED5AD4BB) & UINT32

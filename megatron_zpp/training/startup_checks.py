@@ -95,8 +95,8 @@ def check_backends(config: Config, device: torch.device) -> None:
 
 
 def prepare_kernels(config: Config, device: torch.device) -> str:
-    """Loads the quantization kernels and returns a line about them; empty if the run does not quantize."""
-    if not (config.zero.zero_quantized_weights or config.zero.zero_quantized_gradients):
+    """Loads the kernels of quantization and dropout and returns a line about them; empty if the run needs none."""
+    if not (config.zero.zero_quantized_weights or config.zero.zero_quantized_gradients or config.model.hidden_dropout > 0):
         return ""
     extension.load()
     return extension.report(device.type)

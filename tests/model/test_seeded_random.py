@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_zpp.model.randomness import mixed_seed, seeded_random, splitmix64
+from megatron_zpp.model.randomness import mixed, seeded_random, splitmix64
 
 CPU = torch.device("cpu")
 
@@ -20,9 +20,9 @@ def test_splitmix64_gives_the_published_outputs() -> None:
 
 
 def test_nearby_seeds_samples_and_units_differ_also_in_the_bits_a_cpu_generator_reads() -> None:
-    seeds = [mixed_seed(seed, sample, unit) for seed in range(10) for sample in range(100) for unit in range(10)]
+    seeds = [mixed(seed, sample, unit) for seed in range(10) for sample in range(100) for unit in range(10)]
     assert len({seed & 0xFFFFFFFF for seed in seeds}) == len(seeds)
-    assert mixed_seed(1, 2, 3) != mixed_seed(2, 1, 3) != mixed_seed(1, 3, 2)
+    assert mixed(1, 2, 3) != mixed(2, 1, 3) != mixed(1, 3, 2)
 
 
 def test_a_scope_yields_the_same_numbers_whatever_came_before() -> None:

@@ -48,12 +48,21 @@ def test_any_scale_and_any_mean_give_the_reference_s_bits_nan_included(library: 
     assert _run("odd_payloads.py", str(library())) == 110
 
 
+@pytest.mark.parametrize("library", [emulated_kernels, Build().make, Build(portable=True).make], ids=["cuda", "native", "portable"])
+def test_dropout_has_the_reference_s_bits_at_any_size_and_index_and_touches_nothing_beside_its_values(library: object) -> None:
+    assert _run("dropout_bits.py", str(library())) == 240
+
+
+def test_dropout_on_a_grid_smaller_than_the_work_goes_round_to_the_same_bits() -> None:
+    assert _run("dropout_bits.py", str(emulated_kernels()), EMULATED_GRID_LIMIT="2") == 240
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
-@pytest.mark.parametrize("source", sorted(path.name for path in (SOURCES / "quantization" / "cuda").glob("*.cu")))
+@pytest.mark.parametrize("source", sorted(str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.cu")))
 def test_device_code_neither_contracts_nor_flushes_nor_approximates(source: str, tmp_path: Path) -> None:
     options = (SOURCES / "nvcc_options.txt").read_text().split()
     ptx = tmp_path / "kernels.ptx"
-    subprocess.run(["nvcc", *options, "-arch=sm_80", "-ptx", str(SOURCES / "quantization/cuda" / source), "-o", str(ptx)], check=True)
+    subprocess.run(["nvcc", *options, "-arch=sm_80", "-ptx", str(SOURCES / source), "-o", str(ptx)], check=True)
     text = ptx.read_text()
     assert re.findall(r"\b(?:fma|mad)\.[a-z.]*f32|\.ftz|\.approx|\.full", text) == []
     assert set(re.findall(r"\bdiv\.[a-z.0-9]*f32", text)) <= {"div.rn.f32"}

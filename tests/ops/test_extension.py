@@ -17,7 +17,7 @@ from megatron_zpp.ops.trust import digest_path
 def test_loaded_kernels_serve_cpu_tensors_alone_and_the_report_names_the_library() -> None:
     assert extension.has_kernels_for("cpu")
     assert not extension.has_kernels_for("cuda")
-    assert extension.report() == f"Quantization runs on the C++ kernels in {Build().library()}."
+    assert extension.report() == f"Quantization and dropout run on the C++ kernels in {Build().library()}."
     assert extension.report("cuda").endswith(f"This builds the kernels: {extension.BUILD_COMMAND}")
 
 
@@ -47,7 +47,7 @@ def test_a_build_that_is_damaged_is_not_loaded_and_the_report_names_it(
         digest_path(library).write_text(hashlib.sha256(b"").hexdigest())
     assert not extension.load()
     reason = "cannot be loaded" if has_digest else "cannot be verified"
-    assert extension.report().startswith(f"Quantization runs on the plain-torch reference, because {library} {reason} (")
+    assert extension.report().startswith(f"Quantization and dropout run on the plain-torch reference, because {library} {reason} (")
     assert extension.report().endswith(f"same bits, slower. This builds the kernels: {extension.BUILD_COMMAND}")
 
 

@@ -5,24 +5,10 @@
 
 #include "../arguments.h"
 #include "launchers.h"
+#include "torch_launch.h"
 
 namespace megatron_zpp::cuda {
 namespace {
-
-template <class T>
-struct Bits;
-template <>
-struct Bits<float> {
-  using Type = float;
-};
-template <>
-struct Bits<c10::BFloat16> {
-  using Type = Bf16Bits;
-};
-template <>
-struct Bits<c10::Half> {
-  using Type = Fp16Bits;
-};
 
 template <class T>
 ValueRows<const typename Bits<T>::Type> readable_bits(const at::Tensor& values) {
@@ -32,10 +18,6 @@ ValueRows<const typename Bits<T>::Type> readable_bits(const at::Tensor& values) 
 template <class T>
 ValueRows<typename Bits<T>::Type> writable_bits(const at::Tensor& values) {
   return {reinterpret_cast<typename Bits<T>::Type*>(values.mutable_data_ptr<T>()), values.stride(0)};
-}
-
-void check_launch(cudaError_t error, const char* op) {
-  TORCH_CHECK(error == cudaSuccess, op, " could not be launched: ", cudaGetErrorString(error));
 }
 
 void check_same_device(const at::Tensor& left, const at::Tensor& right) {

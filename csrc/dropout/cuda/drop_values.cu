@@ -1,0 +1,110 @@
+// drop_values on GPUs: every thread takes chunks of 16 bytes.
+#include <algorithm>
+
+#include "../../quantization/cuda/value_chunks.h"
+#include "launcher.h"
+
+namespace megatron_zpp::cuda {
+namespace {
+
+constexpr int kDropThreads = 256;
+constexpr int64_t kMostDropGridBlocks = 2147483647;
+
+// The first `count` values of a chunk, wherever they start.
+__device__ __forceinline__ void load_some(const float* values, int64_t count, PackedChunk<float>& chunk) {
+#pragma unroll
+  for (int i = 0; i < kChunkWords; ++i) {
+    chunk.words[i] = i < count ? bits_of(values[i]) : 0u;
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void load_some(const T* values, int64_t count, PackedChunk<T>& chunk) {
+#pragma unroll
+  for (int i = 0; i < kChunkWords; ++i) {
+    const uint32_t even = 2 * i < count ? values[2 * i].bits : 0u, odd = 2 * i + 1 < count ? values[2 * i + 1].bits : 0u;
+    chunk.words[i] = even | odd << 16;
+  }
+}
+
+__device__ __forceinline__ void store_some(const PackedChunk<float>& chunk, int64_t count, float* values) {
+#pragma unroll
+  for (int i = 0; i < kChunkWords; ++i) {
+    if (i < count) {
+      values[i] = float_of(chunk.words[i]);
+    }
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void store_some(const PackedChunk<T>& chunk, int64_t count, T* values) {
+#pragma unroll
+  for (int i = 0; i < 2 * kChunkWords; ++i) {
+    if (i < count) {
+      values[i].bits = static_cast<uint16_t>(chunk.words[i / 2] >> (16 * (i % 2)));
+    }
+  }
+}
+
+// hash_of: position in the chunk to the hash of that value.
+template <class T, class HashOf>
+__device__ __forceinline__ PackedChunk<T> dropped_chunk(const PackedChunk<T>& chunk, const Mask& mask, HashOf hash_of) {
+  PackedChunk<T> dropped;
+#pragma unroll
+  for (int pair = 0; pair < PackedChunk<T>::kNumel / 2; ++pair) {
+    const Pair values = pair_at(chunk, pair);
+    const float even = mask.applied(values.even, hash_of(2 * pair)), odd = mask.applied(values.odd, hash_of(2 * pair + 1));
+    set_any_pair(dropped, pair, {even, odd});
+  }
+  return dropped;
+}
+
+// first: the index in `values` of the chunk's first value.
+template <class T>
+__device__ __forceinline__ PackedChunk<T> dropped_chunk(const PackedChunk<T>& chunk, const Mask& mask, int64_t first) {
+  if (mask.before_carry(first) >= PackedChunk<T>::kNumel) {
+    const PairHashes hashes = mask.hashes(first);
+    return dropped_chunk(chunk, mask, [&](int i) { return hashes.at(i); });
+  }
+  return dropped_chunk(chunk, mask, [&](int i) { return mask.hashes(first + i).at(0); });
+}
+
+template <class T>
+__global__ void __launch_bounds__(kDropThreads) drop_kernel(const T* values, T* dropped, int64_t numel, Mask mask, bool is_wide) {
+  constexpr int kNumel = PackedChunk<T>::kNumel;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kDropThreads * kNumel;
+  for (int64_t first = (static_cast<int64_t>(blockIdx.x) * kDropThreads + threadIdx.x) * kNumel; first < numel; first += step) {
+    PackedChunk<T> chunk;
+    if (is_wide && numel - first >= kNumel) {
+      load_wide(values + first, chunk);
+      store_wide(dropped_chunk(chunk, mask, first), dropped + first);
+    } else {
+      load_some(values + first, numel - first, chunk);
+      store_some(dropped_chunk(chunk, mask, first), numel - first, dropped + first);
+    }
+  }
+}
+
+}  // namespace
+
+template <class T>
+cudaError_t launch_drop(const T* values, T* dropped, int64_t numel, const Mask& mask, cudaStream_t stream) {
+  if (numel == 0) {
+    return cudaSuccess;
+  }
+  constexpr int64_t kGridBlockNumel = int64_t{kDropThreads} * PackedChunk<T>::kNumel;
+  const auto addresses = reinterpret_cast<uintptr_t>(values) | reinterpret_cast<uintptr_t>(dropped);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(std::min((numel + kGridBlockNumel - 1) / kGridBlockNumel, kMostDropGridBlocks)));
+  config.blockDim = dim3(kDropThreads);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, drop_kernel<T>, values, dropped, numel, mask, addresses % kWideAccessBytes == 0);
+}
+
+#define ZPP_INSTANTIATE(T) template cudaError_t launch_drop<T>(const T*, T*, int64_t, const Mask&, cudaStream_t);
+ZPP_INSTANTIATE(float)
+ZPP_INSTANTIATE(Bf16Bits)
+ZPP_INSTANTIATE(Fp16Bits)
+#undef ZPP_INSTANTIATE
+
+}  // namespace megatron_zpp::cuda

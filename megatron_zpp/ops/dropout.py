@@ -1,0 +1,69 @@
+"""Dropout whose mask is a function of a key and of each element's index, so that it does not depend on how elements are divided.
+
+No generator is read and no mask is kept: backward computes the mask again, from the key and the index of the first element.
+megatron_zpp.ops.dropout_reference defines the arithmetic. The kernels of csrc/dropout/ give the same bits; they run if they are loaded and
+support the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.ops import dropout_reference, extension
+from megatron_zpp.ops.quantization import VALUE_DTYPES
+
+KEYS = 2**63
+WORDS = 2**32
+
+
+def mask_start(key: int, first_index: int) -> Tensor:
+    """int64 [2] on the host: the key of a mask (0 to 2^63 - 1) and the index of its first element (0 to 2^63 - 1).
+
+    It is a tensor because torch.compile compiles a function again for every other integer, but not for other values of a tensor.
+    """
+    return torch.tensor([key, first_index], dtype=torch.int64, device="cpu")
+
+
+def dropout(values: Tensor, start: Tensor, p: float) -> Tensor:
+    """`values` with elements dropped with probability p, the others divided by 1 - p; contiguous, same shape and dtype. Differentiable.
+
+    values: fp32, bf16 or fp16. start: of mask_start; the elements of `values`, row by row, have its index and those after it.
+    Raises ValueError for another dtype, and for a p that is not at least 0 and below 1.
+    """
+    if values.dtype not in VALUE_DTYPES:
+        raise ValueError(f"values is {values.dtype}; expected {' or '.join(str(dtype) for dtype in VALUE_DTYPES)}.")
+    if not 0 <= p < 1:
+        raise ValueError(f"p is {p}; expected a probability of at least 0 and below 1.")
+    dropped: Tensor = _dropout(values, start, p)
+    return dropped
+
+
+# An operator of torch's, not only a function, so that torch.compile calls it as it is.
+@torch.library.custom_op("megatron_zpp::dropout", mutates_args=())
+def _dropout(values: Tensor, start: Tensor, p: float) -> Tensor:
+    key, first_index = start.tolist()
+    values = values.contiguous()
+    dropped = torch.empty_like(values)
+    ops = torch.ops.megatron_zpp if extension.has_kernels_for(values.device.type) else dropout_reference
+    ops.drop_values(values, dropped, key, first_index, min(round(p * WORDS), WORDS - 1), 1 / (1 - p))
+    return dropped
+
+
+@_dropout.register_fake
+def _without_values(values: Tensor, start: Tensor, p: float) -> Tensor:
+    return torch.empty_like(values, memory_format=torch.contiguous_format)
+
+
+# `start` is no saved tensor: a recomputation ends with the last saved tensor, and so need not come as far as the dropout.
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+    _, ctx.start, ctx.p = inputs
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return _dropout(grad, ctx.start, ctx.p), None, None
+
+
+_dropout.register_autograd(_backward, setup_context=_keep)
