@@ -49,13 +49,13 @@ def activation_bytes(
     kept_of_block, again = (block - inside, inside) if recomputes_attention(config) else (block, 0)
     kept = len(chunks) * hidden + (config.num_layers - recomputed_blocks(config)) * kept_of_block
     again = max((len(chunk) * block for chunk in chunks), default=again)
-    head = _head_bytes(config, padded_vocab_size, tokens, element_bytes)
+    head = head_bytes(config, padded_vocab_size, tokens, element_bytes)
     word_gradient = 0 if config.untie_embeddings_and_output_weights else padded_vocab_size * config.hidden_size * element_bytes
     backward_of_block = block + again + word_gradient
     return kept + hidden + max(head, backward_of_block)
 
 
-def _head_bytes(config: ModelConfig, padded_vocab_size: int, tokens: int, element_bytes: int) -> int:
+def head_bytes(config: ModelConfig, padded_vocab_size: int, tokens: int, element_bytes: int) -> int:
     """The peak of head and loss: logits, and what exists beside them.
 
     Whole logits: first their gradient and fp32 values, then their gradient and that of the head. In chunks: the logits of one, which their

@@ -39,7 +39,8 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, chunk_tokens: int) -> Tensor:
         tokens = labels_T.shape[0]
-        largest_T, sum_T, loss_T = torch.empty(3, tokens, dtype=torch.float32, device=hidden_TH.device)
+        loss_T = torch.empty(tokens, dtype=torch.float32, device=hidden_TH.device)
+        largest_T, sum_T = torch.empty_like(loss_T), torch.empty_like(loss_T)
         for chunk in ranges(tokens, chunk_tokens):
             logits_NV = F.linear(hidden_TH[chunk], weight_VH)
             for rows in row_chunks(logits_NV):
