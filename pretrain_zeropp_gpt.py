@@ -98,6 +98,7 @@ def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> 
     from megatron_zpp.parallel.topology import check_placement
     from megatron_zpp.training import setup, start, startup_checks
     from megatron_zpp.training.instruments import make_instruments
+    from megatron_zpp.training.kernels import prepare_kernels
     from megatron_zpp.training.stop_conditions import check_kill_switch
     from megatron_zpp.training.stored_run import with_schedule
     from megatron_zpp.training.trainer import Trainer
@@ -130,7 +131,7 @@ def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> 
         config = config.with_values(vocab_size=vocabulary.size)
     with closing(writers, world):
         startup_checks.check_save_is_shared(config, world)
-        kernels = startup_checks.prepare_kernels(config, world.device)
+        kernels = prepare_kernels(config, world.device, hosts)
         lines = [*setup.describe_run(config, ladder, vocabulary.size, model), kernels, *datasets.messages]
         printer.on_first("\n".join(filter(None, lines)))
         printer.milestone("after dataloaders are built")

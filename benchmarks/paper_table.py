@@ -95,6 +95,7 @@ class Parts:
 def parts_of(model: str, samples: int, member: Member, world: PlannedWorld = WORLD) -> Parts:
     layers, hidden, heads = SHAPES[model]
     flags = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length {SAMPLE_TOKENS} --fp16 "
+    flags += "--loss-chunk-tokens 0 "  # as in the paper
     plan = plan_run(parse_flags(f"{flags} --micro-batch-size {samples} --checkpoint-activations".split()), member, world, PADDED_VOCAB)
     time = _time(plan)
     parameters = 12 * layers * hidden * hidden + (PADDED_VOCAB + SAMPLE_TOKENS) * hidden

@@ -126,7 +126,7 @@ def _start(shape: str) -> Session:
         planned_total=need.total,
         parameters=parameter_count(config.model, padded_vocab),
         flops_per_step=model_flops(config.model, padded_vocab, samples),
-        hardware_flops_per_step=hardware_flops(config.model, padded_vocab, samples),
+        hardware_flops_per_step=hardware_flops(config.model, padded_vocab, samples, micro_batch_size=samples),
     )
 
 

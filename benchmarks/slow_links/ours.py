@@ -14,8 +14,9 @@ from megatron_zpp.config.schema import Config
 from megatron_zpp.data.loader import MicroBatch
 from megatron_zpp.parallel.initialize import World
 from megatron_zpp.parallel.launch import Launch
-from megatron_zpp.training import setup, startup_checks
+from megatron_zpp.training import setup
 from megatron_zpp.training.instruments import make_instruments
+from megatron_zpp.training.kernels import prepare_kernels
 from megatron_zpp.training.step import forward_backward, gather_numbers
 from slow_links.stopwatch import StopwatchLanes
 
@@ -43,7 +44,7 @@ class OurTraining:
         self._ladder = setup.build_ladder(config, world, instruments)
         self.lanes = StopwatchLanes(self._ladder.lanes)
         self._ladder.lanes = self.lanes
-        startup_checks.prepare_kernels(config, world.device)
+        prepare_kernels(config, world.device, world.hosts())
         padded_vocab = setup.build_vocabulary(config).padded_size
         self._model = setup.build_model(config, padded_vocab, None)
         self._engine = setup.build_engine(config, self._model, self._ladder, instruments)

@@ -13,7 +13,14 @@ from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.schema import GROUPS, CheckpointConfig, Config, ModelConfig
 
 # MACHINE_FIELDS say how the model is computed, which may differ per machine. OTHER_WORDS follow from fields that are taken.
-MACHINE_FIELDS = {"recompute_granularity", "recompute_method", "recompute_num_layers", "norm_backend", "attention_backend"}
+MACHINE_FIELDS = {
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "norm_backend",
+    "attention_backend",
+    "loss_chunk_tokens",
+}
 OTHER_WORDS = {"group_query_attention", "no_position_embedding"}
 MODEL_FIELDS = tuple(member.name for member in fields(ModelConfig) if member.name not in MACHINE_FIELDS | OTHER_WORDS)
 DEFAULTS = {group: {member.name: member.default for member in fields(GROUPS[group])} for group in ("model", "data")}

@@ -219,6 +219,13 @@ class ModelConfig:
         otherwise="1 with --recompute-granularity full",
         needs=needs(recompute_granularity="full"),
     )
+    loss_chunk_tokens: int = flag(
+        1024,
+        help="Logits that exist at once, as a number of tokens: output layer and loss of a larger micro-batch are computed in chunks, and "
+        "backward computes the logits again. 0: all logits exist at once and are kept for backward.",
+        unit="tokens",
+        allowed=TOKENS,
+    )
 
     @property
     def key_value_heads(self) -> int:

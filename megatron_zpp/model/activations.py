@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.chunks import recomputed_blocks, recomputed_chunks, recomputes_attention
+from megatron_zpp.model.loss_chunks import chunk_logits, has_chunks
 
 STATISTICS_BYTES = 2 * 4  # mean and deviation of a token in a norm, fp32
 SCORE_BYTES = 3 * 4  # fp32 scores after softmax, after dropout, and the mask, as torch's plain attention keeps them
 NORMALIZER_BYTES = 4  # per token and head, if the kernel computes scores again in backward
-CHUNK_BYTES = 2 * 64 * 2**20  # fp32 values of the loss that exist at once, see model/cross_entropy.py
+WIDE_BYTES = 4  # of an fp32 value
+WIDE_CHUNK_BYTES = 64 * 2**20  # fp32 values of the loss that exist at once, see model/cross_entropy.py; there can be two such chunks
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def activation_bytes(
     kept_of_block, again = (block - inside, inside) if recomputes_attention(config) else (block, 0)
     kept = len(chunks) * hidden + (config.num_layers - recomputed_blocks(config)) * kept_of_block
     again = max((len(chunk) * block for chunk in chunks), default=again)
-    head = 2 * tokens * padded_vocab_size * element_bytes + min(CHUNK_BYTES, 2 * 4 * tokens * padded_vocab_size) + 2 * hidden
+    head = head_bytes(config, padded_vocab_size, tokens, element_bytes)
     word_gradient = 0 if config.untie_embeddings_and_output_weights else padded_vocab_size * config.hidden_size * element_bytes
     backward_of_block = block + again + word_gradient
     return kept + hidden + max(head, backward_of_block)
@@ -69,6 +71,21 @@ def _of_one_rank(config: ModelConfig, tensor_ranks: int) -> ModelConfig:
         num_query_groups=max(1, config.key_value_heads // tensor_ranks),
         ffn_hidden_size=config.ffn_hidden_size // tensor_ranks,
     )
+
+
+def head_bytes(config: ModelConfig, padded_vocab_size: int, tokens: int, element_bytes: int) -> int:
+    """The peak of head and loss: logits, and what exists beside them.
+
+    Whole logits: first their gradient and fp32 values, then their gradient and that of the head. In chunks: the logits of one, which their
+    gradient overwrites, their fp32 values, the gradient of the head, and the fp32 sum of the hidden states' gradients.
+    """
+    hidden = tokens * config.hidden_size
+    logits = chunk_logits(tokens, padded_vocab_size, config.loss_chunk_tokens)
+    wide = min(WIDE_CHUNK_BYTES, WIDE_BYTES * logits)
+    head_gradient = padded_vocab_size * config.hidden_size * element_bytes
+    if has_chunks(tokens, config.loss_chunk_tokens):
+        return logits * element_bytes + wide + head_gradient + WIDE_BYTES * hidden + 2 * hidden * element_bytes
+    return logits * element_bytes + max(logits * element_bytes + 2 * wide, head_gradient) + 2 * hidden * element_bytes
 
 
 def mask_bytes(samples: int, length: int, element_bytes: int) -> int:

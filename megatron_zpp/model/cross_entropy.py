@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_zpp.model.loss_chunks import ranges
+
 # fp32 values that exist at once beside logits and their gradient: 64 MiB. Enough to keep a device busy, and little beside all logits.
 CHUNK_NUMEL = 1 << 24
 
@@ -31,7 +33,7 @@ class _TokenLoss(torch.autograd.Function):
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
         ctx.save_for_backward(logits_TV, labels_T)
         loss_T = torch.empty(labels_T.shape, dtype=torch.float32, device=logits_TV.device)
-        for rows in _chunks(logits_TV):
+        for rows in row_chunks(logits_TV):
             log_probabilities = torch.log_softmax(logits_TV[rows], dim=-1, dtype=torch.float32)
             loss_T[rows] = log_probabilities.gather(1, labels_T[rows, None]).squeeze(1).neg_()
         return loss_T
@@ -41,15 +43,14 @@ class _TokenLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_loss_T: Tensor) -> tuple[Tensor, None]:
         logits_TV, labels_T = ctx.saved_tensors
         grad_logits_TV = torch.empty_like(logits_TV)
-        for rows in _chunks(logits_TV):
+        for rows in row_chunks(logits_TV):
             grad = torch.softmax(logits_TV[rows], dim=-1, dtype=torch.float32)
             grad[torch.arange(grad.shape[0], device=grad.device), labels_T[rows]] -= 1.0
             grad_logits_TV[rows] = grad.mul_(grad_loss_T[rows, None])
         return grad_logits_TV, None
 
 
-def _chunks(logits_TV: Tensor) -> Iterator[slice]:
+def row_chunks(logits_TV: Tensor) -> Iterator[slice]:
+    """Slices of rows with CHUNK_NUMEL values or fewer, but of at least one row."""
     tokens, vocabulary = logits_TV.shape
-    chunk_tokens = max(1, CHUNK_NUMEL // vocabulary)
-    for start in range(0, tokens, chunk_tokens):
-        yield slice(start, min(start + chunk_tokens, tokens))
+    return ranges(tokens, max(1, CHUNK_NUMEL // vocabulary))

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.model.cross_entropy import token_loss
 from megatron_zpp.model.divisions import Role
+from megatron_zpp.model.head_loss import head_loss
 from megatron_zpp.model.linear import make_linear
 from megatron_zpp.model.norm import make_norm
 from megatron_zpp.model.shapes import ModelShape
@@ -22,6 +22,7 @@ class Final(nn.Module):
     def __init__(self, shape: ModelShape, dtype: torch.dtype) -> None:
         super().__init__()
         config = shape.config
+        self.loss_chunk_tokens = config.loss_chunk_tokens
         self.norm = make_norm(config, config.hidden_size, dtype)
         if config.untie_embeddings_and_output_weights:
             self.head = make_linear(shape, Role.HEAD, dtype)  # weight: [V, H]
@@ -32,5 +33,7 @@ class Final(nn.Module):
         tied_weight_VH: the word embedding's parameter, passed at every call so that it is registered once; None if the output is untied.
         """
         normed_BSH = self.norm(hidden_BSH)
-        logits_BSV = self.head(normed_BSH) if tied_weight_VH is None else F.linear(normed_BSH, tied_weight_VH)
-        return logits_BSV if labels_BS is None else token_loss(logits_BSV, labels_BS)
+        weight_VH = self.head.weight if tied_weight_VH is None else tied_weight_VH
+        if labels_BS is None:
+            return F.linear(normed_BSH, weight_VH)
+        return head_loss(normed_BSH, weight_VH, labels_BS, self.loss_chunk_tokens)

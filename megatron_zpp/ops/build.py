@@ -48,6 +48,8 @@ OPENMP_FLAG = "-fopenmp"
 
 ARCHITECTURES_VARIABLE = "TORCH_CUDA_ARCH_LIST"
 OLDEST_ARCHITECTURE = (8, 0)
+RULE_OF_ARCHITECTURES = "need numbers from 8.0 on, such as 8.0, 9.0 or 9.0+PTX"
+_ARCHITECTURE = re.compile(r"\d+\.\d[af]?(\+PTX)?")
 
 
 @dataclass(frozen=True)
@@ -135,15 +137,24 @@ class Build:
 def cuda_architectures(environment: Mapping[str, str]) -> tuple[str, ...]:
     """The GPU architectures to build CUDA code for: those that TORCH_CUDA_ARCH_LIST names, else those of the GPUs of this machine.
 
-    Empty if torch has no CUDA. Raises ValueError for a name that is not a number, and for an architecture that is too old.
+    Architectures that are too old are left out, because containers name them for other programs. Empty if torch has no CUDA.
+    Raises ValueError for a name that is not a number, and if all are too old.
     """
     if torch.version.cuda is None:
         return ()
-    named = re.split(r"[;,\s]+", environment.get(ARCHITECTURES_VARIABLE, "").strip())
-    if named != [""]:
-        return tuple(dict.fromkeys(_checked_architecture(name) for name in named if name))
+    named = _named_architectures(environment)
+    if named:
+        usable = tuple(name for name in named if not _is_too_old(name))
+        if not usable:
+            raise ValueError(f"{ARCHITECTURES_VARIABLE} holds {' '.join(named)}, all too old; the kernels {RULE_OF_ARCHITECTURES}.")
+        return usable
     present = {torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())}
     return tuple(f"{major}.{minor}" for major, minor in sorted(present) if (major, minor) >= OLDEST_ARCHITECTURE)
+
+
+def architectures_left_out(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The architectures that TORCH_CUDA_ARCH_LIST names and that are too old. Raises ValueError for a name that is not a number."""
+    return () if torch.version.cuda is None else tuple(filter(_is_too_old, _named_architectures(environment)))
 
 
 def has_nvcc() -> bool:
@@ -151,11 +162,20 @@ def has_nvcc() -> bool:
     return _nvcc() is not None
 
 
+def _named_architectures(environment: Mapping[str, str]) -> tuple[str, ...]:
+    names = filter(None, re.split(r"[;,\s]+", environment.get(ARCHITECTURES_VARIABLE, "")))
+    return tuple(dict.fromkeys(_checked_architecture(name) for name in names))
+
+
 def _checked_architecture(name: str) -> str:
-    matched = re.fullmatch(r"(\d+)\.(\d)[af]?(\+PTX)?", name)
-    if matched is None or (int(matched[1]), int(matched[2])) < OLDEST_ARCHITECTURE:
-        raise ValueError(f"{ARCHITECTURES_VARIABLE} holds {name}; expected numbers from 8.0 on, such as 8.0, 9.0 or 9.0+PTX.")
+    if _ARCHITECTURE.fullmatch(name) is None:
+        raise ValueError(f"{ARCHITECTURES_VARIABLE} holds {name}, which is no number; the kernels {RULE_OF_ARCHITECTURES}.")
     return name
+
+
+def _is_too_old(name: str) -> bool:
+    major, minor, *_ = map(int, re.findall(r"\d+", name))
+    return (major, minor) < OLDEST_ARCHITECTURE
 
 
 def _code_flags(architecture: str) -> list[str]:

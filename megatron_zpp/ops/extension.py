@@ -17,7 +17,14 @@ from pathlib import Path
 
 import torch
 
-from megatron_zpp.ops.build import ARCHITECTURES_VARIABLE, Build, cuda_architectures, has_nvcc
+from megatron_zpp.ops.build import (
+    ARCHITECTURES_VARIABLE,
+    RULE_OF_ARCHITECTURES,
+    Build,
+    architectures_left_out,
+    cuda_architectures,
+    has_nvcc,
+)
 from megatron_zpp.ops.trust import why_not_loadable
 
 REFERENCE_VARIABLE = "MEGATRON_ZPP_REFERENCE_OPS"
@@ -33,12 +40,13 @@ def load() -> bool:
 
     The build for the GPUs of this machine is preferred to one without CUDA, and the build for this processor to a portable one.
     A build that is damaged, or that somebody else can have put there, is not loaded, and `report` names it.
+    If TORCH_CUDA_ARCH_LIST makes no sense, only builds without CUDA are looked for, and `report` says why.
     With MEGATRON_ZPP_REFERENCE_OPS=1 in the environment no kernels are loaded.
     """
     global _loaded, _refusal
-    if _loaded is None and not _wants_reference(os.environ):
-        _refusal = ""
-        for build in _candidates():
+    if _loaded is None and not wants_reference(os.environ):
+        architectures, _refusal = _architectures_here()
+        for build in _candidates(architectures):
             try:
                 library = build.library()
             except RuntimeError as error:
@@ -65,8 +73,16 @@ def _load(library: Path) -> str | None:
     return finding
 
 
-def _candidates() -> Iterator[Build]:
-    for architectures in dict.fromkeys((cuda_architectures(os.environ), ())):
+def _architectures_here() -> tuple[tuple[str, ...], str]:
+    """The GPU architectures of the build to look for; none if the environment's list of them makes no sense, and why."""
+    try:
+        return cuda_architectures(os.environ), ""
+    except ValueError as error:
+        return (), str(error)
+
+
+def _candidates(cuda_architectures: tuple[str, ...]) -> Iterator[Build]:
+    for architectures in dict.fromkeys((cuda_architectures, ())):
         for portable in (False, True):
             yield Build(portable=portable, cuda_architectures=architectures)
 
@@ -86,7 +102,7 @@ def report(device_type: str = "cpu") -> str:
     """One sentence that says what ops on this type of device run on; if kernels are missing, with the command that builds them."""
     if has_kernels_for(device_type):
         return f"Quantization and dropout run on the {'C++' if device_type == 'cpu' else 'CUDA'} kernels in {_loaded}."
-    if _wants_reference(os.environ):
+    if wants_reference(os.environ):
         return f"Quantization and dropout run on the plain-torch reference, because {REFERENCE_VARIABLE} is set: same bits, slower."
     because = f", because {_refusal.removesuffix('.')}" if _refusal else ""
     return (
@@ -104,13 +120,20 @@ def _return_nothing(*_arguments: object) -> None:
     return None
 
 
-def _wants_reference(environment: Mapping[str, str]) -> bool:
+def wants_reference(environment: Mapping[str, str]) -> bool:
+    """Whether the user wants ops to run on the reference."""
     return environment.get(REFERENCE_VARIABLE, "0") not in ("", "0")
 
 
 def _buildable_architectures() -> tuple[str, ...]:
-    """The GPU architectures that can be built for here. If torch has CUDA and there are none, prints what is missing."""
+    """The GPU architectures that can be built for here. If torch has CUDA and there are none, prints what is missing.
+
+    Prints which architectures of TORCH_CUDA_ARCH_LIST are left out. Raises ValueError if none remains.
+    """
     architectures = cuda_architectures(os.environ)
+    left_out = architectures_left_out(os.environ)
+    if left_out:
+        print(f"Without code for {', '.join(left_out)}, which {ARCHITECTURES_VARIABLE} names: the kernels {RULE_OF_ARCHITECTURES}.")
     if torch.version.cuda is not None and not architectures:
         print(f"Without CUDA bodies: no GPU is here, and {ARCHITECTURES_VARIABLE} (such as 9.0) does not say for which to build them.")
     if architectures and not has_nvcc():

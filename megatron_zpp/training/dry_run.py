@@ -163,8 +163,10 @@ def _bytes(plan: RunPlan) -> str:
 
 
 def _operations(plan: RunPlan, world: PlannedWorld) -> str:
-    model, samples = plan.config.model, plan.config.training.global_batch_size
-    counts = [count(model, plan.padded_vocab_size, samples) / world.size / TERA for count in (model_flops, hardware_flops)]
+    model, training, vocabulary = plan.config.model, plan.config.training, plan.padded_vocab_size
+    required = model_flops(model, vocabulary, training.global_batch_size)
+    made = hardware_flops(model, vocabulary, training.global_batch_size, micro_batch_size=training.micro_batch_size)
+    counts = [count / world.size / TERA for count in (required, made)]
     return "{:.4g} TFLOP per rank and iteration (model), {:.4g} with recomputation and whole attention (hardware)".format(*counts)
 
 

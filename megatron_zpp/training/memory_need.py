@@ -167,6 +167,7 @@ def in_gib(nbytes: int) -> str:
 
 def _remedy(config: Config, nodes: int | None, ranks_per_node: int, need: MemoryNeed) -> str:
     levers = [] if config.model.recompute_granularity == "full" else ["--checkpoint-activations"]
+    levers += ["--loss-chunk-tokens 1024"] if config.model.loss_chunk_tokens == 0 else []
     levers += ["no --async-save"] if need.save_copy_on_device else []
     levers += [] if config.zero.zero_stage == 3 else ["--zero-stage 3"]
     if nodes is None:

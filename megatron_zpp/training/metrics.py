@@ -102,7 +102,9 @@ def interval_report(config: Config, progress: Progress, interval: Interval, traf
     samples = interval.samples / interval.iterations
     seconds = interval.seconds / interval.iterations
     world_size = traffic.world_size
-    made, required = (count(config.model, inputs.padded_vocab_size, interval.samples) for count in (hardware_flops, model_flops))
+    model, vocabulary = config.model, inputs.padded_vocab_size
+    made = hardware_flops(model, vocabulary, interval.samples, micro_batch_size=config.training.micro_batch_size)
+    required = model_flops(model, vocabulary, interval.samples)
     per_second_of_rank = 1.0 / (interval.seconds * world_size * 1e12)
     return IntervalReport(
         iteration=progress.iteration,

@@ -1,4 +1,4 @@
-"""Checks before a run trains: flags, kernels, backends, memory, folders."""
+"""Checks before a run trains: flags, backends, memory, folders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from megatron_zpp.model.document_attention import has_varlen
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.available_memory import bytes_for_rank
 from megatron_zpp.monitor.output_file import create_new
-from megatron_zpp.ops import extension
 from megatron_zpp.ops.apex import check_apex
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
@@ -92,14 +91,6 @@ def check_backends(config: Config, device: torch.device) -> None:
     check_attention(device, head, masks_documents=config.data.reset_attention_mask and not has_varlen(device, head))
     if config.training.compile:
         check_compilation(device)
-
-
-def prepare_kernels(config: Config, device: torch.device) -> str:
-    """Loads the kernels of quantization and dropout and returns a line about them; empty if the run needs none."""
-    if not (config.zero.zero_quantized_weights or config.zero.zero_quantized_gradients or config.model.hidden_dropout > 0):
-        return ""
-    extension.load()
-    return extension.report(device.type)
 
 
 def available_memory(world: World, hosts: Sequence[str]) -> AvailableMemory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -60,14 +60,35 @@ def microbatch_loss(model: nn.Module, batch: MicroBatch, device: torch.device) -
 
 def token_losses(model: nn.Module, batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
     """Loss at every token of a micro-batch, and its mask: 1 if the token counts, else 0. Both are [B, S] fp32."""
+    batch = on_device(batch, device)
     loss_BS = model(
-        batch.tokens.to(device),
-        batch.labels.to(device),
+        batch.tokens,
+        batch.labels,
         first_sample=batch.first_sample,
-        position_ids_BS=None if batch.position_ids is None else batch.position_ids.to(device),
+        position_ids_BS=batch.position_ids,
         document_lengths_R=batch.document_lengths,
     )
-    return loss_BS, batch.loss_mask.to(device)
+    return loss_BS, batch.loss_mask
+
+
+def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """The micro-batch with its tensors on `device`, except the lengths of documents, which stay on the host.
+
+    A GPU copies them in the order of its stream, from pinned memory, while the host goes on; torch keeps that memory until then.
+    """
+    return replace(
+        batch,
+        tokens=_on_device(batch.tokens, device),
+        labels=_on_device(batch.labels, device),
+        loss_mask=_on_device(batch.loss_mask, device),
+        position_ids=None if batch.position_ids is None else _on_device(batch.position_ids, device),
+    )
+
+
+def _on_device(values: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda" and not values.is_cuda:
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
 
 
 def gather_numbers(own: Sequence[Tensor | float], engine: ZeroEngine) -> Tensor:

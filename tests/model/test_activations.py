@@ -96,6 +96,39 @@ def test_recomputed_attention_keeps_no_scores_and_its_estimate_holds_what_is_kep
     assert selective + scores <= estimated_bytes(torch.float32, recompute_granularity="selective", **dropouts) < kept
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("untied", [False, True])
+def test_a_loss_in_chunks_keeps_two_numbers_per_token_in_place_of_its_logits_and_the_estimate_holds_what_is_kept(
+    dtype: torch.dtype, untied: bool
+) -> None:
+    changes = {"untie_embeddings_and_output_weights": untied}
+    tokens = SAMPLES * SHAPE["seq_length"]
+    whole, chunks = (kept_bytes(dtype, loss_chunk_tokens=chunk, **changes) for chunk in (0, 50))
+    assert whole - chunks == tokens * VOCAB * dtype.itemsize - 2 * 4 * tokens
+    assert 0.95 * chunks <= estimated_bytes(dtype, loss_chunk_tokens=50, **changes)
+
+
+@pytest.mark.parametrize("tokens_of_chunk", [256, 1024])
+def test_beside_the_heads_gradient_the_estimate_grows_with_the_vocabulary_by_the_logits_of_a_chunk_alone(tokens_of_chunk: int) -> None:
+    config = small_config(seq_length=8192, max_position_embeddings=8192, loss_chunk_tokens=tokens_of_chunk)
+    attention = AttentionNeed(keeps_scores=False)
+    small, large = (activation_bytes(config, vocabulary, 1, 2, attention=attention) for vocabulary in (100_000, 200_000))
+    assert large - small == 100_000 * 2 * (tokens_of_chunk + config.hidden_size)  # fp32 values have a limit of their own
+    longer = small_config(seq_length=16384, max_position_embeddings=16384, loss_chunk_tokens=tokens_of_chunk)
+    small, large = (activation_bytes(longer, vocabulary, 1, 2, attention=attention) for vocabulary in (100_000, 200_000))
+    assert large - small == 100_000 * 2 * (tokens_of_chunk + config.hidden_size)
+
+
+def test_of_whole_logits_the_estimate_holds_two_or_one_beside_the_gradient_of_a_head_that_is_larger() -> None:
+    wide = small_config(hidden_size=1024, loss_chunk_tokens=0)
+    attention = AttentionNeed(keeps_scores=False)
+    small, large = (activation_bytes(wide, vocabulary, 1, 2, attention=attention) for vocabulary in (10**6, 2 * 10**6))
+    assert large - small == 10**6 * 2 * (wide.seq_length + wide.hidden_size)
+    narrow = small_config(seq_length=8192, max_position_embeddings=8192, loss_chunk_tokens=0)
+    small, large = (activation_bytes(narrow, vocabulary, 1, 2, attention=attention) for vocabulary in (10**6, 2 * 10**6))
+    assert large - small == 10**6 * 2 * 2 * narrow.seq_length
+
+
 def test_activations_grow_with_the_micro_batch() -> None:
     config = small_config(**SHAPE)
     one, two = (activation_bytes(config, VOCAB, samples, 2, attention=AttentionNeed(keeps_scores=False)) for samples in (1, 2))

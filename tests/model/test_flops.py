@@ -63,7 +63,7 @@ def test_parameters_and_operations_of_a_gated_block_with_shared_heads_are_those_
     scores_and_mixture = 2 * 40 * 12 + 2 * 40 * 12  # per token, over the whole square of 12 tokens
     forward_per_token = 2 * (qkv + projection + up + down + head) + scores_and_mixture // 2
     assert model_flops(config, VOCAB, sample_count=5) == 3 * 5 * 12 * forward_per_token
-    assert hardware_flops(config, VOCAB, sample_count=5) == 3 * 5 * 12 * (forward_per_token + scores_and_mixture // 2)
+    assert hardware_flops(config, VOCAB, sample_count=5, micro_batch_size=1) == 3 * 5 * 12 * (forward_per_token + scores_and_mixture // 2)
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
@@ -75,21 +75,40 @@ def test_hardware_flops_are_the_matrix_products_that_run_and_the_last_of_each_re
     left_out = len(recomputed_chunks(config)) * 2 * 3 * config.seq_length * config.ffn_hidden_size * config.hidden_size
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(*sample_batch(samples=3), first_sample=0).sum().backward()
-    assert counter.get_total_flops() + left_out == hardware_flops(config, VOCAB, sample_count=3)
+    assert counter.get_total_flops() + left_out == hardware_flops(config, VOCAB, sample_count=3, micro_batch_size=3)
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_a_head_in_chunks_makes_four_products_and_requires_three(untied: bool) -> None:
+    model = small_gpt(loss_chunk_tokens=10, untie_embeddings_and_output_weights=untied)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(*sample_batch(samples=3), first_sample=0).sum().backward()
+    whole, head = small_config(untie_embeddings_and_output_weights=untied), 2 * 24 * VOCAB * 3 * 12
+    assert counter.get_total_flops() == hardware_flops(model.config, VOCAB, sample_count=3, micro_batch_size=3)
+    assert counter.get_total_flops() == hardware_flops(whole, VOCAB, sample_count=3, micro_batch_size=3) + head
+    assert model_flops(model.config, VOCAB, 3) == model_flops(whole, VOCAB, 3)
+    assert recomputed_flops_of_uses(model.config, VOCAB, 3) == (0, 0, 0, head)
+
+
+def test_the_logits_of_a_micro_batch_that_fits_a_chunk_are_not_recomputed() -> None:
+    config = small_config(loss_chunk_tokens=24)  # two samples of 12 tokens
+    assert recomputed_flops_of_uses(config, VOCAB, 2)[-1] == 0 < recomputed_flops_of_uses(config, VOCAB, 3)[-1]
+    one, three = (hardware_flops(config, VOCAB, 6, micro_batch_size=samples) for samples in (2, 3))
+    assert three - one == 2 * 24 * VOCAB * 6 * 12
 
 
 def test_model_flops_leave_out_half_of_the_attention_square_and_every_recomputation() -> None:
     config = small_config()
     heads_width = config.num_attention_heads * config.kv_channels
     square = 3 * config.num_layers * 4 * config.seq_length**2 * heads_width
-    assert hardware_flops(config, VOCAB, 5) - model_flops(config, VOCAB, 5) == 5 * square // 2
+    assert hardware_flops(config, VOCAB, 5, micro_batch_size=1) - model_flops(config, VOCAB, 5) == 5 * square // 2
     assert model_flops(small_config(recompute_granularity="full"), VOCAB, 5) == model_flops(config, VOCAB, 5)
 
 
 def test_recomputed_attention_counts_its_square_once_more() -> None:
     config, selective = small_config(), small_config(recompute_granularity="selective")
     square = 4 * config.num_layers * config.seq_length**2 * config.num_attention_heads * config.kv_channels
-    assert hardware_flops(selective, VOCAB, 5) - hardware_flops(config, VOCAB, 5) == 5 * square
+    assert hardware_flops(selective, VOCAB, 5, micro_batch_size=1) - hardware_flops(config, VOCAB, 5, micro_batch_size=1) == 5 * square
     assert model_flops(selective, VOCAB, 5) == model_flops(config, VOCAB, 5)
 
 
@@ -114,8 +133,8 @@ def test_flops_per_token_are_those_counted_by_hand() -> None:
     plain, recomputed = (gpt_config(layers=12, hidden=768, heads=12, length=1024, recompute=again) for again in (False, True))
     per_sample = 1024
     assert model_flops(plain, 50304, 1) == per_sample * 3 * (188_743_680 + 77_266_944)
-    assert hardware_flops(plain, 50304, 1) == per_sample * 3 * (207_618_048 + 77_266_944)
-    assert hardware_flops(recomputed, 50304, 1) == per_sample * (4 * 207_618_048 + 3 * 77_266_944)
+    assert hardware_flops(plain, 50304, 1, micro_batch_size=1) == per_sample * 3 * (207_618_048 + 77_266_944)
+    assert hardware_flops(recomputed, 50304, 1, micro_batch_size=1) == per_sample * (4 * 207_618_048 + 3 * 77_266_944)
     assert model_flops(recomputed, 50304, 1) == model_flops(plain, 50304, 1)
 
 
@@ -123,4 +142,4 @@ def test_flops_per_token_are_those_counted_by_hand() -> None:
 def test_hardware_flops_give_the_published_throughput_of_the_zeropp_tutorial(seconds: float, published_tflops: float) -> None:
     """18 billion parameters on 64 V100: iteration times and TFLOPs per GPU as the DeepSpeed ZeRO++ tutorial shows them."""
     config = gpt_config(layers=40, hidden=6144, heads=32, length=512, recompute=True)
-    assert round(hardware_flops(config, 50304, sample_count=64) / 64 / seconds / 1e12, 2) == published_tflops
+    assert round(hardware_flops(config, 50304, sample_count=64, micro_batch_size=1) / 64 / seconds / 1e12, 2) == published_tflops

@@ -13,7 +13,7 @@ import torch
 
 from megatron_zpp.ops import build as build_module
 from megatron_zpp.ops import trust
-from megatron_zpp.ops.build import SOURCES, Build, cuda_architectures, made_once
+from megatron_zpp.ops.build import SOURCES, Build, architectures_left_out, cuda_architectures, made_once
 from megatron_zpp.ops.trust import digest_path, why_not_loadable
 
 
@@ -71,11 +71,32 @@ def test_a_torch_without_cuda_has_no_architectures(monkeypatch: pytest.MonkeyPat
     assert cuda_architectures({"TORCH_CUDA_ARCH_LIST": "9.0"}) == ()
 
 
-@pytest.mark.parametrize("name", ["Hopper", "7.5", "90"])
-def test_architectures_that_the_kernels_do_not_run_on_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["Hopper", "90"])
+def test_architectures_that_are_no_numbers_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(ValueError, match=f"TORCH_CUDA_ARCH_LIST holds {name}; expected numbers from 8.0 on"):
-        cuda_architectures({"TORCH_CUDA_ARCH_LIST": name})
+    for read in (cuda_architectures, architectures_left_out):
+        with pytest.raises(
+            ValueError, match=f"TORCH_CUDA_ARCH_LIST holds {name}, which is no number; the kernels need numbers from 8.0 on"
+        ):
+            read({"TORCH_CUDA_ARCH_LIST": f"9.0 {name}"})
+
+
+def test_of_a_containers_architectures_those_that_are_too_old_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    container = {"TORCH_CUDA_ARCH_LIST": "5.2 6.0 7.0 7.5+PTX 8.0 8.6 9.0 10.0 12.0+PTX"}
+    assert cuda_architectures(container) == ("8.0", "8.6", "9.0", "10.0", "12.0+PTX")
+    assert architectures_left_out(container) == ("5.2", "6.0", "7.0", "7.5+PTX")
+    assert architectures_left_out({}) == () == architectures_left_out({"TORCH_CUDA_ARCH_LIST": "9.0"})
+    assert (
+        Build(cuda_architectures=cuda_architectures(container)).key()
+        == Build(cuda_architectures=cuda_architectures({"TORCH_CUDA_ARCH_LIST": "8.0 8.6 9.0 10.0 12.0+PTX"})).key()
+    )
+
+
+def test_architectures_that_are_all_too_old_are_an_error_that_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(ValueError, match="TORCH_CUDA_ARCH_LIST holds 7.0 7.5, all too old; the kernels need numbers from 8.0 on, such as"):
+        cuda_architectures({"TORCH_CUDA_ARCH_LIST": "7.0;7.5"})
 
 
 def test_the_compiler_is_told_each_architecture_and_the_rules_of_the_arithmetic() -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from harness.places import ROOT
 
 from megatron_zpp.ops import extension
@@ -68,6 +69,40 @@ def test_the_environment_can_keep_to_the_reference(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(extension.REFERENCE_VARIABLE, "1")
     assert not extension.load()
     assert "because MEGATRON_ZPP_REFERENCE_OPS is set" in extension.report()
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_architectures_that_are_all_too_old_end_no_run_and_the_report_names_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(extension.REFERENCE_VARIABLE, raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.0")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert not extension.load()
+    assert "because TORCH_CUDA_ARCH_LIST holds 7.0, all too old; the kernels need numbers from 8.0 on" in extension.report("cuda")
+
+
+def test_a_build_says_once_which_architectures_it_leaves_out_and_fails_if_none_remains(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    built: list[tuple[str, ...]] = []
+
+    def make(build: Build) -> Path:
+        built.append(build.cuda_architectures)
+        return Path("library")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(extension, "has_nvcc", lambda: True)
+    monkeypatch.setattr(Build, "make", make)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.0 7.5 8.0 9.0+PTX")
+    assert extension.main([]) == 0
+    assert built == [("8.0", "9.0+PTX")]
+    told = capfd.readouterr().out
+    assert told.startswith("Without code for 7.0, 7.5, which TORCH_CUDA_ARCH_LIST names: the kernels need numbers from 8.0 on")
+    assert told.count("7.5") == 1
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5")
+    assert extension.main([]) == 1
+    assert "holds 7.5, all too old" in capfd.readouterr().err
+    assert len(built) == 1
 
 
 @pytest.mark.usefixtures("kernels")

@@ -122,6 +122,11 @@ def test_levers_stand_beside_the_smallest_world() -> None:
     assert run.refusal(run.need().total - 1).endswith(", or give --checkpoint-activations or --zero-stage 3.")
 
 
+def test_where_activations_do_not_fit_beside_whole_logits_a_loss_in_chunks_is_a_lever() -> None:
+    run = Run(f"{SMALL} --zero-stage 3 --loss-chunk-tokens 0", 1, 2)
+    assert run.refusal(run.need().total - 1).endswith(", or give --checkpoint-activations or --loss-chunk-tokens 1024.")
+
+
 def test_attention_dropout_on_the_cpu_keeps_scores() -> None:
     run = Run(SMALL, 1, 1)
     assert run.need(is_on_gpu=False).activations > run.need(is_on_gpu=True).activations

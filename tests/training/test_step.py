@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.data.loader import MicroBatch
-from megatron_zpp.training.step import gather_numbers, microbatch_loss
+from megatron_zpp.training.step import gather_numbers, microbatch_loss, on_device
 
 
 class TokensAsLosses(nn.Module):
@@ -42,6 +43,46 @@ def test_a_micro_batch_in_which_no_token_counts_has_loss_and_gradient_0() -> Non
     loss = microbatch_loss(model, batch_with_mask([[0.0] * 3] * 2), torch.device("cpu"))
     loss.backward()
     assert loss.item() == 0.0 and model.factor.grad is not None and model.factor.grad.item() == 0.0
+
+
+def test_on_a_cpu_the_tensors_of_a_micro_batch_are_those_of_the_batch() -> None:
+    batch = batch_with_mask([[1.0] * 3] * 2)
+    moved = on_device(batch, torch.device("cpu"))
+    assert all(getattr(moved, field.name) is getattr(batch, field.name) for field in dataclasses.fields(batch))
+
+
+def test_a_gpu_copies_every_tensor_from_pinned_memory_before_the_model_is_called_and_the_host_waits_for_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a stand-in for pinned memory and for the copy to the device."""
+    events: list[str] = []
+    pinned: set[int] = set()
+
+    def pin_memory(values: Tensor) -> Tensor:
+        copy = values.clone()
+        pinned.add(copy.data_ptr())
+        return copy
+
+    def to(values: Tensor, device: torch.device, non_blocking: bool = False) -> Tensor:
+        assert values.data_ptr() in pinned and non_blocking and device.type == "cuda"
+        events.append("copy")
+        return values
+
+    class Listening(TokensAsLosses):
+        def forward(self, tokens_BS: Tensor, labels_BS: Tensor, **others: object) -> Tensor:
+            events.append("forward")
+            return super().forward(tokens_BS, labels_BS, **others)
+
+    batch = batch_with_mask([[1, 0, 1], [0, 0, 1]])
+    expected = microbatch_loss(TokensAsLosses(), batch, torch.device("cpu"))
+    model = Listening()
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "pin_memory", pin_memory)
+        patch.setattr(Tensor, "to", to)
+        loss = microbatch_loss(model, batch, torch.device("cuda"))
+    assert events == ["copy"] * 4 + ["forward"]
+    assert torch.equal(loss, expected)
+    assert model.seen["document_lengths_R"] is batch.document_lengths  # the host reads them
 
 
 def test_scalars_of_all_ranks_come_in_one_message_as_numbers_of_fp64() -> None:

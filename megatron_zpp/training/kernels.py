@@ -1,0 +1,51 @@
+"""Loads the kernels of quantization and dropout on every rank, and finds ranks that lack them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from megatron_zpp.config.schema import Config
+from megatron_zpp.ops import extension
+from megatron_zpp.parallel.initialize import StartupError, gather_texts
+
+
+def prepare_kernels(config: Config, device: torch.device, hosts: Sequence[str]) -> str:
+    """Loads the kernels and returns lines about them; empty if the run neither quantizes nor has hidden dropout. Every rank must call it.
+
+    hosts: host name of every rank, in rank order. Raises StartupError on every rank if a rank with a GPU lacks kernels and was not told to
+    run without them: all ranks would wait for its reference, which computes the same far more slowly.
+    """
+    if not (config.zero.zero_quantized_weights or config.zero.zero_quantized_gradients or config.model.hidden_dropout > 0):
+        return ""
+    extension.load()
+    own = extension.report(device.type)
+    lacking = gather_texts("" if extension.has_kernels_for(device.type) else own)
+    unasked = gather_texts("" if extension.wants_reference(os.environ) else "unasked")
+    refused = [text if text and is_unasked else "" for text, is_unasked in zip(lacking, unasked, strict=True)]
+    if device.type == "cuda" and any(refused):
+        raise StartupError(
+            "kernels of quantization and dropout are missing, and every rank would wait for the ranks without them; "
+            f"{lacking_ranks(refused, hosts)}. Run that command where these ranks run, or set {extension.REFERENCE_VARIABLE}=1 on every rank to train without kernels."
+        )
+    if all(lacking) or not any(lacking):
+        return own
+    return f"WARNING: every rank waits for ranks without kernels of quantization and dropout; {lacking_ranks(lacking, hosts)}"
+
+
+def lacking_ranks(reports: Sequence[str], hosts: Sequence[str]) -> str:
+    """The ranks with a report, with their host and that report: `ranks 2, 3 on b: Quantization and dropout run on ...`.
+
+    Empty reports are left out.
+    """
+    ranks_of: dict[tuple[str, str], list[int]] = {}
+    for rank, (report, host) in enumerate(zip(reports, hosts, strict=True)):
+        if report:
+            ranks_of.setdefault((host, report), []).append(rank)
+    return "; ".join(f"{_ranks(ranks)} on {host}: {report.removesuffix('.')}" for (host, report), ranks in ranks_of.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,98 @@
+"""Ranks without quantization kernels, with stand-ins for the other ranks and for GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.resolve import resolve
+from megatron_zpp.config.schema import Config
+from megatron_zpp.ops import extension
+from megatron_zpp.parallel.initialize import StartupError
+from megatron_zpp.training import kernels
+from megatron_zpp.training.kernels import lacking_ranks, prepare_kernels
+
+HOSTS = ["a", "a", "b", "b"]
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+MISSING = (
+    f"Quantization and dropout run on the plain-torch reference: same bits, slower. This builds the kernels: {extension.BUILD_COMMAND}"
+)
+Gather = Callable[[str], list[str]]
+
+
+def config_of(flags: str = "--zero-quantized-weights") -> Config:
+    shape = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --zero-stage 3"
+    return resolve(parse_flags(f"{shape} {flags}".split()), 4, 2)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(extension.REFERENCE_VARIABLE, raising=False)
+    monkeypatch.setattr(extension, "load", lambda: True)
+    monkeypatch.setattr(extension, "_refusal", "")
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, *, own: bool, others: list[bool], asked: list[bool] | None = None) -> None:
+    """This is rank 0; own, others: whether it and the other ranks have kernels. asked: the ranks that want the reference."""
+    wants = asked or [False] * 4
+    monkeypatch.setattr(extension, "has_kernels_for", lambda device_type: own)
+    monkeypatch.setattr(extension, "wants_reference", lambda environment: wants[0])
+    answers = [["" if has_kernels else MISSING for has_kernels in others], ["" if wanted else "unasked" for wanted in wants[1:]]]
+    monkeypatch.setattr(kernels, "gather_texts", lambda text: [text, *answers.pop(0)])
+
+
+def test_a_world_of_gpus_refuses_ranks_without_kernels_and_names_them_their_host_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, own=True, others=[True, False, False])
+    with pytest.raises(StartupError) as error:
+        prepare_kernels(config_of(), CUDA, HOSTS)
+    text = str(error.value)
+    assert f"ranks 2, 3 on b: {MISSING}. Run that command where these ranks run, or set {extension.REFERENCE_VARIABLE}=1 on" in text
+    assert " on a" not in text
+
+
+def test_a_world_of_gpus_that_built_nothing_is_refused_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, own=False, others=[False] * 3)
+    with pytest.raises(StartupError, match="ranks 0, 1 on a: .*; ranks 2, 3 on b: "):
+        prepare_kernels(config_of(), CUDA, HOSTS)
+
+
+def test_a_world_of_gpus_that_was_told_to_run_on_the_reference_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, own=False, others=[False] * 3, asked=[True] * 4)
+    assert prepare_kernels(config_of(), CUDA, HOSTS).startswith("Quantization and dropout run on the plain-torch reference, because")
+
+
+def test_of_gpus_of_which_some_were_told_the_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, own=False, others=[False] * 3, asked=[True, True, True, False])
+    with pytest.raises(StartupError, match="them; rank 3 on b: "):
+        prepare_kernels(config_of(), CUDA, HOSTS)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_cpu_ranks_of_which_some_have_kernels_train_and_a_line_names_the_others(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, own=own, others=[own, False, False] if own else [False, True, True])
+    line = prepare_kernels(config_of(), CPU, HOSTS)
+    assert line.startswith("WARNING: every rank waits for ranks without kernels of quantization and dropout; ")
+    assert f"{'ranks 2, 3 on b' if own else 'ranks 0, 1 on a'}: Quantization and dropout run on" in line
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_where_all_ranks_have_kernels_the_line_is_that_of_one(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, own=True, others=[True] * 3)
+    assert prepare_kernels(config_of(), device, HOSTS) == extension.report(device.type)
+
+
+def test_a_cpu_world_without_kernels_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, own=False, others=[False] * 3)
+    assert prepare_kernels(config_of(), CPU, HOSTS) == extension.report("cpu")
+
+
+def test_a_run_that_does_not_quantize_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "gather_texts", lambda text: pytest.fail("asked"))
+    assert prepare_kernels(config_of(""), CUDA, HOSTS) == ""
+
+
+def test_ranks_are_grouped_by_host_and_reason() -> None:
+    assert lacking_ranks(["x.", "", "x.", "y"], ["a", "a", "b", "b"]) == "rank 0 on a: x; rank 2 on b: x; rank 3 on b: y"
