@@ -28,7 +28,8 @@ def prepare_kernels(config: Config, device: torch.device, hosts: Sequence[str]) 
     if device.type == "cuda" and any(refused):
         raise StartupError(
             "kernels of quantization and dropout are missing, and every rank would wait for the ranks without them; "
-            f"{lacking_ranks(refused, hosts)}. Run that command where these ranks run, or set {extension.REFERENCE_VARIABLE}=1 on every rank to train without kernels."
+            f"{lacking_ranks(refused, hosts)}. "
+            f"Run that command where these ranks run, or set {extension.REFERENCE_VARIABLE}=1 on every rank to train without kernels."
         )
     if all(lacking) or not any(lacking):
         return own

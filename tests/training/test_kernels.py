@@ -89,9 +89,9 @@ def test_a_cpu_world_without_kernels_says_so_in_one_line(monkeypatch: pytest.Mon
     assert prepare_kernels(config_of(), CPU, HOSTS) == extension.report("cpu")
 
 
-def test_a_run_that_does_not_quantize_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_neither_quantizes_nor_drops_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "gather_texts", lambda text: pytest.fail("asked"))
-    assert prepare_kernels(config_of(""), CUDA, HOSTS) == ""
+    assert prepare_kernels(config_of("--hidden-dropout 0"), CUDA, HOSTS) == ""
 
 
 def test_ranks_are_grouped_by_host_and_reason() -> None:
