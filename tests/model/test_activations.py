@@ -144,7 +144,7 @@ def test_tensor_ranks_share_heads_feed_forward_and_vocabulary_and_have_whole_hid
     )
     alone, shared = (activation_bytes(config, VOCAB, SAMPLES, 4, attention=need, tensor_ranks=ranks) for ranks in (1, 4))
     hidden, layers = config.hidden_size, config.num_layers + 1  # in forward, and the gradients of one
-    whole = layers * (4 * (4 * hidden) + 2 * hidden + 2 * 2 * 4) + 4 * hidden  # per token: fp32 values, masks, statistics, the last output
+    whole = layers * (4 * (4 * hidden) + 2 * 2 * 4) + 4 * hidden  # per token: fp32 values, statistics, the last output
     of_group = layers * times * 4 * 2 * config.kv_channels
     tokens = SAMPLES * config.seq_length
     divided = alone - tokens * (whole + groups * of_group)
