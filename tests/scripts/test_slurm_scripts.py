@@ -248,7 +248,9 @@ def test_an_older_slurm_says_to_squeue_when_the_job_ends(tmp_path: Path) -> None
     assert words[words.index("--exit-duration-in-mins") + 1] == "100"
 
 
-@pytest.mark.parametrize("name, ranks_per_node, seconds", [("slurm_torchrun.sbatch", 1, 600), ("slurm_srun.sbatch", 2, 290)])
+@pytest.mark.parametrize(
+    "name, ranks_per_node, seconds", [("slurm_torchrun.sbatch", 1, 600), ("slurm_srun.sbatch", 2, 290), ("slurm_srun.sbatch", 2, 350)]
+)
 def test_a_job_that_is_too_short_to_save_before_its_end_is_refused(tmp_path: Path, name: str, ranks_per_node: int, seconds: int) -> None:
     fakes, soon = cluster(tmp_path), {"SLURM_JOB_END_TIME": str(int(time.time()) + seconds)}
     done = fakes.run("bash", submitted(tmp_path, name), *FLAGS, **job(tmp_path, ranks_per_node, **soon))
