@@ -4,6 +4,8 @@
 # Ends with torchrun's exit code, but with 0 if Slurm has sent SIGTERM, because after a signal torchrun's code is 1 even if every rank has
 # saved and left. Whether the job goes back into the queue then depends on what has been saved.
 set -euo pipefail
+source scripts/checks.sh
+require_host MASTER_ADDR
 
 # Sends torchrun SIGTERM when the slurmstepd that started this script has died: nothing else would end torchrun and its ranks.
 end_without_slurmstepd() {

@@ -137,17 +137,18 @@ def test_no_rank_outlives_a_killed_slurmstepd_but_the_job_runs_until_it_is_cance
     assert run.job.outcome() == ("CANCELLED", "0:15")
 
 
-@EACH_SCRIPT
+@pytest.mark.parametrize("script, partition", [(SCRIPTS[0], "low"), (SCRIPTS[1], "low"), (SCRIPTS[0], "graceless")])
 def test_a_preempted_job_saves_and_goes_on_with_the_losses_of_the_undisturbed_run(
-    slurm: Slurm, tmp_path: Path, undisturbed: list[tuple[float, float]], script: str
+    slurm: Slurm, tmp_path: Path, undisturbed: list[tuple[float, float]], script: str, partition: str
 ) -> None:
-    run = Run(slurm, tmp_path, script)
+    """Without a GraceTime Slurm ends the batch script, too, and puts the job back by itself."""
+    run = Run(slurm, tmp_path, script, options=("--partition", partition))
     run.wait_for_iteration(MIDDLE)
     preempting = preempt(slurm)
     assert run.job.outcome() == ("COMPLETED", "0:0"), run.job.log
     assert run.job.facts()["Restarts"] == "1" and preempting.outcome() == ("COMPLETED", "0:0")
-    assert "is preempted and goes back into the queue" in run.job.log
-    assert losses(run.records()) == undisturbed
+    assert ("is preempted and goes back into the queue" in run.job.log) is (partition == "low")
+    assert run.job.log.count("successfully saved checkpoint") == 2 and losses(run.records()) == undisturbed
 
 
 def test_a_job_that_is_preempted_before_its_first_step_goes_back_into_the_queue(slurm: Slurm, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ open(os.path.join(folder, "latest_checkpointed_iteration.txt"), "w").write(os.en
 
 def cluster(tmp_path: Path, program: str = SAVES) -> FakeCommands:
     fakes = FakeCommands(tmp_path)
+    fakes.add("getent")  # resolves every name
     fakes.add("srun", SRUN)
     fakes.add("scontrol", SCONTROL)
     fakes.add("python", program)
@@ -198,7 +199,7 @@ def node_of_torchrun(tmp_path: Path, torchrun: str) -> tuple[subprocess.Popen[st
     fakes.add("torchrun", f"import signal, time\n{torchrun}")
     started = tmp_path / "started"
     command = ["bash", "-c", "bash scripts/slurm_torchrun_node.sh & wait $!"]
-    environment = {"PATH": f"{fakes.folder}:{REAL}", "SLURM_NODEID": "1", "STARTED": str(started)}
+    environment = {"PATH": f"{fakes.folder}:{REAL}", "SLURM_NODEID": "1", "MASTER_ADDR": "127.0.0.1", "STARTED": str(started)}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 30
     while not (started.exists() and started.read_text()):
@@ -224,6 +225,14 @@ def test_a_torchrun_that_fails_without_a_signal_is_a_failure(tmp_path: Path) -> 
     process, _ = node_of_torchrun(tmp_path, f"{WRITES_PID}\ntime.sleep(0.5)\nsys.exit(7)")
     _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (7, "")
+
+
+def test_a_node_that_cannot_resolve_the_first_one_says_so_and_starts_no_torchrun(tmp_path: Path) -> None:
+    fakes = cluster(tmp_path)
+    fakes.add("getent", "sys.exit(2)")
+    done = fakes.run("bash", submitted(tmp_path, "slurm_torchrun.sbatch"), *FLAGS, **job(tmp_path, 1))
+    assert done.returncode == 2 and "error: MASTER_ADDR=node3 cannot be resolved on" in done.stderr
+    assert not fakes.calls("torchrun")
 
 
 def test_torchrun_does_not_outlive_the_slurmstepd_of_its_node(tmp_path: Path) -> None:
