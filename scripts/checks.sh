@@ -27,6 +27,13 @@ refuse_dash() {
     [[ "$2" != -* ]] || stop "$1 $2 begins with a dash, so programs would take it for a flag; write ./$2, or put flags last."
 }
 
+# require_host NAME: this machine can resolve the host that the variable NAME holds. torchrun would try for many minutes without naming it.
+require_host() {
+    refuse_dash "$1" "${!1}"
+    ! command -v getent >/dev/null || getent ahosts "${!1}" >/dev/null ||
+        stop "$1=${!1} cannot be resolved on $HOSTNAME; set it to a name or an address at which every node reaches node 0."
+}
+
 # Prints the iteration of the last checkpoint in a folder; 0 if nothing is saved, and for a converted model, whose file says `release`.
 saved_iteration() {
     local saved

@@ -51,12 +51,24 @@ job_end() {
     fi
 }
 
-# Puts this job back into the queue if it has saved a later iteration, but not the last one. A job that saved nothing new is not repeated.
+# Whether Slurm is taking the nodes of this job for one of higher priority. It forgets this when the job is requeued.
+is_preempted() {
+    [[ "$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null || true)" =~ PreemptTime=[0-9] ]]
+}
+
+# requeue_until_done BEFORE CODE: BEFORE is the iteration saved before the run, CODE the run's exit code. Puts this job back into the queue
+# if the run has left with code 0 and a later iteration that is not the last, or if the job is preempted: then its ranks may have been
+# killed at any moment. Any other failure, and a run that saved nothing new, is not repeated.
 requeue_until_done() {
-    local before="$1" now
+    local before="$1" code="$2" now
     now="$(saved_iteration "$SAVE")"
-    if ((now >= TRAIN_ITERS)); then
+    if ((code == 0 && now >= TRAIN_ITERS)); then
         echo "done: iteration $now is saved in $SAVE"
+    elif is_preempted; then
+        echo "iteration $now of $TRAIN_ITERS is saved in $SAVE; job $SLURM_JOB_ID is preempted and goes back into the queue"
+        scontrol requeue "$SLURM_JOB_ID"
+    elif ((code != 0)); then
+        exit "$code"
     elif ((now > before)); then
         echo "iteration $now of $TRAIN_ITERS is saved in $SAVE; job $SLURM_JOB_ID goes back into the queue"
         scontrol requeue "$SLURM_JOB_ID"

@@ -20,10 +20,12 @@ require_number NODES 1 1000000
 require_set NODE_RANK "the index of this node, from 0"
 require_number NODE_RANK 0 "$((NODES - 1))"
 require_set MASTER_ADDR "the host of node 0"
-refuse_dash MASTER_ADDR "$MASTER_ADDR"
+require_host MASTER_ADDR
 MASTER_PORT="${MASTER_PORT:-29500}"
 require_number MASTER_PORT 1 65535
 
+# torchrun waits for the other nodes for many minutes, and says nothing.
+echo "node $NODE_RANK of $NODES meets the others at $MASTER_ADDR, port $MASTER_PORT"
 exec torchrun \
     --nnodes "$NODES" \
     --node_rank "$NODE_RANK" \

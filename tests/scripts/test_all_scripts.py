@@ -28,6 +28,7 @@ TESTED_IN = {
     "slurm_run.sh": "scripts/test_slurm_scripts.py",
     "slurm_srun.sbatch": "scripts/test_slurm_scripts.py",
     "slurm_torchrun.sbatch": "scripts/test_slurm_scripts.py",
+    "slurm_torchrun_node.sh": "scripts/test_slurm_scripts.py",
     "test.sh": "scripts/test_all_scripts.py",
     "torchrun_nodes.sh": "scripts/test_torchrun_scripts.py",
     "torchrun_one_node.sh": "scripts/test_torchrun_scripts.py",

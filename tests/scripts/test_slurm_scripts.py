@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from harness.fake_commands import ROOT, SBATCH, SCONTROL, SRUN, FakeCommands
+from harness.fake_commands import REAL, ROOT, SBATCH, SCONTROL, SRUN, FakeCommands
 from torch.distributed.run import parse_args
 
 from megatron_zpp.config.cli import parse_flags
@@ -29,6 +31,7 @@ open(os.path.join(folder, "latest_checkpointed_iteration.txt"), "w").write(os.en
 
 def cluster(tmp_path: Path, program: str = SAVES) -> FakeCommands:
     fakes = FakeCommands(tmp_path)
+    fakes.add("getent")  # resolves every name
     fakes.add("srun", SRUN)
     fakes.add("scontrol", SCONTROL)
     fakes.add("python", program)
@@ -144,6 +147,20 @@ def test_a_run_that_fails_is_not_repeated_and_its_exit_code_is_the_jobs(tmp_path
     assert not [call for call in fakes.calls("scontrol") if call.words[0] == "requeue"]
 
 
+@pytest.mark.parametrize("name, ranks_per_node", [("slurm_srun.sbatch", 2), ("slurm_torchrun.sbatch", 1)])
+@pytest.mark.parametrize("saved", ["", "40"])
+def test_a_preempted_job_goes_back_into_the_queue_whatever_its_ranks_could_save(
+    tmp_path: Path, name: str, ranks_per_node: int, saved: str
+) -> None:
+    """Slurm signals the ranks of a preempted job, which may not have begun to train, and would take a job that then fails as ended."""
+    fakes = cluster(tmp_path, (SAVES if saved else "") + "sys.exit(143)")
+    fakes.add("scontrol", SCONTROL + '\nif words[:2] == ["show", "job"]: print("PreemptTime=2026-01-02T03:04:05")')
+    done = fakes.run("bash", submitted(tmp_path, name), *FLAGS, **job(tmp_path, ranks_per_node, SAVED=saved))
+    assert done.returncode == 0, done.stderr
+    assert f"iteration {saved or 0} of 100 is saved in {tmp_path / 'saved'}; job 1234567 is preempted" in done.stdout
+    assert [call.words for call in fakes.calls("scontrol")][-1] == ["requeue", "1234567"]
+
+
 @pytest.mark.parametrize("name", ["slurm_srun.sbatch", "slurm_torchrun.sbatch"])
 @pytest.mark.parametrize(
     "missing, sentence",
@@ -173,6 +190,63 @@ def test_a_value_that_bash_or_a_program_would_read_otherwise_is_refused(tmp_path
     assert not fakes.calls("srun") and not (ROOT / "planted").exists()
 
 
+def node_of_torchrun(tmp_path: Path, torchrun: str) -> tuple[subprocess.Popen[str], Path]:
+    """slurm_torchrun_node.sh with this program as torchrun, once it runs, and the file in which the program writes its process id.
+
+    The script's parent is a bash, which stands for slurmstepd.
+    """
+    fakes = FakeCommands(tmp_path)
+    fakes.add("torchrun", f"import signal, time\n{torchrun}")
+    started = tmp_path / "started"
+    command = ["bash", "-c", "bash scripts/slurm_torchrun_node.sh & wait $!"]
+    environment = {"PATH": f"{fakes.folder}:{REAL}", "SLURM_NODEID": "1", "MASTER_ADDR": "127.0.0.1", "STARTED": str(started)}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 30
+    while not (started.exists() and started.read_text()):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    return process, started
+
+
+WRITES_PID = 'open(os.environ["STARTED"], "w").write(str(os.getpid()))'
+LEAVES_AT_SIGTERM = f"signal.signal(signal.SIGTERM, lambda *_: sys.exit({{code}}))\n{WRITES_PID}\ntime.sleep(60)"
+
+
+def test_a_torchrun_that_slurm_has_ended_is_no_failure(tmp_path: Path) -> None:
+    """Slurm signals every process of a step. torchrun's own exit code is then 1, although its ranks have saved."""
+    process, started = node_of_torchrun(tmp_path, LEAVES_AT_SIGTERM.format(code=1))
+    os.kill(parent_of(int(started.read_text())), signal.SIGTERM)
+    os.kill(int(started.read_text()), signal.SIGTERM)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_a_torchrun_that_fails_without_a_signal_is_a_failure(tmp_path: Path) -> None:
+    process, _ = node_of_torchrun(tmp_path, f"{WRITES_PID}\ntime.sleep(0.5)\nsys.exit(7)")
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (7, "")
+
+
+def test_a_node_that_cannot_resolve_the_first_one_says_so_and_starts_no_torchrun(tmp_path: Path) -> None:
+    fakes = cluster(tmp_path)
+    fakes.add("getent", "sys.exit(2)")
+    done = fakes.run("bash", submitted(tmp_path, "slurm_torchrun.sbatch"), *FLAGS, **job(tmp_path, 1))
+    assert done.returncode == 2 and "error: MASTER_ADDR=node3 cannot be resolved on" in done.stderr
+    assert not fakes.calls("torchrun")
+
+
+def test_torchrun_does_not_outlive_the_slurmstepd_of_its_node(tmp_path: Path) -> None:
+    process, _ = node_of_torchrun(tmp_path, LEAVES_AT_SIGTERM.format(code=1))
+    process.kill()
+    # The standard error of all processes ends with the last of them.
+    assert process.stderr is not None and process.stderr.read() == ""
+    process.wait()
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def test_an_older_slurm_says_to_squeue_when_the_job_ends(tmp_path: Path) -> None:
     fakes = cluster(tmp_path)
     fakes.add("squeue", 'import time; print(time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 7230)))')
@@ -183,7 +257,9 @@ def test_an_older_slurm_says_to_squeue_when_the_job_ends(tmp_path: Path) -> None
     assert words[words.index("--exit-duration-in-mins") + 1] == "100"
 
 
-@pytest.mark.parametrize("name, ranks_per_node, seconds", [("slurm_torchrun.sbatch", 1, 600), ("slurm_srun.sbatch", 2, 290)])
+@pytest.mark.parametrize(
+    "name, ranks_per_node, seconds", [("slurm_torchrun.sbatch", 1, 600), ("slurm_srun.sbatch", 2, 290), ("slurm_srun.sbatch", 2, 350)]
+)
 def test_a_job_that_is_too_short_to_save_before_its_end_is_refused(tmp_path: Path, name: str, ranks_per_node: int, seconds: int) -> None:
     fakes, soon = cluster(tmp_path), {"SLURM_JOB_END_TIME": str(int(time.time()) + seconds)}
     done = fakes.run("bash", submitted(tmp_path, name), *FLAGS, **job(tmp_path, ranks_per_node, **soon))
@@ -195,11 +271,20 @@ def test_a_job_with_a_shorter_signal_may_be_shorter(tmp_path: Path) -> None:
     assert fakes.run("bash", submitted(tmp_path, "slurm_srun.sbatch"), *FLAGS, **job(tmp_path, **soon)).returncode == 0
 
 
-@pytest.mark.parametrize("name", ["slurm_srun.sbatch", "slurm_torchrun.sbatch"])
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "scripts").glob("*.sbatch")))
 def test_a_job_that_was_submitted_elsewhere_says_where_to_submit_it(tmp_path: Path, name: str) -> None:
     done = cluster(tmp_path).run("bash", submitted(tmp_path, name), *FLAGS, **job(tmp_path, SLURM_SUBMIT_DIR=str(tmp_path)))
+    remedies = {"slurm_srun": "submit the job from there.", "slurm_torchrun": "submit the job from there."}
+    remedy = remedies.get(name.split(".")[0], "start scripts/slurm_preprocess.sh there.")
     assert done.returncode == 2
-    assert done.stderr == f"error: {tmp_path} is not the root of the repository; change to it, and submit the job from there.\n"
+    assert done.stderr == f"error: {tmp_path} is not the root of the repository; change to it, and {remedy}\n"
+
+
+@pytest.mark.parametrize("name", ["slurm_preprocess.sbatch", "slurm_merge.sbatch"])
+def test_a_part_of_preprocessing_that_was_submitted_alone_says_what_submits_it(tmp_path: Path, name: str) -> None:
+    done = cluster(tmp_path).run("bash", submitted(tmp_path, name), **job(tmp_path))
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.endswith("; start scripts/slurm_preprocess.sh, which submits this.\n")
 
 
 @pytest.mark.parametrize("name", ["slurm_srun.sbatch", "slurm_torchrun.sbatch"])

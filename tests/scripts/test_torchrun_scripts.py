@@ -43,7 +43,7 @@ def test_without_gpus_the_number_of_ranks_has_to_be_said(tmp_path: Path) -> None
 def test_exit_codes_of_torchrun_are_those_of_the_scripts(tmp_path: Path) -> None:
     fakes = FakeCommands(tmp_path)
     fakes.add("torchrun", "sys.exit(7)")
-    nodes = {"NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "a", "RANKS": "1"}
+    nodes = {"NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "RANKS": "1"}
     for name in ("torchrun_one_node.sh", "torchrun_nodes.sh"):
         assert fakes.run("bash", f"scripts/{name}", **nodes).returncode == 7
 
@@ -52,12 +52,12 @@ def test_on_several_machines_each_is_told_its_place(tmp_path: Path) -> None:
     fakes = FakeCommands(tmp_path)
     fakes.add("torchrun")
     for rank in ("0", "1"):
-        variables = {"NODES": "2", "NODE_RANK": rank, "MASTER_ADDR": "node0"}
+        variables = {"NODES": "2", "NODE_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
         assert fakes.run("bash", "scripts/torchrun_nodes.sh", *FLAGS, **variables).returncode == 0
     calls = fakes.calls("torchrun")
     places = [parse_args(call.words) for call in calls]
     assert [(place.nnodes, place.node_rank, place.nproc_per_node, place.master_addr, place.master_port) for place in places] == [
-        ("2", rank, "gpu", "node0", 29500) for rank in range(2)
+        ("2", rank, "gpu", "127.0.0.1", 29500) for rank in range(2)
     ]
     assert all(flags_of(call) == FLAGS for call in calls)
 
@@ -66,7 +66,7 @@ def test_on_several_machines_each_is_told_its_place(tmp_path: Path) -> None:
 def test_a_variable_that_is_not_set_is_named(tmp_path: Path, missing: str) -> None:
     fakes = FakeCommands(tmp_path)
     fakes.add("torchrun")
-    variables = {name: value for name, value in {"NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a"}.items() if name != missing}
+    variables = {name: value for name, value in {"NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1"}.items() if name != missing}
     done = fakes.run("bash", "scripts/torchrun_nodes.sh", *FLAGS, **variables)
     assert done.returncode != 0 and f"{missing} is not set; set it to" in done.stderr and not fakes.calls("torchrun")
 
@@ -78,11 +78,12 @@ def test_a_variable_that_is_not_set_is_named(tmp_path: Path, missing: str) -> No
         ("NODE_RANK", "2", "NODE_RANK=2 is not a whole number from 0 to 1"),
         ("MASTER_PORT", "70000", "MASTER_PORT=70000 is not a whole number from 1 to 65535"),
         ("MASTER_ADDR", "--help", "MASTER_ADDR --help begins with a dash"),
+        ("MASTER_ADDR", "no host", "MASTER_ADDR=no host cannot be resolved on"),
     ],
 )
 def test_a_variable_out_of_range_is_refused(tmp_path: Path, variable: str, value: str, sentence: str) -> None:
     fakes = FakeCommands(tmp_path)
     fakes.add("torchrun")
-    variables = {"NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a"} | {variable: value}
+    variables = {"NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1"} | {variable: value}
     done = fakes.run("bash", "scripts/torchrun_nodes.sh", *FLAGS, **variables)
     assert done.returncode == 2 and sentence in done.stderr and not fakes.calls("torchrun")

@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness.living_ranks import living_ranks
 from harness.places import ROOT
 from harness.rank_pool import free_port
 from harness.real_sshd import REAL_PATH, NoSshd, real_sshd
@@ -58,7 +59,7 @@ def test_a_cut_connection_saves_a_checkpoint_under_the_signal_handler(tmp_path: 
     run = launched(tmp_path, folder_of_ssh, *flags.split())
     try:
         wait_for(log)
-        connections = [int(word) for word in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
+        connections = children_of(run.pid)
         assert len(connections) == len(HOSTS)
         for connection in connections:
             os.kill(connection, signal.SIGKILL)
@@ -70,9 +71,38 @@ def test_a_cut_connection_saves_a_checkpoint_under_the_signal_handler(tmp_path: 
         run.wait()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("killed", ["launcher", "ssh", "sshd"])
+def test_no_rank_outlives_the_launcher_or_its_connections(tmp_path: Path, folder_of_ssh: Path, killed: str) -> None:
+    """Killed without a chance to end anything: the launcher, its ssh to every host, or the sshd of every connection."""
+    log = tmp_path / "log.jsonl"
+    run = launched(tmp_path, folder_of_ssh, *f"--train-iters 1000000 --zero-stage 3 --log-jsonl {log}".split())
+    try:
+        wait_for(log)
+        ranks = living_ranks(log)
+        assert len(ranks) == len(HOSTS)
+        server = int((folder_of_ssh.parent / "sshd.pid").read_text())
+        for pid in {"launcher": [run.pid], "ssh": children_of(run.pid), "sshd": children_of(server)}[killed]:
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not living_ranks(log), f"ranks {ranks} have not ended")
+        run.communicate(timeout=PATIENCE_SECONDS)
+        assert run.returncode == {"launcher": -signal.SIGKILL, "ssh": 128 + signal.SIGKILL, "sshd": 255}[killed]
+    finally:
+        run.kill()
+        run.wait()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def wait_for(path: Path) -> None:
     """Waits until the file has text."""
+    wait_until(lambda: path.exists() and path.stat().st_size > 0, f"{path} has not been written")
+
+
+def wait_until(is_so: Callable[[], bool], otherwise: str) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (path.exists() and path.stat().st_size > 0):
-        assert time.monotonic() < deadline, f"{path} has not been written"
+    while not is_so():
+        assert time.monotonic() < deadline, otherwise
         time.sleep(0.1)
