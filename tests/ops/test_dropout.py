@@ -62,6 +62,12 @@ def test_autograd_keeps_no_tensor() -> None:
     assert saved == []
 
 
+def test_the_op_passes_opcheck() -> None:
+    """Its schema, its shapes without values, and its gradient as torch.compile traces it."""
+    values = torch.randn(3, 16, requires_grad=True)
+    torch.library.opcheck(torch.ops.megatron_zpp.dropout.default, (values, mask_start(*START), 0.5))
+
+
 def test_dropout_reads_no_generator() -> None:
     state = torch.get_rng_state()
     dropout(torch.ones(100), mask_start(*START), 0.5)
