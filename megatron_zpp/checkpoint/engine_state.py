@@ -52,6 +52,7 @@ def manifest_of(engine: ZeroEngine, state: RunState, *, with_moments: bool) -> M
             "world_size": topology.world_size,
             "ranks_per_node": topology.ranks_per_node,
             "partition_ranks": topology.partition_ranks,
+            "tensor_ranks": 1,
         },
         versions=versions(),
     )

@@ -1,0 +1,102 @@
+"""Elements that are in one file, and their places in the stripe that is wanted (pure arithmetic, no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_zpp.checkpoint.manifest import ELEMENT_BYTES
+
+
+@dataclass(frozen=True)
+class RowSteps:
+    """How elements of some columns are apart, where others lie between their rows.
+
+    width: elements of a full row. lead: how many the first row lacks at its start. stored, wanted: elements from the start of a row to that
+    of the next, in the file and in the wanted stripe.
+    """
+
+    width: int
+    lead: int
+    stored: int
+    wanted: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """`rows` times `width` elements: the first is at byte `offset` of the file, and goes to element `first` of the wanted stripe."""
+
+    offset: int
+    first: int
+    rows: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """`count` elements, the first at byte `offset` of `file`. It goes to element `first` of the wanted stripe.
+
+    rows: None if the elements are without gaps, both in the file and in the wanted stripe.
+    """
+
+    file: str
+    offset: int
+    first: int
+    count: int
+    element_type: str
+    rows: RowSteps | None = None
+
+    @property
+    def end(self) -> int:
+        """The byte after the last one."""
+        return self.offset + (self._stored_place(self.count - 1) + 1) * ELEMENT_BYTES[self.element_type]
+
+    def byte_ranges(self, least_gap: int) -> Iterator[tuple[int, int]]:
+        """The ranges of bytes that hold the elements, in order. Gaps shorter than `least_gap` bytes may be inside a range."""
+        element_bytes = ELEMENT_BYTES[self.element_type]
+        if self.rows is None or (self.rows.stored - self.rows.width) * element_bytes < least_gap:
+            yield self.offset, self.end
+            return
+        start = 0
+        while start < self.count:
+            stop = min(self.count, start + self.rows.width - (self.rows.lead if start == 0 else 0))
+            begin = self.offset + self._stored_place(start) * element_bytes
+            yield begin, begin + (stop - start) * element_bytes
+            start = stop
+
+    def blocks(self, start: int, stop: int) -> Iterator[Block]:
+        """The elements in bytes [start, stop) of the file, which hold whole elements, as at most three blocks."""
+        element_bytes = ELEMENT_BYTES[self.element_type]
+        begin, end = (self._count_before((place - self.offset) // element_bytes) for place in (start, stop))
+        if begin >= end:
+            return
+        if self.rows is None:
+            yield Block(self.offset + begin * element_bytes, self.first + begin, 1, end - begin)
+            return
+        width, lead = self.rows.width, self.rows.lead
+        place, end = begin + lead, end + lead
+        while place < end:
+            rows = 1 if place % width else max(1, (end - place) // width)
+            count = min(end - place, width - place % width)
+            element = place - lead
+            yield Block(self.offset + self._stored_place(element) * element_bytes, self.first + self._wanted_place(element), rows, count)
+            place += rows * count
+
+    def _stored_place(self, element: int) -> int:
+        return element if self.rows is None else _place(element, self.rows, self.rows.stored)
+
+    def _wanted_place(self, element: int) -> int:
+        return element if self.rows is None else _place(element, self.rows, self.rows.wanted)
+
+    def _count_before(self, place: int) -> int:
+        """How many of the elements are stored before place `place`, counted in elements of the file from the first one."""
+        if self.rows is None:
+            return min(max(place, 0), self.count)
+        row, column = divmod(place + self.rows.lead, self.rows.stored)
+        return min(max(row * self.rows.width + min(column, self.rows.width) - self.rows.lead, 0), self.count)
+
+
+def _place(element: int, rows: RowSteps, step: int) -> int:
+    """The place of an element, counted from the first one, if rows begin every `step` elements."""
+    row, column = divmod(element + rows.lead, rows.width)
+    return row * step + column - rows.lead
