@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import heapq
 import math
 from bisect import bisect_right
 from collections import defaultdict
@@ -29,7 +28,7 @@ from megatron_zpp.checkpoint.manifest import (
 )
 from megatron_zpp.checkpoint.reshard import MissingElementsError, PieceIndex, chunk_runs
 from megatron_zpp.checkpoint.shard_file import DTYPES
-from megatron_zpp.checkpoint.source import Source
+from megatron_zpp.checkpoint.source import Source, byte_ranges
 from megatron_zpp.checkpoint.verified_file import RUN_CHUNKS, VerifiedFile
 from megatron_zpp.config.outside import open_regular
 from megatron_zpp.parallel.division import Stripe
@@ -135,8 +134,7 @@ class CheckpointReader:
                     return
                 _scatter(data, start, wanted[index])
 
-        ranges = heapq.merge(*(place.source.byte_ranges(self.manifest.chunk_bytes) for place in wanted))
-        self._read_runs(stored, ranges, scatter)
+        self._read_runs(stored, byte_ranges((place.source for place in wanted), self.manifest.chunk_bytes), scatter)
 
     def _read_runs(self, stored: StoredFile, ranges: Iterable[tuple[int, int]], use: Callable[[memoryview, int], None]) -> None:
         """Reads and verifies the chunks that overlap the ranges of a file, and calls use(bytes, first byte) for each run of chunks."""
@@ -152,11 +150,11 @@ def _scatter(data: memoryview, start: int, place: Wanted) -> None:
     """Copies what bytes [start, start + len(data)) of a file hold of a source into the wanted values."""
     dtype, rows = DTYPES[place.source.element_type], place.source.rows
     for block in place.source.blocks(start, start + len(data)):
+        numel = block.width if rows is None else (block.rows - 1) * rows.stored + block.width
+        stored = torch.frombuffer(data, dtype=dtype, count=numel, offset=block.offset - start)
         if rows is None or block.rows == 1:
-            stored = torch.frombuffer(data, dtype=dtype, count=block.width, offset=block.offset - start)
             place.values[block.first : block.first + block.width].copy_(stored)
             continue
-        stored = torch.frombuffer(data, dtype=dtype, count=(block.rows - 1) * rows.stored + block.width, offset=block.offset - start)
         values = place.values[block.first : block.first + (block.rows - 1) * rows.wanted + block.width]
         size = (block.rows, block.width)
         values.as_strided(size, (rows.wanted, 1)).copy_(stored.as_strided(size, (rows.stored, 1)))

@@ -120,9 +120,7 @@ class PieceIndex:
     def sources(self, parameter: str, state: str, stripe: Stripe) -> Iterator[Source]:
         """The sources of the elements of a stripe. Raises MissingElementsError if one of them is in no piece."""
         for group in _with_columns(self._groups.get((parameter, state), []), stripe.columns):
-            columns = max(stripe.columns[0], group.columns[0]), min(stripe.columns[1], group.columns[1])
-            start, stop = (converted(element, stripe.columns, columns) for element in (stripe.start, stripe.stop))
-            for part, piece in group.parts(Stripe(columns, start, stop)):
+            for part, piece in group.parts(_narrowed(stripe, group.columns)):
                 if piece is None:
                     raise MissingElementsError(parameter, state, words_of(part, self._shapes.get(parameter, ())))
                 yield _source(part, stripe, group, piece, piece.offsets[state], self._states[state])
@@ -145,6 +143,13 @@ def _with_columns(groups: Sequence[_Group], columns: Columns) -> Iterator[_Group
         yield _Group((position, last))
 
 
+def _narrowed(stripe: Stripe, columns: Columns) -> Stripe:
+    """What a stripe has of some columns."""
+    first, last = max(stripe.columns[0], columns[0]), min(stripe.columns[1], columns[1])
+    start, stop = (converted(element, stripe.columns, (first, last)) for element in (stripe.start, stripe.stop))
+    return Stripe((first, last), start, stop)
+
+
 def _words(group: _Group) -> str:
     return f"{group.columns[0]} to {group.columns[1]}"
 
@@ -153,11 +158,14 @@ def _source(part: Stripe, wanted: Stripe, group: _Group, piece: StoredPiece, off
     """The source of a part of the wanted stripe, all of which is in the piece. offset: of the piece's first element."""
     stored_place = converted(part.start, part.columns, group.columns) - piece.start
     wanted_place = converted(part.start, part.columns, wanted.columns) - wanted.start
-    width, stored_width, wanted_width = (columns[1] - columns[0] for columns in (part.columns, group.columns, wanted.columns))
-    lead = part.start % width
-    is_without_gaps = width == stored_width == wanted_width or lead + part.numel <= width
-    rows = None if is_without_gaps else RowSteps(width, lead, stored_width, wanted_width)
+    rows = None if part.columns == group.columns == wanted.columns else _row_steps(part, wanted, group)
     return Source(piece.file, offset + stored_place * ELEMENT_BYTES[element_type], wanted_place, part.numel, element_type, rows)
+
+
+def _row_steps(part: Stripe, wanted: Stripe, group: _Group) -> RowSteps | None:
+    width, stored, steps = (columns[1] - columns[0] for columns in (part.columns, group.columns, wanted.columns))
+    lead = part.start % width
+    return None if lead + part.numel <= width else RowSteps(width, lead, stored, steps)
 
 
 def chunk_runs(ranges: Iterable[tuple[int, int]], chunk_bytes: int, file_bytes: int, most_chunks: int) -> Iterator[ByteRun]:

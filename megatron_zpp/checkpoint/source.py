@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from heapq import merge
 
 from megatron_zpp.checkpoint.manifest import ELEMENT_BYTES
 
@@ -51,12 +52,17 @@ class Source:
         """The byte after the last one."""
         return self.offset + (self._stored_place(self.count - 1) + 1) * ELEMENT_BYTES[self.element_type]
 
-    def byte_ranges(self, least_gap: int) -> Iterator[tuple[int, int]]:
-        """The ranges of bytes that hold the elements, in order. Gaps shorter than `least_gap` bytes may be inside a range."""
-        element_bytes = ELEMENT_BYTES[self.element_type]
-        if self.rows is None or (self.rows.stored - self.rows.width) * element_bytes < least_gap:
+    @property
+    def row_gap(self) -> int:
+        """The number of bytes between the rows of the file."""
+        return 0 if self.rows is None else (self.rows.stored - self.rows.width) * ELEMENT_BYTES[self.element_type]
+
+    def byte_ranges(self) -> Iterator[tuple[int, int]]:
+        """The bytes of each row in the file, in order."""
+        if self.rows is None:
             yield self.offset, self.end
             return
+        element_bytes = ELEMENT_BYTES[self.element_type]
         start = 0
         while start < self.count:
             stop = min(self.count, start + self.rows.width - (self.rows.lead if start == 0 else 0))
@@ -67,7 +73,7 @@ class Source:
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
         """The elements in bytes [start, stop) of the file, which hold whole elements, as at most three blocks."""
         element_bytes = ELEMENT_BYTES[self.element_type]
-        begin, end = (self._count_before((place - self.offset) // element_bytes) for place in (start, stop))
+        begin, end = self._count_before((start - self.offset) // element_bytes), self._count_before((stop - self.offset) // element_bytes)
         if begin >= end:
             return
         if self.rows is None:
@@ -100,3 +106,18 @@ def _place(element: int, rows: RowSteps, step: int) -> int:
     """The place of an element, counted from the first one, if rows begin every `step` elements."""
     row, column = divmod(element + rows.lead, rows.width)
     return row * step + column - rows.lead
+
+
+def byte_ranges(sources: Iterable[Source], least_gap: int) -> Iterator[tuple[int, int]]:
+    """The ranges of bytes of a file that hold the elements of the sources, sorted by start.
+
+    sources: sorted by offset. Gaps of fewer than `least_gap` bytes between the rows of a source may be inside a range.
+    """
+    compact: list[tuple[int, int]] = []
+    sparse: list[Source] = []
+    for source in sources:
+        if source.row_gap < least_gap:
+            compact.append((source.offset, source.end))
+        else:
+            sparse.append(source)
+    return merge(compact, *(source.byte_ranges() for source in sparse))
