@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.manifest import (
+    ELEMENT_BYTES,
     ELEMENT_TYPE,
     MANIFEST_FILE,
     CheckpointError,
@@ -128,11 +129,15 @@ class CheckpointReader:
         """wanted: sorted by offset."""
         reached = list(accumulate((place.source.end for place in wanted), max))  # sources may be between the rows of others
 
+        element_types = {place.source.element_type for place in wanted}
+
         def scatter(data: memoryview, start: int) -> None:
+            elements = {name: _elements(data, name) for name in element_types}
             for index in range(bisect_right(reached, start), len(wanted)):
-                if wanted[index].source.offset >= start + len(data):
+                source = wanted[index].source
+                if source.offset >= start + len(data):
                     return
-                _scatter(data, start, wanted[index])
+                _scatter(elements[source.element_type], start, start + len(data), wanted[index])
 
         self._read_runs(stored, byte_ranges((place.source for place in wanted), self.manifest.chunk_bytes), scatter)
 
@@ -146,15 +151,19 @@ class CheckpointReader:
             file.close()
 
 
-def _scatter(data: memoryview, start: int, place: Wanted) -> None:
-    """Copies what bytes [start, start + len(data)) of a file hold of a source into the wanted values."""
-    dtype, rows = DTYPES[place.source.element_type], place.source.rows
-    for block in place.source.blocks(start, start + len(data)):
-        numel = block.width if rows is None else (block.rows - 1) * rows.stored + block.width
-        stored = torch.frombuffer(data, dtype=dtype, count=numel, offset=block.offset - start)
+def _elements(data: memoryview, element_type: str) -> Tensor:
+    """The bytes as elements."""
+    return torch.frombuffer(data, dtype=DTYPES[element_type], count=len(data) // ELEMENT_BYTES[element_type])
+
+
+def _scatter(elements: Tensor, start: int, stop: int, place: Wanted) -> None:
+    """Copies what bytes [start, stop) of a file hold of a source into the wanted values. elements: of these bytes."""
+    rows = place.source.rows
+    for block in place.source.blocks(start, stop):
+        first = (block.offset - start) // elements.itemsize
         if rows is None or block.rows == 1:
-            place.values[block.first : block.first + block.width].copy_(stored)
+            place.values[block.first : block.first + block.width].copy_(elements[first : first + block.width])
             continue
-        values = place.values[block.first : block.first + (block.rows - 1) * rows.wanted + block.width]
         size = (block.rows, block.width)
-        values.as_strided(size, (rows.wanted, 1)).copy_(stored.as_strided(size, (rows.stored, 1)))
+        stored = elements[first:].as_strided(size, (rows.stored, 1))
+        place.values[block.first :].as_strided(size, (rows.wanted, 1)).copy_(stored)

@@ -50,12 +50,8 @@ class Source:
     @property
     def end(self) -> int:
         """The byte after the last one."""
-        return self.offset + (self._stored_place(self.count - 1) + 1) * ELEMENT_BYTES[self.element_type]
-
-    @property
-    def row_gap(self) -> int:
-        """The number of bytes between the rows of the file."""
-        return 0 if self.rows is None else (self.rows.stored - self.rows.width) * ELEMENT_BYTES[self.element_type]
+        count = self.count if self.rows is None else _place(self.count - 1, self.rows, self.rows.stored) + 1
+        return self.offset + count * ELEMENT_BYTES[self.element_type]
 
     def byte_ranges(self) -> Iterator[tuple[int, int]]:
         """The bytes of each row in the file, in order."""
@@ -66,40 +62,33 @@ class Source:
         start = 0
         while start < self.count:
             stop = min(self.count, start + self.rows.width - (self.rows.lead if start == 0 else 0))
-            begin = self.offset + self._stored_place(start) * element_bytes
+            begin = self.offset + _place(start, self.rows, self.rows.stored) * element_bytes
             yield begin, begin + (stop - start) * element_bytes
             start = stop
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
         """The elements in bytes [start, stop) of the file, which hold whole elements, as at most three blocks."""
         element_bytes = ELEMENT_BYTES[self.element_type]
-        begin, end = self._count_before((start - self.offset) // element_bytes), self._count_before((stop - self.offset) // element_bytes)
-        if begin >= end:
-            return
         if self.rows is None:
-            yield Block(self.offset + begin * element_bytes, self.first + begin, 1, end - begin)
+            begin, end = max(start, self.offset), min(stop, self.offset + self.count * element_bytes)
+            if begin < end:
+                yield Block(begin, self.first + (begin - self.offset) // element_bytes, 1, (end - begin) // element_bytes)
             return
         width, lead = self.rows.width, self.rows.lead
+        begin, end = (_count_before((place - self.offset) // element_bytes, self.rows, self.count) for place in (start, stop))
         place, end = begin + lead, end + lead
         while place < end:
             rows = 1 if place % width else max(1, (end - place) // width)
             count = min(end - place, width - place % width)
-            element = place - lead
-            yield Block(self.offset + self._stored_place(element) * element_bytes, self.first + self._wanted_place(element), rows, count)
+            stored, wanted = (_place(place - lead, self.rows, step) for step in (self.rows.stored, self.rows.wanted))
+            yield Block(self.offset + stored * element_bytes, self.first + wanted, rows, count)
             place += rows * count
 
-    def _stored_place(self, element: int) -> int:
-        return element if self.rows is None else _place(element, self.rows, self.rows.stored)
 
-    def _wanted_place(self, element: int) -> int:
-        return element if self.rows is None else _place(element, self.rows, self.rows.wanted)
-
-    def _count_before(self, place: int) -> int:
-        """How many of the elements are stored before place `place`, counted in elements of the file from the first one."""
-        if self.rows is None:
-            return min(max(place, 0), self.count)
-        row, column = divmod(place + self.rows.lead, self.rows.stored)
-        return min(max(row * self.rows.width + min(column, self.rows.width) - self.rows.lead, 0), self.count)
+def _count_before(place: int, rows: RowSteps, count: int) -> int:
+    """How many of `count` elements are stored before place `place`, counted in elements of the file from the first one."""
+    row, column = divmod(place + rows.lead, rows.stored)
+    return min(max(row * rows.width + min(column, rows.width) - rows.lead, 0), count)
 
 
 def _place(element: int, rows: RowSteps, step: int) -> int:
@@ -116,7 +105,7 @@ def byte_ranges(sources: Iterable[Source], least_gap: int) -> Iterator[tuple[int
     compact: list[tuple[int, int]] = []
     sparse: list[Source] = []
     for source in sources:
-        if source.row_gap < least_gap:
+        if source.rows is None or (source.rows.stored - source.rows.width) * ELEMENT_BYTES[source.element_type] < least_gap:
             compact.append((source.offset, source.end))
         else:
             sparse.append(source)

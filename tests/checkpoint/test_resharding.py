@@ -47,6 +47,17 @@ def test_every_rank_reads_its_elements_bit_for_bit(saved: tuple[World, Path], wo
                 assert torch.equal(one.values, other.values), (rank, other)
 
 
+def test_columns_that_alternate_in_the_rows_of_a_file_are_filled_at_once(saved: tuple[World, Path]) -> None:
+    world = World(4, 1)
+    expected = [piece for rank in world.ranks for piece in pieces_of_rank(whole_state(STATES), world, rank, only_counted=False)]
+    found = [Piece(one.parameter, one.state, one.start, one.stop, torch.zeros_like(one.values), one.columns) for one in expected]
+    with CheckpointReader(saved[1]) as reader:
+        reader.fill(found)
+        most_bytes = sum(file.nbytes + -(-file.header_bytes // CHUNK_BYTES) * CHUNK_BYTES for file in reader.manifest.files)
+        assert reader.bytes_read <= most_bytes
+    assert all(torch.equal(one.values, other.values) for one, other in zip(found, expected, strict=True))
+
+
 def test_whole_parameters_are_read_as_a_whole_and_in_parts(saved: tuple[World, Path]) -> None:
     with CheckpointReader(saved[1]) as reader:
         assert list(reader.verify()) == []
