@@ -3,7 +3,7 @@
 import argparse
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -55,21 +55,28 @@ def checkpoint_lines(reader: CheckpointReader) -> Iterator[str]:
     numel = sum(math.prod(shape) for shape in manifest.shapes.values())
     nbytes = sum(file.nbytes for file in manifest.files)
     yield f"{reader.folder}: iteration {manifest.iteration}, {manifest.consumed_samples} samples consumed"
-    yield f"  {numel} parameters in {len(manifest.shapes)} tensors; states: {', '.join(manifest.states)}"
+    yield f"  {numel} parameters in {len(manifest.shapes)} tensors; states: {_pairs(manifest.states)}"
     yield f"  {len(manifest.files)} files, {nbytes} bytes, {len(manifest.pieces)} pieces, chunks of {manifest.chunk_bytes} bytes"
     for title, members in (("topology", manifest.topology), ("versions", manifest.versions), ("run", manifest.run)):
         if members:
-            yield f"  {title}: {', '.join(f'{name} {value}' for name, value in members.items())}"
+            yield f"  {title}: {_pairs(members)}"
     model = manifest.flags.get("model")
     if isinstance(model, dict):
-        yield f"  model: {', '.join(f'{name} {value}' for name, value in model.items())}"
+        yield f"  model: {_pairs(model)}"
 
 
 def parameter_lines(manifest: Manifest) -> Iterator[str]:
-    """Every parameter with its shape and the number of its pieces."""
+    """Every parameter with its shape and the number of its pieces, and of the ranges of columns into which they divide it."""
+    columns: dict[str, list[tuple[int, int] | None]] = {name: [] for name in manifest.shapes}
+    for piece in manifest.pieces:
+        columns[piece.parameter].append(piece.columns)
     for name, shape in manifest.shapes.items():
-        pieces = sum(piece.parameter == name for piece in manifest.pieces)
-        yield f"  {name} {list(shape)} in {pieces} pieces"
+        ranges = len(set(columns[name]))
+        yield f"  {name} {list(shape)} in {len(columns[name])} pieces" + (f" of {ranges} ranges of columns" if ranges > 1 else "")
+
+
+def _pairs(members: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in members.items())
 
 
 def _verify(reader: CheckpointReader) -> None:

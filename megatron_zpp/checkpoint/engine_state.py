@@ -52,6 +52,7 @@ def manifest_of(engine: ZeroEngine, state: RunState, *, with_moments: bool) -> M
             "world_size": grid.world_size,
             "ranks_per_node": grid.ranks_per_node,
             "partition_ranks": grid.partition_ranks,
+            "tensor_ranks": grid.tensor_ranks,
         },
         versions=versions(),
     )

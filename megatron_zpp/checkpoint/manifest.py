@@ -6,7 +6,6 @@ docs/checkpoints.md describes the format for other programs.
 from __future__ import annotations
 
 import json
-import math
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -14,17 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.config.outside import Members, OutsideFile
+from megatron_zpp.parallel.stripes import Columns, column_numel, columns_of
 
 FORMAT = "megatron_zpp checkpoint"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+READ_VERSIONS = (2, 3)
 MANIFEST_FILE = "manifest.json"
 MARKER_FILE = "complete.json"  # written last: a folder without it is not a checkpoint
-ELEMENT_TYPE, ELEMENT_BYTES = "F32", 4  # of every state; the name is that of safetensors
+ELEMENT_TYPE = "F32"  # of every state that this program makes, and of every state in version 2
+ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # by element type; the names are those of safetensors
 CHUNK_BYTES = 1 << 20
 MARKER_BYTES, MANIFEST_BYTES = 1 << 16, 1 << 32  # limits; the manifest of 10,000 ranks with 1,000 pieces each has about 2 GB
 COUNTS_OF_RUN = frozenset({"scheduled_samples", "optimizer_steps"})
 FILE_KEYS = frozenset({"name", "nbytes", "header_bytes", "checksums"})
-PIECE_KEYS = frozenset({"parameter", "start", "stop", "file", "offsets"})
+PIECE_KEYS = frozenset({"parameter", "start", "stop", "file", "offsets", "columns"})
 REMEDY = "choose an older one with --ckpt-step, or give --load-last-good-checkpoint"
 
 
@@ -55,21 +57,25 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Elements [start, stop) of a flattened parameter in `file`. offsets: for each state, the byte of the file where they begin."""
+    """Elements [start, stop) of some columns of a parameter in `file`. offsets: for each state, the byte of the file where they begin.
+
+    columns: first and last, exclusive; None if they are all columns, so that the elements are those of the flattened parameter.
+    """
 
     parameter: str
     start: int
     stop: int
     file: str
     offsets: Mapping[str, int]
+    columns: Columns | None = None
 
 
 @dataclass(frozen=True)
 class Manifest:
     """Describes one checkpoint.
 
-    states: element type of each stored state of the parameters (the weight and moments). run: what a resumed run needs besides tensors.
-    flags: the resolved configuration by group, and the padded vocabulary.
+    shapes: of whole parameters. states: element type of each stored state of the parameters (the weight and moments). run: what a resumed
+    run needs besides tensors. flags: the resolved configuration by group, and the padded vocabulary.
     """
 
     iteration: int
@@ -137,10 +143,9 @@ def _parse(file: OutsideFile, members: Members) -> Manifest:
     if members.values.get("format") != FORMAT:
         raise CheckpointError(f"{file.path} is not a manifest of {FORMAT}; give the folder of a checkpoint of this program")
     version = members.values.get("format_version")
-    if version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{file.path} has format version {version}, this program reads {FORMAT_VERSION}; use the program that wrote it"
-        )
+    if version not in READ_VERSIONS:
+        known = " and ".join(map(str, READ_VERSIONS))
+        raise CheckpointError(f"{file.path} has format version {version}, this program reads {known}; use the program that wrote it")
     members.require_only({"format", "format_version", *(member.name for member in fields(Manifest))})
     shapes, states, versions = (members.members(key) for key in ("shapes", "states", "versions"))
     topology = members.members("topology")
@@ -157,7 +162,7 @@ def _parse(file: OutsideFile, members: Members) -> Manifest:
         files=tuple(_file_of(found) for found in members.list_of_members("files")),
         pieces=tuple(_piece_of(found) for found in members.list_of_members("pieces")),
     )
-    for problem in _contradictions(manifest):
+    for problem in _contradictions(manifest, version):
         file.refuse(problem)
     return manifest
 
@@ -181,7 +186,20 @@ def _piece_of(found: Members) -> StoredPiece:
     found.require_only(PIECE_KEYS)
     offsets = found.members("offsets")
     by_state = {state: offsets.count(state) for state in offsets.values}
-    return StoredPiece(found.text("parameter"), found.count("start"), found.count("stop"), found.text("file"), by_state)
+    columns = _stored_columns(found) if "columns" in found else None
+    return StoredPiece(found.text("parameter"), found.count("start"), found.count("stop"), found.text("file"), by_state, columns)
+
+
+def _stored_columns(found: Members) -> Columns:
+    columns = found.counts("columns")
+    if len(columns) != 2:
+        found.refuse("columns", "a list of two numbers")
+    return columns[0], columns[1]
+
+
+def members_of(entry: StoredFile | StoredPiece) -> dict[str, Any]:
+    """The JSON object of a file or a piece."""
+    return {name: value for name, value in vars(entry).items() if value is not None}
 
 
 def parse_file(members: Mapping[str, Any]) -> StoredFile:
@@ -194,32 +212,42 @@ def parse_piece(members: Mapping[str, Any]) -> StoredPiece:
     return _piece_of(Members(members, RECORD))
 
 
-def _contradictions(manifest: Manifest) -> Iterator[str]:
+def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
     """Errors in the manifest that would break a reader. File names that point out of the folder are the dangerous ones."""
     files = {file.name: file for file in manifest.files}
-    numels = {name: math.prod(shape) for name, shape in manifest.shapes.items()}
-    if manifest.chunk_bytes < 1 or manifest.chunk_bytes % ELEMENT_BYTES:
+    for state, element_type in manifest.states.items():
+        if element_type not in ELEMENT_BYTES or (version == 2 and element_type != ELEMENT_TYPE):
+            yield f"has the state {state} with elements of type {element_type}"
+            return  # the number of bytes is not defined then
+    element_bytes = {state: ELEMENT_BYTES[element_type] for state, element_type in manifest.states.items()}
+    if manifest.chunk_bytes < 1 or any(manifest.chunk_bytes % nbytes for nbytes in element_bytes.values()):
         yield f"has chunks of {manifest.chunk_bytes} bytes"
         return  # the number of checksums is not defined then
-    for state, element_type in manifest.states.items():
-        if element_type != ELEMENT_TYPE:
-            yield f"has the state {state} with elements of type {element_type}"
     for file in manifest.files:
         if file.name != Path(file.name).name or file.name in ("", ".", "..") or not file.name.isprintable():
             yield f"has {file.name!r}, which is not a file name"
         if len(file.checksums) != -(-file.nbytes // manifest.chunk_bytes) or not 0 < file.header_bytes <= file.nbytes:
             yield f"has {len(file.checksums)} checksums and {file.header_bytes} bytes of header for the {file.nbytes} bytes of {file.name}"
     for piece in manifest.pieces:
-        nbytes = (piece.stop - piece.start) * ELEMENT_BYTES
         if piece.parameter not in manifest.shapes or piece.file not in files:
             yield f"has a piece of {piece.parameter} in {piece.file}, one of which it does not describe"
             return
-        if not piece.start < piece.stop <= numels[piece.parameter]:
-            yield f"has a piece from {piece.start} to {piece.stop} of {piece.parameter}, which has {numels[piece.parameter]} elements"
+        yield from _contradictions_of_columns(piece, manifest.shapes[piece.parameter], version)
         for state, offset in piece.offsets.items():
+            nbytes = (piece.stop - piece.start) * element_bytes.get(state, 1)
             is_inside = files[piece.file].header_bytes <= offset <= files[piece.file].nbytes - nbytes
-            if state not in manifest.states or offset % ELEMENT_BYTES or not is_inside:
+            if state not in element_bytes or offset % element_bytes[state] or not is_inside:
                 yield f"has {state} of {piece.parameter} at byte {offset} of {piece.file}"
+
+
+def _contradictions_of_columns(piece: StoredPiece, shape: tuple[int, ...], version: int) -> Iterator[str]:
+    first, last = piece.columns or columns_of(shape)
+    if piece.columns is not None and (version == 2 or len(shape) != 2 or not first < last <= shape[1]):
+        yield f"has a piece of columns {first} to {last} of {piece.parameter}, which has shape {list(shape)}"
+    numel = column_numel(shape) * (last - first)
+    if not piece.start < piece.stop <= numel:
+        words = "elements" if piece.columns is None else f"elements in columns {first} to {last}"
+        yield f"has a piece from {piece.start} to {piece.stop} of {piece.parameter}, which has {numel} {words}"
 
 
 def _stored(path: Path, most_bytes: int) -> OutsideFile:
@@ -232,5 +260,5 @@ def _damaged(sentence: str) -> DamagedCheckpointError:
 
 def _json(value: Any) -> str:
     if isinstance(value, tuple) and value:
-        return "[\n " + ",\n ".join(json.dumps(vars(entry)) for entry in value) + "\n]"
+        return "[\n " + ",\n ".join(json.dumps(members_of(entry)) for entry in value) + "\n]"
     return json.dumps(value)

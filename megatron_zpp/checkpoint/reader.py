@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.manifest import (
     ELEMENT_BYTES,
+    ELEMENT_TYPE,
     MANIFEST_FILE,
     CheckpointError,
     DamagedCheckpointError,
@@ -25,18 +27,22 @@ from megatron_zpp.checkpoint.manifest import (
     read_manifest,
     read_marker,
 )
-from megatron_zpp.checkpoint.reshard import MissingElementsError, PieceIndex, Source, chunk_runs
+from megatron_zpp.checkpoint.reshard import MissingElementsError, PieceIndex, chunk_runs
+from megatron_zpp.checkpoint.shard_file import DTYPES
+from megatron_zpp.checkpoint.source import Source, byte_ranges
 from megatron_zpp.checkpoint.verified_file import RUN_CHUNKS, VerifiedFile
 from megatron_zpp.config.outside import open_regular
+from megatron_zpp.parallel.division import Stripe
+from megatron_zpp.parallel.stripes import columns_of
 from megatron_zpp.zero.pieces import WEIGHT, Piece
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A range of a file, and the values to fill from it."""
+    """A source, and the values to fill from it."""
 
     source: Source
-    values: Tensor  # [source.count] fp32
+    values: Tensor  # of the whole stripe that is wanted
 
 
 class CheckpointReader:
@@ -54,7 +60,7 @@ class CheckpointReader:
         self._lock = open(open_regular(folder / MANIFEST_FILE), "rb")
         with suppress(OSError):  # some file systems have no locks
             fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        self._index = PieceIndex(self.manifest.pieces)
+        self._index = PieceIndex(self.manifest.pieces, self.manifest.shapes, self.manifest.states)
         self._files = {file.name: file for file in self.manifest.files}
 
     def __enter__(self) -> CheckpointReader:
@@ -67,8 +73,8 @@ class CheckpointReader:
         self._lock.close()
 
     def read(self, parameter: str, state: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of one state of a flattened parameter, [stop - start] fp32 on the CPU."""
-        values = torch.empty(stop - start, dtype=torch.float32)
+        """Elements [start, stop) of one state of a flattened parameter, [stop - start] in the state's element type on the CPU."""
+        values = torch.empty(stop - start, dtype=DTYPES[self.manifest.states.get(state, ELEMENT_TYPE)])
         self.fill([Piece(parameter, state, start, stop, values)])
         return values
 
@@ -77,7 +83,7 @@ class CheckpointReader:
         shape = self.manifest.shapes.get(parameter)
         if shape is None:
             raise CheckpointError(f"{self.folder} holds no parameter {parameter}; it holds another model")
-        return self.read(parameter, WEIGHT, 0, math.prod(shape)).view(shape)
+        return self.read(parameter, WEIGHT, 0, math.prod(shape)).float().view(shape)
 
     def weight_in_parts(self, parameter: str, part_numel: int) -> Iterator[Tensor]:
         """The elements of `weight` in order, in parts of at most part_numel, so that a large parameter needs little memory."""
@@ -86,7 +92,7 @@ class CheckpointReader:
             yield self.read(parameter, WEIGHT, start, min(start + part_numel, numel))
 
     def fill(self, pieces: Iterable[Piece]) -> None:
-        """Fills the values of each piece from the files. No chunk is read twice, except those of headers.
+        """Fills the values of each piece from the files, cast to their dtype. No chunk is read twice, except those of headers.
 
         Raises DamagedCheckpointError if an element of any parameter is missing or stored twice, and if bytes differ from those that were
         written.
@@ -96,9 +102,8 @@ class CheckpointReader:
         by_file: dict[str, list[Wanted]] = defaultdict(list)
         try:
             for piece in pieces:
-                for source in self._index.sources(piece.parameter, piece.state, piece.start, piece.stop):
-                    values = piece.values[source.first : source.first + source.count]
-                    by_file[source.file].append(Wanted(source, values))
+                for source in self._index.sources(piece.parameter, piece.state, self._stripe_of(piece)):
+                    by_file[source.file].append(Wanted(source, piece.values))
         except MissingElementsError as error:
             raise DamagedCheckpointError(f"{self.folder} is incomplete: {error}") from None
         for name, wanted in by_file.items():
@@ -115,18 +120,28 @@ class CheckpointReader:
 
     @cached_property
     def _errors_of_pieces(self) -> tuple[str, ...]:
-        numels = {name: math.prod(shape) for name, shape in self.manifest.shapes.items()}
-        return tuple(self._index.errors(numels, self.manifest.states))
+        return tuple(self._index.errors())
+
+    def _stripe_of(self, piece: Piece) -> Stripe:
+        return Stripe(piece.columns or columns_of(self.manifest.shapes.get(piece.parameter, ())), piece.start, piece.stop)
 
     def _fill_from(self, stored: StoredFile, wanted: Sequence[Wanted]) -> None:
-        ends = [place.source.end for place in wanted]
+        """wanted: sorted by offset."""
+        reached = list(accumulate((place.source.end for place in wanted), max))  # sources may be between the rows of others
+
+        element_types = {place.source.element_type for place in wanted}
 
         def scatter(data: memoryview, start: int) -> None:
-            _scatter(data, start, wanted[bisect_right(ends, start) :])
+            elements = {name: _elements(data, name) for name in element_types}
+            for index in range(bisect_right(reached, start), len(wanted)):
+                source = wanted[index].source
+                if source.offset >= start + len(data):
+                    return
+                _scatter(elements[source.element_type], start, start + len(data), wanted[index])
 
-        self._read_runs(stored, [(place.source.offset, place.source.end) for place in wanted], scatter)
+        self._read_runs(stored, byte_ranges((place.source for place in wanted), self.manifest.chunk_bytes), scatter)
 
-    def _read_runs(self, stored: StoredFile, ranges: Sequence[tuple[int, int]], use: Callable[[memoryview, int], None]) -> None:
+    def _read_runs(self, stored: StoredFile, ranges: Iterable[tuple[int, int]], use: Callable[[memoryview, int], None]) -> None:
         """Reads and verifies the chunks that overlap the ranges of a file, and calls use(bytes, first byte) for each run of chunks."""
         file = VerifiedFile(self.folder, stored, self.manifest.chunk_bytes)
         try:
@@ -136,14 +151,19 @@ class CheckpointReader:
             file.close()
 
 
-def _scatter(data: memoryview, start: int, wanted: Sequence[Wanted]) -> None:
-    """Copies bytes [start, start + len(data)) of a file into the wanted values, which are sorted by offset."""
-    elements = torch.frombuffer(data, dtype=torch.float32, count=len(data) // ELEMENT_BYTES)
-    stop = start + len(data)
-    for place in wanted:
-        source = place.source
-        if source.offset >= stop:
-            return
-        first, last = max(start, source.offset), min(stop, source.end)
-        target = place.values[(first - source.offset) // ELEMENT_BYTES : (last - source.offset) // ELEMENT_BYTES]
-        target.copy_(elements[(first - start) // ELEMENT_BYTES : (last - start) // ELEMENT_BYTES])
+def _elements(data: memoryview, element_type: str) -> Tensor:
+    """The bytes as elements."""
+    return torch.frombuffer(data, dtype=DTYPES[element_type], count=len(data) // ELEMENT_BYTES[element_type])
+
+
+def _scatter(elements: Tensor, start: int, stop: int, place: Wanted) -> None:
+    """Copies what bytes [start, stop) of a file hold of a source into the wanted values. elements: of these bytes."""
+    rows = place.source.rows
+    for block in place.source.blocks(start, stop):
+        first = (block.offset - start) // elements.itemsize
+        if rows is None or block.rows == 1:
+            place.values[block.first : block.first + block.width].copy_(elements[first : first + block.width])
+            continue
+        size = (block.rows, block.width)
+        stored = elements[first:].as_strided(size, (rows.stored, 1))
+        place.values[block.first :].as_strided(size, (rows.wanted, 1)).copy_(stored)

@@ -50,12 +50,13 @@ def _write(final: Path, units: Sequence[UnitSpec], weight_of: Callable[[str], Te
 def _fill(unfinished: Path, units: Sequence[UnitSpec], weight_of: Callable[[str], Tensor], flags: Mapping[str, Any]) -> None:
     files: list[StoredFile] = []
     pieces: list[StoredPiece] = []
+    states = {WEIGHT: ELEMENT_TYPE}
     for index, unit in enumerate(units):
-        file, stored = write_pieces(unfinished / f"unit_{index:05d}.safetensors", _pieces(unit, weight_of), CHUNK_BYTES)
+        file, stored = write_pieces(unfinished / f"unit_{index:05d}.safetensors", _pieces(unit, weight_of), states, CHUNK_BYTES)
         files.append(file)
         pieces += stored
     shapes = {param.name: param.whole_shape for unit in units for param in unit.params}
-    manifest = Manifest(0, 0, shapes, {WEIGHT: ELEMENT_TYPE}, {}, flags, {}, versions())
+    manifest = Manifest(0, 0, shapes, states, {}, flags, {}, versions())
     seal(unfinished, replace(manifest, files=tuple(files), pieces=tuple(pieces)))
 
 

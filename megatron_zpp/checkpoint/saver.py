@@ -37,7 +37,7 @@ from megatron_zpp.checkpoint.folders import (
     put_in_place,
     staged_folder,
 )
-from megatron_zpp.checkpoint.manifest import ELEMENT_BYTES, CheckpointError, Manifest, StoredFile, StoredPiece
+from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest, StoredFile, StoredPiece
 from megatron_zpp.checkpoint.owner import own_token
 from megatron_zpp.checkpoint.snapshot import HostSnapshot
 from megatron_zpp.checkpoint.unfinished import SPARE_BYTES, check_room, make_unfinished, read_record, seal, write_pieces, write_record
@@ -62,7 +62,7 @@ class Share:
 
     @property
     def nbytes(self) -> int:
-        return sum(piece.values.numel() for piece in self.pieces) * ELEMENT_BYTES
+        return sum(piece.values.nbytes for piece in self.pieces)
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class CheckpointSaver:
         self._write_share(save, snapshot.pieces)
 
     def _write_share(self, save: _Save, pieces: Sequence[Piece]) -> None:
-        file, stored = write_pieces(save.unfinished / self._share.file_name, pieces, save.manifest.chunk_bytes)
+        file, stored = write_pieces(save.unfinished / self._share.file_name, pieces, save.manifest.states, save.manifest.chunk_bytes)
         write_record(save.unfinished, self._share.rank, file, stored)
 
     def _finish_save(self, save: _Save) -> None:

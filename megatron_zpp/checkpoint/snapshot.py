@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,16 +21,10 @@ class HostSnapshot:
     def __init__(self, pieces: Sequence[Piece], streams: Streams | None = None) -> None:
         """streams: of the device that holds the values; by default its own."""
         devices = {piece.values.device for piece in pieces}
-        numel = sum(piece.values.numel() for piece in pieces)
-        is_on_gpu = any(device.type == "cuda" for device in devices)
-        flat = torch.zeros(numel, dtype=torch.float32, pin_memory=is_on_gpu)  # zeros, so that its pages exist before the first snapshot
-        ends = [0]
-        for piece in pieces:
-            ends.append(ends[-1] + piece.values.numel())
         self._pieces = pieces
         self._streams = streams or next((streams_of(device) for device in devices), None)
         self._stream = None if self._streams is None else self._streams.make()
-        self.pieces = [replace(piece, values=flat[ends[index] : ends[index + 1]]) for index, piece in enumerate(pieces)]
+        self.pieces = list(_copies(pieces, is_pinned=any(device.type == "cuda" for device in devices)))
 
     def begin(self) -> None:
         """Marks the point in the current stream at which the values are ready to be copied."""
@@ -48,3 +43,15 @@ class HostSnapshot:
     def _copy_all(self) -> None:
         for piece, copy in zip(self._pieces, self.pieces, strict=True):
             copy.values.copy_(piece.values, non_blocking=True)
+
+
+def _copies(pieces: Sequence[Piece], *, is_pinned: bool) -> Iterator[Piece]:
+    """The pieces with values in host memory: zeros, so that its pages exist before the first snapshot."""
+    numels: Counter[torch.dtype] = Counter()
+    for piece in pieces:
+        numels[piece.values.dtype] += piece.values.numel()
+    unused = {dtype: torch.zeros(numel, dtype=dtype, pin_memory=is_pinned) for dtype, numel in numels.items()}
+    for piece in pieces:
+        dtype, numel = piece.values.dtype, piece.values.numel()
+        values, unused[dtype] = unused[dtype].split([numel, unused[dtype].numel() - numel])
+        yield replace(piece, values=values)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_zpp.checkpoint.durable import SHARED_FOLDER, is_seen, write_durably
 from megatron_zpp.checkpoint.folders import Stage, delete_or_restore, left_latest_files, leftovers
 from megatron_zpp.checkpoint.manifest import (
-    ELEMENT_TYPE,
     MANIFEST_FILE,
     MARKER_FILE,
     CheckpointError,
@@ -18,12 +17,14 @@ from megatron_zpp.checkpoint.manifest import (
     StoredFile,
     StoredPiece,
     marker_json,
+    members_of,
     parse_file,
     parse_piece,
 )
 from megatron_zpp.checkpoint.owner import is_abandoned, own_token
-from megatron_zpp.checkpoint.shard_file import TensorEntry, lay_out, write_file
+from megatron_zpp.checkpoint.shard_file import DTYPES, TensorEntry, lay_out, write_file
 from megatron_zpp.monitor.output_file import sync_folder
+from megatron_zpp.parallel.stripes import Columns
 from megatron_zpp.zero.pieces import Piece
 
 SPARE_BYTES = 1 << 20  # for the manifest and other small files
@@ -62,23 +63,32 @@ def _in_gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.3f} GiB"
 
 
-def write_pieces(path: Path, pieces: Sequence[Piece], chunk_bytes: int) -> tuple[StoredFile, list[StoredPiece]]:
-    """Writes a file of one-dimensional tensors named `<parameter>.<state>.<start>`. Returns the entries of the manifest for it."""
-    names = [f"{piece.parameter}.{piece.state}.{piece.start}" for piece in pieces]
-    layout = lay_out(
-        [TensorEntry(name, ELEMENT_TYPE, (piece.stop - piece.start,)) for name, piece in zip(names, pieces, strict=True)],
-    )
-    file = write_file(path, layout, (piece.values for piece in pieces), chunk_bytes)
-    offsets: dict[tuple[str, int, int], dict[str, int]] = {}
-    for piece, offset in zip(pieces, layout.offsets, strict=True):
-        offsets.setdefault((piece.parameter, piece.start, piece.stop), {})[piece.state] = offset
-    return file, [StoredPiece(*place, path.name, by_state) for place, by_state in offsets.items()]
+def write_pieces(path: Path, pieces: Sequence[Piece], states: Mapping[str, str], chunk_bytes: int) -> tuple[StoredFile, list[StoredPiece]]:
+    """Writes a file of one-dimensional tensors named `<parameter>.<state>.<start>`. Returns the entries of the manifest for it.
+
+    states: element type of each state. Raises RuntimeError if a piece has values of another dtype.
+    """
+    for piece in pieces:
+        if piece.values.dtype != DTYPES[states[piece.state]]:
+            raise RuntimeError(f"{piece.parameter} ({piece.state}) is {piece.values.dtype}, its manifest says {states[piece.state]}")
+    ordered = sorted(pieces, key=lambda piece: -piece.values.itemsize)  # so that each begins at a multiple of its elements' bytes
+    layout = lay_out([TensorEntry(_tensor_name(piece), states[piece.state], (piece.stop - piece.start,)) for piece in ordered])
+    file = write_file(path, layout, (piece.values for piece in ordered), chunk_bytes)
+    offsets: dict[tuple[str, int, int, Columns | None], dict[str, int]] = {}
+    for piece, offset in zip(ordered, layout.offsets, strict=True):
+        offsets.setdefault((piece.parameter, piece.start, piece.stop, piece.columns), {})[piece.state] = offset
+    return file, [StoredPiece(name, start, stop, path.name, found, columns) for (name, start, stop, columns), found in offsets.items()]
+
+
+def _tensor_name(piece: Piece) -> str:
+    columns = "" if piece.columns is None else f".columns_{piece.columns[0]}_{piece.columns[1]}"
+    return f"{piece.parameter}.{piece.state}{columns}.{piece.start}"
 
 
 def write_record(unfinished: Path, rank: int, file: StoredFile, pieces: Sequence[StoredPiece]) -> None:
     """Records in the folder that a rank has written its file, and what the file holds."""
     partial = unfinished / f"{_record_name(rank)}.partial"
-    write_durably(partial, json.dumps({"file": vars(file), "pieces": [vars(piece) for piece in pieces]}))
+    write_durably(partial, json.dumps({"file": members_of(file), "pieces": [members_of(piece) for piece in pieces]}))
     sync_folder(unfinished)
     partial.rename(unfinished / _record_name(rank))  # the last write: rank 0 seals the folder once all records exist
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from megatron_zpp.comm.codecs import Regions
+from megatron_zpp.parallel.division import Division
+from megatron_zpp.parallel.stripes import Columns, columns_of
 from megatron_zpp.zero.layout import PlacedParam
 
 if TYPE_CHECKING:
@@ -19,9 +21,10 @@ WEIGHT = "weight"
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of one state (`weight` or a moment) of one flattened parameter.
+    """Elements [start, stop) of some columns of one state (`weight` or a moment) of a whole parameter.
 
-    values: [stop - start] fp32, a view of the engine's state.
+    values: [stop - start], a view of the engine's state, fp32 today. columns: first and last, exclusive; None if they are all columns, so
+    that the elements are those of the flattened parameter.
     """
 
     parameter: str
@@ -29,16 +32,17 @@ class Piece:
     start: int
     stop: int
     values: Tensor
+    columns: Columns | None = None
 
 
 def owned_pieces(engine: ZeroEngine) -> Iterator[Piece]:
     """The pieces of this rank's primary slices. The owned pieces of all ranks together are the whole state, each element once."""
-    return _pieces(engine, engine.ladder.own_slice)
+    return _pieces(engine, engine.ladder.own_slice, only_counted=True)
 
 
 def resting_pieces(engine: ZeroEngine) -> Iterator[Piece]:
-    """All pieces that this rank's optimizer updates: the owned ones, or the whole state if the optimizer is kept on the full rung."""
-    return _pieces(engine, None)
+    """All pieces that this rank's optimizer updates: its primary slice, or all its elements if the optimizer is kept on the full rung."""
+    return _pieces(engine, None, only_counted=False)
 
 
 def parameters(engine: ZeroEngine) -> Iterator[PlacedParam]:
@@ -47,7 +51,7 @@ def parameters(engine: ZeroEngine) -> Iterator[PlacedParam]:
         yield from unit.layout.params
 
 
-def _pieces(engine: ZeroEngine, only_slice: int | None) -> Iterator[Piece]:
+def _pieces(engine: ZeroEngine, only_slice: int | None, *, only_counted: bool) -> Iterator[Piece]:
     for unit, moments in zip(engine.units, engine.optimizer.moments, strict=True):
         first, count = (unit.first_slice, unit.slices) if only_slice is None else (only_slice, 1)
         for state, flat in {WEIGHT: unit.main_weight, **moments}.items():
@@ -55,5 +59,17 @@ def _pieces(engine: ZeroEngine, only_slice: int | None) -> Iterator[Piece]:
             if count < regions.slices:
                 regions = regions.slice_at(first - unit.first_slice)
             for segment in unit.layout.segments(first, count):
-                values = regions.range(segment.offset, segment.offset + segment.stop - segment.start)
-                yield Piece(segment.spec.name, state, segment.start, segment.stop, values)
+                if segment.counted or not only_counted:
+                    values = regions.range(segment.offset, segment.offset + segment.stop - segment.start)
+                    yield from pieces_of(segment.spec.name, state, segment.spec.division, segment.start, values)
+
+
+def pieces_of(parameter: str, state: str, division: Division, start: int, values: Tensor) -> Iterator[Piece]:
+    """The pieces of consecutive elements of a rank's part, one for each stripe of the whole parameter.
+
+    start: of the first element in the flattened part. values: of the elements.
+    """
+    for placed in division.stripes(start, start + values.numel()):
+        stripe, first = placed.stripe, placed.offset - start
+        columns = None if stripe.columns == columns_of(division.shape) else stripe.columns
+        yield Piece(parameter, state, stripe.start, stripe.stop, values[first : first + stripe.numel], columns)

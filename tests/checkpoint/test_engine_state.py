@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.engine_state import RunState, load_engine, manifest_of, share_of
 from megatron_zpp.checkpoint.folders import iteration_folder
-from megatron_zpp.checkpoint.manifest import CHUNK_BYTES, ELEMENT_BYTES, CheckpointError
+from megatron_zpp.checkpoint.manifest import CHUNK_BYTES, ELEMENT_BYTES, ELEMENT_TYPE, CheckpointError
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SaveOptions
 from megatron_zpp.comm.backend import VirtualBackend
@@ -111,7 +111,7 @@ def test_each_rank_reads_only_the_bytes_that_it_keeps(tmp_path: Path, shape: tup
     saved(tmp_path, (2, 2), "stage 3", chunk_bytes=64)
     with CheckpointReader(iteration_folder(tmp_path, ITERATION)) as reader:
         pieces, headers = len(reader.manifest.pieces), sum(file.header_bytes + 64 for file in reader.manifest.files)
-        state_bytes = sum(map(math.prod, reader.manifest.shapes.values())) * 3 * ELEMENT_BYTES
+        state_bytes = sum(map(math.prod, reader.manifest.shapes.values())) * 3 * ELEMENT_BYTES[ELEMENT_TYPE]
     for nbytes in loaded(tmp_path, shape, row)[1]:
         kept = state_bytes if row == "stage 0" else _largest_share(shape, row)
         assert nbytes <= kept + headers + 2 * 64 * 3 * pieces
@@ -132,4 +132,4 @@ def test_the_manifest_names_every_parameter_with_its_shape(checkpoint: tuple[Pat
 
     with CheckpointReader(iteration_folder(checkpoint[0], ITERATION)) as reader:
         assert reader.manifest.shapes == run_world((1, 1), shapes)[0]
-        assert reader.manifest.topology == {"world_size": 4, "ranks_per_node": 2, "partition_ranks": 2}
+        assert reader.manifest.topology == {"world_size": 4, "ranks_per_node": 2, "partition_ranks": 2, "tensor_ranks": 1}

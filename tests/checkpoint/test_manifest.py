@@ -72,8 +72,19 @@ def test_without_manifest_or_marker_a_folder_is_no_checkpoint(folder: Path, file
         (lambda members: members["pieces"][0].update(parameter="other"), "other"),
         (lambda members: members["pieces"][0].update(offsets={"weight": 10**9}), "at byte 1000000000"),
         (lambda members: members["pieces"][0].update(offsets={"other": 800}), "has other of"),
-        (lambda members: members["states"].update(weight="BF16"), "elements of type BF16"),
+        (lambda members: members["states"].update(weight="I8"), "elements of type I8"),
+        (lambda members: members["pieces"][0].update(columns=[0, 21]), "columns 0 to 21 of embedding.weight, which has shape [60, 20]"),
+        (lambda members: members["pieces"][0].update(columns=[7, 7]), "columns 7 to 7 of embedding.weight"),
+        (lambda members: members["pieces"][0].update(columns=[0, 1], stop=61), "has 60 elements in columns 0 to 1"),
+        (lambda members: members["pieces"][0].update(parameter="norm.weight", columns=[0, 1]), "norm.weight, which has shape [20]"),
+        (lambda members: members["pieces"][0].update(columns=[1]), "has pieces[0].columns [1]"),
+        (lambda members: members["pieces"][0].update(columns=[0, 1, 2]), "has pieces[0].columns [0, 1, 2]"),
+        (lambda members: members["pieces"][0].update(columns=[0, -1]), "has pieces[0].columns [0, -1]"),
+        (lambda members: members["pieces"][0].update(columns=[0, 0.5]), "has pieces[0].columns [0, 0.5]"),
+        (lambda members: members["pieces"][0].update(columns=None), "has pieces[0].columns null"),
+        (lambda members: members["pieces"][0]["offsets"].update(weight=members["pieces"][0]["offsets"]["weight"] + 2), "has weight of"),
         (lambda members: members.update(chunk_bytes=0), "chunks of 0 bytes"),
+        (lambda members: members.update(chunk_bytes=510), "chunks of 510 bytes"),
         (lambda members: members.update(iteration=-5), "has iteration -5, needed is a whole number from 0 to 2^63 - 1"),
         (lambda members: members.update(iteration=2**70), f"has iteration {2**70}, needed is a whole number"),
         (lambda members: members.update(iteration=float("nan")), "has iteration NaN, needed is a whole number"),
@@ -107,7 +118,7 @@ def test_a_manifest_that_contradicts_itself_is_damaged(folder: Path, change: Cal
     assert finding in str(error.value)
 
 
-@pytest.mark.parametrize(("member", "value"), [("format", "other"), ("format_version", 1)])
+@pytest.mark.parametrize(("member", "value"), [("format", "other"), ("format_version", 1), ("format_version", 4), ("format_version", "3")])
 def test_another_format_is_named_and_not_called_damaged(folder: Path, member: str, value: object) -> None:
     rewrite(folder, lambda members: members.update({member: value}))
     with pytest.raises(CheckpointError) as error:

@@ -43,7 +43,7 @@ def test_it_tells_what_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         "latest_checkpointed_iteration.txt: 2",
         "not finished (tmp): iter_0000003.tmp-ab12",
         "iter_0000002: iteration 2, 16 samples consumed",
-        "3020 parameters in 3 tensors; states: weight, exp_avg",
+        "3020 parameters in 3 tensors; states: weight F32, exp_avg F32",
         "2 files, ",
         "embedding.weight [60, 20] in 2 pieces",
         "are as they were written",
