@@ -31,8 +31,8 @@ def test_the_picture_in_the_module_is_true() -> None:
     assert [converted(element, (0, 3), (1, 3)) for element in range(6)] == [0, 0, 1, 2, 2, 3]
 
 
-def test_a_parameter_of_any_other_number_of_dims_is_one_column() -> None:
-    for shape, columns, numel in (((), (0, 1), 1), ((5,), (0, 1), 5), ((2, 3, 4), (0, 1), 24), ((6, 7), (0, 7), 6)):
+def test_every_parameter_is_a_matrix_whose_rows_are_its_first_dim() -> None:
+    for shape, columns, numel in (((), (0, 1), 1), ((5,), (0, 1), 5), ((2, 3, 4), (0, 12), 2), ((6, 7), (0, 7), 6)):
         assert (columns_of(shape), column_numel(shape)) == (columns, numel)
 
 
