@@ -65,6 +65,12 @@ def test_heads_that_are_repeated_for_their_queries_count_as_often_as_queries() -
     assert repeated - shared == copies * config.seq_length * 4 * 2 * (6 - 2) * config.kv_channels
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_hidden_dropout_keeps_nothing(dtype: torch.dtype) -> None:
+    assert kept_bytes(dtype, hidden_dropout=0.1) == kept_bytes(dtype)
+    assert estimated_bytes(dtype, hidden_dropout=0.1) == estimated_bytes(dtype)
+
+
 HIDDEN_BYTES = SAMPLES * SHAPE["seq_length"] * SHAPE["hidden_size"] * 4
 
 
