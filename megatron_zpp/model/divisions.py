@@ -1,8 +1,8 @@
 """How T tensor ranks divide each parameter of a GPT, and what backward leaves on those that hold the same elements: one table (no torch).
 
 What rank 1 has in a model with H = 8, N = 4 heads of D = 2 channels in K = 2 groups, F = 4, V = 8 and P = 4 (letters: model/shapes.py).
-"shared" elements are on other ranks, too. Backward leaves the whole gradient of these on each of their holders, or a part: the sum over the
-holders is the gradient. sp: with sequence parallelism.
+"shared" elements are on other ranks, too. On each of these holders, backward leaves their whole gradient, or a part of it: then the parts
+of all holders add up to the gradient. sp: with sequence parallelism.
 
     parameter            T = 2               T = 4                      gradient         sp
     embedding.word       rows 4-7            rows 2-3
