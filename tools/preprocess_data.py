@@ -229,7 +229,7 @@ def _parser() -> argparse.ArgumentParser:
         "--input", nargs="+", required=True, metavar="PATH", help="JSON lines, plain, .gz or .zst: files, globs, folders, or - for stdin"
     )
     text.add_argument("--json-keys", nargs="+", default=["text"], help="keys to tokenise, each into files of its own (default: text)")
-    text.add_argument("--skip-invalid", action="store_true", help="leave out lines that are no documents, and list them in a file")
+    text.add_argument("--skip-invalid", action="store_true", help="leave out lines that are not documents, and list them in a file")
     text.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     output = parser.add_argument_group("output")
     output.add_argument("--output-prefix", required=True, help="files are named PREFIX_KEY_document.bin and .idx")

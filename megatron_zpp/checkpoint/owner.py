@@ -29,7 +29,7 @@ def is_abandoned(folder: Path, token: str) -> bool:
 
 
 def is_dead(token: str) -> bool | None:
-    """Whether the process of the token has ended; None if it belongs to another machine or process namespace, or if the token is none."""
+    """Whether the process of the token has ended; None if it belongs to another machine or process namespace, or if it is not a token."""
     owner = _TOKEN.fullmatch(token)
     if owner is None or owner["place"] != _place() or _start_of(os.getpid()) is None:
         return None

@@ -306,7 +306,7 @@ def _read(path: Path) -> _Seen | None:
 
 
 def _not_a_lock(path: Path) -> str:
-    return f"{path} is no regular file, so no run made it; remove it"
+    return f"{path} is not a regular file, so no run made it; remove it"
 
 
 def _to_json(holder: Holder) -> str:

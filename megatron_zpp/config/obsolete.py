@@ -126,7 +126,7 @@ REFUSED: dict[str, str] = {
     "--checkpoint-in-cpu": "use a higher --recompute-num-layers, which keeps fewer inputs of recomputed blocks on the device",
     "--profile-backward": "leave it out, backward is measured with everything else",
     "--quick-geglu": "use --swiglu, which gates as well",
-    "--apply-residual-connection-post-layernorm": "leave it out, norms stand before attention and feed-forward layer",
+    "--apply-residual-connection-post-layernorm": "leave it out, norms come before attention and feed-forward layer",
     "--multi-latent-attention": "use --num-query-groups, which makes keys and values smaller as well",
     "--onnx-safe": "leave it out, weights leave with tools/convert_to_hf.py",
     "--num-experts": "leave it out, mixtures of experts are not available",
@@ -153,7 +153,7 @@ REFUSED: dict[str, str] = {
     "--train-doc-idx-path": "use --data-cache-path, where indices are kept",
     "--train-sample-idx-path": "use --data-cache-path, where indices are kept",
     "--train-shuffle-idx-path": "use --data-cache-path, where indices are kept",
-    "--return-data-index": "leave it out, samples are no objects of their own",
+    "--return-data-index": "leave it out, samples are not objects of their own",
     "--nccl-communicator-config-path": "use NCCL's variables, such as NCCL_MAX_CTAS",
 }
 

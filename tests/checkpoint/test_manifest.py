@@ -74,28 +74,43 @@ def test_without_manifest_or_marker_a_folder_is_no_checkpoint(folder: Path, file
         (lambda members: members["pieces"][0].update(offsets={"other": 800}), "has other of"),
         (lambda members: members["states"].update(weight="BF16"), "elements of type BF16"),
         (lambda members: members.update(chunk_bytes=0), "chunks of 0 bytes"),
-        (lambda members: members.update(iteration=-5), "has iteration -5, needed is a whole number from 0 to 2^63 - 1"),
-        (lambda members: members.update(iteration=2**70), f"has iteration {2**70}, needed is a whole number"),
-        (lambda members: members.update(iteration=float("nan")), "has iteration NaN, needed is a whole number"),
-        (lambda members: members.update(iteration=True), "has iteration true, needed is a whole number"),
-        (lambda members: members.update(consumed_samples="3"), 'has consumed_samples "3", needed is a whole number'),
-        (lambda members: members["run"].update(scheduled_samples=-1), "has run.scheduled_samples -1, needed is a whole number"),
-        (lambda members: members["run"].update(optimizer_steps=0.5), "has run.optimizer_steps 0.5, needed is a whole number"),
+        (lambda members: members.update(iteration=-5), "iteration must be a whole number from 0 to 2^63 - 1, not -5"),
+        (lambda members: members.update(iteration=2**70), f"iteration must be a whole number from 0 to 2^63 - 1, not {2**70}"),
+        (lambda members: members.update(iteration=float("nan")), "iteration must be a whole number from 0 to 2^63 - 1, not NaN"),
+        (lambda members: members.update(iteration=True), "iteration must be a whole number from 0 to 2^63 - 1, not true"),
+        (lambda members: members.update(consumed_samples="3"), 'consumed_samples must be a whole number from 0 to 2^63 - 1, not "3"'),
+        (
+            lambda members: members["run"].update(scheduled_samples=-1),
+            "run.scheduled_samples must be a whole number from 0 to 2^63 - 1, not -1",
+        ),
+        (
+            lambda members: members["run"].update(optimizer_steps=0.5),
+            "run.optimizer_steps must be a whole number from 0 to 2^63 - 1, not 0.5",
+        ),
         (
             lambda members: members["run"].update(loss_scaler={"scale": float("inf")}),
-            "has run.loss_scaler.scale Infinity",
+            "run.loss_scaler.scale must be a finite number, not Infinity",
         ),
-        (lambda members: members["files"][0].update(nbytes=-1), "has files[0].nbytes -1"),
-        (lambda members: members["files"][0].update(name=7), "has files[0].name 7, needed is a string"),
+        (lambda members: members["files"][0].update(nbytes=-1), "files[0].nbytes must be a whole number from 0 to 2^63 - 1, not -1"),
+        (lambda members: members["files"][0].update(name=7), "files[0].name must be a string of Unicode characters, not 7"),
         (lambda members: members["files"][0].update(name="a\0b"), "is not a file name"),
-        (lambda members: members["files"][0].update(checksums="ab"), "has files[0].checksums"),
-        (lambda members: members["pieces"][0].update(start=float("inf")), "has pieces[0].start Infinity"),
-        (lambda members: members["pieces"][0].update(offsets=[1]), "has pieces[0].offsets [1], needed is an object"),
-        (lambda members: members["pieces"].append(3), "needed is an object"),
+        (lambda members: members["files"][0].update(checksums="ab"), 'files[0].checksums must be a list, not "ab"'),
+        (
+            lambda members: members["pieces"][0].update(start=float("inf")),
+            "pieces[0].start must be a whole number from 0 to 2^63 - 1, not Infinity",
+        ),
+        (lambda members: members["pieces"][0].update(offsets=[1]), "pieces[0].offsets must be an object, not [1]"),
+        (lambda members: members["pieces"].append(3), "must be an object, not 3"),
         (lambda members: members["pieces"][0].update(extra=1), "has the unknown key pieces[0].extra"),
-        (lambda members: members["shapes"].update(other=[-1]), "has shapes.other [-1]"),
-        (lambda members: members["topology"].update(world_size="two"), "has topology.world_size"),
-        (lambda members: members.update(flags=[]), "has flags [], needed is an object"),
+        (
+            lambda members: members["shapes"].update(other=[-1]),
+            "shapes.other must be a list of numbers, each a whole number from 0 to 2^63 - 1, not [-1]",
+        ),
+        (
+            lambda members: members["topology"].update(world_size="two"),
+            'topology.world_size must be a whole number from 0 to 2^63 - 1, not "two"',
+        ),
+        (lambda members: members.update(flags=[]), "flags must be an object, not []"),
         (lambda members: members.pop("shapes"), "shapes"),
         (lambda members: members.update(unknown=1), "unknown"),
     ],
@@ -143,5 +158,5 @@ def test_flags_may_hold_any_numbers_because_those_who_use_them_check_them(folder
 @pytest.mark.parametrize("rows", ["many", float("nan"), 0, 2**70, True, None])
 def test_a_number_of_rows_that_is_none_is_refused(folder: Path, rows: object) -> None:
     rewrite(folder, lambda members: members.update(flags={"padded_vocab_size": rows}))
-    with pytest.raises(CheckpointError, match="has padded_vocab_size .*, needed is a whole number from 1"):
+    with pytest.raises(CheckpointError, match="padded_vocab_size must be a whole number from 1 to 2\\^63 - 1, not "):
         padded_vocab_size(read_manifest(folder))
