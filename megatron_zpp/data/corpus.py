@@ -12,7 +12,7 @@ from megatron_zpp.data.build_once import ProgressPrinter
 from megatron_zpp.data.gpt_dataset import GPTDataset
 from megatron_zpp.data.gpt_indices import GPTIndices, build_gpt_indices
 from megatron_zpp.data.index_cache import CachedIndices, IndexCache
-from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.data.indexed_dataset import IndexedDataset, chunks_of
 from megatron_zpp.data.split import SPLIT_NAMES, split_documents
 
 SPLIT_WORDS = {"train": "training", "valid": "validation", "test": "test"}
@@ -57,7 +57,7 @@ class Corpus:
     def token_count(self, split_name: str) -> int:
         """Tokens in the documents of a split."""
         documents = self._documents[split_name]
-        return int(self.source.lengths[documents.start : documents.stop].sum(dtype="int64"))
+        return self.source.tokens_before(documents.stop) - self.source.tokens_before(documents.start)
 
     def samples_per_epoch(self, split_name: str) -> int:
         """Samples that one pass over the documents of a split yields."""
@@ -86,7 +86,7 @@ class Corpus:
 
         def build() -> GPTIndices:
             return build_gpt_indices(
-                self.source.lengths, documents, sample_count=sample_count, seq_length=order.seq_length, seed=order.seed
+                self.source.lengths[:], documents, sample_count=sample_count, seq_length=order.seq_length, seed=order.seed
             )
 
         description = {
@@ -105,4 +105,7 @@ class Corpus:
 
     @cached_property
     def _lengths_digest(self) -> str:
-        return hashlib.sha256(self.source.lengths.data).hexdigest()
+        digest = hashlib.sha256()
+        for lengths in chunks_of(self.source.lengths):
+            digest.update(lengths.data)
+        return digest.hexdigest()

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_zpp.data.index_builders import cut_samples
+from megatron_zpp.data.stored_array import Rows
 
 # Megatron's threshold: if a smaller part of the last epoch is needed, it is shuffled separately, so that its samples are not mixed into the
 # other epochs.
@@ -21,9 +22,9 @@ SEPARATE_FINAL_EPOCH_BELOW = 0.80
 
 
 class GPTIndices(NamedTuple):
-    document: np.ndarray  # [epochs * documents] int32
-    sample: np.ndarray  # [samples + 1, 2] int32, or int64 if values are too large
-    shuffle: np.ndarray  # [samples] uint32, or int64 if values are too large
+    document: Rows  # [epochs * documents] int32
+    sample: Rows  # [samples + 1, 2] int32, or int64 if values are too large
+    shuffle: Rows  # [samples] uint32, or int64 if values are too large
 
 
 class Epochs(NamedTuple):
