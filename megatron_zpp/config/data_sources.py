@@ -71,6 +71,8 @@ def parse_blend(spelling: str, words: Sequence[str]) -> Blend:
     for word, weight in zip(words[0::2], weights, strict=True):
         if weight is None or not (math.isfinite(weight) and weight > 0):
             raise FlagError(f"{spelling}: a weight must be a positive number, not {word}; leave out a corpus that has no share.")
+    if not math.isfinite(sum(weight for weight in weights if weight is not None)):
+        raise FlagError(f"{spelling} has weights whose sum is too large for a number; give weights near 1.")
     return Blend(tuple(words[1::2]), tuple(weight for weight in weights if weight is not None))
 
 

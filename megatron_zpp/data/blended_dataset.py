@@ -19,6 +19,9 @@ class BlendIndices(NamedTuple):
     drawn: Rows  # [datasets] int64, samples of each dataset in the whole blend
 
 
+BYTES_PER_SAMPLE = 2 + 8  # of the two long arrays, at least
+
+
 def build_blend_indices(weights: Sequence[float], sample_count: int) -> BlendIndices:
     """The indices of a blend of sample_count samples, identical to Megatron's. weights: one per dataset, with sum 1."""
     dataset_index, dataset_sample = deal_samples(np.array(weights, dtype=np.float64), sample_count)

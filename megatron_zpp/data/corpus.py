@@ -10,8 +10,9 @@ from pathlib import Path
 
 from megatron_zpp.data.build_once import ProgressPrinter
 from megatron_zpp.data.gpt_dataset import GPTDataset
-from megatron_zpp.data.gpt_indices import GPTIndices, build_gpt_indices
+from megatron_zpp.data.gpt_indices import GPTIndices, build_gpt_indices, needed_bytes, plan_epochs
 from megatron_zpp.data.index_cache import CachedIndices, IndexCache
+from megatron_zpp.data.index_room import check_room
 from megatron_zpp.data.indexed_dataset import IndexedDataset, chunks_of
 from megatron_zpp.data.split import SPLIT_NAMES, split_documents
 
@@ -83,8 +84,11 @@ class Corpus:
 
     def _cached_indices(self, split_name: str, sample_count: int, progress: ProgressPrinter) -> CachedIndices[GPTIndices]:
         documents, order = self._documents[split_name], self.order
+        what = f"the {SPLIT_WORDS[split_name]} indices of {self.prefix}"
 
         def build() -> GPTIndices:
+            epochs = plan_epochs(self.token_count(split_name), sample_count=sample_count, seq_length=order.seq_length)
+            check_room(needed_bytes(epochs, len(documents)), epochs.sample_count, what, split_name)
             return build_gpt_indices(
                 self.source.lengths[:], documents, sample_count=sample_count, seq_length=order.seq_length, seed=order.seed
             )
@@ -101,7 +105,7 @@ class Corpus:
             "sequence_length": order.seq_length,
         }
         cache = IndexCache(GPTIndices, order.folder_of(self.prefix), split_name, description)
-        return cache.load_or_build(build, f"the {SPLIT_WORDS[split_name]} indices of {self.prefix}", progress)
+        return cache.load_or_build(build, what, progress)
 
     @cached_property
     def _lengths_digest(self) -> str:

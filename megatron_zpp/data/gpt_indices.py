@@ -43,6 +43,11 @@ def plan_epochs(tokens_per_epoch: int, *, sample_count: int, seq_length: int) ->
     return Epochs(repeats, total, before_final if is_separate else None)
 
 
+def needed_bytes(epochs: Epochs, document_count: int) -> int:
+    """The memory that the three arrays take at least."""
+    return 4 * epochs.repeats * document_count + (8 + _shuffle_dtype(epochs).itemsize) * epochs.sample_count
+
+
 def build_gpt_indices(lengths: np.ndarray, documents: range, *, sample_count: int, seq_length: int, seed: int) -> GPTIndices:
     """The indices of at least sample_count samples over the given documents.
 
@@ -67,10 +72,13 @@ def _shuffled_documents(documents: range, epochs: Epochs, generator: np.random.R
 
 
 def _shuffled_samples(epochs: Epochs, generator: np.random.RandomState) -> np.ndarray:
-    dtype = np.uint32 if epochs.sample_count < np.iinfo(np.uint32).max - 1 else np.int64
     split = epochs.sample_count if epochs.shuffled_apart_from is None else epochs.shuffled_apart_from
-    order = np.arange(epochs.sample_count, dtype=dtype)
+    order = np.arange(epochs.sample_count, dtype=_shuffle_dtype(epochs))
     generator.shuffle(order[:split])
     if split < epochs.sample_count:
         generator.shuffle(order[split:])
     return order
+
+
+def _shuffle_dtype(epochs: Epochs) -> np.dtype:
+    return np.dtype(np.uint32 if epochs.sample_count < np.iinfo(np.uint32).max - 1 else np.int64)

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
+import shutil
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -95,6 +98,8 @@ class IndexCache(Generic[Indices]):
             raise ValueError(f"{path} does not have its checksum")
 
     def _store(self, indices: Indices) -> None:
+        if shutil.disk_usage(self.folder).free < sum(values.nbytes for values in indices):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # before the disk is full, which would hurt others
         for name, values in zip(self.kind._fields, indices, strict=True):
             with atomic_write(self._array_path(name)) as file:
                 np.save(file, values, allow_pickle=False)

@@ -25,9 +25,14 @@ def test_both_forms_of_a_blend_are_told_apart_as_megatron_does(words: str, blend
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "0.0"])
-def test_a_weight_that_is_no_positive_number_is_refused(weight: str) -> None:
+def test_a_weight_that_is_not_a_positive_number_is_refused(weight: str) -> None:
     with pytest.raises(FlagError, match=f"--data-path: a weight must be a positive number, not {weight}; leave out"):
         parse_blend("--data-path", ["0.5", "a", weight, "b"])
+
+
+def test_weights_without_a_finite_sum_are_refused() -> None:
+    with pytest.raises(FlagError, match="--data-path has weights whose sum is too large for a number; give weights near 1"):
+        parse_blend("--data-path", ["1e308", "a", "1e308", "b"])
 
 
 def test_each_split_may_have_corpora_of_its_own() -> None:

@@ -2,6 +2,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -233,3 +234,11 @@ def test_a_disk_that_fills_up_means_indices_in_memory_and_one_line(tmp_path: Pat
     assert cached.message is not None
     assert "No space left on device" in cached.message
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_disk_without_room_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20))
+    monkeypatch.setattr(np, "save", lambda *_, **options: pytest.fail("an array was written"))
+    cached = IndexCache(GPTIndices, tmp_path, "train", DESCRIPTION).load_or_build(some_indices)
+    assert cached.message is not None and "No space left on device" in cached.message
