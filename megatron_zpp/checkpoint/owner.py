@@ -41,7 +41,8 @@ def _last_change(folder: Path) -> float:
     newest = 0.0
     for path in (folder, *folder.glob("*")):
         try:
-            newest = max(newest, path.stat().st_mtime)
+            # Not st_mtime: a folder that has just been renamed, or a file that was copied with its times, has an old one.
+            newest = max(newest, path.lstat().st_ctime)
         except OSError:
             continue
     return newest

@@ -85,7 +85,7 @@ class OutsideFile:
     def is_missing(self) -> bool:
         """Whether there is no such file. One that cannot be looked up is not missing."""
         try:
-            os.stat(self.path)
+            os.stat(self.path, follow_symlinks=self.follows_links)
         except FileNotFoundError:
             return True
         except OSError:
