@@ -13,12 +13,13 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 SETTINGS_BYTES = 64 << 20  # of a file that a person writes, such as a list of corpora
 VOCABULARY_BYTES = 1 << 30
+LOG_BYTES = 1 << 29  # of a log of a run: a million lines of 500 bytes
 MOST_DEPTH = 64  # of brackets in JSON; a deeper file would exhaust the stack of its reader
 WHOLE_NUMBER_LIMIT = 2**63  # the first number that the 64-bit integers of torch and numpy cannot hold
 COUNT_RULE = "a whole number from 0 to 2^63 - 1"
@@ -151,6 +152,22 @@ class OutsideFile:
                 self.refuse_value(f"[{index}]", "an object", values)
             yield Members(values, self, f"[{index}]")
 
+    def lines_of_members(self, report: Callable[[str], None]) -> Iterator[Members]:
+        """The JSON objects in the lines of the file, with any numbers.
+
+        report: receives a sentence about a line that is not JSON, as a killed program leaves it; the line is left out.
+        """
+        for number, line in enumerate(self.text().splitlines(), 1):
+            file = replace(self, name=f"{self.name}, line {number}")
+            try:
+                json.loads(line)
+            except json.JSONDecodeError:
+                report(f"{file.name}: unfinished, left out")
+                continue
+            except (ValueError, RecursionError):
+                pass  # `members` says what is wrong
+            yield file.members(line.encode(), has_any_numbers=True)
+
     def _object_of_unique_keys(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
@@ -225,6 +242,13 @@ class Members:
         value = self.any(key)
         if type(value) not in (int, float) or not _is_usable(value):
             self.refuse(key, "a finite number")
+        return float(value)
+
+    def number_or_nan(self, key: str) -> float:
+        """A number, which may also be NaN or infinite."""
+        value = self.any(key)
+        if type(value) is not float and (type(value) is not int or not _is_usable(value)):
+            self.refuse(key, "a number")
         return float(value)
 
     def text(self, key: str) -> str:

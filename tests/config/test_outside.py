@@ -111,6 +111,7 @@ def test_a_key_that_stands_twice_is_refused_where_keys_must_be_unique(tmp_path: 
         (Members.positive_count, ["1"], ["0", "true", "2.5"]),
         (Members.whole_number, ["-1"], ["1.5", "false"]),
         (Members.number, ["1", "2.5", "-0.5"], ["true", '"1"', "null"]),
+        (Members.number_or_nan, ["1", "2.5"], ["true", "null"]),
         (Members.text, ['"a"', '""'], ["1", "null", '"\\ud800"']),
         (Members.switch, ["true"], ["1", '"true"', "null"]),
         (Members.counts, ["[]", "[1, 2]"], ["1", "[-1]", "[true]", '["1"]', "{}"]),
