@@ -24,7 +24,7 @@ while (($#)); do
         --no-venv) use_venv=no ;;
         --long) length="(long or not long)" && own_arguments+=(--hypothesis-profile long) ;;
         --tier)
-            [[ "${2:-}" =~ ^(pure|virtual|gloo)$ ]] || stop "--tier ${2:-} is no tier; choose pure, virtual or gloo."
+            [[ "${2:-}" =~ ^(pure|virtual|gloo)$ ]] || stop "--tier ${2:-} is not a tier; choose pure, virtual or gloo."
             tier="$2" && shift
             ;;
         -h | --help) usage && exit ;;

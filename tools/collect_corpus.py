@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from command import megabytes, run_command
 
+from megatron_zpp.config.outside import OutsideFile
+
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 SMALL_CORPUS_MEGABYTES = 5
 
@@ -67,8 +69,8 @@ def sources(root: Path) -> Iterator[Source]:
     kept = [name.as_posix() for name in names if not SKIPPED_FOLDERS.intersection(name.parts)]
     for name in sorted(kept, key=lambda name: hashlib.sha256(name.encode()).digest()):
         try:
-            text = (root / name).read_bytes().decode("utf-8")
-        except (UnicodeDecodeError, OSError):
+            text = OutsideFile(root / name, str(name)).content().decode("utf-8")
+        except ValueError:
             # The tests of the standard library contain files in broken and other encodings on purpose.
             continue
         if text.strip():

@@ -8,6 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_zpp.config.flag import LARGEST_COUNT, LARGEST_PROCESSES, LARGEST_VOCABULARY, LARGEST_WORLD, whole_number
+from megatron_zpp.data.preprocess.json_lines import LONGEST_LINE_BYTES
 
 MISTAKE_EXIT_CODE = 2
 
@@ -56,6 +57,22 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-shard-size", dest="max_shard_bytes", type=_gigabytes, default=_gigabytes("5"), metavar="GB", help="of one file (default: 5)"
     )
+
+
+def add_line_limit(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Adds the flag that limits the memory of a line of text."""
+    parser.add_argument(
+        "--max-line-megabytes",
+        dest="longest_line_bytes",
+        type=_megabytes_in_bytes,
+        default=LONGEST_LINE_BYTES,
+        metavar="MB",
+        help=f"refuse a longer line, which has to fit in memory (default: {LONGEST_LINE_BYTES // 10**6})",
+    )
+
+
+def _megabytes_in_bytes(text: str) -> int:
+    return int(megabytes(text) * 1e6)
 
 
 def megabytes(text: str) -> float:

@@ -1,16 +1,16 @@
 """Prints a table that compares runs: bytes per step over each link, memory, time and loss, from the files of --log-jsonl."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from command import run_command
-from plot_run import read_objects
+from plot_run import read_records
 
-Record = Mapping[str, Any]
+from megatron_zpp.config.outside import Members
+
 MEGABYTE = 1e6
 
 
@@ -37,24 +37,24 @@ def run(args: argparse.Namespace) -> None:
     names = args.names or [Path(path).stem for path in args.log_jsonl]
     if len(names) != len(args.log_jsonl):
         raise ValueError(f"--names has {len(names)} names for {len(args.log_jsonl)} files of --log-jsonl; give one for each.")
-    print(table([summarize(name, read_objects(Path(path))) for name, path in zip(names, args.log_jsonl, strict=True)]))
+    print(table([summarize(name, read_records(Path(path))) for name, path in zip(names, args.log_jsonl, strict=True)]))
 
 
-def summarize(name: str, records: Sequence[Record]) -> Summary:
+def summarize(name: str, records: Sequence[Members]) -> Summary:
     """The figures of one run. Raises ValueError if it logged no training iteration."""
     steps = [record for record in records if "lm_loss" in record]
     if not steps:
         raise ValueError(f"{name} has no logged iteration; train longer than one --log-interval.")
     last = steps[-1]
-    validations = [record["validation_loss"] for record in records if "validation_loss" in record]
+    validations = [record.number_or_nan("validation_loss") for record in records if "validation_loss" in record]
     return Summary(
         name=name,
-        iterations=int(last["iteration"]),
-        inter_node_bytes=last["inter_node_bytes"],
-        intra_node_bytes=last["intra_node_bytes"],
-        model_state_bytes=last["model_state_bytes"],
-        step_ms=median(step["elapsed_ms_per_iteration"] for step in steps[1:] or steps),
-        training_loss=last["lm_loss"],
+        iterations=last.count("iteration"),
+        inter_node_bytes=last.number("inter_node_bytes"),
+        intra_node_bytes=last.number("intra_node_bytes"),
+        model_state_bytes=last.number("model_state_bytes"),
+        step_ms=median(step.number("elapsed_ms_per_iteration") for step in steps[1:] or steps),
+        training_loss=last.number_or_nan("lm_loss"),
         validation_loss=validations[-1] if validations else None,
     )
 

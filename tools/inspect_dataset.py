@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from command import count_from_0, count_from_1, run_command
 from tokenizer_flags import add_tokenizer_flags, tokenizer_config
 
-from megatron_zpp.data.indexed_dataset import CODES, INDEX_CHUNK_NUMEL, VERSION, IndexedDataset, check_token_ids
+from megatron_zpp.data.indexed_dataset import CODES, INDEX_CHUNK_NUMEL, VERSION, IndexedDataset, check_token_ids, chunks_of
+from megatron_zpp.data.stored_array import Rows
 from megatron_zpp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 
 BAR_COLUMNS = 50
@@ -45,7 +47,6 @@ def header(dataset: IndexedDataset) -> str:
     """Format and counts, one per line."""
     documents = len(dataset.document_starts) - 1
     empty = sum(int((starts[1:] == starts[:-1]).sum()) for starts in _overlapping_chunks(dataset.document_starts))
-    lengths = dataset.lengths
     rows = {
         "format": f"MMIDIDX, version {VERSION}",
         "token ids": f"{dataset.dtype.name} (code {CODES[dataset.dtype]})",
@@ -55,16 +56,17 @@ def header(dataset: IndexedDataset) -> str:
         "bytes": f"{os.path.getsize(dataset.token_path)} in .bin, {os.path.getsize(dataset.index_path)} in .idx",
     }
     if len(dataset):
-        rows["lengths"] = f"{int(lengths.min())} to {int(lengths.max())}, mean {dataset.token_count / len(dataset):.1f} tokens"
+        least, most = min(map(np.min, chunks_of(dataset.lengths))), max(map(np.max, chunks_of(dataset.lengths)))
+        rows["lengths"] = f"{least} to {most}, mean {dataset.token_count / len(dataset):.1f} tokens"
     return "\n".join(f"{name:<10} {value}" for name, value in rows.items())
 
 
 def length_histogram(dataset: IndexedDataset) -> list[int]:
     """How many sequences have 0 tokens, 1, 2 to 3, 4 to 7, ...: one number per power of two."""
     counts = np.zeros(33, dtype=np.int64)
-    for start in range(0, len(dataset), INDEX_CHUNK_NUMEL):
+    for lengths in chunks_of(dataset.lengths):
         # frexp's exponent of n is the number of bits of n.
-        counts += np.bincount(np.frexp(dataset.lengths[start : start + INDEX_CHUNK_NUMEL].astype(np.float64))[1], minlength=33)
+        counts += np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=33)
     filled = np.flatnonzero(counts)
     return counts[: int(filled[-1]) + 1].tolist() if len(filled) else []
 
@@ -117,8 +119,8 @@ def _range_of(bits: int) -> str:
     return f"{1 << (bits - 1)} to {(1 << bits) - 1}"
 
 
-def _overlapping_chunks(values: np.ndarray) -> list[np.ndarray]:
-    return [values[start : start + INDEX_CHUNK_NUMEL + 1] for start in range(0, len(values) - 1, INDEX_CHUNK_NUMEL)]
+def _overlapping_chunks(values: Rows) -> Iterator[np.ndarray]:
+    return (values[start : start + INDEX_CHUNK_NUMEL + 1] for start in range(0, len(values) - 1, INDEX_CHUNK_NUMEL))
 
 
 def _parser() -> argparse.ArgumentParser:

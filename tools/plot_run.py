@@ -1,7 +1,6 @@
 """Draws loss, learning rate and bytes per link of one run or several, from the files that --log-jsonl of the training wrote."""
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from command import run_command
 
+from megatron_zpp.config.outside import LOG_BYTES, Members, OutsideFile
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MEGABYTE = 1e6
+TRAFFIC = frozenset({"inter_node_bytes", "intra_node_bytes"})  # always finite
 CURVE_OF_KEY = {
     "lm_loss": "training_loss",
     "validation_loss": "validation_loss",
@@ -65,27 +67,21 @@ def distinct_names(paths: Sequence[str]) -> list[str]:
 def read_curves(path: Path, name: str) -> Curves:
     """The curves in one file. If a resumed run logged an iteration again, the last value counts."""
     curves: dict[str, dict[int, float]] = {key: {} for key in CURVE_OF_KEY}
-    for values in read_objects(path):
-        for key in curves.keys() & values.keys():
-            curves[key][int(values["iteration"])] = float(values[key])
+    for found in read_records(path):
+        for key in curves.keys() & found.values.keys():
+            curves[key][found.count("iteration")] = found.number(key) if key in TRAFFIC else found.number_or_nan(key)
     if not curves["lm_loss"]:
         raise ValueError(f"{path} holds no training iteration; give a file that --log-jsonl of pretrain_zeropp_gpt.py wrote.")
     return Curves(name, **{CURVE_OF_KEY[key]: dict(sorted(curve.items())) for key, curve in curves.items()})
 
 
-def read_objects(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects in the lines of the file. A line that a killed run left unfinished is reported and left out."""
-    objects = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            values = json.loads(line)
-        except json.JSONDecodeError:
-            print(f"{path}, line {number}: unfinished, left out", file=sys.stderr)
-            continue
-        if not isinstance(values, dict) or not isinstance(values.get("iteration"), int):
-            raise ValueError(f"{path}, line {number}: not an object with an iteration; give a file that --log-jsonl wrote.")
-        objects.append(values)
-    return objects
+def read_records(path: Path) -> list[Members]:
+    """The JSON objects in the lines of the file, each with an iteration. Reports and leaves out a line that a killed run did not finish."""
+    file = OutsideFile(path, str(path), "give a file that --log-jsonl of pretrain_zeropp_gpt.py wrote.", most_bytes=LOG_BYTES)
+    records = list(file.lines_of_members(lambda sentence: print(sentence, file=sys.stderr)))
+    for record in records:
+        record.count("iteration")
+    return records
 
 
 def draw(runs: Sequence[Curves]) -> "Figure":

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import count_from_1, process_count, run_command
+from command import add_line_limit, count_from_1, process_count, run_command
 from preprocess_progress import ProgressBar
 from tokenizer_flags import add_tokenizer_flags, tokenizer_config, tokenizer_identity
 from worker_count import find_worker_count
@@ -42,6 +42,7 @@ class Job:
     journal: Journal
     workers: int
     skips_invalid: bool
+    longest_line_bytes: int
     log_interval: int
     journal_seconds: float
 
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
     _check(args)
     job = _job(args)
     if args.find_optimal_num_workers:
-        find_worker_count(job.encoder, job.paths, args.workers_to_check, args.max_documents)
+        find_worker_count(job.encoder, job.paths, args.workers_to_check, args.max_documents, args.longest_line_bytes)
         return
     start = _start(job, args.resume, args.restart_if_changed)
     if not job.journal.path.parent.is_dir():
@@ -98,7 +99,7 @@ def write_documents(job: Job, builder: CorpusBuilder) -> None:
         return
     sizes = [file.file_bytes for file in job.journal.inputs]
     bytes_before = [0, *accumulate(sizes)]
-    batches = encoded_batches(job.encoder, line_batches(job.paths, start.position), job.workers)
+    batches = encoded_batches(job.encoder, line_batches(job.paths, start.position, job.longest_line_bytes), job.workers)
     total_bytes = None if STANDARD_INPUT in job.paths else sum(sizes)
     with closing(batches), ProgressBar(total_bytes, start.file_bytes, job.log_interval) as bar:
         for batch, encoded in batches:
@@ -124,6 +125,7 @@ def _job(args: argparse.Namespace) -> Job:
         journal=Journal(args.output_prefix, input_files(paths), settings),
         workers=args.workers,
         skips_invalid=args.skip_invalid,
+        longest_line_bytes=args.longest_line_bytes,
         log_interval=args.log_interval,
         # Reading of standard input cannot be resumed, so its progress is not saved.
         journal_seconds=math.inf if STANDARD_INPUT in paths else args.journal_interval,
@@ -229,7 +231,8 @@ def _parser() -> argparse.ArgumentParser:
         "--input", nargs="+", required=True, metavar="PATH", help="JSON lines, plain, .gz or .zst: files, globs, folders, or - for stdin"
     )
     text.add_argument("--json-keys", nargs="+", default=["text"], help="keys to tokenise, each into files of its own (default: text)")
-    text.add_argument("--skip-invalid", action="store_true", help="leave out lines that are no documents, and list them in a file")
+    text.add_argument("--skip-invalid", action="store_true", help="leave out lines that are not documents, and list them in a file")
+    add_line_limit(text)
     text.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     output = parser.add_argument_group("output")
     output.add_argument("--output-prefix", required=True, help="files are named PREFIX_KEY_document.bin and .idx")

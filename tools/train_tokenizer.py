@@ -15,10 +15,17 @@ import sentencepiece
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import megabytes, run_command, vocabulary_size
+from command import add_line_limit, megabytes, run_command, vocabulary_size
 
 from megatron_zpp.data.preprocess.document_encoder import read_texts
-from megatron_zpp.data.preprocess.json_lines import STANDARD_INPUT, Position, count_text_bytes, find_inputs, line_batches
+from megatron_zpp.data.preprocess.json_lines import (
+    LONGEST_LINE_BYTES,
+    STANDARD_INPUT,
+    Position,
+    count_text_bytes,
+    find_inputs,
+    line_batches,
+)
 from megatron_zpp.monitor.output_file import new_file
 
 
@@ -32,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("--input - cannot be read twice; give files.")
     started = time.monotonic()
     print(f"Training a {args.model_type} model of {args.vocab_size} pieces on {' '.join(args.input)} ...", flush=True)
-    texts = list(spread_texts(find_inputs(args.input, print), args.json_key, max_bytes=int(args.max_megabytes * 1e6)))
+    texts = list(spread_texts(find_inputs(args.input, print), args.json_key, int(args.max_megabytes * 1e6), args.longest_line_bytes))
     if next(_sentences(texts), None) is None:
         raise ValueError(f"--input {' '.join(args.input)} holds no text under --json-key {args.json_key}; give the key that holds it.")
     model = train_model(texts, vocab_size=args.vocab_size, model_type=args.model_type)
@@ -72,11 +79,11 @@ def _sentences(texts: Sequence[str]) -> Iterator[str]:
     return (part for text in texts for line in text.splitlines() for part in line.split("\t") if part)
 
 
-def spread_texts(paths: Sequence[str], key: str, *, max_bytes: int) -> Iterator[str]:
+def spread_texts(paths: Sequence[str], key: str, max_bytes: int, longest_line_bytes: int = LONGEST_LINE_BYTES) -> Iterator[str]:
     """The texts in files of JSON lines. If they have more than max_bytes, about max_bytes of evenly spread texts."""
     stride = max(1, -(-count_text_bytes(paths) // max_bytes))
     count = first_line = 0
-    for batch in line_batches(paths, Position()):
+    for batch in line_batches(paths, Position(), longest_line_bytes):
         first_line = 0 if batch.offset == 0 else first_line
         lines = batch.text.removesuffix(b"\n").split(b"\n")
         for number, line in enumerate(lines, first_line + 1):
@@ -98,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json-key", default="text", help="key of the text (default: text)")
     parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe")
+    add_line_limit(parser)
     parser.add_argument("--max-megabytes", type=megabytes, default=20, help="text to train on at most, spread over the file (default: 20)")
     return parser
 

@@ -16,7 +16,8 @@ namespace megatron_zpp::data {
 namespace {
 
 void check_array(const at::Tensor& array, const char* name, int64_t dims) {
-  TORCH_CHECK(array.dim() == dims && array.is_contiguous(), name, " has ", array.dim(), " dims, needed are ", dims, ", contiguous");
+  TORCH_CHECK(array.dim() == dims, name, " must have ", dims, " dims, not ", array.dim());
+  TORCH_CHECK(array.is_contiguous(), name, " must be contiguous");
 }
 
 int64_t length_at(const int32_t* lengths, int64_t documents, const int32_t* document_index, int64_t position) {
@@ -53,15 +54,15 @@ void build_sample_index(const at::Tensor& lengths, const at::Tensor& document_in
   check_array(lengths, "lengths", 1);
   check_array(document_index, "document_index", 1);
   check_array(sample_index, "sample_index", 2);
-  TORCH_CHECK(sample_index.size(1) == 2, "sample_index has rows of ", sample_index.size(1), " values, needed are 2");
-  TORCH_CHECK(seq_length > 0, "seq_length is ", seq_length, ", needed is at least 1");
+  TORCH_CHECK(sample_index.size(1) == 2, "sample_index must have rows of 2 values, not ", sample_index.size(1));
+  TORCH_CHECK(seq_length > 0, "seq_length must be at least 1, not ", seq_length);
   switch (sample_index.scalar_type()) {
     case at::kInt:
       return cut_stream<int32_t>(lengths, document_index, seq_length, sample_index);
     case at::kLong:
       return cut_stream<int64_t>(lengths, document_index, seq_length, sample_index);
     default:
-      TORCH_CHECK(false, "sample_index is ", sample_index.scalar_type(), ", needed is int32 or int64");
+      TORCH_CHECK(false, "sample_index must be int32 or int64, not ", sample_index.scalar_type());
   }
 }
 
@@ -92,7 +93,7 @@ void build_blend_index(const at::Tensor& weights, at::Tensor& dataset_index, at:
   check_array(weights, "weights", 1);
   check_array(dataset_index, "dataset_index", 1);
   check_array(dataset_sample, "dataset_sample", 1);
-  TORCH_CHECK(weights.numel() > 0, "weights is empty, needed is at least one dataset");
+  TORCH_CHECK(weights.numel() > 0, "weights is empty: a blend needs at least one dataset");
   TORCH_CHECK(dataset_index.numel() == dataset_sample.numel(), "dataset_index and dataset_sample differ in length");
   const int64_t largest = dataset_index.scalar_type() == at::kShort ? INT16_MAX : INT32_MAX;
   TORCH_CHECK(weights.numel() - 1 <= largest, weights.numel(), " datasets do not fit a dataset_index of ", dataset_index.scalar_type());
@@ -102,7 +103,7 @@ void build_blend_index(const at::Tensor& weights, at::Tensor& dataset_index, at:
     case at::kInt:
       return deal_samples<int32_t>(weights, dataset_index, dataset_sample);
     default:
-      TORCH_CHECK(false, "dataset_index is ", dataset_index.scalar_type(), ", needed is int16 or int32");
+      TORCH_CHECK(false, "dataset_index must be int16 or int32, not ", dataset_index.scalar_type());
   }
 }
 

@@ -13,15 +13,16 @@
 namespace megatron_zpp {
 
 inline void check_format(int64_t run_numel, int64_t bits, int64_t block_numel) {
-  TORCH_CHECK(bits == 4 || bits == 8, "bits is ", bits, ", needed is 4 or 8");
+  TORCH_CHECK(bits == 4 || bits == 8, "bits must be 4 or 8, not ", bits);
   const bool is_whole = block_numel > 0 && block_numel % kBlockNumelMultiple == 0;
-  TORCH_CHECK(is_whole, "block_numel is ", block_numel, ", needed is a multiple of ", kBlockNumelMultiple);
-  TORCH_CHECK(run_numel >= 0 && run_numel % block_numel == 0, "run of ", run_numel, " values is no multiple of block_numel ", block_numel);
+  TORCH_CHECK(is_whole, "block_numel must be a positive multiple of ", kBlockNumelMultiple, ", not ", block_numel);
+  const bool is_run_whole = run_numel >= 0 && run_numel % block_numel == 0;
+  TORCH_CHECK(is_run_whole, "the run must have a multiple of block_numel ", block_numel, " values, not ", run_numel);
 }
 
 inline void check_inner_dim(const at::Tensor& tensor, const char* name) {
   const bool is_contiguous = tensor.numel() == 0 || tensor.size(-1) == 1 || tensor.stride(-1) == 1;
-  TORCH_CHECK(is_contiguous, name, " has a strided inner dim; needed is a contiguous one");
+  TORCH_CHECK(is_contiguous, name, " must be contiguous in its inner dim");
 }
 
 template <class T>
@@ -35,15 +36,16 @@ ValueRows<T> writable_values(const at::Tensor& values) {
 }
 
 inline void check_values(const at::Tensor& values, const char* name) {
-  TORCH_CHECK(values.dim() == 2, name, " has ", values.dim(), " dims, needed is [slices, run]");
+  TORCH_CHECK(values.dim() == 2, name, " must have 2 dims, [slices, run], not ", values.dim());
   check_inner_dim(values, name);
 }
 
 inline void check_payloads(const at::Tensor& payloads, const char* name, int64_t dims, int64_t slices, const RowLayout& layout) {
-  TORCH_CHECK(payloads.scalar_type() == at::kByte, name, " is ", payloads.scalar_type(), ", needed is uint8");
-  TORCH_CHECK(payloads.dim() == dims, name, " has ", payloads.dim(), " dims, needed are ", dims);
-  TORCH_CHECK(payloads.size(-2) == slices, name, " has ", payloads.size(-2), " slices, needed are ", slices);
-  TORCH_CHECK(payloads.size(-1) >= layout.coded_bytes, name, " has rows of ", payloads.size(-1), " bytes, needed are ", layout.coded_bytes);
+  TORCH_CHECK(payloads.scalar_type() == at::kByte, name, " must be uint8, not ", payloads.scalar_type());
+  TORCH_CHECK(payloads.dim() == dims, name, " must have ", dims, " dims, not ", payloads.dim());
+  TORCH_CHECK(payloads.size(-2) == slices, name, " must have ", slices, " slices, not ", payloads.size(-2));
+  const int64_t row_bytes = payloads.size(-1);
+  TORCH_CHECK(row_bytes >= layout.coded_bytes, name, " must have rows of at least ", layout.coded_bytes, " bytes, not ", row_bytes);
   check_inner_dim(payloads, name);
   bool is_aligned = reinterpret_cast<uintptr_t>(payloads.const_data_ptr()) % kPartAlignmentBytes == 0;
   for (int64_t dim = 0; dim < dims - 1; ++dim) {
@@ -69,7 +71,7 @@ inline PayloadRows<uint8_t> writable_payloads(const at::Tensor& payloads, const 
 }
 
 inline Noise noise_for(const std::optional<int64_t>& key) {
-  TORCH_CHECK(!key || *key >= 0, "noise_key is ", key.value_or(0), ", needed is none or one from 0 on");
+  TORCH_CHECK(!key || *key >= 0, "noise_key must be none or at least 0, not ", key.value_or(0));
   return key ? noise_of(static_cast<uint64_t>(*key)) : kNoNoise;
 }
 
@@ -82,7 +84,7 @@ void dispatch_bits(int64_t bits, Launch launch) {
     case 8:
       return launch(std::integral_constant<int, 8>());
     default:
-      TORCH_CHECK(false, "bits is ", bits, ", needed is 4 or 8");
+      TORCH_CHECK(false, "bits must be 4 or 8, not ", bits);
   }
 }
 
@@ -97,7 +99,7 @@ void dispatch_values(const at::Tensor& values, const char* name, Launch launch) 
     case at::kHalf:
       return launch(c10::Half());
     default:
-      TORCH_CHECK(false, name, " is ", values.scalar_type(), ", needed is float32, bfloat16 or float16");
+      TORCH_CHECK(false, name, " must be float32, bfloat16 or float16, not ", values.scalar_type());
   }
 }
 

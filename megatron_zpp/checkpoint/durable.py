@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_zpp.monitor.output_file import create_new, naming_file, sync_folder
 
-VISIBLE_WITHIN_SECONDS = 60.0  # network file systems show another machine's files late
+VISIBLE_WITHIN_SECONDS = 60.0  # how long a client of NFS may answer from what it knows of a folder (nfs(5): acdirmax)
 LOOK_EVERY_SECONDS = 0.02
 SHARED_FOLDER = "--save must be a folder of one file system that all ranks share"
 
@@ -30,8 +30,8 @@ def rename_durably(source: Path, target: Path) -> None:
     sync_folder(target.parent)
 
 
-def is_seen(path: Path) -> bool:
-    """Waits until a file that another machine has written is visible here. Returns False if it is not visible in time."""
+def becomes_visible(path: Path) -> bool:
+    """Waits for a file that another machine has written. Returns whether it can be seen here within VISIBLE_WITHIN_SECONDS."""
     deadline = time.monotonic() + VISIBLE_WITHIN_SECONDS
     while not path.exists():
         if time.monotonic() > deadline:

@@ -29,7 +29,7 @@ def is_abandoned(folder: Path, token: str) -> bool:
 
 
 def is_dead(token: str) -> bool | None:
-    """Whether the process of the token has ended; None if it belongs to another machine or process namespace, or if the token is none."""
+    """Whether the process of the token has ended; None if it belongs to another machine or process namespace, or if it is not a token."""
     owner = _TOKEN.fullmatch(token)
     if owner is None or owner["place"] != _place() or _start_of(os.getpid()) is None:
         return None
@@ -41,7 +41,8 @@ def _last_change(folder: Path) -> float:
     newest = 0.0
     for path in (folder, *folder.glob("*")):
         try:
-            newest = max(newest, path.stat().st_mtime)
+            # Not st_mtime: a folder that has just been renamed, or a file that was copied with its times, has an old one.
+            newest = max(newest, path.lstat().st_ctime)
         except OSError:
             continue
     return newest

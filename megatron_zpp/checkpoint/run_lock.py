@@ -16,7 +16,6 @@ import json
 import os
 import secrets
 import socket
-import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,11 +23,11 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
 
 from megatron_zpp.checkpoint.durable import write_durably
 from megatron_zpp.checkpoint.manifest import CheckpointError
 from megatron_zpp.checkpoint.owner import is_abandoned, is_dead, own_token
+from megatron_zpp.config.outside import OutsideFile, open_regular
 
 LOCK_FILE = "run.lock"
 HEARTBEAT_SECONDS = 10.0
@@ -37,6 +36,7 @@ LOOK_EVERY_SECONDS = 1.0
 SHORT_SECONDS = 0.02  # until another process, which is replacing the lock, is done
 RELEASE_SECONDS = 5.0  # a file system that does not answer must not keep a run from ending
 LARGEST_BYTES = 1 << 16
+NOT_A_FILE = (errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO)  # errors of `open_regular` for links, pipes, folders and sockets
 NO_LINKS_HERE = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -120,7 +120,7 @@ class RunLock:
 
     def keep_alive(self) -> None:
         """Renews the heartbeat from a thread until the release."""
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)  # a file that takes the place of the lock is not touched
+        descriptor = open_regular(self.path, follows_links=False)  # a file that takes the place of the lock is not touched
         Thread(target=self._beat, args=(descriptor,), name="lock of --save", daemon=True).start()
 
     def _beat(self, descriptor: int) -> None:
@@ -288,37 +288,29 @@ def _clean_up(path: Path, holder: Holder) -> None:
 def _read(path: Path) -> _Seen | None:
     """The lock in its place, or None if there is none. Opening it anew makes a client of a network file system ask the server."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = open_regular(path, follows_links=False)
     except FileNotFoundError:
         return None
     except OSError as error:
-        if error.errno != errno.ELOOP:
+        if error.errno not in NOT_A_FILE:
             raise
-        raise CheckpointError(_not_a_lock(path)) from error
-    try:
+        raise CheckpointError(f"{path} is not a regular file, so no run made it; remove it") from error
+    with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(_not_a_lock(path))
-        text = os.read(descriptor, LARGEST_BYTES)
-    finally:
-        os.close(descriptor)
-    return _Seen(_parse(text), (status.st_ino, status.st_mtime_ns, status.st_size))
-
-
-def _not_a_lock(path: Path) -> str:
-    return f"{path} is no regular file, so no run made it; remove it"
+        content = file.read(LARGEST_BYTES)
+    return _Seen(_parse(content, path), (status.st_ino, status.st_mtime_ns, status.st_size))
 
 
 def _to_json(holder: Holder) -> str:
     return json.dumps(asdict(holder))
 
 
-def _parse(data: bytes) -> Holder:
+def _parse(content: bytes, path: Path) -> Holder:
     """The holder that the bytes name; NOBODY if they are not the whole JSON of one, because it is still being written or is damaged."""
     try:
-        members: dict[str, Any] = json.loads(data)
-        holder = Holder(**members)
-    except (ValueError, TypeError, RecursionError):
+        found = OutsideFile(path, str(path)).members(content)
+        found.require_only(asdict(NOBODY).keys())
+        texts = {name: found.text(name) for name in ("id", "host", "token", "since", "job")}
+        return Holder(process=found.count("process"), restarts=found.count("restarts"), **texts)
+    except ValueError:
         return NOBODY
-    is_typed = all(type(getattr(holder, name)) is type(value) for name, value in asdict(NOBODY).items())
-    return holder if is_typed else NOBODY

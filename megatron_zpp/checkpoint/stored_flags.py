@@ -42,7 +42,7 @@ def padded_vocab_size(manifest: Manifest) -> int:
     rows = _flags(manifest, "padded_vocab_size")
     if type(rows) is not int or not 1 <= rows < WHOLE_NUMBER_LIMIT:
         raise CheckpointError(
-            f"the manifest of iteration {manifest.iteration} has padded_vocab_size {rows}, needed is a whole number from 1 to 2^63 - 1; "
+            f"the manifest of iteration {manifest.iteration}: padded_vocab_size must be a whole number from 1 to 2^63 - 1, not {rows}; "
             "choose another checkpoint."
         )
     return rows

@@ -7,9 +7,10 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_zpp.checkpoint.durable import SHARED_FOLDER, is_seen, write_durably
+from megatron_zpp.checkpoint.durable import SHARED_FOLDER, becomes_visible, write_durably
 from megatron_zpp.checkpoint.folders import Stage, delete_or_restore, left_latest_files, leftovers
 from megatron_zpp.checkpoint.manifest import (
+    MANIFEST_BYTES,
     MANIFEST_FILE,
     MARKER_FILE,
     CheckpointError,
@@ -23,6 +24,7 @@ from megatron_zpp.checkpoint.manifest import (
 )
 from megatron_zpp.checkpoint.owner import is_abandoned, own_token
 from megatron_zpp.checkpoint.shard_file import DTYPES, TensorEntry, lay_out, write_file
+from megatron_zpp.config.outside import OutsideFile
 from megatron_zpp.monitor.output_file import sync_folder
 from megatron_zpp.parallel.stripes import Columns
 from megatron_zpp.zero.pieces import Piece
@@ -49,7 +51,7 @@ def make_unfinished(folder: Path) -> None:
 
 def check_room(folder: Path, needed_bytes: int) -> None:
     """Raises CheckpointError if this rank does not see the folder, or if its disk has no room for the full checkpoint."""
-    if not is_seen(folder):
+    if not becomes_visible(folder):
         raise CheckpointError(f"rank 0 has created {folder}, which does not exist on this rank's machine; {SHARED_FOLDER}")
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
@@ -94,12 +96,13 @@ def write_record(unfinished: Path, rank: int, file: StoredFile, pieces: Sequence
 
 
 def read_record(unfinished: Path, rank: int) -> tuple[StoredFile, list[StoredPiece]] | None:
-    """The record of a rank, or None if it does not exist yet."""
-    try:
-        record = json.loads((unfinished / _record_name(rank)).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    """The record of a rank, or None if it does not exist yet. Raises CheckpointError for a record that cannot be used."""
+    path = unfinished / _record_name(rank)
+    file = OutsideFile(path, str(path), SHARED_FOLDER, CheckpointError, MANIFEST_BYTES, follows_links=False)
+    if file.is_missing():
         return None
-    return parse_file(record["file"]), [parse_piece(piece) for piece in record["pieces"]]
+    record = file.members()
+    return parse_file(record.members("file").values), [parse_piece(piece.values) for piece in record.list_of_members("pieces")]
 
 
 def seal(unfinished: Path, manifest: Manifest) -> None:

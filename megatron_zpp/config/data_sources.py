@@ -60,7 +60,7 @@ def read_sources(data: DataConfig) -> DataSources:
 def parse_blend(spelling: str, words: Sequence[str]) -> Blend:
     """The blend of `weight prefix weight prefix ...` or of `prefix prefix ...`, which are told apart as in Megatron.
 
-    An even number of words is of the first kind, unless one that should be a weight is no number. Raises FlagError for no words, and for
+    An even number of words is of the first kind, unless one that should be a weight is not a number. Raises FlagError for no words, and for
     weights that are not positive numbers.
     """
     if not words:
@@ -70,7 +70,9 @@ def parse_blend(spelling: str, words: Sequence[str]) -> Blend:
         return Blend(tuple(words), None)
     for word, weight in zip(words[0::2], weights, strict=True):
         if weight is None or not (math.isfinite(weight) and weight > 0):
-            raise FlagError(f"{spelling} has the weight {word}; needed is a positive number, and a corpus without a share is left out.")
+            raise FlagError(f"{spelling}: a weight must be a positive number, not {word}; leave out a corpus that has no share.")
+    if not math.isfinite(sum(weight for weight in weights if weight is not None)):
+        raise FlagError(f"{spelling} has weights whose sum is too large for a number; give weights near 1.")
     return Blend(tuple(words[1::2]), tuple(weight for weight in weights if weight is not None))
 
 

@@ -1,7 +1,7 @@
 """Reads small files from outside this program: JSON and plain text that a person or another program may have written.
 
 A pipe or a device would hang a reader or never end, so only regular files are opened, and only up to a limit of bytes. Whatever is wrong
-with a file is one error of one sentence: which file, which key, what it holds, what is needed, and the remedy.
+with a file is one error of one sentence: which file, which key, what it must be, what it is, and the remedy.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 SETTINGS_BYTES = 64 << 20  # of a file that a person writes, such as a list of corpora
 VOCABULARY_BYTES = 1 << 30
+LOG_BYTES = 1 << 29  # of a log of a run: a million lines of 500 bytes
 MOST_DEPTH = 64  # of brackets in JSON; a deeper file would exhaust the stack of its reader
 WHOLE_NUMBER_LIMIT = 2**63  # the first number that the 64-bit integers of torch and numpy cannot hold
 COUNT_RULE = "a whole number from 0 to 2^63 - 1"
+FINITE_RULE = "a finite number below 2^63"
 _SHOWN_CHARACTERS = 60
+_SHOWN_ENTRIES = 8
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISCHR, "a device"),
@@ -31,12 +34,19 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 )
 
 
-def open_regular(path: str | Path) -> int:
-    """A descriptor for reading a regular file. Raises OSError, without waiting, for a missing file and for everything else."""
+def open_regular(path: str | Path, *, follows_links: bool = True) -> int:
+    """A descriptor for reading a regular file. Raises OSError, without waiting, for a missing file and for everything else.
+
+    follows_links: False for a file in a folder to which this program also writes, where a link would be somebody else's.
+    """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW))
     except ValueError as error:
         raise OSError(errno.EINVAL, str(error), str(path)) from None  # a name that no file can have
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follows_links:
+            raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None
+        raise
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return descriptor
@@ -44,7 +54,7 @@ def open_regular(path: str | Path) -> int:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "something else")
-    raise OSError(errno.EINVAL, f"it is {kind} and no regular file", str(path))
+    raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,7 @@ class OutsideFile:
     """A small file from outside, and the words for its errors.
 
     name: how messages call it, with the flag that names it, such as `--vocab-file vocab.json`. remedy: ends every message.
-    error: makes the error from its sentence. most_bytes: limit of the file's size.
+    error: makes the error from its sentence. most_bytes: limit of the file's size. follows_links: see `open_regular`.
     """
 
     path: Path
@@ -60,15 +70,23 @@ class OutsideFile:
     remedy: str = ""
     error: Callable[[str], Exception] = ValueError
     most_bytes: int = SETTINGS_BYTES
+    follows_links: bool = True
 
     def refuse(self, finding: str) -> NoReturn:
         """Raises the error `name finding; remedy`."""
-        raise self.error(f"{self.name} {finding}; {self.remedy}" if self.remedy else f"{self.name} {finding}") from None
+        self._raise(f"{self.name} {finding}")
+
+    def refuse_value(self, place: str, rule: str, value: Any) -> NoReturn:
+        """Raises the error `name: place must be rule, not value; remedy`. place: empty for the value of the whole file."""
+        self._raise(f"{self.name}{f': {place}' if place else ''} must be {rule}, not {_shown(value)}")
+
+    def _raise(self, sentence: str) -> NoReturn:
+        raise self.error(f"{sentence}; {self.remedy}" if self.remedy else sentence) from None
 
     def is_missing(self) -> bool:
         """Whether there is no such file. One that cannot be looked up is not missing."""
         try:
-            os.stat(self.path)
+            os.stat(self.path, follow_symlinks=self.follows_links)
         except FileNotFoundError:
             return True
         except OSError:
@@ -78,7 +96,7 @@ class OutsideFile:
     def content(self) -> bytes:
         """All bytes of the file."""
         try:
-            with open(open_regular(self.path), "rb") as file:
+            with open(open_regular(self.path, follows_links=self.follows_links), "rb") as file:
                 data = file.read(self.most_bytes + 1)
         except OSError as error:
             self.refuse(f"cannot be read ({error.strerror})")
@@ -91,13 +109,13 @@ class OutsideFile:
         try:
             return (self.content() if content is None else content).decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            self.refuse(f"is no text in UTF-8 (byte {error.start})")
+            self.refuse(f"is not UTF-8 text (byte {error.start})")
 
     def json(self, content: bytes | None = None, *, has_unique_keys: bool = False, has_any_numbers: bool = False) -> Any:
         """The JSON value in the file.
 
         content: of the file, if it has been read.
-        has_unique_keys: refuse a key that stands twice in an object, rather than take the last one.
+        has_unique_keys: refuse a key that occurs twice in an object, rather than take the last one.
         has_any_numbers: also accept NaN, infinities and whole numbers of 2^63 and more.
         """
         text = self.text(content)
@@ -105,9 +123,9 @@ class OutsideFile:
         try:
             found = json.loads(text, object_pairs_hook=hook)
         except json.JSONDecodeError as error:
-            self.refuse(f"is no JSON: line {error.lineno}, column {error.colno}: {error.msg}")
+            self.refuse(f"is not JSON: line {error.lineno}, column {error.colno}: {error.msg}")
         except ValueError as error:  # a whole number of thousands of digits
-            self.refuse(f"is no usable JSON ({error})")
+            self.refuse(f"is not usable JSON ({error})")
         except RecursionError:
             self.refuse(f"is nested more than {MOST_DEPTH} levels deep")
         self._check_values(found, has_any_numbers=has_any_numbers)
@@ -117,22 +135,38 @@ class OutsideFile:
         """The JSON object in the file, read as by `json`."""
         found = self.json(content, has_unique_keys=has_unique_keys, has_any_numbers=has_any_numbers)
         if not isinstance(found, dict):
-            self.refuse("holds no JSON object")
+            self.refuse_value("", "a JSON object", found)
         return Members(found, self)
 
     def entries(self) -> list[Any]:
         """The JSON list in the file."""
         found = self.json()
         if not isinstance(found, list):
-            self.refuse("holds no JSON list")
+            self.refuse_value("", "a JSON list", found)
         return found
 
     def list_of_members(self) -> Iterator[Members]:
         """The objects of the JSON list in the file."""
         for index, values in enumerate(self.entries()):
             if not isinstance(values, dict):
-                self.refuse(f"has [{index}] {_shown(values)}, needed is an object")
+                self.refuse_value(f"[{index}]", "an object", values)
             yield Members(values, self, f"[{index}]")
+
+    def lines_of_members(self, report: Callable[[str], None]) -> Iterator[Members]:
+        """The JSON objects in the lines of the file, with any numbers.
+
+        report: receives a sentence about a line that is not JSON, as a killed program leaves it; the line is left out.
+        """
+        for number, line in enumerate(self.text().splitlines(), 1):
+            file = replace(self, name=f"{self.name}, line {number}")
+            try:
+                json.loads(line)
+            except json.JSONDecodeError:
+                report(f"{file.name}: unfinished, left out")
+                continue
+            except (ValueError, RecursionError):
+                pass  # `members` says what is wrong
+            yield file.members(line.encode(), has_any_numbers=True)
 
     def _object_of_unique_keys(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -145,7 +179,7 @@ class OutsideFile:
         # A loop over levels, because a recursive walk is what a deep file exhausts.
         level = [("", root)] if isinstance(root, dict | list) else []
         if not level and not _is_usable(root):
-            self.refuse(f"holds {_shown(root)}, needed is a finite number below 2^63")
+            self.refuse_value("", FINITE_RULE, root)
         for _ in range(MOST_DEPTH):
             deeper: list[tuple[str, Any]] = []
             for place, container in level:
@@ -154,7 +188,7 @@ class OutsideFile:
                     if kind is dict or kind is list:
                         deeper.append((_place_of(place, key), value))
                     elif not has_any_numbers and (kind is int or kind is float) and not _is_usable(value):
-                        self.refuse(f"has {_place_of(place, key)} {_shown(value)}, needed is a finite number below 2^63")
+                        self.refuse_value(_place_of(place, key), FINITE_RULE, value)
             if not deeper:
                 return
             level = deeper
@@ -210,6 +244,13 @@ class Members:
             self.refuse(key, "a finite number")
         return float(value)
 
+    def number_or_nan(self, key: str) -> float:
+        """A number, which may also be NaN or infinite."""
+        value = self.any(key)
+        if type(value) is not float and (type(value) is not int or not _is_usable(value)):
+            self.refuse(key, "a number")
+        return float(value)
+
     def text(self, key: str) -> str:
         value = self.any(key)
         if not isinstance(value, str) or not _is_encodable(value):
@@ -254,12 +295,12 @@ class Members:
         place = _place_of(self._place, key)
         for index, values in enumerate(self.list(key)):
             if not isinstance(values, dict):
-                self._file.refuse(f"has {place}[{index}] {_shown(values)}, needed is an object")
+                self._file.refuse_value(f"{place}[{index}]", "an object", values)
             yield Members(values, self._file, f"{place}[{index}]")
 
     def refuse(self, key: str, rule: str) -> NoReturn:
-        """Raises the error of the file, with the key, its value and what is needed."""
-        self._file.refuse(f"has {_place_of(self._place, key)} {_shown(self.values[key])}, needed is {rule}")
+        """Raises the error of the file: `key must be rule, not value`."""
+        self._file.refuse_value(_place_of(self._place, key), rule, self.values[key])
 
 
 def _place_of(place: str, key: str | int) -> str:
@@ -269,7 +310,7 @@ def _place_of(place: str, key: str | int) -> str:
 
 
 def _is_usable(value: Any) -> bool:
-    """Whether a number is finite and fits into 64 bits; True for what is no number."""
+    """Whether a number is finite and fits into 64 bits; True for every other value."""
     if type(value) is int:
         return -WHOLE_NUMBER_LIMIT <= value < WHOLE_NUMBER_LIMIT
     return not isinstance(value, float) or math.isfinite(value)
@@ -287,5 +328,7 @@ def _is_encodable(text: str) -> bool:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, dict | list) and len(value) > _SHOWN_ENTRIES:
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)} entries"
     text = json.dumps(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

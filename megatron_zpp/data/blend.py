@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_zpp.data.blended_dataset import BlendedDataset, BlendIndices, build_blend_indices
+from megatron_zpp.data.blended_dataset import BYTES_PER_SAMPLE, BlendedDataset, BlendIndices, build_blend_indices
 from megatron_zpp.data.build_once import ProgressPrinter
 from megatron_zpp.data.corpus import SPLIT_WORDS, Corpus
 from megatron_zpp.data.index_cache import IndexCache
+from megatron_zpp.data.index_room import check_room
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,12 @@ def blended_dataset(
     description = {"class": "BlendedDataset", "split": split_name, "weights": plan.weights, "size": plan.sample_count}
     cache = IndexCache(BlendIndices, first.order.folder_of(first.prefix), split_name, description)
     what = f"the {SPLIT_WORDS[split_name]} blend of {len(corpora)} corpora"
-    cached = cache.load_or_build(lambda: build_blend_indices(plan.weights, plan.sample_count), what, progress)
+
+    def build() -> BlendIndices:
+        check_room(BYTES_PER_SAMPLE * plan.sample_count, plan.sample_count, what, split_name)
+        return build_blend_indices(plan.weights, plan.sample_count)
+
+    cached = cache.load_or_build(build, what, progress)
     if cached.message is not None:
         messages.append(cached.message)
     datasets = []

@@ -10,12 +10,16 @@ import numpy as np
 
 from megatron_zpp.data.gpt_dataset import GPTDataset, Sample, SampleSource
 from megatron_zpp.data.index_builders import deal_samples
+from megatron_zpp.data.stored_array import Rows
 
 
 class BlendIndices(NamedTuple):
-    dataset: np.ndarray  # [samples] int16, or int32 if there are too many datasets
-    dataset_sample: np.ndarray  # [samples] int64
-    drawn: np.ndarray  # [datasets] int64, samples of each dataset in the whole blend
+    dataset: Rows  # [samples] int16, or int32 if there are too many datasets
+    dataset_sample: Rows  # [samples] int64
+    drawn: Rows  # [datasets] int64, samples of each dataset in the whole blend
+
+
+BYTES_PER_SAMPLE = 2 + 8  # of the two long arrays, at least
 
 
 def build_blend_indices(weights: Sequence[float], sample_count: int) -> BlendIndices:

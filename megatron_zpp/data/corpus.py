@@ -10,9 +10,10 @@ from pathlib import Path
 
 from megatron_zpp.data.build_once import ProgressPrinter
 from megatron_zpp.data.gpt_dataset import GPTDataset
-from megatron_zpp.data.gpt_indices import GPTIndices, build_gpt_indices
+from megatron_zpp.data.gpt_indices import GPTIndices, build_gpt_indices, needed_bytes, plan_epochs
 from megatron_zpp.data.index_cache import CachedIndices, IndexCache
-from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.data.index_room import check_room
+from megatron_zpp.data.indexed_dataset import IndexedDataset, chunks_of
 from megatron_zpp.data.split import SPLIT_NAMES, split_documents
 
 SPLIT_WORDS = {"train": "training", "valid": "validation", "test": "test"}
@@ -57,7 +58,7 @@ class Corpus:
     def token_count(self, split_name: str) -> int:
         """Tokens in the documents of a split."""
         documents = self._documents[split_name]
-        return int(self.source.lengths[documents.start : documents.stop].sum(dtype="int64"))
+        return self.source.tokens_before(documents.stop) - self.source.tokens_before(documents.start)
 
     def samples_per_epoch(self, split_name: str) -> int:
         """Samples that one pass over the documents of a split yields."""
@@ -83,10 +84,13 @@ class Corpus:
 
     def _cached_indices(self, split_name: str, sample_count: int, progress: ProgressPrinter) -> CachedIndices[GPTIndices]:
         documents, order = self._documents[split_name], self.order
+        what = f"the {SPLIT_WORDS[split_name]} indices of {self.prefix}"
 
         def build() -> GPTIndices:
+            epochs = plan_epochs(self.token_count(split_name), sample_count=sample_count, seq_length=order.seq_length)
+            check_room(needed_bytes(epochs, len(documents)), epochs.sample_count, what, split_name)
             return build_gpt_indices(
-                self.source.lengths, documents, sample_count=sample_count, seq_length=order.seq_length, seed=order.seed
+                self.source.lengths[:], documents, sample_count=sample_count, seq_length=order.seq_length, seed=order.seed
             )
 
         description = {
@@ -101,8 +105,11 @@ class Corpus:
             "sequence_length": order.seq_length,
         }
         cache = IndexCache(GPTIndices, order.folder_of(self.prefix), split_name, description)
-        return cache.load_or_build(build, f"the {SPLIT_WORDS[split_name]} indices of {self.prefix}", progress)
+        return cache.load_or_build(build, what, progress)
 
     @cached_property
     def _lengths_digest(self) -> str:
-        return hashlib.sha256(self.source.lengths.data).hexdigest()
+        digest = hashlib.sha256()
+        for lengths in chunks_of(self.source.lengths):
+            digest.update(lengths.data)
+        return digest.hexdigest()

@@ -44,18 +44,11 @@ class GPTDataset:
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} in {self.source.prefix}")
-        self.source.check_whole()
         return sample_from(self._stream(int(self.indices.shuffle[index])))
 
     def _stream(self, sample: int) -> np.ndarray:
-        first, first_offset = (int(value) for value in self.indices.sample[sample])
-        last, last_offset = (int(value) for value in self.indices.sample[sample + 1])
-        pieces = []
-        for position in range(first, last + 1):
-            start = first_offset if position == first else 0
-            stop = last_offset + 1 if position == last else None
-            pieces.append(self.source.read(int(self.indices.document[position]), start, stop))
-        return np.concatenate(pieces)
+        (first, first_offset), (last, last_offset) = self.indices.sample[sample : sample + 2].tolist()
+        return self.source.read_in_turn(self.indices.document[first : last + 1].tolist(), first_offset, last_offset + 1)
 
 
 # A model learns few ids quickly, whatever the size of the vocabulary.

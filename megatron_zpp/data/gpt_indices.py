@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_zpp.data.index_builders import cut_samples
+from megatron_zpp.data.stored_array import Rows
 
 # Megatron's threshold: if a smaller part of the last epoch is needed, it is shuffled separately, so that its samples are not mixed into the
 # other epochs.
@@ -21,9 +22,9 @@ SEPARATE_FINAL_EPOCH_BELOW = 0.80
 
 
 class GPTIndices(NamedTuple):
-    document: np.ndarray  # [epochs * documents] int32
-    sample: np.ndarray  # [samples + 1, 2] int32, or int64 if values are too large
-    shuffle: np.ndarray  # [samples] uint32, or int64 if values are too large
+    document: Rows  # [epochs * documents] int32
+    sample: Rows  # [samples + 1, 2] int32, or int64 if values are too large
+    shuffle: Rows  # [samples] uint32, or int64 if values are too large
 
 
 class Epochs(NamedTuple):
@@ -40,6 +41,11 @@ def plan_epochs(tokens_per_epoch: int, *, sample_count: int, seq_length: int) ->
     samples_per_epoch = (tokens_per_epoch - 1) // seq_length
     is_separate = repeats > 1 and sample_count - before_final < int(SEPARATE_FINAL_EPOCH_BELOW * samples_per_epoch)
     return Epochs(repeats, total, before_final if is_separate else None)
+
+
+def needed_bytes(epochs: Epochs, document_count: int) -> int:
+    """The memory that the three arrays take at least."""
+    return 4 * epochs.repeats * document_count + (8 + _shuffle_dtype(epochs).itemsize) * epochs.sample_count
 
 
 def build_gpt_indices(lengths: np.ndarray, documents: range, *, sample_count: int, seq_length: int, seed: int) -> GPTIndices:
@@ -66,10 +72,13 @@ def _shuffled_documents(documents: range, epochs: Epochs, generator: np.random.R
 
 
 def _shuffled_samples(epochs: Epochs, generator: np.random.RandomState) -> np.ndarray:
-    dtype = np.uint32 if epochs.sample_count < np.iinfo(np.uint32).max - 1 else np.int64
     split = epochs.sample_count if epochs.shuffled_apart_from is None else epochs.shuffled_apart_from
-    order = np.arange(epochs.sample_count, dtype=dtype)
+    order = np.arange(epochs.sample_count, dtype=_shuffle_dtype(epochs))
     generator.shuffle(order[:split])
     if split < epochs.sample_count:
         generator.shuffle(order[split:])
     return order
+
+
+def _shuffle_dtype(epochs: Epochs) -> np.dtype:
+    return np.dtype(np.uint32 if epochs.sample_count < np.iinfo(np.uint32).max - 1 else np.int64)

@@ -58,7 +58,7 @@ def uses_kernels() -> bool:
 def _tensor(values: np.ndarray) -> torch.Tensor:
     import torch
 
-    # Arrays from a mapped .idx file are neither aligned nor writable; torch requires both.
+    # Arrays that were read from a file are not writable, which torch requires.
     return torch.from_numpy(np.require(values, requirements=("C", "A", "W", "O")))
 
 

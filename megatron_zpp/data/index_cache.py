@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
+import shutil
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,11 +21,12 @@ import numpy as np
 from megatron_zpp.config.outside import Members, OutsideFile, open_regular
 from megatron_zpp.data.blended_dataset import BlendIndices
 from megatron_zpp.data.build_once import SILENT, ProgressPrinter, atomic_write, built_once
+from megatron_zpp.data.data_file import DataFile
 from megatron_zpp.data.gpt_indices import GPTIndices
+from megatron_zpp.data.stored_array import Rows, StoredArray, held_if_small
 
-# Smaller files are read, not mapped: the number of maps is limited, and a blend of thousands of corpora has tens of thousands of arrays.
-MAPPED_FROM_BYTES = 1 << 16
 CHECKSUMS = "-checksums.json"
+CUT_OFF_REMEDY = "start the run again, which builds it again."
 CHECKSUM_BUFFER_BYTES = 1 << 18  # small enough to stay in the processor's cache
 
 Indices = TypeVar("Indices", GPTIndices, BlendIndices)
@@ -81,7 +85,7 @@ class IndexCache(Generic[Indices]):
             stored = OutsideFile(self._path(CHECKSUMS), str(self._path(CHECKSUMS))).members()
             for name in self.kind._fields:
                 self._verify(name, stored.members(name))
-            return self.kind(*(_load_array(self._array_path(name)) for name in self.kind._fields))
+            return self.kind(*(load_array(self._array_path(name)) for name in self.kind._fields))
         except OSError as error:
             self._finding = f"{error.filename or self.folder} cannot be read ({error.strerror})"
         except (ValueError, EOFError) as error:
@@ -94,6 +98,8 @@ class IndexCache(Generic[Indices]):
             raise ValueError(f"{path} does not have its checksum")
 
     def _store(self, indices: Indices) -> None:
+        if shutil.disk_usage(self.folder).free < sum(values.nbytes for values in indices):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # before the disk is full, which would hurt others
         for name, values in zip(self.kind._fields, indices, strict=True):
             with atomic_write(self._array_path(name)) as file:
                 np.save(file, values, allow_pickle=False)
@@ -118,7 +124,7 @@ class IndexCache(Generic[Indices]):
 
 
 def _checksum(path: Path) -> tuple[int, int]:
-    """Bytes and CRC-32 of a file. It is read and not mapped, because a mapped file that is cut off meanwhile would kill the process."""
+    """Bytes and CRC-32 of a file."""
     nbytes = value = 0
     buffer = bytearray(CHECKSUM_BUFFER_BYTES)
     with open(open_regular(path), "rb", buffering=0) as file:
@@ -128,7 +134,14 @@ def _checksum(path: Path) -> tuple[int, int]:
     return nbytes, value
 
 
-def _load_array(path: Path) -> np.ndarray:
-    is_mapped = path.stat().st_size >= MAPPED_FROM_BYTES
-    # A plain view of the map: np.memmap as a type slows down every element access.
-    return np.load(path, mmap_mode="r" if is_mapped else None, allow_pickle=False).view(np.ndarray)
+def load_array(path: Path) -> Rows:
+    """The array in an .npy file. Raises ValueError if the file does not hold exactly one array, laid out row after row."""
+    with open(open_regular(path), "rb") as file:
+        version = np.lib.format.read_magic(file)
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, is_by_columns, dtype = read_header(file)
+        offset = file.tell()
+    array = StoredArray(DataFile(str(path), CUT_OFF_REMEDY), dtype, shape, offset)
+    if is_by_columns or dtype.hasobject or not shape:
+        raise ValueError(f"{path} does not hold rows of numbers")
+    return held_if_small(array)

@@ -16,9 +16,13 @@ per document. PREFIX.idx is little-endian, and nothing after its header is align
 
 import os
 import struct
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from megatron_zpp.data.data_file import DataFile
+from megatron_zpp.data.stored_array import Rows, StoredArray, held_if_small
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
@@ -28,6 +32,7 @@ DTYPES = {code: np.dtype(name) for code, name in ((1, "u1"), (2, "i1"), (3, "<i2
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 INDEX_CHUNK_NUMEL = 1 << 20
 TOKEN_CHUNK_NUMEL = 1 << 24
+CUT_OFF_REMEDY = "copy it again, to another name first, and start the run again."
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
@@ -36,10 +41,10 @@ def best_dtype(vocab_size: int) -> np.dtype:
 
 
 class IndexedDataset:
-    """The sequences of PREFIX.bin and PREFIX.idx, read through memory maps. Only the prefix is pickled.
+    """The sequences of PREFIX.bin and PREFIX.idx, of which only what is used is read. Only the prefix is pickled.
 
-    The constructor checks that all sequences lie inside the files, so no later read can go beyond them.
-    Raises ValueError for a missing, foreign, truncated or contradictory file, naming what was found and what is needed.
+    The constructor checks that all sequences lie inside the files. Raises ValueError for a missing, foreign, truncated or contradictory
+    file, naming what was found and what is needed; every read does if a file has been cut off since.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -47,17 +52,16 @@ class IndexedDataset:
         self.index_path = f"{prefix}.idx"
         self.token_path = f"{prefix}.bin"
         _require_pair(prefix)
-        header = _read_header(self.index_path)
+        index = _open(self.index_path)
+        header = _read_header(index)
         self.dtype = header.dtype
-        index = np.memmap(self.index_path, dtype=np.uint8, mode="r")
         sequences, entries = header.sequence_count, header.document_entry_count
-        self.lengths = np.frombuffer(index, "<i4", sequences, HEADER.size)  # [S] tokens
-        self.offsets = np.frombuffer(index, "<i8", sequences, HEADER.size + 4 * sequences)  # [S] bytes
-        self.document_starts = np.frombuffer(index, "<i8", entries, HEADER.size + 12 * sequences)  # [D] sequences
-        self.token_count = int(self.lengths.sum(dtype=np.int64))
+        self.lengths = _part(index, "<i4", sequences, HEADER.size)  # [S] tokens
+        self.offsets = _part(index, "<i8", sequences, HEADER.size + 4 * sequences)  # [S] bytes
+        self.document_starts = _part(index, "<i8", entries, HEADER.size + 12 * sequences)  # [D] sequences
+        self.token_count = sum(int(lengths.sum(dtype=np.int64)) for lengths in chunks_of(self.lengths))
+        self._token_file = _open(self.token_path)
         self._check_consistency()
-        self.tokens = _map_tokens(self.token_path, self.dtype)  # [token_count]
-        self._mapped = os.stat(self.token_path)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -66,28 +70,38 @@ class IndexedDataset:
         return IndexedDataset, (self.prefix,)
 
     def read(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Tokens [start, stop) of sequence number `document`, or to its end if stop is None; a view in the stored dtype."""
-        length = int(self.lengths[document])
-        first = int(self.offsets[document]) // self.dtype.itemsize
-        return self.tokens[first + start : first + (length if stop is None else min(stop, length))]
+        """Tokens [start, stop) of sequence number `document`, or to its end if stop is None; in the stored dtype."""
+        return self.read_in_turn((document,), start, self.token_count if stop is None else stop)
 
-    def check_whole(self) -> None:
-        """Raises ValueError if the mapped .bin has been cut off since it was opened: reading beyond its end would kill the process.
+    def read_in_turn(self, documents: Sequence[int], start: int, stop: int) -> np.ndarray:
+        """These sequences one after the other, from token `start` of the first one to before token `stop` of the last one."""
+        read, item_bytes, last = self._token_file.read, self.dtype.itemsize, len(documents) - 1
+        parts = []
+        for place, document in enumerate(documents):
+            begin, end = self._extent(document)
+            if place == last:
+                end = min(end, begin + stop * item_bytes)
+            if place == 0:
+                begin += start * item_bytes
+            parts.append(read(begin, max(0, end - begin)))
+        return np.frombuffer(b"".join(parts), self.dtype)
 
-        A file that has been removed, or replaced by another of its name, is still there for this process.
-        """
-        try:
-            now = os.stat(self.token_path)
-        except OSError:
-            return
-        if now.st_size < self._mapped.st_size and os.path.samestat(now, self._mapped):
-            raise ValueError(
-                f"{self.token_path} was cut off while it was in use: it had {self._mapped.st_size} bytes, it has {now.st_size}; copy it "
-                "again, to another name first, and start the run again."
-            )
+    def read_tokens(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of all tokens, one sequence after the other; in the stored dtype."""
+        item_bytes = self.dtype.itemsize
+        return np.frombuffer(self._token_file.read(start * item_bytes, (stop - start) * item_bytes), self.dtype)
+
+    def tokens_before(self, document: int) -> int:
+        """The tokens of all sequences before this one; all tokens if it is the number of sequences."""
+        return self.token_count if document == len(self) else self._extent(document)[0] // self.dtype.itemsize
+
+    def _extent(self, document: int) -> tuple[int, int]:
+        """The bytes of a sequence: begin and end in the .bin."""
+        begin, *after = self.offsets[document : document + 2].tolist()  # one read
+        return begin, after[0] if after else self._token_file.nbytes
 
     def _check_consistency(self) -> None:
-        found = os.path.getsize(self.token_path)
+        found = self._token_file.nbytes
         needed = self.token_count * self.dtype.itemsize
         if found < needed:
             raise ValueError(
@@ -107,8 +121,7 @@ class IndexedDataset:
 
     def _offsets_are_sums_of_lengths(self) -> bool:
         begin = 0
-        for start in range(0, len(self.lengths), INDEX_CHUNK_NUMEL):
-            lengths, offsets = (values[start : start + INDEX_CHUNK_NUMEL] for values in (self.lengths, self.offsets))
+        for lengths, offsets in zip(chunks_of(self.lengths), chunks_of(self.offsets), strict=True):
             ends = begin + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
             if int(lengths.min()) < 0 or int(offsets[0]) != begin or not np.array_equal(offsets[1:], ends[:-1]):
                 return False
@@ -128,16 +141,22 @@ def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
 
     Reads the whole .bin once, in chunks, so one rank per node should call it.
     """
-    for start in range(0, len(dataset.tokens), TOKEN_CHUNK_NUMEL):
-        chunk = dataset.tokens[start : start + TOKEN_CHUNK_NUMEL]
+    for start in range(0, dataset.token_count, TOKEN_CHUNK_NUMEL):
+        chunk = dataset.read_tokens(start, min(start + TOKEN_CHUNK_NUMEL, dataset.token_count))
         if int(chunk.max()) < vocab_size and int(chunk.min()) >= 0:
             continue
-        position = start + int(np.argmax((chunk >= vocab_size) | (chunk < 0)))
-        document = int(np.searchsorted(dataset.offsets, position * dataset.dtype.itemsize, side="right")) - 1
+        place = int(np.argmax((chunk >= vocab_size) | (chunk < 0)))
+        offset = (start + place) * dataset.dtype.itemsize
+        document = sum(int(np.searchsorted(offsets, offset, side="right")) for offsets in chunks_of(dataset.offsets)) - 1
         raise ValueError(
-            f"{dataset.token_path} holds token id {int(dataset.tokens[position])} (document {document}), but the vocabulary has "
+            f"{dataset.token_path} holds token id {int(chunk[place])} (document {document}), but the vocabulary has "
             f"{vocab_size} ids; give the --vocab-size or --tokenizer-model the data was tokenised with."
         )
+
+
+def chunks_of(values: Rows, first: int = 0) -> Iterator[np.ndarray]:
+    """The values from number `first` on, INDEX_CHUNK_NUMEL of them at a time."""
+    return (values[start : start + INDEX_CHUNK_NUMEL] for start in range(first, len(values), INDEX_CHUNK_NUMEL))
 
 
 class _Header(NamedTuple):
@@ -156,9 +175,16 @@ def _require_pair(prefix: str) -> None:
             )
 
 
-def _read_header(path: str) -> _Header:
-    with open(path, "rb") as file:
-        head = file.read(HEADER.size)
+def _open(path: str) -> DataFile:
+    try:
+        return DataFile(path, CUT_OFF_REMEDY)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be opened ({error.strerror}); every rank must be able to read it.") from error
+
+
+def _read_header(file: DataFile) -> _Header:
+    path = file.path
+    head = file.read(0, min(HEADER.size, file.nbytes))
     if head.startswith(LEGACY_MAGIC):
         raise ValueError(f"{path} is in the legacy TNTIDX format (lazy, cached); write the data again with tools/preprocess_data.py.")
     if head[: len(MAGIC)] != MAGIC[: len(head)] or not head:
@@ -173,12 +199,12 @@ def _read_header(path: str) -> _Header:
     if code not in DTYPES:
         known = ", ".join(f"{code} {dtype.name}" for code, dtype in DTYPES.items())
         raise ValueError(f"{path} has dtype code {code}, token ids are one of {known}; write the data again with tools/preprocess_data.py.")
-    _check_index_bytes(path, HEADER.size + 12 * sequence_count + 8 * document_entry_count)
+    _check_index_bytes(file, HEADER.size + 12 * sequence_count + 8 * document_entry_count)
     return _Header(DTYPES[code], sequence_count, document_entry_count)
 
 
-def _check_index_bytes(path: str, needed: int) -> None:
-    found = os.path.getsize(path)
+def _check_index_bytes(file: DataFile, needed: int) -> None:
+    path, found = file.path, file.nbytes
     if found < needed:
         raise ValueError(f"{path} is truncated: it has {found} bytes, its header promises {needed}; copy it again.")
     if found > needed:
@@ -188,8 +214,5 @@ def _check_index_bytes(path: str, needed: int) -> None:
         )
 
 
-def _map_tokens(path: str, dtype: np.dtype) -> np.ndarray:
-    if not os.path.getsize(path):
-        return np.empty(0, dtype)  # an empty file cannot be mapped
-    # Every slice of an np.memmap is slower than one of a plain array.
-    return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
+def _part(index: DataFile, dtype: str, count: int, offset: int) -> Rows:
+    return held_if_small(StoredArray(index, np.dtype(dtype), (count,), offset))

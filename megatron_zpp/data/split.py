@@ -18,8 +18,8 @@ def parse_split(split: str) -> tuple[float, float, float]:
         raise ValueError(f"--split is not a list of numbers: {example}") from None
     if len(parts) > 3:
         raise ValueError(f"--split has {len(parts)} parts: {example}")
-    if not all(math.isfinite(part) and part >= 0 for part in parts) or sum(parts) <= 0:
-        raise ValueError(f"--split has a negative part or no positive one: {example}")
+    if not all(part >= 0 for part in parts) or not 0 < sum(parts) < math.inf:
+        raise ValueError(f"--split has a part that is negative, not a number or too large, or none that is positive: {example}")
     total = sum(parts)
     train, valid, test = ([part / total for part in parts] + [0.0, 0.0])[:3]
     return train, valid, test

@@ -7,11 +7,10 @@ from megatron_zpp.data.indexed_dataset import TOKEN_CHUNK_NUMEL, IndexedDataset
 
 def count_tokens(dataset: IndexedDataset, documents: range, vocab_size: int) -> np.ndarray:
     """How often each id occurs in the documents, [vocab_size] int64. All ids must be below vocab_size (see `check_token_ids`)."""
-    start = int(dataset.lengths[: documents.start].sum(dtype=np.int64))
-    stop = start + int(dataset.lengths[documents.start : documents.stop].sum(dtype=np.int64))
+    start, stop = dataset.tokens_before(documents.start), dataset.tokens_before(documents.stop)
     counts = np.zeros(vocab_size, dtype=np.int64)
     for begin in range(start, stop, TOKEN_CHUNK_NUMEL):
-        counts += np.bincount(dataset.tokens[begin : min(begin + TOKEN_CHUNK_NUMEL, stop)], minlength=vocab_size)
+        counts += np.bincount(dataset.read_tokens(begin, min(begin + TOKEN_CHUNK_NUMEL, stop)), minlength=vocab_size)
     return counts
 
 

@@ -29,7 +29,7 @@ def new_file(path: Path) -> BinaryIO:
 def kept_file(path: str | Path, *, appends: bool = False) -> int:
     """A descriptor for reading and writing the file of this name, which is made if there is none, and is not emptied.
 
-    Raises OSError, without waiting, for a link and for anything else that is no regular file.
+    Raises OSError, without waiting, for a link and for anything else that is not a regular file.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | _ALWAYS | (os.O_APPEND if appends else 0)
     try:
@@ -84,7 +84,7 @@ def _with_name(error: OSError, path: Path) -> OSError:
 def _checked(descriptor: int, path: str | Path) -> int:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return descriptor
 
 

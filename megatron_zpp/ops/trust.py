@@ -22,7 +22,7 @@ CHUNK_BYTES = 1 << 20
 def why_not_loadable(library: Path) -> str | None:
     """Why the library must not be loaded, as words that continue its path; None if it may be.
 
-    It and its folder must be no links, belong to the user or to root, and be writable by nobody else; its bytes must have their digest.
+    It and its folder must not be links; they belong to the user or root, and nobody else may write to them. Its bytes have their digest.
     """
     finding = why_not_ours(library.parent)
     if finding is not None:

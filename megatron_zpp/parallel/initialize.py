@@ -134,7 +134,7 @@ def is_mistake(error: ValueError) -> bool:
 def gather_texts(text: str) -> list[str]:
     """The texts of all ranks in rank order; every rank must call it. They are sent as UTF-8 and never unpickled.
 
-    What UTF-8 cannot hold, such as a path of other bytes, arrives as \\udcXX. Raises UnicodeDecodeError if what arrives is no UTF-8.
+    What UTF-8 cannot hold, such as a path of other bytes, arrives as \\udcXX. Raises UnicodeDecodeError if what arrives is not UTF-8.
     """
     data = text.encode("utf-8", errors="backslashreplace")
     lengths = _gather(torch.tensor([len(data)]))

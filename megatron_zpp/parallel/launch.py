@@ -84,7 +84,7 @@ def read_job(environment: Mapping[str, str]) -> SchedulerJob:
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher has started this process: torchrun, DeepSpeed's, mpirun or srun. A shell is none."""
+    """Whether a launcher has started this process: torchrun, DeepSpeed's, mpirun or srun. A shell is not one."""
     if "TORCHELASTIC_RUN_ID" in environment or any(names.local_rank in environment for names in (OPEN_MPI, HYDRA)):
         return True
     world_size = environment.get(TORCHRUN.world_size, "")

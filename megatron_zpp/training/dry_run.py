@@ -124,7 +124,7 @@ def _blend(blend: Blend) -> str:
     from megatron_zpp.data.indexed_dataset import IndexedDataset  # imports numpy
 
     corpora = [IndexedDataset(prefix) for prefix in blend.prefixes]
-    tokens = sum(int(corpus.lengths.sum(dtype="int64")) for corpus in corpora)
+    tokens = sum(corpus.token_count for corpus in corpora)
     return f"{len(corpora)} corpora of {tokens:.4g} tokens"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_zpp.checkpoint.durable import SHARED_FOLDER, is_seen
+from megatron_zpp.checkpoint.durable import SHARED_FOLDER, becomes_visible
 from megatron_zpp.checkpoint.owner import own_token
 from megatron_zpp.config.data_sources import read_sources
 from megatron_zpp.config.flag import any_of, spelling_of
@@ -124,7 +124,7 @@ def check_save_is_shared(config: Config, world: World) -> None:
     gather_texts("made")
     try:
         with world.agreement():
-            if not is_seen(probe):
+            if not becomes_visible(probe):
                 raise ValueError(f"--save {folder} on this rank's machine is not the folder that rank 0 sees; {SHARED_FOLDER}")
     finally:
         if world.rank == 0:

@@ -92,7 +92,7 @@ def test_pieces_that_overlap_or_leave_gaps_are_refused_at_load_and_found_by_veri
 def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(folder: Path, name: str) -> None:
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    with pytest.raises(CheckpointError, match="cannot be read .it is a pipe and no regular file"):
+    with pytest.raises(CheckpointError, match="cannot be read .it is a pipe, not a regular file"):
         load_all(find_checkpoint(folder.parent, None) or folder)
 
 

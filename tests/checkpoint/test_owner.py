@@ -46,8 +46,19 @@ def test_a_killed_process_that_nobody_has_waited_for_is_dead(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("token", ["00000000-1-1", "ab12"])
-def test_on_another_machine_only_an_hour_without_change_tells(tmp_path: Path, token: str) -> None:
+def test_on_another_machine_only_an_hour_without_change_tells(tmp_path: Path, token: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_abandoned(tmp_path, token)
-    assert is_abandoned(aged(tmp_path, ABANDONED_AFTER_SECONDS + 60), token)
-    (tmp_path / "rank_00001.safetensors").write_text("just now")
+    changed = tmp_path.stat().st_ctime
+    monkeypatch.setattr(time, "time", lambda: changed + ABANDONED_AFTER_SECONDS + 60)
+    assert is_abandoned(tmp_path, token)
+    monkeypatch.setattr(time, "time", lambda: changed + ABANDONED_AFTER_SECONDS - 60)
     assert not is_abandoned(tmp_path, token)
+
+
+def test_a_complete_folder_that_another_machine_has_just_renamed_is_not_abandoned_however_old_its_files_are(tmp_path: Path) -> None:
+    """As .replaced and .removed folders are: renaming leaves their times of writing as they were."""
+    (tmp_path / "iter_0000001").mkdir()
+    (tmp_path / "iter_0000001" / "manifest.json").touch()
+    aged(tmp_path / "iter_0000001" / "manifest.json", 1e6)
+    replaced = aged(tmp_path / "iter_0000001", 1e6).rename(tmp_path / "iter_0000001.replaced-00000000-1-1")
+    assert not is_abandoned(replaced, "00000000-1-1")

@@ -163,9 +163,9 @@ def test_a_lock_that_has_vanished_or_changed_hands_is_noticed_and_left_alone(tmp
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("target", path)], ids=["fifo", "folder", "link"])
-def test_what_is_no_file_is_refused_and_nothing_is_written_through_it(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_what_is_not_a_file_is_refused_and_nothing_is_written_through_it(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / LOCK_FILE)
-    with pytest.raises(CheckpointError, match="run.lock is no regular file, so no run made it; remove it"):
+    with pytest.raises(CheckpointError, match="run.lock is not a regular file, so no run made it; remove it"):
         take(tmp_path)
     assert names(tmp_path) == [LOCK_FILE]
 

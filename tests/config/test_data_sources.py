@@ -16,7 +16,7 @@ from megatron_zpp.config.schema import DataConfig
         ("a b c", Blend(("a", "b", "c"), None)),
         ("0.7 a 3e-1 b", Blend(("a", "b"), (0.7, 0.3))),
         ("30 a", Blend(("a",), (30.0,))),
-        ("1 a b c", Blend(("1", "a", "b", "c"), None)),  # as Megatron: one word that is no number makes all of them prefixes
+        ("1 a b c", Blend(("1", "a", "b", "c"), None)),  # as Megatron: one word that is not a number makes all of them prefixes
         ("1 2 3", Blend(("1", "2", "3"), None)),
     ],
 )
@@ -25,9 +25,14 @@ def test_both_forms_of_a_blend_are_told_apart_as_megatron_does(words: str, blend
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "0.0"])
-def test_a_weight_that_is_no_positive_number_is_refused(weight: str) -> None:
-    with pytest.raises(FlagError, match=f"--data-path has the weight {weight}; needed is a positive number"):
+def test_a_weight_that_is_not_a_positive_number_is_refused(weight: str) -> None:
+    with pytest.raises(FlagError, match=f"--data-path: a weight must be a positive number, not {weight}; leave out"):
         parse_blend("--data-path", ["0.5", "a", weight, "b"])
+
+
+def test_weights_without_a_finite_sum_are_refused() -> None:
+    with pytest.raises(FlagError, match="--data-path has weights whose sum is too large for a number; give weights near 1"):
+        parse_blend("--data-path", ["1e308", "a", "1e308", "b"])
 
 
 def test_each_split_may_have_corpora_of_its_own() -> None:
@@ -63,7 +68,7 @@ def test_a_json_file_of_another_kind_is_refused(text: str, tmp_path: Path) -> No
         (DataConfig(data_path=("a",), data_args_path="file"), "--data-path and --data-args-path exclude each other"),
         (DataConfig(valid_data_path=("b",)), "--valid-data-path leaves training without a corpus"),
         (DataConfig(data_args_path="nowhere"), "--data-args-path nowhere cannot be read"),
-        (DataConfig(data_args_path="/dev/null"), "--data-args-path /dev/null cannot be read \\(it is a device and no regular file\\)"),
+        (DataConfig(data_args_path="/dev/null"), "--data-args-path /dev/null cannot be read \\(it is a device, not a regular file\\)"),
         (DataConfig(per_split_data_args_path="nowhere"), "--per-split-data-args-path nowhere cannot be read"),
     ],
 )

@@ -404,15 +404,15 @@ def test_a_section_that_is_no_object_is_refused(section):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ('{\n  "fp16": {"enabled": true,}\n}', "is no JSON: line 2, column "),
+        ('{\n  "fp16": {"enabled": true,}\n}', "is not JSON: line 2, column "),
         (
             '{\n  "fp16": {"enabled": true}\n  "bf16": {}\n}',
-            "is no JSON: line 3, column 3: Expecting ',' delimiter; give the path of a JSON object.",
+            "is not JSON: line 3, column 3: Expecting ',' delimiter; give the path of a JSON object.",
         ),
-        ("", "is no JSON: line 1, column 1"),
-        ("[]", "holds no JSON object"),
-        ('{"steps_per_print": 1e999}', "has steps_per_print Infinity, needed is a finite number below 2^63"),
-        ('{"fp16": {"loss_scale": NaN}}', "has fp16.loss_scale NaN, needed is a finite number below 2^63"),
+        ("", "is not JSON: line 1, column 1"),
+        ("[]", "must be a JSON object, not []"),
+        ('{"steps_per_print": 1e999}', "steps_per_print must be a finite number below 2^63, not Infinity"),
+        ('{"fp16": {"loss_scale": NaN}}', "fp16.loss_scale must be a finite number below 2^63, not NaN"),
         ('{"fp16": {}, "fp16": {}}', "--deepspeed_config ds.json has fp16 twice in one object"),
         ('{"fp16": {"enabled": true, "enabled": false}}', "has enabled twice in one object"),
     ],
@@ -432,7 +432,7 @@ def test_a_missing_file_and_a_folder_are_named():
 
 def test_a_file_that_is_no_text_is_named(tmp_path):
     (tmp_path / "ds.json").write_bytes(b"\xff\xfe{}")
-    with pytest.raises(FlagError, match="ds.json is no text in UTF-8"):
+    with pytest.raises(FlagError, match="ds.json is not UTF-8 text"):
         with_deepspeed_json(parse_flags("--deepspeed_config ds.json".split()), 1)
 
 

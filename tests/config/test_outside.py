@@ -40,9 +40,9 @@ def make_socket(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [make_pipe, make_link_to_zeros, make_socket, Path.mkdir])
-def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_what_is_not_a_regular_file_is_refused_without_waiting(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "file")
-    with pytest.raises(OSError, match="no regular file|Is a directory|No such device"):
+    with pytest.raises(OSError, match="not a regular file|Is a directory|No such device"):
         open_regular(tmp_path / "file")
     with pytest.raises(FlagError, match=f"^--flag {tmp_path}/file cannot be read \\(.*\\); give another.$"):
         outside(tmp_path / "file").members()
@@ -66,24 +66,24 @@ def test_text_is_utf_8_with_or_without_a_byte_order_mark(tmp_path: Path) -> None
     (tmp_path / "file").write_bytes(b"\xef\xbb\xbfa\xc3\xa9")
     assert outside(tmp_path / "file").text() == "aé"
     (tmp_path / "file").write_bytes(b"ab\xff")
-    with pytest.raises(FlagError, match="is no text in UTF-8 \\(byte 2\\)"):
+    with pytest.raises(FlagError, match="is not UTF-8 text \\(byte 2\\)"):
         outside(tmp_path / "file").text()
 
 
 @pytest.mark.parametrize(
     ("text", "finding"),
     [
-        ("{", "is no JSON: line 1, column 2"),
-        ("3", "holds no JSON object"),
+        ("{", "is not JSON: line 1, column 2"),
+        ("3", "file must be a JSON object, not 3"),
         ("[" * 200_000, "is nested more than 64 levels deep"),
         ('{"a":' * 200_000, "is nested more than 64 levels deep"),
         ("[" * (MOST_DEPTH + 1) + "]" * (MOST_DEPTH + 1), "is nested more than 64 levels deep"),
-        ('{"a": {"b": [0, NaN]}}', "has a.b[1] NaN, needed is a finite number below 2^63"),
-        ('{"a": 1e999}', "has a Infinity"),
-        ('{"a": -Infinity}', "has a -Infinity"),
-        ('{"a": 9223372036854775808}', "has a 9223372036854775808, needed is"),
-        (f'{{"a": {"9" * 5000}}}', "is no usable JSON"),
-        ("NaN", "holds NaN"),
+        ('{"a": {"b": [0, NaN]}}', ": a.b[1] must be a finite number below 2^63, not NaN"),
+        ('{"a": 1e999}', "a must be a finite number below 2^63, not Infinity"),
+        ('{"a": -Infinity}', "a must be a finite number below 2^63, not -Infinity"),
+        ('{"a": 9223372036854775808}', "a must be a finite number below 2^63, not 9223372036854775808"),
+        (f'{{"a": {"9" * 5000}}}', "is not usable JSON"),
+        ("NaN", "file must be a finite number below 2^63, not NaN"),
     ],
 )
 def test_json_that_nothing_here_can_use_is_refused(tmp_path: Path, text: str, finding: str) -> None:
@@ -111,6 +111,7 @@ def test_a_key_that_stands_twice_is_refused_where_keys_must_be_unique(tmp_path: 
         (Members.positive_count, ["1"], ["0", "true", "2.5"]),
         (Members.whole_number, ["-1"], ["1.5", "false"]),
         (Members.number, ["1", "2.5", "-0.5"], ["true", '"1"', "null"]),
+        (Members.number_or_nan, ["1", "2.5"], ["true", "null"]),
         (Members.text, ['"a"', '""'], ["1", "null", '"\\ud800"']),
         (Members.switch, ["true"], ["1", '"true"', "null"]),
         (Members.counts, ["[]", "[1, 2]"], ["1", "[-1]", "[true]", '["1"]', "{}"]),
@@ -125,22 +126,22 @@ def test_a_member_of_another_kind_is_refused_by_its_key(
     for text in good:
         kind(members(tmp_path, f'{{"outer": {{"key": {text}}}}}').members("outer"), "key")
     for text in bad:
-        with pytest.raises(FlagError, match=r"has outer\.key .*, needed is .*; give another\.$"):
+        with pytest.raises(FlagError, match=r": outer\.key must be .*, not .*; give another\.$"):
             kind(members(tmp_path, f'{{"outer": {{"key": {text}}}}}').members("outer"), "key")
     with pytest.raises(FlagError, match=r"lacks outer\.key"):
         kind(members(tmp_path, '{"outer": {}}').members("outer"), "key")
 
 
 def test_objects_of_a_list_and_unknown_keys_are_named_by_place(tmp_path: Path) -> None:
-    with pytest.raises(FlagError, match=r"has list\[1\] 3, needed is an object"):
+    with pytest.raises(FlagError, match=r": list\[1\] must be an object, not 3"):
         list(members(tmp_path, '{"list": [{}, 3]}').list_of_members("list"))
-    with pytest.raises(FlagError, match=r"has list\[0\]\.key -1, needed is a whole number from 0"):
+    with pytest.raises(FlagError, match=r": list\[0\]\.key must be a whole number from 0 to 2\^63 - 1, not -1"):
         next(members(tmp_path, '{"list": [{"key": -1}]}').list_of_members("list")).count("key")
     (tmp_path / "file").write_text('[{"key": 1}, 3]')
-    with pytest.raises(FlagError, match=r"has \[1\] 3, needed is an object"):
+    with pytest.raises(FlagError, match=r": \[1\] must be an object, not 3"):
         list(outside(tmp_path / "file").list_of_members())
     (tmp_path / "file").write_text("{}")
-    with pytest.raises(FlagError, match="holds no JSON list"):
+    with pytest.raises(FlagError, match="file must be a JSON list, not {}"):
         outside(tmp_path / "file").entries()
     with pytest.raises(FlagError, match="has the unknown key other"):
         members(tmp_path, '{"other": 1}').require_only({"key"})
@@ -156,7 +157,7 @@ def test_objects_of_a_list_and_unknown_keys_are_named_by_place(tmp_path: Path) -
 )
 def test_files_of_flags_are_read_in_this_way(tmp_path: Path, flag: str, read: Callable[[str], object]) -> None:
     make_pipe(tmp_path / "pipe")
-    with pytest.raises(FlagError, match=f"{flag} {tmp_path}/pipe cannot be read \\(it is a pipe and no regular file\\)"):
+    with pytest.raises(FlagError, match=f"{flag} {tmp_path}/pipe cannot be read \\(it is a pipe, not a regular file\\)"):
         read(str(tmp_path / "pipe"))
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", 1 << 40)

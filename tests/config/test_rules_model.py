@@ -74,12 +74,12 @@ def test_only_learned_positions_have_an_end(flags: str) -> None:
         ("--swiglu --hidden-size 16", "--swiglu with --hidden-size 16 leaves the feed-forward layer no width, .* give --ffn-hidden-size."),
         (
             "--use-rotary-position-embeddings --rotary-percent 0.45",
-            "--rotary-percent 0.45 rotates 7 of a head's 16 channels, which are no pairs; "
+            "--rotary-percent 0.45 rotates 7 of a head's 16 channels, which are not pairs; "
             "choose --rotary-percent 0.375, --rotary-percent 0.5 or an even --kv-channels.",
         ),
         (
             "--use-rotary-position-embeddings --rotary-percent 0.01",
-            "--rotary-percent 0.01 rotates 0 of a head's 16 channels, which are no pairs; "
+            "--rotary-percent 0.01 rotates 0 of a head's 16 channels, which are not pairs; "
             "choose --rotary-percent 0.125 or an even --kv-channels.",
         ),
         ("--use-rotary-position-embeddings --kv-channels 1", "rotates 1 of a head's 1 channels, .*; choose an even --kv-channels."),

@@ -112,3 +112,17 @@ def test_a_blend_asked_for_no_training_samples_is_a_broken_promise(tmp_path: Pat
 
 def test_sample_counts_are_megatrons() -> None:
     assert count_samples(train_samples=100 * 8, train_iters=100, eval_interval=30, evaluated_samples=5 * 8) == (800, 4 * 5 * 8, 5 * 8)
+
+
+@pytest.mark.parametrize(
+    ("place", "remedy"), [(0, "lower --train-iters or --train-samples"), (1, "lower --eval-iters, or"), (2, "lower --eval-iters")]
+)
+@pytest.mark.parametrize("weights", [(), ("1",)])
+def test_more_samples_than_memory_can_index_are_refused_by_their_flag_before_anything_is_built(
+    tmp_path: Path, place: int, remedy: str, weights: tuple[str, ...]
+) -> None:
+    counts = [6, 3, 1]
+    counts[place] = 10**12
+    prefix = write_corpus(tmp_path, counting_documents([40] * 9))
+    with pytest.raises(ValueError, match=f"would take at least .* GB of memory for 10+[0-9]* samples, and this machine has .*; {remedy}"):
+        build(DataConfig(data_path=(*weights, prefix), split="1,1,1"), (counts[0], counts[1], counts[2]))

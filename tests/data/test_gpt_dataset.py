@@ -1,14 +1,21 @@
 import os
 import pickle
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 from harness.tiny_corpus import GOLDEN, counting_documents, write_corpus, write_golden_corpus
 
+from megatron_zpp.data import stored_array
+from megatron_zpp.data.build_once import SILENT
+from megatron_zpp.data.corpus import Corpus, SampleOrder
+from megatron_zpp.data.documents import DocumentRules
 from megatron_zpp.data.gpt_dataset import GPTDataset
 from megatron_zpp.data.gpt_indices import build_gpt_indices
 from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.data.loader import MicroBatches
+from megatron_zpp.data.sampler import MicroBatchSampler
 from megatron_zpp.data.split import SPLIT_NAMES, split_documents
 
 CASES = [(case, name) for case in ("one_epoch", "three_splits") for name in SPLIT_NAMES if GOLDEN[case][name] is not None]
@@ -16,7 +23,7 @@ CASES = [(case, name) for case in ("one_epoch", "three_splits") for name in SPLI
 
 def open_dataset(prefix: str, documents: range, *, sample_count: int, seq_length: int = 8) -> GPTDataset:
     source = IndexedDataset(prefix)
-    return GPTDataset(source, build_gpt_indices(source.lengths, documents, sample_count=sample_count, seq_length=seq_length, seed=1234))
+    return GPTDataset(source, build_gpt_indices(source.lengths[:], documents, sample_count=sample_count, seq_length=seq_length, seed=1234))
 
 
 @pytest.mark.parametrize(("case", "name"), CASES)
@@ -59,14 +66,64 @@ def test_pickled_dataset_gives_the_same_samples(tmp_path: Path) -> None:
 def test_a_corpus_cut_off_while_it_is_in_use_is_named_and_one_replaced_or_removed_is_read_on(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [[7] * 4096] * 8)
     source = IndexedDataset(prefix)
-    dataset = GPTDataset(source, build_gpt_indices(source.lengths, range(8), sample_count=4, seq_length=64, seed=1))
+    dataset = GPTDataset(source, build_gpt_indices(source.lengths[:], range(8), sample_count=4, seq_length=64, seed=1))
     whole = Path(f"{prefix}.bin").read_bytes()
     (tmp_path / "other").write_bytes(b"")
     os.replace(f"{prefix}.bin", tmp_path / "moved")
     os.replace(tmp_path / "other", f"{prefix}.bin")
     assert dataset[0]["tokens"].tolist() == [7] * 64
-    os.replace(tmp_path / "moved", f"{prefix}.bin")
-    os.truncate(f"{prefix}.bin", 4096)
-    with pytest.raises(ValueError, match=f"{prefix}.bin was cut off while it was in use: it had {len(whole)} bytes, it has 4096; copy it"):
-        dataset[0]
     os.remove(f"{prefix}.bin")
+    assert dataset[1]["tokens"].tolist() == [7] * 64
+    os.truncate(tmp_path / "moved", 64)
+    with pytest.raises(ValueError, match=f"^{prefix}.bin was cut off while it was in use: it had {len(whole)} bytes, it has 64; copy it"):
+        dataset[0]
+
+
+def first_error(prefix: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The error of reading micro-batches after the .bin has been cut off to one page."""
+    monkeypatch.setattr(stored_array, "HELD_BELOW_BYTES", 0)
+    dataset = open_dataset(prefix, range(8), sample_count=4, seq_length=64)
+    rules = DocumentRules(eod=0, resets_positions=False, resets_attention=False, masks_loss=False)
+    os.truncate(f"{prefix}.bin", 4096)
+    try:
+        list(islice(MicroBatches(dataset, MicroBatchSampler(len(dataset), 0, 8, 0, 1), workers, rules), 8))
+    except ValueError as error:  # pytest.raises would keep the traceback, and with it the workers
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_corpus_cut_off_between_a_check_and_a_read_is_named_instead_of_killing_the_process(
+    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A check of the size finds the whole file. A memory map would end the process by SIGBUS.
+    prefix = write_corpus(tmp_path, [[7] * 4096] * 8)
+    with monkeypatch.context() as patched:
+        status = os.stat(f"{prefix}.bin")
+        patched.setattr(os, "stat", lambda path, **options: status)
+        assert f"{prefix}.bin was cut off while it was in use: it had 65536 bytes, it has 4096; copy it again" in first_error(
+            prefix, workers, monkeypatch
+        )
+
+
+def test_an_index_cut_off_while_it_is_in_use_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_array, "HELD_BELOW_BYTES", 0)
+    prefix = write_golden_corpus(tmp_path)
+    source = IndexedDataset(prefix)
+    os.truncate(f"{prefix}.idx", 100)
+    with pytest.raises(ValueError, match=f"^{prefix}.idx was cut off while it was in use: it had 242 bytes, it has 100; copy it again"):
+        source.read(9)
+
+
+@pytest.mark.parametrize("held_bytes", [0, 1 << 20])
+def test_samples_are_the_same_whether_arrays_are_held_or_read(tmp_path: Path, held_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_array, "HELD_BELOW_BYTES", held_bytes)
+    documents = counting_documents([3, 0, 7, 1, 1, 0, 12])
+    order = SampleOrder(5, 1, tmp_path / "cache")
+    prefix = write_corpus(tmp_path, documents)
+    Corpus(prefix, None, order).dataset("train", 9, SILENT, [])
+    dataset = Corpus(prefix, None, order).dataset("train", 9, SILENT, [])  # from the cache
+    stream = [token for document in dataset.indices.document.tolist() for token in documents[document]]
+    for index, sample in enumerate(dataset.indices.shuffle.tolist()):
+        assert dataset[index]["tokens"].tolist() == stream[sample * 5 : sample * 5 + 5]
+    assert pickle.loads(pickle.dumps(dataset))[4]["labels"].tolist() == dataset[4]["labels"].tolist()

@@ -4,7 +4,7 @@ from harness.tiny_corpus import GOLDEN
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zpp.data.gpt_indices import build_gpt_indices, plan_epochs
+from megatron_zpp.data.gpt_indices import build_gpt_indices, needed_bytes, plan_epochs
 from megatron_zpp.data.split import SPLIT_NAMES, split_documents
 
 CASES = [(case, name) for case in ("one_epoch", "three_splits") for name in SPLIT_NAMES if GOLDEN[case][name] is not None]
@@ -77,3 +77,11 @@ def test_a_stream_beyond_32_bits_is_cut_exactly() -> None:
 def test_documents_without_tokens_are_refused() -> None:
     with pytest.raises(RuntimeError, match="documents 1 to 2 hold no token"):
         build_gpt_indices(np.array([5, 0], dtype=np.int32), range(1, 2), sample_count=1, seq_length=4, seed=1)
+
+
+def test_the_memory_that_is_checked_before_building_is_that_of_the_arrays() -> None:
+    lengths = np.full(10, 100, np.int32)
+    for sample_count in (1, 100, 5000):
+        indices = build_gpt_indices(lengths, range(10), sample_count=sample_count, seq_length=8, seed=1)
+        epochs = plan_epochs(1000, sample_count=sample_count, seq_length=8)
+        assert needed_bytes(epochs, 10) == sum(values.nbytes for values in indices) - 8  # the end of the last sample

@@ -2,16 +2,19 @@ import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_zpp.data import stored_array
 from megatron_zpp.data.blended_dataset import BlendIndices, build_blend_indices
 from megatron_zpp.data.build_once import ProgressPrinter
 from megatron_zpp.data.gpt_indices import GPTIndices
-from megatron_zpp.data.index_cache import MAPPED_FROM_BYTES, CachedIndices, IndexCache
+from megatron_zpp.data.index_cache import CachedIndices, IndexCache, load_array
+from megatron_zpp.data.stored_array import StoredArray
 
 DESCRIPTION = {"class": "GPTDataset", "num_samples": 3}
 
@@ -81,11 +84,15 @@ def with_lines() -> tuple[ProgressPrinter, list[str]]:
     return ProgressPrinter("rank 0", lines.append), lines
 
 
-@pytest.mark.parametrize("length", [3, MAPPED_FROM_BYTES])
+@pytest.mark.parametrize("held_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("name", ["document", "sample", "shuffle"])
-def test_a_changed_byte_anywhere_in_an_array_is_found_and_said_in_one_line(tmp_path: Path, name: str, length: int) -> None:
+def test_a_changed_byte_anywhere_in_an_array_is_found_and_said_in_one_line(
+    tmp_path: Path, name: str, held_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_array, "HELD_BELOW_BYTES", held_bytes)
+
     def build() -> GPTIndices:
-        values = np.arange(length, dtype=np.int32)
+        values = np.arange(300, dtype=np.int32)
         return GPTIndices(values, np.stack([values, values], axis=1), values)
 
     cache = IndexCache(GPTIndices, tmp_path, "train", DESCRIPTION)
@@ -149,13 +156,38 @@ def test_a_builder_that_dies_leaves_no_half_cache(tmp_path: Path) -> None:
     assert not (tmp_path / f"{cache.stem}.error").exists()
 
 
-def test_small_arrays_are_read_and_large_ones_mapped(tmp_path: Path) -> None:
-    large = np.arange(MAPPED_FROM_BYTES, dtype=np.int32)
+def test_small_arrays_are_held_and_of_large_ones_the_rows_in_use_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_array, "HELD_BELOW_BYTES", 1000)
+    large = np.arange(600, dtype=np.int32)
     cache = IndexCache(GPTIndices, tmp_path, "train", DESCRIPTION)
-    cache.load_or_build(lambda: some_indices()._replace(document=large))
+    cache.load_or_build(lambda: some_indices()._replace(document=large, sample=large.reshape(-1, 2)))
     loaded = cache.load_or_build(must_not_build).indices
+    assert isinstance(loaded.document, StoredArray) and isinstance(loaded.sample, StoredArray) and isinstance(loaded.shuffle, np.ndarray)
     assert np.array_equal(loaded.document, large)
-    assert isinstance(loaded.document.base, np.memmap) and not isinstance(loaded.sample.base, np.memmap)
+    assert (loaded.document[-1], loaded.document[7:9].tolist(), len(loaded.document)) == (599, [7, 8], 600)
+    assert (loaded.sample[299].tolist(), loaded.sample[5:7].tolist(), len(loaded.sample)) == ([598, 599], [[10, 11], [12, 13]], 300)
+
+
+def test_a_cached_array_that_is_cut_off_while_it_is_in_use_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_array, "HELD_BELOW_BYTES", 0)
+    cache = IndexCache(GPTIndices, tmp_path, "train", DESCRIPTION)
+    cache.load_or_build(some_indices)
+    loaded = cache.load_or_build(must_not_build).indices
+    path = tmp_path / f"{cache.stem}-sample_index.npy"
+    whole = path.stat().st_size
+    os.truncate(path, whole - 8)
+    assert loaded.sample[0].tolist() == [0, 0]
+    with pytest.raises(
+        ValueError, match=f"^{path} was cut off while it was in use: it had {whole} bytes, it has {whole - 8}; start the run"
+    ):
+        loaded.sample[1]
+
+
+@pytest.mark.parametrize("values", [np.zeros((2, 3), order="F"), np.array(3), np.array([None])])
+def test_a_file_that_does_not_hold_rows_of_numbers_is_not_loaded(tmp_path: Path, values: np.ndarray) -> None:
+    np.save(tmp_path / "a.npy", values, allow_pickle=True)
+    with pytest.raises(ValueError, match="a.npy does not hold rows of numbers"):
+        load_array(tmp_path / "a.npy")
 
 
 def test_blends_have_files_of_their_own(tmp_path: Path) -> None:
@@ -202,3 +234,11 @@ def test_a_disk_that_fills_up_means_indices_in_memory_and_one_line(tmp_path: Pat
     assert cached.message is not None
     assert "No space left on device" in cached.message
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_disk_without_room_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20))
+    monkeypatch.setattr(np, "save", lambda *_, **options: pytest.fail("an array was written"))
+    cached = IndexCache(GPTIndices, tmp_path, "train", DESCRIPTION).load_or_build(some_indices)
+    assert cached.message is not None and "No space left on device" in cached.message

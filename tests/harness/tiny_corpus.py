@@ -23,7 +23,7 @@ def write_corpus(folder: Path, documents: Sequence[Sequence[int]], dtype: str = 
 
 
 def counting_documents(lengths: Sequence[int]) -> list[list[int]]:
-    """Documents of these lengths that hold 0, 1, 2, ... one behind the other."""
+    """Documents of these lengths that hold 0, 1, 2, ... one after the other."""
     ends = np.cumsum(lengths).tolist()
     return [list(range(end - length, end)) for length, end in zip(lengths, ends, strict=True)]
 

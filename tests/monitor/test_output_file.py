@@ -54,7 +54,7 @@ def test_a_file_that_is_kept_is_neither_emptied_nor_followed(tmp_path: Path) -> 
     os.mkfifo(tmp_path / "pipe.partial")
     with pytest.raises(OSError, match="it is a symbolic link"):
         open_partial(str(tmp_path / "link"), 0)
-    with pytest.raises(OSError, match="it is no regular file"):
+    with pytest.raises(OSError, match="it is not a regular file"):
         open_partial(str(tmp_path / "pipe"), 0)
     assert not (tmp_path / "new").exists()
 
@@ -74,5 +74,5 @@ def test_a_named_output_is_made_appended_to_and_may_be_the_null_device(tmp_path:
         os.close(descriptor)
     assert (tmp_path / "file").read_text() == "ab"
     os.close(named_output(Path("/dev/null")))
-    with pytest.raises(OSError, match="it is no regular file"):
+    with pytest.raises(OSError, match="it is not a regular file"):
         named_output(Path("/dev/zero"))

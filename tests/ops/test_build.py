@@ -228,7 +228,7 @@ DAMAGES = [
     ("for all to write", "can be changed by other users"),
     ("for the group to write", "can be changed by other users"),
     ("link", "is a symbolic link"),
-    ("pipe", "it is a pipe and no regular file"),
+    ("pipe", "it is a pipe, not a regular file"),
 ]
 
 

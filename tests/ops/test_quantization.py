@@ -262,16 +262,16 @@ def test_a_mean_is_fp32() -> None:
 @pytest.mark.parametrize(
     "op, arguments, message",
     [
-        ("encode_blocks", (GOOD.double(), GOOD_PAYLOADS, 8, BLOCK), "values is Double, needed is float32, bfloat16 or float16"),
-        ("encode_blocks", (GOOD, GOOD_PAYLOADS, 5, BLOCK), "bits is 5, needed is 4 or 8"),
-        ("encode_blocks", (GOOD, GOOD_PAYLOADS, 8, BLOCK, False, -2), "noise_key is -2, needed is none or one from 0 on"),
-        ("encode_blocks", (GOOD, GOOD_PAYLOADS[:, :64], 8, BLOCK), "payloads has rows of 64 bytes, needed are 80"),
-        ("decode_blocks", (GOOD_PAYLOADS[:1], GOOD, 8, BLOCK), "payloads has 1 slices, needed are 2"),
-        ("decode_mean_blocks", (GOOD_PAYLOADS, GOOD, 8, BLOCK, False), "payloads has 2 dims, needed are 3"),
+        ("encode_blocks", (GOOD.double(), GOOD_PAYLOADS, 8, BLOCK), "values must be float32, bfloat16 or float16, not Double"),
+        ("encode_blocks", (GOOD, GOOD_PAYLOADS, 5, BLOCK), "bits must be 4 or 8, not 5"),
+        ("encode_blocks", (GOOD, GOOD_PAYLOADS, 8, BLOCK, False, -2), "noise_key must be none or at least 0, not -2"),
+        ("encode_blocks", (GOOD, GOOD_PAYLOADS[:, :64], 8, BLOCK), "payloads must have rows of at least 80 bytes, not 64"),
+        ("decode_blocks", (GOOD_PAYLOADS[:1], GOOD, 8, BLOCK), "payloads must have 2 slices, not 1"),
+        ("decode_mean_blocks", (GOOD_PAYLOADS, GOOD, 8, BLOCK, False), "payloads must have 3 dims, not 2"),
         (
             "recode_mean_blocks",
             (GOOD_PAYLOADS.unsqueeze(0), GOOD_PAYLOADS, 50, 8, 4, BLOCK),
-            "run of 50 values is no multiple of block_numel 32",
+            "the run must have a multiple of block_numel 32 values, not 50",
         ),
     ],
 )

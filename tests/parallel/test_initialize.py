@@ -60,7 +60,7 @@ def test_an_error_that_the_package_raises_is_a_mistake_and_any_other_a_bug() -> 
         assert not is_mistake(found.value)
 
 
-# Of every rank in turn: nothing, other alphabets, a path whose bytes are no UTF-8, more than one packet.
+# Of every rank in turn: nothing, other alphabets, a path whose bytes are not UTF-8, more than one packet.
 TEXTS = ("", "Größe 量 😀", "/data/\udcff", "long " * 40_000)
 
 

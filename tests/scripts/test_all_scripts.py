@@ -113,7 +113,7 @@ def test_the_test_script_runs_everything_but_long_tests_on_two_workers(copied: t
 def test_the_test_script_refuses_a_tier_that_there_is_not(copied: tuple[FakeCommands, Path]) -> None:
     fakes, folder = copied
     done = fakes.run("bash", "scripts/test.sh", "--no-venv", "--tier", "slow", folder=folder)
-    assert done.returncode != 0 and "--tier slow is no tier; choose pure, virtual or gloo" in done.stderr
+    assert done.returncode != 0 and "--tier slow is not a tier; choose pure, virtual or gloo" in done.stderr
 
 
 def test_the_kernels_are_built_by_the_active_python(copied: tuple[FakeCommands, Path]) -> None:

@@ -265,10 +265,10 @@ def test_models_that_the_layout_has_no_place_for_are_refused(tmp_path: Path, mon
         ({"add_cross_attention": True}, "add_cross_attention True"),
         ({"n_positions": 9}, "has shape"),
         ({"n_layer": 3}, "has no tensor transformer.h.2"),
-        ({"n_layer": float("nan")}, "config.json has n_layer NaN, needed is a whole number from 1"),
-        ({"n_embd": "32"}, 'config.json has n_embd "32", needed is a whole number from 1'),
-        ({"layer_norm_epsilon": []}, "config.json has layer_norm_epsilon [], needed is a finite number"),
-        ({"tie_word_embeddings": 1}, "config.json has tie_word_embeddings 1, needed is true or false"),
+        ({"n_layer": float("nan")}, "config.json: n_layer must be a whole number from 1 to 2^63 - 1, not NaN"),
+        ({"n_embd": "32"}, 'config.json: n_embd must be a whole number from 1 to 2^63 - 1, not "32"'),
+        ({"layer_norm_epsilon": []}, "config.json: layer_norm_epsilon must be a finite number, not []"),
+        ({"tie_word_embeddings": 1}, "config.json: tie_word_embeddings must be true or false, not 1"),
         ({"n_layer": 1}, "tensors that its config.json does not describe: transformer.h.1"),
     ],
 )
@@ -300,7 +300,7 @@ def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     message = refusal(convert_from_hf, monkeypatch, capsys, "--input", folder, "--output", tmp_path / "back")
-    assert f"{name} cannot be read (it is a pipe and no regular file); copy it again" in message
+    assert f"{name} cannot be read (it is a pipe, not a regular file); copy it again" in message
 
 
 @pytest.mark.parametrize("name", [name for name, (_, changes) in MODELS.items() if "apply_layernorm_1p" not in changes])

@@ -1,7 +1,8 @@
 import json
 import math
+import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -88,10 +89,15 @@ def test_different_files_get_different_names_which_end_their_paths(paths: Sequen
 @pytest.mark.parametrize(
     ("content", "output", "message"),
     [
-        (None, "run.png", "No such file"),
+        (None, "run.png", "log.jsonl cannot be read (No such file"),
+        ("[" * 100_000, "run.png", "line 1 is nested more than 64 levels deep; give a file that --log-jsonl"),
+        ('{"iteration": 1, "lm_loss": "x"}', "run.png", 'line 1: lm_loss must be a number, not "x"'),
+        ('{"iteration": 1, "lm_loss": 1' + "0" * 400 + "}", "run.png", "line 1: lm_loss must be a number, not 1000"),
+        ('{"iteration": 1, "lm_loss": 1, "inter_node_bytes": Infinity}', "run.png", "inter_node_bytes must be a finite number, not Inf"),
+        ('{"iteration": 1.5, "lm_loss": 1}', "run.png", "line 1: iteration must be a whole number from 0"),
         ("", "run.png", "holds no training iteration"),
         (json.dumps(validation(1, 2.0)), "run.png", "holds no training iteration"),
-        ("[1]", "run.png", "line 1: not an object with an iteration"),
+        ("[1]", "run.png", "line 1 must be a JSON object, not [1]"),
         (json.dumps(training(1, 2.0)), "run.pdf", "run.pdf is not a PNG file"),
     ],
 )
@@ -104,3 +110,25 @@ def test_unusable_requests_are_refused(tmp_path: Path, content: str | None, outp
     assert done.stderr.startswith("plot_run.py: error: ")
     assert message in done.stderr
     assert not (tmp_path / output).exists()
+
+
+def make_large(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+@pytest.mark.parametrize("tool", ["plot_run", "compare_runs"])
+@pytest.mark.parametrize(
+    ("make", "finding"),
+    [
+        (os.mkfifo, "it is a pipe, not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a regular file"),
+        (make_large, "has more than 536870912 bytes"),
+        (lambda path: path.write_bytes(b"\xff\xfe"), "is not UTF-8 text"),
+    ],
+)
+def test_what_is_not_a_log_is_refused_in_one_sentence(tmp_path: Path, tool: str, make: Callable[[Path], object], finding: str) -> None:
+    make(tmp_path / "log.jsonl")
+    output = ["--output", tmp_path / "run.png"] if tool == "plot_run" else []
+    done = run_tool(tool, "--log-jsonl", tmp_path / "log.jsonl", *output)
+    assert done.returncode == 2 and finding in done.stderr and len(done.stderr.splitlines()) == 1

@@ -238,7 +238,7 @@ def test_going_on_with_something_else_is_refused(tmp_path: Path, change: str) ->
         message = "vocab_size is 1001, the unfinished run had 1000; give the same flags"
     elif change == "journal":
         (tmp_path / "out.unfinished").write_text("{")
-        message = "unfinished is no JSON: line 1, column 2"
+        message = "unfinished is not JSON: line 1, column 2"
     elif change == "list":
         Path(f"{prefix}_skipped_lines.txt.partial").unlink()
         message = r"out_skipped_lines\.txt\.partial has 0 bytes, \d+ were written"

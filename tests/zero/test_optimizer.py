@@ -12,7 +12,7 @@ pytestmark = pytest.mark.virtual
 
 @pytest.mark.parametrize("piece_numel", [32, 96, 256])
 def test_torchs_fused_adamw_gives_the_same_bits_for_pieces_of_whole_blocks(piece_numel: int) -> None:
-    """Stages differ in how many slices one update spans; pieces that are no multiple of the vector width would get other bits."""
+    """Stages differ in how many slices one update spans; pieces that are not a multiple of the vector width would get other bits."""
     whole, cut = (_fused_updates(length) for length in (2304, piece_numel))
     assert torch.equal(whole, cut)
 

@@ -45,7 +45,7 @@ void launch_decode_mean(
 void decode_mean_blocks(const at::Tensor& payloads, at::Tensor& mean, int64_t bits, int64_t block_numel, bool accumulate, bool rotated) {
   check_values(mean, "mean");
   check_format(mean.size(1), bits, block_numel);
-  TORCH_CHECK(mean.scalar_type() == at::kFloat, "mean is ", mean.scalar_type(), ", needed is float32");
+  TORCH_CHECK(mean.scalar_type() == at::kFloat, "mean must be float32, not ", mean.scalar_type());
   const auto rows = readable_members(payloads, "payloads", mean.size(0), row_layout(mean.size(1), bits, block_numel));
   dispatch_bits(bits, [&](auto kBits) {
     launch_decode_mean<decltype(kBits)::value>(rows, writable_values<float>(mean), block_numel, accumulate, rotated);

@@ -29,7 +29,7 @@ void recode_mean_blocks(
     std::optional<int64_t> noise_key) {
   check_format(run_numel, bits, block_numel);
   check_format(run_numel, next_bits, block_numel);
-  TORCH_CHECK(recoded.dim() == 2, "recoded has ", recoded.dim(), " dims, needed is [slices, bytes]");
+  TORCH_CHECK(recoded.dim() == 2, "recoded must have 2 dims, [slices, bytes], not ", recoded.dim());
   const int64_t slices = recoded.size(0);
   const auto rows = readable_members(payloads, "payloads", slices, row_layout(run_numel, bits, block_numel));
   const auto next_rows = writable_payloads(recoded, "recoded", slices, row_layout(run_numel, next_bits, block_numel));

@@ -21,7 +21,7 @@ ValueRows<typename Bits<T>::Type> writable_bits(const at::Tensor& values) {
 }
 
 void check_same_device(const at::Tensor& left, const at::Tensor& right) {
-  TORCH_CHECK(left.device() == right.device(), "tensors are on ", left.device(), " and ", right.device(), ", needed is one device");
+  TORCH_CHECK(left.device() == right.device(), "tensors must be on one device, not on ", left.device(), " and ", right.device());
 }
 
 void encode_blocks(
@@ -60,7 +60,7 @@ void decode_mean_blocks(const at::Tensor& payloads, at::Tensor& mean, int64_t bi
   check_same_device(payloads, mean);
   check_values(mean, "mean");
   check_format(mean.size(1), bits, block_numel);
-  TORCH_CHECK(mean.scalar_type() == at::kFloat, "mean is ", mean.scalar_type(), ", needed is float32");
+  TORCH_CHECK(mean.scalar_type() == at::kFloat, "mean must be float32, not ", mean.scalar_type());
   const auto rows = readable_members(payloads, "payloads", mean.size(0), row_layout(mean.size(1), bits, block_numel));
   const c10::cuda::CUDAGuard guard(mean.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
@@ -82,7 +82,7 @@ void recode_mean_blocks(
   check_same_device(payloads, recoded);
   check_format(run_numel, bits, block_numel);
   check_format(run_numel, next_bits, block_numel);
-  TORCH_CHECK(recoded.dim() == 2, "recoded has ", recoded.dim(), " dims, needed is [slices, bytes]");
+  TORCH_CHECK(recoded.dim() == 2, "recoded must have 2 dims, [slices, bytes], not ", recoded.dim());
   const int64_t slices = recoded.size(0);
   const auto rows = readable_members(payloads, "payloads", slices, row_layout(run_numel, bits, block_numel));
   const auto next_rows = writable_payloads(recoded, "recoded", slices, row_layout(run_numel, next_bits, block_numel));

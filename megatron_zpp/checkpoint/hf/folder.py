@@ -123,7 +123,7 @@ def _check_scaling(scaling: Members) -> None:
 
 
 def check_regular(path: Path) -> None:
-    """Raises ValueError for a file that is missing, or that is no regular file: the library that reads tensors would wait for a pipe."""
+    """Raises ValueError for a file that is missing, or that is not a regular file: the library that reads tensors would wait for a pipe."""
     try:
         os.close(open_regular(path))
     except OSError as error:

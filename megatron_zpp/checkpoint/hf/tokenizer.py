@@ -55,7 +55,7 @@ def _write_sentencepiece(folder: Path, tokenizer_type: str, model_path: str) -> 
         return f"tokenizer.model alone: {tokenizer_type} adds pieces that only this program knows"
     pieces = sentencepiece.SentencePieceProcessor(model_file=model_path)
     if not _is_plain_bpe(pieces):
-        return "tokenizer.model alone, for the sentencepiece library: it is no BPE model of text as it is"
+        return "tokenizer.model alone, for the sentencepiece library: it is not a BPE model of text as it is"
     write_json(folder / "tokenizer.json", bpe_json(pieces))
     end = pieces.id_to_piece(pieces.eos_id())
     write_json(folder / "tokenizer_config.json", {**_TOKENIZER_CONFIG, "bos_token": end, "eos_token": end})

@@ -18,7 +18,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from megatron_zpp.data.indexed_dataset import CODES, HEADER, INDEX_CHUNK_NUMEL, MAGIC, VERSION, IndexedDataset
+from megatron_zpp.data.indexed_dataset import CODES, HEADER, INDEX_CHUNK_NUMEL, MAGIC, VERSION, IndexedDataset, chunks_of
 from megatron_zpp.monitor.output_file import kept_file, sync_folder
 
 COPY_BYTES = 1 << 24
@@ -99,13 +99,12 @@ class IndexedDatasetWriter:
             raise ValueError(
                 f"{dataset.token_path} holds {dataset.dtype.name}, but {self.dtype.name} is needed; tokenise both with one vocabulary."
             )
-        # Read, because the pages of a memory map would count as memory of this process.
-        with open(dataset.token_path, "rb") as tokens:
-            while block := tokens.read(COPY_BYTES):
-                self._token_file.write(block)
-        for lengths in _chunks(dataset.lengths):
-            self._length_file.write(np.ascontiguousarray(lengths).data)
-        for ends in _chunks(dataset.document_starts[1:]):
+        step = COPY_BYTES // self.dtype.itemsize
+        for start in range(0, dataset.token_count, step):
+            self._token_file.write(dataset.read_tokens(start, min(start + step, dataset.token_count)).data)
+        for lengths in chunks_of(dataset.lengths):
+            self._length_file.write(lengths.data)
+        for ends in chunks_of(dataset.document_starts, first=1):
             self._document_file.write((self._extent.sequence_count + ends).astype("<i8").data)
         self._advance(dataset.token_count, len(dataset.lengths), len(dataset.document_starts) - 1)
 
@@ -244,7 +243,3 @@ def _is_at(file: BinaryIO, path: str) -> bool:
 
 def _chunk_numels(count: int) -> Iterator[int]:
     return (min(INDEX_CHUNK_NUMEL, count - start) for start in range(0, count, INDEX_CHUNK_NUMEL))
-
-
-def _chunks(values: np.ndarray) -> Iterator[np.ndarray]:
-    return (values[start : start + INDEX_CHUNK_NUMEL] for start in range(0, len(values), INDEX_CHUNK_NUMEL))

@@ -8,18 +8,20 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple, NoReturn
 
+from megatron_zpp.config.outside import open_regular
+
 STANDARD_INPUT = "-"
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 BATCH_BYTES = 1 << 18
 # The window of zstd's --ultra --long=31; each file says itself how much it needs.
 LARGEST_WINDOW_BYTES = 1 << 31
-COMPRESSED_BLOCK_BYTES = 1 << 16
+COMPRESSED_PIECE_BYTES = 1 << 10  # of zstd: 32 MiB of text at most, because 4 bytes can be a block of 128 KiB of one byte
 GZIP_MAGIC = b"\x1f\x8b"
 # A zstd file begins with a frame of text or, if pzstd wrote it, with a skippable frame (RFC 8878, 3.1).
 ZSTD_MAGICS = (b"\x28\xb5\x2f\xfd", *(bytes((low,)) + b"\x2a\x4d\x18" for low in range(0x50, 0x60)))
 MAGIC_BYTES = 4
 # A line is in memory as a whole, and several times while it is tokenised. A small compressed file can hold one of any length.
-LONGEST_LINE_BYTES = 1 << 29
+LONGEST_LINE_BYTES = 512_000_000
 
 
 class Position(NamedTuple):
@@ -64,13 +66,16 @@ def find_inputs(words: Sequence[str], print_line: Callable[[str], None]) -> list
     return paths
 
 
-def line_batches(paths: Sequence[str], start: Position) -> Iterator[LineBatch]:
-    """All lines of the files from a position on, about BATCH_BYTES at a time. Raises DamagedInput for a damaged file."""
+def line_batches(paths: Sequence[str], start: Position, longest_line_bytes: int = LONGEST_LINE_BYTES) -> Iterator[LineBatch]:
+    """All lines of the files from a position on, about BATCH_BYTES at a time.
+
+    longest_line_bytes: as --max-line-megabytes says. Raises DamagedInput for a damaged file, ValueError for a longer line.
+    """
     for source in range(start.source, len(paths)):
         offset = start.offset if source == start.source else 0
         try:
             with Source(paths[source]) as file:
-                yield from _batches_of(file, source, offset)
+                yield from _batches_of(file, source, offset, longest_line_bytes)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DamagedInput(paths[source], source, error) from None
 
@@ -86,7 +91,7 @@ class Source:
     def __init__(self, path: str) -> None:
         self.path = path
         self._reads_stdin = path == STANDARD_INPUT
-        self._file = open(sys.stdin.fileno() if self._reads_stdin else path, "rb", closefd=not self._reads_stdin)
+        self._file = open(sys.stdin.fileno() if self._reads_stdin else open_regular(path), "rb", closefd=not self._reads_stdin)
         self._read_bytes = 0
         self._head = self._file.peek(MAGIC_BYTES)
         if self._head and not self.is_compressed and path.endswith((".gz", ".zst")):
@@ -105,7 +110,7 @@ class Source:
         if self._head.startswith(GZIP_MAGIC):
             yield from _skip_bytes(offset, _gzip_blocks(self._file))
         elif self._head.startswith(ZSTD_MAGICS):
-            yield from _skip_bytes(offset, _zstd_blocks(self._file))
+            yield from _skip_bytes(offset, _in_batches(_zstd_blocks(self._file)))
         else:
             if offset:
                 self._file.seek(offset)
@@ -164,25 +169,24 @@ def _text_bytes(path: str) -> int:
         return sum(map(len, file.blocks(0))) if file.is_compressed else os.path.getsize(path)
 
 
-def _batches_of(file: Source, source: int, offset: int) -> Iterator[LineBatch]:
+def _batches_of(file: Source, source: int, offset: int, longest_line_bytes: int) -> Iterator[LineBatch]:
     parts: list[bytes] = []
     begun_bytes = 0  # of the line that has not ended yet
     for block in file.blocks(offset):
         end = block.rfind(b"\n") + 1
-        if not end:
-            parts.append(block)
-            begun_bytes += len(block)
-            if begun_bytes > LONGEST_LINE_BYTES:
-                raise ValueError(
-                    f"{file.path} has a line of more than {LONGEST_LINE_BYTES} bytes behind byte {offset} of its text; put a line end "
-                    "behind each document, or leave the file out."
-                )
-            continue
-        text = b"".join([*parts, block[:end]])
-        yield LineBatch(source, offset, text, file.file_bytes)
-        offset += len(text)
-        parts = [block[end:]] if end < len(block) else []
-        begun_bytes = len(block) - end
+        if end:
+            text = b"".join([*parts, block[:end]])
+            yield LineBatch(source, offset, text, file.file_bytes)
+            offset += len(text)
+            parts, begun_bytes = [], 0
+        if end < len(block):
+            parts.append(block[end:])
+            begun_bytes += len(block) - end
+        if begun_bytes > longest_line_bytes:
+            raise ValueError(
+                f"{file.path} has a line of more than {longest_line_bytes} bytes after byte {offset} of its text; put a line end after "
+                "each document, give a larger --max-line-megabytes, or leave the file out."
+            )
     if parts:
         yield LineBatch(source, offset, b"".join(parts), file.file_bytes)
 
@@ -203,7 +207,7 @@ def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
     frame, rest = decompressor.decompressobj(), b""
     is_inside = False
     try:
-        while rest or (rest := file.read(COMPRESSED_BLOCK_BYTES)):
+        while rest or (rest := file.read(COMPRESSED_PIECE_BYTES)):
             if block := frame.decompress(rest):
                 yield block
             is_inside, rest = not frame.eof, frame.unused_data if frame.eof else b""
@@ -213,6 +217,20 @@ def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
         raise EOFError(str(error)) from None
     if is_inside:
         raise EOFError("its last frame does not end")
+
+
+def _in_batches(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """The same bytes in blocks of BATCH_BYTES or more; only the last one may be smaller."""
+    parts: list[bytes] = []
+    nbytes = 0
+    for block in blocks:
+        parts.append(block)
+        nbytes += len(block)
+        if nbytes >= BATCH_BYTES:
+            yield b"".join(parts)
+            parts, nbytes = [], 0
+    if parts:
+        yield b"".join(parts)
 
 
 def _skip_bytes(offset: int, blocks: Iterator[bytes]) -> Iterator[bytes]:

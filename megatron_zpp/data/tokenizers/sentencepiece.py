@@ -1,12 +1,13 @@
 """Megatron's three tokenizers on a SentencePiece model."""
 
-import os
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import sentencepiece
 
+from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
 from megatron_zpp.data.tokenizers.sentencepiece_segments import SegmentEncoder, segment_encoder
 from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts, check_ids, join_lists
 
@@ -109,9 +110,13 @@ class SentencePieceTokenizer(PieceTokenizer):
 
 
 def _load_model(path: str) -> sentencepiece.SentencePieceProcessor:
-    if not os.path.isfile(path):
+    file = OutsideFile(Path(path), f"--tokenizer-model {path}", "give a SentencePiece .model file.", most_bytes=VOCABULARY_BYTES)
+    if file.is_missing():
         raise ValueError(f"--tokenizer-model {path} does not exist on this machine; give a SentencePiece .model file.")
+    content = file.content()
+    if not content:
+        file.refuse("is empty")  # the package would take it for no model at all
     try:
-        return sentencepiece.SentencePieceProcessor(model_file=path)
+        return sentencepiece.SentencePieceProcessor(model_proto=content)
     except (RuntimeError, OSError) as error:
-        raise ValueError(f"--tokenizer-model {path} is not a SentencePiece model ({error}); give a .model file.") from None
+        file.refuse(f"is not a SentencePiece model ({error})")

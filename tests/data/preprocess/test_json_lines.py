@@ -1,5 +1,7 @@
 import gzip
 import struct
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,15 +58,40 @@ def test_zstd_that_begins_with_a_frame_to_skip_is_read(tmp_path: Path, magic: in
         assert source.is_compressed
 
 
-@pytest.mark.parametrize("is_compressed", [False, True])
-def test_a_line_that_is_too_long_for_memory_is_refused_with_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_compressed: bool
-) -> None:
-    monkeypatch.setattr(json_lines, "LONGEST_LINE_BYTES", 1 << 20)
-    text = b"short\n" + b"x" * (4 << 20)
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, zstandard.compress])
+def test_a_line_that_is_too_long_for_memory_is_refused_with_its_place(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "lines.jsonl"
-    path.write_bytes(gzip.compress(text) if is_compressed else text)
-    with pytest.raises(ValueError, match=f"{path} has a line of more than 1048576 bytes behind byte 6 of its text; put a line end"):
-        list(line_batches([str(path)], Position()))
-    path.write_bytes(b"".join(b"x" * 800_000 + b"\n" for _ in range(4)))
-    assert sum(len(batch.text) for batch in line_batches([str(path)], Position())) == 4 * 800_001
+    path.write_bytes(compress(b"short\n" + b"x" * (4 << 20)))
+    with pytest.raises(ValueError, match=f"{path} has a line of more than 1000000 bytes after byte 6 of its text; .* --max-line-megabytes"):
+        list(line_batches([str(path)], Position(), 1_000_000))
+    path.write_bytes(compress(b"".join(b"x" * 800_000 + b"\n" for _ in range(4))))
+    assert sum(len(batch.text) for batch in line_batches([str(path)], Position(), 1_000_000)) == 4 * 800_001
+
+
+def zeros_in_zstd(nbytes: int) -> bytes:
+    """A frame of this many zeros, in blocks of 128 KiB that take 4 bytes each (RFC 8878, 3.1.1.2: run-length encoded)."""
+    blocks = nbytes >> 17
+    header = struct.pack("<IBB", 0xFD2FB528, 0, (17 - 10) << 3)  # no checksum, no size of the content, a window of 2^17 bytes
+    return header + b"".join(struct.pack("<I", (1 << 17) << 3 | 1 << 1 | (block == blocks - 1)) for block in range(blocks))[: 4 * blocks]
+
+
+def test_zstd_that_expands_enormously_takes_little_memory_before_it_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.jsonl.zst"
+    path.write_bytes(zeros_in_zstd(2 << 30))
+    assert path.stat().st_size < 70_000
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="bomb.jsonl.zst has a line of more than 50000000 bytes"):
+        list(line_batches([str(path)], Position(), 50_000_000))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 200 << 20
+
+
+@pytest.mark.parametrize("size", [1, 1000, 300_000])
+def test_text_in_many_zstd_frames_comes_in_batches(tmp_path: Path, size: int) -> None:
+    text = b"".join(b'{"text": "%d"}\n' % number for number in range(40_000))
+    path = tmp_path / "in.jsonl.zst"
+    path.write_bytes(b"".join(zstandard.compress(text[start : start + size]) for start in range(0, min(len(text), 1000 * size), size)))
+    batches = list(line_batches([str(path)], Position()))
+    assert b"".join(batch.text for batch in batches) == text[: 1000 * size]
+    assert len(batches) <= 1 + len(text) // json_lines.BATCH_BYTES

@@ -97,10 +97,10 @@ def test_it_can_be_sent_to_other_processes(tokenizer: GPT2BPETokenizer) -> None:
     ("vocabulary", "merges", "message"),
     [
         (None, "", "--vocab-file nowhere does not exist"),
-        ("{", "", "is no JSON"),
-        ('{"a": "b"}', "", 'has a "b", needed is an id, a whole number from 0'),
+        ("{", "", "is not JSON"),
+        ('{"a": "b"}', "", 'a must be an id, a whole number from 0 to 2147483647, not "b"'),
         ("[" * 100_000, "", "is nested more than 64 levels deep"),
-        ('{"a": 2147483648}', "", "has a 2147483648, needed is an id"),
+        ('{"a": 2147483648}', "", "a must be an id, a whole number from 0 to 2147483647, not 2147483648"),
         ('{"a": 0, "b": 0}', "", "gives one id to two tokens"),
         ('{"a": 0}', "", "has no <|endoftext|>"),
         ('{"<|endoftext|>": 0}', "a b c\n", "line 1: 'a b c' is not two tokens"),

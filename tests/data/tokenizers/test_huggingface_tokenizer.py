@@ -63,7 +63,7 @@ def test_added_tokens_count_into_the_vocabulary(tmp_path: Path) -> None:
     [
         (None, r"does not say which token ends a document \(it has <\|endoftext\|> and <eos>\); put a tokenizer_config.json"),
         ("{}", "does not say which token ends a document"),
-        ("{", "tokenizer_config.json is no JSON"),
+        ("{", "tokenizer_config.json is not JSON"),
         ('{"eos_token": "<end>"}', "names '<end>' as eos_token, which .* does not have"),
     ],
 )
@@ -92,7 +92,7 @@ def test_a_tokenizer_json_on_which_the_package_panics_and_one_that_is_a_pipe_are
         HuggingFaceTokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").unlink()
     os.mkfifo(tmp_path / "tokenizer.json")
-    with pytest.raises(ValueError, match="tokenizer.json cannot be read .it is a pipe and no regular file"):
+    with pytest.raises(ValueError, match="tokenizer.json cannot be read .it is a pipe, not a regular file"):
         HuggingFaceTokenizer(str(tmp_path))
 
 

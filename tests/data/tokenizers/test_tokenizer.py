@@ -1,7 +1,9 @@
 import io
+import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -200,3 +202,19 @@ def test_the_embedding_has_the_rows_that_are_asked_for_else_the_next_multiple():
     assert embedding_rows(replace(model, padded_vocab_size=50257), 50257) == 50257
     with pytest.raises(ValueError, match="--padded-vocab-size 50000 is below the 50257 ids of the tokenizer; choose 50257 or more"):
         embedding_rows(replace(model, padded_vocab_size=50000), 50257)
+
+
+@pytest.mark.parametrize(
+    ("make", "finding"),
+    [
+        (os.mkfifo, r"cannot be read \(it is a pipe, not a regular file\)"),
+        (lambda path: path.symlink_to("/dev/zero"), r"cannot be read \(it is a device, not a regular file\)"),
+        (Path.mkdir, r"cannot be read \(Is a directory\)"),
+        (Path.touch, "is empty"),
+        (lambda path: path.write_bytes(b"\x0a\xff\xff\xff"), "is not a SentencePiece model"),
+    ],
+)
+def test_what_is_not_a_sentencepiece_model_is_said_as_it_is(tmp_path: Path, make: Callable[[Path], object], finding: str) -> None:
+    make(tmp_path / "a.model")
+    with pytest.raises(ValueError, match=f"--tokenizer-model {tmp_path}/a.model {finding}.*; give a SentencePiece .model file"):
+        build_tokenizer(DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "a.model")))
