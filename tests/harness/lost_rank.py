@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ def lose_at(where: str, how: signal.Signals) -> None:
     call = getattr(owner, name)
 
     def lose(*arguments: Any, **options: Any) -> Any:
+        if where == "connecting":
+            time.sleep(1.0)  # until the others have read that all have come
         os.kill(os.getpid(), how)
         return call(*arguments, **options)
 

@@ -18,6 +18,7 @@ from megatron_zpp.parallel.joining.place import JoinError, Place
 INVITATION = "invitation"
 CLAIMS, REFUSED, BEGUN, GIVEN_UP, READERS = "claims", "refused", "begun", "given up", "readers"
 POLL_SECONDS = 0.02
+LOOK_SECONDS = 1.0
 FAREWELL_SECONDS = 2.0  # for the others to read why rank 0 gave up
 MOST_NAMED = 8
 WORD = re.compile(r"[0-9a-f]{32}")
@@ -67,12 +68,17 @@ class Gathering:
             if former.job.differ_from(self._me.job):
                 raise JoinError(other_job(self._me, former, self._place))
         self._store.set(INVITATION, self._invitation)
+        next_look = time.monotonic() + LOOK_SECONDS
         while self._part.add(CLAIMS, 0) < self._me.world_size - 1:
             if self._answers:
                 self._answer()
             self._check_claims()
-            if time.monotonic() - started > seconds:
-                self._give_up(self._missing(seconds))
+            if time.monotonic() > min(next_look, started + seconds):
+                next_look = time.monotonic() + LOOK_SECONDS
+                if not (missing := self._missing()):
+                    break  # one of them was lost before it could add its claim to the number of claims
+                if time.monotonic() > started + seconds:
+                    self._give_up(self._vain_wait(missing, seconds))
             time.sleep(POLL_SECONDS)
         self._check_claims()
         self._part.set(BEGUN, "")
@@ -98,20 +104,19 @@ class Gathering:
                 remedy = f"give every process its own RANK, or if they belong to two runs, another MASTER_PORT or {JOB_VARIABLE}"
                 self._give_up(f"at {self._place} {twice}; {remedy}")
 
-    def _missing(self, seconds: float) -> str:
-        """What rank 0 says of those that have not come."""
-        joined = self._joined()
-        missing = [rank for rank in range(self._me.world_size) if rank not in joined]
-        hosts = _in_words(member.host for member in joined.values())
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(1, self._me.world_size) if not self._part.check([claim_key(rank)])]
+
+    def _vain_wait(self, missing: list[int], seconds: float) -> str:
+        """What rank 0 says if ranks have not come."""
+        joined = [rank for rank in range(self._me.world_size) if rank not in missing]
+        members = [self._me, *(self._read(claim_key(rank)) for rank in joined[1:])]
+        hosts = _in_words(member.host for member in members if member is not None)
         return (
             f"rank 0 has waited {seconds:.0f} s at {self._place} for {ranks_in_words(missing)} of {self._me.world_size}; "
             f"{ranks_in_words(joined)} joined, on {hosts}; "
             "the output of the missing ranks says why they did not come, or they have another MASTER_ADDR, MASTER_PORT or RANK"
         )
-
-    def _joined(self) -> dict[int, Member]:
-        claims = {rank: self._read(claim_key(rank)) for rank in range(1, self._me.world_size)}
-        return {0: self._me} | {rank: member for rank, member in claims.items() if member is not None}
 
     def _give_up(self, why: str) -> NoReturn:
         """Tells those that have joined, and raises JoinError."""

@@ -159,6 +159,14 @@ def test_rank_0_gives_up_with_the_names_of_the_missing_and_those_that_joined_say
     assert others == [f"rank 2 has joined in vain: {text}"]
 
 
+def test_a_rank_that_is_lost_in_the_middle_of_its_claim_has_joined_and_is_found_missing_later() -> None:
+    shared, invitation = dist.HashStore(), new_invitation(Member.this_process(launch(0, 2, 1)))
+    part = dist.PrefixStore(invitation.part, shared)
+    part.set(gathering.claim_key(1), encoded(Member.this_process(launch(1, 2, 1))))
+    Gathering(shared, PLACE, invitation, answers=False).wait(0.0, time.monotonic())
+    assert part.check([gathering.BEGUN])
+
+
 def test_two_processes_that_claim_one_rank_before_a_run_has_begun_end_it_because_either_may_be_of_another_job() -> None:
     process = r"process \d+ on \S+ (since [^,]*, no job id)"
     text, others = gathered_in_vain((2, 2))
