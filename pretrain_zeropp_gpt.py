@@ -24,7 +24,7 @@ from megatron_zpp.parallel.failures.launcher_watch import LauncherWatch
 from megatron_zpp.parallel.launch import Launch, is_launched, read_job, read_launch
 
 if TYPE_CHECKING:
-    from megatron_zpp.parallel.initialize import World
+    from megatron_zpp.parallel.initialize import RankLost, World
     from megatron_zpp.training.save_lock import SaveLock
     from megatron_zpp.training.writers import Writers
 
@@ -69,7 +69,8 @@ def show_plan(config: Config, launch: Launch) -> int:
 
 def run_in_world(config: Config, launch: Launch, mistake: str | None, watch: LauncherWatch) -> int:
     """Runs the training and returns the exit code. mistake: error text of this rank's flags, on which all ranks agree first."""
-    from megatron_zpp.parallel.initialize import StartupError, World, choose_device  # torch is imported from here on
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch prints the stack of every request to a store that is lost
+    from megatron_zpp.parallel.initialize import RankLost, StartupError, World, choose_device  # torch is imported from here on
     from megatron_zpp.training.save_lock import SaveLock
 
     try:
@@ -77,20 +78,25 @@ def run_in_world(config: Config, launch: Launch, mistake: str | None, watch: Lau
         world = World(launch, device, timedelta(minutes=config.distributed.distributed_timeout_minutes))
     except ValueError as error:
         return refuse(str(error))
+    except RankLost as error:
+        return end(launch.rank, error)
     watch.report = world.report_failure
     save_lock = SaveLock(config.checkpoint.save, read_job(os.environ))
     try:
         world.agree_on_errors(mistake)
         train(config, launch, world, save_lock)
         save_lock.release()
+        exit_code = 0
     except StartupError as error:
         save_lock.release()
-        world.leave()
-        return refuse(str(error), launch.rank)
+        exit_code = refuse(str(error), launch.rank)
     except BaseException as error:  # Ctrl-C as well: no thread of gloo or of a lane may run while the interpreter shuts down
         fail(world, error, save_lock)
-    world.leave()
-    return 0
+    try:
+        world.leave()
+    except RankLost as error:
+        return end(launch.rank, error)
+    return exit_code
 
 
 def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> None:
@@ -170,6 +176,12 @@ def refuse(mistake: str, rank: int = 0) -> int:
 
 def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def end(rank: int, error: RankLost) -> int:
+    """Says which failure has ended this rank while the ranks came together or apart; returns the exit code."""
+    print(f"[Rank {rank}] ended, because {error}", file=sys.stderr, flush=True)
+    return FAILURE_EXIT_CODE
 
 
 def fail(world: World, error: BaseException, save_lock: SaveLock) -> None:

@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from command import MISTAKE_EXIT_CODE, count_from_0, number_within, rank_count
 from host_commands import HostCommand, Program, Rendezvous, exported_variables, host_commands, is_this_machine
 from host_processes import HostProcesses
 from hostfile import LARGEST_SLOTS, Host, check_same_slots, exclude, include, read_hostfile
+
+from megatron_zpp.parallel.job_ids import JOB_VARIABLE
 
 DEFAULT_HOSTFILE = Path("/job/hostfile")
 VARIABLE_FILES = (Path.home() / ".deepspeed_env", Path(".deepspeed_env"))  # the later wins
@@ -48,7 +51,7 @@ def planned_commands(options: argparse.Namespace) -> list[HostCommand]:
     hosts = chosen_hosts(options)
     check_same_slots(hosts)
     files = [file for file in VARIABLE_FILES if file.is_file()] if options.env_file is None else [options.env_file]
-    variables = exported_variables(os.environ, options.env_prefix, files)
+    variables = _job_id(options) | exported_variables(os.environ, [JOB_VARIABLE, *options.env_prefix], files)
     program = Program(options.python, options.script, options.flags, Path.cwd(), variables)
     rendezvous = _rendezvous(hosts, options)
     if options.no_ssh:
@@ -57,6 +60,11 @@ def planned_commands(options: argparse.Namespace) -> list[HostCommand]:
         raise ValueError("--node_rank needs --no_ssh; give --no_ssh as well.")
     _check_ssh_exists(hosts)
     return host_commands(hosts, program, rendezvous, options.ssh_port)
+
+
+def _job_id(options: argparse.Namespace) -> dict[str, str]:
+    """By which the ranks of this start tell those of another that uses the same host and port; none of hosts started singly."""
+    return {} if options.no_ssh else {JOB_VARIABLE: uuid.uuid4().hex}
 
 
 def chosen_hosts(options: argparse.Namespace) -> list[Host]:

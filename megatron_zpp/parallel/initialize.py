@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,18 +15,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.parallel.failures.attempt import own_part
 from megatron_zpp.parallel.failures.failure_board import FailureBoard
+from megatron_zpp.parallel.failures.pulse import Pulse
 from megatron_zpp.parallel.failures.roll_call import SILENT_SECONDS, RollCall
 from megatron_zpp.parallel.groups import end_world
+from megatron_zpp.parallel.joining.join import join
 from megatron_zpp.parallel.launch import Launch
 
 PACKAGE = Path(__file__).parents[1]
 FAREWELL = timedelta(seconds=15)  # time to find out which rank failed, tell the others and end
+FAILURE_EXIT_CODE = 1
 
 
 class StartupError(ValueError):
     """A user's mistake, raised on every rank; its text names the ranks that found it."""
+
+
+class RankLost(RuntimeError):
+    """A rank has failed or does not answer while the world comes together or apart; the text is the first failure that was reported."""
 
 
 class World:
@@ -36,21 +43,25 @@ class World:
 
         timeout: after a link or a rank is lost, every rank ends within this time. A collective may take timeout - FAREWELL of it, or half
         of it if that is more.
-        Raises ValueError if the launcher did not say where rank 0 is.
+        Raises JoinError, a ValueError, if the ranks do not find each other, and RankLost if one of them is lost afterwards.
         """
         self.rank = launch.rank
         self.world_size = launch.world_size
         self.device = device
-        self._silent_seconds = min(SILENT_SECONDS, timeout.total_seconds())
         self.collective_timeout = max(timeout - FAREWELL, timeout / 2)
+        self._silent_seconds = min(SILENT_SECONDS, 0.8 * self.collective_timeout.total_seconds())
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        self._kept_store = _find_store(launch, timeout)
-        self._store = own_part(self._kept_store, launch.rank, launch.world_size, timeout)
-        self._failure_board = FailureBoard(self._store, launch.rank, launch.world_size)
+        self._joined = join(launch, timeout)
+        holds_store = launch.rank == 0 and not launch.torchrun_holds_store
+        self._failure_board = FailureBoard(self._joined.reports, launch.rank, launch.world_size, "" if holds_store else self._joined.keeper)
         self._reported: str | None = None
+        self._pulse = Pulse(self._joined.reports, launch.rank, self.collective_timeout.total_seconds(), self._end_without_store)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=self._store, rank=launch.rank, world_size=launch.world_size, timeout=self.collective_timeout)
+        with self._naming_lost_ranks("connecting to the other ranks"):
+            dist.init_process_group(
+                backend, store=self._joined.part, rank=launch.rank, world_size=launch.world_size, timeout=self.collective_timeout
+            )
 
     def hosts(self) -> list[str]:
         """The host name of every rank, in rank order."""
@@ -66,7 +77,7 @@ class World:
         now and then.
         """
         error = None
-        roll_call = RollCall(self._store, self.rank, self.world_size, long_work or "", self.check_others, self._silent_seconds)
+        roll_call = RollCall(self._joined.reports, self.rank, self.world_size, long_work or "", self.check_others, self._silent_seconds)
         with roll_call.after(announce) if long_work is not None and self.world_size > 1 else nullcontext():
             try:
                 yield
@@ -84,11 +95,11 @@ class World:
 
     def remember(self, key: str, text: str) -> None:
         """Keeps a text for later starts of these ranks by the same torchrun, which keeps the store when it restarts them."""
-        self._kept_store.set(f"kept/{key}", text)
+        self._joined.kept.set(f"kept/{key}", text)
 
     def recall(self, key: str) -> str:
         """The text that an earlier start has kept; empty if there is none."""
-        return self._kept_store.get(f"kept/{key}").decode() if self._kept_store.check([f"kept/{key}"]) else ""
+        return self._joined.kept.get(f"kept/{key}").decode() if self._joined.kept.check([f"kept/{key}"]) else ""
 
     def report_failure(self, text: str) -> str:
         """The first failure that any rank has reported; if there was none before, `text` of this rank. Later calls return the same text."""
@@ -100,8 +111,25 @@ class World:
         self._failure_board.check()
 
     def leave(self) -> None:
-        """Ends the process groups; no message may be under way. Every rank must call it."""
-        end_world()
+        """Ends the process groups; no message may be under way. Every rank must call it. Raises RankLost if another rank is lost."""
+        with self._naming_lost_ranks("leaving the run"):
+            if self.world_size > 1:
+                gather_texts("")
+            self._pulse.stop()
+            end_world()
+
+    @contextmanager
+    def _naming_lost_ranks(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankLost(self.report_failure(f"{what}: {error}")) from None
+
+    def _end_without_store(self) -> None:
+        """Ends this process, which may wait for the store in a call of torch without a limit."""
+        self._failure_board.lose(f"has not answered for {self.collective_timeout.total_seconds():.0f} s")
+        print(f"[Rank {self.rank}] ended, because {self.report_failure('waiting for it')}", file=sys.stderr, flush=True)
+        os._exit(FAILURE_EXIT_CODE)
 
 
 def choose_device(launch: Launch, backend: str | None) -> torch.device:
@@ -162,13 +190,3 @@ def joined_errors(errors: Sequence[str]) -> str:
         met_everywhere = len(ranks) == len(errors)
         lines.append(text if met_everywhere else f"{text} (on rank {', '.join(map(str, ranks))} of {len(errors)})")
     return "\n".join(lines)
-
-
-def _find_store(launch: Launch, timeout: timedelta) -> dist.Store:
-    if launch.master_address is None:
-        if launch.world_size == 1:
-            return dist.HashStore()
-        raise ValueError("MASTER_ADDR is not set: start with torchrun, or export MASTER_ADDR (the host of rank 0) and MASTER_PORT")
-    os.environ.update(MASTER_ADDR=launch.master_address, MASTER_PORT=str(launch.master_port))
-    store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
-    return dist.PrefixStore("megatron_zpp", store)

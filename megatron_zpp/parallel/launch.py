@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron_zpp.config.flag import whole_number
+from megatron_zpp.parallel.job_ids import JobIds, read_job_ids
 
 DEFAULT_PORT = 29500
+LARGEST_PORT = 65535
 # Ports of Slurm jobs: below the ephemeral ports of Linux, which begin at 32768, and chosen by job number, so that two jobs on one node
 # seldom have the same.
 FIRST_SLURM_PORT, SLURM_PORTS = 15000, 15000
@@ -18,7 +20,11 @@ FIRST_RESERVED_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says about this process; local_world_size and master_address are None if it does not say."""
+    """What the launcher says about this process; local_world_size and master_address are None if it does not say.
+
+    torchrun_holds_store: whether torchrun's agent listens at the address; else rank 0 has to.
+    job: tells this job from others; two processes with the same place in their worlds have equal launches.
+    """
 
     rank: int
     world_size: int
@@ -26,6 +32,8 @@ class Launch:
     local_world_size: int | None
     master_address: str | None = None
     master_port: int = DEFAULT_PORT
+    torchrun_holds_store: bool = False
+    job: JobIds = field(default=JobIds(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     names = _launcher(environment)
     if names is None:
         return Launch(0, 1, 0, 1, environment.get("MASTER_ADDR"), _port(environment, None))
+    job = read_job_ids(environment, _kind(environment, names))
     rank, world_size, local_rank = (_number(environment, name) for name in (names.rank, names.world_size, names.local_rank))
     local_name = next((name for name in names.local_world_sizes if name in environment), "")
     local_world_size = _tasks_of_a_node(environment, local_name) if local_name else None
@@ -72,7 +81,8 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
             raise ValueError(f"the launcher set {local_name}={local_world_size} and {names.world_size}={world_size}; correct one of them")
     _check_exported_world_size(environment, names.world_size, world_size)
     address = _master_address(environment, names, has_one_node=1 < world_size == local_world_size)
-    return Launch(rank, world_size, local_rank, local_world_size, address, _port(environment, names))
+    holds_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Launch(rank, world_size, local_rank, local_world_size, address, _port(environment, names), holds_store, job)
 
 
 def read_job(environment: Mapping[str, str]) -> SchedulerJob:
@@ -122,6 +132,15 @@ def _launcher(environment: Mapping[str, str]) -> _Names | None:
     return slurm
 
 
+def _kind(environment: Mapping[str, str], names: _Names) -> str:
+    """The launcher by name, as messages and the ids of jobs call it."""
+    if names in (JOB, STEP):
+        return "srun"
+    if names == TORCHRUN:
+        return "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "RANK and WORLD_SIZE"
+    return "Open MPI" if names == OPEN_MPI else "MPICH or Intel MPI"
+
+
 def _is_slurm_task(environment: Mapping[str, str]) -> bool:
     """Whether srun started this process. SLURM_PROCID alone does not prove it, because a batch script has it too."""
     step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
@@ -139,6 +158,8 @@ def _tasks_of_a_node(environment: Mapping[str, str], name: str) -> int | None:
 
 def _master_address(environment: Mapping[str, str], names: _Names, *, has_one_node: bool) -> str | None:
     if "MASTER_ADDR" in environment:
+        if not environment["MASTER_ADDR"].strip():
+            raise ValueError("MASTER_ADDR is empty; export the name or address of the host of rank 0, or unset it")
         return environment["MASTER_ADDR"]
     if has_one_node:
         return "127.0.0.1"
@@ -150,7 +171,10 @@ def _master_address(environment: Mapping[str, str], names: _Names, *, has_one_no
 
 def _port(environment: Mapping[str, str], names: _Names | None) -> int:
     if "MASTER_PORT" in environment:
-        return _number(environment, "MASTER_PORT")
+        port = _number(environment, "MASTER_PORT")
+        if not 1 <= port <= LARGEST_PORT:
+            raise ValueError(f"MASTER_PORT={port} is no port; choose one from 1 to {LARGEST_PORT} that is free on the host of rank 0")
+        return port
     if names in (JOB, STEP) and "SLURM_JOB_ID" in environment:
         return FIRST_SLURM_PORT + _number(environment, "SLURM_JOB_ID") % SLURM_PORTS
     return DEFAULT_PORT

@@ -20,6 +20,7 @@ from hostfile import Host
 from torch.distributed.run import parse_args
 
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.parallel.job_ids import JOB_VARIABLE
 
 # An ssh for a cluster whose hosts are all this machine: a shell runs the words after the host's name, as sshd does.
 SSH = """
@@ -91,6 +92,20 @@ def test_the_file_of_this_folder_wins_over_that_at_home(tmp_path: Path) -> None:
     (tmp_path / ".deepspeed_env").write_text("A=here\n")
     done = fakes.run(*words, "--dry-run", "pretrain_zeropp_gpt.py", folder=tmp_path, HOME=str(fakes.folder))
     assert done.stdout.count("A=here B=home") == 2, done.stderr
+
+
+def test_all_hosts_of_a_start_have_one_job_id_which_no_other_start_has(tmp_path: Path) -> None:
+    fakes, words = launcher(tmp_path)
+
+    def ids(*options: str, **variables: str) -> list[str]:
+        commands = shown(fakes, [*words, "--dry-run", *options, "pretrain_zeropp_gpt.py"], **variables)
+        return [word for command in commands for word in command if word.startswith(f"{JOB_VARIABLE}=")]
+
+    first, second = ids(), ids()
+    assert len(first) == len(second) == 2 and len({*first}) == len({*second}) == 1 and first != second
+    assert ids(**{JOB_VARIABLE: "of mine"}) == [f"{JOB_VARIABLE}=of mine"] * 2
+    assert ids("--no_ssh", "--node_rank", "0") == []
+    assert ids("--no_ssh", "--node_rank", "0", **{JOB_VARIABLE: "of mine"}) == [f"{JOB_VARIABLE}=of mine"]
 
 
 def test_values_reach_every_host_as_they_are_and_stand_in_no_command(tmp_path: Path) -> None:

@@ -1,44 +1,58 @@
-"""Tells all ranks, through the store of torch.distributed, that one has failed. No rank hangs if the store stops answering."""
+"""Tells all ranks, through the store that they share, that one has failed. No rank hangs if the store stops answering."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from threading import Thread
-from typing import Generic, TypeVar
+from collections.abc import Iterable
 
 import torch.distributed as dist
 
-FAILURE_KEY = "failure"
-REPORTS_KEY = "failure_reports"
-REPORT_SECONDS = 5.0  # how long rank 0, which may host the store, waits for the others to read the first failure
-SIGN_SECONDS = 3.0  # longer than the time between two calls of `check` by a waiting rank
-ANSWER_SECONDS = 0.2  # how long `check` waits for the store before it returns
+from megatron_zpp.parallel.failures.pulse import pulse_key
+from megatron_zpp.parallel.failures.question import NoAnswer, Question, answer_within
 
-Answer = TypeVar("Answer")
+FAILURE_KEY = "failure"
+REPORTERS_KEY, REPORTS_KEY = "failure_reporters", "failure_reports"
+REPORT_SECONDS = 4.0  # how long rank 0, which may hold the store, waits for the others to read the first failure
+SIGN_SECONDS = 3.0  # longer than the time between two calls of `check` by a waiting rank
+LIFE_SECONDS = 6.0  # longer than the time between two pulses of a rank on a machine that is overloaded
+LOOK_SECONDS = 0.5
+ANSWER_SECONDS = 0.2  # how long `check` waits for the store before it returns
+MOST_CHARACTERS = 10_000
 
 
 class FailureBoard:
-    """Shares the first failure of a run among its ranks. A rank that waits for others must call `check` now and then as a sign of life.
+    """Shares the first failure of a run among its ranks. Each rank has a Pulse, and calls `check` now and then while it waits for others.
 
-    A store's client blocks forever if the connection is cut, so every request runs in a thread of its own, which may be abandoned.
+    keeper: holder of the store and its place, as in `rank 0 holds at MASTER_ADDR=node7`; "" if that is this process, or nobody.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, keeper: str = "") -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self._look: _Question[bool] | None = None
+        self._keeper = keeper
+        self._loss = ""
+        self._known = ""
+        self._look: Question[str] | None = None
 
     def report(self, text: str) -> str:
-        """Reports `text`; returns the first failure that any rank has reported, or this one if the store does not answer.
+        """Reports `text`; returns the first failure that any rank has reported, or if the store does not answer, that its holder is lost.
 
-        The first failure also names the ranks that show no sign of life: waiting for them may be why the others failed.
+        The first failure names the ranks without a pulse: waiting for them may be why the others failed.
         """
         own = f"rank {self._rank}: {text}"
-        question = _Question(lambda: self._report(own))
-        question.join(SIGN_SECONDS + REPORT_SECONDS + ANSWER_SECONDS)
-        return own if question.is_alive() or question.error is not None else question.answer or own
+        if not self._loss:
+            try:
+                return answer_within(LIFE_SECONDS + REPORT_SECONDS + 1.0, lambda: self._report(own))
+            except NoAnswer:
+                self.lose("does not answer")
+            except RuntimeError:
+                self.lose("is closed")
+        return self._known or self._without_store(own)
+
+    def lose(self, how: str) -> None:
+        """Takes note that the store is lost."""
+        self._loss = self._loss or how
 
     def check(self) -> None:
         """Raises RuntimeError if another rank has reported a failure, or if the store is lost.
@@ -46,7 +60,7 @@ class FailureBoard:
         Must be called repeatedly: if the store answers slowly, a later call finds the answer.
         """
         if self._look is None:
-            self._look = _Question(self._has_failure)
+            self._look = Question(self._first_failure)
         self._look.join(ANSWER_SECONDS)
         if self._look.is_alive():
             return
@@ -54,34 +68,69 @@ class FailureBoard:
         if look.error is not None:
             raise look.error
         if look.answer:
+            self._known = look.answer
             raise RuntimeError("another rank has failed")
 
-    def _has_failure(self) -> bool:
+    def _first_failure(self) -> str:
+        """The first failure that has been reported, or ""."""
         self._store.add(_signs_key(self._rank), 1)
-        return bool(self._store.check([FAILURE_KEY]))
+        return _text(self._store.get(FAILURE_KEY)) if self._store.check([FAILURE_KEY]) else ""
 
     def _report(self, own: str) -> str:
         self._store.set(_ended_key(self._rank), "")
-        silent = [] if self._store.check([FAILURE_KEY]) else self._silent_ranks()
-        if silent:
-            own += f" (no sign of life from rank {', '.join(map(str, silent))})"
-        first: bytes = self._store.compare_set(FAILURE_KEY, "", own)
+        is_first = self._store.add(REPORTERS_KEY, 1) == 1  # one rank that looks at all others is enough
+        described = self._with_silent_ranks(own) if is_first else self._after_the_first(own)
+        first = self._store.compare_set(FAILURE_KEY, "", described)
         reports = self._store.add(REPORTS_KEY, 1)
         deadline = time.monotonic() + REPORT_SECONDS
         while self._rank == 0 and reports < self._world_size and time.monotonic() < deadline:
             time.sleep(0.05)
             reports = self._store.add(REPORTS_KEY, 0)
-        return first.decode()
+        return _text(first)
 
-    def _silent_ranks(self) -> list[int]:
-        """The ranks that are neither waiting for others nor have ended with an error: dead, stopped, or hanging."""
+    def _after_the_first(self, own: str) -> str:
+        """Waits until the first that reports has done so, unless it dies meanwhile."""
+        deadline = time.monotonic() + LIFE_SECONDS + LOOK_SECONDS
+        while not self._store.check([FAILURE_KEY]) and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS / 4)
+        return own
+
+    def _with_silent_ranks(self, own: str) -> str:
+        """The failure, and what the ranks show that have not ended with an error: which have no pulse, or else which do not wait."""
         others = [rank for rank in range(self._world_size) if rank != self._rank]
-        before = {rank: self._store.add(_signs_key(rank), 0) for rank in others}
-        time.sleep(SIGN_SECONDS)
-        return [rank for rank in others if self._store.add(_signs_key(rank), 0) == before[rank] and not self._has_ended(rank)]
+        pulses = {rank: self._store.add(pulse_key(rank), 0) for rank in others}
+        signs = {rank: self._store.add(_signs_key(rank), 0) for rank in others}
+        started = time.monotonic()
+        lifeless = others
+        while time.monotonic() - started < (LIFE_SECONDS if lifeless else SIGN_SECONDS):
+            time.sleep(LOOK_SECONDS)
+            lifeless = [rank for rank in lifeless if self._store.add(pulse_key(rank), 0) == pulses[rank] and not self._has_ended(rank)]
+        if lifeless:
+            return f"{_in_words(lifeless)} no sign of life (noticed by {own})"
+        busy = [rank for rank in others if self._store.add(_signs_key(rank), 0) == signs[rank] and not self._has_ended(rank)]
+        return f"{own} (busy or hanging: {_named(busy)})" if 0 < len(busy) < len(others) else own
 
     def _has_ended(self, rank: int) -> bool:
         return bool(self._store.check([_ended_key(rank)]))
+
+    def _without_store(self, own: str) -> str:
+        if not self._keeper:
+            return own
+        keeper, _, place = self._keeper.partition(" holds at ")
+        return f"{keeper} shows no sign of life: the store that it holds at {place} {self._loss} (noticed by {own})"
+
+
+def _named(ranks: Iterable[int]) -> str:
+    listed = list(map(str, ranks))
+    return f"{'rank' if len(listed) == 1 else 'ranks'} {', '.join(listed)}"
+
+
+def _in_words(ranks: list[int]) -> str:
+    return f"{_named(ranks)} {'shows' if len(ranks) == 1 else 'show'}"
+
+
+def _text(content: bytes) -> str:
+    return content[:MOST_CHARACTERS].decode(errors="replace")
 
 
 def _signs_key(rank: int) -> str:
@@ -90,20 +139,3 @@ def _signs_key(rank: int) -> str:
 
 def _ended_key(rank: int) -> str:
     return f"rank_{rank}_has_ended"
-
-
-class _Question(Thread, Generic[Answer]):
-    """Runs a call in its own thread at once; `answer` or `error` is set when the thread has ended."""
-
-    def __init__(self, call: Callable[[], Answer]) -> None:
-        super().__init__(daemon=True)
-        self._call = call
-        self.answer: Answer | None = None
-        self.error: RuntimeError | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.answer = self._call()
-        except RuntimeError as error:  # the rank that hosted the store has ended
-            self.error = error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,13 +9,13 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megatron_zpp.monitor.heartbeat import beating
+from megatron_zpp.parallel.failures.pulse import pulse_key
+from megatron_zpp.parallel.failures.question import answer_within
 
 FIRST_POLL_SECONDS = 0.02
 LAST_POLL_SECONDS = 1.0
-HEARTBEAT_SECONDS = 10.0
-SILENT_SECONDS = 300.0  # after this time without a heartbeat a rank counts as dead, or after the run's timeout if that is less
-CHECK_SECONDS = 5.0
+SILENT_SECONDS = 300.0  # after this time without a pulse a rank counts as dead, or after the run's timeout if that is less
+CHECK_SECONDS = 2.0
 LINE_SECONDS = 30.0
 
 
@@ -24,7 +23,8 @@ LINE_SECONDS = 30.0
 class RollCall:
     """All ranks do `work` and then wait for each other. Every rank makes one; `work` must be different from that of any other roll call.
 
-    check_others: raises if another rank has failed. silent_seconds: after which a rank without a heartbeat counts as dead.
+    Each rank has a Pulse in the store. check_others: raises if another rank has failed.
+    silent_seconds: after which a rank without a pulse counts as dead, and a store that does not answer as lost.
     """
 
     store: dist.Store
@@ -39,26 +39,20 @@ class RollCall:
         """Runs the block, then waits without a time limit until every rank has left its block. An error in the block is raised at once.
 
         announce: called now and then on rank 0 with a line that names the missing ranks.
-        Rank 0 watches the missing ranks, and the others watch rank 0. Raises RuntimeError, naming the rank, if one that is missing has sent
-        no heartbeat for silent_seconds.
+        Rank 0 watches the missing ranks, and the others watch rank 0. Raises RuntimeError, naming the rank, if one that is missing has had
+        no pulse for silent_seconds, or if the store is lost.
         """
-        with beating(self._beat, HEARTBEAT_SECONDS):
-            yield
-        self.store.add(self._key("done", self.rank), 1)
-        self.store.add(self._key("done"), 1)
+        yield
+        self._add("done", self.rank, count=1)
+        self._add("done", count=1)
         self._wait(announce)
-
-    def _beat(self) -> None:
-        # If the store is lost, the run ends anyway.
-        with contextlib.suppress(RuntimeError):
-            self.store.add(self._key("alive", self.rank), 1)
 
     def _wait(self, announce: Callable[[str], None]) -> None:
         started = time.monotonic()
         next_line, next_check = started + LINE_SECONDS, started
         poll_seconds = FIRST_POLL_SECONDS
-        last_beats: dict[int, tuple[int, float]] = {}
-        while self.store.add(self._key("done"), 0) < self.world_size:
+        pulses: dict[int, tuple[int, float]] = {}
+        while self._add("done") < self.world_size:
             time.sleep(poll_seconds)
             poll_seconds = min(2 * poll_seconds, LAST_POLL_SECONDS)
             self.check_others()
@@ -66,28 +60,31 @@ class RollCall:
                 continue
             next_check = time.monotonic() + CHECK_SECONDS
             watched = range(1, self.world_size) if self.rank == 0 else range(1)  # one rank that watches all others is enough
-            missing = [rank for rank in watched if self.store.add(self._key("done", rank), 0) == 0]
-            self._check_alive(missing, last_beats)
+            missing = [rank for rank in watched if self._add("done", rank) == 0]
+            self._check_alive(missing, pulses)
             if self.rank > 0 or time.monotonic() < next_line:
                 continue
             next_line += LINE_SECONDS
             announce(f"waiting for {_in_words(missing)} of {self.world_size} ranks: {self.work} ({time.monotonic() - started:.0f} s)")
 
-    def _check_alive(self, missing: list[int], last_beats: dict[int, tuple[int, float]]) -> None:
-        """Raises RuntimeError if a missing rank is silent. last_beats: of each rank, its number of beats and when that was first seen."""
+    def _check_alive(self, missing: list[int], pulses: dict[int, tuple[int, float]]) -> None:
+        """Raises RuntimeError if a missing rank is silent. pulses: of each rank, its pulse and when that was first seen."""
         now = time.monotonic()
         for rank in missing:
-            beats = self.store.add(self._key("alive", rank), 0)
-            known, since = last_beats.get(rank, (-1, now))
-            if beats != known:
-                last_beats[rank] = (beats, now)
+            pulse = self._asked(pulse_key(rank), 0)
+            known, since = pulses.get(rank, (-1, now))
+            if pulse != known:
+                pulses[rank] = (pulse, now)
             elif now - since > self.silent_seconds:
                 raise RuntimeError(
                     f"rank {rank} has shown no life for {self.silent_seconds:.0f} s while the others wait for it: {self.work}"
                 )
 
-    def _key(self, kind: str, rank: int | None = None) -> str:
-        return f"roll call/{self.work}/{kind}" + ("" if rank is None else f"/{rank}")
+    def _add(self, kind: str, rank: int | None = None, count: int = 0) -> int:
+        return self._asked(f"roll call/{self.work}/{kind}" + ("" if rank is None else f"/{rank}"), count)
+
+    def _asked(self, key: str, count: int) -> int:
+        return answer_within(self.silent_seconds, lambda: self.store.add(key, count))
 
 
 def _in_words(ranks: list[int]) -> str:

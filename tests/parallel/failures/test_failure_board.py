@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch.distributed as dist
 
 from megatron_zpp.parallel.failures import failure_board
 from megatron_zpp.parallel.failures.failure_board import FailureBoard
+from megatron_zpp.parallel.failures.pulse import pulse_key
 
 
 class SilentStore(dist.HashStore):
@@ -37,7 +39,8 @@ class LostStore(dist.HashStore):
 
 @pytest.fixture(autouse=True)
 def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure_board, "SIGN_SECONDS", 0.1)
+    for name, seconds in {"SIGN_SECONDS": 0.1, "LIFE_SECONDS": 0.2, "LOOK_SECONDS": 0.05, "REPORT_SECONDS": 0.3}.items():
+        monkeypatch.setattr(failure_board, name, seconds)
 
 
 def test_while_nobody_has_failed_a_check_passes() -> None:
@@ -47,17 +50,34 @@ def test_while_nobody_has_failed_a_check_passes() -> None:
 def test_the_first_failure_is_what_every_rank_reports() -> None:
     store = dist.HashStore()
     first = FailureBoard(store, 1, 2).report("out of memory")
-    assert first.startswith("rank 1: out of memory")
+    assert first.endswith("rank 1: out of memory)")
     assert FailureBoard(store, 0, 2).report("connection closed") == first
 
 
-def test_the_first_failure_names_ranks_that_neither_wait_nor_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def live(monkeypatch: pytest.MonkeyPatch, *signs: Callable[[], object]) -> None:
+    """While a rank looks which others are alive, they give these signs."""
+    monkeypatch.setattr(failure_board.time, "sleep", lambda _: [sign() for sign in signs])
+
+
+def test_the_first_failure_names_the_ranks_that_have_neither_a_pulse_nor_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    waiting = FailureBoard(store, 1, 4)
-    looks = iter([waiting.check])  # while rank 0 checks which ranks are alive, rank 1 waits and calls check
-    monkeypatch.setattr(failure_board.time, "sleep", lambda _: next(looks, lambda: None)())
+    live(monkeypatch, lambda: store.add(pulse_key(1), 1))
     store.set(failure_board._ended_key(2), "")
-    assert FailureBoard(store, 0, 4).report("connection closed") == "rank 0: connection closed (no sign of life from rank 3)"
+    said = FailureBoard(store, 0, 5).report("connection closed")
+    assert said == "ranks 3, 4 show no sign of life (noticed by rank 0: connection closed)"
+
+
+def test_ranks_that_live_are_named_if_they_alone_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    signs = (pulse_key(1), pulse_key(2), failure_board._signs_key(1))
+    live(monkeypatch, *(partial(store.add, key, 1) for key in signs))
+    assert FailureBoard(store, 0, 3).report("timed out") == "rank 0: timed out (busy or hanging: rank 2)"
+
+
+def test_a_failure_while_all_others_live_and_work_names_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    live(monkeypatch, lambda: store.add(pulse_key(1), 1))
+    assert FailureBoard(store, 0, 2).report("disk full") == "rank 0: disk full"
 
 
 def test_a_check_raises_once_another_rank_has_failed() -> None:
@@ -72,13 +92,34 @@ def test_a_check_raises_when_the_store_is_lost() -> None:
         FailureBoard(LostStore(), 1, 2).check()
 
 
-def test_a_silent_store_holds_neither_checks_nor_a_report_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure_board, "REPORT_SECONDS", 0.3)
+def test_if_the_store_is_closed_its_holder_is_named_and_no_survivor() -> None:
+    said = FailureBoard(LostStore(), 1, 2, "rank 0 holds at node7").report("reset by peer")
+    assert said == "rank 0 shows no sign of life: the store that it holds at node7 is closed (noticed by rank 1: reset by peer)"
+
+
+def test_if_the_store_is_silent_its_holder_is_named_and_nobody_is_held_up() -> None:
     store = SilentStore()
-    started = time.monotonic()
-    board = FailureBoard(store, 1, 2)
+    board = FailureBoard(store, 1, 2, "torchrun holds at node7")
     board.check()
     board.check()
-    assert board.report("timed out") == "rank 1: timed out"
-    assert time.monotonic() - started < 3.0
+    said = board.report("timed out")
+    assert said == "torchrun shows no sign of life: the store that it holds at node7 does not answer (noticed by rank 1: timed out)"
     store.gate.set()
+
+
+def test_a_failure_that_was_read_before_the_store_was_lost_stays_the_first() -> None:
+    class Ending(dist.HashStore):
+        has_ended = False
+
+        def add(self, key: str, count: int) -> int:
+            if self.has_ended:
+                raise dist.DistNetworkError("connection reset")
+            return super().add(key, count)
+
+    store = Ending()
+    first = FailureBoard(store, 2, 3).report("out of memory")
+    board = FailureBoard(store, 1, 3, "rank 0 holds at node7")
+    with pytest.raises(RuntimeError, match="another rank has failed"):
+        board.check()
+    store.has_ended = True
+    assert board.report("another rank has failed") == first

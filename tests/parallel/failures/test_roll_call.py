@@ -4,7 +4,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from megatron_zpp.parallel.failures import roll_call
+from megatron_zpp.parallel.failures import pulse, roll_call
+from megatron_zpp.parallel.failures.pulse import Pulse
+from megatron_zpp.parallel.failures.question import NoAnswer
 from megatron_zpp.parallel.failures.roll_call import RollCall
 
 
@@ -70,10 +72,44 @@ def test_a_rank_without_a_sign_of_life_ends_the_wait_of_every_rank_by_name(
 
 
 def test_a_slow_rank_that_lives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"LINE_SECONDS": 0.1, "CHECK_SECONDS": 0.1, "HEARTBEAT_SECONDS": 0.05}.items():
+    for name, seconds in {"LINE_SECONDS": 0.1, "CHECK_SECONDS": 0.1}.items():
         monkeypatch.setattr(roll_call, name, seconds)
+    monkeypatch.setattr(pulse, "PULSE_SECONDS", 0.05)
     store = dist.HashStore()
+    pulses = [Pulse(store, rank, 60.0, never_fails) for rank in range(2)]
     ranks = [Rank(store, 0, 2, 0.0), Rank(store, 1, 2, 1.5)]
     for rank in ranks:
         rank.join(30)
     assert all(rank.left_at > 0 for rank in ranks)
+    for one in pulses:
+        one.stop()
+
+
+class SilentStore(dist.HashStore):
+    """A store whose holder is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    def add(self, key: str, count: int) -> int:
+        self.gate.wait()
+        return 0
+
+
+def test_a_store_that_does_not_answer_ends_the_wait() -> None:
+    store = SilentStore()
+    with (
+        pytest.raises(NoAnswer, match="has not answered"),
+        RollCall(store, 1, 2, "building", never_fails, silent_seconds=0.1).after(print),
+    ):
+        pass
+    store.gate.set()
+
+
+def test_a_pulse_tells_when_the_store_has_gone_silent() -> None:
+    store, silent = SilentStore(), threading.Event()
+    silence = Pulse(store, 1, 0.1, silent.set)
+    assert silent.wait(30)
+    store.gate.set()
+    silence.stop()

@@ -1,0 +1,41 @@
+"""Asks the store in a thread of its own: its client blocks forever if the host of the store is stopped or cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Thread
+from typing import Generic, TypeVar
+
+Answer = TypeVar("Answer")
+
+
+class NoAnswer(RuntimeError):
+    """The store has not answered in time."""
+
+
+class Question(Thread, Generic[Answer]):
+    """Runs a call in its own thread at once; `answer` or `error` is set when the thread has ended. It may be abandoned."""
+
+    def __init__(self, call: Callable[[], Answer]) -> None:
+        super().__init__(daemon=True)
+        self._call = call
+        self.answer: Answer | None = None
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.answer = self._call()
+        except Exception as error:  # whoever asked raises it
+            self.error = error
+
+
+def answer_within(seconds: float, call: Callable[[], Answer]) -> Answer:
+    """What the call returns or raises. Raises NoAnswer after the time; the call is left alone then."""
+    question = Question(call)
+    question.join(seconds)
+    if question.is_alive():
+        raise NoAnswer(f"the store of the run has not answered for {seconds:.0f} s")
+    if question.error is not None:
+        raise question.error
+    return question.answer  # type: ignore[return-value]  # the call has returned it
