@@ -124,7 +124,7 @@ def _spec(name: str, part: Division) -> ParamSpec:
     def no_values(start: int, stop: int) -> object:
         raise NotImplementedError("this model has no values")
 
-    return ParamSpec(name, part.local_shape, no_values, weight_decay=True)  # type: ignore[arg-type]
+    return ParamSpec(name, part, no_values, weight_decay=True)  # type: ignore[arg-type]
 
 
 def elements_of(world: World, rank: int) -> Iterator[tuple[str, str, Stripe, bool]]:
