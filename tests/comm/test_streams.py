@@ -20,7 +20,8 @@ from harness.small_engine import ROWS, Job, ModelShape, Rank, train_world
 from megatron_zpp.checkpoint.snapshot import HostSnapshot
 from megatron_zpp.comm.code import Code, LinkCodes, Rotation
 from megatron_zpp.zero.pieces import owned_pieces
-from megatron_zpp.zero.policy import POLICIES, ZEROPP, with_quantized_gradients, with_secondary_weights
+from megatron_zpp.zero.plan.memory_plan import Sharding, largest_plan
+from megatron_zpp.zero.policy import POLICIES, ZEROPP, Rung, with_quantized_gradients, with_secondary_weights
 from megatron_zpp.zero.schedule import Prefetch
 
 pytestmark = pytest.mark.virtual
@@ -56,7 +57,17 @@ class Case:
     def _train(self, gpu: Gpu) -> tuple[History, set[Site]]:
         rank = Rank(self.job, gpu.backend, lanes=gpu.lanes, streams=gpu.machine)
         history = self._with_more(rank, gpu) if self.does_more else rank.train()
+        assert rank.engine.ladder.staging.allocated_bytes <= self._planned_buffers(rank)
         return history, gpu.machine.needed
+
+    def _planned_buffers(self, rank: Rank) -> int:
+        """The bytes of buffers that the memory plan has: payloads on their way, and secondary rungs if they are kept."""
+        job = self.job
+        sharding = Sharding(job.policy, job.block_numel, job.dtype.itemsize, job.prefetch)
+        is_exact_at_first = job.full_precision_iterations > 0
+        topology = rank.backend.grid.ladder
+        plan = largest_plan(rank.model.unit_specs(), rank.model.uses(), sharding, topology, starts_exact=is_exact_at_first)
+        return plan.buffers + (plan.secondary if job.policy.weights_in_step is Rung.SECONDARY else 0)
 
     def _with_more(self, rank: Rank, gpu: Gpu) -> History:
         snapshot = HostSnapshot(list(owned_pieces(rank.engine)), gpu.machine)
