@@ -15,7 +15,10 @@ from hostfile import Host
 from megatron_zpp.config.outside import OutsideFile
 
 # Variables with these prefixes are exported to every host. CUDA_VISIBLE_DEVICES is not: it depends on the slots of each host.
-EXPORTED_PREFIXES = ("NCCL_", "GLOO_", "TORCH", "PYTORCH_", "PYTHON", "CUDA_", "OMP_", "MKL_", "UCX_", "MV2_", "MLFLOW_", "TRITON_")
+EXPORTED_PREFIXES = (
+    *("NCCL_", "GLOO_", "TORCH", "PYTORCH_", "PYTHON", "CUDA_", "OMP_", "MKL_", "UCX_", "MV2_", "MLFLOW_", "TRITON_"),
+    "MEGATRON_ZPP_",
+)
 NOT_EXPORTED = ("CUDA_VISIBLE_DEVICES",)
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 # ssh gives up on a dead host after three unanswered messages. BatchMode: nobody could type a password, so asking for one is an error.

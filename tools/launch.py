@@ -51,7 +51,7 @@ def planned_commands(options: argparse.Namespace) -> list[HostCommand]:
     hosts = chosen_hosts(options)
     check_same_slots(hosts)
     files = [file for file in VARIABLE_FILES if file.is_file()] if options.env_file is None else [options.env_file]
-    variables = _job_id(options) | exported_variables(os.environ, [JOB_VARIABLE, *options.env_prefix], files)
+    variables = _job_id(options) | exported_variables(os.environ, options.env_prefix, files)
     program = Program(options.python, options.script, options.flags, Path.cwd(), variables)
     rendezvous = _rendezvous(hosts, options)
     if options.no_ssh:

@@ -80,6 +80,8 @@ def test_variables_come_from_prefixes_and_files(tmp_path: Path) -> None:
     (command, _) = shown(fakes, [*words, "--dry-run", "--env-prefix", "MY_", "pretrain_zeropp_gpt.py"], **more)
     assert {"NCCL_IB_HCA=mlx5_0,mlx5_1", "GREETING=good morning", "MY_OWN=1"} <= set(command)
     assert not any("CUDA_VISIBLE" in word for word in command)
+    (command, _) = shown(fakes, [*words, "--dry-run", "pretrain_zeropp_gpt.py"], MEGATRON_ZPP_REFERENCE_OPS="1")
+    assert "MEGATRON_ZPP_REFERENCE_OPS=1" in command  # a message of the run tells users to set it on every rank
     (tmp_path / "other_env").write_text("A=1\nB\n")
     done = fakes.run(*words, "--env-file", tmp_path / "other_env", "pretrain_zeropp_gpt.py")
     assert done.returncode == 2 and "other_env, line 2: 'B' is not a variable; write it as NAME=value" in done.stderr
