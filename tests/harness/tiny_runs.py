@@ -40,3 +40,8 @@ def pretrain(ranks: RankPool, nodes: int, ranks_per_node: int, flags: str, jsonl
 def losses(records: list[dict[str, Any]]) -> list[tuple[float, float]]:
     """Loss and gradient norm of every training iteration, unrounded."""
     return [(record["lm_loss"], record["grad_norm"]) for record in records if "lm_loss" in record]
+
+
+def validation_losses(records: list[dict[str, Any]]) -> list[float]:
+    """Loss of every validation, unrounded."""
+    return [record["validation_loss"] for record in records if "validation_loss" in record]

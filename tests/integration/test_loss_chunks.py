@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from harness.rank_pool import RankPool
-from harness.tiny_runs import losses, pretrain
+from harness.tiny_runs import losses, pretrain, validation_losses
 from test_documents_in_runs import DOCUMENTS, blend_of_short_documents
 
 STEPS = 20
@@ -15,10 +14,6 @@ STEPS = 20
 RUN = f"--micro-batch-size 2 --train-iters {STEPS} --clip-grad 0.5 --lr 1e-3 --eval-iters 1 --eval-interval 10"
 CHUNKS = "--loss-chunk-tokens 9"
 STAGE_3 = "--zero-stage 3 --zero-hpz-partition-size 2"
-
-
-def validation_losses(records: list[dict[str, Any]]) -> list[float]:
-    return [record["validation_loss"] for record in records if "validation_loss" in record]
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness.rank_pool import RankPool
-from harness.tiny_runs import losses, pretrain
+from harness.tiny_runs import losses, pretrain, validation_losses
 
 STEPS = 8
 HPZ = "--zero-hpz-partition-size 2"
@@ -56,7 +56,3 @@ def test_quantized_stages_have_the_same_bits_with_one_microbatch(ranks: RankPool
     found.append(losses(pretrain(ranks, 2, 2, f"{flags} --zero-stage 3 {HPZ}", tmp_path / "hpz.jsonl")))
     assert len(found[0]) == STEPS
     assert found[0] == found[1] == found[2] == found[3]
-
-
-def validation_losses(records: list[dict[str, float]]) -> list[float]:
-    return [record["validation_loss"] for record in records if "validation_loss" in record]
