@@ -41,11 +41,11 @@ def trained(backend: VirtualBackend, micro_batch_size: int, stage: int, **change
     """This rank's mean loss and the gradient norm, per step."""
     model = GPT(small_config(**DROPOUT | changes), VOCAB, 1234, torch.float32)
     options = EngineOptions(POLICIES[stage], torch.float32, 32, Prefetch(), AdamOptions(), CLIP_GRAD)
-    ladder = Ladder(backend, TurnLanes(), Ledger(backend.topology, backend.rank), CPU)
+    ladder = Ladder(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU)
     engine = ZeroEngine(model, model.unit_specs(), model.uses(), options, ladder)
-    world_size = backend.topology.world_size
-    batches = iter(MicroBatchSampler(STEPS * GLOBAL_BATCH, 0, micro_batch_size, backend.rank, world_size))
-    microbatches, history = GLOBAL_BATCH // (world_size * micro_batch_size), []
+    data_ranks = backend.grid.data_ranks
+    batches = iter(MicroBatchSampler(STEPS * GLOBAL_BATCH, 0, micro_batch_size, ladder.data_rank, data_ranks))
+    microbatches, history = GLOBAL_BATCH // (data_ranks * micro_batch_size), []
     for _ in range(STEPS):
         total = 0.0
         for index, batch in enumerate(islice(batches, microbatches)):

@@ -1,4 +1,4 @@
-"""Ranks without quantization kernels, with stand-ins for the other ranks and for GPUs."""
+"""Ranks without the kernels of quantization and dropout, with stand-ins for the other ranks and for GPUs."""
 
 from __future__ import annotations
 
@@ -89,9 +89,16 @@ def test_a_cpu_world_without_kernels_says_so_in_one_line(monkeypatch: pytest.Mon
     assert prepare_kernels(config_of(), CPU, HOSTS) == extension.report("cpu")
 
 
-def test_a_run_that_neither_quantizes_nor_drops_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flags", ["--hidden-dropout 0", "--hidden-dropout 0 --attention-dropout 0.1"])
+def test_a_run_that_neither_quantizes_nor_drops_hidden_values_asks_nobody(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "gather_texts", lambda text: pytest.fail("asked"))
-    assert prepare_kernels(config_of("--hidden-dropout 0"), CUDA, HOSTS) == ""
+    assert prepare_kernels(config_of(flags), CUDA, HOSTS) == ""
+
+
+@pytest.mark.parametrize("flags", ["--hidden-dropout 0.1 --attention-dropout 0", "--hidden-dropout 0 --zero-quantized-gradients"])
+def test_kernels_are_loaded_and_named_if_hidden_dropout_or_gradients_need_them(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, own=True, others=[True] * 3)
+    assert prepare_kernels(config_of(flags), CPU, HOSTS).startswith("Quantization and dropout run on the ")
 
 
 def test_ranks_are_grouped_by_host_and_reason() -> None:
