@@ -214,7 +214,7 @@ def test_what_another_program_has_put_into_its_store_is_refused(invitation: str)
     foreign = dist.PrefixStore(store.PREFIX, dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
     foreign.set(gathering.INVITATION, invitation)
     assert_matches(
-        refusal(1, 2, port), f"at .*MASTER_PORT={port} is another program (the store of the ranks .*); choose another MASTER_PORT"
+        refusal(1, 2, port), f"at .*MASTER_PORT={port} is another program (the store of the ranks.*); choose another MASTER_PORT"
     )
 
 
