@@ -29,7 +29,6 @@ from slow_links.ranks import Ranks  # noqa: E402
 
 SECONDS_PER_ANSWER = 600.0
 FAILURE_EXIT_CODE = 1
-GIB = 2**30
 
 
 @dataclass(frozen=True)

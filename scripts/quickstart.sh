@@ -49,7 +49,7 @@ main() {
     mkdir -p "$RUN"
     choose_ranks
 
-    step "Kernels for quantization"
+    step "Kernels for quantization and dropout"
     bash scripts/build_extensions.sh --no-venv
 
     step "Corpus: the sources of Python's standard library"

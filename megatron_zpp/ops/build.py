@@ -169,7 +169,7 @@ def _named_architectures(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 def _checked_architecture(name: str) -> str:
     if _ARCHITECTURE.fullmatch(name) is None:
-        raise ValueError(f"{ARCHITECTURES_VARIABLE} holds {name}, which is no number; the kernels {RULE_OF_ARCHITECTURES}.")
+        raise ValueError(f"{ARCHITECTURES_VARIABLE} holds {name}, which is not a number; the kernels {RULE_OF_ARCHITECTURES}.")
     return name
 
 

@@ -57,7 +57,7 @@ def _without_values(values: Tensor, start: Tensor, p: float) -> Tensor:
     return torch.empty_like(values, memory_format=torch.contiguous_format)
 
 
-# `start` is no saved tensor: a recomputation ends with the last saved tensor, and so need not come as far as the dropout.
+# `start` is not a saved tensor: a recomputation ends with the last saved tensor, so it can end before the dropout.
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
     _, ctx.start, ctx.p = inputs
 

@@ -173,7 +173,7 @@ def _port(environment: Mapping[str, str], names: _Names | None) -> int:
     if "MASTER_PORT" in environment:
         port = _number(environment, "MASTER_PORT")
         if not 1 <= port <= LARGEST_PORT:
-            raise ValueError(f"MASTER_PORT={port} is no port; choose one from 1 to {LARGEST_PORT} that is free on the host of rank 0")
+            raise ValueError(f"MASTER_PORT={port} is not a port; choose one from 1 to {LARGEST_PORT} that is free on the host of rank 0")
         return port
     if names in (JOB, STEP) and "SLURM_JOB_ID" in environment:
         return FIRST_SLURM_PORT + _number(environment, "SLURM_JOB_ID") % SLURM_PORTS

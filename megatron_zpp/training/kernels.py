@@ -10,6 +10,7 @@ import torch
 from megatron_zpp.config.schema import Config
 from megatron_zpp.ops import extension
 from megatron_zpp.parallel.initialize import StartupError, gather_texts
+from megatron_zpp.parallel.ranks_in_words import ranks_in_words
 
 
 def prepare_kernels(config: Config, device: torch.device, hosts: Sequence[str]) -> str:
@@ -45,8 +46,4 @@ def lacking_ranks(reports: Sequence[str], hosts: Sequence[str]) -> str:
     for rank, (report, host) in enumerate(zip(reports, hosts, strict=True)):
         if report:
             ranks_of.setdefault((host, report), []).append(rank)
-    return "; ".join(f"{_ranks(ranks)} on {host}: {report.removesuffix('.')}" for (host, report), ranks in ranks_of.items())
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return "; ".join(f"{ranks_in_words(ranks)} on {host}: {report.removesuffix('.')}" for (host, report), ranks in ranks_of.items())

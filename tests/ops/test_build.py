@@ -76,7 +76,7 @@ def test_architectures_that_are_no_numbers_are_refused(name: str, monkeypatch: p
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for read in (cuda_architectures, architectures_left_out):
         with pytest.raises(
-            ValueError, match=f"TORCH_CUDA_ARCH_LIST holds {name}, which is no number; the kernels need numbers from 8.0 on"
+            ValueError, match=f"TORCH_CUDA_ARCH_LIST holds {name}, which is not a number; the kernels need numbers from 8.0 on"
         ):
             read({"TORCH_CUDA_ARCH_LIST": f"9.0 {name}"})
 

@@ -74,7 +74,7 @@ def test_an_id_that_no_message_could_show_is_refused_by_its_variable(value: str)
 
 @pytest.mark.parametrize("port", ["0", "65536"])
 def test_a_port_that_does_not_exist_is_refused(port: str) -> None:
-    with pytest.raises(ValueError, match=f"MASTER_PORT={port} is no port; choose one from 1 to 65535"):
+    with pytest.raises(ValueError, match=f"MASTER_PORT={port} is not a port; choose one from 1 to 65535"):
         read_launch(BY_HAND | {"MASTER_PORT": port})
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 
 import torch.distributed as dist
 
 from megatron_zpp.parallel.failures.pulse import pulse_key
 from megatron_zpp.parallel.failures.question import NoAnswer, Question, answer_within
+from megatron_zpp.parallel.ranks_in_words import ranks_in_words
 
 FAILURE_KEY = "failure"
 REPORTERS_KEY, REPORTS_KEY = "failure_reporters", "failure_reports"
@@ -106,9 +106,9 @@ class FailureBoard:
             time.sleep(LOOK_SECONDS)
             lifeless = [rank for rank in lifeless if self._store.add(pulse_key(rank), 0) == pulses[rank] and not self._has_ended(rank)]
         if lifeless:
-            return f"{_in_words(lifeless)} no sign of life (noticed by {own})"
+            return f"{ranks_in_words(lifeless)} {'shows' if len(lifeless) == 1 else 'show'} no sign of life (noticed by {own})"
         busy = [rank for rank in others if self._store.add(_signs_key(rank), 0) == signs[rank] and not self._has_ended(rank)]
-        return f"{own} (busy or hanging: {_named(busy)})" if 0 < len(busy) < len(others) else own
+        return f"{own} (busy or hanging: {ranks_in_words(busy)})" if 0 < len(busy) < len(others) else own
 
     def _has_ended(self, rank: int) -> bool:
         return bool(self._store.check([_ended_key(rank)]))
@@ -118,15 +118,6 @@ class FailureBoard:
             return own
         keeper, _, place = self._keeper.partition(" holds at ")
         return f"{keeper} shows no sign of life: the store that it holds at {place} {self._loss} (noticed by {own})"
-
-
-def _named(ranks: Iterable[int]) -> str:
-    listed = list(map(str, ranks))
-    return f"{'rank' if len(listed) == 1 else 'ranks'} {', '.join(listed)}"
-
-
-def _in_words(ranks: list[int]) -> str:
-    return f"{_named(ranks)} {'shows' if len(ranks) == 1 else 'show'}"
 
 
 def _text(content: bytes) -> str:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_zpp.parallel.failures.pulse import pulse_key
 from megatron_zpp.parallel.failures.question import answer_within
+from megatron_zpp.parallel.ranks_in_words import ranks_in_words
 
 FIRST_POLL_SECONDS = 0.02
 LAST_POLL_SECONDS = 1.0
@@ -65,7 +66,7 @@ class RollCall:
             if self.rank > 0 or time.monotonic() < next_line:
                 continue
             next_line += LINE_SECONDS
-            announce(f"waiting for {_in_words(missing)} of {self.world_size} ranks: {self.work} ({time.monotonic() - started:.0f} s)")
+            announce(f"waiting for {ranks_in_words(missing)} of {self.world_size}: {self.work} ({time.monotonic() - started:.0f} s)")
 
     def _check_alive(self, missing: list[int], pulses: dict[int, tuple[int, float]]) -> None:
         """Raises RuntimeError if a missing rank is silent. pulses: of each rank, its pulse and when that was first seen."""
@@ -85,7 +86,3 @@ class RollCall:
 
     def _asked(self, key: str, count: int) -> int:
         return answer_within(self.silent_seconds, lambda: self.store.add(key, count))
-
-
-def _in_words(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

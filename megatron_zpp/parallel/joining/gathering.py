@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Iterable
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -14,13 +13,13 @@ from megatron_zpp.parallel.job_ids import JOB_VARIABLE
 from megatron_zpp.parallel.joining.member import Invitation, Member, decoded_invitation, decoded_member, encoded
 from megatron_zpp.parallel.joining.other_job import other_job
 from megatron_zpp.parallel.joining.place import JoinError, Place
+from megatron_zpp.parallel.ranks_in_words import first_of, ranks_in_words
 
 INVITATION = "invitation"
 CLAIMS, REFUSED, BEGUN, GIVEN_UP, READERS = "claims", "refused", "begun", "given up", "readers"
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 1.0
 FAREWELL_SECONDS = 2.0  # for the others to read why rank 0 gave up
-MOST_NAMED = 8
 WORD = re.compile(r"[0-9a-f]{32}")
 
 
@@ -111,7 +110,7 @@ class Gathering:
         """What rank 0 says if ranks have not come."""
         joined = [rank for rank in range(self._me.world_size) if rank not in missing]
         members = [self._me, *(self._read(claim_key(rank)) for rank in joined[1:])]
-        hosts = _in_words(member.host for member in members if member is not None)
+        hosts = first_of(member.host for member in members if member is not None)
         return (
             f"rank 0 has waited {seconds:.0f} s at {self._place} for {ranks_in_words(missing)} of {self._me.world_size}; "
             f"{ranks_in_words(joined)} joined, on {hosts}; "
@@ -129,14 +128,3 @@ class Gathering:
 
     def _read(self, key: str) -> Member | None:
         return decoded_member(self._part.get(key)) if self._part.check([key]) else None
-
-
-def ranks_in_words(ranks: Iterable[int]) -> str:
-    """`rank 1` or `ranks 1, 2`, and of many only the first."""
-    listed = [str(rank) for rank in ranks]
-    return f"{'rank' if len(listed) == 1 else 'ranks'} {_in_words(listed)}"
-
-
-def _in_words(texts: Iterable[str]) -> str:
-    listed = list(dict.fromkeys(texts))
-    return ", ".join(listed[:MOST_NAMED]) + (f" and {len(listed) - MOST_NAMED} more" if len(listed) > MOST_NAMED else "")

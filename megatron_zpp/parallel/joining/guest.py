@@ -48,7 +48,7 @@ class Guest:
         """
         invitation = self._invited()
         part = dist.PrefixStore(invitation.part, self._store)
-        self._claim(part, invitation)
+        self._claim(part)
         while not part.check([BEGUN]):
             self._tell(f"{invitation.rank_0} is rank 0, but not all of {self._me.world_size} ranks have come")
             if part.check([GIVEN_UP]):
@@ -80,7 +80,7 @@ class Guest:
         if rank_0.job.differ_from(self._me.job):
             raise JoinError(other_job(self._me, rank_0, self._place))
 
-    def _claim(self, part: dist.Store, invitation: Invitation) -> None:
+    def _claim(self, part: dist.Store) -> None:
         own = encoded(self._me)
         found = part.compare_set(claim_key(self._me.rank), "", own)
         if found != own.encode():

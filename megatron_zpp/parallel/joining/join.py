@@ -36,7 +36,7 @@ RANK_0_SHARE = 0.9  # of its time, after which rank 0 gives up, so that the othe
 
 @dataclass(frozen=True)
 class Joined:
-    """What joining brings.
+    """The stores of a rank that has joined.
 
     kept: outlasts the ranks if torchrun restarts them. part: belongs to this start. reports: the same part over a connection of its own,
     because a wait on one connection holds up all other requests on it. keeper: the holder of the store and where it is, for messages.

@@ -61,12 +61,12 @@ def encoded(entry: Member | Invitation) -> str:
 
 
 def decoded_member(content: bytes) -> Member:
-    """Raises ForeignEntry for what is no member."""
+    """The member. Raises ForeignEntry if the content is not one."""
     return _member(_values(content))
 
 
 def decoded_invitation(content: bytes) -> Invitation:
-    """Raises ForeignEntry for what is no invitation."""
+    """The invitation. Raises ForeignEntry if the content is not one."""
     values = _values(content)
     return Invitation(_text(values, "part"), _member(values.members("rank_0")))
 

@@ -38,7 +38,7 @@ def held_store(place: Place, invitation: Invitation, timeout: timedelta) -> dist
     part.set(INVITATION, encoded(invitation))
     if not any(map(is_of_this_machine, addresses)) and not any(_leads_to(place, address, invitation) for address in addresses):
         raise JoinError(
-            f"MASTER_ADDR={place.host} ({', '.join(addresses)}) is no address of {socket.gethostname()}, where rank 0 runs, and does not "
+            f"MASTER_ADDR={place.host} ({', '.join(addresses)}) is not an address of {socket.gethostname()}, where rank 0 runs, and does not "
             "lead there; set MASTER_ADDR to a name or an address of this host that the other hosts know"
         )
     return part
@@ -70,7 +70,7 @@ def _port_is_in_use(place: Place) -> str:
     remedy = "choose another MASTER_PORT"
     holder = _holder(HERE, place.port)
     if holder is None:
-        return f"{where}, by a program that is no run of this one; {remedy}"
+        return f"{where}, by another program; {remedy}"
     return f"{where}, by another run: {holder}, rank 0 of {holder.world_size}; {remedy}, or wait for the end of that run"
 
 

@@ -39,7 +39,7 @@ def test_all_ranks_leave_together_after_the_slowest(monkeypatch: pytest.MonkeyPa
     for rank in ranks:
         rank.join(30)
     assert all(rank.left_at - started >= 0.8 for rank in ranks)
-    assert ranks[0].lines[0].startswith("waiting for 2 of 3 ranks: building (")
+    assert ranks[0].lines[0].startswith("waiting for rank 2 of 3: building (")
     assert ranks[2].lines == []
 
 

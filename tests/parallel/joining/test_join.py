@@ -196,14 +196,14 @@ def test_a_name_that_nobody_knows_is_refused_at_once_by_every_rank() -> None:
 
 def test_rank_0_refuses_an_address_of_another_machine() -> None:
     elsewhere = "192.0.2.77"  # of a block that is kept for documentation
-    away = rf"MASTER_ADDR=192.0.2.77 (192.0.2.77) is no address of {socket.gethostname()}, where rank 0 runs, and does not lead there; set"
+    away = rf"MASTER_ADDR=192.0.2.77 (192.0.2.77) is not an address of {socket.gethostname()}, where rank 0 runs, and does not lead there; set"
     assert_matches(refusal(0, 2, free_port(), address=elsewhere), away)
 
 
 def test_a_port_that_another_program_has_is_named() -> None:
     with listener() as port:
         other = (
-            f"MASTER_PORT={port} is in use on .*, where rank 0 runs, by a program that is no run of this one; choose another MASTER_PORT"
+            f"MASTER_PORT={port} is in use on .*, where rank 0 runs, by another program; choose another MASTER_PORT"
         )
         assert_matches(refusal(0, 2, port), other)
 
@@ -214,7 +214,7 @@ def test_what_another_program_has_put_into_its_store_is_refused(invitation: str)
     foreign = dist.PrefixStore(store.PREFIX, dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
     foreign.set(gathering.INVITATION, invitation)
     assert_matches(
-        refusal(1, 2, port), f"at .*MASTER_PORT={port} is another program (the store of the ranks.*); choose another MASTER_PORT"
+        refusal(1, 2, port), f"at .*MASTER_PORT={port} is another program (the store of the ranks:? .*); choose another MASTER_PORT"
     )
 
 
