@@ -196,15 +196,13 @@ def test_a_name_that_nobody_knows_is_refused_at_once_by_every_rank() -> None:
 
 def test_rank_0_refuses_an_address_of_another_machine() -> None:
     elsewhere = "192.0.2.77"  # of a block that is kept for documentation
-    away = rf"MASTER_ADDR=192.0.2.77 (192.0.2.77) is not an address of {socket.gethostname()}, where rank 0 runs, and does not lead there; set"
+    away = f"MASTER_ADDR=192.0.2.77 (192.0.2.77) is not an address of {socket.gethostname()}, where rank 0 runs, and does not lead there"
     assert_matches(refusal(0, 2, free_port(), address=elsewhere), away)
 
 
 def test_a_port_that_another_program_has_is_named() -> None:
     with listener() as port:
-        other = (
-            f"MASTER_PORT={port} is in use on .*, where rank 0 runs, by another program; choose another MASTER_PORT"
-        )
+        other = f"MASTER_PORT={port} is in use on .*, where rank 0 runs, by another program; choose another MASTER_PORT"
         assert_matches(refusal(0, 2, port), other)
 
 
