@@ -38,8 +38,8 @@ def held_store(place: Place, invitation: Invitation, timeout: timedelta) -> dist
     part.set(INVITATION, encoded(invitation))
     if not any(map(is_of_this_machine, addresses)) and not any(_leads_to(place, address, invitation) for address in addresses):
         raise JoinError(
-            f"MASTER_ADDR={place.host} ({', '.join(addresses)}) is not an address of {socket.gethostname()}, where rank 0 runs, and does not "
-            "lead there; set MASTER_ADDR to a name or an address of this host that the other hosts know"
+            f"MASTER_ADDR={place.host} ({', '.join(addresses)}) is not an address of {socket.gethostname()}, where rank 0 runs, and does "
+            "not lead there; set MASTER_ADDR to a name or an address of this host that the other hosts know"
         )
     return part
 

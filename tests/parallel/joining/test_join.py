@@ -196,7 +196,8 @@ def test_a_name_that_nobody_knows_is_refused_at_once_by_every_rank() -> None:
 
 def test_rank_0_refuses_an_address_of_another_machine() -> None:
     elsewhere = "192.0.2.77"  # of a block that is kept for documentation
-    away = f"MASTER_ADDR=192.0.2.77 (192.0.2.77) is not an address of {socket.gethostname()}, where rank 0 runs, and does not lead there"
+    host = socket.gethostname()
+    away = f"MASTER_ADDR=192.0.2.77 (192.0.2.77) is not an address of {host}, where rank 0 runs, and does not lead there; set"
     assert_matches(refusal(0, 2, free_port(), address=elsewhere), away)
 
 
