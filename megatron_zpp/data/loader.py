@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -67,8 +69,17 @@ def _in_order(batches: _MicroBatchDataset, sampler: Iterable[MicroBatchIndices],
 
 def _ignore_signals(worker: int) -> None:
     """Ignores the signals that launchers send to whole process groups. The rank ends its workers; they also end if it dies."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_when_told_by, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_when_told_by(rank: int) -> None:
+    """Ends this process when SIGTERM comes from the rank itself: an interpreter that exits sends it, and waits for its workers."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
+        pass
+    os._exit(0)
 
 
 class _MicroBatchDataset(Dataset[MicroBatch]):

@@ -128,7 +128,7 @@ def test_real_data_without_lr_gets_the_default_and_a_notice():
         ("--mock-data --data-args-path f", ["--data-args-path f", "cannot be read"]),
         ("--data-path a --train-data-path b", ["--data-path and --train-data-path", "exclude", "one of these ways"]),
         ("--train-data-path a --split 1", ["--split 1", "--train-data-path a", "exclude", "leave --split out"]),
-        ("--data-path 0 a 1 b", ["--data-path", "weight 0", "positive number", "left out"]),
+        ("--data-path 0 a 1 b", ["--data-path", "a weight must be a positive number, not 0", "leave out"]),
         ("--data-path a --mid-level-dataset-surplus 0.1", ["--mid-level-dataset-surplus 0.1", "weighted blend", "leave it out"]),
         ("--dataloader-type cyclic", ["--dataloader-type cyclic", "choose single"]),
         ("--data-path corpus --train-iters 5", ["--data-path corpus", "needs its tokenizer", "--tokenizer-type", "--tokenizer-model"]),

@@ -92,7 +92,7 @@ def test_cpp_refuses_other_dtypes_and_shapes() -> None:
         ops.build_sample_index(lengths, documents, 1, torch.zeros(2, 2, dtype=torch.int16))
     with pytest.raises(RuntimeError):
         ops.build_sample_index(lengths.long(), documents, 1, torch.zeros(2, 2, dtype=torch.int32))
-    with pytest.raises(RuntimeError, match="rows of 3"):
+    with pytest.raises(RuntimeError, match="sample_index must have rows of 2 values, not 3"):
         ops.build_sample_index(lengths, documents, 1, torch.zeros(2, 3, dtype=torch.int32))
     with pytest.raises(RuntimeError, match="do not fit"):
         ops.build_blend_index(torch.ones(40_000, dtype=torch.float64), torch.zeros(1, dtype=torch.int16), torch.zeros(1, dtype=torch.int64))

@@ -1,7 +1,7 @@
 import itertools
 import multiprocessing
-import os
 import signal
+import subprocess
 from itertools import islice
 
 import pytest
@@ -79,6 +79,17 @@ def test_workers_outlive_the_signals_that_launchers_send_to_whole_process_groups
         next(batches)  # one of each worker: both have started
     workers = multiprocessing.active_children()
     for worker, number in itertools.product(workers, (signal.SIGTERM, signal.SIGUSR1)):
-        os.kill(worker.pid or 0, number)
+        subprocess.run(["kill", f"-{number}", str(worker.pid)], check=True)  # from another process, as a launcher does
     assert len(workers) >= 2
     assert [next(batches).first_sample for _ in range(5)] == [batch.first_sample for batch in first_batches(0, 7)[2:]]
+
+
+def test_a_worker_ends_when_its_rank_tells_it_to_so_that_an_interpreter_can_exit() -> None:
+    before = set(multiprocessing.active_children())
+    dataset = MockDataset(seed=1, stream=0, seq_length=6, vocab_size=50, sample_count=100)
+    batches = MicroBatches(dataset, MicroBatchSampler(100, 8, 2, 1, 2), 1, NO_RULES)
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - before
+    worker.terminate()
+    worker.join()
+    assert worker.exitcode == 0
