@@ -14,7 +14,7 @@ Needs a compiler for the C++ standard of the installed torch (2.13: C++20, such 
 If torch has CUDA and nvcc is found (CUDA_HOME or PATH), the CUDA kernels are built too: for the GPUs of this machine, or for the
 architectures in TORCH_CUDA_ARCH_LIST (such as "8.0;9.0"), from 8.0 on. Runs on other machines find this build if they set the same list.
 Takes about a minute, or no time if the same build exists.
-Without the kernels everything runs on plain torch on CPUs: same bits, slower. Runs on GPUs that need them are refused, unless
+Without the kernels everything runs on plain torch: same bits, slower. Runs on GPUs that quantize are refused then, unless
 MEGATRON_ZPP_REFERENCE_OPS=1 is set.
 TEXT
 }

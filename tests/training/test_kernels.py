@@ -59,6 +59,14 @@ def test_a_world_of_gpus_that_built_nothing_is_refused_as_well(monkeypatch: pyte
         prepare_kernels(config_of(), CUDA, HOSTS)
 
 
+def test_a_world_of_gpus_that_built_nothing_trains_if_only_hidden_dropout_needs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, own=False, others=[False] * 3)
+    assert prepare_kernels(config_of("--hidden-dropout 0.1"), CUDA, HOSTS) == extension.report("cuda")
+    stand_in(monkeypatch, own=False, others=[False, True, True])
+    with pytest.raises(StartupError, match="them; ranks 0, 1 on a: "):
+        prepare_kernels(config_of("--hidden-dropout 0.1"), CUDA, HOSTS)
+
+
 def test_a_world_of_gpus_that_was_told_to_run_on_the_reference_does(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, own=False, others=[False] * 3, asked=[True] * 4)
     assert prepare_kernels(config_of(), CUDA, HOSTS).startswith("Quantization and dropout run on the plain-torch reference, because")
