@@ -60,5 +60,5 @@ def test_a_run_that_has_lost_its_lock_ends_with_an_error_and_saves_nothing(tmp_p
     ranks = RankPool()
     with pytest.raises(RankFailure, match="exit code 1"):
         ranks.run(1, 2, entry_that_loses_its_lock, [*TINY, *f"--train-iters 2 --save-interval 1 --save {tmp_path}".split()])
-    ranks.close()
-    assert list(tmp_path.iterdir()) == []
+    ranks.close()  # may kill rank 0 while it looks at its lock
+    assert [path for path in tmp_path.iterdir() if not path.name.startswith("run.lock.")] == []
