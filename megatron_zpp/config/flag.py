@@ -224,6 +224,11 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // divisor for divisor in small)})
 
 
+def next_multiple(number: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `number`."""
+    return -(-number // multiple) * multiple
+
+
 def nearest_divisors(number: int, wish: int) -> list[int]:
     """The up to four divisors of `number` that are nearest to `wish`, ascending."""
     return sorted(sorted(divisors(number), key=lambda divisor: abs(divisor - wish))[:4])

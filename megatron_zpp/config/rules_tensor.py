@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_zpp.config.flag import FlagError, any_of, divisors
+from megatron_zpp.config.flag import FlagError, any_of, divisors, next_multiple
 from megatron_zpp.config.schema import ModelConfig
 
 TENSOR_SIZE = "--tensor-model-parallel-size"
@@ -54,7 +54,7 @@ def check_vocabulary(model: ModelConfig, padded_vocab_size: int, tensor_ranks: i
         return
     multiple = math.lcm(model.make_vocab_size_divisible_by, tensor_ranks)
     if model.padded_vocab_size is not None:
-        rows = _next_multiple(padded_vocab_size, multiple)
+        rows = next_multiple(padded_vocab_size, multiple)
         raise FlagError(
             f"the vocabulary of {padded_vocab_size} rows (--padded-vocab-size) is not a multiple of {TENSOR_SIZE} {tensor_ranks}; "
             f"give --padded-vocab-size {rows}."
@@ -72,12 +72,8 @@ def check_positions(model: ModelConfig, tensor_ranks: int) -> None:
     if model.learns_positions and positions % tensor_ranks != 0:
         raise FlagError(
             f"--max-position-embeddings {positions} is not a multiple of {TENSOR_SIZE} {tensor_ranks}; "
-            f"choose {_next_multiple(positions, tensor_ranks)}."
+            f"choose {next_multiple(positions, tensor_ranks)}."
         )
-
-
-def _next_multiple(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def _deals_groups(model: ModelConfig, tensor_ranks: int) -> bool:

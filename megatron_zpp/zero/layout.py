@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_zpp.comm.code import Runs
+from megatron_zpp.config.flag import next_multiple
 from megatron_zpp.parallel.specs import ParamSpec
 
 
@@ -65,8 +66,8 @@ class FlatLayout:
         exact_offsets, exact_end = _place(exact, 1)
         self.slices = slices
         self.block_numel = block_numel
-        self.blocks_numel = _round_up(blocks_end, granule)
-        self.exact_numel = _round_up(exact_end, granule)
+        self.blocks_numel = next_multiple(blocks_end, granule)
+        self.exact_numel = next_multiple(exact_end, granule)
         self.numel = self.blocks_numel + self.exact_numel
         self.runs = Runs(self.blocks_numel // slices, self.exact_numel // slices)
         self.slice_numel = self.runs.numel
@@ -158,7 +159,7 @@ def _place(params: Sequence[ParamSpec], alignment: int) -> tuple[list[int], int]
     offsets = []
     end = 0
     for param in params:
-        offsets.append(_round_up(end, alignment))
+        offsets.append(next_multiple(end, alignment))
         end = offsets[-1] + _numel(param)
     return offsets, end
 
@@ -168,7 +169,3 @@ def _numel(param: ParamSpec) -> int:
     for extent in param.shape:
         numel *= extent
     return numel
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from megatron_zpp.config.flag import next_multiple
 from megatron_zpp.config.schema import TOKENIZER_TYPES, DataConfig, ModelConfig
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def embedding_rows(model: ModelConfig, vocab_size: int) -> int:
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least vocab_size."""
-    return -(-vocab_size // multiple) * multiple
+    return next_multiple(vocab_size, multiple)
 
 
 def _build(data: DataConfig) -> Tokenizer:
