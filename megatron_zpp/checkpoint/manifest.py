@@ -34,9 +34,6 @@ class CheckpointError(ValueError):
     """A checkpoint is missing, cannot be used or cannot be written. The text names the file and the remedy."""
 
 
-RECORD = OutsideFile(Path(), "the record of a rank", "--save must be a folder of one file system that all ranks share", CheckpointError)
-
-
 class DamagedCheckpointError(CheckpointError):
     """Bytes of a checkpoint are missing or differ from those that were written."""
 
@@ -159,8 +156,8 @@ def _parse(file: OutsideFile, members: Members) -> Manifest:
         topology={name: topology.count(name) for name in topology.values},
         versions={name: versions.text(name) for name in versions.values},
         chunk_bytes=members.count("chunk_bytes"),
-        files=tuple(_file_of(found) for found in members.list_of_members("files")),
-        pieces=tuple(_piece_of(found) for found in members.list_of_members("pieces")),
+        files=tuple(file_of(found) for found in members.list_of_members("files")),
+        pieces=tuple(piece_of(found) for found in members.list_of_members("pieces")),
     )
     for problem in _contradictions(manifest, version):
         file.refuse(problem)
@@ -177,12 +174,14 @@ def _run_state(found: Members) -> Mapping[str, Any]:
     return found.values
 
 
-def _file_of(found: Members) -> StoredFile:
+def file_of(found: Members) -> StoredFile:
+    """The file that a JSON object describes, as `members_of` writes it."""
     found.require_only(FILE_KEYS)
     return StoredFile(found.text("name"), found.count("nbytes"), found.count("header_bytes"), tuple(found.counts("checksums")))
 
 
-def _piece_of(found: Members) -> StoredPiece:
+def piece_of(found: Members) -> StoredPiece:
+    """The piece that a JSON object describes, as `members_of` writes it."""
     found.require_only(PIECE_KEYS)
     offsets = found.members("offsets")
     by_state = {state: offsets.count(state) for state in offsets.values}
@@ -200,16 +199,6 @@ def _stored_columns(found: Members) -> Columns:
 def members_of(entry: StoredFile | StoredPiece) -> dict[str, Any]:
     """The JSON object of a file or a piece."""
     return {name: value for name, value in vars(entry).items() if value is not None}
-
-
-def parse_file(members: Mapping[str, Any]) -> StoredFile:
-    """A file in the record that a rank of this save has written."""
-    return _file_of(Members(members, RECORD))
-
-
-def parse_piece(members: Mapping[str, Any]) -> StoredPiece:
-    """A piece in the record that a rank of this save has written."""
-    return _piece_of(Members(members, RECORD))
 
 
 def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:

@@ -17,10 +17,10 @@ from megatron_zpp.checkpoint.manifest import (
     Manifest,
     StoredFile,
     StoredPiece,
+    file_of,
     marker_json,
     members_of,
-    parse_file,
-    parse_piece,
+    piece_of,
 )
 from megatron_zpp.checkpoint.owner import is_abandoned, own_token
 from megatron_zpp.checkpoint.shard_file import DTYPES, TensorEntry, lay_out, write_file
@@ -102,7 +102,7 @@ def read_record(unfinished: Path, rank: int) -> tuple[StoredFile, list[StoredPie
     if file.is_missing():
         return None
     record = file.members()
-    return parse_file(record.members("file").values), [parse_piece(piece.values) for piece in record.list_of_members("pieces")]
+    return file_of(record.members("file")), [piece_of(piece) for piece in record.list_of_members("pieces")]
 
 
 def seal(unfinished: Path, manifest: Manifest) -> None:

@@ -118,25 +118,14 @@ class OutsideFile:
         has_unique_keys: refuse a key that occurs twice in an object, rather than take the last one.
         has_any_numbers: also accept NaN, infinities and whole numbers of 2^63 and more.
         """
-        text = self.text(content)
-        hook = self._object_of_unique_keys if has_unique_keys else None
         try:
-            found = json.loads(text, object_pairs_hook=hook)
+            return self._value_of(self.text(content), has_unique_keys=has_unique_keys, has_any_numbers=has_any_numbers)
         except json.JSONDecodeError as error:
             self.refuse(f"is not JSON: line {error.lineno}, column {error.colno}: {error.msg}")
-        except ValueError as error:  # a whole number of thousands of digits
-            self.refuse(f"is not usable JSON ({error})")
-        except RecursionError:
-            self.refuse(f"is nested more than {MOST_DEPTH} levels deep")
-        self._check_values(found, has_any_numbers=has_any_numbers)
-        return found
 
     def members(self, content: bytes | None = None, *, has_unique_keys: bool = False, has_any_numbers: bool = False) -> Members:
         """The JSON object in the file, read as by `json`."""
-        found = self.json(content, has_unique_keys=has_unique_keys, has_any_numbers=has_any_numbers)
-        if not isinstance(found, dict):
-            self.refuse_value("", "a JSON object", found)
-        return Members(found, self)
+        return self._members_of(self.json(content, has_unique_keys=has_unique_keys, has_any_numbers=has_any_numbers))
 
     def entries(self) -> list[Any]:
         """The JSON list in the file."""
@@ -147,10 +136,7 @@ class OutsideFile:
 
     def list_of_members(self) -> Iterator[Members]:
         """The objects of the JSON list in the file."""
-        for index, values in enumerate(self.entries()):
-            if not isinstance(values, dict):
-                self.refuse_value(f"[{index}]", "an object", values)
-            yield Members(values, self, f"[{index}]")
+        return _objects(self.entries(), self)
 
     def lines_of_members(self, report: Callable[[str], None]) -> Iterator[Members]:
         """The JSON objects in the lines of the file, with any numbers.
@@ -160,13 +146,29 @@ class OutsideFile:
         for number, line in enumerate(self.text().splitlines(), 1):
             file = replace(self, name=f"{self.name}, line {number}")
             try:
-                json.loads(line)
+                found = file._value_of(line, has_any_numbers=True)
             except json.JSONDecodeError:
                 report(f"{file.name}: unfinished, left out")
                 continue
-            except (ValueError, RecursionError):
-                pass  # `members` says what is wrong
-            yield file.members(line.encode(), has_any_numbers=True)
+            yield file._members_of(found)
+
+    def _value_of(self, text: str, *, has_unique_keys: bool = False, has_any_numbers: bool = False) -> Any:
+        """The value of a JSON text, read as by `json`. Raises JSONDecodeError for a text that is not JSON."""
+        try:
+            found = json.loads(text, object_pairs_hook=self._object_of_unique_keys if has_unique_keys else None)
+        except json.JSONDecodeError:
+            raise
+        except ValueError as error:  # a whole number of thousands of digits
+            self.refuse(f"is not usable JSON ({error})")
+        except RecursionError:
+            self.refuse(f"is nested more than {MOST_DEPTH} levels deep")
+        self._check_values(found, has_any_numbers=has_any_numbers)
+        return found
+
+    def _members_of(self, found: Any) -> Members:
+        if not isinstance(found, dict):
+            self.refuse_value("", "a JSON object", found)
+        return Members(found, self)
 
     def _object_of_unique_keys(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -221,21 +223,18 @@ class Members:
         return self.values[key]
 
     def count(self, key: str) -> int:
-        value = self.any(key)
-        if type(value) is not int or not 0 <= value < WHOLE_NUMBER_LIMIT:
-            self.refuse(key, COUNT_RULE)
-        return value
+        return self._integer(key, 0, COUNT_RULE)
 
     def positive_count(self, key: str) -> int:
-        value = self.any(key)
-        if type(value) is not int or not 1 <= value < WHOLE_NUMBER_LIMIT:
-            self.refuse(key, "a whole number from 1 to 2^63 - 1")
-        return value
+        return self._integer(key, 1, "a whole number from 1 to 2^63 - 1")
 
     def whole_number(self, key: str) -> int:
+        return self._integer(key, -WHOLE_NUMBER_LIMIT, "a whole number below 2^63")
+
+    def _integer(self, key: str, smallest: int, rule: str) -> int:
         value = self.any(key)
-        if type(value) is not int or not -WHOLE_NUMBER_LIMIT <= value < WHOLE_NUMBER_LIMIT:
-            self.refuse(key, "a whole number below 2^63")
+        if type(value) is not int or not smallest <= value < WHOLE_NUMBER_LIMIT:
+            self.refuse(key, rule)
         return value
 
     def number(self, key: str) -> float:
@@ -292,15 +291,19 @@ class Members:
 
     def list_of_members(self, key: str) -> Iterator[Members]:
         """A list of objects."""
-        place = _place_of(self._place, key)
-        for index, values in enumerate(self.list(key)):
-            if not isinstance(values, dict):
-                self._file.refuse_value(f"{place}[{index}]", "an object", values)
-            yield Members(values, self._file, f"{place}[{index}]")
+        return _objects(self.list(key), self._file, _place_of(self._place, key))
 
     def refuse(self, key: str, rule: str) -> NoReturn:
         """Raises the error of the file: `key must be rule, not value`."""
         self._file.refuse_value(_place_of(self._place, key), rule, self.values[key])
+
+
+def _objects(entries: Sequence[Any], file: OutsideFile, place: str = "") -> Iterator[Members]:
+    """The entries of a JSON list at `place` of a file, each of which must be an object."""
+    for index, values in enumerate(entries):
+        if not isinstance(values, dict):
+            file.refuse_value(_place_of(place, index), "an object", values)
+        yield Members(values, file, _place_of(place, index))
 
 
 def _place_of(place: str, key: str | int) -> str:
