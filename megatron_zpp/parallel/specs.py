@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatron_zpp.parallel.division import Division, SharedRange
@@ -35,7 +36,7 @@ class ParamSpec:
         """The shape of the whole parameter, which is that of the model and of its checkpoints."""
         return self.division.shape
 
-    @property
+    @cached_property
     def shared(self) -> tuple[SharedRange, ...]:
         """The ranges of the flattened part that other tensor ranks hold, too."""
         return tuple(self.division.shared())

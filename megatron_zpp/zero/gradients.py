@@ -54,6 +54,7 @@ class Collector:
         self._adds_to_sums = policy.gradients is Rung.FULL
         self._dtype = dtype
         self._staging = staging
+        self._paddings = tuple(gradient.layout.paddings())
         self._arrived: set[int] = set()
         self._buffer: Tensor | None = None  # [numel] of the working dtype, from the first gradient on until the descent has landed
 
@@ -91,6 +92,6 @@ class Collector:
     def _taken_buffer(self) -> Tensor:
         if self._buffer is None:
             self._buffer = self._staging.take(self._layout.numel * self._dtype.itemsize).view(self._dtype)
-            for padding in self._layout.paddings():
+            for padding in self._paddings:
                 self._buffer[padding.start : padding.stop].zero_()
         return self._buffer
