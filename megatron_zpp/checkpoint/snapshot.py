@@ -22,7 +22,7 @@ class HostSnapshot:
         """streams: of the device that holds the values; by default its own."""
         devices = {piece.values.device for piece in pieces}
         self._pieces = pieces
-        self._streams = streams or next((streams_of(device) for device in devices), None)
+        self._streams = streams or next(filter(None, map(streams_of, devices)), None)
         self._stream = None if self._streams is None else self._streams.make()
         self.pieces = list(_copies(pieces, is_pinned=any(device.type == "cuda" for device in devices)))
 
