@@ -4,27 +4,58 @@ from __future__ import annotations
 
 import gc
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from megatron_zpp.parallel.communicators import WORLD_CTAS, lane_ctas
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import LANES, Lane
 
 
-def make_lane_groups(grid: Grid, rank: int, timeout: timedelta) -> dict[Lane, dist.ProcessGroup]:
+def make_lane_groups(grid: Grid, rank: int, timeout: timedelta, device: torch.device) -> dict[Lane, dist.ProcessGroup]:
     """The process group of `rank` for each lane whose link has more than one rank; every rank of the world must call it.
 
     timeout: passed to each group, because a new group does not inherit that of the world.
+    device: on CUDA the groups have NCCL alone. By default they would have all backends of the world, and connect every member by gloo.
+
+    The groups are independent of the world's communicator. To split them off that one (split_group, or a device_id for the world), each
+    split would be a collective of all ranks of the world, while a new group concerns its members only. NCCL connects them when the
+    first message is sent (comm/first_messages.py).
     """
     own: dict[Lane, dist.ProcessGroup] = {}
     for lane in LANES:
         if grid.ladder.link_ranks(lane.link) == 1:
             continue
         for ranks in grid.groups(lane.link):
-            group = dist.new_group(list(ranks), timeout=timeout)
+            group = dist.new_group(list(ranks), timeout=timeout, **_backend_arguments(lane, timeout, device))
             if rank in ranks:
                 own[lane] = group
     return own
+
+
+def _backend_arguments(lane: Lane, timeout: timedelta, device: torch.device) -> dict[str, Any]:
+    """The arguments of new_group that depend on the device. NCCL's log lines and errors contain the description."""
+    if device.type != "cuda":
+        return {}
+    return {"backend": "nccl", "pg_options": _nccl_options(lane_ctas(lane), timeout, is_urgent=True), "group_desc": f"lane {lane}"}
+
+
+def world_options(timeout: timedelta, device: torch.device) -> Any:
+    """The options of the world's process group; None where it has no NCCL."""
+    return _nccl_options(WORLD_CTAS, timeout, is_urgent=False) if device.type == "cuda" else None
+
+
+def _nccl_options(ctas: int, timeout: timedelta, *, is_urgent: bool) -> Any:
+    """New options with this limit of CTAs; torch changes those that it is given, so no two groups may share them.
+
+    is_urgent: the priority of the stream that old versions of torch run collectives in; newer ones run them in the caller's.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=is_urgent)
+    options.config.max_ctas = ctas
+    options._timeout = timeout  # torch warns if it differs from the argument of that name
+    return options
 
 
 def end_world() -> None:

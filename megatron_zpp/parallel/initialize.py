@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_zpp.parallel.failures.failure_board import FailureBoard
 from megatron_zpp.parallel.failures.pulse import Pulse
 from megatron_zpp.parallel.failures.roll_call import SILENT_SECONDS, RollCall
-from megatron_zpp.parallel.groups import end_world
+from megatron_zpp.parallel.groups import end_world, world_options
 from megatron_zpp.parallel.joining.join import join
 from megatron_zpp.parallel.launch import Launch
 
@@ -60,7 +60,12 @@ class World:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         with self._naming_lost_ranks("connecting to the other ranks"):
             dist.init_process_group(
-                backend, store=self._joined.part, rank=launch.rank, world_size=launch.world_size, timeout=self.collective_timeout
+                backend,
+                store=self._joined.part,
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout=self.collective_timeout,
+                pg_options=world_options(self.collective_timeout, device),
             )
 
     def hosts(self) -> list[str]:

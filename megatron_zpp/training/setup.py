@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_zpp.comm.backend import TorchBackend
+from megatron_zpp.comm.first_messages import send_first_messages
 from megatron_zpp.comm.lanes import Lanes, make_lanes
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
@@ -43,11 +44,17 @@ class Vocabulary(NamedTuple):
 
 
 def build_ladder(config: Config, world: World, instruments: Instruments) -> Ladder:
-    """Ladder of this rank: both links, with process groups of their own. Every rank must call it."""
+    """Ladder of this rank: both links, with process groups of their own. Every rank must call it.
+
+    On a GPU they are connected at once, because NCCL would do it in the first step, and its buffers would not be in what is free.
+    """
     grid = grid_of(config, world.world_size)
-    groups = make_lane_groups(grid, world.rank, world.collective_timeout)
+    groups = make_lane_groups(grid, world.rank, world.collective_timeout, world.device)
     backend = TorchBackend(grid, world.rank, groups)
-    lanes: Lanes = make_lanes(streams_of(world.device), world.check_others)
+    streams = streams_of(world.device)
+    lanes: Lanes = make_lanes(streams, world.check_others)
+    if streams is not None:
+        send_first_messages(backend, lanes, world.device)
     if instruments.observes_hops:
         lanes = ObservedLanes(lanes, instruments.observer)
     return Ladder(backend, lanes, Ledger(grid, world.rank), world.device)

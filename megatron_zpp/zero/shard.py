@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_zpp.comm.backend import Backend, TorchBackend
+from megatron_zpp.comm.first_messages import send_first_messages
 from megatron_zpp.comm.lanes import make_lanes
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
@@ -133,9 +134,12 @@ def shard(
     if initialize is None:
         _check_alike(probe, device, _digest_of(plan.parameters.values()), "first values of parameters")
 
-    groups = make_lane_groups(grid, rank, timeout) if backend is None else {}
+    groups = make_lane_groups(grid, rank, timeout, device) if backend is None else {}
     backend = backend or TorchBackend(grid, rank, groups)
-    ladder = Ladder(backend, make_lanes(streams_of(device)), Ledger(grid, rank), device)
+    lanes = make_lanes(streams_of(device))
+    if groups and device.type == "cuda":
+        send_first_messages(backend, lanes, device)
+    ladder = Ladder(backend, lanes, Ledger(grid, rank), device)
     engine = ZeroEngine(module, plan.unit_specs, plan.uses, options, ladder, loss_scaler, partial(_end_groups, ladder, groups))
     for owner, attribute, path in plan.aliases:
         setattr(owner, attribute, module.get_parameter(path))

@@ -1,53 +1,120 @@
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from harness.fake_nccl import give_torch_nccl
 
+from megatron_zpp.parallel.communicators import WORLD_CTAS, lane_ctas
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.groups import make_lane_groups
+from megatron_zpp.parallel.groups import make_lane_groups, world_options
+from megatron_zpp.parallel.initialize import World
+from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.parallel.topology import LANES, Link
 
 TIMEOUT = timedelta(minutes=3)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+GRIDS = [*(Grid.of_nodes(*sizes) for sizes in [(2, 2), (3, 2), (1, 4), (4, 1), (2, 4, 2), (2, 3, 3)]), Grid(8, 8, 2, 2)]
 
 
-def _record_new_groups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], timedelta]]:
-    calls: list[tuple[list[int], timedelta]] = []
+@dataclass
+class NewGroup:
+    """A call of torch.distributed.new_group."""
 
-    def new_group(ranks: list[int], timeout: timedelta) -> Any:
-        calls.append((ranks, timeout))
+    ranks: list[int]
+    timeout: timedelta
+    others: dict[str, Any] = field(default_factory=dict)
+
+
+def _record_new_groups(monkeypatch: pytest.MonkeyPatch) -> list[NewGroup]:
+    calls: list[NewGroup] = []
+
+    def new_group(ranks: list[int], timeout: timedelta, **others: Any) -> Any:
+        calls.append(NewGroup(ranks, timeout, others))
         return len(calls)
 
     monkeypatch.setattr(dist, "new_group", new_group)
+    give_torch_nccl(monkeypatch)
     return calls
 
 
-@pytest.mark.parametrize(
-    "grid", [*(Grid.of_nodes(*sizes) for sizes in [(2, 2), (3, 2), (1, 4), (4, 1), (2, 4, 2), (2, 3, 3)]), Grid(8, 8, 2, 2)], ids=str
-)
-def test_every_rank_makes_the_same_groups_in_the_same_order_with_the_timeout_asked_for(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_every_rank_makes_the_same_groups_in_the_same_order_with_the_timeout_asked_for(
+    grid: Grid, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = _record_new_groups(monkeypatch)
     lists = []
     for rank in range(grid.world_size):
         calls.clear()
-        make_lane_groups(grid, rank, TIMEOUT)
+        make_lane_groups(grid, rank, TIMEOUT, device)
         lists.append(list(calls))
     assert all(made == lists[0] for made in lists)
-    assert {timeout for _, timeout in lists[0]} == {TIMEOUT}
+    assert {call.timeout for call in lists[0]} == {TIMEOUT}
 
 
 @pytest.mark.parametrize("grid", [Grid.of_nodes(3, 2), Grid.of_nodes(2, 6, 3)], ids=str)
 def test_every_lane_of_a_link_with_company_has_a_group_of_its_own(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = _record_new_groups(monkeypatch)
-    own = make_lane_groups(grid, 3, TIMEOUT)
+    own = make_lane_groups(grid, 3, TIMEOUT, CPU)
     assert set(own) == set(LANES)
     made: list[int] = [int(str(group)) for group in own.values()]
     assert len(set(made)) == len(LANES)
-    assert all(tuple(calls[group - 1][0]) == grid.members(lane.link, 3) for lane, group in zip(own, made, strict=True))
+    assert all(tuple(calls[group - 1].ranks) == grid.members(lane.link, 3) for lane, group in zip(own, made, strict=True))
 
 
 def test_a_link_of_one_rank_has_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     _record_new_groups(monkeypatch)
-    assert {lane.link for lane in make_lane_groups(Grid.of_nodes(1, 2), 0, TIMEOUT)} == {Link.INTRA}
+    assert {lane.link for lane in make_lane_groups(Grid.of_nodes(1, 2), 0, TIMEOUT, CPU)} == {Link.INTRA}
+
+
+def test_on_a_cpu_torch_chooses_the_backend_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _record_new_groups(monkeypatch)
+    make_lane_groups(Grid.of_nodes(2, 2), 0, TIMEOUT, CPU)
+    assert [call.others for call in calls] == [{}] * len(calls)
+    assert world_options(TIMEOUT, CPU) is None
+
+
+def test_on_a_gpu_a_lane_has_nccl_alone_with_the_limit_of_its_link_and_its_name_in_nccls_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _record_new_groups(monkeypatch)
+    own = make_lane_groups(Grid.of_nodes(2, 2), 0, TIMEOUT, GPU)
+    assert {call.others["backend"] for call in calls} == {"nccl"}
+    for lane, group in own.items():
+        call = calls[int(str(group)) - 1]
+        assert call.others["group_desc"] == f"lane {lane}"
+        assert call.others["pg_options"].config.max_ctas == lane_ctas(lane)
+        assert call.others["pg_options"].is_high_priority_stream
+
+
+def test_torch_may_change_the_options_of_one_group_without_changing_another_and_has_no_timeout_to_warn_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = _record_new_groups(monkeypatch)
+    make_lane_groups(Grid.of_nodes(2, 2), 0, TIMEOUT, GPU)
+    options = [call.others["pg_options"] for call in calls]
+    assert len({id(some) for some in options}) == len(calls)
+    assert {some._timeout for some in options} == {TIMEOUT}
+
+
+def test_the_worlds_group_has_the_limit_of_small_messages_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {}
+
+    class ConnectedError(Exception):
+        pass
+
+    def init_process_group(backend: str, **arguments: Any) -> None:
+        made.update(arguments, backend=backend)
+        raise ConnectedError
+
+    give_torch_nccl(monkeypatch)
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    with pytest.raises(ConnectedError):
+        World(Launch(0, 1, 0, 1), GPU, timedelta(minutes=1))
+    assert made["backend"] == "cpu:gloo,cuda:nccl"
+    assert made["pg_options"].config.max_ctas == WORLD_CTAS
+    assert made["pg_options"]._timeout == made["timeout"]

@@ -1,0 +1,51 @@
+"""Sends a first message over the world and over every lane, so that connections exist before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from megatron_zpp.comm.backend import Backend
+from megatron_zpp.comm.lanes import Hop, Lanes, nothing
+from megatron_zpp.parallel.ranks_in_words import ranks_in_words
+from megatron_zpp.parallel.topology import LANES, Direction
+
+
+def send_first_messages(backend: Backend, lanes: Lanes, device: torch.device) -> None:
+    """Sends one byte to each peer, over the world and then over one lane after the other. Every rank must call it, and waits.
+
+    NCCL makes a communicator at its first collective, and connects peers for each kind of collective at its first use. So each lane
+    carries the kind that it will carry in every step, in its own stream. Larger messages may still open more connections.
+    Raises RuntimeError that names the lane and its ranks if they cannot be connected.
+    """
+    everyone = range(backend.grid.world_size)
+    if len(everyone) == 1:
+        return
+    with _naming("the world", everyone):
+        backend.gather_world(torch.zeros(1, dtype=torch.uint8, device=device))
+        lanes.drain()
+    for lane in LANES:
+        members = backend.grid.members(lane.link, backend.rank)
+        if len(members) == 1:
+            continue
+        send, sent_numel = (backend.all_gather, 1) if lane.direction is Direction.CLIMB else (backend.exchange, len(members))
+        received, sent = (torch.zeros(numel, dtype=torch.uint8, device=device) for numel in (len(members), sent_numel))
+        with _naming(f"lane {lane}", members):
+            lanes.submit(Hop("first message", lane, partial(send, lane, received, sent), nothing))
+            lanes.drain()
+
+
+@contextmanager
+def _naming(what: str, ranks: Sequence[int]) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what}: {ranks_in_words(ranks)} could not exchange a first message; NCCL_DEBUG=INFO in the environment of every rank makes "
+            f"NCCL say which interfaces it tries, and docs/launching.md has the variables that choose others: {error}"
+        ) from error

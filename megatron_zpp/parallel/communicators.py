@@ -1,0 +1,77 @@
+"""The NCCL communicators of a rank: how much of a GPU their kernels may hold, and the memory of their buffers (no torch).
+
+A kernel of NCCL stays on the GPU until its peers have answered. If those of several communicators do not fit beside each other, one of
+them may wait for another that waits for a peer, and no rank goes on. NCCL therefore asks that all of them fit at once. A CTA (CUDA's block
+of threads) of NCCL occupies one multiprocessor (SM), of which an A100 has 108 and an H100 132.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.topology import LANES, Direction, Lane, Link
+
+MEBIBYTE = 2**20
+
+# The most CTAs of one communicator. They are powers of two, because NCCL rounds the channels of an exchange up to one. A CTA moves about
+# 20 GB/s over NVLink (commonly reported, not measured here): 16 are near the rate of the link inside a node, and 8 are more than a network
+# of 400 Gbit/s per GPU needs. Four lanes and the world have 50 CTAs, so less than half of an A100 waits for links at the worst moment.
+# NCCL_MAX_CTAS in the environment wins; NCCL reads it itself.
+LANE_CTAS = {Link.INTRA: 16, Link.INTER: 8}
+WORLD_CTAS = 2  # a few numbers per step
+
+# Bytes from NCCL 2.30. Each channel to a peer has a buffer for each of three protocols (init.cc, computeBuffSizes: 512 KiB of LL, 4800 KiB
+# of LL128, 4 MiB of Simple) and rounds their sum up to 2 MiB (transport/p2p.cc).
+CONNECTION_BYTES = 10 * MEBIBYTE
+FLAGS_BYTES = 2 * MEBIBYTE  # what the sender holds of a connection inside a node, rounded up
+# Exchanges over the network share one buffer per direction (transport/net.cc, sharedNetBuffersInit): 16 steps of 128 KiB per channel.
+SHARED_BYTES = 2 * MEBIBYTE
+# A gather by NVLink SHARP, which Hopper and later GPUs have: 2 x 8 steps of 128 KiB per channel and member (transport/nvls.cc).
+MULTICAST_BYTES = 2 * MEBIBYTE
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """A communicator of one rank. local_peers, remote_peers: its other members on the rank's node and elsewhere. ctas: its limit.
+
+    exchanges: whether every member sends to every other. Otherwise it gathers.
+    """
+
+    local_peers: int
+    remote_peers: int
+    ctas: int
+    exchanges: bool
+
+    def buffer_bytes(self) -> int:
+        """The most memory of the GPU that its buffers take, with NCCL's default sizes and one channel per CTA."""
+        if self.exchanges:
+            of_channel = self.local_peers * (CONNECTION_BYTES + FLAGS_BYTES)
+            of_channel += 2 * SHARED_BYTES if self.remote_peers else 0
+        else:  # around a ring: a rank receives from one peer, and sends to one
+            of_channel = CONNECTION_BYTES + (CONNECTION_BYTES if self.remote_peers else FLAGS_BYTES)
+            of_channel += MULTICAST_BYTES * (1 + self.local_peers) if self.local_peers else 0
+        return self.ctas * of_channel
+
+
+def lane_ctas(lane: Lane) -> int:
+    """The most CTAs of the lane's communicator."""
+    return LANE_CTAS[lane.link]
+
+
+def communicators(grid: Grid) -> tuple[Communicator, ...]:
+    """The communicators of a rank: one for each lane whose link has more than one rank, and that of the world. All ranks have alike."""
+    if grid.world_size == 1:
+        return ()
+    of_lanes = [
+        _communicator(grid, grid.members(lane.link, 0), lane_ctas(lane), exchanges=lane.direction is Direction.DESCEND)
+        for lane in LANES
+        if grid.ladder.link_ranks(lane.link) > 1
+    ]
+    return (*of_lanes, _communicator(grid, tuple(range(grid.world_size)), WORLD_CTAS, exchanges=False))
+
+
+def _communicator(grid: Grid, members: tuple[int, ...], ctas: int, *, exchanges: bool) -> Communicator:
+    """That of rank 0, which is one of `members`."""
+    local = sum(grid.share_node(0, member) for member in members)
+    return Communicator(local - 1, len(members) - local, ctas, exchanges)

@@ -1,0 +1,100 @@
+"""The first message over every lane: in its stream, of its kind, alike on every rank, and an error that names the lane."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from harness.fake_streams.gpus import Gpu, run_on_gpus
+from torch import Tensor
+
+from megatron_zpp.comm.backend import Work
+from megatron_zpp.comm.first_messages import send_first_messages
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.resolve import resolve
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.topology import LANES, Direction, Lane, Link
+from megatron_zpp.training import setup
+from megatron_zpp.training.instruments import make_instruments
+
+pytestmark = pytest.mark.virtual
+
+CPU = torch.device("cpu")
+GRIDS = [*(Grid.of_nodes(*shape) for shape in [(1, 1), (1, 3), (3, 1), (2, 2)]), Grid(8, 4, 2, tensor_ranks=2)]
+
+
+class Listener:
+    """A backend that notes each collective and the stream in which it is enqueued. broken: a lane whose link fails."""
+
+    def __init__(self, gpu: Gpu, broken: Lane | None = None) -> None:
+        self.grid = gpu.backend.grid
+        self.rank = gpu.backend.rank
+        self.heard: list[tuple[str, Lane | None, str]] = []
+        self._gpu = gpu
+        self._broken = broken
+
+    def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work | None:
+        self._note("all_gather", lane)
+        return self._gpu.backend.all_gather(lane, output, own)
+
+    def exchange(self, lane: Lane, output: Tensor, sent: Tensor) -> Work | None:
+        self._note("exchange", lane)
+        return self._gpu.backend.exchange(lane, output, sent)
+
+    def gather_world(self, own: Tensor) -> Tensor:
+        self._note("gather_world", None)
+        return self._gpu.backend.gather_world(own)
+
+    def _note(self, kind: str, lane: Lane | None) -> None:
+        if lane is not None and lane == self._broken:
+            raise RuntimeError("NCCL error: unhandled system error")
+        self.heard.append((kind, lane, self._gpu.machine.current().name))
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_every_lane_with_company_carries_a_message_of_its_kind_in_its_stream_and_all_have_arrived_at_the_end(grid: Grid) -> None:
+    def program(gpu: Gpu) -> list[tuple[str, Lane | None, str]]:
+        listener = Listener(gpu)
+        send_first_messages(listener, gpu.lanes, CPU)
+        assert gpu.machine.unfinished() == []
+        return listener.heard
+
+    heard_by = run_on_gpus(grid, program)
+    used = [lane for lane in LANES if grid.ladder.link_ranks(lane.link) > 1]
+    kinds = ["all_gather" if lane.direction is Direction.CLIMB else "exchange" for lane in used]
+    expected = [("gather_world", None), *zip(kinds, used, strict=True)] if grid.world_size > 1 else []
+    assert all([(kind, lane) for kind, lane, _ in heard] == expected for heard in heard_by)
+    streams = [stream for _, lane, stream in heard_by[0] if lane is not None]
+    assert len(set(streams)) == len(streams) and "compute" not in streams
+
+
+@pytest.mark.parametrize("link", [Link.INTER, Link.INTRA])
+def test_a_lane_that_cannot_be_connected_is_named_with_its_ranks_and_what_to_try(link: Link) -> None:
+    broken = Lane(link, Direction.DESCEND)
+
+    def program(gpu: Gpu) -> None:
+        send_first_messages(Listener(gpu, broken), gpu.lanes, CPU)
+
+    ranks = {Link.INTER: "ranks 0, 2|ranks 1, 3", Link.INTRA: "ranks 0, 1|ranks 2, 3"}[link]
+    with pytest.raises(RuntimeError, match=rf"^lane {broken}: ({ranks}) could not exchange a first message; NCCL_DEBUG=INFO.*system error"):
+        run_on_gpus((2, 2), program)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_run_connects_its_lanes_when_it_builds_them_if_it_is_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class FakeWorld:
+        rank, world_size, collective_timeout, check_others = 0, 2, timedelta(minutes=1), None
+
+    calls: list[tuple[Any, ...]] = []
+    world: Any = FakeWorld()
+    world.device = torch.device(device)
+    monkeypatch.setattr(setup, "make_lane_groups", lambda *arguments: {})
+    monkeypatch.setattr(setup, "streams_of", lambda device: None if device.type == "cpu" else "streams")
+    monkeypatch.setattr(setup, "make_lanes", lambda streams, watch: f"lanes on {streams}")
+    monkeypatch.setattr(setup, "send_first_messages", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(setup, "Ladder", lambda *arguments: arguments)
+    config = resolve(parse_flags("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16".split()), 2, 2)
+    setup.build_ladder(config, world, make_instruments(config, CPU, 0))
+    assert [arguments[1:] for arguments in calls] == ([("lanes on streams", world.device)] if device == "cuda" else [])
