@@ -181,8 +181,8 @@ class ModelConfig:
     )
     attention_backend: str = flag(
         "auto",
-        help="Attention kernel: torch's own choice (auto), flash alone, memory-efficient or cuDNN (fused), or plain matrix products "
-        "(unfused, local). A kernel that cannot run here is an error.",
+        help="Attention kernel: the fastest that is known to be right here (auto), flash alone, cuDNN or memory-efficient (fused), or "
+        "plain matrix products (unfused, local). A kernel that cannot run here is an error.",
         allowed=ATTENTION_BACKENDS,
     )
     untie_embeddings_and_output_weights: bool = flag(False, help="Give the output layer a weight of its own instead of the embedding's.")

@@ -16,14 +16,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_zpp.config.schema import ModelConfig
 
+# In the order in which they are tried; the first that can run does.
 KERNELS = {
     "flash": [SDPBackend.FLASH_ATTENTION],
-    "fused": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION],
+    "fused": [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
     "unfused": [SDPBackend.MATH],
     "local": [SDPBackend.MATH],
 }
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 LARGEST_FLASH_CHANNELS = 256  # per head
 FLASH_MAJOR = 8  # first major compute capability with flash attention: Ampere
+# Where torch itself prefers cuDNN (2.10 and newer, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp): Hopper and data-centre Blackwell.
+CUDNN_MAJORS = (9, 10)
+# cuDNN that torch prefers is newer than 9.15.0, which computes samples wrongly whose length is not a multiple of 128 (pytorch #169849).
+NEWEST_BAD_CUDNN = 91500
+CUDNN_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -53,13 +60,18 @@ def attend(
 ) -> Tensor:
     """mixed_BNSD, computed by the kernel that --attention-backend names; causal unless there is a mask.
 
+    Recent versions of torch prefer cuDNN on Hopper and Blackwell. Faults are known there: NaN gradients under a mask (trl #7181), wrong
+    results on Blackwell with shared key and value heads (pytorch #193893), and others with samples whose length is not a multiple of 128.
+    So `auto` leaves cuDNN out, except for plain causal attention on Hopper. No kernel of a GPU has been measured here.
     mask_B1SS: added to the scores. Raises RuntimeError if no such kernel can run; `check_attention` finds that out at start-up.
     """
     shares_heads = query_BNSD.shape[1] != key_BKSD.shape[1]
     if shares_heads and not _takes_shared_heads(query_BNSD, backend, has_mask=mask_B1SS is not None):
         key_BKSD, value_BKSD = repeated_heads(query_BNSD, key_BKSD, value_BKSD)
         shares_heads = False
-    with nullcontext() if backend == "auto" else sdpa_kernel(KERNELS[backend]):
+    is_plain = mask_B1SS is None and dropout == 0.0 and not shares_heads and query_BNSD.shape[2] % CUDNN_TOKENS == 0
+    kernels = kernel_order(query_BNSD.device, backend, is_plain=is_plain, has_mask=mask_B1SS is not None)
+    with nullcontext() if kernels is None else sdpa_kernel(kernels, set_priority=len(kernels) > 1):
         return F.scaled_dot_product_attention(
             query_BNSD,
             key_BKSD,
@@ -69,6 +81,33 @@ def attend(
             is_causal=mask_B1SS is None,
             enable_gqa=shares_heads,
         )
+
+
+def kernel_order(device: torch.device, backend: str, *, is_plain: bool, has_mask: bool) -> list[SDPBackend] | None:
+    """The kernels that torch may use, in the order in which it tries them; None for torch's own, which begins with flash on GPUs.
+
+    is_plain: causal, without dropout, no heads are shared, and the tokens are a multiple of CUDNN_TOKENS.
+    """
+    if backend == "fused" and has_mask:
+        return [SDPBackend.EFFICIENT_ATTENTION]
+    if backend != "auto":
+        return KERNELS[backend]
+    if device.type != "cuda" or not _torch_may_prefer_cudnn(device):
+        return None
+    return [SDPBackend.CUDNN_ATTENTION, *WITHOUT_CUDNN] if is_plain and _trusts_cudnn(device) else WITHOUT_CUDNN
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _torch_may_prefer_cudnn(device: torch.device) -> bool:
+    """Whether torch's own order may begin with cuDNN here. In deterministic mode torch never uses it."""
+    return torch.cuda.get_device_properties(device).major in CUDNN_MAJORS and not torch.are_deterministic_algorithms_enabled()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _trusts_cudnn(device: torch.device) -> bool:
+    """Whether no fault of plain causal attention is known of this device with this cuDNN."""
+    version = torch.backends.cudnn.version() or 0
+    return torch.cuda.get_device_properties(device).major == CUDNN_MAJORS[0] and version > NEWEST_BAD_CUDNN
 
 
 def repeated_heads(query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, Tensor]:

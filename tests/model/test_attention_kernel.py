@@ -1,13 +1,132 @@
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from harness.small_gpt import ARCHITECTURES, sample_batch, small_gpt
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_zpp.model import attention_kernel
-from megatron_zpp.model.attention_kernel import HeadShape, attend, check_attention
+from megatron_zpp.model.attention_kernel import HeadShape, attend, check_attention, kernel_order
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
+EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+AMPERE, HOPPER, BLACKWELL, CONSUMER = (8, 0), (9, 0), (10, 0), (12, 0)
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], cudnn: int | None = 92000) -> None:
+    properties = SimpleNamespace(major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+
+
+@pytest.mark.parametrize(
+    ("capability", "cudnn", "is_plain", "expected"),
+    [
+        (AMPERE, 92000, True, None),
+        (CONSUMER, 92000, True, None),
+        (HOPPER, 92000, True, [CUDNN, FLASH, EFFICIENT, MATH]),
+        (HOPPER, 91501, True, [CUDNN, FLASH, EFFICIENT, MATH]),
+        (HOPPER, 91500, True, [FLASH, EFFICIENT, MATH]),
+        (HOPPER, None, True, [FLASH, EFFICIENT, MATH]),
+        (HOPPER, 92000, False, [FLASH, EFFICIENT, MATH]),
+        (BLACKWELL, 92000, True, [FLASH, EFFICIENT, MATH]),
+    ],
+)
+def test_auto_tries_cudnn_first_on_hopper_for_plain_causal_attention_alone_and_never_lets_torch_choose_it_elsewhere(
+    capability: tuple[int, int], cudnn: int | None, is_plain: bool, expected: list[SDPBackend] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(monkeypatch, capability, cudnn)
+    assert kernel_order(GPU, "auto", is_plain=is_plain, has_mask=False) == expected
+
+
+@pytest.mark.parametrize("capability", [AMPERE, HOPPER, BLACKWELL])
+def test_fused_tries_cudnn_first_and_under_a_mask_whose_gradients_it_spoils_not_at_all(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(monkeypatch, capability)
+    assert kernel_order(GPU, "fused", is_plain=True, has_mask=False) == [CUDNN, EFFICIENT]
+    assert kernel_order(GPU, "fused", is_plain=False, has_mask=True) == [EFFICIENT]
+
+
+def test_in_deterministic_mode_auto_is_torchs_own_order_which_leaves_cudnn_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch, HOPPER)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert kernel_order(GPU, "auto", is_plain=True, has_mask=False) is None
+
+
+class Recorder:
+    """Stands in for sdpa_kernel: notes what it is given, and passes it on. calls: kernels, and whether their order counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[list[SDPBackend], bool]] = []
+        monkeypatch.setattr(attention_kernel, "sdpa_kernel", self._called)
+
+    def _called(self, kernels: list[SDPBackend], set_priority: bool = False) -> AbstractContextManager[Any]:
+        self.calls.append((kernels, set_priority))
+        return sdpa_kernel(kernels, set_priority=set_priority)
+
+
+def heads(count: int, tokens: int) -> Tensor:
+    return torch.randn(1, count, tokens, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "key_heads", "dropout", "masked", "is_plain"),
+    [
+        (256, 4, 0.0, False, True),
+        (192, 4, 0.0, False, False),
+        (256, 2, 0.0, False, False),
+        (256, 4, 0.5, False, False),
+        (256, 4, 0.0, True, False),
+    ],
+)
+def test_the_order_counts_and_masks_dropout_shared_heads_and_odd_lengths_are_not_plain(
+    tokens: int, key_heads: int, dropout: float, masked: bool, is_plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain: list[bool] = []
+
+    def order(device: torch.device, backend: str, *, is_plain: bool, has_mask: bool) -> list[SDPBackend]:
+        assert has_mask == masked
+        plain.append(is_plain)
+        return [FLASH, MATH]
+
+    recorder = Recorder(monkeypatch)
+    monkeypatch.setattr(attention_kernel, "kernel_order", order)
+    mask = torch.zeros(1, 1, tokens, tokens) if masked else None
+    key = heads(key_heads, tokens)
+    attend(heads(4, tokens), key, key, dropout=dropout, backend="auto", mask_B1SS=mask)
+    assert plain == [is_plain] and recorder.calls == [([FLASH, MATH], True)]
+
+
+def test_an_order_of_kernels_ends_with_a_call_that_fails() -> None:
+    before = torch._C._get_sdp_priority_order()
+    with pytest.raises(RuntimeError, match="."):
+        attend(heads(4, 8), heads(4, 8), heads(4, 8), dropout=0.0, backend="fused")
+    assert torch._C._get_sdp_priority_order() == before
+
+
+def test_a_compiled_call_sets_the_order_too_without_leaving_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, whose kernels are tried in the same way; the order begins with plain products there, which flash would precede."""
+    seen: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    pretend_gpu(monkeypatch, HOPPER)
+    original = attention_kernel.kernel_order
+    monkeypatch.setattr(attention_kernel, "kernel_order", lambda device, backend, **call: original(GPU, backend, **call))
+    query = heads(4, 256)
+    compiled = torch.compile(lambda query: attend(query, query, query, dropout=0.0, backend="auto"), fullgraph=True, backend=keep)
+    torch.testing.assert_close(compiled(query), attend(query, query, query, dropout=0.0, backend="auto"))
+    orders = [node.args for node in seen[0].graph.nodes if node.target is torch.nn.attention._sdpa_kernel]
+    assert len(orders) == 2 and orders[0][1] is True  # set, and set back
 
 
 @pytest.mark.parametrize("backend", ["flash", "unfused", "local"])
