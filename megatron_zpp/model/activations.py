@@ -16,7 +16,7 @@ STATISTICS_BYTES = 2 * 4  # mean and deviation of a token in a norm, fp32
 SCORE_BYTES = 3 * 4  # fp32 scores after softmax, after dropout, and the mask, as torch's plain attention keeps them
 NORMALIZER_BYTES = 4  # per token and head, if the kernel computes scores again in backward
 WIDE_BYTES = 4  # of an fp32 value
-WIDE_CHUNK_BYTES = 64 * 2**20  # fp32 values of the loss that exist at once, see model/cross_entropy.py; there can be two such chunks
+WIDE_CHUNK_BYTES = 64 * 2**20  # fp32 values of the loss that exist at once, see model/cross_entropy.py; 16-bit logits need two such chunks
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,19 @@ def head_bytes(config: ModelConfig, padded_vocab_size: int, tokens: int, element
     """The peak of head and loss: logits, and what exists beside them.
 
     Whole logits: first their gradient and fp32 values, then their gradient and that of the head. In chunks: the logits of one, which their
-    gradient overwrites, their fp32 values, the gradient of the head, and the fp32 sum of the hidden states' gradients.
+    gradient overwrites, their fp32 values, the gradient of the head, and the fp32 sum of the hidden states' gradients. Logits in fp32 are
+    their own fp32 values, and such a sum is the gradient itself.
     """
     hidden = tokens * config.hidden_size
     logits = chunk_logits(tokens, padded_vocab_size, config.loss_chunk_tokens)
+    is_narrow = element_bytes < WIDE_BYTES
     wide = min(WIDE_CHUNK_BYTES, WIDE_BYTES * logits)
     head_gradient = padded_vocab_size * config.hidden_size * element_bytes
     if has_chunks(tokens, config.loss_chunk_tokens):
-        return logits * element_bytes + wide + head_gradient + WIDE_BYTES * hidden + 2 * hidden * element_bytes
-    return logits * element_bytes + max(logits * element_bytes + 2 * wide, head_gradient) + 2 * hidden * element_bytes
+        beside = wide + WIDE_BYTES * hidden if is_narrow else 0
+        return logits * element_bytes + beside + head_gradient + 2 * hidden * element_bytes
+    values = 2 * wide if is_narrow else wide
+    return logits * element_bytes + max(logits * element_bytes + values, head_gradient) + 2 * hidden * element_bytes
 
 
 def mask_bytes(samples: int, length: int, element_bytes: int) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness.live_bytes import LiveBytes
 from harness.small_gpt import ARCHITECTURES, VOCAB, small_config, small_gpt
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron_zpp.model.activations import AttentionNeed, activation_bytes
+from megatron_zpp.model.activations import AttentionNeed, activation_bytes, head_bytes
+from megatron_zpp.model.head_loss import head_loss
 
 SHAPE = {"num_layers": 6, "hidden_size": 96, "ffn_hidden_size": 384, "kv_channels": 24, "num_attention_heads": 4}
 SHAPE |= {"seq_length": 64, "max_position_embeddings": 64}
@@ -133,6 +135,19 @@ def test_of_whole_logits_the_estimate_holds_two_or_one_beside_the_gradient_of_a_
     narrow = small_config(seq_length=8192, max_position_embeddings=8192, loss_chunk_tokens=0)
     small, large = (activation_bytes(narrow, vocabulary, 1, 2, attention=attention) for vocabulary in (10**6, 2 * 10**6))
     assert large - small == 10**6 * 2 * 2 * narrow.seq_length
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunk", [0, 64, 256])
+def test_the_estimate_of_head_and_loss_is_their_peak_within_a_twentieth(dtype: torch.dtype, chunk: int) -> None:
+    tokens, vocabulary = 1024, 8192
+    config = small_config(hidden_size=64, loss_chunk_tokens=chunk)
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(rows, 64, generator=generator).to(dtype).requires_grad_() for rows in (tokens, vocabulary))
+    labels = torch.randint(vocabulary, (tokens,), generator=generator)
+    with LiveBytes() as live:
+        head_loss(hidden, nn.Parameter(weight.detach()), labels, chunk).sum().backward()
+    assert head_bytes(config, vocabulary, tokens, dtype.itemsize) == pytest.approx(live.peak + hidden.nbytes, rel=0.05)
 
 
 def test_activations_grow_with_the_micro_batch() -> None:
