@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from megatron_zpp.comm.pinned_memory import pinned_zeros
 from megatron_zpp.comm.streams import Streams, streams_of
 from megatron_zpp.zero.pieces import Piece
 
@@ -50,7 +51,7 @@ def _copies(pieces: Sequence[Piece], *, is_pinned: bool) -> Iterator[Piece]:
     numels: Counter[torch.dtype] = Counter()
     for piece in pieces:
         numels[piece.values.dtype] += piece.values.numel()
-    unused = {dtype: torch.zeros(numel, dtype=dtype, pin_memory=is_pinned) for dtype, numel in numels.items()}
+    unused = {dtype: pinned_zeros(numel, dtype) if is_pinned else torch.zeros(numel, dtype=dtype) for dtype, numel in numels.items()}
     for piece in pieces:
         dtype, numel = piece.values.dtype, piece.values.numel()
         values, unused[dtype] = unused[dtype].split([numel, unused[dtype].numel() - numel])
