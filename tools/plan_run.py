@@ -143,6 +143,7 @@ def _memory_table(estimates: Sequence[Estimate]) -> list[str]:
         "buffers",
         "activations",
         "saving",
+        "GPU itself",
         "total",
         "fits",
     ]
@@ -155,9 +156,10 @@ def _memory_table(estimates: Sequence[Estimate]) -> list[str]:
             plan.optimizer_state,
             plan.secondary,
             plan.gathered,
-            plan.buffers,
+            plan.buffers + plan.means,
             need.activations,
             need.save_copy_on_device,
+            need.device.total,
             need.total,
         )
         rows.append([estimate.plan.member.name, *map(in_gib, parts), "yes" if estimate.fits else "no"])

@@ -123,7 +123,7 @@ def _start(shape: str) -> Session:
         step=step,
         engine=engine,
         planned_states=need.plan.states,
-        planned_total=need.total,
+        planned_total=need.beside(need.device).total,  # what torch's allocator gives
         parameters=parameter_count(config.model, padded_vocab),
         flops_per_step=model_flops(config.model, padded_vocab, samples),
         hardware_flops_per_step=hardware_flops(config.model, padded_vocab, samples, micro_batch_size=samples),

@@ -12,13 +12,14 @@ CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def bytes_for_rank(device: torch.device, ranks_on_host: int) -> int | None:
-    """This rank's share of the total memory of its GPU, or of the host memory that is available; None if that is not known.
+    """This rank's share of the free memory of its GPU, or of the host memory that is available; None if that is not known.
 
+    What all ranks have taken already is not free, such as the context of CUDA; none of them may take more while another asks.
     ranks_on_host: ranks that run on this machine; they share its memory, and its GPUs if there are fewer GPUs than ranks.
     """
     if device.type == "cuda":
         ranks_on_device = -(-ranks_on_host // torch.cuda.device_count())
-        return int(torch.cuda.get_device_properties(device).total_memory) // ranks_on_device
+        return int(torch.cuda.mem_get_info(device)[0]) // ranks_on_device
     available = available_host_bytes(HOST_MEMORY, CONTROL_GROUP)
     return None if available is None else available // ranks_on_host
 

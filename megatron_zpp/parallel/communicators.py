@@ -15,10 +15,11 @@ from megatron_zpp.parallel.topology import LANES, Direction, Lane, Link
 MEBIBYTE = 2**20
 
 # The most CTAs of one communicator. They are powers of two, because NCCL rounds the channels of an exchange up to one. A CTA moves about
-# 20 GB/s over NVLink (commonly reported, not measured here): 16 are near the rate of the link inside a node, and 8 are more than a network
-# of 400 Gbit/s per GPU needs. Four lanes and the world have 50 CTAs, so less than half of an A100 waits for links at the worst moment.
-# NCCL_MAX_CTAS in the environment wins; NCCL reads it itself.
-LANE_CTAS = {Link.INTRA: 16, Link.INTER: 8}
+# 20 GB/s over NVLink (commonly reported, not measured here): 16 are near the rate of the link inside a node, for climbs, which computation
+# waits for; an exchange with many peers would need gigabytes of buffers for as many. 8 are more than a network of 400 Gbit/s per GPU needs.
+# Four lanes and the world have 42 CTAs, so less than half of an A100 waits for links at the worst moment. NCCL_MAX_CTAS in the environment
+# wins; NCCL reads it itself.
+INTRA_CLIMB_CTAS, LANE_CTAS = 16, 8
 WORLD_CTAS = 2  # a few numbers per step
 
 # Bytes from NCCL 2.30. Each channel to a peer has a buffer for each of three protocols (init.cc, computeBuffSizes: 512 KiB of LL, 4800 KiB
@@ -56,7 +57,7 @@ class Communicator:
 
 def lane_ctas(lane: Lane) -> int:
     """The most CTAs of the lane's communicator."""
-    return LANE_CTAS[lane.link]
+    return INTRA_CLIMB_CTAS if lane == Lane(Link.INTRA, Direction.CLIMB) else LANE_CTAS
 
 
 def communicators(grid: Grid) -> tuple[Communicator, ...]:

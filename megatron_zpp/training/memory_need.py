@@ -12,6 +12,7 @@ from megatron_zpp.model.activations import AttentionNeed, activation_bytes, mask
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.zero.layout import FlatLayout
+from megatron_zpp.zero.plan.device_memory import NO_DEVICE, DeviceMemory, device_memory
 from megatron_zpp.zero.plan.memory_plan import ADAM_MOMENTS, MAIN_BYTES, MemoryPlan, Sharding, largest_plan
 
 LARGEST_NODES = 1 << 14
@@ -32,15 +33,17 @@ class AvailableMemory(NamedTuple):
     """Bytes that each rank may use, the minimum over all ranks; None if unknown.
 
     device: memory that the rank computes in. host: memory of the host. Without a GPU both are the same memory.
+    is_after_start: whether `device` is what is left of a GPU after the context of CUDA and the buffers of NCCL.
     """
 
     device: int | None
     host: int | None
+    is_after_start: bool = False
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes that one rank needs: the plan of its sharded states, and an estimate of its activations.
+    """Bytes that one rank needs: the plan of its sharded states, an estimate of its activations, and of a GPU's memory beside tensors.
 
     save_copy: bytes of host memory for --async-save's copy of the state. With is_on_gpu they are pinned, and not part of `total`.
     """
@@ -49,12 +52,17 @@ class MemoryNeed:
     activations: int
     save_copy: int = 0
     is_on_gpu: bool = False
+    device: DeviceMemory = NO_DEVICE
 
     @property
     def total(self) -> int:
         """Peak bytes on the device: in backward, or while the gradient norm is computed."""
-        at_rest = self.plan.states + self.plan.buffers + self.save_copy_on_device
-        return at_rest + max(self.plan.gathered + self.activations, self.plan.norm)
+        at_rest = self.plan.states + self.plan.buffers + self.save_copy_on_device + self.device.total
+        return at_rest + max(self.plan.gathered + self.activations + self.plan.means, self.plan.norm)
+
+    def beside(self, taken: DeviceMemory) -> MemoryNeed:
+        """The need that is left if `taken` has been taken at the start of a run. The rest comes from torch's allocator."""
+        return replace(self, device=self.device.beside(taken))
 
     @property
     def save_copy_on_device(self) -> int:
@@ -69,9 +77,12 @@ class MemoryNeed:
             "secondary copy": self.plan.secondary,
             "gathered units": self.plan.gathered,
             "payload buffers": self.plan.buffers,
+            "fp32 means": self.plan.means,
+            "CUDA context and workspaces": self.device.context + self.device.workspaces,
+            "NCCL buffers": self.device.communicators,
             "copy for --async-save": self.save_copy_on_device,
         }
-        words = [f"{name} {in_gib(nbytes)}" for name, nbytes in parts.items() if nbytes > 0]
+        words = [f"{name} {in_gib(nbytes)}" for name, nbytes in parts.items() if in_gib(nbytes) != in_gib(0)]
         return f"{', '.join(words)}, activations about {in_gib(self.activations)}"
 
 
@@ -83,6 +94,8 @@ def check_fits(
     Raises ValueError if less memory is available; the text names the smallest world of such nodes that fits, or says that none does.
     """
     need = memory_need(config, model, sharding, grid, is_on_gpu=is_on_gpu)
+    taken = need.device if available.is_after_start else NO_DEVICE
+    need = need.beside(taken)
     ranks = f"each of the {grid.world_size} ranks" if grid.world_size > 1 else "the one rank"
     if is_on_gpu and available.host is not None and need.save_copy > available.host:
         raise ValueError(
@@ -95,11 +108,11 @@ def check_fits(
 
     def fits(nodes: int) -> bool:
         larger = replace(grid, world_size=nodes * grid.ranks_per_node)  # of more data ranks
-        return memory_need(config, model, sharding, larger, is_on_gpu=is_on_gpu).total <= nbytes
+        return memory_need(config, model, sharding, larger, is_on_gpu=is_on_gpu).beside(taken).total <= nbytes
 
     # More ranks do not lessen the activations of one, and each plan of a deep model takes a second.
     nodes = smallest_nodes(fits, grid.nodes) if need.activations <= nbytes else None
-    memory = "GPU memory" if is_on_gpu else "host memory"
+    memory = "free GPU memory" if available.is_after_start else "GPU memory" if is_on_gpu else "host memory"
     raise ValueError(
         f"{ranks} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(nbytes)} of {memory}; "
         f"{_remedy(config, nodes, grid.ranks_per_node, need)}."
@@ -121,7 +134,8 @@ def memory_need(config: Config, model: SizedModel, sharding: Sharding, grid: Gri
     if config.data.reset_attention_mask:
         # Some devices have a kernel that needs no mask, but a plan cannot ask the device.
         activations += mask_bytes(config.training.micro_batch_size, config.model.seq_length, sharding.element_bytes)
-    return MemoryNeed(plan, activations, save_copy_bytes(config, model, sharding, grid), is_on_gpu)
+    device = device_memory(grid) if is_on_gpu else NO_DEVICE
+    return MemoryNeed(plan, activations, save_copy_bytes(config, model, sharding, grid), is_on_gpu, device)
 
 
 def save_copy_bytes(config: Config, model: SizedModel, sharding: Sharding, grid: Grid) -> int:

@@ -94,7 +94,7 @@ def check_backends(config: Config, device: torch.device) -> None:
 
 
 def available_memory(world: World, hosts: Sequence[str]) -> AvailableMemory:
-    """Memory that every rank may use. Every rank must call it.
+    """Memory that every rank may use. Every rank must call it, once its lanes are connected.
 
     hosts: host name of every rank, in rank order.
     """
@@ -102,7 +102,7 @@ def available_memory(world: World, hosts: Sequence[str]) -> AvailableMemory:
     own = [bytes_for_rank(device, ranks_on_host) for device in (world.device, torch.device("cpu"))]
     by_rank = [json.loads(text) for text in gather_texts(json.dumps(own))]
     device, host = (min((nbytes for nbytes in kind if nbytes is not None), default=None) for kind in zip(*by_rank, strict=True))
-    return AvailableMemory(device, host)
+    return AvailableMemory(device, host, is_after_start=world.device.type == "cuda")
 
 
 def check_memory(config: Config, model: GPT, grid: Grid, device: torch.device, available: AvailableMemory) -> None:

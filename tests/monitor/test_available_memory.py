@@ -53,12 +53,12 @@ def test_ranks_share_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("devices", "ranks", "share"), [(1, 1, 1000), (2, 2, 1000), (1, 4, 250), (2, 3, 500), (8, 4, 1000)])
-def test_ranks_share_a_gpu_where_there_are_fewer(monkeypatch: pytest.MonkeyPatch, devices: int, ranks: int, share: int) -> None:
-    class Properties:
-        total_memory = 1000
-
+def test_ranks_share_what_is_free_of_a_gpu_where_there_are_fewer(
+    monkeypatch: pytest.MonkeyPatch, devices: int, ranks: int, share: int
+) -> None:
+    free_and_total = 1000, 1300
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: free_and_total)
     assert bytes_for_rank(torch.device("cuda", 0), ranks) == share
 
 

@@ -41,13 +41,17 @@ class Run:
     def need(self, *, is_on_gpu: bool = True) -> MemoryNeed:
         return memory_need(self.config, self.model, self.sharding, self.grid, is_on_gpu=is_on_gpu)
 
-    def check(self, available_bytes: int | None, *, host_bytes: int | None = None, is_on_gpu: bool = True) -> MemoryNeed:
-        available = AvailableMemory(available_bytes, host_bytes)
+    def check(
+        self, available_bytes: int | None, *, host_bytes: int | None = None, is_on_gpu: bool = True, is_after_start: bool = False
+    ) -> MemoryNeed:
+        available = AvailableMemory(available_bytes, host_bytes, is_after_start)
         return check_fits(self.config, self.model, self.sharding, self.grid, is_on_gpu=is_on_gpu, available=available)
 
-    def refusal(self, available_bytes: int | None, *, host_bytes: int | None = None, is_on_gpu: bool = True) -> str:
+    def refusal(
+        self, available_bytes: int | None, *, host_bytes: int | None = None, is_on_gpu: bool = True, is_after_start: bool = False
+    ) -> str:
         with pytest.raises(ValueError, match="needs") as error:
-            self.check(available_bytes, host_bytes=host_bytes, is_on_gpu=is_on_gpu)
+            self.check(available_bytes, host_bytes=host_bytes, is_on_gpu=is_on_gpu, is_after_start=is_after_start)
         return str(error.value)
 
 
@@ -80,6 +84,8 @@ def test_a_run_that_lacks_one_byte_is_refused_with_every_part_in_figures() -> No
         "gradients": plan.gradients,
         "optimizer state": plan.optimizer_state,
         "secondary copy": plan.secondary,
+        "CUDA context and workspaces": need.device.context + need.device.workspaces,
+        "NCCL buffers": need.device.communicators,
     }
     parts |= {"gathered units": plan.gathered, "payload buffers": plan.buffers, "activations about": need.activations}
     assert all(f"{name} {in_gib(nbytes)}" in text for name, nbytes in parts.items())
@@ -97,7 +103,8 @@ def test_the_smallest_world_fits_and_one_node_less_does_not(ranks_per_node: int)
 
 def test_a_larger_world_has_more_data_ranks_and_no_more_tensor_ranks() -> None:
     few, many = (Run(f"{SMALL} --zero-stage 3", nodes, 4, tensor_ranks=2) for nodes in (1, 3))
-    assert "the smallest world that fits is 3 nodes of 4 ranks" in few.refusal(many.need().total)
+    text = few.refusal(many.need(is_on_gpu=False).total, is_on_gpu=False)
+    assert "the smallest world that fits is 3 nodes of 4 ranks" in text
 
 
 def test_ladders_beside_each_other_need_the_states_of_one_alone_and_share_the_activations() -> None:
@@ -119,12 +126,16 @@ def test_a_copy_too_large_for_a_partition_is_named_since_more_nodes_do_not_shrin
 
 def test_levers_stand_beside_the_smallest_world() -> None:
     run = Run(f"{SMALL} --zero-stage 2", 1, 2)
-    assert run.refusal(run.need().total - 1).endswith(", or give --checkpoint-activations or --zero-stage 3.")
+    assert run.refusal(run.need(is_on_gpu=False).total - 1, is_on_gpu=False).endswith(
+        ", or give --checkpoint-activations or --zero-stage 3."
+    )
 
 
 def test_where_activations_do_not_fit_beside_whole_logits_a_loss_in_chunks_is_a_lever() -> None:
     run = Run(f"{SMALL} --zero-stage 3 --loss-chunk-tokens 0", 1, 2)
-    assert run.refusal(run.need().total - 1).endswith(", or give --checkpoint-activations or --loss-chunk-tokens 1024.")
+    assert run.refusal(run.need(is_on_gpu=False).total - 1, is_on_gpu=False).endswith(
+        ", or give --checkpoint-activations or --loss-chunk-tokens 1024."
+    )
 
 
 def test_attention_dropout_on_the_cpu_keeps_scores() -> None:
@@ -172,6 +183,36 @@ def test_a_copy_for_async_save_that_does_not_fit_is_named() -> None:
     text = run.refusal(None, host_bytes=need.save_copy - 1)
     assert text.startswith(f"--async-save needs {in_gib(need.save_copy)} of pinned host memory on each of the 2 ranks")
     assert run.check(None, host_bytes=need.save_copy) == run.need()
+
+
+def test_a_cpu_has_neither_context_nor_workspaces_nor_buffers_of_nccl() -> None:
+    run = Run(f"{SMALL} --zero-stage 3 --attention-dropout 0", 2, 2)
+    on_cpu, on_gpu = run.need(is_on_gpu=False), run.need()
+    assert on_cpu.device.total == 0 and on_gpu.device.total > GIB
+    assert on_gpu.total - on_cpu.total == on_gpu.device.total
+    assert "CUDA" not in str(on_cpu) and "NCCL" not in str(on_cpu)
+
+
+def test_one_rank_has_a_context_and_workspaces_and_no_buffers_of_nccl() -> None:
+    device = Run(SMALL, 1, 1).need().device
+    assert device.context > 0 and device.workspaces > 0 and device.communicators == 0
+
+
+def test_what_is_free_after_the_start_has_context_and_buffers_of_nccl_behind_it() -> None:
+    run = Run(f"{SMALL} --zero-stage 3", 2, 2)
+    need = run.need()
+    free = need.total - need.device.context - need.device.communicators
+    assert run.check(free, is_after_start=True).total == free
+    text = run.refusal(free - 1, is_after_start=True)
+    assert f"needs {in_gib(free)} of memory" in text and f"has {in_gib(free - 1)} of free GPU memory" in text
+    assert f"CUDA context and workspaces {in_gib(need.device.workspaces)}" in text and "NCCL" not in text
+
+
+def test_a_larger_world_that_is_to_fit_into_free_memory_has_the_buffers_of_more_links() -> None:
+    one, two = (Run(f"{TUTORIAL} --zero-stage 3", nodes, 4).need() for nodes in (1, 2))
+    more = two.beside(one.device).device
+    assert more.communicators == two.device.communicators - one.device.communicators > 0
+    assert more.context == 0 and more.workspaces == two.device.workspaces
 
 
 @given(limit=st.integers(2, 5000), start=st.integers(1, 40))

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_zpp.comm.code import EXACT, Code, Runs
+from megatron_zpp.comm.code import EXACT, Code, LinkCodes, Runs
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.descents import LARGEST_UNDER_WAY
@@ -46,8 +46,8 @@ class MemoryPlan:
     """Bytes on one rank.
 
     weights: main weights, and working weights if they are kept on the full rung. secondary: secondary rungs and encoded payloads that are
-    kept within a step. gathered: units that are full at the same time. buffers: payloads on their way. norm: needed by the gradient norm
-    while it is computed.
+    kept within a step. gathered: units that are full at the same time. buffers: payloads on their way. means: fp32 values that exist while
+    one payload is made from others, or while a mean is added. norm: needed by the gradient norm while it is computed.
     """
 
     weights: int
@@ -57,6 +57,7 @@ class MemoryPlan:
     gathered: int
     buffers: int
     norm: int
+    means: int = 0
 
     @property
     def states(self) -> int:
@@ -77,6 +78,7 @@ def plan_memory(unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: S
         gathered=_gathered_bytes(uses, sharding, {name: layout.numel for name, layout in layouts.items()}),
         buffers=sum(unit.buffer_bytes(count) for unit, count in same_size.items()),
         norm=max(NORM_BYTES * unit.slice_numel for unit in units),
+        means=max(unit.mean_bytes() for unit in units),
     )
 
 
@@ -121,6 +123,33 @@ class _PlannedUnit:
         """Payloads on their way at the same time, if `count` units have this size."""
         descents = LARGEST_UNDER_WAY + 1  # and one that autograd fills
         return self._climb_bytes(count) + min(count, descents) * self._descent_bytes()
+
+    def mean_bytes(self) -> int:
+        """The fp32 values that a climb and a descent of this unit make at the same time, beside payloads and sums (comm/codecs.py)."""
+        weights, gradients = self._weight_codes, self._gradient_codes
+        climbing = 0 if weights.are_alike or self._partitions == 1 else self._recoded_numel(weights)
+        descending = self._added_numel()
+        if self._partitions > 1 and self._partition_ranks > 1 and self._policy.gradients is not Rung.SECONDARY:
+            descending = max(descending, self._recoded_numel(gradients))
+        return MAIN_BYTES * (climbing + descending)
+
+    def _recoded_numel(self, codes: LinkCodes) -> int:
+        """Values of a secondary rung between the codes of two links; if these have the same blocks, of its exact runs alone."""
+        both_have_blocks = not codes.inter.is_exact and not codes.intra.is_exact
+        is_fused = both_have_blocks and codes.inter.rotation is codes.intra.rotation
+        return self._partitions * (self._runs.exact if is_fused else self._runs.numel)
+
+    def _added_numel(self) -> int:
+        """Values of a mean that is added to the sums of earlier micro-batches; kernels add those of blocks at once."""
+        if self._policy.gradients is Rung.FULL:
+            return 0
+        is_secondary = self._policy.gradients is Rung.SECONDARY
+        by_intra = is_secondary or self._partitions == 1
+        if (self._partition_ranks if by_intra else self._partitions) == 1:
+            return 0  # added as it is
+        code = self._gradient_codes.intra if by_intra else self._gradient_codes.inter
+        slices = self._partitions if is_secondary else 1
+        return slices * (max(self._runs.blocks, self._runs.exact) if code.is_exact else self._runs.exact)
 
     def _climb_bytes(self, count: int) -> int:
         if self._policy.optimizer is Rung.FULL:
@@ -173,4 +202,4 @@ def largest_plan(
     plans = [plan_memory(unit_specs, uses, sharding, topology)]
     if starts_exact:
         plans.append(plan_memory(unit_specs, uses, replace(sharding, policy=sharding.policy.in_full_precision()), topology))
-    return max(plans, key=lambda plan: plan.states + plan.gathered + plan.buffers)
+    return max(plans, key=lambda plan: plan.states + plan.gathered + plan.buffers + plan.means)

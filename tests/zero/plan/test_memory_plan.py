@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from harness.codes import LinkBits, code
+from harness.live_bytes import LiveBytes
 from harness.small_engine import ROWS, Job, ModelShape, Rank
 from harness.worlds import run_world
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.comm.backend import VirtualBackend
-from megatron_zpp.comm.codecs import Runs, make_codec
+from megatron_zpp.comm.codecs import Regions, Runs, make_codec, recode_mean_into
 from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 from megatron_zpp.parallel.topology import Topology
@@ -126,6 +127,48 @@ def test_planned_buffers_do_not_grow_with_depth() -> None:
         job = Job(POLICIES[3], shape=ModelShape(inner=(40,) * layers))
         plans.append(run_world((2, 2), lambda backend: train(job, backend))[0].plan)  # noqa: B023
     assert plans[0].buffers == plans[1].buffers and plans[0].gathered == plans[1].gathered
+
+
+def means_of(policy: Policy, topology: Topology) -> int:
+    """Planned fp32 means of a unit of 1024 x 256 values in blocks and 4096 exact ones."""
+    uses = (Use("module", ("unit",), needs_weights_in_backward=True),)
+    return plan_memory(one_unit((1024, 256), (4096,)), uses, Sharding(policy, 256, 2, Prefetch()), topology).means
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (1, 4), (4, 1), (1, 1)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_planned_means_hold_the_fp32_values_that_exact_codecs_make_beside_payloads_and_sums(stage: int, shape: tuple[int, int]) -> None:
+    """With the calls of a descent (comm/links.py:Ladder.descend): a recoding if it has two hops, then a mean that may be added."""
+    topology = Topology.of_nodes(*shape)
+    slices, members = topology.partitions, topology.partition_ranks
+    runs = Runs(1024 * 256 // topology.data_ranks, 4096 // topology.data_ranks)
+    codec = make_codec(code(16), torch.bfloat16, 256)
+    payload_bytes = codec.payload_bytes(runs)
+    own = Regions.of(torch.zeros(runs.numel), runs)
+    adds = POLICIES[stage].gradients is Rung.PRIMARY
+    between = torch.zeros(slices, payload_bytes, dtype=torch.uint8)
+    sent = torch.zeros(members, slices, payload_bytes, dtype=torch.uint8)
+    with LiveBytes() as live:
+        if slices > 1 and members > 1:
+            recode_mean_into(codec, sent, codec, between, runs)
+        last = between.view(slices, 1, payload_bytes) if slices > 1 else sent
+        if topology.data_ranks > 1:
+            codec.decode_mean_into(last, own, accumulate=adds)
+    assert live.peak <= means_of(POLICIES[stage], topology) + 64  # and a divisor
+
+
+def test_codes_of_the_same_blocks_are_recoded_without_fp32_means_but_for_exact_runs() -> None:
+    topology = Topology.of_nodes(2, 4)
+    plans = {bits: means_of(with_quantized_gradients(POLICIES[3], LinkBits(*bits).codes()), topology) for bits in [(4, 4), (4, 8), (16, 4)]}
+    exact = 4096 // 8
+    assert plans[4, 4] == plans[4, 8] == 4 * 2 * exact
+    assert plans[16, 4] == 4 * 2 * (1024 * 256 // 8 + exact)
+
+
+def test_weights_that_change_their_code_between_the_links_have_means_too() -> None:
+    codes = replace(POLICIES[3], weight_codes=LinkBits(16, 8).codes())
+    topology = Topology.of_nodes(2, 4)
+    assert means_of(codes, topology) - means_of(POLICIES[3], topology) == 4 * 2 * (1024 * 256 + 4096) // 8
 
 
 @given(
