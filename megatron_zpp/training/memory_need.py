@@ -122,7 +122,7 @@ def check_fits(
 def memory_need(config: Config, model: SizedModel, sharding: Sharding, grid: Grid, *, is_on_gpu: bool) -> MemoryNeed:
     """The memory that each rank needs in this world."""
     starts_exact = config.zero.zero_full_precision_iters > 0
-    plan = largest_plan(model.unit_specs(), model.uses(), sharding, grid.ladder, starts_exact=starts_exact)
+    plan = largest_plan(model.unit_specs(), model.uses(), sharding, grid.ladder, starts_exact=starts_exact, on_streams=is_on_gpu)
     activations = activation_bytes(
         config.model,
         model.padded_vocab_size,

@@ -36,10 +36,12 @@ History = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """histories: of each rank. needed: see Machine."""
+    """histories: of each rank. needed: see Machine. planned: bytes of buffers in the memory plan. taken: the most of a rank's pool."""
 
     histories: list[History]
     needed: set[Site]
+    planned: int
+    taken: int
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,15 @@ class Case:
 
     def run(self, without: Site | None = None) -> Outcome:
         of_ranks = run_on_gpus(self.world, self._train, without=without)
-        return Outcome([history for history, _ in of_ranks], set().union(*(needed for _, needed in of_ranks)))
+        histories, needed, planned, taken = zip(*of_ranks, strict=True)
+        return Outcome(list(histories), set().union(*needed), max(planned), max(taken))
 
-    def _train(self, gpu: Gpu) -> tuple[History, set[Site]]:
+    def _train(self, gpu: Gpu) -> tuple[History, set[Site], int, int]:
         rank = Rank(self.job, gpu.backend, lanes=gpu.lanes, streams=gpu.machine)
         history = self._with_more(rank, gpu) if self.does_more else rank.train()
-        assert rank.engine.ladder.staging.allocated_bytes <= self._planned_buffers(rank)
-        return history, gpu.machine.needed
+        planned, taken = self._planned_buffers(rank), rank.engine.ladder.staging.allocated_bytes
+        assert taken <= planned
+        return history, gpu.machine.needed, planned, taken
 
     def _planned_buffers(self, rank: Rank) -> int:
         """The bytes of buffers that the memory plan has: payloads on their way, and secondary rungs if they are kept."""
@@ -66,7 +70,8 @@ class Case:
         sharding = Sharding(job.policy, job.block_numel, job.dtype.itemsize, job.prefetch)
         is_exact_at_first = job.full_precision_iterations > 0
         topology = rank.backend.grid.ladder
-        plan = largest_plan(rank.model.unit_specs(), rank.model.uses(), sharding, topology, starts_exact=is_exact_at_first)
+        specs, uses = rank.model.unit_specs(), rank.model.uses()
+        plan = largest_plan(specs, uses, sharding, topology, starts_exact=is_exact_at_first, on_streams=True)
         return plan.buffers + (plan.secondary if job.policy.weights_in_step is Rung.SECONDARY else 0)
 
     def _with_more(self, rank: Rank, gpu: Gpu) -> History:
@@ -113,6 +118,11 @@ def outcome(name: str) -> Outcome:
 @pytest.mark.parametrize("name", CASES)
 def test_no_two_accesses_lack_an_order_and_bits_are_those_of_the_lanes_thread(name: str) -> None:
     assert outcome(name).histories == train_world(CASES[name].world, CASES[name].job)
+
+
+@pytest.mark.parametrize("name", [*ROWS, "ZeRO++"])
+def test_the_planned_buffers_are_those_of_the_pool_and_at_most_a_tenth_more(name: str) -> None:
+    assert outcome(name).taken <= outcome(name).planned <= 1.1 * outcome(name).taken
 
 
 def test_each_line_whose_wait_or_event_orders_anything_is_missed_when_it_has_no_effect() -> None:

@@ -189,8 +189,13 @@ def test_a_cpu_has_neither_context_nor_workspaces_nor_buffers_of_nccl() -> None:
     run = Run(f"{SMALL} --zero-stage 3 --attention-dropout 0", 2, 2)
     on_cpu, on_gpu = run.need(is_on_gpu=False), run.need()
     assert on_cpu.device.total == 0 and on_gpu.device.total > GIB
-    assert on_gpu.total - on_cpu.total == on_gpu.device.total
+    assert on_gpu.total - on_gpu.plan.buffers - on_gpu.device.total == on_cpu.total - on_cpu.plan.buffers
     assert "CUDA" not in str(on_cpu) and "NCCL" not in str(on_cpu)
+
+
+def test_lanes_on_streams_of_a_gpu_need_fewer_buffers_than_the_thread_of_a_cpu() -> None:
+    run = Run(f"{SMALL} --zero-stage 3", 2, 2)
+    assert run.need().plan.buffers < run.need(is_on_gpu=False).plan.buffers
 
 
 def test_one_rank_has_a_context_and_workspaces_and_no_buffers_of_nccl() -> None:

@@ -65,10 +65,15 @@ class MemoryPlan:
         return self.weights + self.gradients + self.optimizer_state + self.secondary
 
 
-def plan_memory(unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: Sharding, topology: Topology) -> MemoryPlan:
-    """The memory that each rank needs on a ladder of this topology."""
+def plan_memory(
+    unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: Sharding, topology: Topology, *, on_streams: bool = False
+) -> MemoryPlan:
+    """The memory that each rank needs on a ladder of this topology.
+
+    on_streams: whether lanes are streams of a device. There the buffers of a hop are free for the next one as soon as it is submitted.
+    """
     layouts = {spec.name: FlatLayout(spec.params, topology.data_ranks, sharding.block_numel) for spec in unit_specs}
-    units = [_PlannedUnit(layout, sharding, topology) for layout in layouts.values()]
+    units = [_PlannedUnit(layout, sharding, topology, on_streams=on_streams) for layout in layouts.values()]
     same_size = Counter(units)
     return MemoryPlan(
         weights=sum(unit.weights_bytes() for unit in units),
@@ -85,12 +90,13 @@ def plan_memory(unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: S
 class _PlannedUnit:
     """The bytes of one unit. Units of equal runs compare equal, because they share buffers."""
 
-    def __init__(self, layout: FlatLayout, sharding: Sharding, topology: Topology) -> None:
+    def __init__(self, layout: FlatLayout, sharding: Sharding, topology: Topology, *, on_streams: bool) -> None:
         self.slice_numel = layout.slice_numel
         self._runs = layout.runs
         self._sharding = sharding
         self._policy = sharding.policy
         self._topology = topology
+        self._on_streams = on_streams
         self._data_ranks = topology.data_ranks
         self._partitions = topology.partitions
         self._partition_ranks = topology.partition_ranks
@@ -121,8 +127,47 @@ class _PlannedUnit:
 
     def buffer_bytes(self, count: int) -> int:
         """Payloads on their way at the same time, if `count` units have this size."""
-        descents = LARGEST_UNDER_WAY + 1  # and one that autograd fills
-        return self._climb_bytes(count) + min(count, descents) * self._descent_bytes()
+        prefetch = self._sharding.prefetch
+        units_to_secondary, units_to_full = min(count, 1 + prefetch.inter_uses), min(count, 1 + prefetch.intra_uses)
+        units_descending = min(count, LARGEST_UNDER_WAY + 1)  # and one that autograd fills
+        nbytes = units_descending * self._held_by_descent_bytes() + self._crossing(units_descending) * self._descent_bytes()
+        if self._policy.optimizer is Rung.FULL:
+            return nbytes
+        nbytes += units_to_secondary * self._held_by_climb_bytes() + self._crossing(units_to_secondary) * self._to_secondary_bytes()
+        return nbytes + self._crossing(units_to_full) * self._to_full_bytes()
+
+    def _crossing(self, units: int) -> int:
+        """Of so many units on their way over a lane, those whose hop holds buffers of its own."""
+        return min(1, units) if self._on_streams else units
+
+    def _held_by_climb_bytes(self) -> int:
+        """Payloads of a secondary rung that is not kept, from the first hop to the end of the second."""
+        return 0 if self._policy.weights_in_step is Rung.SECONDARY else self._partitions * self._payload_bytes(self._weight_codes.intra)
+
+    def _to_secondary_bytes(self) -> int:
+        """What the hop over the inter link takes: the own payload, and the received ones if they change their code."""
+        if self._partitions == 1:
+            return 0
+        received = 0 if self._weight_codes.are_alike else self._partitions
+        return (1 + received) * self._payload_bytes(self._weight_codes.inter)
+
+    def _to_full_bytes(self) -> int:
+        return self._data_ranks * self._payload_bytes(self._weight_codes.intra) if self._partition_ranks > 1 else 0
+
+    def _held_by_descent_bytes(self) -> int:
+        """The gradient of the whole unit, or the secondary rung of the fp32 mean that climbs back, until the descent has landed."""
+        if self._policy.gradients is not Rung.FULL:
+            return self._sharding.element_bytes * self._full_numel()
+        return self._partitions * self._mean_payload_bytes() if self._policy.optimizer is Rung.FULL else 0
+
+    def _descent_bytes(self) -> int:
+        """What the hops of a descent send and receive, and those in which an fp32 mean climbs back."""
+        exchanged = 2 * self._data_ranks * self._payload_bytes(self._gradient_codes.intra) if self._partition_ranks > 1 else 0
+        exchanged += 2 * self._partitions * self._payload_bytes(self._gradient_codes.inter) if self._partitions > 1 else 0
+        if self._policy.optimizer is not Rung.FULL:
+            return exchanged
+        gathered = self._data_ranks * self._mean_payload_bytes() if self._partition_ranks > 1 else 0
+        return exchanged + gathered + (self._mean_payload_bytes() if self._partitions > 1 else 0)
 
     def mean_bytes(self) -> int:
         """The fp32 values that a climb and a descent of this unit make at the same time, beside payloads and sums (comm/codecs.py)."""
@@ -151,30 +196,9 @@ class _PlannedUnit:
         slices = self._partitions if is_secondary else 1
         return slices * (max(self._runs.blocks, self._runs.exact) if code.is_exact else self._runs.exact)
 
-    def _climb_bytes(self, count: int) -> int:
-        if self._policy.optimizer is Rung.FULL:
-            return 0
-        codes, partitions = self._weight_codes, self._partitions
-        inter, intra = self._payload_bytes(codes.inter), self._payload_bytes(codes.intra)
-        to_secondary = (inter if partitions > 1 else 0) + (0 if self._policy.weights_in_step is Rung.SECONDARY else partitions * intra)
-        if partitions > 1 and not codes.are_alike:
-            to_secondary += partitions * inter
-        to_full = self._data_ranks * intra if self._partition_ranks > 1 else 0
-        prefetch = self._sharding.prefetch
-        return min(count, 1 + prefetch.inter_uses) * to_secondary + min(count, 1 + prefetch.intra_uses) * to_full
-
-    def _descent_bytes(self) -> int:
-        exchanged = 2 * self._data_ranks * self._payload_bytes(self._gradient_codes.intra) if self._partition_ranks > 1 else 0
-        exchanged += 2 * self._partitions * self._payload_bytes(self._gradient_codes.inter) if self._partitions > 1 else 0
-        if self._policy.gradients is not Rung.FULL:
-            return exchanged + self._sharding.element_bytes * self._full_numel()
-        return exchanged + (self._climb_back_bytes() if self._policy.optimizer is Rung.FULL else 0)
-
-    def _climb_back_bytes(self) -> int:
-        """Buffers for the climb of the fp32 mean, if the optimizer is kept on the full rung."""
-        mean = self._sharding.mean_payload_bytes(self._runs)
-        gathered = self._data_ranks * mean if self._partition_ranks > 1 else 0
-        return gathered + self._partitions * mean + (mean if self._partitions > 1 else 0)
+    def _mean_payload_bytes(self) -> int:
+        """Of one slice of the fp32 mean, if the optimizer is kept on the full rung."""
+        return self._sharding.mean_payload_bytes(self._runs)
 
     def _payload_bytes(self, code: Code) -> int:
         return self._sharding.payload_bytes(code, self._runs)
@@ -196,10 +220,17 @@ def _gathered_bytes(uses: Sequence[Use], sharding: Sharding, numel_of: dict[str,
 
 
 def largest_plan(
-    unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: Sharding, topology: Topology, *, starts_exact: bool
+    unit_specs: Sequence[UnitSpec],
+    uses: Sequence[Use],
+    sharding: Sharding,
+    topology: Topology,
+    *,
+    starts_exact: bool,
+    on_streams: bool = False,
 ) -> MemoryPlan:
     """The plan of a run; if its first iterations are in full precision (`starts_exact`), the larger of the two plans."""
-    plans = [plan_memory(unit_specs, uses, sharding, topology)]
+    plans = [plan_memory(unit_specs, uses, sharding, topology, on_streams=on_streams)]
     if starts_exact:
-        plans.append(plan_memory(unit_specs, uses, replace(sharding, policy=sharding.policy.in_full_precision()), topology))
+        exact = replace(sharding, policy=sharding.policy.in_full_precision())
+        plans.append(plan_memory(unit_specs, uses, exact, topology, on_streams=on_streams))
     return max(plans, key=lambda plan: plan.states + plan.gathered + plan.buffers + plan.means)
