@@ -44,7 +44,11 @@ class Regions:
 
     def slice_at(self, index: int) -> Regions:
         """The one slice at `index`, as views."""
-        return Regions(self.blocks[index : index + 1], self.exact[index : index + 1])
+        return self.slices_at(index, 1)
+
+    def slices_at(self, first: int, count: int) -> Regions:
+        """`count` slices from `first` on, as views."""
+        return Regions(self.blocks[first : first + count], self.exact[first : first + count])
 
     def range(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the flat buffer that both matrices are views of. A range may not span the two regions."""

@@ -62,12 +62,27 @@ class Climb:
     """The unit that climbs to a secondary rung. runs: of each slice.
 
     encode_own: fills the payload [1, payload_bytes] of the own slice, in the inter link's codec.
+    arrive: takes the payloads [N, payload_bytes] of the column, and fills those of the secondary rung, in the intra link's codec. By
+    default they are decoded and encoded again, or forwarded if both links have the same codec.
     """
 
     name: str
     runs: Runs
     codecs: LinkCodecs
     encode_own: Callable[[Tensor], None]
+    arrive: Callable[[Tensor, Tensor], None] | None = None
+
+    @property
+    def forwards(self) -> bool:
+        """Whether what comes over the inter link is the secondary rung itself."""
+        return self.arrive is None and self.codecs.inter == self.codecs.intra
+
+    def fill(self, arrived: Tensor, payloads: Tensor) -> None:
+        """Fills the secondary rung from what has come over the inter link."""
+        if self.arrive is not None:
+            self.arrive(arrived, payloads)
+        else:
+            recode_mean_into(self.codecs.inter, arrived.unsqueeze(0), self.codecs.intra, payloads, self.runs)
 
 
 class Ladder:
@@ -100,7 +115,6 @@ class Ladder:
         if self.partitions == 1:
             return self._submit(Hop(name, INTER_CLIMB, nothing, nothing, after=after, prepare=lambda: climb.encode_own(payloads)))
         own_bytes = codecs.inter.payload_bytes(climb.runs)
-        forwards = codecs.inter == codecs.intra
         buffers: list[Tensor] = []
 
         def prepare() -> None:
@@ -108,13 +122,13 @@ class Ladder:
             climb.encode_own(buffers[0].view(1, -1))
 
         def launch() -> Work | None:
-            if not forwards:
+            if not climb.forwards:
                 buffers.append(self.staging.take(self.partitions * own_bytes))
-            return self.backend.all_gather(INTER_CLIMB, payloads.view(-1) if forwards else buffers[1], buffers[0])
+            return self.backend.all_gather(INTER_CLIMB, payloads.view(-1) if climb.forwards else buffers[1], buffers[0])
 
         def land() -> None:
-            if not forwards:
-                recode_mean_into(codecs.inter, buffers[1].view(1, -1, own_bytes), codecs.intra, payloads, climb.runs)
+            if not climb.forwards:
+                climb.fill(buffers[1].view(-1, own_bytes), payloads)
             while buffers:
                 self.staging.give(buffers.pop())
 

@@ -10,9 +10,12 @@ from megatron_zpp.zero.plan.memory_plan import Sharding
 from megatron_zpp.zero.policy import (
     POLICIES,
     Policy,
+    Rung,
+    with_gradients_summed_on_secondary,
     with_quantized_gradients,
     with_quantized_weights,
     with_secondary_weights,
+    with_weight_differences,
 )
 from megatron_zpp.zero.schedule import Prefetch
 
@@ -30,8 +33,12 @@ def choose_policy(zero: ZeroConfig) -> Policy:
         policy = with_quantized_weights(policy, Code(zero.zero_quantized_weights_bits))
     if zero.zero_hpz_partition_size > 1:
         policy = with_secondary_weights(policy)
+    if zero.zero_quantized_weight_differences and policy.weights_in_step is not Rung.PRIMARY:  # primary: there is one rank in all
+        policy = with_weight_differences(policy, Code(zero.zero_quantized_weight_differences_bits))
     if zero.zero_quantized_gradients:
         policy = with_quantized_gradients(policy, _gradient_codes(zero))
+    if zero.zero_gradients_between_microbatches == "secondary":
+        policy = with_gradients_summed_on_secondary(policy)
     return policy
 
 

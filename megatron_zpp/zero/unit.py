@@ -1,6 +1,7 @@
 """The weights of one unit on one rank: the fp32 main weights, and the storage of the secondary and the full rung.
 
-zero/residency.py decides when a rung is filled and freed; this file fills and frees it.
+zero/residency.py decides when a rung is filled and freed; this file fills and frees it. zero/kept_copy.py is the part of a unit that stays
+across steps, if the policy keeps one.
 The full rung is freed by resizing its storage to 0 bytes, and the same storage is resized back. So tensors saved by autograd stay valid.
 While the full rung is freed, a parameter is one NaN expanded to its shape, because reading freed storage would crash the process.
 """
@@ -12,11 +13,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.comm.codecs import Regions
+from megatron_zpp.comm.codecs import CastCodec, Regions
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Climb, Ladder, LinkCodecs
 from megatron_zpp.parallel.specs import UnitSpec
+from megatron_zpp.zero.kept_copy import KeptCopy
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.policy import Policy, Rung
 from megatron_zpp.zero.residency import Residency
@@ -27,6 +29,7 @@ class WeightUnit:
 
     main_weight: [slices * slice_numel] fp32, the slices that this rank's optimizer updates: its own slice, or all slices.
     parameters: the nn.Parameters of the model in `dtype`, in the order of the layout.
+    kept: the copy of the weights that stays across steps; None if the policy keeps none.
     """
 
     def __init__(
@@ -58,6 +61,22 @@ class WeightUnit:
         for segment in layout.segments(self.first_slice, self.slices):
             stop = segment.offset + segment.stop - segment.start
             self.main_weight[segment.offset : stop].copy_(segment.spec.initial_values(segment.start, segment.stop))
+        self._iteration = 0
+        self._exact = CastCodec(dtype)
+        self._kept_payloads: Tensor | None = None  # [N, payload_bytes] uint8, if the copy is kept on the secondary rung
+        self.kept = self._make_kept() if policy.keeps_copy else None
+
+    def _make_kept(self) -> KeptCopy:
+        layout, own_slice = self.layout, self._ladder.own_slice
+        first = own_slice - self._ladder.topology.partition_of(self._ladder.data_rank)
+        if self._policy.weights_in_step is Rung.FULL:
+            self._allocate_full()
+            values = Regions.of(self._full, layout.runs).slices_at(first, self._ladder.partitions)
+        else:
+            payload_bytes = self._exact.payload_bytes(layout.runs)
+            self._kept_payloads = torch.zeros(self._ladder.partitions, payload_bytes, dtype=torch.uint8, device=self._ladder.device)
+            values = self._exact.regions_of(self._kept_payloads, layout.runs)
+        return KeptCopy(layout, values, first, own_slice)
 
     # ---- gathering
 
@@ -79,10 +98,30 @@ class WeightUnit:
         self._attach()
 
     def _climb_to_secondary(self) -> Hop:
-        payload_bytes = self._codecs.intra.payload_bytes(self.layout.runs)
-        self._secondary = self._ladder.staging.take(self._ladder.partitions * payload_bytes).view(-1, payload_bytes)
-        climb = Climb(self.name, self.layout.runs, self._codecs, self._encoder_of_own())
+        self._secondary = self._kept_payloads
+        if self._secondary is None:
+            payload_bytes = self._codecs.intra.payload_bytes(self.layout.runs)
+            self._secondary = self._ladder.staging.take(self._ladder.partitions * payload_bytes).view(-1, payload_bytes)
+        climb = Climb(self.name, self.layout.runs, self._codecs, self._encoder_of_own()) if self.kept is None else self._climb_of(self.kept)
         return self._ladder.climb_to_secondary(climb, self._secondary)
+
+    def _climb_of(self, kept: KeptCopy) -> Climb:
+        """The climb that brings the kept copy up to date: by differences, or as a whole if other ranks lack it or nothing is coded."""
+        name, runs, main = self.name, self.layout.runs, self.main_regions()
+        if self._codecs.inter == self._exact:
+            kept.restart()
+        if not kept.is_shared:
+            kept.is_shared = True
+            whole = LinkCodecs(self._exact, self._exact)
+            return Climb(name, runs, whole, lambda payload: kept.encode_whole(main, self._exact, payload))
+        codecs = self._codecs.drawn_for(name, self._iteration)
+
+        def arrive(arrived: Tensor, payloads: Tensor) -> None:
+            kept.add(codecs.inter, arrived)
+            if payloads is not self._kept_payloads:
+                self._exact.encode_into(kept.values, payloads)
+
+        return Climb(name, runs, codecs, lambda payload: kept.encode_difference(main, codecs.inter, payload), arrive)
 
     def _climb_to_full(self) -> Hop:
         if self._secondary is None:
@@ -109,6 +148,11 @@ class WeightUnit:
         self._attach()
         self._release(*self._residency.landed())
 
+    def wait_for_climbs(self) -> None:
+        """Waits until every climb under way has landed. `wait` books its bytes, as always."""
+        for hop in self._residency.under_way().values():
+            self._ladder.lanes.wait(hop)
+
     # ---- freeing
 
     def rest(self) -> None:
@@ -116,17 +160,29 @@ class WeightUnit:
         self._release(*self._residency.rest())
 
     def invalidate(self) -> None:
-        """Makes every rung stale, because the main weights have changed. Waits for climbs under way and discards their results."""
-        for hop in self._residency.under_way().values():
-            self._ladder.lanes.wait(hop)
+        """Makes every rung stale, because an optimizer step changes the main weights. Waits for climbs under way; their results are old."""
+        self.wait_for_climbs()
         rungs = self._residency.invalidate()
         self._release(*rungs)
         if Rung.FULL not in rungs:
             self._detach()  # the storage is kept, but its weights are old
 
+    def replace(self, *, copy_is_filled: bool = False) -> None:
+        """Makes every rung stale, because other main weights have been written. A kept copy starts anew.
+
+        copy_is_filled: whether the own slice of the kept copy has been written as well. Otherwise it is taken from the main weights.
+        """
+        self.invalidate()
+        if self.kept is not None:
+            self.kept.restart(own_is_filled=copy_is_filled)
+
+    def start_iteration(self, iteration: int) -> None:
+        """Sets the number of steps done, from which random codes of differences are drawn."""
+        self._iteration = iteration
+
     def use_codecs(self, codecs: LinkCodecs) -> None:
         """Uses `codecs` from the next climb on; rungs that were filled with the old codecs become stale."""
-        self.invalidate()
+        self.replace()
         self._codecs = codecs
         self._own_payload = None
 
@@ -138,7 +194,7 @@ class WeightUnit:
 
     def live_tensors(self) -> list[Tensor]:
         """The tensors whose storages hold this unit's weights now."""
-        rungs = [self.main_weight, self._full, self._secondary, self._own_payload]
+        rungs = [self.main_weight, self._full, self._secondary, self._own_payload, self._kept_payloads]
         return [tensor for tensor in rungs if tensor is not None]
 
     def _encoder_of_own(self) -> Callable[[Tensor], None]:

@@ -87,13 +87,13 @@ class _PlannedUnit:
         self.slice_numel = layout.slice_numel
         self._runs = layout.runs
         self._sharding = sharding
-        self._policy = sharding.policy
+        self._policy = sharding.policy.in_world(topology)
         self._topology = topology
         self._data_ranks = topology.data_ranks
         self._partitions = topology.partitions
         self._partition_ranks = topology.partition_ranks
-        self._weight_codes = self._policy.weight_codes.in_world(topology)
-        self._gradient_codes = self._policy.gradient_codes.in_world(topology)
+        self._weight_codes = self._policy.weight_codes
+        self._gradient_codes = self._policy.gradient_codes
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _PlannedUnit) and self._runs == other._runs

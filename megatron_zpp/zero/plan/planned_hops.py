@@ -55,8 +55,9 @@ class UnitHops:
         topology = grid.ladder
         self._partitions = topology.partitions
         self._partition_ranks = topology.partition_ranks
-        self._weights = sharding.policy.weight_codes.in_world(topology)
-        self._gradients = sharding.policy.gradient_codes.in_world(topology)
+        policy = sharding.policy.in_world(topology)
+        self._weights = policy.weight_codes
+        self._gradients = policy.gradient_codes
 
     def climb(self) -> tuple[PlannedHop, PlannedHop]:
         """Over the inter link to the secondary rung, then over the intra link to the full one."""
