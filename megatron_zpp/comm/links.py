@@ -49,6 +49,11 @@ class LinkCodecs:
         """The codecs of `codes`, which LinkCodes.in_world has fitted to this world. make: makes one codec."""
         return cls(make(codes.inter, dtype, block_numel), make(codes.intra, dtype, block_numel), noise_seed)
 
+    @property
+    def any_mixes_neighbours(self) -> bool:
+        """Whether errors of values spread to their neighbours, which may be padding, on at least one link."""
+        return self.inter.mixes_neighbours or self.intra.mixes_neighbours
+
     def drawn_for(self, *place: int | str) -> LinkCodecs:
         """The same codecs, whose stochastic rounding draws from `place`: the same numbers in every run, others at every other place."""
         inter, intra = (
