@@ -185,6 +185,20 @@ def recode_mean_into(codec: Codec, payloads: Tensor, next_codec: Codec, recoded:
     next_codec.encode_into(mean, recoded)
 
 
+def add_decoded_(codec: Codec, payloads: Tensor, values: Regions) -> None:
+    """Adds the blocks of payloads [slices, payload_bytes], one from each member of a link, to those of `values`; exact runs are replaced.
+
+    Sums are fp32, then rounded to the dtype of `values`.
+    """
+    if isinstance(codec, GaussianCodec):
+        codec.add_into(payloads, values)
+        return
+    decoded = Regions(*(torch.empty_like(part, dtype=torch.float32) for part in values.parts()))
+    codec.decode_into(payloads, decoded)
+    values.blocks.add_(decoded.blocks)
+    values.exact.copy_(decoded.exact)
+
+
 def add_mean_(mean: Tensor, members: Tensor, *, accumulate: bool) -> None:
     """Writes the mean of members [members, slices, run] to the fp32 `mean` [slices, run], or adds it. Sums in fp32, in their order."""
     total = torch.empty_like(mean) if accumulate else mean

@@ -12,10 +12,10 @@ exact run) cross as values instead. The first version of a copy is a plain climb
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from megatron_zpp.comm.codecs import Codec, Regions
+from megatron_zpp.comm.codec import Codec, Regions
+from megatron_zpp.comm.codecs import add_decoded_
 from megatron_zpp.zero.layout import FlatLayout
 
 
@@ -55,11 +55,8 @@ class KeptCopy:
 
         Padding is set to zero again, because a code may write errors of neighbouring values there.
         """
-        for index, paddings in enumerate(self._paddings):
-            kept = self.values.slice_at(index)
-            difference = Regions(*(torch.empty_like(part, dtype=torch.float32) for part in kept.parts()))
-            codec.decode_into(payloads[index : index + 1], difference)
-            kept.blocks.add_(difference.blocks)
-            kept.exact.copy_(difference.exact)
-            for padding in paddings:
-                kept.range(padding.start, padding.stop).zero_()
+        add_decoded_(codec, payloads, self.values)
+        if codec.mixes_neighbours:
+            for index, paddings in enumerate(self._paddings):
+                for padding in paddings:
+                    self.values.slice_at(index).range(padding.start, padding.stop).zero_()

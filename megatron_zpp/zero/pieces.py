@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from megatron_zpp.comm.codecs import Regions
+from megatron_zpp.comm.codec import Regions
 from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.stripes import Columns, columns_of
 from megatron_zpp.zero.layout import PlacedParam

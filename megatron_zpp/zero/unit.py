@@ -13,7 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.comm.codecs import CastCodec, Regions
+from megatron_zpp.comm.codec import Regions
+from megatron_zpp.comm.codecs import CastCodec
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Climb, Ladder, LinkCodecs
@@ -114,7 +115,7 @@ class WeightUnit:
             kept.is_shared = True
             whole = LinkCodecs(self._exact, self._exact)
             return Climb(name, runs, whole, lambda payload: kept.encode_whole(main, self._exact, payload))
-        codecs = self._codecs.drawn_for(name, self._iteration)
+        codecs = self._codecs.signed_for(self._ladder.topology, self._ladder.data_rank, "climb", name, self._iteration)
 
         def arrive(arrived: Tensor, payloads: Tensor) -> None:
             kept.add(codecs.inter, arrived)
