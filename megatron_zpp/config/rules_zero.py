@@ -11,6 +11,7 @@ ABSMAX_BITS = (4, 8, WORKING_DTYPE_BITS)
 GAUSSIAN_BITS = (1, 2, 3, 4)
 GAUSSIAN_INTRA_BITS = 8
 GAUSSIAN_BLOCK = 256
+DIFFERENCES = "--zero-quantized-weight-differences"
 
 
 def check_given(config: Config) -> None:
@@ -51,18 +52,10 @@ def check_quantized_stage(config: Config) -> None:
 
 
 def check_differences(config: Config) -> None:
-    """Differences take the place of quantized weights, and are added to a copy that stays across steps."""
-    zero = config.zero
-    if not zero.zero_quantized_weight_differences:
-        return
-    if zero.zero_quantized_weights:
+    """Differences take the place of quantized weights."""
+    if config.zero.zero_quantized_weight_differences and config.zero.zero_quantized_weights:
         raise FlagError(
             "--zero-quantized-weight-differences and --zero-quantized-weights are two codes for the same weights; give only one of them."
-        )
-    if zero.zero_stage == 3 and zero.zero_hpz_partition_size == 1:
-        raise FlagError(
-            "--zero-quantized-weight-differences in --zero-stage 3 has no copy of the weights to which differences could be added; give "
-            "--zero-hpz-partition-size with the ranks of a node, or --zero-stage 2 or 1, which keep all weights on every rank."
         )
 
 
@@ -128,12 +121,20 @@ def check_gradients_between_microbatches(config: Config) -> None:
 
 
 def check_copy_is_kept(config: Config, ranks: RankCounts) -> None:
-    """In stage 3 a partition of one rank would keep all weights on every rank, as stage 2 does."""
+    """In stage 3 differences need a copy divided among the ranks of a partition. A partition of one rank would keep all weights."""
     zero = config.zero
-    if zero.zero_quantized_weight_differences and zero.zero_stage == 3 and ranks.data_ranks_per_node == 1 and ranks.data > 1:
+    if not zero.zero_quantized_weight_differences or zero.zero_stage != 3 or ranks.data == 1:
+        return
+    if ranks.data_ranks_per_node == 1:
         raise FlagError(
             "--zero-quantized-weight-differences in --zero-stage 3 keeps a copy of the weights divided among the ranks of a node, and each "
             "node has one rank; choose --zero-stage 2, which keeps all weights on every rank."
+        )
+    if zero.zero_hpz_partition_size == 1:
+        raise FlagError(
+            "--zero-quantized-weight-differences in --zero-stage 3 has no copy of the weights to which differences could be added; give "
+            f"--zero-hpz-partition-size {ranks.data_ranks_per_node}, the ranks of a node, or choose --zero-stage 2 or 1, which keep all "
+            "weights on every rank."
         )
 
 
@@ -214,7 +215,10 @@ def missing_links(config: Config, ranks: RankCounts, asked_partition_ranks: int)
         return []
     if ranks.world == 1:
         return [f"{' and '.join(features)}: there is one rank, so nothing crosses a link, is quantized or kept as a copy"]
-    lines = [f"{' and '.join(features)}: there is one node, so only the link inside it carries quantized values"]
-    if config.zero.zero_quantized_weight_differences:
-        lines.append("--zero-quantized-weight-differences: there is one node, so weights cross its link in the working precision")
+    lines = []
+    if DIFFERENCES in features:
+        features.remove(DIFFERENCES)
+        lines = [f"{DIFFERENCES}: there is one node, so no differences are sent; weights cross the link inside it in the working precision"]
+    if features:
+        lines.insert(0, f"{' and '.join(features)}: there is one node, so only the link inside it carries quantized values")
     return lines
