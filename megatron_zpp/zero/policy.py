@@ -84,6 +84,11 @@ class Policy:
             return replace(self, weight_codes=LinkCodes(), gradient_codes=gradient_codes, keeps_copy=False)
         return replace(self, gradient_codes=gradient_codes)
 
+    @property
+    def sends_differences(self) -> bool:
+        """Whether differences from a kept copy cross the inter link; not in a row in full precision."""
+        return self.keeps_copy and not self.weight_codes.inter.is_exact
+
     def keeps_payloads(self, *, encodes: bool) -> bool:
         """Whether a rank keeps the payload of its own slice, so that a unit that climbs several times in a step is encoded only once.
 

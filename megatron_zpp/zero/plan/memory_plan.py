@@ -45,9 +45,9 @@ class Sharding:
 class MemoryPlan:
     """Bytes on one rank.
 
-    weights: main weights, and working weights if they are kept on the full rung. secondary: secondary rungs and encoded payloads that are
-    kept within a step. gathered: units that are full at the same time. buffers: payloads on their way. norm: needed by the gradient norm
-    while it is computed.
+    weights: main weights, and working weights if they are kept on the full rung. secondary: secondary rungs that are kept within a step or
+    across steps, and encoded payloads that are kept within a step. gathered: units that are full at the same time. buffers: payloads on
+    their way. norm: needed by the gradient norm while it is computed.
     """
 
     weights: int
@@ -131,8 +131,14 @@ class _PlannedUnit:
         if partitions > 1 and not codes.are_alike:
             to_secondary += partitions * inter
         to_full = self._data_ranks * intra if self._partition_ranks > 1 else 0
+        if self._policy.sends_differences:
+            to_secondary += self._payload_bytes(EXACT)  # of the first climb, which sends the own slice as it is
         prefetch = self._sharding.prefetch
-        return min(count, 1 + prefetch.inter_uses) * to_secondary + min(count, 1 + prefetch.intra_uses) * to_full
+        return self._difference_bytes() + min(count, 1 + prefetch.inter_uses) * to_secondary + min(count, 1 + prefetch.intra_uses) * to_full
+
+    def _difference_bytes(self) -> int:
+        """The fp32 difference from a kept copy, which exists while it is encoded."""
+        return MAIN_BYTES * self._runs.blocks if self._policy.sends_differences else 0
 
     def _descent_bytes(self) -> int:
         exchanged = 2 * self._data_ranks * self._payload_bytes(self._gradient_codes.intra) if self._partition_ranks > 1 else 0
