@@ -72,6 +72,7 @@ class WeightUnit:
         first = own_slice - self._ladder.topology.partition_of(self._ladder.data_rank)
         if self._policy.weights_in_step is Rung.FULL:
             self._allocate_full()
+            self._full.zero_()  # a load fills no padding
             values = Regions.of(self._full, layout.runs).slices_at(first, self._ladder.partitions)
         else:
             payload_bytes = self._exact.payload_bytes(layout.runs)
