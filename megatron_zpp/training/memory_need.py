@@ -134,7 +134,7 @@ def save_copy_bytes(config: Config, model: SizedModel, sharding: Sharding, grid:
 
 
 def saved_bytes(checkpoint: CheckpointConfig, sharding: Sharding, grid: Grid) -> int:
-    """Bytes of one parameter in a checkpoint: its fp32 main weight, and unless --no-save-optim Adam's moments and its part of a kept copy."""
+    """Bytes of one parameter in a checkpoint: its main weight, and unless --no-save-optim Adam's moments and a kept copy."""
     if checkpoint.no_save_optim:
         return MAIN_BYTES
     copy = sharding.element_bytes if sharding.policy.in_world(grid.ladder).keeps_copy else 0
