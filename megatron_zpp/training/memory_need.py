@@ -125,7 +125,7 @@ def memory_need(config: Config, model: SizedModel, sharding: Sharding, grid: Gri
 
 
 def save_copy_bytes(config: Config, model: SizedModel, sharding: Sharding, grid: Grid) -> int:
-    """Bytes that --async-save copies on one rank at most: what checkpoints hold of its primary slices (`saved_bytes`)."""
+    """Bytes that --async-save copies on one rank at most: what `saved_bytes` counts, of its primary slices."""
     checkpoint = config.checkpoint
     if checkpoint.save is None or not checkpoint.async_save:
         return 0
@@ -134,11 +134,11 @@ def save_copy_bytes(config: Config, model: SizedModel, sharding: Sharding, grid:
 
 
 def saved_bytes(checkpoint: CheckpointConfig, sharding: Sharding, grid: Grid) -> int:
-    """Bytes of one parameter in a checkpoint: its main weight, and unless --no-save-optim Adam's moments and its kept copy, if any."""
+    """Bytes of one parameter in a checkpoint: its main weight, and unless --no-save-optim Adam's moments and a kept copy."""
     if checkpoint.no_save_optim:
         return MAIN_BYTES
-    kept = sharding.element_bytes if sharding.policy.in_world(grid.ladder).keeps_copy else 0
-    return MAIN_BYTES * (1 + ADAM_MOMENTS) + kept
+    copy = sharding.element_bytes if sharding.policy.in_world(grid.ladder).keeps_copy else 0
+    return MAIN_BYTES * (1 + ADAM_MOMENTS) + copy
 
 
 def _attention_need(config: Config, element_bytes: int, *, is_on_gpu: bool) -> AttentionNeed:

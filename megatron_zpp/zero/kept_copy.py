@@ -12,51 +12,79 @@ exact run) cross as values instead. The first version of a copy is a plain climb
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from megatron_zpp.comm.codec import Codec, Regions
-from megatron_zpp.comm.codecs import add_decoded_
+from megatron_zpp.comm.codec import Regions
+from megatron_zpp.comm.codecs import CastCodec, add_decoded_
+from megatron_zpp.comm.links import Climb, Ladder, LinkCodecs
 from megatron_zpp.zero.layout import FlatLayout
 
 
 class KeptCopy:
     """One rank's copy of one unit.
 
-    values: [N slices] of the working dtype, views of the storage that the copy rests in. own: this rank's slice of them, [1 slice].
-    is_shared: whether the other ranks of the column have the same copy, so that differences can be added to it. Otherwise the next climb is
-    a plain one.
+    values: [N slices] of the working dtype. own: this rank's slice of them, [1 slice].
+    payloads: [N, payload_bytes] uint8, the same storage as payloads of the intra link; None if the copy is a part of the full rung.
     """
 
-    def __init__(self, layout: FlatLayout, values: Regions, first_slice: int, own_slice: int) -> None:
-        """first_slice: the slice of the unit that comes first in `values`. own_slice: the slice that this rank owns."""
-        self.values = values
-        self.own = values.slice_at(own_slice - first_slice)
-        self.is_shared = False
+    def __init__(self, name: str, layout: FlatLayout, ladder: Ladder, dtype: torch.dtype, full: Tensor | None) -> None:
+        """full: the full rung [numel], zeros, if the copy rests there. Otherwise the copy has storage of its own."""
+        self._name = name
+        self._layout = layout
+        self._ladder = ladder
+        self._codec = CastCodec(dtype)
+        self.payloads: Tensor | None = None
+        first_slice = ladder.own_slice - ladder.topology.partition_of(ladder.data_rank)
+        if full is None:
+            self.payloads = torch.zeros(ladder.partitions, self._codec.payload_bytes(layout.runs), dtype=torch.uint8, device=ladder.device)
+            self.values = self._codec.regions_of(self.payloads, layout.runs)
+        else:
+            self.values = Regions.of(full, layout.runs).slices_at(first_slice, ladder.partitions)
+        self.own = self.values.slice_at(ladder.own_slice - first_slice)
+        self._paddings = [tuple(layout.paddings(first_slice + index, 1)) for index in range(ladder.partitions)]
+        self._is_shared = False
         self._own_is_filled = False
-        self._paddings = [tuple(layout.paddings(first_slice + index, 1)) for index in range(values.slices)]
 
     def restart(self, *, own_is_filled: bool = False) -> None:
         """Makes the next climb a plain one. own_is_filled: whether it sends `own` as it is. Otherwise it sends the main weights."""
-        self.is_shared = False
+        self._is_shared = False
         self._own_is_filled = own_is_filled
 
-    def encode_whole(self, main: Regions, codec: Codec, payload: Tensor) -> None:
-        """Fills payload [1, payload_bytes] with the own slice, in a codec of its dtype. main: the main weights [1 slice]."""
+    def climb(self, main: Regions, codecs: LinkCodecs, iteration: int) -> Climb:
+        """The climb that brings the copy up to date: by differences, or as a whole if other ranks lack it or nothing is coded.
+
+        main: the main weights of the own slice, [1 slice]. iteration: number of steps done; random codes are drawn from it.
+        """
+        name, runs, ladder = self._name, self._layout.runs, self._ladder
+        if codecs.inter == self._codec:
+            self.restart()
+        if not self._is_shared:
+            self._is_shared = True
+            return Climb(name, runs, LinkCodecs(self._codec, self._codec), lambda payload: self._encode_whole(main, payload))
+        signed = codecs.signed_for(ladder.topology, ladder.data_rank, "climb", name, iteration)
+        return Climb(
+            name,
+            runs,
+            signed,
+            lambda payload: signed.inter.encode_into(Regions(main.blocks - self.own.blocks, main.exact), payload),
+            lambda arrived, payloads: self._add(signed, arrived, payloads),
+        )
+
+    def _encode_whole(self, main: Regions, payload: Tensor) -> None:
         if not self._own_is_filled:
             self.own.copy_(main)
-        codec.encode_into(self.own, payload)
+        self._codec.encode_into(self.own, payload)
 
-    def encode_difference(self, main: Regions, codec: Codec, payload: Tensor) -> None:
-        """Fills payload [1, payload_bytes] with what the own slice lacks of the main weights [1 slice]."""
-        codec.encode_into(Regions(main.blocks - self.own.blocks, main.exact), payload)
+    def _add(self, codecs: LinkCodecs, arrived: Tensor, payloads: Tensor) -> None:
+        """Adds the differences in arrived [N, payload_bytes], one from each rank of the column, and fills the secondary rung.
 
-    def add(self, codec: Codec, payloads: Tensor) -> None:
-        """Adds the differences in payloads [N, payload_bytes], one from each rank of the column.
-
-        Padding is set to zero again, because a code may write errors of neighbouring values there.
+        Padding is set to zero again if the code writes errors of neighbouring values there.
         """
-        add_decoded_(codec, payloads, self.values)
-        if codec.mixes_neighbours:
+        add_decoded_(codecs.inter, arrived, self.values)
+        if codecs.inter.mixes_neighbours:
             for index, paddings in enumerate(self._paddings):
                 for padding in paddings:
                     self.values.slice_at(index).range(padding.start, padding.stop).zero_()
+        if self.payloads is None:
+            self._codec.encode_into(self.values, payloads)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.comm.codec import Regions
-from megatron_zpp.comm.codecs import CastCodec
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Climb, Ladder, LinkCodecs
@@ -63,21 +62,14 @@ class WeightUnit:
             stop = segment.offset + segment.stop - segment.start
             self.main_weight[segment.offset : stop].copy_(segment.spec.initial_values(segment.start, segment.stop))
         self._iteration = 0
-        self._exact = CastCodec(dtype)
-        self._kept_payloads: Tensor | None = None  # [N, payload_bytes] uint8, if the copy is kept on the secondary rung
-        self.kept = self._make_kept() if policy.keeps_copy else None
+        self.kept = self._make_kept(dtype) if policy.keeps_copy else None
 
-    def _make_kept(self) -> KeptCopy:
-        layout, own_slice = self.layout, self._ladder.own_slice
-        first = own_slice - self._ladder.topology.partition_of(self._ladder.data_rank)
-        if self._policy.weights_in_step is Rung.FULL:
-            self._allocate_full()
-            values = Regions.of(self._full, layout.runs).slices_at(first, self._ladder.partitions)
-        else:
-            payload_bytes = self._exact.payload_bytes(layout.runs)
-            self._kept_payloads = torch.zeros(self._ladder.partitions, payload_bytes, dtype=torch.uint8, device=self._ladder.device)
-            values = self._exact.regions_of(self._kept_payloads, layout.runs)
-        return KeptCopy(layout, values, first, own_slice)
+    def _make_kept(self, dtype: torch.dtype) -> KeptCopy:
+        if self._policy.weights_in_step is not Rung.FULL:
+            return KeptCopy(self.name, self.layout, self._ladder, dtype, None)
+        self._allocate_full()
+        self._full.zero_()  # a load of the copy fills no padding
+        return KeptCopy(self.name, self.layout, self._ladder, dtype, self._full)
 
     # ---- gathering
 
@@ -99,30 +91,16 @@ class WeightUnit:
         self._attach()
 
     def _climb_to_secondary(self) -> Hop:
-        self._secondary = self._kept_payloads
+        runs, kept = self.layout.runs, self.kept
+        self._secondary = kept.payloads if kept is not None else None
         if self._secondary is None:
-            payload_bytes = self._codecs.intra.payload_bytes(self.layout.runs)
+            payload_bytes = self._codecs.intra.payload_bytes(runs)
             self._secondary = self._ladder.staging.take(self._ladder.partitions * payload_bytes).view(-1, payload_bytes)
-        climb = Climb(self.name, self.layout.runs, self._codecs, self._encoder_of_own()) if self.kept is None else self._climb_of(self.kept)
+        if kept is None:
+            climb = Climb(self.name, runs, self._codecs, self._encoder_of_own())
+        else:
+            climb = kept.climb(self.main_regions(), self._codecs, self._iteration)
         return self._ladder.climb_to_secondary(climb, self._secondary)
-
-    def _climb_of(self, kept: KeptCopy) -> Climb:
-        """The climb that brings the kept copy up to date: by differences, or as a whole if other ranks lack it or nothing is coded."""
-        name, runs, main = self.name, self.layout.runs, self.main_regions()
-        if self._codecs.inter == self._exact:
-            kept.restart()
-        if not kept.is_shared:
-            kept.is_shared = True
-            whole = LinkCodecs(self._exact, self._exact)
-            return Climb(name, runs, whole, lambda payload: kept.encode_whole(main, self._exact, payload))
-        codecs = self._codecs.signed_for(self._ladder.topology, self._ladder.data_rank, "climb", name, self._iteration)
-
-        def arrive(arrived: Tensor, payloads: Tensor) -> None:
-            kept.add(codecs.inter, arrived)
-            if payloads is not self._kept_payloads:
-                self._exact.encode_into(kept.values, payloads)
-
-        return Climb(name, runs, codecs, lambda payload: kept.encode_difference(main, codecs.inter, payload), arrive)
 
     def _climb_to_full(self) -> Hop:
         if self._secondary is None:
@@ -195,7 +173,7 @@ class WeightUnit:
 
     def live_tensors(self) -> list[Tensor]:
         """The tensors whose storages hold this unit's weights now."""
-        rungs = [self.main_weight, self._full, self._secondary, self._own_payload, self._kept_payloads]
+        rungs = [self.main_weight, self._full, self._secondary, self._own_payload, self.kept.payloads if self.kept is not None else None]
         return [tensor for tensor in rungs if tensor is not None]
 
     def _encoder_of_own(self) -> Callable[[Tensor], None]:
