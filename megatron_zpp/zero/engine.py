@@ -336,11 +336,14 @@ class ZeroEngine:
 
         It does nothing if no copies are kept.
         """
-        if self.keeps_copies:
-            for unit in self.units:
-                unit.climb(self._policy.weights_in_step)
-            for unit in self.units:
-                unit.wait_for_climbs()
+        if not self.keeps_copies:
+            return
+        for unit in self.units:
+            unit.climb(self._policy.weights_in_step)
+            if self._policy.weights_in_step is Rung.FULL:
+                unit.wait(Category.WEIGHTS)  # one by one, because each holds a secondary rung until its full one has landed
+        for unit in self.units:
+            unit.wait_for_climbs()
 
     def start_iteration(self, iteration: int) -> None:
         """Sets the number of steps done, and ends full precision when it is due. A resumed run calls it before its first step."""
