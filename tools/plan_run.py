@@ -4,7 +4,7 @@
         --num-layers 40 --hidden-size 6144 --num-attention-heads 32 --seq-length 1024 --ranks-per-node 16 --fp16 --checkpoint-activations
 
 Flags after `--` are the training script's. Of the ZeRO flags only the details count (bits, block, partition), because
-the plan compares all stages and features.
+the plan compares all stages and features; bits that a member's code does not have leave it with its own.
 The plan is pure arithmetic and takes a second for any size of cluster; torch is not imported. docs/slow_links.md lists the assumptions
 of the time model.
 """
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from command import MISTAKE_EXIT_CODE, rank_count
 
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.schema import Config
 from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron_zpp.model.flops import parameter_count
@@ -40,6 +41,7 @@ from megatron_zpp.training.run_plan import (
 from megatron_zpp.zero.plan.time_model import Computation, Machine, Overlap, StepTime
 
 NULL_VOCABULARY = 50257  # ids of mock data, see config/defaults.py
+ZEROPP = "ZeRO++"
 WORTHWHILE = 1.03  # a feature with a smaller gain is not recommended
 
 
@@ -57,6 +59,11 @@ class Estimate:
         busy = self.time.busy
         return max(busy, key=lambda part: busy[part])
 
+    @property
+    def waits_for_other_nodes(self) -> bool:
+        """Whether the link between nodes is busy longest."""
+        return self.time.inter_link == max(self.time.busy.values())
+
 
 def main() -> None:
     parser = _parser()
@@ -72,13 +79,26 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     given = parse_flags(flags)
     world = PlannedWorld(options.nodes, given.distributed.ranks_per_node or 1, is_on_gpu=options.device == "gpu")
     padded = embedding_rows(given.model, _vocab_size(given))
-    plans = [plan_run(given, member, world, padded) for member in MEMBERS]
+    plans, left_out = _plans(given, world, padded)
     zero3 = next(plan for plan in plans if plan.member.name == "ZeRO-3")
     computation = _computation(options, zero3, padded)
     by_rate = {gigabits: [_estimate(plan, gigabits, computation, options) for plan in plans] for gigabits in options.inter_gigabits}
-    print(_text(world, zero3, padded, computation, by_rate))
+    print("\n".join([_text(world, zero3, padded, computation, by_rate), *left_out]))
     if options.output is not None:
         options.output.write_text(json.dumps(_as_json(world, by_rate), indent=1) + "\n")
+
+
+def _plans(given: Config, world: PlannedWorld, padded: int) -> tuple[list[RunPlan], list[str]]:
+    """The plans of all members, and a line if lean is not among them because a flag contradicts it."""
+    plans, left_out = [], []
+    for member in MEMBERS:
+        try:
+            plans.append(plan_run(given, member, world, padded))
+        except FlagError as error:
+            if not member.is_lean:
+                raise
+            left_out.append(f"{member.name} is left out: {error}")
+    return plans, left_out
 
 
 def _estimate(plan: RunPlan, gigabits: float, computation: Computation, options: argparse.Namespace) -> Estimate:
@@ -101,13 +121,20 @@ def _computation(options: argparse.Namespace, zero3: RunPlan, padded: int) -> Co
 def recommended(estimates: Sequence[Estimate]) -> Estimate | None:
     """Among the members that fit and are at most WORTHWHILE times slower than the fastest, the one with the fewest features.
 
-    None if no member fits.
+    Lean, whose codes have the fewest bits, counts only if the best of the others waits for other nodes. None if no member fits.
     """
     fitting = [estimate for estimate in estimates if estimate.fits]
-    if not fitting:
+    others = [estimate for estimate in fitting if not estimate.plan.member.is_lean]
+    best = _simplest(others or fitting)
+    return _simplest(fitting) if best is not None and best.waits_for_other_nodes else best
+
+
+def _simplest(estimates: Sequence[Estimate]) -> Estimate | None:
+    """The one with the fewest features among those that are almost as fast as the fastest; None if there is none."""
+    if not estimates:
         return None
-    shortest = min(estimate.time.seconds for estimate in fitting)
-    good = [estimate for estimate in fitting if estimate.time.seconds <= WORTHWHILE * shortest]
+    shortest = min(estimate.time.seconds for estimate in estimates)
+    good = [estimate for estimate in estimates if estimate.time.seconds <= WORTHWHILE * shortest]
     return min(good, key=lambda estimate: (estimate.plan.member.features, estimate.plan.memory.total))
 
 
@@ -196,7 +223,28 @@ def _advice(estimates: Sequence[Estimate]) -> str:
         if fastest is choice
         else f"{time / fastest.time.seconds - 1:.1%} behind {fastest.plan.member.name}, and simpler"
     )
-    return f"Recommended: {choice.plan.flags} ({member.name}, {why})"
+    price = _price_of_lean(choice, estimates) if member.is_lean else ""
+    return f"Recommended: {choice.plan.flags} ({member.name}, {why}){price}"
+
+
+def _price_of_lean(lean: Estimate, estimates: Sequence[Estimate]) -> str:
+    """A line with what lean costs beside ZeRO++."""
+    other = next(estimate for estimate in estimates if estimate.plan.member.name == ZEROPP)
+    more = lean.plan.memory.total - other.plan.memory.total
+    own, others = lean.plan.memory.plan, other.plan.memory.plan
+    parts = {
+        "weights": (own.weights, others.weights),
+        "gradients": (own.gradients, others.gradients),
+        "secondary copy": (own.secondary, others.secondary),
+        "buffers": (own.buffers, others.buffers),
+    }
+    words = [f"{name} {in_gib(here)} instead of {in_gib(there)}" for name, (here, there) in parts.items() if here != there]
+    difference = f"{in_gib(abs(more))} {'more' if more > 0 else 'less'} memory per rank than {ZEROPP}"
+    slower = other.time.seconds / lean.time.seconds
+    return (
+        f"\nIts price: {difference} ({', '.join(words)}), and fewer bits per value. {ZEROPP} takes {slower:.2f} times as long; "
+        "compare the loss of both on your model."
+    )
 
 
 def _as_json(world: PlannedWorld, by_rate: dict[float, list[Estimate]]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.training.hardware import CPU_CODEC, GLOO_COLLECTIVE_SECONDS
 from megatron_zpp.training.run_plan import MEMBERS, PlannedWorld, computation_by_step, plan_run
-from megatron_zpp.zero.plan.time_model import CodecSpeed, LinkSpeed, Machine, Overlap
+from megatron_zpp.zero.plan.time_model import LinkSpeed, Machine, Overlap
 from slow_links.configurations import NAMES, ZERO3, Workload
 from slow_links.rates import Rate
 
@@ -27,7 +27,7 @@ class Prediction:
         self._plans = {member.name: plan_run(given, member, world, padded) for member in MEMBERS if member.name in NAMES}
         self._computation = computation_by_step(self._plans[ZERO3].config, padded, step_seconds, workload.microbatches)
         ranks_per_core = max(1.0, workload.world_size / (os.cpu_count() or 1))
-        self._codec = CodecSpeed(*(ranks_per_core * seconds for seconds in (CPU_CODEC.encode, CPU_CODEC.decode, CPU_CODEC.summed)))
+        self._codec = CPU_CODEC.times(ranks_per_core)
 
     def seconds(self, name: str, rate: Rate) -> float | None:
         """Predicted seconds of a step; None for FSDP2."""

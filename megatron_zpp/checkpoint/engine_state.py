@@ -13,9 +13,10 @@ from megatron_zpp.checkpoint.contents import check_moments
 from megatron_zpp.checkpoint.manifest import ELEMENT_TYPE, Manifest
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.saver import Share
+from megatron_zpp.checkpoint.shard_file import ELEMENT_TYPES
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.optimizer import MOMENTS
-from megatron_zpp.zero.pieces import WEIGHT, owned_pieces, parameters, resting_pieces
+from megatron_zpp.zero.pieces import owned_pieces, parameters, resting_pieces
+from megatron_zpp.zero.states import KEPT_WEIGHT, MOMENTS, WEIGHT
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class RunState:
 
 
 def share_of(engine: ZeroEngine, *, with_moments: bool) -> Share:
-    """What this rank writes into every checkpoint: the primary slices it owns."""
+    """What this rank writes into every checkpoint: the primary slices it owns. Call engine.finish_differences() before each save."""
     pieces = [piece for piece in owned_pieces(engine) if with_moments or piece.state == WEIGHT]
     return Share(engine.rank, engine.world_size, pieces)
 
@@ -37,11 +38,14 @@ def share_of(engine: ZeroEngine, *, with_moments: bool) -> Share:
 def manifest_of(engine: ZeroEngine, state: RunState, *, with_moments: bool) -> Manifest:
     """The manifest of the engine's current state, without files and pieces."""
     grid = engine.ladder.grid
+    states = dict.fromkeys((WEIGHT, *MOMENTS) if with_moments else (WEIGHT,), ELEMENT_TYPE)
+    if with_moments and engine.keeps_copies:
+        states[KEPT_WEIGHT] = ELEMENT_TYPES[engine.dtype]
     return Manifest(
         iteration=state.iteration,
         consumed_samples=state.consumed_samples,
         shapes={param.spec.name: param.spec.whole_shape for param in parameters(engine)},
-        states=dict.fromkeys((WEIGHT, *MOMENTS) if with_moments else (WEIGHT,), ELEMENT_TYPE),
+        states=states,
         run={
             "scheduled_samples": state.scheduled_samples,
             "optimizer_steps": engine.optimizer.steps,
@@ -63,12 +67,20 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "python": platform.python_version()}
 
 
-def load_engine(engine: ZeroEngine, reader: CheckpointReader, *, with_moments: bool) -> None:
-    """Loads the engine's main weights, and with_moments also the optimizer and the loss scaler."""
+def load_engine(engine: ZeroEngine, reader: CheckpointReader, *, with_moments: bool, with_copies: bool = False) -> None:
+    """Loads the engine's main weights, and with_moments also the optimizer and the loss scaler.
+
+    with_copies: also the copies of the weights that the engine keeps across steps, if it keeps any. Otherwise they start anew from the
+    main weights.
+    """
+    wanted = {WEIGHT}
     if with_moments:
         check_moments(reader.folder, reader.manifest)
-    reader.fill(piece for piece in resting_pieces(engine) if with_moments or piece.state == WEIGHT)
+        wanted |= set(MOMENTS)
+    if with_copies:
+        wanted.add(KEPT_WEIGHT)
+    reader.fill(piece for piece in resting_pieces(engine) if piece.state in wanted)
     if with_moments:
         engine.optimizer.steps = reader.manifest.run["optimizer_steps"]
         engine.loss_scaler.load_state(reader.manifest.run["loss_scaler"])
-    engine.weights_changed()
+    engine.weights_changed(copies_are_filled=with_copies)

@@ -34,7 +34,8 @@ from megatron_zpp.checkpoint.verified_file import RUN_CHUNKS, VerifiedFile
 from megatron_zpp.config.outside import open_regular
 from megatron_zpp.parallel.division import Stripe
 from megatron_zpp.parallel.stripes import columns_of
-from megatron_zpp.zero.pieces import WEIGHT, Piece
+from megatron_zpp.zero.pieces import Piece
+from megatron_zpp.zero.states import WEIGHT
 
 
 @dataclass(frozen=True)

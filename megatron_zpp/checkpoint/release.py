@@ -17,7 +17,8 @@ from megatron_zpp.checkpoint.owner import own_token
 from megatron_zpp.checkpoint.run_lock import Job, take_lock
 from megatron_zpp.checkpoint.unfinished import make_unfinished, seal, write_pieces
 from megatron_zpp.parallel.specs import UnitSpec
-from megatron_zpp.zero.pieces import WEIGHT, Piece
+from megatron_zpp.zero.pieces import Piece
+from megatron_zpp.zero.states import WEIGHT
 
 
 def write_release(directory: Path, units: Sequence[UnitSpec], weight_of: Callable[[str], Tensor], flags: Mapping[str, Any]) -> Path:

@@ -25,6 +25,7 @@ from megatron_zpp.checkpoint.manifest import CheckpointError, StoredFile
 
 HEADER_ALIGNMENT_BYTES = 8  # so that the data can be memory-mapped
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+ELEMENT_TYPES = {dtype: name for name, dtype in DTYPES.items()}
 RUN_CHUNKS = 4  # written at a time: enough to make calls cheap, few enough to stay in the processor's cache for their checksums
 CHECKSUM_THREADS = 2
 WAITING_RUNS = 4  # runs that wait for their checksums; their tensors stay in memory

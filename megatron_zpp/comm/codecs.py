@@ -9,103 +9,17 @@ An exact run holds norm gains and biases: they are few, and errors in them do th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.comm.code import EXACT, Code, Rotation, Rounding, Runs
+from megatron_zpp.comm.code import EXACT, Code, Levels, Rotation, Rounding, Runs
+from megatron_zpp.comm.codec import Codec, Regions, SignKeys
+from megatron_zpp.comm.gaussian_codec import GaussianCodec
 from megatron_zpp.ops.quantization import decode_blocks, decode_mean_blocks, encode_blocks, recode_mean_blocks
-
-
-@dataclass(frozen=True)
-class Regions:
-    """The values of one or more slices as two matrices: blocks [slices, runs.blocks] and exact [slices, runs.exact]."""
-
-    blocks: Tensor
-    exact: Tensor
-
-    @classmethod
-    def of(cls, flat: Tensor, runs: Runs) -> Regions:
-        """Views of `flat` [slices * runs.numel]: the blocks runs of all slices come first, then their exact runs."""
-        slices = flat.numel() // runs.numel
-        boundary = slices * runs.blocks
-        return cls(flat[:boundary].view(slices, runs.blocks), flat[boundary:].view(slices, runs.exact))
-
-    @property
-    def runs(self) -> Runs:
-        return Runs(self.blocks.shape[1], self.exact.shape[1])
-
-    @property
-    def slices(self) -> int:
-        return self.blocks.shape[0]
-
-    def slice_at(self, index: int) -> Regions:
-        """The one slice at `index`, as views."""
-        return Regions(self.blocks[index : index + 1], self.exact[index : index + 1])
-
-    def range(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flat buffer that both matrices are views of. A range may not span the two regions."""
-        boundary = self.blocks.numel()
-        if stop <= boundary:
-            return self.blocks.view(-1)[start:stop]
-        if start < boundary:
-            raise RuntimeError(f"elements {start} to {stop} span the regions, which meet at {boundary}")
-        return self.exact.view(-1)[start - boundary : stop - boundary]
-
-    def parts(self) -> Iterator[Tensor]:
-        """The blocks matrix, then the exact matrix."""
-        yield self.blocks
-        yield self.exact
-
-    def copy_(self, other: Regions) -> None:
-        for part, source in zip(self.parts(), other.parts(), strict=True):
-            part.copy_(source)
-
-    def add_(self, other: Regions) -> None:
-        for part, source in zip(self.parts(), other.parts(), strict=True):
-            part.add_(source)
-
-
-class Codec(Protocol):
-    """Turns slices into payloads and back. Values are fp32, bf16 or fp16; payloads are uint8, in rows that start at multiples of 16 bytes.
-
-    EngineOptions.make_codec makes one codec per unit, link and direction. A codec of your own must keep these rules:
-    - It is immutable, and codecs that encode alike compare equal. If both links have equal codecs, a payload crosses both unchanged.
-    - payload_bytes depends on `runs` alone, so that all ranks send messages of the same size.
-    - The same payload decodes to the same bits on every rank, or ranks would train different weights.
-    - Zeros decode to zeros, because padding must stay zero. (Rotated codes are an exception: UnitGradient.clear_padding.)
-    - A NaN or inf decodes to a NaN or inf, so that every rank sees it and skips the step.
-    - It keeps no state from call to call and no reference to its arguments. The lanes call it without autograd, in a thread or on a CUDA
-      stream of their own.
-
-    A climb encodes the own slice from fp32 main weights, and decodes all slices into the working dtype. A descent encodes all slices, from
-    the working dtype or from fp32 sums. Each hop of a descent decodes the mean into fp32, and the next hop encodes that mean.
-
-    rests_encoded: whether encoding costs more than a copy. If it does, the engine keeps payloads that are needed again within a step.
-    """
-
-    rests_encoded: ClassVar[bool]
-
-    def payload_bytes(self, runs: Runs) -> int:
-        """Bytes of one slice's payload, a multiple of 16."""
-
-    def encode_into(self, values: Regions, payloads: Tensor) -> None:
-        """Encodes `values` into payloads [slices, payload_bytes]. Writes every byte that decoding reads."""
-
-    def decode_into(self, payloads: Tensor, values: Regions) -> None:
-        """Decodes payloads [slices, payload_bytes] into `values`."""
-
-    def decode_mean_into(self, payloads: Tensor, mean: Regions, *, accumulate: bool) -> None:
-        """Decodes payloads [members, slices, payload_bytes], and writes the mean over members to the fp32 `mean`, or adds it.
-
-        The sum runs over members 0, 1, ... in fp32, then it is divided by their number.
-        """
-
-    def keyed(self, key: int) -> Codec:
-        """The same codec with stochastic rounding drawn from `key`; the codec itself if it rounds to nearest. Called for every descent."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +42,14 @@ class CastCodec:
         for payload_part, mean_part in zip(self.regions_of(payloads, mean.runs).parts(), mean.parts(), strict=True):
             add_mean_(mean_part, payload_part, accumulate=accumulate)
 
+    @property
+    def mixes_neighbours(self) -> bool:
+        return False
+
     def keyed(self, key: int) -> CastCodec:
+        return self
+
+    def signed(self, keys: SignKeys) -> CastCodec:
         return self
 
     def run_at(self, payloads: Tensor, offset_bytes: int, numel: int) -> Tensor:
@@ -161,7 +82,11 @@ class BlockCodec:
     rests_encoded: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.code.bits is None or (self.noise_key is None) == (self.code.rounding is Rounding.STOCHASTIC):
+        if (
+            self.code.bits is None
+            or self.code.levels is not Levels.UNIFORM
+            or (self.noise_key is None) == (self.code.rounding is Rounding.STOCHASTIC)
+        ):
             raise RuntimeError(f"a codec of blocks cannot have {self.code} and noise key {self.noise_key}")
 
     @property
@@ -199,6 +124,13 @@ class BlockCodec:
     def keyed(self, key: int) -> BlockCodec:
         return replace(self, noise_key=key) if self.code.rounding is Rounding.STOCHASTIC else self
 
+    def signed(self, keys: SignKeys) -> BlockCodec:
+        return self
+
+    @property
+    def mixes_neighbours(self) -> bool:
+        return self.code.mixes_neighbours
+
     def has_blocks_of(self, other: BlockCodec) -> bool:
         """Whether both have the same blocks and the same rotation; their bits may differ."""
         return (self.block_numel, self.code.rotation) == (other.block_numel, other.code.rotation)
@@ -216,9 +148,15 @@ CodecFactory = Callable[[Code, torch.dtype, int], Codec]  # arguments: the code,
 
 
 def make_codec(code: Code, dtype: torch.dtype, block_numel: int) -> Codec:
-    """The codec of `code`. dtype: of values that are not quantized. Stochastic rounding starts with key 0; `keyed` sets another."""
+    """The codec of `code`. dtype: of values that are not quantized.
+
+    Stochastic rounding starts with key 0; `keyed` sets another. Gaussian levels start without keys of signs; `signed` sets them.
+    Raises ValueError if `block_numel` does not suit the code.
+    """
     if code.is_exact:
         return CastCodec(dtype)
+    if code.levels is Levels.GAUSSIAN:
+        return GaussianCodec(code, block_numel, CastCodec(dtype))
     return BlockCodec(code, block_numel, CastCodec(dtype), 0 if code.rounding is Rounding.STOCHASTIC else None)
 
 
@@ -245,6 +183,20 @@ def recode_mean_into(codec: Codec, payloads: Tensor, next_codec: Codec, recoded:
     mean = Regions.of(torch.empty(recoded.shape[0] * runs.numel, dtype=torch.float32, device=recoded.device), runs)
     codec.decode_mean_into(payloads, mean, accumulate=False)
     next_codec.encode_into(mean, recoded)
+
+
+def add_decoded_(codec: Codec, payloads: Tensor, values: Regions) -> None:
+    """Adds the blocks of payloads [slices, payload_bytes], one from each member of a link, to those of `values`; exact runs are replaced.
+
+    Sums are fp32, then rounded to the dtype of `values`.
+    """
+    if isinstance(codec, GaussianCodec):
+        codec.add_into(payloads, values)
+        return
+    decoded = Regions(*(torch.empty_like(part, dtype=torch.float32) for part in values.parts()))
+    codec.decode_into(payloads, decoded)
+    values.blocks.add_(decoded.blocks)
+    values.exact.copy_(decoded.exact)
 
 
 def add_mean_(mean: Tensor, members: Tensor, *, accumulate: bool) -> None:

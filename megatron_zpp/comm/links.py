@@ -20,14 +20,15 @@ from torch import Tensor
 
 from megatron_zpp.comm.backend import Backend, Work
 from megatron_zpp.comm.code import LinkCodes, Runs
-from megatron_zpp.comm.codecs import Codec, CodecFactory, Regions, make_codec, recode_mean_into
+from megatron_zpp.comm.codec import Codec, Regions, SignKeys
+from megatron_zpp.comm.codecs import CodecFactory, make_codec, recode_mean_into
 from megatron_zpp.comm.lanes import Hop, Lanes, nothing
 from megatron_zpp.comm.ledger import Category, Ledger
 from megatron_zpp.comm.staging import Staging
 from megatron_zpp.comm.streams import Streams, streams_of
-from megatron_zpp.parallel.topology import Direction, Lane, Link
+from megatron_zpp.parallel.topology import LADDER_LINKS, Direction, Lane, Link, Topology
 
-KEY_BITS = 63  # of a key of stochastic rounding
+KEY_BITS = 63  # of a key of stochastic rounding, or of the signs of a rotation
 
 INTER_CLIMB = Lane(Link.INTER, Direction.CLIMB)
 INTRA_CLIMB = Lane(Link.INTRA, Direction.CLIMB)
@@ -48,11 +49,27 @@ class LinkCodecs:
         """The codecs of `codes`, which LinkCodes.in_world has fitted to this world. make: makes one codec."""
         return cls(make(codes.inter, dtype, block_numel), make(codes.intra, dtype, block_numel), noise_seed)
 
+    @property
+    def any_mixes_neighbours(self) -> bool:
+        """Whether errors of values spread to their neighbours, which may be padding, on at least one link."""
+        return self.inter.mixes_neighbours or self.intra.mixes_neighbours
+
     def drawn_for(self, *place: int | str) -> LinkCodecs:
         """The same codecs, whose stochastic rounding draws from `place`: the same numbers in every run, others at every other place."""
         inter, intra = (
             codec.keyed(noise_key(self.noise_seed, link.name, *place))
             for link, codec in ((Link.INTER, self.inter), (Link.INTRA, self.intra))
+        )
+        return replace(self, inter=inter, intra=intra)
+
+    def signed_for(self, topology: Topology, data_rank: int, *place: int | str) -> LinkCodecs:
+        """The same codecs, which rotate with random signs drawn from `place` and the data rank of the sender.
+
+        place: of a hop, such as direction, unit, iteration and micro-batch; the same on all members of the link.
+        """
+        inter, intra = (
+            codec.signed(sign_keys(self.noise_seed, link, topology, data_rank, *place))
+            for link, codec in zip(LADDER_LINKS, (self.inter, self.intra), strict=True)
         )
         return replace(self, inter=inter, intra=intra)
 
@@ -62,12 +79,27 @@ class Climb:
     """The unit that climbs to a secondary rung. runs: of each slice.
 
     encode_own: fills the payload [1, payload_bytes] of the own slice, in the inter link's codec.
+    arrive: takes the payloads [N, payload_bytes] of the column, and fills those of the secondary rung, in the intra link's codec. By
+    default they are decoded and encoded again, or forwarded if both links have the same codec.
     """
 
     name: str
     runs: Runs
     codecs: LinkCodecs
     encode_own: Callable[[Tensor], None]
+    arrive: Callable[[Tensor, Tensor], None] | None = None
+
+    @property
+    def forwards(self) -> bool:
+        """Whether what comes over the inter link is the secondary rung itself."""
+        return self.arrive is None and self.codecs.inter == self.codecs.intra
+
+    def fill(self, arrived: Tensor, payloads: Tensor) -> None:
+        """Fills the secondary rung from what has come over the inter link."""
+        if self.arrive is not None:
+            self.arrive(arrived, payloads)
+        else:
+            recode_mean_into(self.codecs.inter, arrived.unsqueeze(0), self.codecs.intra, payloads, self.runs)
 
 
 class Ladder:
@@ -100,7 +132,6 @@ class Ladder:
         if self.partitions == 1:
             return self._submit(Hop(name, INTER_CLIMB, nothing, nothing, after=after, prepare=lambda: climb.encode_own(payloads)))
         own_bytes = codecs.inter.payload_bytes(climb.runs)
-        forwards = codecs.inter == codecs.intra
         buffers: list[Tensor] = []
 
         def prepare() -> None:
@@ -108,13 +139,13 @@ class Ladder:
             climb.encode_own(buffers[0].view(1, -1))
 
         def launch() -> Work | None:
-            if not forwards:
+            if not climb.forwards:
                 buffers.append(self.staging.take(self.partitions * own_bytes))
-            return self.backend.all_gather(INTER_CLIMB, payloads.view(-1) if forwards else buffers[1], buffers[0])
+            return self.backend.all_gather(INTER_CLIMB, payloads.view(-1) if climb.forwards else buffers[1], buffers[0])
 
         def land() -> None:
-            if not forwards:
-                recode_mean_into(codecs.inter, buffers[1].view(1, -1, own_bytes), codecs.intra, payloads, climb.runs)
+            if not climb.forwards:
+                climb.fill(buffers[1].view(-1, own_bytes), payloads)
             while buffers:
                 self.staging.give(buffers.pop())
 
@@ -234,6 +265,12 @@ def _add_or_copy(values: Regions, mean: Regions, accumulate: bool) -> None:
         mean.add_(values)
     else:
         mean.copy_(values)
+
+
+def sign_keys(seed: int, link: Link, topology: Topology, data_rank: int, *place: int | str) -> SignKeys:
+    """The keys of signs of all members of the link that `data_rank` shares. Every member computes the same, with another one as its own."""
+    keys = {sender: noise_key(seed, "signs", link.name, sender, *place) for sender in topology.members(link, data_rank)}
+    return SignKeys(keys[data_rank], tuple(keys.values()))
 
 
 def noise_key(*place: int | str) -> int:

@@ -120,6 +120,7 @@ def derive(config: Config, batches: BatchSchedule, ranks: RankCounts) -> Config:
         device=_or(config.plan.device, "cpu" if config.distributed.distributed_backend == "gloo" else "gpu"),
         profile_dir=_or(config.profiling.profile_dir, config.logging.tensorboard_dir),
         zero_hpz_partition_size=1 if ranks.data == 1 else config.zero.zero_hpz_partition_size,
+        **_zero_values(config, batches),
     )
 
 
@@ -145,6 +146,18 @@ def _recompute_values(model: ModelConfig) -> dict[str, Any]:
     return {
         "recompute_method": _or(model.recompute_method, "uniform"),
         "recompute_num_layers": _or(model.recompute_num_layers, 1),
+    }
+
+
+def _zero_values(config: Config, batches: BatchSchedule) -> dict[str, Any]:
+    zero = config.zero
+    inter_bits, intra_bits = (3, 8) if zero.zero_quantized_gradients_code == "gaussian" else (4, 4)
+    has_several_microbatches = batches.full_size > batches.grain
+    sums_inside = zero.zeropp == "lean" and zero.zero_stage >= 2 and has_several_microbatches
+    return {
+        "zero_quantized_gradients_inter_bits": _or(zero.zero_quantized_gradients_inter_bits, inter_bits),
+        "zero_quantized_gradients_intra_bits": _or(zero.zero_quantized_gradients_intra_bits, intra_bits),
+        "zero_gradients_between_microbatches": _or(zero.zero_gradients_between_microbatches, "secondary" if sums_inside else "primary"),
     }
 
 

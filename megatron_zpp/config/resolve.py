@@ -8,6 +8,7 @@ from megatron_zpp.config.deepspeed import naming_sources, with_deepspeed_json
 from megatron_zpp.config.defaults import assume, derive
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.options import check_needs, check_values, declared_without_effect
+from megatron_zpp.config.presets import with_preset
 from megatron_zpp.config.ranks import RankCounts, count_ranks
 from megatron_zpp.config.schema import Config
 
@@ -21,6 +22,7 @@ def resolve(config: Config, world_size: int, local_world_size: int | None) -> Co
     ranks = count_ranks(config, world_size, local_world_size)
     config = with_deepspeed_json(config, ranks.data)
     try:
+        config = with_preset(config, ranks)
         check_given(config)
         return _filled_in(config, ranks)
     except FlagError as error:

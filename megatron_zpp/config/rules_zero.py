@@ -6,18 +6,30 @@ from megatron_zpp.config.flag import FlagError, any_of, divisors, in_words, spel
 from megatron_zpp.config.ranks import RankCounts
 from megatron_zpp.config.schema import WORKING_DTYPE_BITS, Config
 
+QUANTIZED = ("zero_quantized_weights", "zero_quantized_weight_differences", "zero_quantized_gradients")
+ABSMAX_BITS = (4, 8, WORKING_DTYPE_BITS)
+GAUSSIAN_BITS = (1, 2, 3, 4)
+GAUSSIAN_INTRA_BITS = 8
+GAUSSIAN_BLOCK = 256
+DIFFERENCES = "--zero-quantized-weight-differences"
+
 
 def check_given(config: Config) -> None:
     """Raises FlagError for the first rule that the flags break as they were given."""
     check_parallelism(config)
     check_quantized_stage(config)
+    check_differences(config)
+    check_gradients_code(config)
     check_gradients_are_quantized_somewhere(config)
+    check_blocks_of_gaussian_codes(config)
+    check_gradients_between_microbatches(config)
     check_secondary_partition(config)
 
 
 def check_resolved(config: Config, ranks: RankCounts) -> None:
     """Raises FlagError for the first rule that the filled-in values break in a world of these ranks."""
     check_partition_divides_node(config, ranks)
+    check_copy_is_kept(config, ranks)
     check_ranks_per_node(config, ranks)
     check_remaining_link_is_quantized(config, ranks)
 
@@ -34,9 +46,96 @@ def check_parallelism(config: Config) -> None:
 
 def check_quantized_stage(config: Config) -> None:
     """ZeRO++ quantizes what crosses a link between shards. Stage 0 has no shards."""
-    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+    for name in QUANTIZED:
         if config.value_of(name) and config.zero.zero_stage == 0:
             raise FlagError(f"{spelling_of(name)} has nothing to quantize in --zero-stage 0; choose --zero-stage 1, 2 or 3.")
+
+
+def check_differences(config: Config) -> None:
+    """Differences take the place of quantized weights."""
+    if config.zero.zero_quantized_weight_differences and config.zero.zero_quantized_weights:
+        raise FlagError(
+            "--zero-quantized-weight-differences and --zero-quantized-weights are two codes for the same weights; give only one of them."
+        )
+
+
+def check_gradients_code(config: Config) -> None:
+    """The Gaussian code has bits of its own, rotates by itself and has no integers to round."""
+    zero = config.zero
+    code, inter, intra = (
+        zero.zero_quantized_gradients_code,
+        zero.zero_quantized_gradients_inter_bits,
+        zero.zero_quantized_gradients_intra_bits,
+    )
+    if code == "absmax" and inter not in (None, *ABSMAX_BITS):
+        raise FlagError(
+            f"--zero-quantized-gradients-inter-bits {inter} needs --zero-quantized-gradients-code gaussian; give that as well, "
+            f"or choose {any_of(ABSMAX_BITS)}."
+        )
+    if code != "gaussian":
+        return
+    if inter not in (None, *GAUSSIAN_BITS):
+        raise FlagError(
+            f"--zero-quantized-gradients-inter-bits {inter} is not available with --zero-quantized-gradients-code gaussian; "
+            f"choose {any_of(GAUSSIAN_BITS)}."
+        )
+    if intra not in (None, GAUSSIAN_INTRA_BITS):
+        raise FlagError(
+            f"--zero-quantized-gradients-intra-bits {intra} is not available with --zero-quantized-gradients-code gaussian; "
+            f"choose {GAUSSIAN_INTRA_BITS}, or leave it out."
+        )
+    for name, neutral in (("zero_quantized_gradients_rotation", "none"), ("zero_quantized_gradients_rounding", "nearest")):
+        if config.value_of(name) != neutral:
+            raise FlagError(
+                f"{in_words(name, config.value_of(name))} belongs to --zero-quantized-gradients-code absmax, because the gaussian code "
+                f"rotates values at random by itself; leave one of the two out."
+            )
+
+
+def check_blocks_of_gaussian_codes(config: Config) -> None:
+    zero = config.zero
+    names = [name for name, is_on in _gaussian_codes(config).items() if is_on]
+    if names and zero.quantization_block_size % GAUSSIAN_BLOCK:
+        raise FlagError(
+            f"--quantization-block-size {zero.quantization_block_size} does not fit {names[0]}, which has blocks of {GAUSSIAN_BLOCK} "
+            f"values; choose a multiple of {GAUSSIAN_BLOCK}."
+        )
+
+
+def _gaussian_codes(config: Config) -> dict[str, bool]:
+    """The flags that ask for a code in blocks of 256, and whether they are given."""
+    zero = config.zero
+    return {
+        "--zero-quantized-weight-differences": zero.zero_quantized_weight_differences,
+        "--zero-quantized-gradients-code gaussian": zero.zero_quantized_gradients_code == "gaussian",
+    }
+
+
+def check_gradients_between_microbatches(config: Config) -> None:
+    where, stage = config.zero.zero_gradients_between_microbatches, config.zero.zero_stage
+    if where == "secondary" and stage < 2:
+        raise FlagError(
+            f"--zero-gradients-between-microbatches secondary has no effect on --zero-stage {stage}, which adds up whole gradients on "
+            "every rank; choose --zero-stage 2 or 3, or leave it out."
+        )
+
+
+def check_copy_is_kept(config: Config, ranks: RankCounts) -> None:
+    """In stage 3 differences need a copy divided among the ranks of a partition. A partition of one rank would keep all weights."""
+    zero = config.zero
+    if not zero.zero_quantized_weight_differences or zero.zero_stage != 3 or ranks.data == 1:
+        return
+    if ranks.data_ranks_per_node == 1:
+        raise FlagError(
+            "--zero-quantized-weight-differences in --zero-stage 3 keeps a copy of the weights divided among the ranks of a node, and each "
+            "node has one rank; choose --zero-stage 2, which keeps all weights on every rank."
+        )
+    if zero.zero_hpz_partition_size == 1:
+        raise FlagError(
+            "--zero-quantized-weight-differences in --zero-stage 3 has no copy of the weights to which differences could be added; give "
+            f"--zero-hpz-partition-size {ranks.data_ranks_per_node}, the ranks of a node, or choose --zero-stage 2 or 1, which keep all "
+            "weights on every rank."
+        )
 
 
 def check_gradients_are_quantized_somewhere(config: Config) -> None:
@@ -109,11 +208,17 @@ def missing_links(config: Config, ranks: RankCounts, asked_partition_ranks: int)
 
     asked_partition_ranks: --zero-hpz-partition-size as given. In a world of one rank the configuration has 1 instead.
     """
-    features = [spelling_of(name) for name in ("zero_quantized_weights", "zero_quantized_gradients") if config.value_of(name)]
+    features = [spelling_of(name) for name in QUANTIZED if config.value_of(name)]
     if asked_partition_ranks > config.zero.zero_hpz_partition_size:
         features.insert(0, in_words("zero_hpz_partition_size", asked_partition_ranks))
     if not features or has_inter_link(config, ranks):
         return []
     if ranks.world == 1:
         return [f"{' and '.join(features)}: there is one rank, so nothing crosses a link, is quantized or kept as a copy"]
-    return [f"{' and '.join(features)}: there is one node, so only the link inside it carries quantized values"]
+    lines = []
+    if DIFFERENCES in features:
+        features.remove(DIFFERENCES)
+        lines = [f"{DIFFERENCES}: there is one node, so no differences are sent; weights cross the link inside it in the working precision"]
+    if features:
+        lines.insert(0, f"{' and '.join(features)}: there is one node, so only the link inside it carries quantized values")
+    return lines

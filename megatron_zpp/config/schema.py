@@ -539,6 +539,12 @@ class ZeroConfig:
         unit="path",
         aliases=("--deepspeed_config", "--deepscale_config"),
     )
+    zeropp: str | None = flag(
+        None,
+        help="A set of ZeRO++ flags. paper: --zero-stage 3 with qwZ, hpZ over the ranks of a node, and qgZ. lean: quantized weight "
+        "differences and the Gaussian code for gradients, in --zero-stage 3 (with hpZ over the ranks of a node), 1 or 2.",
+        allowed=("paper", "lean"),
+    )
     zero_quantized_weights: bool = flag(False, help="qwZ: weights cross links as blocks of integers; needs --zero-stage 1, 2 or 3.")
     zero_hpz_partition_size: int = flag(
         1,
@@ -551,19 +557,40 @@ class ZeroConfig:
     zero_quantized_weights_bits: int = flag(
         8, help="Bits of a weight under --zero-quantized-weights.", unit="bits", allowed=(4, 8), needs=needs("zero_quantized_weights")
     )
-    zero_quantized_gradients_intra_bits: int = flag(
-        4,
+    zero_quantized_weight_differences: bool = flag(
+        False,
+        help="Every node keeps a copy of the weights across steps, and only quantized differences cross between nodes; needs --zero-stage "
+        "1 or 2, or 3 with --zero-hpz-partition-size.",
+    )
+    zero_quantized_weight_differences_bits: int = flag(
+        3,
+        help="Bits of a weight's difference under --zero-quantized-weight-differences.",
+        unit="bits",
+        allowed=(1, 2, 3, 4),
+        needs=needs("zero_quantized_weight_differences"),
+    )
+    zero_quantized_gradients_code: str = flag(
+        "absmax",
+        help="Code of gradients. absmax: even steps up to the largest value of a block. gaussian: blocks of 256 are rotated, and levels "
+        "are placed for a Gaussian with an unbiased scale; between partitions only, inside them INT8.",
+        allowed=("absmax", "gaussian"),
+        needs=needs("zero_quantized_gradients"),
+    )
+    zero_quantized_gradients_intra_bits: int | None = flag(
+        None,
         help="Bits of a gradient between the ranks of one partition (a node, or a group of --zero-hpz-partition-size ranks) under "
         "--zero-quantized-gradients; 16 is the working precision.",
         unit="bits",
         allowed=(4, 8, WORKING_DTYPE_BITS),
+        otherwise="4, or 8 with --zero-quantized-gradients-code gaussian",
         needs=needs("zero_quantized_gradients"),
     )
-    zero_quantized_gradients_inter_bits: int = flag(
-        4,
-        help="Bits of a gradient between partitions under --zero-quantized-gradients.",
+    zero_quantized_gradients_inter_bits: int | None = flag(
+        None,
+        help="Bits of a gradient between partitions under --zero-quantized-gradients; 16 is the working precision.",
         unit="bits",
-        allowed=(4, 8, WORKING_DTYPE_BITS),
+        allowed=(1, 2, 3, 4, 8, WORKING_DTYPE_BITS),
+        otherwise="4, or 3 with --zero-quantized-gradients-code gaussian",
         needs=needs("zero_quantized_gradients"),
     )
     zero_quantized_gradients_rotation: str = flag(
@@ -578,12 +605,20 @@ class ZeroConfig:
         allowed=("nearest", "stochastic"),
         needs=needs("zero_quantized_gradients"),
     )
+    zero_gradients_between_microbatches: str | None = flag(
+        None,
+        help="Where the gradients of a step's micro-batches are added up. primary: every micro-batch is sent to the owner of a slice. "
+        "secondary: they are added up inside each partition and sent between partitions once per step, which takes 4 bytes per parameter "
+        "divided by the ranks of a partition; needs --zero-stage 2 or 3.",
+        allowed=("primary", "secondary"),
+        otherwise="primary, or secondary with --zeropp lean, --zero-stage 2 or 3 and several micro-batches per step",
+    )
     zero_full_precision_iters: int = flag(
         0,
         help="Number of iterations at the start of the run in which nothing is quantized.",
         unit="iterations",
         allowed=COUNT,
-        needs=needs("zero_quantized_weights", "zero_quantized_gradients"),
+        needs=needs("zero_quantized_weights", "zero_quantized_weight_differences", "zero_quantized_gradients"),
     )
     quantization_block_size: int = flag(
         256,
@@ -597,6 +632,11 @@ class ZeroConfig:
     zero_prefetch_units_intra: int = flag(
         1, help="How many units ahead of need are gathered over the link inside a partition.", unit="units", allowed=COUNT
     )
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether anything crosses a link as quantized values."""
+        return self.zero_quantized_weights or self.zero_quantized_weight_differences or self.zero_quantized_gradients
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.ops import dropout_reference, extension
-from megatron_zpp.ops.quantization import VALUE_DTYPES
+from megatron_zpp.ops.checks import VALUE_DTYPES
 
 KEYS = 2**63
 WORDS = 2**32

@@ -1,10 +1,18 @@
-"""Size of quantized values (no torch): codes, then one fp32 scale per block, each part padded to 16 bytes."""
+"""Sizes of quantized values (no torch). Each part of a payload row is padded to 16 bytes.
+
+| codes of 4 or 8 bits | one fp32 scale per block |
+| one bf16 scale per block of 256 | Gaussian codes of 1 to 4 bits |
+"""
 
 from __future__ import annotations
 
 BITS = (4, 8)
 BLOCK_NUMEL_MULTIPLE = 32
 SCALE_BYTES = 4
+GAUSSIAN_BITS = (1, 2, 3, 4)
+GAUSSIAN_BLOCK_NUMEL = 256
+GAUSSIAN_SCALE_BYTES = 2
+GAUSSIAN_ROUNDS = (1, 2)
 PART_ALIGNMENT_BYTES = 16
 
 
@@ -20,6 +28,18 @@ def coded_bytes(run_numel: int, bits: int, block_numel: int) -> int:
     if run_numel < 0 or run_numel % block_numel:
         raise ValueError(f"a run has {run_numel} values; expected a multiple of block_numel, {block_numel}.")
     return padded_bytes(run_numel // 8 * bits) + padded_bytes(run_numel // block_numel * SCALE_BYTES)
+
+
+def gaussian_bytes(run_numel: int, bits: int) -> int:
+    """Bytes of the scales and Gaussian codes of a run in one payload row.
+
+    bits: 1 to 4. run_numel: a multiple of 256. Raises ValueError for anything else.
+    """
+    if bits not in GAUSSIAN_BITS:
+        raise ValueError(f"bits is {bits}; expected 1, 2, 3 or 4.")
+    if run_numel < 0 or run_numel % GAUSSIAN_BLOCK_NUMEL:
+        raise ValueError(f"a run has {run_numel} values; expected a multiple of {GAUSSIAN_BLOCK_NUMEL}.")
+    return padded_bytes(run_numel // GAUSSIAN_BLOCK_NUMEL * GAUSSIAN_SCALE_BYTES) + run_numel // 8 * bits
 
 
 def padded_bytes(part_bytes: int) -> int:

@@ -201,5 +201,7 @@ def _checkpoint(plan: RunPlan) -> str:
     """Bytes of a checkpoint; empty without --save."""
     if plan.config.checkpoint.save is None:
         return ""
-    nbytes = saved_bytes(plan.config.checkpoint) * parameter_count(plan.config.model, plan.padded_vocab_size)
+    nbytes = saved_bytes(plan.config.checkpoint, plan.job.sharding, plan.job.grid) * parameter_count(
+        plan.config.model, plan.padded_vocab_size
+    )
     return f"{nbytes / GIGABYTE:.4g} GB each"

@@ -20,7 +20,7 @@ def prepare_kernels(config: Config, device: torch.device, hosts: Sequence[str]) 
     run without them: all ranks would wait for its reference, which quantizes far more slowly. If no rank has kernels and the run does not
     quantize, it trains: hidden dropout on the reference costs about twice as much as torch's.
     """
-    quantizes = config.zero.zero_quantized_weights or config.zero.zero_quantized_gradients
+    quantizes = config.zero.quantizes
     if not quantizes and config.model.hidden_dropout == 0:
         return ""
     extension.load()

@@ -139,17 +139,20 @@ def memory_need(config: Config, model: SizedModel, sharding: Sharding, grid: Gri
 
 
 def save_copy_bytes(config: Config, model: SizedModel, sharding: Sharding, grid: Grid) -> int:
-    """Bytes that --async-save copies on one rank at most: fp32 weights of its primary slices, and moments unless --no-save-optim."""
+    """Bytes that --async-save copies on one rank at most: what `saved_bytes` counts, of its primary slices."""
     checkpoint = config.checkpoint
     if checkpoint.save is None or not checkpoint.async_save:
         return 0
     layouts = (FlatLayout(spec.params, grid.data_ranks, sharding.block_numel) for spec in model.unit_specs())
-    return saved_bytes(checkpoint) * sum(layout.slice_numel for layout in layouts)
+    return saved_bytes(checkpoint, sharding, grid) * sum(layout.slice_numel for layout in layouts)
 
 
-def saved_bytes(checkpoint: CheckpointConfig) -> int:
-    """Bytes of one parameter in a checkpoint: its main weight, and Adam's moments unless --no-save-optim."""
-    return MAIN_BYTES * (1 + (0 if checkpoint.no_save_optim else ADAM_MOMENTS))
+def saved_bytes(checkpoint: CheckpointConfig, sharding: Sharding, grid: Grid) -> int:
+    """Bytes of one parameter in a checkpoint: its main weight, and unless --no-save-optim Adam's moments and a kept copy."""
+    if checkpoint.no_save_optim:
+        return MAIN_BYTES
+    copy = sharding.element_bytes if sharding.policy.in_world(grid.ladder).keeps_copy else 0
+    return MAIN_BYTES * (1 + ADAM_MOMENTS) + copy
 
 
 def _attention_need(config: Config, element_bytes: int, *, is_on_gpu: bool) -> AttentionNeed:

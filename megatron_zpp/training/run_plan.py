@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +9,7 @@ from megatron_zpp.config.deepspeed import with_deepspeed_json
 from megatron_zpp.config.options import options
 from megatron_zpp.config.ranks import count_ranks
 from megatron_zpp.config.resolve import resolve
+from megatron_zpp.config.rules_zero import ABSMAX_BITS, GAUSSIAN_BITS, GAUSSIAN_INTRA_BITS
 from megatron_zpp.config.schema import Config
 from megatron_zpp.model.flops import forward_flops_of_uses, recomputed_flops_of_uses
 from megatron_zpp.model.shapes import ModelShape
@@ -21,27 +21,50 @@ from megatron_zpp.zero.plan.traffic import PlannedTraffic, planned_traffic
 
 @dataclass(frozen=True)
 class Member:
-    """A member of the ZeRO family: its stage, and the features of ZeRO++ that it has."""
+    """A member of the ZeRO family: its stage, and the features of ZeRO++ that it has.
+
+    has_differences: whether differences of weights cross between partitions. has_gaussian_gradients: in place of integers, there. Together
+    they are --zeropp lean.
+    """
 
     name: str
     stage: int
     has_quantized_weights: bool = False
     has_secondary_weights: bool = False
     has_quantized_gradients: bool = False
+    has_differences: bool = False
+    has_gaussian_gradients: bool = False
 
     @property
     def features(self) -> int:
-        return self.has_quantized_weights + self.has_secondary_weights + self.has_quantized_gradients
+        weights = self.has_quantized_weights + self.has_secondary_weights + self.has_differences
+        return weights + self.has_quantized_gradients + self.has_gaussian_gradients
 
-    def flags(self, partition_ranks: int) -> str:
-        """Flags that ask for this member."""
+    @property
+    def is_lean(self) -> bool:
+        """Whether --zeropp lean asks for this member."""
+        return self.has_differences and self.has_gaussian_gradients
+
+    def flags(self, partition_ranks: int, ranks_per_node: int) -> str:
+        """Flags that ask for this member. ranks_per_node: the partition that --zeropp has by itself."""
+        if self.is_lean:
+            words = ["--zeropp lean"] + [f"--zero-stage {self.stage}"] * (self.stage != 3)
+            if self.has_secondary_weights and partition_ranks != ranks_per_node:
+                words.append(f"--zero-hpz-partition-size {partition_ranks}")
+            return " ".join(words)
         words = [f"--zero-stage {self.stage}"]
         words += ["--zero-quantized-weights"] * self.has_quantized_weights
+        words += ["--zero-quantized-weight-differences"] * self.has_differences
         words += [f"--zero-hpz-partition-size {partition_ranks}"] * self.has_secondary_weights
         words += ["--zero-quantized-gradients"] * self.has_quantized_gradients
+        words += ["--zero-quantized-gradients-code gaussian"] * self.has_gaussian_gradients
         return " ".join(words)
 
 
+LEAN = "lean"
+# Bits of gradients that each code has, between partitions and inside them.
+INTER_BITS: dict[str, tuple[int, ...]] = {"absmax": ABSMAX_BITS, "gaussian": GAUSSIAN_BITS}
+INTRA_BITS: dict[str, tuple[int, ...]] = {"absmax": ABSMAX_BITS, "gaussian": (GAUSSIAN_INTRA_BITS,)}
 MEMBERS = (
     Member("ZeRO-0", 0),
     Member("ZeRO-1", 1),
@@ -51,6 +74,14 @@ MEMBERS = (
     Member("+hpZ", 3, has_secondary_weights=True),
     Member("+qgZ", 3, has_quantized_gradients=True),
     Member("ZeRO++", 3, has_quantized_weights=True, has_secondary_weights=True, has_quantized_gradients=True),
+    Member(
+        LEAN,
+        3,
+        has_secondary_weights=True,
+        has_quantized_gradients=True,
+        has_differences=True,
+        has_gaussian_gradients=True,
+    ),
 )
 
 
@@ -81,7 +112,7 @@ class RunPlan:
     @property
     def flags(self) -> str:
         """Flags that ask for this member with the planned partition."""
-        return self.member.flags(self.job.grid.partition_ranks)
+        return self.member.flags(self.job.grid.partition_ranks, self.job.grid.ranks_per_node)
 
     @property
     def node_bytes(self) -> int:
@@ -95,8 +126,11 @@ class RunPlan:
 def plan_run(given: Config, member: Member, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
     """The plan of a run with the flags of `member` and all other flags as given. Raises FlagError if the run would.
 
-    given: a configuration that is not resolved.
+    given: a configuration that is not resolved. Where each node has one rank, lean is planned in stage 2, which keeps all weights on every
+    rank: its copy cannot be divided among the ranks of a node.
     """
+    if member.is_lean and world.ranks_per_node == 1 < world.nodes:
+        member = replace(member, stage=2, has_secondary_weights=False)
     # The stage in the file of --deepspeed_config must not override the member.
     data_ranks = count_ranks(given, world.size, world.ranks_per_node).data
     given = with_deepspeed_json(given, data_ranks).with_values(deepspeed_config=None)
@@ -106,13 +140,26 @@ def plan_run(given: Config, member: Member, world: PlannedWorld, padded_vocab_si
 def plan_as_given(config: Config, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
     """The plan of a run with this resolved configuration."""
     zero = config.zero
-    features = {
+    quantizes, is_gaussian = zero.zero_quantized_gradients, zero.zero_quantized_gradients_code == "gaussian"
+    parts = {
+        f"ZeRO-{zero.zero_stage}": True,
         "qwZ": zero.zero_quantized_weights,
         "hpZ": zero.zero_hpz_partition_size > 1,
-        "qgZ": zero.zero_quantized_gradients,
+        "weight differences": zero.zero_quantized_weight_differences,
+        "qgZ": quantizes and not is_gaussian,
+        "qgZ in Gaussian codes": quantizes and is_gaussian,
+        "gradients summed inside partitions": zero.zero_gradients_between_microbatches == "secondary",
     }
-    name = " + ".join([f"ZeRO-{zero.zero_stage}", *(feature for feature, is_on in features.items() if is_on)])
-    return _planned(config, Member(name, zero.zero_stage, *features.values()), world, padded_vocab_size)
+    member = Member(
+        " + ".join(part for part, is_on in parts.items() if is_on),
+        zero.zero_stage,
+        has_quantized_weights=zero.zero_quantized_weights,
+        has_secondary_weights=zero.zero_hpz_partition_size > 1,
+        has_quantized_gradients=quantizes,
+        has_differences=zero.zero_quantized_weight_differences,
+        has_gaussian_gradients=quantizes and is_gaussian,
+    )
+    return _planned(config, member, world, padded_vocab_size)
 
 
 def _planned(config: Config, member: Member, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
@@ -151,15 +198,29 @@ def computation_by_step(config: Config, padded_vocab_size: int, seconds: float, 
 
 
 def _as_member(given: Config, member: Member, world: PlannedWorld) -> Config:
-    values: Mapping[str, Any] = {
+    zero = given.zero
+    code = "gaussian" if member.has_gaussian_gradients else "absmax"
+    inter_bits, intra_bits = zero.zero_quantized_gradients_inter_bits, zero.zero_quantized_gradients_intra_bits
+    values: dict[str, Any] = {
+        "zeropp": LEAN if member.is_lean else None,
         "zero_stage": member.stage,
         "zero_quantized_weights": member.has_quantized_weights,
+        "zero_quantized_weight_differences": member.has_differences,
         "zero_hpz_partition_size": _partition(given, world) if member.has_secondary_weights else 1,
         "zero_quantized_gradients": member.has_quantized_gradients,
+        "zero_quantized_gradients_code": code,
+        # Bits that the member's code does not have leave it with its own.
+        "zero_quantized_gradients_inter_bits": inter_bits if inter_bits in INTER_BITS[code] else None,
+        "zero_quantized_gradients_intra_bits": intra_bits if intra_bits in INTRA_BITS[code] else None,
     }
-    # Flags with details of a feature are refused without the feature. Here they do not count as given, so that every member accepts them.
-    details = {option.name for option in options() if option.group == "zero" and option.flag.needs is not None}
-    return replace(given.with_values(**values), given=given.given - details)
+    if member.has_gaussian_gradients:
+        values |= {"zero_quantized_gradients_rotation": "none", "zero_quantized_gradients_rounding": "nearest"}
+    if member.stage < 2:
+        values["zero_gradients_between_microbatches"] = None
+    # A flag of this group is refused where it contradicts the member or changes nothing. Here none counts as given, so that every member
+    # accepts them, except the two that --zeropp would choose by itself.
+    zero_flags = {option.name for option in options() if option.group == "zero"} - {"zero_stage", "zero_hpz_partition_size"}
+    return replace(given.with_values(**values), given=(given.given | {"zero_stage"}) - zero_flags)
 
 
 def _partition(given: Config, world: PlannedWorld) -> int:

@@ -42,6 +42,7 @@ class RunSaver:
         if under_way is not None:
             self._printer.on_first(f"waiting for the checkpoint at iteration {under_way:7d}, which is still being written")
         self.finish()
+        self._engine.finish_differences()
         self._printer.on_first(f"saving checkpoint at iteration {progress.iteration:7d} to {self._directory}")
         state = RunState(progress.iteration, progress.consumed_samples, progress.scheduled_samples, self._flags)
         self._report(self._saver.save(manifest_of(self._engine, state, with_moments=self._with_moments)))

@@ -10,9 +10,12 @@ from megatron_zpp.zero.plan.memory_plan import Sharding
 from megatron_zpp.zero.policy import (
     POLICIES,
     Policy,
+    Rung,
+    with_gradients_summed_on_secondary,
     with_quantized_gradients,
     with_quantized_weights,
     with_secondary_weights,
+    with_weight_differences,
 )
 from megatron_zpp.zero.schedule import Prefetch
 
@@ -30,12 +33,20 @@ def choose_policy(zero: ZeroConfig) -> Policy:
         policy = with_quantized_weights(policy, Code(zero.zero_quantized_weights_bits))
     if zero.zero_hpz_partition_size > 1:
         policy = with_secondary_weights(policy)
+    if zero.zero_quantized_weight_differences and policy.weights_in_step is not Rung.PRIMARY:  # primary: there is one rank in all
+        policy = with_weight_differences(policy, Code.gaussian(zero.zero_quantized_weight_differences_bits, rounds=1))
     if zero.zero_quantized_gradients:
         policy = with_quantized_gradients(policy, _gradient_codes(zero))
+    if zero.zero_gradients_between_microbatches == "secondary":
+        policy = with_gradients_summed_on_secondary(policy)
     return policy
 
 
 def _gradient_codes(zero: ZeroConfig) -> LinkCodes:
+    if zero.zero_quantized_gradients_code == "gaussian":
+        # Few levels leave a bias in sparse blocks after one round of rotation, which a mean over many steps does not lose.
+        inter_bits = zero.zero_quantized_gradients_inter_bits or 0
+        return LinkCodes(Code.gaussian(inter_bits, rounds=2 if inter_bits <= 2 else 1), Code(zero.zero_quantized_gradients_intra_bits))
     rotation, rounding = Rotation(zero.zero_quantized_gradients_rotation), Rounding(zero.zero_quantized_gradients_rounding)
     inter, intra = (
         EXACT if bits == WORKING_DTYPE_BITS else Code(bits, rotation, rounding)

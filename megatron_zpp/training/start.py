@@ -93,10 +93,11 @@ def load_progress(config: Config, engine: ZeroEngine, source: ResumeSource) -> P
     if source.reader is None or source.stored is None:
         return Progress()
     manifest = source.stored.manifest
-    load_engine(engine, source.reader, with_moments=source.stored.gives_moments(config))
+    if not source.stored.weights_only:
+        engine.start_iteration(manifest.iteration)  # before copies are filled: it may end full precision, and then they start anew
+    load_engine(engine, source.reader, with_moments=source.stored.gives_moments(config), with_copies=source.stored.gives_copies(config))
     if source.stored.weights_only:
         return Progress()
-    engine.start_iteration(manifest.iteration)
     return Progress(manifest.iteration, manifest.consumed_samples, manifest.run["scheduled_samples"])
 
 

@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 
 from megatron_zpp.checkpoint.contents import check_model, check_moments, rotation_differences
 from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest
-from megatron_zpp.config.schema import CheckpointConfig, Config, OptimizerConfig, TrainingConfig
+from megatron_zpp.config.schema import CheckpointConfig, Config, OptimizerConfig, PrecisionConfig, TrainingConfig, ZeroConfig
 from megatron_zpp.parallel.specs import UnitSpec
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
 from megatron_zpp.training.weight_decay import WeightDecaySchedule
+from megatron_zpp.zero.states import KEPT_WEIGHT
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,19 @@ class StoredRun:
         """Whether the optimizer state is taken."""
         return not (self.weights_only or config.checkpoint.no_load_optim or config.training.skip_train)
 
+    def gives_copies(self, config: Config) -> bool:
+        """Whether the copies of the weights are taken to which the stored run added differences.
+
+        Another code or dtype of differences starts with copies of the main weights.
+        """
+        return self.gives_moments(config) and self._copy() == _copy_of(config.zero, config.precision)
+
+    def _copy(self) -> tuple[Any, ...] | None:
+        """The element type of the stored copies, and the bits of their differences; None if there are no copies."""
+        element_type = self.manifest.states.get(KEPT_WEIGHT)
+        bits = self.manifest.flags.get("zero", {}).get("zero_quantized_weight_differences_bits")
+        return None if element_type is None else (element_type, bits)
+
     def check_contents(self, config: Config, units: Sequence[UnitSpec]) -> None:
         """Raises CheckpointError if the checkpoint lacks state that the run takes, or has it for another model. units: of the model.
 
@@ -51,7 +65,20 @@ class StoredRun:
     def notices(self, config: Config) -> list[str]:
         """Warnings about differences that are allowed."""
         rotation = rotation_differences(self.manifest, config.model)
-        return [f"WARNING: the weights were trained with other rotary positions: {'; '.join(rotation)}"] if rotation else []
+        lines = [f"WARNING: the weights were trained with other rotary positions: {'; '.join(rotation)}"] if rotation else []
+        if self.gives_moments(config) and config.zero.zero_quantized_weight_differences and not self.gives_copies(config):
+            lines.append(
+                "the checkpoint has no copy of the weights for --zero-quantized-weight-differences with these bits in this precision; the "
+                "copies begin as its main weights"
+            )
+        return lines
+
+
+def _copy_of(zero: ZeroConfig, precision: PrecisionConfig) -> tuple[str, int] | None:
+    if not zero.zero_quantized_weight_differences:
+        return None
+    element_type = "BF16" if precision.bf16 else "F16" if precision.fp16 else "F32"
+    return element_type, zero.zero_quantized_weight_differences_bits
 
 
 Group = TypeVar("Group", OptimizerConfig, TrainingConfig)

@@ -94,7 +94,8 @@ class ZeroEngine:
 
     Every rank must make the same calls in the same order. shard() makes an engine for any module (zero/shard.py).
     module: its parameters may be on the meta device; each is replaced by an nn.Parameter of its unit.
-    rank, data_rank, device: of this process; it is one of `world_size` processes and `data_ranks` ranks of its ladder.
+    dtype: of the working weights. rank, data_rank, device: of this process; it is one of `world_size` processes and `data_ranks` ranks of
+    its ladder.
     units, gradients: its parts of each unit, in the order of `unit_specs`.
     """
 
@@ -119,7 +120,8 @@ class ZeroEngine:
         self.loss_scaler = loss_scaler or ConstantLossScaler()
         self.observer = options.observer
         self._options = options
-        self._policy = options.policy
+        self.dtype = options.dtype
+        self._policy = options.policy.in_world(ladder.topology)
         self._uses = tuple(uses)
         self._unit_names = tuple(" + ".join(use.units) for use in uses)
         training = training_schedule(uses, options.prefetch)
@@ -163,11 +165,11 @@ class ZeroEngine:
 
     def _codecs(self) -> tuple[LinkCodecs, LinkCodecs]:
         """The codecs of weights and those of gradients, in the current iteration."""
-        options, topology = self._options, self.ladder.topology
+        options = self._options
         is_exact = self._iteration < options.full_precision_iterations
         policy = self._policy.in_full_precision() if is_exact else self._policy
         weights, gradients = (
-            LinkCodecs.of(codes.in_world(topology), options.dtype, options.block_numel, options.noise_seed, options.make_codec)
+            LinkCodecs.of(codes, options.dtype, options.block_numel, options.noise_seed, options.make_codec)
             for codes in (policy.weight_codes, policy.gradient_codes)
         )
         return weights, gradients
@@ -315,16 +317,40 @@ class ZeroEngine:
         with self.observer.phase("optimizer-count-zeros"):
             return count_zeros(self.gradients, self.ladder)
 
-    def weights_changed(self) -> None:
-        """Marks the weights on every rung as stale. Call it after any write to the main weights."""
+    def weights_changed(self, *, copies_are_filled: bool = False) -> None:
+        """Marks the weights on every rung as stale. Call it after any write to the main weights.
+
+        copies_are_filled: whether the own slices of copies that are kept across steps have been written as well. Otherwise they are taken
+        from the main weights.
+        """
         for unit in self.units:
-            unit.invalidate()
+            unit.replace(copy_is_filled=copies_are_filled)
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether copies of the weights are kept across steps, to which differences are added."""
+        return self._policy.keeps_copy
+
+    def finish_differences(self) -> None:
+        """Adds the differences of the last step to copies that are kept across steps, and waits. Every rank must call it, before a save.
+
+        It does nothing if no copies are kept.
+        """
+        if not self.keeps_copies:
+            return
+        for unit in self.units:
+            unit.climb(self._policy.weights_in_step)
+            if self._policy.weights_in_step is Rung.FULL:
+                unit.wait(Category.WEIGHTS)  # one by one, because each holds a secondary rung until its full one has landed
+        for unit in self.units:
+            unit.wait_for_climbs()
 
     def start_iteration(self, iteration: int) -> None:
         """Sets the number of steps done, and ends full precision when it is due. A resumed run calls it before its first step."""
         ends_full_precision = self._iteration < self._options.full_precision_iterations <= iteration
         self._iteration = iteration
-        for descent in self._unit_descents:
+        for unit, descent in zip(self.units, self._unit_descents, strict=True):
+            unit.start_iteration(iteration)
             descent.start_iteration(iteration)
         if not ends_full_precision:
             return

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron_zpp.comm.codecs import Regions
+from megatron_zpp.comm.codec import Regions
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.ops.apex import apex_member
 from megatron_zpp.zero.gradients import UnitGradient

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_zpp.comm.codecs import Regions
+from megatron_zpp.comm.codec import Regions
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.comm.staging import Staging
 from megatron_zpp.zero.layout import FlatLayout

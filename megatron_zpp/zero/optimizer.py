@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from megatron_zpp.zero.adam import AdamOptions, AdamParameters, make_adam
 from megatron_zpp.zero.gradients import UnitGradient
+from megatron_zpp.zero.states import MOMENTS
 from megatron_zpp.zero.unit import WeightUnit
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedAdamW:

@@ -8,22 +8,21 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from megatron_zpp.comm.codecs import Regions
+from megatron_zpp.comm.codec import Regions
 from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.stripes import Columns, columns_of
 from megatron_zpp.zero.layout import PlacedParam
+from megatron_zpp.zero.states import KEPT_WEIGHT, WEIGHT
 
 if TYPE_CHECKING:
     from megatron_zpp.zero.engine import ZeroEngine
 
-WEIGHT = "weight"
-
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of some columns of one state (`weight` or a moment) of a whole parameter.
+    """Elements [start, stop) of some columns of one state (`weight`, a moment or `kept_weight`) of a whole parameter.
 
-    values: [stop - start], a view of the engine's state, fp32 today. columns: first and last, exclusive; None if they are all columns, so
+    values: [stop - start], a view of the engine's state. columns: first and last, exclusive; None if they are all columns, so
     that the elements are those of the flattened parameter.
     """
 
@@ -41,7 +40,7 @@ def owned_pieces(engine: ZeroEngine) -> Iterator[Piece]:
 
 
 def resting_pieces(engine: ZeroEngine) -> Iterator[Piece]:
-    """All pieces that this rank's optimizer updates: its primary slice, or all its elements if the optimizer is kept on the full rung."""
+    """All pieces that a load fills: those of the primary slice, or of all slices if the optimizer is kept on the full rung."""
     return _pieces(engine, None, only_counted=False)
 
 
@@ -54,10 +53,13 @@ def parameters(engine: ZeroEngine) -> Iterator[PlacedParam]:
 def _pieces(engine: ZeroEngine, only_slice: int | None, *, only_counted: bool) -> Iterator[Piece]:
     for unit, moments in zip(engine.units, engine.optimizer.moments, strict=True):
         first, count = (unit.first_slice, unit.slices) if only_slice is None else (only_slice, 1)
-        for state, flat in {WEIGHT: unit.main_weight, **moments}.items():
-            regions = Regions.of(flat, unit.layout.runs)
-            if count < regions.slices:
-                regions = regions.slice_at(first - unit.first_slice)
+        states = {
+            state: Regions.of(flat, unit.layout.runs).slices_at(first - unit.first_slice, count)
+            for state, flat in {WEIGHT: unit.main_weight, **moments}.items()
+        }
+        if unit.kept is not None:
+            states[KEPT_WEIGHT] = unit.kept.own
+        for state, regions in states.items():
             for segment in unit.layout.segments(first, count):
                 if segment.counted or not only_counted:
                     values = regions.range(segment.offset, segment.offset + segment.stop - segment.start)

@@ -10,9 +10,16 @@ The engine reads nothing but its row, so a row that no combination of flags give
     + qwZ                                                8 bits
     + hpZ                               secondary
     + qgZ                                                                  4 bits
+    + summed on secondary    secondary
+    + differences                       kept             difference
 
 "16 bits" means the working dtype, which is fp32 in a run without --bf16 and --fp16. An optimizer step makes the working weights stale on
 every rung; a rung is filled again when it is next needed.
+
+"Kept" means that the weights in step stay across steps too, as a copy that each step brings up to date: the owner of a slice sends the
+difference between its main weights and its part of the copy, and every rank adds what it decodes (zero/kept_copy.py). What a code loses is
+part of the next difference. Differences cross the inter link alone; inside a partition the copy crosses in the working dtype. The row
+"summed on secondary" adds up the gradients of the micro-batches of a step inside each partition, so that they cross the inter link once.
 """
 
 from __future__ import annotations
@@ -42,7 +49,8 @@ class Policy:
 
     optimizer: main weights and moments. PRIMARY: each rank updates its own slice. FULL: every rank updates every weight.
     gradients: the fp32 sums between micro-batches.
-    weights_in_step: the working weights between the uses within a step.
+    weights_in_step: the working weights between the uses within a step. keeps_copy: whether they are kept across steps as well, so that
+    differences cross the inter link, in its weight code.
     Raises ValueError for a combination without meaning.
     """
 
@@ -51,12 +59,35 @@ class Policy:
     weights_in_step: Rung
     weight_codes: LinkCodes = LinkCodes()
     gradient_codes: LinkCodes = LinkCodes()
+    keeps_copy: bool = False
 
     def __post_init__(self) -> None:
         if self.optimizer is Rung.SECONDARY:
             raise ValueError("the optimizer state is kept on the primary or the full rung; choose one of these")
         if self.optimizer is Rung.FULL and (self.gradients, self.weights_in_step) != (Rung.FULL, Rung.FULL):
             raise ValueError("an optimizer on the full rung needs gradients and weights on the full rung")
+        if self.keeps_copy and (self.weights_in_step is Rung.PRIMARY or self.optimizer is Rung.FULL):
+            raise ValueError("a copy of the weights is kept on the secondary or the full rung, beside an optimizer on the primary rung")
+        if self.keeps_copy and not self.weight_codes.intra.is_exact:
+            raise ValueError("a kept copy of the weights crosses the intra link exactly; only differences between partitions are coded")
+
+    def in_world(self, topology: Topology) -> Policy:
+        """The same row with the codes to use on a ladder of this topology (LinkCodes.in_world).
+
+        A code of differences stays on the inter link. If there is one partition, nothing crosses that link: no copy is kept across steps,
+        and weights cross the intra link exactly.
+        """
+        gradient_codes = self.gradient_codes.in_world(topology)
+        if not self.keeps_copy:
+            return replace(self, weight_codes=self.weight_codes.in_world(topology), gradient_codes=gradient_codes)
+        if topology.partitions == 1:
+            return replace(self, weight_codes=LinkCodes(), gradient_codes=gradient_codes, keeps_copy=False)
+        return replace(self, gradient_codes=gradient_codes)
+
+    @property
+    def sends_differences(self) -> bool:
+        """Whether differences from a kept copy cross the inter link; not in a row in full precision."""
+        return self.keeps_copy and not self.weight_codes.inter.is_exact
 
     def keeps_payloads(self, *, encodes: bool) -> bool:
         """Whether a rank keeps the payload of its own slice, so that a unit that climbs several times in a step is encoded only once.
@@ -86,6 +117,16 @@ def with_quantized_weights(policy: Policy, code: Code = Code(8)) -> Policy:
 def with_secondary_weights(policy: Policy) -> Policy:
     """hpZ: the secondary rung is kept until the optimizer step."""
     return replace(policy, weights_in_step=Rung.SECONDARY)
+
+
+def with_weight_differences(policy: Policy, code: Code) -> Policy:
+    """The weights in step are kept across steps, and their differences cross the inter link in `code`."""
+    return replace(policy, weight_codes=LinkCodes(code), keeps_copy=True)
+
+
+def with_gradients_summed_on_secondary(policy: Policy) -> Policy:
+    """Gradients cross the inter link once per step, after the last micro-batch."""
+    return replace(policy, gradients=Rung.SECONDARY)
 
 
 def with_quantized_gradients(policy: Policy, codes: LinkCodes = LinkCodes(Code(4), Code(4))) -> Policy:

@@ -8,7 +8,8 @@ main weights change, because its values are then stale:
        ^                                                     |
        +--------------- rest, invalidate --------------------+
 
-The secondary rung is freed as soon as the full one has landed, unless the policy keeps it within a step.
+The secondary rung is freed as soon as the full one has landed, unless the policy keeps it within a step. If the policy keeps a copy across
+steps, the rung that holds the copy becomes stale like the others but keeps its storage, to which the next climb adds differences.
 
 The engine carries these decisions out on tensors (zero/unit.py), the planner without tensors (zero/plan/step_simulation.py). A ticket
 stands for a hop under way.
@@ -93,11 +94,12 @@ class Residency(Generic[Ticket]):
         """Makes every rung stale, because the main weights have changed; returns the rungs to free.
 
         Call it after every hop under way has landed: their results are dropped. If the policy keeps weights on the full rung within a step,
-        that rung keeps its storage.
+        that rung keeps its storage, and so does the rung of a copy that is kept across steps.
         """
         self._tickets.clear()
         self._fresh.clear()
-        return (Rung.SECONDARY,) if self._policy.weights_in_step is Rung.FULL else _CLIMBED
+        kept = self._policy.weights_in_step
+        return tuple(rung for rung in _CLIMBED if rung is not kept or (rung is Rung.SECONDARY and not self._policy.keeps_copy))
 
     def _is_there(self, rung: Rung) -> bool:
         return rung in self._fresh or rung in self._tickets

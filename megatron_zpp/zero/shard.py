@@ -42,8 +42,9 @@ from megatron_zpp.parallel.topology import Lane
 from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
 from megatron_zpp.zero.hooks import is_hooked
 from megatron_zpp.zero.loss_scaler import LossScaler
-from megatron_zpp.zero.pieces import WEIGHT, parameters, resting_pieces
+from megatron_zpp.zero.pieces import parameters, resting_pieces
 from megatron_zpp.zero.policy import Policy
+from megatron_zpp.zero.states import WEIGHT
 
 LONGEST_MISTAKE = 1024  # bytes of a text that ranks exchange
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

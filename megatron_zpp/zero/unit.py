@@ -1,6 +1,7 @@
 """The weights of one unit on one rank: the fp32 main weights, and the storage of the secondary and the full rung.
 
-zero/residency.py decides when a rung is filled and freed; this file fills and frees it.
+zero/residency.py decides when a rung is filled and freed; this file fills and frees it. zero/kept_copy.py is the part of a unit that stays
+across steps, if the policy keeps one.
 The full rung is freed by resizing its storage to 0 bytes, and the same storage is resized back. So tensors saved by autograd stay valid.
 While the full rung is freed, a parameter is one NaN expanded to its shape, because reading freed storage would crash the process.
 """
@@ -12,11 +13,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.comm.codecs import Regions
+from megatron_zpp.comm.codec import Regions
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Climb, Ladder, LinkCodecs
 from megatron_zpp.parallel.specs import UnitSpec
+from megatron_zpp.zero.kept_copy import KeptCopy
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.policy import Policy, Rung
 from megatron_zpp.zero.residency import Residency
@@ -27,6 +29,7 @@ class WeightUnit:
 
     main_weight: [slices * slice_numel] fp32, the slices that this rank's optimizer updates: its own slice, or all slices.
     parameters: the nn.Parameters of the model in `dtype`, in the order of the layout.
+    kept: the copy of the weights that stays across steps; None if the policy keeps none.
     """
 
     def __init__(
@@ -58,6 +61,15 @@ class WeightUnit:
         for segment in layout.segments(self.first_slice, self.slices):
             stop = segment.offset + segment.stop - segment.start
             self.main_weight[segment.offset : stop].copy_(segment.spec.initial_values(segment.start, segment.stop))
+        self._iteration = 0
+        self.kept = self._make_kept(dtype) if policy.keeps_copy else None
+
+    def _make_kept(self, dtype: torch.dtype) -> KeptCopy:
+        if self._policy.weights_in_step is not Rung.FULL:
+            return KeptCopy(self.name, self.layout, self._ladder, dtype, None)
+        self._allocate_full()
+        self._full.zero_()  # a load of the copy fills no padding
+        return KeptCopy(self.name, self.layout, self._ladder, dtype, self._full)
 
     # ---- gathering
 
@@ -79,9 +91,15 @@ class WeightUnit:
         self._attach()
 
     def _climb_to_secondary(self) -> Hop:
-        payload_bytes = self._codecs.intra.payload_bytes(self.layout.runs)
-        self._secondary = self._ladder.staging.take(self._ladder.partitions * payload_bytes).view(-1, payload_bytes)
-        climb = Climb(self.name, self.layout.runs, self._codecs, self._encoder_of_own())
+        runs, kept = self.layout.runs, self.kept
+        self._secondary = kept.payloads if kept is not None else None
+        if self._secondary is None:
+            payload_bytes = self._codecs.intra.payload_bytes(runs)
+            self._secondary = self._ladder.staging.take(self._ladder.partitions * payload_bytes).view(-1, payload_bytes)
+        if kept is None:
+            climb = Climb(self.name, runs, self._codecs, self._encoder_of_own())
+        else:
+            climb = kept.climb(self.main_regions(), self._codecs, self._iteration)
         return self._ladder.climb_to_secondary(climb, self._secondary)
 
     def _climb_to_full(self) -> Hop:
@@ -109,6 +127,11 @@ class WeightUnit:
         self._attach()
         self._release(*self._residency.landed())
 
+    def wait_for_climbs(self) -> None:
+        """Waits until every climb under way has landed. `wait` books its bytes, as always."""
+        for hop in self._residency.under_way().values():
+            self._ladder.lanes.wait(hop)
+
     # ---- freeing
 
     def rest(self) -> None:
@@ -116,17 +139,29 @@ class WeightUnit:
         self._release(*self._residency.rest())
 
     def invalidate(self) -> None:
-        """Makes every rung stale, because the main weights have changed. Waits for climbs under way and discards their results."""
-        for hop in self._residency.under_way().values():
-            self._ladder.lanes.wait(hop)
+        """Makes every rung stale, because an optimizer step changes the main weights. Waits for climbs under way; their results are old."""
+        self.wait_for_climbs()
         rungs = self._residency.invalidate()
         self._release(*rungs)
         if Rung.FULL not in rungs:
             self._detach()  # the storage is kept, but its weights are old
 
+    def replace(self, *, copy_is_filled: bool = False) -> None:
+        """Makes every rung stale, because other main weights have been written. A kept copy starts anew.
+
+        copy_is_filled: whether the own slice of the kept copy has been written as well. Otherwise it is taken from the main weights.
+        """
+        self.invalidate()
+        if self.kept is not None:
+            self.kept.restart(own_is_filled=copy_is_filled)
+
+    def start_iteration(self, iteration: int) -> None:
+        """Sets the number of steps done, from which random codes of differences are drawn."""
+        self._iteration = iteration
+
     def use_codecs(self, codecs: LinkCodecs) -> None:
         """Uses `codecs` from the next climb on; rungs that were filled with the old codecs become stale."""
-        self.invalidate()
+        self.replace()
         self._codecs = codecs
         self._own_payload = None
 
@@ -138,7 +173,7 @@ class WeightUnit:
 
     def live_tensors(self) -> list[Tensor]:
         """The tensors whose storages hold this unit's weights now."""
-        rungs = [self.main_weight, self._full, self._secondary, self._own_payload]
+        rungs = [self.main_weight, self._full, self._secondary, self._own_payload, self.kept.payloads if self.kept is not None else None]
         return [tensor for tensor in rungs if tensor is not None]
 
     def _encoder_of_own(self) -> Callable[[Tensor], None]:

@@ -51,6 +51,7 @@ class UnitDescent:
         name, ladder, gradient = self._gradient.name, self._ladder, self._gradient
         values = self._collector.complete()
         codecs = self._codecs.drawn_for(name, ladder.data_rank, self._iteration, self._microbatch)
+        codecs = codecs.signed_for(ladder.topology, ladder.data_rank, "descend", name, self._iteration, self._microbatch)
         self._microbatch += 1
         if self._policy.gradients is Rung.FULL:
             if is_last_microbatch:

@@ -21,13 +21,24 @@ from megatron_zpp.checkpoint.snapshot import HostSnapshot
 from megatron_zpp.comm.code import Code, LinkCodes, Rotation
 from megatron_zpp.zero.pieces import owned_pieces
 from megatron_zpp.zero.plan.memory_plan import Sharding, largest_plan
-from megatron_zpp.zero.policy import POLICIES, ZEROPP, Rung, with_quantized_gradients, with_secondary_weights
+from megatron_zpp.zero.policy import (
+    POLICIES,
+    ZEROPP,
+    Rung,
+    with_gradients_summed_on_secondary,
+    with_quantized_gradients,
+    with_secondary_weights,
+    with_weight_differences,
+)
 from megatron_zpp.zero.schedule import Prefetch
 
 pytestmark = pytest.mark.virtual
 
 EQUAL = ModelShape(inner=(16, 16, 16, 16))  # buffers of equal size are reused at once
 ROTATED = with_quantized_gradients(POLICIES[3], LinkCodes(Code(4, Rotation.HADAMARD), Code(8, Rotation.HADAMARD)))
+GAUSSIAN = LinkCodes(Code.gaussian(3, rounds=1), Code(8))
+LEAN = with_quantized_gradients(with_weight_differences(with_secondary_weights(POLICIES[3]), Code.gaussian(3, rounds=1)), GAUSSIAN)
+LEAN_IN_STAGE_1 = with_quantized_gradients(with_weight_differences(POLICIES[1], Code.gaussian(1, rounds=1)), GAUSSIAN)
 SAVES_AND_EVALUATES = "saves and evaluates"
 
 
@@ -78,6 +89,7 @@ class Case:
         snapshot = HostSnapshot(list(owned_pieces(rank.engine)), gpu.machine)
         history = []
         for step in range(self.job.steps):
+            rank.engine.finish_differences()
             snapshot.begin()
             snapshot.copy()
             loss, result = rank.step(step)
@@ -107,6 +119,9 @@ CASES = {
     "a world of one": Case((1, 1), short_job(shape=EQUAL)),
     SAVES_AND_EVALUATES: Case((2, 2), short_job(shape=EQUAL), does_more=True),
     "ZeRO++ saves and evaluates": Case((2, 2), short_job(ZEROPP, shape=EQUAL, microbatches=2), does_more=True),
+    "lean": Case((2, 2), short_job(with_gradients_summed_on_secondary(LEAN), torch.bfloat16, EQUAL, microbatches=2, block_numel=256)),
+    "lean in stage 1": Case((2, 2), short_job(LEAN_IN_STAGE_1, torch.bfloat16, EQUAL, block_numel=256)),
+    "lean saves and evaluates": Case((2, 2), short_job(LEAN, torch.bfloat16, EQUAL, block_numel=256), does_more=True),
 }
 
 

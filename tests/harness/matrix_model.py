@@ -18,8 +18,8 @@ from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
 from megatron_zpp.zero.policy import Policy
 
-WIDTH, LAYERS = 64, 3
-PARAMETERS = (LAYERS + 1) * WIDTH**2  # each matrix makes 4 blocks of 256 values for each of 4 ranks: scales fill 16 bytes
+WIDTH, LAYERS = 128, 3
+PARAMETERS = (LAYERS + 1) * WIDTH**2  # each matrix makes 16 blocks of 256 values for each of 4 ranks: scales of 2 or 4 bytes fill 16 bytes
 BLOCK = 256
 WORLD = (2, 2)
 

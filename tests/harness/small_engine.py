@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.worlds import TurnLanes, run_world
 from megatron_zpp.comm.backend import Backend, VirtualBackend
+from megatron_zpp.comm.codecs import CodecFactory, make_codec
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic
 from megatron_zpp.comm.links import Ladder
@@ -167,6 +168,7 @@ class Job:
     loss_scaler: Callable[[], LossScaler] | None = None
     full_precision_iterations: int = 0
     adam: AdamOptions = AdamOptions()
+    make_codec: CodecFactory = make_codec
 
 
 class RecordingLanes(TurnLanes):
@@ -211,6 +213,7 @@ class Rank:
             self.job.adam,
             self.job.clip_grad,
             self.job.full_precision_iterations,
+            make_codec=self.job.make_codec,
         )
         ladder = Ladder(self.backend, self.lanes, self.ledger, CPU, self.streams)
         scaler = self.job.loss_scaler() if self.job.loss_scaler else None

@@ -56,3 +56,22 @@ def test_quantized_stages_have_the_same_bits_with_one_microbatch(ranks: RankPool
     found.append(losses(pretrain(ranks, 2, 2, f"{flags} --zero-stage 3 {HPZ}", tmp_path / "hpz.jsonl")))
     assert len(found[0]) == STEPS
     assert found[0] == found[1] == found[2] == found[3]
+
+
+LEAN = f"--zeropp lean --quantization-block-size 256 --bf16 --train-iters {STEPS}"
+
+
+def test_a_resumed_lean_run_has_the_same_bits_also_after_an_asynchronous_save(ranks: RankPool, tmp_path: Path) -> None:
+    flags = f"{LEAN} --global-batch-size 8 --zero-full-precision-iters 2 --eval-interval 3 --eval-iters 1"
+    whole = pretrain(ranks, 2, 2, flags, tmp_path / "whole.jsonl")
+    checkpoints = f"--save {tmp_path / 'saved'} --load {tmp_path / 'saved'} --async-save"
+    pretrain(ranks, 2, 2, f"{flags} {checkpoints} --exit-interval 5", tmp_path / "parts.jsonl")
+    parts = pretrain(ranks, 2, 2, f"{flags} {checkpoints}", tmp_path / "parts.jsonl")
+    assert losses(parts) == losses(whole) and len(losses(whole)) == STEPS
+    assert validation_losses(parts) == validation_losses(whole)
+
+
+def test_lean_has_the_same_bits_in_stages_1_to_3_with_one_microbatch(ranks: RankPool, tmp_path: Path) -> None:
+    found = [losses(pretrain(ranks, 2, 2, f"{LEAN} --zero-stage {stage}", tmp_path / f"{stage}.jsonl")) for stage in (1, 2, 3)]
+    assert len(found[0]) == STEPS
+    assert found[0] == found[1] == found[2]

@@ -6,18 +6,23 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from harness.closed_forms import World, inter_node_bytes
 from harness.places import ROOT
 from harness.tool import run_tool
+from plan_run import Estimate, recommended
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.training.memory_need import memory_need
+from megatron_zpp.training.run_plan import Member, RunPlan
 from megatron_zpp.training.sharding import grid_of, sharding_of
+from megatron_zpp.zero.plan.time_model import StepTime
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --make-vocab-size-divisible-by 8"
 RUN = [*MODEL.split(), "--quantization-block-size", "32", "--bf16", "--ranks-per-node", "2"]
@@ -44,12 +49,41 @@ def test_bytes_and_memory_are_those_of_the_run(tmp_path: Path) -> None:
     assert members["ZeRO-3"]["memory_bytes"] == need.total
 
 
-def test_a_slow_link_recommends_all_features_and_a_fast_one_the_plainest_that_fits(tmp_path: Path) -> None:
+def test_a_slow_link_recommends_the_fewest_bytes_that_fit_and_a_fast_one_the_plainest(tmp_path: Path) -> None:
     options = ["--nodes", "24", "--inter-gigabits", "10", "10000", "--teraflops", "40", "--memory-gigabytes", "32"]
     found = plan(tmp_path, *options, flags=LARGE.split())
     slow, fast = found["rates"]  # type: ignore[misc]
-    assert slow["recommended"] == "ZeRO++" and fast["recommended"] == "ZeRO-3"
+    assert slow["recommended"] == "lean" and fast["recommended"] == "ZeRO-3"
+    (less,) = plan(tmp_path, *options[:3], "10", *options[5:-1], "15", flags=LARGE.split())["rates"]  # type: ignore[misc]
+    assert less["recommended"] == "ZeRO++" and not less["members"]["lean"]["fits"]
     assert not slow["members"]["ZeRO-2"]["fits"] and slow["members"]["ZeRO-3"]["seconds"] > 2 * slow["members"]["ZeRO++"]["seconds"]
+
+
+def estimate(seconds: float, between_nodes: float, *features: str, memory: int = 0) -> Estimate:
+    member = Member("", 3, **{f"has_{feature}": True for feature in features})
+    plan = SimpleNamespace(member=member, memory=SimpleNamespace(total=memory))
+    return Estimate(cast(RunPlan, plan), 1.0, StepTime(seconds, 1.0, between_nodes, 0.0, 0.0), fits=True)
+
+
+def test_lean_is_recommended_only_where_the_best_of_the_others_waits_for_other_nodes() -> None:
+    lean = estimate(1.0, 0.1, "differences", "gaussian_gradients")
+    for between_nodes, expected in ((2.0, True), (0.9, False)):
+        others = [estimate(1.4, between_nodes, "quantized_weights"), estimate(3.0, 3.0)]
+        assert (recommended([*others, lean]) is lean) == expected
+    assert recommended([lean]) is lean and recommended([]) is None
+
+
+def test_lean_says_what_it_costs_beside_zeropp() -> None:
+    options = ["--nodes", "24", "--inter-gigabits", "10", "--teraflops", "40"]
+    lines = run_tool("plan_run", *options, "--", *LARGE.split(), "--global-batch-size", "768").stdout.splitlines()
+    assert lines[-2] == "Recommended: --zeropp lean (lean, the fastest that fits)"
+    assert all(word in lines[-1] for word in ("more memory per rank than ZeRO++", "gradients 4.3 GiB instead of", "secondary copy 2.1 GiB"))
+
+
+def test_where_a_flag_contradicts_lean_the_others_are_planned_and_a_line_says_why() -> None:
+    finished = run_tool("plan_run", "--nodes", "3", "--inter-gigabits", "1", "--teraflops", "1", "--", *RUN)
+    assert finished.returncode == 0 and "| ZeRO++ |" in finished.stdout and "| lean |" not in finished.stdout
+    assert finished.stdout.splitlines()[-1].startswith("lean is left out: --quantization-block-size 32 does not fit")
 
 
 def test_where_nothing_fits_nothing_is_recommended(tmp_path: Path) -> None:

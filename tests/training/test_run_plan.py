@@ -3,14 +3,34 @@ from __future__ import annotations
 import pytest
 
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
-from megatron_zpp.training.run_plan import MEMBERS, PlannedWorld, computation_by_rate, computation_by_step, plan_run
+from megatron_zpp.training.run_plan import (
+    MEMBERS,
+    Member,
+    PlannedWorld,
+    RunPlan,
+    computation_by_rate,
+    computation_by_step,
+    plan_as_given,
+    plan_run,
+)
+from megatron_zpp.training.sharding import sharding_of
 
 FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --bf16 --ranks-per-node 4"
 
 
+def member(name: str) -> Member:
+    return next(member for member in MEMBERS if member.name == name)
+
+
+def planned(name: str, flags: str = "", world: tuple[int, int] = (2, 4)) -> RunPlan:
+    given = parse_flags(f"{FLAGS} --ranks-per-node {world[1]} {flags}".split())
+    return plan_run(given, member(name), PlannedWorld(*world, is_on_gpu=False), 128)
+
+
 def test_the_flags_of_a_member_ask_for_the_partition_that_was_planned() -> None:
-    zeropp = MEMBERS[-1]
+    zeropp = member("ZeRO++")
     for asked, partition_ranks in (("", 4), ("--zero-hpz-partition-size 2", 2)):
         given = parse_flags(f"{FLAGS} {asked}".split())
         plan = plan_run(given, zeropp, PlannedWorld(2, 4, is_on_gpu=False), 128)
@@ -24,3 +44,88 @@ def test_tensor_ranks_share_the_operations_of_a_micro_batch() -> None:
     assert shared.forward == pytest.approx([seconds / 4 for seconds in alone.forward])
     assert shared.backward == pytest.approx([seconds / 4 for seconds in alone.backward])
     assert computation_by_step(config, 128, seconds=6.0, microbatches=3).seconds == pytest.approx(2.0)
+
+
+# ---- lean
+
+
+@pytest.mark.parametrize(
+    "asked, flags",
+    [("", "--zeropp lean"), ("--zero-hpz-partition-size 2", "--zeropp lean --zero-hpz-partition-size 2")],
+)
+def test_the_flags_of_lean_are_those_of_a_run_with_its_plan(asked: str, flags: str) -> None:
+    plan = planned("lean", asked)
+    assert plan.flags == flags
+    config = resolve(parse_flags(f"{FLAGS} {flags}".split()), 8, 4)
+    assert (config.zero.zero_hpz_partition_size, sharding_of(config)) == (plan.job.grid.partition_ranks, plan.job.sharding)
+
+
+def test_lean_is_planned_in_stage_2_where_each_node_has_one_rank() -> None:
+    plan = planned("lean", world=(3, 1))
+    assert (plan.flags, plan.config.zero.zero_stage) == ("--zeropp lean --zero-stage 2", 2)
+
+
+def test_on_one_rank_lean_moves_nothing_and_keeps_no_copy() -> None:
+    plan = planned("lean", world=(1, 1))
+    assert plan.node_bytes == plan.memory.plan.secondary == 0
+
+
+GIVEN = [
+    "--zeropp lean",
+    "--zeropp paper",
+    "--zeropp lean --zero-stage 2 --zero-quantized-weight-differences-bits 1",
+    "--zero-stage 3 --zero-hpz-partition-size 4 --zero-quantized-weight-differences --zero-gradients-between-microbatches primary",
+]
+
+
+@pytest.mark.parametrize("flags", GIVEN)
+def test_a_set_among_the_flags_changes_no_other_member(flags: str) -> None:
+    for name in (member.name for member in MEMBERS if not member.is_lean):
+        given, plain = planned(name, f"{flags} --global-batch-size 16"), planned(name, "--global-batch-size 16")
+        assert (given.traffic, given.memory, given.flags) == (plain.traffic, plain.memory, plain.flags)
+
+
+def test_bits_count_where_a_members_code_has_them() -> None:
+    flags = "--zeropp lean --zero-quantized-gradients-inter-bits 2 --zero-quantized-weight-differences-bits 1"
+    assert planned("lean", flags).node_bytes < planned("lean").node_bytes
+    assert planned("ZeRO++", flags).node_bytes == planned("ZeRO++").node_bytes
+    for flags in ("--zero-quantized-gradients --zero-quantized-gradients-inter-bits 8", "--zero-quantized-gradients-rotation hadamard"):
+        assert planned("lean", flags).node_bytes == planned("lean").node_bytes
+
+
+def test_lean_with_several_micro_batches_sends_gradients_once() -> None:
+    once, several = planned("lean"), planned("lean", "--global-batch-size 32")
+    assert once.node_bytes == several.node_bytes
+    given = planned("lean", "--global-batch-size 32 --zero-gradients-between-microbatches primary")
+    assert given.traffic.gradients.inter_bytes == 4 * once.traffic.gradients.inter_bytes
+
+
+def test_sums_inside_partitions_count_for_the_members_that_can_have_them() -> None:
+    flags = "--global-batch-size 32 --zero-gradients-between-microbatches secondary"
+    for name in ("ZeRO-0", "ZeRO-1"):
+        assert planned(name, flags).node_bytes == planned(name, "--global-batch-size 32").node_bytes
+    for name in ("ZeRO-2", "ZeRO-3", "ZeRO++"):
+        assert planned(name, flags).node_bytes < planned(name, "--global-batch-size 32").node_bytes
+
+
+def test_a_block_that_lean_cannot_have_is_refused_for_lean_alone() -> None:
+    with pytest.raises(FlagError, match="--quantization-block-size 32 does not fit .* is set by --zeropp lean"):
+        planned("lean", "--quantization-block-size 32")
+    assert planned("ZeRO++", "--quantization-block-size 32").node_bytes > 0
+
+
+@pytest.mark.parametrize(
+    "flags, name",
+    [
+        ("--zeropp paper", "ZeRO-3 + qwZ + hpZ + qgZ"),
+        ("--zeropp lean", "ZeRO-3 + hpZ + weight differences + qgZ in Gaussian codes"),
+        (
+            "--zeropp lean --zero-stage 2 --global-batch-size 16",
+            "ZeRO-2 + weight differences + qgZ in Gaussian codes + gradients summed inside partitions",
+        ),
+        ("--zero-stage 1 --zero-quantized-weight-differences", "ZeRO-1 + weight differences"),
+    ],
+)
+def test_a_plan_of_given_flags_names_what_they_turn_on(flags: str, name: str) -> None:
+    plan = plan_as_given(resolve(parse_flags(f"{FLAGS} {flags}".split()), 8, 4), PlannedWorld(2, 4, is_on_gpu=False), 128)
+    assert plan.member.name == name

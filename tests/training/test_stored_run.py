@@ -14,6 +14,7 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.training.stored_run import StoredRun
+from megatron_zpp.zero.states import KEPT_WEIGHT
 
 FOLDER = Path("saved/iter_0000003")
 ROPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --use-rotary-position-embeddings --train-iters 5"
@@ -66,3 +67,33 @@ def test_a_run_without_its_optimizer_state_is_refused() -> None:
     manifest = replace(manifest_of_run(config, 128), states={"weight": "F32"})
     with pytest.raises(CheckpointError, match="holds no optimizer state"):
         StoredRun.of(config.checkpoint, FOLDER, manifest).check_contents(config, ModelShape(config.model, 128).unit_specs())
+
+
+DIFFERENCES = "--load saved --bf16 --zero-stage 2 --ranks-per-node 1 --zero-quantized-weight-differences"
+
+
+@pytest.mark.parametrize(
+    ("flags", "element_type", "gives_copies"),
+    [
+        (DIFFERENCES, "BF16", True),
+        (f"{DIFFERENCES} --zero-quantized-weight-differences-bits 1", "BF16", False),
+        (DIFFERENCES, "F16", False),
+        (DIFFERENCES, None, False),
+        (f"{DIFFERENCES} --no-load-optim", "BF16", False),
+        ("--load saved --bf16", "BF16", False),
+    ],
+)
+def test_copies_of_the_weights_are_taken_only_with_the_same_code_and_dtype(
+    flags: str, element_type: str | None, gives_copies: bool
+) -> None:
+    def in_world(words: str) -> Config:
+        return resolve(parse_flags(f"{ROPE} {words}".split()), 2, 1)
+
+    manifest = manifest_of_run(in_world(DIFFERENCES), 128)
+    if element_type is not None:
+        manifest = replace(manifest, states={**manifest.states, KEPT_WEIGHT: element_type})
+    config = in_world(flags)
+    run = StoredRun.of(config.checkpoint, FOLDER, manifest)
+    assert run.gives_copies(config) == gives_copies
+    begins_anew = "differences" in flags and "no-load-optim" not in flags and not gives_copies
+    assert any("the copies begin as its main weights" in line for line in run.notices(config)) == begins_anew

@@ -12,8 +12,16 @@ from harness.worlds import run_world
 from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend
+from megatron_zpp.comm.code import Code, LinkCodes
 from megatron_zpp.comm.ledger import Category
-from megatron_zpp.zero.policy import POLICIES, Policy, with_quantized_gradients, with_quantized_weights, with_secondary_weights
+from megatron_zpp.zero.policy import (
+    POLICIES,
+    Policy,
+    with_quantized_gradients,
+    with_quantized_weights,
+    with_secondary_weights,
+    with_weight_differences,
+)
 
 pytestmark = pytest.mark.virtual
 
@@ -24,12 +32,16 @@ ROWS: dict[str, Policy] = {
     "stage 3": QUANTIZED,
     "stage 3, hpZ": with_secondary_weights(QUANTIZED),
 }
+DIFFERENCES: dict[str, Policy] = {
+    "stage 3, differences": with_quantized_gradients(with_weight_differences(with_secondary_weights(POLICIES[3]), Code(4))),
+    "stage 1, differences": with_quantized_gradients(with_weight_differences(POLICIES[1], Code(4))),
+}
 EXACT_STEPS, STEPS = 2, 4
 History = list[tuple[float, float]]
 
 
 def _job(row: str, microbatches: int = 1) -> Job:
-    return Job(ROWS[row], torch.bfloat16, ModelShape((17,)), STEPS, microbatches, full_precision_iterations=EXACT_STEPS)
+    return Job((ROWS | DIFFERENCES)[row], torch.bfloat16, ModelShape((17,)), STEPS, microbatches, full_precision_iterations=EXACT_STEPS)
 
 
 def _train(rank: Rank, first: int, last: int, skipped: tuple[int, ...] = ()) -> History:
@@ -69,8 +81,17 @@ def test_the_first_iterations_are_those_of_plain_zero_and_the_later_ones_are_not
     assert len({tuple(norm for _, norm in history) for history in histories}) == 1
 
 
+@pytest.mark.parametrize("row", list(DIFFERENCES))
+def test_a_copy_that_takes_differences_is_exact_in_the_iteration_of_the_switch(row: str) -> None:
+    job = dataclasses.replace(_job(row), policy=dataclasses.replace(DIFFERENCES[row], gradient_codes=LinkCodes()))
+    plain = dataclasses.replace(job, policy=job.policy.in_full_precision(), full_precision_iterations=0)
+    histories, expected = train_world((2, 2), job), train_world((2, 2), plain)
+    assert [history[: EXACT_STEPS + 1] for history in histories] == [history[: EXACT_STEPS + 1] for history in expected]
+    assert all(history[-1][0] != other[-1][0] for history, other in zip(histories, expected, strict=True))
+
+
 @pytest.mark.parametrize("skipped", [(), (EXACT_STEPS - 1,)], ids=["after a step", "after a skipped step"])
-@pytest.mark.parametrize("row", list(ROWS))
+@pytest.mark.parametrize("row", [*ROWS, *DIFFERENCES])
 def test_the_later_iterations_are_those_of_a_run_that_resumes_there(row: str, skipped: tuple[int, ...]) -> None:
     """After a skipped step the main weights are those from before it, but no payload in the old codec may serve again."""
 

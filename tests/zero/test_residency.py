@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zpp.zero.policy import POLICIES, Policy, Rung
+from megatron_zpp.comm.code import Code
+from megatron_zpp.zero.policy import POLICIES, Policy, Rung, with_weight_differences
 from megatron_zpp.zero.residency import Residency
 
 PRIMARY, SECONDARY, FULL = Rung.PRIMARY, Rung.SECONDARY, Rung.FULL
 KEEPS_SECONDARY = replace(POLICIES[3], weights_in_step=SECONDARY)
-ROWS = {**{f"stage {stage}": policy for stage, policy in POLICIES.items()}, "hpZ": KEEPS_SECONDARY}
+DIFFERENCES = with_weight_differences(KEEPS_SECONDARY, Code.gaussian(3, rounds=1))
+ROWS = {**{f"stage {stage}": policy for stage, policy in POLICIES.items()}, "hpZ": KEEPS_SECONDARY, "differences": DIFFERENCES}
 policies = st.sampled_from(list(ROWS.values()))
 operations = st.lists(st.sampled_from(["climb secondary", "climb full", "wait", "rest", "rest", "write"]), max_size=40)
 
@@ -159,7 +161,7 @@ def test_a_payload_that_is_kept_with_the_primary_rung_is_stale_after_a_write(row
 
 @pytest.mark.parametrize("row", list(ROWS))
 def test_a_write_keeps_storage_of_the_full_rung_only_where_weights_rest_there(row: str) -> None:
-    kept = {"stage 0": True, "stage 1": True, "stage 2": True, "stage 3": False, "hpZ": False}[row]
+    kept = {"stage 0": True, "stage 1": True, "stage 2": True, "stage 3": False, "hpZ": False, "differences": False}[row]
     assert (FULL not in Residency(ROWS[row]).invalidate()) == kept
 
 
@@ -168,3 +170,13 @@ def test_where_the_optimizer_rests_full_the_full_rung_alone_is_filled_and_withou
     assert residency.fills_without_hops and residency.needs(SECONDARY) == () and residency.needs(FULL) == (FULL,)
     residency.filled(FULL)
     assert residency.needs(FULL) == () and not any(Residency(ROWS[row]).fills_without_hops for row in ROWS if row != "stage 0")
+
+
+@given(operations)
+def test_the_storage_of_a_copy_that_is_kept_across_steps_stays(steps: list[str]) -> None:
+    unit = Executor(ROWS["differences"])
+    unit.do("climb full")
+    unit.do("wait")
+    for step in steps:
+        unit.do(step)
+        assert SECONDARY in unit.holds

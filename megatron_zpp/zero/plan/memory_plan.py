@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_zpp.comm.code import EXACT, Code, LinkCodes, Runs
+from megatron_zpp.comm.code import EXACT, Code, Levels, LinkCodes, Runs
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.descents import LARGEST_UNDER_WAY
@@ -45,9 +45,10 @@ class Sharding:
 class MemoryPlan:
     """Bytes on one rank.
 
-    weights: main weights, and working weights if they are kept on the full rung. secondary: secondary rungs and encoded payloads that are
-    kept within a step. gathered: units that are full at the same time. buffers: payloads on their way. means: fp32 values that exist while
-    one payload is made from others, or while a mean is added. norm: needed by the gradient norm while it is computed.
+    weights: main weights, and working weights if they are kept on the full rung. secondary: secondary rungs that are kept within a step or
+    across steps, and encoded payloads that are kept within a step. gathered: units that are full at the same time. buffers: payloads on
+    their way. means: fp32 values that exist while one payload is made from others, or while a mean is added. norm: needed by the gradient
+    norm while it is computed.
     """
 
     weights: int
@@ -94,14 +95,14 @@ class _PlannedUnit:
         self.slice_numel = layout.slice_numel
         self._runs = layout.runs
         self._sharding = sharding
-        self._policy = sharding.policy
+        self._policy = sharding.policy.in_world(topology)
         self._topology = topology
         self._on_streams = on_streams
         self._data_ranks = topology.data_ranks
         self._partitions = topology.partitions
         self._partition_ranks = topology.partition_ranks
-        self._weight_codes = self._policy.weight_codes.in_world(topology)
-        self._gradient_codes = self._policy.gradient_codes.in_world(topology)
+        self._weight_codes = self._policy.weight_codes
+        self._gradient_codes = self._policy.gradient_codes
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _PlannedUnit) and self._runs == other._runs
@@ -145,11 +146,15 @@ class _PlannedUnit:
         return 0 if self._policy.weights_in_step is Rung.SECONDARY else self._partitions * self._payload_bytes(self._weight_codes.intra)
 
     def _to_secondary_bytes(self) -> int:
-        """What the hop over the inter link takes: the own payload, and the received ones if they change their code."""
+        """What the hop over the inter link takes: the own payload, and the received ones if they change their code.
+
+        Where differences are sent, the first climb sends the own slice as it is.
+        """
         if self._partitions == 1:
             return 0
         received = 0 if self._weight_codes.are_alike else self._partitions
-        return (1 + received) * self._payload_bytes(self._weight_codes.inter)
+        first = self._payload_bytes(EXACT) if self._policy.sends_differences else 0
+        return first + (1 + received) * self._payload_bytes(self._weight_codes.inter)
 
     def _to_full_bytes(self) -> int:
         return self._data_ranks * self._payload_bytes(self._weight_codes.intra) if self._partition_ranks > 1 else 0
@@ -172,7 +177,10 @@ class _PlannedUnit:
     def mean_bytes(self) -> int:
         """The fp32 values that a climb and a descent of this unit make at the same time, beside payloads and sums (comm/codecs.py)."""
         weights, gradients = self._weight_codes, self._gradient_codes
-        climbing = 0 if weights.are_alike or self._partitions == 1 else self._recoded_numel(weights)
+        if self._policy.sends_differences:
+            climbing = self._runs.blocks  # the difference from the kept copy
+        else:
+            climbing = 0 if weights.are_alike or self._partitions == 1 else self._recoded_numel(weights)
         descending = self._added_numel()
         if self._partitions > 1 and self._partition_ranks > 1 and self._policy.gradients is not Rung.SECONDARY:
             descending = max(descending, self._recoded_numel(gradients))
@@ -180,8 +188,8 @@ class _PlannedUnit:
 
     def _recoded_numel(self, codes: LinkCodes) -> int:
         """Values of a secondary rung between the codes of two links; if these have the same blocks, of its exact runs alone."""
-        both_have_blocks = not codes.inter.is_exact and not codes.intra.is_exact
-        is_fused = both_have_blocks and codes.inter.rotation is codes.intra.rotation
+        both_have_integers = not any(code.is_exact or code.levels is Levels.GAUSSIAN for code in (codes.inter, codes.intra))
+        is_fused = both_have_integers and codes.inter.rotation is codes.intra.rotation
         return self._partitions * (self._runs.exact if is_fused else self._runs.numel)
 
     def _added_numel(self) -> int:

@@ -8,9 +8,9 @@ The hops are those of comm/links.py, for one rank of N partitions of G ranks. A 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
-from megatron_zpp.comm.code import Code
+from megatron_zpp.comm.code import Code, Levels
 from megatron_zpp.comm.ledger import Traffic, link_traffic
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import Direction, Lane, Link
@@ -22,15 +22,27 @@ from megatron_zpp.zero.plan.memory_plan import Sharding
 class CodecWork:
     """Numbers of values that one rank encodes and decodes. Values that are not quantized count as 0.
 
-    summed: values that are decoded to take a mean over several members; a mean of n values over m members counts n x m.
+    encoded, decoded, summed: in integers. summed: values that are decoded to take a mean over several members; a mean of n values over m
+    members counts n x m.
+    gaussian_encoded, gaussian_decoded: in Gaussian codes; every member of a mean is decoded by itself. rotated: the same values, once for
+    each round of their rotation. subtracted: values from which a kept copy is subtracted before they are encoded.
     """
 
     encoded: int = 0
     decoded: int = 0
     summed: int = 0
+    gaussian_encoded: int = 0
+    gaussian_decoded: int = 0
+    rotated: int = 0
+    subtracted: int = 0
+
+    @property
+    def encodes(self) -> bool:
+        """Whether any value is encoded."""
+        return self.encoded + self.gaussian_encoded > 0
 
     def __add__(self, other: CodecWork) -> CodecWork:
-        return CodecWork(self.encoded + other.encoded, self.decoded + other.decoded, self.summed + other.summed)
+        return CodecWork(*(own + others for own, others in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -55,15 +67,18 @@ class UnitHops:
         topology = grid.ladder
         self._partitions = topology.partitions
         self._partition_ranks = topology.partition_ranks
-        self._weights = sharding.policy.weight_codes.in_world(topology)
-        self._gradients = sharding.policy.gradient_codes.in_world(topology)
+        policy = sharding.policy.in_world(topology)
+        self._weights = policy.weight_codes
+        self._sends_differences = policy.sends_differences
+        self._gradients = policy.gradient_codes
 
     def climb(self) -> tuple[PlannedHop, PlannedHop]:
         """Over the inter link to the secondary rung, then over the intra link to the full one."""
         codes, partitions = self._weights, self._partitions
         after = CodecWork() if codes.are_alike else self._mean(codes.inter, partitions, 1) + self._encode(codes.intra, partitions)
-        inter = self._hop(Link.INTER, Direction.CLIMB, self._payload(codes.inter), self._encode(codes.inter, 1), after)
-        decode = CodecWork(decoded=0 if codes.intra.is_exact else self._layout.numel)
+        subtract = CodecWork(subtracted=self._layout.runs.blocks if self._sends_differences else 0)
+        inter = self._hop(Link.INTER, Direction.CLIMB, self._payload(codes.inter), subtract + self._encode(codes.inter, 1), after)
+        decode = self._decode(codes.intra, self._layout.numel)
         return inter, self._hop(Link.INTRA, Direction.CLIMB, partitions * self._payload(codes.intra), after=decode)
 
     def descend(self) -> tuple[PlannedHop, PlannedHop]:
@@ -93,7 +108,18 @@ class UnitHops:
         return self._sharding.payload_bytes(code, self._layout.runs)
 
     def _encode(self, code: Code, slices: int) -> CodecWork:
-        return CodecWork(encoded=0 if code.is_exact else slices * self._layout.runs.blocks)
+        numel = 0 if code.is_exact else slices * self._layout.runs.blocks
+        if code.levels is Levels.GAUSSIAN:
+            return CodecWork(gaussian_encoded=numel, rotated=code.rounds * numel)
+        return CodecWork(encoded=numel)
+
+    def _decode(self, code: Code, numel: int) -> CodecWork:
+        if code.levels is Levels.GAUSSIAN:
+            return CodecWork(gaussian_decoded=numel, rotated=code.rounds * numel)
+        return CodecWork(decoded=0 if code.is_exact else numel)
 
     def _mean(self, code: Code, slices: int, members: int) -> CodecWork:
-        return CodecWork(summed=0 if code.is_exact else members * slices * self._layout.runs.blocks)
+        numel = members * slices * self._layout.runs.blocks
+        if code.levels is Levels.GAUSSIAN:
+            return self._decode(code, numel)
+        return CodecWork(summed=0 if code.is_exact else numel)

@@ -108,11 +108,12 @@ class StepSimulation(Generic[Ticket]):
         self._listener = listener
         self._weights: dict[str, _Weights[Ticket]] = {}
         gradients: dict[str, _Gradient[Ticket]] = {}
+        policy = sharding.policy.in_world(grid.ladder)
         for spec in unit_specs:
             layout = FlatLayout(spec.params, grid.data_ranks, sharding.block_numel)
             hops = UnitHops(spec.name, layout, sharding, grid)
-            self._weights[spec.name] = _Weights(hops, sharding.policy, listener)
-            gradients[spec.name] = _Gradient(hops, sharding.policy, listener)
+            self._weights[spec.name] = _Weights(hops, policy, listener)
+            gradients[spec.name] = _Gradient(hops, policy, listener)
         self._schedule = training_schedule(uses, sharding.prefetch)
         self._first_actions = self._schedule[Moment(Phase.PRE_FORWARD, 0)]
         self._starts_backward = backward_starts(uses)

@@ -8,7 +8,8 @@ Assumptions:
 - Overlap.STREAMS: hops run beside computation, encoding and decoding included (lanes on CUDA streams). Overlap.THREAD: the
   same, but one thread encodes and decodes for all lanes on the cores of computation, which stops meanwhile unless it waits (lanes on gloo).
   Overlap.NONE: every hop is waited for where it is submitted.
-- Casting and copying 16-bit values takes no time; quantizing costs a constant per value. The optimizer's time counts as computation.
+- Casting and copying 16-bit values takes no time; quantizing costs a constant per value, and a Gaussian code another one, and one more
+  for each round of its rotation. The optimizer's time counts as computation.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from megatron_zpp.comm.moves import NEVER, Move, Times, first_move
@@ -48,14 +49,26 @@ class LinkSpeed:
 
 @dataclass(frozen=True)
 class CodecSpeed:
-    """Seconds per value on one rank. summed: per value and member, when a mean is decoded."""
+    """Seconds per value on one rank, for each kind of work that CodecWork counts.
+
+    summed: per value and member, when a mean is decoded. gaussian_encode, gaussian_decode: without the rotation. rotate: per round.
+    subtract: a difference is taken from a kept copy.
+    """
 
     encode: float = 0.0
     decode: float = 0.0
     summed: float = 0.0
+    gaussian_encode: float = 0.0
+    gaussian_decode: float = 0.0
+    rotate: float = 0.0
+    subtract: float = 0.0
 
     def seconds(self, work: CodecWork) -> float:
-        return work.encoded * self.encode + work.decoded * self.decode + work.summed * self.summed
+        return sum(count * seconds for count, seconds in zip(astuple(work), astuple(self), strict=True))
+
+    def times(self, factor: float) -> CodecSpeed:
+        """The speed of a codec that takes `factor` times as long."""
+        return CodecSpeed(*(factor * seconds for seconds in astuple(self)))
 
 
 @dataclass(frozen=True)
@@ -190,7 +203,7 @@ class _Clock:
         machine, traffic, link = self.machine, hop.traffic, hop.lane.link
         if traffic.inter_bytes == 0 and traffic.intra_bytes == 0:
             return ready
-        efficiency = machine.inter_exchange_efficiency if hop.before.encoded and link is Link.INTER else 1.0
+        efficiency = machine.inter_exchange_efficiency if hop.before.encodes and link is Link.INTER else 1.0
         between = self.grid.into_node(traffic.inter_bytes) / (machine.inter.bytes_per_second * efficiency)
         within = traffic.intra_bytes / machine.intra.bytes_per_second
         speed = machine.inter if link is Link.INTER else machine.intra

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +20,7 @@ INFINITE = LinkSpeed(float("inf"))
 FLAGS = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 300 --bf16 --zero-stage 3"
 USES = 6
 ALL = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients"
+LEAN = "--zeropp lean"
 COMPUTATION = Computation(tuple(0.01 * (index + 1) for index in range(USES)), tuple(0.02 * (index + 1) for index in range(USES)))
 NOTHING = Computation((0.0,) * USES, (0.0,) * USES)
 GRID = Grid.of_nodes(3, 2)
@@ -44,7 +45,7 @@ def test_over_free_links_a_step_takes_its_computation(overlap: Overlap, microbat
     assert time.computing == pytest.approx(time.seconds)
 
 
-@pytest.mark.parametrize("flags", ["", ALL])
+@pytest.mark.parametrize("flags", ["", ALL, LEAN])
 def test_without_overlap_times_add(flags: str) -> None:
     some = job(flags, microbatches=2)
     traffic = planned_traffic(some.unit_specs, some.uses, some.sharding, GRID, 2)
@@ -57,7 +58,7 @@ def test_without_overlap_times_add(flags: str) -> None:
 
 @given(
     log_rate=st.floats(3, 9),
-    flags=st.sampled_from(["", ALL, "--zero-quantized-gradients"]),
+    flags=st.sampled_from(["", ALL, LEAN, "--zero-quantized-gradients"]),
     overlap=st.sampled_from(list(Overlap)),
     microbatches=st.integers(1, 4),
 )
@@ -100,3 +101,30 @@ def test_codecs_take_computations_time_on_the_thread_of_lanes_and_their_own_on_s
     assert within.seconds == pytest.approx(COMPUTATION.seconds + within.codecs)
     assert COMPUTATION.seconds <= beside.seconds < within.seconds
     assert step_time(job(), coded, COMPUTATION).codecs == 0
+
+
+@pytest.mark.parametrize("overlap", list(Overlap))
+def test_every_kind_of_a_codecs_work_takes_its_own_time(overlap: Overlap) -> None:
+    some = job(LEAN, microbatches=2)
+    kinds = [field.name for field in fields(CodecSpeed)]
+    each = {kind: step_time(some, replace(machine(overlap=overlap), codec=CodecSpeed(**{kind: 1e-9})), NOTHING).codecs for kind in kinds}
+    assert all(each[kind] > 0 for kind in ("encode", "summed", "gaussian_encode", "gaussian_decode", "rotate", "subtract"))
+    assert each["rotate"] == pytest.approx(each["gaussian_encode"] + each["gaussian_decode"])  # one round of each value
+    together = step_time(some, replace(machine(overlap=overlap), codec=CodecSpeed(*(1e-9 for _ in kinds))), NOTHING)
+    assert together.codecs == pytest.approx(sum(each.values()))
+
+
+def test_more_rounds_of_rotation_take_longer() -> None:
+    coded = replace(machine(), codec=CodecSpeed(rotate=1e-9))
+    codecs = [step_time(job(f"{LEAN} --zero-quantized-gradients-inter-bits {bits}"), coded, COMPUTATION).codecs for bits in (2, 3)]
+    assert codecs[0] > codecs[1]
+
+
+def test_gaussian_codes_of_quantized_gradients_count_as_an_exchange_of_quantized_values() -> None:
+    slow = replace(machine(LinkSpeed(1e6)), inter_exchange_efficiency=0.5)
+    times = [step_time(job(LEAN), some, COMPUTATION).inter_link for some in (machine(LinkSpeed(1e6)), slow)]
+    assert 1.9 * times[0] < times[1] < 2 * times[0]  # a unit of norms alone has no value that is quantized
+
+
+def test_a_codec_that_takes_longer_takes_longer_for_everything() -> None:
+    assert CodecSpeed(*range(1, 8)).times(2) == CodecSpeed(*range(2, 16, 2))

@@ -1,0 +1,90 @@
+"""The copy of one unit's weights that a rank keeps across steps, and brings up to date by differences.
+
+It holds the N slices of this rank's secondary rung, in the working dtype. The ranks of a column keep equal copies of these slices, and each
+of them owns one: it alone has the main weights of that slice. After a step
+
+    every owner       encodes  main weights - own slice of the copy
+    every rank        copy = working dtype (fp32 (copy) + decoded difference), for all N slices, its own as well
+
+So all copies have the same bits, and what the code of a difference lost is part of the next difference. Parameters of one dimension (the
+exact run) cross as values instead. The first version of a copy is a plain climb of the owners' slices; so is one after `restart`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.comm.codec import Regions
+from megatron_zpp.comm.codecs import CastCodec, add_decoded_
+from megatron_zpp.comm.links import Climb, Ladder, LinkCodecs
+from megatron_zpp.zero.layout import FlatLayout
+
+
+class KeptCopy:
+    """One rank's copy of one unit.
+
+    values: [N slices] of the working dtype. own: this rank's slice of them, [1 slice].
+    payloads: [N, payload_bytes] uint8, the same storage as payloads of the intra link; None if the copy is a part of the full rung.
+    """
+
+    def __init__(self, name: str, layout: FlatLayout, ladder: Ladder, dtype: torch.dtype, full: Tensor | None) -> None:
+        """full: the full rung [numel], zeros, if the copy rests there. Otherwise the copy has storage of its own."""
+        self._name = name
+        self._layout = layout
+        self._ladder = ladder
+        self._codec = CastCodec(dtype)
+        self.payloads: Tensor | None = None
+        first_slice = ladder.own_slice - ladder.topology.partition_of(ladder.data_rank)
+        if full is None:
+            self.payloads = torch.zeros(ladder.partitions, self._codec.payload_bytes(layout.runs), dtype=torch.uint8, device=ladder.device)
+            self.values = self._codec.regions_of(self.payloads, layout.runs)
+        else:
+            self.values = Regions.of(full, layout.runs).slices_at(first_slice, ladder.partitions)
+        self.own = self.values.slice_at(ladder.own_slice - first_slice)
+        self._paddings = [tuple(layout.paddings(first_slice + index, 1)) for index in range(ladder.partitions)]
+        self._is_shared = False
+        self._own_is_filled = False
+
+    def restart(self, *, own_is_filled: bool = False) -> None:
+        """Makes the next climb a plain one. own_is_filled: whether it sends `own` as it is. Otherwise it sends the main weights."""
+        self._is_shared = False
+        self._own_is_filled = own_is_filled
+
+    def climb(self, main: Regions, codecs: LinkCodecs, iteration: int) -> Climb:
+        """The climb that brings the copy up to date: by differences, or as a whole if other ranks lack it or nothing is coded.
+
+        main: the main weights of the own slice, [1 slice]. iteration: number of steps done; random codes are drawn from it.
+        """
+        name, runs, ladder = self._name, self._layout.runs, self._ladder
+        if codecs.inter == self._codec:
+            self.restart()
+        if not self._is_shared:
+            self._is_shared = True
+            return Climb(name, runs, LinkCodecs(self._codec, self._codec), lambda payload: self._encode_whole(main, payload))
+        signed = codecs.signed_for(ladder.topology, ladder.data_rank, "climb", name, iteration)
+        return Climb(
+            name,
+            runs,
+            signed,
+            lambda payload: signed.inter.encode_into(Regions(main.blocks - self.own.blocks, main.exact), payload),
+            lambda arrived, payloads: self._add(signed, arrived, payloads),
+        )
+
+    def _encode_whole(self, main: Regions, payload: Tensor) -> None:
+        if not self._own_is_filled:
+            self.own.copy_(main)
+        self._codec.encode_into(self.own, payload)
+
+    def _add(self, codecs: LinkCodecs, arrived: Tensor, payloads: Tensor) -> None:
+        """Adds the differences in arrived [N, payload_bytes], one from each rank of the column, and fills the secondary rung.
+
+        Padding is set to zero again if the code writes errors of neighbouring values there.
+        """
+        add_decoded_(codecs.inter, arrived, self.values)
+        if codecs.inter.mixes_neighbours:
+            for index, paddings in enumerate(self._paddings):
+                for padding in paddings:
+                    self.values.slice_at(index).range(padding.start, padding.stop).zero_()
+        if self.payloads is None:
+            self._codec.encode_into(self.values, payloads)
