@@ -7,7 +7,6 @@ from torch import Tensor
 
 from megatron_zpp.comm.codecs import Regions
 from megatron_zpp.comm.links import Ladder
-from megatron_zpp.comm.staging import Staging
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.policy import Policy, Rung
 
@@ -44,16 +43,16 @@ class UnitGradient:
 class Collector:
     """Collects one micro-batch's gradients of a unit, parameter by parameter, until the unit is complete.
 
-    If the sums are kept on the full rung, each gradient is added to them at once. Otherwise gradients wait in a buffer of the working dtype
-    until they descend. Gradients of one dimension are copied or added together at the end: they are small, and many calls cost more.
+    If this rank has the sums of the whole unit, each gradient is added to them at once. Otherwise gradients wait in a buffer of the working
+    dtype until they descend. Gradients of one dimension are copied or added together at the end: they are small, and many calls cost more.
     """
 
-    def __init__(self, gradient: UnitGradient, policy: Policy, dtype: torch.dtype, staging: Staging) -> None:
+    def __init__(self, gradient: UnitGradient, policy: Policy, dtype: torch.dtype, ladder: Ladder) -> None:
         self._gradient = gradient
         self._layout = gradient.layout
-        self._adds_to_sums = policy.gradients is Rung.FULL
+        self._adds_to_sums = policy.gradients is Rung.FULL or ladder.topology.is_one_rank
         self._dtype = dtype
-        self._staging = staging
+        self._staging = ladder.staging
         self._paddings = tuple(gradient.layout.paddings())
         self._is_small = tuple(len(param.spec.shape) <= 1 for param in gradient.layout.params)
         self._arrived: set[int] = set()
@@ -70,7 +69,7 @@ class Collector:
         return len(self._arrived) == len(self._layout.params)
 
     def fill_missing(self) -> None:
-        """Writes zeros for gradients that have not come. Sums on the full rung need no zeros, because a missing gradient adds nothing."""
+        """Writes zeros for gradients that have not come. Sums need no zeros, because a missing gradient adds nothing."""
         missing = [index for index in range(len(self._layout.params)) if index not in self._arrived]
         if missing and not self._adds_to_sums:
             torch._foreach_zero_([self._place_of(index) for index in missing])

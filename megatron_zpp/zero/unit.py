@@ -44,7 +44,7 @@ class WeightUnit:
         self._policy = policy
         self._ladder = ladder
         self._codecs = codecs
-        self._residency: Residency[Hop] = Residency(policy)
+        self._residency: Residency[Hop] = Residency(policy, ladder.topology)
         self._full = torch.empty(layout.numel, dtype=dtype, device=device)
         self._full_bytes = self._full.untyped_storage().nbytes()
         self._full_regions = Regions.of(self._full, layout.runs)

@@ -112,6 +112,8 @@ class _PlannedUnit:
         return MAIN_BYTES * self._policy.gradients.slices(self._topology) * self.slice_numel
 
     def secondary_bytes(self) -> int:
+        if self._topology.is_one_rank:
+            return 0  # the main weights are the whole unit
         if self._policy.weights_in_step is Rung.SECONDARY:
             return self._partitions * self._payload_bytes(self._weight_codes.intra)
         inter = self._weight_codes.inter
@@ -119,6 +121,8 @@ class _PlannedUnit:
 
     def buffer_bytes(self, count: int) -> int:
         """Payloads on their way at the same time, if `count` units have this size."""
+        if self._topology.is_one_rank:
+            return 0
         descents = LARGEST_UNDER_WAY + 1  # and one that autograd fills
         return self._climb_bytes(count) + min(count, descents) * self._descent_bytes()
 
