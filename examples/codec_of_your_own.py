@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # not needed once the packag
 
 from megatron_zpp.comm.backend import Backend, VirtualWorld
 from megatron_zpp.comm.code import EXACT, Code, LinkCodes, Runs
-from megatron_zpp.comm.codecs import CastCodec, Codec, Regions, add_mean_
+from megatron_zpp.comm.codecs import CastCodec, Codec, Regions
 from megatron_zpp.comm.ledger import Category
+from megatron_zpp.ops.means import mean_values
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.engine import EngineOptions
 from megatron_zpp.zero.policy import POLICIES
@@ -52,7 +53,7 @@ class Float8Codec(Codec):
 
     def decode_mean_into(self, payloads: Tensor, mean: Regions, *, accumulate: bool) -> None:
         for part, decoded in zip(mean.parts(), self._decoded(payloads, mean.runs), strict=True):
-            add_mean_(part, decoded, accumulate=accumulate)
+            mean_values(decoded, part, accumulate=accumulate)
 
     def keyed(self, key: int) -> Codec:
         return self  # nothing is rounded by chance

@@ -57,6 +57,7 @@ def run() -> Outcome:
     _check_all_16_bit_values(outcome, device)
     _check_gaps(outcome, device)
     _check_dropout(outcome, device)
+    _check_means(outcome, device)
     if device == "cpu":
         outcome.omissions.append("the CUDA kernels: torch finds no GPU here; the C++ kernels were checked instead")
         return outcome
@@ -137,6 +138,16 @@ def _check_dropout(outcome: Outcome, device: str) -> None:
         outcome.check(f"{check(device)} results of dropout equal the reference's bit for bit", holds=True)
     except AssertionError as difference:
         outcome.check(f"dropout equals the reference {difference}", holds=False)
+
+
+def _check_means(outcome: Outcome, device: str) -> None:
+    """Checks means of values that are not quantized, on sizes and rows of all kinds, with guard values beside them."""
+    from harness.mean_bits import check
+
+    try:
+        outcome.check(f"{check(device)} means of values that are not quantized equal the reference's bit for bit", holds=True)
+    except AssertionError as difference:
+        outcome.check(f"a mean of values that are not quantized equals the reference's {difference}", holds=False)
 
 
 def _check_many_slices(outcome: Outcome) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_zpp.comm.code import EXACT, Code, Levels, Rotation, Rounding, Runs
 from megatron_zpp.comm.codec import Codec, Regions, SignKeys
 from megatron_zpp.comm.gaussian_codec import GaussianCodec
+from megatron_zpp.ops.means import mean_values
 from megatron_zpp.ops.quantization import decode_blocks, decode_mean_blocks, encode_blocks, recode_mean_blocks
 
 
@@ -40,7 +41,7 @@ class CastCodec:
 
     def decode_mean_into(self, payloads: Tensor, mean: Regions, *, accumulate: bool) -> None:
         for payload_part, mean_part in zip(self.regions_of(payloads, mean.runs).parts(), mean.parts(), strict=True):
-            add_mean_(mean_part, payload_part, accumulate=accumulate)
+            mean_values(payload_part, mean_part, accumulate=accumulate)
 
     @property
     def mixes_neighbours(self) -> bool:
@@ -119,7 +120,7 @@ class BlockCodec:
 
     def decode_mean_into(self, payloads: Tensor, mean: Regions, *, accumulate: bool) -> None:
         self._decode_mean(payloads, mean.blocks, accumulate=accumulate)
-        add_mean_(mean.exact, self.exact_run(payloads, mean.runs), accumulate=accumulate)
+        mean_values(self.exact_run(payloads, mean.runs), mean.exact, accumulate=accumulate)
 
     def keyed(self, key: int) -> BlockCodec:
         return replace(self, noise_key=key) if self.code.rounding is Rounding.STOCHASTIC else self
@@ -164,8 +165,12 @@ def recode_mean_into(codec: Codec, payloads: Tensor, next_codec: Codec, recoded:
     """Fills recoded [slices, next payload_bytes] with the mean over members of payloads [members, slices, payload_bytes].
 
     Called between the two hops of a descent. The mean is in fp32 before `next_codec` encodes it. If both codecs have the same blocks, one
-    fused kernel does both, and rotated values stay rotated.
+    fused kernel does both, and rotated values stay rotated; likewise if neither quantizes.
     """
+    if isinstance(codec, CastCodec) and isinstance(next_codec, CastCodec):
+        for received, part in zip(codec.regions_of(payloads, runs).parts(), next_codec.regions_of(recoded, runs).parts(), strict=True):
+            _round_mean(received, part)
+        return
     if isinstance(codec, BlockCodec) and isinstance(next_codec, BlockCodec) and codec.has_blocks_of(next_codec):
         recode_mean_blocks(
             payloads,
@@ -176,9 +181,7 @@ def recode_mean_into(codec: Codec, payloads: Tensor, next_codec: Codec, recoded:
             block_numel=codec.block_numel,
             noise_key=next_codec.noise_key,
         )
-        exact_mean = torch.empty(recoded.shape[0], runs.exact, dtype=torch.float32, device=recoded.device)
-        add_mean_(exact_mean, codec.exact_run(payloads, runs), accumulate=False)
-        next_codec.exact_run(recoded, runs).copy_(exact_mean)
+        _round_mean(codec.exact_run(payloads, runs), next_codec.exact_run(recoded, runs))
         return
     mean = Regions.of(torch.empty(recoded.shape[0] * runs.numel, dtype=torch.float32, device=recoded.device), runs)
     codec.decode_mean_into(payloads, mean, accumulate=False)
@@ -199,13 +202,11 @@ def add_decoded_(codec: Codec, payloads: Tensor, values: Regions) -> None:
     values.exact.copy_(decoded.exact)
 
 
-def add_mean_(mean: Tensor, members: Tensor, *, accumulate: bool) -> None:
-    """Writes the mean of members [members, slices, run] to the fp32 `mean` [slices, run], or adds it. Sums in fp32, in their order."""
-    total = torch.empty_like(mean) if accumulate else mean
-    total.copy_(members[0])
-    for member in members[1:]:
-        total.add_(member)
-    # The divisor is a tensor: if it were a number, torch would multiply by its rounded inverse on CUDA.
-    total.div_(torch.full((), len(members), dtype=torch.float32, device=total.device))
-    if accumulate:
-        mean.add_(total)
+def _round_mean(members: Tensor, rounded: Tensor) -> None:
+    """Writes the fp32 mean of members [members, slices, run] to `rounded` [slices, run] in its own dtype."""
+    if rounded.dtype in (torch.float32, members.dtype):
+        mean_values(members, rounded, accumulate=False)
+        return
+    mean = torch.empty_like(rounded, dtype=torch.float32, memory_format=torch.contiguous_format)
+    mean_values(members, mean, accumulate=False)
+    rounded.copy_(mean)

@@ -91,14 +91,15 @@ class ThreadLanes:
 
     def submit(self, hop: Hop) -> None:
         self._start()
-        with self._mover.changed:
+        with self._mover.lock:
             self._mover.raise_error()
             hop.submitted = time.monotonic()
             self._mover.queues[hop.lane].append(hop)
             self._mover.changed.notify_all()
 
     def wait(self, hop: Hop) -> None:
-        self._wait_until(lambda: hop.has_landed)
+        if not hop.has_landed:
+            self._wait_until(lambda: hop.has_landed)
 
     def drain(self) -> None:
         """Waits until every submitted hop has landed."""
@@ -113,11 +114,11 @@ class ThreadLanes:
     def _wait_until(self, is_reached: Callable[[], bool]) -> None:
         mover = self._mover
         while True:
-            with mover.changed:
+            with mover.lock:
                 if is_reached():
                     return
                 mover.raise_error()
-                has_changed = mover.changed.wait(_WATCH_SECONDS)
+                has_changed = mover.landed.wait(_WATCH_SECONDS)
             if not has_changed:
                 try:
                     self._watch()
@@ -127,13 +128,16 @@ class ThreadLanes:
 
 
 class _Mover:
-    """The thread of the lanes and its state, which `changed` guards. It must not refer to ThreadLanes, whose garbage collection ends it.
+    """The thread of the lanes and its state, which `lock` guards. It must not refer to ThreadLanes, whose garbage collection ends it.
 
-    queues: by lane, the hops that have not landed. comm/moves.py chooses the next move.
+    changed: a hop was submitted or has crossed, so that the thread may have a move. landed: a hop has landed, so that a wait may be over.
+    Neither wakes who waits for the other. queues: by lane, the hops that have not landed. comm/moves.py chooses the next move.
     """
 
     def __init__(self, pause: Callable[[], None]) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.landed = threading.Condition(self.lock)
         self.queues: dict[Lane, deque[Hop]] = {lane: deque() for lane in LANES}
         self._pause = pause
         self._error: BaseException | None = None
@@ -151,13 +155,14 @@ class _Mover:
 
     def fail(self, error: BaseException, *, is_raised: bool = False) -> None:
         """Stops the lanes. is_raised: the error has been raised to a caller."""
-        with self.changed:
+        with self.lock:
             if self._error is None:
                 self._error, self._is_raised = error, is_raised
             self.changed.notify_all()
+            self.landed.notify_all()
 
     def end(self) -> None:
-        with self.changed:
+        with self.lock:
             self._has_ended = True
             self.changed.notify_all()
 
@@ -173,7 +178,7 @@ class _Mover:
             del move  # a hop refers to the lanes, so while this thread waits it must hold none, or they would never be collected
 
     def _next_move(self) -> Callable[[], None] | None:
-        with self.changed:
+        with self.lock:
             while not self._has_ended and self._error is None:
                 found = first_move(self.queues.values(), time.monotonic())  # every possible move can start now, so the kind of move decides
                 if found is not None:
@@ -201,13 +206,13 @@ class _Mover:
                 hop.work.wait()
         hop.land()
         hop.work = None
-        with self.changed:
+        with self.lock:
             hop.landed = time.monotonic()
             self.queues[hop.lane].popleft()
-            self.changed.notify_all()
+            self.landed.notify_all()
 
     def _crossed(self, hop: Hop) -> None:
-        with self.changed:
+        with self.lock:
             hop.crossed = time.monotonic()
             self.changed.notify_all()
 

@@ -44,10 +44,14 @@ class Ledger:
     grid: Grid
     rank: int
     _booked: dict[Category, Traffic] = field(default_factory=lambda: {category: Traffic() for category in Category})
+    _measured: dict[tuple[Link, int], Traffic] = field(default_factory=dict)  # a run has few sizes of messages, and many hops
 
     def measure(self, link: Link, bytes_per_member: int) -> Traffic:
         """What this rank receives if every other member of `link` sends it `bytes_per_member`."""
-        return link_traffic(self.grid, self.rank, link, bytes_per_member)
+        found = self._measured.get((link, bytes_per_member))
+        if found is None:
+            found = self._measured[link, bytes_per_member] = link_traffic(self.grid, self.rank, link, bytes_per_member)
+        return found
 
     def measure_world(self, bytes_per_member: int) -> Traffic:
         """What this rank receives if every other rank of the world sends it `bytes_per_member`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
@@ -72,32 +72,39 @@ def first_move(lanes: Iterable[deque[HopType]], free_from: float) -> NextMove[Ho
     """The next move of a thread that is free from `free_from` on; None if no move can start at a known time.
 
     lanes: the hops of each lane that have not landed, in the order of submission. Only the first MOST_CROSSING + 1 of each lane are looked
-    at.
+    at. The thread of the lanes asks several times per hop, so this makes no object until the move is found.
     """
-    moves = (move for lane in lanes for move in _moves(lane, free_from))
-    return min(moves, key=lambda found: (found.start, found.move), default=None)
+    start, first, found = NEVER, Move.PREPARE, None
+    for lane in lanes:
+        if not lane:
+            continue
+        for ready, move, hop in _moves(lane):
+            begin = ready if ready > free_from else free_from
+            if begin < start or (begin == start and move < first and found is not None):
+                start, first, found = begin, move, hop
+    return None if found is None else NextMove(start, first, found)
 
 
-def _moves(lane: deque[HopType], free_from: float) -> Iterator[NextMove[HopType]]:
-    first = list(islice(lane, MOST_CROSSING + 1))
-    waiting = next((hop for hop in first if hop.launched == NEVER), None)
-    if waiting is not None:
-        yield from _possible(max(waiting.prepared, _place_free(first[: first.index(waiting)])), free_from, Move.LAUNCH, waiting)
-    if first:
-        yield from _possible(first[0].crossed, free_from, Move.LAND, first[0])
-    unprepared = next((hop for hop in first if hop.prepared == NEVER), None)
-    if unprepared is not None:
-        ready = unprepared.submitted if unprepared.after is None else max(unprepared.submitted, unprepared.after.landed)
-        yield from _possible(ready, free_from, Move.PREPARE, unprepared)
+def _moves(lane: deque[HopType]) -> list[tuple[float, Move, HopType]]:
+    """For each kind of move, the hop of the lane that it is the turn of, and the time from which it can be made, which may be NEVER."""
+    moves = [(lane[0].crossed, Move.LAND, lane[0])]
+    crossing: list[float] = []
+    waits = False  # whether a hop has been found that waits for its launch
+    for hop in islice(lane, MOST_CROSSING + 1):
+        if hop.launched < NEVER:
+            crossing.append(hop.crossed)
+            continue
+        if not waits:
+            waits = True
+            moves.append((max(hop.prepared, _place_free(crossing)), Move.LAUNCH, hop))
+        if hop.prepared == NEVER:
+            moves.append((hop.submitted if hop.after is None else max(hop.submitted, hop.after.landed), Move.PREPARE, hop))
+            break
+    return moves
 
 
-def _possible(ready: float, free_from: float, move: Move, hop: HopType) -> Iterator[NextMove[HopType]]:
-    if ready < NEVER:
-        yield NextMove(max(ready, free_from), move, hop)
-
-
-def _place_free(launched: list[HopType]) -> float:
-    """The time from which fewer than MOST_CROSSING of the lane's collectives are under way."""
-    if len(launched) < MOST_CROSSING:
+def _place_free(crossing: list[float]) -> float:
+    """The time from which fewer than MOST_CROSSING of the lane's collectives are under way; crossing: when those launched have crossed."""
+    if len(crossing) < MOST_CROSSING:
         return 0.0
-    return sorted(hop.crossed for hop in launched)[-MOST_CROSSING]
+    return sorted(crossing)[-MOST_CROSSING]

@@ -100,6 +100,20 @@ def recode_mean_blocks(
     encode_blocks(mean, recoded, next_bits, block_numel, False, noise_key)
 
 
+def mean_values(members: Tensor, mean: Tensor, accumulate: bool) -> None:
+    """Writes the mean of members [members, slices, run] to `mean` [slices, run], or adds it. Here alone a NaN may have any NaN's bits."""
+    writes_at_once = mean.dtype == torch.float32 and not accumulate
+    total = mean if writes_at_once else torch.empty(mean.shape, dtype=torch.float32, device=mean.device)
+    total.copy_(members[0])
+    for member in members[1:]:
+        total.add_(member)
+    total.div_(torch.full((), len(members), dtype=torch.float32, device=total.device))  # a tensor, as in _divided
+    if accumulate:
+        mean.add_(total)
+    elif not writes_at_once:
+        mean.copy_(total)
+
+
 def noise(key: int, pairs: Tensor) -> Tensor:
     """The noise w of values 2 * pair and 2 * pair + 1 for each of `pairs` int64: fp32, odd multiples of 2^-17 between -1/2 and 1/2."""
     hashes = pair_hashes(key, pairs)

@@ -95,6 +95,11 @@ class Topology:
         """N, the number of partitions, and so of copies of a secondary rung."""
         return self.data_ranks // self.partition_ranks
 
+    @property
+    def is_one_rank(self) -> bool:
+        """Whether the ladder has one rank. Then every rung is the whole unit, and nothing crosses a link."""
+        return self.data_ranks == 1
+
     def link_ranks(self, link: Link) -> int:
         """The number of ranks that share one link: N over the inter link, G over the intra link."""
         return {Link.INTER: self.partitions, Link.INTRA: self.partition_ranks}[link]

@@ -16,14 +16,16 @@ from megatron_zpp.parallel.ranks_in_words import ranks_in_words
 def prepare_kernels(config: Config, device: torch.device, hosts: Sequence[str]) -> str:
     """Loads the kernels and returns lines about them; empty if the run neither quantizes nor has hidden dropout. Every rank must call it.
 
+    Every run loads them where they are built: descents take means with them too, which costs little without them.
+
     hosts: host name of every rank, in rank order. Raises StartupError on every rank if a rank with a GPU lacks kernels and was not told to
     run without them: all ranks would wait for its reference, which quantizes far more slowly. If no rank has kernels and the run does not
     quantize, it trains: hidden dropout on the reference costs about twice as much as torch's.
     """
+    extension.load()
     quantizes = config.zero.quantizes
     if not quantizes and config.model.hidden_dropout == 0:
         return ""
-    extension.load()
     own = extension.report(device.type)
     lacking = gather_texts("" if extension.has_kernels_for(device.type) else own)
     unasked = gather_texts("" if extension.wants_reference(os.environ) else "unasked")

@@ -153,7 +153,7 @@ class ZeroEngine:
         weight_codecs, gradient_codecs = self._codecs()
         unit = WeightUnit(spec, layout, policy, ladder, weight_codecs, dtype)
         gradient = UnitGradient(spec.name, layout, policy, ladder)
-        collector = Collector(gradient, policy, dtype, ladder.staging)
+        collector = Collector(gradient, policy, dtype, ladder)
         descent = UnitDescent(gradient, collector, policy, ladder, gradient_codecs)
         for parameter, placed in zip(unit.parameters, layout.params, strict=True):
             owner, _, attribute = placed.spec.name.rpartition(".")

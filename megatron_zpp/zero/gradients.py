@@ -7,7 +7,6 @@ from torch import Tensor
 
 from megatron_zpp.comm.codec import Regions
 from megatron_zpp.comm.links import Ladder
-from megatron_zpp.comm.staging import Staging
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.policy import Policy, Rung
 
@@ -44,37 +43,42 @@ class UnitGradient:
 class Collector:
     """Collects one micro-batch's gradients of a unit, parameter by parameter, until the unit is complete.
 
-    If the sums are kept on the full rung, each gradient is added to them at once. Otherwise gradients wait in a buffer of the working dtype
-    until they descend.
+    If this rank has the sums of the whole unit, each gradient is added to them at once. Otherwise gradients wait in a buffer of the working
+    dtype until they descend. Gradients of one dimension are copied or added together at the end: they are small, and many calls cost more.
     """
 
-    def __init__(self, gradient: UnitGradient, policy: Policy, dtype: torch.dtype, staging: Staging) -> None:
+    def __init__(self, gradient: UnitGradient, policy: Policy, dtype: torch.dtype, ladder: Ladder) -> None:
         self._gradient = gradient
         self._layout = gradient.layout
-        self._adds_to_sums = policy.gradients is Rung.FULL
+        self._adds_to_sums = policy.gradients is Rung.FULL or ladder.topology.is_one_rank
         self._dtype = dtype
-        self._staging = staging
+        self._staging = ladder.staging
         self._paddings = tuple(gradient.layout.paddings())
+        self._is_small = tuple(len(param.spec.shape) <= 1 for param in gradient.layout.params)
         self._arrived: set[int] = set()
+        self._small: dict[int, Tensor] = {}  # gradients of one dimension that have arrived, by parameter
         self._buffer: Tensor | None = None  # [numel] of the working dtype, from the first gradient on until the descent has landed
 
     def collect(self, index: int, gradient: Tensor) -> bool:
         """Takes the gradient of parameter `index` of the layout; returns True once every parameter has brought its gradient."""
-        if self._adds_to_sums:
-            self._place_of(index).add_(gradient.view(-1))
+        if self._is_small[index]:
+            self._small[index] = gradient
         else:
-            self._place_of(index).copy_(gradient.view(-1))
+            self._put([self._place_of(index)], [gradient.view(-1)])
         self._arrived.add(index)
         return len(self._arrived) == len(self._layout.params)
 
     def fill_missing(self) -> None:
-        """Writes zeros for gradients that have not come. Sums on the full rung need no zeros, because a missing gradient adds nothing."""
-        for index in range(len(self._layout.params)):
-            if index not in self._arrived and not self._adds_to_sums:
-                self._place_of(index).zero_()
+        """Writes zeros for gradients that have not come. Sums need no zeros, because a missing gradient adds nothing."""
+        missing = [index for index in range(len(self._layout.params)) if index not in self._arrived]
+        if missing and not self._adds_to_sums:
+            torch._foreach_zero_([self._place_of(index) for index in missing])
 
     def complete(self) -> Regions:
         """The values of the whole unit, ready to descend. What is collected next belongs to the next micro-batch."""
+        if self._small:
+            self._put([self._place_of(index) for index in self._small], list(self._small.values()))
+        self._small.clear()
         self._arrived.clear()
         return self._gradient.resting if self._adds_to_sums else Regions.of(self._taken_buffer(), self._layout.runs)
 
@@ -84,6 +88,13 @@ class Collector:
             self._staging.give(self._buffer.view(torch.uint8))
         self._buffer = None
 
+    def _put(self, places: list[Tensor], gradients: list[Tensor]) -> None:
+        """Adds or copies every gradient to its place, all in one call, which costs a GPU one kernel."""
+        if self._adds_to_sums:
+            torch._foreach_add_(places, gradients)
+        else:
+            torch._foreach_copy_(places, gradients)
+
     def _place_of(self, index: int) -> Tensor:
         param = self._layout.params[index]
         flat = self._gradient.total if self._adds_to_sums else self._taken_buffer()
@@ -92,6 +103,6 @@ class Collector:
     def _taken_buffer(self) -> Tensor:
         if self._buffer is None:
             self._buffer = self._staging.take(self._layout.numel * self._dtype.itemsize).view(self._dtype)
-            for padding in self._paddings:
-                self._buffer[padding.start : padding.stop].zero_()
+            if self._paddings:
+                torch._foreach_zero_([self._buffer[padding.start : padding.stop] for padding in self._paddings])
         return self._buffer

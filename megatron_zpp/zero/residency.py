@@ -11,6 +11,8 @@ main weights change, because its values are then stale:
 The secondary rung is freed as soon as the full one has landed, unless the policy keeps it within a step. If the policy keeps a copy across
 steps, the rung that holds the copy becomes stale like the others but keeps its storage, to which the next climb adds differences.
 
+Where every rank has all main weights, no hop fills a rung: the full one is a copy of them, and the secondary one is not needed.
+
 The engine carries these decisions out on tensors (zero/unit.py), the planner without tensors (zero/plan/step_simulation.py). A ticket
 stands for a hop under way.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
+from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.policy import Policy, Rung
 
 Ticket = TypeVar("Ticket")
@@ -29,17 +32,14 @@ class Residency(Generic[Ticket]):
     """The rungs of one unit on one rank. It starts with every rung at rest.
 
     The main weights on the primary rung are always up to date. There, fresh means that their payload has been encoded.
+    fills_without_hops: whether the full rung is a copy of main weights that every rank has.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, topology: Topology) -> None:
         self._policy = policy
+        self.fills_without_hops = policy.optimizer is Rung.FULL or topology.is_one_rank
         self._fresh: set[Rung] = set()
         self._tickets: dict[Rung, Ticket] = {}
-
-    @property
-    def fills_without_hops(self) -> bool:
-        """Whether the full rung is a copy of main weights that every rank has."""
-        return self._policy.optimizer is Rung.FULL
 
     def is_fresh(self, rung: Rung) -> bool:
         """Whether the rung holds the current weights."""
@@ -48,8 +48,7 @@ class Residency(Generic[Ticket]):
     def needs(self, rung: Rung) -> tuple[Rung, ...]:
         """The rungs to fill so that `rung` will be fresh, lowest first; each is filled from the one before it.
 
-        Empty if `rung` or a higher one is fresh or on its way. If the optimizer is kept on the full rung, only that rung is filled, as a
-        copy of the main weights.
+        Empty if `rung` or a higher one is fresh or on its way. If this rank has all main weights, only the full rung is filled, as a copy.
         """
         if any(self._is_there(other) for other in _CLIMBED if other >= rung):
             return ()

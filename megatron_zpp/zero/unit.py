@@ -47,17 +47,20 @@ class WeightUnit:
         self._policy = policy
         self._ladder = ladder
         self._codecs = codecs
-        self._residency: Residency[Hop] = Residency(policy)
+        self._residency: Residency[Hop] = Residency(policy, ladder.topology)
         self._full = torch.empty(layout.numel, dtype=dtype, device=device)
         self._full_bytes = self._full.untyped_storage().nbytes()
+        self._full_regions = Regions.of(self._full, layout.runs)
         self._secondary: Tensor | None = None  # [N, payload_bytes] uint8
         self._own_payload: Tensor | None = None  # [1, payload_bytes] uint8
-        self._nan = torch.full((), float("nan"), dtype=dtype, device=device)
+        nan = torch.full((), float("nan"), dtype=dtype, device=device)
+        self._nans = [nan.expand(param.spec.shape) for param in layout.params]
         self.parameters = [nn.Parameter(torch.empty(0, dtype=dtype, device=device)) for _ in layout.params]
         self._views = [self._full[param.offset : param.offset + param.numel].view(param.spec.shape) for param in layout.params]
         self._release(Rung.FULL)
         self.first_slice, self.slices = (0, layout.slices) if policy.optimizer is Rung.FULL else (ladder.own_slice, 1)
         self.main_weight = torch.zeros(self.slices * layout.slice_numel, dtype=torch.float32, device=device)
+        self._main_regions = Regions.of(self.main_weight, layout.runs)
         for segment in layout.segments(self.first_slice, self.slices):
             stop = segment.offset + segment.stop - segment.start
             self.main_weight[segment.offset : stop].copy_(segment.spec.initial_values(segment.start, segment.stop))
@@ -86,7 +89,7 @@ class WeightUnit:
 
     def _copy_main_weights(self) -> None:
         self._allocate_full()
-        Regions.of(self._full, self.layout.runs).copy_(self.main_regions())
+        self._full_regions.copy_(self.main_regions())
         self._residency.filled(Rung.FULL)
         self._attach()
 
@@ -106,9 +109,8 @@ class WeightUnit:
         if self._secondary is None:
             raise RuntimeError(f"unit {self.name}: no secondary rung to climb from")
         self._allocate_full()
-        full = Regions.of(self._full, self.layout.runs)
         after = self._residency.ticket_below(Rung.FULL)
-        return self._ladder.climb_to_full(self.name, self._codecs.intra, self._secondary, full, after)
+        return self._ladder.climb_to_full(self.name, self._codecs.intra, self._secondary, self._full_regions, after)
 
     def wait(self, category: Category) -> None:
         """Waits until the full rung is fresh, and books the bytes of its climb.
@@ -169,7 +171,7 @@ class WeightUnit:
 
     def main_regions(self) -> Regions:
         """The main weights by region, on the optimizer's rung."""
-        return Regions.of(self.main_weight, self.layout.runs)
+        return self._main_regions
 
     def live_tensors(self) -> list[Tensor]:
         """The tensors whose storages hold this unit's weights now."""
@@ -198,8 +200,8 @@ class WeightUnit:
             parameter.data = view
 
     def _detach(self) -> None:
-        for parameter, param in zip(self.parameters, self.layout.params, strict=True):
-            parameter.data = self._nan.expand(param.spec.shape)
+        for parameter, nans in zip(self.parameters, self._nans, strict=True):
+            parameter.data = nans
 
     def _allocate_full(self) -> None:
         if self._full.untyped_storage().nbytes() == 0:

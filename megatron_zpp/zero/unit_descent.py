@@ -5,7 +5,8 @@
     SECONDARY       sends every micro-batch    adds every micro-batch   gets the mean after the last one
     PRIMARY         sends every micro-batch    passes it on             adds every micro-batch
 
-If the optimizer is kept on the full rung, the fp32 mean then climbs back to every rank.
+If the optimizer is kept on the full rung, the fp32 mean then climbs back to every rank. In a world of one rank nothing descends: the sums
+of every rung are those of the whole unit, and are the mean.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class UnitDescent:
         """Submits the hops that are due after this micro-batch."""
         name, ladder, gradient = self._gradient.name, self._ladder, self._gradient
         values = self._collector.complete()
+        if ladder.topology.is_one_rank:
+            return
         codecs = self._codecs.drawn_for(name, ladder.data_rank, self._iteration, self._microbatch)
         codecs = codecs.signed_for(ladder.topology, ladder.data_rank, "descend", name, self._iteration, self._microbatch)
         self._microbatch += 1

@@ -16,6 +16,7 @@ from harness.places import HARNESS, IMPORT_FROM
 from megatron_zpp.ops.build import SOURCES, Build
 
 RESULTS_PER_SIZE = 960 + 174  # without options and with them
+MEANS = 3 * 8 * 4 * 3  # dtypes x lengths x numbers of members x kinds of results
 
 
 def _run(program: str, *arguments: str, **environment: str) -> int:
@@ -55,6 +56,15 @@ def test_dropout_has_the_reference_s_bits_at_any_size_and_index_and_touches_noth
 
 def test_dropout_on_a_grid_smaller_than_the_work_goes_round_to_the_same_bits() -> None:
     assert _run("dropout_bits.py", str(emulated_kernels()), EMULATED_GRID_LIMIT="2") == 240
+
+
+@pytest.mark.parametrize("library", [emulated_kernels, Build().make, Build(portable=True).make], ids=["cuda", "native", "portable"])
+def test_means_have_the_reference_s_bits_at_any_size_and_place_and_touch_nothing_beside_their_rows(library: object) -> None:
+    assert _run("mean_bits.py", str(library())) == MEANS
+
+
+def test_means_on_a_grid_smaller_than_the_work_go_round_to_the_same_bits() -> None:
+    assert _run("mean_bits.py", str(emulated_kernels()), EMULATED_GRID_LIMIT="2") == MEANS
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.comm.code import Code
+from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.policy import POLICIES, Policy, Rung, with_weight_differences
 from megatron_zpp.zero.residency import Residency
 
@@ -16,7 +17,9 @@ PRIMARY, SECONDARY, FULL = Rung.PRIMARY, Rung.SECONDARY, Rung.FULL
 KEEPS_SECONDARY = replace(POLICIES[3], weights_in_step=SECONDARY)
 DIFFERENCES = with_weight_differences(KEEPS_SECONDARY, Code.gaussian(3, rounds=1))
 ROWS = {**{f"stage {stage}": policy for stage, policy in POLICIES.items()}, "hpZ": KEEPS_SECONDARY, "differences": DIFFERENCES}
+FOUR_RANKS, ONE_RANK = Topology.of_nodes(2, 2), Topology.of_nodes(1, 1)
 policies = st.sampled_from(list(ROWS.values()))
+worlds = st.sampled_from([FOUR_RANKS, ONE_RANK])
 operations = st.lists(st.sampled_from(["climb secondary", "climb full", "wait", "rest", "rest", "write"]), max_size=40)
 
 
@@ -28,16 +31,17 @@ class Executor:
     """
 
     policy: Policy
+    world: Topology = FOUR_RANKS
     version: int = 1
     holds: dict[Rung, int] = field(default_factory=dict)
     hops: list[tuple[Rung, int]] = field(default_factory=list)  # every hop that was ever submitted, with the version at that time
 
     def __post_init__(self) -> None:
-        self.residency: Residency[int] = Residency(self.policy)
+        self.residency: Residency[int] = Residency(self.policy, self.world)
 
     def climb(self, rung: Rung) -> None:
         for missing in self.residency.needs(rung):
-            if self.policy.optimizer is FULL:
+            if self.policy.optimizer is FULL or self.world is ONE_RANK:
                 self.holds[missing] = self.version
                 self.residency.filled(missing)
                 continue
@@ -84,9 +88,11 @@ class Executor:
                 self.write()
 
 
-@given(policies, operations)
-def test_whoever_waits_reads_the_weights_of_now_and_no_hop_is_submitted_twice_or_from_nothing(policy: Policy, steps: list[str]) -> None:
-    unit = Executor(policy)
+@given(policies, worlds, operations)
+def test_whoever_waits_reads_the_weights_of_now_and_no_hop_is_submitted_twice_or_from_nothing(
+    policy: Policy, world: Topology, steps: list[str]
+) -> None:
+    unit = Executor(policy, world)
     for step in steps:
         unit.do(step)
         for rung in (SECONDARY, FULL):
@@ -96,9 +102,11 @@ def test_whoever_waits_reads_the_weights_of_now_and_no_hop_is_submitted_twice_or
     assert unit.holds[FULL] == unit.version
 
 
-@given(policies, operations)
-def test_a_rest_lets_go_of_all_that_stands_above_where_weights_rest_and_of_nothing_else(policy: Policy, steps: list[str]) -> None:
-    unit = Executor(policy)
+@given(policies, worlds, operations)
+def test_a_rest_lets_go_of_all_that_stands_above_where_weights_rest_and_of_nothing_else(
+    policy: Policy, world: Topology, steps: list[str]
+) -> None:
+    unit = Executor(policy, world)
     for step in steps:
         unit.do(step)
     before, under_way = dict(unit.holds), unit.residency.under_way()
@@ -126,7 +134,7 @@ def test_a_step_of_stage_3_climbs_for_forward_and_again_for_backward() -> None:
 
 
 def test_what_is_under_way_neither_rests_nor_climbs_again() -> None:
-    residency: Residency[str] = Residency(POLICIES[3])
+    residency: Residency[str] = Residency(POLICIES[3], FOUR_RANKS)
     residency.submitted(SECONDARY, "first")
     assert residency.rest() == () and residency.needs(SECONDARY) == () and residency.needs(FULL) == (FULL,)
     assert residency.ticket_below(FULL) == "first"
@@ -141,7 +149,7 @@ def test_what_is_under_way_neither_rests_nor_climbs_again() -> None:
 
 
 def test_landing_without_a_climb_to_the_full_rung_is_an_error() -> None:
-    residency: Residency[str] = Residency(POLICIES[3])
+    residency: Residency[str] = Residency(POLICIES[3], FOUR_RANKS)
     residency.submitted(SECONDARY, "hop")
     with pytest.raises(RuntimeError, match="no climb to the full rung"):
         residency.landed()
@@ -149,7 +157,7 @@ def test_landing_without_a_climb_to_the_full_rung_is_an_error() -> None:
 
 @pytest.mark.parametrize("row", list(ROWS))
 def test_a_payload_that_is_kept_with_the_primary_rung_is_stale_after_a_write(row: str) -> None:
-    residency: Residency[str] = Residency(ROWS[row])
+    residency: Residency[str] = Residency(ROWS[row], FOUR_RANKS)
     assert not residency.is_fresh(PRIMARY)
     residency.filled(PRIMARY)
     assert residency.is_fresh(PRIMARY)
@@ -162,19 +170,27 @@ def test_a_payload_that_is_kept_with_the_primary_rung_is_stale_after_a_write(row
 @pytest.mark.parametrize("row", list(ROWS))
 def test_a_write_keeps_storage_of_the_full_rung_only_where_weights_rest_there(row: str) -> None:
     kept = {"stage 0": True, "stage 1": True, "stage 2": True, "stage 3": False, "hpZ": False, "differences": False}[row]
-    assert (FULL not in Residency(ROWS[row]).invalidate()) == kept
+    assert (FULL not in Residency(ROWS[row], FOUR_RANKS).invalidate()) == kept
 
 
 def test_where_the_optimizer_rests_full_the_full_rung_alone_is_filled_and_without_a_hop() -> None:
-    residency: Residency[str] = Residency(POLICIES[0])
+    residency: Residency[str] = Residency(POLICIES[0], FOUR_RANKS)
     assert residency.fills_without_hops and residency.needs(SECONDARY) == () and residency.needs(FULL) == (FULL,)
     residency.filled(FULL)
-    assert residency.needs(FULL) == () and not any(Residency(ROWS[row]).fills_without_hops for row in ROWS if row != "stage 0")
+    assert residency.needs(FULL) == () and not any(Residency(ROWS[row], FOUR_RANKS).fills_without_hops for row in ROWS if row != "stage 0")
+
+
+@pytest.mark.parametrize("row", list(ROWS))
+def test_on_the_one_rank_of_a_world_the_full_rung_alone_is_filled_and_without_a_hop(row: str) -> None:
+    unit = Executor(ROWS[row], ONE_RANK)
+    for step in ["climb secondary", "climb full", "wait", "rest", "climb full", "wait", "write", "climb full", "wait"]:
+        unit.do(step)
+    assert unit.hops == [] and set(unit.holds) == {FULL}
 
 
 @given(operations)
 def test_the_storage_of_a_copy_that_is_kept_across_steps_stays(steps: list[str]) -> None:
-    unit = Executor(ROWS["differences"])
+    unit = Executor(ROWS["differences"], FOUR_RANKS)
     unit.do("climb full")
     unit.do("wait")
     for step in steps:

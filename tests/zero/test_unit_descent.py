@@ -4,6 +4,7 @@ import pytest
 import torch
 from harness.small_engine import Job, Rank
 from harness.worlds import run_world
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.zero.policy import POLICIES
@@ -48,3 +49,35 @@ def test_a_finish_with_nothing_under_way_books_and_changes_nothing() -> None:
         return not free
 
     assert all(run_world((1, 2), program))
+
+
+class Operations(TorchDispatchMode):
+    """Counts how many tensors each operation on several tensors writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func._schema.name in ("aten::_foreach_copy_", "aten::_foreach_add_"):
+            self.written.append(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_all_gradients_of_one_dimension_of_a_unit_are_taken_by_one_operation(stage: int) -> None:
+    def program(backend: VirtualBackend) -> None:
+        rank = Rank(Job(POLICIES[stage], torch.bfloat16), backend)
+        descent, layout = rank.engine._unit_descents[1], rank.engine.gradients[1].layout
+        dims = [len(placed.spec.shape) for placed in layout.params]
+        with Operations() as operations:
+            for index, placed in enumerate(layout.params):
+                descent.collect(index, torch.full(placed.spec.shape, float(index + 1), dtype=torch.bfloat16))
+            values = descent._collector.complete()
+        assert operations.written == [1, 1, dims.count(1)] and dims.count(1) > 2
+        for index, placed in enumerate(layout.params):
+            assert bool((values.range(placed.offset, placed.offset + placed.numel) == index + 1).all())
+        descent._collector.release()
+        rank.engine.close()
+
+    run_world((1, 2), program)

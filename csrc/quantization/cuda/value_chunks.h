@@ -81,6 +81,42 @@ __device__ __forceinline__ void store_narrow(const PackedChunk<T>& chunk, T* val
   }
 }
 
+// The first `count` values of a chunk, wherever they start.
+__device__ __forceinline__ void load_some(const float* values, int64_t count, PackedChunk<float>& chunk) {
+#pragma unroll
+  for (int i = 0; i < kChunkWords; ++i) {
+    chunk.words[i] = i < count ? bits_of(values[i]) : 0u;
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void load_some(const T* values, int64_t count, PackedChunk<T>& chunk) {
+#pragma unroll
+  for (int i = 0; i < kChunkWords; ++i) {
+    const uint32_t even = 2 * i < count ? values[2 * i].bits : 0u, odd = 2 * i + 1 < count ? values[2 * i + 1].bits : 0u;
+    chunk.words[i] = even | odd << 16;
+  }
+}
+
+__device__ __forceinline__ void store_some(const PackedChunk<float>& chunk, int64_t count, float* values) {
+#pragma unroll
+  for (int i = 0; i < kChunkWords; ++i) {
+    if (i < count) {
+      values[i] = float_of(chunk.words[i]);
+    }
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void store_some(const PackedChunk<T>& chunk, int64_t count, T* values) {
+#pragma unroll
+  for (int i = 0; i < 2 * kChunkWords; ++i) {
+    if (i < count) {
+      values[i].bits = static_cast<uint16_t>(chunk.words[i / 2] >> (16 * (i % 2)));
+    }
+  }
+}
+
 // ---- Values of a chunk as fp32 ---------------------------------------------------------------------------------------------------------
 
 struct Pair {

@@ -121,6 +121,8 @@ class _PlannedUnit:
         return MAIN_BYTES * self._policy.gradients.slices(self._topology) * self.slice_numel
 
     def secondary_bytes(self) -> int:
+        if self._topology.is_one_rank:
+            return 0  # the main weights are the whole unit
         if self._policy.weights_in_step is Rung.SECONDARY:
             return self._partitions * self._payload_bytes(self._weight_codes.intra)
         inter = self._weight_codes.inter
@@ -128,6 +130,8 @@ class _PlannedUnit:
 
     def buffer_bytes(self, count: int) -> int:
         """Payloads on their way at the same time, if `count` units have this size."""
+        if self._topology.is_one_rank:
+            return 0
         prefetch = self._sharding.prefetch
         units_to_secondary, units_to_full = min(count, 1 + prefetch.inter_uses), min(count, 1 + prefetch.intra_uses)
         units_descending = min(count, LARGEST_UNDER_WAY + 1)  # and one that autograd fills
@@ -177,6 +181,8 @@ class _PlannedUnit:
     def mean_bytes(self) -> int:
         """The fp32 values that a climb and a descent of this unit make at the same time, beside payloads and sums (comm/codecs.py)."""
         weights, gradients = self._weight_codes, self._gradient_codes
+        if self._topology.is_one_rank:
+            return 0
         if self._policy.sends_differences:
             climbing = self._runs.blocks  # the difference from the kept copy
         else:

@@ -11,6 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import UnitSpec, Use
+from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.descents import Descents
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.plan.memory_plan import Sharding
@@ -38,12 +39,12 @@ class Listener(Protocol[Ticket]):
 class _Weights(Generic[Ticket]):
     """Takes the place of zero/unit.py:WeightUnit: reports its hops, without tensors."""
 
-    def __init__(self, hops: UnitHops, policy: Policy, listener: Listener[Ticket]) -> None:
+    def __init__(self, hops: UnitHops, policy: Policy, topology: Topology, listener: Listener[Ticket]) -> None:
         to_secondary, to_full = hops.climb()
         self._hop_to = {Rung.SECONDARY: to_secondary, Rung.FULL: to_full}
         self._policy = policy
         self._listener = listener
-        self._residency: Residency[Ticket] = Residency(policy)
+        self._residency: Residency[Ticket] = Residency(policy, topology)
 
     def climb(self, rung: Rung) -> None:
         for missing in self._residency.needs(rung):
@@ -70,10 +71,11 @@ class _Weights(Generic[Ticket]):
 class _Gradient(Generic[Ticket]):
     """Takes the place of zero/unit_descent.py:UnitDescent: reports its hops, without tensors."""
 
-    def __init__(self, hops: UnitHops, policy: Policy, listener: Listener[Ticket]) -> None:
+    def __init__(self, hops: UnitHops, policy: Policy, topology: Topology, listener: Listener[Ticket]) -> None:
         self._within, self._across = hops.descend()
         self._climb_of_mean = hops.climb_of_mean() if policy.optimizer is Rung.FULL else ()
         self._policy = policy
+        self._is_one_rank = topology.is_one_rank
         self._listener = listener
         self._tickets: list[Ticket] = []
 
@@ -82,7 +84,7 @@ class _Gradient(Generic[Ticket]):
 
     def descend(self, *, is_last_microbatch: bool) -> None:
         self.finish()
-        if self._policy.gradients is Rung.FULL and not is_last_microbatch:
+        if self._is_one_rank or (self._policy.gradients is Rung.FULL and not is_last_microbatch):
             return
         self._submit(self._within)
         if self._policy.gradients is not Rung.SECONDARY or is_last_microbatch:
@@ -112,8 +114,8 @@ class StepSimulation(Generic[Ticket]):
         for spec in unit_specs:
             layout = FlatLayout(spec.params, grid.data_ranks, sharding.block_numel)
             hops = UnitHops(spec.name, layout, sharding, grid)
-            self._weights[spec.name] = _Weights(hops, policy, listener)
-            gradients[spec.name] = _Gradient(hops, policy, listener)
+            self._weights[spec.name] = _Weights(hops, policy, grid.ladder, listener)
+            gradients[spec.name] = _Gradient(hops, policy, grid.ladder, listener)
         self._schedule = training_schedule(uses, sharding.prefetch)
         self._first_actions = self._schedule[Moment(Phase.PRE_FORWARD, 0)]
         self._starts_backward = backward_starts(uses)

@@ -1,0 +1,140 @@
+// mean_values on GPUs: every thread takes chunks of 16 bytes from each member. The rows of the grid work on different slices.
+#include <algorithm>
+
+#include "../../quantization/cuda/mean_of_members.h"
+#include "../../quantization/cuda/value_chunks.h"
+#include "launcher.h"
+
+namespace megatron_zpp::cuda {
+namespace {
+
+constexpr int kMeanThreads = 256;
+
+// Which of the values from `first` on a chunk has: all of them, by one wide access, or the first `count`.
+struct Extent {
+  int64_t first;
+  int64_t count;
+  bool is_wide;
+};
+
+template <class T>
+__device__ __forceinline__ PackedChunk<T> loaded(const T* run, const Extent& extent) {
+  PackedChunk<T> chunk;
+  extent.is_wide ? load_wide(run + extent.first, chunk) : load_some(run + extent.first, extent.count, chunk);
+  return chunk;
+}
+
+template <class T>
+__device__ __forceinline__ void store(const PackedChunk<T>& chunk, const Extent& extent, T* run) {
+  extent.is_wide ? store_wide(chunk, run + extent.first) : store_some(chunk, extent.count, run + extent.first);
+}
+
+// Fills totals with the mean over members 0, 1, ... While one member is added, the values of the next are being loaded.
+template <class T>
+__device__ __forceinline__ void load_mean(
+    const MemberRows<T>& members, int64_t slice, const Extent& extent, const Divisor& divisor, float (&totals)[PackedChunk<T>::kNumel]) {
+#pragma unroll
+  for (float& total : totals) {
+    total = -0.0f;  // -0 + x is x, also for x = -0
+  }
+  PackedChunk<T> next = loaded(members.run(0, slice), extent);
+  for (int64_t member = 0; member < members.members; ++member) {
+    const PackedChunk<T> held = next;
+    if (member + 1 < members.members) {
+      next = loaded(members.run(member + 1, slice), extent);
+    }
+#pragma unroll
+    for (int pair = 0; pair < PackedChunk<T>::kNumel / 2; ++pair) {
+      const Pair values = pair_at(held, pair);
+      totals[2 * pair] += values.even;
+      totals[2 * pair + 1] += values.odd;
+    }
+  }
+#pragma unroll
+  for (float& total : totals) {
+    total = divisor.divided(total);
+  }
+}
+
+// As many values as one chunk of a member has take several chunks in fp32.
+template <int kNumel>
+__device__ __forceinline__ void store_means(const float (&totals)[kNumel], const Extent& extent, bool accumulate, float* run) {
+  constexpr int kStored = PackedChunk<float>::kNumel;
+#pragma unroll
+  for (int first = 0; first < kNumel; first += kStored) {
+    const Extent part{extent.first + first, extent.count - first, extent.is_wide};
+    PackedChunk<float> chunk{};
+    if (accumulate) {
+      chunk = loaded(run, part);
+    }
+#pragma unroll
+    for (int i = 0; i < kStored; ++i) {
+      chunk.words[i] = bits_of(accumulate ? float_of(chunk.words[i]) + totals[first + i] : totals[first + i]);
+    }
+    store(chunk, part, run);
+  }
+}
+
+template <class Stored, int kNumel>
+__device__ __forceinline__ void store_means(const float (&totals)[kNumel], const Extent& extent, bool, Stored* run) {
+  PackedChunk<Stored> chunk;
+#pragma unroll
+  for (int pair = 0; pair < kNumel / 2; ++pair) {
+    set_any_pair(chunk, pair, {totals[2 * pair], totals[2 * pair + 1]});
+  }
+  store(chunk, extent, run);
+}
+
+template <class T, class Stored>
+__global__ void __launch_bounds__(kMeanThreads) mean_kernel(
+    MemberRows<T> members, ValueRows<Stored> means, Divisor divisor, bool accumulate, bool is_wide) {
+  constexpr int kNumel = PackedChunk<T>::kNumel;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kMeanThreads * kNumel;
+  const int64_t start = (static_cast<int64_t>(blockIdx.x) * kMeanThreads + threadIdx.x) * kNumel;
+  for (int64_t slice = blockIdx.y; slice < members.slices; slice += gridDim.y) {
+    for (int64_t first = start; first < members.run_numel; first += step) {
+      const int64_t count = members.run_numel - first;
+      const Extent extent{first, count, is_wide && count >= kNumel};
+      float totals[kNumel];
+      load_mean(members, slice, extent, divisor, totals);
+      store_means(totals, extent, accumulate, means.run(slice));
+    }
+  }
+}
+
+// Whether all chunks of all runs start at multiples of 16 bytes.
+template <class T>
+bool have_wide_access(const MemberRows<T>& rows) {
+  const auto stride_bytes = rows.member_stride * static_cast<int64_t>(sizeof(T));
+  const bool are_members_aligned = rows.members == 1 || stride_bytes % kWideAccessBytes == 0;
+  return are_members_aligned && has_wide_access(ValueRows<const T>{rows.base, rows.slice_stride}, rows.slices);
+}
+
+}  // namespace
+
+template <class T, class Stored>
+cudaError_t launch_mean(const MemberRows<T>& members, const ValueRows<Stored>& means, bool accumulate, cudaStream_t stream) {
+  if (members.slices == 0 || members.run_numel == 0) {
+    return cudaSuccess;
+  }
+  constexpr int64_t kGridBlockNumel = int64_t{kMeanThreads} * PackedChunk<T>::kNumel;
+  const int64_t grid_blocks = (members.run_numel + kGridBlockNumel - 1) / kGridBlockNumel;
+  const bool is_wide = have_wide_access(members) && has_wide_access(means, members.slices);
+  cudaLaunchConfig_t config{};
+  config.gridDim =
+      dim3(static_cast<unsigned>(std::min(grid_blocks, kMostGridBlocks)), static_cast<unsigned>(std::min(members.slices, kMostGridRows)));
+  config.blockDim = dim3(kMeanThreads);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, mean_kernel<T, Stored>, members, means, divisor_of(members.members), accumulate, is_wide);
+}
+
+#define ZPP_INSTANTIATE(T, Stored) \
+  template cudaError_t launch_mean<T, Stored>(const MemberRows<T>&, const ValueRows<Stored>&, bool, cudaStream_t);
+ZPP_INSTANTIATE(float, float)
+ZPP_INSTANTIATE(Bf16Bits, float)
+ZPP_INSTANTIATE(Fp16Bits, float)
+ZPP_INSTANTIATE(Bf16Bits, Bf16Bits)
+ZPP_INSTANTIATE(Fp16Bits, Fp16Bits)
+#undef ZPP_INSTANTIATE
+
+}  // namespace megatron_zpp::cuda

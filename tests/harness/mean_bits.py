@@ -1,0 +1,71 @@
+"""A library's mean of values that are not quantized against the reference, bit for bit. As a program, for the library it is given."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from harness.per_block import equal_bits
+from megatron_zpp.ops import reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+RUNS = (0, 1, 7, 8, 40, 1023, 2048, 4099)  # lengths that are no multiple of 8 among them, and longer than one part of the C++ kernel
+MEMBERS = (1, 2, 3, 8)
+PLACES = ((0, 0), (0, 8), (1, 3), (2, 0))  # where rows begin, and how far apart they are: the last two rule out wide accesses
+SLICES = 3
+GUARD = 7.0
+
+
+def values_of(dtype: torch.dtype, members: int, run_numel: int) -> Tensor:
+    """Ordinary values [members, SLICES, run_numel], among them some that are huge, subnormal, zero, or not finite."""
+    values = torch.randn(members, SLICES, run_numel, generator=torch.Generator().manual_seed(run_numel + members))
+    largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    for place, odd in enumerate((largest, -largest, smallest, -smallest / 2, -0.0, float("nan"), float("inf"), -float("inf"))):
+        values.view(-1)[3 * place + 1 :: 40] = odd
+    return values.to(dtype)
+
+
+def placed(values: Tensor, first: int, gap: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """A storage with guards, and the rows in it that have the values: they begin `first` elements in, `gap` elements apart."""
+    *rows, run_numel = values.shape
+    storage = torch.full((*rows, first + run_numel + gap), GUARD, dtype=values.dtype, device=device)
+    part = storage[..., first : first + run_numel]
+    part.copy_(values)
+    return storage, part
+
+
+def cases() -> Iterator[tuple[torch.dtype, torch.dtype, bool, int, int, tuple[int, int]]]:
+    for number, (dtype, run_numel, members) in enumerate(product(DTYPES, RUNS, MEMBERS)):
+        for stored, accumulate in ((torch.float32, False), (torch.float32, True), (dtype, False)):
+            yield dtype, stored, accumulate, run_numel, members, PLACES[number % len(PLACES)]
+
+
+def without_nan_bits(values: Tensor) -> Tensor:
+    """A copy in which every NaN has the same bits."""
+    return values.clone().masked_fill_(values.isnan(), float("nan"))
+
+
+def check(device: str = "cpu") -> int:
+    """Raises AssertionError at the first differing bit; returns how many results were compared."""
+    compared = 0
+    for case in cases():
+        dtype, stored, accumulate, run_numel, members, (first, gap) = case
+        values, before = values_of(dtype, members, run_numel), values_of(stored, 1, run_numel)[0].flip(-1)
+        expected, written = placed(before, first, gap)
+        reference.mean_values(values, written, accumulate)
+        _, source = placed(values, first, gap, device)
+        storage, target = placed(before, first, gap, device)
+        torch.ops.megatron_zpp.mean_values(source, target, accumulate)
+        assert equal_bits(without_nan_bits(storage.cpu()), without_nan_bits(expected)), case
+        compared += 1
+    return compared
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.ops.load_library(sys.argv[1])
+    print(check())
