@@ -10,12 +10,20 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def synchronize(self) -> None:
+        """Returns once the stream has come to this point; the host waits for nothing that was enqueued later."""
 
 
 class Stream(Protocol):
     """A queue of kernels. Two objects for the same stream are equal and have equal hashes."""
 
-    def record_event(self) -> Any:
+    def record_event(self) -> Event:
         """An event that is reached when the stream has done everything enqueued so far."""
 
     def wait_event(self, event: Any) -> None:
@@ -43,6 +51,9 @@ class Streams(Protocol):
     def synchronize(self) -> None:
         """Returns once every stream has done its work."""
 
+    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel] zeros in memory of the host to which the device copies while the host goes on."""
+
 
 class CudaStreams:
     """The streams of one CUDA device."""
@@ -61,6 +72,9 @@ class CudaStreams:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, pin_memory=True)
 
 
 def streams_of(device: torch.device) -> Streams | None:
