@@ -6,7 +6,8 @@ finds accesses without an order.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -75,6 +76,25 @@ class CudaStreams:
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, pin_memory=True)
+
+
+class SideStream:
+    """A stream for work that the current stream does not wait for at once."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._stream = streams.make()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Enqueues in this stream inside the block, after everything that the current stream has been given."""
+        self._stream.wait_stream(self._streams.current())
+        with self._streams.entered(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Makes the current stream wait for everything enqueued here."""
+        self._streams.current().wait_stream(self._stream)
 
 
 def streams_of(device: torch.device) -> Streams | None:

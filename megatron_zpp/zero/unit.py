@@ -115,10 +115,14 @@ class WeightUnit:
         """Frees the rungs that the policy does not keep between uses (Policy.weights_in_step), unless a climb is under way."""
         self._release(*self._residency.rest())
 
-    def invalidate(self) -> None:
-        """Makes every rung stale, because the main weights have changed. Waits for climbs under way and discards their results."""
+    def finish_climbs(self) -> None:
+        """Waits for climbs under way, which read the main weights. Call it before these change."""
         for hop in self._residency.under_way().values():
             self._ladder.lanes.wait(hop)
+
+    def invalidate(self) -> None:
+        """Makes every rung stale, because the main weights have changed. Discards the results of climbs under way."""
+        self.finish_climbs()
         rungs = self._residency.invalidate()
         self._release(*rungs)
         if Rung.FULL not in rungs:

@@ -167,6 +167,7 @@ class Job:
     loss_scaler: Callable[[], LossScaler] | None = None
     full_precision_iterations: int = 0
     adam: AdamOptions = AdamOptions()
+    counts_zeros: bool = False
 
 
 class RecordingLanes(TurnLanes):
@@ -211,6 +212,7 @@ class Rank:
             self.job.adam,
             self.job.clip_grad,
             self.job.full_precision_iterations,
+            counts_zeros=self.job.counts_zeros,
         )
         ladder = Ladder(self.backend, self.lanes, self.ledger, CPU, self.streams)
         scaler = self.job.loss_scaler() if self.job.loss_scaler else None

@@ -9,34 +9,33 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.fake_streams.machine import FakeStream, Machine, asking_file
+from harness.fake_streams.machine import FakeStream, Launch, Machine, asking_file
 
 READS_ON_HOST = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select"}
-STARTS_NOTHING = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::set_"}  # no kernel
+STARTS_NOTHING = {
+    "aten::empty",
+    "aten::empty_strided",
+    "aten::empty_like",
+    "aten::new_empty",
+    "aten::set_",
+    "aten::_unsafe_view",
+}  # no kernel
 READING_METHODS = ("tolist", "cpu", "numpy")
 _of_thread = threading.local()
 
 
 class RaceError(AssertionError):
     """Two accesses to the same memory have no order. (No Exception of the engine's own kind, so that nothing catches it.)"""
-
-
-class Launch(NamedTuple):
-    """An operation that the host enqueues. file: the one of the project that asks for it; autograd asks for those of backward."""
-
-    file: str
-    operation: str
 
 
 @dataclass
@@ -62,15 +61,11 @@ class Block:
 
 
 class Accesses(TorchDispatchMode):
-    """Watches the operations of one rank, whose thread enters it.
-
-    launches: how many operations the host has enqueued, by the file that asked for them and their name.
-    """
+    """Watches the operations of one rank, whose thread enters it."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
         self.machine = machine
-        self.launches: Counter[Launch] = Counter()
         self._blocks: dict[int, Block] = {}
         self.is_paused = False
         self._found_late: RaceError | None = None  # by a finalizer, which cannot raise
@@ -120,7 +115,7 @@ class Accesses(TorchDispatchMode):
         """One operation of the current stream."""
         self._raise_late()
         if label not in STARTS_NOTHING:
-            self.launches[Launch(asking_file(), label)] += 1
+            self.machine.log.append(Launch(asking_file(), label))
         stream = self.machine.current()
         count = stream.advance()
         for tensor in reads:

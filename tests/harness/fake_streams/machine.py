@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 HARNESS = Path(__file__).parent
 FOLDERS = (HARNESS.parents[1], HARNESS.parents[2] / "megatron_zpp")  # of the project; an environment may lie beside them
@@ -49,6 +51,13 @@ class Site:
 
 
 Sites = tuple[Site, ...]
+
+
+class Launch(NamedTuple):
+    """An operation that the host enqueues. file: the one of the project that asks for it; autograd asks for those of backward."""
+
+    file: str
+    operation: str
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,8 @@ class Machine:
 
     without: a line whose waits or records have no effect, for tests that such a fault is found.
     needed: the lines whose waits or records changed what happens before what. A stream that waits for itself, for example, changes nothing.
-    syncs: the lines at which the host waited for streams, in order. waits: the time for which computation stood still.
+    log: what the host did, in order: operations that it enqueued, and lines at which it waited for streams.
+    waits: the time for which computation stood still.
     """
 
     def __init__(self, without: Site | None = None) -> None:
@@ -124,7 +134,7 @@ class Machine:
         self.host_time = 0.0
         self.waits = 0.0
         self.needed: set[Site] = set()
-        self.syncs: list[Site] = []
+        self.log: list[Launch | Site] = []
         self._host_storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._without = without
 
@@ -148,7 +158,8 @@ class Machine:
         self.sync(*(stream.event(()) for stream in self.streams), sites=calling_sites("synchronize"))
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
-        memory = torch.zeros(numel, dtype=dtype)
+        with _disable_current_modes():  # no operation of the device
+            memory = torch.zeros(numel, dtype=dtype)
         self._host_storages.add(memory.untyped_storage())
         return memory
 
@@ -156,7 +167,7 @@ class Machine:
 
     def read(self, stream: FakeStream) -> None:
         """The host reads a value that `stream` computes, so it waits for it."""
-        self.syncs += calling_sites("read")[:1]
+        self.log += calling_sites("read")[:1]
         merge(self.host_clock, stream.clock)
         self.host_time = max(self.host_time, stream.free_at)
 
@@ -164,7 +175,7 @@ class Machine:
         """Lets the host wait for these events."""
         if self.leaves_out(sites):
             return
-        self.syncs += sites[:1]
+        self.log += sites[:1]
         if any([merge(self.host_clock, event.clock) for event in events]):
             self.needed.update((*sites, *(site for event in events for site in event.sites)))
         self.host_time = max([self.host_time, *(event.time for event in events)])
