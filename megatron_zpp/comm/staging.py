@@ -56,12 +56,9 @@ class Staging:
         return buffer
 
     def clear(self) -> None:
-        """Frees the buffers that are not taken. Their memory may be handed out again to the streams that took them, so these wait."""
+        """Frees the buffers that are not taken. What the streams that took them do next must come after every use of them."""
         with self._lock:
-            for (nbytes, stream), buffers in self._free.items():
-                self.allocated_bytes -= nbytes * len(buffers)
-                for given in buffers if stream is not None else ():
-                    stream.wait_event(given.event)
+            self.allocated_bytes -= sum(nbytes * len(buffers) for (nbytes, _), buffers in self._free.items())
             self._free.clear()
 
     def give(self, buffer: Tensor) -> None:

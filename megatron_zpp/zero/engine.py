@@ -22,9 +22,9 @@ from megatron_zpp.comm.streams import SideStream
 from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.zero.adam import AdamOptions
-from megatron_zpp.zero.clipping import Decision, decide
+from megatron_zpp.zero.clipping import Clipping, skips_on_device
 from megatron_zpp.zero.descents import Descents
-from megatron_zpp.zero.grad_norm import count_zeros, global_norm, weight_norm
+from megatron_zpp.zero.grad_norm import count_zeros, squared_norm, weight_norm
 from megatron_zpp.zero.gradients import Collector, UnitGradient
 from megatron_zpp.zero.hooks import hook_parameters, hook_uses, refuse_forward
 from megatron_zpp.zero.layout import FlatLayout
@@ -299,39 +299,41 @@ class ZeroEngine:
         self._check_usable()
         if self._descents.is_any_under_way:
             raise RuntimeError("call engine.finish_gradients() before engine.update()")
-        decay = self._options.adam.weight_decay if weight_decay is None else weight_decay
-        decision, numbers = self._decide(report)
-        update = Update(learning_rate, decay, decision.factor.float(), decision.skips)
+        update = Update(learning_rate, self._options.adam.weight_decay if weight_decay is None else weight_decay)
+        squared, numbers = self._norm(report)
         with self.observer.phase("optimizer-inner-step"):
             for unit in self.units:
                 unit.finish_climbs()
-            result = self._update_after_reading(numbers, update) if self._side is None else self._update_ahead(numbers, update, self._side)
+            if self._side is None:
+                result = self._update_after_reading(numbers, update)
+            else:
+                result = self._update_ahead(squared, numbers, update, self._side)
         self._gradients = _Gradients.NONE
         return result
 
-    def _decide(self, report: Tensor | None) -> tuple[Decision, Readout]:
-        """The decision on the device, and the numbers on their way to the host: norm, factor, zeros if they are counted, report."""
+    def _norm(self, report: Tensor | None) -> tuple[Tensor, Readout]:
+        """The square of the norm, [] fp64, and numbers on their way to the host: this one, zeros if they are counted, then `report`."""
         with self.observer.phase("optimizer-clip-main-grad"):
-            norm = global_norm(self.gradients, self.ladder, self._squared_sums)
-            decision = decide(norm, scale=self.loss_scaler.scale, clip_grad=self._options.clip_grad)
-        numbers = [decision.grad_norm, decision.factor]
+            squared = squared_norm(self.gradients, self.ladder, self._squared_sums)
+        numbers = [squared.view(1)]
         if self._options.counts_zeros:
             with self.observer.phase("optimizer-count-zeros"):
-                numbers.append(count_zeros(self.gradients, self.ladder))
-        own = torch.stack(numbers)
-        return decision, Readout(own if report is None else torch.cat([own, report]), self.ladder.streams)
+                numbers.append(count_zeros(self.gradients, self.ladder).view(1))
+        if report is not None:
+            numbers.append(report)
+        return squared, Readout(torch.cat(numbers), self.ladder.streams)
 
-    def _update_ahead(self, numbers: Readout, update: Update, side: SideStream) -> StepResult:
+    def _update_ahead(self, squared: Tensor, numbers: Readout, update: Update, side: SideStream) -> StepResult:
         """Enqueues all updates before the host knows the norm: on the device, an update that is skipped changes nothing.
 
         The units that the next step needs first climb while the others are updated, in a stream of their own.
         """
+        update = replace(update, factor=self._clipping.factor_on_device(squared), skips=skips_on_device(squared))
         self._update_group(0, update)
         with side.entered():
             for group in range(1, len(self._update_groups)):
                 self._update_group(group, update)
-        grad_norm, _, *others = numbers.wait()
-        result = self._end_iteration(grad_norm, others)
+        result = self._end_iteration(numbers.wait())
         for group in range(len(self._update_groups)):
             self._climb_group(group, result)
         side.join()
@@ -339,9 +341,9 @@ class ZeroEngine:
 
     def _update_after_reading(self, numbers: Readout, update: Update) -> StepResult:
         """Updates group after group, each of which climbs while the next is updated."""
-        grad_norm, factor, *others = numbers.wait()
-        result = self._end_iteration(grad_norm, others)
-        update = replace(update, factor=factor, skips=None)
+        values = numbers.wait()
+        update = replace(update, factor=self._clipping.factor(values[0]))
+        result = self._end_iteration(values)
         for group in range(len(self._update_groups)):
             self._update_group(group, None if result.is_skipped else update)
             self._climb_group(group, result)
@@ -359,13 +361,18 @@ class ZeroEngine:
                 self.units[index].invalidate()
             self._submit_climbs(self._first_actions.climbs_of(self.units[index].name))
 
-    def _end_iteration(self, grad_norm: float, others: list[float]) -> StepResult:
-        """others: the number of zeros if they are counted, then the caller's report."""
+    def _end_iteration(self, numbers: list[float]) -> StepResult:
+        """numbers: as `_norm` sends them."""
+        grad_norm, others = self._clipping.norm(numbers[0]), numbers[1:]
         is_finite = math.isfinite(grad_norm)
         self.loss_scaler.update(is_overflow=not is_finite)
         self.start_iteration(self._iteration + 1)
         num_zeros = int(others.pop(0)) if self._options.counts_zeros else None
         return StepResult(grad_norm, not is_finite, num_zeros, tuple(others))
+
+    @property
+    def _clipping(self) -> Clipping:
+        return Clipping(self.loss_scaler.scale, self._options.clip_grad)
 
     def weights_changed(self) -> None:
         """Marks the weights on every rung as stale. Call it after any write to the main weights."""
@@ -402,7 +409,7 @@ class ZeroEngine:
 
     def weight_norm(self) -> float:
         """The L2 norm of all main weights; every rank must call it."""
-        return weight_norm(self.units, self.ladder, self._squared_sums).item()
+        return weight_norm(self.units, self.ladder, self._squared_sums)
 
     def close(self) -> None:
         """Waits for climbs that were submitted ahead, so that no message is under way when the process groups end.

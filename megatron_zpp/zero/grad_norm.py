@@ -1,11 +1,12 @@
 """Norms over all ranks. Each primary slice of a unit has one fp64 partial sum on each ladder.
 
 Every rank adds these sums in the order of the slices, and those of one slice in the order of the ladders. So the norm of equal values has
-the same bits in every stage, and a NaN or inf on one rank reaches all ranks. The host waits for none of this.
+the same bits in every stage, and a NaN or inf on one rank reaches all ranks. The device does all of this; the host need not wait.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -19,15 +20,15 @@ from megatron_zpp.zero.squared_sums import SquaredSums
 from megatron_zpp.zero.unit import WeightUnit
 
 
-def global_norm(gradients: Sequence[UnitGradient], ladder: Ladder, squared_sums: SquaredSums) -> Tensor:
-    """The L2 norm of the mean gradient over all units and slices, [] fp64; every rank must call it."""
-    return _norm([(gradient.layout, gradient.primary) for gradient in gradients], ladder, squared_sums)
+def squared_norm(gradients: Sequence[UnitGradient], ladder: Ladder, squared_sums: SquaredSums) -> Tensor:
+    """The square of the L2 norm of the mean gradient over all units and slices, [] fp64; every rank must call it."""
+    return _squared_norm([(gradient.layout, gradient.primary) for gradient in gradients], ladder, squared_sums)
 
 
-def weight_norm(units: Sequence[WeightUnit], ladder: Ladder, squared_sums: SquaredSums) -> Tensor:
-    """The L2 norm of the main weights over all units and slices, [] fp64; every rank must call it."""
+def weight_norm(units: Sequence[WeightUnit], ladder: Ladder, squared_sums: SquaredSums) -> float:
+    """The L2 norm of the main weights over all units and slices; every rank must call it, and waits."""
     own = [(unit.layout, unit.main_regions().slice_at(ladder.own_slice - unit.first_slice)) for unit in units]
-    return _norm(own, ladder, squared_sums)
+    return math.sqrt(_squared_norm(own, ladder, squared_sums).item())
 
 
 def count_zeros(gradients: Sequence[UnitGradient], ladder: Ladder) -> Tensor:
@@ -41,12 +42,12 @@ def count_zeros(gradients: Sequence[UnitGradient], ladder: Ladder) -> Tensor:
     return ladder.gather_world(own).sum()
 
 
-def _norm(units: Sequence[tuple[FlatLayout, Regions]], ladder: Ladder, squared_sums: SquaredSums) -> Tensor:
+def _squared_norm(units: Sequence[tuple[FlatLayout, Regions]], ladder: Ladder, squared_sums: SquaredSums) -> Tensor:
     """units: for each unit its layout, and its values in this rank's own slice."""
     parts = [list(_counted(layout, own, ladder.own_slice)) for layout, own in units]
     gathered = ladder.gather_world(squared_sums(parts, ladder.device))  # [data ranks, tensor ranks, units] fp64
     by_slice = gathered.unflatten(0, (ladder.partitions, ladder.partition_ranks)).transpose(0, 1)
-    return _sum_in_order(by_slice.flatten()).sqrt()
+    return _sum_in_order(by_slice.flatten())
 
 
 def _sum_in_order(values: Tensor) -> Tensor:

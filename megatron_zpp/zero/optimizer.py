@@ -22,7 +22,7 @@ class Update:
 
     learning_rate: float
     weight_decay: float
-    factor: float | Tensor
+    factor: float | Tensor = 1.0
     skips: Tensor | None = None
 
 

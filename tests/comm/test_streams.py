@@ -76,12 +76,17 @@ class Case:
         history = []
         for step in range(self.job.steps):
             snapshot.begin()
-            before = [piece.values.clone() for piece in owned_pieces(rank.engine)]
-            loss = rank.accumulate(step)
+            with gpu.accesses.paused():
+                before = [piece.values.clone() for piece in owned_pieces(rank.engine)]
+            losses = []
+            for microbatch in range(self.job.microbatches):
+                losses.append(rank.loss(step, microbatch))
+                rank.backward(losses[-1], microbatch)
             snapshot.copy()  # as late as the thread of --async-save may copy: the update waits for it
-            history.append((loss, rank.engine.step(LEARNING_RATE).grad_norm))
+            norm = rank.engine.step(LEARNING_RATE).grad_norm
+            history.append((sum(loss.item() for loss in losses) / len(losses), norm))
             for piece, values in zip(snapshot.pieces, before, strict=True):
-                assert piece.values.tolist() == values.tolist()
+                assert torch.equal(piece.values, values)
             with torch.no_grad():
                 rank.loss(50)
         rank.engine.close()
