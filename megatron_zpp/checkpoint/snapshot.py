@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from megatron_zpp.comm.pinned_memory import pinned_zeros
 from megatron_zpp.comm.streams import Streams, streams_of
 from megatron_zpp.zero.pieces import Piece
 
@@ -25,7 +24,7 @@ class HostSnapshot:
         self._pieces = pieces
         self._streams = streams or next(filter(None, map(streams_of, devices)), None)
         self._stream = None if self._streams is None else self._streams.make()
-        self.pieces = list(_copies(pieces, is_pinned=any(device.type == "cuda" for device in devices)))
+        self.pieces = list(_copies(pieces, self._streams))
 
     def begin(self) -> None:
         """Marks the point in the current stream at which the values are ready to be copied."""
@@ -46,12 +45,14 @@ class HostSnapshot:
             copy.values.copy_(piece.values, non_blocking=True)
 
 
-def _copies(pieces: Sequence[Piece], *, is_pinned: bool) -> Iterator[Piece]:
+def _copies(pieces: Sequence[Piece], streams: Streams | None) -> Iterator[Piece]:
     """The pieces with values in host memory: zeros, so that its pages exist before the first snapshot."""
     numels: Counter[torch.dtype] = Counter()
     for piece in pieces:
         numels[piece.values.dtype] += piece.values.numel()
-    unused = {dtype: pinned_zeros(numel, dtype) if is_pinned else torch.zeros(numel, dtype=dtype) for dtype, numel in numels.items()}
+    unused = {
+        dtype: torch.zeros(numel, dtype=dtype) if streams is None else streams.host_memory(numel, dtype) for dtype, numel in numels.items()
+    }
     for piece in pieces:
         dtype, numel = piece.values.dtype, piece.values.numel()
         values, unused[dtype] = unused[dtype].split([numel, unused[dtype].numel() - numel])

@@ -117,7 +117,8 @@ class Ladder:
         self.device = device
         self.data_rank = self.grid.data_rank_of(backend.rank)
         self.tensor_rank = self.grid.tensor_rank_of(backend.rank)
-        self.staging = Staging(device, streams or streams_of(device))
+        self.streams = streams or streams_of(device)
+        self.staging = Staging(device, self.streams)
         self.partitions = self.topology.partitions
         self.partition_ranks = self.topology.partition_ranks
         self.own_slice = self.topology.slice_of(self.data_rank)

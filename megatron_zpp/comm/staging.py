@@ -56,7 +56,7 @@ class Staging:
         return buffer
 
     def clear(self) -> None:
-        """Frees the buffers that are not taken. Every use of them must have ended."""
+        """Frees the buffers that are not taken. What the streams that took them do next must come after every use of them."""
         with self._lock:
             self.allocated_bytes -= sum(nbytes * len(buffers) for (nbytes, _), buffers in self._free.items())
             self._free.clear()

@@ -6,16 +6,29 @@ finds accesses without an order.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+
+from megatron_zpp.comm.pinned_memory import pinned_zeros
+
+_LEAST_PINNED_EXACTLY = 1 << 20  # bytes; for less, it is quicker to take memory from torch's pool, which rounds up to a power of two
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def synchronize(self) -> None:
+        """Returns once the stream has come to this point; the host waits for nothing that was enqueued later."""
 
 
 class Stream(Protocol):
     """A queue of kernels. Two objects for the same stream are equal and have equal hashes."""
 
-    def record_event(self) -> Any:
+    def record_event(self) -> Event:
         """An event that is reached when the stream has done everything enqueued so far."""
 
     def wait_event(self, event: Any) -> None:
@@ -43,6 +56,9 @@ class Streams(Protocol):
     def synchronize(self) -> None:
         """Returns once every stream has done its work."""
 
+    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel] zeros in memory of the host to which the device copies while the host goes on."""
+
 
 class CudaStreams:
     """The streams of one CUDA device."""
@@ -61,6 +77,30 @@ class CudaStreams:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if numel * dtype.itemsize < _LEAST_PINNED_EXACTLY:
+            return torch.zeros(numel, dtype=dtype, pin_memory=True)  # from a pool
+        return pinned_zeros(numel, dtype)
+
+
+class SideStream:
+    """A stream for work that the current stream does not wait for at once."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._stream = streams.make()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Enqueues in this stream inside the block, after everything that the current stream has been given."""
+        self._stream.wait_stream(self._streams.current())
+        with self._streams.entered(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Makes the current stream wait for everything enqueued here."""
+        self._streams.current().wait_stream(self._stream)
 
 
 def streams_of(device: torch.device) -> Streams | None:

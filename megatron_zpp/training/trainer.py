@@ -115,10 +115,11 @@ class Trainer:
         loss_sum = forward_backward(self._model, engine, self._train_batches, microbatches)
         model_state_bytes = engine.model_state_bytes()
         self._saver.wait_for_copy()  # a checkpoint may still be copying the weights and moments that the update changes
-        with engine.observer.phase("optimizer"):
-            update = engine.update(learning_rate, weight_decay)
         gathered = gather_numbers([loss_sum, stop_conditions.request()], engine)
-        loss_sums, requests = gathered[:, 0, 0].tolist(), gathered[:, :, 1].flatten().tolist()
+        with engine.observer.phase("optimizer"):
+            update = engine.update(learning_rate, weight_decay, report=gathered.flatten())
+        tensor_ranks = gathered.shape[1]
+        loss_sums, requests = update.report[:: 2 * tensor_ranks], update.report[1::2]
         lm_loss = sum(loss_sums) / (microbatches * len(loss_sums))
         outcome = StepOutcome(lm_loss, update.grad_norm, update.is_skipped, model_state_bytes, update.num_zeros)
         return outcome, StopRequest.of_ranks(requests)

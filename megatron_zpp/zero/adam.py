@@ -22,14 +22,23 @@ class AdamOptions:
     weight_decay: float = 0.01
     backend: str = "torch"
 
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether an update can be enqueued before the host knows that it is not skipped. Apex counts its steps on the host."""
+        return self.backend == "torch"
+
 
 class Adam(Protocol):
     """An AdamW optimizer. steps: number of updates so far; a resumed run sets it."""
 
     steps: int
 
-    def update(self, learning_rate: float, weight_decay: float) -> None:
-        """One step with the gradients that the parameters have."""
+    def update(self, learning_rate: float, weight_decay: float, skips: Tensor | None) -> None:
+        """One step with the gradients that the parameters have.
+
+        skips: [] fp32 on the device; 1 makes the step change nothing, not even `steps`, whatever the gradients are. None if the host knows
+        that the step is not skipped.
+        """
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class TorchAdam:
 
     def __init__(self, parameters: AdamParameters, options: AdamOptions) -> None:
         betas = (options.beta1, options.beta2)
-        self._optimizer = torch.optim.AdamW(parameters.groups(), lr=0.0, betas=betas, eps=options.eps, fused=True)
+        self._optimizer: Any = torch.optim.AdamW(parameters.groups(), lr=0.0, betas=betas, eps=options.eps, fused=True)
         self._steps = []
         for parameter, moments in parameters.states().items():
             step = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -74,8 +83,9 @@ class TorchAdam:
         for step in self._steps:
             step.fill_(value)
 
-    def update(self, learning_rate: float, weight_decay: float) -> None:
+    def update(self, learning_rate: float, weight_decay: float, skips: Tensor | None) -> None:
         _set_rates(self._optimizer.param_groups, learning_rate, weight_decay)
+        self._optimizer.found_inf = skips  # as torch's GradScaler gives it to fused optimizers
         self._optimizer.step()
 
 
@@ -98,7 +108,9 @@ class ApexAdam:
         for group in self._optimizer.param_groups:
             group["step"] = value
 
-    def update(self, learning_rate: float, weight_decay: float) -> None:
+    def update(self, learning_rate: float, weight_decay: float, skips: Tensor | None) -> None:
+        if skips is not None:
+            raise RuntimeError("Apex's FusedAdam cannot skip a step on the device; read the gradient norm before the update")
         _set_rates(self._optimizer.param_groups, learning_rate, weight_decay)
         self._optimizer.step()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,19 @@ from torch.utils.hooks import RemovableHandle
 from megatron_zpp.comm.codecs import CodecFactory, make_codec
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.links import Ladder, LinkCodecs
+from megatron_zpp.comm.readout import Readout
+from megatron_zpp.comm.streams import SideStream
 from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.zero.adam import AdamOptions
+from megatron_zpp.zero.clipping import Clipping, skips_on_device
 from megatron_zpp.zero.descents import Descents
-from megatron_zpp.zero.grad_norm import count_zeros, global_norm, squared_sum_apex, squared_sum_fp64, weight_norm
+from megatron_zpp.zero.grad_norm import count_zeros, squared_norm, weight_norm
 from megatron_zpp.zero.gradients import Collector, UnitGradient
 from megatron_zpp.zero.hooks import hook_parameters, hook_uses, refuse_forward
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, LossScaler
-from megatron_zpp.zero.optimizer import ShardedAdamW
+from megatron_zpp.zero.optimizer import ShardedAdamW, Update
 from megatron_zpp.zero.policy import POLICIES, Policy, Rung
 from megatron_zpp.zero.schedule import (
     Actions,
@@ -38,10 +41,10 @@ from megatron_zpp.zero.schedule import (
     evaluation_schedule,
     training_schedule,
 )
+from megatron_zpp.zero.squared_sums import squared_sums_for
 from megatron_zpp.zero.unit import WeightUnit
 from megatron_zpp.zero.unit_descent import UnitDescent
-
-_CLIP_EPSILON = 1e-6
+from megatron_zpp.zero.update_groups import update_groups
 
 
 @dataclass(frozen=True)
@@ -81,12 +84,13 @@ class _Gradients(enum.Enum):
 class StepResult:
     """The result of an optimizer step: the gradient norm before clipping, and whether the step was skipped for a NaN or inf.
 
-    num_zeros: number of zeros in the mean gradient, if the engine counts them.
+    num_zeros: number of zeros in the mean gradient, if the engine counts them. report: the caller's own numbers.
     """
 
     grad_norm: float
     is_skipped: bool
     num_zeros: int | None = None
+    report: tuple[float, ...] = ()
 
 
 class ZeroEngine:
@@ -135,9 +139,11 @@ class ZeroEngine:
         for spec in unit_specs:
             self._add_unit(spec)
         self._unit_of = {unit.name: unit for unit in self.units}
-        self._update_order = self._first_needed_first()
-        self._squared_sum = squared_sum_apex if options.adam.backend == "apex" else squared_sum_fp64
-        self.optimizer = ShardedAdamW(self.units, self.gradients, options.adam)
+        self._squared_sums = squared_sums_for(ladder.device, options.adam.backend)
+        names, has_streams = [unit.name for unit in self.units], ladder.streams is not None
+        self._update_groups = update_groups(names, self._first_actions, at_once=has_streams)
+        self.optimizer = ShardedAdamW(self.units, self.gradients, self._update_groups, options.adam)
+        self._side = None if ladder.streams is None or not options.adam.skips_on_device else SideStream(ladder.streams)
         by_name = {unit.name: descent for unit, descent in zip(self.units, self._unit_descents, strict=True)}
         self._descents = Descents(descent_order(uses), by_name)
         self._is_in_backward = False
@@ -286,36 +292,89 @@ class ZeroEngine:
         for gradient in self.gradients:
             gradient.clear_padding()
 
-    def update(self, learning_rate: float, weight_decay: float | None = None) -> StepResult:
+    def update(self, learning_rate: float, weight_decay: float | None = None, report: Tensor | None = None) -> StepResult:
         """Updates the weights with the clipped mean gradient. A NaN or inf in it makes every rank skip the update.
 
-        weight_decay: of this step; by default that of the options. Raises RuntimeError while a gradient is still descending.
+        weight_decay: of this step; by default that of the options. report: [numel] fp64, which come to the host with the norm, so that it
+        waits only once. Raises RuntimeError while a gradient is still descending.
         """
         self._check_usable()
         if self._descents.is_any_under_way:
             raise RuntimeError("call engine.finish_gradients() before engine.update()")
+        update = Update(learning_rate, self._options.adam.weight_decay if weight_decay is None else weight_decay)
+        squared, numbers = self._norm(report)
+        with self.observer.phase("optimizer-inner-step"):
+            for unit in self.units:
+                unit.finish_climbs()
+            if self._side is None:
+                result = self._update_after_reading(numbers, update)
+            else:
+                result = self._update_ahead(squared, numbers, update, self._side)
+        self._gradients = _Gradients.NONE
+        return result
+
+    def _norm(self, report: Tensor | None) -> tuple[Tensor, Readout]:
+        """The square of the norm, [] fp64, and numbers on their way to the host: this one, zeros if they are counted, then `report`."""
         with self.observer.phase("optimizer-clip-main-grad"):
-            scaled_norm = global_norm(self.gradients, self.ladder, self._squared_sum)
-        grad_norm = scaled_norm / self.loss_scaler.scale
+            squared = squared_norm(self.gradients, self.ladder, self._squared_sums)
+        numbers = [squared.view(1)]
+        if self._options.counts_zeros:
+            with self.observer.phase("optimizer-count-zeros"):
+                numbers.append(count_zeros(self.gradients, self.ladder).view(1))
+        if report is not None:
+            numbers.append(report)
+        return squared, Readout(torch.cat(numbers), self.ladder.streams)
+
+    def _update_ahead(self, squared: Tensor, numbers: Readout, update: Update, side: SideStream) -> StepResult:
+        """Enqueues all updates before the host knows the norm: on the device, an update that is skipped changes nothing.
+
+        The units that the next step needs first climb while the others are updated, in a stream of their own.
+        """
+        update = replace(update, factor=self._clipping.factor_on_device(squared), skips=skips_on_device(squared))
+        self._update_group(0, update)
+        with side.entered():
+            for group in range(1, len(self._update_groups)):
+                self._update_group(group, update)
+        result = self._end_iteration(numbers.wait())
+        for group in range(len(self._update_groups)):
+            self._climb_group(group, result)
+        side.join()
+        return result
+
+    def _update_after_reading(self, numbers: Readout, update: Update) -> StepResult:
+        """Updates group after group, each of which climbs while the next is updated."""
+        values = numbers.wait()
+        update = replace(update, factor=self._clipping.factor(values[0]))
+        result = self._end_iteration(values)
+        for group in range(len(self._update_groups)):
+            self._update_group(group, None if result.is_skipped else update)
+            self._climb_group(group, result)
+        return result
+
+    def _update_group(self, group: int, update: Update | None) -> None:
+        if update is not None:
+            self.optimizer.update(group, update)
+        torch._foreach_zero_([self.gradients[index].total for index in self._update_groups[group]])
+
+    def _climb_group(self, group: int, result: StepResult) -> None:
+        """Submits the first climbs of the next step."""
+        for index in self._update_groups[group]:
+            if not result.is_skipped:
+                self.units[index].invalidate()
+            self._submit_climbs(self._first_actions.climbs_of(self.units[index].name))
+
+    def _end_iteration(self, numbers: list[float]) -> StepResult:
+        """numbers: as `_norm` sends them."""
+        grad_norm, others = self._clipping.norm(numbers[0]), numbers[1:]
         is_finite = math.isfinite(grad_norm)
-        decay = self._options.adam.weight_decay if weight_decay is None else weight_decay
-        num_zeros = self._count_zeros() if self._options.counts_zeros else None
-        gradient_factor = self._clip_factor(grad_norm) / self.loss_scaler.scale
         self.loss_scaler.update(is_overflow=not is_finite)
         self.start_iteration(self._iteration + 1)
-        with self.observer.phase("optimizer-inner-step"):
-            for index in self._update_order:
-                if is_finite:
-                    self.units[index].invalidate()  # before the update: it waits for climbs that still read the old weights
-                    self.optimizer.update(index, learning_rate, decay, gradient_factor)
-                self.gradients[index].clear()
-                self._submit_climbs(self._first_actions.climbs_of(self.units[index].name))
-        self._gradients = _Gradients.NONE
-        return StepResult(grad_norm, not is_finite, num_zeros)
+        num_zeros = int(others.pop(0)) if self._options.counts_zeros else None
+        return StepResult(grad_norm, not is_finite, num_zeros, tuple(others))
 
-    def _count_zeros(self) -> int:
-        with self.observer.phase("optimizer-count-zeros"):
-            return count_zeros(self.gradients, self.ladder)
+    @property
+    def _clipping(self) -> Clipping:
+        return Clipping(self.loss_scaler.scale, self._options.clip_grad)
 
     def weights_changed(self, *, copies_are_filled: bool = False) -> None:
         """Marks the weights on every rung as stale. Call it after any write to the main weights.
@@ -343,7 +402,7 @@ class ZeroEngine:
             if self._policy.weights_in_step is Rung.FULL:
                 unit.wait(Category.WEIGHTS)  # one by one, because each holds a secondary rung until its full one has landed
         for unit in self.units:
-            unit.wait_for_climbs()
+            unit.finish_climbs()
 
     def start_iteration(self, iteration: int) -> None:
         """Sets the number of steps done, and ends full precision when it is due. A resumed run calls it before its first step."""
@@ -358,18 +417,7 @@ class ZeroEngine:
         for unit, descent in zip(self.units, self._unit_descents, strict=True):
             unit.use_codecs(weight_codecs)
             descent.use_codecs(gradient_codecs)
-        self.ladder.lanes.drain()  # for staging; reading the gradient norm has waited for the same before, in all steps but the first
         self.ladder.staging.clear()
-
-    def _first_needed_first(self) -> list[int]:
-        """Indices of the units in the order of their updates: first those that the next step needs first, so that they climb early."""
-        first = dict.fromkeys([*self._first_actions.climb_to_full, *self._first_actions.climb_to_secondary])
-        names = [unit.name for unit in self.units]
-        return [names.index(name) for name in [*first, *(name for name in names if name not in first)]]
-
-    def _clip_factor(self, grad_norm: float) -> float:
-        factor = self._options.clip_grad / (grad_norm + _CLIP_EPSILON)
-        return factor if 0 < factor < 1 else 1.0
 
     # ---- sizes and norms
 
@@ -387,7 +435,7 @@ class ZeroEngine:
 
     def weight_norm(self) -> float:
         """The L2 norm of all main weights; every rank must call it."""
-        return weight_norm(self.units, self.ladder, self._squared_sum)
+        return weight_norm(self.units, self.ladder, self._squared_sums)
 
     def close(self) -> None:
         """Waits for climbs that were submitted ahead, so that no message is under way when the process groups end.

@@ -129,20 +129,20 @@ class WeightUnit:
         self._attach()
         self._release(*self._residency.landed())
 
-    def wait_for_climbs(self) -> None:
-        """Waits until every climb under way has landed. `wait` books its bytes, as always."""
-        for hop in self._residency.under_way().values():
-            self._ladder.lanes.wait(hop)
-
     # ---- freeing
 
     def rest(self) -> None:
         """Frees the rungs that the policy does not keep between uses (Policy.weights_in_step), unless a climb is under way."""
         self._release(*self._residency.rest())
 
+    def finish_climbs(self) -> None:
+        """Waits for climbs under way, which read the main weights. Call it before these change. `wait` books the bytes, as always."""
+        for hop in self._residency.under_way().values():
+            self._ladder.lanes.wait(hop)
+
     def invalidate(self) -> None:
-        """Makes every rung stale, because an optimizer step changes the main weights. Waits for climbs under way; their results are old."""
-        self.wait_for_climbs()
+        """Makes every rung stale, because the main weights have changed. Discards the results of climbs under way."""
+        self.finish_climbs()
         rungs = self._residency.invalidate()
         self._release(*rungs)
         if Rung.FULL not in rungs:

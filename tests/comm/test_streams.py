@@ -6,6 +6,7 @@ snapshots, and finds a missing wait whether or not a GPU would have hit it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -15,10 +16,11 @@ import torch
 from harness.fake_streams.accesses import RaceError
 from harness.fake_streams.gpus import Gpu, run_on_gpus
 from harness.fake_streams.machine import Site
-from harness.small_engine import ROWS, Job, ModelShape, Rank, train_world
+from harness.small_engine import LEARNING_RATE, ROWS, Job, ModelShape, Rank, train_world
 
 from megatron_zpp.checkpoint.snapshot import HostSnapshot
 from megatron_zpp.comm.code import Code, LinkCodes, Rotation
+from megatron_zpp.zero.loss_scaler import DynamicLossScaler, LossScaler
 from megatron_zpp.zero.pieces import owned_pieces
 from megatron_zpp.zero.plan.memory_plan import Sharding, largest_plan
 from megatron_zpp.zero.policy import (
@@ -42,7 +44,7 @@ LEAN_IN_STAGE_1 = with_quantized_gradients(with_weight_differences(POLICIES[1], 
 SAVES_AND_EVALUATES = "saves and evaluates"
 
 
-History = list[tuple[float, float]]
+History = list[tuple[str, str]]  # loss and gradient norm of each step, written out: a norm may be NaN
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Case:
 
     def _train(self, gpu: Gpu) -> tuple[History, set[Site], int, int]:
         rank = Rank(self.job, gpu.backend, lanes=gpu.lanes, streams=gpu.machine)
-        history = self._with_more(rank, gpu) if self.does_more else rank.train()
+        history = written(self._with_more(rank, gpu) if self.does_more else rank.train())
         planned, taken = self._planned_buffers(rank), rank.engine.ladder.staging.allocated_bytes
         assert taken <= planned
         return history, gpu.machine.needed, planned, taken
@@ -85,19 +87,36 @@ class Case:
         plan = largest_plan(specs, uses, sharding, topology, starts_exact=is_exact_at_first, on_streams=True)
         return plan.buffers + (plan.secondary if job.policy.weights_in_step is Rung.SECONDARY else 0)
 
-    def _with_more(self, rank: Rank, gpu: Gpu) -> History:
+    def _with_more(self, rank: Rank, gpu: Gpu) -> list[tuple[float, float]]:
         snapshot = HostSnapshot(list(owned_pieces(rank.engine)), gpu.machine)
         history = []
         for step in range(self.job.steps):
             rank.engine.finish_differences()
             snapshot.begin()
-            snapshot.copy()
-            loss, result = rank.step(step)
-            history.append((loss, result.grad_norm))
+            with gpu.accesses.paused():
+                before = [piece.values.clone() for piece in owned_pieces(rank.engine)]
+            losses = []
+            for microbatch in range(self.job.microbatches):
+                losses.append(rank.loss(step, microbatch))
+                rank.backward(losses[-1], microbatch)
+            snapshot.copy()  # as late as the thread of --async-save may copy: the update waits for it
+            norm = rank.engine.step(LEARNING_RATE).grad_norm
+            history.append((sum(loss.item() for loss in losses) / len(losses), norm))
+            for piece, values in zip(snapshot.pieces, before, strict=True):
+                assert torch.equal(piece.values, values)
             with torch.no_grad():
                 rank.loss(50)
         rank.engine.close()
         return history
+
+
+def written(history: list[tuple[float, float]]) -> History:
+    return [(loss.hex(), norm.hex()) for loss, norm in history]
+
+
+def overflowing() -> LossScaler:
+    """A loss scale with which the first steps of an fp16 run are skipped."""
+    return DynamicLossScaler(scale=2.0**18, hysteresis=1)
 
 
 def short_job(*args: Any, **kwargs: Any) -> Job:
@@ -116,6 +135,10 @@ CASES = {
     "recomputed in chunks": Case((2, 2), short_job(ZEROPP, shape=replace(EQUAL, is_recomputed=True, chunk=2))),
     "no prefetch": Case((2, 2), short_job(shape=EQUAL, prefetch=Prefetch(0, 0))),
     "full precision at first": Case((2, 2), short_job(ZEROPP, shape=EQUAL, full_precision_iterations=1, steps=3)),
+    **{
+        f"skipped steps in {name}": Case((2, 2), Job(policy, torch.float16, EQUAL, steps=5, loss_scaler=overflowing))
+        for name, policy in {"stage 0": POLICIES[0], "stage 3": POLICIES[3], "ZeRO++": ZEROPP}.items()
+    },
     "a world of one": Case((1, 1), short_job(shape=EQUAL)),
     SAVES_AND_EVALUATES: Case((2, 2), short_job(shape=EQUAL), does_more=True),
     "ZeRO++ saves and evaluates": Case((2, 2), short_job(ZEROPP, shape=EQUAL, microbatches=2), does_more=True),
@@ -132,7 +155,7 @@ def outcome(name: str) -> Outcome:
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_two_accesses_lack_an_order_and_bits_are_those_of_the_lanes_thread(name: str) -> None:
-    assert outcome(name).histories == train_world(CASES[name].world, CASES[name].job)
+    assert outcome(name).histories == [written(history) for history in train_world(CASES[name].world, CASES[name].job)]
 
 
 @pytest.mark.parametrize("name", [*ROWS, "ZeRO++"])
@@ -156,3 +179,9 @@ def is_caught(case: Case, site: Site) -> bool:
     except RaceError:
         return True
     return False
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("skipped")])
+def test_the_cases_with_skipped_steps_skip_some_and_not_all(name: str) -> None:
+    is_finite = [math.isfinite(float.fromhex(norm)) for _, norm in outcome(name).histories[0]]
+    assert not is_finite[0] and is_finite[-1]

@@ -169,6 +169,7 @@ class Job:
     full_precision_iterations: int = 0
     adam: AdamOptions = AdamOptions()
     make_codec: CodecFactory = make_codec
+    counts_zeros: bool = False
 
 
 class RecordingLanes(TurnLanes):
@@ -213,6 +214,7 @@ class Rank:
             self.job.adam,
             self.job.clip_grad,
             self.job.full_precision_iterations,
+            counts_zeros=self.job.counts_zeros,
             make_codec=self.job.make_codec,
         )
         ladder = Ladder(self.backend, self.lanes, self.ledger, CPU, self.streams)

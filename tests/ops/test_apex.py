@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness.fake_apex import write_nvidia_apex, write_other_apex
+from harness.fake_streams.gpus import run_on_gpus
 from harness.small_engine import Job, Rank, train_world
 from harness.worlds import run_world
 
@@ -17,7 +18,7 @@ from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.norm import make_norm
 from megatron_zpp.ops.apex import check_apex
-from megatron_zpp.zero.adam import AdamOptions
+from megatron_zpp.zero.adam import AdamOptions, AdamParameters, make_adam
 
 pytestmark = pytest.mark.virtual
 
@@ -89,6 +90,20 @@ def test_steps_of_fused_adam_can_be_set_for_a_resume(path: Path) -> None:
         rank.engine.close()
 
     run_world((1, 2), program)
+
+
+def test_fused_adam_refuses_to_skip_a_step_on_the_device(path: Path) -> None:
+    write_nvidia_apex(path)
+    weight = torch.nn.Parameter(torch.ones(32))
+    adam = make_adam(AdamParameters({weight: {}}, {}), AdamOptions(backend="apex"))
+    with pytest.raises(RuntimeError, match="read the gradient norm before the update"):
+        adam.update(1e-3, 0.0, torch.zeros(()))
+
+
+def test_on_streams_the_norm_is_read_before_fused_adam_and_the_bits_are_those_without_streams(path: Path) -> None:
+    write_nvidia_apex(path)
+    job = Job(adam=AdamOptions(backend="apex"))
+    assert run_on_gpus((2, 2), lambda gpu: Rank(job, gpu.backend, lanes=gpu.lanes, streams=gpu.machine).train()) == train_world((2, 2), job)
 
 
 @pytest.mark.parametrize(("normalization", "member"), [("LayerNorm", "FusedLayerNorm"), ("RMSNorm", "FusedRMSNorm")])

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 import torch
-from harness.small_engine import LEARNING_RATE, ROWS, Job, ModelShape, Rank, train_plainly
+from harness.small_engine import LEARNING_RATE, ROWS, Job, ModelShape, Rank, SmallModel, train_plainly
 from harness.worlds import run_world
+from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend
+from megatron_zpp.parallel.specs import UnitSpec
+from megatron_zpp.zero.adam import AdamOptions, AdamParameters, make_adam
+from megatron_zpp.zero.optimizer import MOMENTS
 
 pytestmark = pytest.mark.virtual
 
@@ -27,6 +34,57 @@ def _fused_updates(piece_numel: int) -> torch.Tensor:
             piece.grad = part.clone()
         optimizer.step()
     return torch.cat([piece.detach() for piece in pieces])
+
+
+@pytest.mark.parametrize("world", [(1, 1), (2, 2), (3, 2)], ids=str)
+@pytest.mark.parametrize("row", list(ROWS))
+def test_adamw_gets_views_that_begin_and_end_where_whole_blocks_do(row: str, world: tuple[int, int]) -> None:
+    """A kernel reads 16 bytes at a time only if all four tensors of a view begin at multiples of 16 bytes; others round differently."""
+
+    def program(backend: VirtualBackend) -> list[Tensor]:
+        rank = Rank(Job(ROWS[row], shape=ModelShape(inner=(17, 5))), backend)
+        views = list(_views_of_adamw(rank))
+        rank.engine.close()
+        return views
+
+    for views in run_world(world, program):
+        assert views and all(view.numel() % 32 == 0 and view.storage_offset() % 32 == 0 and view.is_contiguous() for view in views)
+
+
+def _views_of_adamw(rank: Rank) -> Iterator[Tensor]:
+    for group in rank.engine.optimizer._groups:
+        if group.adam is not None:
+            for parameter, state in group.adam._optimizer.state.items():  # type: ignore[attr-defined]
+                yield from (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+
+
+def test_weight_decay_that_changes_among_parameters_of_one_dimension_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    unit_specs = SmallModel.unit_specs
+
+    def with_decaying_biases(model: SmallModel) -> tuple[UnitSpec, ...]:
+        return tuple(
+            replace(unit, params=tuple(replace(param, weight_decay=not param.name.endswith("up.bias")) for param in unit.params))
+            for unit in unit_specs(model)
+        )
+
+    monkeypatch.setattr(SmallModel, "unit_specs", with_decaying_biases)
+    with pytest.raises(ValueError, match="unit block.0: weight decay changes at element .* the same weight decay"):
+        run_world((1, 1), lambda backend: Rank(Job(), backend))
+
+
+def test_a_step_that_is_skipped_on_the_device_changes_nothing_whatever_the_gradients_are() -> None:
+    parameter = torch.nn.Parameter(torch.randn(64))
+    state = {name: torch.rand(64) for name in MOMENTS}
+    parameter.grad = torch.full((64,), float("nan"))
+    adam = make_adam(AdamParameters({parameter: state}, {}), AdamOptions())
+    adam.steps = 3
+    before = [tensor.detach().clone() for tensor in (parameter, *state.values())]
+    adam.update(LEARNING_RATE, 0.1, torch.ones(()))
+    assert adam.steps == 3
+    assert all(torch.equal(now, then) for now, then in zip((parameter, *state.values()), before, strict=True))
+    parameter.grad = torch.ones(64)
+    adam.update(LEARNING_RATE, 0.1, torch.zeros(()))
+    assert adam.steps == 4 and not torch.equal(parameter, before[0])
 
 
 @pytest.mark.parametrize("row", list(ROWS))

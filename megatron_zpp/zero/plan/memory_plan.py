@@ -15,12 +15,12 @@ from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.descents import LARGEST_UNDER_WAY
 from megatron_zpp.zero.layout import FlatLayout
+from megatron_zpp.zero.norm_memory import norm_bytes
 from megatron_zpp.zero.policy import Policy, Rung
 from megatron_zpp.zero.schedule import Prefetch, evaluation_schedule, training_schedule
 
 MAIN_BYTES = 4  # a main weight, its gradient, or one of Adam's two moments, in fp32
 ADAM_MOMENTS = 2
-NORM_BYTES = 8  # of a value in fp64; an upper bound, because the gradient norm converts a slice in chunks
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ def plan_memory(
         secondary=sum(unit.secondary_bytes() for unit in units),
         gathered=_gathered_bytes(uses, sharding, {name: layout.numel for name, layout in layouts.items()}),
         buffers=sum(unit.buffer_bytes(count) for unit, count in same_size.items()),
-        norm=max(NORM_BYTES * unit.slice_numel for unit in units),
         means=max(unit.mean_bytes() for unit in units),
+        norm=max(norm_bytes(layout.runs) for layout in layouts.values()),
     )
 
 

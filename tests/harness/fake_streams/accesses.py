@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +19,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.fake_streams.machine import FakeStream, Machine
+from harness.fake_streams.machine import FakeStream, Launch, Machine, asking_file
 
-READS_ON_HOST = {"aten::_local_scalar_dense"}
+READS_ON_HOST = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select"}
+STARTS_NOTHING = {
+    "aten::empty",
+    "aten::empty_strided",
+    "aten::empty_like",
+    "aten::new_empty",
+    "aten::set_",
+    "aten::_unsafe_view",
+}  # no kernel
+READING_METHODS = ("tolist", "cpu", "numpy")
 _of_thread = threading.local()
 
 
@@ -43,6 +52,7 @@ class Block:
     """The memory of one storage. reads: the last one of each stream since the last write."""
 
     allocated_on: FakeStream
+    is_on_host: bool = False
     write: Use | None = None
     reads: dict[int, Use] = field(default_factory=dict)
 
@@ -51,14 +61,13 @@ class Block:
 
 
 class Accesses(TorchDispatchMode):
-    """Watches the operations of one rank, whose thread enters it. operations: how many there were."""
+    """Watches the operations of one rank, whose thread enters it."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
         self.machine = machine
-        self.operations = 0
         self._blocks: dict[int, Block] = {}
-        self._is_paused = False
+        self.is_paused = False
         self._found_late: RaceError | None = None  # by a finalizer, which cannot raise
 
     def __enter__(self) -> Accesses:
@@ -76,7 +85,7 @@ class Accesses(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not self._is_paused:
+        if not self.is_paused:
             self._note(func, args, kwargs, result)
         return result
 
@@ -93,7 +102,9 @@ class Accesses(TorchDispatchMode):
         outputs = [] if all(output.alias_info is not None for output in schema.returns) else list(_tensors(result))
         if not reads and not writes and not outputs:
             return
-        self.operations += 1
+        if all(self.machine.is_on_host(tensor) for tensor in (*reads, *writes)) and (reads or writes):
+            self._access_by_host(schema.name, reads, writes)
+            return
         self.access(schema.name, reads, [*writes, *outputs])
         if schema.name in READS_ON_HOST:
             self.machine.read(self.machine.current())
@@ -103,6 +114,8 @@ class Accesses(TorchDispatchMode):
     def access(self, label: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
         """One operation of the current stream."""
         self._raise_late()
+        if label not in STARTS_NOTHING:
+            self.machine.log.append(Launch(asking_file(), label))
         stream = self.machine.current()
         count = stream.advance()
         for tensor in reads:
@@ -114,14 +127,33 @@ class Accesses(TorchDispatchMode):
             self._check(block.uses(), stream, count, label, "writes")
             block.write, block.reads = Use(stream.number, count, label), {}
 
+    def read_by_host(self, label: str, tensor: Tensor) -> None:
+        """The host reads the values of a tensor; it waits for the current stream if they are on the device."""
+        if self.machine.is_on_host(tensor):
+            self._access_by_host(label, [tensor], [])
+        else:
+            self.access(label, [tensor], [])
+            self.machine.read(self.machine.current())
+
+    def _access_by_host(self, label: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        """An operation of the host on its own memory. It waits for no stream, so what streams have done there must be over."""
+        self._raise_late()
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                block = self._blocks.get(tensor.untyped_storage()._cdata)
+                for use in () if block is None else block.uses() if is_write else filter(None, [block.write]):
+                    if not self.machine.is_seen(use.stream, use.count):
+                        name = self.machine.streams[use.stream].name
+                        raise RaceError(f"{label} on the host uses what {use.label} in {name} uses, and the host has not waited for it")
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Notes nothing inside the block."""
-        before, self._is_paused = self._is_paused, True
+        before, self.is_paused = self.is_paused, True
         try:
             yield
         finally:
-            self._is_paused = before
+            self.is_paused = before
 
     def _check(self, uses: Iterable[Use], stream: FakeStream, count: int, label: str, verb: str) -> None:
         for use in uses:
@@ -136,13 +168,13 @@ class Accesses(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._blocks:
-            self._blocks[key] = Block(stream)
+            self._blocks[key] = Block(stream, is_on_host=self.machine.is_on_host(tensor))
             weakref.finalize(storage, self._freed, key).atexit = False
         return self._blocks[key]
 
     def _freed(self, key: int) -> None:
         block = self._blocks.pop(key, None)
-        if block is not None:
+        if block is not None and not block.is_on_host:  # torch's allocator keeps memory of the host until its copies have ended
             self._check_freed(block)
 
     def _check_freed(self, block: Block) -> None:
@@ -176,8 +208,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def watched_memory() -> Iterator[None]:
-    """Tells the rank of the calling thread of what no dispatch mode sees: storages that are resized, and values read by `tolist`."""
-    resize, tolist = torch.UntypedStorage.resize_, Tensor.tolist
+    """Tells the rank of the calling thread of what no dispatch mode sees: storages that are resized, and values that the host reads."""
+    resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
         accesses: Accesses | None = getattr(_of_thread, "accesses", None)
@@ -185,14 +217,19 @@ def watched_memory() -> Iterator[None]:
             accesses.resized(storage)
         return resize(storage, nbytes)
 
-    def listed(tensor: Tensor) -> Any:
-        accesses: Accesses | None = getattr(_of_thread, "accesses", None)
-        if accesses is not None:
-            accesses.access("tolist", [tensor], [])
-            accesses.machine.read(accesses.machine.current())
-        return tolist(tensor)
+    def reading(name: str) -> Callable[..., Any]:
+        method = getattr(Tensor, name)
+
+        def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            accesses: Accesses | None = getattr(_of_thread, "accesses", None)
+            if accesses is not None and not accesses.is_paused:
+                accesses.read_by_host(name, tensor)
+            return method(tensor, *args, **kwargs)
+
+        return read
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
-        stack.enter_context(patch.object(Tensor, "tolist", listed))
+        for name in READING_METHODS:
+            stack.enter_context(patch.object(Tensor, name, reading(name)))
         yield

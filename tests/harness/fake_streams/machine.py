@@ -11,15 +11,21 @@ the stream waits for are reached, and when the host enqueues it; the host itself
 from __future__ import annotations
 
 import sys
-from collections import Counter
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 HARNESS = Path(__file__).parent
-PROJECT = HARNESS.parents[2]
+FOLDERS = (HARNESS.parents[1], HARNESS.parents[2] / "megatron_zpp")  # of the project; an environment may lie beside them
 SERVANTS = ("lanes.py", "observed_lanes.py", "staging.py")
 
 Clock = dict[int, int]  # by stream, the number of its operations; a stream that is missing has none
@@ -47,13 +53,24 @@ class Site:
 Sites = tuple[Site, ...]
 
 
+class Launch(NamedTuple):
+    """An operation that the host enqueues. file: the one of the project that asks for it; autograd asks for those of backward."""
+
+    file: str
+    operation: str
+
+
 @dataclass(frozen=True)
 class FakeEvent:
     """A point in a stream, when it is reached, and the lines that recorded it."""
 
+    machine: Machine
     clock: Clock
     time: float
     sites: Sites = ()
+
+    def synchronize(self) -> None:
+        self.machine.sync(self, sites=calling_sites("synchronize"))
 
 
 @dataclass(eq=False)
@@ -68,19 +85,19 @@ class FakeStream:
 
     def record_event(self) -> FakeEvent:
         sites = calling_sites("record_event")
-        return FakeEvent({}, 0.0) if self.machine.leaves_out(sites) else self._event(sites)
+        return FakeEvent(self.machine, {}, 0.0) if self.machine.leaves_out(sites) else self.event(sites)
 
     def wait_event(self, event: FakeEvent) -> None:
         self._follow(event, calling_sites("wait_event"))
 
     def wait_stream(self, stream: FakeStream) -> None:
-        self._follow(stream._event(()), calling_sites("wait_stream"))
+        self._follow(stream.event(()), calling_sites("wait_stream"))
 
     def synchronize(self) -> None:
-        self.machine.sync(self, sites=calling_sites("synchronize"))
+        self.machine.sync(self.event(()), sites=calling_sites("synchronize"))
 
-    def _event(self, sites: Sites) -> FakeEvent:
-        return FakeEvent(dict(self.clock), self.free_at, sites)
+    def event(self, sites: Sites) -> FakeEvent:
+        return FakeEvent(self.machine, dict(self.clock), self.free_at, sites)
 
     def _follow(self, event: FakeEvent, sites: Sites) -> None:
         """Makes the stream's next operation come after the event."""
@@ -105,7 +122,8 @@ class Machine:
 
     without: a line whose waits or records have no effect, for tests that such a fault is found.
     needed: the lines whose waits or records changed what happens before what. A stream that waits for itself, for example, changes nothing.
-    syncs: how often the host waited for streams, by line. waits: the time for which computation stood still.
+    log: what the host did, in order: operations that it enqueued, and lines at which it waited for streams.
+    waits: the time for which computation stood still.
     """
 
     def __init__(self, without: Site | None = None) -> None:
@@ -116,7 +134,8 @@ class Machine:
         self.host_time = 0.0
         self.waits = 0.0
         self.needed: set[Site] = set()
-        self.syncs: Counter[Site] = Counter()
+        self.log: list[Launch | Site] = []
+        self._host_storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._without = without
 
     # ---- comm.streams.Streams
@@ -136,24 +155,34 @@ class Machine:
             self._current = before
 
     def synchronize(self) -> None:
-        self.sync(*self.streams, sites=calling_sites("synchronize"))
+        self.sync(*(stream.event(()) for stream in self.streams), sites=calling_sites("synchronize"))
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with _disable_current_modes():  # no operation of the device
+            memory = torch.zeros(numel, dtype=dtype)
+        self._host_storages.add(memory.untyped_storage())
+        return memory
 
     # ---- for the harness
 
     def read(self, stream: FakeStream) -> None:
         """The host reads a value that `stream` computes, so it waits for it."""
-        self.syncs.update(calling_sites("read"))
+        self.log += calling_sites("read")[:1]
         merge(self.host_clock, stream.clock)
         self.host_time = max(self.host_time, stream.free_at)
 
-    def sync(self, *streams: FakeStream, sites: Sites) -> None:
-        """Lets the host wait for these streams."""
+    def sync(self, *events: FakeEvent, sites: Sites) -> None:
+        """Lets the host wait for these events."""
         if self.leaves_out(sites):
             return
-        self.syncs.update(sites)
-        if any([merge(self.host_clock, stream.clock) for stream in streams]):
-            self.needed.update(sites)
-        self.host_time = max([self.host_time, *(stream.free_at for stream in streams)])
+        self.log += sites[:1]
+        if any([merge(self.host_clock, event.clock) for event in events]):
+            self.needed.update((*sites, *(site for event in events for site in event.sites)))
+        self.host_time = max([self.host_time, *(event.time for event in events)])
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Whether the tensor is in memory of the host, which streams reach too."""
+        return tensor.untyped_storage() in self._host_storages
 
     def spend(self, time: float) -> None:
         """An operation of this length in the current stream."""
@@ -170,7 +199,11 @@ class Machine:
 
     def happens_before(self, stream: int, count: int, other: FakeStream) -> bool:
         """Whether operation `count` of `stream` is done before the next operation of `other`."""
-        return other.clock.get(stream, 0) >= count or self.host_clock.get(stream, 0) >= count
+        return other.clock.get(stream, 0) >= count or self.is_seen(stream, count)
+
+    def is_seen(self, stream: int, count: int) -> bool:
+        """Whether the host has waited for operation `count` of `stream`."""
+        return self.host_clock.get(stream, 0) >= count
 
     def _make(self, name: str) -> FakeStream:
         stream = FakeStream(self, len(self.streams), name)
@@ -183,13 +216,33 @@ def calling_sites(call: str) -> Sites:
 
     A wait in a lane serves many callers, and each of them is a site of its own.
     """
-    frame: FrameType | None = sys._getframe(1)
     sites: list[Site] = []
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if PROJECT in path.parents and path.parent != HARNESS:
-            sites.append(Site(call, path.name, frame.f_lineno))
-            if path.name not in SERVANTS:
-                break
-        frame = frame.f_back
+    for frame, name in _frames_of_the_project():
+        sites.append(Site(call, name, frame.f_lineno))
+        if name not in SERVANTS:
+            break
     return tuple(sites)
+
+
+def asking_file() -> str:
+    """The innermost file of the project that is being run; "autograd" while it runs backward."""
+    for frame, name in _frames_of_the_project():
+        return "autograd" if (name, frame.f_code.co_name) == ("engine.py", "backward") else name
+    return ""
+
+
+def _frames_of_the_project() -> Iterator[tuple[FrameType, str]]:
+    """The frames that run files of the project, innermost first, with the names of these files."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = _name_in_the_project(frame.f_code.co_filename)
+        if name:
+            yield frame, name
+        frame = frame.f_back
+
+
+@cache
+def _name_in_the_project(file: str) -> str:
+    path = Path(file)
+    is_of_it = any(folder in path.parents for folder in FOLDERS) and path.parent != HARNESS
+    return path.name if is_of_it else ""

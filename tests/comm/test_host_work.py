@@ -1,0 +1,195 @@
+"""What a step costs the host on a device with streams: how often it waits, and how many operations it enqueues."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import pytest
+import torch
+from harness.fake_streams.gpus import Gpu, run_on_gpus
+from harness.fake_streams.machine import Launch, Site
+from harness.small_engine import LEARNING_RATE, ROWS, Job, ModelShape, Rank
+
+from megatron_zpp.zero import engine
+from megatron_zpp.zero.loss_scaler import DynamicLossScaler
+from megatron_zpp.zero.policy import ZEROPP
+from megatron_zpp.zero.squared_sums import squared_sums_at_once
+
+pytestmark = pytest.mark.virtual
+
+ADAMW = Launch("adam.py", "aten::_fused_adamw_")
+OF_THE_MODEL = ("autograd", "small_engine.py")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the host did in one step, before and during its update."""
+
+    backward: list[Launch | Site]
+    update: list[Launch | Site]
+    is_skipped: bool
+
+    @property
+    def waits(self) -> list[str]:
+        return [f"{entry.call} at {entry.file}" for entry in [*self.backward, *self.update] if isinstance(entry, Site)]
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of squares that a GPU gets; the tensors of these tests are on a CPU."""
+    monkeypatch.setattr(engine, "squared_sums_for", lambda *_: squared_sums_at_once)
+
+
+def job_of(policy_name: str, blocks: int = 2, **more: object) -> Job:
+    policy = {**ROWS, "ZeRO++": ZEROPP}[policy_name]
+    return replace(Job(policy, torch.bfloat16, ModelShape(inner=(16,) * blocks, is_tied=False), steps=2), **more)
+
+
+def train(job: Job, gpu: Gpu) -> list[Step]:
+    rank = Rank(job, gpu.backend, lanes=gpu.lanes, streams=gpu.machine)
+    steps = [one_step(rank, gpu, step) for step in range(job.steps)]
+    rank.engine.close()
+    return steps
+
+
+def one_step(rank: Rank, gpu: Gpu, step: int) -> Step:
+    log = gpu.machine.log
+    begin = len(log)
+    for microbatch in range(rank.job.microbatches):
+        rank.backward(rank.loss(step, microbatch), microbatch)
+    rank.engine.finish_gradients()
+    after_backward = len(log)
+    result = rank.engine.update(LEARNING_RATE)
+    return Step(log[begin:after_backward], log[after_backward:], result.is_skipped)
+
+
+@cache
+def steps_of(job: Job, world: tuple[int, int] = (2, 2)) -> list[Step]:
+    return run_on_gpus(world, partial(train, job))[0]
+
+
+def overflowing() -> DynamicLossScaler:
+    """A loss scale with which the first steps of an fp16 run are skipped."""
+    return DynamicLossScaler(scale=2.0**18, hysteresis=1)
+
+
+# ---- waits
+
+
+@pytest.mark.parametrize(
+    "job",
+    [*(job_of(name, microbatches=2) for name in [*ROWS, "ZeRO++"]), job_of("stage 3", counts_zeros=True)],
+    ids=[*ROWS, "ZeRO++", "zeros are counted"],
+)
+def test_the_host_waits_once_in_a_step(job: Job) -> None:
+    assert [step.waits for step in steps_of(job)] == [["synchronize at readout.py"]] * job.steps
+
+
+def test_the_host_waits_once_in_an_fp16_step_whether_it_is_skipped_or_not() -> None:
+    steps = steps_of(job_of("stage 3", dtype=torch.float16, steps=5, loss_scaler=overflowing))
+    assert [step.waits for step in steps] == [["synchronize at readout.py"]] * 5
+    assert {step.is_skipped for step in steps} == {True, False}
+
+
+@pytest.mark.parametrize("name", [*ROWS, "ZeRO++"])
+def test_every_update_has_been_enqueued_when_the_host_waits_and_no_climb_has(name: str) -> None:
+    for step in steps_of(job_of(name, microbatches=2)):
+        (wait,) = (place for place, entry in enumerate(step.update) if isinstance(entry, Site))
+        before, after = step.update[:wait], step.update[wait:]
+        assert before.count(ADAMW) == 4 and ADAMW not in after  # two updates, with and without weight decay in each
+        assert not any(str(entry.operation).startswith("gather inter-climb") for entry in before if isinstance(entry, Launch))
+
+
+# ---- launches
+
+
+def launches(step: list[Launch | Site]) -> Counter[str]:
+    """Operations other than the model's own."""
+    return Counter(f"{entry.file} {entry.operation}" for entry in step if isinstance(entry, Launch) and entry.file not in OF_THE_MODEL)
+
+
+def difference(more: Counter[str], less: Counter[str]) -> dict[str, int]:
+    return {name: more[name] - less[name] for name in more | less if more[name] != less[name]}
+
+
+def per_unit_and_microbatch(name: str, world: tuple[int, int]) -> dict[str, int]:
+    """What a third block adds to a second micro-batch."""
+    count = {
+        (blocks, microbatches): launches(steps_of(job_of(name, blocks, microbatches=microbatches), world)[-1].backward)
+        for blocks in (2, 3)
+        for microbatches in (1, 2)
+    }
+    of_three, of_two = (Counter(difference(count[blocks, 2], count[blocks, 1])) for blocks in (3, 2))
+    return difference(of_three, of_two)
+
+
+COLLECTED = {"gradients.py aten::zero_": 1, "gradients.py aten::copy_": 6}  # paddings at once; one copy per parameter
+ALONE = {**COLLECTED, "codecs.py aten::copy_": 8, "codecs.py aten::add_": 2}
+# Climbs in forward and backward, and a descent, each over two links and with two regions.
+CROSSING = {
+    **COLLECTED,
+    "links.py gather inter-climb": 2,
+    "links.py gather intra-climb": 2,
+    "links.py exchange intra-descend": 1,
+    "links.py exchange inter-descend": 1,
+    "codecs.py aten::copy_": 16,
+    "codecs.py aten::full": 4,
+    "codecs.py aten::add_": 6,
+    "codecs.py aten::div_": 4,
+}
+
+
+@pytest.mark.parametrize(
+    "name, world, expected",
+    [("stage 3", (1, 1), ALONE), ("stage 3", (2, 2), CROSSING), ("stage 0", (2, 2), {"gradients.py aten::add_": 6})],
+    ids=str,
+)
+def test_a_unit_costs_these_launches_in_each_micro_batch(name: str, world: tuple[int, int], expected: dict[str, int]) -> None:
+    assert per_unit_and_microbatch(name, world) == expected
+
+
+@pytest.mark.parametrize("name", ["stage 2", "stage 3", "ZeRO++"])
+def test_the_launches_of_an_update_do_not_grow_with_the_number_of_units(name: str) -> None:
+    few, many = (launches(steps_of(job_of(name, blocks))[-1].update) for blocks in (2, 4))
+    assert difference(many, few) == {}
+
+
+UPDATE = {
+    "squared_sums.py aten::zeros": 1,
+    "squared_sums.py aten::_foreach_norm": 1,
+    "squared_sums.py aten::stack": 1,
+    "squared_sums.py aten::pow": 1,
+    "squared_sums.py aten::sum": 1,
+    "links.py gather of the world": 1,
+    "grad_norm.py aten::clone": 1,
+    "grad_norm.py aten::cumsum": 1,
+    "grad_norm.py aten::sqrt": 1,
+    "clipping.py aten::div": 3,
+    "clipping.py aten::ones_like": 1,
+    "clipping.py aten::full_like": 1,
+    "clipping.py aten::add": 1,
+    "clipping.py aten::clamp": 1,
+    "clipping.py aten::abs": 1,
+    "clipping.py aten::ne": 1,
+    "clipping.py aten::eq": 1,
+    "clipping.py aten::mul": 1,
+    "clipping.py aten::logical_not": 1,
+    "clipping.py aten::_to_copy": 1,
+    "engine.py aten::stack": 1,
+    "engine.py aten::_to_copy": 1,
+    "readout.py aten::copy_": 1,
+    # Twice: the units that the next step needs first, and all others. AdamW: with and without weight decay.
+    "optimizer.py aten::_foreach_mul_": 2,
+    "adam.py aten::_foreach_add_": 4,
+    "adam.py aten::_fused_adamw_": 4,
+    "adam.py aten::_foreach_sub_": 4,
+    "engine.py aten::_foreach_zero_": 2,
+}
+
+
+def test_an_update_costs_these_launches_besides_the_first_climbs() -> None:
+    found = launches(steps_of(job_of("stage 3"), (2, 2))[-1].update)
+    climbs = {name: count for name, count in found.items() if name.startswith("codecs.py") or "climb" in name}
+    assert found == UPDATE | climbs

@@ -1,0 +1,84 @@
+"""Sums of squares: those of exact arithmetic within fp64 rounding, by every way of adding, and the same bits in every stage."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from harness.small_engine import ROWS, Job, Rank
+from harness.worlds import run_world
+from torch import Tensor
+
+from megatron_zpp.comm.code import Runs
+from megatron_zpp.zero import engine, squared_sums
+from megatron_zpp.zero.norm_memory import CHUNK_NUMEL, norm_bytes
+from megatron_zpp.zero.squared_sums import SquaredSums, squared_sums_at_once, squared_sums_by_chunks
+
+CPU = torch.device("cpu")
+WAYS = [squared_sums_by_chunks, squared_sums_at_once]
+NUMELS = [[96, 1], [4000], [], [32, 64, 2500]]
+
+
+def units() -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [[torch.randn(numel, generator=generator) * 10.0 ** (3 * index) for numel in numels] for index, numels in enumerate(NUMELS)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_units_sum_is_the_exact_one_within_fp64_rounding(way: SquaredSums) -> None:
+    for found, parts in zip(way(units(), CPU).tolist(), units(), strict=True):
+        exact = sum(Fraction(value) ** 2 for part in parts for value in part.tolist())
+        assert found == pytest.approx(float(exact), rel=5e3 * 2**-53)  # a rounding per element, and those of a root and its square
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sum_does_not_depend_on_the_units_beside_it(way: SquaredSums) -> None:
+    assert way(units(), CPU).tolist() == [way([parts], CPU).item() for parts in units()]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("way", WAYS)
+def test_one_bad_element_makes_its_units_sum_not_finite_and_no_other(way: SquaredSums, bad: float) -> None:
+    spoilt = units()
+    spoilt[3][1][17] = bad
+    assert way(spoilt, CPU).isfinite().tolist() == [True, True, True, False]
+
+
+def test_tensors_too_long_for_one_kernel_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = squared_sums_at_once(units(), CPU).tolist()
+    monkeypatch.setattr(squared_sums, "_LARGEST_NUMEL", 1000)
+    assert squared_sums_at_once(units(), CPU).tolist() == pytest.approx(whole, rel=5e3 * 2**-53)
+
+
+@pytest.mark.virtual
+def test_every_row_gives_the_same_norm_when_all_units_are_added_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "squared_sums_for", lambda *_: squared_sums_at_once)
+    histories = [run_world((2, 2), lambda backend, policy=policy: Rank(Job(policy), backend).train()) for policy in ROWS.values()]
+    assert all(history == histories[0] for history in histories)
+
+
+def test_the_norm_of_a_slice_needs_an_fp64_copy_of_one_chunk() -> None:
+    assert norm_bytes(Runs(512, 96)) == 8 * 512
+    assert norm_bytes(Runs(96, 512)) == 8 * 512
+    assert norm_bytes(Runs(3 * CHUNK_NUMEL, 32)) == 8 * CHUNK_NUMEL
+
+
+def test_no_more_than_one_chunk_is_held_in_fp64_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    double, dot = Tensor.double, torch.dot
+
+    def noted_double(tensor: Tensor) -> Tensor:
+        held.append(tensor.numel())
+        return double(tensor)
+
+    def noted_dot(first: Tensor, second: Tensor) -> Tensor:
+        assert held == [first.numel()] and first.numel() <= 100
+        held.clear()
+        return dot(first, second)
+
+    monkeypatch.setattr(squared_sums, "CHUNK_NUMEL", 100)
+    monkeypatch.setattr(Tensor, "double", noted_double)
+    monkeypatch.setattr(torch, "dot", noted_dot)
+    squared_sums_by_chunks(units(), CPU)
