@@ -13,7 +13,7 @@ from megatron_zpp.zero.policy import POLICIES
 pytestmark = pytest.mark.virtual
 
 WORLDS = [(nodes, ranks) for nodes, ranks in itertools.product(range(1, 5), range(1, 5)) if nodes * ranks <= 8]
-BLOCK = 4
+BLOCK = 32
 INNER, HIDDEN = (5, 11), 6
 
 
@@ -101,7 +101,7 @@ def test_partitions_smaller_than_a_node_cross_the_inter_lane_within_a_node_witho
 
 
 def test_the_closed_form_is_the_rounded_table_of_the_family_for_a_model_without_padding() -> None:
-    unit = Unit((1024, 512), 128, 2, BLOCK)
+    unit = Unit((1024, 512), 128, 2, block=4)
     m_bytes = 2 * (1024 + 512 + 128)
     share = {row: _closed_form(row, [unit], 4, 4, 2, 4)[0] / (m_bytes * 3 / 4) for row in ROWS}
     assert share["stage 0"] == 3 and share["stage 1"] == 2 and share["stage 2"] == 5 and share["stage 3"] == 12
