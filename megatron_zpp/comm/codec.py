@@ -91,6 +91,7 @@ class Codec(Protocol):
 
     A climb encodes the own slice from fp32 main weights, and decodes all slices into the working dtype. A descent encodes all slices, from
     the working dtype or from fp32 sums. Each hop of a descent decodes the mean into fp32, and the next hop encodes that mean.
+    A world of one rank uses no codec.
 
     rests_encoded: whether encoding costs more than a copy. If it does, the engine keeps payloads that are needed again within a step.
     """

@@ -72,7 +72,7 @@ def first_move(lanes: Iterable[deque[HopType]], free_from: float) -> NextMove[Ho
     """The next move of a thread that is free from `free_from` on; None if no move can start at a known time.
 
     lanes: the hops of each lane that have not landed, in the order of submission. Only the first MOST_CROSSING + 1 of each lane are looked
-    at. The thread of the lanes asks several times per hop, so this makes no object until the move is found.
+    at. The thread of the lanes asks several times per hop, hence the plain loops.
     """
     start, first, found = NEVER, Move.PREPARE, None
     for lane in lanes:
@@ -89,13 +89,13 @@ def _moves(lane: deque[HopType]) -> list[tuple[float, Move, HopType]]:
     """For each kind of move, the hop of the lane that it is the turn of, and the time from which it can be made, which may be NEVER."""
     moves = [(lane[0].crossed, Move.LAND, lane[0])]
     crossing: list[float] = []
-    waits = False  # whether a hop has been found that waits for its launch
+    is_next_found = False  # the next hop to launch
     for hop in islice(lane, MOST_CROSSING + 1):
         if hop.launched < NEVER:
             crossing.append(hop.crossed)
             continue
-        if not waits:
-            waits = True
+        if not is_next_found:
+            is_next_found = True
             moves.append((max(hop.prepared, _place_free(crossing)), Move.LAUNCH, hop))
         if hop.prepared == NEVER:
             moves.append((hop.submitted if hop.after is None else max(hop.submitted, hop.after.landed), Move.PREPARE, hop))

@@ -81,6 +81,48 @@ def test_of_moves_at_different_times_the_earliest_comes_first_whatever_its_kind(
     assert found is not None and (found.start, found.hop.name) == (6.0, "late")
 
 
+def _possible_moves(lane: list[AHop]) -> list[tuple[float, Move, str]]:
+    """Every move of a lane whose time is known, by the three rules of comm/lanes.py, one hop after the other."""
+    found = []
+    for index, hop in enumerate(lane[: MOST_CROSSING + 1]):
+        before = lane[:index]
+        if index == 0:
+            found.append((hop.crossed, Move.LAND, hop.name))
+        if hop.launched == NEVER and all(other.launched < NEVER for other in before):
+            place_free = sorted([0.0] * MOST_CROSSING + [other.crossed for other in before])[-MOST_CROSSING]
+            found.append((max(hop.prepared, place_free), Move.LAUNCH, hop.name))
+        if hop.prepared == NEVER and all(other.prepared < NEVER for other in before):
+            found.append((max(hop.submitted, hop.after.landed) if hop.after else hop.submitted, Move.PREPARE, hop.name))
+    return [move for move in found if move[0] < NEVER]
+
+
+times = st.sampled_from([0.0, 1.0, 2.0, 3.0])
+
+
+@given(st.lists(st.lists(st.tuples(st.sampled_from("splc"), times, times), max_size=5), max_size=4), times)
+def test_the_first_move_is_the_earliest_of_all_possible_ones_then_the_first_by_kind_then_by_lane(
+    states: list[list[tuple[str, float, float]]], free_from: float
+) -> None:
+    lanes = []
+    for number, of_lane in enumerate(states):
+        lane = []
+        for index, (state, at, later) in enumerate(sorted(of_lane, key=lambda hop: "clps".index(hop[0]))):
+            hop = _hop(f"{number}.{index}", state, lanes[-1][0] if lanes and lanes[-1] and state == "s" and at > 1 else None)
+            hop.submitted = at
+            hop.prepared, hop.launched, hop.crossed = (NEVER if time == NEVER else at for time in (hop.prepared, hop.launched, hop.crossed))
+            if state == "l" and later > 1:
+                hop.crossed = at + later  # the time model knows when a hop will have crossed
+            lane.append(hop)
+        lanes.append(lane)
+    possible = [
+        (max(ready, free_from), move, number, name) for number, lane in enumerate(lanes) for ready, move, name in _possible_moves(lane)
+    ]
+    found = first_move([deque(lane) for lane in lanes], free_from)
+    start, move, _, name = min(possible, default=(0.0, None, 0, ""))
+    assert (found is None) == (move is None)
+    assert found is None or (found.start, found.move, found.hop.name) == (start, move, name)
+
+
 @given(st.lists(st.lists(st.booleans(), max_size=6), min_size=1, max_size=4), st.data())
 def test_a_thread_that_follows_the_rule_lands_every_hop_in_order_with_no_more_under_way_than_allowed(
     chains: list[list[bool]], data: st.DataObject

@@ -206,6 +206,7 @@ def test_ops_pass_opcheck(op: str) -> None:
         "decode_blocks": (payload, values, 8, BLOCK),
         "decode_mean_blocks": (payloads, values, 8, BLOCK, True, True),
         "recode_mean_blocks": (payloads, payload, 64, 8, 4, BLOCK, 1),
+        "mean_values": (torch.randn(3, 2, 64, dtype=torch.bfloat16), values, True),
         "drop_values": (values, torch.zeros(2, 64), 1, 2**40, 2**31, 2.0),
     }
     torch.library.opcheck(getattr(torch.ops.megatron_zpp, op).default, arguments[op])
