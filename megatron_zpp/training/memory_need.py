@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from megatron_zpp.config.flag import any_of
-from megatron_zpp.config.schema import CheckpointConfig, Config
+from megatron_zpp.config.schema import CheckpointConfig, Config, ZeroConfig
 from megatron_zpp.model.activations import AttentionNeed, activation_bytes, mask_bytes
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import UnitSpec, Use
@@ -182,13 +182,24 @@ def in_gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.1f} MiB"
 
 
+def _lever_without_copy(zero: ZeroConfig) -> list[str]:
+    """What to choose for a smaller secondary copy or none; empty if the run has none."""
+    if zero.zero_hpz_partition_size == 1:
+        return []
+    if zero.zeropp is not None:  # both keep a copy: paper in 8 bits, lean in 16
+        return ["--zeropp paper"] if zero.zero_quantized_weight_differences else ["--zero-stage 3 without --zeropp"]
+    return ["no --zero-quantized-weight-differences"] if zero.zero_quantized_weight_differences else ["--zero-hpz-partition-size 1"]
+
+
 def _remedy(config: Config, nodes: int | None, ranks_per_node: int, need: MemoryNeed) -> str:
     levers = [] if config.model.recompute_granularity == "full" else ["--checkpoint-activations"]
     levers += ["--loss-chunk-tokens 1024"] if config.model.loss_chunk_tokens == 0 else []
     levers += ["no --async-save"] if need.save_copy_on_device else []
-    levers += [] if config.zero.zero_stage == 3 else ["--zero-stage 3"]
+    levers += ["--zero-gradients-between-microbatches primary"] if config.zero.zero_gradients_between_microbatches == "secondary" else []
+    can_divide_weights = ranks_per_node > 1 or not config.zero.zero_quantized_weight_differences
+    levers += ["--zero-stage 3"] if config.zero.zero_stage != 3 and can_divide_weights else []
     if nodes is None:
-        levers += [] if config.zero.zero_hpz_partition_size == 1 else ["--zero-hpz-partition-size 1"]
+        levers += _lever_without_copy(config.zero)
         levers += [] if config.training.micro_batch_size == 1 else ["a smaller --micro-batch-size"]
         return f"no number of such nodes is enough; choose {any_of([*levers, 'a smaller model'])}"
     others = f", or give {any_of(levers)}" if levers else ""

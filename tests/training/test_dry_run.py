@@ -57,6 +57,17 @@ def test_tokens_parameters_and_micro_batches_are_those_of_the_flags() -> None:
     assert parts["data"] == "generated tokens" and parts["sharding"] == "ZeRO-0"
 
 
+def test_lean_is_described_by_its_parts_and_each_direction_crosses_between_nodes_once_per_step() -> None:
+    flags = "--quantization-block-size 256 --zeropp lean --nodes 2 --ranks-per-node 2 --save unwritten"
+    once, several = (parts_of(f"{flags} --global-batch-size {batch}") for batch in (4, 32))
+    assert once["sharding"] == "ZeRO-3 + hpZ + weight differences + qgZ in Gaussian codes"
+    assert several["sharding"] == f"{once['sharding']} + gradients summed inside partitions"
+    crossing = [re.findall(r"weights (\S+), gradients (\S+)\)", parts["bytes per iteration"])[0] for parts in (once, several)]
+    assert crossing[0] == crossing[1] and crossing[0][0] == crossing[0][1]
+    parameters = int(once["parameters"].split()[0])
+    assert once["checkpoint"] == f"{14 * parameters / 1e9:.4g} GB each"  # main weight, two moments, and a copy in bf16
+
+
 def test_tokens_of_a_batch_that_grows_are_those_of_its_samples() -> None:
     flags = "--rampup-batch-size 4 4 40 --global-batch-size 16"
     iterations, consumed = 0, 0

@@ -124,6 +124,25 @@ def test_a_copy_too_large_for_a_partition_is_named_since_more_nodes_do_not_shrin
     assert text.endswith("; no number of such nodes is enough; choose --zero-hpz-partition-size 1 or a smaller model.")
 
 
+@pytest.mark.parametrize(
+    "flags, levers",
+    [
+        ("--zeropp lean", "--zeropp paper"),
+        ("--zeropp lean --global-batch-size 8", "--zero-gradients-between-microbatches primary, --zeropp paper"),
+        ("--zeropp paper", "--zero-stage 3 without --zeropp"),
+        ("--zero-stage 3 --zero-hpz-partition-size 2 --zero-quantized-weight-differences", "no --zero-quantized-weight-differences"),
+    ],
+)
+def test_where_a_kept_copy_is_too_large_a_lever_is_what_the_run_accepts(flags: str, levers: str) -> None:
+    text = Run(f"{TUTORIAL} {flags}", 2, 2).refusal(8 * GIB)
+    assert text.endswith(f"; choose {levers} or a smaller model."), text
+
+
+def test_a_node_of_one_rank_that_sends_differences_is_not_told_to_divide_its_weights() -> None:
+    text = Run(f"{TUTORIAL} --zeropp lean --zero-stage 2", 2, 1).refusal(8 * GIB)
+    assert text.endswith("; no number of such nodes is enough; choose a smaller model.")
+
+
 def test_levers_stand_beside_the_smallest_world() -> None:
     run = Run(f"{SMALL} --zero-stage 2", 1, 2)
     assert run.refusal(run.need(is_on_gpu=False).total - 1, is_on_gpu=False).endswith(
