@@ -10,10 +10,10 @@ error for a Gaussian (Lloyd, Max), times the block's root mean square. The scale
     S = bf16(sum u^2 / sum(u level) / 16^rounds / p)
     x' = s H(level S / 16^rounds), and with two rounds s H(t H(level S / 16^rounds)); rounded once more, to the requested dtype
 
-Squares are compared, because libraries differ in the last bit of a square root. All in fp32, no two operations contracted to one. H is applied in eight stages of sums and differences, of values at distances 1, 2, 4, ...
-128. A sum over a block adds its upper half to its lower half, eight times over. S is NaN if a value of the block is not finite, or if S
-overflows; S is 0 if all values are 0 or it underflows. In both cases the codes are 0. A block with an S that is not finite decodes to NaN
-as a whole.
+All in fp32, no two operations contracted to one. Squares are compared, because libraries differ in the last bit of a square root. H is
+applied in eight stages of sums and differences, of values at distances 1, 2, 4, ... 128. A sum over a block adds its upper half to its
+lower half, eight times over. S is NaN if a value of the block is not finite, or if S overflows; S is 0 if all values are 0 or it
+underflows. In both cases the codes are 0. A block with an S that is not finite decodes to NaN as a whole.
 
 The signs are a function of the key alone, and the same for every block of a call. Sign i of s is bit i % 32 of hash i / 32 of the noise of
 stochastic rounding (`reference.pair_hashes`), and those of t come from the next 8 hashes; 1 is minus.

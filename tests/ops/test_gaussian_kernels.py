@@ -24,7 +24,8 @@ from megatron_zpp.ops import extension, gaussian, gaussian_reference
 from megatron_zpp.ops.build import COMPILER_FLAGS, SOURCES, Build
 from megatron_zpp.ops.payload import GAUSSIAN_BITS, GAUSSIAN_ROUNDS, gaussian_bytes
 
-RESULTS_PER_SIZE = 1472
+RESULTS_PER_SIZE = 674
+ROWS_PER_SIZE = 112
 
 
 def _run(library: Path, *sizes: str, **environment: str) -> int:
@@ -46,13 +47,12 @@ def test_portable_kernels_bit_equal_the_reference_too() -> None:
     assert _run(Build(portable=True).make(), "3") == RESULTS_PER_SIZE
 
 
-@pytest.mark.parametrize("blocks", ["1", "5"])
-def test_emulated_cuda_kernels_bit_equal_the_reference(blocks: str) -> None:
-    assert _run(emulated_kernels(), blocks) == RESULTS_PER_SIZE
+def test_emulated_cuda_kernels_bit_equal_the_reference() -> None:
+    assert _run(emulated_kernels(), "5") == RESULTS_PER_SIZE
 
 
 def test_emulated_cuda_kernels_on_a_grid_smaller_than_the_work_go_round_to_the_same_bits() -> None:
-    assert _run(emulated_kernels(), "70", EMULATED_GRID_LIMIT="1") == RESULTS_PER_SIZE
+    assert _run(emulated_kernels(), "rows:70", EMULATED_GRID_LIMIT="1") == ROWS_PER_SIZE
 
 
 ONE_BLOCK = f"""
