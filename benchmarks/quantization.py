@@ -4,8 +4,8 @@
     python benchmarks/quantization.py --threads 1 --gaussian
 
 Prints a table in Markdown and writes the same as JSON. Sizes and rates count 16-bit values: a size of 4 MB means that 4 MB of bf16 values
-are encoded or decoded, or are the mean. Kernel and memcpy take turns in every round, so that other load on the machine slows both. Rates
-and shares are medians over rounds; the time per value is that of the fastest round.
+are encoded or decoded, or are the mean. Kernel and memcpy take turns in every round, so that other load on the machine slows both. With one
+thread, times are those of the processor. Rates, shares and times are medians over rounds.
 """
 
 from __future__ import annotations
@@ -52,11 +52,29 @@ class Result:
     megabytes: int
     codes: str
     op: str
-    fastest_nanoseconds_per_value: float
+    nanoseconds_per_value: float
     gigabytes_per_second: float
     memcpy_gigabytes_per_second: float
     share_of_memcpy: float
     factor_over_reference: float
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times calls. read: seconds since some moment."""
+
+    read: Callable[[], float]
+
+    def repeats(self, call: Call) -> int:
+        """How often `call` runs in about SAMPLE_SECONDS."""
+        call()
+        return max(1, round(SAMPLE_SECONDS / max(self.seconds_per_call(call), 1e-7)))
+
+    def seconds_per_call(self, call: Call, repeats: int = 1) -> float:
+        start = self.read()
+        for _ in range(repeats):
+            call()
+        return (self.read() - start) / repeats
 
 
 def main(arguments: list[str]) -> int:
@@ -85,19 +103,20 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _measure_size(megabytes: int, options: argparse.Namespace) -> Iterator[Result]:
+    clock = Clock(time.thread_time if options.threads == 1 else time.perf_counter)
     run_numel = megabytes * 2**20 // VALUE_BYTES // SLICES // options.block_numel * options.block_numel
     value_bytes = SLICES * run_numel * VALUE_BYTES
     values = torch.randn(SLICES, run_numel, generator=torch.Generator().manual_seed(1)).bfloat16()
     memcpy = _memcpy(values, torch.empty_like(values))
     for case in _gaussian_cases(values) if options.gaussian else _all_cases(values, options):
-        fastest_seconds, kernel_seconds, memcpy_seconds, share = _side_by_side(case.kernel, memcpy, options.rounds)
-        reference_seconds = statistics.median(_seconds_per_call(case.reference) for _ in range(options.reference_rounds))
+        kernel_seconds, memcpy_seconds, share = _side_by_side(case.kernel, memcpy, options.rounds, clock)
+        reference_seconds = statistics.median(clock.seconds_per_call(case.reference) for _ in range(options.reference_rounds))
         gigabytes = value_bytes / 1e9
         yield Result(
             megabytes,
             case.codes,
             case.name,
-            fastest_seconds * 1e9 / values.numel(),
+            kernel_seconds * 1e9 / values.numel(),
             gigabytes / kernel_seconds,
             gigabytes / memcpy_seconds,
             share,
@@ -169,31 +188,18 @@ def _memcpy(source: Tensor, target: Tensor) -> Call:
     return copy
 
 
-def _side_by_side(kernel: Call, memcpy: Call, rounds: int) -> tuple[float, float, float, float]:
-    """The kernel's seconds in the fastest round; then medians: its seconds, those of the memcpy, and its speed divided by the memcpy's."""
-    kernel_repeats, memcpy_repeats = _repeats(kernel), _repeats(memcpy)
-    samples = [(_seconds_per_call(kernel, kernel_repeats), _seconds_per_call(memcpy, memcpy_repeats)) for _ in range(rounds)]
+def _side_by_side(kernel: Call, memcpy: Call, rounds: int, clock: Clock) -> tuple[float, float, float]:
+    """Medians over rounds: seconds of the kernel, seconds of the memcpy, and the kernel's speed divided by that of the memcpy."""
+    kernel_repeats, memcpy_repeats = clock.repeats(kernel), clock.repeats(memcpy)
+    samples = [(clock.seconds_per_call(kernel, kernel_repeats), clock.seconds_per_call(memcpy, memcpy_repeats)) for _ in range(rounds)]
     share = statistics.median(memcpy_seconds / kernel_seconds for kernel_seconds, memcpy_seconds in samples)
-    fastest_seconds = min(kernel_seconds for kernel_seconds, _ in samples)
     kernel_seconds, memcpy_seconds = (statistics.median(column) for column in zip(*samples, strict=True))
-    return fastest_seconds, kernel_seconds, memcpy_seconds, share
-
-
-def _repeats(call: Call) -> int:
-    call()
-    return max(1, round(SAMPLE_SECONDS / _seconds_per_call(call)))
-
-
-def _seconds_per_call(call: Call, repeats: int = 1) -> float:
-    start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter() - start) / repeats
+    return kernel_seconds, memcpy_seconds, share
 
 
 def _table(results: list[Result]) -> str:
     lines = [
-        "| MB of bf16 | codes | op | fastest ns per value | GB/s | memcpy GB/s | share of memcpy | x reference |",
+        "| MB of bf16 | codes | op | ns per value | GB/s | memcpy GB/s | share of memcpy | x reference |",
         "|---:|---|---|---:|---:|---:|---:|---:|",
     ]
     return "\n".join([*lines, *(_row(result) for result in results)])
@@ -204,7 +210,7 @@ def _row(result: Result) -> str:
         str(result.megabytes),
         result.codes,
         result.op,
-        f"{result.fastest_nanoseconds_per_value:.2f}",
+        f"{result.nanoseconds_per_value:.2f}",
         f"{result.gigabytes_per_second:.1f}",
         f"{result.memcpy_gigabytes_per_second:.1f}",
         f"{result.share_of_memcpy:.0%}",

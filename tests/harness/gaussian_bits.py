@@ -1,6 +1,6 @@
 """Kernels of Gaussian codes against the reference, bit for bit, on values and payloads of all kinds, beside which nothing may be touched.
 
-As a program: for a library, and for numbers of blocks per run, such as 5, or rows:70 for fewer checks; raises AssertionError at the first
+As a program: for a library, and for numbers of blocks per run, such as 5, or rows:33 for fewer checks; raises AssertionError at the first
 differing bit; a stray access ends the process.
 """
 

@@ -52,7 +52,7 @@ def test_emulated_cuda_kernels_bit_equal_the_reference() -> None:
 
 
 def test_emulated_cuda_kernels_on_a_grid_smaller_than_the_work_go_round_to_the_same_bits() -> None:
-    assert _run(emulated_kernels(), "rows:70", EMULATED_GRID_LIMIT="1") == ROWS_PER_SIZE
+    assert _run(emulated_kernels(), "rows:33", EMULATED_GRID_LIMIT="1") == ROWS_PER_SIZE
 
 
 ONE_BLOCK = f"""
