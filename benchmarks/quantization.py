@@ -1,10 +1,11 @@
-"""Times the quantization ops on this machine's CPU, beside a memcpy of the same bytes and beside the plain-torch reference.
+"""Times the ops of quantization on this machine's CPU, beside a memcpy of the same bytes and beside the plain-torch reference.
 
     python benchmarks/quantization.py --threads 1
+    python benchmarks/quantization.py --threads 1 --gaussian
 
 Prints a table in Markdown and writes the same as JSON. Sizes and rates count 16-bit values: a size of 4 MB means that 4 MB of bf16 values
-are encoded or decoded, or are the mean. Kernel and memcpy take turns in every round, so that other load on the machine slows both. Rates
-and shares are medians over rounds.
+are encoded or decoded, or are the mean. Kernel and memcpy take turns in every round, so that other load on the machine slows both. With one
+thread, times are those of the processor. Rates, shares and times are medians over rounds.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_zpp.ops import extension, payload, quantization, reference
+from megatron_zpp.ops import extension, gaussian, gaussian_reference, payload, quantization, reference
 
 SLICES = 4
 MOST_MEMBERS = 4
@@ -37,10 +39,10 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Case:
-    """One op, with calls that run it on the kernel and on the reference, for the same tensors."""
+    """One op on some codes, with calls that run it on the kernel and on the reference, for the same tensors."""
 
     name: str
-    bits: int
+    codes: str
     kernel: Call
     reference: Call
 
@@ -48,12 +50,31 @@ class Case:
 @dataclass(frozen=True)
 class Result:
     megabytes: int
-    bits: int
+    codes: str
     op: str
+    nanoseconds_per_value: float
     gigabytes_per_second: float
     memcpy_gigabytes_per_second: float
     share_of_memcpy: float
     factor_over_reference: float
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times calls. read: seconds since some moment."""
+
+    read: Callable[[], float]
+
+    def repeats(self, call: Call) -> int:
+        """How often `call` runs in about SAMPLE_SECONDS."""
+        call()
+        return max(1, round(SAMPLE_SECONDS / max(self.seconds_per_call(call), 1e-7)))
+
+    def seconds_per_call(self, call: Call, repeats: int = 1) -> float:
+        start = self.read()
+        for _ in range(repeats):
+            call()
+        return (self.read() - start) / repeats
 
 
 def main(arguments: list[str]) -> int:
@@ -76,22 +97,55 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--reference-rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--gaussian", action="store_true", help="time Gaussian codes of 1 to 4 bits instead of integers")
     parser.add_argument("--options", action="store_true", help="also time rotated values and stochastic rounding, of bf16 and fp32")
     return parser.parse_args(arguments)
 
 
 def _measure_size(megabytes: int, options: argparse.Namespace) -> Iterator[Result]:
+    clock = Clock(time.thread_time if options.threads == 1 else time.perf_counter)
     run_numel = megabytes * 2**20 // VALUE_BYTES // SLICES // options.block_numel * options.block_numel
     value_bytes = SLICES * run_numel * VALUE_BYTES
+    values = torch.randn(SLICES, run_numel, generator=torch.Generator().manual_seed(1)).bfloat16()
+    memcpy = _memcpy(values, torch.empty_like(values))
+    for case in _gaussian_cases(values) if options.gaussian else _all_cases(values, options):
+        kernel_seconds, memcpy_seconds, share = _side_by_side(case.kernel, memcpy, options.rounds, clock)
+        reference_seconds = statistics.median(clock.seconds_per_call(case.reference) for _ in range(options.reference_rounds))
+        gigabytes = value_bytes / 1e9
+        yield Result(
+            megabytes,
+            case.codes,
+            case.name,
+            kernel_seconds * 1e9 / values.numel(),
+            gigabytes / kernel_seconds,
+            gigabytes / memcpy_seconds,
+            share,
+            reference_seconds / kernel_seconds,
+        )
+
+
+def _all_cases(values: Tensor, options: argparse.Namespace) -> Iterator[Case]:
     for bits in payload.BITS[::-1]:
-        values = torch.randn(SLICES, run_numel, generator=torch.Generator().manual_seed(1)).bfloat16()
-        memcpy = _memcpy(values, torch.empty_like(values))
-        for case in _cases(values, bits, options.block_numel, options.options):
-            kernel_seconds, memcpy_seconds, share = _side_by_side(case.kernel, memcpy, options.rounds)
-            reference_seconds = statistics.median(_seconds_per_call(case.reference) for _ in range(options.reference_rounds))
-            gigabytes = value_bytes / 1e9
-            factor = reference_seconds / kernel_seconds
-            yield Result(megabytes, bits, case.name, gigabytes / kernel_seconds, gigabytes / memcpy_seconds, share, factor)
+        yield from _cases(values, bits, options.block_numel, options.options)
+
+
+def _gaussian_cases(values: Tensor) -> Iterator[Case]:
+    slices, run_numel = values.shape
+    for bits, rounds in product(payload.GAUSSIAN_BITS, payload.GAUSSIAN_ROUNDS):
+        form = {"bits": bits, "rounds": rounds}
+        payloads = torch.zeros(2, slices, payload.gaussian_bytes(run_numel, bits), dtype=torch.uint8)
+        for key, member in enumerate(payloads):
+            gaussian.encode_gaussian(values, member, key=key, **form)
+        encoded, mean = torch.zeros_like(payloads[0]), torch.zeros(values.shape)
+        decoded, name = torch.empty_like(values), f"{rounds} round{'s' if rounds > 1 else ''}"
+        calls: list[tuple[str, str, tuple[Tensor, ...], dict[str, object]]] = [
+            ("encode", "encode_gaussian", (values, encoded), {"key": 0}),
+            ("decode to bf16", "decode_gaussian", (payloads[0], decoded), {"keys": [0] * slices, "accumulate": False}),
+            ("decode, add mean of 2", "decode_mean_gaussian", (payloads, mean), {"keys": [0, 1], "accumulate": True}),
+        ]
+        for what, op, tensors, arguments in calls:
+            kernel, plain = (partial(getattr(room, op), *tensors, **arguments, **form) for room in (gaussian, gaussian_reference))
+            yield Case(f"{what}, {name}", f"Gaussian {bits}", kernel, plain)
 
 
 def _cases(values: Tensor, bits: int, block_numel: int, has_options: bool) -> Iterator[Case]:
@@ -103,7 +157,8 @@ def _cases(values: Tensor, bits: int, block_numel: int, has_options: bool) -> It
     encoded, decoded, mean = torch.zeros_like(payloads[0]), torch.empty_like(values), torch.zeros(values.shape)
 
     def case(name: str, op: str, *tensors: Tensor, **arguments: object) -> Case:
-        return Case(name, bits, *(partial(getattr(room, op), *tensors, **arguments) for room in (quantization, reference)))
+        kernel, plain = (partial(getattr(room, op), *tensors, **arguments) for room in (quantization, reference))
+        return Case(name, f"INT{bits}", kernel, plain)
 
     yield case("encode", "encode_blocks", values, encoded, **form)
     yield case("decode to bf16", "decode_blocks", payloads[0], decoded, **form)
@@ -133,35 +188,35 @@ def _memcpy(source: Tensor, target: Tensor) -> Call:
     return copy
 
 
-def _side_by_side(kernel: Call, memcpy: Call, rounds: int) -> tuple[float, float, float]:
+def _side_by_side(kernel: Call, memcpy: Call, rounds: int, clock: Clock) -> tuple[float, float, float]:
     """Medians over rounds: seconds of the kernel, seconds of the memcpy, and the kernel's speed divided by that of the memcpy."""
-    kernel_repeats, memcpy_repeats = _repeats(kernel), _repeats(memcpy)
-    samples = [(_seconds_per_call(kernel, kernel_repeats), _seconds_per_call(memcpy, memcpy_repeats)) for _ in range(rounds)]
+    kernel_repeats, memcpy_repeats = clock.repeats(kernel), clock.repeats(memcpy)
+    samples = [(clock.seconds_per_call(kernel, kernel_repeats), clock.seconds_per_call(memcpy, memcpy_repeats)) for _ in range(rounds)]
     share = statistics.median(memcpy_seconds / kernel_seconds for kernel_seconds, memcpy_seconds in samples)
     kernel_seconds, memcpy_seconds = (statistics.median(column) for column in zip(*samples, strict=True))
     return kernel_seconds, memcpy_seconds, share
 
 
-def _repeats(call: Call) -> int:
-    call()
-    return max(1, round(SAMPLE_SECONDS / _seconds_per_call(call)))
-
-
-def _seconds_per_call(call: Call, repeats: int = 1) -> float:
-    start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter() - start) / repeats
-
-
 def _table(results: list[Result]) -> str:
-    lines = ["| MB of bf16 | codes | op | GB/s | memcpy GB/s | share of memcpy | x reference |", "|---:|---|---|---:|---:|---:|---:|"]
+    lines = [
+        "| MB of bf16 | codes | op | ns per value | GB/s | memcpy GB/s | share of memcpy | x reference |",
+        "|---:|---|---|---:|---:|---:|---:|---:|",
+    ]
     return "\n".join([*lines, *(_row(result) for result in results)])
 
 
 def _row(result: Result) -> str:
-    rates = f"{result.gigabytes_per_second:.1f} | {result.memcpy_gigabytes_per_second:.1f} | {result.share_of_memcpy:.0%}"
-    return f"| {result.megabytes} | INT{result.bits} | {result.op} | {rates} | {result.factor_over_reference:.0f} |"
+    cells = [
+        str(result.megabytes),
+        result.codes,
+        result.op,
+        f"{result.nanoseconds_per_value:.2f}",
+        f"{result.gigabytes_per_second:.1f}",
+        f"{result.memcpy_gigabytes_per_second:.1f}",
+        f"{result.share_of_memcpy:.0%}",
+        f"{result.factor_over_reference:.0f}",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

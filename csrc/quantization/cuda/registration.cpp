@@ -10,20 +10,6 @@
 namespace megatron_zpp::cuda {
 namespace {
 
-template <class T>
-ValueRows<const typename Bits<T>::Type> readable_bits(const at::Tensor& values) {
-  return {reinterpret_cast<const typename Bits<T>::Type*>(values.const_data_ptr<T>()), values.stride(0)};
-}
-
-template <class T>
-ValueRows<typename Bits<T>::Type> writable_bits(const at::Tensor& values) {
-  return {reinterpret_cast<typename Bits<T>::Type*>(values.mutable_data_ptr<T>()), values.stride(0)};
-}
-
-void check_same_device(const at::Tensor& left, const at::Tensor& right) {
-  TORCH_CHECK(left.device() == right.device(), "tensors must be on one device, not on ", left.device(), " and ", right.device());
-}
-
 void encode_blocks(
     const at::Tensor& values, at::Tensor& payloads, int64_t bits, int64_t block_numel, bool rotated, std::optional<int64_t> noise_key) {
   check_same_device(values, payloads);

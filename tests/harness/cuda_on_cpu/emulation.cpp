@@ -1,6 +1,10 @@
 // The CUDA kernels and their registration as they are, compiled for the CPU against the headers beside this file, as ops of CPU tensors.
 #include "../../../csrc/dropout/cuda/drop_values.cu"
 #include "../../../csrc/dropout/cuda/registration.cpp"
+#include "../../../csrc/gaussian/cuda/decode.cu"
+#include "../../../csrc/gaussian/cuda/encode.cu"
+#include "../../../csrc/gaussian/cuda/registration.cpp"
+#include "../../../csrc/gaussian/ops.cpp"
 #include "../../../csrc/means/cuda/mean_values.cu"
 #include "../../../csrc/means/cuda/registration.cpp"
 #include "../../../csrc/ops.cpp"
@@ -12,6 +16,9 @@
 
 TORCH_LIBRARY_IMPL(megatron_zpp, CPU, m) {
   m.impl("drop_values", megatron_zpp::cuda::drop_values);
+  m.impl("encode_gaussian", megatron_zpp::cuda::encode_gaussian);
+  m.impl("decode_gaussian", megatron_zpp::cuda::decode_gaussian);
+  m.impl("decode_mean_gaussian", megatron_zpp::cuda::decode_mean_gaussian);
   m.impl("mean_values", megatron_zpp::cuda::mean_values);
   m.impl("encode_blocks", megatron_zpp::cuda::encode_blocks);
   m.impl("decode_blocks", megatron_zpp::cuda::decode_blocks);
