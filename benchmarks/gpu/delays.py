@@ -66,6 +66,22 @@ class DelayedLanes:
         self._lanes.drain()
 
 
+class DeafLanes:
+    """Lanes for which nobody waits: computation reads weights that may not have arrived. Delays that do not show it are too short."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+
+    def submit(self, hop: Hop) -> None:
+        self._lanes.submit(hop)
+
+    def wait(self, hop: Hop) -> None:
+        """Returns at once."""
+
+    def drain(self) -> None:
+        self._lanes.drain()
+
+
 def delay_computation(module: nn.Module, uses: tuple[Use, ...], delays: Delays) -> None:
     """Makes computation sleep before the forward of each use, and when the gradient of its output has arrived."""
 

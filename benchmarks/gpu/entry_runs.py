@@ -14,6 +14,7 @@ from gpu.deadline import Deadline
 from gpu.rank_processes import POLL_SECONDS, Ranks, Sharing, in_words, write_job
 
 PROGRAM = str(Path(__file__).with_name("rank_program.py"))
+MARK_SECONDS = 5.0
 START_SECONDS = 45.0  # of torch, CUDA and NCCL, on a busy machine
 
 
@@ -94,7 +95,11 @@ def _in_one_world(
                 if not time.has(POLL_SECONDS):
                     return
                 clock.sleep(POLL_SECONDS)
-            if all(mark.exists() for mark in marks) and not any(mark.read_text() not in ("", "0") for mark in marks):
+            # A rank may have failed in the next run already, while another has yet to make its mark of this one.
+            grace = Deadline(MARK_SECONDS)
+            while any(ranks.codes()) and None in ranks.codes() and not all(mark.exists() for mark in marks) and grace.has(POLL_SECONDS):
+                clock.sleep(POLL_SECONDS)
+            if all(mark.exists() and mark.read_text() == "0" for mark in marks):
                 yield Finished(entry, _records(log), [])
                 continue
             late = [] if any(ranks.codes()) else [f"no end within {run_seconds:.0f} s"]

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from gpu.deadline import Deadline
@@ -15,6 +14,7 @@ from gpu.kernel_kinds import attention_kernels
 from gpu.outcome import Outcome
 from gpu.place import Place
 from gpu.session import RankPlace, Session
+from gpu.training import device_events
 from megatron_zpp.ops import extension
 
 SHAPE = (
@@ -90,7 +90,8 @@ def run(time: Deadline, outcome: Outcome) -> None:
                 if is_fatal(error):
                     outcome.say("nothing more can run in this process, because the error has made the device unusable")
                     return
-        gc.collect()
+        if place.is_gpu:
+            gc.collect()
 
 
 def _try(outcome: Outcome, place: Place, case: Case, losses: dict[str, list[float]]) -> None:
@@ -119,4 +120,4 @@ def _kernels(session: Session, place: Place) -> list[str]:
     with profile(activities=[ProfilerActivity.CUDA if place.is_gpu else ProfilerActivity.CPU]) as profiled:
         session.step(0)
         place.synchronize()
-    return [event.key for event in profiled.key_averages() if not place.is_gpu or event.device_type == DeviceType.CUDA]
+    return [event.key for event in device_events(profiled, place)]

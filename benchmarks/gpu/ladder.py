@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from gpu.deadline import Deadline
-from gpu.delays import DelayedLanes, Delays, Sleep, delay_computation, sleep_on_gpu
+from gpu.delays import DeafLanes, DelayedLanes, Delays, Sleep, delay_computation, sleep_on_gpu
 from gpu.device_errors import is_fatal
 from gpu.outcome import Outcome
 from gpu.place import Place
@@ -45,7 +45,7 @@ ALL = f"--zero-stage 3 --bf16 {QUANTIZED} {HPZ} {TWO_MICROBATCHES}"
 class Run:
     """Flags of one run. same_as: the run whose bits it must have. quantizes: it needs kernels, so that it does not wait for the reference.
 
-    delay_seed: of random delays; None for none.
+    delay_seed: of random delays; None for none. is_deaf: computation does not wait for lanes, which must change the bits.
     """
 
     name: str
@@ -53,6 +53,7 @@ class Run:
     same_as: str | None = None
     quantizes: bool = False
     delay_seed: int | None = None
+    is_deaf: bool = False
 
     def delayed(self, seed: int) -> Run:
         return replace(self, name=f"{self.name}, delays {seed}", same_as=self.name, delay_seed=seed)
@@ -61,10 +62,12 @@ class Run:
 ZERO_3 = Run("ZeRO-3", "--zero-stage 3 --bf16")
 ALL_OF_ZEROPP = Run("all of ZeRO++", ALL, "ZeRO++ without hpZ", quantizes=True)
 WITHOUT_HPZ = Run("ZeRO++ without hpZ", ALL.replace(HPZ, ""), quantizes=True)
+DEAF = Run("ZeRO-3 without waiting, delays", "--zero-stage 3 --bf16", "ZeRO-3", delay_seed=7, is_deaf=True)
 # The most important runs come first, because time may run out.
 RUNS = (
     ZERO_3,
     *(ZERO_3.delayed(seed) for seed in DELAY_SEEDS),
+    DEAF,
     Run("ZeRO-0", "--zero-stage 0 --bf16", "ZeRO-3"),
     Run("ZeRO-1", "--zero-stage 1 --bf16", "ZeRO-3"),
     Run("ZeRO-2", "--zero-stage 2 --bf16", "ZeRO-3"),
@@ -152,7 +155,7 @@ def train(some: Run, sleep: Sleep | None, place: RankPlace) -> Bits:
     delays = None
     if sleep is not None and some.delay_seed is not None:
         delays = Delays(sleep, 100 * some.delay_seed + place.backend.rank, DELAY_SECONDS)
-        place = replace(place, lanes=DelayedLanes(place.lanes, delays))
+        place = replace(place, lanes=DelayedLanes(DeafLanes(place.lanes) if some.is_deaf else place.lanes, delays))
     session = Session(f"{SHAPE} {some.flags} --ranks-per-node {RANKS_PER_NODE}", place)
     if delays is not None:
         delay_computation(session.model, session.model.uses(), delays)
@@ -164,6 +167,10 @@ def train(some: Run, sleep: Sleep | None, place: RankPlace) -> Bits:
 
 def _compare(outcome: Outcome, some: Run, of_ranks: list[Bits], found: dict[str, Bits]) -> None:
     own = of_ranks[0]
+    if some.is_deaf:
+        statement = f"'{some.name}' has other bits than '{some.same_as}', so these delays show a wait that is missing"
+        outcome.check(statement, holds=some.same_as not in found or not own.same(found[some.same_as]))
+        return
     outcome.check(f"'{some.name}': all ranks have the same weights and losses", holds=all(own.same(other) for other in of_ranks))
     losses = [loss for loss, _ in own.history]
     outcome.check(f"'{some.name}' trains: loss {losses[0]:.4f} to {losses[-1]:.4f}", holds=losses[-1] < losses[0])

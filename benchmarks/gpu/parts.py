@@ -1,7 +1,7 @@
 """The parts of the GPU check in the order in which they run, with their times (no torch).
 
 A part is the module of the same name, which has a function `run(time, outcome)`. Parts of one wave run at the same time: they need the GPU
-little, or not at all. A part that measures speed is alone in its wave.
+little, or not at all. A part that measures speed is alone in its wave, except for parts in the background, which take one core.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 class Part:
     """estimate_seconds: on one H200 with 16 cores. least_seconds: with less it cannot find out anything.
 
-    limit_seconds: a part that takes longer hangs. needs_gpu: without a GPU it does nothing.
+    limit_seconds: a part that takes longer hangs. says: what it does. is_in_background: the next waves do not wait for it.
     """
 
     name: str
@@ -22,6 +22,7 @@ class Part:
     least_seconds: float
     limit_seconds: float
     says: str
+    is_in_background: bool = False
 
 
 Wave = tuple[Part, ...]
@@ -31,7 +32,12 @@ WAVES: tuple[Wave, ...] = (
         Part("machine", 10, 5, 60, "device, driver, versions"),
         Part("library", 60, 20, 240, "builds and loads the library of kernels"),
     ),
-    (Part("ladder", 40, 15, 150, "ranks as threads on one GPU: equal bits in all stages, also with random delays on every stream"),),
+    (
+        Part("ladder", 40, 15, 150, "ranks as threads on one GPU: equal bits in all stages, also with random delays on every stream"),
+        Part(
+            "builds", 200, 60, 400, "8 builds at once, without ninja, with the list of architectures of a container", is_in_background=True
+        ),
+    ),
     (Part("training", 60, 25, 180, "a GPT of a billion parameters: speed, parts of a step, stalls, memory against the plan"),),
     (
         Part("bits", 60, 15, 200, "every kernel against the reference, bit for bit"),
@@ -46,7 +52,6 @@ WAVES: tuple[Wave, ...] = (
     (Part("several_gpus", 60, 20, 200, "one rank per GPU: rates of the collectives, limits of CTAs"),),
     (
         Part("lost_rank", 90, 75, 150, "one NCCL rank is killed, and the others end in time"),
-        Part("builds", 90, 30, 300, "8 builds at once, without ninja, with the list of architectures of a container"),
         Part("apex", 20, 10, 300, "NVIDIA Apex, where it is or where its sources are"),
         Part("compile", 40, 15, 200, "every CUDA source by itself, with warnings as errors"),
     ),

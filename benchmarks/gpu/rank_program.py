@@ -26,10 +26,16 @@ def run_all(job: Path) -> int:
         code = main(one["flags"])
         if code == 0:
             _free()
-        job.with_name(f"{job.name}.{index}.{os.environ['RANK']}").write_text(str(code))
+        _mark(job.with_name(f"{job.name}.{index}.{os.environ['RANK']}"), code)
         if code:
             return code
     return 0
+
+
+def _mark(file: Path, code: int) -> None:
+    made = file.with_name(f".{file.name}")
+    made.write_text(str(code))
+    os.replace(made, file)  # whoever sees the file finds its content
 
 
 def _free() -> None:

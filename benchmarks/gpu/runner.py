@@ -80,7 +80,9 @@ class Runner:
         """Runs all waves and returns the exit code: 1 if anything failed, else 3 if the time was too short for something, else 0."""
         with tempfile.TemporaryDirectory() as logs:
             for wave in waves:
-                self._run_wave(wave, Path(logs))
+                self._start_wave(wave, Path(logs))
+                self._wait_while(lambda: any(not running.part.is_in_background for running in self._running))
+            self._wait_while(lambda: bool(self._running))
         self._write_summary()
         return exit_code(self.reports)
 
@@ -93,7 +95,7 @@ class Runner:
 
     # ---- one wave
 
-    def _run_wave(self, wave: Wave, logs: Path) -> None:
+    def _start_wave(self, wave: Wave, logs: Path) -> None:
         for part in wave:
             left = self._seconds_left()
             if left < part.least_seconds:
@@ -101,7 +103,9 @@ class Runner:
                 self._end(part.name, report(CUT_SHORT, [f"{reason}: {part.says}"]), 0.0)
             else:
                 self._start(part, min(part.limit_seconds, left), logs, is_whole=part.limit_seconds <= left)
-        while self._running:
+
+    def _wait_while(self, is_so: Callable[[], bool]) -> None:
+        while is_so():
             for running in list(self._running):
                 self._look_at(running)
             time.sleep(POLL_SECONDS)

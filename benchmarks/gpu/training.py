@@ -213,7 +213,7 @@ def _report_profile(outcome: Outcome, session: Session, place: Place, steps: Ste
         for step in range(PROFILED_STEPS):
             session.step(step)
         place.synchronize()
-    events = [event for event in profiled.key_averages() if not place.is_gpu or event.device_type == DeviceType.CUDA]
+    events = device_events(profiled, place)
     seconds = {event.key: _self_microseconds(event, place) / PROFILED_STEPS / 1e6 for event in events}
     kinds = dict.fromkeys(NAMES, 0.0)
     for name, own in seconds.items():
@@ -231,6 +231,14 @@ def _report_profile(outcome: Outcome, session: Session, place: Place, steps: Ste
     outcome.measure(
         seconds_by_kind=kinds, share_outside_matrix_products=outside, launches_per_step=launches, launches_per_unit=launches / units
     )
+
+
+def device_events(profiled: profile, place: Place) -> list[Any]:
+    """What ran on the device, by name: kernels and copies, without the ranges that programs have named; on a CPU operators."""
+    events: list[Any] = list(profiled.key_averages())
+    if not place.is_gpu:
+        return events
+    return [event for event in events if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)]
 
 
 def _self_microseconds(event: Any, place: Place) -> float:

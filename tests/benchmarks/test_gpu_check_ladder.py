@@ -12,7 +12,7 @@ import pytest
 import torch
 from gpu import ladder
 from gpu.deadline import Deadline
-from gpu.ladder import ALL_OF_ZEROPP, RUNS, WITHOUT_HPZ, ZERO_3, Bits, Run
+from gpu.ladder import ALL_OF_ZEROPP, DEAF, RUNS, WITHOUT_HPZ, ZERO_3, Bits, Run
 from gpu.outcome import Outcome
 from gpu.session import RankPlace
 from harness.fake_streams.accesses import RaceError
@@ -101,14 +101,20 @@ def test_each_wait_between_ranks_is_missed_when_it_has_no_effect() -> None:
             run_on_one_fake_gpu(Grid.of_nodes(2, 2), lambda place, machine: ladder.train(short(ZERO_3), None, place), without=site)
 
 
-def outcome_of(of_ranks: Callable[[Run], list[Bits]]) -> Outcome:
+def test_computation_that_does_not_wait_for_lanes_is_a_race() -> None:
+    gpu = FakeGpu()
+    with pytest.raises(RaceError):
+        gpu.run_ranks(Grid.of_nodes(2, 2), CPU, partial(ladder.train, DEAF, gpu.sleep))
+
+
+def outcome_of(of_ranks: Callable[[Run], list[Bits]], made: tuple[Run, ...] = SHORT[:2]) -> Outcome:
     outcome = Outcome()
-    runs = iter(SHORT[:2])
+    runs = iter(made)
 
     def run_ranks(grid: Grid, device: torch.device, program: Any) -> list[Bits]:
         return of_ranks(next(runs))
 
-    ladder.compare_runs(Deadline(1e6, lambda: 0.0), outcome, SHORT[:2], CPU, run_ranks, None)
+    ladder.compare_runs(Deadline(1e6, lambda: 0.0), outcome, made, CPU, run_ranks, None)
     return outcome
 
 
@@ -126,6 +132,12 @@ def bits(last_loss: float = 1.0, weights: str = "w") -> Bits:
 )
 def test_bits_that_differ_are_a_failure(of_ranks: Callable[[Run], list[Bits]], failure: str) -> None:
     assert failure in " ".join(outcome_of(of_ranks).failures)
+
+
+@pytest.mark.parametrize("weights, failures", [("others", 0), ("w", 1)])
+def test_delays_that_do_not_show_a_missing_wait_are_a_failure(weights: str, failures: int) -> None:
+    outcome = outcome_of(lambda run: [bits(weights=weights if run is DEAF else "w")], (ZERO_3, DEAF))
+    assert len(outcome.failures) == failures
 
 
 def test_a_run_that_raises_is_a_failure_and_the_next_still_runs() -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,15 @@ def test_parts_of_one_wave_run_at_the_same_time(parts: Parts) -> None:
     assert runner.run([(part("one"), part("two"))]) == PASSED_CODE
 
 
+def test_the_next_wave_does_not_wait_for_a_part_in_the_background(parts: Parts) -> None:
+    parts.programs = {
+        "one": f"until [ -e FOLDER/a ]; do sleep 0.01; done; {parts.written()}",
+        "two": f"{parts.written()}; touch FOLDER/a",
+    }
+    runner = Runner(parts.folder / "out", 1e5, parts.command, ABOUT, parts.said.append)
+    assert runner.run([(replace(part("one"), is_in_background=True),), (part("two"),)]) == PASSED_CODE
+
+
 def test_a_run_that_is_interrupted_ends_its_part_and_writes_what_it_has(parts: Parts) -> None:
     parts.programs = {"one": parts.written(), "two": f"{parts.written('unfinished')}; sleep 1000", "three": parts.written()}
     runner = Runner(parts.folder / "out", 1e5, parts.command, ABOUT, lambda text: "== two" in text and runner.interrupt("ended by SIGTERM"))
@@ -145,12 +155,13 @@ def test_the_order_is_library_ladder_training_bits_speed_and_compile_last() -> N
     order = ["library", "ladder", "training", "bits", "speed", "compile"]
     assert sorted(order, key=names.index) == order and names[-1] == "compile"
     alone = [wave[0].name for wave in WAVES if len(wave) == 1]
-    assert {"training", "speed", "several_gpus"} <= set(alone)
+    assert alone == ["training", "speed", "several_gpus"]
     assert [[part.name for part in wave] for wave in chosen(["compile", "ladder"])] == [["ladder"], ["compile"]]
 
 
-def test_all_parts_together_take_no_longer_than_the_limit_that_is_the_default() -> None:
-    assert sum(max(part.estimate_seconds for part in wave) for wave in WAVES if wave[0].name != "several_gpus") <= 470
+def test_on_one_gpu_all_parts_are_expected_to_fit_into_the_default_limit() -> None:
+    waves = [wave for wave in WAVES if wave[0].name != "several_gpus"]  # which needs nothing on a machine with one
+    assert sum(max(part.estimate_seconds for part in wave if not part.is_in_background) for wave in waves) <= 470
 
 
 def test_every_part_is_a_module_with_a_run() -> None:
