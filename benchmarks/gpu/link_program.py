@@ -50,16 +50,13 @@ def main(file: Path, flags: str) -> None:
     outcome = Outcome()
     outcome.measure(rates=[_rates(backend, place, megabytes) for megabytes in MEGABYTES[place.is_tiny]])
     streams = streams_of(place.device)
-    session = Session(flags, RankPlace(backend, make_lanes(streams), place.device, streams))
+    measured = None if streams is None else MeasuredStreams(streams)
+    session = Session(flags, RankPlace(backend, make_lanes(measured), place.device, measured))
     steps = time_steps(session, place, WARMUP_STEPS, STEPS)
     outcome.measure(step_seconds=steps.seconds, losses=steps.losses)
-    session.close()
-    del session
-    if streams is not None:
-        measured = MeasuredStreams(streams)
-        session = Session(flags, RankPlace(backend, make_lanes(measured), place.device, measured))
+    if measured is not None:
         report_stalls(outcome, session, measured, place, STEPS)
-        session.close()
+    session.close()
     dist.barrier()
     if rank == 0:
         write_json(file, outcome.measured)

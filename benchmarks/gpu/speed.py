@@ -91,7 +91,7 @@ def _drop(numel: int) -> tuple[Call, int]:
     return partial(torch.ops.megatron_zpp.drop_values, values, dropped, 2**62, 3, 429496730, 1 / 0.9), 2 * values.nbytes
 
 
-def _ops(run_numel: int, bits: int) -> dict[str, Callable[[], tuple[Call, int]]]:
+def _ops(run_numel: int, bits: int, device: str = "cuda") -> dict[str, Callable[[], tuple[Call, int]]]:
     """By name, a function that makes a call with new tensors and returns it with the bytes that the call moves."""
     from megatron_zpp.ops import payload, quantization
 
@@ -99,28 +99,28 @@ def _ops(run_numel: int, bits: int) -> dict[str, Callable[[], tuple[Call, int]]]
     row_bytes = payload.coded_bytes(run_numel, **form)
 
     def payloads(*shape: int) -> Tensor:
-        made = torch.empty(*shape, row_bytes, dtype=torch.uint8, device="cuda")
-        values = torch.randn(SLICES, run_numel, device="cuda", dtype=torch.bfloat16)
+        made = torch.empty(*shape, row_bytes, dtype=torch.uint8, device=device)
+        values = torch.randn(SLICES, run_numel, device=device, dtype=torch.bfloat16)
         for member in made.view(-1, SLICES, row_bytes):
             quantization.encode_blocks(values, member, **form)
         return made
 
     def encode(dtype: torch.dtype, **options: Any) -> tuple[Call, int]:
-        values = torch.randn(SLICES, run_numel, device="cuda").to(dtype)
-        target = torch.empty(SLICES, row_bytes, dtype=torch.uint8, device="cuda")
+        values = torch.randn(SLICES, run_numel, device=device).to(dtype)
+        target = torch.empty(SLICES, row_bytes, dtype=torch.uint8, device=device)
         return partial(quantization.encode_blocks, values, target, **form, **options), values.nbytes + target.nbytes
 
     def decode(dtype: torch.dtype) -> tuple[Call, int]:
-        source, values = payloads(SLICES), torch.empty(SLICES, run_numel, dtype=dtype, device="cuda")
+        source, values = payloads(SLICES), torch.empty(SLICES, run_numel, dtype=dtype, device=device)
         return partial(quantization.decode_blocks, source, values, **form), values.nbytes + source.nbytes
 
     def add_mean(members: int, **options: Any) -> tuple[Call, int]:
-        source, mean = payloads(members, SLICES), torch.zeros(SLICES, run_numel, device="cuda")
+        source, mean = payloads(members, SLICES), torch.zeros(SLICES, run_numel, device=device)
         call = partial(quantization.decode_mean_blocks, source, mean, **form, accumulate=True, **options)
         return call, 2 * mean.nbytes + source.nbytes
 
     def recode(members: int, **options: Any) -> tuple[Call, int]:
-        source, target = payloads(members, SLICES), torch.empty(SLICES, row_bytes, dtype=torch.uint8, device="cuda")
+        source, target = payloads(members, SLICES), torch.empty(SLICES, row_bytes, dtype=torch.uint8, device=device)
         call = partial(quantization.recode_mean_blocks, source, target, run_numel=run_numel, next_bits=bits, **form, **options)
         return call, source.nbytes + target.nbytes
 
@@ -190,7 +190,7 @@ def _table(results: list[Result]) -> list[str]:
     rows = [
         f"| {result.megabytes} | INT{result.bits} | {result.op} | {result.microseconds:.1f} | "
         f"{result.terabytes_per_second:.2f} | {result.share_of_copy:.0%} |"
-        for result in results
+        for result in sorted(results, key=lambda result: (result.megabytes, -result.bits))
     ]
     return ["| MB of bf16 | codes | op | us | TB/s | share of copy |", "|---:|---|---|---:|---:|---:|", *rows]
 

@@ -41,10 +41,14 @@ class Stall:
 
 @dataclass
 class MeasuredStreams:
-    """The streams `inner` of a device. Those that are current when it is made are the stream of computation."""
+    """The streams `inner` of a device. The one that is current when this is made is that of computation.
+
+    is_recording: without it, waits are as they are.
+    """
 
     inner: Streams
     marks: Any = field(default_factory=Marks)
+    is_recording: bool = False
     stalls: list[Stall] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -62,9 +66,12 @@ class MeasuredStreams:
     def synchronize(self) -> None:
         self.inner.synchronize()
 
-    def measured(self, stream: Any, where: str, wait: Callable[[], None]) -> None:
+    def measured(self, stream: Any, wait: Callable[[], None]) -> None:
         """Calls `wait`, which makes the stream wait, between two marks."""
-        before = self.marks.mark(stream)
+        if not self.is_recording:
+            wait()
+            return
+        where, before = _caller(), self.marks.mark(stream)
         wait()
         self.stalls.append(Stall(where, stream == self.compute, before, self.marks.mark(stream)))
 
@@ -90,10 +97,10 @@ class MeasuredStream:
         return self.inner.record_event()
 
     def wait_event(self, event: Any) -> None:
-        self.streams.measured(self.inner, _caller(), lambda: self.inner.wait_event(event))
+        self.streams.measured(self.inner, lambda: self.inner.wait_event(event))
 
     def wait_stream(self, stream: Any) -> None:
-        self.streams.measured(self.inner, _caller(), lambda: self.inner.wait_stream(stream.inner))
+        self.streams.measured(self.inner, lambda: self.inner.wait_stream(stream.inner))
 
     def synchronize(self) -> None:
         self.inner.synchronize()
@@ -101,7 +108,7 @@ class MeasuredStream:
 
 def _caller() -> str:
     """File and function that wait, with the lane of the hop if there is one."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     lane = getattr(frame.f_locals.get("hop"), "lane", None)
     where = f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"
     return where if lane is None else f"{where} {lane}"

@@ -31,6 +31,8 @@ from megatron_zpp.training.hardware import peak_teraflops
 GPU_SHAPE = "--num-layers 18 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 4 --vocab-size 50257"
 CPU_SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --vocab-size 500"
 FLAGS = "--bf16 --zero-stage 3 --mock-data --train-iters 100 --attention-dropout 0 --hidden-dropout 0"
+MICROBATCHES, MICROBATCHES_SECONDS = 8, 15.0
+COMPILE_SECONDS = 60.0
 WARMUP_STEPS, TIMED_STEPS, PROFILED_STEPS, SHORT_STEPS = 3, 8, 3, 4
 NAMED_KERNELS = 14
 PLAN_SLACK = 0.05  # of the plan; activations are an estimate
@@ -57,28 +59,32 @@ def run(time: Deadline, outcome: Outcome) -> None:
     if not place.is_gpu:
         outcome.omit("a GPT of 1 billion parameters: torch finds no GPU here; a tiny one was trained on the CPU instead")
     shape = CPU_SHAPE if place.is_tiny else GPU_SHAPE
-    timers = Timers(2, clock_of(place.device))
-    session = Session(f"{shape} {FLAGS}", RankPlace.alone(place.device), StepObserver((timers.running,), ()))
+    timers, streams = Timers(2, clock_of(place.device)), streams_of(place.device)
+    measured = None if streams is None else MeasuredStreams(streams)
+    session = Session(f"{shape} {FLAGS}", RankPlace.alone(place.device, measured), StepObserver((timers.running,), ()))
     steps = time_steps(session, place, WARMUP_STEPS, TIMED_STEPS, timers)
     _report_speed(outcome, session, steps, place, "1 micro-batch")
     _report_phases(outcome, timers)
     _check_memory(outcome, session, place)
     _count_syncs(outcome, session, place)
     _report_profile(outcome, session, place, steps)
+    if measured is None:
+        outcome.omit("stalls: there are no streams here")
+    else:
+        report_stalls(outcome, session, measured, place, SHORT_STEPS)
+    session.microbatches = MICROBATCHES
+    if time.has(MICROBATCHES_SECONDS):
+        steps = time_steps(session, place, 1, SHORT_STEPS)
+        _report_speed(outcome, session, steps, place, f"{MICROBATCHES} micro-batches")
+    else:
+        outcome.ran_late(f"{MICROBATCHES} micro-batches")
     session.close()
     del session
-    _free(place)
-    _report_stalls(time, outcome, place, shape)
-    for name, flags, seconds in (
-        ("8 micro-batches", f"--global-batch-size {8 * (2 if place.is_tiny else 4)}", 15.0),
-        ("1 micro-batch, --compile", "--compile", 60.0),
-    ):
-        if place.is_tiny and "--compile" in flags:
-            continue
-        if not time.has(seconds):
-            outcome.ran_late(f"speed of {name}")
-            continue
-        _time_variant(outcome, place, name, f"{shape} {FLAGS} {flags}")
+    if place.is_tiny:
+        return
+    gc.collect()
+    torch.cuda.empty_cache()
+    _time_compiled(time, outcome, place, f"{shape} {FLAGS} --compile")
 
 
 def time_steps(session: Session, place: Place, warmup: int, timed: int, timers: Timers | None = None) -> Steps:
@@ -104,7 +110,7 @@ def time_steps(session: Session, place: Place, warmup: int, timed: int, timers: 
 
 
 def _report_speed(outcome: Outcome, session: Session, steps: Steps, place: Place, name: str) -> None:
-    model, samples = session.config.model, session.config.training.global_batch_size
+    model, samples = session.config.model, session.microbatches * session.config.training.micro_batch_size
     parameters = parameter_count(model, session.padded_vocab)
     flops = model_flops(model, session.padded_vocab, samples)
     hardware = hardware_flops(model, session.padded_vocab, samples, micro_batch_size=session.config.training.micro_batch_size)
@@ -245,29 +251,12 @@ def _self_microseconds(event: Any, place: Place) -> float:
     return float(event.self_device_time_total if place.is_gpu else event.self_cpu_time_total)
 
 
-def _report_stalls(time: Deadline, outcome: Outcome, place: Place, shape: str) -> None:
-    """How long computation stands still at each wait, by marks around the waits."""
-    streams = streams_of(place.device)
-    if streams is None:
-        outcome.omit("stalls: there are no streams here")
-        return
-    if not time.has(12.0):
-        outcome.ran_late("stalls of computation")
-        return
-    measured = MeasuredStreams(streams)
-    session = Session(f"{shape} {FLAGS}", RankPlace.alone(place.device, measured))
-    report_stalls(outcome, session, measured, place, SHORT_STEPS)
-    session.close()
-    del session
-    _free(place)
-
-
 def report_stalls(outcome: Outcome, session: Session, measured: MeasuredStreams, place: Place, count: int) -> None:
     """Measures `count` steps after a few; every rank must call it."""
-    time_steps(session, place, 2, 0)
-    measured.take()
+    time_steps(session, place, 1, 0)
+    measured.is_recording = True
     steps = time_steps(session, place, 0, count)
-    place.synchronize()
+    measured.is_recording = False
     stalls = {where: seconds / count for where, seconds in measured.take().items()}
     in_staging = sum(seconds for where, seconds in stalls.items() if where.startswith("staging"))
     outcome.measure(stalls_seconds_per_step=stalls, step_seconds_with_marks=steps.seconds)
@@ -278,19 +267,14 @@ def report_stalls(outcome: Outcome, session: Session, measured: MeasuredStreams,
     )
 
 
-def _time_variant(outcome: Outcome, place: Place, name: str, flags: str) -> None:
+def _time_compiled(time: Deadline, outcome: Outcome, place: Place, flags: str) -> None:
+    if not time.has(COMPILE_SECONDS):
+        outcome.ran_late("--compile")
+        return
     try:
         session = Session(flags, RankPlace.alone(place.device))
     except ValueError as refusal:
-        outcome.omit(f"{name}: {refusal}")
+        outcome.omit(f"--compile: {refusal}")
         return
-    _report_speed(outcome, session, time_steps(session, place, 3, SHORT_STEPS), place, name)
+    _report_speed(outcome, session, time_steps(session, place, WARMUP_STEPS, SHORT_STEPS), place, "1 micro-batch, --compile")
     session.close()
-    del session
-    _free(place)
-
-
-def _free(place: Place) -> None:
-    gc.collect()
-    if place.is_gpu:
-        torch.cuda.empty_cache()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import builds, entry_runs, features, kernel_kinds, ladder, one_rank, sharing, thread_ranks, training
+from gpu import bits, builds, entry_runs, features, kernel_kinds, ladder, one_rank, sharing, speed, thread_ranks, training
 from gpu.deadline import Deadline
 from gpu.entry_runs import Entry, run_entries
 from gpu.outcome import NotDone, Outcome
@@ -25,6 +25,8 @@ from harness.fake_streams.timed_model import step_time
 from megatron_zpp.comm.lanes import StreamLanes
 from megatron_zpp.comm.links import INTRA_CLIMB
 from megatron_zpp.comm.streams import Streams
+from megatron_zpp.ops import extension
+from megatron_zpp.ops.build import Build
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.engine import EngineOptions
 from megatron_zpp.zero.policy import POLICIES
@@ -111,6 +113,35 @@ def test_the_whole_ladder_has_equal_bits_on_the_cpu() -> None:
     assert run(ladder).failures == []
 
 
+@pytest.mark.parametrize("code_bits", [4, 8])
+def test_the_calls_that_the_part_speed_times_are_right(code_bits: int) -> None:
+    run_numel = 3 * speed.BLOCK_NUMEL
+    for name, make in speed._ops(run_numel, code_bits, "cpu").items():
+        call, moved_bytes = make()
+        call()
+        assert moved_bytes > speed.SLICES * run_numel * code_bits / 8, name
+
+
+def test_the_part_speed_says_which_ops_miss_its_aim() -> None:
+    results = [speed.Result(64, 8, op, 1, 1.0, 1.0, share) for op, share in (("encode bf16", 0.89), ("decode to bf16", 0.91))]
+    assert speed._aims(results) == ["aim missed: INT8 encode bf16 at 64 MB: 89% of copy"]
+    assert [line.split("|")[3].strip() for line in speed._table(results)[2:]] == ["encode bf16", "decode to bf16"]
+
+
+def test_the_part_bits_compares_long_runs_with_their_parts() -> None:
+    outcome, long = Outcome(), bits.Long("cpu", 2**14 + 256 * 37, 2**13)
+    Build().make()
+    assert extension.load()
+    for check in (bits._check_long_runs, bits._check_long_means, bits._check_long_dropout):
+        check(outcome, long)
+    assert outcome.failures == [] and len(outcome.lines) == 4
+
+
+@pytest.mark.long
+def test_the_part_bits_compares_the_kernels_of_the_cpu() -> None:
+    assert run(bits).failures == []
+
+
 # ---- ranks as threads
 
 
@@ -170,7 +201,7 @@ class MachineMarks:
 def test_measured_stalls_are_the_time_for_which_computation_stands_still() -> None:
     def program(gpu: Gpu) -> tuple[dict[str, float], float]:
         machine: Streams = gpu.machine
-        measured = MeasuredStreams(machine, MachineMarks())
+        measured = MeasuredStreams(machine, MachineMarks(), is_recording=True)
         step_time(replace(gpu, lanes=StreamLanes(measured)), EngineOptions(POLICIES[3], prefetch=Prefetch(0, 0)), uses=6, microbatches=1)
         return measured.take(), gpu.machine.waits
 
