@@ -17,7 +17,7 @@ TIMEOUT_SECONDS = 60.0  # of --distributed-timeout-minutes 1
 MARGIN_SECONDS = 5.0  # for the processes to disappear
 FLAGS = (
     "--num-layers 3 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --vocab-size 500 --mock-data --num-workers 0 --bf16 "
-    "--train-iters 1000000 --micro-batch-size 2 --lr 1e-4 --lr-decay-style constant --log-interval 1 --eval-iters 0 --zero-stage 3 "
+    "--train-iters 20000 --micro-batch-size 2 --lr 1e-4 --lr-decay-style constant --log-interval 1 --eval-iters 0 --zero-stage 3 "
     "--ranks-per-node 2 --distributed-timeout-minutes 1"
 )
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time as clock
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from gpu.deadline import Deadline
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 2.0  # for the other ranks to print their errors
+KILL_SECONDS = 10.0
 LAST_CHARACTERS = 1500  # of what a rank has printed
 
 
@@ -95,7 +96,9 @@ class Ranks:
     def end(self) -> None:
         for process in self.processes:
             process.kill()
-            process.wait()
+        for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):  # it waits for a broken device
+                process.wait(KILL_SECONDS)
 
 
 def free_ports(count: int) -> list[int]:

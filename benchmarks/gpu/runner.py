@@ -28,6 +28,7 @@ from gpu.parts import Part, Wave
 
 PASSED_CODE, FAILED_CODE, LATE_CODE = 0, 1, 3
 LAST_LINES = 30  # of what a part that died has printed
+KILL_SECONDS = 10.0
 END_SECONDS = 5.0  # of the whole limit, for killing and writing
 OWN_END_SECONDS = 5.0  # a part shall end by itself this long before it is killed
 POLL_SECONDS = 0.1
@@ -176,7 +177,8 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
     """Kills a part and all processes that it started; they are in its process group."""
     with suppress(ProcessLookupError):  # all have ended
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with suppress(subprocess.TimeoutExpired):  # a process that waits for a broken device ends when the device lets it
+        process.wait(KILL_SECONDS)
 
 
 def exit_code(reports: dict[str, dict[str, Any]]) -> int:
