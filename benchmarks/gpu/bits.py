@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu.deadline import Deadline
+from gpu.device_errors import attempt
 from gpu.outcome import Outcome
 from gpu.place import Place, require_kernels
 from megatron_zpp.ops import extension
@@ -91,7 +92,7 @@ def run(time: Deadline, outcome: Outcome) -> None:
             outcome.ran_late(name)
             continue
         start = clock.monotonic()
-        check()
+        attempt(outcome, name, check)
         outcome.measure(**{f"seconds of {name}": round(clock.monotonic() - start, 1)})
         if place.is_gpu:
             torch.cuda.empty_cache()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch.profiler import ProfilerActivity, profile
 
 from gpu.deadline import Deadline
-from gpu.device_errors import is_fatal
+from gpu.device_errors import in_words, is_fatal
 from gpu.kernel_kinds import attention_kernels
 from gpu.outcome import Outcome
 from gpu.place import Place
@@ -86,7 +86,7 @@ def run(time: Deadline, outcome: Outcome) -> None:
             try:
                 _try(outcome, place, case, losses)
             except Exception as error:
-                outcome.check(f"{case.name} runs, and does not end with {type(error).__name__}: {str(error)[:300]}", holds=False)
+                outcome.check(f"{case.name} runs, and does not end with {in_words(error)}", holds=False)
                 if is_fatal(error):
                     outcome.say("nothing more can run in this process, because the error has made the device unusable")
                     return

@@ -62,10 +62,10 @@ ON_REFERENCE = (Run("all of ZeRO++, reference ops", ZEROPP, "all of ZeRO++"),)
 
 def run(time: Deadline, outcome: Outcome) -> None:
     sharing = working_sharing(time, outcome, RANKS)
+    outcome.measure(backend="nccl" if torch.cuda.is_available() else "gloo")
     found: dict[str, Finished] = {}
     compare_runs(time, outcome, RUNS, sharing, found, {})
     compare_runs(time, outcome, ON_REFERENCE, sharing, found, {REFERENCE_VARIABLE: "1"})
-    outcome.measure(backend="nccl" if torch.cuda.is_available() else "gloo", losses={name: one.losses for name, one in found.items()})
 
 
 def compare_runs(
@@ -81,6 +81,7 @@ def compare_runs(
             outcome.say(*finished.errors[-40:])
             continue
         found[some.name] = finished
+        outcome.measure(losses={name: one.losses for name, one in found.items()})
         losses = finished.losses
         outcome.check(f"'{some.name}' trains: loss {losses[0][0]:.4f} to {losses[-1][0]:.4f}", holds=losses[-1][0] < losses[0][0])
         if some.same_as in found:

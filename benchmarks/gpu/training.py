@@ -8,6 +8,7 @@ import time as clock
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from gpu.deadline import Deadline
+from gpu.device_errors import attempt
 from gpu.kernel_kinds import ATTENTION, MATRIX, NAMES, kind_of
 from gpu.outcome import Outcome
 from gpu.place import Place
@@ -59,32 +61,39 @@ def run(time: Deadline, outcome: Outcome) -> None:
     if not place.is_gpu:
         outcome.omit("a GPT of 1 billion parameters: torch finds no GPU here; a tiny one was trained on the CPU instead")
     shape = CPU_SHAPE if place.is_tiny else GPU_SHAPE
+    _measure_uncompiled(time, outcome, place, f"{shape} {FLAGS}")
+    if place.is_tiny:
+        return
+    gc.collect()  # the next model needs the memory of this one
+    torch.cuda.empty_cache()
+    attempt(outcome, "--compile", partial(_time_compiled, time, outcome, place, f"{shape} {FLAGS} --compile"))
+
+
+def _measure_uncompiled(time: Deadline, outcome: Outcome, place: Place, flags: str) -> None:
+    """Everything but --compile, with one model."""
     timers, streams = Timers(2, clock_of(place.device)), streams_of(place.device)
     measured = None if streams is None else MeasuredStreams(streams)
-    session = Session(f"{shape} {FLAGS}", RankPlace.alone(place.device, measured), StepObserver((timers.running,), ()))
+    session = Session(flags, RankPlace.alone(place.device, measured), StepObserver((timers.running,), ()))
     steps = time_steps(session, place, WARMUP_STEPS, TIMED_STEPS, timers)
     _report_speed(outcome, session, steps, place, "1 micro-batch")
     _report_phases(outcome, timers)
-    _check_memory(outcome, session, place)
-    _count_syncs(outcome, session, place)
-    _report_profile(outcome, session, place, steps)
+    attempt(outcome, "memory", partial(_check_memory, outcome, session, place))
+    attempt(outcome, "waits of the host", partial(_count_syncs, outcome, session, place))
+    attempt(outcome, "the profile", partial(_report_profile, outcome, session, place, steps))
     if measured is None:
         outcome.omit("stalls: there are no streams here")
     else:
-        report_stalls(outcome, session, measured, place, SHORT_STEPS)
-    session.microbatches = MICROBATCHES
-    if time.has(MICROBATCHES_SECONDS):
-        steps = time_steps(session, place, 1, SHORT_STEPS)
-        _report_speed(outcome, session, steps, place, f"{MICROBATCHES} micro-batches")
-    else:
-        outcome.ran_late(f"{MICROBATCHES} micro-batches")
+        attempt(outcome, "stalls", partial(report_stalls, outcome, session, measured, place, SHORT_STEPS))
+    attempt(outcome, f"{MICROBATCHES} micro-batches", partial(_time_microbatches, time, outcome, session, place))
     session.close()
-    del session
-    if place.is_tiny:
+
+
+def _time_microbatches(time: Deadline, outcome: Outcome, session: Session, place: Place) -> None:
+    if not time.has(MICROBATCHES_SECONDS):
+        outcome.ran_late(f"{MICROBATCHES} micro-batches")
         return
-    gc.collect()
-    torch.cuda.empty_cache()
-    _time_compiled(time, outcome, place, f"{shape} {FLAGS} --compile")
+    session.microbatches = MICROBATCHES
+    _report_speed(outcome, session, time_steps(session, place, 1, SHORT_STEPS), place, f"{MICROBATCHES} micro-batches")
 
 
 def time_steps(session: Session, place: Place, warmup: int, timed: int, timers: Timers | None = None) -> Steps:

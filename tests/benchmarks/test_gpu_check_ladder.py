@@ -140,6 +140,17 @@ def test_delays_that_do_not_show_a_missing_wait_are_a_failure(weights: str, fail
     assert len(outcome.failures) == failures
 
 
+def test_a_missing_wait_may_also_show_as_an_error() -> None:
+    def of_ranks(run: Run) -> list[Bits]:
+        if run is DEAF:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return [bits()]
+
+    outcome = outcome_of(of_ranks, (ZERO_3, DEAF))
+    assert outcome.failures == [] and "shows that a wait is missing" in outcome.lines[-3] + outcome.lines[-2]
+    assert RUNS[-1] is DEAF
+
+
 def test_a_run_that_raises_is_a_failure_and_the_next_still_runs() -> None:
     def of_ranks(run: Run) -> list[Bits]:
         if run is ZERO_3:

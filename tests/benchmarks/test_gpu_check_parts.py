@@ -13,6 +13,7 @@ import pytest
 import torch
 from gpu import bits, builds, entry_runs, features, kernel_kinds, ladder, one_rank, sharing, speed, thread_ranks, training
 from gpu.deadline import Deadline
+from gpu.device_errors import attempt
 from gpu.entry_runs import Entry, run_entries
 from gpu.outcome import NotDone, Outcome
 from gpu.place import Place
@@ -140,6 +141,18 @@ def test_the_part_bits_compares_long_runs_with_their_parts() -> None:
 @pytest.mark.long
 def test_the_part_bits_compares_the_kernels_of_the_cpu() -> None:
     assert run(bits).failures == []
+
+
+def test_after_an_error_a_part_goes_on_unless_the_device_is_broken() -> None:
+    def fail(text: str) -> None:
+        raise RuntimeError(text)
+
+    outcome = Outcome()
+    attempt(outcome, "one", lambda: fail("CUDA out of memory"))
+    attempt(outcome, "two", lambda: outcome.say("done"))
+    with pytest.raises(RuntimeError, match="illegal"):
+        attempt(outcome, "three", lambda: fail("CUDA error: an illegal memory access"))
+    assert [failure.split()[0] for failure in outcome.failures] == ["one", "three"] and "done" in outcome.lines
 
 
 # ---- ranks as threads
