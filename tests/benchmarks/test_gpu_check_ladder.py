@@ -31,7 +31,7 @@ TINY = (
 SHORT = (
     ZERO_3,
     ZERO_3.delayed(1),
-    *(run for run in RUNS if run.name in ("ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3, recomputation, delays")),
+    *(run for run in RUNS if run.name in ("ZeRO-0", "ZeRO-3, recomputation, delays")),
     WITHOUT_HPZ,
     replace(ALL_OF_ZEROPP, name="all of ZeRO++, delays", delay_seed=2),
 )
