@@ -1,121 +1,76 @@
 """Checks and measures this repository on a machine with a GPU, with one command and without a network.
 
-    bash benchmarks/gpu_check.sh
+    bash benchmarks/gpu_check.sh --limit-seconds 470 --output FOLDER
 
-Needs torch, numpy and nvcc. Every part runs in a process of its own with a time limit; if one fails, the others still run. Writes
-gpu_check.json and gpu_check.txt. The exit code is 1 if a check failed. What this machine cannot do is listed with the reason.
+Needs torch, numpy and nvcc. Every part is a process of its own with a time limit; if one fails, hangs or is killed, the others still run.
+Results are written as they come: FOLDER/parts/NAME.json of each part, gpu_check.json with all of them, and gpu_check.txt for people. What
+this machine cannot do is listed with the reason. Exit code: 1 if a check failed, 3 if none did but the time was too short for something,
+else 0. benchmarks/README.md says how to read the results.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import json
 import os
 import signal
-import subprocess
 import sys
-import tempfile
-import time
-import traceback
-from datetime import date
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
-from gpu.outcome import NotDone  # noqa: E402
+from gpu.part_process import run_part  # noqa: E402
+from gpu.parts import Part, all_parts, chosen  # noqa: E402
+from gpu.runner import Runner  # noqa: E402
+from gpu.version import commit, source_digest  # noqa: E402
 
-# Modules of gpu/ in the order in which they run, and the seconds that each may take at most; the total stays below 8 minutes.
-PARTS = {"machine": 30, "build": 180, "bits": 140, "speed": 80, "training": 90, "ladder": 330}
-WHOLE_SECONDS = 470
-LEAST_SECONDS = 15
+DEFAULT_LIMIT_SECONDS = 470.0
+APEX_VARIABLE = "GPU_CHECK_APEX_SOURCES"
 
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     if options.run_part:
-        return run_part(options.run_part, options.output)
-    start = time.monotonic()
-    reports = {}
-    for name in options.parts:
-        seconds_left = WHOLE_SECONDS - (time.monotonic() - start)
-        print(f"== {name}", flush=True)
-        reports[name] = report_of(name, min(PARTS[name], seconds_left))
-        print("\n".join(_lines(name, reports[name])[1:]), flush=True)
-    written = {"date": date.today().isoformat(), "seconds": round(time.monotonic() - start, 1), "parts": reports}
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "gpu_check.json").write_text(json.dumps(written, indent=1) + "\n")
-    text = [f"GPU check of {written['date']}, {written['seconds']} s", *_summary(reports)]
-    print("\n".join(["", *text]))
-    body = [line for name, report in reports.items() for line in ["", *_lines(name, report)]]
-    (options.output / "gpu_check.txt").write_text("\n".join([*text, *body]) + "\n")
-    return 1 if any(report["status"] == "failed" for report in reports.values()) else 0
+        run_part(options.run_part, options.seconds, options.output)
+        sys.stdout.flush()
+        os._exit(0)  # at once: threads of lanes or NCCL may wait for what will never come
+    if options.apex_sources is not None:
+        os.environ[APEX_VARIABLE] = str(options.apex_sources.resolve())
+    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    about = {"date": started, "commit": commit(), "sources": source_digest(), "command": " ".join(arguments)}
+    runner = Runner(options.output.resolve(), options.limit_seconds, command, about, lambda text: print(text, flush=True))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda received, frame: runner.interrupt(f"ended by {signal.Signals(received).name}"))
+    code = runner.run(chosen(options.parts))
+    print(f"\n{(options.output / 'gpu_check.txt').read_text(encoding='utf-8').partition('== ')[0].strip()}")
+    return code
+
+
+def command(part: Part, seconds: float, result: Path) -> list[str]:
+    return [sys.executable, str(Path(__file__).resolve()), "--run-part", part.name, "--seconds", f"{seconds:.1f}", "--output", str(result)]
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bash benchmarks/gpu_check.sh", description="Checks and measures this repository on a GPU.")
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="which parts to run (default: all)")
-    parser.add_argument("--output", type=Path, default=FOLDER / "results", help="folder of the reports (default: benchmarks/results)")
-    parser.add_argument("--run-part", help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
-
-
-def report_of(name: str, seconds: float) -> dict[str, Any]:
-    """The outcome of one part as in Outcome.as_json, with the seconds that it took; never raises."""
-    if seconds < LEAST_SECONDS:
-        return _report("not done", [f"the {WHOLE_SECONDS} s of the whole check were over"])
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "outcome.json"
-        command = [sys.executable, __file__, "--run-part", name, "--output", str(result)]
-        log = Path(folder) / "log.txt"
-        with log.open("wb") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-            try:
-                process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                end_session(process)
-                return _report("failed", [f"no end within {seconds:.0f} s", *log.read_text(errors="replace").splitlines()[-20:]])
-        said = log.read_text(errors="replace").splitlines()[-30:]
-        report = json.loads(result.read_text()) if result.is_file() else _report("failed", [f"exit code {process.returncode}", *said])
-    report["seconds"] = round(time.monotonic() - start, 1)
-    return report
-
-
-def end_session(process: subprocess.Popen[bytes]) -> None:
-    """Kills a part and all processes that it started; they are in its process session."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def run_part(name: str, result: Path) -> int:
-    """Runs a part in this process and writes its report to `result`."""
-    try:
-        report = importlib.import_module(f"gpu.{name}").run().as_json()
-    except NotDone as reason:
-        report = _report("not done", [str(reason)])
-    except Exception as error:
-        report = _report("failed", [f"{type(error).__name__}: {error}", *traceback.format_exc().splitlines()[-25:]])
-    result.write_text(json.dumps(report))
-    return 0
-
-
-def _report(status: str, reasons: list[str]) -> dict[str, Any]:
-    failures = reasons[:1] if status == "failed" else []
-    omissions = reasons[:1] if status == "not done" else []
-    return {"status": status, "lines": reasons, "measured": {}, "failures": failures, "omissions": omissions}
-
-
-def _lines(name: str, report: dict[str, Any]) -> list[str]:
-    return [f"== {name}: {report['status']}", *report["lines"], *(f"could not do: {some}" for some in report["omissions"])]
-
-
-def _summary(reports: dict[str, dict[str, Any]]) -> list[str]:
-    lines = [f"{name}: {report['status']} ({report.get('seconds', 0)} s)" for name, report in reports.items()]
-    lines += [f"FAILED, {name}: {failure}" for name, report in reports.items() for failure in report["failures"]]
-    return lines + [f"could not do, {name}: {reason}" for name, report in reports.items() for reason in report["omissions"]]
+    names = list(all_parts())
+    parser = argparse.ArgumentParser(
+        prog="bash benchmarks/gpu_check.sh", description="Checks and measures this repository on a GPU.", allow_abbrev=False
+    )
+    parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="PART", help=f"of {', '.join(names)} (default: all)")
+    parser.add_argument(
+        "--limit-seconds", type=float, default=DEFAULT_LIMIT_SECONDS, help="for all parts together (default: %(default).0f)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=FOLDER / "results" / "gpu_check", help="folder of the results (default: %(default)s)"
+    )
+    parser.add_argument("--apex-sources", type=Path, metavar="FOLDER", help="a checkout of NVIDIA Apex, which is built and tried then")
+    parser.add_argument("--run-part", choices=names, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=DEFAULT_LIMIT_SECONDS, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    for name in ("limit_seconds", "seconds"):
+        if not getattr(options, name) > 0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)} is not a time; give seconds above 0")
+    return options
 
 
 if __name__ == "__main__":

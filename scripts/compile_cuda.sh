@@ -8,6 +8,7 @@ usage() {
 bash scripts/compile_cuda.sh
 
 Compiles every .cu of csrc/ for sm_80 and sm_90 with warnings as errors, and prints registers, spilled bytes and shared memory per kernel.
+As many compilers run at a time as there are processors.
 Needs nvcc (CUDA_HOME or PATH) and its host compiler; neither torch nor a GPU. Without nvcc it says so and succeeds.
 TEXT
 }
@@ -42,19 +43,39 @@ if ! command -v "$nvcc" >/dev/null; then
     exit
 fi
 
+# compile SOURCE ARCHITECTURE FOLDER: leaves the compiler's messages in FOLDER, and a file `compiled` if there was no warning.
+compile() {
+    mkdir -p "$3"
+    if "$nvcc" --options-file csrc/nvcc_options.txt -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -Xptxas -v \
+        -gencode="arch=compute_$2,code=sm_$2" -c "$1" -o "$3/object.o" >"$3/messages" 2>&1; then
+        touch "$3/compiled"
+    fi
+}
+
 mapfile -t sources < <(find csrc -name '*.cu' | sort)
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
+processors="$(nproc)"
+for source in "${sources[@]}"; do
+    for architecture in 80 90; do
+        while (($(jobs -rp | wc -l) >= processors)); do
+            wait -n || true
+        done
+        compile "$source" "$architecture" "$folder/$source/$architecture" &
+    done
+done
+wait
+
 echo "| GPU | kernel | registers | spilled bytes | shared bytes |"
 echo "|---|---|---:|---:|---:|"
 for source in "${sources[@]}"; do
-    if ! "$nvcc" --options-file csrc/nvcc_options.txt -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -Xptxas -v \
-        -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=sm_90 \
-        -c "$source" -o "$folder/object.o" >"$folder/messages" 2>&1; then
-        cat "$folder/messages" >&2
-        echo "error: $source does not compile without a warning." >&2
-        exit 1
-    fi
-    table_rows <"$folder/messages"
+    for architecture in 80 90; do
+        if [[ ! -e "$folder/$source/$architecture/compiled" ]]; then
+            cat "$folder/$source/$architecture/messages" >&2
+            echo "error: $source does not compile for sm_$architecture without a warning." >&2
+            exit 1
+        fi
+        table_rows <"$folder/$source/$architecture/messages"
+    done
 done
 echo "${#sources[@]} CUDA sources compiled for sm_80 and sm_90 without a warning by $("$nvcc" --version | grep -o 'release [0-9.]*')"

@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 import sys
-import time
+import time as clock
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpu.build import require_kernels
+from gpu.deadline import Deadline
+from gpu.device_errors import attempt
 from gpu.outcome import Outcome
+from gpu.place import Place, require_kernels
+from megatron_zpp.ops import extension
+from megatron_zpp.ops.payload import coded_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 SIZES = ((32, 300), (96, 45), (256, 70), (992, 5), (1056, 3), (8224, 2), (32800, 1))  # a team cannot hold the last, and reads it twice
-MORE_THAN_INT32 = 2**31 + 256 * 37
+LONG_NUMEL, PART_NUMEL = 2**31 + 256 * 37, 2**26  # of a run whose offsets need more than 32 bits, and of the parts it is compared with
+TINY_NUMEL, TINY_PART_NUMEL = 2**16 + 256 * 37, 2**13
+# The kernels of the registry that are compared here; another one has no check yet.
+CHECKED = (
+    "encode_blocks",
+    "decode_blocks",
+    "decode_mean_blocks",
+    "recode_mean_blocks",
+    "mean_values",
+    "encode_gaussian",
+    "decode_gaussian",
+    "decode_mean_gaussian",
+    "drop_values",
+)
+GAUSSIAN_BLOCKS = (5, 33)
+CHECK_SECONDS = 3.0  # below which no further check is begun
 
 
 class OpsOn:
@@ -43,41 +65,69 @@ class OpsOn:
     ) -> None:
         self._call("recode_mean_blocks", (payloads,), recoded, run_numel, bits, next_bits, block_numel, noise_key)
 
+    def encode_gaussian(self, values: Tensor, payloads: Tensor, bits: int, rounds: int, key: int) -> None:
+        self._call("encode_gaussian", (values,), payloads, bits, rounds, key)
+
+    def decode_gaussian(self, payloads: Tensor, values: Tensor, bits: int, rounds: int, keys: Sequence[int], accumulate: bool) -> None:
+        self._call("decode_gaussian", (payloads,), values, bits, rounds, keys, accumulate)
+
+    def decode_mean_gaussian(self, payloads: Tensor, mean: Tensor, bits: int, rounds: int, keys: Sequence[int], accumulate: bool) -> None:
+        self._call("decode_mean_gaussian", (payloads,), mean, bits, rounds, keys, accumulate)
+
     def _call(self, op: str, read: tuple[Tensor, ...], written: Tensor, *numbers: Any) -> None:
         target = written.to(self._device)
         getattr(torch.ops.megatron_zpp, op)(*(tensor.to(self._device) for tensor in read), target, *numbers)
         written.copy_(target)
 
 
-def run() -> Outcome:
-    outcome = Outcome()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    require_kernels(device)
-    _check_sizes(outcome, device)
-    _check_all_16_bit_values(outcome, device)
-    _check_gaps(outcome, device)
-    _check_dropout(outcome, device)
-    _check_means(outcome, device)
-    if device == "cpu":
-        outcome.omissions.append("the CUDA kernels: torch finds no GPU here; the C++ kernels were checked instead")
-        return outcome
-    _check_many_slices(outcome)
-    _check_beyond_32_bits(outcome)
-    _check_reference_on_gpu(outcome)
-    return outcome
+def run(time: Deadline, outcome: Outcome) -> None:
+    place = Place.here()
+    require_kernels(place)
+    device = place.device.type
+    for op in extension.OPS:
+        if op not in CHECKED:
+            outcome.omit(f"the kernel {op}: no check of its bits is written here")
+    sizes = SIZES[:2] if place.is_tiny else SIZES
+    checks: dict[str, Callable[[], None]] = {
+        f"{blocks} blocks of {block_numel}": partial(_check_size, outcome, device, block_numel, blocks) for block_numel, blocks in sizes
+    }
+    checks |= {
+        "dropout": partial(_check_dropout, outcome, device),
+        "means": partial(_check_means, outcome, device),
+        "Gaussian codes": partial(_check_gaussian, outcome, device, GAUSSIAN_BLOCKS[:1] if place.is_tiny else GAUSSIAN_BLOCKS),
+        "rows at odd places": partial(_check_gaps, outcome, device),
+        "all 16-bit values": partial(_check_all_16_bit_values, outcome, device),
+    }
+    long = Long(device, *((TINY_NUMEL, TINY_PART_NUMEL) if place.is_tiny else (LONG_NUMEL, PART_NUMEL)))
+    checks |= {
+        f"runs of {long.numel:,} values": partial(_check_long_runs, outcome, long),
+        f"means of {long.numel:,} values": partial(_check_long_means, outcome, long),
+        f"dropout of {long.numel:,} values": partial(_check_long_dropout, outcome, long),
+        "many slices": partial(_check_many_slices, outcome, device),
+    }
+    if place.is_gpu:
+        checks["the reference on the GPU"] = partial(_check_reference_on_gpu, outcome)
+    else:
+        outcome.omit("the CUDA kernels, and more than 2^31 values: torch finds no GPU here; the C++ kernels were checked instead")
+    for name, check in checks.items():
+        if not time.has(CHECK_SECONDS):
+            outcome.ran_late(name)
+            continue
+        start = clock.monotonic()
+        attempt(outcome, name, check)
+        outcome.measure(**{f"seconds of {name}": round(clock.monotonic() - start, 1)})
+        if place.is_gpu:
+            torch.cuda.empty_cache()
 
 
-def _check_sizes(outcome: Outcome, device: str) -> None:
+def _check_size(outcome: Outcome, device: str, block_numel: int, blocks: int) -> None:
     from harness.kernel_bits import check_all, check_options
 
-    compared, start = 0, time.monotonic()
-    for block_numel, blocks in SIZES:
-        try:
-            compared += check_all(OpsOn(device), block_numel, blocks) + check_options(OpsOn(device), block_numel, blocks)
-        except AssertionError as difference:
-            outcome.check(f"{blocks} blocks of {block_numel}: kernels equal the reference {difference}", holds=False)
-    outcome.measured |= {"results_compared": compared, "compare_seconds": round(time.monotonic() - start, 1)}
-    outcome.check(f"{compared} results on the {device} equal the reference's bit for bit", holds=not outcome.failures)
+    try:
+        compared = check_all(OpsOn(device), block_numel, blocks) + check_options(OpsOn(device), block_numel, blocks)
+        outcome.check(f"{blocks} blocks of {block_numel}: {compared} results equal the reference's bit for bit", holds=True)
+    except AssertionError as difference:
+        outcome.check(f"{blocks} blocks of {block_numel}: kernels equal the reference {difference}", holds=False)
 
 
 def _check_all_16_bit_values(outcome: Outcome, device: str) -> None:
@@ -109,7 +159,6 @@ def _check_gaps(outcome: Outcome, device: str) -> None:
     from harness.per_block import equal_bits
 
     from megatron_zpp.ops import reference
-    from megatron_zpp.ops.payload import coded_bytes
 
     for dtype in DTYPES:
         for bits in BITS:
@@ -127,7 +176,7 @@ def _check_gaps(outcome: Outcome, device: str) -> None:
                 is_equal = is_equal and equal_bits(on_device.cpu(), expected)
                 if not is_equal:
                     outcome.check(f"{dtype}, {bits} bits, rows at {start} with gaps of {gap}", holds=False)
-    outcome.lines.append("rows at odd places, with guards beside them, were compared too")
+    outcome.say("rows at odd places, with guards beside them, were compared")
 
 
 def _check_dropout(outcome: Outcome, device: str) -> None:
@@ -150,7 +199,18 @@ def _check_means(outcome: Outcome, device: str) -> None:
         outcome.check(f"a mean of values that are not quantized equals the reference's {difference}", holds=False)
 
 
-def _check_many_slices(outcome: Outcome) -> None:
+def _check_gaussian(outcome: Outcome, device: str, sizes: Sequence[int]) -> None:
+    """Checks Gaussian codes on values and payloads of all kinds."""
+    from harness.gaussian_bits import check_any_payloads, check_values
+
+    try:
+        compared = sum(check_values(OpsOn(device), blocks) + check_any_payloads(OpsOn(device), blocks) for blocks in sizes)
+        outcome.check(f"{compared} results of Gaussian codes equal the reference's bit for bit", holds=True)
+    except AssertionError as difference:
+        outcome.check(f"Gaussian codes equal the reference {difference}", holds=False)
+
+
+def _check_many_slices(outcome: Outcome, device: str) -> None:
     """Checks more slices than a grid has rows."""
     from harness.kernel_bits import encoded
     from harness.per_block import equal_bits
@@ -158,34 +218,96 @@ def _check_many_slices(outcome: Outcome) -> None:
     from megatron_zpp.ops import reference
 
     values = torch.randn(70_001, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
-    is_equal = equal_bits(encoded(OpsOn("cuda"), values, 4, 32), encoded(reference, values, 4, 32))
+    is_equal = equal_bits(encoded(OpsOn(device), values, 4, 32), encoded(reference, values, 4, 32))
     outcome.check("70,001 slices, more than a grid has rows", holds=is_equal)
 
 
-def _check_beyond_32_bits(outcome: Outcome) -> None:
-    """Checks a run whose offsets need more than 32 bits: in 8 bits it has the bytes of its parts and decodes to the same values."""
-    from megatron_zpp.ops.payload import coded_bytes
+@dataclass(frozen=True)
+class Long:
+    """A long run, which is compared with its parts of `part_numel` values."""
 
-    needed_bytes = 8 * MORE_THAN_INT32
-    if torch.cuda.mem_get_info()[0] < needed_bytes:
-        outcome.omissions.append(f"runs of more than 2^31 values: {needed_bytes / 2**30:.0f} GiB of GPU memory are not free")
+    device: str
+    numel: int
+    part_numel: int
+
+    def parts(self) -> list[slice]:
+        return [slice(start, min(start + self.part_numel, self.numel)) for start in range(0, self.numel, self.part_numel)]
+
+    def lacks_memory(self, outcome: Outcome, what: str, bytes_per_value: int) -> bool:
+        """Whether so much GPU memory is not free; says so."""
+        needed = bytes_per_value * self.numel
+        if self.device == "cpu" or torch.cuda.mem_get_info()[0] >= needed:
+            return False
+        outcome.omit(f"{what} of {self.numel:,} values: {needed / 2**30:.0f} GiB of GPU memory are not free")
+        return True
+
+    def values(self, seed: int) -> Tensor:
+        """[1, numel] bf16."""
+        values = torch.empty(1, self.numel, device=self.device, dtype=torch.bfloat16)
+        return values.normal_(generator=torch.Generator(self.device).manual_seed(seed))
+
+    def encoded(self, values: Tensor, bits: int = 8) -> Tensor:
+        """Payloads of `values` [1, run]."""
+        payloads = torch.zeros(1, coded_bytes(values.shape[1], bits, 256), dtype=torch.uint8, device=self.device)
+        torch.ops.megatron_zpp.encode_blocks(values, payloads, bits, 256)
+        return payloads
+
+
+def _check_long_runs(outcome: Outcome, long: Long) -> None:
+    """Checks that in 8 bits a run has the codes of its parts, and decodes to the same values."""
+    if long.lacks_memory(outcome, "runs", 8):
         return
-    values = torch.randn(1, MORE_THAN_INT32, device="cuda", dtype=torch.bfloat16)
-    payload = torch.zeros(1, coded_bytes(MORE_THAN_INT32, 8, 256), dtype=torch.uint8, device="cuda")
-    torch.ops.megatron_zpp.encode_blocks(values, payload, 8, 256)
-    decoded = torch.empty_like(values)
+    values = long.values(1)
+    payload, decoded = long.encoded(values), torch.empty_like(values)
     torch.ops.megatron_zpp.decode_blocks(payload, decoded, 8, 256)
     is_equal = True
-    part_numel = 2**26
-    for start in range(0, MORE_THAN_INT32, part_numel):
-        some = values[:, start : start + part_numel]
-        part = torch.zeros(1, coded_bytes(some.shape[1], 8, 256), dtype=torch.uint8, device="cuda")
-        torch.ops.megatron_zpp.encode_blocks(some, part, 8, 256)
-        is_equal = is_equal and torch.equal(part[:, : some.shape[1]], payload[:, start : start + some.shape[1]])
-        again = torch.empty_like(some)
+    for place in long.parts():
+        some = values[:, place].contiguous()
+        part, again = long.encoded(some), torch.empty_like(some)
         torch.ops.megatron_zpp.decode_blocks(part, again, 8, 256)
-        is_equal = is_equal and torch.equal(again, decoded[:, start : start + some.shape[1]])
-    outcome.check(f"a run of {MORE_THAN_INT32:,} values equals its parts", holds=is_equal)
+        is_equal = is_equal and torch.equal(part[:, : some.shape[1]], payload[:, place]) and torch.equal(again, decoded[:, place])
+    outcome.check(f"a run of {long.numel:,} values equals its parts", holds=is_equal)
+
+
+def _check_long_means(outcome: Outcome, long: Long) -> None:
+    """Checks that the mean of two members is that of their parts, and is encoded to the same codes."""
+    if long.lacks_memory(outcome, "means", 14):
+        return
+    payloads = torch.stack([long.encoded(long.values(member)) for member in range(2)])
+    recoded = torch.zeros(1, coded_bytes(long.numel, 4, 256), dtype=torch.uint8, device=long.device)
+    torch.ops.megatron_zpp.recode_mean_blocks(payloads, recoded, long.numel, 8, 4, 256)
+    mean = torch.empty(1, long.numel, device=long.device)
+    torch.ops.megatron_zpp.decode_mean_blocks(payloads, mean, 8, 256, False)
+    is_mean = is_recoded = True
+    for place in long.parts():
+        numel = place.stop - place.start
+        # The codes of a part, then its scales, 4 bytes for 256 values. In the whole run scales begin behind all codes.
+        scales = slice(long.numel + place.start // 64, long.numel + place.stop // 64)
+        some = torch.zeros(2, 1, coded_bytes(numel, 8, 256), dtype=torch.uint8, device=long.device)
+        some[:, :, :numel] = payloads[:, :, place]
+        some[:, :, numel : numel + numel // 64] = payloads[:, :, scales]
+        part = torch.empty(1, numel, device=long.device)
+        torch.ops.megatron_zpp.decode_mean_blocks(some, part, 8, 256, False)
+        is_mean = is_mean and torch.equal(part, mean[:, place])
+        is_recoded = is_recoded and torch.equal(long.encoded(part, 4)[:, : numel // 2], recoded[:, place.start // 2 : place.stop // 2])
+    outcome.check(f"the mean of two runs of {long.numel:,} values is that of their parts", holds=is_mean)
+    outcome.check(f"the mean of two runs of {long.numel:,} values is encoded as that of their parts", holds=is_recoded)
+
+
+def _check_long_dropout(outcome: Outcome, long: Long) -> None:
+    """Checks that dropout drops of a tensor what it drops of its parts."""
+    if long.lacks_memory(outcome, "dropout", 6):
+        return
+    values = long.values(2).view(-1)
+    dropped = torch.empty_like(values)
+    key, first, threshold, scale = 2**62 + 11, 2**33 - 5, 429496730, 1 / 0.9
+    torch.ops.megatron_zpp.drop_values(values, dropped, key, first, threshold, scale)
+    is_equal = True
+    for place in long.parts():
+        part = torch.empty_like(values[place])
+        torch.ops.megatron_zpp.drop_values(values[place], part, key, first + place.start, threshold, scale)
+        is_equal = is_equal and torch.equal(part, dropped[place])
+    outcome.check(f"dropout of {long.numel:,} values is that of their parts", holds=is_equal)
 
 
 def _check_reference_on_gpu(outcome: Outcome) -> None:

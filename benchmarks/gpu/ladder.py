@@ -1,184 +1,181 @@
-"""Trains with each configuration of the ladder on 4 ranks as 2 nodes x 2, and compares losses that must be equal bit for bit.
+"""Trains a small GPT with each configuration of the ladder on 2 nodes x 2 ranks, which are threads that share one device.
 
-On a machine with a GPU all ranks share it: with different NCCL_HOSTID, NCCL treats them as ranks of different machines. Without a GPU they
-use gloo.
+Losses, gradient norms and weights must be equal bit for bit between configurations that only differ in where state rests, and between runs
+with and without random delays on every stream. The streams of a rank are its own, and events order what crosses.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 
-from gpu.outcome import NotDone, Outcome
+import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-RANKS, RANKS_PER_NODE = 4, 2
-RUN_SECONDS = 90
-PART_SECONDS = float(os.environ.get("GPU_CHECK_LADDER_SECONDS", "240"))
+from gpu.deadline import Deadline
+from gpu.delays import DeafLanes, DelayedLanes, Delays, Sleep, delay_computation, sleep_on_gpu
+from gpu.device_errors import in_words, is_fatal
+from gpu.outcome import Outcome
+from gpu.place import Place
+from gpu.session import RankPlace, Session
+from gpu.thread_ranks import run_on_cpu, run_on_one_gpu
+from megatron_zpp.ops import extension
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.training.startup_checks import use_deterministic_kernels
+
+NODES, RANKS_PER_NODE = 2, 2
+STEPS = 3
+DELAY_SECONDS = 2e-3
+DELAY_SEEDS = (1, 2)
+SECONDS_PER_RUN = 10.0  # at most, once the first has ended
+
+# Attention's dropout draws from one generator per device, which threads would share.
 SHAPE = (
-    "--num-layers 3 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --vocab-size 500 --mock-data --num-workers 0 "
-    "--train-iters 5 --micro-batch-size 2 --lr 1e-3 --lr-decay-style constant --log-interval 1 --eval-iters 0 --deterministic-mode "
-    f"--ranks-per-node {RANKS_PER_NODE} --distributed-timeout-minutes 1"
+    "--num-layers 3 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --vocab-size 500 --micro-batch-size 2 --mock-data "
+    "--train-iters 10 --attention-dropout 0 --quantization-block-size 64"
 )
 HPZ = f"--zero-hpz-partition-size {RANKS_PER_NODE}"
 QUANTIZED = "--zero-quantized-weights --zero-quantized-gradients"
-TWO_MICROBATCHES = f"--global-batch-size {2 * 2 * RANKS}"
+TWO_MICROBATCHES = f"--global-batch-size {2 * 2 * NODES * RANKS_PER_NODE}"
+ALL = f"--zero-stage 3 --bf16 {QUANTIZED} {HPZ} {TWO_MICROBATCHES}"
 
 
 @dataclass(frozen=True)
 class Run:
-    """Flags of one run. same_as: the run whose losses and gradient norms it must equal bit for bit."""
+    """Flags of one run. same_as: the run whose bits it must have. quantizes: it needs kernels, so that it does not wait for the reference.
+
+    delay_seed: of random delays; None for none. is_deaf: computation does not wait for lanes, which must change the bits.
+    """
 
     name: str
     flags: str
     same_as: str | None = None
-    keeps_to_reference: bool = False
+    quantizes: bool = False
+    delay_seed: int | None = None
+    is_deaf: bool = False
+
+    def delayed(self, seed: int) -> Run:
+        return replace(self, name=f"{self.name}, delays {seed}", same_as=self.name, delay_seed=seed)
 
 
+ZERO_3 = Run("ZeRO-3", "--zero-stage 3 --bf16")
+ALL_OF_ZEROPP = Run("all of ZeRO++", ALL, "ZeRO++ without hpZ", quantizes=True)
+WITHOUT_HPZ = Run("ZeRO++ without hpZ", ALL.replace(HPZ, ""), quantizes=True)
+DEAF = Run("ZeRO-3 without waiting, delays", "--zero-stage 3 --bf16", "ZeRO-3", delay_seed=7, is_deaf=True)
 # The most important runs come first, because time may run out.
 RUNS = (
-    Run("ZeRO-3", "--zero-stage 3 --bf16"),
+    ZERO_3,
+    *(ZERO_3.delayed(seed) for seed in DELAY_SEEDS),
     Run("ZeRO-0", "--zero-stage 0 --bf16", "ZeRO-3"),
-    Run("all of ZeRO++ but hpZ", f"--zero-stage 3 --bf16 {QUANTIZED} {TWO_MICROBATCHES}"),
-    Run("all of ZeRO++", f"--zero-stage 3 --bf16 {QUANTIZED} {HPZ} {TWO_MICROBATCHES}", "all of ZeRO++ but hpZ"),
-    Run("all of ZeRO++, reference ops", f"--zero-stage 3 --bf16 {QUANTIZED} {HPZ} {TWO_MICROBATCHES}", "all of ZeRO++", True),
-    Run("ZeRO-3, recomputation", "--zero-stage 3 --bf16 --checkpoint-activations", "ZeRO-3"),
-    Run("ZeRO-3 and hpZ", f"--zero-stage 3 --bf16 {HPZ}", "ZeRO-3"),
     Run("ZeRO-1", "--zero-stage 1 --bf16", "ZeRO-3"),
     Run("ZeRO-2", "--zero-stage 2 --bf16", "ZeRO-3"),
-    Run(
-        "all of ZeRO++, recomputation",
-        f"--zero-stage 3 --bf16 {QUANTIZED} {HPZ} {TWO_MICROBATCHES} --checkpoint-activations",
-        "all of ZeRO++",
-    ),
+    WITHOUT_HPZ,
+    ALL_OF_ZEROPP,
+    *(ALL_OF_ZEROPP.delayed(seed) for seed in DELAY_SEEDS),
+    Run("ZeRO-3 and hpZ", f"--zero-stage 3 --bf16 {HPZ}", "ZeRO-3"),
+    Run("ZeRO-3, recomputation", "--zero-stage 3 --bf16 --checkpoint-activations", "ZeRO-3"),
+    Run("ZeRO-3, recomputation, delays", "--zero-stage 3 --bf16 --checkpoint-activations", "ZeRO-3", delay_seed=3),
+    Run("ZeRO-3, no prefetch", "--zero-stage 3 --bf16 --zero-prefetch-units 0 --zero-prefetch-units-intra 0", "ZeRO-3"),
+    Run("ZeRO-2, delays", "--zero-stage 2 --bf16", "ZeRO-3", delay_seed=4),
+    Run("ZeRO-0, delays", "--zero-stage 0 --bf16", "ZeRO-3", delay_seed=5),
+    Run("rotated, stochastic", f"{ALL} --zero-quantized-gradients-rotation hadamard --zero-quantized-gradients-rounding stochastic",
+        quantizes=True),
+    Run("rotated, stochastic, delays",
+        f"{ALL} --zero-quantized-gradients-rotation hadamard --zero-quantized-gradients-rounding stochastic",
+        "rotated, stochastic", quantizes=True, delay_seed=6),
     Run("ZeRO-3, fp32", "--zero-stage 3"),
     Run("ZeRO-0, fp32", "--zero-stage 0", "ZeRO-3, fp32"),
-)
-
-SMOKE_TEST = """
-import os, torch, torch.distributed as dist
-rank = int(os.environ["RANK"])
-torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-dist.init_process_group("nccl")
-sent, received = torch.full((4,), float(rank), device="cuda"), torch.empty(4, device="cuda")
-dist.all_to_all_single(received, sent)
-torch.cuda.synchronize()
-assert received.tolist() == [0.0, 1.0, 2.0, 3.0], received
-dist.destroy_process_group()
-"""
+    DEAF,  # last, because it may make the device unusable: hops write to memory that has other owners by then
+)  # fmt: skip
 
 
-def run() -> Outcome:
-    import torch
+@dataclass(frozen=True)
+class Bits:
+    """What a run has computed: mean loss and gradient norm of every step, and a digest of the weights at its end."""
 
-    outcome = Outcome()
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        _check_nccl_shares_a_gpu()
+    history: tuple[tuple[float, float], ...]
+    weights: str
+    delays: int = 0
+
+    def same(self, other: Bits) -> bool:
+        return (self.history, self.weights) == (other.history, other.weights)
+
+
+# Runs a program on every rank of a grid.
+RunRanks = Callable[[Grid, torch.device, Callable[[RankPlace], Bits]], list[Bits]]
+
+
+def run(time: Deadline, outcome: Outcome) -> None:
+    place = Place.here()
+    if place.is_gpu:
+        use_deterministic_kernels()
     else:
-        outcome.omissions.append("NCCL: torch finds no GPU here; the ranks ran on the CPU over gloo")
-    start, losses = time.monotonic(), {}
-    for some in RUNS:
-        if time.monotonic() - start > PART_SECONDS:
-            outcome.omissions.append(f"run '{some.name}': the {PART_SECONDS:.0f} s for these runs were over")
+        outcome.omit("streams: torch finds no GPU here; the ranks were threads on the CPU")
+    extension.load()
+    has_kernels = extension.has_kernels_for(place.device.type)
+    if not has_kernels:
+        outcome.omit(f"runs that quantize, on kernels: {extension.report(place.device.type)}")
+    runs = [some for some in RUNS if _can_run(some, is_gpu=place.is_gpu, has_kernels=has_kernels)]
+    run_ranks, sleep = (run_on_one_gpu, sleep_on_gpu) if place.is_gpu else (run_on_cpu, None)
+    compare_runs(time, outcome, runs, place.device, run_ranks, sleep)
+
+
+def _can_run(some: Run, *, is_gpu: bool, has_kernels: bool) -> bool:
+    if is_gpu:
+        return has_kernels or not some.quantizes
+    return some.delay_seed is None
+
+
+def compare_runs(
+    time: Deadline, outcome: Outcome, runs: list[Run] | tuple[Run, ...], device: torch.device, run_ranks: RunRanks, sleep: Sleep | None
+) -> None:
+    """Runs each of `runs` and compares its bits. sleep: see Delays; without it there are no delays."""
+    grid, found = Grid.of_nodes(NODES, RANKS_PER_NODE), dict[str, Bits]()
+    for some in runs:
+        if found and not time.has(SECONDS_PER_RUN):
+            outcome.ran_late(f"run '{some.name}'")
             continue
         try:
-            losses[some.name] = _losses(some)
-        except RuntimeError as error:
-            outcome.check(f"run '{some.name}' ends well", holds=False)
-            outcome.lines += str(error).splitlines()[-25:]
+            of_ranks = run_ranks(grid, device, partial(train, some, sleep))
+        except Exception as error:
+            words = f"'{some.name}' {'shows that a wait is missing, by' if some.is_deaf else 'ends well, and not with'} {in_words(error)}"
+            outcome.check(words, holds=some.is_deaf)
+            if is_fatal(error):
+                outcome.say("nothing more can run in this process, because the error has made the device unusable")
+                return
             continue
-        _compare(outcome, some, losses)
-    outcome.measured = {"backend": "nccl" if on_gpu else "gloo", "losses": losses, "seconds": round(time.monotonic() - start, 1)}
-    return outcome
+        found[some.name] = of_ranks[0]
+        _compare(outcome, some, of_ranks, found)
+        outcome.measure(runs={**outcome.measured.get("runs", {}), some.name: asdict(found[some.name])})
+    outcome.measure(cublas=os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
 
 
-def _compare(outcome: Outcome, some: Run, losses: dict[str, list[list[float]]]) -> None:
-    own = losses[some.name]
-    outcome.check(f"'{some.name}' trains: loss {own[0][0]:.4f} to {own[-1][0]:.4f}", holds=own[-1][0] < own[0][0])
-    if some.same_as in losses:
-        statement = f"'{some.name}' has the losses and gradient norms of '{some.same_as}', bit for bit"
-        outcome.check(statement, holds=own == losses[some.same_as])
+def train(some: Run, sleep: Sleep | None, place: RankPlace) -> Bits:
+    """The bits of this rank. Every rank must call it."""
+    delays = None
+    if sleep is not None and some.delay_seed is not None:
+        delays = Delays(sleep, 100 * some.delay_seed + place.backend.rank, DELAY_SECONDS)
+        place = replace(place, lanes=DelayedLanes(DeafLanes(place.lanes) if some.is_deaf else place.lanes, delays))
+    session = Session(f"{SHAPE} {some.flags} --ranks-per-node {RANKS_PER_NODE}", place)
+    if delays is not None:
+        delay_computation(session.model, session.model.uses(), delays)
+    history = tuple(session.step(step) for step in range(STEPS))
+    weights = session.weights_digest()
+    session.close()
+    return Bits(history, weights, 0 if delays is None else delays.count)
 
 
-def _losses(some: Run) -> list[list[float]]:
-    """Loss and gradient norm of every iteration, unrounded. Raises RuntimeError with the output of the ranks if the run fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        jsonl = Path(folder) / "run.jsonl"
-        flags = [*SHAPE.split(), *some.flags.split(), "--log-jsonl", str(jsonl)]
-        extra = {"MEGATRON_ZPP_REFERENCE_OPS": "1"} if some.keeps_to_reference else {}
-        start_world(["pretrain_zeropp_gpt.py", *flags], extra)
-        records = [json.loads(line) for line in jsonl.read_text().splitlines()]
-    return [[record["lm_loss"], record["grad_norm"]] for record in records if "lm_loss" in record]
-
-
-def _check_nccl_shares_a_gpu() -> None:
-    try:
-        start_world(["-c", SMOKE_TEST], {})
-    except RuntimeError as error:
-        raise NotDone(f"NCCL does not run {RANKS} ranks on the GPUs of this machine:\n{str(error)[-1500:]}") from error
-
-
-def start_world(arguments: list[str], extra: dict[str, str]) -> None:
-    """Runs `python arguments` as RANKS ranks, and kills all that are left at the end.
-
-    Raises RuntimeError with their output if one fails or the time is over.
-    """
-    port = str(_free_port())
-    with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder) / f"rank{rank}.txt" for rank in range(RANKS)]
-        processes = [_start_rank(rank, arguments, {"MASTER_PORT": port, **extra}, log) for rank, log in enumerate(logs)]
-        try:
-            codes = _exit_codes(processes)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        if any(codes):
-            said = "\n".join(
-                f"[rank {rank}, exit code {code}] {log.read_text()[-1200:]}"
-                for rank, (code, log) in enumerate(zip(codes, logs, strict=True))
-            )
-            raise RuntimeError(said)
-
-
-def _start_rank(rank: int, arguments: list[str], extra: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    environment = {
-        **os.environ,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_RANK": str(rank % RANKS_PER_NODE),
-        "LOCAL_WORLD_SIZE": str(RANKS_PER_NODE),
-        "MASTER_ADDR": "127.0.0.1",
-        "NCCL_HOSTID": f"rank{rank}",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        **extra,
-    }
-    with log.open("wb") as file:
-        return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
-
-
-def _exit_codes(processes: list[subprocess.Popen[bytes]]) -> list[int | None]:
-    """The exit codes after all processes have ended, one has failed, or the time is over; -1 for processes that still run."""
-    deadline = time.monotonic() + RUN_SECONDS
-    while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
-        if all(code is not None for code in codes) or any(codes):
-            break
-        time.sleep(0.1)
-    time.sleep(1.0 if any(process.poll() for process in processes) else 0.0)  # so that the others can print their errors
-    return [process.poll() if process.poll() is not None else -1 for process in processes]
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def _compare(outcome: Outcome, some: Run, of_ranks: list[Bits], found: dict[str, Bits]) -> None:
+    own = of_ranks[0]
+    if some.is_deaf:
+        statement = f"'{some.name}' has other bits than '{some.same_as}', so these delays show a wait that is missing"
+        outcome.check(statement, holds=some.same_as not in found or not own.same(found[some.same_as]))
+        return
+    outcome.check(f"'{some.name}': all ranks have the same weights and losses", holds=all(own.same(other) for other in of_ranks))
+    losses = [loss for loss, _ in own.history]
+    outcome.check(f"'{some.name}' trains: loss {losses[0]:.4f} to {losses[-1]:.4f}", holds=losses[-1] < losses[0])
+    if some.delay_seed is not None:
+        outcome.say(f"    {sum(bits.delays for bits in of_ranks)} delays of up to {DELAY_SECONDS * 1e3:.0f} ms")
+    if some.same_as in found:
+        outcome.check(f"'{some.name}' has the bits of '{some.same_as}'", holds=own.same(found[some.same_as]))

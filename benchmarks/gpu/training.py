@@ -1,178 +1,289 @@
-"""Trains a GPT of about 1 billion parameters in one process: speed, the parts of a step's time, and memory compared with the plan."""
+"""Trains a GPT of about 1 billion parameters in a world of one: speed, the parts of a step's time, stalls, and memory against the plan."""
 
 from __future__ import annotations
 
+import gc
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+import time as clock
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
+from gpu.deadline import Deadline
+from gpu.device_errors import attempt
+from gpu.kernel_kinds import ATTENTION, MATRIX, NAMES, kind_of
 from gpu.outcome import Outcome
-
-if TYPE_CHECKING:
-    from megatron_zpp.data.loader import MicroBatch
-    from megatron_zpp.training.step import StepOutcome
-    from megatron_zpp.zero.engine import ZeroEngine
+from gpu.place import Place
+from gpu.session import RankPlace, Session
+from gpu.stalls import MeasuredStreams
+from megatron_zpp.comm.streams import streams_of
+from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
+from megatron_zpp.monitor.memory import max_memory_bytes
+from megatron_zpp.monitor.observer import StepObserver
+from megatron_zpp.monitor.timers import NEVER_RAN, TIMER_NAMES, Timers, clock_of
+from megatron_zpp.training.hardware import peak_teraflops
 
 GPU_SHAPE = "--num-layers 18 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 4 --vocab-size 50257"
 CPU_SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --vocab-size 500"
-FLAGS = "--bf16 --zero-stage 3 --mock-data --train-iters 100 --lr 1e-4 --attention-dropout 0 --hidden-dropout 0"
-WARMUP_STEPS, TIMED_STEPS, PROFILED_STEPS = 3, 8, 3
-# Parts of the names of libraries' kernels and of torch's CPU operators.
-MATRIX_NAMES = ("gemm", "nvjet", "cutlass", "xmma", "wgmma", "cublas", "aten::mm", "aten::addmm", "aten::bmm")
-ATTENTION_NAMES = ("flash", "fmha", "attention", "cudnn_generated")
-MATRIX, ATTENTION, OTHER = "matrix products", "attention", "everything else"
-NAMED_KERNELS = 12
+FLAGS = "--bf16 --zero-stage 3 --mock-data --train-iters 100 --attention-dropout 0 --hidden-dropout 0"
+MICROBATCHES, MICROBATCHES_SECONDS = 8, 15.0
+COMPILE_SECONDS = 60.0
+WARMUP_STEPS, TIMED_STEPS, PROFILED_STEPS, SHORT_STEPS = 3, 8, 3, 4
+NAMED_KERNELS = 14
+PLAN_SLACK = 0.05  # of the plan; activations are an estimate
+RESERVE_BYTES = 6 * 2**30  # beyond the plan: CUDA's context, workspaces of cuBLAS, what the allocator cannot use
+MATRIX_SIZE, MATRIX_ROUNDS = 8192, 10
 
 
-@dataclass(frozen=True)
-class Session:
-    """A model with its engine, and the memory that was planned for it."""
+@dataclass
+class Steps:
+    """What timed steps took, one value per step. host_seconds: until forward and backward were enqueued. losses: with those of warm-up."""
 
-    step: Callable[[], StepOutcome]
-    engine: ZeroEngine
-    planned_states: int
-    planned_total: int
-    parameters: int
-    flops_per_step: float
-    hardware_flops_per_step: float
+    seconds: list[float] = field(default_factory=list)
+    host_seconds: list[float] = field(default_factory=list)
+    device_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
 
 
-def run() -> Outcome:
-    from megatron_zpp.monitor.memory import max_memory_bytes
+def run(time: Deadline, outcome: Outcome) -> None:
+    place = Place.here()
+    if not place.is_gpu:
+        outcome.omit("a GPT of 1 billion parameters: torch finds no GPU here; a tiny one was trained on the CPU instead")
+    shape = CPU_SHAPE if place.is_tiny else GPU_SHAPE
+    _measure_uncompiled(time, outcome, place, f"{shape} {FLAGS}")
+    if place.is_tiny:
+        return
+    gc.collect()  # the next model needs the memory of this one
+    torch.cuda.empty_cache()
+    attempt(outcome, "--compile", partial(_time_compiled, time, outcome, place, f"{shape} {FLAGS} --compile"))
 
-    outcome = Outcome()
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu:
-        outcome.omissions.append("a GPT of 1 billion parameters: torch finds no GPU here; a tiny one was trained on the CPU instead")
-    session = _start(GPU_SHAPE if on_gpu else CPU_SHAPE)
-    device = session.engine.device
-    outcomes = [session.step() for _ in range(WARMUP_STEPS)]
-    seconds = []
-    for _ in range(TIMED_STEPS):
-        start = time.perf_counter()
-        outcomes.append(session.step())
-        _synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    step_seconds = statistics.median(seconds)
-    peak = max_memory_bytes(device)
-    busy = _profile(session, step_seconds, outcome)
-    losses = [some.lm_loss for some in outcomes]
-    states = outcomes[-1].model_state_bytes
+
+def _measure_uncompiled(time: Deadline, outcome: Outcome, place: Place, flags: str) -> None:
+    """Everything but --compile, with one model."""
+    timers, streams = Timers(2, clock_of(place.device)), streams_of(place.device)
+    measured = None if streams is None else MeasuredStreams(streams)
+    session = Session(flags, RankPlace.alone(place.device, measured), StepObserver((timers.running,), ()))
+    steps = time_steps(session, place, WARMUP_STEPS, TIMED_STEPS, timers)
+    _report_speed(outcome, session, steps, place, "1 micro-batch")
+    _report_phases(outcome, timers)
+    attempt(outcome, "memory", partial(_check_memory, outcome, session, place))
+    attempt(outcome, "waits of the host", partial(_count_syncs, outcome, session, place))
+    attempt(outcome, "the profile", partial(_report_profile, outcome, session, place, steps))
+    if measured is None:
+        outcome.omit("stalls: there are no streams here")
+    else:
+        attempt(outcome, "stalls", partial(report_stalls, outcome, session, measured, place, SHORT_STEPS))
+    attempt(outcome, f"{MICROBATCHES} micro-batches", partial(_time_microbatches, time, outcome, session, place))
+    session.close()
+
+
+def _time_microbatches(time: Deadline, outcome: Outcome, session: Session, place: Place) -> None:
+    if not time.has(MICROBATCHES_SECONDS):
+        outcome.ran_late(f"{MICROBATCHES} micro-batches")
+        return
+    session.microbatches = MICROBATCHES
+    _report_speed(outcome, session, time_steps(session, place, 1, SHORT_STEPS), place, f"{MICROBATCHES} micro-batches")
+
+
+def time_steps(session: Session, place: Place, warmup: int, timed: int, timers: Timers | None = None) -> Steps:
+    """Times steps on host and device; timers holds the phases of the timed ones afterwards."""
+    steps, marks = Steps(), clock_of(place.device)
+    for step in range(warmup + timed):
+        if step == warmup and timers is not None:
+            place.synchronize()
+            timers.take(TIMER_NAMES)
+        place.synchronize()
+        start, first = clock.perf_counter(), marks.mark()
+        loss_sum = session.forward_backward(2 * step)
+        host, second = clock.perf_counter() - start, marks.mark()
+        session.engine.update(learning_rate=1e-4, weight_decay=0.0)
+        place.synchronize()
+        whole = clock.perf_counter() - start
+        steps.losses.append(float(loss_sum.item()) / session.microbatches)
+        if step >= warmup:
+            steps.seconds.append(whole)
+            steps.host_seconds.append(host)
+            steps.device_seconds.append(marks.seconds(first, second))
+    return steps
+
+
+def _report_speed(outcome: Outcome, session: Session, steps: Steps, place: Place, name: str) -> None:
+    model, samples = session.config.model, session.microbatches * session.config.training.micro_batch_size
+    parameters = parameter_count(model, session.padded_vocab)
+    flops = model_flops(model, session.padded_vocab, samples)
+    hardware = hardware_flops(model, session.padded_vocab, samples, micro_batch_size=session.config.training.micro_batch_size)
+    teraflops, of_hardware = (some / steps.median / 1e12 for some in (flops, hardware))
+    losses = steps.losses
     outcome.check(
-        f"{session.parameters / 1e9:.3f} billion parameters train: loss {losses[0]:.3f} to {losses[-1]:.3f}", holds=losses[-1] < losses[0]
+        f"{parameters / 1e9:.3f} billion parameters train, {name}: loss {losses[0]:.3f} to {losses[-1]:.3f}", holds=losses[-1] < losses[0]
     )
-    outcome.check(f"model states hold {states:,} bytes as planned ({session.planned_states:,})", holds=states == session.planned_states)
-    teraflops, hardware = (flops / step_seconds / 1e12 for flops in (session.flops_per_step, session.hardware_flops_per_step))
-    outcome.lines += [
-        f"{step_seconds * 1e3:.1f} ms per step (median of {TIMED_STEPS}, {min(seconds) * 1e3:.1f} to {max(seconds) * 1e3:.1f})",
-        f"{teraflops:.1f} TFLOP/s of model FLOPs (Megatron-LM's convention), {hardware:.1f} of hardware FLOPs (Megatron-DeepSpeed's)",
-        f"peak memory {peak / 2**30:.2f} GiB, planned {session.planned_total / 2**30:.2f} GiB with activations estimated",
-    ]
-    outcome.measured |= {
-        "parameters": session.parameters,
-        "step_seconds": seconds,
+    outcome.say(
+        f"{name}: {steps.median * 1e3:.1f} ms per step (median; {min(steps.seconds) * 1e3:.1f} to {max(steps.seconds) * 1e3:.1f})",
+        f"    {teraflops:.1f} TFLOP/s as Megatron-LM counts (model FLOPs), {of_hardware:.1f} as Megatron-DeepSpeed does (hardware FLOPs)",
+        f"    forward and backward: {statistics.median(steps.host_seconds) * 1e3:.1f} ms until the host had enqueued them, "
+        f"{statistics.median(steps.device_seconds) * 1e3:.1f} ms on the device",
+    )
+    measured: dict[str, Any] = {
+        "parameters": parameters,
+        "step_seconds": steps.seconds,
+        "host_seconds": steps.host_seconds,
+        "device_seconds": steps.device_seconds,
         "model_teraflops_per_second": teraflops,
-        "hardware_teraflops_per_second": hardware,
-        "model_state_bytes": states,
-        "planned_state_bytes": session.planned_states,
-        "planned_total_bytes": session.planned_total,
-        "max_memory_bytes": peak,
+        "hardware_teraflops_per_second": of_hardware,
         "losses": losses,
-        **busy,
     }
-    return outcome
+    if place.is_gpu:
+        peak, products = peak_teraflops(torch.cuda.get_device_name(place.device)), _matrix_teraflops(place)
+        measured["mfu_of_products"] = teraflops / products
+        outcome.say(f"    {teraflops / products:.1%} of the {products:.0f} TFLOP/s of large matrix products on this GPU")
+        if peak is not None:
+            measured["mfu"] = teraflops / peak
+            outcome.say(f"    MFU {teraflops / peak:.1%} of {peak:.0f} TFLOP/s")
+    outcome.measure(**{name: measured})
 
 
-def _start(shape: str) -> Session:
-    from megatron_zpp.config.cli import parse_flags
-    from megatron_zpp.config.resolve import resolve
-    from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
-    from megatron_zpp.parallel.initialize import World, choose_device
-    from megatron_zpp.parallel.launch import Launch
-    from megatron_zpp.training import setup
-    from megatron_zpp.training.instruments import make_instruments
-    from megatron_zpp.training.memory_need import memory_need
-    from megatron_zpp.training.sharding import sharding_of
-    from megatron_zpp.training.step import StepOutcome, forward_backward, gather_numbers
+def _matrix_teraflops(place: Place) -> float:
+    """TFLOP/s of bf16 products of square matrices of random values."""
+    one, other = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=place.device, dtype=torch.bfloat16) for _ in range(2))
+    marks = clock_of(place.device)
+    for _ in range(3):
+        product = one @ other
+    first = marks.mark()
+    for _ in range(MATRIX_ROUNDS):
+        torch.mm(one, other, out=product)
+    return MATRIX_ROUNDS * 2 * MATRIX_SIZE**3 / marks.seconds(first, marks.mark()) / 1e12
 
-    config = resolve(parse_flags(f"{shape} {FLAGS}".split()), 1, None)
-    launch = Launch(0, 1, 0, 1)
-    world = World(launch, choose_device(launch, None), timedelta(minutes=5))
-    instruments = make_instruments(config, world.device, launch.rank)
-    ladder = setup.build_ladder(config, world, instruments)
-    padded_vocab = setup.build_vocabulary(config).padded_size
-    model = setup.build_model(config, padded_vocab, None)
-    samples = config.training.micro_batch_size
-    need = memory_need(config, model, sharding_of(config), ladder.grid, is_on_gpu=world.device.type == "cuda")
-    engine = setup.build_engine(config, model, ladder, instruments)
-    batches = _same_batch(samples, config.model.seq_length, config.data.vocab_size or padded_vocab)
 
-    def step() -> StepOutcome:
-        loss_sum = forward_backward(model, engine, batches, microbatches=1)
-        model_state_bytes = engine.model_state_bytes()
-        update = engine.update(learning_rate=1e-4, weight_decay=0.0)
-        loss = gather_numbers([loss_sum], engine).item()
-        return StepOutcome(loss, update.grad_norm, update.is_skipped, model_state_bytes)
+def _report_phases(outcome: Outcome, timers: Timers) -> None:
+    """The parts of a step on the stream of computation, by the run's own timers."""
+    phases = {
+        name: seconds / TIMED_STEPS for name, seconds in zip(TIMER_NAMES, timers.take(TIMER_NAMES), strict=True) if seconds != NEVER_RAN
+    }
+    outcome.measure(seconds_by_phase=phases)
+    outcome.say(*(f"    {seconds * 1e3:8.2f} ms  {name}" for name, seconds in phases.items()))
 
-    return Session(
-        step=step,
-        engine=engine,
-        planned_states=need.plan.states,
-        planned_total=need.beside(need.device).total,  # what torch's allocator gives
-        parameters=parameter_count(config.model, padded_vocab),
-        flops_per_step=model_flops(config.model, padded_vocab, samples),
-        hardware_flops_per_step=hardware_flops(config.model, padded_vocab, samples, micro_batch_size=samples),
+
+def _check_memory(outcome: Outcome, session: Session, place: Place) -> None:
+    session.forward_backward(0)
+    states, plan = session.engine.model_state_bytes(), session.need.plan
+    session.engine.update(learning_rate=1e-4)
+    outcome.check(f"model states hold {states:,} bytes as planned ({plan.states:,})", holds=states == plan.states)
+    peak, planned = max_memory_bytes(place.device), session.need.beside(session.need.device).total  # what torch's allocator gives
+    outcome.measure(model_state_bytes=states, planned_total_bytes=planned, peak_bytes=peak, plan=str(session.need))
+    if not place.is_gpu:
+        return
+    place.synchronize()
+    used = torch.cuda.get_device_properties(place.device).total_memory - place.free_bytes()
+    outcome.measure(used_bytes=used, reserved_bytes=torch.cuda.max_memory_reserved(place.device))
+    gib = 2**30
+    outcome.check(
+        f"the peak of allocated memory, {peak / gib:.2f} GiB, is at most {1 + PLAN_SLACK:.0%} of the planned {planned / gib:.2f} GiB",
+        holds=peak <= (1 + PLAN_SLACK) * planned,
+    )
+    outcome.check(
+        f"the memory really used, {used / gib:.2f} GiB, is at most {RESERVE_BYTES / gib:.0f} GiB above the plan",
+        holds=used <= planned + RESERVE_BYTES,
     )
 
 
-def _same_batch(samples: int, seq_length: int, vocab_size: int) -> Iterator[MicroBatch]:
-    from megatron_zpp.data.loader import MicroBatch
-
-    tokens = torch.randint(0, vocab_size, (samples, seq_length + 1), generator=torch.Generator().manual_seed(1))
-    batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.ones(samples, seq_length), 0)
-    while True:
-        yield batch
-
-
-def _profile(session: Session, step_seconds: float, outcome: Outcome) -> dict[str, object]:
-    """Seconds per step by kind of kernel, and the share of the step outside matrix products and attention."""
-    from torch.profiler import ProfilerActivity, profile
-
-    on_gpu = session.engine.device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
-        for _ in range(PROFILED_STEPS):
-            session.step()
-        _synchronize(session.engine.device)
-    times = {event.key: _self_microseconds(event, on_gpu) / PROFILED_STEPS / 1e6 for event in profiled.key_averages()}
-    kinds = {MATRIX: 0.0, ATTENTION: 0.0, OTHER: 0.0}
-    for name, seconds in times.items():
-        kinds[_kind(name)] += seconds
-    outside = 1 - (kinds[MATRIX] + kinds[ATTENTION]) / step_seconds
-    outcome.lines += [f"{kind}: {seconds * 1e3:.2f} ms per step" for kind, seconds in kinds.items()]
-    outcome.lines.append(
-        f"{outside:.1%} of the step is outside matrix products and attention; the GPU is busy for {sum(kinds.values()) / step_seconds:.1%}"
+def _count_syncs(outcome: Outcome, session: Session, place: Place) -> None:
+    """Counts how often the host waits for the device in a step, by line."""
+    if not place.is_gpu:
+        return
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            session.forward_backward(0)
+            before_update = len(_syncs(caught))
+            session.engine.update(learning_rate=1e-4)
+            places = _syncs(caught)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    outcome.measure(syncs_in_forward_and_backward=before_update, syncs_in_update=len(places) - before_update, syncs=Counter(places))
+    outcome.say(
+        f"the host waits for the device {before_update} times in forward and backward, {len(places) - before_update} times in the update",
+        *(f"    {count} x {where}" for where, count in Counter(places).most_common()),
     )
-    slowest = sorted(((seconds, name) for name, seconds in times.items() if seconds > 0), reverse=True)[:NAMED_KERNELS]
-    outcome.lines += [f"    {seconds * 1e3:8.2f} ms  {name[:110]}" for seconds, name in slowest]
-    return {"seconds_by_kind": kinds, "share_outside_matrix_products": outside}
 
 
-def _self_microseconds(event: Any, on_gpu: bool) -> float:
-    return float(event.self_device_time_total if on_gpu else event.self_cpu_time_total)
+def _syncs(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [f"{Path(one.filename).name}:{one.lineno}" for one in caught if "synchronizing" in str(one.message).lower()]
 
 
-def _kind(name: str) -> str:
-    lowered = name.lower()
-    if any(part in lowered for part in ATTENTION_NAMES):
-        return ATTENTION
-    return MATRIX if any(part in lowered for part in MATRIX_NAMES) else OTHER
+def _report_profile(outcome: Outcome, session: Session, place: Place, steps: Steps) -> None:
+    """Seconds per step by kind of kernel, the longest kernels, and the kernels per unit."""
+    with profile(activities=[ProfilerActivity.CUDA if place.is_gpu else ProfilerActivity.CPU]) as profiled:
+        for step in range(PROFILED_STEPS):
+            session.step(step)
+        place.synchronize()
+    events = device_events(profiled, place)
+    seconds = {event.key: _self_microseconds(event, place) / PROFILED_STEPS / 1e6 for event in events}
+    kinds = dict.fromkeys(NAMES, 0.0)
+    for name, own in seconds.items():
+        kinds[kind_of(name)] += own
+    launches = sum(event.count for event in events) / PROFILED_STEPS
+    units = len(session.engine.units)
+    outside = 1 - (kinds[MATRIX] + kinds[ATTENTION]) / steps.median
+    outcome.say(
+        *(f"    {own * 1e3:8.2f} ms  {kind}" for kind, own in sorted(kinds.items(), key=lambda item: -item[1]) if own > 0),
+        f"{outside:.1%} of the step is outside matrix products and attention; "
+        f"the device is busy for {sum(kinds.values()) / steps.median:.1%}",
+        f"{launches:.0f} kernels and copies per step, {launches / units:.0f} per unit",
+        *(f"    {own * 1e3:8.2f} ms  {name[:110]}" for name, own in sorted(seconds.items(), key=lambda item: -item[1])[:NAMED_KERNELS]),
+    )
+    outcome.measure(
+        seconds_by_kind=kinds, share_outside_matrix_products=outside, launches_per_step=launches, launches_per_unit=launches / units
+    )
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def device_events(profiled: profile, place: Place) -> list[Any]:
+    """What ran on the device, by name: kernels and copies, without the ranges that programs have named; on a CPU operators."""
+    events: list[Any] = list(profiled.key_averages())
+    if not place.is_gpu:
+        return events
+    return [event for event in events if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)]
+
+
+def _self_microseconds(event: Any, place: Place) -> float:
+    return float(event.self_device_time_total if place.is_gpu else event.self_cpu_time_total)
+
+
+def report_stalls(outcome: Outcome, session: Session, measured: MeasuredStreams, place: Place, count: int) -> None:
+    """Measures `count` steps after a few; every rank must call it."""
+    time_steps(session, place, 1, 0)
+    measured.is_recording = True
+    steps = time_steps(session, place, 0, count)
+    measured.is_recording = False
+    stalls = {where: seconds / count for where, seconds in measured.take().items()}
+    in_staging = sum(seconds for where, seconds in stalls.items() if where.startswith("staging"))
+    outcome.measure(stalls_seconds_per_step=stalls, step_seconds_with_marks=steps.seconds)
+    outcome.say(
+        f"computation stands still for {sum(stalls.values()) * 1e3:.2f} ms of a step of {steps.median * 1e3:.1f} ms, "
+        f"{in_staging * 1e3:.2f} ms of it for buffers",
+        *(f"    {seconds * 1e3:8.3f} ms  {where}" for where, seconds in stalls.items()),
+    )
+
+
+def _time_compiled(time: Deadline, outcome: Outcome, place: Place, flags: str) -> None:
+    if not time.has(COMPILE_SECONDS):
+        outcome.ran_late("--compile")
+        return
+    try:
+        session = Session(flags, RankPlace.alone(place.device))
+    except ValueError as refusal:
+        outcome.omit(f"--compile: {refusal}")
+        return
+    _report_speed(outcome, session, time_steps(session, place, WARMUP_STEPS, SHORT_STEPS), place, "1 micro-batch, --compile")
+    session.close()

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -104,13 +104,16 @@ def naming(what: str) -> Iterator[None]:
         ) from error
 
 
+Part = TypeVar("Part")
+
+
 class VirtualWorld:
     """A world whose ranks are threads of this process. A collective ends when its last member has posted its part."""
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
         self._lock = threading.Condition()
-        self._rounds: dict[tuple[object, int], _Round] = {}
+        self._rounds: dict[tuple[object, ...], _Round] = {}
         self._failure: BaseException | None = None
 
     def backend_of(self, rank: int) -> VirtualBackend:
@@ -140,8 +143,8 @@ class VirtualWorld:
             for this_round in rounds:
                 this_round.call_back()
 
-    def post(self, key: tuple[object, int], member: int, part: _Part, members: int, deliver: Callable[[list[_Part]], None]) -> VirtualWork:
-        """Posts one member's part. The last member to post delivers the parts to all members."""
+    def post(self, key: tuple[object, ...], member: int, part: Part, members: int, deliver: Callable[[list[Part]], None]) -> VirtualWork:
+        """Posts one member's part. The last member to post delivers the parts, which are in member order, to all members."""
         with self._lock:
             this_round = self._rounds.setdefault(key, _Round())
             this_round.parts[member] = part
@@ -178,7 +181,7 @@ class _Part:
 
 @dataclass
 class _Round:
-    parts: dict[int, _Part] = field(default_factory=dict)
+    parts: dict[int, Any] = field(default_factory=dict)
     is_complete: bool = False
     calls: list[Callable[[], None]] = field(default_factory=list)
 
@@ -207,7 +210,7 @@ class VirtualBackend:
     def __init__(self, world: VirtualWorld, rank: int) -> None:
         self.grid = world.grid
         self.rank = rank
-        self._world = world
+        self.world = world
         self._sequence: dict[object, int] = {}
 
     def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work:
@@ -227,7 +230,7 @@ class VirtualBackend:
     def _post(self, group: object, member: int, part: _Part, members: int, deliver: Callable[[list[_Part]], None]) -> Work:
         sequence = self._sequence.get(group, 0)
         self._sequence[group] = sequence + 1
-        return self._world.post((group, sequence), member, part, members, deliver)
+        return self.world.post((group, sequence), member, part, members, deliver)
 
 
 def _deliver_gather(parts: list[_Part]) -> None:

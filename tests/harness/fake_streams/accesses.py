@@ -61,12 +61,16 @@ class Block:
 
 
 class Accesses(TorchDispatchMode):
-    """Watches the operations of one rank, whose thread enters it."""
+    """Watches the operations of one rank, whose thread enters it.
 
-    def __init__(self, machine: Machine) -> None:
+
+    blocks: the memory of the whole GPU, by storage; given if ranks share it, which then have to take turns.
+    """
+
+    def __init__(self, machine: Machine, blocks: dict[int, Block] | None = None) -> None:
         super().__init__()
         self.machine = machine
-        self._blocks: dict[int, Block] = {}
+        self._blocks: dict[int, Block] = {} if blocks is None else blocks
         self.is_paused = False
         self._found_late: RaceError | None = None  # by a finalizer, which cannot raise
 

@@ -121,13 +121,14 @@ class Machine:
     """The GPU of one rank; implements comm.streams.Streams. Only the thread of that rank uses it.
 
     without: a line whose waits or records have no effect, for tests that such a fault is found.
+    streams: of the whole GPU, by number; given if ranks share it.
     needed: the lines whose waits or records changed what happens before what. A stream that waits for itself, for example, changes nothing.
     log: what the host did, in order: operations that it enqueued, and lines at which it waited for streams.
     waits: the time for which computation stood still.
     """
 
-    def __init__(self, without: Site | None = None) -> None:
-        self.streams: list[FakeStream] = []
+    def __init__(self, without: Site | None = None, streams: list[FakeStream] | None = None) -> None:
+        self.streams: list[FakeStream] = [] if streams is None else streams
         self.compute = self._make("compute")
         self._current = self.compute
         self.host_clock: Clock = {}
@@ -155,7 +156,7 @@ class Machine:
             self._current = before
 
     def synchronize(self) -> None:
-        self.sync(*(stream.event(()) for stream in self.streams), sites=calling_sites("synchronize"))
+        self.sync(*(stream.event(()) for stream in self._own()), sites=calling_sites("synchronize"))
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         with _disable_current_modes():  # no operation of the device
@@ -195,7 +196,7 @@ class Machine:
 
     def unfinished(self) -> list[str]:
         """The streams whose work the host has not waited for."""
-        return [stream.name for stream in self.streams if self.host_clock.get(stream.number, 0) < stream.clock.get(stream.number, 0)]
+        return [stream.name for stream in self._own() if self.host_clock.get(stream.number, 0) < stream.clock.get(stream.number, 0)]
 
     def happens_before(self, stream: int, count: int, other: FakeStream) -> bool:
         """Whether operation `count` of `stream` is done before the next operation of `other`."""
@@ -204,6 +205,10 @@ class Machine:
     def is_seen(self, stream: int, count: int) -> bool:
         """Whether the host has waited for operation `count` of `stream`."""
         return self.host_clock.get(stream, 0) >= count
+
+    def _own(self) -> list[FakeStream]:
+        """The streams of this rank."""
+        return [stream for stream in self.streams if stream.machine is self]
 
     def _make(self, name: str) -> FakeStream:
         stream = FakeStream(self, len(self.streams), name)

@@ -1,0 +1,43 @@
+"""Runs programs of this repository from its root."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpu.deadline import Deadline
+
+ROOT = Path(__file__).resolve().parents[2]
+LAST_CHARACTERS = 3000
+
+
+@dataclass(frozen=True)
+class Done:
+    """code: None if the program was killed because its time was over. said: the end of what it printed."""
+
+    code: int | None
+    said: list[str]
+
+
+def run_program(words: list[str], time: Deadline, environment: Mapping[str, str] = os.environ) -> Done:
+    """Runs the program until it ends or the time is over."""
+    process = subprocess.Popen(words, cwd=ROOT, env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        said, _ = process.communicate(timeout=max(1.0, time.remaining_seconds()))
+        code: int | None = process.returncode
+    except subprocess.TimeoutExpired as error:
+        process.kill()
+        said, code = _text(error.stdout), None
+    return Done(code, said[-LAST_CHARACTERS:].strip().splitlines())
+
+
+def python(*words: str) -> list[str]:
+    return [sys.executable, *words]
+
+
+def _text(said: str | bytes | None) -> str:
+    return said.decode(errors="replace") if isinstance(said, bytes) else said or ""

@@ -1,0 +1,23 @@
+"""Compiles every CUDA source by itself, for two architectures, with warnings as errors."""
+
+from __future__ import annotations
+
+import shutil
+import time as clock
+
+from gpu.commands import run_program
+from gpu.deadline import Deadline
+from gpu.outcome import NotDone, Outcome
+
+
+def run(time: Deadline, outcome: Outcome) -> None:
+    if shutil.which("nvcc") is None:
+        raise NotDone("nvcc is not on PATH")
+    start = clock.monotonic()
+    done = run_program(["bash", "scripts/compile_cuda.sh"], time)
+    outcome.measure(seconds=round(clock.monotonic() - start, 1))
+    if done.code is None:
+        outcome.ran_late("the end of the compilation")
+        return
+    outcome.check("every .cu compiles for sm_80 and sm_90 without a warning", holds=done.code == 0)
+    outcome.say(*([done.said[-1]] if done.code == 0 and done.said else done.said))

@@ -1,0 +1,92 @@
+"""Trains with each configuration of the ladder on 4 ranks as 2 nodes x 2 over NCCL, and compares losses that must be equal bit for bit.
+
+Ranks are processes that run the training script. On a machine with fewer GPUs than ranks they share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gpu.deadline import Deadline
+from gpu.entry_runs import Entry, Finished, run_entries
+from gpu.outcome import Outcome
+from gpu.rank_processes import Sharing
+from gpu.sharing import working_sharing
+from megatron_zpp.ops.extension import REFERENCE_VARIABLE
+
+RANKS, RANKS_PER_NODE = 4, 2
+RUN_SECONDS = 60.0
+SHAPE = (
+    "--num-layers 3 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --vocab-size 500 --mock-data --num-workers 0 "
+    "--train-iters 4 --micro-batch-size 2 --lr 1e-3 --lr-decay-style constant --log-interval 1 --eval-iters 0 --deterministic-mode "
+    f"--ranks-per-node {RANKS_PER_NODE} --distributed-timeout-minutes 1"
+)
+HPZ = f"--zero-hpz-partition-size {RANKS_PER_NODE}"
+QUANTIZED = "--zero-quantized-weights --zero-quantized-gradients"
+TWO_MICROBATCHES = f"--global-batch-size {2 * 2 * RANKS}"
+ZEROPP = f"--zero-stage 3 --bf16 {QUANTIZED} {HPZ} {TWO_MICROBATCHES}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Flags of one run. same_as: the run whose losses and gradient norms it must equal bit for bit."""
+
+    name: str
+    flags: str
+    same_as: str | None = None
+
+    @property
+    def entry(self) -> Entry:
+        return Entry(self.name, f"{SHAPE} {self.flags}")
+
+
+# The most important runs come first, because time may run out.
+RUNS = (
+    Run("ZeRO-3", "--zero-stage 3 --bf16"),
+    Run("ZeRO-0", "--zero-stage 0 --bf16", "ZeRO-3"),
+    Run("ZeRO-1", "--zero-stage 1 --bf16", "ZeRO-3"),
+    Run("ZeRO-2", "--zero-stage 2 --bf16", "ZeRO-3"),
+    Run("ZeRO++ without hpZ", ZEROPP.replace(HPZ, "")),
+    Run("all of ZeRO++", ZEROPP, "ZeRO++ without hpZ"),
+    Run("ZeRO-3, recomputation", "--zero-stage 3 --bf16 --checkpoint-activations", "ZeRO-3"),
+    Run("ZeRO-3 and hpZ", f"--zero-stage 3 --bf16 {HPZ}", "ZeRO-3"),
+    Run("all of ZeRO++, recomputation", f"{ZEROPP} --checkpoint-activations", "all of ZeRO++"),
+    Run("ZeRO-3, fp32", "--zero-stage 3"),
+    Run("ZeRO-0, fp32", "--zero-stage 0", "ZeRO-3, fp32"),
+)
+ON_REFERENCE = (Run("all of ZeRO++, reference ops", ZEROPP, "all of ZeRO++"),)
+
+
+def run(time: Deadline, outcome: Outcome) -> None:
+    sharing = working_sharing(time, outcome, RANKS)
+    outcome.measure(backend="nccl" if torch.cuda.is_available() else "gloo")
+    found: dict[str, Finished] = {}
+    compare_runs(time, outcome, RUNS, sharing, found, {})
+    compare_runs(time, outcome, ON_REFERENCE, sharing, found, {REFERENCE_VARIABLE: "1"})
+
+
+def compare_runs(
+    time: Deadline, outcome: Outcome, runs: Sequence[Run], sharing: Sharing, found: dict[str, Finished], environment: dict[str, str]
+) -> None:
+    """Makes the runs in one world, and compares each with those before it. found: by name, the runs so far; it gets the new ones."""
+    by_name = {some.name: some for some in runs}
+    tried = []
+    for finished in run_entries([some.entry for some in runs], RANKS, sharing, time, run_seconds=RUN_SECONDS, environment=environment):
+        some = by_name[finished.entry.name]
+        tried.append(some.name)
+        if not outcome.check(f"'{some.name}' ends well", holds=not finished.errors):
+            outcome.say(*finished.errors[-40:])
+            continue
+        found[some.name] = finished
+        outcome.measure(losses={name: one.losses for name, one in found.items()})
+        losses = finished.losses
+        outcome.check(f"'{some.name}' trains: loss {losses[0][0]:.4f} to {losses[-1][0]:.4f}", holds=losses[-1][0] < losses[0][0])
+        if some.same_as in found:
+            statement = f"'{some.name}' has the losses and gradient norms of '{some.same_as}', bit for bit"
+            outcome.check(statement, holds=losses == found[some.same_as].losses)
+    for name in by_name:
+        if name not in tried:
+            outcome.ran_late(f"run '{name}'")

@@ -1,0 +1,340 @@
+"""The parts of benchmarks/gpu_check.py on the CPU at tiny size, and what they rest on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu import bits, builds, entry_runs, features, kernel_kinds, ladder, one_rank, sharing, speed, thread_ranks, training
+from gpu.deadline import Deadline
+from gpu.device_errors import attempt
+from gpu.entry_runs import Entry, run_entries
+from gpu.outcome import NotDone, Outcome
+from gpu.place import Place
+from gpu.rank_processes import HOST_IDS, MULTI_RANK, ONE_GPU_EACH, Sharing
+from gpu.stalls import MeasuredStreams
+from harness.fake_streams.gpus import Gpu, run_on_gpus
+from harness.fake_streams.machine import FakeEvent, FakeStream
+from harness.fake_streams.timed_model import step_time
+
+from megatron_zpp.comm.lanes import StreamLanes
+from megatron_zpp.comm.links import INTRA_CLIMB
+from megatron_zpp.comm.streams import Streams
+from megatron_zpp.ops import extension
+from megatron_zpp.ops.build import Build
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.zero.engine import EngineOptions
+from megatron_zpp.zero.policy import POLICIES
+from megatron_zpp.zero.schedule import Prefetch
+
+CPU = Place(torch.device("cpu"), is_tiny=True)
+
+
+def still(seconds: float = 1e6) -> Deadline:
+    """A deadline whose clock stands still."""
+    return Deadline(seconds, lambda: 0.0)
+
+
+def run(part: Any, seconds: float = 1e6) -> Outcome:
+    outcome = Outcome()
+    part.run(still(seconds), outcome)
+    return outcome
+
+
+# ---- parts
+
+
+def test_the_part_training_measures_speed_phases_and_memory_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, count in {"WARMUP_STEPS": 2, "TIMED_STEPS": 2, "PROFILED_STEPS": 1, "SHORT_STEPS": 1}.items():
+        monkeypatch.setattr(training, name, count)
+    outcome = run(training)
+    assert outcome.failures == [] and {"1 micro-batch", "8 micro-batches"} <= outcome.measured.keys()
+    assert outcome.measured["seconds_by_phase"]["forward-backward"] > 0 and outcome.measured["launches_per_unit"] > 0
+
+
+def test_the_part_one_rank_finds_that_gradients_and_losses_are_those_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"STAGES": (0, 3), "COMPARED_STEPS": 3, "TINY_STEPS": 1}.items():
+        monkeypatch.setattr(one_rank, name, value)
+    outcome = run(one_rank)
+    assert outcome.failures == [] and len(outcome.measured) == 4
+
+
+@pytest.mark.parametrize("spoil, count", [(lambda gradients: gradients, 0), (lambda gradients: 1.1 * gradients, 1)])
+def test_the_part_one_rank_fails_if_a_gradient_is_wrong(
+    spoil: Callable[[torch.Tensor], torch.Tensor], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = one_rank.engine_gradients
+    monkeypatch.setattr(one_rank, "engine_gradients", lambda session: {name: spoil(own) for name, own in right(session).items()})
+    monkeypatch.setattr(one_rank, "COMPARED_STEPS", 1)
+    outcome = Outcome()
+    one_rank._compare(outcome, CPU, "stage 3", f"{one_rank.SHAPE} --zero-stage 3", 1e-5, 1e-4)
+    assert len(outcome.failures) == count
+
+
+def test_the_part_features_trains_each_case_and_names_the_attention_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("plain", "fp16", "documents in a Llama", "recomputed blocks", "compiled")
+    monkeypatch.setattr(features, "LENGTHS", {True: "--seq-length 16"})
+    monkeypatch.setattr(features, "CASES", [case for case in features.CASES if case.name in names])
+    outcome = run(features)
+    assert outcome.failures == [] and "compiled: only on a GPU" in outcome.omissions
+    assert any("flash" in kernel for kernel in outcome.measured["plain"]["attention"])
+    assert outcome.measured["recomputed blocks"]["losses"] == outcome.measured["plain"]["losses"]
+
+
+def test_a_case_that_raises_is_a_failure_and_an_error_of_the_device_ends_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_down(flags: str, place: Any) -> None:
+        raise RuntimeError("CUDA error: misaligned address" if "fp16" in flags else "no kernel")
+
+    monkeypatch.setattr(features, "Session", break_down)
+    monkeypatch.setattr(features, "CASES", [case for case in features.CASES if case.name in ("plain", "fp16", "Llama")])
+    outcome = run(features)
+    assert len(outcome.failures) == 2 and "misaligned address" in outcome.failures[1]
+
+
+@pytest.mark.parametrize("part", [one_rank, features])
+def test_without_time_a_part_names_what_it_leaves_out(part: Any) -> None:
+    outcome = run(part, seconds=0.5)
+    assert len(outcome.late) > 5 and outcome.failures == []
+
+
+@pytest.mark.long
+def test_every_feature_trains_on_the_cpu() -> None:
+    assert run(features).failures == []
+
+
+@pytest.mark.virtual
+@pytest.mark.long
+def test_the_whole_ladder_has_equal_bits_on_the_cpu() -> None:
+    assert run(ladder).failures == []
+
+
+@pytest.mark.parametrize("code_bits", [4, 8])
+def test_the_calls_that_the_part_speed_times_are_right(code_bits: int) -> None:
+    run_numel = 3 * speed.BLOCK_NUMEL
+    for name, make in speed._ops(run_numel, code_bits, "cpu").items():
+        call, moved_bytes = make()
+        call()
+        assert moved_bytes > speed.SLICES * run_numel * code_bits / 8, name
+
+
+def test_the_part_speed_says_which_ops_miss_its_aim() -> None:
+    results = [speed.Result(64, 8, op, 1, 1.0, 1.0, share) for op, share in (("encode bf16", 0.89), ("decode to bf16", 0.91))]
+    assert speed._aims(results) == ["aim missed: INT8 encode bf16 at 64 MB: 89% of copy"]
+    assert [line.split("|")[3].strip() for line in speed._table(results)[2:]] == ["encode bf16", "decode to bf16"]
+
+
+def test_the_part_bits_compares_long_runs_with_their_parts() -> None:
+    outcome, long = Outcome(), bits.Long("cpu", 2**14 + 256 * 37, 2**13)
+    Build().make()
+    assert extension.load()
+    for check in (bits._check_long_runs, bits._check_long_means, bits._check_long_dropout):
+        check(outcome, long)
+    assert outcome.failures == [] and len(outcome.lines) == 4
+
+
+@pytest.mark.long
+def test_the_part_bits_compares_the_kernels_of_the_cpu() -> None:
+    assert run(bits).failures == []
+
+
+def test_after_an_error_a_part_goes_on_unless_the_device_is_broken() -> None:
+    def fail(text: str) -> None:
+        raise RuntimeError(text)
+
+    outcome = Outcome()
+    attempt(outcome, "one", lambda: fail("CUDA out of memory"))
+    attempt(outcome, "two", lambda: outcome.say("done"))
+    with pytest.raises(RuntimeError, match="illegal"):
+        attempt(outcome, "three", lambda: fail("CUDA error: an illegal memory access"))
+    assert [failure.split()[0] for failure in outcome.failures] == ["one", "three"] and "done" in outcome.lines
+
+
+# ---- ranks as threads
+
+
+class NoStreams:
+    """A device whose one stream runs each operation at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = self
+
+    def make(self, *, is_urgent: bool = False) -> NoStreams:
+        return self
+
+    def current(self) -> NoStreams:
+        return self
+
+    def entered(self, stream: Any) -> Any:
+        return nullcontext()
+
+    def record_event(self) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.mark.virtual
+def test_threads_that_share_a_device_compute_the_bits_of_a_virtual_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_ranks, "CudaStreams", NoStreams)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", NoStreams)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    some = next(run for run in ladder.RUNS if run.name == "ZeRO-3 and hpZ")
+    found = [
+        run_ranks(Grid.of_nodes(2, 2), CPU.device, lambda place: ladder.train(some, None, place))
+        for run_ranks in (thread_ranks.run_on_one_gpu, thread_ranks.run_on_cpu)
+    ]
+    assert found[0] == found[1]
+
+
+# ---- stalls
+
+
+class MachineMarks:
+    """Marks in simulated time."""
+
+    def mark(self, stream: FakeStream) -> FakeEvent:
+        return FakeEvent({}, stream.free_at)
+
+    def seconds(self, first: FakeEvent, second: FakeEvent) -> float:
+        return second.time - first.time
+
+
+@pytest.mark.virtual
+def test_measured_stalls_are_the_time_for_which_computation_stands_still() -> None:
+    def program(gpu: Gpu) -> tuple[dict[str, float], float]:
+        machine: Streams = gpu.machine
+        measured = MeasuredStreams(machine, MachineMarks(), is_recording=True)
+        step_time(replace(gpu, lanes=StreamLanes(measured)), EngineOptions(POLICIES[3], prefetch=Prefetch(0, 0)), uses=6, microbatches=1)
+        return measured.take(), gpu.machine.waits
+
+    for stalls, waits in run_on_gpus((1, 4), program, times={INTRA_CLIMB: 0.5}):
+        assert waits > 0 and sum(stalls.values()) == pytest.approx(waits)
+        assert next(iter(stalls)) == "lanes.wait intra-climb"
+
+
+# ---- kernels
+
+
+@pytest.mark.parametrize(
+    "kernel, kind",
+    [
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma", "attention"),
+        ("nvjet_tst_192x192_64x4_1x2_h_bz_coopB_NNT", "matrix products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matrix products"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("void megatron_zpp::cuda::encode_kernel<Teams<32>>", "quantization and dropout"),
+        ("ncclDevKernel_AllGather_RING_LL", "collectives"),
+        ("Memcpy DtoD (Device -> Device)", "copies and fills"),
+        ("void at::native::vectorized_layer_norm_kernel<float>", "norms"),
+        ("void cunn_SoftMaxForward<8, float>", "loss"),
+        ("void at::native::vectorized_elementwise_kernel<4, AddFunctor>", "other elementwise"),
+        ("some_new_kernel", "everything else"),
+    ],
+)
+def test_kernels_are_sorted_by_the_names_of_libraries(kernel: str, kind: str) -> None:
+    assert kernel_kinds.kind_of(kernel) == kind
+
+
+# ---- ranks as processes
+
+FAKE_RANK = """
+import json, os, pathlib, sys, time
+job = pathlib.Path(sys.argv[1])
+for index, one in enumerate(json.loads(job.read_text())):
+    flags = one["flags"]
+    if "--dies" in flags or ("--dies-as-second" in flags and index > 0):
+        print("rank is on fire", flush=True)
+        os._exit(1)
+    if "--hangs" in flags:
+        time.sleep(1000)
+    if os.environ["RANK"] == "0":
+        pathlib.Path(flags[flags.index("--log-jsonl") + 1]).write_text(json.dumps({"lm_loss": index, "grad_norm": 1.0}))
+    job.with_name(f"{job.name}.{index}.{os.environ['RANK']}").write_text("0")
+"""
+
+
+def finished_runs(flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, run_seconds: float = 60.0) -> list[tuple[str, Any, str]]:
+    program = folder / "rank.py"
+    program.write_text(FAKE_RANK)
+    monkeypatch.setattr(entry_runs, "PROGRAM", str(program))
+    entries = [Entry(f"run {index}", one) for index, one in enumerate(flags)]
+    found = run_entries(entries, 2, ONE_GPU_EACH, Deadline(300.0), run_seconds=run_seconds)
+    return [(one.entry.name, one.losses, "\n".join(one.errors)) for one in found]
+
+
+def test_a_run_that_fails_is_told_and_the_next_ones_begin_in_new_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = finished_runs(["", "--dies", "", ""], tmp_path, monkeypatch)
+    assert [(name, losses) for name, losses, _ in found] == [("run 0", [[0, 1]]), ("run 1", []), ("run 2", [[0, 1]]), ("run 3", [[1, 1]])]
+    assert "rank is on fire" in found[1][2] and not any(errors for name, _, errors in found if name != "run 1")
+
+
+def test_a_run_that_fails_after_others_in_its_processes_is_tried_in_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = finished_runs(["", "--dies-as-second"], tmp_path, monkeypatch)
+    assert found == [("run 0", [[0, 1.0]], ""), ("run 1", [[0, 1.0]], "")]
+
+
+def test_a_run_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entry_runs, "START_SECONDS", 0.5)
+    found = finished_runs(["--hangs"], tmp_path, monkeypatch, run_seconds=0.5)
+    assert "no end within" in found[0][2]
+
+
+def test_without_time_no_run_is_begun() -> None:
+    assert list(run_entries([Entry("run", "")], 2, ONE_GPU_EACH, still(1.0), run_seconds=60.0)) == []
+
+
+@pytest.mark.parametrize("working, gpus, chosen", [((HOST_IDS, MULTI_RANK), 1, HOST_IDS), ((MULTI_RANK,), 2, MULTI_RANK)])
+def test_the_first_way_in_which_ranks_can_share_a_gpu_is_taken(
+    working: tuple[Sharing, ...], gpus: int, chosen: Sharing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(sharing, "_refusal", lambda time, way, world_size: None if way in working else ["Duplicate GPU detected"])
+    assert sharing.working_sharing(still(), Outcome(), 4) is chosen
+
+
+def test_if_ranks_cannot_share_a_gpu_their_words_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(sharing, "_refusal", lambda time, way, world_size: [f"refused {way.name}"])
+    with pytest.raises(NotDone, match="NCCL_HOSTID(?s:.*)NCCL_MULTI_RANK_GPU_ENABLE"):
+        sharing.working_sharing(still(), Outcome(), 4)
+
+
+def test_ranks_that_share_a_gpu_have_host_ids_of_their_own_or_one_and_the_switch() -> None:
+    assert [HOST_IDS.of_rank(rank) for rank in (0, 1)] == [{"NCCL_HOSTID": "rank0"}, {"NCCL_HOSTID": "rank1"}]
+    assert MULTI_RANK.of_rank(1) == {"NCCL_HOSTID": "one host", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    assert ONE_GPU_EACH.of_rank(1) == {}
+
+
+def test_a_program_is_hidden_from_the_path_and_the_others_stay(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("ninja", "g++"):
+        (tmp_path / "bin" / name).write_text("")
+        (tmp_path / "bin" / name).chmod(0o755)
+    path = builds.without("ninja", f"{tmp_path / 'bin'}:/nowhere", tmp_path / "links")
+    assert shutil.which("ninja", path=path) is None and shutil.which("g++", path=path) is not None and path.endswith(":/nowhere")
+
+
+@pytest.mark.virtual
+def test_threads_of_ranks_end_with_the_error_of_the_one_that_failed() -> None:
+    def fail(place: Any) -> None:
+        if place.backend.rank == 1:
+            raise RuntimeError("rank 1 is on fire")
+        place.backend.gather_world(torch.zeros(1))
+
+    with pytest.raises(RuntimeError, match="rank 1 is on fire|another rank"):
+        thread_ranks.run_on_cpu(Grid.of_nodes(1, 2), CPU.device, fail)

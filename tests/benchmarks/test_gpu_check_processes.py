@@ -1,0 +1,58 @@
+"""The parts of benchmarks/gpu_check.py that start ranks as processes, on the CPU over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gpu import entry_runs, lost_rank, nccl, resume, several_gpus
+from gpu.deadline import Deadline
+from gpu.entry_runs import Entry, run_entries
+from gpu.outcome import Outcome
+from gpu.rank_processes import ONE_GPU_EACH
+from harness.tiny_runs import TINY
+
+pytestmark = pytest.mark.gloo
+
+
+@pytest.fixture
+def outcome() -> Outcome:
+    return Outcome()
+
+
+def test_a_rank_runs_the_training_script_several_times_in_one_process() -> None:
+    entries = [Entry(name, f"{' '.join(TINY)} --train-iters 2 {flags}") for name, flags in (("one", ""), ("two", "--zero-stage 3"))]
+    first, second = run_entries(entries, 1, ONE_GPU_EACH, Deadline(300.0), run_seconds=120.0)
+    assert first.errors == second.errors == [] and len(first.losses) == 2 and first.losses == second.losses
+
+
+@pytest.mark.long
+def test_the_part_nccl_has_equal_bits_over_gloo(outcome: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "RUNS", nccl.RUNS[:6])
+    nccl.run(Deadline(600.0), outcome)
+    assert outcome.failures == outcome.late == [] and len(outcome.measured["losses"]) == 7
+
+
+@pytest.mark.long
+def test_the_part_resume_has_equal_bits_on_one_rank(outcome: Outcome, tmp_path: Path) -> None:
+    resume.check_runs(Deadline(600.0), outcome, tmp_path, 1, ONE_GPU_EACH)
+    assert outcome.failures == outcome.late == [] and len(outcome.lines) == 15
+
+
+@pytest.mark.long
+def test_the_part_lost_rank_finds_that_the_others_end(outcome: Outcome) -> None:
+    lost_rank.run(Deadline(300.0), outcome)
+    assert outcome.failures == outcome.late == [] and outcome.measured["exit_codes"][lost_rank.LOST] == -9
+
+
+@pytest.mark.long
+def test_the_part_several_gpus_measures_two_ranks(outcome: Outcome) -> None:
+    several_gpus.measure(Deadline(300.0), outcome, 2, several_gpus.tiny_flags(), ("", "4"))
+    assert outcome.failures == outcome.late == [] and len(outcome.measured) == 2
+
+
+@pytest.mark.long
+def test_a_run_that_the_flags_forbid_is_a_failure_with_its_message() -> None:
+    entries = [Entry("wrong", "--no-such-flag")]
+    (found,) = run_entries(entries, 1, ONE_GPU_EACH, Deadline(300.0), run_seconds=120.0)
+    assert any("--no-such-flag" in line for line in found.errors) and entry_runs.PROGRAM.endswith("rank_program.py")

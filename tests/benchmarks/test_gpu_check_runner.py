@@ -1,0 +1,278 @@
+"""The runner of benchmarks/gpu_check.py with parts that end, fail, die and hang; its clock moves when the test says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu import part_process
+from gpu.deadline import Deadline
+from gpu.files import read_json, write_json
+from gpu.outcome import NotDone, Outcome
+from gpu.parts import WAVES, Part, all_parts, chosen
+from gpu.runner import FAILED_CODE, LATE_CODE, PASSED_CODE, Runner
+from gpu.version import commit, source_digest
+
+ROOT = Path(__file__).resolve().parents[2]
+ABOUT = {"commit": "abc"}
+
+
+def part(name: str, least_seconds: float = 1.0, limit_seconds: float = 1000.0) -> Part:
+    return Part(name, 2.0, least_seconds, limit_seconds, f"what {name} does")
+
+
+class Clock:
+    """Stands still until one of its files is there; then a long time has passed."""
+
+    def __init__(self, marks: list[Path]) -> None:
+        self.marks = marks
+
+    def __call__(self) -> float:
+        return 1e4 * sum(mark.exists() for mark in self.marks)
+
+
+class Parts:
+    """Parts that are programs of the shell. seconds: what each was given."""
+
+    def __init__(self, folder: Path, programs: dict[str, str]) -> None:
+        self.folder = folder
+        self.programs = programs
+        self.seconds: dict[str, float] = {}
+        self.said: list[str] = []
+
+    def command(self, part: Part, seconds: float, result: Path) -> list[str]:
+        self.seconds[part.name] = seconds
+        return ["sh", "-c", self.programs[part.name].replace("RESULT", str(result)).replace("FOLDER", str(self.folder))]
+
+    def written(self, status: str = "passed", **more: Any) -> str:
+        """A program that writes this report at once."""
+        content = {**Outcome(["a line"]).as_json(status), **more}
+        made = self.folder / f"report-{len(list(self.folder.iterdir()))}.json"
+        write_json(made, content)
+        return f"cp {made} RESULT.made && mv RESULT.made RESULT"
+
+    def run(self, *names: str, limit: float = 1e5, clock: Callable[[], float] = lambda: 0.0, **limits: float) -> tuple[int, dict[str, Any]]:
+        runner = Runner(self.folder / "out", limit, self.command, ABOUT, self.said.append, clock)
+        code = runner.run([(part(name, **limits),) for name in names])
+        return code, read_json(self.folder / "out" / "gpu_check.json")
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Parts:
+    return Parts(tmp_path, {})
+
+
+def test_each_part_has_a_file_and_the_summary_has_all_of_them(parts: Parts) -> None:
+    parts.programs = {"one": parts.written(measured={"speed": 3}), "two": parts.written("not done", omissions=["no such device"])}
+    code, summary = parts.run("one", "two")
+    assert code == summary["exit_code"] == PASSED_CODE
+    assert list(summary["parts"]) == ["one", "two"] and summary["commit"] == "abc"
+    assert summary["parts"]["one"] == read_json(parts.folder / "out" / "parts" / "one.json")
+    assert summary["could_not_do"] == ["could not do, two: no such device"]
+    text = (parts.folder / "out" / "gpu_check.txt").read_text()
+    assert "one: passed" in text and "could not do, two: no such device" in text
+
+
+def test_a_failed_part_is_told_and_the_next_one_still_runs(parts: Parts) -> None:
+    parts.programs = {"one": parts.written("failed", failures=["bits differ"]), "two": parts.written()}
+    code, summary = parts.run("one", "two")
+    assert code == FAILED_CODE and summary["parts"]["two"]["status"] == "passed"
+    assert "FAILED, one: bits differ" in (parts.folder / "out" / "gpu_check.txt").read_text()
+
+
+def test_a_part_that_dies_keeps_what_it_has_found_and_what_it_has_printed(parts: Parts) -> None:
+    parts.programs = {"one": f"{parts.written('unfinished')}; echo last words; kill -SEGV $$", "two": "exit 3"}
+    code, summary = parts.run("one", "two")
+    one, two = summary["parts"]["one"], summary["parts"]["two"]
+    assert code == FAILED_CODE and one["status"] == two["status"] == "failed"
+    assert one["lines"][0] == "a line" and "    last words" in one["lines"] and one["failures"] == ["the part died with exit code -11"]
+    assert two["failures"] == ["the part died with exit code 3"]
+
+
+def test_a_part_that_hangs_is_killed_with_its_children_and_loses_nothing_that_it_has_found(parts: Parts) -> None:
+    mark = parts.folder / "child"
+    hangs = f"{parts.written('unfinished')}; sleep 1000 & echo $! > FOLDER/made; mv FOLDER/made {mark}; wait"
+    parts.programs = {"one": hangs, "two": parts.written()}
+    code, summary = parts.run("one", "two", clock=Clock([mark]), limit_seconds=1000.0)
+    one = summary["parts"]["one"]
+    assert code == FAILED_CODE and one["status"] == "failed" and one["failures"] == ["no end within 1000 s"] and one["lines"][0] == "a line"
+    assert summary["parts"]["two"]["status"] == "passed"
+    assert is_gone(int(mark.read_text()))
+    assert list((parts.folder / "out" / "parts").glob(".*")) == []
+
+
+def test_a_part_that_gets_less_time_than_its_limit_is_cut_short_and_has_not_failed(parts: Parts) -> None:
+    mark = parts.folder / "mark"
+    parts.programs = {"one": f"{parts.written('unfinished')}; touch {mark}; sleep 1000", "two": parts.written()}
+    code, summary = parts.run("one", "two", limit=500.0, clock=Clock([mark]))
+    assert code == LATE_CODE
+    assert [summary["parts"][name]["status"] for name in ("one", "two")] == ["cut short", "cut short"]
+    assert "the time was over" in summary["could_not_do"][0] and "nearly over: what two does" in summary["could_not_do"][1]
+
+
+def test_seconds_that_a_part_did_not_need_are_passed_on(parts: Parts) -> None:
+    parts.programs = dict.fromkeys(("one", "two"), parts.written())
+    parts.run("one", "two", limit=300.0)
+    assert parts.seconds == {"one": 290.0, "two": 290.0}
+
+
+def test_parts_of_one_wave_run_at_the_same_time(parts: Parts) -> None:
+    meets = "until [ -e FOLDER/{theirs} ]; do touch FOLDER/{own}; sleep 0.01; done; touch FOLDER/{own}; "
+    parts.programs = {
+        "one": meets.format(own="a", theirs="b") + parts.written(),
+        "two": meets.format(own="b", theirs="a") + parts.written(),
+    }
+    runner = Runner(parts.folder / "out", 1e5, parts.command, ABOUT, parts.said.append)
+    assert runner.run([(part("one"), part("two"))]) == PASSED_CODE
+
+
+def test_the_next_wave_does_not_wait_for_a_part_in_the_background(parts: Parts) -> None:
+    parts.programs = {
+        "one": f"until [ -e FOLDER/a ]; do sleep 0.01; done; {parts.written()}",
+        "two": f"{parts.written()}; touch FOLDER/a",
+    }
+    runner = Runner(parts.folder / "out", 1e5, parts.command, ABOUT, parts.said.append)
+    assert runner.run([(replace(part("one"), is_in_background=True),), (part("two"),)]) == PASSED_CODE
+
+
+def test_a_run_that_is_interrupted_ends_its_part_and_writes_what_it_has(parts: Parts) -> None:
+    parts.programs = {"one": parts.written(), "two": f"{parts.written('unfinished')}; sleep 1000", "three": parts.written()}
+    runner = Runner(parts.folder / "out", 1e5, parts.command, ABOUT, lambda text: "== two" in text and runner.interrupt("ended by SIGTERM"))
+    assert runner.run([(part(name),) for name in ("one", "two", "three")]) == LATE_CODE
+    found = read_json(parts.folder / "out" / "gpu_check.json")["parts"]
+    assert [found[name]["status"] for name in ("one", "two", "three")] == ["passed", "cut short", "cut short"]
+
+
+def test_the_order_is_library_ladder_training_bits_speed_and_compile_last() -> None:
+    names = list(all_parts())
+    order = ["library", "ladder", "training", "bits", "speed", "compile"]
+    assert sorted(order, key=names.index) == order and names[-1] == "compile"
+    alone = [wave[0].name for wave in WAVES if len(wave) == 1]
+    assert alone == ["training", "speed", "several_gpus"]
+    assert [[part.name for part in wave] for wave in chosen(["compile", "ladder"])] == [["ladder"], ["compile"]]
+
+
+def test_on_one_gpu_all_parts_are_expected_to_fit_into_the_default_limit() -> None:
+    waves = [wave for wave in WAVES if wave[0].name != "several_gpus"]  # which needs nothing on a machine with one
+    assert sum(max(part.estimate_seconds for part in wave if not part.is_in_background) for wave in waves) <= 470
+
+
+def test_every_part_is_a_module_with_a_run() -> None:
+    for name in all_parts():
+        assert "\ndef run(time: Deadline, outcome: Outcome" in (ROOT / "benchmarks" / "gpu" / f"{name}.py").read_text()
+
+
+class FakePart:
+    """Stands in for the module of a part."""
+
+    def __init__(self, run: Callable[[Deadline, Outcome], None]) -> None:
+        self.run = run
+
+
+def run_in_process(run: Callable[[Deadline, Outcome], None], file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(part_process.importlib, "import_module", lambda name: FakePart(run))
+    part_process.run_part("ladder", 10.0, file)
+    return read_json(file)
+
+
+def test_a_part_writes_every_finding_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, seen = tmp_path / "part.json", []
+
+    def run(time: Deadline, outcome: Outcome) -> None:
+        assert time.has(1.0) and not time.has(11.0)
+        outcome.check("one", holds=True)
+        seen.append(read_json(file))
+        outcome.measure(speed=2)
+        seen.append(read_json(file))
+
+    found = run_in_process(run, file, monkeypatch)
+    assert [(one["status"], one["lines"], one["measured"]) for one in (*seen, found)] == [
+        ("unfinished", ["holds: one"], {}),
+        ("unfinished", ["holds: one"], {"speed": 2}),
+        ("passed", ["holds: one"], {"speed": 2}),
+    ]
+
+
+def raising(error: BaseException) -> Callable[[Deadline, Outcome], None]:
+    def run(time: Deadline, outcome: Outcome) -> None:
+        raise error
+
+    return run
+
+
+def unchecked(statement: str) -> Callable[[Deadline, Outcome], None]:
+    return lambda time, outcome: outcome.ran_late(statement)
+
+
+@pytest.mark.parametrize(
+    "run, status, where",
+    [
+        (raising(NotDone("no GPU")), "not done", "omissions"),
+        (raising(ValueError("no GPU")), "failed", "failures"),
+        (raising(KeyboardInterrupt("no GPU")), "failed", "failures"),
+        (unchecked("no GPU"), "cut short", "late"),
+    ],
+)
+def test_the_status_of_a_part_says_how_it_ended(
+    run: Callable[[Deadline, Outcome], None], status: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = run_in_process(run, tmp_path / "part.json", monkeypatch)
+    assert found["status"] == status and "no GPU" in found[where][0]
+
+
+def test_a_check_that_fails_makes_its_part_fail_even_if_the_rest_was_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(time: Deadline, outcome: Outcome) -> None:
+        outcome.check("bits are equal", holds=False)
+        raise NotDone("the rest")
+
+    assert run_in_process(run, tmp_path / "part.json", monkeypatch)["status"] == "failed"
+
+
+def test_the_command_runs_a_part_and_its_exit_code_is_that_of_the_check(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/gpu_check.py", "--parts", "machine", "--limit-seconds", "400", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    summary = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert done.returncode == 0 and "machine: passed" in done.stdout, done.stdout + done.stderr
+    assert summary["machine"]["torch"] and summary["sources"] == source_digest() and summary["limit_seconds"] == 400
+
+
+@pytest.mark.parametrize("flags, word", [(["--parts", "lader"], "lader"), (["--limit-seconds", "0"], "--limit-seconds 0.0")])
+def test_a_mistake_in_a_flag_is_named(flags: list[str], word: str) -> None:
+    command = [sys.executable, "benchmarks/gpu_check.py", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and word in done.stderr
+
+
+def test_a_copy_without_git_is_known_by_its_sources(tmp_path: Path) -> None:
+    for number in (1, 2):
+        folder = tmp_path / str(number) / "csrc"
+        folder.mkdir(parents=True)
+        (folder / "a.cu").write_text(f"kernel {number}")
+    assert source_digest(tmp_path / "1") != source_digest(tmp_path / "2")
+    assert commit(tmp_path) == "unknown"
+
+
+def is_gone(process_id: int) -> bool:
+    for _ in process_states(process_id):
+        pass
+    return True
+
+
+def process_states(process_id: int) -> Iterator[str]:
+    """The states of a process until it has ended; a killed one may need its turn."""
+    while True:
+        try:
+            state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return
+        if state == "Z":
+            return
+        yield state
+        os.sched_yield()
