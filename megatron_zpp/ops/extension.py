@@ -29,7 +29,16 @@ from megatron_zpp.ops.trust import why_not_loadable
 
 REFERENCE_VARIABLE = "MEGATRON_ZPP_REFERENCE_OPS"
 BUILD_COMMAND = "bash scripts/build_extensions.sh"
-OPS = ("encode_blocks", "decode_blocks", "decode_mean_blocks", "recode_mean_blocks", "drop_values")
+OPS = (
+    "encode_blocks",
+    "decode_blocks",
+    "decode_mean_blocks",
+    "recode_mean_blocks",
+    "encode_gaussian",
+    "decode_gaussian",
+    "decode_mean_gaussian",
+    "drop_values",
+)
 
 _loaded: Path | None = None  # the library of this process; torch keeps it until the process ends
 _refusal = ""  # why a build that exists was not loaded

@@ -6,18 +6,22 @@ Every 256 values of a run share one bf16 scale; they are rotated with random sig
 
 Signs are drawn from a key, which encoding and decoding must have in common. In all functions, bits: 1, 2, 3 or 4; rounds: of rotation, 1
 or 2; keys: 0 to 2**63 - 1. Two rounds leave no bias, whatever the values; one leaves some in blocks with few values that are not 0, with
-less error there. megatron_zpp.ops.gaussian_reference defines the arithmetic. Every function raises ValueError for a wrong argument, naming
-what it found and what it expected.
+less error there.
+
+megatron_zpp.ops.gaussian_reference defines the arithmetic. The kernels of csrc/gaussian/ give the same bits; they run if they are loaded
+and support the device. Every function raises ValueError for a wrong argument, naming what it found and what it expected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops import gaussian_reference
+from megatron_zpp.ops import extension, gaussian_reference
 from megatron_zpp.ops.checks import (
     VALUE_DTYPES,
     check_equal,
@@ -43,7 +47,7 @@ def encode_gaussian(values: Tensor, payloads: Tensor, *, bits: int, rounds: int,
     check_rows_apart("payloads", payloads)
     check_same_device(values=values, payloads=payloads)
     _check_rotation(rounds, [key])
-    gaussian_reference.encode_gaussian(values, payloads, bits, rounds, key)
+    _ops_for(payloads).encode_gaussian(values, payloads, bits, rounds, key)
 
 
 def decode_gaussian(payloads: Tensor, values: Tensor, *, bits: int, rounds: int, keys: Sequence[int], accumulate: bool = False) -> None:
@@ -59,7 +63,7 @@ def decode_gaussian(payloads: Tensor, values: Tensor, *, bits: int, rounds: int,
     check_rows_apart("values", values)
     check_same_device(payloads=payloads, values=values)
     _check_rotation(rounds, keys)
-    gaussian_reference.decode_gaussian(payloads, values, bits, rounds, keys, accumulate)
+    _ops_for(values).decode_gaussian(payloads, values, bits, rounds, keys, accumulate)
 
 
 def decode_mean_gaussian(payloads: Tensor, mean: Tensor, *, bits: int, rounds: int, keys: Sequence[int], accumulate: bool) -> None:
@@ -77,7 +81,11 @@ def decode_mean_gaussian(payloads: Tensor, mean: Tensor, *, bits: int, rounds: i
     check_rows_apart("mean", mean)
     check_same_device(payloads=payloads, mean=mean)
     _check_rotation(rounds, keys)
-    gaussian_reference.decode_mean_gaussian(payloads, mean, bits, rounds, keys, accumulate)
+    _ops_for(mean).decode_mean_gaussian(payloads, mean, bits, rounds, keys, accumulate)
+
+
+def _ops_for(tensor: Tensor) -> ModuleType | Any:
+    return torch.ops.megatron_zpp if extension.has_kernels_for(tensor.device.type) else gaussian_reference
 
 
 def _check_rotation(rounds: int, keys: Sequence[int]) -> None:

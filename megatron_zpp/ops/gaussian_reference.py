@@ -5,12 +5,12 @@ error for a Gaussian (Lloyd, Max), times the block's root mean square. The scale
 
     p = the power of two that brings max|x| to 1 <= max|x| p < 2, within 2^-126 to 2^126, so that squares neither overflow nor vanish
     u = H(s x p), and with two rounds H(t H(s x p))     H: the Hadamard matrix of +1 and -1; s, t: 256 random signs each
-    rms = sqrt(sum u^2 / 256)
-    magnitude = how many thresholds * rms are below |u|         level = levels[magnitude] with the sign of u
+    variance = sum u^2 / 256
+    magnitude = how many thresholds^2 * variance are below u^2      level = levels[magnitude] with the sign of u
     S = bf16(sum u^2 / sum(u level) / 16^rounds / p)
     x' = s H(level S / 16^rounds), and with two rounds s H(t H(level S / 16^rounds)); rounded once more, to the requested dtype
 
-All in fp32, no two operations contracted to one. H is applied in eight stages of sums and differences, of values at distances 1, 2, 4, ...
+Squares are compared, because libraries differ in the last bit of a square root. All in fp32, no two operations contracted to one. H is applied in eight stages of sums and differences, of values at distances 1, 2, 4, ...
 128. A sum over a block adds its upper half to its lower half, eight times over. S is NaN if a value of the block is not finite, or if S
 overflows; S is 0 if all values are 0 or it underflows. In both cases the codes are 0. A block with an S that is not finite decodes to NaN
 as a whole.
@@ -133,9 +133,11 @@ def hadamard(blocks: Tensor) -> Tensor:
 
 def _quantized(rotated: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Magnitudes [blocks, 256] int32, their levels [blocks, 256], and the sums of squares [blocks, 1]."""
-    square = _sum(rotated * rotated)
-    thresholds = torch.tensor(THRESHOLDS[bits], dtype=torch.float32, device=rotated.device) * torch.sqrt(square * (1 / NUMEL))
-    magnitudes = (rotated.abs().unsqueeze(1) > thresholds.unsqueeze(-1)).sum(1, dtype=torch.int32)
+    squares = rotated * rotated
+    square = _sum(squares)
+    squared = torch.tensor([threshold * threshold for threshold in THRESHOLDS[bits]], dtype=torch.float32, device=rotated.device)
+    thresholds = squared * (square * (1 / NUMEL))
+    magnitudes = (squares.unsqueeze(1) > thresholds.unsqueeze(-1)).sum(1, dtype=torch.int32)
     return magnitudes, _levels(bits, rotated.device)[magnitudes], square
 
 

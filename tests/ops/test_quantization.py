@@ -206,6 +206,9 @@ def test_ops_pass_opcheck(op: str) -> None:
         "decode_blocks": (payload, values, 8, BLOCK),
         "decode_mean_blocks": (payloads, values, 8, BLOCK, True, True),
         "recode_mean_blocks": (payloads, payload, 64, 8, 4, BLOCK, 1),
+        "encode_gaussian": (torch.randn(2, 256), payload, 2, 1, 1),
+        "decode_gaussian": (payload, torch.zeros(2, 256), 2, 1, [1, 2], True),
+        "decode_mean_gaussian": (payloads, torch.zeros(2, 256), 2, 2, [1, 2, 3], True),
         "drop_values": (values, torch.zeros(2, 64), 1, 2**40, 2**31, 2.0),
     }
     torch.library.opcheck(getattr(torch.ops.megatron_zpp, op).default, arguments[op])
