@@ -24,9 +24,10 @@ from typing import Any, NoReturn
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
-from slow_links.configurations import DEFAULT_MODEL, FSDP2, SMOKE_MODEL, ZERO3, Workload  # noqa: E402
+from slow_links.configurations import FSDP2, SMOKE_MODEL, ZERO3, Workload  # noqa: E402
 from slow_links.ranks import Ranks  # noqa: E402
 
+DEFAULT_MODEL = "--num-layers 10 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 6144"
 SECONDS_PER_ANSWER = 600.0
 FAILURE_EXIT_CODE = 1
 

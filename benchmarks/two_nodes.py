@@ -1,7 +1,8 @@
-"""Trains over a real, slow network on one machine: our ZeRO-3 and ZeRO++ beside PyTorch's FSDP2, at several rates of the link.
+"""Trains over a real, slow network on one machine: our ZeRO-3 and ZeRO++ beside FSDP2, at several rates of the link.
 
     python benchmarks/two_nodes.py                          2 nodes x 2 ranks, 5 rates chosen from the step time without limit
     python benchmarks/two_nodes.py --nodes 4 --rate unlimited 500mbit 100mbit
+    python benchmarks/two_nodes.py --peers fsdp2 deepspeed   with DeepSpeed's ZeRO-3, if it is installed
     python benchmarks/two_nodes.py --smoke                  tests in under a minute that all works; its figures mean nothing
 
 Nodes are network namespaces, each connected to a bridge by a link that a token bucket limits to a rate in both directions. All
@@ -17,6 +18,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import NoReturn
@@ -27,7 +29,8 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 from report import processor  # noqa: E402
 from slow_links.analysis import analyse  # noqa: E402
 from slow_links.chart import draw  # noqa: E402
-from slow_links.configurations import DEFAULT_MODEL, NAMES, SMOKE_MODEL, Workload  # noqa: E402
+from slow_links.configurations import DEFAULT_MODEL, FSDP2, OURS, PEERS, SMOKE_MODEL, Workload  # noqa: E402
+from slow_links.deepspeed_zero3 import check_installed  # noqa: E402
 from slow_links.measurement import Plan, measure, smallest_hop  # noqa: E402
 from slow_links.rates import Rate  # noqa: E402
 from slow_links.record import Record  # noqa: E402
@@ -60,18 +63,31 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     smallest_hop(workload)
     record = Record(options.output.with_suffix(".json"), _subject(workload, options), starts_anew=options.fresh)
     if not options.report_only:
+        names = compared(options.peers)
+        record.check_configurations(names)
         enter_own_network([str(FOLDER / "two_nodes.py"), *arguments])
-        _measure(workload, Plan(rates, options.rounds, options.seconds, options.profile), record, arguments)
+        _measure(workload, Plan(names, rates, options.rounds, options.seconds, options.profile), record, arguments)
     _report(record, workload, options.output)
     return 0
+
+
+def compared(peers: Sequence[str]) -> list[str]:
+    """The configurations to measure. peers: words of --peers. Raises ValueError without FSDP2, or if DeepSpeed is not installed."""
+    names = [PEERS[peer] for peer in PEERS if peer in peers]
+    if FSDP2 not in names:
+        raise ValueError(f"--peers {' '.join(peers)} leaves out fsdp2, which the tables compare with; add fsdp2.")
+    if "deepspeed" in peers:
+        check_installed()
+    return [*names, *OURS]
 
 
 def _measure(workload: Workload, plan: Plan, record: Record, arguments: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     record.note("command", " ".join(["python benchmarks/two_nodes.py", *arguments]))
-    session = Session(workload, NAMES)
+    session = Session(workload, plan.names)
     try:
+        record.note("deepspeed", session.machine["deepspeed"])
         record.note("machine", f"{processor()}, {os.cpu_count()} cores, torch {session.machine['torch']}, {date.today().isoformat()}")
         measure(session, workload, plan, record)
         session.end()
@@ -118,6 +134,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--flags", default="", metavar="FLAGS", help="more flags of the training script, for our configurations")
     parser.add_argument("--micro-batch-size", type=int, default=1)
     parser.add_argument("--gradient-accumulation", type=int, default=1, metavar="K", help="micro-batches per step (default: %(default)s)")
+    parser.add_argument(
+        "--peers", nargs="+", choices=PEERS, default=["fsdp2"], metavar="PEER", help="of fsdp2 and deepspeed (default: fsdp2 alone)"
+    )
     parser.add_argument("--profile", action="store_true", help="also count collectives, and time codecs and waits, on rank 0")
     parser.add_argument("--output", type=Path, metavar="STEM", help="files to write, without suffix")
     parser.add_argument("--fresh", action="store_true", help="forget the rounds that OUTPUT.json holds")

@@ -46,7 +46,7 @@ def main(file: Path, flags: str) -> None:
         torch.cuda.set_device(place.device)
     dist.init_process_group("nccl" if is_gpu else "gloo", timeout=TIMEOUT)
     grid = Grid.of_nodes(1, world_size)
-    backend = TorchBackend(grid, rank, make_lane_groups(grid, rank, TIMEOUT))
+    backend = TorchBackend(grid, rank, make_lane_groups(grid, rank, TIMEOUT, place.device))
     outcome = Outcome()
     outcome.measure(rates=[_rates(backend, place, megabytes) for megabytes in MEGABYTES[place.is_tiny]])
     streams = streams_of(place.device)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_zpp.comm.streams import Stream, Streams
 
@@ -65,6 +66,9 @@ class MeasuredStreams:
 
     def synchronize(self) -> None:
         self.inner.synchronize()
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.inner.host_memory(numel, dtype)
 
     def measured(self, stream: Any, wait: Callable[[], None]) -> None:
         """Calls `wait`, which makes the stream wait, between two marks."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slow_links.configurations import FSDP2, NAMES, ZERO3, Workload
+from slow_links.configurations import FSDP2, NAMES, OURS, ZERO3, Workload
 from slow_links.rates import UNLIMITED, Rate
 from slow_links.record import Record
 
@@ -121,7 +121,7 @@ def _row(name: str, rounds: Sequence[Round], workload: Workload, f: float | None
         in_models=_median(rounds, name, "kernel_bytes") / workload.model_share_bytes,
         ledger_bytes=_median(rounds, name, "ledger_bytes") if has_ledger else None,
         control_bytes=_median(rounds, name, "control_bytes") if has_ledger else None,
-        allowed=None if f is None or name == FSDP2 else 1 / ((1 - f) + f * bytes_ratio),
+        allowed=None if f is None or name not in OURS else 1 / ((1 - f) + f * bytes_ratio),
         hidden={kind: _median_hidden(rounds, name, kind) for kind in sorted(kinds)},
     )
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slow_links.analysis import Rated
-from slow_links.configurations import ALL, FSDP2, NAMES, ZERO3, Workload
+from slow_links.configurations import FSDP2, NAMES, SETS, ZERO3, Workload
 
-COLOURS = dict(zip(NAMES, ("0.45", "0.0", "C0", "C1", "C2", "C3"), strict=True))
+COLOURS = dict(zip(NAMES, ("0.45", "0.7", "0.0", "C0", "C1", "C2", "C3", "C4"), strict=True))
 
 
 def draw(ratings: Sequence[Rated], workload: Workload, path: Path) -> None:
@@ -18,19 +18,20 @@ def draw(ratings: Sequence[Rated], workload: Workload, path: Path) -> None:
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots()
     labels = [str(rated.rate) for rated in reversed(ratings)]
-    for name in NAMES:
+    for name in ratings[0].rows:
         axes.plot(
             labels,
             [rated.rows[name].over_zero3 for rated in reversed(ratings)],
             marker="o",
             label=name,
             color=COLOURS[name],
-            linewidth=2.2 if name in (ALL, ZERO3) else 1.3,
+            linewidth=2.2 if name in (ZERO3, *SETS) else 1.3,
         )
     modelled = [rated.rows[ZERO3].seconds.median / rated.fsdp2_3m_seconds for rated in reversed(ratings)]
     axes.plot(labels, modelled, marker=".", linestyle=":", color=COLOURS[FSDP2], label="FSDP2 if it moved 3M (modelled)")
-    allowed = [rated.rows[ALL].allowed or 1.0 for rated in reversed(ratings)]
-    axes.plot(labels, allowed, linestyle="--", linewidth=1, color=COLOURS[ALL], label=f"{ALL}: what fewer bytes alone allow")
+    for name in (name for name in SETS if name in ratings[0].rows):
+        allowed = [rated.rows[name].allowed or 1.0 for rated in reversed(ratings)]
+        axes.plot(labels, allowed, linestyle="--", linewidth=1, color=COLOURS[name], label=f"{name}: what fewer bytes alone allow")
     axes.set_xlabel("rate of a node's link, each direction")
     axes.set_ylabel("speedup over our ZeRO-3")
     axes.set_title(f"{workload.nodes} nodes x {workload.ranks_per_node} ranks, {workload.parameters / 1e6:.0f} million parameters")

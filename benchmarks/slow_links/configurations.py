@@ -1,4 +1,4 @@
-"""The compared configurations (our ZeRO-3 with and without the features of ZeRO++, and PyTorch's FSDP2), and the GPT that all train."""
+"""The compared configurations (our ZeRO-3, the features and both sets of ZeRO++, and its peers), and the GPT that all train."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from megatron_zpp.data.tokenizers.tokenizer import padded_vocab_size
 from megatron_zpp.model.flops import parameter_count
 
 FSDP2 = "FSDP2"
+DEEPSPEED = "DeepSpeed ZeRO-3"
+PEERS = {"fsdp2": FSDP2, "deepspeed": DEEPSPEED}  # by the word of --peers
 ZERO3 = "ZeRO-3"
 ALL = "ZeRO++"
+LEAN = "ZeRO++ lean"
 FEATURES = {
     "qwZ": ["--zero-quantized-weights"],
     "hpZ": ["--zero-hpz-partition-size", "{ranks_per_node}"],
     "qgZ": ["--zero-quantized-gradients"],
 }
-NAMES = (FSDP2, ZERO3, *(f"+{name}" for name in FEATURES), ALL)
+SETS = {ALL: ["--zeropp", "paper"], LEAN: ["--zeropp", "lean"]}
+OURS = (ZERO3, *(f"+{name}" for name in FEATURES), *SETS)
+NAMES = (*PEERS.values(), *OURS)
 # Without dropout: both draw its random numbers differently, and its speed is not compared.
 COMMON = "--bf16 --mock-data --num-workers 0 --lr 1e-4 --lr-decay-style constant --attention-dropout 0 --hidden-dropout 0 --eval-iters 0"
-DEFAULT_MODEL = "--num-layers 10 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 6144"
-SMOKE_MODEL = "--num-layers 1 --hidden-size 512 --num-attention-heads 8 --seq-length 16 --vocab-size 8192"
+DEFAULT_MODEL = "--num-layers 6 --hidden-size 640 --num-attention-heads 10 --seq-length 256 --vocab-size 6144"
+SMOKE_MODEL = "--num-layers 1 --hidden-size 576 --num-attention-heads 9 --seq-length 16 --vocab-size 8192"
 
 
 @dataclass(frozen=True)
@@ -63,9 +68,9 @@ class Workload:
         return self.micro_batch_size * self.microbatches * self.world_size * self.model_config.seq_length
 
     def flags(self, name: str) -> list[str]:
-        """The training script's flags of one configuration. FSDP2 has those of ZeRO-3 and ignores the ZeRO flags."""
+        """The training script's flags of one configuration. Peers have those of ZeRO-3 and ignore the ZeRO flags."""
         samples = self.micro_batch_size * self.microbatches * self.world_size
         batch = ["--micro-batch-size", str(self.micro_batch_size), "--global-batch-size", str(samples), "--train-iters", "1000000"]
-        features = [] if name in (FSDP2, ZERO3) else list(FEATURES) if name == ALL else [name.removeprefix("+")]
-        switches = [word.format(ranks_per_node=self.ranks_per_node) for feature in features for word in FEATURES[feature]]
+        words = SETS.get(name) or FEATURES.get(name.removeprefix("+"), [])
+        switches = [word.format(ranks_per_node=self.ranks_per_node) for word in words]
         return [*COMMON.split(), *self.model.split(), *batch, "--zero-stage", "3", *switches, *self.extra]

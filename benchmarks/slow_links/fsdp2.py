@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
+from megatron_zpp.config.schema import OptimizerConfig
 from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.parallel.initialize import World
 from megatron_zpp.parallel.launch import Launch
@@ -35,17 +37,8 @@ class Fsdp2Training:
         fully_shard(model, mesh=mesh, mp_policy=policy)
         self._model = model
         self._device = world.device
-        optimizer = config.optimizer
-        decaying = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-        others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-        self._optimizer = torch.optim.AdamW(
-            [{"params": decaying, "weight_decay": optimizer.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=optimizer.lr,
-            betas=(optimizer.adam_beta1, optimizer.adam_beta2),
-            eps=optimizer.adam_eps,
-            fused=True,
-        )
-        self._clip_grad = optimizer.clip_grad
+        self._optimizer = fused_adamw(model, config.optimizer)
+        self._clip_grad = config.optimizer.clip_grad
         self._batches = same_batch(config, launch.rank)
         self._microbatches = microbatches(config, launch.world_size)
 
@@ -74,3 +67,16 @@ class Fsdp2Training:
 
     def close(self) -> None:
         """Does nothing: FSDP2 has no threads or groups of its own."""
+
+
+def fused_adamw(model: nn.Module, options: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW of the flags, which decays parameters of two or more dimensions."""
+    decaying = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    return torch.optim.AdamW(
+        [{"params": decaying, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=options.lr,
+        betas=(options.adam_beta1, options.adam_beta2),
+        eps=options.adam_eps,
+        fused=True,
+    )

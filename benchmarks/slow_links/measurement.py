@@ -12,7 +12,7 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.training.sharding import grid_of, sharding_of
 from megatron_zpp.zero.plan.traffic import smallest_inter_hop_bytes
-from slow_links.configurations import ALL, FSDP2, NAMES, ZERO3, Workload
+from slow_links.configurations import FSDP2, SETS, ZERO3, Workload
 from slow_links.network import BURST_BYTES
 from slow_links.rates import UNLIMITED, Rate
 from slow_links.record import Record
@@ -30,8 +30,12 @@ FSDP2_LINK_SHARE = 19.5
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. rates: None to choose them after the first rounds without limit. seconds: approximate time of one measurement."""
+    """What to measure.
 
+    names: the configurations. rates: None to choose them after the first rounds without limit. seconds: approximate, of one measurement.
+    """
+
+    names: Sequence[str]
     rates: Sequence[Rate] | None
     rounds: int
     seconds: float
@@ -39,19 +43,23 @@ class Plan:
 
 
 def smallest_hop(workload: Workload) -> int:
-    """Bytes that enter a node in the smallest hop of a unit that matters, with all features on.
+    """Bytes that enter a node in the smallest hop of a unit that matters, of both sets of ZeRO++.
 
     Raises ValueError if a burst would carry a large part of it.
     """
-    config = resolve(parse_flags(workload.flags(ALL)), workload.world_size, workload.ranks_per_node)
-    model = ModelShape(config.model, workload.padded_vocab_size)
-    nbytes = smallest_inter_hop_bytes(model.unit_specs(), sharding_of(config), grid_of(config, workload.world_size), LEAST_SHARE_OF_UNIT)
+    nbytes = min(_smallest_hop_of(name, workload) for name in SETS)
     if nbytes < FEWEST_BURSTS * BURST_BYTES:
         raise ValueError(
             f"the smallest hop between nodes brings {nbytes} bytes into one, less than {FEWEST_BURSTS} bursts of {BURST_BYTES}, which pass "
             "at any rate after a pause; choose a larger --hidden-size in --model."
         )
     return nbytes
+
+
+def _smallest_hop_of(name: str, workload: Workload) -> int:
+    config = resolve(parse_flags(workload.flags(name)), workload.world_size, workload.ranks_per_node)
+    model = ModelShape(config.model, workload.padded_vocab_size)
+    return smallest_inter_hop_bytes(model.unit_specs(), sharding_of(config), grid_of(config, workload.world_size), LEAST_SHARE_OF_UNIT)
 
 
 def measure(session: Session, workload: Workload, plan: Plan, record: Record) -> None:
@@ -94,7 +102,7 @@ def _measure_rate(session: Session, rate: Rate, plan: Plan, record: Record, hop_
     if rate.is_limited:
         record.note(f"achieved at {rate}", _check_rate(session, rate, hop_bytes))
     for index in range(len(record.rounds(rate)), plan.rounds):
-        names = NAMES if index % 2 == 0 else tuple(reversed(NAMES))
+        names = plan.names if index % 2 == 0 else tuple(reversed(plan.names))
         measured = {}
         for name in names:
             measured[name] = session.run(name, plan.seconds, is_profiled=plan.is_profiled).as_json()

@@ -8,7 +8,7 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.training.hardware import CPU_CODEC, GLOO_COLLECTIVE_SECONDS
 from megatron_zpp.training.run_plan import MEMBERS, PlannedWorld, computation_by_step, plan_run
 from megatron_zpp.zero.plan.time_model import LinkSpeed, Machine, Overlap
-from slow_links.configurations import NAMES, ZERO3, Workload
+from slow_links.configurations import OURS, ZERO3, Workload
 from slow_links.rates import Rate
 
 TCP_SHARE = 1448 / 1514  # share of data in an Ethernet frame; the rest is headers of Ethernet, IP and TCP
@@ -24,15 +24,17 @@ class Prediction:
         world = PlannedWorld(workload.nodes, workload.ranks_per_node, is_on_gpu=False)
         given = parse_flags(workload.flags(ZERO3))
         padded = workload.padded_vocab_size
-        self._plans = {member.name: plan_run(given, member, world, padded) for member in MEMBERS if member.name in NAMES}
+        self._plans = {member.name: plan_run(given, member, world, padded) for member in MEMBERS if member.name in OURS}
         self._computation = computation_by_step(self._plans[ZERO3].config, padded, step_seconds, workload.microbatches)
         ranks_per_core = max(1.0, workload.world_size / (os.cpu_count() or 1))
         self._codec = CPU_CODEC.times(ranks_per_core)
 
-    def seconds(self, name: str, rate: Rate) -> float | None:
-        """Predicted seconds of a step; None for FSDP2."""
-        if name not in self._plans:
-            return None
+    def covers(self, name: str) -> bool:
+        """Whether tools/plan_run.py plans this configuration."""
+        return name in self._plans
+
+    def seconds(self, name: str, rate: Rate) -> float:
+        """Predicted seconds of a step of a configuration that is covered."""
         inter = LinkSpeed(rate.bytes_per_second * TCP_SHARE, GLOO_COLLECTIVE_SECONDS if rate.is_limited else 0.0)
         machine = Machine(inter, LinkSpeed(float("inf")), self._codec, Overlap.THREAD)
         return self._plans[name].time(machine, self._computation).seconds

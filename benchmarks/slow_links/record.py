@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,16 @@ class Record:
         """Finished rounds: by configuration, a measurement as JSON."""
         rounds: list[dict[str, Any]] = self.content["rates"].get(str(rate), [])
         return rounds
+
+    def check_configurations(self, names: Collection[str]) -> None:
+        """Raises ValueError if a finished round has other configurations than `names`: medians would not be side by side."""
+        for rounds in self.content["rates"].values():
+            for finished in rounds:
+                if finished.keys() != set(names):
+                    raise ValueError(
+                        f"--output {self._path} holds rounds of {', '.join(finished)}, and {', '.join(names)} are to be measured; choose "
+                        "another file, or --fresh to start anew."
+                    )
 
     def add_round(self, rate: Rate, measured: Mapping[str, Mapping[str, Any]]) -> None:
         self.content["rates"].setdefault(str(rate), []).append(dict(measured))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from slow_links.analysis import Rated, Row
-from slow_links.configurations import ALL, FSDP2, ZERO3, Workload
+from slow_links.configurations import DEEPSPEED, SETS, ZERO3, Workload
 from slow_links.prediction import Prediction
 from slow_links.rates import UNLIMITED, Rate
 from slow_links.record import Record
@@ -43,6 +43,8 @@ def _facts(record: Record, workload: Workload) -> str:
         if name.startswith("achieved at "):
             rates = ", ".join(f"{nbytes} at {rate / 1e6:.4g} mbit" for nbytes, rate in achieved.items())
             lines.append(f"- {name.removeprefix('achieved at ')}: {rates}")
+    if any(DEEPSPEED in rounds[0] for rounds in record.content["rates"].values()):
+        lines += ["", f"{DEEPSPEED} {notes.get('deepspeed')} runs without its ZeRO++, because its quantization needs a GPU."]
     return "\n".join(lines)
 
 
@@ -74,22 +76,23 @@ def _table_of(rated: Rated) -> str:
     rows = [[row.name, *(cell(row) for cell in COLUMNS.values())] for row in rated.rows.values()]
     lines = [f"### {rated.rate}{f}", "", *_table(header, rows)]
     if rated.rate.is_limited:
-        lines += ["", f"FSDP2 with 3M, modelled: {rated.fsdp2_3m_seconds * 1e3:.0f} ms. {ALL} over FSDP2, by part: {_parts(rated)}."]
+        parts = [f"{name} over FSDP2, by part: {_parts(rated, name)}." for name in SETS if name in rated.rows]
+        lines += ["", " ".join([f"FSDP2 with 3M, modelled: {rated.fsdp2_3m_seconds * 1e3:.0f} ms.", *parts])]
     return "\n".join(lines)
 
 
-def _parts(rated: Rated) -> str:
-    gains = rated.gain_by_part(ALL)
+def _parts(rated: Rated, name: str) -> str:
+    gains = rated.gain_by_part(name)
     return f"{' x '.join(f'{gain:.2f} ({part})' for part, gain in gains.items())} = {_product(gains.values()):.2f}"
 
 
 def _predictions(ratings: Sequence[Rated], prediction: Prediction) -> str:
-    names = [name for name in ratings[0].rows if name != FSDP2]
+    names = [name for name in ratings[0].rows if prediction.covers(name)]
     rows = []
     for rated in ratings:
         cells = [str(rated.rate)]
         for name in names:
-            measured, predicted = rated.rows[name].seconds.median, prediction.seconds(name, rated.rate) or 0.0
+            measured, predicted = rated.rows[name].seconds.median, prediction.seconds(name, rated.rate)
             cells.append(f"{predicted * 1e3:.0f} / {measured * 1e3:.0f} ({predicted / measured - 1:+.0%})")
         rows.append(cells)
     text = "### Predicted by the time model of tools/plan_run.py from ZeRO-3's step without limit, beside the measured step, ms"
@@ -98,7 +101,7 @@ def _predictions(ratings: Sequence[Rated], prediction: Prediction) -> str:
 
 def _errors(ratings: Sequence[Rated], prediction: Prediction, names: Sequence[str]) -> str:
     def error(rate: Rate, row: Row) -> float:
-        return abs((prediction.seconds(row.name, rate) or 0.0) / row.seconds.median - 1)
+        return abs(prediction.seconds(row.name, rate) / row.seconds.median - 1)
 
     errors = [error(rated.rate, rated.rows[name]) for rated in ratings if rated.rate.is_limited for name in names]
     if not errors:

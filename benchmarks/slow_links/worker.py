@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ import torch.distributed as dist
 from megatron_zpp.monitor.memory import max_memory_bytes
 from megatron_zpp.parallel.initialize import World, choose_device
 from megatron_zpp.parallel.launch import read_launch
-from slow_links.configurations import FSDP2
+from slow_links.configurations import DEEPSPEED, FSDP2
+from slow_links.deepspeed_zero3 import DeepSpeedTraining, installed_version
 from slow_links.fsdp2 import Fsdp2Training
 from slow_links.ours import OurTraining, Training
 
@@ -43,11 +45,11 @@ class Rank:
         self._own_node = nodes[launch.rank // ranks_per_node]
 
     def introduce(self) -> dict[str, Any]:
-        return {"device": self._world.device.type, "torch": torch.__version__}
+        return {"device": self._world.device.type, "torch": torch.__version__, "deepspeed": installed_version()}
 
     def build(self, name: str, flags: list[str]) -> dict[str, Any]:
-        make = Fsdp2Training if name == FSDP2 else OurTraining
-        self._trainings[name] = make(flags, self._launch, self._world)
+        peers: dict[str, Callable[..., Training]] = {FSDP2: Fsdp2Training, DEEPSPEED: DeepSpeedTraining}
+        self._trainings[name] = peers.get(name, OurTraining)(flags, self._launch, self._world)
         return {"resident_bytes": _resident_bytes()}
 
     def run(self, name: str, steps: int, is_profiled: bool = False) -> dict[str, Any]:

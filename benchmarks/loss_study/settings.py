@@ -1,0 +1,102 @@
+"""The settings that the study of loss compares: each is flags of the training script, and a change of their row that no flag offers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from megatron_zpp.comm.code import Code, LinkCodes, Rotation
+from megatron_zpp.comm.codec import Codec, SignKeys
+from megatron_zpp.comm.codecs import CodecFactory, make_codec
+from megatron_zpp.comm.gaussian_codec import GaussianCodec
+from megatron_zpp.zero.policy import Policy, with_quantized_gradients, with_weight_differences
+
+PAPER = "--zeropp paper"
+LEAN = "--zeropp lean"
+ONE_BIT = "--zero-quantized-weight-differences-bits 1"
+
+
+class GaussianCodecWithSharedSigns(GaussianCodec):
+    """A Gaussian codec in which all senders of a link have the signs of its first member. It shows what own signs are good for."""
+
+    def signed(self, keys: SignKeys) -> GaussianCodec:
+        first = keys.senders[0]
+        return replace(self, keys=SignKeys(first, (first,) * len(keys.senders)))
+
+
+def make_codec_with_shared_signs(code: Code, dtype: torch.dtype, block_numel: int) -> Codec:
+    codec = make_codec(code, dtype, block_numel)
+    if isinstance(codec, GaussianCodec):
+        return GaussianCodecWithSharedSigns(codec.code, codec.block_numel, codec.exact)
+    return codec
+
+
+def unchanged(policy: Policy) -> Policy:
+    return policy
+
+
+def with_two_rounds(policy: Policy) -> Policy:
+    """Gradients between partitions after two rounds of rotation."""
+    codes = policy.gradient_codes
+    return with_quantized_gradients(policy, replace(codes, inter=replace(codes.inter, rounds=2)))
+
+
+def with_even_steps(policy: Policy) -> Policy:
+    """Differences and gradients in 4 bits with even steps up to the largest value; gradients rotated, in 8 bits inside partitions."""
+    codes = LinkCodes(Code(4, Rotation.HADAMARD), Code(8, Rotation.HADAMARD))
+    return with_quantized_gradients(with_weight_differences(policy, Code(4)), codes)
+
+
+def with_exact_gradients(policy: Policy) -> Policy:
+    return with_quantized_gradients(policy, LinkCodes())
+
+
+def with_exact_weights(policy: Policy) -> Policy:
+    return replace(policy, weight_codes=LinkCodes(), keeps_copy=False)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """name: in tables. flags: of the training script. change: makes the measured row from that of the flags.
+
+    rate_factor: times the usual learning rates; a gap is to the plain setting with as large a factor. perturbation: relative, of the
+    learning rates, so small that nothing but the rounding of weights changes.
+    """
+
+    name: str
+    flags: str = ""
+    change: Callable[[Policy], Policy] = unchanged
+    make_codec: CodecFactory = field(default=make_codec)
+    rate_factor: float = 1.0
+    perturbation: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.flags and not self.perturbation
+
+
+PLAIN = Setting("ZeRO-3")
+FIRST = (
+    PLAIN,
+    Setting("ZeRO-3 again, rates times 1 + 1e-6", perturbation=1e-6),
+    Setting("paper", PAPER),
+    Setting("lean", LEAN),
+    Setting("lean, 1-bit differences", f"{LEAN} {ONE_BIT}"),
+)
+SECOND = (
+    Setting("lean, two rounds for gradients", LEAN, with_two_rounds),
+    Setting("lean, signs shared by senders", LEAN, make_codec=make_codec_with_shared_signs),
+    Setting("4-bit differences and 8/4-bit rotated gradients, absmax", LEAN, with_even_steps),
+    Setting("lean, gradients in 16 bits", LEAN, with_exact_gradients),
+    Setting("lean, weights in 16 bits", LEAN, with_exact_weights),
+)
+HALF_RATE = tuple(replace(setting, name=f"{setting.name}, half the rate", rate_factor=0.5) for setting in FIRST)
+SETTINGS = {setting.name: setting for setting in (*FIRST, *SECOND, *HALF_RATE)}
+GROUPS = {"first": FIRST, "second": SECOND, "half-rate": HALF_RATE}
+
+
+def plain_of(setting: Setting) -> Setting:
+    """The setting that gaps of `setting` are measured against."""
+    return next(other for other in SETTINGS.values() if other.is_plain and other.rate_factor == setting.rate_factor)

@@ -1,0 +1,51 @@
+"""The text of the study: Python's standard library as bytes, its last part held out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+VOCABULARY = 256
+SEPARATOR = b"\0"
+
+
+class Text:
+    """Samples of `length` bytes with the byte after each as its label.
+
+    Training samples begin at random places that depend on seed and step alone. Held-out samples follow each other from the start of the
+    held-out part, the same in every run.
+    Raises ValueError if the text is too short for `held_out` samples and a training part nine times as long.
+    """
+
+    def __init__(self, content: bytes, length: int, held_out: int) -> None:
+        values = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        held_out_numel = held_out * length + 1
+        if len(values) < 10 * held_out_numel:
+            raise ValueError(f"the text has {len(values)} bytes, and {held_out} held-out samples of {length} need {10 * held_out_numel}")
+        self._length = length
+        self._training = values[: len(values) - held_out_numel]
+        self._held_out = values[len(values) - held_out_numel :].long()
+        self.sha256 = hashlib.sha256(content).hexdigest()
+
+    def training_batch(self, seed: int, step: int, samples: int) -> tuple[Tensor, Tensor]:
+        """tokens [samples, length] and labels [samples, length] of the global batch of a step."""
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        starts = torch.randint(len(self._training) - self._length, (samples,), generator=generator)
+        rows = torch.stack([self._training[start : start + self._length + 1] for start in starts.tolist()]).long()
+        return rows[:, :-1], rows[:, 1:]
+
+    def held_out(self) -> tuple[Tensor, Tensor]:
+        """tokens [held_out, length] and labels [held_out, length]."""
+        return self._held_out[:-1].view(-1, self._length), self._held_out[1:].view(-1, self._length)
+
+
+def stored_text(path: Path, documents: Iterable[str]) -> bytes:
+    """The content of the file at `path`; makes it from `documents` if it is missing."""
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(SEPARATOR.join(document.encode() for document in documents))
+    return path.read_bytes()

@@ -1,0 +1,133 @@
+"""Tests the choice of configurations of benchmarks/two_nodes.py, and its DeepSpeed peer against a stand-in."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import two_nodes
+from slow_links import deepspeed_zero3
+from slow_links.configurations import ALL, DEEPSPEED, FSDP2, LEAN, OURS, SMOKE_MODEL, ZERO3, Workload
+from slow_links.deepspeed_zero3 import PACKAGE, DeepSpeedTraining
+from slow_links.rates import UNLIMITED
+from slow_links.record import Record
+from torch import Tensor, nn
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.resolve import resolve
+from megatron_zpp.parallel.launch import read_launch
+from megatron_zpp.training.sharding import choose_policy
+from megatron_zpp.zero.policy import ZEROPP
+
+TINY = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 8 --vocab-size 50"
+
+
+def policy_of(name: str) -> Any:
+    workload = Workload(2, 2, SMOKE_MODEL)
+    return choose_policy(resolve(parse_flags(workload.flags(name)), workload.world_size, workload.ranks_per_node).zero)
+
+
+def test_zeropp_is_the_set_of_the_paper() -> None:
+    assert policy_of(ALL) == ZEROPP
+
+
+def test_lean_sends_differences_of_a_kept_copy() -> None:
+    policy = policy_of(LEAN)
+    assert policy.keeps_copy and (policy.weight_codes.inter.bits, policy.gradient_codes.inter.bits) == (3, 3)
+
+
+def test_by_default_fsdp2_is_the_only_peer() -> None:
+    assert two_nodes.compared(two_nodes._parse([]).peers) == [FSDP2, *OURS]
+
+
+def test_fsdp2_cannot_be_left_out() -> None:
+    with pytest.raises(ValueError, match="--peers deepspeed leaves out fsdp2.*add fsdp2"):
+        two_nodes.compared(["deepspeed"])
+
+
+def test_without_deepspeed_its_peer_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, PACKAGE, None)
+    monkeypatch.setattr(two_nodes, "enter_own_network", lambda words: pytest.fail("a network was made"))
+    code = two_nodes.main(["--peers", "fsdp2", "deepspeed", "--smoke", "--output", str(tmp_path / "smoke")])
+    assert code == two_nodes.MISTAKE_EXIT_CODE
+    assert "--peers deepspeed needs the package deepspeed, which is not installed" in capsys.readouterr().err
+
+
+def test_rounds_of_other_configurations_are_not_continued(tmp_path: Path) -> None:
+    record = Record(tmp_path / "record.json", {}, starts_anew=True)
+    record.add_round(UNLIMITED, {FSDP2: {}, ZERO3: {}})
+    record.check_configurations([ZERO3, FSDP2])
+    with pytest.raises(ValueError, match="holds rounds of FSDP2, ZeRO-3, and .*ZeRO.. lean are to be measured.*--fresh"):
+        record.check_configurations([FSDP2, ZERO3, LEAN])
+
+
+@dataclass
+class StandInEngine:
+    """What DeepSpeed's engine is to its caller, in one process: fp32, gradients divided by the number of micro-batches."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    config: dict[str, Any]
+    calls: list[str] = field(default_factory=list)
+
+    def __call__(self, *batch: Tensor, **options: Any) -> Tensor:
+        losses: Tensor = self.model(*batch, **options)
+        return losses
+
+    def train(self) -> None:
+        self.model.train()
+
+    def backward(self, loss: Tensor) -> None:
+        self.calls.append("backward")
+        (loss / self.config["gradient_accumulation_steps"]).backward()
+
+    def step(self) -> None:
+        self.calls.append("step")
+        if self.calls.count("step") % self.config["gradient_accumulation_steps"] == 0:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config["gradient_clipping"])
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[StandInEngine]:
+    """The engines that the stand-in for DeepSpeed has made."""
+    engines: list[StandInEngine] = []
+
+    def initialize(*, model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], dist_init_required: None) -> Any:
+        engines.append(StandInEngine(model, optimizer, config))
+        return engines[-1], optimizer, None, None
+
+    module = types.ModuleType(PACKAGE)
+    module.__spec__ = importlib.machinery.ModuleSpec(PACKAGE, None)
+    module.initialize = initialize  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, PACKAGE, module)
+    monkeypatch.setattr(dist, "all_reduce", lambda total: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    return engines
+
+
+def test_the_deepspeed_peer_makes_a_step_of_all_its_micro_batches(stand_in: list[StandInEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "")
+    deepspeed_zero3.check_installed()
+    workload = Workload(1, 1, TINY, micro_batch_size=2, microbatches=3)
+    world = types.SimpleNamespace(device=torch.device("cpu"))
+    launch = read_launch(
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    )
+    training = DeepSpeedTraining(workload.flags(DEEPSPEED), launch, world)  # type: ignore[arg-type]
+    losses = [training.step() for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
+    engine = stand_in[0]
+    assert engine.calls == ["backward", "step"] * 9
+    assert engine.config["zero_optimization"]["stage"] == 3 and engine.config["bf16"]["enabled"]
+    assert [group["weight_decay"] > 0 for group in engine.optimizer.param_groups] == [True, False]
