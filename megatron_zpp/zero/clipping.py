@@ -33,10 +33,10 @@ class Clipping:
 
     def factor_on_device(self, squared_norm: Tensor) -> Tensor:
         """The same factor, [] fp32; squared_norm: [] fp64. Undefined if the step is skipped."""
-        factor = torch.ones_like(squared_norm)
-        if self.clip_grad > 0:
-            factor = (self.clip_grad / (squared_norm.sqrt() / self.scale + _CLIP_EPSILON)).clamp(max=1.0)
-        return (factor / self.scale).float()
+        if self.clip_grad == 0:
+            return torch.full_like(squared_norm, 1.0 / self.scale, dtype=torch.float32)
+        norm = squared_norm.sqrt() / self.scale
+        return ((self.clip_grad / (norm + _CLIP_EPSILON)).clamp(max=1.0) / self.scale).float()
 
 
 def skips_on_device(squared_norm: Tensor) -> Tensor:

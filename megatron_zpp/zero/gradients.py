@@ -35,10 +35,6 @@ class UnitGradient:
         for padding in self._smeared_paddings:
             self.primary.range(padding.start, padding.stop).zero_()
 
-    def clear(self) -> None:
-        """Sets the sums to zero for the next step."""
-        self.total.zero_()
-
 
 class Collector:
     """Collects one micro-batch's gradients of a unit, parameter by parameter, until the unit is complete.

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_zpp.zero.adam import Adam, AdamOptions, AdamParameters, make_adam
+from megatron_zpp.zero.adam_views import adam_views
 from megatron_zpp.zero.gradients import UnitGradient
 from megatron_zpp.zero.states import MOMENTS
 from megatron_zpp.zero.unit import WeightUnit
-
-_VIEW_NUMEL = 32  # elements; views begin at multiples of it
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,8 @@ class Update:
 
 
 class ShardedAdamW:
-    """AdamW on views of the fp32 main weights, one view per unit and range of equal weight decay; one call updates a group of units.
+    """AdamW on views of the fp32 main weights (zero/adam_views.py); one call updates a group of units.
 
-    Views begin at multiples of 32 elements, because blocks do, so every stage gets the same bits wherever its views end. At other places
-    they would differ: torch's fused kernels round the last elements of a view differently if they do not fill one of their vectors.
     moments: for each unit, one tensor per name of MOMENTS, fp32 like its main weight; the optimizer's state tensors are views of them.
     """
 
@@ -43,7 +40,7 @@ class ShardedAdamW:
     ) -> None:
         """groups: indices of the units that are updated together; each unit is in one group."""
         self.moments = [{name: torch.zeros_like(unit.main_weight) for name in MOMENTS} for unit in units]
-        of_units = [_parameters(*parts) for parts in zip(units, gradients, self.moments, strict=True)]
+        of_units = [adam_views(*parts) for parts in zip(units, gradients, self.moments, strict=True)]
         self._groups = [_Group([of_units[index] for index in group], [gradients[index] for index in group], options) for group in groups]
 
     @property
@@ -82,17 +79,3 @@ class _Group:
             torch._foreach_mul_(self._gradients, update.factor)
         if self.adam is not None:
             self.adam.update(update.learning_rate, update.weight_decay, update.skips)
-
-
-def _parameters(unit: WeightUnit, gradient: UnitGradient, moments: Mapping[str, Tensor]) -> AdamParameters:
-    states: dict[bool, dict[nn.Parameter, dict[str, Tensor]]] = {True: {}, False: {}}
-    for span, decays in unit.layout.ranges_by(lambda segment: segment.spec.weight_decay, unit.first_slice, unit.slices):
-        if span.start % _VIEW_NUMEL:
-            raise ValueError(
-                f"unit {unit.name}: weight decay changes at element {span.start} of the slice, and AdamW's views begin at multiples of "
-                f"{_VIEW_NUMEL}; parameters of one dimension need the same weight decay, and blocks a multiple of {_VIEW_NUMEL} elements"
-            )
-        parameter = nn.Parameter(unit.main_weight[span.start : span.stop])
-        parameter.grad = gradient.for_optimizer.range(span.start, span.stop)
-        states[decays][parameter] = {name: moments[name][span.start : span.stop] for name in MOMENTS}
-    return AdamParameters(decayed=states[True], others=states[False])

@@ -23,20 +23,20 @@ def entry_with_signal(number: int, iteration: int, flags: list[str]) -> int:
     """The entry, on whose rank 2 the signal arrives in the middle of the step after `iteration`."""
     from megatron_zpp.zero.engine import ZeroEngine
 
-    update, rank, steps = ZeroEngine.update, int(os.environ["RANK"]), 0
+    finish, rank, steps = ZeroEngine.finish_gradients, int(os.environ["RANK"]), 0
 
-    def update_with_signal(engine: ZeroEngine, *rates: float) -> Any:
+    def finish_with_signal(engine: ZeroEngine) -> None:
         nonlocal steps
         steps += 1
         if rank == 2 and steps == iteration + 1:
             os.kill(os.getpid(), number)
-        return update(engine, *rates)
+        finish(engine)
 
-    ZeroEngine.update = update_with_signal  # type: ignore[method-assign]
+    ZeroEngine.finish_gradients = finish_with_signal  # type: ignore[method-assign]
     try:
         return entry(flags)
     finally:
-        ZeroEngine.update = update  # type: ignore[method-assign]
+        ZeroEngine.finish_gradients = finish  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)

@@ -143,20 +143,20 @@ def entry_with_switch(flags: list[str], switch: str) -> tuple[int, str]:
     """The entry, during whose second step the file is made."""
     from megatron_zpp.zero.engine import ZeroEngine
 
-    update, steps = ZeroEngine.update, 0
+    finish, steps = ZeroEngine.finish_gradients, 0
 
-    def update_with_switch(engine: ZeroEngine, *rates: float) -> Any:
+    def finish_with_switch(engine: ZeroEngine) -> None:
         nonlocal steps
         steps += 1
         if steps == 2:
             Path(switch).touch()
-        return update(engine, *rates)
+        finish(engine)
 
-    ZeroEngine.update = update_with_switch  # type: ignore[method-assign]
+    ZeroEngine.finish_gradients = finish_with_switch  # type: ignore[method-assign]
     try:
         return entry_and_output(flags)
     finally:
-        ZeroEngine.update = update  # type: ignore[method-assign]
+        ZeroEngine.finish_gradients = finish  # type: ignore[method-assign]
 
 
 def test_deterministic_mode_names_an_environment_that_contradicts_it(ranks: RankPool) -> None:
