@@ -20,7 +20,7 @@ from loss_study.text import Text
 from loss_study.training import Outcome, trained
 
 from megatron_zpp.comm.backend import VirtualWorld
-from megatron_zpp.comm.code import EXACT, Code
+from megatron_zpp.comm.code import EXACT, Code, LinkCodes
 from megatron_zpp.comm.codec import SignKeys
 from megatron_zpp.comm.codecs import CastCodec
 from megatron_zpp.comm.gaussian_codec import GaussianCodec
@@ -66,6 +66,8 @@ def test_every_change_of_a_row_changes_what_its_name_says_and_nothing_else() -> 
     gradients = lean.gradient_codes
     two_rounds = replace(lean, gradient_codes=replace(gradients, inter=Code.gaussian(3, rounds=2)))
     assert gradients.inter.rounds == 1 and row_of("lean, two rounds for gradients") == two_rounds
+    assert row_of("lean, gradients in 4 bits").gradient_codes.inter == Code.gaussian(4, rounds=1)
+    assert row_of("lean, 8/4-bit absmax gradients, not rotated").gradient_codes == LinkCodes(Code(4), Code(8))
     assert row_of("lean, gradients in 16 bits").gradient_codes.inter == EXACT
     assert row_of("lean, gradients in 16 bits").weight_codes == lean.weight_codes
     assert row_of("lean, weights in 16 bits").gradient_codes == gradients
