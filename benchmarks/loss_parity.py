@@ -2,6 +2,7 @@
 
     python benchmarks/loss_parity.py
     python benchmarks/loss_parity.py --groups first --seeds 9 10
+    python benchmarks/loss_parity.py --report-only
 
 Trains a small GPT on the bytes of Python's standard library, once per setting and seed. Four ranks, two nodes of two, are threads of one
 process that take turns, each with the engine as in any run; so one core is enough. Runs of one seed share initial weights, samples and
@@ -33,9 +34,19 @@ from report import processor  # noqa: E402
 
 from megatron_zpp.ops import extension  # noqa: E402
 
+MISTAKE_EXIT_CODE = 2
+
 
 def main(arguments: list[str]) -> int:
     args = _parser().parse_args(arguments)
+    try:
+        return _run(args)
+    except (ValueError, OSError) as error:
+        print(f"loss_parity.py: error: {error}", file=sys.stderr)
+        return MISTAKE_EXIT_CODE
+
+
+def _run(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     extension.load()
     print(f"{extension.report()} {processor()}, {os.cpu_count()} cores, torch {torch.__version__}", flush=True)
@@ -45,13 +56,15 @@ def main(arguments: list[str]) -> int:
     flags = common_flags(args.train_iters)
     record = Record(output, {"flags": flags, "text_sha256": text.sha256, "held_out_samples": HELD_OUT_SAMPLES})
     settings = [setting for group in args.groups for setting in GROUPS[group]]
-    for seed in args.seeds:
+    for seed in [] if args.report_only else args.seeds:
         for setting in dict.fromkeys([*map(plain_of, settings), *settings]):
             if not record.has(setting.name, seed):
                 outcome = trained(setting, seed, args.train_iters, text)
                 record.add(outcome)
                 print(f"seed {seed}, {setting.name}: {outcome.validation_loss:.4f} ({outcome.cpu_seconds:.0f} s of CPU)", flush=True)
     gaps = list(gaps_of(record.outcomes))
+    if not gaps:
+        raise ValueError(f"--output {output} holds no plain run; train before --report-only.")
     print(table(gaps))
     draw(gaps, output.with_suffix(".png"))
     return 0
@@ -71,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--train-iters", type=int, default=300)
     parser.add_argument("--work-dir", default="runs/loss_parity", help="for the text")
     parser.add_argument("--output", default="benchmarks/results/loss_parity.json", help="the outcomes; the picture goes beside it")
+    parser.add_argument("--report-only", action="store_true", help="train nothing; write the table and the picture again")
     return parser
 
 

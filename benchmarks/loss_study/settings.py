@@ -49,6 +49,11 @@ def with_even_steps(policy: Policy) -> Policy:
     return with_quantized_gradients(with_weight_differences(policy, Code(4)), codes)
 
 
+def with_absmax_gradients(policy: Policy) -> Policy:
+    """Gradients with even steps and without rotation, in 8 bits inside partitions and 4 between them."""
+    return with_quantized_gradients(policy, LinkCodes(Code(4), Code(8)))
+
+
 def with_exact_gradients(policy: Policy) -> Policy:
     return with_quantized_gradients(policy, LinkCodes())
 
@@ -88,7 +93,9 @@ FIRST = (
 SECOND = (
     Setting("lean, two rounds for gradients", LEAN, with_two_rounds),
     Setting("lean, signs shared by senders", LEAN, make_codec=make_codec_with_shared_signs),
-    Setting("4-bit differences and 8/4-bit rotated gradients, absmax", LEAN, with_even_steps),
+    Setting("4-bit absmax differences, 8/4-bit absmax gradients, rotated", LEAN, with_even_steps),
+    Setting("lean, gradients in 4 bits", f"{LEAN} --zero-quantized-gradients-inter-bits 4"),
+    Setting("lean, 8/4-bit absmax gradients, not rotated", LEAN, with_absmax_gradients),
     Setting("lean, gradients in 16 bits", LEAN, with_exact_gradients),
     Setting("lean, weights in 16 bits", LEAN, with_exact_weights),
 )

@@ -20,7 +20,7 @@ from loss_study.text import Text
 from loss_study.training import Outcome, trained
 
 from megatron_zpp.comm.backend import VirtualWorld
-from megatron_zpp.comm.code import EXACT, Code
+from megatron_zpp.comm.code import EXACT, Code, LinkCodes, Rotation
 from megatron_zpp.comm.codec import SignKeys
 from megatron_zpp.comm.codecs import CastCodec
 from megatron_zpp.comm.gaussian_codec import GaussianCodec
@@ -66,6 +66,11 @@ def test_every_change_of_a_row_changes_what_its_name_says_and_nothing_else() -> 
     gradients = lean.gradient_codes
     two_rounds = replace(lean, gradient_codes=replace(gradients, inter=Code.gaussian(3, rounds=2)))
     assert gradients.inter.rounds == 1 and row_of("lean, two rounds for gradients") == two_rounds
+    sdp4bit_like = row_of("4-bit absmax differences, 8/4-bit absmax gradients, rotated")
+    assert sdp4bit_like.keeps_copy and sdp4bit_like.weight_codes == LinkCodes(Code(4))
+    assert sdp4bit_like.gradient_codes == LinkCodes(Code(4, Rotation.HADAMARD), Code(8, Rotation.HADAMARD))
+    assert row_of("lean, gradients in 4 bits").gradient_codes.inter == Code.gaussian(4, rounds=1)
+    assert row_of("lean, 8/4-bit absmax gradients, not rotated").gradient_codes == LinkCodes(Code(4), Code(8))
     assert row_of("lean, gradients in 16 bits").gradient_codes.inter == EXACT
     assert row_of("lean, gradients in 16 bits").weight_codes == lean.weight_codes
     assert row_of("lean, weights in 16 bits").gradient_codes == gradients
@@ -199,4 +204,15 @@ def test_the_program_trains_seed_by_seed_what_is_missing_and_nothing_else(monkey
     runs.clear()
     assert loss_parity.main([*words, "first", "second"]) == 0
     assert runs == [(seed, setting.name) for seed in (1, 2) for setting in SECOND]
-    assert (tmp_path / "study.png").is_file()
+    runs.clear()
+    (tmp_path / "study.png").unlink()
+    assert loss_parity.main([*words, "half-rate", "--report-only"]) == 0
+    assert not runs and (tmp_path / "study.png").is_file()
+
+
+def test_there_is_nothing_to_report_before_a_plain_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loss_parity, "_text", lambda work_dir: TEXT)
+    assert loss_parity.main(["--output", str(tmp_path / "study.json"), "--report-only"]) == loss_parity.MISTAKE_EXIT_CODE
+    assert "holds no plain run; train before --report-only" in capsys.readouterr().err
