@@ -24,7 +24,7 @@ from megatron_zpp.comm.codecs import CastCodec, Codec, Regions
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.ops.means import mean_values
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.zero.engine import EngineOptions
+from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.policy import POLICIES
 from megatron_zpp.zero.shard import shard
 

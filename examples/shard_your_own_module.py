@@ -18,7 +18,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))  # not needed once the package is installed
 
 from megatron_zpp.comm.ledger import Category
-from megatron_zpp.zero.engine import EngineOptions
+from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.policy import POLICIES
 from megatron_zpp.zero.shard import full_weights, leave_world, shard
 

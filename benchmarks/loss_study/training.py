@@ -26,7 +26,8 @@ from megatron_zpp.training.lr_schedule import LearningRateSchedule
 from megatron_zpp.training.setup import working_dtype
 from megatron_zpp.training.sharding import choose_policy, grid_of
 from megatron_zpp.zero.adam import AdamOptions
-from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.engine_options import EngineOptions
 
 NODES, RANKS_PER_NODE = 2, 2
 SEQ_LENGTH = 128

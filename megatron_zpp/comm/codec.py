@@ -16,7 +16,7 @@ class SignKeys:
     """The keys from which the members of a link draw the random signs of their rotations, 0 to 2^63 - 1.
 
     own: of what this rank encodes. senders: of what it decodes, in the order of the members. Every rank computes the keys of all members
-    alike (comm/links.py:sign_keys). They differ, so that the errors of senders with like values cancel in a mean.
+    alike (comm/link_codecs.py:sign_keys). They differ, so that the errors of senders with like values cancel in a mean.
     """
 
     own: int

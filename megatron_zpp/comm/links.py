@@ -10,7 +10,6 @@ Over a link of one rank no bytes cross, and gradients are not encoded for it.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,59 +18,20 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.comm.backend import Backend, Work
-from megatron_zpp.comm.code import LinkCodes, Runs
-from megatron_zpp.comm.codec import Codec, Regions, SignKeys
-from megatron_zpp.comm.codecs import CodecFactory, make_codec, recode_mean_into
+from megatron_zpp.comm.code import Runs
+from megatron_zpp.comm.codec import Codec, Regions
+from megatron_zpp.comm.codecs import recode_mean_into
 from megatron_zpp.comm.lanes import Hop, Lanes, nothing
 from megatron_zpp.comm.ledger import Category, Ledger
+from megatron_zpp.comm.link_codecs import LinkCodecs
 from megatron_zpp.comm.staging import Staging
 from megatron_zpp.comm.streams import Streams, streams_of
-from megatron_zpp.parallel.topology import LADDER_LINKS, Direction, Lane, Link, Topology
-
-KEY_BITS = 63  # of a key of stochastic rounding, or of the signs of a rotation
+from megatron_zpp.parallel.topology import Direction, Lane, Link
 
 INTER_CLIMB = Lane(Link.INTER, Direction.CLIMB)
 INTRA_CLIMB = Lane(Link.INTRA, Direction.CLIMB)
 INTRA_DESCEND = Lane(Link.INTRA, Direction.DESCEND)
 INTER_DESCEND = Lane(Link.INTER, Direction.DESCEND)
-
-
-@dataclass(frozen=True)
-class LinkCodecs:
-    """The codec of each link, in one direction. noise_seed: seed of stochastic rounding, for codecs that have it."""
-
-    inter: Codec
-    intra: Codec
-    noise_seed: int = 0
-
-    @classmethod
-    def of(cls, codes: LinkCodes, dtype: torch.dtype, block_numel: int, noise_seed: int = 0, make: CodecFactory = make_codec) -> LinkCodecs:
-        """The codecs of `codes`, which LinkCodes.in_world has fitted to this world. make: makes one codec."""
-        return cls(make(codes.inter, dtype, block_numel), make(codes.intra, dtype, block_numel), noise_seed)
-
-    @property
-    def any_mixes_neighbours(self) -> bool:
-        """Whether errors of values spread to their neighbours, which may be padding, on at least one link."""
-        return self.inter.mixes_neighbours or self.intra.mixes_neighbours
-
-    def drawn_for(self, *place: int | str) -> LinkCodecs:
-        """The same codecs, whose stochastic rounding draws from `place`: the same numbers in every run, others at every other place."""
-        inter, intra = (
-            codec.keyed(noise_key(self.noise_seed, link.name, *place))
-            for link, codec in ((Link.INTER, self.inter), (Link.INTRA, self.intra))
-        )
-        return replace(self, inter=inter, intra=intra)
-
-    def signed_for(self, topology: Topology, data_rank: int, *place: int | str) -> LinkCodecs:
-        """The same codecs, which rotate with random signs drawn from `place` and the data rank of the sender.
-
-        place: of a hop, such as direction, unit, iteration and micro-batch; the same on all members of the link.
-        """
-        inter, intra = (
-            codec.signed(sign_keys(self.noise_seed, link, topology, data_rank, *place))
-            for link, codec in zip(LADDER_LINKS, (self.inter, self.intra), strict=True)
-        )
-        return replace(self, inter=inter, intra=intra)
 
 
 @dataclass(frozen=True)
@@ -266,15 +226,3 @@ def _add_or_copy(values: Regions, mean: Regions, accumulate: bool) -> None:
         mean.add_(values)
     else:
         mean.copy_(values)
-
-
-def sign_keys(seed: int, link: Link, topology: Topology, data_rank: int, *place: int | str) -> SignKeys:
-    """The keys of signs of all members of the link that `data_rank` shares. Every member computes the same, with another one as its own."""
-    keys = {sender: noise_key(seed, "signs", link.name, sender, *place) for sender in topology.members(link, data_rank)}
-    return SignKeys(keys[data_rank], tuple(keys.values()))
-
-
-def noise_key(*place: int | str) -> int:
-    """A 63-bit number computed from `place` alone, so it is the same in every process, on every machine and after a restart."""
-    digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> (64 - KEY_BITS)

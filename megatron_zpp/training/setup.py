@@ -31,7 +31,8 @@ from megatron_zpp.training.instruments import Instruments
 from megatron_zpp.training.sharding import choose_policy, grid_of, prefetch_of
 from megatron_zpp.training.stored_run import StoredRun
 from megatron_zpp.zero.adam import AdamOptions
-from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler
 
 

@@ -8,35 +8,33 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron_zpp.comm.codecs import CodecFactory, make_codec
 from megatron_zpp.comm.ledger import Category
-from megatron_zpp.comm.links import Ladder, LinkCodecs
+from megatron_zpp.comm.link_codecs import LinkCodecs
+from megatron_zpp.comm.links import Ladder
 from megatron_zpp.comm.readout import Readout
 from megatron_zpp.comm.streams import SideStream
-from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.parallel.specs import UnitSpec, Use
-from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.clipping import Clipping, skips_on_device
 from megatron_zpp.zero.descents import Descents
+from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.grad_norm import count_zeros, squared_norm, weight_norm
 from megatron_zpp.zero.gradients import Collector, UnitGradient
 from megatron_zpp.zero.hooks import hook_parameters, hook_uses, refuse_forward
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, LossScaler
 from megatron_zpp.zero.optimizer import ShardedAdamW, Update
-from megatron_zpp.zero.policy import POLICIES, Policy, Rung
+from megatron_zpp.zero.policy import Rung
 from megatron_zpp.zero.schedule import (
     Actions,
     Moment,
     Pass,
     Phase,
-    Prefetch,
     descent_order,
     evaluation_schedule,
     training_schedule,
@@ -45,30 +43,6 @@ from megatron_zpp.zero.squared_sums import squared_sums_for
 from megatron_zpp.zero.unit import WeightUnit
 from megatron_zpp.zero.unit_descent import UnitDescent
 from megatron_zpp.zero.update_groups import update_groups
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """How the engine shards and trains.
-
-    dtype: of the working weights and their gradients. clip_grad: largest global gradient norm, 0 for no clipping.
-    full_precision_iterations: number of steps at the start of a run in which nothing is quantized.
-    noise_seed: seed of stochastic rounding. counts_zeros: whether a step counts the zeros of the mean gradient.
-    make_codec: makes the codec of each link (comm/codecs.py).
-    observer: receives the phases of a step, and each use while it is computed.
-    """
-
-    policy: Policy = POLICIES[3]
-    dtype: torch.dtype = torch.float32
-    block_numel: int = 256
-    prefetch: Prefetch = Prefetch()
-    adam: AdamOptions = AdamOptions()
-    clip_grad: float = 1.0
-    full_precision_iterations: int = 0
-    noise_seed: int = 0
-    counts_zeros: bool = False
-    make_codec: CodecFactory = make_codec
-    observer: Observer = field(default_factory=Observer)
 
 
 class _Gradients(enum.Enum):

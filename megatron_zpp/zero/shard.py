@@ -39,7 +39,8 @@ from megatron_zpp.parallel.groups import end_world, make_lane_groups
 from megatron_zpp.parallel.launch import read_launch
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 from megatron_zpp.parallel.topology import Lane
-from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.hooks import is_hooked
 from megatron_zpp.zero.loss_scaler import LossScaler
 from megatron_zpp.zero.pieces import parameters, resting_pieces
@@ -76,7 +77,7 @@ def shard(
         together before the submodule is called, and freed after it. Larger units make fewer, larger messages and need more memory.
         Every parameter must be in a unit, and no unit may be inside another. A parameter that two units share (tied weights) belongs to
         the first of them, and is gathered for the call of the other as well.
-    options: EngineOptions (zero/engine.py), with these fields:
+    options: EngineOptions (zero/engine_options.py), with these fields:
         policy: where weights, gradients and optimizer state rest and how they cross the links. POLICIES[0] to POLICIES[3] are the ZeRO
             stages, ZEROPP is ZeRO++ (all from megatron_zpp.zero.policy); its functions with_... add one feature. Default: ZeRO-3.
         dtype: of weights in forward and backward, and of gradients: torch.float32 (default), bfloat16 or float16. Main weights, sums of

@@ -29,7 +29,7 @@ from megatron_zpp.comm.streams import Streams
 from megatron_zpp.ops import extension
 from megatron_zpp.ops.build import Build
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.zero.engine import EngineOptions
+from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.policy import POLICIES
 from megatron_zpp.zero.schedule import Prefetch
 

@@ -17,7 +17,8 @@ from megatron_zpp.comm.codecs import BlockCodec, CastCodec, make_codec, recode_m
 from megatron_zpp.comm.gaussian_codec import GaussianCodec
 from megatron_zpp.comm.lanes import ThreadLanes
 from megatron_zpp.comm.ledger import Ledger
-from megatron_zpp.comm.links import KEY_BITS, Ladder, LinkCodecs, sign_keys
+from megatron_zpp.comm.link_codecs import KEY_BITS, LinkCodecs, sign_keys
+from megatron_zpp.comm.links import Ladder
 from megatron_zpp.ops.gaussian import decode_gaussian, decode_mean_gaussian, encode_gaussian
 from megatron_zpp.ops.payload import gaussian_bytes
 from megatron_zpp.parallel.grid import Grid

@@ -10,7 +10,7 @@ from harness.fake_streams.timed_model import BACKWARD, FORWARD, step_time
 
 from megatron_zpp.comm.links import INTER_CLIMB, INTER_DESCEND, INTRA_CLIMB, INTRA_DESCEND
 from megatron_zpp.parallel.topology import Lane
-from megatron_zpp.zero.engine import EngineOptions
+from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.policy import POLICIES
 from megatron_zpp.zero.schedule import Prefetch
 

@@ -15,7 +15,8 @@ from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
-from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.policy import Policy
 
 WIDTH, LAYERS = 128, 3

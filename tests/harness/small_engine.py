@@ -27,7 +27,8 @@ from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 from megatron_zpp.parallel.topology import Lane
 from megatron_zpp.zero.adam import AdamOptions
-from megatron_zpp.zero.engine import EngineOptions, StepResult, ZeroEngine
+from megatron_zpp.zero.engine import StepResult, ZeroEngine
+from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.loss_scaler import LossScaler
 from megatron_zpp.zero.policy import POLICIES, Policy, Rung
 from megatron_zpp.zero.schedule import Prefetch

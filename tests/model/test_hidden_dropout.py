@@ -19,7 +19,8 @@ from megatron_zpp.comm.links import Ladder
 from megatron_zpp.data.sampler import MicroBatchSampler
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.zero.adam import AdamOptions
-from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.policy import POLICIES
 from megatron_zpp.zero.schedule import Prefetch
 

@@ -24,7 +24,8 @@ from megatron_zpp.comm.codecs import BlockCodec, Codec, make_codec
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import Use
 from megatron_zpp.zero.adam import AdamOptions
-from megatron_zpp.zero.engine import EngineOptions, ZeroEngine
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.loss_scaler import DynamicLossScaler
 from megatron_zpp.zero.policy import POLICIES, ZEROPP, Policy
 from megatron_zpp.zero.schedule import Prefetch

@@ -1,0 +1,37 @@
+"""The options of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_zpp.comm.codecs import CodecFactory, make_codec
+from megatron_zpp.monitor.observer import Observer
+from megatron_zpp.zero.adam import AdamOptions
+from megatron_zpp.zero.policy import POLICIES, Policy
+from megatron_zpp.zero.schedule import Prefetch
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How the engine shards and trains.
+
+    dtype: of the working weights and their gradients. clip_grad: largest global gradient norm, 0 for no clipping.
+    full_precision_iterations: number of steps at the start of a run in which nothing is quantized.
+    noise_seed: seed of stochastic rounding. counts_zeros: whether a step counts the zeros of the mean gradient.
+    make_codec: makes the codec of each link (comm/codecs.py).
+    observer: receives the phases of a step, and each use while it is computed.
+    """
+
+    policy: Policy = POLICIES[3]
+    dtype: torch.dtype = torch.float32
+    block_numel: int = 256
+    prefetch: Prefetch = Prefetch()
+    adam: AdamOptions = AdamOptions()
+    clip_grad: float = 1.0
+    full_precision_iterations: int = 0
+    noise_seed: int = 0
+    counts_zeros: bool = False
+    make_codec: CodecFactory = make_codec
+    observer: Observer = field(default_factory=Observer)
