@@ -37,5 +37,5 @@ def draw(gaps: Sequence[Gap], path: Path) -> None:
     axes.axvline(0.0, color="gray", linewidth=0.8)
     axes.set_yticks(range(len(shown)), [gap.setting.name for gap in shown])
     axes.invert_yaxis()
-    axes.set_xlabel("gap to ZeRO-3 in final validation loss, percent (dots: seeds; red: mean and 95 % interval)")
+    axes.set_xlabel("gap to ZeRO-3 in validation loss, % (dots: seeds; red: mean, 95 % interval)")
     figure.savefig(path, dpi=150)
