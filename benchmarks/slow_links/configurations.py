@@ -15,7 +15,7 @@ DEEPSPEED = "DeepSpeed ZeRO-3"
 PEERS = {"fsdp2": FSDP2, "deepspeed": DEEPSPEED}  # by the word of --peers
 ZERO3 = "ZeRO-3"
 ALL = "ZeRO++"
-LEAN = "ZeRO++ lean"
+LEAN = "lean"
 FEATURES = {
     "qwZ": ["--zero-quantized-weights"],
     "hpZ": ["--zero-hpz-partition-size", "{ranks_per_node}"],

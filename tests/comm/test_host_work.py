@@ -125,25 +125,28 @@ def per_unit_and_microbatch(name: str, world: tuple[int, int]) -> dict[str, int]
     return difference(of_three, of_two)
 
 
-COLLECTED = {"gradients.py aten::zero_": 1, "gradients.py aten::copy_": 6}  # paddings at once; one copy per parameter
-ALONE = {**COLLECTED, "codecs.py aten::copy_": 8, "codecs.py aten::add_": 2}
-# Climbs in forward and backward, and a descent, each over two links and with two regions.
+# Each matrix as it comes, and all parameters of one dimension together.
+ALONE = {"codec.py aten::copy_": 4, "gradients.py aten::_foreach_add_": 3}
+# Climbs in forward and backward, and a descent, each over two links and with two regions. The means are the reference's; the kernel
+# mean_values is one launch for each of the four.
 CROSSING = {
-    **COLLECTED,
+    "gradients.py aten::_foreach_zero_": 1,  # paddings
+    "gradients.py aten::_foreach_copy_": 3,
     "links.py gather inter-climb": 2,
     "links.py gather intra-climb": 2,
     "links.py exchange intra-descend": 1,
     "links.py exchange inter-descend": 1,
-    "codecs.py aten::copy_": 16,
-    "codecs.py aten::full": 4,
-    "codecs.py aten::add_": 6,
-    "codecs.py aten::div_": 4,
+    "codec.py aten::copy_": 10,
+    "reference.py aten::copy_": 6,
+    "reference.py aten::add_": 6,
+    "reference.py aten::full": 4,
+    "reference.py aten::div_": 4,
 }
 
 
 @pytest.mark.parametrize(
     "name, world, expected",
-    [("stage 3", (1, 1), ALONE), ("stage 3", (2, 2), CROSSING), ("stage 0", (2, 2), {"gradients.py aten::add_": 6})],
+    [("stage 3", (1, 1), ALONE), ("stage 3", (2, 2), CROSSING), ("stage 0", (2, 2), {"gradients.py aten::_foreach_add_": 3})],
     ids=["a world of one", "stage 3", "stage 0"],
 )
 def test_a_unit_costs_these_launches_in_each_micro_batch(name: str, world: tuple[int, int], expected: dict[str, int]) -> None:
@@ -189,5 +192,5 @@ UPDATE = {
 
 def test_an_update_costs_these_launches_besides_the_first_climbs() -> None:
     found = launches(steps_of(job_of("stage 3"), (2, 2))[-1].update)
-    climbs = {name: count for name, count in found.items() if name.startswith("codecs.py") or "climb" in name}
+    climbs = {name: count for name, count in found.items() if name.startswith("codec.py") or "climb" in name}
     assert found == UPDATE | climbs
