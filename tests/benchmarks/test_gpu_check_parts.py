@@ -22,6 +22,7 @@ from gpu.stalls import MeasuredStreams
 from harness.fake_streams.gpus import Gpu, run_on_gpus
 from harness.fake_streams.machine import FakeEvent, FakeStream
 from harness.fake_streams.timed_model import step_time
+from torch import Tensor
 
 from megatron_zpp.comm.lanes import StreamLanes
 from megatron_zpp.comm.links import INTRA_CLIMB
@@ -173,13 +174,17 @@ class NoStreams:
     def entered(self, stream: Any) -> Any:
         return nullcontext()
 
-    def record_event(self) -> None: ...
+    def record_event(self) -> NoStreams:
+        return self
 
     def wait_event(self, event: Any) -> None: ...
 
     def wait_stream(self, stream: Any) -> None: ...
 
     def synchronize(self) -> None: ...
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype)
 
 
 @pytest.mark.virtual
@@ -204,7 +209,7 @@ class MachineMarks:
     """Marks in simulated time."""
 
     def mark(self, stream: FakeStream) -> FakeEvent:
-        return FakeEvent({}, stream.free_at)
+        return FakeEvent(stream.machine, {}, stream.free_at)
 
     def seconds(self, first: FakeEvent, second: FakeEvent) -> float:
         return second.time - first.time

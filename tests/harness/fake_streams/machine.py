@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 HARNESS = Path(__file__).parent
-FOLDERS = (HARNESS.parents[1], HARNESS.parents[2] / "megatron_zpp")  # of the project; an environment may lie beside them
+ROOT = HARNESS.parents[2]
+FOLDERS = (ROOT / "tests", ROOT / "benchmarks", ROOT / "megatron_zpp")  # of the project; an environment may lie beside them
 SERVANTS = ("lanes.py", "observed_lanes.py", "staging.py")
 
 Clock = dict[int, int]  # by stream, the number of its operations; a stream that is missing has none
