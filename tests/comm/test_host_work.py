@@ -12,6 +12,7 @@ from harness.fake_streams.gpus import Gpu, run_on_gpus
 from harness.fake_streams.machine import Launch, Site
 from harness.small_engine import LEARNING_RATE, ROWS, Job, ModelShape, Rank
 
+from megatron_zpp.ops import extension
 from megatron_zpp.zero import engine
 from megatron_zpp.zero.loss_scaler import DynamicLossScaler
 from megatron_zpp.zero.policy import ZEROPP
@@ -73,6 +74,12 @@ def steps_of(job: Job, world: tuple[int, int] = (2, 2)) -> list[Step]:
 def overflowing() -> DynamicLossScaler:
     """A loss scale with which the first steps of an fp16 run are skipped."""
     return DynamicLossScaler(scale=2.0**18, hysteresis=1)
+
+
+@pytest.fixture(autouse=True)
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference computes, also if another test of this process has loaded kernels."""
+    monkeypatch.setattr(extension, "has_kernels_for", lambda device_type: False)
 
 
 # ---- waits
