@@ -17,20 +17,23 @@ class Category(enum.Enum):
     GRADIENTS = "gradients"
     CONTROL = "control"
     EVALUATION = "evaluation"
+    ACTIVATIONS = "activations"
+    REPLICAS = "replicas"
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes received by one rank: from ranks of other nodes, and from ranks of its own."""
+    """Bytes received by one rank: from ranks of other nodes, from ranks of its node in its ladder, and from those of other ladders."""
 
     inter_bytes: int = 0
     intra_bytes: int = 0
+    tensor_bytes: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.inter_bytes + other.inter_bytes, self.intra_bytes + other.intra_bytes)
+        return Traffic(self.inter_bytes + other.inter_bytes, self.intra_bytes + other.intra_bytes, self.tensor_bytes + other.tensor_bytes)
 
     def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(self.inter_bytes - other.inter_bytes, self.intra_bytes - other.intra_bytes)
+        return Traffic(self.inter_bytes - other.inter_bytes, self.intra_bytes - other.intra_bytes, self.tensor_bytes - other.tensor_bytes)
 
 
 @dataclass
@@ -74,6 +77,8 @@ class Ledger:
 
 def link_traffic(grid: Grid, rank: int, link: Link, bytes_per_member: int) -> Traffic:
     """What `rank` receives if every other member of its `link` sends it `bytes_per_member`."""
+    if link is Link.TENSOR:
+        return Traffic(tensor_bytes=(grid.tensor_ranks - 1) * bytes_per_member)
     return _received(grid, rank, grid.members(link, rank), bytes_per_member)
 
 

@@ -23,6 +23,7 @@ from megatron_zpp.model.recompute import recomputed
 from megatron_zpp.model.rotary import RotaryPositions, Rotation
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.specs import UnitSpec, Use
+from megatron_zpp.tensor_parallel.context import TensorParallel
 
 
 class GPT(nn.Module):
@@ -32,12 +33,15 @@ class GPT(nn.Module):
     copy of one, or keeps anything derived from one.
     """
 
-    def __init__(self, model_config: ModelConfig, padded_vocab_size: int, seed: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model_config: ModelConfig, padded_vocab_size: int, seed: int, dtype: torch.dtype, tensor: TensorParallel | None = None
+    ) -> None:
+        """tensor: how the layers are divided; None: every rank has whole layers."""
         super().__init__()
         self.config = model_config
         self.padded_vocab_size = padded_vocab_size
         self.seed = seed
-        self._shape = ModelShape(model_config, padded_vocab_size)
+        self._shape = _shape(model_config, padded_vocab_size, tensor)
         self.rotary = RotaryPositions(model_config) if model_config.position_embedding_type == "rope" else None
         with torch.device("meta"):
             self.embedding = Embedding(self._shape, seed, dtype)
@@ -99,6 +103,12 @@ class GPT(nn.Module):
     def uses(self) -> tuple[Use, ...]:
         """The module calls of one forward in order, with the units that each reads. The first and the last read a tied embedding."""
         return self._shape.uses()
+
+
+def _shape(config: ModelConfig, padded_vocab_size: int, tensor: TensorParallel | None) -> ModelShape:
+    if tensor is None:
+        return ModelShape(config, padded_vocab_size)
+    return ModelShape(config, padded_vocab_size, tensor.link.ranks, tensor.link.rank, tensor.sequence_parallel)
 
 
 def materialize(model: GPT, device: torch.device | str = "cpu") -> GPT:

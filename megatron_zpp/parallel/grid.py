@@ -96,6 +96,10 @@ class Grid:
             return tuple(self.rank_of(data_rank, ladder) for ladder in range(self.tensor_ranks))
         return tuple(self.rank_of(member, tensor_rank) for member in self.ladder.members(link, data_rank))
 
+    def link_ranks(self, link: Link) -> int:
+        """The number of ranks that share one link."""
+        return self.tensor_ranks if link is Link.TENSOR else self.ladder.link_ranks(link)
+
     def groups(self, link: Link) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that share `link`, in the order of their first ranks."""
         return tuple(sorted({self.members(link, rank) for rank in range(self.world_size)}))

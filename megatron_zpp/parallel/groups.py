@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_zpp.parallel.communicators import WORLD_CTAS, lane_ctas
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.topology import LANES, Lane
+from megatron_zpp.parallel.topology import ACROSS, LANES, Lane
 
 
 def make_lane_groups(grid: Grid, rank: int, timeout: timedelta, device: torch.device) -> dict[Lane, dist.ProcessGroup]:
@@ -25,8 +25,8 @@ def make_lane_groups(grid: Grid, rank: int, timeout: timedelta, device: torch.de
     first message is sent (comm/first_messages.py).
     """
     own: dict[Lane, dist.ProcessGroup] = {}
-    for lane in LANES:
-        if grid.ladder.link_ranks(lane.link) == 1:
+    for lane in (*LANES, ACROSS):
+        if grid.link_ranks(lane.link) == 1:
             continue
         for ranks in grid.groups(lane.link):
             group = dist.new_group(list(ranks), timeout=timeout, **_backend_arguments(lane, timeout, device))

@@ -33,10 +33,11 @@ class Link(enum.Enum):
 
 
 class Direction(enum.Enum):
-    """The direction in which a payload crosses a link: weights climb, gradients descend."""
+    """The direction in which a payload crosses a link: weights climb and gradients descend a ladder, activations go across to the next."""
 
     CLIMB = "climb"
     DESCEND = "descend"
+    ACROSS = "across"
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,10 @@ class Lane:
 
 
 LADDER_LINKS = (Link.INTER, Link.INTRA)
-LANES = tuple(Lane(link, direction) for direction in Direction for link in LADDER_LINKS)
+# Of a ladder.
+LANES = tuple(Lane(link, direction) for direction in (Direction.CLIMB, Direction.DESCEND) for link in LADDER_LINKS)
+# Between ladders: the ranks that share layers and samples.
+ACROSS = Lane(Link.TENSOR, Direction.ACROSS)
 # How many collectives of a lane may be under way. A sender over TCP first asks whether the receiver is ready. With two collectives under
 # way, the second asks while the first sends its data. torch's gloo has two threads per process group.
 MOST_CROSSING = 2

@@ -58,7 +58,7 @@ def build_ladder(config: Config, world: World, instruments: Instruments) -> Ladd
         send_first_messages(backend, lanes, world.device)
     if instruments.observes_hops:
         lanes = ObservedLanes(lanes, instruments.observer)
-    return Ladder(backend, lanes, Ledger(grid, world.rank), world.device)
+    return Ladder(backend, lanes, Ledger(grid, world.rank), world.device, streams, world.check_others)
 
 
 def build_vocabulary(config: Config) -> Vocabulary:
