@@ -67,8 +67,8 @@ class MeasuredStreams:
     def synchronize(self) -> None:
         self.inner.synchronize()
 
-    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self.inner.host_memory(numel, dtype)
+    def host_memory(self, numel: int, dtype: torch.dtype, *, is_pinned: bool = True) -> Tensor:
+        return self.inner.host_memory(numel, dtype, is_pinned=is_pinned)
 
     def measured(self, stream: Any, wait: Callable[[], None]) -> None:
         """Calls `wait`, which makes the stream wait, between two marks."""

@@ -21,6 +21,7 @@ from megatron_zpp.comm.backend import Backend, Work
 from megatron_zpp.comm.code import Runs
 from megatron_zpp.comm.codec import Codec, Regions
 from megatron_zpp.comm.codecs import recode_mean_into
+from megatron_zpp.comm.host_link import HostLink
 from megatron_zpp.comm.lanes import Hop, Lanes, nothing
 from megatron_zpp.comm.ledger import Category, Ledger
 from megatron_zpp.comm.link_codecs import LinkCodecs
@@ -89,6 +90,7 @@ class Ladder:
         self.tensor_rank = self.grid.tensor_rank_of(backend.rank)
         self.streams = streams or streams_of(device)
         self.staging = Staging(device, self.streams)
+        self.host_link = HostLink(self.streams)
         self.tensor_link = TensorLink(backend, ledger, self.staging, watch) if self.grid.tensor_ranks > 1 else None
         self.partitions = self.topology.partitions
         self.partition_ranks = self.topology.partition_ranks

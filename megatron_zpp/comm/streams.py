@@ -56,8 +56,8 @@ class Streams(Protocol):
     def synchronize(self) -> None:
         """Returns once every stream has done its work."""
 
-    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel] zeros in memory of the host to which the device copies while the host goes on."""
+    def host_memory(self, numel: int, dtype: torch.dtype, *, is_pinned: bool = True) -> Tensor:
+        """[numel] zeros in memory of the host. is_pinned: the device copies to and from it while the host goes on."""
 
 
 class CudaStreams:
@@ -78,7 +78,9 @@ class CudaStreams:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
-    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def host_memory(self, numel: int, dtype: torch.dtype, *, is_pinned: bool = True) -> Tensor:
+        if not is_pinned:
+            return torch.zeros(numel, dtype=dtype)
         if numel * dtype.itemsize < _LEAST_PINNED_EXACTLY:
             return torch.zeros(numel, dtype=dtype, pin_memory=True)  # from a pool
         return pinned_zeros(numel, dtype)

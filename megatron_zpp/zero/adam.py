@@ -70,7 +70,7 @@ class TorchAdam:
         self._optimizer: Any = torch.optim.AdamW(parameters.groups(), lr=0.0, betas=betas, eps=options.eps, fused=True)
         self._steps = []
         for parameter, moments in parameters.states().items():
-            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            step = parameter.new_zeros(())
             self._optimizer.state[parameter] = {"step": step, **moments}
             self._steps.append(step)
 

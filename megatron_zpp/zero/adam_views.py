@@ -10,12 +10,12 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from megatron_zpp.comm.codec import Regions
 from megatron_zpp.zero.adam import AdamParameters
-from megatron_zpp.zero.gradients import UnitGradient
 from megatron_zpp.zero.unit import WeightUnit
 
 
-def adam_views(unit: WeightUnit, gradient: UnitGradient, moments: Mapping[str, Tensor]) -> AdamParameters:
+def adam_views(unit: WeightUnit, gradient: Regions, moments: Mapping[str, Tensor]) -> AdamParameters:
     """Views of the unit's main weights, with those of its gradient and its moments.
 
     Raises ValueError if weight decay changes where no block begins.
@@ -28,6 +28,6 @@ def adam_views(unit: WeightUnit, gradient: UnitGradient, moments: Mapping[str, T
                 f"{unit.layout.block_numel}; give all parameters of one dimension the same weight decay"
             )
         parameter = nn.Parameter(unit.main_weight[span.start : span.stop])
-        parameter.grad = gradient.for_optimizer.range(span.start, span.stop)
+        parameter.grad = gradient.range(span.start, span.stop)
         states[decays][parameter] = {name: moment[span.start : span.stop] for name, moment in moments.items()}
     return AdamParameters(decayed=states[True], others=states[False])

@@ -25,6 +25,7 @@ from megatron_zpp.zero.descents import Descents
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.grad_norm import count_zeros, squared_norm, weight_norm
 from megatron_zpp.zero.gradients import Collector, UnitGradient
+from megatron_zpp.zero.home import home_of, storage_bytes
 from megatron_zpp.zero.hooks import hook_parameters, hook_uses, refuse_forward
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, LossScaler
@@ -114,10 +115,12 @@ class ZeroEngine:
             self._add_unit(spec)
         self._unit_of = {unit.name: unit for unit in self.units}
         self._squared_sums = squared_sums_for(ladder.device, options.adam.backend)
-        names, has_streams = [unit.name for unit in self.units], ladder.streams is not None
-        self._update_groups = update_groups(names, self._first_actions, at_once=has_streams)
-        self.optimizer = ShardedAdamW(self.units, self.gradients, self._update_groups, options.adam)
-        self._side = None if ladder.streams is None or not options.adam.skips_on_device else SideStream(ladder.streams)
+        self._home = home = home_of(self._policy, ladder)
+        self._weight_sums = squared_sums_for(home.device, options.adam.backend)
+        self._update_groups = update_groups([unit.name for unit in self.units], self._first_actions, at_once=home.runs_behind)
+        self.optimizer = ShardedAdamW(self.units, self.gradients, self._update_groups, options.adam, home.link)
+        is_enqueued = home.runs_behind and options.adam.skips_on_device
+        self._side = SideStream(ladder.streams) if is_enqueued and ladder.streams is not None else None
         by_name = {unit.name: descent for unit, descent in zip(self.units, self._unit_descents, strict=True)}
         self._descents = Descents(descent_order(uses), by_name)
         self._is_in_backward = False
@@ -396,12 +399,17 @@ class ZeroEngine:
     # ---- sizes and norms
 
     def model_state_bytes(self) -> int:
-        """Bytes that weights, gradients and optimizer state take on this rank now."""
-        tensors = [tensor for unit in self.units for tensor in unit.live_tensors()]
-        tensors += [gradient.total for gradient in self.gradients] + self.optimizer.live_tensors()
+        """Bytes that weights, gradients and optimizer state take on this rank's device now."""
+        tensors = [tensor for unit in self.units for tensor in unit.live_tensors()] + [gradient.total for gradient in self.gradients]
         tensors += [parameter.grad for unit in self.units for parameter in unit.parameters if parameter.grad is not None]
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-        return sum(storages.values())
+        return storage_bytes(tensors if self._home.is_host else tensors + self._at_home())
+
+    def host_state_bytes(self) -> int:
+        """Bytes that main weights and optimizer state take on the host, if they are kept there."""
+        return storage_bytes(self._at_home()) if self._home.is_host else 0
+
+    def _at_home(self) -> list[Tensor]:
+        return [tensor for unit in self.units for tensor in unit.tensors_at_home()] + self.optimizer.live_tensors()
 
     def gather_world(self, own: Tensor) -> Tensor:
         """`own` [numel] of every rank, [data ranks, tensor ranks, numel]; for a few numbers. Every rank must call it."""
@@ -409,7 +417,7 @@ class ZeroEngine:
 
     def weight_norm(self) -> float:
         """The L2 norm of all main weights; every rank must call it."""
-        return weight_norm(self.units, self.ladder, self._squared_sums)
+        return weight_norm(self.units, self.ladder, self._weight_sums)
 
     def close(self) -> None:
         """Waits for climbs that were submitted ahead, so that no message is under way when the process groups end.

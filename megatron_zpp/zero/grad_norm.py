@@ -45,7 +45,8 @@ def count_zeros(gradients: Sequence[UnitGradient], ladder: Ladder) -> Tensor:
 def _squared_norm(units: Sequence[tuple[FlatLayout, Regions]], ladder: Ladder, squared_sums: SquaredSums) -> Tensor:
     """units: for each unit its layout, and its values in this rank's own slice."""
     parts = [list(_counted(layout, own, ladder.own_slice)) for layout, own in units]
-    gathered = ladder.gather_world(squared_sums(parts, ladder.device))  # [data ranks, tensor ranks, units] fp64
+    device = units[0][1].blocks.device
+    gathered = ladder.gather_world(squared_sums(parts, device).to(ladder.device))  # [data ranks, tensor ranks, units] fp64
     by_slice = gathered.unflatten(0, (ladder.partitions, ladder.partition_ranks)).transpose(0, 1)
     return _sum_in_order(by_slice.flatten())
 

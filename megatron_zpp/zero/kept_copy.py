@@ -8,41 +8,55 @@ of them owns one: it alone has the main weights of that slice. After a step
 
 So all copies have the same bits, and what the code of a difference lost is part of the next difference. Parameters of one dimension (the
 exact run) cross as values instead. The first version of a copy is a plain climb of the owners' slices; so is one after `restart`.
+
+If main weights are kept on a host with memory of its own, differences are taken there, from a mirror of the own slice: it gets the same
+values as the copy on the device, from the payload that is sent.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from megatron_zpp.comm.codec import Regions
+from megatron_zpp.comm.codec import Codec, Regions, SignKeys
 from megatron_zpp.comm.codecs import CastCodec, add_decoded_
-from megatron_zpp.comm.link_codecs import LinkCodecs
+from megatron_zpp.comm.link_codecs import LinkCodecs, sign_keys
 from megatron_zpp.comm.links import Climb, Ladder
-from megatron_zpp.zero.layout import FlatLayout
+from megatron_zpp.parallel.topology import Link
+from megatron_zpp.zero.home import Home
+from megatron_zpp.zero.layout import FlatLayout, Range
 
 
 class KeptCopy:
     """One rank's copy of one unit.
 
-    values: [N slices] of the working dtype. own: this rank's slice of them, [1 slice].
+    values: [N slices] of the working dtype. own: this rank's slice of them, [1 slice], or its mirror.
+    mirror: [slice_numel] of the working dtype on the host; None if main weights are beside the copy.
+    whole_bytes: of the payload of a plain climb.
     payloads: [N, payload_bytes] uint8, the same storage as payloads of the intra link; None if the copy is a part of the full rung.
     """
 
-    def __init__(self, name: str, layout: FlatLayout, ladder: Ladder, dtype: torch.dtype, full: Tensor | None) -> None:
+    def __init__(self, name: str, layout: FlatLayout, ladder: Ladder, dtype: torch.dtype, home: Home, full: Tensor | None = None) -> None:
         """full: the full rung [numel], zeros, if the copy rests there. Otherwise the copy has storage of its own."""
         self._name = name
         self._layout = layout
         self._ladder = ladder
+        self._link = home.link
         self._codec = CastCodec(dtype)
+        self.whole_bytes = self._codec.payload_bytes(layout.runs)
         self.payloads: Tensor | None = None
         first_slice = ladder.own_slice - ladder.topology.partition_of(ladder.data_rank)
         if full is None:
-            self.payloads = torch.zeros(ladder.partitions, self._codec.payload_bytes(layout.runs), dtype=torch.uint8, device=ladder.device)
+            self.payloads = torch.zeros(ladder.partitions, self.whole_bytes, dtype=torch.uint8, device=ladder.device)
             self.values = self._codec.regions_of(self.payloads, layout.runs)
         else:
             self.values = Regions.of(full, layout.runs).slices_at(first_slice, ladder.partitions)
-        self.own = self.values.slice_at(ladder.own_slice - first_slice)
+        self._own_index = ladder.own_slice - first_slice
+        self.mirror = home.zeros(layout.slice_numel, dtype) if home.link.copies else None
+        self.own = self.values.slice_at(self._own_index) if self.mirror is None else Regions.of(self.mirror, layout.runs)
         self._paddings = [tuple(layout.paddings(first_slice + index, 1)) for index in range(ladder.partitions)]
         self._is_shared = False
         self._own_is_filled = False
@@ -62,13 +76,21 @@ class KeptCopy:
             self.restart()
         if not self._is_shared:
             self._is_shared = True
-            return Climb(name, runs, LinkCodecs(self._codec, self._codec), lambda payload: self._encode_whole(main, payload))
-        signed = codecs.signed_for(ladder.topology, ladder.data_rank, "climb", name, iteration)
+            return Climb(
+                name,
+                runs,
+                LinkCodecs(self._codec, self._codec),
+                lambda payload: self._link.encode(partial(self._encode_whole, main), payload),
+            )
+        place = (ladder.topology, ladder.data_rank, "climb", name, iteration)
+        signed = codecs.signed_for(*place)
+        key = sign_keys(codecs.noise_seed, Link.INTER, *place).own
+        own_codec = codecs.inter.signed(SignKeys(key, (key,)))
         return Climb(
             name,
             runs,
             signed,
-            lambda payload: signed.inter.encode_into(Regions(main.blocks - self.own.blocks, main.exact), payload),
+            lambda payload: self._link.encode(partial(self._encode_difference, main, own_codec), payload),
             lambda arrived, payloads: self._add(signed, arrived, payloads),
         )
 
@@ -77,15 +99,26 @@ class KeptCopy:
             self.own.copy_(main)
         self._codec.encode_into(self.own, payload)
 
+    def _encode_difference(self, main: Regions, codec: Codec, payload: Tensor) -> None:
+        """codec: that of this rank's messages alone."""
+        codec.encode_into(Regions(main.blocks - self.own.blocks, main.exact), payload)
+        if self.mirror is not None:
+            add_decoded_(codec, payload, self.own)
+            self._clear_padding(codec, self.own, self._paddings[self._own_index])
+
     def _add(self, codecs: LinkCodecs, arrived: Tensor, payloads: Tensor) -> None:
         """Adds the differences in arrived [N, payload_bytes], one from each rank of the column, and fills the secondary rung.
 
         Padding is set to zero again if the code writes errors of neighbouring values there.
         """
         add_decoded_(codecs.inter, arrived, self.values)
-        if codecs.inter.mixes_neighbours:
-            for index, paddings in enumerate(self._paddings):
-                for padding in paddings:
-                    self.values.slice_at(index).range(padding.start, padding.stop).zero_()
+        for index, paddings in enumerate(self._paddings):
+            self._clear_padding(codecs.inter, self.values.slice_at(index), paddings)
         if self.payloads is None:
             self._codec.encode_into(self.values, payloads)
+
+    @staticmethod
+    def _clear_padding(codec: Codec, values: Regions, paddings: Sequence[Range]) -> None:
+        if codec.mixes_neighbours:
+            for padding in paddings:
+                values.range(padding.start, padding.stop).zero_()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_zpp.comm.host_link import Arrival, HostLink
 from megatron_zpp.zero.adam import Adam, AdamOptions, AdamParameters, make_adam
 from megatron_zpp.zero.adam_views import adam_views
 from megatron_zpp.zero.gradients import UnitGradient
@@ -28,6 +29,7 @@ class Update:
 class ShardedAdamW:
     """AdamW on views of the fp32 main weights (zero/adam_views.py); one call updates a group of units.
 
+    Gradients come to where these are kept over `link`, those of the next group while one is updated.
     moments: for each unit, one tensor per name of MOMENTS, fp32 like its main weight; the optimizer's state tensors are views of them.
     """
 
@@ -37,11 +39,14 @@ class ShardedAdamW:
         gradients: Sequence[UnitGradient],
         groups: Sequence[Sequence[int]],
         options: AdamOptions,
+        link: HostLink,
     ) -> None:
         """groups: indices of the units that are updated together; each unit is in one group."""
         self.moments = [{name: torch.zeros_like(unit.main_weight) for name in MOMENTS} for unit in units]
-        of_units = [adam_views(*parts) for parts in zip(units, gradients, self.moments, strict=True)]
-        self._groups = [_Group([of_units[index] for index in group], [gradients[index] for index in group], options) for group in groups]
+        order = [index for group in groups for index in group]
+        arrivals = dict(zip(order, link.arrivals([gradients[index].for_optimizer for index in order]), strict=True))
+        views = {index: adam_views(units[index], arrivals[index].values, self.moments[index]) for index in order}
+        self._groups = [_Group([views[index] for index in group], [arrivals[index] for index in group], options) for group in groups]
 
     @property
     def steps(self) -> int:
@@ -55,7 +60,9 @@ class ShardedAdamW:
                 group.adam.steps = value
 
     def update(self, group: int, update: Update) -> None:
-        """Updates the units of this group. Their gradients are changed, and NaN if the step is skipped."""
+        """Updates the units of this group; call it for group after group. Gradients are changed, and NaN if the step is skipped."""
+        for coming in self._groups[group + 1 : group + 2] if group else self._groups[:2]:
+            coming.start()
         self._groups[group].update(update)
 
     def live_tensors(self) -> list[Tensor]:
@@ -66,15 +73,23 @@ class ShardedAdamW:
 class _Group:
     """Units that are updated together. adam: None if this rank's slices of them are all padding."""
 
-    def __init__(self, of_units: Sequence[AdamParameters], gradients: Sequence[UnitGradient], options: AdamOptions) -> None:
+    def __init__(self, of_units: Sequence[AdamParameters], arrivals: Sequence[Arrival], options: AdamOptions) -> None:
         parameters = AdamParameters(
             decayed={key: state for unit in of_units for key, state in unit.decayed.items()},
             others={key: state for unit in of_units for key, state in unit.others.items()},
         )
         self.adam: Adam | None = make_adam(parameters, options) if parameters.states() else None
-        self._gradients = [part for gradient in gradients for part in gradient.for_optimizer.parts()]
+        self._arrivals = arrivals
+        self._gradients = [part for arrival in arrivals for part in arrival.values.parts()]
+
+    def start(self) -> None:
+        """Sends the gradients on their way."""
+        for arrival in self._arrivals:
+            arrival.start()
 
     def update(self, update: Update) -> None:
+        for arrival in self._arrivals:
+            arrival.wait()
         if isinstance(update.factor, Tensor) or update.factor != 1.0:
             torch._foreach_mul_(self._gradients, update.factor)
         if self.adam is not None:

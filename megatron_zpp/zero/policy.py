@@ -12,6 +12,7 @@ The engine reads nothing but its row, so a row that no combination of flags give
     + qgZ                                                                  4 bits
     + summed on secondary    secondary
     + differences                       kept             difference
+    + offload     host
 
 "16 bits" means the working dtype, which is fp32 in a run without --bf16 and --fp16. An optimizer step makes the working weights stale on
 every rung; a rung is filled again when it is next needed.
@@ -34,20 +35,22 @@ from megatron_zpp.parallel.topology import Topology
 class Rung(enum.IntEnum):
     """How much of a state each rank holds, from one slice up to the whole unit."""
 
+    HOST = -1  # 1/D in the memory of every rank's host
     PRIMARY = 0  # 1/D on every rank, for D data ranks
     SECONDARY = 1  # 1/G on every rank, the same in every partition
     FULL = 2  # the whole unit on every rank
 
     def slices(self, topology: Topology) -> int:
         """Number of primary slices on each rank."""
-        return {Rung.PRIMARY: 1, Rung.SECONDARY: topology.partitions, Rung.FULL: topology.data_ranks}[self]
+        return {Rung.HOST: 1, Rung.PRIMARY: 1, Rung.SECONDARY: topology.partitions, Rung.FULL: topology.data_ranks}[self]
 
 
 @dataclass(frozen=True)
 class Policy:
     """One row: the rung on which each state is kept, and how its values cross the links.
 
-    optimizer: main weights and moments. PRIMARY: each rank updates its own slice. FULL: every rank updates every weight.
+    optimizer: main weights and moments. PRIMARY: each rank updates its own slice. FULL: every rank updates every weight. HOST: each rank
+    updates its own slice on the host, to which the sums of gradients descend; from there weights climb as payloads.
     gradients: the fp32 sums between micro-batches.
     weights_in_step: the working weights between the uses within a step. keeps_copy: whether they are kept across steps as well, so that
     differences cross the inter link, in its weight code.
@@ -63,11 +66,13 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.optimizer is Rung.SECONDARY:
-            raise ValueError("the optimizer state is kept on the primary or the full rung; choose one of these")
+            raise ValueError("the optimizer state is kept on the host, the primary or the full rung; choose one of these")
+        if Rung.HOST in (self.gradients, self.weights_in_step):
+            raise ValueError("only the optimizer state can be kept on the host; choose another rung for gradients and weights")
         if self.optimizer is Rung.FULL and (self.gradients, self.weights_in_step) != (Rung.FULL, Rung.FULL):
             raise ValueError("an optimizer on the full rung needs gradients and weights on the full rung")
         if self.keeps_copy and (self.weights_in_step is Rung.PRIMARY or self.optimizer is Rung.FULL):
-            raise ValueError("a copy of the weights is kept on the secondary or the full rung, beside an optimizer on the primary rung")
+            raise ValueError("a copy of the weights is kept on the secondary or the full rung, beside an optimizer that has one slice")
         if self.keeps_copy and not self.weight_codes.intra.is_exact:
             raise ValueError("a kept copy of the weights crosses the intra link exactly; only differences between partitions are coded")
 
@@ -92,9 +97,9 @@ class Policy:
     def keeps_payloads(self, *, encodes: bool) -> bool:
         """Whether a rank keeps the payload of its own slice, so that a unit that climbs several times in a step is encoded only once.
 
-        encodes: whether encoding costs more than a copy.
+        encodes: whether encoding costs more than a copy on the device. From the host it does.
         """
-        return encodes and self.weights_in_step is Rung.PRIMARY
+        return (encodes or self.optimizer is Rung.HOST) and self.weights_in_step is Rung.PRIMARY
 
     def in_full_precision(self) -> Policy:
         """The same row with the working dtype on every link."""
@@ -107,6 +112,13 @@ POLICIES: dict[int, Policy] = {
     2: Policy(Rung.PRIMARY, Rung.PRIMARY, Rung.FULL),
     3: Policy(Rung.PRIMARY, Rung.PRIMARY, Rung.PRIMARY),
 }
+
+
+def with_offloaded_optimizer(policy: Policy) -> Policy:
+    """Main weights and moments are kept and updated on the host. Raises ValueError if every rank has all of them."""
+    if policy.optimizer is Rung.FULL:
+        raise ValueError("an optimizer on the full rung has no owner of a slice to update it on the host; choose ZeRO stage 1, 2 or 3")
+    return replace(policy, optimizer=Rung.HOST)
 
 
 def with_quantized_weights(policy: Policy, code: Code = Code(8)) -> Policy:

@@ -11,7 +11,8 @@ main weights change, because its values are then stale:
 The secondary rung is freed as soon as the full one has landed, unless the policy keeps it within a step. If the policy keeps a copy across
 steps, the rung that holds the copy becomes stale like the others but keeps its storage, to which the next climb adds differences.
 
-Where every rank has all main weights, no hop fills a rung: the full one is a copy of them, and the secondary one is not needed.
+Where every rank has all main weights on its device, no hop fills a rung: the full one is a copy of them, and the secondary one is not
+needed.
 
 The engine carries these decisions out on tensors (zero/unit.py), the planner without tensors (zero/plan/step_simulation.py). A ticket
 stands for a hop under way.
@@ -37,7 +38,7 @@ class Residency(Generic[Ticket]):
 
     def __init__(self, policy: Policy, topology: Topology) -> None:
         self._policy = policy
-        self.fills_without_hops = policy.optimizer is Rung.FULL or topology.is_one_rank
+        self.fills_without_hops = policy.optimizer is Rung.FULL or (topology.is_one_rank and policy.optimizer is Rung.PRIMARY)
         self._fresh: set[Rung] = set()
         self._tickets: dict[Rung, Ticket] = {}
 

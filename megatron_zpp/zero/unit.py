@@ -19,6 +19,7 @@ from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.link_codecs import LinkCodecs
 from megatron_zpp.comm.links import Climb, Ladder
 from megatron_zpp.parallel.specs import UnitSpec
+from megatron_zpp.zero.home import home_of
 from megatron_zpp.zero.kept_copy import KeptCopy
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.policy import Policy, Rung
@@ -28,7 +29,8 @@ from megatron_zpp.zero.residency import Residency
 class WeightUnit:
     """The weights of one unit.
 
-    main_weight: [slices * slice_numel] fp32, the slices that this rank's optimizer updates: its own slice, or all slices.
+    main_weight: [slices * slice_numel] fp32, the slices that this rank's optimizer updates: its own slice, or all slices; on the device or
+    on the host.
     parameters: the nn.Parameters of the model in `dtype`, in the order of the layout.
     kept: the copy of the weights that stays across steps; None if the policy keeps none.
     """
@@ -48,6 +50,7 @@ class WeightUnit:
         self._policy = policy
         self._ladder = ladder
         self._codecs = codecs
+        self._home = home_of(policy, ladder)
         self._residency: Residency[Hop] = Residency(policy, ladder.topology)
         self._full = torch.empty(layout.numel, dtype=dtype, device=device)
         self._full_bytes = self._full.untyped_storage().nbytes()
@@ -60,20 +63,21 @@ class WeightUnit:
         self._views = [self._full[param.offset : param.offset + param.numel].view(param.spec.shape) for param in layout.params]
         self._release(Rung.FULL)
         self.first_slice, self.slices = (0, layout.slices) if policy.optimizer is Rung.FULL else (ladder.own_slice, 1)
-        self.main_weight = torch.zeros(self.slices * layout.slice_numel, dtype=torch.float32, device=device)
+        self.main_weight = self._home.zeros(self.slices * layout.slice_numel, torch.float32)
         self._main_regions = Regions.of(self.main_weight, layout.runs)
         for segment in layout.segments(self.first_slice, self.slices):
             stop = segment.offset + segment.stop - segment.start
             self.main_weight[segment.offset : stop].copy_(segment.spec.initial_values(segment.start, segment.stop))
         self._iteration = 0
         self.kept = self._make_kept(dtype) if policy.keeps_copy else None
+        self._home.link.reserve(max(codecs.inter.payload_bytes(layout.runs), self.kept.whole_bytes if self.kept is not None else 0))
 
     def _make_kept(self, dtype: torch.dtype) -> KeptCopy:
         if self._policy.weights_in_step is not Rung.FULL:
-            return KeptCopy(self.name, self.layout, self._ladder, dtype, None)
+            return KeptCopy(self.name, self.layout, self._ladder, dtype, self._home)
         self._allocate_full()
         self._full.zero_()  # a load of the copy fills no padding
-        return KeptCopy(self.name, self.layout, self._ladder, dtype, self._full)
+        return KeptCopy(self.name, self.layout, self._ladder, dtype, self._home, self._full)
 
     # ---- gathering
 
@@ -175,23 +179,32 @@ class WeightUnit:
         return self._main_regions
 
     def live_tensors(self) -> list[Tensor]:
-        """The tensors whose storages hold this unit's weights now."""
-        rungs = [self.main_weight, self._full, self._secondary, self._own_payload, self.kept.payloads if self.kept is not None else None]
+        """The tensors whose storages hold this unit's rungs now, without the main weights."""
+        rungs = [self._full, self._secondary, self._own_payload, self.kept.payloads if self.kept is not None else None]
         return [tensor for tensor in rungs if tensor is not None]
+
+    def tensors_at_home(self) -> list[Tensor]:
+        """The tensors beside the optimizer's state: the main weights, and what mirrors a kept copy on the host."""
+        mirror = self.kept.mirror if self.kept is not None else None
+        return [self.main_weight] if mirror is None else [self.main_weight, mirror]
 
     def _encoder_of_own(self) -> Callable[[Tensor], None]:
         """A function that fills the payload of the own slice. If the policy keeps that payload, it encodes once a step and then copies."""
-        codec = self._codecs.inter
+        codec, link = self._codecs.inter, self._home.link
+
+        def encode(payload: Tensor) -> None:
+            link.encode(lambda written: codec.encode_into(self.main_regions(), written), payload)
+
         if not self._policy.keeps_payloads(encodes=codec.rests_encoded):
-            return lambda payload: codec.encode_into(self.main_regions(), payload)
+            return encode
         own = self._own_payload
         if own is None:
-            own = self._own_payload = self.main_weight.new_empty((1, codec.payload_bytes(self.layout.runs)), dtype=torch.uint8)
+            own = self._own_payload = self._full.new_empty((1, codec.payload_bytes(self.layout.runs)), dtype=torch.uint8)
         is_first = not self._residency.is_fresh(Rung.PRIMARY)
 
         def forward_own(payload: Tensor) -> None:
             if is_first:
-                codec.encode_into(self.main_regions(), own)
+                encode(own)
             payload.copy_(own)
 
         return forward_own

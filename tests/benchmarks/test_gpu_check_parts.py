@@ -183,7 +183,7 @@ class NoStreams:
 
     def synchronize(self) -> None: ...
 
-    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def host_memory(self, numel: int, dtype: torch.dtype, *, is_pinned: bool = True) -> Tensor:
         return torch.zeros(numel, dtype=dtype)
 
 

@@ -28,6 +28,7 @@ from megatron_zpp.zero.policy import (
     ZEROPP,
     Rung,
     with_gradients_summed_on_secondary,
+    with_offloaded_optimizer,
     with_quantized_gradients,
     with_secondary_weights,
     with_weight_differences,
@@ -42,6 +43,13 @@ GAUSSIAN = LinkCodes(Code.gaussian(3, rounds=1), Code(8))
 LEAN = with_quantized_gradients(with_weight_differences(with_secondary_weights(POLICIES[3]), Code.gaussian(3, rounds=1)), GAUSSIAN)
 LEAN_IN_STAGE_1 = with_quantized_gradients(with_weight_differences(POLICIES[1], Code.gaussian(1, rounds=1)), GAUSSIAN)
 SAVES_AND_EVALUATES = "saves and evaluates"
+OFFLOADED = {
+    "offloaded stage 1": Job(with_offloaded_optimizer(POLICIES[1]), shape=EQUAL, steps=2),
+    "offloaded stage 3": Job(with_offloaded_optimizer(POLICIES[3]), torch.bfloat16, EQUAL, steps=2, microbatches=2),
+    "offloaded ZeRO++": Job(with_offloaded_optimizer(ZEROPP), torch.bfloat16, EQUAL, steps=3, full_precision_iterations=1),
+    "offloaded lean": Job(with_offloaded_optimizer(LEAN), torch.bfloat16, EQUAL, steps=3, block_numel=256),
+    "offloaded lean in stage 1": Job(with_offloaded_optimizer(LEAN_IN_STAGE_1), torch.bfloat16, EQUAL, steps=3, block_numel=256),
+}
 
 
 History = list[tuple[str, str]]  # loss and gradient norm of each step, written out: a norm may be NaN
@@ -137,13 +145,20 @@ CASES = {
     "full precision at first": Case((2, 2), short_job(ZEROPP, shape=EQUAL, full_precision_iterations=1, steps=3)),
     **{
         f"skipped steps in {name}": Case((2, 2), Job(policy, torch.float16, EQUAL, steps=5, loss_scaler=overflowing))
-        for name, policy in {"stage 0": POLICIES[0], "stage 3": POLICIES[3], "ZeRO++": ZEROPP}.items()
+        for name, policy in {
+            "stage 0": POLICIES[0],
+            "stage 3": POLICIES[3],
+            "ZeRO++": ZEROPP,
+            "offloaded stage 2": with_offloaded_optimizer(POLICIES[2]),
+        }.items()
     },
     "a world of one": Case((1, 1), short_job(shape=EQUAL)),
     SAVES_AND_EVALUATES: Case((2, 2), short_job(shape=EQUAL), does_more=True),
     "ZeRO++ saves and evaluates": Case((2, 2), short_job(ZEROPP, shape=EQUAL, microbatches=2), does_more=True),
     "lean": Case((2, 2), short_job(with_gradients_summed_on_secondary(LEAN), torch.bfloat16, EQUAL, microbatches=2, block_numel=256)),
     "lean in stage 1": Case((2, 2), short_job(LEAN_IN_STAGE_1, torch.bfloat16, EQUAL, block_numel=256)),
+    **{name: Case((2, 2), job, does_more=index % 2 == 1) for index, (name, job) in enumerate(OFFLOADED.items())},
+    "offloaded in a world of one": Case((1, 1), short_job(with_offloaded_optimizer(POLICIES[2]), shape=EQUAL)),
     "lean saves and evaluates": Case((2, 2), short_job(LEAN, torch.bfloat16, EQUAL, block_numel=256), does_more=True),
 }
 

@@ -72,6 +72,7 @@ class Accesses(TorchDispatchMode):
         self.machine = machine
         self._blocks: dict[int, Block] = {} if blocks is None else blocks
         self.is_paused = False
+        self._sideless: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._found_late: RaceError | None = None  # by a finalizer, which cannot raise
 
     def __enter__(self) -> Accesses:
@@ -106,12 +107,33 @@ class Accesses(TorchDispatchMode):
         outputs = [] if all(output.alias_info is not None for output in schema.returns) else list(_tensors(result))
         if not reads and not writes and not outputs:
             return
+        if schema.name != "aten::copy_":
+            self._take_sides([*reads, *writes], outputs)
         if all(self.machine.is_on_host(tensor) for tensor in (*reads, *writes)) and (reads or writes):
             self._access_by_host(schema.name, reads, writes)
+            for tensor in outputs:
+                self.machine.put_on_host(tensor)
             return
         self.access(schema.name, reads, [*writes, *outputs])
-        if schema.name in READS_ON_HOST:
+        if schema.name in READS_ON_HOST or (schema.name == "aten::copy_" and self._blocks_host(*args, **kwargs)):
             self.machine.read(self.machine.current())
+
+    def _take_sides(self, used: list[Tensor], made: list[Tensor]) -> None:
+        """Puts tensors on the host that are used beside one of the host. Those made from no tensor, or from such ones, may be on either."""
+        others = [tensor for tensor in used if not self.machine.is_on_host(tensor)]
+        if any(tensor.untyped_storage() not in self._sideless for tensor in others):
+            return
+        if len(others) == len(used):
+            for tensor in made:
+                self._sideless.add(tensor.untyped_storage())
+            return
+        for tensor in others:
+            self.machine.put_on_host(tensor)
+            self._blocks.pop(tensor.untyped_storage()._cdata, None)
+
+    def _blocks_host(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> bool:
+        """Whether a copy between host and device returns when it has ended, as CUDA's do unless told otherwise."""
+        return not non_blocking and self.machine.is_on_host(target) != self.machine.is_on_host(source)
 
     # ---- accesses
 

@@ -159,10 +159,10 @@ class Machine:
     def synchronize(self) -> None:
         self.sync(*(stream.event(()) for stream in self._own()), sites=calling_sites("synchronize"))
 
-    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def host_memory(self, numel: int, dtype: torch.dtype, *, is_pinned: bool = True) -> Tensor:
         with _disable_current_modes():  # no operation of the device
             memory = torch.zeros(numel, dtype=dtype)
-        self._host_storages.add(memory.untyped_storage())
+        self.put_on_host(memory)
         return memory
 
     # ---- for the harness
@@ -181,6 +181,10 @@ class Machine:
         if any([merge(self.host_clock, event.clock) for event in events]):
             self.needed.update((*sites, *(site for event in events for site in event.sites)))
         self.host_time = max([self.host_time, *(event.time for event in events)])
+
+    def put_on_host(self, tensor: Tensor) -> None:
+        """The tensor's memory is that of the host."""
+        self._host_storages.add(tensor.untyped_storage())
 
     def is_on_host(self, tensor: Tensor) -> bool:
         """Whether the tensor is in memory of the host, which streams reach too."""
