@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.comm.codec import Regions
+from megatron_zpp.comm.host_slots import SLOTS
 from megatron_zpp.comm.streams import Event, Stream, Streams
-
-SLOTS = 2  # one is copied while the host works on the other
 
 
 class Arrival:
@@ -49,7 +48,10 @@ class _Slot:
 
 
 class HostLink:
-    """Copies between a device and its host. streams: of the device; None if its memory is that of the host, so that nothing is copied."""
+    """Copies between a device and its host. streams: of the device; None if its memory is that of the host, so that nothing is copied.
+
+    crossings: number of copies so far. pinned_bytes: memory that has been pinned.
+    """
 
     def __init__(self, streams: Streams | None) -> None:
         self._streams = streams
@@ -57,6 +59,7 @@ class HostLink:
         self._slots: list[_Slot] = []
         self._largest_payload = 0
         self._encoded = 0
+        self.crossings = 0
         self.pinned_bytes = 0
 
     @property
@@ -97,6 +100,7 @@ class HostLink:
         encode(written)
         payload.copy_(written, non_blocking=True)
         slot.copied = self._streams.current().record_event()
+        self.crossings += 1
 
     def _next_slot(self, streams: Streams) -> _Slot:
         """The place that has been used least recently, when the device has copied from it."""
@@ -119,6 +123,7 @@ class HostLink:
         with self._streams.entered(self._down):
             for source, place in zip(values.parts(), arrived.parts(), strict=True):
                 place.copy_(source, non_blocking=True)
+        self.crossings += 1
         return self._down.record_event()
 
     def _pinned(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -94,6 +94,10 @@ class Policy:
         """Whether differences from a kept copy cross the inter link; not in a row in full precision."""
         return self.keeps_copy and not self.weight_codes.inter.is_exact
 
+    def copies_main_weights(self, topology: Topology) -> bool:
+        """Whether the full rung is a copy of main weights that every rank has on its device, so that no hop fills it."""
+        return self.optimizer is Rung.FULL or (topology.is_one_rank and self.optimizer is Rung.PRIMARY)
+
     def keeps_payloads(self, *, encodes: bool) -> bool:
         """Whether a rank keeps the payload of its own slice, so that a unit that climbs several times in a step is encoded only once.
 

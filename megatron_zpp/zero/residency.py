@@ -38,7 +38,7 @@ class Residency(Generic[Ticket]):
 
     def __init__(self, policy: Policy, topology: Topology) -> None:
         self._policy = policy
-        self.fills_without_hops = policy.optimizer is Rung.FULL or (topology.is_one_rank and policy.optimizer is Rung.PRIMARY)
+        self.fills_without_hops = policy.copies_main_weights(topology)
         self._fresh: set[Rung] = set()
         self._tickets: dict[Rung, Ticket] = {}
 

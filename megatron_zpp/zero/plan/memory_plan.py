@@ -1,4 +1,4 @@
-"""Predicts the memory that one rank needs, from units, policy and world alone (no torch).
+"""Predicts the memory that one rank needs on its device and on the host, from units, policy and world alone (no torch).
 
 The bytes of states are exact: the engine reports the same at the end of a step's last backward. Those of gathered units and buffers are the
 largest that the schedule and the lanes allow at one time.
@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_zpp.comm.code import EXACT, Code, Levels, LinkCodes, Runs
+from megatron_zpp.comm.host_slots import SLOTS
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.descents import LARGEST_UNDER_WAY
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.norm_memory import norm_bytes
 from megatron_zpp.zero.policy import Policy, Rung
-from megatron_zpp.zero.schedule import Prefetch, evaluation_schedule, training_schedule
+from megatron_zpp.zero.schedule import Moment, Phase, Prefetch, evaluation_schedule, training_schedule
+from megatron_zpp.zero.update_groups import update_groups
 
 MAIN_BYTES = 4  # a main weight, its gradient, or one of Adam's two moments, in fp32
 ADAM_MOMENTS = 2
@@ -42,8 +44,32 @@ class Sharding:
 
 
 @dataclass(frozen=True)
+class HostMemory:
+    """Bytes of one rank in the memory of its host, if the optimizer's state is kept there.
+
+    weights: main weights. mirrors: of the own slices of kept copies. pinned: places of gradients on their way down, and of payloads on
+    their way up. differences: fp32 values that exist while a difference of weights is encoded.
+    """
+
+    weights: int = 0
+    optimizer_state: int = 0
+    mirrors: int = 0
+    pinned: int = 0
+    differences: int = 0
+
+    @property
+    def states(self) -> int:
+        """The bytes of main weights, optimizer state and mirrors."""
+        return self.weights + self.optimizer_state + self.mirrors
+
+    @property
+    def total(self) -> int:
+        return self.states + self.pinned + self.differences
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on one rank.
+    """Bytes on one rank's device; host: beside it.
 
     weights: main weights, and working weights if they are kept on the full rung. secondary: secondary rungs that are kept within a step or
     across steps, and encoded payloads that are kept within a step. gathered: units that are full at the same time. buffers: payloads on
@@ -59,6 +85,7 @@ class MemoryPlan:
     buffers: int
     norm: int
     means: int = 0
+    host: HostMemory = HostMemory()
 
     @property
     def states(self) -> int:
@@ -71,20 +98,47 @@ def plan_memory(
 ) -> MemoryPlan:
     """The memory that each rank needs on a ladder of this topology.
 
-    on_streams: whether lanes are streams of a device. There the buffers of a hop are free for the next one as soon as it is submitted.
+    on_streams: whether lanes are streams of a device, whose host has memory of its own. There the buffers of a hop are free for the next
+    one as soon as it is submitted.
     """
     layouts = {spec.name: FlatLayout(spec.params, topology.data_ranks, sharding.block_numel) for spec in unit_specs}
     units = [_PlannedUnit(layout, sharding, topology, on_streams=on_streams) for layout in layouts.values()]
     same_size = Counter(units)
+    is_offloaded = sharding.policy.optimizer is Rung.HOST
     return MemoryPlan(
         weights=sum(unit.weights_bytes() for unit in units),
         gradients=sum(unit.gradient_bytes() for unit in units),
-        optimizer_state=sum(ADAM_MOMENTS * MAIN_BYTES * unit.main_numel() for unit in units),
+        optimizer_state=0 if is_offloaded else sum(unit.moments_bytes() for unit in units),
         secondary=sum(unit.secondary_bytes() for unit in units),
         gathered=_gathered_bytes(uses, sharding, {name: layout.numel for name, layout in layouts.items()}),
         buffers=sum(unit.buffer_bytes(count) for unit, count in same_size.items()),
         means=max(unit.mean_bytes() for unit in units),
         norm=max(norm_bytes(layout.runs) for layout in layouts.values()),
+        host=_host_memory(units, _update_order(list(layouts), uses, sharding.prefetch), on_streams=on_streams)
+        if is_offloaded
+        else HostMemory(),
+    )
+
+
+def _update_order(names: list[str], uses: Sequence[Use], prefetch: Prefetch) -> list[int]:
+    first_actions = training_schedule(uses, prefetch)[Moment(Phase.PRE_FORWARD, 0)]
+    return [index for group in update_groups(names, first_actions, at_once=False) for index in group]
+
+
+def _host_memory(units: Sequence[_PlannedUnit], update_order: Sequence[int], *, on_streams: bool) -> HostMemory:
+    """update_order: indices of the units, as the optimizer updates them."""
+    states = HostMemory(
+        weights=sum(MAIN_BYTES * unit.main_numel() for unit in units), optimizer_state=sum(unit.moments_bytes() for unit in units)
+    )
+    if not on_streams:  # the device's memory is that of the host, so nothing is copied
+        return states
+    slices = [MAIN_BYTES * units[index].slice_numel for index in update_order]
+    arrivals = sum(max(slices[turn::SLOTS]) for turn in range(min(SLOTS, len(slices))))
+    return replace(
+        states,
+        mirrors=sum(unit.mirror_bytes() for unit in units),
+        pinned=arrivals + SLOTS * max(unit.largest_own_payload_bytes() for unit in units),
+        differences=max(unit.difference_bytes() for unit in units),
     )
 
 
@@ -97,6 +151,8 @@ class _PlannedUnit:
         self._sharding = sharding
         self._policy = sharding.policy.in_world(topology)
         self._topology = topology
+        self._is_offloaded = self._policy.optimizer is Rung.HOST
+        self._climbs = not self._policy.copies_main_weights(topology)
         self._on_streams = on_streams
         self._data_ranks = topology.data_ranks
         self._partitions = topology.partitions
@@ -115,13 +171,28 @@ class _PlannedUnit:
 
     def weights_bytes(self) -> int:
         working = self._sharding.element_bytes * self._full_numel() if self._policy.weights_in_step is Rung.FULL else 0
-        return MAIN_BYTES * self.main_numel() + working
+        return working if self._is_offloaded else MAIN_BYTES * self.main_numel() + working
+
+    def moments_bytes(self) -> int:
+        return ADAM_MOMENTS * MAIN_BYTES * self.main_numel()
+
+    def mirror_bytes(self) -> int:
+        return self._sharding.element_bytes * self.slice_numel if self._policy.keeps_copy else 0
+
+    def largest_own_payload_bytes(self) -> int:
+        """Of the own slice. Where differences are sent, the first climb sends the own slice as it is."""
+        whole = self._payload_bytes(EXACT) if self._policy.keeps_copy else 0
+        return max(whole, self._payload_bytes(self._weight_codes.inter))
+
+    def difference_bytes(self) -> int:
+        """The fp32 difference of main weights from a kept copy, before it is encoded."""
+        return MAIN_BYTES * self._runs.blocks if self._policy.sends_differences else 0
 
     def gradient_bytes(self) -> int:
         return MAIN_BYTES * self._policy.gradients.slices(self._topology) * self.slice_numel
 
     def secondary_bytes(self) -> int:
-        if self._topology.is_one_rank:
+        if self._topology.is_one_rank and not self._climbs:
             return 0  # the main weights are the whole unit
         if self._policy.weights_in_step is Rung.SECONDARY:
             return self._partitions * self._payload_bytes(self._weight_codes.intra)
@@ -131,7 +202,7 @@ class _PlannedUnit:
     def buffer_bytes(self, count: int) -> int:
         """Payloads on their way at the same time, if `count` units have this size."""
         if self._topology.is_one_rank:
-            return 0
+            return min(count, 1 + self._sharding.prefetch.inter_uses) * self._held_by_climb_bytes() if self._climbs else 0
         prefetch = self._sharding.prefetch
         units_to_secondary, units_to_full = min(count, 1 + prefetch.inter_uses), min(count, 1 + prefetch.intra_uses)
         units_descending = min(count, LARGEST_UNDER_WAY + 1)  # and one that autograd fills
@@ -184,7 +255,8 @@ class _PlannedUnit:
         if self._topology.is_one_rank:
             return 0
         if self._policy.sends_differences:
-            climbing = self._runs.blocks  # the difference from the kept copy
+            is_on_host = self._is_offloaded and self._on_streams
+            climbing = 0 if is_on_host else self._runs.blocks  # the difference from the kept copy
         else:
             climbing = 0 if weights.are_alike or self._partitions == 1 else self._recoded_numel(weights)
         descending = self._added_numel()
@@ -247,4 +319,4 @@ def largest_plan(
     if starts_exact:
         exact = replace(sharding, policy=sharding.policy.in_full_precision())
         plans.append(plan_memory(unit_specs, uses, exact, topology, on_streams=on_streams))
-    return max(plans, key=lambda plan: plan.states + plan.gathered + plan.buffers + plan.means)
+    return max(plans, key=lambda plan: plan.states + plan.gathered + plan.buffers + plan.means + plan.host.total)

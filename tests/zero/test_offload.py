@@ -1,0 +1,250 @@
+"""The optimizer's state on the host: the bits of a run without offload, and the bytes of the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness.fake_streams.gpus import Gpu, run_on_gpus
+from harness.small_engine import LEARNING_RATE, Job, ModelShape, Rank, train_world
+from harness.worlds import run_world
+
+from megatron_zpp.comm.backend import VirtualBackend
+from megatron_zpp.comm.code import Code, LinkCodes, Runs
+from megatron_zpp.comm.codec import Regions
+from megatron_zpp.comm.host_link import HostLink
+from megatron_zpp.zero.loss_scaler import DynamicLossScaler
+from megatron_zpp.zero.pieces import owned_pieces
+from megatron_zpp.zero.plan.memory_plan import MemoryPlan, Sharding, largest_plan
+from megatron_zpp.zero.policy import (
+    POLICIES,
+    ZEROPP,
+    Policy,
+    Rung,
+    with_gradients_summed_on_secondary,
+    with_offloaded_optimizer,
+    with_quantized_gradients,
+    with_quantized_weights,
+    with_secondary_weights,
+    with_weight_differences,
+)
+from megatron_zpp.zero.schedule import Prefetch
+
+pytestmark = pytest.mark.virtual
+
+DIFFERENCES = Code.gaussian(3, rounds=1)
+GAUSSIAN = LinkCodes(DIFFERENCES, Code(8))
+LEAN = with_quantized_gradients(with_weight_differences(with_secondary_weights(POLICIES[3]), DIFFERENCES), GAUSSIAN)
+ROWS: dict[str, Policy] = {
+    "stage 1": POLICIES[1],
+    "stage 2": POLICIES[2],
+    "stage 3": POLICIES[3],
+    "qwZ": with_quantized_weights(POLICIES[3]),
+    "qwZ in stage 1": with_quantized_weights(POLICIES[1], Code(4)),
+    "hpZ": with_secondary_weights(POLICIES[3]),
+    "qgZ": with_quantized_gradients(POLICIES[2]),
+    "ZeRO++": ZEROPP,
+    "lean": with_gradients_summed_on_secondary(LEAN),
+    "lean in stage 1": with_quantized_gradients(with_weight_differences(POLICIES[1], DIFFERENCES), GAUSSIAN),
+}
+SHAPE = ModelShape(inner=(17, 40, 16))
+
+
+def job_of(policy: Policy, **changes: object) -> Job:
+    return dataclasses.replace(Job(policy, torch.bfloat16, SHAPE, block_numel=256), **changes)  # type: ignore[arg-type]
+
+
+def offloaded(job: Job) -> Job:
+    return dataclasses.replace(job, policy=with_offloaded_optimizer(job.policy))
+
+
+# Every row, and in turn every world, precision, number of micro-batches and recomputation.
+@pytest.mark.parametrize(
+    "row, world, dtype, microbatches, chunk",
+    [
+        (row, world, dtype, microbatches, chunk)
+        for index, row in enumerate(ROWS)
+        for world, dtype, microbatches, chunk in [
+            ((2, 2), torch.bfloat16, 1 + index % 2, index % 3),
+            (
+                [(1, 1), (1, 2), (2, 1), (3, 2)][index % 4],
+                [torch.float32, torch.float16, torch.bfloat16][index % 3],
+                1 + (index + 1) % 2,
+                (index + 1) % 3,
+            ),
+        ]
+    ],
+    ids=str,
+)
+def test_an_offloaded_optimizer_changes_no_bit(row: str, world: tuple[int, int], dtype: torch.dtype, microbatches: int, chunk: int) -> None:
+    shape = dataclasses.replace(SHAPE, is_recomputed=chunk > 0, chunk=max(1, chunk))
+    job = job_of(ROWS[row], dtype=dtype, microbatches=microbatches, shape=shape)
+    assert train_world(world, offloaded(job)) == train_world(world, job)
+
+
+@pytest.mark.parametrize("row", ["stage 3", "ZeRO++", "lean in stage 1"])
+def test_neither_prefetch_nor_a_start_in_full_precision_changes_a_bit(row: str) -> None:
+    for changes in ({"prefetch": Prefetch(0, 0)}, {"prefetch": Prefetch(4, 3)}, {"full_precision_iterations": 2}):
+        job = job_of(ROWS[row], **changes)
+        assert train_world((2, 2), offloaded(job)) == train_world((2, 2), job)
+
+
+def with_evaluations(job: Job) -> Callable[[VirtualBackend], list[tuple[float, float]]]:
+    def program(backend: VirtualBackend) -> list[tuple[float, float]]:
+        rank = Rank(job, backend)
+        history = []
+        for step in range(job.steps):
+            loss, result = rank.step(step)
+            history.append((loss, result.grad_norm))
+            with torch.no_grad():
+                history += [(rank.loss(50 + index).item(), rank.engine.weight_norm()) for index in range(3)]
+        rank.engine.close()
+        return history
+
+    return program
+
+
+@pytest.mark.parametrize("row", ["stage 1", "stage 3", "ZeRO++", "lean"])
+def test_three_evaluations_after_each_step_have_the_losses_and_norms_of_a_run_without_offload(row: str) -> None:
+    job = job_of(ROWS[row], steps=2)
+    assert run_world((2, 2), with_evaluations(offloaded(job))) == run_world((2, 2), with_evaluations(job))
+
+
+# ---- skipped steps
+
+
+def overflowing() -> DynamicLossScaler:
+    return DynamicLossScaler(scale=2.0**18, hysteresis=1)
+
+
+@pytest.mark.parametrize("row", ["stage 2", "ZeRO++"])
+def test_a_skipped_step_moves_nothing_over_the_host_link_and_changes_no_weight(row: str) -> None:
+    job = offloaded(job_of(ROWS[row], dtype=torch.float16, steps=5, loss_scaler=overflowing))
+
+    def program(gpu: Gpu) -> list[tuple[bool, int, bool]]:
+        rank = Rank(job, gpu.backend, lanes=gpu.lanes, streams=gpu.machine)
+        found = []
+        for step in range(job.steps):
+            loss = rank.loss(step)
+            rank.backward(loss)
+            with gpu.accesses.paused():
+                before = [piece.values.clone() for piece in owned_pieces(rank.engine)]
+                crossed = rank.engine.ladder.host_link.crossings
+            result = rank.engine.step(LEARNING_RATE)
+            with gpu.accesses.paused():
+                same = all(torch.equal(piece.values, values) for piece, values in zip(owned_pieces(rank.engine), before, strict=True))
+            found.append((result.is_skipped, rank.engine.ladder.host_link.crossings - crossed, same))
+        rank.engine.close()
+        return found
+
+    for found in run_on_gpus((2, 2), program):
+        skipped = [(crossings, same) for is_skipped, crossings, same in found if is_skipped]
+        made = [(crossings, same) for is_skipped, crossings, same in found if not is_skipped]
+        assert skipped and all(crossings == 0 and same for crossings, same in skipped)
+        assert made and all(crossings > 0 and not same for crossings, same in made)
+
+
+# ---- bytes
+
+
+def plan_of(rank: Rank, *, on_streams: bool = False) -> MemoryPlan:
+    job = rank.job
+    sharding = Sharding(job.policy, job.block_numel, job.dtype.itemsize, job.prefetch)
+    starts_exact = job.full_precision_iterations > 0
+    topology = rank.backend.grid.ladder
+    return largest_plan(rank.model.unit_specs(), rank.model.uses(), sharding, topology, starts_exact=starts_exact, on_streams=on_streams)
+
+
+def slice_numel(rank: Rank) -> int:
+    return sum(unit.layout.slice_numel for unit in rank.engine.units)
+
+
+@pytest.mark.parametrize("row, world", [(row, [(1, 1), (1, 2), (2, 1), (2, 2)][index % 4]) for index, row in enumerate(ROWS)], ids=str)
+def test_states_on_device_and_host_are_those_of_the_plan_to_the_byte(row: str, world: tuple[int, int]) -> None:
+    def program(backend: VirtualBackend) -> None:
+        rank = Rank(offloaded(job_of(ROWS[row])), backend)
+        for step in range(2):
+            rank.accumulate(step)
+            rank.engine.finish_gradients()
+            plan = plan_of(rank)
+            assert rank.engine.model_state_bytes() == plan.states
+            assert rank.engine.host_state_bytes() == plan.host.total == 12 * slice_numel(rank)
+            rank.engine.step(0.1)
+        rank.engine.close()
+
+    run_world(world, program)
+
+
+@pytest.mark.parametrize(
+    "row, world, exact_iterations", [("stage 2", (2, 2), 0), ("stage 3", (1, 1), 0), ("ZeRO++", (2, 2), 1), ("lean", (2, 2), 0)], ids=str
+)
+def test_a_device_holds_4_bytes_per_owned_parameter_and_rungs_and_its_host_12_or_14_and_two_units_of_staging(
+    row: str, world: tuple[int, int], exact_iterations: int
+) -> None:
+    job = offloaded(job_of(ROWS[row], full_precision_iterations=exact_iterations, steps=3))
+
+    def program(gpu: Gpu) -> None:
+        rank = Rank(job, gpu.backend, lanes=gpu.lanes, streams=gpu.machine)
+        plan = plan_of(rank, on_streams=True)
+        for step in range(job.steps):
+            rank.accumulate(step)
+            rank.engine.finish_gradients()
+            if step >= exact_iterations:
+                assert rank.engine.model_state_bytes() <= plan.states
+                assert exact_iterations or rank.engine.model_state_bytes() == plan.states
+            rank.engine.step(0.1)
+        owned, differs = slice_numel(rank), job.policy.in_world(rank.engine.ladder.topology).keeps_copy
+        assert rank.engine.host_state_bytes() == plan.host.states == (14 if differs else 12) * owned
+        if job.policy.gradients is Rung.PRIMARY:
+            assert plan.gradients == 4 * owned and plan.optimizer_state == 0
+        assert rank.engine.ladder.host_link.pinned_bytes == plan.host.pinned
+        rank.engine.close()
+
+    run_on_gpus(world, program)
+
+
+@pytest.mark.parametrize("row", ["stage 2", "stage 3", "hpZ", "ZeRO++", "lean"])
+def test_each_unit_crosses_the_host_link_once_per_step_in_each_direction_whatever_the_number_of_micro_batches(row: str) -> None:
+    job = offloaded(job_of(ROWS[row], microbatches=3))
+
+    def program(gpu: Gpu) -> None:
+        rank = Rank(job, gpu.backend, lanes=gpu.lanes, streams=gpu.machine)
+        crossings = []
+        for step in range(3):
+            rank.accumulate(step)
+            crossings.append(rank.engine.ladder.host_link.crossings)
+            rank.engine.step(LEARNING_RATE)
+        rank.engine.close()
+        units = len(rank.engine.units)
+        assert [after - before for before, after in itertools.pairwise(crossings)] == [2 * units] * 2
+
+    run_on_gpus((2, 2), program)
+
+
+# ---- what has no meaning
+
+
+def test_stage_0_has_no_owner_of_a_slice_and_cannot_be_offloaded() -> None:
+    with pytest.raises(ValueError, match="no owner of a slice"):
+        with_offloaded_optimizer(POLICIES[0])
+
+
+@pytest.mark.parametrize("changes", [{"gradients": Rung.HOST}, {"weights_in_step": Rung.HOST}], ids=str)
+def test_neither_gradients_nor_working_weights_rest_on_the_host(changes: dict[str, Rung]) -> None:
+    with pytest.raises(ValueError, match="only the optimizer state"):
+        dataclasses.replace(with_offloaded_optimizer(POLICIES[3]), **changes)  # type: ignore[arg-type]
+
+
+def test_a_link_without_streams_hands_over_values_and_payloads_as_they_are() -> None:
+    link = HostLink(None)
+    values = Regions.of(torch.arange(6.0), Runs(4, 2))
+    (arrival,) = link.arrivals([values])
+    arrival.start()
+    arrival.wait()
+    assert arrival.values is values
+    payload = torch.zeros(1, 16, dtype=torch.uint8)
+    link.encode(lambda written: written.fill_(7), payload)  # type: ignore[arg-type, return-value]
+    assert payload.eq(7).all() and link.pinned_bytes == 0 and link.crossings == 0
