@@ -80,7 +80,7 @@ class HostRunner:
             stage.land()
 
     def _wait(self, work: Work) -> None:
-        """Waits with the watch called about once a second: gloo's own wait calls nobody, and a rank that does not call is taken for dead."""
+        """Waits, and calls the watch about once a second: gloo's own wait does not, and a rank that never calls is taken for dead."""
         if self._waits.watch is not None:
             ended = threading.Event()
             work.when_ended(ended.set)
