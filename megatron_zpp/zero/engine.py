@@ -161,7 +161,14 @@ class ZeroEngine:
         if self._is_in_backward:
             self._recompute(use)
         else:
-            self._reach(Moment(Phase.PRE_FORWARD, use), torch.is_grad_enabled())
+            is_training = torch.is_grad_enabled()
+            self._book_activations(is_training)
+            self._reach(Moment(Phase.PRE_FORWARD, use), is_training)
+
+    def _book_activations(self, is_training: bool) -> None:
+        """Tells the tensor link, if there is one, for what the model uses it from now on."""
+        if self.ladder.tensor_link is not None:
+            self.ladder.tensor_link.book_under(Category.ACTIVATIONS if is_training else Category.EVALUATION)
 
     def _recompute(self, use: int) -> None:
         """Gathers the weights of a use that is recomputed in a chunk. A use that is recomputed alone has them already, for its backward.
@@ -199,6 +206,7 @@ class ZeroEngine:
         self._gradients = _Gradients.BROKEN  # unless this call comes to its end
         self._is_last_microbatch = is_last_microbatch
         self._is_in_backward = True
+        self._book_activations(is_training=True)
         try:
             (loss * (self.loss_scaler.scale / microbatches)).backward()
             self._descents.sweep(is_last_microbatch=is_last_microbatch)
