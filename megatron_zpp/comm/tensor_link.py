@@ -56,11 +56,16 @@ class TensorLink:
 
     def summed(self, values: Tensor) -> Tensor:
         """The sum of all ranks' `values`, in their shape and dtype."""
-        flat = values.reshape(-1)
+        return self.start_summed(values).wait()
+
+    def start_summed(self, values: Tensor) -> Pending:
+        """The same as `summed`; nothing may write to `values` before its end. The gather begins when it is waited for."""
+        flat = values.detach().reshape(-1)
         padding = -flat.numel() % self.ranks
         if padding:
             flat = torch.cat((flat, flat.new_zeros(padding)))
-        return self.gather(self.sum_scattered(flat)).view(-1)[: values.numel()].view(values.shape)
+        part, numel, shape = self.start_sum_scattered(flat), values.numel(), values.shape
+        return Pending(lambda: self.gather(part.wait()).view(-1)[:numel].view(shape))
 
     def start_gather(self, own: Tensor, category: Category = Category.ACTIVATIONS) -> Pending:
         """The same as `gather`; nothing may write to `own` before its end."""
