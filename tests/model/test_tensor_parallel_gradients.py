@@ -5,6 +5,7 @@ The ranks are threads with the model itself; its shared elements are compared as
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -36,6 +37,14 @@ def inputs(samples: int, packing: str) -> Inputs:
     if "positions" in packing:
         batch["position_ids_BS"] = torch.cat([torch.arange(length) for length in lengths]).view(samples, LENGTH)
     return batch
+
+
+def tolerances_of(whole: GPT, batch: Inputs) -> dict[str, float]:
+    """Of each gradient. Where terms cancel, as in the norms of queries and keys, the whole model's own gradient has a larger error."""
+    _, own = trained(deepcopy(whole).eval(), batch)
+    _, exact = trained(deepcopy(whole).double().eval(), batch)
+    errors = {name: float((own[name] - exact[name]).abs().max() / exact[name].abs().max()) for name in exact}
+    return {name: max(TOLERANCE, 2 * error) for name, error in errors.items()}
 
 
 def trained(gpt: GPT, batch: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -73,11 +82,12 @@ def compare(model: str, ranks: int, batch: Inputs, *, sequence_parallel: bool, *
         return trained(divided_gpt(model, whole, TensorParallel(link, sequence_parallel), **changes), batch)
 
     of_ranks = run_tensor_ranks(ranks, on_rank)
+    tolerances = tolerances_of(whole, batch)
     expected_loss, expected = trained(whole, batch)
     assert all(torch.equal(loss, of_ranks[0][0]) for loss, _ in of_ranks)
     torch.testing.assert_close(of_ranks[0][0], expected_loss, rtol=TOLERANCE, atol=TOLERANCE)
     gradients = [of_rank for _, of_rank in of_ranks]
-    check_gradients(config_of(model, **changes), expected, gradients, sequence_parallel=sequence_parallel, tolerance=TOLERANCE)
+    check_gradients(config_of(model, **changes), expected, gradients, sequence_parallel=sequence_parallel, tolerances=tolerances)
 
 
 both_token_orders = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["all tokens", "own tokens"])

@@ -79,8 +79,8 @@ def test_a_column_linear_is_the_products_of_each_ranks_rows_and_a_sum_of_input_g
 def test_a_row_linear_is_the_sum_of_the_products_of_each_ranks_columns_and_then_the_bias_once(
     ranks: int, dtype: torch.dtype, bias: bool, sequence_parallel: bool
 ) -> None:
-    inner = drawn(0, SAMPLES, LENGTH, INNER, dtype=dtype).chunk(ranks, dim=-1)
-    weights = drawn(1, WIDTH, INNER, dtype=dtype).chunk(ranks, dim=1)
+    inner = [part.contiguous() for part in drawn(0, SAMPLES, LENGTH, INNER, dtype=dtype).chunk(ranks, dim=-1)]
+    weights = [part.contiguous() for part in drawn(1, WIDTH, INNER, dtype=dtype).chunk(ranks, dim=1)]
     of_all = drawn(2, WIDTH, dtype=dtype)
     grad = drawn(3, SAMPLES, LENGTH, WIDTH, dtype=dtype)
 
