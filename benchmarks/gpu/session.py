@@ -63,12 +63,12 @@ class Session:
         self.config: Config = resolve(parse_flags(self.flags.split()), grid.world_size, grid.ranks_per_node)
         check_backends(self.config, self.place.device)
         self.padded_vocab = setup.build_vocabulary(self.config).padded_size
-        self.model: GPT = setup.build_model(self.config, self.padded_vocab, None)
+        ledger = Ledger(grid, self.place.backend.rank)
+        ladder = Ladder(self.place.backend, self.place.lanes, ledger, self.place.device, self.place.streams)
+        self.model: GPT = setup.build_model(self.config, self.padded_vocab, None, ladder.tensor_link)
         self.need: MemoryNeed = memory_need(
             self.config, self.model, sharding_of(self.config), grid, is_on_gpu=self.place.device.type == "cuda"
         )
-        ledger = Ledger(grid, self.place.backend.rank)
-        ladder = Ladder(self.place.backend, self.place.lanes, ledger, self.place.device, self.place.streams)
         instruments = Instruments(Timers(0, clock_of(self.place.device)), self.observer)
         self.engine: ZeroEngine = setup.build_engine(self.config, self.model, ladder, instruments)
         self.microbatches = self.config.training.global_batch_size // (self.config.training.micro_batch_size * grid.data_ranks)

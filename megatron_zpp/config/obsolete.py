@@ -50,7 +50,6 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--no-overlap-p2p-communication": AcceptedFlag(0, "there are no pipeline stages"),
     "--lazy-mpu-init": AcceptedFlag(1, "process groups are made at the start"),
     "--use-ring-exchange-p2p": AcceptedFlag(0, "there are no pipeline stages"),
-    "--sequence-parallel": AcceptedFlag(0, "it divides what the ranks of tensor parallelism share, and there is one"),
     "--tp-comm-overlap": AcceptedFlag(0, "there is one rank of tensor parallelism"),
     "--use-tp-pp-dp-mapping": AcceptedFlag(0, "all ranks are data-parallel, in one order"),
     "--no-async-tensor-model-parallel-allreduce": AcceptedFlag(0, "there is one rank of tensor parallelism"),

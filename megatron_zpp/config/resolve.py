@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_zpp.config import rules_model, rules_run, rules_schedule, rules_zero
+from megatron_zpp.config import rules_model, rules_run, rules_schedule, rules_tensor, rules_zero
 from megatron_zpp.config.batch_schedule import running_schedule
 from megatron_zpp.config.deepspeed import naming_sources, with_deepspeed_json
 from megatron_zpp.config.defaults import assume, derive
@@ -45,6 +45,7 @@ def _filled_in(given: Config, ranks: RankCounts) -> Config:
     config = derive(config, batches, ranks)
     rules_run.check_resolved(config, ranks.world)
     rules_model.check_resolved(config)
+    rules_tensor.check_resolved(config)
     rules_schedule.check_resolved(config, batches, ranks.data)
     rules_zero.check_resolved(config, ranks)
     return config.with_notices(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from megatron_zpp.config.flag import FlagError, any_of, divisors, next_multiple
-from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.config.schema import Config, ModelConfig
 
 TENSOR_SIZE = "--tensor-model-parallel-size"
 
@@ -23,6 +23,22 @@ def check_tensor_ranks(model: ModelConfig, padded_vocab_size: int, tensor_ranks:
     check_groups(model, tensor_ranks)
     check_vocabulary(model, padded_vocab_size, tensor_ranks)
     check_positions(model, tensor_ranks)
+
+
+def check_resolved(config: Config) -> None:
+    """Raises FlagError for the first rule about tensor ranks that the filled-in values break.
+
+    The rule about the vocabulary comes later (`check_tensor_ranks`), because the tokenizer decides its size.
+    """
+    model, tensor_ranks = config.model, config.distributed.tensor_model_parallel_size
+    if tensor_ranks == 1:
+        return
+    check_heads(model, tensor_ranks)
+    check_feed_forward(model, tensor_ranks)
+    check_groups(model, tensor_ranks)
+    check_positions(model, tensor_ranks)
+    check_tokens(config)
+    check_compilation(config)
 
 
 def check_heads(model: ModelConfig, tensor_ranks: int) -> None:
@@ -73,6 +89,26 @@ def check_positions(model: ModelConfig, tensor_ranks: int) -> None:
         raise FlagError(
             f"--max-position-embeddings {positions} is not a multiple of {TENSOR_SIZE} {tensor_ranks}; "
             f"choose {next_multiple(positions, tensor_ranks)}."
+        )
+
+
+def check_tokens(config: Config) -> None:
+    """With --sequence-parallel the ranks divide the tokens of a micro-batch, whatever number of samples it has."""
+    length, tensor_ranks = config.model.seq_length, config.distributed.tensor_model_parallel_size
+    if config.distributed.sequence_parallel and length % tensor_ranks != 0:
+        raise FlagError(
+            f"--seq-length {length} is not a multiple of {TENSOR_SIZE} {tensor_ranks}, among which --sequence-parallel divides tokens; "
+            f"choose {next_multiple(length, tensor_ranks)}, or leave --sequence-parallel out."
+        )
+
+
+def check_compilation(config: Config) -> None:
+    """A compiled block cannot wait for the tensor link."""
+    tensor_ranks = config.distributed.tensor_model_parallel_size
+    if config.training.compile:
+        raise FlagError(
+            f"--compile is not available with {TENSOR_SIZE} {tensor_ranks}, because blocks wait for other ranks; leave --compile out, "
+            f"or choose {TENSOR_SIZE} 1."
         )
 
 

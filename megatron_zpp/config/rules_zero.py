@@ -30,18 +30,16 @@ def check_resolved(config: Config, ranks: RankCounts) -> None:
     """Raises FlagError for the first rule that the filled-in values break in a world of these ranks."""
     check_partition_divides_node(config, ranks)
     check_copy_is_kept(config, ranks)
-    check_ranks_per_node(config, ranks)
     check_remaining_link_is_quantized(config, ranks)
 
 
 def check_parallelism(config: Config) -> None:
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        size = config.value_of(name)
-        if size > 1:
-            kind = name.split("_")[0]
-            raise FlagError(
-                f"{spelling_of(name)} {size} is not available, because there is data parallelism but no {kind} parallelism; choose 1."
-            )
+    stages = config.distributed.pipeline_model_parallel_size
+    if stages > 1:
+        raise FlagError(
+            f"--pipeline-model-parallel-size {stages} is not available, because there is data and tensor parallelism but no pipeline "
+            "parallelism; choose 1."
+        )
 
 
 def check_quantized_stage(config: Config) -> None:
@@ -165,15 +163,6 @@ def check_partition_divides_node(config: Config, ranks: RankCounts) -> None:
         raise FlagError(
             f"--zero-hpz-partition-size {partition_ranks} does not divide the {ranks_per_node} ranks of a node; "
             f"choose {any_of(divisors(ranks_per_node))}, or start a multiple of {partition_ranks} ranks per node."
-        )
-
-
-def check_ranks_per_node(config: Config, ranks: RankCounts) -> None:
-    if ranks.world % ranks.ranks_per_node != 0:
-        source = "" if "ranks_per_node" in config.given else " (from the launcher)"
-        raise FlagError(
-            f"--ranks-per-node {ranks.ranks_per_node}{source} does not divide the {ranks.world} ranks of the world; "
-            f"choose {any_of(divisors(ranks.world))}."
         )
 
 

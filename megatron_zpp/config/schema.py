@@ -643,7 +643,17 @@ class ZeroConfig:
 class DistributedConfig:
     """Ranks, nodes and their communication."""
 
-    tensor_model_parallel_size: int = flag(1, help="Ranks that share one layer; only 1 is available.", unit="ranks", allowed=POSITIVE_RANKS)
+    tensor_model_parallel_size: int = flag(
+        1,
+        help="Ranks that share every layer and its samples; must divide the ranks of a node.",
+        unit="ranks",
+        allowed=POSITIVE_RANKS,
+    )
+    sequence_parallel: bool = flag(
+        False,
+        help="Between the layers, each of the ranks that share them has only its own part of the tokens.",
+        without_effect=when(tensor_model_parallel_size=1),
+    )
     pipeline_model_parallel_size: int = flag(1, help="Pipeline stages; only 1 is available.", unit="ranks", allowed=POSITIVE_RANKS)
     ranks_per_node: int = flag(
         None,

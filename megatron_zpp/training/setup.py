@@ -13,6 +13,7 @@ from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.comm.observed_lanes import ObservedLanes
 from megatron_zpp.comm.streams import streams_of
+from megatron_zpp.comm.tensor_link import TensorLink
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples
 from megatron_zpp.config.schema import Config, PrecisionConfig
 from megatron_zpp.data.build_once import ProgressPrinter
@@ -27,6 +28,7 @@ from megatron_zpp.monitor.logging import RankPrinter
 from megatron_zpp.parallel.groups import make_lane_groups
 from megatron_zpp.parallel.initialize import World
 from megatron_zpp.parallel.launch import Launch
+from megatron_zpp.tensor_parallel.context import TensorParallel
 from megatron_zpp.training.instruments import Instruments
 from megatron_zpp.training.sharding import choose_policy, grid_of, prefetch_of
 from megatron_zpp.training.stored_run import StoredRun
@@ -92,9 +94,13 @@ def build_run_data(config: Config, vocabulary: Vocabulary, progress: ProgressPri
     return datasets
 
 
-def build_model(config: Config, padded_vocab: int, stored: StoredRun | None) -> GPT:
-    """Model without storage. Raises CheckpointError if `stored` lacks what the run takes from it."""
-    model = GPT(config.model, padded_vocab, config.training.seed, working_dtype(config.precision))
+def build_model(config: Config, padded_vocab: int, stored: StoredRun | None, tensor_link: TensorLink | None) -> GPT:
+    """Model without storage, of this rank's parts of the layers. tensor_link: to the ranks that have the others; None if there are none.
+
+    Raises FlagError if the vocabulary does not divide among them, and CheckpointError if `stored` lacks what the run takes from it.
+    """
+    tensor = TensorParallel(tensor_link, config.distributed.sequence_parallel) if tensor_link is not None else None
+    model = GPT(config.model, padded_vocab, config.training.seed, working_dtype(config.precision), tensor)
     if stored is not None:
         stored.check_contents(config, model.unit_specs())
     if config.training.compile:

@@ -66,6 +66,7 @@ def element_bytes(precision: PrecisionConfig) -> int:
 
 
 def grid_of(config: Config, world_size: int) -> Grid:
-    """Grid of a resolved configuration. A partition has --zero-hpz-partition-size ranks, or is a node if that is 1."""
-    ranks_per_node = config.distributed.ranks_per_node
-    return Grid(world_size, ranks_per_node, partition_ranks(config, ranks_per_node))
+    """Grid of a resolved configuration. A partition has --zero-hpz-partition-size ranks, or if that is 1, those of a node in one ladder."""
+    distributed = config.distributed
+    tensor_ranks = distributed.tensor_model_parallel_size
+    return Grid(world_size, distributed.ranks_per_node, partition_ranks(config, distributed.ranks_per_node // tensor_ranks), tensor_ranks)

@@ -103,7 +103,7 @@ def test_real_data_without_lr_gets_the_default_and_a_notice():
 @pytest.mark.parametrize(
     "flags, parts",
     [
-        ("--tensor-model-parallel-size 2", ["--tensor-model-parallel-size 2", "not available", "no tensor", "choose 1"]),
+        ("--tensor-model-parallel-size 2", ["--tensor-model-parallel-size 2", "one rank", "--nproc_per_node 2"]),
         ("--pipeline-model-parallel-size 2", ["--pipeline-model-parallel-size 2", "not available", "no pipeline", "choose 1"]),
         ("--fp16 --bf16", ["--fp16", "--bf16", "exclude", "give one"]),
         ("--fp16 --initial-loss-scale 1 --min-loss-scale 2", ["--initial-loss-scale 1.0", "--min-loss-scale 2.0", "choose 2.0 or more"]),
