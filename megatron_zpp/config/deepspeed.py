@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.config.deepspeed_offload import OFFLOAD, OLDER, offloads_optimizer
 from megatron_zpp.config.flag import NOT_NEGATIVE, POSITIVE_COUNT, Bounds, FlagError, check_value, in_words, spelling_of
 from megatron_zpp.config.options import Option, options
 from megatron_zpp.config.outside import OutsideFile
@@ -47,7 +48,7 @@ BATCH_KEYS = (GLOBAL_KEY, MICRO_KEY, ACCUMULATION_KEY)
 WITHOUT_MEANING: frozenset[str] = frozenset(
     """
     zero_optimization.allgather_bucket_size zero_optimization.allgather_partitions zero_optimization.contiguous_gradients
-    zero_optimization.elastic_checkpoint zero_optimization.gather_16bit_weights_on_model_save
+    zero_optimization.cpu_offload_use_pin_memory zero_optimization.elastic_checkpoint zero_optimization.gather_16bit_weights_on_model_save
     zero_optimization.ignore_unused_parameters zero_optimization.load_from_fp32_weights zero_optimization.log_trace_cache_warnings
     zero_optimization.max_live_parameters zero_optimization.max_reuse_distance zero_optimization.memory_efficient_linear
     zero_optimization.model_persistence_threshold zero_optimization.module_granularity_threshold zero_optimization.overlap_comm
@@ -70,6 +71,7 @@ WITHOUT_MEANING: frozenset[str] = frozenset(
 
 OFF: tuple[Any, ...] = (None, False)
 NOTHING_TO_PUT = "leave the key out"
+PARAMETERS_OFFLOADED = "in stage 3 the weights at rest are the main weights, which offload_optimizer keeps on the host; use that key"
 
 ABSENT_FEATURES = """
     autotuning compile compression_training curriculum_learning data_efficiency eigenvalue elasticity graph_harvesting hybrid_engine
@@ -82,11 +84,8 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     **{
         f"zero_optimization.{key}": (OFF, remedy)
         for key, remedy in {
-            "offload_param": "weights stay on the device; leave the key out, and use more ranks",
-            "offload_optimizer": "optimizer state stays on the device; leave the key out, and use more ranks",
-            "cpu_offload": "optimizer state stays on the device; leave the key out, and use more ranks",
-            "cpu_offload_param": "weights stay on the device; leave the key out, and use more ranks",
-            "cpu_offload_use_pin_memory": NOTHING_TO_PUT,
+            "offload_param": PARAMETERS_OFFLOADED,
+            "cpu_offload_param": PARAMETERS_OFFLOADED,
             "zenflow": NOTHING_TO_PUT,
             "zero_quantized_nontrainable_weights": "every weight is trained; leave the key out",
             "zeropp_loco_param": "gradients carry no error feedback; leave the key out",
@@ -130,7 +129,9 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(ABSENT_FEATURES, (OFF, NOTHING_TO_PUT)),
 }
 
-KEYS: frozenset[str] = frozenset([*FIELDS, *BATCH_KEYS, *WITHOUT_MEANING, *REFUSED])
+OFFLOAD_KEYS = (OFFLOAD, OLDER)
+
+KEYS: frozenset[str] = frozenset([*FIELDS, *BATCH_KEYS, *OFFLOAD_KEYS, *WITHOUT_MEANING, *REFUSED])
 SECTIONS: frozenset[str] = frozenset(key.split(".")[0] for key in KEYS if "." in key)
 
 
@@ -143,7 +144,7 @@ def with_deepspeed_json(config: Config, data_ranks: int) -> Config:
     if file is None:
         return config
     entries = Entries(file, dict(_flattened(file, read_object(file))))
-    settings = [*_translated(entries), *_batch(entries, config, data_ranks)]
+    settings = [*_translated(entries), *_offload(entries), *_batch(entries, config, data_ranks)]
     for setting in settings:
         check_agreement(config, setting)
     values = {setting.field: setting.value for setting in settings if setting.value is not None}
@@ -227,6 +228,11 @@ def _translated(entries: Entries) -> list[Setting]:
         if key in FIELDS and value is not None:
             settings.append(Setting(FIELDS[key], _field_value(entries, key), entries.at(key)))
     return settings
+
+
+def _offload(entries: Entries) -> list[Setting]:
+    found = offloads_optimizer(entries.file, entries.values)
+    return [] if found is None else [Setting("optimizer_cpu_offload", found[0], entries.at(found[1]))]
 
 
 def _field_value(entries: Entries, key: str) -> Any:

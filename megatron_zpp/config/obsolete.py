@@ -33,8 +33,20 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--zero-contigious-gradients": AcceptedFlag(0, "the gradients of a unit are always one buffer"),
     "--zero-reduce-bucket-size": AcceptedFlag(1, "gradients are reduced by unit, there are no buckets"),
     "--zero-allgather-bucket-size": AcceptedFlag(1, "weights are gathered by unit, there are no buckets"),
-    "--remote-device": AcceptedFlag(1, "state stays on the device of its rank, there is no offloading", only=("none",)),
-    "--use-pin-memory": AcceptedFlag(0, "there is no offloading, and --async-save always copies to pinned memory"),
+    "--remote-device": AcceptedFlag(
+        1, "weights at rest are the main weights, which --optimizer-cpu-offload keeps on the host", only=("none",)
+    ),
+    "--use-pin-memory": AcceptedFlag(0, "what a GPU copies to or from its host is always pinned"),
+    "--no-pin-cpu-grads": AcceptedFlag(0, "two units of gradients are pinned, and copied while others are updated"),
+    "--no-pin-cpu-params": AcceptedFlag(0, "two payloads of weights are pinned, main weights are not"),
+    "--overlap-cpu-optimizer-d2h-h2d": AcceptedFlag(0, "copies to and from the host always run beside AdamW"),
+    "--use-torch-optimizer-for-cpu-offload": AcceptedFlag(0, "AdamW on the host is always torch's"),
+    "--optimizer-offload-fraction": AcceptedFlag(
+        1, "--optimizer-cpu-offload keeps all of the optimizer's state on the host", only=("1", "1.0")
+    ),
+    "--cpu-offloading-num-layers": AcceptedFlag(
+        1, "activations stay on the device, where --checkpoint-activations makes room", only=("0",)
+    ),
     "--cpu_torch_adam": AcceptedFlag(0, "--optimizer-backend chooses the kernels of Adam"),
     "--ds_fused_adam": AcceptedFlag(0, "--optimizer-backend chooses the kernels of Adam"),
     "--overlap-grad-reduce": AcceptedFlag(0, "gradients always descend while backward goes on"),
@@ -134,8 +146,6 @@ REFUSED: dict[str, str] = {
     "--use-megatron-fsdp": "use --zero-stage 3",
     "--use-custom-fsdp": "use --zero-stage 3",
     "--use-torch-fsdp2": "use --zero-stage 3",
-    "--cpu-optimizer": "leave it out, there is no offloading; --zero-stage 3 over more ranks makes room",
-    "--optimizer-cpu-offload": "leave it out, there is no offloading; --zero-stage 3 over more ranks makes room",
     "--num-layers-per-virtual-pipeline-stage": "leave it out, there are no pipeline stages",
     "--num-virtual-stages-per-pipeline-rank": "leave it out, there are no pipeline stages",
     "--use-precision-aware-optimizer": "leave it out, main weights and moments are fp32",

@@ -24,6 +24,7 @@ def check_given(config: Config) -> None:
     check_blocks_of_gaussian_codes(config)
     check_gradients_between_microbatches(config)
     check_secondary_partition(config)
+    check_offload(config)
 
 
 def check_resolved(config: Config, ranks: RankCounts) -> None:
@@ -154,6 +155,22 @@ def check_secondary_partition(config: Config) -> None:
         raise FlagError(
             f"--zero-hpz-partition-size {partition_ranks} keeps a copy of sharded weights, which --zero-stage {config.zero.zero_stage} "
             "does not have; choose --zero-stage 3, or --zero-hpz-partition-size 1 for no copy."
+        )
+
+
+def check_offload(config: Config) -> None:
+    """Only what has one owner is updated on a host, and Apex has no kernels for it."""
+    if not config.zero.optimizer_cpu_offload:
+        return
+    if config.zero.zero_stage == 0:
+        raise FlagError(
+            "--optimizer-cpu-offload needs slices that each have one owner, and in --zero-stage 0 every rank updates all weights; choose "
+            "--zero-stage 1, 2 or 3."
+        )
+    if config.optimizer.optimizer_backend == "apex":
+        raise FlagError(
+            "--optimizer-backend apex has no AdamW for --optimizer-cpu-offload, which updates weights on the host; choose "
+            "--optimizer-backend torch."
         )
 
 

@@ -626,6 +626,12 @@ class ZeroConfig:
         unit="values",
         allowed=Bounds(at_least=32, multiple_of=32, limit=LARGEST_WIDTH),
     )
+    optimizer_cpu_offload: bool = flag(
+        False,
+        help="Main weights and Adam's moments are kept and updated in the memory of the host, all cores of a node divided among its ranks; "
+        "on the device stay 4 bytes per owned parameter, and working weights. Needs --zero-stage 1, 2 or 3.",
+        aliases=("--cpu-optimizer", "--cpu-offload"),
+    )
     zero_prefetch_units: int = flag(
         2, help="How many units ahead of need are gathered over the link between partitions.", unit="units", allowed=COUNT
     )

@@ -148,6 +148,7 @@ def plan_as_given(config: Config, world: PlannedWorld, padded_vocab_size: int) -
         "weight differences": zero.zero_quantized_weight_differences,
         "qgZ": quantizes and not is_gaussian,
         "qgZ in Gaussian codes": quantizes and is_gaussian,
+        "optimizer on the host": zero.optimizer_cpu_offload,
         "gradients summed inside partitions": zero.zero_gradients_between_microbatches == "secondary",
     }
     member = Member(
@@ -217,6 +218,8 @@ def _as_member(given: Config, member: Member, world: PlannedWorld) -> Config:
         values |= {"zero_quantized_gradients_rotation": "none", "zero_quantized_gradients_rounding": "nearest"}
     if member.stage < 2:
         values["zero_gradients_between_microbatches"] = None
+    if member.stage == 0:
+        values["optimizer_cpu_offload"] = False
     # A flag of this group is refused where it contradicts the member or changes nothing. Here none counts as given, so that every member
     # accepts them, except the two that --zeropp would choose by itself.
     zero_flags = {option.name for option in options() if option.group == "zero"} - {"zero_stage", "zero_hpz_partition_size"}

@@ -12,6 +12,7 @@ from megatron_zpp.zero.policy import (
     Policy,
     Rung,
     with_gradients_summed_on_secondary,
+    with_offloaded_optimizer,
     with_quantized_gradients,
     with_quantized_weights,
     with_secondary_weights,
@@ -39,7 +40,7 @@ def choose_policy(zero: ZeroConfig) -> Policy:
         policy = with_quantized_gradients(policy, _gradient_codes(zero))
     if zero.zero_gradients_between_microbatches == "secondary":
         policy = with_gradients_summed_on_secondary(policy)
-    return policy
+    return with_offloaded_optimizer(policy) if zero.optimizer_cpu_offload else policy
 
 
 def _gradient_codes(zero: ZeroConfig) -> LinkCodes:

@@ -74,7 +74,9 @@ CHANGE_NOTHING = """
     --no-async-tensor-model-parallel-allreduce / --no-gradient-accumulation-fusion / --no-masked-softmax-fusion
     --no-bias-gelu-fusion / --no-bias-dropout-fusion / --no-persist-layer-norm / --use-mcore-models
     --transformer-impl transformer_engine / --zero-reduce-scatter / --zero-contigious-gradients / --zero-reduce-bucket-size 1
-    --zero-allgather-bucket-size 1 / --remote-device none / --use-pin-memory / --cpu_torch_adam / --ds_fused_adam
+    --zero-allgather-bucket-size 1 / --remote-device none / --use-pin-memory / --no-pin-cpu-grads
+    --no-pin-cpu-params / --overlap-cpu-optimizer-d2h-h2d / --use-torch-optimizer-for-cpu-offload / --optimizer-offload-fraction 1.0
+    --cpu-offloading-num-layers 0 / --cpu_torch_adam / --ds_fused_adam
     --no-pipeline-parallel / --deepspeed / --deepscale / --deepspeed-activation-checkpointing
     --partition-activations / --contigious-checkpointing / --synchronize-each-layer
     --distribute-saved-activations / --distribute-checkpointed-activations
@@ -90,7 +92,8 @@ REFUSED = """
     --fp32-residual-connection / --fp16-lm-cross-entropy / --calculate-per-token-loss / --fp8-format hybrid / --fp8-margin 0
     --load-tag global_step5 / --reset-iteration / --no-load-lr-state / --override-ckpt-iteration / --non-persistent-save-interval 5
     --non-persistent-ckpt-type local / --context-parallel-size 2 / --ds-sequence-parallel-size 2 / --remote-device cpu
-    --cpu-optimizer / --dataloader-type external / --fim-data / --train-data-exact-num-epochs 1
+    --cpu-offloading-num-layers 4 / --optimizer-offload-fraction 0.5
+    --dataloader-type external / --fim-data / --train-data-exact-num-epochs 1
     --train-doc-idx-path x / --train-sample-idx-path x / --train-shuffle-idx-path x / --return-data-index / --random-ltd
     --profile-backward / --checkpoint-in-cpu / --log-optimizer-states-to-tensorboard
     --curriculum-learning-legacy / --one-logger-project x / --log-straggler / --log-energy
