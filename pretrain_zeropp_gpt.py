@@ -103,6 +103,7 @@ def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> 
     """The run: checks, model, data, engine, training. Raises StartupError on every rank for a mistake of the user."""
     from megatron_zpp.parallel.topology import check_placement
     from megatron_zpp.training import setup, start, startup_checks
+    from megatron_zpp.training.host_threads import share_cores
     from megatron_zpp.training.instruments import make_instruments
     from megatron_zpp.training.kernels import prepare_kernels
     from megatron_zpp.training.stop_conditions import check_kill_switch
@@ -122,6 +123,7 @@ def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> 
     with world.agreement():
         instruments = make_instruments(config, world.device, world.rank)
     ladder = setup.build_ladder(config, world, instruments)
+    about_host = share_cores(config, world, hosts)
     memory = startup_checks.available_memory(world, hosts)
     source = start.find_resume_source(config, world)
     with world.agreement("preparing data", printer.on_first):
@@ -138,7 +140,7 @@ def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> 
     with closing(writers, world):
         startup_checks.check_save_is_shared(config, world)
         kernels = prepare_kernels(config, world.device, hosts)
-        lines = [*setup.describe_run(config, ladder, vocabulary.size, model), kernels, *datasets.messages]
+        lines = [*setup.describe_run(config, ladder, vocabulary.size, model), about_host, kernels, *datasets.messages]
         printer.on_first("\n".join(filter(None, lines)))
         printer.milestone("after dataloaders are built")
         engine = setup.build_engine(config, model, ladder, instruments)

@@ -1047,6 +1047,13 @@ class PlanConfig:
         allowed=POSITIVE,
         needs=A_PLAN,
     )
+    host_memory_gigabytes: float | None = flag(
+        None,
+        help="Memory of each node's host, which its ranks share; a plan that needs more is refused.",
+        unit="GB",
+        allowed=POSITIVE,
+        needs=A_PLAN,
+    )
     teraflops: float | None = flag(
         None,
         help="Speed that a rank sustains while it computes, with recomputation counted; without it no time is planned.",

@@ -45,6 +45,7 @@ def described_plan(given: Config, launch: Launch) -> str:
         "start": _start(plan, world),
         "sharding": plan.member.name,
         "memory per rank": f"{in_gib(plan.memory.total)}: {plan.memory}",
+        "host memory per rank": _host(plan, world),
         "bytes per iteration": _bytes(plan),
         "operations": _operations(plan, world),
         "time": _time(plan, world),
@@ -87,11 +88,26 @@ def _resolved(given: Config, launch: Launch) -> tuple[Config, PlannedWorld]:
 
 
 def _check_memory(plan: RunPlan, world: PlannedWorld) -> None:
-    gigabytes = plan.config.plan.memory_gigabytes
-    if gigabytes is not None:
+    assumed = plan.config.plan
+    if assumed.memory_gigabytes is not None or assumed.host_memory_gigabytes is not None:
         model = ModelShape(plan.config.model, plan.padded_vocab_size)
-        available = AvailableMemory(int(gigabytes * GIGABYTE), host=None)
+        available = AvailableMemory(_bytes_of(assumed.memory_gigabytes), _bytes_of(assumed.host_memory_gigabytes, world.ranks_per_node))
         check_fits(plan.config, model, plan.job.sharding, plan.job.grid, is_on_gpu=world.is_on_gpu, available=available)
+
+
+def _bytes_of(gigabytes: float | None, ranks: int = 1) -> int | None:
+    return None if gigabytes is None else int(gigabytes * GIGABYTE) // ranks
+
+
+def _host(plan: RunPlan, world: PlannedWorld) -> str:
+    """What the host of a GPU holds, and how many threads update weights there; empty if there is nothing."""
+    need = plan.memory
+    if not plan.config.zero.optimizer_cpu_offload:
+        return f"{in_gib(need.host)}: {need.on_host()}" if need.host else ""
+    threads = f"AdamW has the cores of a node divided by {world.ranks_per_node}"
+    if not world.is_on_gpu:
+        return f"the device is the host, so --optimizer-cpu-offload moves nothing; {threads}"
+    return f"{in_gib(need.host)}: {need.on_host()}; {in_gib(world.ranks_per_node * need.host)} per node; {threads}"
 
 
 def _parameters(plan: RunPlan, vocab_size: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -14,6 +14,7 @@ from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.plan.device_memory import NO_DEVICE, DeviceMemory, device_memory
 from megatron_zpp.zero.plan.memory_plan import ADAM_MOMENTS, MAIN_BYTES, MemoryPlan, Sharding, largest_plan
+from megatron_zpp.zero.policy import with_offloaded_optimizer
 
 LARGEST_NODES = 1 << 14
 
@@ -45,7 +46,7 @@ class AvailableMemory(NamedTuple):
 class MemoryNeed:
     """Bytes that one rank needs: the plan of its sharded states, an estimate of its activations, and of a GPU's memory beside tensors.
 
-    save_copy: bytes of host memory for --async-save's copy of the state. With is_on_gpu they are pinned, and not part of `total`.
+    save_copy: bytes of host memory for --async-save's copy of the state. With is_on_gpu they are not part of `total`, nor is plan.host.
     """
 
     plan: MemoryPlan
@@ -58,11 +59,31 @@ class MemoryNeed:
     def total(self) -> int:
         """Peak bytes on the device: in backward, or while the gradient norm is computed."""
         at_rest = self.plan.states + self.plan.buffers + self.save_copy_on_device + self.device.total
+        at_rest += 0 if self.is_on_gpu else self.plan.host.total
         return at_rest + max(self.plan.gathered + self.activations + self.plan.means, self.plan.norm)
 
     def beside(self, taken: DeviceMemory) -> MemoryNeed:
         """The need that is left if `taken` has been taken at the start of a run. The rest comes from torch's allocator."""
         return replace(self, device=self.device.beside(taken))
+
+    @property
+    def host(self) -> int:
+        """Bytes in the memory of a GPU's host; without a GPU they are part of `total`."""
+        return self.plan.host.total + self.save_copy if self.is_on_gpu else 0
+
+    def on_host(self) -> str:
+        """The parts of `host` in words."""
+        host = self.plan.host
+        return _in_words(
+            {
+                "main weights": host.weights,
+                "Adam's moments": host.optimizer_state,
+                "mirrors of kept copies": host.mirrors,
+                "pinned staging": host.pinned,
+                "fp32 differences": host.differences,
+                "copy for --async-save": self.save_copy,
+            }
+        )
 
     @property
     def save_copy_on_device(self) -> int:
@@ -71,9 +92,9 @@ class MemoryNeed:
 
     def __str__(self) -> str:
         parts = {
-            "weights": self.plan.weights,
+            "weights": self.plan.weights + (0 if self.is_on_gpu else self.plan.host.weights),
             "gradients": self.plan.gradients,
-            "optimizer state": self.plan.optimizer_state,
+            "optimizer state": self.plan.optimizer_state + (0 if self.is_on_gpu else self.plan.host.optimizer_state),
             "secondary copy": self.plan.secondary,
             "gathered units": self.plan.gathered,
             "payload buffers": self.plan.buffers,
@@ -82,8 +103,11 @@ class MemoryNeed:
             "NCCL buffers": self.device.communicators,
             "copy for --async-save": self.save_copy_on_device,
         }
-        words = [f"{name} {in_gib(nbytes)}" for name, nbytes in parts.items() if in_gib(nbytes) != in_gib(0)]
-        return f"{', '.join(words)}, activations about {in_gib(self.activations)}"
+        return f"{_in_words(parts)}, activations about {in_gib(self.activations)}"
+
+
+def _in_words(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in parts.items() if in_gib(nbytes) != in_gib(0))
 
 
 def check_fits(
@@ -97,7 +121,13 @@ def check_fits(
     taken = need.device if available.is_after_start else NO_DEVICE
     need = need.beside(taken)
     ranks = f"each of the {grid.world_size} ranks" if grid.world_size > 1 else "the one rank"
-    if is_on_gpu and available.host is not None and need.save_copy > available.host:
+    if is_on_gpu and available.host is not None and need.host > available.host:
+        if config.zero.optimizer_cpu_offload:
+            other = ", --async-save" if need.save_copy else ""
+            raise ValueError(
+                f"--optimizer-cpu-offload{other}: {ranks} needs {in_gib(need.host)} of host memory ({need.on_host()}) and has "
+                f"{in_gib(available.host)}; take more nodes, or leave --optimizer-cpu-offload{' or --async-save' if other else ''} out."
+            )
         raise ValueError(
             f"--async-save needs {in_gib(need.save_copy)} of pinned host memory on {ranks}, for a copy of the state that is saved, but "
             f"only {in_gib(available.host)} is available; leave --async-save out, or take more nodes."
@@ -112,10 +142,16 @@ def check_fits(
 
     # More ranks do not lessen the activations of one, and each plan of a deep model takes a second.
     nodes = smallest_nodes(fits, grid.nodes) if need.activations <= nbytes else None
+    can_offload = is_on_gpu and need.activations <= nbytes and config.zero.zero_stage > 0 and config.optimizer.optimizer_backend == "torch"
+    fits_offloaded = False
+    if can_offload and not config.zero.optimizer_cpu_offload:
+        offloaded = replace(sharding, policy=with_offloaded_optimizer(sharding.policy))
+        less = memory_need(config, model, offloaded, grid, is_on_gpu=True).beside(taken)
+        fits_offloaded = less.total <= nbytes and (available.host is None or less.host <= available.host)
     memory = "free GPU memory" if available.is_after_start else "GPU memory" if is_on_gpu else "host memory"
     raise ValueError(
         f"{ranks} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(nbytes)} of {memory}; "
-        f"{_remedy(config, nodes, grid.ranks_per_node, need)}."
+        f"{_remedy(config, nodes, grid.ranks_per_node, need, fits_offloaded=fits_offloaded)}."
     )
 
 
@@ -191,8 +227,9 @@ def _lever_without_copy(zero: ZeroConfig) -> list[str]:
     return ["no --zero-quantized-weight-differences"] if zero.zero_quantized_weight_differences else ["--zero-hpz-partition-size 1"]
 
 
-def _remedy(config: Config, nodes: int | None, ranks_per_node: int, need: MemoryNeed) -> str:
-    levers = [] if config.model.recompute_granularity == "full" else ["--checkpoint-activations"]
+def _remedy(config: Config, nodes: int | None, ranks_per_node: int, need: MemoryNeed, *, fits_offloaded: bool) -> str:
+    levers = ["--optimizer-cpu-offload"] if fits_offloaded else []
+    levers += [] if config.model.recompute_granularity == "full" else ["--checkpoint-activations"]
     levers += ["--loss-chunk-tokens 1024"] if config.model.loss_chunk_tokens == 0 else []
     levers += ["no --async-save"] if need.save_copy_on_device else []
     levers += ["--zero-gradients-between-microbatches primary"] if config.zero.zero_gradients_between_microbatches == "secondary" else []

@@ -57,6 +57,18 @@ def test_tokens_parameters_and_micro_batches_are_those_of_the_flags() -> None:
     assert parts["data"] == "generated tokens" and parts["sharding"] == "ZeRO-0"
 
 
+def test_an_offloaded_optimizer_is_described_with_the_host_s_parts_per_rank_and_node_and_its_threads() -> None:
+    flags = "--nodes 2 --ranks-per-node 2 --global-batch-size 8 --zero-stage 3 --optimizer-cpu-offload"
+    parts = parts_of(flags)
+    assert parts["sharding"] == "ZeRO-3 + optimizer on the host"
+    config = resolve(parse_flags(f"{MODEL} --quantization-block-size 32 --bf16 --zero-stage 3 --cpu-offload".split()), 4, 2)
+    need = memory_need(config, GPT(config.model, 104, 1, torch.bfloat16), sharding_of(config), grid_of(config, 4), is_on_gpu=True)
+    words = f"{in_gib(need.host)}: {need.on_host()}; {in_gib(2 * need.host)} per node; AdamW has the cores of a node divided by 2"
+    assert parts["host memory per rank"] == words and need.host > 0
+    assert "moves nothing" in parts_of(f"{flags} --distributed-backend gloo")["host memory per rank"]
+    assert "host memory per rank" not in parts_of("--zero-stage 3")
+
+
 def test_lean_is_described_by_its_parts_and_each_direction_crosses_between_nodes_once_per_step() -> None:
     flags = "--quantization-block-size 256 --zeropp lean --nodes 2 --ranks-per-node 2 --save unwritten"
     once, several = (parts_of(f"{flags} --global-batch-size {batch}") for batch in (4, 32))
@@ -121,6 +133,7 @@ def test_the_world_is_that_of_the_flags_else_of_the_launcher(flags: str, launch:
         ("--world-size 6 --ranks-per-node 4", "--ranks-per-node 4 does not divide the 6 ranks"),
         ("--global-batch-size 3 --world-size 2 --nodes 1", "--global-batch-size 3 is not a multiple of 2"),
         ("--memory-gigabytes 0.0001", "needs .* of memory .* and has .* of GPU memory"),
+        ("--zero-stage 2 --cpu-offload --host-memory-gigabytes 0.00001", "needs .* of host memory .main weights .* and has"),
         ("--load nowhere --exit-on-missing-checkpoint", "--load nowhere holds no checkpoint"),
     ],
 )

@@ -90,7 +90,8 @@ def test_a_run_that_lacks_one_byte_is_refused_with_every_part_in_figures() -> No
     parts |= {"gathered units": plan.gathered, "payload buffers": plan.buffers, "activations about": need.activations}
     assert all(f"{name} {in_gib(nbytes)}" in text for name, nbytes in parts.items())
     assert f"each of the 16 ranks needs {in_gib(need.total)}" in text and f"has {in_gib(need.total - 1)} of GPU memory" in text
-    assert text.endswith("; the smallest world that fits is 2 nodes of 16 ranks with this much memory each.")
+    world = "the smallest world that fits is 2 nodes of 16 ranks with this much memory each"
+    assert text.endswith(f"; {world}, or give --optimizer-cpu-offload.")
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 4])
@@ -246,3 +247,46 @@ def test_the_search_finds_the_least_number_that_fits(limit: int, start: int) -> 
 
 def test_the_search_ends_where_nothing_fits() -> None:
     assert smallest_nodes(lambda nodes: False, 1) is None
+
+
+# ---- the optimizer's state on the host
+
+OFFLOADED = f"{SMALL} --zero-stage 3 --optimizer-cpu-offload --save x"
+
+
+def test_offload_moves_12_bytes_per_owned_parameter_from_the_device_to_the_host_and_adds_a_payload() -> None:
+    plain, offloaded = Run(f"{SMALL} --zero-stage 3", 1, 2).need(), Run(f"{SMALL} --zero-stage 3 --cpu-offload", 1, 2).need()
+    owned = plain.plan.gradients // 4
+    assert offloaded.plan.host.states == 12 * owned and plain.host == 0
+    assert plain.plan.states == 16 * owned and offloaded.plan.states == 4 * owned + 2 * owned  # a payload of 2 bytes per owned parameter
+    assert offloaded.host == offloaded.plan.host.states + offloaded.plan.host.pinned
+
+
+def test_without_a_gpu_offload_moves_nothing_and_needs_the_same_memory_and_a_payload() -> None:
+    plain = Run(f"{SMALL} --zero-stage 3", 1, 2).need(is_on_gpu=False)
+    offloaded = Run(f"{SMALL} --zero-stage 3 --cpu-offload", 1, 2).need(is_on_gpu=False)
+    assert offloaded.host == 0 and offloaded.total == plain.total + plain.plan.gradients // 2
+
+
+def test_too_little_host_memory_is_named_with_every_part_in_figures() -> None:
+    run = Run(f"{OFFLOADED} --async-save", 1, 2)
+    need = run.need()
+    text = run.refusal(None, host_bytes=need.host - 1)
+    host = need.plan.host
+    parts = {
+        "main weights": host.weights,
+        "Adam's moments": host.optimizer_state,
+        "pinned staging": host.pinned,
+        "copy for --async-save": need.save_copy,
+    }
+    assert text.startswith(f"--optimizer-cpu-offload, --async-save: each of the 2 ranks needs {in_gib(need.host)} of host memory (")
+    assert all(f"{name} {in_gib(nbytes)}" in text for name, nbytes in parts.items())
+    assert f"and has {in_gib(need.host - 1)}; take more nodes, or leave --optimizer-cpu-offload or --async-save out." in text
+    assert run.check(None, host_bytes=need.host) == need
+
+
+def test_a_run_that_is_too_large_for_its_gpus_and_fits_with_offload_is_told_so() -> None:
+    plain, offloaded = Run(f"{SMALL} --zero-stage 2", 1, 2), Run(f"{SMALL} --zero-stage 2 --cpu-offload", 1, 2)
+    nbytes = offloaded.need().total
+    assert "--optimizer-cpu-offload" in plain.refusal(nbytes)
+    assert offloaded.check(nbytes) == offloaded.need()
