@@ -1,4 +1,4 @@
-"""Delays of random length on the streams of a rank, before hops are prepared and landed and on computation.
+"""Delays of random length on the streams of a rank: before hops are prepared and landed, in the tensor link, and on computation.
 
 A wait that is missing may never show where kernels happen to come in order. With delays they come in other orders, and bits differ.
 """
@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_zpp.comm.backend import Backend, Work
 from megatron_zpp.comm.lanes import Hop, Lanes
 from megatron_zpp.parallel.specs import Use
+from megatron_zpp.parallel.topology import ACROSS, Lane
 
 CYCLES_PER_SECOND = 1.8e9  # of a GPU's clock, about
 CHANCE = 0.5  # that a place has a delay
@@ -80,6 +82,31 @@ class DeafLanes:
 
     def drain(self) -> None:
         self._lanes.drain()
+
+
+class DelayedBackend:
+    """A backend that sleeps before every collective of the tensor link. Lanes have delays of their own."""
+
+    def __init__(self, backend: Backend, delays: Delays) -> None:
+        self.grid = backend.grid
+        self.rank = backend.rank
+        self._backend = backend
+        self._delays = delays
+
+    def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work | None:
+        self._sleep(lane)
+        return self._backend.all_gather(lane, output, own)
+
+    def exchange(self, lane: Lane, output: Tensor, sent: Tensor) -> Work | None:
+        self._sleep(lane)
+        return self._backend.exchange(lane, output, sent)
+
+    def gather_world(self, own: Tensor) -> Tensor:
+        return self._backend.gather_world(own)
+
+    def _sleep(self, lane: Lane) -> None:
+        if lane == ACROSS:
+            self._delays()
 
 
 def delay_computation(module: nn.Module, uses: tuple[Use, ...], delays: Delays) -> None:

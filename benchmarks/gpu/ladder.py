@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from gpu.deadline import Deadline
-from gpu.delays import DeafLanes, DelayedLanes, Delays, Sleep, delay_computation, sleep_on_gpu
+from gpu.delays import DeafLanes, DelayedBackend, DelayedLanes, Delays, Sleep, delay_computation, sleep_on_gpu
 from gpu.device_errors import in_words, is_fatal
 from gpu.outcome import Outcome
 from gpu.place import Place
@@ -46,6 +46,7 @@ class Run:
     """Flags of one run. same_as: the run whose bits it must have. quantizes: it needs kernels, so that it does not wait for the reference.
 
     delay_seed: of random delays; None for none. is_deaf: computation does not wait for lanes, which must change the bits.
+    tensor_ranks: how many ranks share the layers.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Run:
     quantizes: bool = False
     delay_seed: int | None = None
     is_deaf: bool = False
+    tensor_ranks: int = 1
 
     def delayed(self, seed: int) -> Run:
         return replace(self, name=f"{self.name}, delays {seed}", same_as=self.name, delay_seed=seed)
@@ -62,6 +64,8 @@ class Run:
 ZERO_3 = Run("ZeRO-3", "--zero-stage 3 --bf16")
 ALL_OF_ZEROPP = Run("all of ZeRO++", ALL, "ZeRO++ without hpZ", quantizes=True)
 WITHOUT_HPZ = Run("ZeRO++ without hpZ", ALL.replace(HPZ, ""), quantizes=True)
+TENSOR = Run("ZeRO-3, 2 tensor ranks", "--zero-stage 3 --bf16", tensor_ranks=2)
+SEQUENCE = Run("ZeRO-3, sequence parallelism", "--zero-stage 3 --bf16 --sequence-parallel", tensor_ranks=2)
 DEAF = Run("ZeRO-3 without waiting, delays", "--zero-stage 3 --bf16", "ZeRO-3", delay_seed=7, is_deaf=True)
 # The most important runs come first, because time may run out.
 RUNS = (
@@ -73,6 +77,13 @@ RUNS = (
     WITHOUT_HPZ,
     ALL_OF_ZEROPP,
     *(ALL_OF_ZEROPP.delayed(seed) for seed in DELAY_SEEDS),
+    TENSOR,
+    TENSOR.delayed(8),
+    Run("ZeRO-0, 2 tensor ranks", "--zero-stage 0 --bf16", TENSOR.name, tensor_ranks=2),
+    SEQUENCE,
+    SEQUENCE.delayed(9),
+    Run("ZeRO-3, sequence parallelism, recomputation, delays", f"{SEQUENCE.flags} --checkpoint-activations", SEQUENCE.name,
+        delay_seed=10, tensor_ranks=2),
     Run("ZeRO-3 and hpZ", f"--zero-stage 3 --bf16 {HPZ}", "ZeRO-3"),
     Run("ZeRO-3, recomputation", "--zero-stage 3 --bf16 --checkpoint-activations", "ZeRO-3"),
     Run("ZeRO-3, recomputation, delays", "--zero-stage 3 --bf16 --checkpoint-activations", "ZeRO-3", delay_seed=3),
@@ -131,13 +142,13 @@ def compare_runs(
     time: Deadline, outcome: Outcome, runs: list[Run] | tuple[Run, ...], device: torch.device, run_ranks: RunRanks, sleep: Sleep | None
 ) -> None:
     """Runs each of `runs` and compares its bits. sleep: see Delays; without it there are no delays."""
-    grid, found = Grid.of_nodes(NODES, RANKS_PER_NODE), dict[str, Bits]()
+    found = dict[str, Bits]()
     for some in runs:
         if found and not time.has(SECONDS_PER_RUN):
             outcome.ran_late(f"run '{some.name}'")
             continue
         try:
-            of_ranks = run_ranks(grid, device, partial(train, some, sleep))
+            of_ranks = run_ranks(grid_of(some), device, partial(train, some, sleep))
         except Exception as error:
             words = f"'{some.name}' {'shows that a wait is missing, by' if some.is_deaf else 'ends well, and not with'} {in_words(error)}"
             outcome.check(words, holds=some.is_deaf)
@@ -151,13 +162,20 @@ def compare_runs(
     outcome.measure(cublas=os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
 
 
+def grid_of(some: Run) -> Grid:
+    """The world of the run."""
+    return Grid.of_nodes(NODES, RANKS_PER_NODE, some.tensor_ranks)
+
+
 def train(some: Run, sleep: Sleep | None, place: RankPlace) -> Bits:
     """The bits of this rank. Every rank must call it."""
     delays = None
     if sleep is not None and some.delay_seed is not None:
         delays = Delays(sleep, 100 * some.delay_seed + place.backend.rank, DELAY_SECONDS)
-        place = replace(place, lanes=DelayedLanes(DeafLanes(place.lanes) if some.is_deaf else place.lanes, delays))
-    session = Session(f"{SHAPE} {some.flags} --ranks-per-node {RANKS_PER_NODE}", place)
+        lanes = DelayedLanes(DeafLanes(place.lanes) if some.is_deaf else place.lanes, delays)
+        place = replace(place, backend=DelayedBackend(place.backend, delays), lanes=lanes)
+    ranks = f"--ranks-per-node {RANKS_PER_NODE} --tensor-model-parallel-size {some.tensor_ranks}"
+    session = Session(f"{SHAPE} {some.flags} {ranks}", place)
     if delays is not None:
         delay_computation(session.model, session.model.uses(), delays)
     history = tuple(session.step(step) for step in range(STEPS))

@@ -54,9 +54,15 @@ RUNS = (
     Run("ZeRO-3, recomputation", "--zero-stage 3 --bf16 --checkpoint-activations", "ZeRO-3"),
     Run("ZeRO-3 and hpZ", f"--zero-stage 3 --bf16 {HPZ}", "ZeRO-3"),
     Run("all of ZeRO++, recomputation", f"{ZEROPP} --checkpoint-activations", "all of ZeRO++"),
+    Run("ZeRO-3, 2 tensor ranks", "--zero-stage 3 --bf16 --tensor-model-parallel-size 2"),
+    Run("ZeRO-1, 2 tensor ranks", "--zero-stage 1 --bf16 --tensor-model-parallel-size 2", "ZeRO-3, 2 tensor ranks"),
+    Run("ZeRO-3, sequence parallelism", "--zero-stage 3 --bf16 --tensor-model-parallel-size 2 --sequence-parallel"),
+    Run("ZeRO-3, sequence parallelism, recomputation",
+        "--zero-stage 3 --bf16 --tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations",
+        "ZeRO-3, sequence parallelism"),
     Run("ZeRO-3, fp32", "--zero-stage 3"),
     Run("ZeRO-0, fp32", "--zero-stage 0", "ZeRO-3, fp32"),
-)
+)  # fmt: skip
 ON_REFERENCE = (Run("all of ZeRO++, reference ops", ZEROPP, "all of ZeRO++"),)
 
 

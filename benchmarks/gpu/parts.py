@@ -33,7 +33,7 @@ WAVES: tuple[Wave, ...] = (
         Part("library", 60, 20, 240, "builds and loads the library of kernels"),
     ),
     (
-        Part("ladder", 40, 15, 150, "ranks as threads on one GPU: equal bits in all stages, also with random delays on every stream"),
+        Part("ladder", 50, 15, 170, "ranks as threads on one GPU: equal bits in all stages, also with random delays on every stream"),
         Part(
             "builds", 200, 60, 400, "8 builds at once, without ninja, with the list of architectures of a container", is_in_background=True
         ),
@@ -41,7 +41,7 @@ WAVES: tuple[Wave, ...] = (
     (Part("training", 60, 25, 180, "a GPT of a billion parameters: speed, parts of a step, stalls, memory against the plan"),),
     (
         Part("bits", 60, 15, 200, "every kernel against the reference, bit for bit"),
-        Part("nccl", 80, 30, 240, "4 NCCL ranks as 2 nodes x 2: equal bits in all stages"),
+        Part("nccl", 100, 30, 280, "4 NCCL ranks as 2 nodes x 2: equal bits in all stages, also of 2 tensor ranks"),
     ),
     (Part("speed", 40, 15, 150, "every kernel beside a plain copy of the same bytes"),),
     (
@@ -50,6 +50,7 @@ WAVES: tuple[Wave, ...] = (
         Part("resume", 40, 20, 150, "save, --async-save, resume and evaluation: the same bits"),
     ),
     (Part("several_gpus", 60, 20, 200, "one rank per GPU: rates of the collectives, limits of CTAs"),),
+    (Part("tensor", 30, 15, 120, "the tensor link over NCCL: bits of its sums, and sums beside matrix products"),),
     (
         Part("lost_rank", 90, 75, 150, "one NCCL rank is killed, and the others end in time"),
         Part("apex", 20, 10, 300, "NVIDIA Apex, where it is or where its sources are"),

@@ -98,11 +98,12 @@ class Session:
         return _in_documents(whole) if self.config.data.reset_attention_mask else whole
 
     def weights_digest(self) -> str:
-        """16 hex digits of all main weights; every rank must call it."""
+        """16 hex digits of all main weights of each tensor rank; every rank must call it."""
         digest = hashlib.sha256()
         for name, weight in full_weights(self.engine):
             digest.update(name.encode() + weight.cpu().numpy().tobytes())
-        return digest.hexdigest()[:16]
+        own = torch.frombuffer(bytearray(digest.digest()[:8]), dtype=torch.uint8).to(self.place.device)
+        return self.engine.gather_world(own)[self.engine.data_rank].cpu().numpy().tobytes().hex()
 
     def close(self) -> None:
         self.engine.close()

@@ -27,6 +27,7 @@ from megatron_zpp.comm.link_codecs import LinkCodecs
 from megatron_zpp.comm.staging import Staging
 from megatron_zpp.comm.streams import Streams, streams_of
 from megatron_zpp.comm.tensor_link import TensorLink
+from megatron_zpp.comm.waits import Waits
 from megatron_zpp.parallel.topology import Direction, Lane, Link
 
 INTER_CLIMB = Lane(Link.INTER, Direction.CLIMB)
@@ -66,7 +67,7 @@ class Climb:
 class Ladder:
     """One rank's two links: makes the hops of climbs and descents and submits them to their lanes.
 
-    streams: those that `lanes` use; by default those of `device`. watch: that of the lanes (comm/lanes.py).
+    streams: those that `lanes` use; by default those of `device`. waits: of the tensor link; lanes have their own.
     tensor_link: to the ranks of the other ladders that have the same samples; None if there is one ladder.
     """
 
@@ -77,7 +78,7 @@ class Ladder:
         ledger: Ledger,
         device: torch.device,
         streams: Streams | None = None,
-        watch: Callable[[], None] = nothing,
+        waits: Waits | None = None,
     ) -> None:
         self.grid = backend.grid
         self.topology = backend.grid.ladder
@@ -89,7 +90,9 @@ class Ladder:
         self.tensor_rank = self.grid.tensor_rank_of(backend.rank)
         self.streams = streams or streams_of(device)
         self.staging = Staging(device, self.streams)
-        self.tensor_link = TensorLink(backend, ledger, self.staging, watch) if self.grid.tensor_ranks > 1 else None
+        self.tensor_link = None
+        if self.grid.tensor_ranks > 1:
+            self.tensor_link = TensorLink(backend, ledger, self.staging, self.streams, waits or Waits())
         self.partitions = self.topology.partitions
         self.partition_ranks = self.topology.partition_ranks
         self.own_slice = self.topology.slice_of(self.data_rank)

@@ -1,113 +1,169 @@
 """The link of a rank to those that share its layers and its samples: gathers their values, and adds them up.
 
 T ranks of one node, in the order of their tensor ranks. A sum is an exchange of parts, each added in fp32 in the order of the ranks and
-rounded once, so every rank gets the same bits, and no collective adds. Every rank of the group must make the same calls in the same order.
+rounded once, so every rank gets the same bits, and no collective adds. A sum that every rank needs whole is gathered afterwards:
+
+    rank 0    a0 a1    --exchange-->  a0 b0  --add-->  a0+b0  --gather-->  a0+b0  a1+b1
+    rank 1    b0 b1                   a1 b1            a1+b1               a0+b0  a1+b1
+
+Every rank of the group must make the same calls in the same order.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.comm.backend import Backend, Work, naming
+from megatron_zpp.comm.backend import Backend, Work
 from megatron_zpp.comm.ledger import Category, Ledger
+from megatron_zpp.comm.operation import Operation, Stage, make_runner
 from megatron_zpp.comm.staging import Staging
+from megatron_zpp.comm.streams import Streams
+from megatron_zpp.comm.tensor_bytes import padded_part_numel
+from megatron_zpp.comm.waits import Waits
+from megatron_zpp.parallel.ranks_in_words import ranks_in_words
 from megatron_zpp.parallel.topology import ACROSS, Link
 
-_WATCH_SECONDS = 1.0
 
-
-@dataclass(frozen=True)
 class Pending:
-    """A collective of the tensor link under way."""
+    """A result of the tensor link under way."""
 
-    finish: Callable[[], Tensor]
+    def __init__(self, finish: Callable[[], None], result: Callable[[], Tensor]) -> None:
+        self._finish: Callable[[], None] | None = finish
+        self._result = result
 
     def wait(self) -> Tensor:
-        """The result; call it once."""
-        return self.finish()
+        """The result. Raises RuntimeError if it is called twice."""
+        if self._finish is None:
+            raise RuntimeError("a result of the tensor link was waited for twice")
+        finish, self._finish = self._finish, None  # with it, what the operation holds
+        finish()
+        return self._result()
 
 
 class TensorLink:
     """The collectives of one rank over the tensor link.
 
-    watch: called now and then during a long wait. It raises if another rank has failed.
+    Their bytes are booked when they start: those of the model under the category of `book_under`, which is ACTIVATIONS at first.
     """
 
-    def __init__(self, backend: Backend, ledger: Ledger, staging: Staging, watch: Callable[[], None]) -> None:
+    def __init__(self, backend: Backend, ledger: Ledger, staging: Staging, streams: Streams | None, waits: Waits) -> None:
         self.ranks = backend.grid.tensor_ranks
         self.rank = backend.grid.tensor_rank_of(backend.rank)
         self._backend = backend
         self._ledger = ledger
         self._staging = staging
-        self._watch = watch
+        members = backend.grid.members(Link.TENSOR, backend.rank)
+        self._runner = make_runner(f"tensor link of {ranks_in_words(members)}", streams, waits)
+        self._category = Category.ACTIVATIONS
 
-    def gather(self, own: Tensor, category: Category = Category.ACTIVATIONS) -> Tensor:
+    def book_under(self, category: Category) -> None:
+        """Books what comes from now on under `category`, unless a call names another."""
+        self._category = category
+
+    def gather(self, own: Tensor, category: Category | None = None) -> Tensor:
         """[T, *own.shape]: `own` of every rank, all of one shape."""
-        return self.start_gather(own, category).wait()
+        operation, output = self._gathering(own, category)
+        self._runner.run(operation)
+        return output
 
     def sum_scattered(self, values: Tensor) -> Tensor:
         """The own part [n / T, ...] of the sum of all ranks' `values` [n, ...], in their dtype. T must divide n."""
-        return self.start_sum_scattered(values).wait()
+        operation, output = self._summing_parts(values)
+        self._runner.run(operation)
+        return output
 
     def summed(self, values: Tensor) -> Tensor:
         """The sum of all ranks' `values`, in their shape and dtype."""
-        flat = values.reshape(-1)
-        padding = -flat.numel() % self.ranks
-        if padding:
-            flat = torch.cat((flat, flat.new_zeros(padding)))
-        return self.gather(self.sum_scattered(flat)).view(-1)[: values.numel()].view(values.shape)
+        operation, result = self._summing(values)
+        self._runner.run(operation)
+        return result()
 
-    def start_gather(self, own: Tensor, category: Category = Category.ACTIVATIONS) -> Pending:
+    def start_gather(self, own: Tensor, category: Category | None = None) -> Pending:
         """The same as `gather`; nothing may write to `own` before its end."""
-        sent = own.detach().contiguous()
-        output = sent.new_empty((self.ranks, *sent.shape))
-        self._ledger.book(category, self._ledger.measure(Link.TENSOR, sent.nbytes))
-        work = self._backend.all_gather(ACROSS, output.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8))
-
-        def finish() -> Tensor:
-            self._wait(work)
-            del sent_until_now[:]
-            return output
-
-        sent_until_now = [sent]
-        return Pending(finish)
+        operation, output = self._gathering(own, category)
+        return self._start(operation, lambda: output)
 
     def start_sum_scattered(self, values: Tensor) -> Pending:
         """The same as `sum_scattered`; nothing may write to `values` before its end."""
-        if values.shape[0] % self.ranks:
-            raise RuntimeError(f"{self.ranks} ranks cannot share the {values.shape[0]} rows of {tuple(values.shape)}")
+        operation, output = self._summing_parts(values)
+        return self._start(operation, lambda: output)
+
+    def start_summed(self, values: Tensor) -> Pending:
+        """The same as `summed`; nothing may write to `values` before its end. On a CPU the gather only begins when it is waited for."""
+        operation, result = self._summing(values)
+        return self._start(operation, result)
+
+    def _start(self, operation: Operation, result: Callable[[], Tensor]) -> Pending:
+        return Pending(self._runner.start(operation), result)
+
+    def _gathering(self, own: Tensor, category: Category | None) -> tuple[Operation, Tensor]:
+        sent = own.detach().contiguous()
+        output = sent.new_empty((self.ranks, *sent.shape))
+        return Operation((self._gather_stage(sent, output, category or self._category),)), output
+
+    def _summing_parts(self, values: Tensor) -> tuple[Operation, Tensor]:
+        rows = values.shape[0]
+        if rows % self.ranks:
+            raise RuntimeError(
+                f"the {self.ranks} ranks of the tensor link cannot share {rows} rows, those of values of shape {values.shape}"
+            )
         sent = values.detach().contiguous()
-        received = torch.empty_like(sent)
-        self._ledger.book(Category.ACTIVATIONS, self._ledger.measure(Link.TENSOR, sent.nbytes // self.ranks))
-        work = self._backend.exchange(ACROSS, received.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8))
+        output = sent.new_empty((rows // self.ranks, *sent.shape[1:]))
+        return Operation((self._sum_stage(sent, output),)), output
 
-        def finish() -> Tensor:
-            self._wait(work)
-            del sent_until_now[:]
-            return _sum_in_order(received.view(self.ranks, -1)).view(sent_shape)
+    def _summing(self, values: Tensor) -> tuple[Operation, Callable[[], Tensor]]:
+        """Parts are as long as `part_numel` says, so there may be padding at the end."""
+        flat = values.detach().reshape(-1)
+        numel = flat.numel()
+        part_numel = padded_part_numel(numel, self.ranks, flat.element_size())
+        if part_numel * self.ranks > numel:
+            flat = torch.cat((flat, flat.new_zeros(part_numel * self.ranks - numel)))
+        part, output = flat.new_empty(part_numel), torch.empty_like(flat)
+        stages = (self._sum_stage(flat, part), self._gather_stage(part, output, self._category))
+        return Operation(stages), lambda: output[:numel].view(values.shape)
 
-        sent_until_now, sent_shape = [sent], (sent.shape[0] // self.ranks, *sent.shape[1:])
-        return Pending(finish)
+    def _gather_stage(self, sent: Tensor, output: Tensor, category: Category) -> Stage:
+        """The gather that fills `output` [T ranks], and that has its bytes booked now."""
+        self._book(category, sent.nbytes)
+        return Stage("gather", partial(self._backend.all_gather, ACROSS, _as_bytes(output), _as_bytes(sent)), lambda: None)
 
-    def _wait(self, work: Work | None) -> None:
-        if work is None:
-            return
-        ended = threading.Event()
-        work.when_ended(ended.set)
-        while not ended.wait(_WATCH_SECONDS):
-            self._watch()
-        with naming("tensor link"):
-            work.wait()
+    def _sum_stage(self, sent: Tensor, part: Tensor) -> Stage:
+        """The exchange after which `part` is the own part of the sum; its bytes are booked now."""
+        self._book(self._category, part.nbytes)
+        buffers: list[Tensor] = []
+
+        def launch() -> Work | None:
+            buffers.append(self._staging.take(sent.nbytes))
+            return self._backend.exchange(ACROSS, buffers[0], _as_bytes(sent))
+
+        def land() -> None:
+            add_in_order(buffers[0].view(sent.dtype).view(self.ranks, -1), part.view(-1))
+            self._staging.give(buffers.pop())
+
+        return Stage("sum", launch, land)
+
+    def _book(self, category: Category, bytes_per_member: int) -> None:
+        self._ledger.book(category, self._ledger.measure(Link.TENSOR, bytes_per_member))
 
 
-def _sum_in_order(values: Tensor) -> Tensor:
-    """The sum over the first dim of [T, numel], added in fp32 one after the other, in the dtype of the values."""
-    total = values[0].float() + values[1].float()
-    for value in values[2:]:
-        total += value
-    return total.to(values.dtype)
+def add_in_order(values: Tensor, total: Tensor) -> None:
+    """Writes the sum over the first dim of `values` [T, numel], T > 1, to `total` [numel] of the same dtype.
+
+    It adds in fp32, one row after the other, and rounds once. Each line below is one kernel on a GPU.
+    """
+    if len(values) == 2:
+        torch.add(values[0], values[1], out=total)  # torch adds two 16-bit values in fp32, too
+        return
+    wide = values[0].float()
+    wide = wide + values[1]
+    for value in values[2:-1]:
+        wide += value
+    torch.add(wide, values[-1], out=total)
+
+
+def _as_bytes(values: Tensor) -> Tensor:
+    return values.view(-1).view(torch.uint8)

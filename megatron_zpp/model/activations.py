@@ -16,7 +16,7 @@ STATISTICS_BYTES = 2 * 4  # mean and deviation of a token in a norm, fp32
 SCORE_BYTES = 3 * 4  # fp32 scores after softmax, after dropout, and the mask, as torch's plain attention keeps them
 NORMALIZER_BYTES = 4  # per token and head, if the kernel computes scores again in backward
 WIDE_BYTES = 4  # of an fp32 value
-WIDE_CHUNK_BYTES = 64 * 2**20  # fp32 values of the loss that exist at once, see model/cross_entropy.py; 16-bit logits need two such chunks
+WIDE_CHUNK_BYTES = 64 * 2**20  # fp32 values of the loss that exist at once, see model/logit_parts.py; 16-bit logits need two such chunks
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,12 @@ def activation_bytes(
     *,
     attention: AttentionNeed,
     tensor_ranks: int = 1,
+    sequence_parallel: bool = False,
 ) -> int:
     """Estimated peak bytes of activations and their gradients in one micro-batch: what forward keeps, plus the larger of two peaks.
 
-    They are those of one rank of `tensor_ranks`, each of which has its part of the heads, of F and of V, and whole hidden states.
+    They are those of one rank of `tensor_ranks`, each of which has its part of the heads, of F and of V, and whole hidden states or, with
+    sequence parallelism, those of its own tokens. What crosses the tensor link comes on top: see `tensor_buffer_bytes`.
 
     Forward keeps the input of every chunk of recomputed blocks. Of any other block it keeps all activations, except those inside
     attention if attention is recomputed. The first peak is that of the head. The second is that of one block's backward: the gradients of
@@ -50,9 +52,11 @@ def activation_bytes(
     """
     config, padded_vocab_size = _of_one_rank(config, tensor_ranks), padded_vocab_size // tensor_ranks
     tokens = micro_batch_size * config.seq_length
+    own_tokens = tokens // tensor_ranks if sequence_parallel else tokens
     inside = tokens * _inside_attention_bytes_per_token(config, element_bytes, attention)
-    block = tokens * _block_bytes_per_token(config, element_bytes) + inside
-    hidden = tokens * config.hidden_size * element_bytes
+    within_layers = tokens * _bytes_per_token_within_layers(config, element_bytes)
+    block = own_tokens * _bytes_per_token_between_layers(config, element_bytes) + within_layers + inside
+    hidden = own_tokens * config.hidden_size * element_bytes
     chunks = recomputed_chunks(config)
     kept_of_block, again = (block - inside, inside) if recomputes_attention(config) else (block, 0)
     kept = len(chunks) * hidden + (config.num_layers - recomputed_blocks(config)) * kept_of_block
@@ -97,15 +101,33 @@ def mask_bytes(samples: int, length: int, element_bytes: int) -> int:
     return samples * length * length * element_bytes
 
 
-def _block_bytes_per_token(config: ModelConfig, element_bytes: int) -> int:
-    """Bytes that a block keeps outside attention.
+def tensor_buffer_bytes(
+    config: ModelConfig, micro_batch_size: int, element_bytes: int, *, tensor_ranks: int, sequence_parallel: bool
+) -> int:
+    """The most bytes that exist at once because hidden states cross the tensor link: in the backward of a column layer.
 
-    These are inputs and outputs of two norms (4 H), the output of the qkv projection (A + 2 C), the input of the other projection (A), and
-    inputs and output of the activation function (2 F, or 3 F with a gate). Hidden dropout keeps no mask.
+    These are what came from the other ranks, and the sum: of the rank's own tokens with sequence parallelism, otherwise first of its part
+    and then whole. With sequence parallelism also the gathered input, and the gradient of all tokens before it is summed.
+    """
+    if tensor_ranks == 1:
+        return 0
+    hidden = micro_batch_size * config.seq_length * config.hidden_size * element_bytes
+    return (3 if sequence_parallel else 2) * hidden + hidden // tensor_ranks
+
+
+def _bytes_per_token_between_layers(config: ModelConfig, element_bytes: int) -> int:
+    """Bytes that a block keeps between its linear layers: inputs and outputs of two norms (4 H), and their statistics."""
+    return element_bytes * 4 * config.hidden_size + 2 * STATISTICS_BYTES
+
+
+def _bytes_per_token_within_layers(config: ModelConfig, element_bytes: int) -> int:
+    """Bytes that a block keeps from a column layer to the next row layer, outside attention.
+
+    These are the output of the qkv projection (A + 2 C), the input of the other projection (A), and inputs and output of the activation
+    function (2 F, or 3 F with a gate). Hidden dropout keeps no mask.
     """
     ffn_widths = 3 if config.swiglu else 2
-    values = 4 * config.hidden_size + config.qkv_width + config.heads_width + ffn_widths * config.ffn_hidden_size
-    return element_bytes * values + 2 * STATISTICS_BYTES
+    return element_bytes * (config.qkv_width + config.heads_width + ffn_widths * config.ffn_hidden_size)
 
 
 def _inside_attention_bytes_per_token(config: ModelConfig, element_bytes: int, attention: AttentionNeed) -> int:

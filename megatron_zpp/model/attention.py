@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.model.attention_kernel import attend
+from megatron_zpp.model.attention_kernel import attend, queries_per_group
 from megatron_zpp.model.chunks import recomputes_attention
 from megatron_zpp.model.divisions import Role
 from megatron_zpp.model.document_attention import Documents
@@ -18,6 +18,7 @@ from megatron_zpp.model.norm import make_norm
 from megatron_zpp.model.recompute import recomputed
 from megatron_zpp.model.rotary import Rotation
 from megatron_zpp.model.shapes import ModelShape
+from megatron_zpp.tensor_parallel.context import TensorParallel
 
 
 class Attention(nn.Module):
@@ -27,18 +28,18 @@ class Attention(nn.Module):
     rows. See model/shapes.py.
     """
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype) -> None:
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, tensor: TensorParallel | None = None) -> None:
         super().__init__()
         config = shape.config
         self.head_channels = config.kv_channels
-        self.queries_per_group = config.num_attention_heads // config.key_value_heads
+        self.queries_per_group = queries_per_group(config, shape.tensor_ranks)
         self.backend = config.attention_backend
         self.dropout = config.attention_dropout
         self.is_recomputed = recomputes_attention(config)
-        self.qkv = make_linear(shape, Role.QKV, dtype)  # weight: [K (M + 2) D, H]
+        self.qkv = make_linear(shape, Role.QKV, dtype, tensor)  # weight: [K (M + 2) D, H]
         self.query_norm = make_norm(config, config.kv_channels, dtype) if config.qk_layernorm else None
         self.key_norm = make_norm(config, config.kv_channels, dtype) if config.qk_layernorm else None
-        self.projection = make_linear(shape, Role.PROJECTION, dtype)  # weight: [H, N D]
+        self.projection = make_linear(shape, Role.PROJECTION, dtype, tensor)  # weight: [H, N D]
 
     def forward(self, hidden_BSH: Tensor, documents: Documents | None = None, rotation: Rotation | None = None) -> Tensor:
         qkv_BSX = self.qkv(hidden_BSH)

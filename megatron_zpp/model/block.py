@@ -18,20 +18,21 @@ from megatron_zpp.model.randomness import UnitRandomness
 from megatron_zpp.model.rotary import Rotation
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.ops.dropout import dropout
+from megatron_zpp.tensor_parallel.context import TensorParallel
 
 
 class Block(nn.Module):
     """Attention and MLP, each after a norm and inside a residual connection (pre-norm, as in GPT-2)."""
 
-    def __init__(self, shape: ModelShape, block_index: int, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, shape: ModelShape, block_index: int, seed: int, dtype: torch.dtype, tensor: TensorParallel | None = None) -> None:
         super().__init__()
         config = shape.config
         self.attention_norm = make_norm(config, config.hidden_size, dtype)
-        self.attention = Attention(shape, dtype)
+        self.attention = Attention(shape, dtype, tensor)
         self.mlp_norm = make_norm(config, config.hidden_size, dtype)
-        self.mlp = MLP(shape, dtype)
+        self.mlp = MLP(shape, dtype, tensor)
         self.hidden_dropout, self.attention_dropout = config.hidden_dropout, config.attention_dropout
-        self.randomness = UnitRandomness(seed, unit_index=block_index + 1)
+        self.randomness = UnitRandomness(seed, unit_index=block_index + 1, tensor=tensor)
 
     def forward(
         self, hidden_BSH: Tensor, first_sample: int, documents: Documents | None = None, rotation: Rotation | None = None

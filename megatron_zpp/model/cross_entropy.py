@@ -5,17 +5,13 @@ T tokens, V vocabulary entries (padding included).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_zpp.model.loss_chunks import ranges
-
-# fp32 values that exist at once beside logits and their gradient: 64 MiB. Enough to keep a device busy, and little beside all logits.
-CHUNK_NUMEL = 1 << 24
+from megatron_zpp.model.logit_parts import row_chunks
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -48,9 +44,3 @@ class _TokenLoss(torch.autograd.Function):
             grad[torch.arange(grad.shape[0], device=grad.device), labels_T[rows]] -= 1.0
             grad_logits_TV[rows] = grad.mul_(grad_loss_T[rows, None])
         return grad_logits_TV, None
-
-
-def row_chunks(logits_TV: Tensor) -> Iterator[slice]:
-    """Slices of rows with CHUNK_NUMEL values or fewer, but of at least one row."""
-    tokens, vocabulary = logits_TV.shape
-    return ranges(tokens, max(1, CHUNK_NUMEL // vocabulary))

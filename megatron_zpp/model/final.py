@@ -14,14 +14,18 @@ from megatron_zpp.model.head_loss import head_loss
 from megatron_zpp.model.linear import make_linear
 from megatron_zpp.model.norm import make_norm
 from megatron_zpp.model.shapes import ModelShape
+from megatron_zpp.tensor_parallel.context import TensorParallel
+from megatron_zpp.tensor_parallel.regions import enter, gathered_channels
+from megatron_zpp.tensor_parallel.vocabulary import DividedRows
 
 
 class Final(nn.Module):
     """Final norm, output projection and loss; it has a head of its own only if the output is untied."""
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype) -> None:
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, tensor: TensorParallel | None = None) -> None:
         super().__init__()
         config = shape.config
+        self.tensor = tensor
         self.loss_chunk_tokens = config.loss_chunk_tokens
         self.norm = make_norm(config, config.hidden_size, dtype)
         if config.untie_embeddings_and_output_weights:
@@ -34,6 +38,10 @@ class Final(nn.Module):
         """
         normed_BSH = self.norm(hidden_BSH)
         weight_VH = self.head.weight if tied_weight_VH is None else tied_weight_VH
-        if labels_BS is None:
-            return F.linear(normed_BSH, weight_VH)
-        return head_loss(normed_BSH, weight_VH, labels_BS, self.loss_chunk_tokens)
+        if self.tensor is not None:
+            normed_BSH = enter(normed_BSH, self.tensor)
+        if labels_BS is not None:
+            divided = None if self.tensor is None else DividedRows(weight_VH.shape[0], self.tensor.link)
+            return head_loss(normed_BSH, weight_VH, labels_BS, self.loss_chunk_tokens, divided)
+        logits_BSV = F.linear(normed_BSH, weight_VH)
+        return logits_BSV if self.tensor is None else gathered_channels(logits_BSV, self.tensor.link)

@@ -44,9 +44,9 @@ class GPT(nn.Module):
         self._shape = _shape(model_config, padded_vocab_size, tensor)
         self.rotary = RotaryPositions(model_config) if model_config.position_embedding_type == "rope" else None
         with torch.device("meta"):
-            self.embedding = Embedding(self._shape, seed, dtype)
-            self.blocks = nn.ModuleList(Block(self._shape, index, seed, dtype) for index in range(model_config.num_layers))
-            self.final = Final(self._shape, dtype)
+            self.embedding = Embedding(self._shape, seed, dtype, tensor)
+            self.blocks = nn.ModuleList(Block(self._shape, index, seed, dtype, tensor) for index in range(model_config.num_layers))
+            self.final = Final(self._shape, dtype, tensor)
 
     def forward(
         self,
@@ -68,7 +68,7 @@ class GPT(nn.Module):
         if document_lengths_R is not None:
             samples, length = tokens_BS.shape
             documents = separated(document_lengths_R, (samples, length), self.head_shape(hidden_BSH.dtype), tokens_BS.device)
-        rotation = self._rotation(hidden_BSH, position_ids_BS)
+        rotation = self._rotation(tokens_BS, position_ids_BS, hidden_BSH.dtype)
         kept_from = 0
         for chunk in recomputed_chunks(self.config):
             hidden_BSH = recomputed(self._through, chunk, hidden_BSH, first_sample, documents, rotation)
@@ -87,14 +87,14 @@ class GPT(nn.Module):
 
     def head_shape(self, dtype: torch.dtype) -> HeadShape:
         """The properties of the heads that decide which attention kernel runs."""
-        return head_shape_of(self.config, dtype)
+        return head_shape_of(self.config, dtype, self._shape.tensor_ranks)
 
-    def _rotation(self, hidden_BSH: Tensor, position_ids_BS: Tensor | None) -> Rotation | None:
+    def _rotation(self, tokens_BS: Tensor, position_ids_BS: Tensor | None, dtype: torch.dtype) -> Rotation | None:
         """The rotation of queries and keys in all blocks; positions count from 0 unless there are position ids."""
         if self.rotary is None:
             return None
-        positions = torch.arange(hidden_BSH.shape[1], device=hidden_BSH.device) if position_ids_BS is None else position_ids_BS
-        return self.rotary.rotation(positions, hidden_BSH.dtype)
+        positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) if position_ids_BS is None else position_ids_BS
+        return self.rotary.rotation(positions, dtype)
 
     def unit_specs(self) -> tuple[UnitSpec, ...]:
         """Every parameter once, grouped into the units that are gathered together."""

@@ -16,16 +16,17 @@ from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.divisions import Role
 from megatron_zpp.model.linear import make_linear
 from megatron_zpp.model.shapes import ModelShape, up_role
+from megatron_zpp.tensor_parallel.context import TensorParallel
 
 
 class MLP(nn.Module):
     """Linear, activation, linear. The activation is GELU, squared ReLU, or SwiGLU; for SwiGLU `up` has twice the rows."""
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype) -> None:
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, tensor: TensorParallel | None = None) -> None:
         super().__init__()
         self.activation = activation_of(shape.config)
-        self.up = make_linear(shape, up_role(shape.config), dtype)  # weight: [F, H] or [2 F, H]
-        self.down = make_linear(shape, Role.DOWN, dtype)  # weight: [H, F]
+        self.up = make_linear(shape, up_role(shape.config), dtype, tensor)  # weight: [F, H] or [2 F, H]
+        self.down = make_linear(shape, Role.DOWN, dtype, tensor)  # weight: [H, F]
 
     def forward(self, hidden_BSH: Tensor) -> Tensor:
         return self.down(self.activation(self.up(hidden_BSH)))

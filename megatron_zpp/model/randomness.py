@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.ops.dropout import KEYS, mask_start
+from megatron_zpp.tensor_parallel.context import TensorParallel
 
 MASK_64 = (1 << 64) - 1
 
@@ -24,6 +25,7 @@ class UnitRandomness:
 
     seed: int
     unit_index: int  # 0 is the embedding, i + 1 is block i
+    tensor: TensorParallel | None = None
 
     def mask_starts(self, sites: int, first_sample: int, hidden_BSH: Tensor) -> tuple[Tensor, ...]:
         """The starts of the masks of as many sites: the places in the unit that drop elements of tensors shaped like `hidden_BSH`.
@@ -31,12 +33,20 @@ class UnitRandomness:
         The index of an element counts through the whole run: ((sample of the run x S) + token) x H + channel.
         """
         _, length, channels = hidden_BSH.shape
+        parts, own_part = (1, 0) if self.tensor is None else (self.tensor.token_parts, self.tensor.own_token_part)
+        first_index = first_sample * parts * length * channels + own_part * hidden_BSH.numel()
         keys = [mixed(self.seed, self.unit_index, site) % KEYS for site in range(sites)]
-        return tuple(mask_start(key, first_sample * length * channels) for key in keys)
+        return tuple(mask_start(key, first_index) for key in keys)
 
     def scope(self, *, is_needed: bool, first_sample: int, device: torch.device) -> AbstractContextManager[None]:
-        """The context in which attention draws. If it is not needed, it leaves the generators alone."""
-        return seeded_random(self.seed, first_sample, self.unit_index, device) if is_needed else nullcontext()
+        """The context in which attention draws. If it is not needed, it leaves the generators alone.
+
+        Tensor ranks have different heads, so they draw different numbers.
+        """
+        if not is_needed:
+            return nullcontext()
+        of_rank = () if self.tensor is None else (self.tensor.link.rank + 1,)
+        return seeded_random(device, self.seed, first_sample, self.unit_index, *of_rank)
 
 
 def splitmix64(value: int) -> int:
@@ -56,15 +66,15 @@ def mixed(*values: int) -> int:
 
 
 @contextmanager
-def seeded_random(seed: int, first_sample: int, unit_index: int, device: torch.device) -> Iterator[None]:
-    """Within the context, seeds the device's default generator from the three integers; restores the generator's state afterwards.
+def seeded_random(device: torch.device, *numbers: int) -> Iterator[None]:
+    """Within the context, seeds the device's default generator from the numbers; restores the generator's state afterwards.
 
-    The same integers give the same numbers, in a recomputation and on another rank too.
+    The same numbers give the same draws, in a recomputation and on another rank too.
     torch's CPU generator reads the low 32 bits of a seed, its CUDA generator all 64.
     """
     generator = default_generator(device)
     callers_state = generator.get_state()
-    generator.manual_seed(mixed(seed, first_sample, unit_index))
+    generator.manual_seed(mixed(*numbers))
     try:
         yield
     finally:

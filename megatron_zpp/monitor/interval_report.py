@@ -30,6 +30,7 @@ class IntervalReport:
     model_tflops_per_gpu: float  # model FLOPs: causal attention as half of the square, recomputation not counted
     inter_node_bytes: int  # into one node from others, per optimizer step
     intra_node_bytes: int  # into one rank from its own node, per optimizer step
+    tensor_link_bytes: int  # into one rank from those that share its layers, per optimizer step
     model_state_bytes: int
     memory: MemoryReading
     peak_tflops: float | None = None  # of one device; None if it is not known
@@ -94,4 +95,5 @@ class IntervalReport:
             "params_norm": self.params_norm,
             "num_zeros": self.num_zeros,
             "eta_seconds": self.eta_seconds,
+            "tensor_link_bytes": self.tensor_link_bytes,
         }

@@ -19,6 +19,7 @@ TIMER_LEVELS = {
     "params-all-gather-intra": 2,
     "grads-reduce-scatter-intra": 2,
     "grads-reduce-scatter-inter": 2,
+    "tensor-link": 2,
     "all-grads-sync": 1,
     "optimizer": 1,
     "optimizer-clip-main-grad": 1,

@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.topology import LANES, Direction, Lane, Link
+from megatron_zpp.parallel.topology import ACROSS, LANES, Direction, Lane, Link
 
 MEBIBYTE = 2**20
 
 # The most CTAs of one communicator. They are powers of two, because NCCL rounds the channels of an exchange up to one. A CTA moves about
-# 20 GB/s over NVLink (commonly reported, not measured here): 16 are near the rate of the link inside a node, for climbs, which computation
-# waits for; an exchange with many peers would need gigabytes of buffers for as many. 8 are more than a network of 400 Gbit/s per GPU needs.
-# Four lanes and the world have 42 CTAs, so less than half of an A100 waits for links at the worst moment. NCCL_MAX_CTAS in the environment
-# wins; NCCL reads it itself.
-INTRA_CLIMB_CTAS, LANE_CTAS = 16, 8
+# 20 GB/s over NVLink (commonly reported, not measured here): 16 are near the rate of the link inside a node, for what computation waits for
+# most: the tensor link, which every layer waits for, or without one the climbs. An exchange of gradients with many peers would need
+# gigabytes of buffers for as many. 8 are more than a network of 400 Gbit/s per GPU needs. All communicators have 42 CTAs, or 50 with a
+# tensor link, so less than half of an A100 waits for links at the worst moment. NCCL_MAX_CTAS in the environment wins; NCCL reads it.
+FAST_CTAS, LANE_CTAS = 16, 8
 WORLD_CTAS = 2  # a few numbers per step
 
 # Bytes from NCCL 2.30. Each channel to a peer has a buffer for each of three protocols (init.cc, computeBuffSizes: 512 KiB of LL, 4800 KiB
@@ -36,28 +36,33 @@ MULTICAST_BYTES = 2 * MEBIBYTE
 class Communicator:
     """A communicator of one rank. local_peers, remote_peers: its other members on the rank's node and elsewhere. ctas: its limit.
 
-    exchanges: whether every member sends to every other. Otherwise it gathers.
+    exchanges: whether every member sends to every other. gathers: whether it gathers.
     """
 
     local_peers: int
     remote_peers: int
     ctas: int
     exchanges: bool
+    gathers: bool
 
     def buffer_bytes(self) -> int:
         """The most memory of the GPU that its buffers take, with NCCL's default sizes and one channel per CTA."""
-        if self.exchanges:
-            of_channel = self.local_peers * (CONNECTION_BYTES + FLAGS_BYTES)
-            of_channel += 2 * SHARED_BYTES if self.remote_peers else 0
-        else:  # around a ring: a rank receives from one peer, and sends to one
-            of_channel = CONNECTION_BYTES + (CONNECTION_BYTES if self.remote_peers else FLAGS_BYTES)
-            of_channel += MULTICAST_BYTES * (1 + self.local_peers) if self.local_peers else 0
-        return self.ctas * of_channel
+        return self.ctas * (self.exchanges * self._exchange_bytes() + self.gathers * self._gather_bytes())
+
+    def _exchange_bytes(self) -> int:
+        """Of one channel."""
+        return self.local_peers * (CONNECTION_BYTES + FLAGS_BYTES) + (2 * SHARED_BYTES if self.remote_peers else 0)
+
+    def _gather_bytes(self) -> int:
+        """Of one channel. Around a ring a rank receives from one peer, and sends to one."""
+        of_ring = CONNECTION_BYTES + (CONNECTION_BYTES if self.remote_peers else FLAGS_BYTES)
+        return of_ring + (MULTICAST_BYTES * (1 + self.local_peers) if self.local_peers else 0)
 
 
-def lane_ctas(lane: Lane) -> int:
+def lane_ctas(grid: Grid, lane: Lane) -> int:
     """The most CTAs of the lane's communicator."""
-    return INTRA_CLIMB_CTAS if lane == Lane(Link.INTRA, Direction.CLIMB) else LANE_CTAS
+    fast = Lane(Link.INTRA, Direction.CLIMB) if grid.tensor_ranks == 1 else ACROSS
+    return FAST_CTAS if lane == fast else LANE_CTAS
 
 
 def communicators(grid: Grid) -> tuple[Communicator, ...]:
@@ -65,14 +70,20 @@ def communicators(grid: Grid) -> tuple[Communicator, ...]:
     if grid.world_size == 1:
         return ()
     of_lanes = [
-        _communicator(grid, grid.members(lane.link, 0), lane_ctas(lane), exchanges=lane.direction is Direction.DESCEND)
-        for lane in LANES
-        if grid.ladder.link_ranks(lane.link) > 1
+        _communicator(
+            grid,
+            grid.members(lane.link, 0),
+            lane_ctas(grid, lane),
+            exchanges=lane.direction is not Direction.CLIMB,
+            gathers=lane.direction is not Direction.DESCEND,
+        )
+        for lane in (*LANES, ACROSS)
+        if grid.link_ranks(lane.link) > 1
     ]
-    return (*of_lanes, _communicator(grid, tuple(range(grid.world_size)), WORLD_CTAS, exchanges=False))
+    return (*of_lanes, _communicator(grid, tuple(range(grid.world_size)), WORLD_CTAS, exchanges=False, gathers=True))
 
 
-def _communicator(grid: Grid, members: tuple[int, ...], ctas: int, *, exchanges: bool) -> Communicator:
+def _communicator(grid: Grid, members: tuple[int, ...], ctas: int, *, exchanges: bool, gathers: bool) -> Communicator:
     """That of rank 0, which is one of `members`."""
     local = sum(grid.share_node(0, member) for member in members)
-    return Communicator(local - 1, len(members) - local, ctas, exchanges)
+    return Communicator(local - 1, len(members) - local, ctas, exchanges, gathers)

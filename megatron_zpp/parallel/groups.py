@@ -1,4 +1,4 @@
-"""Makes the process groups of the lanes (one per link and direction, in the same order on every rank), and ends all groups."""
+"""Makes the process groups of the lanes and of the tensor link, in the same order on every rank, and ends all groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_zpp.parallel.topology import ACROSS, LANES, Lane
 
 
 def make_lane_groups(grid: Grid, rank: int, timeout: timedelta, device: torch.device) -> dict[Lane, dist.ProcessGroup]:
-    """The process group of `rank` for each lane whose link has more than one rank; every rank of the world must call it.
+    """The process group of `rank` for each lane, ACROSS too, whose link has more than one rank; every rank of the world must call it.
 
     timeout: passed to each group, because a new group does not inherit that of the world.
     device: on CUDA the groups have NCCL alone. By default they would have all backends of the world, and connect every member by gloo.
@@ -29,17 +29,18 @@ def make_lane_groups(grid: Grid, rank: int, timeout: timedelta, device: torch.de
         if grid.link_ranks(lane.link) == 1:
             continue
         for ranks in grid.groups(lane.link):
-            group = dist.new_group(list(ranks), timeout=timeout, **_backend_arguments(lane, timeout, device))
+            group = dist.new_group(list(ranks), timeout=timeout, **_backend_arguments(grid, lane, timeout, device))
             if rank in ranks:
                 own[lane] = group
     return own
 
 
-def _backend_arguments(lane: Lane, timeout: timedelta, device: torch.device) -> dict[str, Any]:
+def _backend_arguments(grid: Grid, lane: Lane, timeout: timedelta, device: torch.device) -> dict[str, Any]:
     """The arguments of new_group that depend on the device. NCCL's log lines and errors contain the description."""
     if device.type != "cuda":
         return {}
-    return {"backend": "nccl", "pg_options": _nccl_options(lane_ctas(lane), timeout, is_urgent=True), "group_desc": f"lane {lane}"}
+    options = _nccl_options(lane_ctas(grid, lane), timeout, is_urgent=True)
+    return {"backend": "nccl", "pg_options": options, "group_desc": f"lane {lane}"}
 
 
 def world_options(timeout: timedelta, device: torch.device) -> Any:

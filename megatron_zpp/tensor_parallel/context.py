@@ -17,3 +17,13 @@ class TensorParallel:
 
     link: TensorLink
     sequence_parallel: bool = False
+
+    @property
+    def token_parts(self) -> int:
+        """The number of parts that the tokens are divided into between the layers."""
+        return self.link.ranks if self.sequence_parallel else 1
+
+    @property
+    def own_token_part(self) -> int:
+        """The part of the tokens that the rank has there."""
+        return self.link.rank if self.sequence_parallel else 0

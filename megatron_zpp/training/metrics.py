@@ -51,7 +51,7 @@ class Interval:
 
 
 class StepTraffic:
-    """The bytes of weights and gradients that this rank received in the latest step, by the ledger."""
+    """The bytes that this rank received in the latest step, by the ledger: over its ladder, and over the tensor link."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -59,7 +59,7 @@ class StepTraffic:
         self.latest = Traffic()
 
     def close_step(self) -> None:
-        total = self._ledger.total(Category.WEIGHTS, Category.GRADIENTS)
+        total = self._ledger.total(Category.WEIGHTS, Category.GRADIENTS, Category.ACTIVATIONS, Category.REPLICAS)
         self.latest = total - self._before
         self._before = total
 
@@ -74,6 +74,10 @@ class StepTraffic:
     @property
     def intra_node_bytes(self) -> int:
         return self.latest.intra_bytes
+
+    @property
+    def tensor_link_bytes(self) -> int:
+        return self.latest.tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ def interval_report(config: Config, progress: Progress, interval: Interval, traf
         model_tflops_per_gpu=required * per_second_of_rank,
         inter_node_bytes=traffic.inter_node_bytes,
         intra_node_bytes=traffic.intra_node_bytes,
+        tensor_link_bytes=traffic.tensor_link_bytes,
         model_state_bytes=inputs.latest.outcome.model_state_bytes,
         memory=inputs.memory,
         peak_tflops=inputs.peak_tflops,

@@ -14,6 +14,7 @@ from megatron_zpp.comm.links import Ladder
 from megatron_zpp.comm.observed_lanes import ObservedLanes
 from megatron_zpp.comm.streams import streams_of
 from megatron_zpp.comm.tensor_link import TensorLink
+from megatron_zpp.comm.waits import Waits
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples
 from megatron_zpp.config.schema import Config, PrecisionConfig
 from megatron_zpp.data.build_once import ProgressPrinter
@@ -58,9 +59,11 @@ def build_ladder(config: Config, world: World, instruments: Instruments) -> Ladd
     lanes: Lanes = make_lanes(streams, world.check_others)
     if streams is not None:
         send_first_messages(backend, lanes, world.device)
+    waits = Waits(world.check_others)
     if instruments.observes_hops:
         lanes = ObservedLanes(lanes, instruments.observer)
-    return Ladder(backend, lanes, Ledger(grid, world.rank), world.device, streams, world.check_others)
+        waits = Waits(world.check_others, instruments.observer)
+    return Ladder(backend, lanes, Ledger(grid, world.rank), world.device, streams, waits)
 
 
 def build_vocabulary(config: Config) -> Vocabulary:

@@ -39,10 +39,6 @@ class Descents:
         self._submitted = 0
         self._under_way: deque[Descending] = deque()
 
-    @property
-    def is_any_under_way(self) -> bool:
-        return bool(self._under_way)
-
     def complete(self, name: str, *, is_last_microbatch: bool) -> None:
         """Notes that the unit's gradient is complete, and submits every descent that may start now."""
         self._complete.add(name)

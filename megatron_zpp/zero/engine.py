@@ -39,6 +39,7 @@ from megatron_zpp.zero.schedule import (
     evaluation_schedule,
     training_schedule,
 )
+from megatron_zpp.zero.shared_gradients import SharedGradients
 from megatron_zpp.zero.squared_sums import squared_sums_for
 from megatron_zpp.zero.unit import WeightUnit
 from megatron_zpp.zero.unit_descent import UnitDescent
@@ -46,11 +47,16 @@ from megatron_zpp.zero.update_groups import update_groups
 
 
 class _Gradients(enum.Enum):
-    """The gradients of a step: none yet, those of some micro-batches, those of all, or unusable because a backward failed."""
+    """The gradients of a step.
+
+    NONE: there are none yet. SOME: those of some micro-batches. ALL: those of all, which may still descend. MEAN: their mean, ready for the
+    update. BROKEN: unusable, because a backward failed.
+    """
 
     NONE = "none"
     SOME = "some"
     ALL = "all"
+    MEAN = "mean"
     BROKEN = "broken"
 
 
@@ -120,6 +126,7 @@ class ZeroEngine:
         self._side = None if ladder.streams is None or not options.adam.skips_on_device else SideStream(ladder.streams)
         by_name = {unit.name: descent for unit, descent in zip(self.units, self._unit_descents, strict=True)}
         self._descents = Descents(descent_order(uses), by_name)
+        self._shared_gradients = self._make_shared_gradients()
         self._is_in_backward = False
         self._is_last_microbatch = True
         self._gradients = _Gradients.NONE
@@ -143,6 +150,13 @@ class ZeroEngine:
         self.gradients.append(gradient)
         self._unit_descents.append(descent)
 
+    def _make_shared_gradients(self) -> SharedGradients | None:
+        """What tensor ranks share; None if there is one tensor rank."""
+        if self.ladder.tensor_link is None:
+            return None
+        first_slice, slices = self.units[0].first_slice, self.units[0].slices
+        return SharedGradients(self.gradients, self.ladder.tensor_link, first_slice, slices)
+
     def _codecs(self) -> tuple[LinkCodecs, LinkCodecs]:
         """The codecs of weights and those of gradients, in the current iteration."""
         options = self._options
@@ -161,7 +175,14 @@ class ZeroEngine:
         if self._is_in_backward:
             self._recompute(use)
         else:
-            self._reach(Moment(Phase.PRE_FORWARD, use), torch.is_grad_enabled())
+            is_training = torch.is_grad_enabled()
+            self._book_activations(is_training)
+            self._reach(Moment(Phase.PRE_FORWARD, use), is_training)
+
+    def _book_activations(self, is_training: bool) -> None:
+        """Tells the tensor link, if there is one, for what the model uses it from now on."""
+        if self.ladder.tensor_link is not None:
+            self.ladder.tensor_link.book_under(Category.ACTIVATIONS if is_training else Category.EVALUATION)
 
     def _recompute(self, use: int) -> None:
         """Gathers the weights of a use that is recomputed in a chunk. A use that is recomputed alone has them already, for its backward.
@@ -191,7 +212,7 @@ class ZeroEngine:
         is_last_microbatch: whether this is the last one of the step. Raises RuntimeError for a micro-batch after the last one.
         """
         self._check_usable()
-        if self._gradients is _Gradients.ALL:
+        if self._gradients in (_Gradients.ALL, _Gradients.MEAN):
             raise RuntimeError(
                 "the last micro-batch of this step has come already; call engine.step(), and pass is_last_microbatch=False for every "
                 "micro-batch but the last"
@@ -199,6 +220,7 @@ class ZeroEngine:
         self._gradients = _Gradients.BROKEN  # unless this call comes to its end
         self._is_last_microbatch = is_last_microbatch
         self._is_in_backward = True
+        self._book_activations(is_training=True)
         try:
             (loss * (self.loss_scaler.scale / microbatches)).backward()
             self._descents.sweep(is_last_microbatch=is_last_microbatch)
@@ -255,25 +277,31 @@ class ZeroEngine:
         return self.update(learning_rate, weight_decay)
 
     def finish_gradients(self) -> None:
-        """Waits until every descent has landed, and sets padding to zero. Call it after the last backward, before `update`.
+        """Waits until every descent has landed, makes equal what tensor ranks share, and sets padding to zero.
 
-        Raises RuntimeError if no micro-batch of this step was the last.
+        Every rank must call it after the last backward, before `update`; a second call in a step does nothing. Raises RuntimeError if no
+        micro-batch of this step was the last.
         """
         self._check_usable()
         if self._gradients is _Gradients.SOME:
             raise RuntimeError("no micro-batch of this step was the last; pass is_last_microbatch=True with the last one")
+        if self._gradients is not _Gradients.ALL:
+            return
         self._descents.finish()
+        if self._shared_gradients is not None:
+            self._shared_gradients.combine()
         for gradient in self.gradients:
             gradient.clear_padding()
+        self._gradients = _Gradients.MEAN
 
     def update(self, learning_rate: float, weight_decay: float | None = None, report: Tensor | None = None) -> StepResult:
         """Updates the weights with the clipped mean gradient. A NaN or inf in it makes every rank skip the update.
 
         weight_decay: of this step; by default that of the options. report: [numel] fp64, which come to the host with the norm, so that it
-        waits only once. Raises RuntimeError while a gradient is still descending.
+        waits only once. Raises RuntimeError if `finish_gradients` has not been called after the last backward.
         """
         self._check_usable()
-        if self._descents.is_any_under_way:
+        if self._gradients in (_Gradients.SOME, _Gradients.ALL):
             raise RuntimeError("call engine.finish_gradients() before engine.update()")
         update = Update(learning_rate, self._options.adam.weight_decay if weight_decay is None else weight_decay)
         squared, numbers = self._norm(report)

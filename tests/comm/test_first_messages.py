@@ -15,7 +15,7 @@ from megatron_zpp.comm.first_messages import send_first_messages
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.topology import LANES, Direction, Lane, Link
+from megatron_zpp.parallel.topology import ACROSS, LANES, Direction, Lane, Link
 from megatron_zpp.training import setup
 from megatron_zpp.training.instruments import make_instruments
 
@@ -65,9 +65,20 @@ def test_every_lane_with_company_carries_a_message_of_its_kind_in_its_stream_and
     used = [lane for lane in LANES if grid.ladder.link_ranks(lane.link) > 1]
     kinds = ["all_gather" if lane.direction is Direction.CLIMB else "exchange" for lane in used]
     expected = [("gather_world", None), *zip(kinds, used, strict=True)] if grid.world_size > 1 else []
+    expected += [("all_gather", ACROSS), ("exchange", ACROSS)] if grid.tensor_ranks > 1 else []
     assert all([(kind, lane) for kind, lane, _ in heard] == expected for heard in heard_by)
-    streams = [stream for _, lane, stream in heard_by[0] if lane is not None]
+    streams = [stream for _, lane, stream in heard_by[0] if lane in LANES]
     assert len(set(streams)) == len(streams) and "compute" not in streams
+
+
+def test_a_tensor_link_that_cannot_be_connected_is_named_with_its_ranks() -> None:
+    def program(gpu: Gpu) -> None:
+        send_first_messages(Listener(gpu, ACROSS), gpu.lanes, CPU)
+
+    with pytest.raises(
+        RuntimeError, match=r"^the tensor link: (ranks 0, 1|ranks 2, 3) could not exchange a first message; NCCL_DEBUG=INFO"
+    ):
+        run_on_gpus(Grid.of_nodes(2, 2, 2), program)
 
 
 @pytest.mark.parametrize("link", [Link.INTER, Link.INTRA])

@@ -23,7 +23,8 @@ def test_the_bytes_that_enter_the_nodes_are_counted_message_by_message(grid: Gri
         ledger = Ledger(grid, rank)
         traffic = ledger.measure(link, 100)
         assert ledger.inter_node_bytes(traffic) == entering[rank // grid.ranks_per_node]
-        assert traffic.intra_bytes * grid.world_size == within
+        beside, other = (traffic.tensor_bytes, traffic.intra_bytes) if link is Link.TENSOR else (traffic.intra_bytes, traffic.tensor_bytes)
+        assert beside * grid.world_size == within and other == 0
 
 
 def test_a_gather_of_the_world_counts_every_other_rank_once() -> None:

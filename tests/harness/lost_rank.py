@@ -21,6 +21,7 @@ POINTS = {
     "preparing data": "megatron_zpp.training.setup:build_run_data",
     "after the roll call": "megatron_zpp.training.startup_checks:check_save_is_shared",
     "first step": "megatron_zpp.zero.unit_descent:UnitDescent.descend",
+    "tensor sum": "megatron_zpp.comm.tensor_link:TensorLink.summed",
     "evaluation": "megatron_zpp.training.trainer:evaluate",
     "save": "megatron_zpp.checkpoint.saver:CheckpointSaver._write_share",
     "leaving": "megatron_zpp.parallel.initialize:World.leave",

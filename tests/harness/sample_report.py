@@ -23,6 +23,7 @@ REPORT = IntervalReport(
     model_tflops_per_gpu=8.0,
     inter_node_bytes=11,
     intra_node_bytes=22,
+    tensor_link_bytes=55,
     model_state_bytes=33,
     memory=MemoryReading(40, 44),
 )

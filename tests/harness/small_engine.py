@@ -205,8 +205,9 @@ class Rank:
     streams: Streams | None = None
 
     def __post_init__(self) -> None:
-        self.model = SmallModel(self.job.shape, self.job.dtype)
         self.ledger = Ledger(self.backend.grid, self.backend.rank)
+        ladder = Ladder(self.backend, self.lanes, self.ledger, CPU, self.streams)
+        self.model = self._make_model(ladder)
         options = EngineOptions(
             self.job.policy,
             self.job.dtype,
@@ -218,9 +219,11 @@ class Rank:
             counts_zeros=self.job.counts_zeros,
             make_codec=self.job.make_codec,
         )
-        ladder = Ladder(self.backend, self.lanes, self.ledger, CPU, self.streams)
         scaler = self.job.loss_scaler() if self.job.loss_scaler else None
         self.engine = ZeroEngine(self.model, self._unit_specs(), self.model.uses(), options, ladder, scaler)
+
+    def _make_model(self, ladder: Ladder) -> Any:
+        return SmallModel(self.job.shape, self.job.dtype)
 
     def _unit_specs(self) -> tuple[UnitSpec, ...]:
         grid, specs = self.backend.grid, self.model.unit_specs()

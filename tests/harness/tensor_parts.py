@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from harness.small_gpt import LLAMA, small_config
 from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.model.shapes import ModelShape
+from megatron_zpp.parallel.division import Gradient
 
 VOCAB = 64
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 8, "num_query_groups": 8, "kv_channels": 6}
@@ -56,3 +59,43 @@ def _qkv_part(whole: Tensor, config: ModelConfig, ranks: int, rank: int) -> Tens
         rows += [row_of[group, head % queries] for head in own if head // queries == group]
         rows += [row_of[group, queries], row_of[group, queries + 1]]
     return torch.cat(rows)
+
+
+# Whether every holder, any holder, and the sum over the holders has the whole gradient.
+HOLDS = {Gradient.WHOLE: (True, True, False), Gradient.PARTIAL: (False, False, True)}
+
+
+def check_gradients(
+    config: ModelConfig,
+    whole: Mapping[str, Tensor],
+    of_ranks: Sequence[Mapping[str, Tensor]],
+    *,
+    sequence_parallel: bool,
+    tolerances: Mapping[str, float],
+) -> None:
+    """Asserts that the ranks' gradients, by parameter, are those of the whole model, as model/divisions.py says for shared elements.
+
+    tolerances: by parameter, as a share of the largest value of its gradient.
+    """
+    ranks = len(of_ranks)
+    for rank in range(ranks):
+        shape = ModelShape(config, VOCAB, ranks, rank, sequence_parallel)
+        names = {spec.name for unit in shape.unit_specs() for spec in unit.params}
+        assert set(of_ranks[rank]) == names == set(whole)
+        for spec in (spec for unit in shape.unit_specs() for spec in unit.params):
+            allowed = tolerances[spec.name] * float(whole[spec.name].abs().max())
+            expected = part_of(spec.name, whole[spec.name], config, ranks, rank).flatten()
+
+            def is_close(found: Tensor, values: Tensor, allowed: float = allowed) -> bool:
+                return values.numel() == 0 or bool((found - values).abs().max() <= allowed)
+
+            own = of_ranks[rank][spec.name].flatten()
+            is_alone = torch.ones(expected.numel(), dtype=torch.bool)
+            for shared in spec.shared:
+                elements = slice(shared.start, shared.stop)
+                is_alone[elements] = False
+                holders = [of_ranks[holder][spec.name].flatten()[elements] for holder in shared.holders]
+                is_whole = [is_close(holder, expected[elements]) for holder in holders]
+                adds_up = is_close(torch.stack(holders).sum(0), expected[elements])
+                assert (all(is_whole), any(is_whole), adds_up) == HOLDS[shared.gradient], spec.name
+            assert is_close(own[is_alone], expected[is_alone]), spec.name

@@ -35,10 +35,15 @@ class Turn:
             finally:
                 self._owner = None
 
+    @property
+    def is_held_here(self) -> bool:
+        """Whether this thread has the turn."""
+        return self._owner == threading.get_ident()
+
     @contextmanager
     def given_away(self) -> Iterator[None]:
         """Lets others compute meanwhile; where this thread has no turn it changes nothing."""
-        if self._owner != threading.get_ident():
+        if not self.is_held_here:
             yield
             return
         self._owner = None
@@ -121,6 +126,12 @@ class TurnWorld(VirtualWorld):
     def wait_for(self, this_round: _Round) -> None:
         with self._turn.given_away():
             super().wait_for(this_round)
+
+    def when_ended(self, this_round: _Round, call: Callable[[], None]) -> None:
+        """A rank that asks for it while it computes is about to wait for the end."""
+        if self._turn.is_held_here:
+            self.wait_for(this_round)
+        super().when_ended(this_round, call)
 
 
 def run_world(

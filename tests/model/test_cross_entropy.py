@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_zpp.model import cross_entropy
+from megatron_zpp.model import logit_parts
 from megatron_zpp.model.cross_entropy import token_loss
 
 
@@ -25,7 +25,7 @@ def weighted_gradient(loss: Tensor, logits: Tensor) -> Tensor:
 def test_loss_and_gradient_equal_the_fp64_ones_of_the_same_logits(
     dtype: torch.dtype, chunk_numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "CHUNK_NUMEL", chunk_numel)
+    monkeypatch.setattr(logit_parts, "CHUNK_NUMEL", chunk_numel)
     logits, labels = logits_and_labels(dtype)
     loss = token_loss(logits, labels)
     exact = logits.detach().double().requires_grad_()

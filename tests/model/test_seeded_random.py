@@ -9,7 +9,7 @@ CPU = torch.device("cpu")
 
 
 def draw(seed: int, first_sample: int, unit_index: int) -> torch.Tensor:
-    with seeded_random(seed, first_sample, unit_index, CPU):
+    with seeded_random(CPU, seed, first_sample, unit_index):
         return torch.rand(100)
 
 
@@ -39,16 +39,16 @@ def test_the_callers_generator_continues_as_if_the_scope_had_not_been() -> None:
     expected = torch.randn(10)
     torch.manual_seed(1)
     before = torch.randn(3)
-    with seeded_random(1, 2, 3, CPU):
+    with seeded_random(CPU, 1, 2, 3):
         torch.randn(7)
-        with seeded_random(4, 5, 6, CPU):
+        with seeded_random(CPU, 4, 5, 6):
             torch.randn(7)
-    with pytest.raises(KeyError), seeded_random(1, 2, 3, CPU):
+    with pytest.raises(KeyError), seeded_random(CPU, 1, 2, 3):
         torch.randn(7)
         raise KeyError
     assert torch.equal(torch.cat([before, torch.randn(7)]), expected)
 
 
 def test_a_device_without_a_known_generator_is_named() -> None:
-    with pytest.raises(RuntimeError, match="meta"), seeded_random(1, 2, 3, torch.device("meta")):
+    with pytest.raises(RuntimeError, match="meta"), seeded_random(torch.device("meta"), 1, 2, 3):
         pass

@@ -14,7 +14,7 @@ from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.groups import make_lane_groups, world_options
 from megatron_zpp.parallel.initialize import World
 from megatron_zpp.parallel.launch import Launch
-from megatron_zpp.parallel.topology import LANES, Link
+from megatron_zpp.parallel.topology import ACROSS, LANES, Link
 
 TIMEOUT = timedelta(minutes=3)
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -61,9 +61,9 @@ def test_every_rank_makes_the_same_groups_in_the_same_order_with_the_timeout_ask
 def test_every_lane_of_a_link_with_company_has_a_group_of_its_own(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = _record_new_groups(monkeypatch)
     own = make_lane_groups(grid, 3, TIMEOUT, CPU)
-    assert set(own) == set(LANES)
+    assert set(own) == {*LANES, ACROSS} if grid.tensor_ranks > 1 else set(LANES)
     made: list[int] = [int(str(group)) for group in own.values()]
-    assert len(set(made)) == len(LANES)
+    assert len(set(made)) == len(own)
     assert all(tuple(calls[group - 1].ranks) == grid.members(lane.link, 3) for lane, group in zip(own, made, strict=True))
 
 
@@ -79,14 +79,17 @@ def test_on_a_cpu_torch_chooses_the_backend_of_a_group(monkeypatch: pytest.Monke
     assert world_options(TIMEOUT, CPU) is None
 
 
-def test_on_a_gpu_a_lane_has_nccl_alone_with_the_limit_of_its_link_and_its_name_in_nccls_log(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("grid", [Grid.of_nodes(2, 2), Grid.of_nodes(2, 4, 2)], ids=str)
+def test_on_a_gpu_a_lane_has_nccl_alone_with_the_limit_of_its_link_and_its_name_in_nccls_log(
+    grid: Grid, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = _record_new_groups(monkeypatch)
-    own = make_lane_groups(Grid.of_nodes(2, 2), 0, TIMEOUT, GPU)
+    own = make_lane_groups(grid, 0, TIMEOUT, GPU)
     assert {call.others["backend"] for call in calls} == {"nccl"}
     for lane, group in own.items():
         call = calls[int(str(group)) - 1]
         assert call.others["group_desc"] == f"lane {lane}"
-        assert call.others["pg_options"].config.max_ctas == lane_ctas(lane)
+        assert call.others["pg_options"].config.max_ctas == lane_ctas(grid, lane)
         assert call.others["pg_options"].is_high_priority_stream
 
 

@@ -1,0 +1,19 @@
+"""How a rank waits for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megatron_zpp.monitor.observer import Observer
+
+
+@dataclass(frozen=True)
+class Waits:
+    """watch: called now and then during a long wait; it raises if another rank has failed. None: nothing is called.
+
+    observer: is told of collectives and of waits for them.
+    """
+
+    watch: Callable[[], None] | None = None
+    observer: Observer = field(default_factory=Observer)

@@ -1,0 +1,58 @@
+"""Attention dropout on tensor ranks. It draws from the generator of a process, so the ranks here are processes."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness.rank_pool import RankPool
+from harness.tensor_parts import VOCAB, config_of
+from torch import Tensor
+
+from megatron_zpp.comm.backend import TorchBackend
+from megatron_zpp.comm.lanes import ThreadLanes
+from megatron_zpp.comm.ledger import Ledger
+from megatron_zpp.comm.links import Ladder
+from megatron_zpp.model.gpt import GPT, materialize
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.groups import make_lane_groups
+from megatron_zpp.tensor_parallel.context import TensorParallel
+
+CPU = torch.device("cpu")
+CHANGES: list[dict[str, Any]] = [
+    {},
+    {"recompute_granularity": "selective"},
+    {"recompute_granularity": "full"},
+    {"recompute_granularity": "full", "recompute_num_layers": 2},
+]
+
+
+def gradients_of_each_recomputation(sequence_parallel: bool) -> list[dict[str, Tensor]]:
+    dist.init_process_group("gloo")
+    try:
+        grid = Grid.of_nodes(1, 2, 2)
+        backend = TorchBackend(grid, dist.get_rank(), make_lane_groups(grid, dist.get_rank(), timedelta(seconds=60), CPU))
+        link = Ladder(backend, ThreadLanes(), Ledger(grid, backend.rank), CPU).tensor_link
+        assert link is not None
+        return [gradients(TensorParallel(link, sequence_parallel), **changes) for changes in CHANGES]
+    finally:
+        dist.destroy_process_group()
+
+
+def gradients(tensor: TensorParallel, **changes: Any) -> dict[str, Tensor]:
+    gpt = materialize(GPT(config_of("GPT-2", attention_dropout=0.3, hidden_dropout=0.2, **changes), VOCAB, 7, torch.float32, tensor))
+    text = torch.randint(VOCAB, (3, 13), generator=torch.Generator().manual_seed(2))
+    torch.rand(tensor.link.rank)  # generators of ranks are in different states
+    loss = gpt(text[:, :-1], text[:, 1:], first_sample=4).mean()
+    loss.backward()
+    return {"loss": loss.detach()} | {name: parameter.grad for name, parameter in gpt.named_parameters() if parameter.grad is not None}
+
+
+def test_a_recomputation_drops_what_forward_dropped(ranks: RankPool) -> None:
+    for sequence_parallel in (False, True):
+        for kept, *recomputed in ranks.run(1, 2, gradients_of_each_recomputation, sequence_parallel):
+            for again in recomputed:
+                assert set(again) == set(kept)
+                assert all(torch.equal(again[name], kept[name]) for name in kept)

@@ -1,0 +1,134 @@
+"""The loss of a model that tensor ranks share, and the gradient of every parameter, are those of the whole model.
+
+The ranks are threads with the model itself; its shared elements are compared as model/divisions.py says.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from harness.tensor_parts import MODELS, VOCAB, check_gradients, config_of, part_of
+from harness.tensor_ranks import run_tensor_ranks
+from torch import Tensor
+
+from megatron_zpp.comm.tensor_link import TensorLink
+from megatron_zpp.model.gpt import GPT, materialize
+from megatron_zpp.tensor_parallel.context import TensorParallel
+
+pytestmark = pytest.mark.virtual
+
+SAMPLES, LENGTH, FIRST_SAMPLE = 3, 12, 5  # with sequence parallelism and T = 4, a rank has 9 tokens: of one sample or of two
+TOLERANCE = 1e-6  # of the largest value of each gradient: sums of a few hundred fp32 products, in another order
+Inputs = dict[str, Tensor]
+
+
+@cache
+def inputs(samples: int, packing: str) -> Inputs:
+    """Tokens and labels; with documents, or position ids that count from 0 in each document."""
+    text = torch.randint(VOCAB, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(2))
+    batch = {"tokens_BS": text[:, :-1], "labels_BS": text[:, 1:]}
+    lengths = [5, 7, 12, 1, 2, 9][: 2 if samples == 1 else 6]
+    if "documents" in packing:
+        batch["document_lengths_R"] = torch.tensor(lengths)
+    if "positions" in packing:
+        batch["position_ids_BS"] = torch.cat([torch.arange(length) for length in lengths]).view(samples, LENGTH)
+    return batch
+
+
+def tolerances_of(whole: GPT, batch: Inputs) -> dict[str, float]:
+    """Of each gradient. Where terms cancel, as in the norms of queries and keys, the whole model's own gradient has a larger error."""
+    _, own = trained(deepcopy(whole).eval(), batch)
+    _, exact = trained(deepcopy(whole).double().eval(), batch)
+    errors = {name: float((own[name] - exact[name]).abs().max() / exact[name].abs().max()) for name in exact}
+    return {name: max(TOLERANCE, 2 * error) for name, error in errors.items()}
+
+
+def trained(gpt: GPT, batch: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss per token, and the gradients of a mean in which tokens have different weights."""
+    loss_BS = gpt(**batch, first_sample=FIRST_SAMPLE)
+    (loss_BS * torch.linspace(0.5, 1.5, loss_BS.numel()).view(loss_BS.shape)).mean().backward()
+    return loss_BS.detach(), {name: parameter.grad for name, parameter in gpt.named_parameters() if parameter.grad is not None}
+
+
+def whole_gpt(model: str, **changes: Any) -> GPT:
+    """Biases and gains away from 0 and 1, and weights large enough for every gradient to matter."""
+    gpt = materialize(GPT(config_of(model, **changes), VOCAB, 7, torch.float32))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in gpt.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return gpt
+
+
+def divided_gpt(model: str, whole: GPT, tensor: TensorParallel, **changes: Any) -> GPT:
+    """The same model, divided."""
+    config, link = config_of(model, **changes), tensor.link
+    gpt = materialize(GPT(config, VOCAB, 7, torch.float32, tensor))
+    weights = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, parameter in gpt.named_parameters():
+            parameter.copy_(part_of(name, weights[name], config, link.ranks, link.rank))
+    return gpt
+
+
+def compare(model: str, ranks: int, batch: Inputs, *, sequence_parallel: bool, **changes: Any) -> None:
+    whole = whole_gpt(model, **changes)
+
+    def on_rank(link: TensorLink) -> tuple[Tensor, dict[str, Tensor]]:
+        return trained(divided_gpt(model, whole, TensorParallel(link, sequence_parallel), **changes), batch)
+
+    of_ranks = run_tensor_ranks(ranks, on_rank)
+    tolerances = tolerances_of(whole, batch)
+    expected_loss, expected = trained(whole, batch)
+    assert all(torch.equal(loss, of_ranks[0][0]) for loss, _ in of_ranks)
+    torch.testing.assert_close(of_ranks[0][0], expected_loss, rtol=TOLERANCE, atol=TOLERANCE)
+    gradients = [of_rank for _, of_rank in of_ranks]
+    check_gradients(config_of(model, **changes), expected, gradients, sequence_parallel=sequence_parallel, tolerances=tolerances)
+
+
+both_token_orders = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["all tokens", "own tokens"])
+
+
+@both_token_orders
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("model", list(MODELS))
+def test_every_gradient_is_the_whole_models(model: str, ranks: int, sequence_parallel: bool) -> None:
+    compare(model, ranks, inputs(SAMPLES, ""), sequence_parallel=sequence_parallel)
+
+
+# Pairs of what a run can switch on.
+SETTINGS: list[tuple[str, int, int, str, dict[str, Any]]] = [
+    ("GPT-2", 2, 3, "documents", {"recompute_granularity": "selective", "loss_chunk_tokens": 7}),
+    ("GPT-2", 4, 1, "documents, positions", {"recompute_granularity": "full", "hidden_dropout": 0.2}),
+    ("GPT-2", 4, 3, "positions", {"recompute_granularity": "full", "recompute_num_layers": 2, "loss_chunk_tokens": 16}),
+    ("Llama 3", 2, 1, "positions", {"hidden_dropout": 0.2, "loss_chunk_tokens": 5}),
+    ("Llama 3", 4, 3, "documents, positions", {"recompute_granularity": "full", "recompute_method": "block", "hidden_dropout": 0.2}),
+    ("Qwen3, tied", 4, 3, "documents", {"recompute_granularity": "selective", "hidden_dropout": 0.2}),
+    ("Qwen3, tied", 2, 1, "", {"recompute_granularity": "full", "recompute_num_layers": 2, "loss_chunk_tokens": 11}),
+    ("one key head, every bias", 4, 1, "documents", {"loss_chunk_tokens": 5, "apply_layernorm_1p": True}),
+]
+
+
+@both_token_orders
+@pytest.mark.parametrize(("model", "ranks", "samples", "packing", "changes"), SETTINGS, ids=str)
+def test_every_gradient_is_the_whole_models_with_documents_dropout_recomputation_and_loss_in_chunks(
+    model: str, ranks: int, samples: int, packing: str, changes: dict[str, Any], sequence_parallel: bool
+) -> None:
+    compare(model, ranks, inputs(samples, packing), sequence_parallel=sequence_parallel, **changes)
+
+
+@both_token_orders
+def test_without_labels_every_rank_has_the_whole_models_logits(sequence_parallel: bool) -> None:
+    whole, batch = whole_gpt("Llama 3"), inputs(SAMPLES, "") | {"labels_BS": None}
+    expected = whole(**batch, first_sample=0)
+
+    def on_rank(link: TensorLink) -> Tensor:
+        logits: Tensor = divided_gpt("Llama 3", whole, TensorParallel(link, sequence_parallel))(**batch, first_sample=0)
+        return logits.detach()
+
+    for logits in run_tensor_ranks(2, on_rank):
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)

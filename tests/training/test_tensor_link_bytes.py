@@ -1,0 +1,134 @@
+"""What the tensor link carries in training and in evaluation: as many bytes as the closed form says, and the same list on every rank."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from gpu.session import RankPlace, Session
+from harness.counting_backend import CountingBackend
+from harness.worlds import TurnLanes, run_world
+
+from megatron_zpp.comm.backend import VirtualBackend
+from megatron_zpp.comm.lanes import ThreadLanes
+from megatron_zpp.comm.ledger import Category, Ledger, Traffic
+from megatron_zpp.model.shapes import ModelShape
+from megatron_zpp.model.tensor_traffic import TensorTraffic, tensor_traffic
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.training.step import token_losses
+
+pytestmark = pytest.mark.virtual
+
+CPU = torch.device("cpu")
+TINY = (
+    "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 40 --make-vocab-size-divisible-by 8 --mock-data "
+    "--train-iters 10 --attention-dropout 0 --quantization-block-size 32 --micro-batch-size 2 --zero-stage 3"
+)
+SEQUENCE = "--sequence-parallel"
+FULL = "--recompute-granularity full --recompute-method"
+
+
+def session_of(flags: str, grid: Grid, backend: CountingBackend, lanes: ThreadLanes) -> Session:
+    sizes = f"--ranks-per-node {grid.ranks_per_node} --tensor-model-parallel-size {grid.tensor_ranks}"
+    return Session(f"{TINY} {flags} {sizes}", RankPlace(backend, lanes, CPU))
+
+
+def expected(session: Session, microbatches: int) -> TensorTraffic:
+    config, grid = session.config, session.place.backend.grid
+    shape = ModelShape(config.model, session.padded_vocab, grid.tensor_ranks, 0, config.distributed.sequence_parallel)
+    samples = config.training.micro_batch_size
+    return tensor_traffic(shape, microbatches=microbatches, samples=samples, element_bytes=session.engine.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank has seen. expected: of the micro-batches that it has trained on."""
+
+    ledger: Ledger
+    calls: list[tuple[str, int]]
+    received_bytes: int
+    expected: TensorTraffic
+    evaluation: TensorTraffic
+
+
+STEPS, EVALUATED = 2, 3
+
+
+def train_and_evaluate(flags: str, backend: VirtualBackend) -> Found:
+    counted = CountingBackend(backend)
+    session = session_of(flags, backend.grid, counted, TurnLanes())
+    for step in range(STEPS):
+        session.step(step)
+        session.model.eval()
+        with torch.no_grad():
+            for number in range(EVALUATED):
+                token_losses(session.model, session.batch(number), CPU)
+    trained, evaluated = expected(session, STEPS * session.microbatches), expected(session, STEPS * EVALUATED)
+    session.close()
+    return Found(session.engine.ladder.ledger, counted.calls, counted.received_bytes, trained, evaluated)
+
+
+CASES = {
+    "plain": "--hidden-dropout 0",
+    "bf16, 2 micro-batches": "--bf16 --global-batch-size 8",
+    "untied, SwiGLU, rotary": "--untie-embeddings-and-output-weights --swiglu --position-embedding-type rope --disable-bias-linear",
+    "selective": "--recompute-granularity selective",
+    "full": f"{FULL} uniform --recompute-num-layers 2",
+    "full, no dropout": f"{FULL} uniform --recompute-num-layers 2 --hidden-dropout 0 --bf16",
+    "some blocks, no dropout": f"{FULL} block --recompute-num-layers 2 --hidden-dropout 0",
+    "loss in chunks": "--loss-chunk-tokens 5",
+    "sequence parallel, plain": f"{SEQUENCE} --hidden-dropout 0 --bf16",
+    "sequence parallel, 2 micro-batches": f"{SEQUENCE} --global-batch-size 8",
+    "sequence parallel, selective": f"{SEQUENCE} --recompute-granularity selective --swiglu",
+    "sequence parallel, full": f"{SEQUENCE} {FULL} uniform --recompute-num-layers 2 --bf16",
+    "sequence parallel, full, no dropout": f"{SEQUENCE} {FULL} uniform --recompute-num-layers 2 --hidden-dropout 0",
+    "sequence parallel, some blocks": f"{SEQUENCE} {FULL} block --recompute-num-layers 1 --untie-embeddings-and-output-weights",
+    "sequence parallel, loss in chunks": f"{SEQUENCE} --loss-chunk-tokens 6 --hidden-dropout 0",
+}
+
+
+@pytest.mark.parametrize("flags", CASES.values(), ids=CASES)
+def test_training_and_evaluation_take_the_bytes_of_the_closed_form_under_categories_of_their_own(flags: str) -> None:
+    ranks = 4 if "bf16" in flags else 2
+    for found in run_world(Grid.of_nodes(1, 4, ranks), partial(train_and_evaluate, flags)):
+        ledger, replicas = found.ledger, found.ledger.total(Category.REPLICAS).tensor_bytes
+        assert ledger.total(Category.ACTIVATIONS) == Traffic(tensor_bytes=found.expected.training.nbytes)
+        assert ledger.total(Category.EVALUATION).tensor_bytes == found.evaluation.evaluation.nbytes
+        assert found.received_bytes == found.expected.training.nbytes + found.evaluation.evaluation.nbytes + replicas
+        collectives = found.expected.training.collectives + found.evaluation.evaluation.collectives
+        assert len(found.calls) == collectives + (STEPS if replicas else 0)
+
+
+def calls_with_pauses(flags: str, steps: int, backend: VirtualBackend) -> list[tuple[str, int]]:
+    generator, of_lanes = random.Random(backend.rank), random.Random(100 + backend.rank)
+    counted = CountingBackend(backend, lambda: time.sleep(generator.choice([0.0, 0.0, 0.0002, 0.001])))
+    lanes = ThreadLanes(pause=lambda: time.sleep(of_lanes.choice([0.0, 0.0005, 0.002])))
+    session = session_of(flags, backend.grid, counted, lanes)
+    for step in range(steps):
+        session.step(step)
+    session.close()
+    return counted.calls
+
+
+def check_lists(flags: str, steps: int, limit_seconds: float = 120.0) -> None:
+    grid = Grid.of_nodes(2, 4, 2)
+    calls = run_world(grid, partial(calls_with_pauses, flags, steps), limit_seconds, takes_turns=False)
+    assert all(calls[rank] == calls[grid.rank_of(grid.data_rank_of(rank), 0)] for rank in range(grid.world_size))
+    assert len(calls[0]) >= steps * 10
+
+
+HUNTED = f"{FULL} uniform --recompute-num-layers 2 --global-batch-size 16"
+
+
+def test_with_random_pauses_in_lanes_and_tensor_calls_all_ranks_of_a_group_make_the_same_calls() -> None:
+    check_lists(f"{HUNTED} {SEQUENCE}", 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sequence", ["", SEQUENCE])
+def test_200_steps_with_random_pauses_end_and_all_ranks_of_a_group_make_the_same_calls(sequence: str) -> None:
+    check_lists(f"{HUNTED} {sequence} --train-iters 300", 200, 3000.0)

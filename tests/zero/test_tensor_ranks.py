@@ -1,0 +1,152 @@
+"""Runs in which tensor ranks share a model: the same bits in every row at each number of them, and the losses of one."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import pytest
+import torch
+from harness.codes import CodeOptions, LinkBits
+from harness.divided_model import SHAPE, DividedRank, History, Trained, bits_of, train_divided
+from harness.small_engine import SECONDARY_ROW, Job, ModelShape, RecordingLanes, mean_losses, random_pauses
+from harness.worlds import run_world
+
+from megatron_zpp.comm.backend import VirtualBackend
+from megatron_zpp.comm.code import Code, LinkCodes
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.zero.policy import (
+    POLICIES,
+    ZEROPP,
+    Policy,
+    with_gradients_summed_on_secondary,
+    with_quantized_gradients,
+    with_quantized_weights,
+    with_secondary_weights,
+    with_weight_differences,
+)
+from megatron_zpp.zero.schedule import Prefetch
+
+pytestmark = pytest.mark.virtual
+
+HPZ = with_secondary_weights(POLICIES[3])
+EXACT_ROWS = {**{f"stage {stage}": policy for stage, policy in POLICIES.items()}, "hpZ": HPZ, "secondary row": SECONDARY_ROW}
+GRIDS = {
+    "1 x 2, T = 2": (Grid.of_nodes(1, 2, 2), 1),
+    "1 x 4, T = 2": (Grid.of_nodes(1, 4, 2), 2),
+    "2 x 4, T = 2": (Grid.of_nodes(2, 4, 2), 1),
+    "2 x 4, T = 2, partitions of one": (Grid(8, 4, 1, 2), 2),
+    "2 x 4, T = 4": (Grid.of_nodes(2, 4, 4), 2),
+    "2 x 6, T = 3": (Grid.of_nodes(2, 6, 3), 1),
+}
+
+
+def of_one_tensor_rank(grid: Grid) -> Grid:
+    ladder = grid.ladder
+    return Grid(ladder.data_ranks, ladder.ranks_per_node, ladder.partition_ranks)
+
+
+trained = cache(train_divided)
+
+
+def same_bits(one: Trained, other: Trained) -> bool:
+    states = all(torch.equal(bits_of(values), bits_of(other.state[key])) for key, values in one.state.items())
+    return one.histories == other.histories and states
+
+
+# Every row with one grid, and some of them with every other grid and in bf16.
+@pytest.mark.parametrize(
+    "grid, dtype, rows",
+    [
+        ("2 x 4, T = 2", torch.float32, list(EXACT_ROWS)),
+        ("2 x 4, T = 2", torch.bfloat16, ["stage 0", "stage 3", "hpZ"]),
+        ("1 x 2, T = 2", torch.float32, ["stage 0", "stage 1", "stage 3"]),
+        ("1 x 4, T = 2", torch.float32, ["stage 0", "stage 2", "stage 3"]),
+        ("2 x 4, T = 2, partitions of one", torch.float32, ["stage 0", "stage 2", "hpZ"]),
+        ("2 x 4, T = 4", torch.float32, ["stage 0", "stage 1", "hpZ"]),
+        ("2 x 6, T = 3", torch.float32, ["stage 0", "stage 3"]),
+    ],
+    ids=str,
+)
+def test_every_row_gives_the_same_bits_at_each_number_of_tensor_ranks(grid: str, dtype: torch.dtype, rows: list[str]) -> None:
+    shape, groups = GRIDS[grid]
+    runs = [trained(shape, Job(EXACT_ROWS[row], dtype, SHAPE), groups) for row in rows]
+    assert all(same_bits(run, runs[0]) for run in runs[1:])
+    assert all(norm > Job().clip_grad for _, norm in runs[0].histories[0])  # clipping is active
+
+
+@pytest.mark.parametrize("row", ["stage 0", "hpZ"])
+def test_bits_depend_on_neither_prefetch_nor_delays_of_single_ranks(row: str) -> None:
+    grid, groups = GRIDS["2 x 4, T = 2"]
+    job = Job(EXACT_ROWS[row], shape=ModelShape((12, 48, 24)), microbatches=2, steps=2)
+
+    def delayed(backend: VirtualBackend) -> History:
+        return DividedRank(job, backend, RecordingLanes(random_pauses(backend.rank)), groups=groups).train()
+
+    expected = trained(grid, job, groups)
+    for prefetch in (Prefetch(0, 0), Prefetch(3, 2)):
+        assert same_bits(trained(grid, dataclasses.replace(job, prefetch=prefetch), groups), expected)
+    assert run_world(grid, delayed, takes_turns=False) == expected.histories
+
+
+def test_ranks_that_share_a_layer_have_the_same_loss() -> None:
+    for name, (grid, groups) in GRIDS.items():
+        histories = trained(grid, Job(POLICIES[0], shape=SHAPE), groups).histories
+        for rank, history in enumerate(histories):
+            assert history == histories[grid.rank_of(grid.data_rank_of(rank), 0)], name
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_the_first_weights_are_those_of_one_tensor_rank_to_the_bit(grid: str) -> None:
+    shape, groups = GRIDS[grid]
+    job = Job(POLICIES[3], shape=SHAPE, steps=0)
+    divided, alone = (trained(each, job, groups).state for each in (shape, of_one_tensor_rank(shape)))
+    assert divided.keys() == alone.keys()
+    assert all(torch.equal(bits_of(values), bits_of(alone[key])) for key, values in divided.items())
+
+
+@pytest.mark.parametrize("grid", ["1 x 4, T = 2", "2 x 4, T = 4"])
+def test_losses_and_norms_are_those_of_one_tensor_rank(grid: str) -> None:
+    """Over 20 steps at a rate of 1e-3 in fp32: sums over tensor ranks are taken in another order."""
+    shape, groups = GRIDS[grid]
+    rate = 1e-3
+
+    def program(backend: VirtualBackend) -> History:
+        rank = DividedRank(Job(POLICIES[3], shape=SHAPE), backend, groups=groups)
+        history = []
+        for step in range(20):
+            loss = rank.accumulate(step)
+            history.append((loss, rank.engine.step(rate).grad_norm))
+        rank.engine.close()
+        return history
+
+    divided, alone = run_world(shape, program), run_world(of_one_tensor_rank(shape), program)
+    assert mean_losses(divided) == pytest.approx(mean_losses(alone), rel=1e-6)
+    assert [norm for _, norm in divided[0]] == pytest.approx([norm for _, norm in alone[0]], rel=2e-5)
+    assert len({tuple(norm for _, norm in history) for history in divided}) == 1
+
+
+GAUSSIAN = LinkCodes(Code.gaussian(3, rounds=1), Code(8))
+STOCHASTIC = LinkBits(4, 4).codes(CodeOptions(is_rotated=True, is_stochastic=True))
+LEAN = with_quantized_gradients(with_weight_differences(HPZ, Code.gaussian(2, rounds=1)), GAUSSIAN)
+CODED_ROWS: dict[str, Policy] = {
+    "qwZ": with_quantized_weights(POLICIES[3]),
+    "qwZ, stage 1": with_quantized_weights(POLICIES[1]),
+    "qgZ": with_quantized_gradients(POLICIES[3]),
+    "qgZ, stage 2": with_quantized_gradients(POLICIES[2]),
+    "ZeRO++": ZEROPP,
+    "ZeRO++, rotated and rounded at random": with_quantized_gradients(ZEROPP, STOCHASTIC),
+    "ZeRO++, summed on secondary": with_gradients_summed_on_secondary(ZEROPP),
+    "lean": with_gradients_summed_on_secondary(LEAN),
+    "lean, stage 1": with_quantized_gradients(with_weight_differences(POLICIES[1], Code.gaussian(2, rounds=1)), GAUSSIAN),
+    "lean, stage 2": with_quantized_gradients(with_weight_differences(POLICIES[2], Code.gaussian(2, rounds=1)), GAUSSIAN),
+}
+
+
+@pytest.mark.parametrize("row", CODED_ROWS)
+def test_every_row_with_codes_trains_like_one_tensor_rank_without_and_leaves_what_ranks_share_equal(row: str) -> None:
+    grid, groups = GRIDS["2 x 4, T = 2"]
+    job = Job(CODED_ROWS[row], torch.bfloat16, SHAPE, steps=4, microbatches=2, block_numel=256)
+    exact = dataclasses.replace(job, policy=POLICIES[3])
+    divided, alone = trained(grid, job, groups), trained(of_one_tensor_rank(grid), exact, groups)
+    assert mean_losses(divided.histories) == pytest.approx(mean_losses(alone.histories), rel=0.05)
