@@ -20,6 +20,9 @@ class TensorWork:
     def nbytes(self) -> int:
         return self.blocking_bytes + self.overlapped_bytes
 
+    def __rmul__(self, times: int) -> TensorWork:
+        return TensorWork(times * self.blocking_bytes, times * self.overlapped_bytes, times * self.collectives)
+
     def __add__(self, other: TensorWork) -> TensorWork:
         return TensorWork(
             self.blocking_bytes + other.blocking_bytes,
@@ -39,6 +42,11 @@ class TensorWorkOfUses:
     def nbytes(self) -> int:
         """Bytes of one micro-batch."""
         return sum(work.nbytes for work in (*self.forward, *self.backward))
+
+    @property
+    def collectives(self) -> int:
+        """Collectives of one micro-batch."""
+        return sum(work.collectives for work in (*self.forward, *self.backward))
 
     def of(self, use: int, *, is_backward: bool) -> TensorWork:
         works = self.backward if is_backward else self.forward

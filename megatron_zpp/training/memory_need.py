@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from megatron_zpp.config.flag import any_of, divisors
 from megatron_zpp.config.rules_tensor import TENSOR_SIZE, can_share
 from megatron_zpp.config.schema import CheckpointConfig, Config, ZeroConfig
-from megatron_zpp.model.activations import AttentionNeed, activation_bytes, mask_bytes
+from megatron_zpp.model.activations import AttentionNeed, activation_bytes, mask_bytes, tensor_buffer_bytes
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.plan.device_memory import NO_DEVICE, DeviceMemory, device_memory
 from megatron_zpp.zero.plan.memory_plan import ADAM_MOMENTS, MAIN_BYTES, MemoryPlan, Sharding, largest_plan
+from megatron_zpp.zero.shared_places import most_shared_numel, sharing_buffer_bytes
 
 LARGEST_NODES = 1 << 14
 
@@ -46,8 +47,9 @@ class AvailableMemory(NamedTuple):
 class MemoryNeed:
     """Bytes that one rank needs: the plan of its sharded states, an estimate of its activations, and of a GPU's memory beside tensors.
 
-    tensor_buffers: what crosses the tensor link, and its sums. save_copy: bytes of host memory for --async-save's copy of the state. With
-    is_on_gpu they are pinned, and not part of `total`.
+    tensor_buffers: what crosses the tensor link in a micro-batch, and its sums. sharing: what it takes once per step to make equal the
+    gradients of elements that several tensor ranks have; no activations exist then. save_copy: bytes of host memory for --async-save's
+    copy of the state. With is_on_gpu they are pinned, and not part of `total`.
     """
 
     plan: MemoryPlan
@@ -56,12 +58,13 @@ class MemoryNeed:
     is_on_gpu: bool = False
     device: DeviceMemory = NO_DEVICE
     tensor_buffers: int = 0
+    sharing: int = 0
 
     @property
     def total(self) -> int:
         """Peak bytes on the device: in backward, or while the gradient norm is computed."""
         at_rest = self.plan.states + self.plan.buffers + self.save_copy_on_device + self.device.total
-        return at_rest + max(self.plan.gathered + self.activations + self.tensor_buffers + self.plan.means, self.plan.norm)
+        return at_rest + max(self.plan.gathered + self.activations + self.tensor_buffers + self.plan.means, self.plan.norm, self.sharing)
 
     def beside(self, taken: DeviceMemory) -> MemoryNeed:
         """The need that is left if `taken` has been taken at the start of a run. The rest comes from torch's allocator."""
@@ -134,25 +137,33 @@ def memory_need(config: Config, model: SizedModel, sharding: Sharding, grid: Gri
         sharding.element_bytes,
         attention=_attention_need(config, sharding.element_bytes, is_on_gpu=is_on_gpu),
         tensor_ranks=grid.tensor_ranks,
+        sequence_parallel=config.distributed.sequence_parallel,
     )
     if config.data.reset_attention_mask:
         # Some devices have a kernel that needs no mask, but a plan cannot ask the device.
         activations += mask_bytes(config.training.micro_batch_size, config.model.seq_length, sharding.element_bytes)
     device = device_memory(grid) if is_on_gpu else NO_DEVICE
-    copy = save_copy_bytes(config, model, sharding, grid)
-    return MemoryNeed(plan, activations, copy, is_on_gpu, device, tensor_buffer_bytes(config, sharding.element_bytes))
+    return MemoryNeed(
+        plan,
+        activations,
+        save_copy_bytes(config, model, sharding, grid),
+        is_on_gpu,
+        device,
+        tensor_buffers=tensor_buffer_bytes(
+            config.model,
+            config.training.micro_batch_size,
+            sharding.element_bytes,
+            tensor_ranks=grid.tensor_ranks,
+            sequence_parallel=config.distributed.sequence_parallel,
+        ),
+        sharing=sharing_buffer_bytes(shared_on_rank(model.unit_specs(), sharding, grid), grid.tensor_ranks),
+    )
 
 
-def tensor_buffer_bytes(config: Config, element_bytes: int) -> int:
-    """Bytes that the link between ranks which share layers holds at one time, beside the activations.
-
-    In multiples of the hidden states of a micro-batch. All tokens on every rank: what a sum receives, and its result. With
-    --sequence-parallel, in backward: the gathered input of a layer, the gradient of that input, and what their sum receives.
-    """
-    if config.distributed.tensor_model_parallel_size == 1:
-        return 0
-    hidden = config.training.micro_batch_size * config.model.seq_length * config.model.hidden_size * element_bytes
-    return (3 if config.distributed.sequence_parallel else 2) * hidden
+def shared_on_rank(unit_specs: Sequence[UnitSpec], sharding: Sharding, grid: Grid) -> int:
+    """The most elements of one rank's optimizer state that other tensor ranks have, too."""
+    layouts = [FlatLayout(spec.params, grid.data_ranks, sharding.block_numel) for spec in unit_specs]
+    return most_shared_numel(layouts, sharding.policy.in_world(grid.ladder).optimizer.slices(grid.ladder))
 
 
 def save_copy_bytes(config: Config, model: SizedModel, sharding: Sharding, grid: Grid) -> int:

@@ -14,10 +14,11 @@ from megatron_zpp.config.schema import Config
 from megatron_zpp.model.flops import forward_flops_of_uses, recomputed_flops_of_uses
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.model.tensor_work import tensor_work
-from megatron_zpp.training.memory_need import MemoryNeed, memory_need
+from megatron_zpp.training.memory_need import MemoryNeed, memory_need, shared_on_rank
 from megatron_zpp.training.sharding import grid_of, sharding_of
 from megatron_zpp.zero.plan.time_model import Computation, Job, Machine, StepTime, step_time
 from megatron_zpp.zero.plan.traffic import PlannedTraffic, planned_traffic
+from megatron_zpp.zero.shared_places import sharing_received_bytes
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,10 @@ class RunPlan:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes that one rank receives in a step from the ranks that share its layers."""
-        return self.job.microbatches * self.job.tensor_work.nbytes
+        """Bytes that one rank receives at most in a step from the ranks that share its layers."""
+        job = self.job
+        shared = shared_on_rank(job.unit_specs, job.sharding, job.grid)
+        return job.microbatches * job.tensor_work.nbytes + sharing_received_bytes(shared, job.grid.tensor_ranks)
 
     def time(self, machine: Machine, computation: Computation) -> StepTime:
         return step_time(self.job, machine, computation)
@@ -172,13 +175,7 @@ def plan_as_given(config: Config, world: PlannedWorld, padded_vocab_size: int) -
 def _planned(config: Config, member: Member, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
     model, grid, sharding = shape_of(config, padded_vocab_size), grid_of(config, world.size), sharding_of(config)
     microbatches = config.training.global_batch_size // (config.training.micro_batch_size * grid.data_ranks)
-    work = tensor_work(
-        config.model,
-        config.training.micro_batch_size,
-        sharding.element_bytes,
-        tensor_ranks=grid.tensor_ranks,
-        sequence_parallel=config.distributed.sequence_parallel,
-    )
+    work = tensor_work(model, samples=config.training.micro_batch_size, element_bytes=sharding.element_bytes)
     job = Job(model.unit_specs(), model.uses(), sharding, grid, microbatches, work)
     return RunPlan(
         member,

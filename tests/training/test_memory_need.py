@@ -114,7 +114,8 @@ def test_two_ranks_that_share_layers_have_half_of_the_states_but_for_what_both_h
     assert 0.5 < shared.plan.states / alone.plan.states < 0.505
     assert stage != 3 or 0.5 < shared.plan.gathered / alone.plan.gathered < 0.505
     assert alone.activations / 2 < shared.activations < alone.activations
-    assert (alone.tensor_buffers, shared.tensor_buffers) == (0, 2 * 64 * 256 * 2)
+    assert (alone.tensor_buffers, shared.tensor_buffers) == (0, (2 * 64 * 256 + 64 * 256 // 2) * 2)
+    assert (alone.sharing, shared.sharing > 0) == (0, True)
     assert f"tensor buffers {in_gib(shared.tensor_buffers)}" in str(shared) and "tensor" not in str(alone)
 
 

@@ -158,7 +158,7 @@ def test_at_equal_global_and_micro_batch_bytes_into_a_node_grow_with_the_ranks_t
     alone, shared = (planned("ZeRO-3", f"{flags} --tensor-model-parallel-size {size}", world=(2, 4)) for size in (1, 4))
     assert (alone.job.microbatches, shared.job.microbatches) == (8, 32)
     assert shared.node_bytes == pytest.approx(4 * alone.node_bytes, rel=0.02)
-    assert alone.tensor_bytes == 0 and shared.tensor_bytes == 32 * shared.job.tensor_work.nbytes > 0
+    assert alone.tensor_bytes == 0 and shared.tensor_bytes > 32 * shared.job.tensor_work.nbytes > 0
 
 
 def test_at_equal_global_batch_and_a_larger_micro_batch_bytes_into_a_node_stay() -> None:
