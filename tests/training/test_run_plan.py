@@ -129,3 +129,40 @@ def test_a_block_that_lean_cannot_have_is_refused_for_lean_alone() -> None:
 def test_a_plan_of_given_flags_names_what_they_turn_on(flags: str, name: str) -> None:
     plan = plan_as_given(resolve(parse_flags(f"{FLAGS} {flags}".split()), 8, 4), PlannedWorld(2, 4, is_on_gpu=False), 128)
     assert plan.member.name == name
+
+
+# ---- ranks that share layers
+
+
+@pytest.mark.parametrize("name", ["ZeRO-2", "ZeRO-3", "ZeRO++", "lean"])
+def test_members_are_planned_with_local_parts_on_the_data_ranks_of_one_ladder(name: str) -> None:
+    shared = planned(name, "--tensor-model-parallel-size 2", world=(2, 8))
+    assert (shared.job.grid.tensor_ranks, shared.job.grid.data_ranks, shared.job.grid.partition_ranks) == (2, 8, 4)
+    words = {param.name: param.shape for unit in shared.job.unit_specs for param in unit.params}
+    assert words["embedding.word.weight"] == (64, 32) and words["blocks.0.mlp.up.weight"] == (64, 32)
+    assert ("hpz" in shared.flags) == (name == "ZeRO++") and "size 8" not in shared.flags
+
+
+def test_a_copy_on_the_ranks_of_a_node_in_one_ladder_is_leans_own() -> None:
+    assert planned("lean", "--tensor-model-parallel-size 2", world=(2, 8)).flags == "--zeropp lean"
+
+
+def test_lean_is_planned_in_stage_2_where_a_node_is_one_group() -> None:
+    plan = planned("lean", "--tensor-model-parallel-size 4")
+    assert (plan.flags, plan.config.zero.zero_stage) == ("--zeropp lean --zero-stage 2", 2)
+
+
+def test_at_equal_global_and_micro_batch_bytes_into_a_node_grow_with_the_ranks_that_share_layers() -> None:
+    """Each of T ladders moves a T-th of the weights, but T times as often; norms and padding make it a little more."""
+    flags = "--global-batch-size 64 --hidden-size 1024 --quantization-block-size 32"
+    alone, shared = (planned("ZeRO-3", f"{flags} --tensor-model-parallel-size {size}", world=(2, 4)) for size in (1, 4))
+    assert (alone.job.microbatches, shared.job.microbatches) == (8, 32)
+    assert shared.node_bytes == pytest.approx(4 * alone.node_bytes, rel=0.02)
+    assert alone.tensor_bytes == 0 and shared.tensor_bytes > 32 * shared.job.tensor_work.nbytes > 0
+
+
+def test_at_equal_global_batch_and_a_larger_micro_batch_bytes_into_a_node_stay() -> None:
+    flags = "--global-batch-size 64 --hidden-size 1024 --quantization-block-size 32"
+    alone = planned("ZeRO-3", flags)
+    shared = planned("ZeRO-3", f"{flags} --tensor-model-parallel-size 4 --micro-batch-size 4")
+    assert shared.node_bytes == pytest.approx(alone.node_bytes, rel=0.02)
