@@ -34,6 +34,7 @@ def tensor_work(shape: ModelShape, *, samples: int, element_bytes: int) -> Tenso
         into, out_of, out_of_backward = TensorWork(), TensorWork(2 * moved, collectives=2), TensorWork()
         into_backward = final_backward = TensorWork(moved, moved, 2)
     block, of_block = 2 * (into + out_of), 2 * (into_backward + out_of_backward)
+    # Recomputation of a chunk ends before its last sum, which backward does not need.
     again = {index: block if index != chunk[-1] else 2 * into + out_of for chunk in recomputed_chunks(config) for index in chunk}
     blocks = range(config.num_layers)
     return TensorWorkOfUses(
