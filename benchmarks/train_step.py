@@ -1,7 +1,10 @@
-"""Compares a training step of our ZeRO-3 and of PyTorch's FSDP2 on one node: time and peak memory, in turns.
+"""Compares training steps on one node, in turns: time and peak memory. Of our ZeRO-3 and PyTorch's FSDP2, or of sizes of tensor groups.
 
     python benchmarks/train_step.py --ranks 2
+    python benchmarks/train_step.py --ranks 4 --tensor 1 2 4
 
+With --tensor, ZeRO-3 shares its layers among as many ranks, and above 1 also with --sequence-parallel; all have the same batch and
+micro-batch, so T ranks that share layers have T times as many micro-batches.
 Each has processes of its own, because memory is counted per process. Both worlds exist from start to end, but never run at the same time.
 Memory is the peak during the timed steps minus what the process held before it built its model: weights, gradients, optimizer state,
 activations, buffers. On a machine with GPUs there is one rank per GPU over NCCL, and memory is that of the GPU.
@@ -28,6 +31,7 @@ from slow_links.configurations import FSDP2, SMOKE_MODEL, ZERO3, Workload  # noq
 from slow_links.ranks import Ranks  # noqa: E402
 
 DEFAULT_MODEL = "--num-layers 10 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 6144"
+SHARED_SMOKE_MODEL = "--num-layers 1 --hidden-size 128 --num-attention-heads 8 --seq-length 16 --vocab-size 1024"
 SECONDS_PER_ANSWER = 600.0
 FAILURE_EXIT_CODE = 1
 
@@ -47,15 +51,15 @@ class Result:
 
 
 class World:
-    """The ranks of one configuration."""
+    """The ranks of one configuration. name: of a peer, or of ours with `flags`."""
 
-    def __init__(self, name: str, workload: Workload) -> None:
+    def __init__(self, name: str, workload: Workload, flags: list[str]) -> None:
         self.name = name
         environment = {"MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workload.world_size))}
         self.ranks = Ranks([[]], workload.ranks_per_node, "127.0.0.1", environment)
         self.machine = self.ranks.start(SECONDS_PER_ANSWER)
         self._held = [answer["held_bytes"] for answer in self._ask(ask="reset_peak")]
-        self._ask(ask="build", name=name, flags=workload.flags(name))
+        self._ask(ask="build", name=name, flags=flags)
         self.seconds: list[float] = []
         self.losses: list[float] = []
 
@@ -83,8 +87,8 @@ def main(arguments: list[str]) -> int:
     workload = Workload(1, options.ranks, options.model, options.micro_batch_size, options.gradient_accumulation, options.flags.split())
     worlds: list[World] = []
     try:
-        for name in (FSDP2, ZERO3):
-            worlds.append(World(name, workload))
+        for name, flags in compared(workload, options.tensor).items():
+            worlds.append(World(name, workload, flags))
         for index in range(options.rounds):
             for world in worlds if index % 2 == 0 else reversed(worlds):
                 world.run(options.steps)
@@ -108,10 +112,23 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def compared(workload: Workload, tensor_sizes: list[int]) -> dict[str, list[str]]:
+    """The flags of the compared configurations, by their names. tensor_sizes: empty for ours and FSDP2."""
+    if not tensor_sizes:
+        return {name: workload.flags(name) for name in (FSDP2, ZERO3)}
+    found = {}
+    for size in tensor_sizes:
+        flags = [*workload.flags(ZERO3), "--tensor-model-parallel-size", str(size)]
+        found[f"T = {size}"] = flags
+        if size > 1:
+            found[f"T = {size}, sequence parallel"] = [*flags, "--sequence-parallel"]
+    return found
+
+
 def _table(results: list[Result]) -> str:
     peer = results[0]
     lines = [
-        "| | step, ms (least to most) | of FSDP2's step | peak memory, MiB | of FSDP2's | loss at the end |",
+        f"| | step, ms (least to most) | of the step of {peer.name} | peak memory, MiB | of that of {peer.name} | loss at the end |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for result in results:
@@ -131,11 +148,15 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--flags", default="", metavar="FLAGS", help="more flags of the training script")
     parser.add_argument("--micro-batch-size", type=int, default=2)
     parser.add_argument("--gradient-accumulation", type=int, default=1, metavar="K", help="micro-batches per step (default: %(default)s)")
+    parser.add_argument("--tensor", type=int, nargs="+", default=[], metavar="T", help="sizes of tensor groups to compare")
     parser.add_argument("--output", type=Path, metavar="JSON", help="file to write the same figures to")
     parser.add_argument("--smoke", action="store_true", help="a tiny model and one round; its figures mean nothing")
     options = parser.parse_args(arguments)
     if options.smoke:
-        vars(options).update(model=SMOKE_MODEL, rounds=1, steps=2)
+        vars(options).update(model=SHARED_SMOKE_MODEL if options.tensor else SMOKE_MODEL, rounds=1, steps=2)
+    for size in options.tensor:
+        if size < 1 or options.ranks % size:
+            parser.error(f"--tensor {size} does not divide --ranks {options.ranks}; leave it out")
     for name in ("ranks", "rounds", "steps", "micro_batch_size", "gradient_accumulation"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)} is too small; give 1 or more")

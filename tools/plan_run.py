@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -42,7 +42,18 @@ from megatron_zpp.zero.plan.time_model import Computation, Machine, Overlap, Ste
 
 NULL_VOCABULARY = 50257  # ids of mock data, see config/defaults.py
 ZEROPP = "ZeRO++"
+TRAFFIC_HEADER = ("GB into a node", "GB into a rank inside its node")
+TENSOR_HEADER = "GB into a rank over the tensor link"
+TENSOR_SIZES = (1, 2, 4, 8)
+COMPARED = tuple(member for member in MEMBERS if member.name in ("ZeRO-1", "ZeRO-3", ZEROPP))  # for each of these sizes
 WORTHWHILE = 1.03  # a feature with a smaller gain is not recommended
+
+
+class Rate(NamedTuple):
+    """The estimates at one rate of the link between nodes: of all members, and of the best of COMPARED for each size of a tensor group."""
+
+    members: list[Estimate]
+    by_size: dict[int, Estimate]
 
 
 @dataclass(frozen=True)
@@ -77,15 +88,53 @@ def main() -> None:
 def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     """Prints the plan. Raises ValueError for flags that no run could have."""
     given = parse_flags(flags)
-    world = PlannedWorld(options.nodes, given.distributed.ranks_per_node or 1, is_on_gpu=options.device == "gpu")
+    world = PlannedWorld(
+        options.nodes, given.distributed.ranks_per_node or given.distributed.tensor_model_parallel_size, is_on_gpu=options.device == "gpu"
+    )
     padded = embedding_rows(given.model, _vocab_size(given))
     plans, left_out = _plans(given, world, padded)
     zero3 = next(plan for plan in plans if plan.member.name == "ZeRO-3")
     computation = _computation(options, zero3, padded)
-    by_rate = {gigabits: [_estimate(plan, gigabits, computation, options) for plan in plans] for gigabits in options.inter_gigabits}
+    by_size = _by_tensor_size(options, given, world, zero3)
+    by_rate = {
+        gigabits: Rate([_estimate(plan, gigabits, computation, options) for plan in plans], by_size.get(gigabits, {}))
+        for gigabits in options.inter_gigabits
+    }
     print("\n".join([_text(world, zero3, padded, computation, by_rate), *left_out]))
     if options.output is not None:
         options.output.write_text(json.dumps(_as_json(world, by_rate), indent=1) + "\n")
+
+
+def _by_tensor_size(options: argparse.Namespace, given: Config, world: PlannedWorld, zero3: RunPlan) -> dict[float, dict[int, Estimate]]:
+    """For each rate, the best of some members for every number of ranks that could share layers; empty if only one number could.
+
+    zero3: the plan as given, whose global batch all have.
+    """
+    padded, found = zero3.padded_vocab_size, {gigabits: dict[int, Estimate]() for gigabits in options.inter_gigabits}
+    for size in TENSOR_SIZES:
+        try:
+            plans = [plan_run(_with_tensor_size(given, size, zero3), member, world, padded) for member in COMPARED]
+        except ValueError:
+            continue  # a rule forbids this size, or the batch does not divide among the ranks that are left
+        computation = _computation(options, plans[0], padded)
+        for gigabits, estimates in found.items():
+            estimates[size] = _best([_estimate(plan, gigabits, computation, options) for plan in plans])
+    return {gigabits: estimates for gigabits, estimates in found.items() if len(estimates) > 1}
+
+
+def _with_tensor_size(given: Config, size: int, zero3: RunPlan) -> Config:
+    training = given.training
+    if training.global_batch_size is None and training.step_batch_size_schedule is None:
+        given = given.with_values(global_batch_size=zero3.config.training.global_batch_size)
+    return given.with_values(tensor_model_parallel_size=size)
+
+
+def _best(estimates: Sequence[Estimate]) -> Estimate:
+    """The fastest of those that fit; the smallest if none does."""
+    fitting = [estimate for estimate in estimates if estimate.fits]
+    if not fitting:
+        return min(estimates, key=lambda estimate: estimate.plan.memory.total)
+    return min(fitting, key=lambda estimate: estimate.time.seconds)
 
 
 def _plans(given: Config, world: PlannedWorld, padded: int) -> tuple[list[RunPlan], list[str]]:
@@ -144,19 +193,51 @@ def _vocab_size(given: Config) -> int:
     return given.data.vocab_size or NULL_VOCABULARY
 
 
-def _text(world: PlannedWorld, zero3: RunPlan, padded: int, computation: Computation, by_rate: dict[float, list[Estimate]]) -> str:
+def _text(world: PlannedWorld, zero3: RunPlan, padded: int, computation: Computation, by_rate: dict[float, Rate]) -> str:
     microbatches = zero3.job.microbatches
     seconds = computation.seconds * microbatches
     parameters = parameter_count(zero3.config.model, padded)
     lines = [
         f"{parameters / 1e9:.3g} billion parameters on {world.nodes} nodes x {world.ranks_per_node} ranks, {microbatches} micro-batches of "
-        f"{zero3.config.training.micro_batch_size} per rank and iteration, {seconds:.4g} s of computation per iteration",
+        f"{zero3.config.training.micro_batch_size} per rank and iteration{_groups(zero3)}, {seconds:.4g} s of computation per iteration",
         "",
-        *_memory_table(next(iter(by_rate.values()))),
+        *_memory_table(next(iter(by_rate.values())).members),
     ]
-    for gigabits, estimates in by_rate.items():
-        lines += ["", f"Link of a node: {gigabits:g} Gbit/s in each direction", "", *_time_table(estimates), "", _advice(estimates)]
+    for gigabits, rate in by_rate.items():
+        lines += ["", f"Link of a node: {gigabits:g} Gbit/s in each direction", "", *_time_table(rate.members), ""]
+        lines += [*_tensor_table(rate.by_size), _advice(rate.members)]
     return "\n".join(lines)
+
+
+def _groups(plan: RunPlan) -> str:
+    tensor_ranks = plan.job.grid.tensor_ranks
+    return f" ({tensor_ranks} ranks share layers and samples)" if tensor_ranks > 1 else ""
+
+
+def _tensor_table(by_size: dict[int, Estimate]) -> list[str]:
+    """One line for each number of ranks that could share layers; none if there is only one number."""
+    if not by_size:
+        return []
+    header = ["--tensor-model-parallel-size", "member", "micro-batches", *TRAFFIC_HEADER, TENSOR_HEADER]
+    header += ["memory per rank", "fits", "s per iteration"]
+    rows = [
+        [
+            str(size),
+            estimate.plan.member.name,
+            str(estimate.plan.job.microbatches),
+            *_traffic_cells(estimate.plan),
+            f"{estimate.plan.tensor_bytes / GIGABYTE:.4g}",
+            in_gib(estimate.plan.memory.total),
+            "yes" if estimate.fits else "no",
+            f"{estimate.time.seconds:.4g}",
+        ]
+        for size, estimate in by_size.items()
+    ]
+    return [*_table(header, rows), ""]
+
+
+def _traffic_cells(plan: RunPlan) -> list[str]:
+    return [f"{plan.node_bytes / GIGABYTE:.4g}", f"{plan.traffic.total.intra_bytes / GIGABYTE:.4g}"]
 
 
 def _memory_table(estimates: Sequence[Estimate]) -> list[str]:
@@ -168,6 +249,7 @@ def _memory_table(estimates: Sequence[Estimate]) -> list[str]:
         "secondary copy",
         "gathered",
         "buffers",
+        "tensor buffers",
         "activations",
         "saving",
         "GPU itself",
@@ -184,6 +266,7 @@ def _memory_table(estimates: Sequence[Estimate]) -> list[str]:
             plan.secondary,
             plan.gathered,
             plan.buffers + plan.means,
+            need.tensor_buffers,
             need.activations,
             need.save_copy_on_device,
             need.device.total,
@@ -194,13 +277,14 @@ def _memory_table(estimates: Sequence[Estimate]) -> list[str]:
 
 
 def _time_table(estimates: Sequence[Estimate]) -> list[str]:
-    header = ["", "GB into a node", "GB into a rank inside its node", "collectives", "s per iteration", "x ZeRO-3", "busy longest"]
+    has_tensor_link = estimates[0].plan.job.grid.tensor_ranks > 1
+    header = ["", *TRAFFIC_HEADER, *[TENSOR_HEADER] * has_tensor_link, "collectives", "s per iteration", "x ZeRO-3", "busy longest"]
     zero3 = next(estimate.time.seconds for estimate in estimates if estimate.plan.member.name == "ZeRO-3")
     rows = [
         [
             estimate.plan.member.name,
-            f"{estimate.plan.node_bytes / GIGABYTE:.4g}",
-            f"{estimate.plan.traffic.total.intra_bytes / GIGABYTE:.4g}",
+            *_traffic_cells(estimate.plan),
+            *[f"{estimate.plan.tensor_bytes / GIGABYTE:.4g}"] * has_tensor_link,
             str(estimate.plan.traffic.collectives),
             f"{estimate.time.seconds:.4g}",
             f"{zero3 / estimate.time.seconds:.2f}",
@@ -247,17 +331,18 @@ def _price_of_lean(lean: Estimate, estimates: Sequence[Estimate]) -> str:
     )
 
 
-def _as_json(world: PlannedWorld, by_rate: dict[float, list[Estimate]]) -> dict[str, Any]:
+def _as_json(world: PlannedWorld, by_rate: dict[float, Rate]) -> dict[str, Any]:
     return {
         "nodes": world.nodes,
         "ranks_per_node": world.ranks_per_node,
         "rates": [
             {
                 "inter_gigabits": gigabits,
-                "recommended": None if (choice := recommended(estimates)) is None else choice.plan.member.name,
-                "members": {estimate.plan.member.name: _member_json(estimate) for estimate in estimates},
+                "recommended": None if (choice := recommended(rate.members)) is None else choice.plan.member.name,
+                "members": {estimate.plan.member.name: _member_json(estimate) for estimate in rate.members},
+                "tensor_sizes": {size: _member_json(estimate) for size, estimate in rate.by_size.items()},
             }
-            for gigabits, estimates in by_rate.items()
+            for gigabits, rate in by_rate.items()
         ],
     }
 
@@ -268,6 +353,7 @@ def _member_json(estimate: Estimate) -> dict[str, Any]:
         "fits": estimate.fits,
         "inter_node_bytes": estimate.plan.node_bytes,
         "intra_node_bytes": estimate.plan.traffic.total.intra_bytes,
+        "tensor_link_bytes": estimate.plan.tensor_bytes,
         "seconds": estimate.time.seconds,
     }
 

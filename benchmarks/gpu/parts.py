@@ -50,7 +50,7 @@ WAVES: tuple[Wave, ...] = (
         Part("resume", 40, 20, 150, "save, --async-save, resume and evaluation: the same bits"),
     ),
     (Part("several_gpus", 60, 20, 200, "one rank per GPU: rates of the collectives, limits of CTAs"),),
-    (Part("tensor", 30, 15, 120, "the tensor link over NCCL: bits of its sums, and sums beside matrix products"),),
+    (Part("tensor", 25, 15, 120, "the tensor link over NCCL: bits of its sums, and sums beside matrix products"),),
     (
         Part("lost_rank", 90, 75, 150, "one NCCL rank is killed, and the others end in time"),
         Part("apex", 20, 10, 300, "NVIDIA Apex, where it is or where its sources are"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -48,7 +49,7 @@ class OurTraining:
         padded_vocab = setup.build_vocabulary(config).padded_size
         self._model = setup.build_model(config, padded_vocab, None, self._ladder.tensor_link)
         self._engine = setup.build_engine(config, self._model, self._ladder, instruments)
-        self._batches = same_batch(config, self._engine.data_rank)
+        self._batches = same_batches(config, range(self._engine.data_rank, launch.world_size, self._engine.data_ranks))
         self._microbatches = microbatches(config, self._engine.data_ranks)
         self._learning_rate, self._weight_decay = config.optimizer.lr, config.optimizer.weight_decay
 
@@ -79,9 +80,16 @@ def microbatches(config: Config, data_ranks: int) -> int:
 
 def same_batch(config: Config, data_rank: int) -> Iterator[MicroBatch]:
     """Yields the same micro-batch of random tokens forever; it is different on every data rank, and equal in every configuration."""
+    return same_batches(config, [data_rank])
+
+
+def same_batches(config: Config, numbers: Iterable[int]) -> Iterator[MicroBatch]:
+    """Yields the micro-batches of these numbers forever, one after the other. Ranks that share layers share those of several ranks."""
+    return itertools.cycle([_random_batch(config, number) for number in numbers])
+
+
+def _random_batch(config: Config, number: int) -> MicroBatch:
     samples, length = config.training.micro_batch_size, config.model.seq_length
-    generator = torch.Generator().manual_seed(data_rank)
+    generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, config.data.vocab_size or 1, (samples, length + 1), generator=generator)
-    batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.ones(samples, length), data_rank * samples)
-    while True:
-        yield batch
+    return MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.ones(samples, length), number * samples)

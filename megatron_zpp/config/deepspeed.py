@@ -18,6 +18,7 @@ from megatron_zpp.config.deepspeed_offload import OFFLOAD, OLDER, offloads_optim
 from megatron_zpp.config.flag import NOT_NEGATIVE, POSITIVE_COUNT, Bounds, FlagError, check_value, in_words, spelling_of
 from megatron_zpp.config.options import Option, options
 from megatron_zpp.config.outside import OutsideFile
+from megatron_zpp.config.ranks import RankCounts
 from megatron_zpp.config.schema import Config
 
 KIND_IN_WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number"}
@@ -75,7 +76,7 @@ PARAMETERS_OFFLOADED = "in stage 3 the weights at rest are the main weights, whi
 
 ABSENT_FEATURES = """
     autotuning compile compression_training curriculum_learning data_efficiency eigenvalue elasticity graph_harvesting hybrid_engine
-    nebula pipeline progressive_layer_drop quantize_training sparse_attention tensor_parallel use_data_before_expert_parallelism
+    nebula pipeline progressive_layer_drop quantize_training sparse_attention use_data_before_expert_parallelism
 """.split()
 
 # Keys that would change memory, numbers or output and are not available. For each: the values that are accepted, because they ask for
@@ -101,7 +102,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "bf16.bf16_master_weights_and_grads": (OFF, "main weights and their gradients are fp32; leave the key out"),
     "bf16.bf16_optimizer_states": (OFF, "optimizer state is fp32; leave the key out"),
     "data_types.grad_accum_dtype": ((None, "fp32"), "gradients are summed in fp32; leave the key out"),
-    "activation_checkpointing.partition_activations": (OFF, "use --checkpoint-activations"),
+    "activation_checkpointing.partition_activations": (OFF, "use --checkpoint-activations, with --sequence-parallel if layers are shared"),
     "activation_checkpointing.cpu_checkpointing": (OFF, "use --checkpoint-activations"),
     "activation_checkpointing.contiguous_memory_optimization": (OFF, "use --checkpoint-activations"),
     "checkpoint.load_universal": (OFF, "use --load, which takes a checkpoint of any number of ranks"),
@@ -117,7 +118,8 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "gradient_predivide_factor": ((*OFF, 1), "each link divides by its own number of ranks; leave the key out"),
     "sparse_gradients": (OFF, NOTHING_TO_PUT),
     "disable_allgather": (OFF, NOTHING_TO_PUT),
-    "sequence_parallel_size": ((*OFF, 0, 1), "there is data parallelism only; choose 1"),
+    "sequence_parallel_size": ((*OFF, 0, 1), "attention sees whole samples; choose 1"),
+    "tensor_parallel": (OFF, "use --tensor-model-parallel-size"),
     "vocabulary_size": (OFF, "use --vocab-size"),
     "tensorboard": (OFF, "use --tensorboard-dir"),
     "csv_monitor": (OFF, "use --log-jsonl"),
@@ -135,8 +137,8 @@ KEYS: frozenset[str] = frozenset([*FIELDS, *BATCH_KEYS, *OFFLOAD_KEYS, *WITHOUT_
 SECTIONS: frozenset[str] = frozenset(key.split(".")[0] for key in KEYS if "." in key)
 
 
-def with_deepspeed_json(config: Config, data_ranks: int) -> Config:
-    """The configuration with the values of the file of --deepspeed_config, as if the user had given these flags.
+def with_deepspeed_json(config: Config, ranks: RankCounts) -> Config:
+    """The configuration with the values of the file of --deepspeed_config in a world of these ranks, as if the user had given these flags.
 
     Raises FlagError for a file that cannot be read, a key that is unknown or not available, and a value that contradicts a flag.
     """
@@ -144,7 +146,7 @@ def with_deepspeed_json(config: Config, data_ranks: int) -> Config:
     if file is None:
         return config
     entries = Entries(file, dict(_flattened(file, read_object(file))))
-    settings = [*_translated(entries), *_offload(entries), *_batch(entries, config, data_ranks)]
+    settings = [*_translated(entries), *_offload(entries), *_batch(entries, config, ranks)]
     for setting in settings:
         check_agreement(config, setting)
     values = {setting.field: setting.value for setting in settings if setting.value is not None}
@@ -257,7 +259,7 @@ def _value(entries: Entries, key: str, kind: type, allowed: Any) -> Any:
     return number
 
 
-def _batch(entries: Entries, config: Config, data_ranks: int) -> list[Setting]:
+def _batch(entries: Entries, config: Config, ranks: RankCounts) -> list[Setting]:
     """Settings by train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks.
 
     A key that is missing is computed from the others, or is 1 if they do not determine it.
@@ -274,24 +276,31 @@ def _batch(entries: Entries, config: Config, data_ranks: int) -> list[Setting]:
     source = " with ".join(sources.values())
     micro, steps, total = (given.get(key) for key in (MICRO_KEY, ACCUMULATION_KEY, GLOBAL_KEY))
     if micro is None:
-        micro = 1 if total is None else _share(total, steps or 1, data_ranks, source)
+        micro = 1 if total is None else _share(total, steps or 1, ranks, source)
     if total is None:
-        total = micro * (steps or 1) * data_ranks
-    if steps is not None and micro * steps * data_ranks != total:
+        total = micro * (steps or 1) * ranks.data
+    if steps is not None and micro * steps * ranks.data != total:
         raise FlagError(
-            f"{source}: micro-batch {micro} x {steps} accumulation steps x {data_ranks} ranks is {micro * steps * data_ranks} "
-            f"and not the batch of {total}; correct one of them."
+            f"{source}: micro-batch {micro} x {steps} accumulation steps x {ranks.data_in_words} is {micro * steps * ranks.data} "
+            f"and not the batch of {total}; correct one of them{_meant_for_all(total == micro * steps * ranks.world, ranks)}."
         )
     return [Setting("micro_batch_size", micro, source), Setting("global_batch_size", total, source)]
 
 
-def _share(total: int, steps: int, data_ranks: int, source: str) -> int:
-    if total % (steps * data_ranks):
+def _share(total: int, steps: int, ranks: RankCounts, source: str) -> int:
+    if total % (steps * ranks.data):
         raise FlagError(
-            f"{source}: a batch of {total} does not divide into {steps} accumulation steps on {data_ranks} ranks; "
-            f"choose a multiple of {steps * data_ranks}."
+            f"{source}: a batch of {total} does not divide into {steps} accumulation steps on {ranks.data_in_words}; "
+            f"choose a multiple of {steps * ranks.data}."
         )
-    return total // (steps * data_ranks)
+    return total // (steps * ranks.data)
+
+
+def _meant_for_all(fits_world: bool, ranks: RankCounts) -> str:
+    """What to add to an error about a batch that would fit if no ranks shared their samples; empty if it would not."""
+    if ranks.tensor == 1 or not fits_world:
+        return ""
+    return f" (it would be right for {ranks.world} ranks, but those of --tensor-model-parallel-size {ranks.tensor} share their samples)"
 
 
 def _notices(entries: Entries, values: Mapping[str, Any]) -> Iterator[str]:

@@ -26,6 +26,12 @@ class RankCounts:
         """Ranks of one node that are in one ladder."""
         return self.ranks_per_node // self.tensor
 
+    @property
+    def data_in_words(self) -> str:
+        """`8 ranks`, or `4 data-parallel ranks` if others share their samples."""
+        kind = "rank" if self.tensor == 1 else "data-parallel rank"
+        return f"{self.data} {kind}" + ("s" if self.data != 1 else "")
+
 
 def count_ranks(config: Config, world_size: int, local_world_size: int | None) -> RankCounts:
     """The numbers of ranks in a world of `world_size`, of which the launcher started `local_world_size` on this node, if it says so.

@@ -20,7 +20,7 @@ def resolve(config: Config, world_size: int, local_world_size: int | None) -> Co
     Reads the file of --deepspeed_config first. Raises FlagError for the first rule that is broken.
     """
     ranks = count_ranks(config, world_size, local_world_size)
-    config = with_deepspeed_json(config, ranks.data)
+    config = with_deepspeed_json(config, ranks)
     try:
         config = with_preset(config, ranks)
         check_given(config)
@@ -53,4 +53,5 @@ def _filled_in(given: Config, ranks: RankCounts) -> Config:
         *declared_without_effect(config),
         *rules_schedule.surprising_schedules(config, batches),
         *rules_zero.missing_links(config, ranks, given.zero.zero_hpz_partition_size),
+        *rules_tensor.surprising_costs(config, ranks, batches),
     )

@@ -210,7 +210,7 @@ def check_batches(config: Config, batches: BatchSchedule, consumed_samples: int)
         wish = f"--rampup-batch-size {' '.join(training.rampup_batch_size)} has batches of {size} samples,"
     round_down = "give --decrease-batch-size-if-needed to round down, or " if below > 0 else ""
     raise FlagError(
-        f"{wish} not a multiple of {batches.grain} (--micro-batch-size {training.micro_batch_size} x {data_ranks} ranks); "
+        f"{wish} not a multiple of {batches.grain} (--micro-batch-size {training.micro_batch_size} x {_data_ranks(config, data_ranks)}); "
         f"{round_down}choose {any_of([choice for choice in (below, below + batches.grain) if choice > 0])}."
     )
 
@@ -228,8 +228,13 @@ def check_evaluation_batch(config: Config, data_ranks: int) -> None:
         below = size // grain * grain
         raise FlagError(
             f"--eval-global-batch-size {size} is not a multiple of {grain} (--eval-micro-batch-size {training.eval_micro_batch_size} x "
-            f"{data_ranks} ranks); choose {any_of([choice for choice in (below, below + grain) if choice > 0])}."
+            f"{_data_ranks(config, data_ranks)}); choose {any_of([choice for choice in (below, below + grain) if choice > 0])}."
         )
+
+
+def _data_ranks(config: Config, data_ranks: int) -> str:
+    """Ranks with samples of their own in words, which are not all if ranks share layers."""
+    return f"{data_ranks} ranks" if config.distributed.tensor_model_parallel_size == 1 else f"{data_ranks} data-parallel ranks"
 
 
 def surprising_schedules(config: Config, batches: BatchSchedule) -> Iterator[str]:

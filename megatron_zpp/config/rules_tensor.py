@@ -6,9 +6,12 @@ T: --tensor-model-parallel-size.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
+from megatron_zpp.config.batch_schedule import BatchSchedule
 from megatron_zpp.config.flag import FlagError, any_of, divisors, next_multiple
-from megatron_zpp.config.schema import Config, ModelConfig
+from megatron_zpp.config.ranks import RankCounts
+from megatron_zpp.config.schema import Config, ModelConfig, ZeroConfig
 
 TENSOR_SIZE = "--tensor-model-parallel-size"
 
@@ -25,6 +28,15 @@ def check_tensor_ranks(model: ModelConfig, padded_vocab_size: int, tensor_ranks:
     check_positions(model, tensor_ranks)
 
 
+def can_share(model: ModelConfig, padded_vocab_size: int, tensor_ranks: int) -> bool:
+    """Whether `tensor_ranks` ranks can share the layers of a model."""
+    try:
+        check_tensor_ranks(model, padded_vocab_size, tensor_ranks)
+    except FlagError:
+        return False
+    return True
+
+
 def check_resolved(config: Config) -> None:
     """Raises FlagError for the first rule about tensor ranks that the filled-in values break.
 
@@ -39,6 +51,32 @@ def check_resolved(config: Config) -> None:
     check_positions(model, tensor_ranks)
     check_tokens(config)
     check_compilation(config)
+
+
+def surprising_costs(config: Config, ranks: RankCounts, batches: BatchSchedule) -> Iterator[str]:
+    """One line for each cost of sharing layers that few users expect."""
+    tensor_ranks, microbatches = ranks.tensor, batches.full_size // batches.grain
+    if tensor_ranks == 1:
+        return
+    sent = _sent_between_nodes_by_every_microbatch(config.zero)
+    if sent and microbatches > 1 and ranks.world > ranks.ranks_per_node:
+        instead = f" instead of {microbatches // tensor_ranks}" if microbatches % tensor_ranks == 0 else ""
+        yield (
+            f"{TENSOR_SIZE} {tensor_ranks}: a global batch of {batches.full_size} is {microbatches} micro-batches of a rank{instead}, and "
+            f"--zero-stage {config.zero.zero_stage} sends {sent} between nodes for each; raise --micro-batch-size if memory allows"
+        )
+    workers = config.data.num_workers
+    if "num_workers" in config.given and workers > 1:
+        yield (
+            f"{TENSOR_SIZE} {tensor_ranks}: all {tensor_ranks} ranks that share layers read the same samples, with --num-workers {workers} "
+            f"processes each, {workers * ranks.ranks_per_node} on a node; fewer may do"
+        )
+
+
+def _sent_between_nodes_by_every_microbatch(zero: ZeroConfig) -> str:
+    weights = ["weights"] * (zero.zero_stage == 3 and not zero.zero_quantized_weight_differences)
+    gradients = ["gradients"] * (zero.zero_stage >= 2 and zero.zero_gradients_between_microbatches == "primary")
+    return " and ".join(weights + gradients)
 
 
 def check_heads(model: ModelConfig, tensor_ranks: int) -> None:

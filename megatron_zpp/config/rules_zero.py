@@ -126,8 +126,8 @@ def check_copy_is_kept(config: Config, ranks: RankCounts) -> None:
         return
     if ranks.data_ranks_per_node == 1:
         raise FlagError(
-            "--zero-quantized-weight-differences in --zero-stage 3 keeps a copy of the weights divided among the ranks of a node, and each "
-            "node has one rank; choose --zero-stage 2, which keeps all weights on every rank."
+            "--zero-quantized-weight-differences in --zero-stage 3 keeps a copy of the weights divided among the ranks of a node, and "
+            f"{_one_rank_per_node(ranks)}; choose --zero-stage 2, which keeps all weights on every rank."
         )
     if zero.zero_hpz_partition_size == 1:
         raise FlagError(
@@ -176,11 +176,19 @@ def check_offload(config: Config) -> None:
 
 def check_partition_divides_node(config: Config, ranks: RankCounts) -> None:
     partition_ranks, ranks_per_node = config.zero.zero_hpz_partition_size, ranks.data_ranks_per_node
-    if ranks_per_node % partition_ranks != 0:
+    if ranks_per_node % partition_ranks == 0:
+        return
+    if ranks.tensor > 1:
+        rest = "rank" if ranks_per_node == 1 else "ranks"
+        copies = "".join(f"{any_of(sizes)}, or " for sizes in [divisors(ranks_per_node)[1:]] if sizes)
         raise FlagError(
-            f"--zero-hpz-partition-size {partition_ranks} does not divide the {ranks_per_node} ranks of a node; "
-            f"choose {any_of(divisors(ranks_per_node))}, or start a multiple of {partition_ranks} ranks per node."
+            f"--zero-hpz-partition-size {partition_ranks} does not divide the {ranks_per_node} {rest} of a node with the same part of a "
+            f"layer ({ranks.ranks_per_node} ranks, --tensor-model-parallel-size {ranks.tensor}); choose {copies}1 for no copy."
         )
+    raise FlagError(
+        f"--zero-hpz-partition-size {partition_ranks} does not divide the {ranks_per_node} ranks of a node; "
+        f"choose {any_of(divisors(ranks_per_node))}, or start a multiple of {partition_ranks} ranks per node."
+    )
 
 
 def check_remaining_link_is_quantized(config: Config, ranks: RankCounts) -> None:
@@ -188,7 +196,7 @@ def check_remaining_link_is_quantized(config: Config, ranks: RankCounts) -> None
     if not has_inter_link(config, ranks):
         name, reason = "zero_quantized_gradients_intra_bits", "there is one node"
     elif partition_ranks(config, ranks.data_ranks_per_node) == 1:
-        name, reason = "zero_quantized_gradients_inter_bits", "each node has one rank"
+        name, reason = "zero_quantized_gradients_inter_bits", _one_rank_per_node(ranks)
     else:
         return
     if config.zero.zero_quantized_gradients and config.value_of(name) == WORKING_DTYPE_BITS:
@@ -196,6 +204,12 @@ def check_remaining_link_is_quantized(config: Config, ranks: RankCounts) -> None
             f"{spelling_of(name)} 16 leaves --zero-quantized-gradients nothing to quantize, because {reason}; "
             "choose 4 or 8, or leave --zero-quantized-gradients out."
         )
+
+
+def _one_rank_per_node(ranks: RankCounts) -> str:
+    if ranks.tensor == 1:
+        return "each node has one rank"
+    return f"with --tensor-model-parallel-size {ranks.tensor} each node has one rank with samples of its own"
 
 
 def partition_ranks(config: Config, data_ranks_per_node: int) -> int:
@@ -210,17 +224,20 @@ def has_inter_link(config: Config, ranks: RankCounts) -> bool:
 
 
 def missing_links(config: Config, ranks: RankCounts, asked_partition_ranks: int) -> list[str]:
-    """One line about flags of ZeRO++ that do less than usual, because there is no link between partitions; empty if there is one.
+    """Lines about flags of ZeRO++ that do less than usual, because there is no link between partitions or none inside them.
 
-    asked_partition_ranks: --zero-hpz-partition-size as given. In a world of one rank the configuration has 1 instead.
+    asked_partition_ranks: --zero-hpz-partition-size as given. With one data rank the configuration has 1 instead.
     """
     features = [spelling_of(name) for name in QUANTIZED if config.value_of(name)]
     if asked_partition_ranks > config.zero.zero_hpz_partition_size:
         features.insert(0, in_words("zero_hpz_partition_size", asked_partition_ranks))
-    if not features or has_inter_link(config, ranks):
+    if not features:
         return []
-    if ranks.world == 1:
-        return [f"{' and '.join(features)}: there is one rank, so nothing crosses a link, is quantized or kept as a copy"]
+    if ranks.data == 1:
+        alone = "there is one rank" if ranks.tensor == 1 else f"all {ranks.world} ranks share their samples (--tensor-model-parallel-size)"
+        return [f"{' and '.join(features)}: {alone}, so nothing crosses a link, is quantized or kept as a copy"]
+    if has_inter_link(config, ranks):
+        return [] if ranks.tensor == 1 else _missing_intra_link(features, ranks)
     lines = []
     if DIFFERENCES in features:
         features.remove(DIFFERENCES)
@@ -228,3 +245,10 @@ def missing_links(config: Config, ranks: RankCounts, asked_partition_ranks: int)
     if features:
         lines.insert(0, f"{' and '.join(features)}: there is one node, so only the link inside it carries quantized values")
     return lines
+
+
+def _missing_intra_link(features: list[str], ranks: RankCounts) -> list[str]:
+    """A line if all ranks of a node share layers, which leaves no ranks in it for a link of ZeRO; otherwise none."""
+    if ranks.data_ranks_per_node > 1:
+        return []
+    return [f"{' and '.join(features)}: {_one_rank_per_node(ranks)}, so only the link between nodes carries quantized values"]

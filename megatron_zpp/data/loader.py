@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing import get_all_start_methods
 
@@ -35,17 +35,29 @@ class MicroBatch:
 class MicroBatches(Iterator[MicroBatch]):
     """The sampler's micro-batches in its order, without end. The tensors are the same for every num_workers (0: read in this process).
 
-    wait_seconds: time the caller has spent in `next` so far. If the workers keep up, it is only the time to receive a micro-batch.
+    check_first: called with the first micro-batch; it raises if that is wrong. wait_seconds: time the caller has spent in `next` so far,
+    without that check. If the workers keep up, it is only the time to receive a micro-batch.
     """
 
-    def __init__(self, dataset: SampleSource, sampler: Iterable[MicroBatchIndices], num_workers: int, rules: DocumentRules) -> None:
+    def __init__(
+        self,
+        dataset: SampleSource,
+        sampler: Iterable[MicroBatchIndices],
+        num_workers: int,
+        rules: DocumentRules,
+        check_first: Callable[[MicroBatch], None] | None = None,
+    ) -> None:
         self.wait_seconds = 0.0
+        self._check_first = check_first
         self._batches = _in_order(_MicroBatchDataset(dataset, rules), sampler, num_workers)
 
     def __next__(self) -> MicroBatch:
         started = time.perf_counter()
         batch = next(self._batches)
         self.wait_seconds += time.perf_counter() - started
+        if self._check_first is not None:
+            self._check_first(batch)
+            self._check_first = None
         return batch
 
 

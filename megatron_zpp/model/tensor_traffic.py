@@ -14,7 +14,8 @@ which every rank gets its part brings r X, and a sum that every rank gets whole 
 
 Every one of a block's four linear layers crosses the link in forward or in backward, as model/divisions.py divides them. With
 --sequence-parallel, backward gathers the input of a layer that divides its rows again, because forward has kept the own tokens only. A
-repetition of a chunk of blocks ends with the last activation that backward needs, so without hidden dropout the last sum is not repeated.
+recomputation ends with the last activation that backward needs, so the last sum of a chunk of blocks is not repeated: nothing behind it
+keeps an activation, dropout neither.
 The loss gathers three fp32 numbers per token.
 """
 
@@ -121,8 +122,7 @@ class _Layers:
     def _recomputed(self, config: ModelConfig) -> Crossing:
         total = Crossing()
         for chunk in recomputed_chunks(config):
-            repeated = 2 * len(chunk)
-            total += self.into * repeated + self.out_of * (repeated if config.hidden_dropout > 0 else repeated - 1)
+            total += self.into * (2 * len(chunk)) + self.out_of * (2 * len(chunk) - 1)
         return total
 
 

@@ -17,11 +17,10 @@ from megatron_zpp.config.rules_schedule import check_batches
 from megatron_zpp.config.schema import CheckpointConfig, Config
 from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
-from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.memory_need import AvailableMemory, check_fits, in_gib, saved_bytes
-from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, computation_by_rate, plan_as_given
+from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, computation_by_rate, plan_as_given, shape_of
 from megatron_zpp.training.stored_run import StoredRun, with_schedule
 
 LABEL_COLUMNS = 24
@@ -52,13 +51,15 @@ def described_plan(given: Config, launch: Launch) -> str:
         "checkpoint": _checkpoint(plan),
     }
     device = config.plan.device.upper()
-    headline = f"plan of {world.size} ranks ({world.nodes} nodes x {world.ranks_per_node}, {device}); nothing was started"
+    tensor_ranks = config.distributed.tensor_model_parallel_size
+    groups = f" as groups of {tensor_ranks} that share layers" if tensor_ranks > 1 else ""
+    headline = f"plan of {world.size} ranks{groups} ({world.nodes} nodes x {world.ranks_per_node}, {device}); nothing was started"
     lines = [f"  {name} {'.' * (LABEL_COLUMNS - len(name))} {text}" for name, text in parts.items() if text]
     return "\n".join(filter(None, [banner(config), arguments_block(config), *config.notices, headline, *lines]))
 
 
 def planned_world_size(given: Config, launch: Launch) -> tuple[int, int | None]:
-    """Ranks of the planned world, and ranks per node if known: by the flags, else by the launcher, else one rank.
+    """Ranks of the planned world, and ranks per node if known: by the flags, else by the launcher, else those that share one model.
 
     Raises FlagError if the flags contradict each other, or do not say how many ranks a node has.
     """
@@ -66,7 +67,8 @@ def planned_world_size(given: Config, launch: Launch) -> tuple[int, int | None]:
     if nodes is None and world_size is None:
         if launch.world_size > 1:
             return launch.world_size, launch.local_world_size
-        return ranks_per_node or 1, ranks_per_node
+        tensor_ranks = given.distributed.tensor_model_parallel_size
+        return ranks_per_node or tensor_ranks, ranks_per_node or (tensor_ranks if tensor_ranks > 1 else None)
     if world_size is None:
         if ranks_per_node is None:
             raise FlagError(f"--nodes {nodes} leaves open how many ranks a node has; give --ranks-per-node as well.")
@@ -90,7 +92,7 @@ def _resolved(given: Config, launch: Launch) -> tuple[Config, PlannedWorld]:
 def _check_memory(plan: RunPlan, world: PlannedWorld) -> None:
     assumed = plan.config.plan
     if assumed.memory_gigabytes is not None or assumed.host_memory_gigabytes is not None:
-        model = ModelShape(plan.config.model, plan.padded_vocab_size)
+        model = shape_of(plan.config, plan.padded_vocab_size)
         available = AvailableMemory(_bytes_of(assumed.memory_gigabytes), _bytes_of(assumed.host_memory_gigabytes, world.ranks_per_node))
         check_fits(plan.config, model, plan.job.sharding, plan.job.grid, is_on_gpu=world.is_on_gpu, available=available)
 
@@ -174,8 +176,13 @@ def _bytes(plan: RunPlan) -> str:
     weights, gradients = (grid.into_node(part.inter_bytes) / GIGABYTE for part in (traffic.weights, traffic.gradients))
     return (
         f"{plan.node_bytes / GIGABYTE:.4g} GB into a node from others (weights {weights:.4g}, gradients {gradients:.4g}), "
-        f"{traffic.total.intra_bytes / GIGABYTE:.4g} GB into a rank inside its node, {traffic.collectives} collectives"
+        f"{traffic.total.intra_bytes / GIGABYTE:.4g} GB into a rank inside its node, "
+        f"{_tensor_bytes(plan)}{traffic.collectives} collectives"
     )
+
+
+def _tensor_bytes(plan: RunPlan) -> str:
+    return f"{plan.tensor_bytes / GIGABYTE:.4g} GB into a rank over the tensor link, " if plan.job.grid.tensor_ranks > 1 else ""
 
 
 def _operations(plan: RunPlan, world: PlannedWorld) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,11 +33,24 @@ class HeldOutSets:
     validation: empty if --eval-iters is 0. test: None if there are no test data, or --eval-iters is 0.
     """
 
-    def __init__(self, config: Config, datasets: Datasets, iteration: int, *, data_rank: int, data_ranks: int) -> None:
-        """iteration: the last one that is done. Validation continues after the data that validations up to it have used."""
+    def __init__(
+        self,
+        config: Config,
+        datasets: Datasets,
+        iteration: int,
+        *,
+        data_rank: int,
+        data_ranks: int,
+        check_first: Callable[[MicroBatch], None] | None = None,
+    ) -> None:
+        """iteration: the last one that is done. Validation continues after the data that validations up to it have used.
+
+        check_first: called with the first micro-batch of each set.
+        """
         self._training = config.training
         self._num_workers = config.data.num_workers
         self._rules = datasets.rules
+        self._check_first = check_first
         self._data_rank, self._data_ranks = data_rank, data_ranks
         self.validation = self._validation(datasets, evaluations_before(iteration, config.training))
         self.test: HeldOutSet | None = None
@@ -64,7 +77,7 @@ class HeldOutSets:
         return HeldOutSet(name, self._batches(source, sampler), microbatches)
 
     def _batches(self, source: SampleSource, sampler: Iterable[MicroBatchIndices]) -> MicroBatches:
-        return MicroBatches(source, sampler, self._num_workers, self._rules)
+        return MicroBatches(source, sampler, self._num_workers, self._rules, self._check_first)
 
 
 def evaluations_before(iteration: int, training: TrainingConfig) -> int:

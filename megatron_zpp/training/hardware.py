@@ -8,10 +8,10 @@ from megatron_zpp.zero.plan.time_model import CodecSpeed, LinkSpeed, Machine, Ov
 
 # One core of a server CPU, blocks of 256, 16 MB and more, from benchmarks/results/quantization_cpu.json: encode and decode process 15 to
 # 20 gigabytes of 16-bit values per second, a mean of 2 members 7, and of 4 members 4.
-# Estimated: of Gaussian codes about 22 operations per value to encode and 11 to decode, 8 of each for a round of rotation, and 2.4 ns for
-# all of them with one round. A difference reads 6 bytes per value and writes 4.
+# Gaussian codes: the same for messages of 1 MB with AVX-512, from benchmarks/results/gaussian_cpu.json, means over 1 to 4 bits; a round of
+# rotation is what a second one adds. Estimated: a difference, which reads 6 bytes per value and writes 4.
 CPU_CODEC = CodecSpeed(
-    encode=0.12e-9, decode=0.10e-9, summed=0.13e-9, gaussian_encode=1.0e-9, gaussian_decode=0.2e-9, rotate=0.6e-9, subtract=0.5e-9
+    encode=0.12e-9, decode=0.10e-9, summed=0.13e-9, gaussian_encode=0.40e-9, gaussian_decode=0.28e-9, rotate=0.17e-9, subtract=0.5e-9
 )
 # Assumed, not measured: SDP4Bit (arXiv 2410.15526) reports 682 GB/s of fp32 values for its codec on an A100.
 # Estimated: Gaussian codes read and write as many values as others, and a round of rotation, by shuffles inside a warp, takes half of that.

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-from megatron_zpp.config.flag import any_of
+from megatron_zpp.config.flag import any_of, divisors
+from megatron_zpp.config.rules_tensor import TENSOR_SIZE, can_share
 from megatron_zpp.config.schema import CheckpointConfig, Config, ZeroConfig
-from megatron_zpp.model.activations import AttentionNeed, activation_bytes, mask_bytes
+from megatron_zpp.model.activations import AttentionNeed, activation_bytes, mask_bytes, tensor_buffer_bytes
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.plan.device_memory import NO_DEVICE, DeviceMemory, device_memory
 from megatron_zpp.zero.plan.memory_plan import ADAM_MOMENTS, MAIN_BYTES, MemoryPlan, Sharding, largest_plan
 from megatron_zpp.zero.policy import with_offloaded_optimizer
+from megatron_zpp.zero.shared_places import most_shared_numel, sharing_buffer_bytes
 
 LARGEST_NODES = 1 << 14
 
@@ -46,7 +48,9 @@ class AvailableMemory(NamedTuple):
 class MemoryNeed:
     """Bytes that one rank needs: the plan of its sharded states, an estimate of its activations, and of a GPU's memory beside tensors.
 
-    save_copy: bytes of host memory for --async-save's copy of the state. With is_on_gpu they are not part of `total`, nor is plan.host.
+    tensor_buffers: what crosses the tensor link in a micro-batch, and its sums. sharing: what it takes once per step to make equal the
+    gradients of elements that several tensor ranks have; no activations exist then. save_copy: bytes of host memory for --async-save's
+    copy of the state. With is_on_gpu they are not part of `total`, nor is plan.host.
     """
 
     plan: MemoryPlan
@@ -54,13 +58,15 @@ class MemoryNeed:
     save_copy: int = 0
     is_on_gpu: bool = False
     device: DeviceMemory = NO_DEVICE
+    tensor_buffers: int = 0
+    sharing: int = 0
 
     @property
     def total(self) -> int:
         """Peak bytes on the device: in backward, or while the gradient norm is computed."""
         at_rest = self.plan.states + self.plan.buffers + self.save_copy_on_device + self.device.total
         at_rest += 0 if self.is_on_gpu else self.plan.host.total
-        return at_rest + max(self.plan.gathered + self.activations + self.plan.means, self.plan.norm)
+        return at_rest + max(self.plan.gathered + self.activations + self.tensor_buffers + self.plan.means, self.plan.norm, self.sharing)
 
     def beside(self, taken: DeviceMemory) -> MemoryNeed:
         """The need that is left if `taken` has been taken at the start of a run. The rest comes from torch's allocator."""
@@ -99,6 +105,7 @@ class MemoryNeed:
             "gathered units": self.plan.gathered,
             "payload buffers": self.plan.buffers,
             "fp32 means": self.plan.means,
+            "tensor buffers": self.tensor_buffers,
             "CUDA context and workspaces": self.device.context + self.device.workspaces,
             "NCCL buffers": self.device.communicators,
             "copy for --async-save": self.save_copy_on_device,
@@ -141,17 +148,17 @@ def check_fits(
         return memory_need(config, model, sharding, larger, is_on_gpu=is_on_gpu).beside(taken).total <= nbytes
 
     # More ranks do not lessen the activations of one, and each plan of a deep model takes a second.
-    nodes = smallest_nodes(fits, grid.nodes) if need.activations <= nbytes else None
-    can_offload = is_on_gpu and need.activations <= nbytes and config.zero.zero_stage > 0 and config.optimizer.optimizer_backend == "torch"
+    may_fit = need.activations + need.tensor_buffers <= nbytes
+    nodes = smallest_nodes(fits, grid.nodes) if may_fit else None
     fits_offloaded = False
-    if can_offload and not config.zero.optimizer_cpu_offload:
+    if may_fit and is_on_gpu and _can_offload(config):
         offloaded = replace(sharding, policy=with_offloaded_optimizer(sharding.policy))
         less = memory_need(config, model, offloaded, grid, is_on_gpu=True).beside(taken)
         fits_offloaded = less.total <= nbytes and (available.host is None or less.host <= available.host)
     memory = "free GPU memory" if available.is_after_start else "GPU memory" if is_on_gpu else "host memory"
     raise ValueError(
         f"{ranks} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(nbytes)} of {memory}; "
-        f"{_remedy(config, nodes, grid.ranks_per_node, need, fits_offloaded=fits_offloaded)}."
+        f"{_remedy(config, model, nodes, grid, need, fits_offloaded=fits_offloaded)}."
     )
 
 
@@ -166,12 +173,33 @@ def memory_need(config: Config, model: SizedModel, sharding: Sharding, grid: Gri
         sharding.element_bytes,
         attention=_attention_need(config, sharding.element_bytes, is_on_gpu=is_on_gpu),
         tensor_ranks=grid.tensor_ranks,
+        sequence_parallel=config.distributed.sequence_parallel,
     )
     if config.data.reset_attention_mask:
         # Some devices have a kernel that needs no mask, but a plan cannot ask the device.
         activations += mask_bytes(config.training.micro_batch_size, config.model.seq_length, sharding.element_bytes)
     device = device_memory(grid) if is_on_gpu else NO_DEVICE
-    return MemoryNeed(plan, activations, save_copy_bytes(config, model, sharding, grid), is_on_gpu, device)
+    return MemoryNeed(
+        plan,
+        activations,
+        save_copy_bytes(config, model, sharding, grid),
+        is_on_gpu,
+        device,
+        tensor_buffers=tensor_buffer_bytes(
+            config.model,
+            config.training.micro_batch_size,
+            sharding.element_bytes,
+            tensor_ranks=grid.tensor_ranks,
+            sequence_parallel=config.distributed.sequence_parallel,
+        ),
+        sharing=sharing_buffer_bytes(shared_on_rank(model.unit_specs(), sharding, grid), grid.tensor_ranks),
+    )
+
+
+def shared_on_rank(unit_specs: Sequence[UnitSpec], sharding: Sharding, grid: Grid) -> int:
+    """The most elements of one rank's optimizer state that other tensor ranks have, too."""
+    layouts = [FlatLayout(spec.params, grid.data_ranks, sharding.block_numel) for spec in unit_specs]
+    return most_shared_numel(layouts, sharding.policy.in_world(grid.ladder).optimizer.slices(grid.ladder))
 
 
 def save_copy_bytes(config: Config, model: SizedModel, sharding: Sharding, grid: Grid) -> int:
@@ -227,16 +255,45 @@ def _lever_without_copy(zero: ZeroConfig) -> list[str]:
     return ["no --zero-quantized-weight-differences"] if zero.zero_quantized_weight_differences else ["--zero-hpz-partition-size 1"]
 
 
-def _remedy(config: Config, nodes: int | None, ranks_per_node: int, need: MemoryNeed, *, fits_offloaded: bool) -> str:
+def _larger_tensor_size(config: Config, model: SizedModel, ranks_per_node: int) -> list[str]:
+    """The next number of ranks that could share the layers of this run; empty if there is none."""
+    if config.training.compile:
+        return []
+    sizes = (size for size in divisors(ranks_per_node) if size > config.distributed.tensor_model_parallel_size)
+    fitting = (
+        size
+        for size in sizes
+        if can_share(config.model, model.padded_vocab_size, size) and _divides_copy(config.zero, ranks_per_node // size)
+    )
+    return [f"{TENSOR_SIZE} {size}" for size in fitting][:1]
+
+
+def _divides_copy(zero: ZeroConfig, data_ranks_per_node: int) -> bool:
+    """Whether a run that keeps a copy could divide it among so many ranks. A set of --zeropp follows their number."""
+    if zero.zero_hpz_partition_size == 1:
+        return True
+    return data_ranks_per_node > 1 and (zero.zeropp is not None or data_ranks_per_node % zero.zero_hpz_partition_size == 0)
+
+
+def _can_offload(config: Config) -> bool:
+    """Whether the run could have --optimizer-cpu-offload, and has not."""
+    has_owners = config.zero.zero_stage > 0 and config.optimizer.optimizer_backend == "torch"
+    return has_owners and not config.zero.optimizer_cpu_offload
+
+
+def _remedy(config: Config, model: SizedModel, nodes: int | None, grid: Grid, need: MemoryNeed, *, fits_offloaded: bool) -> str:
+    ranks_per_node = grid.ranks_per_node
     levers = ["--optimizer-cpu-offload"] if fits_offloaded else []
     levers += [] if config.model.recompute_granularity == "full" else ["--checkpoint-activations"]
     levers += ["--loss-chunk-tokens 1024"] if config.model.loss_chunk_tokens == 0 else []
     levers += ["no --async-save"] if need.save_copy_on_device else []
     levers += ["--zero-gradients-between-microbatches primary"] if config.zero.zero_gradients_between_microbatches == "secondary" else []
-    can_divide_weights = ranks_per_node > 1 or not config.zero.zero_quantized_weight_differences
+    levers += ["--sequence-parallel"] if grid.tensor_ranks > 1 and not config.distributed.sequence_parallel else []
+    can_divide_weights = ranks_per_node > grid.tensor_ranks or not config.zero.zero_quantized_weight_differences
     levers += ["--zero-stage 3"] if config.zero.zero_stage != 3 and can_divide_weights else []
     if nodes is None:
         levers += _lever_without_copy(config.zero)
+        levers += _larger_tensor_size(config, model, ranks_per_node)
         levers += [] if config.training.micro_batch_size == 1 else ["a smaller --micro-batch-size"]
         return f"no number of such nodes is enough; choose {any_of([*levers, 'a smaller model'])}"
     others = f", or give {any_of(levers)}" if levers else ""

@@ -7,16 +7,18 @@ from typing import Any
 
 from megatron_zpp.config.deepspeed import with_deepspeed_json
 from megatron_zpp.config.options import options
-from megatron_zpp.config.ranks import count_ranks
+from megatron_zpp.config.ranks import RankCounts, count_ranks
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.rules_zero import ABSMAX_BITS, GAUSSIAN_BITS, GAUSSIAN_INTRA_BITS
 from megatron_zpp.config.schema import Config
 from megatron_zpp.model.flops import forward_flops_of_uses, recomputed_flops_of_uses
 from megatron_zpp.model.shapes import ModelShape
-from megatron_zpp.training.memory_need import MemoryNeed, memory_need
+from megatron_zpp.model.tensor_work import tensor_work
+from megatron_zpp.training.memory_need import MemoryNeed, memory_need, shared_on_rank
 from megatron_zpp.training.sharding import grid_of, sharding_of
 from megatron_zpp.zero.plan.time_model import Computation, Job, Machine, StepTime, step_time
 from megatron_zpp.zero.plan.traffic import PlannedTraffic, planned_traffic
+from megatron_zpp.zero.shared_places import sharing_received_bytes
 
 
 @dataclass(frozen=True)
@@ -112,12 +114,20 @@ class RunPlan:
     @property
     def flags(self) -> str:
         """Flags that ask for this member with the planned partition."""
-        return self.member.flags(self.job.grid.partition_ranks, self.job.grid.ranks_per_node)
+        ladder = self.job.grid.ladder
+        return self.member.flags(ladder.partition_ranks, ladder.ranks_per_node)
 
     @property
     def node_bytes(self) -> int:
         """Bytes that enter one node in a step."""
         return self.job.grid.into_node(self.traffic.total.inter_bytes)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes that one rank receives at most in a step from the ranks that share its layers."""
+        job = self.job
+        shared = shared_on_rank(job.unit_specs, job.sharding, job.grid)
+        return job.microbatches * job.tensor_work.nbytes + sharing_received_bytes(shared, job.grid.tensor_ranks)
 
     def time(self, machine: Machine, computation: Computation) -> StepTime:
         return step_time(self.job, machine, computation)
@@ -126,15 +136,15 @@ class RunPlan:
 def plan_run(given: Config, member: Member, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
     """The plan of a run with the flags of `member` and all other flags as given. Raises FlagError if the run would.
 
-    given: a configuration that is not resolved. Where each node has one rank, lean is planned in stage 2, which keeps all weights on every
-    rank: its copy cannot be divided among the ranks of a node.
+    given: a configuration that is not resolved. Where each node has one data rank, lean is planned in stage 2, which keeps all weights on
+    every rank: its copy cannot be divided among the ranks of a node.
     """
-    if member.is_lean and world.ranks_per_node == 1 < world.nodes:
+    ranks = count_ranks(given, world.size, world.ranks_per_node)
+    if member.is_lean and ranks.data_ranks_per_node == 1 < world.nodes:
         member = replace(member, stage=2, has_secondary_weights=False)
     # The stage in the file of --deepspeed_config must not override the member.
-    data_ranks = count_ranks(given, world.size, world.ranks_per_node).data
-    given = with_deepspeed_json(given, data_ranks).with_values(deepspeed_config=None)
-    return _planned(resolve(_as_member(given, member, world), world.size, world.ranks_per_node), member, world, padded_vocab_size)
+    given = with_deepspeed_json(given, ranks).with_values(deepspeed_config=None)
+    return _planned(resolve(_as_member(given, member, ranks), world.size, world.ranks_per_node), member, world, padded_vocab_size)
 
 
 def plan_as_given(config: Config, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
@@ -164,9 +174,10 @@ def plan_as_given(config: Config, world: PlannedWorld, padded_vocab_size: int) -
 
 
 def _planned(config: Config, member: Member, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
-    model, grid, sharding = ModelShape(config.model, padded_vocab_size), grid_of(config, world.size), sharding_of(config)
+    model, grid, sharding = shape_of(config, padded_vocab_size), grid_of(config, world.size), sharding_of(config)
     microbatches = config.training.global_batch_size // (config.training.micro_batch_size * grid.data_ranks)
-    job = Job(model.unit_specs(), model.uses(), sharding, grid, microbatches)
+    work = tensor_work(model, samples=config.training.micro_batch_size, element_bytes=sharding.element_bytes)
+    job = Job(model.unit_specs(), model.uses(), sharding, grid, microbatches, work)
     return RunPlan(
         member,
         config,
@@ -175,6 +186,12 @@ def _planned(config: Config, member: Member, world: PlannedWorld, padded_vocab_s
         planned_traffic(job.unit_specs, job.uses, sharding, grid, microbatches),
         job,
     )
+
+
+def shape_of(config: Config, padded_vocab_size: int) -> ModelShape:
+    """The shape of one rank's part of the model. All ranks that share layers have parts of equal shapes."""
+    tensor_ranks = config.distributed.tensor_model_parallel_size
+    return ModelShape(config.model, padded_vocab_size, tensor_ranks, sequence_parallel=config.distributed.sequence_parallel)
 
 
 def computation_by_rate(config: Config, padded_vocab_size: int, flops_per_second: float, tensor_ranks: int = 1) -> Computation:
@@ -198,7 +215,7 @@ def computation_by_step(config: Config, padded_vocab_size: int, seconds: float, 
     return Computation(tuple(scale * part for part in relative.forward), tuple(scale * part for part in relative.backward))
 
 
-def _as_member(given: Config, member: Member, world: PlannedWorld) -> Config:
+def _as_member(given: Config, member: Member, ranks: RankCounts) -> Config:
     zero = given.zero
     code = "gaussian" if member.has_gaussian_gradients else "absmax"
     inter_bits, intra_bits = zero.zero_quantized_gradients_inter_bits, zero.zero_quantized_gradients_intra_bits
@@ -207,7 +224,7 @@ def _as_member(given: Config, member: Member, world: PlannedWorld) -> Config:
         "zero_stage": member.stage,
         "zero_quantized_weights": member.has_quantized_weights,
         "zero_quantized_weight_differences": member.has_differences,
-        "zero_hpz_partition_size": _partition(given, world) if member.has_secondary_weights else 1,
+        "zero_hpz_partition_size": _partition(given, ranks) if member.has_secondary_weights else 1,
         "zero_quantized_gradients": member.has_quantized_gradients,
         "zero_quantized_gradients_code": code,
         # Bits that the member's code does not have leave it with its own.
@@ -226,6 +243,6 @@ def _as_member(given: Config, member: Member, world: PlannedWorld) -> Config:
     return replace(given.with_values(**values), given=(given.given | {"zero_stage"}) - zero_flags)
 
 
-def _partition(given: Config, world: PlannedWorld) -> int:
+def _partition(given: Config, ranks: RankCounts) -> int:
     asked = given.zero.zero_hpz_partition_size
-    return asked if asked > 1 else world.ranks_per_node
+    return asked if asked > 1 else ranks.data_ranks_per_node

@@ -20,6 +20,7 @@ from megatron_zpp.training.lr_schedule import LearningRateSchedule
 from megatron_zpp.training.metrics import StepReadings, StepTimes
 from megatron_zpp.training.progress import Progress
 from megatron_zpp.training.reporter import Reporter
+from megatron_zpp.training.same_samples import same_samples_check
 from megatron_zpp.training.saving import RunSaver
 from megatron_zpp.training.step import StepOutcome, forward_backward, gather_numbers
 from megatron_zpp.training.stop_conditions import StopConditions, StopRequest, reason_for_stopping
@@ -52,8 +53,11 @@ class Trainer:
         data_rank, data_ranks, size = engine.data_rank, engine.data_ranks, config.training.micro_batch_size
         sampler = MicroBatchSampler(len(datasets.train), progress.consumed_samples, size, data_rank, data_ranks)
         self._batch_sizes = running_schedule(config, data_ranks)
-        self._train_batches = MicroBatches(datasets.train, sampler, config.data.num_workers, datasets.rules)
-        self._held_out = HeldOutSets(config, datasets, progress.iteration, data_rank=data_rank, data_ranks=data_ranks)
+        check_first = same_samples_check(engine)
+        self._train_batches = MicroBatches(datasets.train, sampler, config.data.num_workers, datasets.rules, check_first)
+        self._held_out = HeldOutSets(
+            config, datasets, progress.iteration, data_rank=data_rank, data_ranks=data_ranks, check_first=check_first
+        )
 
     def run(self) -> None:
         """Trains up to --train-iters or until a stop condition holds, and saves under --save. With --skip-train it only evaluates."""

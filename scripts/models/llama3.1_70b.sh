@@ -1,4 +1,5 @@
 # Llama 3.1 70B: 70 553 706 496 parameters with its vocabulary of 128256 ids. Llama 3 is the same without --use-rope-scaling.
+# The 8 ranks of a node share its layers, as is usual for this size; --tensor-model-parallel-size 1 after it undoes that.
 # Use: source scripts/models/llama3.1_70b.sh; torchrun ... pretrain_zeropp_gpt.py "${MODEL_ARGS[@]}" ... Later flags win.
 MODEL_ARGS=(
     --num-layers 80
@@ -15,4 +16,5 @@ MODEL_ARGS=(
     --disable-bias-linear
     --untie-embeddings-and-output-weights
     --attention-dropout 0 --hidden-dropout 0
+    --tensor-model-parallel-size 8 --sequence-parallel
 )

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from gpu.outcome import NotDone, Outcome
 from gpu.place import Place
 from gpu.rank_processes import HOST_IDS, MULTI_RANK, ONE_GPU_EACH, Sharing
 from gpu.stalls import MeasuredStreams
+from gpu.timed_ops import BOUND_BY_MEMORY, timed_ops
 from harness.fake_streams.gpus import Gpu, run_on_gpus
 from harness.fake_streams.machine import FakeEvent, FakeStream
 from harness.fake_streams.timed_model import step_time
@@ -27,7 +29,7 @@ from torch import Tensor
 from megatron_zpp.comm.lanes import StreamLanes
 from megatron_zpp.comm.links import INTRA_CLIMB
 from megatron_zpp.comm.streams import Streams
-from megatron_zpp.ops import extension
+from megatron_zpp.ops import dropout_reference, extension, gaussian_reference, reference
 from megatron_zpp.ops.build import Build
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.engine_options import EngineOptions
@@ -115,19 +117,37 @@ def test_the_whole_ladder_has_equal_bits_on_the_cpu() -> None:
     assert run(ladder).failures == []
 
 
-@pytest.mark.parametrize("code_bits", [4, 8])
-def test_the_calls_that_the_part_speed_times_are_right(code_bits: int) -> None:
+def test_the_part_speed_calls_every_kernel_and_knows_the_bytes_that_each_call_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(extension, "has_kernels_for", lambda device_type: False)
+    for module, kernel in product((reference, gaussian_reference, dropout_reference), extension.OPS):
+        if hasattr(module, kernel):
+            monkeypatch.setattr(module, kernel, noting(called, kernel, getattr(module, kernel)))
     run_numel = 3 * speed.BLOCK_NUMEL
-    for name, make in speed._ops(run_numel, code_bits, "cpu").items():
+    for codes, name, make in timed_ops(speed.SLICES, run_numel, speed.BLOCK_NUMEL, "cpu"):
         call, moved_bytes = make()
+        called.append("")
         call()
-        assert moved_bytes > speed.SLICES * run_numel * code_bits / 8, name
+        assert moved_bytes > speed.SLICES * run_numel, (codes, name)  # three payloads of 4 bits are least
+    first_of_each_call = {kernel for before, kernel in pairwise(called) if before == ""}
+    assert first_of_each_call == set(extension.OPS)
+
+
+def noting(called: list[str], kernel: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def note(*arguments: Any, **options: Any) -> Any:
+        called.append(kernel)
+        return function(*arguments, **options)
+
+    return note
 
 
 def test_the_part_speed_says_which_ops_miss_its_aim() -> None:
-    results = [speed.Result(64, 8, op, 1, 1.0, 1.0, share) for op, share in (("encode bf16", 0.89), ("decode to bf16", 0.91))]
+    ops = (("INT8", "encode bf16", 0.89), ("INT8", "decode to bf16", 0.91), ("Gaussian 3, rounds 1", "encode bf16", 0.5))
+    results = [speed.Result(64, codes, op, 1, 1.0, 1.0, share) for codes, op, share in ops]
     assert speed._aims(results) == ["aim missed: INT8 encode bf16 at 64 MB: 89% of copy"]
-    assert [line.split("|")[3].strip() for line in speed._table(results)[2:]] == ["encode bf16", "decode to bf16"]
+    assert [line.split("|")[3].strip() for line in speed._table(results)[2:]] == [op for _, op, _ in ops]
+    names = {(codes, op) for codes, op, _ in timed_ops(1, speed.BLOCK_NUMEL, speed.BLOCK_NUMEL, "cpu")}
+    assert names > BOUND_BY_MEMORY
 
 
 def test_the_part_bits_compares_long_runs_with_their_parts() -> None:

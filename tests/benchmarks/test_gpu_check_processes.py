@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gpu import entry_runs, lost_rank, nccl, resume, several_gpus
+from gpu import entry_runs, lost_rank, nccl, resume, several_gpus, tensor
 from gpu.deadline import Deadline
 from gpu.entry_runs import Entry, run_entries
 from gpu.outcome import Outcome
@@ -28,9 +28,9 @@ def test_a_rank_runs_the_training_script_several_times_in_one_process() -> None:
 
 @pytest.mark.long
 def test_the_part_nccl_has_equal_bits_over_gloo(outcome: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "RUNS", nccl.RUNS[:6])
+    monkeypatch.setattr(nccl, "RUNS", [*nccl.RUNS[:6], *(run for run in nccl.RUNS if "tensor" in run.flags)])
     nccl.run(Deadline(600.0), outcome)
-    assert outcome.failures == outcome.late == [] and len(outcome.measured["losses"]) == 7
+    assert outcome.failures == outcome.late == [] and len(outcome.measured["losses"]) == 11
 
 
 @pytest.mark.long
@@ -49,6 +49,12 @@ def test_the_part_lost_rank_finds_that_the_others_end(outcome: Outcome) -> None:
 def test_the_part_several_gpus_measures_two_ranks(outcome: Outcome) -> None:
     several_gpus.measure(Deadline(300.0), outcome, 2, several_gpus.tiny_flags(), ("", "4"))
     assert outcome.failures == outcome.late == [] and len(outcome.measured) == 2
+
+
+@pytest.mark.long
+def test_the_part_tensor_finds_the_bits_of_sums_over_gloo(outcome: Outcome) -> None:
+    tensor.measure(Deadline(300.0), outcome, ONE_GPU_EACH, is_timed=False)
+    assert outcome.failures == outcome.late == [] and len(outcome.measured["seconds"]) == 4
 
 
 @pytest.mark.long

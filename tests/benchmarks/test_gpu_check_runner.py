@@ -155,7 +155,7 @@ def test_the_order_is_library_ladder_training_bits_speed_and_compile_last() -> N
     order = ["library", "ladder", "training", "bits", "speed", "compile"]
     assert sorted(order, key=names.index) == order and names[-1] == "compile"
     alone = [wave[0].name for wave in WAVES if len(wave) == 1]
-    assert alone == ["training", "speed", "several_gpus"]
+    assert alone == ["training", "speed", "several_gpus", "tensor"]
     assert [[part.name for part in wave] for wave in chosen(["compile", "ladder"])] == [["ladder"], ["compile"]]
 
 

@@ -21,6 +21,7 @@ from megatron_zpp.config.deepspeed import (
 )
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.options import options
+from megatron_zpp.config.ranks import RankCounts
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 
@@ -62,9 +63,13 @@ def nested(key, value):
     return {section: {name: value}} if section else {key: value}
 
 
+def ranks(world_size, tensor=1):
+    return RankCounts(world_size, tensor, world_size)
+
+
 def translated(content, flags="", world_size=4):
     write(content)
-    return with_deepspeed_json(parse_flags(f"--deepspeed_config ds.json {flags}".split()), world_size)
+    return with_deepspeed_json(parse_flags(f"--deepspeed_config ds.json {flags}".split()), ranks(world_size))
 
 
 def resolved(content, flags="", world_size=4, local_world_size=2):
@@ -192,7 +197,7 @@ def test_an_empty_file_changes_nothing():
 
 
 def test_without_the_flag_no_file_is_read():
-    assert with_deepspeed_json(parse_flags([]), 4) == Config()
+    assert with_deepspeed_json(parse_flags([]), ranks(4)) == Config()
 
 
 # ---- conflicts
@@ -256,7 +261,7 @@ def test_any_two_of_the_batch_keys_give_the_third(tmp_path_factory, micro, steps
     names = dict(zip(("micro", "steps", "total"), keys, strict=True))
     file = tmp_path_factory.getbasetemp() / "batch.json"
     file.write_text(json.dumps({key: value for key, value in keys.items() if key != names.get(left_out)}))
-    training = with_deepspeed_json(parse_flags(["--deepspeed_config", str(file)]), world_size).training
+    training = with_deepspeed_json(parse_flags(["--deepspeed_config", str(file)]), ranks(world_size)).training
     assert (training.micro_batch_size, training.global_batch_size) == (micro, micro * steps * world_size)
 
 
@@ -299,6 +304,26 @@ def test_one_batch_key_is_completed_as_deepspeed_does_and_with_flags(content, fl
 def test_batches_that_do_not_agree_are_refused_in_words(content, flags, words):
     text = message_of(translated, content, flags)
     assert all(word in text for word in words), text
+
+
+def test_ranks_that_share_layers_share_the_batch_too_and_an_error_that_comes_from_this_says_so():
+    shared = SHAPE + "--tensor-model-parallel-size 2"
+    keys = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    assert resolved(keys, shared, 8, 4).training.global_batch_size == 32
+    assert resolved({"gradient_accumulation_steps": 2}, shared, 8, 4).training.global_batch_size == 8
+    assert message_of(resolved, {**keys, "train_batch_size": 64}, shared, 8, 4) == (
+        "train_batch_size 64 in ds.json with train_micro_batch_size_per_gpu 4 in ds.json with gradient_accumulation_steps 2 in ds.json: "
+        "micro-batch 4 x 2 accumulation steps x 4 data-parallel ranks is 32 and not the batch of 64; correct one of them (it would be "
+        "right for 8 ranks, but those of --tensor-model-parallel-size 2 share their samples)."
+    )
+    assert "share their samples" not in message_of(resolved, {**keys, "train_batch_size": 40}, shared, 8, 4)
+    text = message_of(resolved, {"train_batch_size": 6}, shared, 8, 4)
+    assert "does not divide into 1 accumulation steps on 4 data-parallel ranks; choose a multiple of 4." in text
+
+
+def test_the_size_of_a_tensor_group_is_a_flag_and_no_key():
+    text = message_of(translated, {"tensor_parallel": {"autotp_size": 2}})
+    assert text.endswith("is not available; use --tensor-model-parallel-size.")
 
 
 def test_a_batch_of_the_json_that_does_not_split_names_its_key():
@@ -426,20 +451,20 @@ def test_a_missing_file_and_a_folder_are_named():
     with pytest.raises(
         FlagError, match="^--deepspeed_config nothing.json cannot be read \\(No such file or directory\\); give the path of a JSON object.$"
     ):
-        with_deepspeed_json(parse_flags("--deepspeed_config nothing.json".split()), 1)
+        with_deepspeed_json(parse_flags("--deepspeed_config nothing.json".split()), ranks(1))
     with pytest.raises(FlagError, match="Is a directory"):
-        with_deepspeed_json(parse_flags("--deepspeed_config .".split()), 1)
+        with_deepspeed_json(parse_flags("--deepspeed_config .".split()), ranks(1))
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path):
     (tmp_path / "ds.json").write_bytes(b"\xff\xfe{}")
     with pytest.raises(FlagError, match="ds.json is not UTF-8 text"):
-        with_deepspeed_json(parse_flags("--deepspeed_config ds.json".split()), 1)
+        with_deepspeed_json(parse_flags("--deepspeed_config ds.json".split()), ranks(1))
 
 
 def test_a_byte_order_mark_is_skipped(tmp_path):
     (tmp_path / "ds.json").write_bytes(b"\xef\xbb\xbf{}")
-    assert with_deepspeed_json(parse_flags("--deepspeed_config ds.json".split()), 1).notices == ("ds.json sets no flag",)
+    assert with_deepspeed_json(parse_flags("--deepspeed_config ds.json".split()), ranks(1)).notices == ("ds.json sets no flag",)
 
 
 # ---- later messages name the source

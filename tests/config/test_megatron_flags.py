@@ -39,8 +39,8 @@ WORK = """
     --pretrained-checkpoint x / --ckpt-step 5 / --exit-on-missing-checkpoint / --use-checkpoint-args / --async-save
     --save-retain-interval 10 / --keep-last 2
 
-    --tensor-model-parallel-size 1 / --pipeline-model-parallel-size 1 / --distributed-backend nccl / --distributed-timeout-minutes 10
-    --deterministic-mode / --num-workers 2 / --zero-stage 2 / --deepspeed_config x / --deepscale_config x
+    --tensor-model-parallel-size 2 / --sequence-parallel / --pipeline-model-parallel-size 1 / --distributed-backend nccl
+    --distributed-timeout-minutes 10 / --deterministic-mode / --num-workers 2 / --zero-stage 2 / --deepspeed_config x / --deepscale_config x
     --use-distributed-optimizer / --zero-quantized-weights / --zero-hpz-partition-size 8 / --zero-quantized-gradients
 
     --recompute-granularity full / --recompute-granularity selective / --recompute-method uniform / --recompute-method block
@@ -68,10 +68,13 @@ CHANGE_NOTHING = """
     --attention-softmax-in-fp32 / --no-query-key-layer-scaling / --accumulate-allreduce-grads-in-fp32 / --grad-reduce-in-bf16
     --cross-entropy-loss-fusion
     --no-save-rng / --no-load-rng / --ckpt-format torch_dist / --universal-checkpoint / --perform-initialization / --no-initialization
-    --sequence-parallel / --context-parallel-size 1 / --ds-sequence-parallel-size 1 / --force-ds-sequence-parallel
+    --context-parallel-size 1 / --ds-sequence-parallel-size 1 / --force-ds-sequence-parallel
     --local-rank 0 / --local_rank=0 / --overlap-grad-reduce / --overlap-param-gather / --DDP-impl local
     --no-contiguous-buffers-in-local-ddp / --use-cpu-initialization / --lazy-mpu-init 1
-    --no-async-tensor-model-parallel-allreduce / --no-gradient-accumulation-fusion / --no-masked-softmax-fusion
+    --no-async-tensor-model-parallel-allreduce / --async-tensor-model-parallel-allreduce / --tp-comm-overlap / --tp-comm-overlap-cfg x
+    --tp-comm-overlap-rs-dgrad / --disable-tp-comm-overlap-ag / --disable-tp-comm-overlap-rs / --disable-tp-comm-bulk-dgrad
+    --disable-tp-comm-bulk-wgrad / --tp-comm-bootstrap-backend nccl / --use-tp-pp-dp-mapping / --encoder-tensor-model-parallel-size 0
+    --expert-tensor-parallel-size 1 / --no-gradient-accumulation-fusion / --no-masked-softmax-fusion
     --no-bias-gelu-fusion / --no-bias-dropout-fusion / --no-persist-layer-norm / --use-mcore-models
     --transformer-impl transformer_engine / --zero-reduce-scatter / --zero-contigious-gradients / --zero-reduce-bucket-size 1
     --zero-allgather-bucket-size 1 / --remote-device none / --use-pin-memory / --no-pin-cpu-grads
@@ -96,6 +99,8 @@ REFUSED = """
     --dataloader-type external / --fim-data / --train-data-exact-num-epochs 1
     --train-doc-idx-path x / --train-sample-idx-path x / --train-shuffle-idx-path x / --return-data-index / --random-ltd
     --profile-backward / --checkpoint-in-cpu / --log-optimizer-states-to-tensorboard
+    --pipeline-model-parallel-split-rank 1 / --decoder-first-pipeline-num-layers 2 / --decoder-last-pipeline-num-layers 2
+    --pipeline-model-parallel-layout Et|L / --encoder-tensor-model-parallel-size 2 / --num-layers-per-virtual-pipeline-stage 2
     --curriculum-learning-legacy / --one-logger-project x / --log-straggler / --log-energy
 """
 
@@ -156,15 +161,13 @@ def test_a_flag_that_would_change_the_run_is_refused_with_what_to_do_instead(wor
     assert re.match(f"{words[0]}.* is not (accepted; (use|leave it out)|available.*choose )", str(error.value))
 
 
-def test_megatron_lms_example_needs_two_edits_which_errors_name():
+def test_megatron_lms_example_needs_one_edit_which_an_error_names():
     words = script(MEGATRON_LM)
-    with pytest.raises(FlagError, match="--tensor-model-parallel-size 8 is not available, .*choose 1"):
-        resolve(parse_flags(words), 16, 8)
-    words = script(MEGATRON_LM, tensor_model_parallel_size="1")
     with pytest.raises(FlagError, match="--pipeline-model-parallel-size 16 is not available, .*choose 1"):
         resolve(parse_flags(words), 16, 8)
-    words = script(MEGATRON_LM, tensor_model_parallel_size="1", pipeline_model_parallel_size="1")
+    words = script(MEGATRON_LM, pipeline_model_parallel_size="1")
     config = resolve(parse_flags(words), 16, 8)
+    assert config.distributed.tensor_model_parallel_size == 8
     assert (config.training.global_batch_size, config.optimizer.lr_decay_style, config.data.tokenizer_type) == (
         1536,
         "cosine",
@@ -172,13 +175,12 @@ def test_megatron_lms_example_needs_two_edits_which_errors_name():
     )
 
 
-def test_megatron_deepspeeds_example_needs_two_edits_which_errors_name(tmp_path):
+def test_megatron_deepspeeds_example_needs_one_edit_which_an_error_names(tmp_path):
     (tmp_path / "deepspeed.json").write_text(THEIR_JSON)
     text = MEGATRON_DEEPSPEED.replace("{json}", str(tmp_path / "deepspeed.json").replace("/", "\0"))
     words = [word.replace("\0", "/") for word in script(text)]
-    with pytest.raises(FlagError, match="--tensor-model-parallel-size 2 is not available, .*choose 1"):
+    with pytest.raises(FlagError, match="--pipeline-model-parallel-size 2 is not available, .*choose 1"):
         resolve(parse_flags(words), 8, 8)
-    one = {"tensor_model_parallel_size": "1", "pipeline_model_parallel_size": "1"}
-    words = [word.replace("\0", "/") for word in script(text, **one)]
+    words = [word.replace("\0", "/") for word in script(text, pipeline_model_parallel_size="1")]
     config = resolve(parse_flags(words), 8, 8)
     assert (config.model.swiglu, config.model.normalization, config.model.num_query_groups) == (True, "RMSNorm", 4)

@@ -12,7 +12,7 @@ def test_tensor_ranks_share_samples_so_that_the_others_are_data_ranks() -> None:
     assert (ranks.data, ranks.data_ranks_per_node) == (6, 2)
 
 
-def test_every_rank_is_a_data_rank() -> None:
+def test_every_rank_is_a_data_rank_unless_ranks_share_layers() -> None:
     ranks = count_ranks(parse_flags([]), 12, 4)
     assert ranks == RankCounts(world=12, tensor=1, ranks_per_node=4)
     assert (ranks.data, ranks.data_ranks_per_node) == (12, 4)
@@ -28,3 +28,23 @@ def test_the_flag_decides_before_the_launcher_and_one_rank_needs_neither(
 def test_a_world_whose_nodes_nobody_names_is_refused_with_the_remedy() -> None:
     with pytest.raises(FlagError, match="launcher of these 4 ranks does not say it in LOCAL_WORLD_SIZE.*give --ranks-per-node"):
         count_ranks(parse_flags([]), 4, None)
+
+
+def test_ranks_that_share_layers_stand_on_one_node_whatever_says_how_many_it_has() -> None:
+    ranks = count_ranks(parse_flags("--tensor-model-parallel-size 2".split()), 8, 4)
+    assert (ranks.data, ranks.data_ranks_per_node, ranks.data_in_words) == (4, 2, "4 data-parallel ranks")
+    words = [
+        "--tensor-model-parallel-size 4 does not divide the 6 ranks of a node (--ranks-per-node 6",
+        "), and the ranks that share a layer stand on one node; choose 1, 2, 3 or 6, or start a multiple of 4 ranks per node.",
+    ]
+    for flags, local, source in (("", 6, ", from the launcher"), ("--ranks-per-node 6", None, "")):
+        with pytest.raises(FlagError) as found:
+            count_ranks(parse_flags(f"--tensor-model-parallel-size 4 {flags}".split()), 12, local)
+        assert str(found.value) == source.join(words)
+
+
+def test_nodes_of_one_rank_and_a_run_without_a_launcher_are_told_to_start_more() -> None:
+    with pytest.raises(FlagError, match="divide the 1 rank of a node .* choose 1, or start a multiple of 2 ranks per node"):
+        count_ranks(parse_flags("--tensor-model-parallel-size 2".split()), 4, 1)
+    with pytest.raises(FlagError, match="this run has one rank; start a multiple of 2 ranks per node.*torchrun --nproc_per_node 2"):
+        count_ranks(parse_flags("--tensor-model-parallel-size 2".split()), 1, None)

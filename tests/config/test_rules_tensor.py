@@ -8,7 +8,7 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.rules_tensor import check_tensor_ranks
-from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.config.schema import Config, ModelConfig
 
 GPT2 = "--num-layers 1 --hidden-size 768 --num-attention-heads 12 --seq-length 1024"
 
@@ -80,3 +80,136 @@ def test_the_sizes_that_an_error_names_are_accepted(flags: str) -> None:
 
 def test_rotary_positions_are_not_divided() -> None:
     check_tensor_ranks(model_of("--position-embedding-type rope --max-position-embeddings 1025"), 50304, 4)
+
+
+# ---- rules of a run
+
+RUN = "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --mock-data --train-iters 4 --lr 1e-3"
+SHARED = "--tensor-model-parallel-size"
+
+
+def resolved(flags: str, world: tuple[int, int] = (8, 4)) -> Config:
+    return resolve(parse_flags(f"{RUN} {flags}".split()), *world)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "words"),
+    [
+        (f"{SHARED} 4 --num-attention-heads 6 --kv-channels 8", (8, 4), "--num-attention-heads 6 is not a multiple of"),
+        (f"{SHARED} 4 --ffn-hidden-size 90", (8, 4), "--ffn-hidden-size 90 is not a multiple of"),
+        (
+            f"{SHARED} 6 --num-attention-heads 12 --kv-channels 8 --num-query-groups 4 --ffn-hidden-size 96",
+            (6, 6),
+            "--num-query-groups 4 and",
+        ),
+        (f"{SHARED} 4 --max-position-embeddings 34", (8, 4), "--max-position-embeddings 34 is not a multiple of"),
+        (
+            f"{SHARED} 4 --sequence-parallel --seq-length 30 --position-embedding-type rope",
+            (8, 4),
+            "--seq-length 30 is not a multiple of --tensor-model-parallel-size 4, among which --sequence-parallel divides tokens; choose "
+            "32, or leave --sequence-parallel out.",
+        ),
+        (
+            f"{SHARED} 2 --compile",
+            (8, 4),
+            "--compile is not available with --tensor-model-parallel-size 2, because blocks wait for other ranks; leave --compile out, or "
+            "choose --tensor-model-parallel-size 1.",
+        ),
+        (
+            f"{SHARED} 2 --zero-stage 3 --zero-hpz-partition-size 8",
+            (16, 8),
+            "--zero-hpz-partition-size 8 does not divide the 4 ranks of a node with the same part of a layer (8 ranks, "
+            "--tensor-model-parallel-size 2); choose 2 or 4, or 1 for no copy.",
+        ),
+        (
+            f"{SHARED} 4 --zero-stage 3 --zero-hpz-partition-size 2",
+            (8, 4),
+            "--zero-hpz-partition-size 2 does not divide the 1 rank of a node with the same part of a layer (4 ranks, "
+            "--tensor-model-parallel-size 4); choose 1 for no copy.",
+        ),
+        (
+            f"{SHARED} 4 --zeropp lean",
+            (8, 4),
+            "--zero-quantized-weight-differences in --zero-stage 3 keeps a copy of the weights divided among the ranks of a node, and with "
+            "--tensor-model-parallel-size 4 each node has one rank with samples of its own; choose --zero-stage 2, which keeps all weights "
+            "on every rank (",
+        ),
+        (
+            f"{SHARED} 2 --global-batch-size 6",
+            (8, 4),
+            "--global-batch-size 6 is not a multiple of 4 (--micro-batch-size 1 x 4 data-parallel ranks); give "
+            "--decrease-batch-size-if-needed to round down, or choose 4 or 8.",
+        ),
+        ("--model-parallel-size 2", (8, 4), "--model-parallel-size is not accepted; use --tensor-model-parallel-size."),
+    ],
+)
+def test_a_broken_rule_of_shared_layers_names_flag_value_and_remedy(flags: str, world: tuple[int, int], words: str) -> None:
+    with pytest.raises(FlagError) as found:
+        resolved(flags, world)
+    assert str(found.value).startswith(words)
+
+
+@pytest.mark.parametrize("world", [(4, 4), (8, 4), (8, 8), (12, 4)])
+def test_a_global_batch_has_one_micro_batch_of_each_data_rank(world: tuple[int, int]) -> None:
+    assert resolved(f"{SHARED} 4 --micro-batch-size 3", world).training.global_batch_size == 3 * world[0] // 4
+
+
+def test_sequence_parallelism_without_ranks_that_share_layers_is_switched_off_with_a_notice() -> None:
+    config = resolved("--sequence-parallel")
+    assert not config.distributed.sequence_parallel
+    assert config.notices == ("--sequence-parallel has no effect with --tensor-model-parallel-size 1",)
+    assert resolved(f"--sequence-parallel {SHARED} 2").distributed.sequence_parallel
+
+
+@pytest.mark.parametrize("preset", ["--zeropp paper", "--zeropp lean"])
+def test_a_preset_divides_its_copy_among_the_ranks_of_a_node_that_hold_the_same_part(preset: str) -> None:
+    assert resolved(f"{SHARED} 2 {preset}", (16, 8)).zero.zero_hpz_partition_size == 4
+
+
+def test_where_a_node_is_one_group_only_the_link_between_nodes_carries_quantized_values_and_a_notice_says_so() -> None:
+    assert resolved(f"{SHARED} 4 --zero-stage 3 --zero-quantized-weights").notices == (
+        "--zero-quantized-weights: with --tensor-model-parallel-size 4 each node has one rank with samples of its own, so only the link "
+        "between nodes carries quantized values",
+    )
+    assert resolved(f"{SHARED} 2 --zero-stage 3 --zero-quantized-weights").notices == ()
+
+
+def test_where_the_world_is_one_group_nothing_is_sharded_and_no_copy_is_kept() -> None:
+    config = resolved(f"{SHARED} 4 --zero-stage 3 --zero-quantized-gradients", (4, 4))
+    assert config.zero.zero_hpz_partition_size == 1
+    assert config.notices == (
+        "--zero-quantized-gradients: all 4 ranks share their samples (--tensor-model-parallel-size), so nothing crosses a link, is "
+        "quantized or kept as a copy",
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "sent"),
+    [
+        ("--zero-stage 3", "weights and gradients"),
+        ("--zero-stage 2", "gradients"),
+        ("--zero-stage 1", ""),
+        ("--zeropp paper", "weights and gradients"),
+        ("--zeropp lean", ""),
+    ],
+)
+def test_a_notice_says_that_there_are_more_micro_batches_where_each_sends_something_between_nodes(flags: str, sent: str) -> None:
+    notices = [line for line in resolved(f"{flags} {SHARED} 2 --global-batch-size 64").notices if "micro-batches" in line]
+    stage = 2 if "stage 2" in flags else 3
+    assert notices == [
+        f"--tensor-model-parallel-size 2: a global batch of 64 is 16 micro-batches of a rank instead of 8, and --zero-stage {stage} sends "
+        f"{sent} between nodes for each; raise --micro-batch-size if memory allows"
+        for sent in [sent]
+        if sent
+    ]
+
+
+@pytest.mark.parametrize("flags", ["", "--global-batch-size 4", "--global-batch-size 64 --ranks-per-node 8"])
+def test_nothing_is_said_where_a_rank_has_one_micro_batch_or_there_is_one_node(flags: str) -> None:
+    assert resolved(f"--zero-stage 3 {SHARED} 2 {flags}").notices == ()
+
+
+def test_ranks_that_share_samples_need_fewer_processes_that_read_them() -> None:
+    (notice,) = resolved(f"{SHARED} 4 --num-workers 8").notices
+    assert "all 4 ranks that share layers read the same samples, with --num-workers 8 processes each, 32 on a node; fewer may do" in notice
+    assert resolved("--num-workers 8").notices == ()

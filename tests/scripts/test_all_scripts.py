@@ -133,4 +133,6 @@ def test_the_flags_of_a_published_shape_parse(path: Path) -> None:
         ["bash", "-c", f'set -eu; source "{path}"; printf "%s\\0" "${{MODEL_ARGS[@]}}"'], capture_output=True, check=True
     )
     words = listed.stdout.decode().split("\0")[:-1]
-    resolve(parse_flags(words), 1, 1)
+    config = parse_flags(words)
+    ranks = config.distributed.tensor_model_parallel_size
+    resolve(config, ranks, ranks)

@@ -11,7 +11,10 @@ import pytest
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
+from megatron_zpp.config.schema import Config
+from megatron_zpp.data.tokenizers.tokenizer import embedding_rows
 from megatron_zpp.model.shapes import ModelShape
+from megatron_zpp.training.run_plan import shape_of
 
 MODELS = Path(__file__).parents[2] / "scripts" / "models"
 GPT2_VOCABULARY = 50257
@@ -53,8 +56,15 @@ def flags_of() -> dict[str, list[str]]:
     return {name: flags for name, *flags in words}
 
 
+def resolved(flags: list[str]) -> Config:
+    """The configuration in a world of the ranks that share layers."""
+    given = parse_flags(flags)
+    ranks = given.distributed.tensor_model_parallel_size
+    return resolve(given, ranks, ranks)
+
+
 def parameters(flags: list[str], vocabulary_rows: int) -> int:
-    model = ModelShape(resolve(parse_flags(flags), 1, None).model, vocabulary_rows)
+    model = ModelShape(resolved(flags).model, vocabulary_rows)
     return sum(math.prod(param.whole_shape) for unit in model.unit_specs() for param in unit.params)
 
 
@@ -69,6 +79,17 @@ def test_the_shape_has_the_published_parameters_to_the_digits_of_its_table(flags
     published_millions, digit_millions = ROUNDED[name]
     millions = parameters(flags_of[name], GPT2_VOCABULARY) / 1e6
     assert round(millions / digit_millions) * digit_millions == published_millions
+
+
+def test_eight_ranks_share_the_layers_of_the_largest_shapes_and_others_are_whole(flags_of: dict[str, list[str]]) -> None:
+    rows = {name: rows for name, (rows, _) in EXACT.items()} | dict.fromkeys(ROUNDED, GPT2_VOCABULARY)
+    sizes = {}
+    for name, flags in flags_of.items():
+        config = resolved(flags)
+        part = shape_of(config, embedding_rows(config.model, rows[name]))
+        sizes[name] = part.tensor_ranks
+        assert part.sequence_parallel == (part.tensor_ranks > 1)
+    assert {name: size for name, size in sizes.items() if size > 1} == {"llama2_70b": 8, "llama3.1_70b": 8, "gpt3_175b": 8}
 
 
 def test_every_shape_is_among_the_published_ones(flags_of: dict[str, list[str]]) -> None:

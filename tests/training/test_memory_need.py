@@ -6,16 +6,15 @@ import math
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
-from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.memory_need import AvailableMemory, MemoryNeed, check_fits, in_gib, memory_need, smallest_nodes
+from megatron_zpp.training.run_plan import shape_of
 from megatron_zpp.training.sharding import choose_policy
 from megatron_zpp.zero.plan.memory_plan import Sharding
 from megatron_zpp.zero.schedule import Prefetch
@@ -30,8 +29,9 @@ class Run:
     """A configuration in a world, with its model on the meta device."""
 
     def __init__(self, flags: str, nodes: int, ranks_per_node: int, tensor_ranks: int = 1) -> None:
-        self.config: Config = resolve(parse_flags(flags.split()), nodes * ranks_per_node, ranks_per_node)
-        self.model = GPT(self.config.model, 50304, 1, torch.float16)
+        shared = f" --tensor-model-parallel-size {tensor_ranks}"
+        self.config: Config = resolve(parse_flags((flags + shared).split()), nodes * ranks_per_node, ranks_per_node)
+        self.model = shape_of(self.config, 50304)
         partition_ranks = self.config.zero.zero_hpz_partition_size
         if partition_ranks == 1:
             partition_ranks = ranks_per_node // tensor_ranks
@@ -108,16 +108,37 @@ def test_a_larger_world_has_more_data_ranks_and_no_more_tensor_ranks() -> None:
     assert "the smallest world that fits is 3 nodes of 4 ranks" in text
 
 
-def test_ladders_beside_each_other_need_the_states_of_one_alone_and_share_the_activations() -> None:
-    alone, beside = Run(f"{SMALL} --zero-stage 3", 2, 2).need(), Run(f"{SMALL} --zero-stage 3", 2, 4, tensor_ranks=2).need()
-    assert beside.plan == alone.plan
-    assert alone.activations / 2 < beside.activations < alone.activations
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_ranks_that_share_layers_have_half_of_the_states_but_for_what_both_hold_and_less_activations(stage: int) -> None:
+    flags = f"{SMALL} --zero-stage {stage}"
+    alone, shared = Run(flags, 2, 2).need(), Run(flags, 2, 4, tensor_ranks=2).need()  # as many data ranks
+    assert 0.5 < shared.plan.states / alone.plan.states < 0.505
+    assert stage != 3 or 0.5 < shared.plan.gathered / alone.plan.gathered < 0.505
+    assert alone.activations / 2 < shared.activations < alone.activations
+    assert (alone.tensor_buffers, shared.tensor_buffers) == (0, (2 * 64 * 256 + 64 * 256 // 2) * 2)
+    assert (alone.sharing, shared.sharing > 0) == (0, True)
+    assert f"tensor buffers {in_gib(shared.tensor_buffers)}" in str(shared) and "tensor" not in str(alone)
+
+
+def test_a_group_whose_activations_do_not_fit_is_told_of_sequence_parallelism_and_of_a_larger_group() -> None:
+    few = Run(SMALL.replace("--batch-size 1", "--batch-size 2"), 1, 8, tensor_ranks=2)
+    assert few.refusal(2**20).endswith(
+        "; choose --checkpoint-activations, --sequence-parallel, --zero-stage 3, --tensor-model-parallel-size 4, a smaller "
+        "--micro-batch-size or a smaller model."
+    )
+    copied = Run(f"{SMALL} --zero-stage 3 --zero-hpz-partition-size 4", 1, 8)
+    assert "--tensor-model-parallel-size 2" in copied.refusal(2**20)
+    divided = Run(f"{SMALL} --sequence-parallel --zero-stage 3", 1, 4, tensor_ranks=4)
+    assert divided.refusal(2**20).endswith("; choose --checkpoint-activations or a smaller model.")
 
 
 def test_where_no_world_fits_the_levers_are_named() -> None:
     text = Run(SMALL.replace("--batch-size 1", "--batch-size 2"), 1, 2).refusal(2**20)
     assert "; no number of such nodes is enough; " in text
-    assert text.endswith("; choose --checkpoint-activations, --zero-stage 3, a smaller --micro-batch-size or a smaller model.")
+    assert text.endswith(
+        "; choose --checkpoint-activations, --zero-stage 3, --tensor-model-parallel-size 2, a smaller --micro-batch-size or a smaller "
+        "model."
+    )
 
 
 def test_a_copy_too_large_for_a_partition_is_named_since_more_nodes_do_not_shrink_it() -> None:

@@ -5,6 +5,8 @@ import pytest
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.training.hardware import planned_machine
 from megatron_zpp.training.run_plan import (
     MEMBERS,
     Member,
@@ -16,6 +18,7 @@ from megatron_zpp.training.run_plan import (
     plan_run,
 )
 from megatron_zpp.training.sharding import sharding_of
+from megatron_zpp.zero.plan.traffic import planned_traffic
 
 FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --bf16 --ranks-per-node 4"
 
@@ -129,3 +132,56 @@ def test_a_block_that_lean_cannot_have_is_refused_for_lean_alone() -> None:
 def test_a_plan_of_given_flags_names_what_they_turn_on(flags: str, name: str) -> None:
     plan = plan_as_given(resolve(parse_flags(f"{FLAGS} {flags}".split()), 8, 4), PlannedWorld(2, 4, is_on_gpu=False), 128)
     assert plan.member.name == name
+
+
+# ---- ranks that share layers
+
+
+@pytest.mark.parametrize("name", ["ZeRO-2", "ZeRO-3", "ZeRO++", "lean"])
+def test_members_are_planned_with_local_parts_on_the_data_ranks_of_one_ladder(name: str) -> None:
+    shared = planned(name, "--tensor-model-parallel-size 2", world=(2, 8))
+    assert (shared.job.grid.tensor_ranks, shared.job.grid.data_ranks, shared.job.grid.partition_ranks) == (2, 8, 4)
+    words = {param.name: param.shape for unit in shared.job.unit_specs for param in unit.params}
+    assert words["embedding.word.weight"] == (64, 32) and words["blocks.0.mlp.up.weight"] == (64, 32)
+    assert ("hpz" in shared.flags) == (name == "ZeRO++") and "size 8" not in shared.flags
+
+
+def test_a_copy_on_the_ranks_of_a_node_in_one_ladder_is_leans_own() -> None:
+    assert planned("lean", "--tensor-model-parallel-size 2", world=(2, 8)).flags == "--zeropp lean"
+
+
+def test_lean_is_planned_in_stage_2_where_a_node_is_one_group() -> None:
+    plan = planned("lean", "--tensor-model-parallel-size 4")
+    assert (plan.flags, plan.config.zero.zero_stage) == ("--zeropp lean --zero-stage 2", 2)
+
+
+def test_at_equal_global_and_micro_batch_bytes_into_a_node_grow_with_the_ranks_that_share_layers() -> None:
+    """Each of T ladders moves a T-th of the weights, but T times as often; norms and padding make it a little more."""
+    flags = "--global-batch-size 64 --hidden-size 1024 --quantization-block-size 32"
+    alone, shared = (planned("ZeRO-3", f"{flags} --tensor-model-parallel-size {size}", world=(2, 4)) for size in (1, 4))
+    assert (alone.job.microbatches, shared.job.microbatches) == (8, 32)
+    assert shared.node_bytes == pytest.approx(4 * alone.node_bytes, rel=0.02)
+    assert alone.tensor_bytes == 0 and shared.tensor_bytes > 32 * shared.job.tensor_work.nbytes > 0
+
+
+def test_at_equal_global_batch_and_a_larger_micro_batch_bytes_into_a_node_stay() -> None:
+    flags = "--global-batch-size 64 --hidden-size 1024 --quantization-block-size 32"
+    alone = planned("ZeRO-3", flags)
+    shared = planned("ZeRO-3", f"{flags} --tensor-model-parallel-size 4 --micro-batch-size 4")
+    assert shared.node_bytes == pytest.approx(alone.node_bytes, rel=0.02)
+
+
+def test_a_node_takes_in_what_as_many_ladders_would_as_there_are_ranks_that_share_layers() -> None:
+    job = planned("ZeRO++", "--global-batch-size 16 --tensor-model-parallel-size 2", world=(2, 8)).job
+    ladder = Grid(job.grid.data_ranks, job.grid.ladder.ranks_per_node, job.grid.partition_ranks)
+    of_ladder = planned_traffic(job.unit_specs, job.uses, job.sharding, ladder, job.microbatches)
+    of_all = planned_traffic(job.unit_specs, job.uses, job.sharding, job.grid, job.microbatches)
+    assert of_all == of_ladder
+    assert job.grid.into_node(of_all.total.inter_bytes) == 2 * ladder.into_node(of_ladder.total.inter_bytes) > 0
+
+
+def test_the_time_of_a_step_has_the_waits_for_ranks_that_share_layers() -> None:
+    plan = planned("ZeRO-3", "--tensor-model-parallel-size 4 --sequence-parallel")
+    computation = computation_by_rate(plan.config, 128, 1e12, 4)
+    slow, fast = (plan.time(planned_machine(1e6, rate, is_on_gpu=True), computation) for rate in (1e-3, 1e3))
+    assert slow.tensor_link > 10 * fast.tensor_link > 0 and slow.seconds > fast.seconds

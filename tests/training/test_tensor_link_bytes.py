@@ -17,7 +17,7 @@ from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.lanes import ThreadLanes
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic
 from megatron_zpp.model.shapes import ModelShape
-from megatron_zpp.model.tensor_traffic import TensorTraffic, tensor_traffic
+from megatron_zpp.model.tensor_traffic import TensorTraffic, replica_bytes, tensor_traffic
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.step import token_losses
 
@@ -56,9 +56,11 @@ class Found:
 
 
 STEPS, EVALUATED = 2, 3
+PAIR, FOUR, TWO_PAIRS = Grid.of_nodes(1, 2, 2), Grid.of_nodes(1, 4, 4), Grid.of_nodes(1, 4, 2)
 
 
 def train_and_evaluate(flags: str, backend: VirtualBackend) -> Found:
+    """Evaluates after each step."""
     counted = CountingBackend(backend)
     session = session_of(flags, backend.grid, counted, TurnLanes())
     for step in range(STEPS):
@@ -72,35 +74,60 @@ def train_and_evaluate(flags: str, backend: VirtualBackend) -> Found:
     return Found(session.engine.ladder.ledger, counted.calls, counted.received_bytes, trained, evaluated)
 
 
+@dataclass(frozen=True)
+class Case:
+    """Flags, and the world that they train in."""
+
+    flags: str
+    grid: Grid = PAIR
+
+
 CASES = {
-    "plain": "--hidden-dropout 0",
-    "bf16, 2 micro-batches": "--bf16 --global-batch-size 8",
-    "untied, SwiGLU, rotary": "--untie-embeddings-and-output-weights --swiglu --position-embedding-type rope --disable-bias-linear",
-    "selective": "--recompute-granularity selective",
-    "full": f"{FULL} uniform --recompute-num-layers 2",
-    "full, no dropout": f"{FULL} uniform --recompute-num-layers 2 --hidden-dropout 0 --bf16",
-    "some blocks, no dropout": f"{FULL} block --recompute-num-layers 2 --hidden-dropout 0",
-    "loss in chunks": "--loss-chunk-tokens 5",
-    "sequence parallel, plain": f"{SEQUENCE} --hidden-dropout 0 --bf16",
-    "sequence parallel, 2 micro-batches": f"{SEQUENCE} --global-batch-size 8",
-    "sequence parallel, selective": f"{SEQUENCE} --recompute-granularity selective --swiglu",
-    "sequence parallel, full": f"{SEQUENCE} {FULL} uniform --recompute-num-layers 2 --bf16",
-    "sequence parallel, full, no dropout": f"{SEQUENCE} {FULL} uniform --recompute-num-layers 2 --hidden-dropout 0",
-    "sequence parallel, some blocks": f"{SEQUENCE} {FULL} block --recompute-num-layers 1 --untie-embeddings-and-output-weights",
-    "sequence parallel, loss in chunks": f"{SEQUENCE} --loss-chunk-tokens 6 --hidden-dropout 0",
+    "plain": Case("--hidden-dropout 0", FOUR),
+    "2 micro-batches": Case("--bf16 --global-batch-size 8", TWO_PAIRS),
+    "untied, SwiGLU, rotary": Case("--untie-embeddings-and-output-weights --swiglu --position-embedding-type rope --disable-bias-linear"),
+    "selective": Case("--recompute-granularity selective"),
+    "full": Case(f"{FULL} uniform --recompute-num-layers 2 --bf16", FOUR),
+    "some blocks, no dropout, loss in chunks": Case(f"{FULL} block --recompute-num-layers 2 --hidden-dropout 0 --loss-chunk-tokens 5"),
+    "sequence parallel, 2 micro-batches": Case(f"{SEQUENCE} --bf16 --global-batch-size 8", TWO_PAIRS),
+    "sequence parallel, selective": Case(f"{SEQUENCE} --recompute-granularity selective --swiglu --hidden-dropout 0", FOUR),
+    "sequence parallel, full, loss in chunks": Case(f"{SEQUENCE} {FULL} uniform --recompute-num-layers 2 --loss-chunk-tokens 6", FOUR),
+    "sequence parallel, full, no dropout": Case(f"{SEQUENCE} {FULL} uniform --recompute-num-layers 1 --hidden-dropout 0 --bf16"),
+    "sequence parallel, some blocks": Case(f"{SEQUENCE} {FULL} block --recompute-num-layers 1 --untie-embeddings-and-output-weights"),
 }
 
 
-@pytest.mark.parametrize("flags", CASES.values(), ids=CASES)
-def test_training_and_evaluation_take_the_bytes_of_the_closed_form_under_categories_of_their_own(flags: str) -> None:
-    ranks = 4 if "bf16" in flags else 2
-    for found in run_world(Grid.of_nodes(1, 4, ranks), partial(train_and_evaluate, flags)):
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_training_and_evaluation_take_the_bytes_of_the_closed_form_under_categories_of_their_own(case: Case) -> None:
+    for found in run_world(case.grid, partial(train_and_evaluate, case.flags)):
         ledger, replicas = found.ledger, found.ledger.total(Category.REPLICAS).tensor_bytes
         assert ledger.total(Category.ACTIVATIONS) == Traffic(tensor_bytes=found.expected.training.nbytes)
         assert ledger.total(Category.EVALUATION).tensor_bytes == found.evaluation.evaluation.nbytes
         assert found.received_bytes == found.expected.training.nbytes + found.evaluation.evaluation.nbytes + replicas
         collectives = found.expected.training.collectives + found.evaluation.evaluation.collectives
-        assert len(found.calls) == collectives + (STEPS if replicas else 0)
+        assert len(found.calls) == collectives + STEPS
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("flags", ["", f"{SEQUENCE} --num-query-groups 2 --qk-layernorm"], ids=["layer norms", "and shared keys"])
+def test_shared_elements_cross_once_per_step_those_of_the_rung_on_which_the_optimizer_works(stage: int, flags: str) -> None:
+    """In stage 3 each data rank sends those of its own slice, in stage 0 all of them."""
+    grid = Grid.of_nodes(1, 8, 4)
+
+    def program(backend: VirtualBackend) -> tuple[int, int]:
+        session = session_of(f"--zero-stage {stage} --normalization RMSNorm {flags}", grid, CountingBackend(backend), TurnLanes())
+        for step in range(STEPS):
+            session.step(step)
+        params = [param for unit in session.model.unit_specs() for param in unit.params]
+        numel = sum(shared.stop - shared.start for param in params for shared in param.division.shared())
+        session.close()
+        return numel, session.engine.ladder.ledger.total(Category.REPLICAS).tensor_bytes
+
+    found = run_world(grid, program)
+    for tensor_rank in range(grid.tensor_ranks):
+        numels, nbytes = zip(*found[tensor_rank :: grid.tensor_ranks], strict=True)
+        copies = 1 if stage == 3 else grid.data_ranks
+        assert sum(nbytes) == STEPS * copies * replica_bytes(numels[0], grid.tensor_ranks) > 0
 
 
 def calls_with_pauses(flags: str, steps: int, backend: VirtualBackend) -> list[tuple[str, int]]:

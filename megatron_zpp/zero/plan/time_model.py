@@ -4,6 +4,8 @@ Assumptions:
 - A link carries one hop at a time, first come, first served: `bytes / rate`, plus a constant for every collective. Both directions of a
   link share nothing (full duplex), and all ranks of a node send at once, so a hop between nodes costs what enters the node.
 - A hop over the inter link occupies the link between nodes, even if its partitions are parts of one node.
+- Ranks that share layers have priority on the link inside a node: what waits for that link waits so much longer. What they exchange beside
+  computation is hidden by the gradients of one use's weights, which take as long as its forward.
 - Communication does not slow down computation; codecs do so in one case (Overlap.THREAD).
 - Overlap.STREAMS: hops run beside computation, encoding and decoding included (lanes on CUDA streams). Overlap.THREAD: the
   same, but one thread encodes and decodes for all lanes on the cores of computation, which stops meanwhile unless it waits (lanes on gloo).
@@ -23,6 +25,7 @@ from typing import Any
 from megatron_zpp.comm.moves import NEVER, Move, Times, first_move
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import UnitSpec, Use
+from megatron_zpp.parallel.tensor_work import NO_TENSOR_WORK, TensorWorkOfUses
 from megatron_zpp.parallel.topology import LADDER_LINKS, LANES, Lane, Link
 from megatron_zpp.zero.plan.memory_plan import Sharding
 from megatron_zpp.zero.plan.planned_hops import CodecWork, PlannedHop
@@ -73,13 +76,22 @@ class CodecSpeed:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine of a step. inter_exchange_efficiency: share of the inter link's rate that hops of quantized values reach."""
+    """The machine of a step.
+
+    inter_exchange_efficiency: share of the inter link's rate that hops of quantized values reach. tensor: the link between ranks that share
+    layers; None: as fast as `intra`.
+    """
 
     inter: LinkSpeed
     intra: LinkSpeed
     codec: CodecSpeed
     overlap: Overlap
     inter_exchange_efficiency: float = 1.0
+    tensor: LinkSpeed | None = None
+
+    @property
+    def tensor_link(self) -> LinkSpeed:
+        return self.tensor or self.intra
 
 
 @dataclass(frozen=True)
@@ -106,45 +118,36 @@ class StepTime:
     inter_link: float
     intra_link: float
     codecs: float
+    tensor_link: float = 0.0
 
     @property
     def busy(self) -> dict[str, float]:
         """Busy seconds by the name of each part."""
-        return {
+        parts = {
             "computation": self.computing,
             "link between nodes": self.inter_link,
             "link inside a node": self.intra_link,
             "codecs": self.codecs,
         }
+        return parts | ({"tensor link": self.tensor_link} if self.tensor_link > 0 else {})
 
     def __sub__(self, other: StepTime) -> StepTime:
-        return StepTime(
-            self.seconds - other.seconds,
-            self.computing - other.computing,
-            self.inter_link - other.inter_link,
-            self.intra_link - other.intra_link,
-            self.codecs - other.codecs,
-        )
+        return self.plus(-1, other)
 
     def plus(self, times: int, other: StepTime) -> StepTime:
-        return StepTime(
-            self.seconds + times * other.seconds,
-            self.computing + times * other.computing,
-            self.inter_link + times * other.inter_link,
-            self.intra_link + times * other.intra_link,
-            self.codecs + times * other.codecs,
-        )
+        return StepTime(*(own + times * others for own, others in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model to train and how it is sharded."""
+    """A model to train and how it is sharded. tensor_work: of each use, if ranks share layers."""
 
     unit_specs: Sequence[UnitSpec]
     uses: Sequence[Use]
     sharding: Sharding
     grid: Grid
     microbatches: int
+    tensor_work: TensorWorkOfUses = NO_TENSOR_WORK
 
 
 def step_time(job: Job, machine: Machine, computation: Computation) -> StepTime:
@@ -158,7 +161,7 @@ def step_time(job: Job, machine: Machine, computation: Computation) -> StepTime:
 
 
 def _simulated_time(job: Job, machine: Machine, computation: Computation, microbatches: int) -> StepTime:
-    clock = _CLOCKS[machine.overlap](machine, computation, job.grid)
+    clock = _CLOCKS[machine.overlap](machine, computation, job)
     simulation: StepSimulation[Any] = StepSimulation(job.unit_specs, job.uses, job.sharding, job.grid, clock)
     simulation.step(microbatches, submits_next_climbs=True)
     before = clock.reading()
@@ -176,12 +179,13 @@ class _Pending:
 class _Clock:
     """Time on one rank: computation has reached `now`, each link is busy until `link_free`, and `busy` sums the seconds of each part."""
 
-    def __init__(self, machine: Machine, computation: Computation, grid: Grid) -> None:
+    def __init__(self, machine: Machine, computation: Computation, job: Job) -> None:
         self.machine = machine
         self.computation = computation
-        self.grid = grid
+        self.grid = job.grid
+        self.tensor_work = job.tensor_work
         self.now = 0.0
-        self.busy = dict.fromkeys(("computing", "inter_link", "intra_link", "codecs"), 0.0)
+        self.busy = dict.fromkeys(("computing", "inter_link", "intra_link", "codecs", "tensor_link"), 0.0)
         self.link_free = dict.fromkeys(LADDER_LINKS, 0.0)
 
     def reading(self) -> StepTime:
@@ -190,7 +194,18 @@ class _Clock:
     def compute(self, use: int, *, is_backward: bool) -> None:
         seconds = self.computation.of(use, is_backward=is_backward)
         self.busy["computing"] += seconds
-        self.now += seconds
+        self.now += seconds + self._exchange(use, is_backward=is_backward)
+
+    def _exchange(self, use: int, *, is_backward: bool) -> float:
+        """Seconds for which the computation of a use waits for the ranks that share its layers."""
+        work, link = self.tensor_work.of(use, is_backward=is_backward), self.machine.tensor_link
+        if work.collectives == 0:
+            return 0.0
+        blocking = work.blocking_bytes / link.bytes_per_second + work.collectives * link.seconds_per_collective
+        beside = work.overlapped_bytes / link.bytes_per_second
+        self.busy["tensor_link"] += blocking + beside
+        self.link_free[Link.INTRA] = max(self.now, self.link_free[Link.INTRA]) + blocking + beside
+        return blocking + max(0.0, beside - self.computation.of(use, is_backward=False))
 
     def code(self, work: CodecWork) -> float:
         """Seconds that a codec takes for `work`; adds them to `busy`."""
@@ -217,8 +232,8 @@ class _Clock:
 class _StreamClock(_Clock):
     """Lanes on streams: a hop's time is known when it is submitted."""
 
-    def __init__(self, machine: Machine, computation: Computation, grid: Grid) -> None:
-        super().__init__(machine, computation, grid)
+    def __init__(self, machine: Machine, computation: Computation, job: Job) -> None:
+        super().__init__(machine, computation, job)
         self._lane_free = dict.fromkeys(LANES, 0.0)
 
     def submit(self, hop: PlannedHop, after: _Pending | None) -> _Pending:
@@ -249,8 +264,8 @@ class _ThreadHop(Times):
 class _ThreadClock(_Clock):
     """Lanes whose hops one thread carries out in the order of comm/moves.py, as comm/lanes.py does."""
 
-    def __init__(self, machine: Machine, computation: Computation, grid: Grid) -> None:
-        super().__init__(machine, computation, grid)
+    def __init__(self, machine: Machine, computation: Computation, job: Job) -> None:
+        super().__init__(machine, computation, job)
         self._queues: dict[Lane, deque[_ThreadHop]] = {lane: deque() for lane in LANES}
         self._thread_free = 0.0
 

@@ -12,6 +12,7 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.tensor_work import TensorWork, TensorWorkOfUses
 from megatron_zpp.training.sharding import sharding_of
 from megatron_zpp.zero.plan.time_model import CodecSpeed, Computation, Job, LinkSpeed, Machine, Overlap, step_time
 from megatron_zpp.zero.plan.traffic import planned_traffic
@@ -128,3 +129,41 @@ def test_gaussian_codes_of_quantized_gradients_count_as_an_exchange_of_quantized
 
 def test_a_codec_that_takes_longer_takes_longer_for_everything() -> None:
     assert CodecSpeed(*range(1, 8)).times(2) == CodecSpeed(*range(2, 16, 2))
+
+
+# ---- ranks that share layers
+
+BLOCKING = TensorWork(blocking_bytes=1000, collectives=2)
+BESIDE = TensorWork(overlapped_bytes=1000, collectives=1)
+
+
+def shared(forward: TensorWork, backward: TensorWork, microbatches: int = 2) -> Job:
+    return replace(job(microbatches=microbatches), tensor_work=TensorWorkOfUses((forward,) * USES, (backward,) * USES))
+
+
+@pytest.mark.parametrize("overlap", list(Overlap))
+def test_computation_waits_for_what_blocks_it_and_for_each_collective(overlap: Overlap) -> None:
+    tensor = LinkSpeed(1e6, 1e-4)
+    time = step_time(shared(BLOCKING, BLOCKING), replace(machine(overlap=overlap), tensor=tensor), COMPUTATION)
+    waiting = 2 * 2 * USES * (1e-3 + 2e-4)
+    assert time.tensor_link == pytest.approx(waiting)
+    assert time.seconds == pytest.approx(2 * COMPUTATION.seconds + waiting)
+    assert time.busy["tensor link"] == time.tensor_link
+
+
+def test_what_runs_beside_computation_costs_only_what_a_forward_does_not_hide() -> None:
+    fast, slow = (step_time(shared(BESIDE, BESIDE), replace(machine(), tensor=LinkSpeed(rate)), COMPUTATION) for rate in (1e6, 1e4))
+    assert fast.seconds == pytest.approx(2 * COMPUTATION.seconds)
+    assert slow.seconds == pytest.approx(2 * (COMPUTATION.seconds + 2 * sum(max(0.0, 0.1 - hidden) for hidden in COMPUTATION.forward)))
+
+
+def test_without_a_speed_of_its_own_the_tensor_link_has_that_of_the_link_inside_a_node_and_climbs_wait_for_it() -> None:
+    intra = LinkSpeed(1e6)
+    assert machine(intra=intra).tensor_link == intra
+    alone, beside = (step_time(some, machine(intra=intra), NOTHING) for some in (job(microbatches=2), shared(BLOCKING, BLOCKING)))
+    assert beside.seconds > alone.seconds
+    assert beside.intra_link == pytest.approx(alone.intra_link)
+
+
+def test_ranks_that_share_nothing_have_no_tensor_link_among_the_parts_that_are_busy() -> None:
+    assert "tensor link" not in step_time(job(), machine(), COMPUTATION).busy

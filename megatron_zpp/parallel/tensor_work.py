@@ -1,0 +1,56 @@
+"""What ranks that share layers exchange in one use of a model (no torch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TensorWork:
+    """Bytes that one rank receives over the tensor link in the forward or the backward of one use, for one micro-batch.
+
+    blocking_bytes: computation waits for them. overlapped_bytes: on their way while backward computes gradients of the same layer.
+    """
+
+    blocking_bytes: int = 0
+    overlapped_bytes: int = 0
+    collectives: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocking_bytes + self.overlapped_bytes
+
+    def __rmul__(self, times: int) -> TensorWork:
+        return TensorWork(times * self.blocking_bytes, times * self.overlapped_bytes, times * self.collectives)
+
+    def __add__(self, other: TensorWork) -> TensorWork:
+        return TensorWork(
+            self.blocking_bytes + other.blocking_bytes,
+            self.overlapped_bytes + other.overlapped_bytes,
+            self.collectives + other.collectives,
+        )
+
+
+@dataclass(frozen=True)
+class TensorWorkOfUses:
+    """The work of every use in forward, and in backward with what recomputation repeats; empty if no ranks share layers."""
+
+    forward: tuple[TensorWork, ...] = ()
+    backward: tuple[TensorWork, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one micro-batch."""
+        return sum(work.nbytes for work in (*self.forward, *self.backward))
+
+    @property
+    def collectives(self) -> int:
+        """Collectives of one micro-batch."""
+        return sum(work.collectives for work in (*self.forward, *self.backward))
+
+    def of(self, use: int, *, is_backward: bool) -> TensorWork:
+        works = self.backward if is_backward else self.forward
+        return works[use] if works else TensorWork()
+
+
+NO_TENSOR_WORK = TensorWorkOfUses()

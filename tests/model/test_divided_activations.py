@@ -1,0 +1,114 @@
+"""Compares the estimate of one tensor rank's activations with what autograd keeps on such a rank, and with what exists at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness.live_bytes import LiveBytes
+from harness.small_gpt import LLAMA, small_config
+from harness.tensor_ranks import run_tensor_ranks
+from torch import Tensor
+
+from megatron_zpp.comm.tensor_link import TensorLink
+from megatron_zpp.model.activations import AttentionNeed, activation_bytes, tensor_buffer_bytes
+from megatron_zpp.model.gpt import GPT, materialize
+from megatron_zpp.tensor_parallel.context import TensorParallel
+from megatron_zpp.tensor_parallel.layers import ColumnLinear
+
+pytestmark = pytest.mark.virtual
+
+SHAPE: dict[str, Any] = {"num_layers": 6, "hidden_size": 96, "ffn_hidden_size": 384, "kv_channels": 24, "num_attention_heads": 4}
+SHAPE |= {"seq_length": 64, "max_position_embeddings": 64}
+SAMPLES, VOCAB = 3, 64
+MODELS: dict[str, dict[str, Any]] = {"GPT-2": {}, "Llama 3": LLAMA | {"num_query_groups": 2}, "Qwen3": LLAMA | {"qk_layernorm": True}}
+
+token_orders = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["all tokens", "own tokens"])
+
+
+def estimated_bytes(dtype: torch.dtype, ranks: int, *, sequence_parallel: bool, **changes: Any) -> int:
+    need = AttentionNeed(keeps_scores=False)
+    config = small_config(**(SHAPE | changes))
+    return activation_bytes(config, VOCAB, SAMPLES, dtype.itemsize, attention=need, tensor_ranks=ranks, sequence_parallel=sequence_parallel)
+
+
+def kept_bytes(dtype: torch.dtype, ranks: int, *, sequence_parallel: bool, **changes: Any) -> int:
+    """Bytes of the storages that autograd holds after a forward on the last rank, without weights."""
+    tokens = torch.randint(VOCAB, (SAMPLES, SHAPE["seq_length"]), generator=torch.Generator().manual_seed(3))
+
+    def on_rank(link: TensorLink) -> int:
+        model = materialize(GPT(small_config(**(SHAPE | changes)), VOCAB, 7, dtype, TensorParallel(link, sequence_parallel)))
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        kept: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(tokens, tokens, first_sample=0)
+        total = sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in weights)
+        loss.sum().backward()
+        return total
+
+    return run_tensor_ranks(ranks, on_rank)[-1]
+
+
+@token_orders
+@pytest.mark.parametrize(
+    ("model", "ranks", "dtype"), [("GPT-2", 2, torch.float32), ("Llama 3", 4, torch.bfloat16), ("Qwen3", 2, torch.bfloat16)]
+)
+def test_the_estimate_holds_what_autograd_keeps_on_a_tensor_rank(
+    model: str, ranks: int, dtype: torch.dtype, sequence_parallel: bool
+) -> None:
+    kept = kept_bytes(dtype, ranks, sequence_parallel=sequence_parallel, **MODELS[model])
+    estimated = estimated_bytes(dtype, ranks, sequence_parallel=sequence_parallel, **MODELS[model])
+    assert 0.95 * kept <= estimated <= 4 / 3 * kept
+
+
+@token_orders
+def test_a_recomputed_chunk_keeps_the_hidden_states_that_a_rank_has(sequence_parallel: bool) -> None:
+    hidden = SAMPLES * SHAPE["seq_length"] * SHAPE["hidden_size"] * 4 // (2 if sequence_parallel else 1)
+    chunks, whole = ({"recompute_granularity": "full", "recompute_num_layers": count} for count in (1, 6))
+    of_chunks, of_whole = (kept_bytes(torch.float32, 2, sequence_parallel=sequence_parallel, **kind) for kind in (chunks, whole))
+    assert of_chunks - of_whole == 5 * hidden
+    deeper, shallower = (
+        estimated_bytes(torch.float32, 2, sequence_parallel=sequence_parallel, **(chunks | {"num_layers": layers})) for layers in (12, 6)
+    )
+    assert deeper - shallower == 6 * hidden
+
+
+def test_with_sequence_parallelism_all_that_a_block_keeps_is_divided() -> None:
+    whole, one_more = (estimated_bytes(torch.float32, 1, sequence_parallel=False, num_layers=layers) for layers in (6, 7))
+    of_rank, one_more_of_rank = (estimated_bytes(torch.float32, 4, sequence_parallel=True, num_layers=layers) for layers in (6, 7))
+    assert one_more_of_rank - of_rank == (one_more - whole) / 4
+
+
+@token_orders
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_beside_what_one_rank_has_backward_of_a_layer_holds_the_estimate_of_what_crosses_the_link(
+    ranks: int, dtype: torch.dtype, sequence_parallel: bool
+) -> None:
+    config = small_config(**SHAPE)
+    hidden_bytes = SAMPLES * config.seq_length * config.hidden_size * dtype.itemsize
+
+    def on_rank(link: TensorLink) -> int:
+        layer = ColumnLinear(config.hidden_size, 1, TensorParallel(link, sequence_parallel), bias=False, dtype=dtype)
+        length = config.seq_length // ranks if sequence_parallel else config.seq_length
+        hidden = torch.zeros(SAMPLES, length, config.hidden_size, dtype=dtype, requires_grad=True)
+        output = layer(hidden)
+        grad = torch.zeros_like(output)
+        with LiveBytes() as live:
+            torch.autograd.grad(output, hidden, grad)
+        return live.peak
+
+    estimated = tensor_buffer_bytes(config, SAMPLES, dtype.itemsize, tensor_ranks=ranks, sequence_parallel=sequence_parallel)
+    gradient = 0 if sequence_parallel else hidden_bytes  # without sequence parallelism it is one of a block's, as on one rank
+    for peak in run_tensor_ranks(ranks, on_rank):
+        assert peak == pytest.approx(estimated + gradient, rel=0.01)
+
+
+def test_one_rank_has_no_buffers_for_a_link() -> None:
+    assert tensor_buffer_bytes(small_config(), SAMPLES, 4, tensor_ranks=1, sequence_parallel=False) == 0
