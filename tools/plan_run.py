@@ -151,7 +151,9 @@ def _plans(given: Config, world: PlannedWorld, padded: int) -> tuple[list[RunPla
 
 
 def _estimate(plan: RunPlan, gigabits: float, computation: Computation, options: argparse.Namespace) -> Estimate:
+    ranks = plan.job.grid.ranks_per_node
     fits = options.memory_gigabytes is None or plan.memory.total <= options.memory_gigabytes * GIGABYTE
+    fits &= options.host_memory_gigabytes is None or ranks * plan.memory.host <= options.host_memory_gigabytes * GIGABYTE
     return Estimate(plan, gigabits, plan.time(_machine(gigabits, options), computation), fits)
 
 
@@ -202,6 +204,7 @@ def _text(world: PlannedWorld, zero3: RunPlan, padded: int, computation: Computa
         f"{zero3.config.training.micro_batch_size} per rank and iteration{_groups(zero3)}, {seconds:.4g} s of computation per iteration",
         "",
         *_memory_table(next(iter(by_rate.values())).members),
+        *_about_host(world, zero3),
     ]
     for gigabits, rate in by_rate.items():
         lines += ["", f"Link of a node: {gigabits:g} Gbit/s in each direction", "", *_time_table(rate.members), ""]
@@ -241,6 +244,7 @@ def _traffic_cells(plan: RunPlan) -> list[str]:
 
 
 def _memory_table(estimates: Sequence[Estimate]) -> list[str]:
+    has_host = any(estimate.plan.memory.host for estimate in estimates)
     header = [
         "memory per rank",
         "weights",
@@ -254,15 +258,16 @@ def _memory_table(estimates: Sequence[Estimate]) -> list[str]:
         "saving",
         "GPU itself",
         "total",
+        *(["host"] if has_host else []),
         "fits",
     ]
     rows = []
     for estimate in estimates:
         plan, need = estimate.plan.memory.plan, estimate.plan.memory
         parts = (
-            plan.weights,
+            need.weights,
             plan.gradients,
-            plan.optimizer_state,
+            need.optimizer_state,
             plan.secondary,
             plan.gathered,
             plan.buffers + plan.means,
@@ -271,9 +276,20 @@ def _memory_table(estimates: Sequence[Estimate]) -> list[str]:
             need.save_copy_on_device,
             need.device.total,
             need.total,
+            *([need.host] if has_host else []),
         )
         rows.append([estimate.plan.member.name, *map(in_gib, parts), "yes" if estimate.fits else "no"])
     return _table(header, rows)
+
+
+def _about_host(world: PlannedWorld, zero3: RunPlan) -> list[str]:
+    """A line about an optimizer on the host; empty if it is on the device."""
+    if not zero3.config.zero.optimizer_cpu_offload:
+        return []
+    if not world.is_on_gpu:
+        return ["", "--optimizer-cpu-offload: the device is the host, so nothing is moved."]
+    ranks = world.ranks_per_node
+    return ["", f"--optimizer-cpu-offload: on the host AdamW has the cores of a node divided by {ranks}; stage 0 stays on the device."]
 
 
 def _time_table(estimates: Sequence[Estimate]) -> list[str]:
@@ -350,6 +366,7 @@ def _as_json(world: PlannedWorld, by_rate: dict[float, Rate]) -> dict[str, Any]:
 def _member_json(estimate: Estimate) -> dict[str, Any]:
     return {
         "memory_bytes": estimate.plan.memory.total,
+        "host_bytes": estimate.plan.memory.host,
         "fits": estimate.fits,
         "inter_node_bytes": estimate.plan.node_bytes,
         "intra_node_bytes": estimate.plan.traffic.total.intra_bytes,
@@ -404,6 +421,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     speed.add_argument("--step-seconds", type=_positive, metavar="X", help="measured time of an iteration that links do not slow down")
     add("--memory-gigabytes", type=_positive, metavar="X", help="memory that a rank may use; without it everything fits")
+    add(
+        "--host-memory-gigabytes",
+        type=_positive,
+        metavar="X",
+        help="memory of a node's host, which its ranks share; without it everything fits",
+    )
     add("--device", choices=("gpu", "cpu"), default="gpu", help="decides codec speed, latencies and overlap (default: %(default)s)")
     add("--link-efficiency", type=_positive, default=1.0, metavar="X", help="share of the link's rate that collectives reach (default: 1)")
     add(

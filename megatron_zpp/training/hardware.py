@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megatron_zpp.zero.plan.time_model import CodecSpeed, LinkSpeed, Machine, Overlap
+from megatron_zpp.zero.plan.time_model import CodecSpeed, HostSpeed, LinkSpeed, Machine, Overlap
 
 # One core of a server CPU, blocks of 256, 16 MB and more, from benchmarks/results/quantization_cpu.json: encode and decode process 15 to
 # 20 gigabytes of 16-bit values per second, a mean of 2 members 7, and of 4 members 4.
@@ -17,6 +17,9 @@ CPU_CODEC = CodecSpeed(
 # Estimated: Gaussian codes read and write as many values as others, and a round of rotation, by shuffles inside a warp, takes half of that.
 GPU_CODEC = CodecSpeed(encode=6e-12, decode=6e-12, summed=6e-12, gaussian_encode=6e-12, gaussian_decode=6e-12, rotate=3e-12, subtract=5e-12)
 # Latency of small messages: gloo over a bridge on one machine takes 0.5 to 1 ms; the values for NCCL are those commonly reported.
+# Assumed, not measured. A GPU on 16 lanes of PCIe 4 copies 24 to 26 GB/s to and from pinned memory, as is commonly reported. AdamW reads 16
+# and writes 12 bytes per value, so memory decides: a node of two sockets with 56 GB/s in use for it updates 2e9 values per second.
+HOST = HostSpeed(bytes_per_second=25e9, values_per_second=2e9)
 GLOO_COLLECTIVE_SECONDS = 0.7e-3
 NCCL_INTER_COLLECTIVE_SECONDS = 30e-6
 NCCL_INTRA_COLLECTIVE_SECONDS = 15e-6
@@ -59,4 +62,5 @@ def planned_machine(inter_gigabits: float, intra_gigabytes: float, *, is_on_gpu:
         LinkSpeed(intra_gigabytes * GIGABYTE, intra_latency),
         GPU_CODEC if is_on_gpu else CPU_CODEC,
         overlap or (Overlap.STREAMS if is_on_gpu else Overlap.THREAD),
+        host=HOST if is_on_gpu else None,
     )

@@ -73,6 +73,16 @@ class MemoryNeed:
         return replace(self, device=self.device.beside(taken))
 
     @property
+    def weights(self) -> int:
+        """Bytes of `total` for main weights, and for working weights that are kept on the full rung."""
+        return self.plan.weights + (0 if self.is_on_gpu else self.plan.host.weights)
+
+    @property
+    def optimizer_state(self) -> int:
+        """Bytes of `total` for Adam's moments."""
+        return self.plan.optimizer_state + (0 if self.is_on_gpu else self.plan.host.optimizer_state)
+
+    @property
     def host(self) -> int:
         """Bytes in the memory of a GPU's host; without a GPU they are part of `total`."""
         return self.plan.host.total + self.save_copy if self.is_on_gpu else 0
@@ -98,9 +108,9 @@ class MemoryNeed:
 
     def __str__(self) -> str:
         parts = {
-            "weights": self.plan.weights + (0 if self.is_on_gpu else self.plan.host.weights),
+            "weights": self.weights,
             "gradients": self.plan.gradients,
-            "optimizer state": self.plan.optimizer_state + (0 if self.is_on_gpu else self.plan.host.optimizer_state),
+            "optimizer state": self.optimizer_state,
             "secondary copy": self.plan.secondary,
             "gathered units": self.plan.gathered,
             "payload buffers": self.plan.buffers,

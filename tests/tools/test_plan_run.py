@@ -142,3 +142,18 @@ def test_torch_is_not_imported() -> None:
         f"import sys; sys.argv = {words!r}; sys.path.insert(0, 'tools'); import plan_run; plan_run.main(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_an_optimizer_on_the_host_makes_room_on_the_device_counts_on_the_host_and_leaves_stage_0_as_it_is(tmp_path: Path) -> None:
+    options = ["--nodes", "2", "--inter-gigabits", "100", "--teraflops", "40"]
+    (plain,) = plan(tmp_path, *options, flags=LARGE.split())["rates"]  # type: ignore[misc]
+    flags = [*LARGE.split(), "--cpu-optimizer"]
+    (found,) = plan(tmp_path, *options, flags=flags)["rates"]  # type: ignore[misc]
+    for name, member in found["members"].items():
+        is_stage_0, before = name == "ZeRO-0", plain["members"][name]
+        assert before["host_bytes"] == 0 and (member["host_bytes"] > 0) is not is_stage_0
+        assert (member["memory_bytes"] < before["memory_bytes"]) is not is_stage_0
+        assert (member["seconds"] > before["seconds"]) is not is_stage_0
+    most = max(member["host_bytes"] for member in found["members"].values())
+    (small,) = plan(tmp_path, *options, "--host-memory-gigabytes", f"{16 * most / 1e9 - 0.01}", flags=flags)["rates"]  # type: ignore[misc]
+    assert any(not member["fits"] for member in small["members"].values()) and small["members"]["ZeRO-0"]["fits"]

@@ -8,7 +8,7 @@ The hops are those of comm/links.py, for one rank of N partitions of G ranks. A 
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from megatron_zpp.comm.code import Code, Levels
 from megatron_zpp.comm.ledger import Traffic, link_traffic
@@ -47,13 +47,17 @@ class CodecWork:
 
 @dataclass(frozen=True)
 class PlannedHop:
-    """One hop of one unit on one rank. before, after: the codec's work before and after the collective."""
+    """One hop of one unit on one rank. before, after: the codec's work before and after the collective.
+
+    host_bytes: of the payload that comes up from the host before the collective.
+    """
 
     unit: str
     lane: Lane
     traffic: Traffic
     before: CodecWork = CodecWork()
     after: CodecWork = CodecWork()
+    host_bytes: int = 0
 
 
 class UnitHops:
@@ -80,6 +84,11 @@ class UnitHops:
         inter = self._hop(Link.INTER, Direction.CLIMB, self._payload(codes.inter), subtract + self._encode(codes.inter, 1), after)
         decode = self._decode(codes.intra, self._layout.numel)
         return inter, self._hop(Link.INTRA, Direction.CLIMB, partitions * self._payload(codes.intra), after=decode)
+
+    def first_climb(self) -> tuple[PlannedHop, PlannedHop]:
+        """The same after an update on the host, from which the payload comes up."""
+        inter, intra = self.climb()
+        return replace(inter, host_bytes=self._payload(self._weights.inter)), intra
 
     def descend(self) -> tuple[PlannedHop, PlannedHop]:
         """Over the intra link, then over the inter link, each followed by a mean."""

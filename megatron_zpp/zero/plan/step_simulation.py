@@ -19,6 +19,7 @@ from megatron_zpp.zero.plan.planned_hops import PlannedHop, UnitHops
 from megatron_zpp.zero.policy import Policy, Rung
 from megatron_zpp.zero.residency import Residency
 from megatron_zpp.zero.schedule import Actions, Moment, Phase, backward_starts, descent_order, training_schedule
+from megatron_zpp.zero.update_groups import update_groups
 
 Ticket = TypeVar("Ticket")
 
@@ -35,6 +36,9 @@ class Listener(Protocol[Ticket]):
     def compute(self, use: int, *, is_backward: bool) -> None:
         """A use is computed."""
 
+    def update_on_host(self, numel: int) -> None:
+        """Gradients of so many elements, all those of a unit that this rank owns, come down to the host, which updates their weights."""
+
 
 class _Weights(Generic[Ticket]):
     """Takes the place of zero/unit.py:WeightUnit: reports its hops, without tensors."""
@@ -42,6 +46,7 @@ class _Weights(Generic[Ticket]):
     def __init__(self, hops: UnitHops, policy: Policy, topology: Topology, listener: Listener[Ticket]) -> None:
         to_secondary, to_full = hops.climb()
         self._hop_to = {Rung.SECONDARY: to_secondary, Rung.FULL: to_full}
+        self._first_to_secondary = hops.first_climb()[0] if policy.optimizer is Rung.HOST else to_secondary
         self._policy = policy
         self._listener = listener
         self._residency: Residency[Ticket] = Residency(policy, topology)
@@ -51,8 +56,10 @@ class _Weights(Generic[Ticket]):
             if self._residency.fills_without_hops:
                 self._residency.filled(missing)
             else:
-                ticket = self._listener.submit(self._hop_to[missing], self._residency.ticket_below(missing))
-                self._residency.submitted(missing, ticket)
+                is_first = missing is Rung.SECONDARY and not self._residency.is_fresh(Rung.PRIMARY)
+                hop = self._first_to_secondary if is_first else self._hop_to[missing]
+                self._residency.submitted(missing, self._listener.submit(hop, self._residency.ticket_below(missing)))
+                self._residency.filled(Rung.PRIMARY)
 
     def wait(self) -> None:
         if not self._residency.is_fresh(Rung.FULL):
@@ -116,8 +123,13 @@ class StepSimulation(Generic[Ticket]):
             hops = UnitHops(spec.name, layout, sharding, grid)
             self._weights[spec.name] = _Weights(hops, policy, grid.ladder, listener)
             gradients[spec.name] = _Gradient(hops, policy, grid.ladder, listener)
+        self._updated_on_host: list[tuple[str, int]] = []
         self._schedule = training_schedule(uses, sharding.prefetch)
         self._first_actions = self._schedule[Moment(Phase.PRE_FORWARD, 0)]
+        if policy.optimizer is Rung.HOST:
+            numel_of = [(spec.name, FlatLayout(spec.params, grid.data_ranks, sharding.block_numel).slice_numel) for spec in unit_specs]
+            groups = update_groups([name for name, _ in numel_of], self._first_actions, at_once=False)
+            self._updated_on_host = [numel_of[index] for group in groups for index in group]
         self._starts_backward = backward_starts(uses)
         order = descent_order(uses)
         self._descents = Descents(order, gradients)
@@ -139,8 +151,12 @@ class StepSimulation(Generic[Ticket]):
         self._descents.finish()
         for unit in self._weights.values():
             unit.invalidate()
+        for name, numel in self._updated_on_host:
+            self._listener.update_on_host(numel)
+            if submits_next_climbs:
+                self._submit_climbs(self._first_actions.climbs_of(name))
         if submits_next_climbs:
-            self._submit_climbs(self._first_actions)
+            self._submit_climbs(self._first_actions)  # of a unit that climbs already, none
 
     def _act(self, actions: Actions) -> None:
         for name in actions.rest:

@@ -12,6 +12,8 @@ Assumptions:
   Overlap.NONE: every hop is waited for where it is submitted.
 - Casting and copying 16-bit values takes no time; quantizing costs a constant per value, and a Gaussian code another one, and one more
   for each round of its rotation. The optimizer's time counts as computation.
+- An optimizer on the host of a GPU updates unit after unit, and the next step begins after the last of them. Gradients of the next unit
+  come down meanwhile. Payloads come up before they are gathered; encoding them is part of the update.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.parallel.tensor_work import NO_TENSOR_WORK, TensorWorkOfUses
 from megatron_zpp.parallel.topology import LADDER_LINKS, LANES, Lane, Link
-from megatron_zpp.zero.plan.memory_plan import Sharding
+from megatron_zpp.zero.plan.memory_plan import MAIN_BYTES, Sharding
 from megatron_zpp.zero.plan.planned_hops import CodecWork, PlannedHop
 from megatron_zpp.zero.plan.step_simulation import StepSimulation
 
@@ -75,11 +77,22 @@ class CodecSpeed:
 
 
 @dataclass(frozen=True)
+class HostSpeed:
+    """The host of the GPUs of a node. bytes_per_second: between it and each of them, in each direction.
+
+    values_per_second: that all cores of the node update together.
+    """
+
+    bytes_per_second: float
+    values_per_second: float
+
+
+@dataclass(frozen=True)
 class Machine:
     """The machine of a step.
 
     inter_exchange_efficiency: share of the inter link's rate that hops of quantized values reach. tensor: the link between ranks that share
-    layers; None: as fast as `intra`.
+    layers; None: as fast as `intra`. host: None if the device is the host.
     """
 
     inter: LinkSpeed
@@ -88,6 +101,7 @@ class Machine:
     overlap: Overlap
     inter_exchange_efficiency: float = 1.0
     tensor: LinkSpeed | None = None
+    host: HostSpeed | None = None
 
     @property
     def tensor_link(self) -> LinkSpeed:
@@ -119,6 +133,8 @@ class StepTime:
     intra_link: float
     codecs: float
     tensor_link: float = 0.0
+    host_link: float = 0.0
+    host: float = 0.0
 
     @property
     def busy(self) -> dict[str, float]:
@@ -129,7 +145,8 @@ class StepTime:
             "link inside a node": self.intra_link,
             "codecs": self.codecs,
         }
-        return parts | ({"tensor link": self.tensor_link} if self.tensor_link > 0 else {})
+        others = {"tensor link": self.tensor_link, "link to the host": self.host_link, "AdamW on the host": self.host}
+        return parts | {name: seconds for name, seconds in others.items() if seconds > 0}
 
     def __sub__(self, other: StepTime) -> StepTime:
         return self.plus(-1, other)
@@ -185,7 +202,10 @@ class _Clock:
         self.grid = job.grid
         self.tensor_work = job.tensor_work
         self.now = 0.0
-        self.busy = dict.fromkeys(("computing", "inter_link", "intra_link", "codecs", "tensor_link"), 0.0)
+        self.busy = dict.fromkeys(("computing", "inter_link", "intra_link", "codecs", "tensor_link", "host_link", "host"), 0.0)
+        self._up_free = 0.0
+        self._updating_since = self._updated_until = 0.0
+        self._down_free = 0.0
         self.link_free = dict.fromkeys(LADDER_LINKS, 0.0)
 
     def reading(self) -> StepTime:
@@ -207,6 +227,28 @@ class _Clock:
         self.link_free[Link.INTRA] = max(self.now, self.link_free[Link.INTRA]) + blocking + beside
         return blocking + max(0.0, beside - self.computation.of(use, is_backward=False))
 
+    def update_on_host(self, numel: int) -> None:
+        """The copy of a unit begins with the update before it, and its update when both have ended."""
+        host = self.machine.host
+        if host is None:
+            return
+        copying, updating = MAIN_BYTES * numel / host.bytes_per_second, numel * self.grid.ranks_per_node / host.values_per_second
+        self.busy["host_link"] += copying
+        self.busy["host"] += updating
+        is_first = self.now > self._updated_until
+        self._down_free = max(self.now if is_first else self._updating_since, self._down_free) + copying
+        self._updating_since = max(self.now, self._down_free)
+        self.now = self._updated_until = self._updating_since + updating
+
+    def come_up(self, hop: PlannedHop, ready: float) -> float:
+        """The time at which a payload that is ready on the host at `ready` is on the device."""
+        if self.machine.host is None or hop.host_bytes == 0:
+            return ready
+        seconds = hop.host_bytes / self.machine.host.bytes_per_second
+        self.busy["host_link"] += seconds
+        self._up_free = max(ready, self._up_free) + seconds
+        return self._up_free
+
     def code(self, work: CodecWork) -> float:
         """Seconds that a codec takes for `work`; adds them to `busy`."""
         seconds = self.machine.codec.seconds(work)
@@ -216,6 +258,7 @@ class _Clock:
     def transfer(self, hop: PlannedHop, ready: float) -> float:
         """The time at which a hop that is ready at `ready` has crossed its link."""
         machine, traffic, link = self.machine, hop.traffic, hop.lane.link
+        ready = self.come_up(hop, ready)
         if traffic.inter_bytes == 0 and traffic.intra_bytes == 0:
             return ready
         efficiency = machine.inter_exchange_efficiency if hop.before.encodes and link is Link.INTER else 1.0

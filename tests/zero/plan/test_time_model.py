@@ -14,7 +14,8 @@ from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.tensor_work import TensorWork, TensorWorkOfUses
 from megatron_zpp.training.sharding import sharding_of
-from megatron_zpp.zero.plan.time_model import CodecSpeed, Computation, Job, LinkSpeed, Machine, Overlap, step_time
+from megatron_zpp.zero.layout import FlatLayout
+from megatron_zpp.zero.plan.time_model import CodecSpeed, Computation, HostSpeed, Job, LinkSpeed, Machine, Overlap, step_time
 from megatron_zpp.zero.plan.traffic import planned_traffic
 
 INFINITE = LinkSpeed(float("inf"))
@@ -167,3 +168,40 @@ def test_without_a_speed_of_its_own_the_tensor_link_has_that_of_the_link_inside_
 
 def test_ranks_that_share_nothing_have_no_tensor_link_among_the_parts_that_are_busy() -> None:
     assert "tensor link" not in step_time(job(), machine(), COMPUTATION).busy
+
+
+# ---- an optimizer on the host
+
+OFFLOADED = "--optimizer-cpu-offload"
+HOST = HostSpeed(bytes_per_second=1e6, values_per_second=1e6)
+
+
+def owned(some: Job) -> list[int]:
+    """Elements of each unit that a rank owns."""
+    return [FlatLayout(spec.params, GRID.data_ranks, some.sharding.block_numel).slice_numel for spec in some.unit_specs]
+
+
+@pytest.mark.parametrize("overlap", list(Overlap))
+@pytest.mark.parametrize("flags", ["", ALL, LEAN, "--zero-stage 1"])
+def test_a_host_updates_unit_after_unit_and_copies_each_once_in_each_direction(flags: str, overlap: Overlap) -> None:
+    some = job(f"{flags} {OFFLOADED}", microbatches=2)
+    time = step_time(some, replace(machine(overlap=overlap), host=HOST), COMPUTATION)
+    codes = some.sharding.policy.in_world(GRID.ladder).weight_codes
+    runs = [FlatLayout(spec.params, GRID.data_ranks, some.sharding.block_numel).runs for spec in some.unit_specs]
+    up = sum(some.sharding.payload_bytes(codes.inter, run) for run in runs)
+    assert time.host == pytest.approx(sum(owned(some)) * GRID.ranks_per_node / 1e6)
+    assert time.host_link == pytest.approx((4 * sum(owned(some)) + up) / 1e6)
+    assert 2 * COMPUTATION.seconds + time.host <= time.seconds <= 2 * COMPUTATION.seconds + time.host + time.host_link
+
+
+def test_only_the_first_unit_s_gradients_are_waited_for_if_updates_take_longer_than_copies() -> None:
+    some = job(OFFLOADED)
+    payloads_and_first = max(owned(some)) * 4 / 4e9 + sum(owned(some)) * 2 / 4e9
+    time = step_time(some, replace(machine(), host=HostSpeed(4e9, 1e6)), NOTHING)
+    assert time.host < time.seconds <= time.host + payloads_and_first * 1.01
+    hidden = step_time(some, replace(machine(), host=HostSpeed(1e12, 1e6)), COMPUTATION)
+    assert hidden.seconds == pytest.approx(COMPUTATION.seconds + hidden.host, rel=1e-3)
+
+
+def test_an_optimizer_whose_device_is_the_host_takes_the_time_of_one_that_is_not_offloaded() -> None:
+    assert step_time(job(OFFLOADED), machine(LinkSpeed(1e6)), COMPUTATION) == step_time(job(), machine(LinkSpeed(1e6)), COMPUTATION)
