@@ -169,7 +169,7 @@ def full_weights(engine: ZeroEngine) -> Iterator[tuple[str, Tensor]]:
     ladder = engine.ladder
     for unit in engine.units:
         own = unit.main_regions().slice_at(ladder.own_slice - unit.first_slice)
-        rows = engine.gather_world(torch.cat([part.flatten() for part in own.parts()]))[:, ladder.tensor_rank]
+        rows = engine.gather_world(torch.cat([part.flatten() for part in own.parts()]).to(ladder.device))[:, ladder.tensor_rank]
         weights = {param.spec.name: rows.new_empty(param.spec.shape) for param in unit.layout.params}
         for data_rank, row in enumerate(rows):
             for segment in unit.layout.segments(ladder.topology.slice_of(data_rank), 1):
