@@ -1,11 +1,11 @@
-"""Times AdamW on the host, as an offloaded optimizer updates unit after unit, beside torch's fused AdamW over one tensor of the same elements.
+"""Times AdamW on the host, where an offloaded optimizer updates unit after unit, beside torch's fused AdamW over one tensor.
 
     python benchmarks/host_adam.py --threads 1 --output benchmarks/results/host_adam.json
 
 Prints a table in Markdown and writes the same as JSON. The ways take turns in every round, so that other load on the machine slows all of
-them; times are medians over rounds, and the share is the median of the shares within a round: 1 is as fast as torch's. Every element of
-both has a gradient, moments and weight decay. "clipped" multiplies the gradients by a factor first, as a step whose norm is too large does.
-"encoded" also makes the payloads in which the weights go up to the device.
+them; times are medians over rounds, and the share is the median of the shares within a round: 1 is as fast as torch's AdamW that does the
+same. Both update as many elements. "clipped" multiplies the gradients by a factor first, as a step whose norm is too large does. "encoded"
+also makes the payloads in which the weights go up to the device; torch's does not.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.optimizer import Update
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.01
+FACTOR = 0.999
 
 
 @dataclass(frozen=True)
 class Result:
-    """seconds: of one update of all elements. share: speed, relative to torch's on one tensor."""
+    """seconds: of one update of all elements. share: speed, relative to torch's on one tensor, clipped or not as this way is."""
 
     way: str
     elements: int
@@ -57,26 +58,38 @@ def main(arguments: list[str]) -> int:
 def measure(engine: ZeroEngine, rounds: int) -> list[Result]:
     """One result for each way, torch's first. engine: of an offloaded optimizer, in a world of one rank."""
     elements = sum(unit.main_weight.numel() for unit in engine.units)
+    plain, clipped = "torch, one tensor", "torch, one tensor, clipped"
+    torch_update = partial(_torch_update, *_torch_adam(elements))
     ways: dict[str, Callable[[], None]] = {
-        "torch, one tensor": _torch_update(elements),
+        plain: partial(torch_update, 1.0),
+        clipped: partial(torch_update, FACTOR),
         "units": partial(_update_units, engine, 1.0),
-        "units, clipped": partial(_update_units, engine, 0.999),
-        "units, clipped and encoded": partial(_update_and_encode, engine, 0.999),
+        "units, clipped": partial(_update_units, engine, FACTOR),
+        "units, clipped and encoded": partial(_update_and_encode, engine, FACTOR),
     }
+    names = list(ways)
     for update in ways.values():
         update()
     seconds = [[_seconds(update) for update in ways.values()] for _ in range(rounds)]
-    return [
-        Result(way, elements, statistics.median(row[index] for row in seconds), statistics.median(row[0] / row[index] for row in seconds))
-        for index, way in enumerate(ways)
-    ]
+    results = []
+    for index, way in enumerate(names):
+        like = names.index(clipped if "clipped" in way else plain)
+        share = statistics.median(row[like] / row[index] for row in seconds)
+        results.append(Result(way, elements, statistics.median(row[index] for row in seconds), share))
+    return results
 
 
-def _torch_update(elements: int) -> Callable[[], None]:
-    parameter = nn.Parameter(torch.ones(elements))
-    parameter.grad = torch.full_like(parameter, 1e-3)
-    optimizer = torch.optim.AdamW([parameter], lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
-    return lambda: optimizer.step() and None
+def _torch_adam(elements: int) -> tuple[torch.optim.AdamW, Tensor]:
+    """torch's fused AdamW over one tensor, and its gradient."""
+    parameter, gradient = nn.Parameter(torch.ones(elements)), torch.full((elements,), 1e-3)
+    parameter.grad = gradient
+    return torch.optim.AdamW([parameter], lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True), gradient
+
+
+def _torch_update(optimizer: torch.optim.AdamW, gradient: Tensor, factor: float) -> None:
+    if factor != 1.0:
+        gradient.mul_(factor)
+    optimizer.step()
 
 
 def _update_units(engine: ZeroEngine, factor: float) -> None:
