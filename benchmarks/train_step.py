@@ -31,6 +31,7 @@ from slow_links.configurations import FSDP2, SMOKE_MODEL, ZERO3, Workload  # noq
 from slow_links.ranks import Ranks  # noqa: E402
 
 DEFAULT_MODEL = "--num-layers 10 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 6144"
+SHARED_SMOKE_MODEL = "--num-layers 1 --hidden-size 128 --num-attention-heads 8 --seq-length 16 --vocab-size 1024"
 SECONDS_PER_ANSWER = 600.0
 FAILURE_EXIT_CODE = 1
 
@@ -152,7 +153,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="a tiny model and one round; its figures mean nothing")
     options = parser.parse_args(arguments)
     if options.smoke:
-        vars(options).update(model=SMOKE_MODEL, rounds=1, steps=2)
+        vars(options).update(model=SHARED_SMOKE_MODEL if options.tensor else SMOKE_MODEL, rounds=1, steps=2)
     for size in options.tensor:
         if size < 1 or options.ranks % size:
             parser.error(f"--tensor {size} does not divide --ranks {options.ranks}; leave it out")

@@ -45,12 +45,12 @@ ZEROPP = "ZeRO++"
 TRAFFIC_HEADER = ("GB into a node", "GB into a rank inside its node")
 TENSOR_HEADER = "GB into a rank over the tensor link"
 TENSOR_SIZES = (1, 2, 4, 8)
-COMPARED = tuple(member for member in MEMBERS if member.name in ("ZeRO-3", ZEROPP))  # for each of these sizes
+COMPARED = tuple(member for member in MEMBERS if member.name in ("ZeRO-1", "ZeRO-3", ZEROPP))  # for each of these sizes
 WORTHWHILE = 1.03  # a feature with a smaller gain is not recommended
 
 
 class Rate(NamedTuple):
-    """The estimates at one rate of the link between nodes: of all members, and of the better of two for each size of a tensor group."""
+    """The estimates at one rate of the link between nodes: of all members, and of the best of COMPARED for each size of a tensor group."""
 
     members: list[Estimate]
     by_size: dict[int, Estimate]
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
 
 
 def _by_tensor_size(options: argparse.Namespace, given: Config, world: PlannedWorld, zero3: RunPlan) -> dict[float, dict[int, Estimate]]:
-    """For each rate, ZeRO-3 and ZeRO++'s better one for every number of ranks that could share layers; empty if only one number could.
+    """For each rate, the best of some members for every number of ranks that could share layers; empty if only one number could.
 
     zero3: the plan as given, whose global batch all have.
     """

@@ -48,6 +48,21 @@ def test_bytes_of_the_plan_are_the_closed_form_and_memory_is_that_of_the_run(sta
     assert parts["memory per rank"] == f"{in_gib(need.total)}: {need}"
 
 
+def test_ranks_that_share_layers_are_in_the_plan_with_the_bytes_of_their_link_and_their_parts() -> None:
+    flags = "--zero-stage 3 --nodes 2 --ranks-per-node 4 --global-batch-size 16 --seq-length 4096"
+    alone, shared = (parts_of(f"{flags} --tensor-model-parallel-size {size}") for size in (1, 2))
+    assert "tensor" not in alone["bytes per iteration"]
+    assert re.search(r" GB into a rank inside its node, \S+ GB into a rank over the tensor link, ", shared["bytes per iteration"])
+    assert shared["training"].endswith("per rank and iteration 4 x 1 samples") and alone["training"].endswith("2 x 1 samples")
+    assert "tensor buffers" in shared["memory per rank"] and shared["parameters"] == alone["parameters"]
+    text = described_plan(parse_flags(f"{RUN} {flags} --tensor-model-parallel-size 2".split()), ALONE)
+    assert "plan of 8 ranks as groups of 2 that share layers (2 nodes x 4, GPU)" in text
+
+
+def test_without_a_world_the_plan_is_that_of_the_ranks_that_share_one_model() -> None:
+    assert planned_world_size(parse_flags("--tensor-model-parallel-size 4".split()), ALONE) == (4, 4)
+
+
 def test_tokens_parameters_and_micro_batches_are_those_of_the_flags() -> None:
     parts = parts_of("--nodes 2 --ranks-per-node 4 --global-batch-size 64 --micro-batch-size 2")
     assert parts["training"] == "7 iterations of 64 samples of 16 tokens, 7168 tokens in all; per rank and iteration 4 x 2 samples"

@@ -5,6 +5,8 @@ import pytest
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.training.hardware import planned_machine
 from megatron_zpp.training.run_plan import (
     MEMBERS,
     Member,
@@ -16,6 +18,7 @@ from megatron_zpp.training.run_plan import (
     plan_run,
 )
 from megatron_zpp.training.sharding import sharding_of
+from megatron_zpp.zero.plan.traffic import planned_traffic
 
 FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --bf16 --ranks-per-node 4"
 
@@ -166,3 +169,19 @@ def test_at_equal_global_batch_and_a_larger_micro_batch_bytes_into_a_node_stay()
     alone = planned("ZeRO-3", flags)
     shared = planned("ZeRO-3", f"{flags} --tensor-model-parallel-size 4 --micro-batch-size 4")
     assert shared.node_bytes == pytest.approx(alone.node_bytes, rel=0.02)
+
+
+def test_a_node_takes_in_what_as_many_ladders_would_as_there_are_ranks_that_share_layers() -> None:
+    job = planned("ZeRO++", "--global-batch-size 16 --tensor-model-parallel-size 2", world=(2, 8)).job
+    ladder = Grid(job.grid.data_ranks, job.grid.ladder.ranks_per_node, job.grid.partition_ranks)
+    of_ladder = planned_traffic(job.unit_specs, job.uses, job.sharding, ladder, job.microbatches)
+    of_all = planned_traffic(job.unit_specs, job.uses, job.sharding, job.grid, job.microbatches)
+    assert of_all == of_ladder
+    assert job.grid.into_node(of_all.total.inter_bytes) == 2 * ladder.into_node(of_ladder.total.inter_bytes) > 0
+
+
+def test_the_time_of_a_step_has_the_waits_for_ranks_that_share_layers() -> None:
+    plan = planned("ZeRO-3", "--tensor-model-parallel-size 4 --sequence-parallel")
+    computation = computation_by_rate(plan.config, 128, 1e12, 4)
+    slow, fast = (plan.time(planned_machine(1e6, rate, is_on_gpu=True), computation) for rate in (1e-3, 1e3))
+    assert slow.tensor_link > 10 * fast.tensor_link > 0 and slow.seconds > fast.seconds
