@@ -125,7 +125,8 @@ class Trainer:
         tensor_ranks = gathered.shape[1]
         loss_sums, requests = update.report[:: 2 * tensor_ranks], update.report[1::2]
         lm_loss = sum(loss_sums) / (microbatches * len(loss_sums))
-        outcome = StepOutcome(lm_loss, update.grad_norm, update.is_skipped, model_state_bytes, update.num_zeros)
+        host_bytes = engine.host_state_bytes()
+        outcome = StepOutcome(lm_loss, update.grad_norm, update.is_skipped, model_state_bytes, update.num_zeros, host_bytes)
         return outcome, StopRequest.of_ranks(requests)
 
     def _skip_iteration(self, stop_conditions: StopConditions) -> None:
