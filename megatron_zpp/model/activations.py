@@ -107,12 +107,15 @@ def tensor_buffer_bytes(
     """The most bytes that exist at once because hidden states cross the tensor link: in the backward of a column layer.
 
     These are what came from the other ranks, and the sum: of the rank's own tokens with sequence parallelism, otherwise first of its part
-    and then whole. With sequence parallelism also the gathered input, and the gradient of all tokens before it is summed.
+    and then whole. With sequence parallelism also the gathered input, and the gradient of all tokens before it is summed. More than two
+    ranks add up in fp32, 16-bit values into another copy.
     """
     if tensor_ranks == 1:
         return 0
-    hidden = micro_batch_size * config.seq_length * config.hidden_size * element_bytes
-    return (3 if sequence_parallel else 2) * hidden + hidden // tensor_ranks
+    numel = micro_batch_size * config.seq_length * config.hidden_size
+    wide_copies = 0 if tensor_ranks == 2 else 1 if element_bytes == WIDE_BYTES else 2
+    of_part = (element_bytes + wide_copies * WIDE_BYTES) * numel // tensor_ranks
+    return (3 if sequence_parallel else 2) * numel * element_bytes + of_part
 
 
 def _bytes_per_token_between_layers(config: ModelConfig, element_bytes: int) -> int:

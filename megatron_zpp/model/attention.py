@@ -1,7 +1,7 @@
 """Causal self-attention.
 
 B micro-batch size, S tokens per sample, H hidden size, N query heads, K key and value heads, M = N / K query heads of a group,
-D channels of a head, A = N D, X = A + 2 K D.
+D channels of a head, A = N D, X = A + 2 K D. If tensor ranks share the layer, N and K are the heads of one of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One transformer block.
 
-B micro-batch size, S tokens per sample, H hidden size.
+B micro-batch size, S tokens per sample, H hidden size. With sequence parallelism S is the tokens of a sample divided by the tensor ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The feed-forward half of a block.
 
-B micro-batch size, S tokens per sample, H hidden size, F feed-forward hidden size.
+B micro-batch size, S tokens per sample, H hidden size, F feed-forward hidden size, or one tensor rank's part of it.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ model/tensor_traffic.py has the bytes of all uses together. Of these, backward o
     without --sequence-parallel    the exchange of its sum, which runs beside the gradient of the weight; the gather follows
     with it                        the gather of its input, beside the gradient of that input, and the exchange of this gradient, beside the
                                    gradient of the weight
+
+The sum of the head's input gradient has nothing beside it: with the loss in chunks, all gradients of the head are computed before.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ def tensor_work(shape: ModelShape, *, samples: int, element_bytes: int) -> Tenso
     if shape.sequence_parallel:
         moved = gathered_bytes(numel * element_bytes // ranks, ranks)  # by an exchange as well
         once, beside = TensorWork(moved, collectives=1), TensorWork(overlapped_bytes=moved, collectives=1)
-        into, into_backward, out_of, out_of_backward, final_backward = once, beside + beside, once, once, beside
+        into, into_backward, out_of, out_of_backward, final_backward = once, beside + beside, once, once, once
     else:
         moved = summed_bytes(numel, ranks, element_bytes) // 2
         into, out_of, out_of_backward = TensorWork(), TensorWork(2 * moved, collectives=2), TensorWork()
-        into_backward = final_backward = TensorWork(moved, moved, 2)
+        into_backward, final_backward = TensorWork(moved, moved, 2), TensorWork(2 * moved, collectives=2)
     block, of_block = 2 * (into + out_of), 2 * (into_backward + out_of_backward)
     # Recomputation of a chunk ends before its last sum, which backward does not need.
     again = {index: block if index != chunk[-1] else 2 * into + out_of for chunk in recomputed_chunks(config) for index in chunk}

@@ -58,16 +58,14 @@ def joined(parts: Tensor) -> Tensor:
     return parts.view(samples, ranks * length, width)
 
 
-def check_tokens(shape: torch.Size | tuple[int, ...], ranks: int) -> None:
-    """Raises RuntimeError unless the ranks can share the tokens of samples of shape [B, S, ...]."""
-    if shape[1] % ranks:
-        raise RuntimeError(f"{ranks} tensor ranks cannot share samples of {shape[1]} tokens (--sequence-parallel)")
-
-
 def own_tokens_of_sum(part_BSH: Tensor, link: TensorLink) -> Tensor:
-    """[B, S / T, H], the rank's tokens of the sum of all ranks' `part_BSH`. Not differentiable; `leave` is."""
-    check_tokens(part_BSH.shape, link.ranks)
+    """[B, S / T, H], the rank's tokens of the sum of all ranks' `part_BSH`. Not differentiable; `leave` is.
+
+    Raises RuntimeError if the ranks cannot share the tokens of a sample.
+    """
     samples, length, width = part_BSH.shape
+    if length % link.ranks:
+        raise RuntimeError(f"{link.ranks} tensor ranks cannot share samples of {length} tokens (--sequence-parallel)")
     return link.sum_scattered(part_BSH.reshape(samples * length, width)).view(samples, length // link.ranks, width)
 
 

@@ -50,4 +50,4 @@ class DividedTable(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """[..., width] from ids [...]."""
         places, is_own = self.divided.found(ids)
-        return F.embedding(places, self.weight).masked_fill(~is_own[..., None], 0.0)
+        return F.embedding(places, self.weight).masked_fill_(~is_own[..., None], 0.0)

@@ -87,7 +87,7 @@ def check_backends(config: Config, device: torch.device) -> None:
         check_apex("--optimizer-backend", "amp_C", device.type)
     if config.model.norm_backend == "apex":
         check_apex("--norm-backend", "fused_layer_norm_cuda", device.type)
-    head = head_shape_of(config.model, working_dtype(config.precision))
+    head = head_shape_of(config.model, working_dtype(config.precision), config.distributed.tensor_model_parallel_size)
     check_attention(device, head, masks_documents=config.data.reset_attention_mask and not has_varlen(device, head))
     if config.training.compile:
         check_compilation(device)

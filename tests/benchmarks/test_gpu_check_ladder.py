@@ -12,7 +12,7 @@ import pytest
 import torch
 from gpu import ladder
 from gpu.deadline import Deadline
-from gpu.ladder import ALL_OF_ZEROPP, DEAF, RUNS, WITHOUT_HPZ, ZERO_3, Bits, Run
+from gpu.ladder import ALL_OF_ZEROPP, DEAF, RUNS, SEQUENCE, TENSOR, WITHOUT_HPZ, ZERO_3, Bits, Run
 from gpu.outcome import Outcome
 from gpu.session import RankPlace
 from harness.fake_streams.accesses import RaceError
@@ -34,6 +34,8 @@ SHORT = (
     *(run for run in RUNS if run.name in ("ZeRO-0", "ZeRO-3, recomputation, delays")),
     WITHOUT_HPZ,
     replace(ALL_OF_ZEROPP, name="all of ZeRO++, delays", delay_seed=2),
+    SEQUENCE,
+    *(run for run in RUNS if run.name == "ZeRO-3, sequence parallelism, recomputation, delays"),
 )
 
 
@@ -87,7 +89,7 @@ def test_the_ladder_part_finds_equal_bits_and_no_race_on_fake_streams() -> None:
     assert outcome.failures == []
     assert len(outcome.measured["runs"]) == len(SHORT)
     delayed = [found for name, found in outcome.measured["runs"].items() if "delays" in name]
-    assert len(delayed) == 3 and all(found["delays"] > 10 for found in delayed)
+    assert len(delayed) == 4 and all(found["delays"] > 10 for found in delayed)
     assert gpu.longest > 0.01  # simulated seconds of sleep
 
 
@@ -99,6 +101,25 @@ def test_each_wait_between_ranks_is_missed_when_it_has_no_effect() -> None:
     for site in between_ranks:
         with pytest.raises(RaceError):
             run_on_one_fake_gpu(Grid.of_nodes(2, 2), lambda place, machine: ladder.train(short(ZERO_3), None, place), without=site)
+
+
+@pytest.mark.long
+def test_runs_of_2_tensor_ranks_have_equal_bits_and_no_race_on_fake_streams() -> None:
+    runs = tuple(run for run in RUNS if run.tensor_ranks > 1)
+    outcome = compared(FakeGpu(), runs)
+    assert outcome.failures == [] and len(outcome.measured["runs"]) == len(runs) == 6
+
+
+@pytest.mark.parametrize("run", [pytest.param(TENSOR, marks=pytest.mark.long), SEQUENCE], ids=lambda run: run.name)
+def test_each_wait_for_the_tensor_link_in_a_run_is_missed_when_it_has_no_effect(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "STEPS", 1)
+    gpu = FakeGpu()
+    gpu.run_ranks(ladder.grid_of(run), CPU, partial(ladder.train, short(run), None))
+    sites = [site for site in gpu.needed if site.file in ("operation.py", "layers.py", "regions.py")]
+    assert {"operation.py", "layers.py"} <= {site.file for site in sites}
+    for site in sites:
+        with pytest.raises(RaceError):
+            run_on_one_fake_gpu(ladder.grid_of(run), lambda place, machine: ladder.train(short(run), None, place), without=site)
 
 
 def test_computation_that_does_not_wait_for_lanes_is_a_race() -> None:

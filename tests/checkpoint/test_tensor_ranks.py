@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.divided_model import DividedRank, History, State, bits_of, whole_state
+from harness.divided_model import DividedRank, History, State, Stated, bits_of, whole_state
 from harness.small_engine import LEARNING_RATE, Job, ModelShape, mean_losses
 from harness.small_state import Gathering
 from harness.worlds import run_world
@@ -18,7 +18,6 @@ from megatron_zpp.checkpoint.saver import CheckpointSaver, SaveOptions
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.code import Code, LinkCodes
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.zero.pieces import Piece
 from megatron_zpp.zero.policy import (
     POLICIES,
     Policy,
@@ -41,7 +40,6 @@ LEAN = with_gradients_summed_on_secondary(
     )
 )
 LEAN_1 = with_weight_differences(POLICIES[1], Code.gaussian(2, rounds=1))
-Stated = tuple[list[Piece], dict[str, tuple[int, ...]]]
 
 
 def rank_of(policy: Policy, backend: VirtualBackend, dtype: torch.dtype = torch.float32) -> DividedRank:
@@ -82,7 +80,7 @@ def through(
         rank = rank_of(policy, backend, dtype)
         train(rank, 0, SAVED_AT)
         saver = save(rank, directory, gathering, in_background=in_background)
-        stated = rank.state(), rank.shapes()
+        stated = rank.stated()
         history = train(rank, SAVED_AT, STEPS)
         saver.finish()
         rank.engine.close()
@@ -99,7 +97,7 @@ def resumed(directory: Path, policy: Policy, grid: Grid, dtype: torch.dtype = to
         rank = rank_of(policy, backend, dtype)
         load(rank, directory)
         rank.engine.finish_differences()
-        stated = rank.state(), rank.shapes()
+        stated = rank.stated()
         history = train(rank, SAVED_AT, STEPS)
         rank.engine.close()
         return stated, history

@@ -10,8 +10,8 @@ down                    columns, and the bias of all of them                    
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,8 @@ from megatron_zpp.zero.pieces import Piece, parameters, resting_pieces
 CHANNELS = 2
 SHAPE = ModelShape((24, 48))
 State = dict[tuple[str, str], Tensor]
+History = list[tuple[float, float]]
+Stated = tuple[list[Piece], dict[str, tuple[int, ...]]]
 
 
 class _Copied(torch.autograd.Function):
@@ -155,18 +157,21 @@ class DividedRank(Rank):
     def _unit_specs(self) -> tuple[UnitSpec, ...]:
         return self.model.unit_specs()  # type: ignore[no-any-return]
 
-    def state(self) -> list[Piece]:
-        """Copies of all main weights and moments that rest here."""
-        return [Piece(each.parameter, each.state, each.start, each.stop, each.values.clone(), each.columns) for each in self._resting()]
+    def stated(self) -> Stated:
+        """Copies of all states that rest here, and the shapes of whole parameters."""
+        return [replace(piece, values=piece.values.clone()) for piece in resting_pieces(self.engine)], self.shapes()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {param.spec.name: param.spec.whole_shape for param in parameters(self.engine)}
 
-    def _resting(self) -> Iterator[Piece]:
-        return resting_pieces(self.engine)
-
-
-History = list[tuple[float, float]]
+    def train_at(self, rate: float) -> History:
+        """Loss of this rank and global gradient norm, per step, at another learning rate."""
+        history = []
+        for step in range(self.job.steps):
+            loss = self.accumulate(step)
+            history.append((loss, self.engine.step(rate).grad_norm))
+        self.engine.close()
+        return history
 
 
 @dataclass(frozen=True)
@@ -177,15 +182,19 @@ class Trained:
     state: State
 
 
-def train_divided(grid: Grid, job: Job, groups: int = 2) -> Trained:
-    """A run in which nothing else happens. Fails if an element has not the same bits wherever it rests."""
+def train_divided(grid: Grid, job: Job, groups: int = 2, rate: float | None = None) -> Trained:
+    """A run in which nothing else happens. Fails if an element has not the same bits wherever it rests. rate: of learning."""
 
-    def program(backend: VirtualBackend) -> tuple[History, list[Piece], dict[str, tuple[int, ...]]]:
+    def program(backend: VirtualBackend) -> tuple[History, Stated]:
         rank = DividedRank(job, backend, groups=groups)
-        return rank.train(), rank.state(), rank.shapes()
+        history = rank.train() if rate is None else rank.train_at(rate)
+        return history, rank.stated()
 
-    ranks = run_world(grid, program)
-    return Trained([history for history, _, _ in ranks], whole_state((pieces for _, pieces, _ in ranks), ranks[0][2]))
+    return trained_by(run_world(grid, program))
+
+
+def trained_by(ranks: Sequence[tuple[History, Stated]]) -> Trained:
+    return Trained([history for history, _ in ranks], whole_state((pieces for _, (pieces, _) in ranks), ranks[0][1][1]))
 
 
 def whole_state(of_ranks: Iterable[Iterable[Piece]], shapes: dict[str, tuple[int, ...]]) -> State:

@@ -148,6 +148,11 @@ def _held_by_all(param: ParamSpec, tensor_ranks: int, tensor_rank: int) -> Param
     return replace(param, division=Division.undivided(param.shape, tensor_ranks, tensor_rank))
 
 
+def _held_by_one(param: ParamSpec, tensor_ranks: int, tensor_rank: int) -> ParamSpec:
+    whole_shape = (tensor_ranks * param.shape[0], *param.shape[1:])
+    return replace(param, division=Division.evenly(whole_shape, 0, tensor_ranks, tensor_rank))
+
+
 def initial_values(name: str, numel: int, ndim: int, start: int, stop: int) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     values = torch.randn(numel, generator=generator) * (0.4 if ndim > 1 else 0.1)
@@ -194,7 +199,7 @@ def random_pauses(seed: int) -> Callable[[], None]:
 class Rank:
     """One rank that trains. Ladders beside each other hold the same model and get the same batches; the first counts in norms.
 
-    shares: without it, every ladder counts the elements that it holds.
+    shares: without it, every ladder has elements of its own, and counts them.
     """
 
     job: Job
@@ -227,12 +232,10 @@ class Rank:
 
     def _unit_specs(self) -> tuple[UnitSpec, ...]:
         grid, specs = self.backend.grid, self.model.unit_specs()
-        if grid.tensor_ranks == 1 or not self.shares:
+        if grid.tensor_ranks == 1:
             return specs
-        tensor_rank = grid.tensor_rank_of(self.backend.rank)
-        return tuple(
-            replace(unit, params=tuple(_held_by_all(param, grid.tensor_ranks, tensor_rank) for param in unit.params)) for unit in specs
-        )
+        held, tensor_rank = _held_by_all if self.shares else _held_by_one, grid.tensor_rank_of(self.backend.rank)
+        return tuple(replace(unit, params=tuple(held(param, grid.tensor_ranks, tensor_rank) for param in unit.params)) for unit in specs)
 
     def loss(self, step: int, microbatch: int = 0) -> Tensor:
         tokens, labels = self.batch(step, microbatch)

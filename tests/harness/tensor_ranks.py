@@ -28,7 +28,7 @@ def run_tensor_ranks(ranks: int, program: Callable[[TensorLink], Result]) -> lis
             raise RuntimeError("one rank has no tensor link")
         return program(link)
 
-    return run_world(Grid.of_nodes(1, ranks, ranks), on_rank, takes_turns=False)
+    return run_world(Grid.of_nodes(1, ranks, ranks), on_rank)
 
 
 def summed_in_order(parts: Sequence[Tensor]) -> Tensor:

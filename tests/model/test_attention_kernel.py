@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness.small_gpt import ARCHITECTURES, sample_batch, small_gpt
+from harness.small_gpt import ARCHITECTURES, sample_batch, small_config, small_gpt
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_zpp.model import attention_kernel
-from megatron_zpp.model.attention_kernel import HeadShape, attend, check_attention, kernel_order
+from megatron_zpp.model.attention_kernel import HeadShape, attend, check_attention, head_shape_of, kernel_order
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
@@ -178,3 +178,8 @@ def test_a_kernel_that_can_run_is_accepted_and_leaves_no_trace(backend: str, mas
     state = torch.get_rng_state()
     check_attention(CPU, HeadShape(torch.float32, 24, backend == "unfused", 3, backend), masks_documents=masks)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_tensor_rank_has_as_many_queries_per_group_as_before_until_ranks_share_a_group() -> None:
+    config = small_config(num_attention_heads=8, num_query_groups=2)
+    assert [head_shape_of(config, torch.float32, ranks).queries_per_group for ranks in (1, 2, 4, 8)] == [4, 4, 2, 1]

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from harness.recorded_link import Operation, RecordedLink
 from harness.tensor_parts import VOCAB, config_of
 from harness.tensor_ranks import run_tensor_ranks
 
@@ -17,45 +18,28 @@ pytestmark = pytest.mark.virtual
 
 LAYERS, SAMPLES, LENGTH = 4, 3, 12
 FULL = {"recompute_granularity": "full"}
-Operations = list[tuple[str, tuple[int, ...]]]
 # Of one half of a block, in forward and in backward.
 HALF = {False: (["summed"], ["start_summed"]), True: (["gather", "sum_scattered"], ["gather", "start_gather", "start_sum_scattered"])}
-
-
-class Recorder:
-    """A tensor link that remembers its operations, each with the shape of what the rank gives."""
-
-    def __init__(self, link: TensorLink) -> None:
-        self.ranks, self.rank = link.ranks, link.rank
-        self.operations: Operations = []
-        self._link = link
-
-    def __getattr__(self, name: str) -> Any:
-        def recorded(values: torch.Tensor) -> Any:
-            self.operations.append((name, tuple(values.shape)))
-            return getattr(self._link, name)(values)
-
-        return recorded
 
 
 def operations(ranks: int, *, sequence_parallel: bool, trains: bool = True, **changes: Any) -> tuple[list[str], list[str]]:
     """The names of those in forward, and of those in backward."""
     text = torch.randint(VOCAB, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(2))
 
-    def on_rank(link: TensorLink) -> tuple[Operations, Operations]:
-        recorder = Recorder(link)
-        tensor = TensorParallel(cast(TensorLink, recorder), sequence_parallel)
+    def on_rank(link: TensorLink) -> tuple[list[Operation], list[Operation]]:
+        made: list[Operation] = []
+        tensor = TensorParallel(cast(TensorLink, RecordedLink(link, made.append)), sequence_parallel)
         gpt = materialize(GPT(config_of("Llama 3", num_layers=LAYERS, **changes), VOCAB, 7, torch.float32, tensor)).train(trains)
         with torch.set_grad_enabled(trains):
             loss = gpt(text[:, :-1], text[:, 1:], first_sample=0).mean()
-        forward, recorder.operations = recorder.operations, []
+        in_forward = len(made)
         if trains:
             loss.backward()
-        return forward, recorder.operations
+        return made[:in_forward], made[in_forward:]
 
     first, *others = run_tensor_ranks(ranks, on_rank)
     assert all(other == first for other in others)
-    forward, backward = ([name for name, _ in part] for part in first)
+    forward, backward = ([name for name, _ in part if name != "wait"] for part in first)
     return forward, backward
 
 

@@ -67,8 +67,8 @@ def whole_gpt(model: str, **changes: Any) -> GPT:
 def divided_gpt(model: str, whole: GPT, tensor: TensorParallel, **changes: Any) -> GPT:
     """The same model, divided."""
     config, link = config_of(model, **changes), tensor.link
-    gpt = materialize(GPT(config, VOCAB, 7, torch.float32, tensor))
     weights = dict(whole.named_parameters())
+    gpt = materialize(GPT(config, VOCAB, 7, weights["final.norm.weight"].dtype, tensor))
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():
             parameter.copy_(part_of(name, weights[name], config, link.ranks, link.rank))
@@ -132,3 +132,33 @@ def test_without_labels_every_rank_has_the_whole_models_logits(sequence_parallel
 
     for logits in run_tensor_ranks(2, on_rank):
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+# What acts on hidden states between the layers: its gradient is a sum over tokens, with sequence parallelism over own tokens first.
+BETWEEN_LAYERS = ("attention_norm", "mlp_norm", "final.norm", "projection.bias", "down.bias")
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "dtype", "changes"),
+    [
+        ("GPT-2", 2, torch.float32, {"hidden_dropout": 0.2}),
+        ("GPT-2", 4, torch.bfloat16, {"loss_chunk_tokens": 7}),
+        ("Llama 3", 4, torch.float32, {"recompute_granularity": "full"}),
+        ("Qwen3, tied", 2, torch.bfloat16, {"hidden_dropout": 0.2, "recompute_granularity": "selective"}),
+    ],
+    ids=str,
+)
+def test_sequence_parallelism_changes_no_bit_but_in_gradients_of_norms_and_biases_between_the_layers(
+    model: str, ranks: int, dtype: torch.dtype, changes: dict[str, Any]
+) -> None:
+    whole = whole_gpt(model, **changes).to(dtype)
+
+    def on_rank(link: TensorLink) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        return [
+            trained(divided_gpt(model, whole, TensorParallel(link, divides), **changes), inputs(SAMPLES, "")) for divides in (False, True)
+        ]
+
+    for (loss, gradients), (own_loss, own_gradients) in run_tensor_ranks(ranks, on_rank):
+        assert torch.equal(own_loss, loss)
+        different = {name for name in gradients if not torch.equal(own_gradients[name], gradients[name])}
+        assert different == {name for name in gradients if any(module in name for module in BETWEEN_LAYERS)}

@@ -48,4 +48,5 @@ def test_forward_waits_for_everything_and_sequence_parallelism_hides_more_of_bac
     block = 1
     assert plain.backward[block].overlapped_bytes == plain.backward[block].blocking_bytes
     assert divided.backward[block].overlapped_bytes == 2 * divided.backward[block].blocking_bytes
+    assert all(of.backward[-1].overlapped_bytes == 0 for of in (plain, divided))
     assert divided.backward[block].blocking_bytes == plain.backward[block].blocking_bytes

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import pytest
 import torch
 import torch.nn.functional as F
+from harness.recorded_link import RecordedLink
 from harness.tensor_ranks import run_tensor_ranks, summed_in_order
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.comm.tensor_link import TensorLink
 from megatron_zpp.tensor_parallel.context import TensorParallel
@@ -143,3 +148,37 @@ def test_backward_reads_the_values_that_the_weights_have_then(sequence_parallel:
         assert all(map(torch.equal, found, expected))
 
     run_tensor_ranks(2, on_rank)
+
+
+class Products(TorchDispatchMode):
+    """Calls `record` for each product of matrices."""
+
+    def __init__(self, record: Callable[[str], None]) -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self._record("product")
+        return func(*args, **(kwargs or {}))
+
+
+@token_orders
+def test_in_backward_of_a_column_linear_a_product_runs_while_the_link_works(sequence_parallel: bool) -> None:
+    def on_rank(link: TensorLink) -> list[str]:
+        events: list[str] = []
+        recorded = cast(TensorLink, RecordedLink(link, lambda operation: events.append(operation[0])))
+        layer = ColumnLinear(WIDTH, INNER, TensorParallel(recorded, sequence_parallel), bias=True, dtype=torch.float32)
+        hidden = between(torch.zeros(SAMPLES, LENGTH, WIDTH), 2, link.rank, sequence_parallel).clone().requires_grad_()
+        output = layer(hidden).sum()
+        events.clear()
+        with Products(events.append):
+            output.backward()
+        return events
+
+    overlapping_sum = ["product", "wait"]
+    expected = {
+        False: ["product", "start_summed", *overlapping_sum],
+        True: ["start_gather", "product", "wait", "start_sum_scattered", *overlapping_sum],
+    }
+    assert run_tensor_ranks(2, on_rank) == [expected[sequence_parallel]] * 2

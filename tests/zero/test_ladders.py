@@ -1,4 +1,4 @@
-"""Ladders beside each other in one world, without a tensor link: each trains as if it were alone."""
+"""Ladders beside each other in one world, each with the whole model: each trains as if it were alone."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness.divided_model import CHANNELS, SHAPE, DividedRank, bits_of, whole_state
+from harness.divided_model import CHANNELS, SHAPE, DividedRank, Stated, bits_of, whole_state
 from harness.small_engine import LEARNING_RATE, Job
 from harness.worlds import run_world
 from torch import Tensor
@@ -17,7 +17,7 @@ from megatron_zpp.comm.code import LinkCodes
 from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.grad_norm import count_zeros
-from megatron_zpp.zero.pieces import Piece, pieces_of
+from megatron_zpp.zero.pieces import pieces_of
 from megatron_zpp.zero.policy import POLICIES, ZEROPP, Policy, with_gradients_summed_on_secondary
 from megatron_zpp.zero.shared_places import shared_numel, sharing_received_bytes
 
@@ -145,14 +145,14 @@ def test_shared_elements_stay_equal_to_the_bit_while_the_gradients_of_one_holder
     policy, dtype = NOISY[row]
     steps = 50 if row == "stage 3" else 5
 
-    def program(backend: VirtualBackend) -> tuple[list[Piece], dict[str, tuple[int, ...]]]:
+    def program(backend: VirtualBackend) -> Stated:
         rank = DividedRank(Job(policy, dtype, SHAPE, steps), backend)
         if rank.backend.rank == 2:
             generator = torch.Generator().manual_seed(0)
             for parameter in rank.model.parameters():
                 parameter.register_hook(lambda grad: grad + 0.01 * torch.randn(grad.shape, generator=generator).to(grad.dtype))
         rank.train()
-        return rank.state(), rank.shapes()
+        return rank.stated()
 
     ranks = run_world(Grid.of_nodes(1, 4, tensor_ranks=4), program)  # two ranks have the key of one group
     state = whole_state((pieces for pieces, _ in ranks), ranks[0][1])

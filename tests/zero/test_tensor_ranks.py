@@ -109,18 +109,8 @@ def test_the_first_weights_are_those_of_one_tensor_rank_to_the_bit(grid: str) ->
 def test_losses_and_norms_are_those_of_one_tensor_rank(grid: str) -> None:
     """Over 20 steps at a rate of 1e-3 in fp32: sums over tensor ranks are taken in another order."""
     shape, groups = GRIDS[grid]
-    rate = 1e-3
-
-    def program(backend: VirtualBackend) -> History:
-        rank = DividedRank(Job(POLICIES[3], shape=SHAPE), backend, groups=groups)
-        history = []
-        for step in range(20):
-            loss = rank.accumulate(step)
-            history.append((loss, rank.engine.step(rate).grad_norm))
-        rank.engine.close()
-        return history
-
-    divided, alone = run_world(shape, program), run_world(of_one_tensor_rank(shape), program)
+    job = Job(POLICIES[3], shape=SHAPE, steps=20)
+    divided, alone = (train_divided(each, job, groups, rate=1e-3).histories for each in (shape, of_one_tensor_rank(shape)))
     assert mean_losses(divided) == pytest.approx(mean_losses(alone), rel=1e-6)
     assert [norm for _, norm in divided[0]] == pytest.approx([norm for _, norm in alone[0]], rel=2e-5)
     assert len({tuple(norm for _, norm in history) for history in divided}) == 1

@@ -1,0 +1,66 @@
+"""A small GPT whose layers tensor ranks share, trained by the engine on the ranks of a virtual world."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.divided_model import DividedRank, History, Stated, Trained, trained_by
+from harness.small_engine import Job
+from harness.tensor_parts import VOCAB, config_of
+from harness.worlds import run_world
+from megatron_zpp.comm.backend import VirtualBackend
+from megatron_zpp.comm.links import Ladder
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.tensor_parallel.context import TensorParallel
+
+SAMPLES, LENGTH = 8, 12  # of all data ranks in a step
+FIELDS: dict[str, Any] = {"seq_length": LENGTH, "max_position_embeddings": 16, "num_layers": 2}
+
+
+@dataclass
+class GptRank(DividedRank):
+    """One rank that trains a GPT. gpt: one of harness.tensor_parts.MODELS; changes: of its configuration."""
+
+    gpt: str = "GPT-2"
+    sequence_parallel: bool = False
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def _make_model(self, ladder: Ladder) -> GPT:
+        tensor = None if ladder.tensor_link is None else TensorParallel(ladder.tensor_link, self.sequence_parallel)
+        return GPT(config_of(self.gpt, **FIELDS | dict(self.changes)), VOCAB, 7, self.job.dtype, tensor)
+
+    def loss(self, step: int, microbatch: int = 0) -> Tensor:
+        tokens, labels = self.batch(step, microbatch)
+        loss: Tensor = self.model(tokens, labels, first_sample=step * SAMPLES + self._first_sample(microbatch)).mean()
+        return loss
+
+    def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        text = torch.randint(VOCAB, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(1000 + step))
+        first = self._first_sample(microbatch)
+        rows = text[first : first + self._samples]
+        return rows[:, :-1], rows[:, 1:]
+
+    @property
+    def _samples(self) -> int:
+        return SAMPLES // (self.backend.grid.data_ranks * self.job.microbatches)
+
+    def _first_sample(self, microbatch: int) -> int:
+        grid = self.backend.grid
+        return (microbatch * grid.data_ranks + grid.data_rank_of(self.backend.rank)) * self._samples
+
+
+def train_gpt(grid: Grid, job: Job, gpt: str, *, sequence_parallel: bool = False, rate: float | None = None, **changes: Any) -> Trained:
+    """A run in which nothing else happens. Fails if an element has not the same bits wherever it rests. rate: of learning."""
+
+    def program(backend: VirtualBackend) -> tuple[History, Stated]:
+        rank = GptRank(job, backend, gpt=gpt, sequence_parallel=sequence_parallel, changes=changes)
+        history = rank.train() if rate is None else rank.train_at(rate)
+        return history, rank.stated()
+
+    return trained_by(run_world(grid, program))
