@@ -14,6 +14,9 @@ from harness.worlds import run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.code import Code, LinkCodes
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.zero.adam import AdamOptions
+from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.loss_scaler import DynamicLossScaler
 from megatron_zpp.zero.pieces import owned_pieces
 from megatron_zpp.zero.plan.memory_plan import MemoryPlan, Sharding, largest_plan
@@ -237,7 +240,18 @@ def test_stage_0_has_no_owner_of_a_slice_and_cannot_be_offloaded() -> None:
         with_offloaded_optimizer(POLICIES[0])
 
 
+def test_apex_updates_nothing_on_the_host() -> None:
+    with pytest.raises(ValueError, match="choose the torch backend"):
+        EngineOptions(with_offloaded_optimizer(POLICIES[2]), adam=AdamOptions(backend="apex"))
+
+
 @pytest.mark.parametrize("changes", [{"gradients": Rung.HOST}, {"weights_in_step": Rung.HOST}], ids=str)
 def test_neither_gradients_nor_working_weights_rest_on_the_host(changes: dict[str, Rung]) -> None:
     with pytest.raises(ValueError, match="only the optimizer state"):
         dataclasses.replace(with_offloaded_optimizer(POLICIES[3]), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("row", ["stage 1", "ZeRO++"])
+def test_ranks_that_share_layers_offload_their_parts_without_changing_a_bit(row: str) -> None:
+    grid, job = Grid.of_nodes(2, 4, 2), job_of(ROWS[row])
+    assert train_world(grid, offloaded(job)) == train_world(grid, job)
