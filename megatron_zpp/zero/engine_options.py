@@ -9,7 +9,7 @@ import torch
 from megatron_zpp.comm.codecs import CodecFactory, make_codec
 from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.zero.adam import AdamOptions
-from megatron_zpp.zero.policy import POLICIES, Policy, Rung
+from megatron_zpp.zero.policy import POLICIES, Policy
 from megatron_zpp.zero.schedule import Prefetch
 
 
@@ -22,7 +22,6 @@ class EngineOptions:
     noise_seed: seed of stochastic rounding. counts_zeros: whether a step counts the zeros of the mean gradient.
     make_codec: makes the codec of each link (comm/codecs.py).
     observer: receives the phases of a step, and each use while it is computed.
-    Raises ValueError for an optimizer of Apex on the host.
     """
 
     policy: Policy = POLICIES[3]
@@ -36,9 +35,3 @@ class EngineOptions:
     counts_zeros: bool = False
     make_codec: CodecFactory = make_codec
     observer: Observer = field(default_factory=Observer)
-
-    def __post_init__(self) -> None:
-        if self.policy.optimizer is Rung.HOST and self.adam.backend == "apex":
-            raise ValueError(
-                "NVIDIA Apex has no AdamW for the host, where the policy keeps the optimizer's state; choose the torch backend"
-            )

@@ -209,6 +209,8 @@ def test_a_device_holds_4_bytes_per_owned_parameter_and_rungs_and_its_host_12_or
         if job.policy.gradients is Rung.PRIMARY:
             assert plan.gradients == 4 * owned and plan.optimizer_state == 0
         assert rank.engine.ladder.host_link.pinned_bytes == plan.host.pinned
+        kept = plan.secondary if job.policy.weights_in_step is Rung.SECONDARY else 0
+        assert rank.engine.ladder.staging.allocated_bytes <= plan.buffers + kept
         rank.engine.close()
 
     run_on_gpus(world, program)
