@@ -15,10 +15,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_zpp.comm.climb import Climb
 from megatron_zpp.comm.codec import Regions
 from megatron_zpp.comm.codecs import CastCodec, add_decoded_
 from megatron_zpp.comm.link_codecs import LinkCodecs
-from megatron_zpp.comm.links import Climb, Ladder
+from megatron_zpp.comm.links import Ladder
 from megatron_zpp.zero.layout import FlatLayout
 
 

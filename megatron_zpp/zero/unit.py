@@ -13,11 +13,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from megatron_zpp.comm.climb import Climb
 from megatron_zpp.comm.codec import Regions
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.link_codecs import LinkCodecs
-from megatron_zpp.comm.links import Climb, Ladder
+from megatron_zpp.comm.links import Ladder
 from megatron_zpp.parallel.specs import UnitSpec
 from megatron_zpp.zero.kept_copy import KeptCopy
 from megatron_zpp.zero.layout import FlatLayout
