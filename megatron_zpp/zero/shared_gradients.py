@@ -42,7 +42,7 @@ class SharedGradients:
     """The shared elements in the gradients that this rank's optimizer reads."""
 
     def __init__(self, gradients: Sequence[UnitGradient], ladder: Ladder, first_slice: int, slices: int) -> None:
-        """first_slice, slices: those of `for_optimizer` in each gradient. Raises RuntimeError if tensor ranks share at different places."""
+        """first_slice, slices: those of `for_optimizer` in each gradient. Raises RuntimeError as `shared_places` does."""
         self._link = ladder.tensor_link
         self._views: list[Tensor] = []
         self._columns: list[_Columns] = []
