@@ -15,8 +15,6 @@ from harness.worlds import run_world
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.code import Code, LinkCodes
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.zero.adam import AdamOptions
-from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.loss_scaler import DynamicLossScaler
 from megatron_zpp.zero.pieces import owned_pieces
 from megatron_zpp.zero.plan.memory_plan import MemoryPlan, Sharding, largest_plan
@@ -240,11 +238,6 @@ def test_each_unit_crosses_the_host_link_once_per_step_in_each_direction_whateve
 def test_stage_0_has_no_owner_of_a_slice_and_cannot_be_offloaded() -> None:
     with pytest.raises(ValueError, match="no owner of a slice"):
         with_offloaded_optimizer(POLICIES[0])
-
-
-def test_apex_updates_nothing_on_the_host() -> None:
-    with pytest.raises(ValueError, match="choose the torch backend"):
-        EngineOptions(with_offloaded_optimizer(POLICIES[2]), adam=AdamOptions(backend="apex"))
 
 
 @pytest.mark.parametrize("changes", [{"gradients": Rung.HOST}, {"weights_in_step": Rung.HOST}], ids=str)
