@@ -314,9 +314,7 @@ def _check_options(options: EngineOptions) -> None:
     if options.adam.backend not in ("torch", "apex"):
         raise ValueError(f"the backend of adam is {options.adam.backend!r}; choose torch or apex")
     if options.policy.optimizer is Rung.HOST and options.adam.backend == "apex":
-        raise ValueError(
-            "the backend of adam is 'apex', which has no AdamW for the host, where the policy keeps the optimizer; choose torch"
-        )
+        raise ValueError("the backend of adam is 'apex', which has no AdamW for the host, where the policy keeps it; choose torch")
     if options.full_precision_iterations < 0:
         raise ValueError(f"full_precision_iterations is {options.full_precision_iterations}; choose 0 or more")
     if options.dtype not in DTYPES:
