@@ -96,7 +96,7 @@ class ZeroEngine:
             self._add_unit(spec)
         self._unit_of = {unit.name: unit for unit in self.units}
         self._squared_sums = squared_sums_for(ladder.device, options.adam.backend)
-        self.home = home = home_of(self._policy, ladder)
+        self._home = home = home_of(self._policy, ladder)
         self._weight_sums = squared_sums_for(home.device, options.adam.backend)
         self._update_groups = update_groups([unit.name for unit in self.units], self._first_actions, at_once=home.runs_behind)
         self.optimizer = ShardedAdamW(self.units, self.gradients, self._update_groups, options.adam, home.link)
@@ -385,11 +385,11 @@ class ZeroEngine:
 
     def model_state_bytes(self) -> int:
         """Bytes that weights, gradients and optimizer state take on this rank's device now."""
-        return state_bytes(self).device
+        return state_bytes(self.units, self.gradients, self.optimizer, self._home).device
 
     def host_state_bytes(self) -> int:
         """Bytes that main weights and optimizer state take on its host, if they are kept there."""
-        return state_bytes(self).host
+        return state_bytes(self.units, self.gradients, self.optimizer, self._home).host
 
     def gather_world(self, own: Tensor) -> Tensor:
         """`own` [numel] of every rank, [data ranks, tensor ranks, numel]; for a few numbers. Every rank must call it."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.gradients import UnitGradient
+from megatron_zpp.zero.home import Home
+from megatron_zpp.zero.optimizer import ShardedAdamW
+from megatron_zpp.zero.unit import WeightUnit
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,12 @@ class StateBytes:
     host: int
 
 
-def state_bytes(engine: ZeroEngine) -> StateBytes:
-    """What the engine holds on this rank now."""
-    at_home = [tensor for unit in engine.units for tensor in unit.tensors_at_home()] + engine.optimizer.live_tensors()
-    rungs = [tensor for unit in engine.units for tensor in unit.live_tensors()] + [gradient.total for gradient in engine.gradients]
-    rungs += [parameter.grad for unit in engine.units for parameter in unit.parameters if parameter.grad is not None]
-    return StateBytes(_bytes(rungs), _bytes(at_home)) if engine.home.is_host else StateBytes(_bytes(rungs + at_home), 0)
+def state_bytes(units: Sequence[WeightUnit], gradients: Sequence[UnitGradient], optimizer: ShardedAdamW, home: Home) -> StateBytes:
+    """What these parts of an engine hold on this rank now."""
+    at_home = [tensor for unit in units for tensor in unit.tensors_at_home()] + optimizer.live_tensors()
+    rungs = [tensor for unit in units for tensor in unit.live_tensors()] + [gradient.total for gradient in gradients]
+    rungs += [parameter.grad for unit in units for parameter in unit.parameters if parameter.grad is not None]
+    return StateBytes(_bytes(rungs), _bytes(at_home)) if home.is_host else StateBytes(_bytes(rungs + at_home), 0)
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
