@@ -77,14 +77,6 @@ def tensor_traffic(shape: ModelShape, *, microbatches: int, samples: int, elemen
     return TensorTraffic(one.forward * microbatches, one.backward * microbatches, one.recomputed * microbatches, loss * microbatches)
 
 
-def replica_bytes(shared_numel: int, tensor_ranks: int) -> int:
-    """What one rank receives in a step to make equal the gradients that several ranks hold, in fp32.
-
-    shared_numel: of such elements, in the slices of the rung on which the optimizer works.
-    """
-    return gathered_bytes(4 * shared_numel, tensor_ranks)
-
-
 @dataclass(frozen=True)
 class _Layers:
     """The crossings of one micro-batch.

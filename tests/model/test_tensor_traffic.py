@@ -10,7 +10,7 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.shapes import ModelShape
-from megatron_zpp.model.tensor_traffic import LOSS_BYTES, Crossing, TensorTraffic, replica_bytes, tensor_traffic
+from megatron_zpp.model.tensor_traffic import LOSS_BYTES, Crossing, TensorTraffic, tensor_traffic
 
 LAYERS, HIDDEN, LENGTH, SAMPLES, ELEMENT_BYTES = 6, 64, 32, 2, 2
 TOKENS = SAMPLES * LENGTH
@@ -77,7 +77,3 @@ def test_hidden_states_that_the_ranks_do_not_share_evenly_are_padded_to_16_bytes
     found = tensor_traffic(shape, microbatches=1, samples=1, element_bytes=2)
     part = 48  # 3 x 24 x 2 bytes are 144, of which 4 ranks have 36 each
     assert found.backward == Crossing((4 * LAYERS + 2) // 2 * 2 * 3 * part, 4 * LAYERS + 2)
-
-
-def test_shared_elements_cross_in_fp32() -> None:
-    assert replica_bytes(10, 4) == 3 * 40
