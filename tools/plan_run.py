@@ -309,7 +309,7 @@ def _time_table(estimates: Sequence[Estimate]) -> list[str]:
             estimate.plan.member.name,
             *_traffic_cells(estimate.plan),
             *[f"{estimate.plan.tensor_bytes / GIGABYTE:.4g}"] * has_tensor_link,
-            str(estimate.plan.traffic.collectives),
+            str(estimate.plan.collectives),
             f"{estimate.time.seconds:.4g}",
             f"{zero3 / estimate.time.seconds:.2f}",
             estimate.bound_by,

@@ -102,20 +102,21 @@ def mask_bytes(samples: int, length: int, element_bytes: int) -> int:
 
 
 def tensor_buffer_bytes(
-    config: ModelConfig, micro_batch_size: int, element_bytes: int, *, tensor_ranks: int, sequence_parallel: bool
+    config: ModelConfig, micro_batch_size: int, element_bytes: int, *, tensor_ranks: int, sequence_parallel: bool, uses_streams: bool
 ) -> int:
     """The most bytes that exist at once because hidden states cross the tensor link: in the backward of a column layer.
 
     These are what came from the other ranks, and the sum: of the rank's own tokens with sequence parallelism, otherwise first of its part
     and then whole. With sequence parallelism also the gathered input, and the gradient of all tokens before it is summed. More than two
-    ranks add up in fp32, 16-bit values into another copy.
+    ranks add up in fp32, 16-bit values into another copy. uses_streams: whether the link is on streams of a GPU. There the sums of forward,
+    in another stream than those of backward, have a buffer of their own for what comes from the other ranks, and it stays.
     """
     if tensor_ranks == 1:
         return 0
     numel = micro_batch_size * config.seq_length * config.hidden_size
     wide_copies = 0 if tensor_ranks == 2 else 1 if element_bytes == WIDE_BYTES else 2
     of_part = (element_bytes + wide_copies * WIDE_BYTES) * numel // tensor_ranks
-    return (3 if sequence_parallel else 2) * numel * element_bytes + of_part
+    return ((3 if sequence_parallel else 2) + uses_streams) * numel * element_bytes + of_part
 
 
 def _bytes_per_token_between_layers(config: ModelConfig, element_bytes: int) -> int:

@@ -23,45 +23,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_zpp.comm.tensor_bytes import gathered_bytes, sum_scattered_bytes, summed_bytes
+from megatron_zpp.comm.tensor_bytes import gathered_bytes
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.chunks import recomputed_chunks
+from megatron_zpp.model.layer_work import LayerWork
 from megatron_zpp.model.loss_chunks import has_chunks, ranges
 from megatron_zpp.model.shapes import ModelShape
+from megatron_zpp.parallel.tensor_work import TensorWork
 
 LOSS_BYTES = 3 * 4  # per token: the largest logit, the sum of exponentials, the logit of the label
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """Bytes that arrive at one rank, and the collectives that bring them."""
-
-    nbytes: int = 0
-    collectives: int = 0
-
-    def __add__(self, other: Crossing) -> Crossing:
-        return Crossing(self.nbytes + other.nbytes, self.collectives + other.collectives)
-
-    def __mul__(self, times: int) -> Crossing:
-        return Crossing(self.nbytes * times, self.collectives * times)
 
 
 @dataclass(frozen=True)
 class TensorTraffic:
     """What one rank receives in micro-batches. forward: without the loss. recomputed: in backward, of blocks that are recomputed."""
 
-    forward: Crossing = Crossing()
-    backward: Crossing = Crossing()
-    recomputed: Crossing = Crossing()
-    loss: Crossing = Crossing()
+    forward: TensorWork
+    backward: TensorWork
+    recomputed: TensorWork
+    loss: TensorWork
 
     @property
-    def training(self) -> Crossing:
+    def training(self) -> TensorWork:
         """Of a step, without elements that several ranks hold."""
         return self.forward + self.backward + self.recomputed + self.loss
 
     @property
-    def evaluation(self) -> Crossing:
+    def evaluation(self) -> TensorWork:
         """Of as many micro-batches that are only evaluated."""
         return self.forward + self.loss
 
@@ -69,65 +57,26 @@ class TensorTraffic:
 def tensor_traffic(shape: ModelShape, *, microbatches: int, samples: int, element_bytes: int) -> TensorTraffic:
     """The traffic of a model's rank in `microbatches` micro-batches of `samples` samples. element_bytes: of an activation."""
     if shape.tensor_ranks == 1:
-        return TensorTraffic()
-    layers = _Layers.with_sequence_parallel if shape.sequence_parallel else _Layers.without_sequence_parallel
-    tokens = samples * shape.config.seq_length
-    one = layers(tokens * shape.config.hidden_size, shape.tensor_ranks, element_bytes).traffic(shape.config)
-    loss = _loss(shape.config, tokens, shape.tensor_ranks)
-    return TensorTraffic(one.forward * microbatches, one.backward * microbatches, one.recomputed * microbatches, loss * microbatches)
+        return TensorTraffic(TensorWork(), TensorWork(), TensorWork(), TensorWork())
+    config, layer = shape.config, LayerWork.of(shape, samples=samples, element_bytes=element_bytes)
+    layers = 2 * config.num_layers  # of each kind: qkv and up divide their rows, projection and down their columns
+    return TensorTraffic(
+        microbatches * (layers * (layer.into + layer.out_of) + layer.out_of + layer.into),
+        microbatches * (layers * (layer.into_backward + layer.out_of_backward) + layer.out_of_backward + layer.final_backward),
+        microbatches * _recomputed(config, layer),
+        microbatches * loss_work(shape, samples=samples),
+    )
 
 
-def replica_bytes(shared_numel: int, tensor_ranks: int) -> int:
-    """What one rank receives in a step to make equal the gradients that several ranks hold, in fp32.
-
-    shared_numel: of such elements, in the slices of the rung on which the optimizer works.
-    """
-    return gathered_bytes(4 * shared_numel, tensor_ranks)
-
-
-@dataclass(frozen=True)
-class _Layers:
-    """The crossings of one micro-batch.
-
-    into: from hidden states to a layer that divides its rows; out_of: from a layer that divides its columns to hidden states. Both have
-    a backward.
-    """
-
-    into: Crossing
-    into_backward: Crossing
-    out_of: Crossing
-    out_of_backward: Crossing
-    final_backward: Crossing
-
-    @classmethod
-    def without_sequence_parallel(cls, numel: int, ranks: int, element_bytes: int) -> _Layers:
-        """numel: of the hidden states of all tokens."""
-        whole_sum = Crossing(summed_bytes(numel, ranks, element_bytes), 2)
-        return cls(Crossing(), whole_sum, whole_sum, Crossing(), whole_sum)
-
-    @classmethod
-    def with_sequence_parallel(cls, numel: int, ranks: int, element_bytes: int) -> _Layers:
-        """numel: of the hidden states of all tokens."""
-        nbytes = numel * element_bytes
-        gather, part = Crossing(gathered_bytes(nbytes // ranks, ranks), 1), Crossing(sum_scattered_bytes(nbytes, ranks), 1)
-        return cls(gather, gather + part, part, gather, part)
-
-    def traffic(self, config: ModelConfig) -> TensorTraffic:
-        """Without the loss."""
-        blocks, layers_of_block = config.num_layers, 2  # of each kind: qkv and up divide their rows, projection and down their columns
-        forward = (self.into + self.out_of) * (layers_of_block * blocks) + self.out_of + self.into
-        backward = (self.into_backward + self.out_of_backward) * (layers_of_block * blocks) + self.out_of_backward + self.final_backward
-        return TensorTraffic(forward, backward, self._recomputed(config))
-
-    def _recomputed(self, config: ModelConfig) -> Crossing:
-        total = Crossing()
-        for chunk in recomputed_chunks(config):
-            total += self.into * (2 * len(chunk)) + self.out_of * (2 * len(chunk) - 1)
-        return total
-
-
-def _loss(config: ModelConfig, tokens: int, ranks: int) -> Crossing:
-    """One gather, or one for each chunk of tokens."""
-    chunk_tokens = config.loss_chunk_tokens
+def loss_work(shape: ModelShape, *, samples: int) -> TensorWork:
+    """The work of the loss for a micro-batch: one gather, or one for each chunk of tokens."""
+    tokens, chunk_tokens = samples * shape.config.seq_length, shape.config.loss_chunk_tokens
     gathers = len(list(ranges(tokens, chunk_tokens))) if has_chunks(tokens, chunk_tokens) else 1
-    return Crossing(gathered_bytes(LOSS_BYTES * tokens, ranks), gathers)
+    return TensorWork(gathered_bytes(LOSS_BYTES * tokens, shape.tensor_ranks), collectives=gathers)
+
+
+def _recomputed(config: ModelConfig, layer: LayerWork) -> TensorWork:
+    total = TensorWork()
+    for chunk in recomputed_chunks(config):
+        total += 2 * len(chunk) * layer.into + (2 * len(chunk) - 1) * layer.out_of
+    return total

@@ -177,7 +177,7 @@ def _bytes(plan: RunPlan) -> str:
     return (
         f"{plan.node_bytes / GIGABYTE:.4g} GB into a node from others (weights {weights:.4g}, gradients {gradients:.4g}), "
         f"{traffic.total.intra_bytes / GIGABYTE:.4g} GB into a rank inside its node, "
-        f"{_tensor_bytes(plan)}{traffic.collectives} collectives"
+        f"{_tensor_bytes(plan)}{plan.collectives} collectives"
     )
 
 

@@ -201,6 +201,7 @@ def memory_need(config: Config, model: SizedModel, sharding: Sharding, grid: Gri
             sharding.element_bytes,
             tensor_ranks=grid.tensor_ranks,
             sequence_parallel=config.distributed.sequence_parallel,
+            uses_streams=is_on_gpu,
         ),
         sharing=sharing_buffer_bytes(shared_on_rank(model.unit_specs(), sharding, grid), grid.tensor_ranks),
     )

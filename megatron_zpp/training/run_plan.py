@@ -125,9 +125,17 @@ class RunPlan:
     @property
     def tensor_bytes(self) -> int:
         """Bytes that one rank receives at most in a step from the ranks that share its layers."""
-        job = self.job
-        shared = shared_on_rank(job.unit_specs, job.sharding, job.grid)
-        return job.microbatches * job.tensor_work.nbytes + sharing_received_bytes(shared, job.grid.tensor_ranks)
+        return self.job.microbatches * self.job.tensor_work.nbytes + sharing_received_bytes(self._shared, self.job.grid.tensor_ranks)
+
+    @property
+    def collectives(self) -> int:
+        """Collectives over all links in which one rank takes part in a step, at most."""
+        makes_equal = self.job.grid.tensor_ranks > 1 and self._shared > 0
+        return self.traffic.collectives + self.job.microbatches * self.job.tensor_work.collectives + makes_equal
+
+    @property
+    def _shared(self) -> int:
+        return shared_on_rank(self.job.unit_specs, self.job.sharding, self.job.grid)
 
     def time(self, machine: Machine, computation: Computation) -> StepTime:
         return step_time(self.job, machine, computation)

@@ -115,3 +115,20 @@ def test_the_host_goes_on_while_an_operation_is_under_way() -> None:
         return so_far
 
     assert run_on_gpus(GRIDS["2 ranks"], host_time, times={ACROSS: CROSSING}) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("operation", ["sum_scattered", "summed"])
+def test_sums_at_once_and_sums_beside_computation_have_one_buffer_each(operation: str) -> None:
+    """model/activations.py:tensor_buffer_bytes counts them."""
+    values = torch.ones(2 * WIDTH, WIDTH)
+
+    def buffers(gpu: Gpu) -> int:
+        staging = Staging(torch.device("cpu"), gpu.machine)
+        link = TensorLink(gpu.backend, Ledger(gpu.backend.grid, gpu.backend.rank), staging, gpu.machine, Waits())
+        for _ in range(3):
+            getattr(link, operation)(values)
+            getattr(link, f"start_{operation}")(values).wait()
+        gpu.machine.synchronize()
+        return staging.allocated_bytes // values.nbytes
+
+    assert run_on_gpus(GRIDS["2 ranks"], buffers) == [2, 2]

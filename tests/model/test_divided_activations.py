@@ -104,11 +104,13 @@ def test_beside_what_one_rank_has_backward_of_a_layer_holds_the_estimate_of_what
             torch.autograd.grad(output, hidden, grad)
         return live.peak
 
-    estimated = tensor_buffer_bytes(config, SAMPLES, dtype.itemsize, tensor_ranks=ranks, sequence_parallel=sequence_parallel)
+    estimated = tensor_buffer_bytes(
+        config, SAMPLES, dtype.itemsize, tensor_ranks=ranks, sequence_parallel=sequence_parallel, uses_streams=False
+    )
     gradient = 0 if sequence_parallel else hidden_bytes  # without sequence parallelism it is one of a block's, as on one rank
     for peak in run_tensor_ranks(ranks, on_rank):
         assert peak == pytest.approx(estimated + gradient, rel=0.01)
 
 
 def test_one_rank_has_no_buffers_for_a_link() -> None:
-    assert tensor_buffer_bytes(small_config(), SAMPLES, 4, tensor_ranks=1, sequence_parallel=False) == 0
+    assert tensor_buffer_bytes(small_config(), SAMPLES, 4, tensor_ranks=1, sequence_parallel=False, uses_streams=True) == 0

@@ -10,7 +10,8 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.shapes import ModelShape
-from megatron_zpp.model.tensor_traffic import LOSS_BYTES, Crossing, TensorTraffic, replica_bytes, tensor_traffic
+from megatron_zpp.model.tensor_traffic import LOSS_BYTES, TensorTraffic, tensor_traffic
+from megatron_zpp.parallel.tensor_work import TensorWork
 
 LAYERS, HIDDEN, LENGTH, SAMPLES, ELEMENT_BYTES = 6, 64, 32, 2, 2
 TOKENS = SAMPLES * LENGTH
@@ -32,7 +33,8 @@ def part_of_hidden(ranks: int) -> int:
 
 
 def test_one_tensor_rank_receives_nothing() -> None:
-    assert traffic(1, "--recompute-granularity full --recompute-method uniform") == TensorTraffic()
+    found = traffic(1, "--recompute-granularity full --recompute-method uniform")
+    assert found.training == found.evaluation == TensorWork()
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -43,7 +45,7 @@ def test_without_recomputation_a_micro_batch_takes_8_sums_per_block_and_4_more_o
         assert found.training.nbytes == (per_block * LAYERS + 4) * part_of_hidden(ranks) + loss
         assert found.training.collectives == per_block * LAYERS + 4 + 1
         assert found.evaluation.nbytes == (4 * LAYERS + 2) * part_of_hidden(ranks) + loss
-        assert found.recomputed == Crossing()
+        assert found.recomputed == TensorWork()
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_recomputation_repeats_a_blocks_forward_but_not_the_last_sum_of_a_chunk(
     for sequence_parallel, last_sum in ((False, 2), (True, 1)):
         found = traffic(4, flags, sequence_parallel=sequence_parallel).recomputed
         repeated = 4 * repeated_blocks - last_sum * chunks
-        assert found == Crossing(repeated * part_of_hidden(4), repeated)
+        assert found == TensorWork(repeated * part_of_hidden(4), collectives=repeated)
 
 
 def test_the_loss_in_chunks_takes_as_many_bytes_in_more_gathers() -> None:
@@ -69,15 +71,11 @@ def test_the_loss_in_chunks_takes_as_many_bytes_in_more_gathers() -> None:
 
 def test_micro_batches_multiply() -> None:
     one, three = traffic(2), traffic(2, microbatches=3)
-    assert three.training == one.training * 3 and three.evaluation == one.evaluation * 3
+    assert three.training == 3 * one.training and three.evaluation == 3 * one.evaluation
 
 
 def test_hidden_states_that_the_ranks_do_not_share_evenly_are_padded_to_16_bytes_for_each() -> None:
     shape = ModelShape(replace(config(), hidden_size=24, seq_length=3), 128, 4)
     found = tensor_traffic(shape, microbatches=1, samples=1, element_bytes=2)
     part = 48  # 3 x 24 x 2 bytes are 144, of which 4 ranks have 36 each
-    assert found.backward == Crossing((4 * LAYERS + 2) // 2 * 2 * 3 * part, 4 * LAYERS + 2)
-
-
-def test_shared_elements_cross_in_fp32() -> None:
-    assert replica_bytes(10, 4) == 3 * 40
+    assert found.backward.nbytes == (4 * LAYERS + 2) // 2 * 2 * 3 * part and found.backward.collectives == 4 * LAYERS + 2

@@ -115,9 +115,15 @@ def test_two_ranks_that_share_layers_have_half_of_the_states_but_for_what_both_h
     assert 0.5 < shared.plan.states / alone.plan.states < 0.505
     assert stage != 3 or 0.5 < shared.plan.gathered / alone.plan.gathered < 0.505
     assert alone.activations / 2 < shared.activations < alone.activations
-    assert (alone.tensor_buffers, shared.tensor_buffers) == (0, (2 * 64 * 256 + 64 * 256 // 2) * 2)
+    assert (alone.tensor_buffers, shared.tensor_buffers) == (0, (3 * 64 * 256 + 64 * 256 // 2) * 2)
     assert (alone.sharing, shared.sharing > 0) == (0, True)
     assert f"tensor buffers {in_gib(shared.tensor_buffers)}" in str(shared) and "tensor" not in str(alone)
+
+
+@pytest.mark.parametrize("sequence", ["", "--sequence-parallel"])
+def test_on_a_gpu_sums_of_forward_have_a_buffer_besides_that_of_backward(sequence: str) -> None:
+    shared = Run(f"{SMALL} {sequence}", 1, 4, tensor_ranks=2)
+    assert shared.need(is_on_gpu=True).tensor_buffers - shared.need(is_on_gpu=False).tensor_buffers == 64 * 256 * 2
 
 
 def test_a_group_whose_activations_do_not_fit_is_told_of_sequence_parallelism_and_of_a_larger_group() -> None:

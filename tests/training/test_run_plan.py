@@ -180,6 +180,13 @@ def test_a_node_takes_in_what_as_many_ladders_would_as_there_are_ranks_that_shar
     assert job.grid.into_node(of_all.total.inter_bytes) == 2 * ladder.into_node(of_ladder.total.inter_bytes) > 0
 
 
+def test_collectives_of_a_plan_are_those_of_the_ladder_and_of_the_tensor_link() -> None:
+    """Of 2 blocks: 8 of each, two more sums of two collectives, and one for the loss; once per step one for shared elements."""
+    alone, shared = (planned("ZeRO-3", f"--global-batch-size 16 --tensor-model-parallel-size {size}") for size in (1, 4))
+    assert alone.collectives == alone.traffic.collectives
+    assert shared.collectives == shared.traffic.collectives + shared.job.microbatches * (2 * 8 + 4 + 1) + 1
+
+
 def test_the_time_of_a_step_has_the_waits_for_ranks_that_share_layers() -> None:
     plan = planned("ZeRO-3", "--tensor-model-parallel-size 4 --sequence-parallel")
     computation = computation_by_rate(plan.config, 128, 1e12, 4)

@@ -17,9 +17,10 @@ from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.lanes import ThreadLanes
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic
 from megatron_zpp.model.shapes import ModelShape
-from megatron_zpp.model.tensor_traffic import TensorTraffic, replica_bytes, tensor_traffic
+from megatron_zpp.model.tensor_traffic import TensorTraffic, tensor_traffic
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.step import token_losses
+from megatron_zpp.zero.shared_places import sharing_received_bytes
 
 pytestmark = pytest.mark.virtual
 
@@ -127,7 +128,7 @@ def test_shared_elements_cross_once_per_step_those_of_the_rung_on_which_the_opti
     for tensor_rank in range(grid.tensor_ranks):
         numels, nbytes = zip(*found[tensor_rank :: grid.tensor_ranks], strict=True)
         copies = 1 if stage == 3 else grid.data_ranks
-        assert sum(nbytes) == STEPS * copies * replica_bytes(numels[0], grid.tensor_ranks) > 0
+        assert sum(nbytes) == STEPS * copies * sharing_received_bytes(numels[0], grid.tensor_ranks) > 0
 
 
 def calls_with_pauses(flags: str, steps: int, backend: VirtualBackend) -> list[tuple[str, int]]:
