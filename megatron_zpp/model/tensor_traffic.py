@@ -16,7 +16,8 @@ Every one of a block's four linear layers crosses the link in forward or in back
 --sequence-parallel, backward gathers the input of a layer that divides its rows again, because forward has kept the own tokens only. A
 recomputation ends with the last activation that backward needs, so the last sum of a chunk of blocks is not repeated: nothing behind it
 keeps an activation, dropout neither.
-The loss gathers three fp32 numbers per token.
+The loss gathers three fp32 numbers per token. With --partition-activations, and without --sequence-parallel, backward gathers the input of
+every chunk: r X.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from megatron_zpp.comm.tensor_bytes import gathered_bytes, sum_scattered_bytes, summed_bytes
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.chunks import recomputed_chunks
+from megatron_zpp.model.kept_need import kept_inputs_shape
 from megatron_zpp.model.loss_chunks import has_chunks, ranges
 from megatron_zpp.model.shapes import ModelShape
 
@@ -48,17 +50,21 @@ class Crossing:
 
 @dataclass(frozen=True)
 class TensorTraffic:
-    """What one rank receives in micro-batches. forward: without the loss. recomputed: in backward, of blocks that are recomputed."""
+    """What one rank receives in micro-batches.
+
+    forward: without the loss. recomputed: in backward, of blocks that are recomputed. inputs: of these blocks, if ranks keep parts of them.
+    """
 
     forward: Crossing = Crossing()
     backward: Crossing = Crossing()
     recomputed: Crossing = Crossing()
     loss: Crossing = Crossing()
+    inputs: Crossing = Crossing()
 
     @property
     def training(self) -> Crossing:
         """Of a step, without elements that several ranks hold."""
-        return self.forward + self.backward + self.recomputed + self.loss
+        return self.forward + self.backward + self.recomputed + self.loss + self.inputs
 
     @property
     def evaluation(self) -> Crossing:
@@ -74,7 +80,16 @@ def tensor_traffic(shape: ModelShape, *, microbatches: int, samples: int, elemen
     tokens = samples * shape.config.seq_length
     one = layers(tokens * shape.config.hidden_size, shape.tensor_ranks, element_bytes).traffic(shape.config)
     loss = _loss(shape.config, tokens, shape.tensor_ranks)
-    return TensorTraffic(one.forward * microbatches, one.backward * microbatches, one.recomputed * microbatches, loss * microbatches)
+    inputs = gathered_input(shape, samples=samples, element_bytes=element_bytes) * len(recomputed_chunks(shape.config))
+    return TensorTraffic(*(part * microbatches for part in (one.forward, one.backward, one.recomputed, loss, inputs)))
+
+
+def gathered_input(shape: ModelShape, *, samples: int, element_bytes: int) -> Crossing:
+    """The gather of one recomputed chunk's input; empty if every rank keeps its own."""
+    kept = kept_inputs_shape(shape.config, samples, shape.tensor_ranks, sequence_parallel=shape.sequence_parallel)
+    if kept.ranks == 1:
+        return Crossing()
+    return Crossing(gathered_bytes(kept.part_numel(element_bytes) * element_bytes, kept.ranks), 1)
 
 
 def replica_bytes(shared_numel: int, tensor_ranks: int) -> int:
