@@ -42,7 +42,9 @@ ACCEPTED: dict[str, AcceptedFlag] = {
         1, "--optimizer-cpu-offload keeps all of the optimizer's state on the host", only=("1", "1.0")
     ),
     "--cpu-offloading-num-layers": AcceptedFlag(
-        1, "--checkpoint-in-cpu keeps the inputs of recomputed blocks on the host, other activations stay on the device", only=("0",)
+        1,
+        "activations stay on the device, where --checkpoint-activations makes room, but for the inputs that --checkpoint-in-cpu moves",
+        only=("0",),
     ),
     "--cpu_torch_adam": AcceptedFlag(0, "--optimizer-backend chooses the kernels of Adam"),
     "--ds_fused_adam": AcceptedFlag(0, "--optimizer-backend chooses the kernels of Adam"),

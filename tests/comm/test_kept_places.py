@@ -126,6 +126,21 @@ def test_the_host_memory_is_pinned_once() -> None:
         assert on_host(machine).nbytes == CHUNKS * NUMEL * 4
 
 
+def test_on_the_device_there_are_one_value_that_leaves_and_two_that_return() -> None:
+    places = on_host(Machine())
+    with LiveBytes() as live:
+        kept, last = forward(places, 1)
+        del last
+        assert live.now == NUMEL * 4
+    with LiveBytes() as live:
+        for chunk in reversed(range(CHUNKS)):
+            value = kept[chunk].values()
+            if chunk > 0:
+                kept[chunk - 1].start()
+            del value
+        assert (live.now, live.peak) == (0, 2 * NUMEL * 4)
+
+
 class TimedCopies(Machine):
     """Copies take COPY."""
 
