@@ -5,7 +5,7 @@
 
 Flags after `--` are the training script's. Of the ZeRO flags only the details count (bits, block, partition), because
 the plan compares all stages and features; bits that a member's code does not have leave it with its own.
-The plan is pure arithmetic and takes a second for any size of cluster; torch is not imported. docs/slow_links.md lists the assumptions
+The plan is pure arithmetic and takes a few seconds for any size of cluster; torch is not imported. docs/slow_links.md lists the assumptions
 of the time model.
 """
 
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     plans, left_out = _plans(given, world, padded)
     zero3 = next(plan for plan in plans if plan.member.name == "ZeRO-3")
     computation = _computation(options, zero3, padded)
-    by_size = _by_tensor_size(options, given, world, zero3)
+    by_size = _by_tensor_size(options, given, world, plans)
     by_rate = {
         gigabits: Rate([_estimate(plan, gigabits, computation, options) for plan in plans], by_size.get(gigabits, {}))
         for gigabits in options.inter_gigabits
@@ -105,27 +105,35 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
         options.output.write_text(json.dumps(_as_json(world, by_rate), indent=1) + "\n")
 
 
-def _by_tensor_size(options: argparse.Namespace, given: Config, world: PlannedWorld, zero3: RunPlan) -> dict[float, dict[int, Estimate]]:
+def _by_tensor_size(
+    options: argparse.Namespace, given: Config, world: PlannedWorld, as_given: list[RunPlan]
+) -> dict[float, dict[int, Estimate]]:
     """For each rate, the best of some members for every number of ranks that could share layers; empty if only one number could.
 
-    zero3: the plan as given, whose global batch all have.
+    as_given: the plans with the given number, whose global batch all have.
     """
-    padded, found = zero3.padded_vocab_size, {gigabits: dict[int, Estimate]() for gigabits in options.inter_gigabits}
+    one, found = as_given[0], {gigabits: dict[int, Estimate]() for gigabits in options.inter_gigabits}
+    own = [plan for plan in as_given if plan.member in COMPARED]
     for size in TENSOR_SIZES:
         try:
-            plans = [plan_run(_with_tensor_size(given, size, zero3), member, world, padded) for member in COMPARED]
+            plans = own if size == one.job.grid.tensor_ranks else _compared(_with_tensor_size(given, size, one), world, one)
         except ValueError:
             continue  # a rule forbids this size, or the batch does not divide among the ranks that are left
-        computation = _computation(options, plans[0], padded)
+        computation = _computation(options, plans[0], one.padded_vocab_size)
         for gigabits, estimates in found.items():
             estimates[size] = _best([_estimate(plan, gigabits, computation, options) for plan in plans])
     return {gigabits: estimates for gigabits, estimates in found.items() if len(estimates) > 1}
 
 
-def _with_tensor_size(given: Config, size: int, zero3: RunPlan) -> Config:
+def _compared(given: Config, world: PlannedWorld, other: RunPlan) -> list[RunPlan]:
+    return [plan_run(given, member, world, other.padded_vocab_size) for member in COMPARED]
+
+
+def _with_tensor_size(given: Config, size: int, other: RunPlan) -> Config:
+    """The configuration with `size` ranks that share layers, and the global batch of the other plan."""
     training = given.training
     if training.global_batch_size is None and training.step_batch_size_schedule is None:
-        given = given.with_values(global_batch_size=zero3.config.training.global_batch_size)
+        given = given.with_values(global_batch_size=other.config.training.global_batch_size)
     return given.with_values(tensor_model_parallel_size=size)
 
 

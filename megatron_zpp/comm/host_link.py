@@ -29,7 +29,7 @@ class Arrival:
         self._copied: Event | None = None
 
     def start(self) -> None:
-        """Starts the copy of what the current stream has computed. The host must have finished with the last values of this place."""
+        """Starts the copy. The host must have waited for the values, and have finished with the last ones of this place."""
         if self._copy is not None:
             self._copied = self._copy()
 
@@ -119,7 +119,6 @@ class HostLink:
     def _copy_down(self, values: Regions, arrived: Regions) -> Event:
         if self._streams is None or self._down is None:
             raise RuntimeError("without streams nothing is copied to the host")
-        self._down.wait_stream(self._streams.current())
         with self._streams.entered(self._down):
             for source, place in zip(values.parts(), arrived.parts(), strict=True):
                 place.copy_(source, non_blocking=True)

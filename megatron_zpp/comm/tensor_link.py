@@ -116,7 +116,7 @@ class TensorLink:
         return Operation((self._sum_stage(sent, output),)), output
 
     def _summing(self, values: Tensor) -> tuple[Operation, Callable[[], Tensor]]:
-        """Parts are as long as `part_numel` says, so there may be padding at the end."""
+        """Its values are followed by zeros if the ranks cannot share them in parts of whole 16 bytes."""
         flat = values.detach().reshape(-1)
         numel = flat.numel()
         part_numel = padded_part_numel(numel, self.ranks, flat.element_size())

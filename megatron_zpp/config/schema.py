@@ -569,7 +569,7 @@ class ZeroConfig:
     zero_hpz_partition_size: int = flag(
         1,
         help="hpZ: ranks per group; each group holds a secondary copy of the weights, so that gathers in backward stay inside it. Usually "
-        "the ranks of a node; 1 turns it off; needs --zero-stage 3.",
+        "the ranks of a node, of those that share layers one each; 1 turns it off; needs --zero-stage 3.",
         unit="ranks",
         allowed=POSITIVE_RANKS,
     )

@@ -36,6 +36,7 @@ class IntervalReport:
     peak_tflops: float | None = None  # of one device; None if it is not known
     params_norm: float | None = None  # None if not requested
     num_zeros: int | None = None  # None if not requested
+    host_state_bytes: int = 0  # of an optimizer on the host
 
     @property
     def consumed_tokens(self) -> int:
@@ -96,4 +97,5 @@ class IntervalReport:
             "num_zeros": self.num_zeros,
             "eta_seconds": self.eta_seconds,
             "tensor_link_bytes": self.tensor_link_bytes,
+            "host_state_bytes": self.host_state_bytes,
         }

@@ -1,4 +1,7 @@
-"""The softmax of logits whose vocabulary tensor ranks share: what ranks tell each other of their parts, three numbers per token."""
+"""The softmax of logits whose vocabulary tensor ranks share: what ranks tell each other of their parts, three numbers per token.
+
+R tokens.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ class LogitParts(NamedTuple):
 
 def combined(own: LogitParts, link: TensorLink) -> LogitParts:
     """The parts of the whole vocabulary, from those of all ranks, with the same bits on every rank. One gather."""
-    parts_T3 = link.gather(torch.stack(own, dim=-1)).unbind(0)
-    largest_R = parts_T3[0][:, 0]
-    for part in parts_T3[1:]:
+    parts = link.gather(torch.stack(own, dim=-1)).unbind(0)
+    largest_R = parts[0][:, 0]
+    for part in parts[1:]:
         largest_R = torch.maximum(largest_R, part[:, 0])
     sum_R, label_R = torch.zeros_like(largest_R), torch.zeros_like(largest_R)
-    for part in parts_T3:
+    for part in parts:
         sum_R += part[:, 1] * (part[:, 0] - largest_R).exp()
         label_R += part[:, 2]
     return LogitParts(largest_R, sum_R, label_R)

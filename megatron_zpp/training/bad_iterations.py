@@ -1,12 +1,15 @@
-"""Count of consecutive steps without a usable loss or gradient."""
+"""Counts consecutive steps without a usable loss or gradient, and ends a run that has too many."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
 
+from megatron_zpp.config.schema import Config
 from megatron_zpp.training.progress import Progress
+from megatron_zpp.training.saving import RunSaver
 from megatron_zpp.training.step import StepOutcome
+from megatron_zpp.zero.engine import ZeroEngine
 
 
 @dataclass
@@ -31,3 +34,27 @@ class BadIterations:
             self.progress_before, self.scaler_before = replace(progress), scaler
         self.consecutive += 1
         self.weights_are_from_before &= outcome.is_skipped
+
+    def end_run_if_too_many(self, config: Config, engine: ZeroEngine, saver: RunSaver) -> None:
+        """Raises RuntimeError after --max-consecutive-bad-iterations in a row. First saves the state from before them, if possible."""
+        limit = config.training.max_consecutive_bad_iterations
+        if limit == 0 or self.consecutive < limit:
+            return
+        raise RuntimeError(
+            f"{limit} iterations in a row (--max-consecutive-bad-iterations) had a NaN or infinite loss or gradient, from iteration "
+            f"{self.progress_before.iteration + 1} on; {self._save_state_before(config, engine, saver)}. Look at their data, or lower --lr."
+        )
+
+    def _save_state_before(self, config: Config, engine: ZeroEngine, saver: RunSaver) -> str:
+        """Saves the state from before the bad iterations. Returns text that says what was saved, or why nothing was."""
+        before = self.progress_before
+        if before.iteration == 0:
+            return "nothing is saved, because no iteration came before it"
+        if not self.weights_are_from_before:
+            return "nothing is saved, because one of them has changed the weights: continue from an earlier checkpoint"
+        if config.checkpoint.save is None:
+            return "nothing is saved without --save"
+        engine.loss_scaler.load_state(self.scaler_before)
+        saver.save(before)
+        saver.finish()
+        return f"{config.checkpoint.save} holds the state from before, of iteration {before.iteration}"

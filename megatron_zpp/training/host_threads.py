@@ -32,14 +32,15 @@ def share_cores(config: Config, world: World, hosts: Sequence[str]) -> str:
         return ""
     if world.device.type != "cuda":
         return "--optimizer-cpu-offload: this device is the host, so nothing is moved and no memory is saved; losses are the same"
-    cores = [json.loads(text) for text in gather_texts(json.dumps(_own_cores()))]
+    cores = [json.loads(text) for text in gather_texts(json.dumps(own_cores()))]
     threads = threads_of_rank(world.rank, hosts, cores)
     torch.set_num_threads(threads)
     ranks = hosts.count(hosts[world.rank])
     return f"--optimizer-cpu-offload: AdamW has {threads} threads per rank, for {ranks} ranks on this machine"
 
 
-def _own_cores() -> list[int]:
+def own_cores() -> list[int]:
+    """The numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

@@ -291,9 +291,17 @@ def _larger_tensor_size(config: Config, model: SizedModel, ranks_per_node: int) 
     fitting = (
         size
         for size in sizes
-        if can_share(config.model, model.padded_vocab_size, size) and _divides_copy(config.zero, ranks_per_node // size)
+        if can_share(config.model, model.padded_vocab_size, size)
+        and _divides_copy(config.zero, ranks_per_node // size)
+        and (not config.distributed.sequence_parallel or config.model.seq_length % size == 0)
     )
     return [f"{TENSOR_SIZE} {size}" for size in fitting][:1]
+
+
+def _sequence_parallel(config: Config, tensor_ranks: int) -> list[str]:
+    """Sequence parallelism, if the run could have it and has not; otherwise empty."""
+    can_divide = tensor_ranks > 1 and config.model.seq_length % tensor_ranks == 0
+    return ["--sequence-parallel"] if can_divide and not config.distributed.sequence_parallel else []
 
 
 def _divides_copy(zero: ZeroConfig, data_ranks_per_node: int) -> bool:
@@ -316,7 +324,7 @@ def _remedy(config: Config, model: SizedModel, nodes: int | None, grid: Grid, ne
     levers += ["--loss-chunk-tokens 1024"] if config.model.loss_chunk_tokens == 0 else []
     levers += ["no --async-save"] if need.save_copy_on_device else []
     levers += ["--zero-gradients-between-microbatches primary"] if config.zero.zero_gradients_between_microbatches == "secondary" else []
-    levers += ["--sequence-parallel"] if grid.tensor_ranks > 1 and not config.distributed.sequence_parallel else []
+    levers += _sequence_parallel(config, grid.tensor_ranks)
     can_divide_weights = ranks_per_node > grid.tensor_ranks or not config.zero.zero_quantized_weight_differences
     levers += ["--zero-stage 3"] if config.zero.zero_stage != 3 and can_divide_weights else []
     if nodes is None:

@@ -136,4 +136,5 @@ def interval_report(config: Config, progress: Progress, interval: Interval, traf
         peak_tflops=inputs.peak_tflops,
         params_norm=inputs.params_norm,
         num_zeros=inputs.latest.outcome.num_zeros,
+        host_state_bytes=inputs.latest.outcome.host_state_bytes,
     )

@@ -16,7 +16,7 @@ from megatron_zpp.zero.engine import ZeroEngine
 class StepOutcome:
     """Result of one training step.
 
-    lm_loss: mean over the micro-batches of all ranks. model_state_bytes: at the end of backward.
+    lm_loss: mean over the micro-batches of all ranks. model_state_bytes, host_state_bytes: at the end of backward, on device and host.
     num_zeros: elements of the mean gradient that are 0, if the engine counts them.
     """
 
@@ -25,6 +25,7 @@ class StepOutcome:
     is_skipped: bool
     model_state_bytes: int
     num_zeros: int | None = None
+    host_state_bytes: int = 0
 
 
 def forward_backward(model: nn.Module, engine: ZeroEngine, batches: Iterator[MicroBatch], microbatches: int) -> Tensor:

@@ -110,7 +110,7 @@ class Trainer:
         self._reason_for_stopping = reason_for_stopping(requests, progress.iteration, self._config.training)
         readings = StepReadings(outcome, batch_size, learning_rate, loss_scaler.scale)
         self._reporter.iteration(progress, readings, times, is_last=self._is_last())
-        self._check_bad_iterations()
+        self._bad_iterations.end_run_if_too_many(self._config, self._engine, self._saver)
 
     def _train_step(self, microbatches: int, learning_rate: float, stop_conditions: StopConditions) -> tuple[StepOutcome, StopRequest]:
         """Trains on the next micro-batches; returns the result of the step and the stop requests of all ranks."""
@@ -125,7 +125,8 @@ class Trainer:
         tensor_ranks = gathered.shape[1]
         loss_sums, requests = update.report[:: 2 * tensor_ranks], update.report[1::2]
         lm_loss = sum(loss_sums) / (microbatches * len(loss_sums))
-        outcome = StepOutcome(lm_loss, update.grad_norm, update.is_skipped, model_state_bytes, update.num_zeros)
+        host_bytes = engine.host_state_bytes()
+        outcome = StepOutcome(lm_loss, update.grad_norm, update.is_skipped, model_state_bytes, update.num_zeros, host_bytes)
         return outcome, StopRequest.of_ranks(requests)
 
     def _skip_iteration(self, stop_conditions: StopConditions) -> None:
@@ -194,28 +195,3 @@ class Trainer:
             drawn_from = f" on validation set {held_out.name}"
         self._writers.printer.on_last(validation_lines(self._progress.iteration, loss, drawn_from=drawn_from))
         return loss
-
-    def _check_bad_iterations(self) -> None:
-        """Raises RuntimeError after --max-consecutive-bad-iterations in a row. First saves the state from before them, if possible."""
-        limit = self._config.training.max_consecutive_bad_iterations
-        if limit == 0 or self._bad_iterations.consecutive < limit:
-            return
-        raise RuntimeError(
-            f"{limit} iterations in a row (--max-consecutive-bad-iterations) had a NaN or infinite loss or gradient, from iteration "
-            f"{self._bad_iterations.progress_before.iteration + 1} on; {self._save_state_before()}. Look at their data, or lower --lr."
-        )
-
-    def _save_state_before(self) -> str:
-        """Saves the state from before the bad iterations. Returns text that says what was saved, or why nothing was."""
-        bad = self._bad_iterations
-        before = bad.progress_before
-        if before.iteration == 0:
-            return "nothing is saved, because no iteration came before it"
-        if not bad.weights_are_from_before:
-            return "nothing is saved, because one of them has changed the weights: continue from an earlier checkpoint"
-        if self._config.checkpoint.save is None:
-            return "nothing is saved without --save"
-        self._engine.loss_scaler.load_state(bad.scaler_before)
-        self._saver.save(before)
-        self._saver.finish()
-        return f"{self._config.checkpoint.save} holds the state from before, of iteration {before.iteration}"

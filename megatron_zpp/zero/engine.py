@@ -5,10 +5,9 @@ It reads one row of the policy table and one schedule. It never asks which ZeRO 
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +23,9 @@ from megatron_zpp.zero.clipping import Clipping, skips_on_device
 from megatron_zpp.zero.descents import Descents
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.grad_norm import count_zeros, squared_norm, weight_norm
+from megatron_zpp.zero.gradient_progress import GradientProgress
 from megatron_zpp.zero.gradients import Collector, UnitGradient
-from megatron_zpp.zero.home import home_of, storage_bytes
+from megatron_zpp.zero.home import home_of
 from megatron_zpp.zero.hooks import hook_parameters, hook_uses, refuse_forward
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, LossScaler
@@ -42,36 +42,11 @@ from megatron_zpp.zero.schedule import (
 )
 from megatron_zpp.zero.shared_gradients import SharedGradients
 from megatron_zpp.zero.squared_sums import squared_sums_for
+from megatron_zpp.zero.state_bytes import state_bytes
+from megatron_zpp.zero.step_result import StepResult
 from megatron_zpp.zero.unit import WeightUnit
 from megatron_zpp.zero.unit_descent import UnitDescent
 from megatron_zpp.zero.update_groups import update_groups
-
-
-class _Gradients(enum.Enum):
-    """The gradients of a step.
-
-    NONE: there are none yet. SOME: those of some micro-batches. ALL: those of all, which may still descend. MEAN: their mean, ready for the
-    update. BROKEN: unusable, because a backward failed.
-    """
-
-    NONE = "none"
-    SOME = "some"
-    ALL = "all"
-    MEAN = "mean"
-    BROKEN = "broken"
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of an optimizer step: the gradient norm before clipping, and whether the step was skipped for a NaN or inf.
-
-    num_zeros: number of zeros in the mean gradient, if the engine counts them. report: the caller's own numbers.
-    """
-
-    grad_norm: float
-    is_skipped: bool
-    num_zeros: int | None = None
-    report: tuple[float, ...] = ()
 
 
 class ZeroEngine:
@@ -129,10 +104,10 @@ class ZeroEngine:
         self._side = SideStream(ladder.streams) if is_enqueued and ladder.streams is not None else None
         by_name = {unit.name: descent for unit, descent in zip(self.units, self._unit_descents, strict=True)}
         self._descents = Descents(descent_order(uses), by_name)
-        self._shared_gradients = self._make_shared_gradients()
+        self._shared_gradients = SharedGradients(self.gradients, ladder, self.units[0].first_slice, self.units[0].slices)
         self._is_in_backward = False
         self._is_last_microbatch = True
-        self._gradients = _Gradients.NONE
+        self._progress = GradientProgress()
         self._is_closed = False
         self._on_close = on_close
         self._hooks += hook_uses(module, uses, self)
@@ -152,13 +127,6 @@ class ZeroEngine:
         self.units.append(unit)
         self.gradients.append(gradient)
         self._unit_descents.append(descent)
-
-    def _make_shared_gradients(self) -> SharedGradients | None:
-        """What tensor ranks share; None if there is one tensor rank."""
-        if self.ladder.tensor_link is None:
-            return None
-        first_slice, slices = self.units[0].first_slice, self.units[0].slices
-        return SharedGradients(self.gradients, self.ladder.tensor_link, first_slice, slices)
 
     def _codecs(self) -> tuple[LinkCodecs, LinkCodecs]:
         """The codecs of weights and those of gradients, in the current iteration."""
@@ -214,13 +182,8 @@ class ZeroEngine:
 
         is_last_microbatch: whether this is the last one of the step. Raises RuntimeError for a micro-batch after the last one.
         """
-        self._check_usable()
-        if self._gradients in (_Gradients.ALL, _Gradients.MEAN):
-            raise RuntimeError(
-                "the last micro-batch of this step has come already; call engine.step(), and pass is_last_microbatch=False for every "
-                "micro-batch but the last"
-            )
-        self._gradients = _Gradients.BROKEN  # unless this call comes to its end
+        self._check_open()
+        self._progress.begin_backward()
         self._is_last_microbatch = is_last_microbatch
         self._is_in_backward = True
         self._book_activations(is_training=True)
@@ -232,13 +195,11 @@ class ZeroEngine:
         self._reach(Moment(Phase.AFTER_BACKWARD, 0), is_training=True)
         if not is_last_microbatch:
             self._submit_climbs(self._first_actions)
-        self._gradients = _Gradients.ALL if is_last_microbatch else _Gradients.SOME
+        self._progress.end_backward(is_last_microbatch=is_last_microbatch)
 
-    def _check_usable(self) -> None:
+    def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("the engine is closed")
-        if self._gradients is _Gradients.BROKEN:
-            raise RuntimeError("an earlier engine.backward() failed, so some gradients are missing; make the module and its engine anew")
 
     def _reach(self, moment: Moment, is_training: bool) -> None:
         self._tell(moment)
@@ -285,17 +246,14 @@ class ZeroEngine:
         Every rank must call it after the last backward, before `update`; a second call in a step does nothing. Raises RuntimeError if no
         micro-batch of this step was the last.
         """
-        self._check_usable()
-        if self._gradients is _Gradients.SOME:
-            raise RuntimeError("no micro-batch of this step was the last; pass is_last_microbatch=True with the last one")
-        if self._gradients is not _Gradients.ALL:
+        self._check_open()
+        if not self._progress.is_mean_missing():
             return
         self._descents.finish()
-        if self._shared_gradients is not None:
-            self._shared_gradients.combine()
+        self._shared_gradients.combine()
         for gradient in self.gradients:
             gradient.clear_padding()
-        self._gradients = _Gradients.MEAN
+        self._progress.end_mean()
 
     def update(self, learning_rate: float, weight_decay: float | None = None, report: Tensor | None = None) -> StepResult:
         """Updates the weights with the clipped mean gradient. A NaN or inf in it makes every rank skip the update.
@@ -303,9 +261,8 @@ class ZeroEngine:
         weight_decay: of this step; by default that of the options. report: [numel] fp64, which come to the host with the norm, so that it
         waits only once. Raises RuntimeError if `finish_gradients` has not been called after the last backward.
         """
-        self._check_usable()
-        if self._gradients in (_Gradients.SOME, _Gradients.ALL):
-            raise RuntimeError("call engine.finish_gradients() before engine.update()")
+        self._check_open()
+        self._progress.begin_update()
         update = Update(learning_rate, self._options.adam.weight_decay if weight_decay is None else weight_decay)
         squared, numbers = self._norm(report)
         with self.observer.phase("optimizer-inner-step"):
@@ -315,7 +272,7 @@ class ZeroEngine:
                 result = self._update_after_reading(numbers, update)
             else:
                 result = self._update_ahead(squared, numbers, update, self._side)
-        self._gradients = _Gradients.NONE
+        self._progress.end_update()
         return result
 
     def _norm(self, report: Tensor | None) -> tuple[Tensor, Readout]:
@@ -428,16 +385,11 @@ class ZeroEngine:
 
     def model_state_bytes(self) -> int:
         """Bytes that weights, gradients and optimizer state take on this rank's device now."""
-        tensors = [tensor for unit in self.units for tensor in unit.live_tensors()] + [gradient.total for gradient in self.gradients]
-        tensors += [parameter.grad for unit in self.units for parameter in unit.parameters if parameter.grad is not None]
-        return storage_bytes(tensors if self._home.is_host else tensors + self._at_home())
+        return state_bytes(self.units, self.gradients, self.optimizer, self._home).device
 
     def host_state_bytes(self) -> int:
-        """Bytes that main weights and optimizer state take on the host, if they are kept there."""
-        return storage_bytes(self._at_home()) if self._home.is_host else 0
-
-    def _at_home(self) -> list[Tensor]:
-        return [tensor for unit in self.units for tensor in unit.tensors_at_home()] + self.optimizer.live_tensors()
+        """Bytes that main weights and optimizer state take on its host, if they are kept there."""
+        return state_bytes(self.units, self.gradients, self.optimizer, self._home).host
 
     def gather_world(self, own: Tensor) -> Tensor:
         """`own` [numel] of every rank, [data ranks, tensor ranks, numel]; for a few numbers. Every rank must call it."""

@@ -45,8 +45,7 @@ def count_zeros(gradients: Sequence[UnitGradient], ladder: Ladder) -> Tensor:
 def _squared_norm(units: Sequence[tuple[FlatLayout, Regions]], ladder: Ladder, squared_sums: SquaredSums) -> Tensor:
     """units: for each unit its layout, and its values in this rank's own slice."""
     parts = [list(_counted(layout, own, ladder.own_slice)) for layout, own in units]
-    device = units[0][1].blocks.device
-    gathered = ladder.gather_world(squared_sums(parts, device).to(ladder.device))  # [data ranks, tensor ranks, units] fp64
+    gathered = ladder.gather_world(squared_sums(parts, units[0][1].blocks.device).to(ladder.device))  # [data, tensor, units] fp64
     by_slice = gathered.unflatten(0, (ladder.partitions, ladder.partition_ranks)).transpose(0, 1)
     return _sum_in_order(by_slice.flatten())
 

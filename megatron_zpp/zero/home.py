@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,9 +35,3 @@ def home_of(policy: Policy, ladder: Ladder) -> Home:
     if policy.optimizer is Rung.HOST:
         return Home(torch.device("cpu"), ladder.host_link, runs_behind=False, is_host=True)
     return Home(ladder.device, HostLink(None), runs_behind=ladder.streams is not None)
-
-
-def storage_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the storages of these tensors; one that several of them share counts once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())

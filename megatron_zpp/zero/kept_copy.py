@@ -21,10 +21,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatron_zpp.comm.climb import Climb
 from megatron_zpp.comm.codec import Codec, Regions, SignKeys
 from megatron_zpp.comm.codecs import CastCodec, add_decoded_
 from megatron_zpp.comm.link_codecs import LinkCodecs, sign_keys
-from megatron_zpp.comm.links import Climb, Ladder
+from megatron_zpp.comm.links import Ladder
 from megatron_zpp.parallel.topology import Link
 from megatron_zpp.zero.home import Home
 from megatron_zpp.zero.layout import FlatLayout, Range

@@ -44,7 +44,7 @@ from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.hooks import is_hooked
 from megatron_zpp.zero.loss_scaler import LossScaler
 from megatron_zpp.zero.pieces import parameters, resting_pieces
-from megatron_zpp.zero.policy import Policy
+from megatron_zpp.zero.policy import Policy, Rung
 from megatron_zpp.zero.states import WEIGHT
 
 LONGEST_MISTAKE = 1024  # bytes of a text that ranks exchange
@@ -169,7 +169,7 @@ def full_weights(engine: ZeroEngine) -> Iterator[tuple[str, Tensor]]:
     ladder = engine.ladder
     for unit in engine.units:
         own = unit.main_regions().slice_at(ladder.own_slice - unit.first_slice)
-        rows = engine.gather_world(torch.cat([part.flatten() for part in own.parts()]))[:, ladder.tensor_rank]
+        rows = engine.gather_world(torch.cat([part.flatten() for part in own.parts()]).to(ladder.device))[:, ladder.tensor_rank]
         weights = {param.spec.name: rows.new_empty(param.spec.shape) for param in unit.layout.params}
         for data_rank, row in enumerate(rows):
             for segment in unit.layout.segments(ladder.topology.slice_of(data_rank), 1):
@@ -313,6 +313,8 @@ def _check_options(options: EngineOptions) -> None:
         raise ValueError(f"policy is {options.policy!r}; choose one of megatron_zpp.zero.policy, such as POLICIES[3] or ZEROPP")
     if options.adam.backend not in ("torch", "apex"):
         raise ValueError(f"the backend of adam is {options.adam.backend!r}; choose torch or apex")
+    if options.policy.optimizer is Rung.HOST and options.adam.backend == "apex":
+        raise ValueError("the backend of adam is 'apex', which has no AdamW for the host, where the policy keeps it; choose torch")
     if options.full_precision_iterations < 0:
         raise ValueError(f"full_precision_iterations is {options.full_precision_iterations}; choose 0 or more")
     if options.dtype not in DTYPES:

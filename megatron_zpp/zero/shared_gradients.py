@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.comm.ledger import Category
-from megatron_zpp.comm.tensor_link import TensorLink
+from megatron_zpp.comm.links import Ladder
 from megatron_zpp.parallel.division import Gradient
 from megatron_zpp.zero.gradients import UnitGradient
 from megatron_zpp.zero.shared_places import shared_places
@@ -41,15 +41,15 @@ class _Columns:
 class SharedGradients:
     """The shared elements in the gradients that this rank's optimizer reads."""
 
-    def __init__(self, gradients: Sequence[UnitGradient], link: TensorLink, first_slice: int, slices: int) -> None:
-        """first_slice, slices: those of `for_optimizer` in each gradient. Raises RuntimeError if tensor ranks share at different places."""
-        self._link = link
+    def __init__(self, gradients: Sequence[UnitGradient], ladder: Ladder, first_slice: int, slices: int) -> None:
+        """first_slice, slices: those of `for_optimizer` in each gradient. Raises RuntimeError as `shared_places` does."""
+        self._link = ladder.tensor_link
         self._views: list[Tensor] = []
         self._columns: list[_Columns] = []
         start = 0
         layouts = [gradient.layout for gradient in gradients]
-        for sharing, places in shared_places(layouts, first_slice, slices, link.ranks).items():
-            holders = sharing.holders[link.rank]
+        for sharing, places in shared_places(layouts, first_slice, slices, ladder.grid.tensor_ranks).items():
+            holders = sharing.holders[ladder.tensor_rank]
             numels = tuple(place.numel for place in places)
             addends = holders if sharing.gradient is Gradient.PARTIAL else holders[:1]
             self._columns.append(_Columns(start, start + sum(numels), addends, numels))
@@ -61,7 +61,7 @@ class SharedGradients:
 
         The host does not wait for a device.
         """
-        if not self._views:
+        if self._link is None or not self._views:
             return  # alike on all ranks of the link, which have the same slice
         gathered = self._link.gather(torch.cat(self._views), Category.REPLICAS)
         totals: list[Tensor] = []

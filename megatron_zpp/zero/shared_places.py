@@ -41,7 +41,7 @@ class SharedPlace:
 def shared_places(layouts: Sequence[FlatLayout], first: int, slices: int, tensor_ranks: int) -> dict[Sharing, list[SharedPlace]]:
     """The shared elements in `slices` slices from `first` on of all units, in the same order on all tensor ranks.
 
-    Raises RuntimeError if the tensor ranks have shared elements at different places.
+    Raises RuntimeError if the tensor ranks have shared elements at different places, or parts for another number of tensor ranks.
     """
     sharings: dict[Division, list[Sharing]] = {}  # blocks have equal ones
     places: dict[Sharing, list[SharedPlace]] = {}
@@ -97,6 +97,9 @@ def _shared_index(segment: Segment) -> int | None:
 
 def _sharings(spec: ParamSpec, tensor_ranks: int) -> list[Sharing]:
     """How each of the parameter's shared ranges is held."""
+    holders = {holder for run in spec.division.runs for holder in run.holders}
+    if holders and holders != set(range(tensor_ranks)):
+        raise RuntimeError(f"parameter {spec.name}: it is divided over tensor ranks {sorted(holders)}, and there are {tensor_ranks}")
     parts = [replace(spec.division, rank=rank) for rank in range(tensor_ranks)]
     ranges = [list(part.shared()) for part in parts]
     if len({tuple((shared.start, shared.stop, shared.gradient) for shared in of_rank) for of_rank in ranges}) > 1:

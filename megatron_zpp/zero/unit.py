@@ -9,15 +9,17 @@ While the full rung is freed, a parameter is one NaN expanded to its shape, beca
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from megatron_zpp.comm.climb import Climb
 from megatron_zpp.comm.codec import Regions
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.link_codecs import LinkCodecs
-from megatron_zpp.comm.links import Climb, Ladder
+from megatron_zpp.comm.links import Ladder
 from megatron_zpp.parallel.specs import UnitSpec
 from megatron_zpp.zero.home import home_of
 from megatron_zpp.zero.kept_copy import KeptCopy
@@ -190,11 +192,8 @@ class WeightUnit:
 
     def _encoder_of_own(self) -> Callable[[Tensor], None]:
         """A function that fills the payload of the own slice. If the policy keeps that payload, it encodes once a step and then copies."""
-        codec, link = self._codecs.inter, self._home.link
-
-        def encode(payload: Tensor) -> None:
-            link.encode(lambda written: codec.encode_into(self.main_regions(), written), payload)
-
+        codec = self._codecs.inter
+        encode = partial(self._home.link.encode, partial(codec.encode_into, self.main_regions()))
         if not self._policy.keeps_payloads(encodes=codec.rests_encoded):
             return encode
         own = self._own_payload

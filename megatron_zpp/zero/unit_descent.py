@@ -14,11 +14,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_zpp.comm.climb import Climb
 from megatron_zpp.comm.code import LinkCodes
 from megatron_zpp.comm.lanes import Hop
 from megatron_zpp.comm.ledger import Category
 from megatron_zpp.comm.link_codecs import LinkCodecs
-from megatron_zpp.comm.links import Climb, Ladder
+from megatron_zpp.comm.links import Ladder
 from megatron_zpp.zero.gradients import Collector, UnitGradient
 from megatron_zpp.zero.policy import Policy, Rung
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -93,14 +93,33 @@ def test_a_lane_that_cannot_be_connected_is_named_with_its_ranks_and_what_to_try
         run_on_gpus((2, 2), program)
 
 
+class FakeWorld:
+    rank, world_size, collective_timeout = 0, 2, timedelta(minutes=1)
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+
+    def check_others(self) -> None:
+        """Finds nobody lost."""
+
+
+@pytest.mark.parametrize("flags", ["", "--timing-log-level 2"])
+def test_the_tensor_link_of_a_run_watches_the_others_and_tells_its_timers_of_waits_if_they_run(
+    flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "make_lane_groups", lambda *arguments: {})
+    monkeypatch.setattr(setup, "Ladder", lambda *arguments: arguments)
+    config = resolve(parse_flags(f"--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 {flags}".split()), 2, 2)
+    instruments, world = make_instruments(config, CPU, 0), FakeWorld("cpu")
+    *_, waits = cast(tuple[Any, ...], setup.build_ladder(config, cast(Any, world), instruments))
+    assert waits.watch == world.check_others
+    assert (waits.observer is instruments.observer) == bool(flags)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_run_connects_its_lanes_when_it_builds_them_if_it_is_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class FakeWorld:
-        rank, world_size, collective_timeout, check_others = 0, 2, timedelta(minutes=1), None
-
     calls: list[tuple[Any, ...]] = []
-    world: Any = FakeWorld()
-    world.device = torch.device(device)
+    world: Any = FakeWorld(device)
     monkeypatch.setattr(setup, "make_lane_groups", lambda *arguments: {})
     monkeypatch.setattr(setup, "streams_of", lambda device: None if device.type == "cpu" else "streams")
     monkeypatch.setattr(setup, "make_lanes", lambda streams, watch: f"lanes on {streams}")

@@ -44,10 +44,8 @@ LEAN = with_quantized_gradients(with_weight_differences(with_secondary_weights(P
 LEAN_IN_STAGE_1 = with_quantized_gradients(with_weight_differences(POLICIES[1], Code.gaussian(1, rounds=1)), GAUSSIAN)
 SAVES_AND_EVALUATES = "saves and evaluates"
 OFFLOADED = {
-    "offloaded stage 1": Job(with_offloaded_optimizer(POLICIES[1]), shape=EQUAL, steps=2),
     "offloaded stage 3": Job(with_offloaded_optimizer(POLICIES[3]), torch.bfloat16, EQUAL, steps=2, microbatches=2),
     "offloaded ZeRO++": Job(with_offloaded_optimizer(ZEROPP), torch.bfloat16, EQUAL, steps=3, full_precision_iterations=1),
-    "offloaded lean": Job(with_offloaded_optimizer(LEAN), torch.bfloat16, EQUAL, steps=3, block_numel=256),
     "offloaded lean in stage 1": Job(with_offloaded_optimizer(LEAN_IN_STAGE_1), torch.bfloat16, EQUAL, steps=3, block_numel=256),
 }
 
@@ -158,7 +156,6 @@ CASES = {
     "lean": Case((2, 2), short_job(with_gradients_summed_on_secondary(LEAN), torch.bfloat16, EQUAL, microbatches=2, block_numel=256)),
     "lean in stage 1": Case((2, 2), short_job(LEAN_IN_STAGE_1, torch.bfloat16, EQUAL, block_numel=256)),
     **{name: Case((2, 2), job, does_more=index % 2 == 1) for index, (name, job) in enumerate(OFFLOADED.items())},
-    "offloaded in a world of one": Case((1, 1), short_job(with_offloaded_optimizer(POLICIES[2]), shape=EQUAL)),
     "lean saves and evaluates": Case((2, 2), short_job(LEAN, torch.bfloat16, EQUAL, block_numel=256), does_more=True),
 }
 

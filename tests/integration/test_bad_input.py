@@ -47,9 +47,14 @@ def message_of(ranks: RankPool, nodes: int, ranks_per_node: int, *flags_by_rank:
         ("--quantization-block-size 48", ["--quantization-block-size 48", "a multiple of 32"]),
         ("--zero-stage 3 --zero-quantized-weights --zero-quantized-weights-bits 6", ["--zero-quantized-weights-bits 6", "choose 4 or 8"]),
         ("--pipeline-model-parallel-size 2", ["--pipeline-model-parallel-size 2", "choose 1"]),
+        ("--tensor-model-parallel-size 3", ["--tensor-model-parallel-size 3", "2 ranks of a node", "choose 1 or 2"]),
+        (
+            "--tensor-model-parallel-size 2 --vocab-size 101 --make-vocab-size-divisible-by 1",
+            ["the vocabulary of 101 rows", "--tensor-model-parallel-size 2", "give --make-vocab-size-divisible-by 2"],
+        ),
         ("--distributed-backend nccl", ["--distributed-backend nccl", "GPU"]),
     ],
-    ids=["unknown", "nodes", "batch", "heads", "partition", "stage 0", "block", "bits", "pipeline", "backend"],
+    ids=["unknown", "nodes", "batch", "heads", "partition", "stage 0", "block", "bits", "pipeline", "shared", "vocabulary", "backend"],
 )
 def test_a_flag_that_cannot_be_is_refused_once_for_all_ranks(ranks: RankPool, flags: str, words: list[str]) -> None:
     if "nccl" in flags:

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 from harness.rank_pool import RankPool
-from harness.tiny_runs import losses, pretrain, validation_losses
+from harness.tiny_runs import MODEL, losses, pretrain, validation_losses
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
-from megatron_zpp.model.tensor_traffic import tensor_traffic
-from megatron_zpp.training.run_plan import shape_of
+from megatron_zpp.training.run_plan import PlannedWorld, plan_as_given
 
 SHARED = "--tensor-model-parallel-size 2 --sequence-parallel"
 RUN = "--zeropp paper --seed 5 --global-batch-size 8 --train-iters 4 --eval-iters 1 --eval-interval 2 --attention-dropout 0"
@@ -41,10 +40,12 @@ def test_zeropp_trains_with_shared_layers_and_ranks_that_share_none_continue(ran
     assert (topology["world_size"], topology["tensor_ranks"]) == (8, 2)
 
 
-def test_the_tensor_links_bytes_in_the_log_are_the_closed_form(ranks: RankPool, tmp_path: Path) -> None:
-    flags = f"--zero-stage 3 {SHARED} --global-batch-size 4 --train-iters 2"
+def test_states_and_bytes_in_the_log_are_those_of_the_plan(ranks: RankPool, tmp_path: Path) -> None:
+    flags = f"{MODEL} {SHARED} --zero-stage 3 --quantization-block-size 32 --global-batch-size 4 --train-iters 2"
     records = pretrain(ranks, 1, 4, flags, tmp_path / "log.jsonl")
-    config = resolve(parse_flags(f"--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 {flags}".split()), 4, 4)
-    traffic = tensor_traffic(shape_of(config, 104), microbatches=2, samples=1, element_bytes=4)
-    found = numbers(records, "tensor_link_bytes")
-    assert len(set(found)) == 1 and found[0] > traffic.training.nbytes
+    world = PlannedWorld(1, 4, is_on_gpu=False)
+    plan = plan_as_given(resolve(parse_flags(flags.split()), 4, 4), world, 104)
+    assert set(numbers(records, "model_state_bytes")) == {plan.memory.plan.states}
+    assert set(numbers(records, "inter_node_bytes")) == {plan.node_bytes} == {0}
+    activations = plan.job.microbatches * plan.job.tensor_work.nbytes
+    assert all(activations < nbytes <= plan.tensor_bytes for nbytes in numbers(records, "tensor_link_bytes"))

@@ -1,4 +1,4 @@
-"""tools/plan_run.py: the plan takes a second, does not import torch, and has the memory and bytes of the run."""
+"""tools/plan_run.py: the plan takes seconds, does not import torch, and has the memory and bytes of the run."""
 
 from __future__ import annotations
 

@@ -126,6 +126,10 @@ def test_a_group_whose_activations_do_not_fit_is_told_of_sequence_parallelism_an
         "; choose --checkpoint-activations, --sequence-parallel, --zero-stage 3, --tensor-model-parallel-size 4, a smaller "
         "--micro-batch-size or a smaller model."
     )
+    odd = f"{SMALL} --zero-stage 3 --seq-length 66 --max-position-embeddings 68"
+    for flags, tensor_ranks in ((odd, 4), (f"{odd} --sequence-parallel", 2)):  # 4 ranks cannot divide 66 tokens
+        text = Run(flags, 1, 4, tensor_ranks=tensor_ranks).refusal(2**20)
+        assert text.endswith("; choose --checkpoint-activations or a smaller model.")
     copied = Run(f"{SMALL} --zero-stage 3 --zero-hpz-partition-size 4", 1, 8)
     assert "--tensor-model-parallel-size 2" in copied.refusal(2**20)
     divided = Run(f"{SMALL} --sequence-parallel --zero-stage 3", 1, 4, tensor_ranks=4)

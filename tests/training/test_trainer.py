@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,3 +52,19 @@ def test_a_step_waits_for_the_copy_before_its_update_and_gathers_loss_and_stop_r
     step = ["finish_gradients", "model_state_bytes", "wait_for_copy", "request", "gather_world of 2", *update]
     skipped = ["request", "gather_world of 1"]
     assert events[: len(step) + len(skipped)] == [*step, *skipped]
+
+
+def events_and_text(flags: list[str]) -> tuple[list[str], str]:
+    """The order of events on this rank, and what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        events = order_of_events(flags)
+    return events, output.getvalue()
+
+
+def test_ranks_that_share_layers_compare_their_first_micro_batches_before_anything_is_computed(ranks: RankPool) -> None:
+    flags = "--zero-stage 3 --train-iters 2 --global-batch-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
+    (events, text), (others, _) = ranks.run(1, 2, events_and_text, [*TINY, *flags.split()])
+    assert events == others
+    assert events[0] == "gather_world of 2"  # checksum and first sample
+    assert events.count("gather_world of 2") == 3  # and in each step losses and stop requests
+    assert "using world size: 2, data-parallel size: 1, tensor-model-parallel size: 2 (1 nodes x 2 ranks), device: cpu" in text

@@ -13,9 +13,8 @@ from harness.small_engine import LEARNING_RATE, Job, ModelShape, Rank, train_wor
 from harness.worlds import run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
-from megatron_zpp.comm.code import Code, LinkCodes, Runs
-from megatron_zpp.comm.codec import Regions
-from megatron_zpp.comm.host_link import HostLink
+from megatron_zpp.comm.code import Code, LinkCodes
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.loss_scaler import DynamicLossScaler
 from megatron_zpp.zero.pieces import owned_pieces
 from megatron_zpp.zero.plan.memory_plan import MemoryPlan, Sharding, largest_plan
@@ -85,11 +84,18 @@ def test_an_offloaded_optimizer_changes_no_bit(row: str, world: tuple[int, int],
     assert train_world(world, offloaded(job)) == train_world(world, job)
 
 
-@pytest.mark.parametrize("row", ["stage 3", "ZeRO++", "lean in stage 1"])
-def test_neither_prefetch_nor_a_start_in_full_precision_changes_a_bit(row: str) -> None:
-    for changes in ({"prefetch": Prefetch(0, 0)}, {"prefetch": Prefetch(4, 3)}, {"full_precision_iterations": 2}):
-        job = job_of(ROWS[row], **changes)
-        assert train_world((2, 2), offloaded(job)) == train_world((2, 2), job)
+@pytest.mark.parametrize(
+    "row, changes",
+    [
+        ("stage 3", {"prefetch": Prefetch(0, 0)}),
+        ("ZeRO++", {"full_precision_iterations": 2}),
+        ("lean in stage 1", {"prefetch": Prefetch(4, 3), "full_precision_iterations": 1}),
+    ],
+    ids=str,
+)
+def test_neither_prefetch_nor_a_start_in_full_precision_changes_a_bit(row: str, changes: dict[str, object]) -> None:
+    job = job_of(ROWS[row], **changes)
+    assert train_world((2, 2), offloaded(job)) == train_world((2, 2), job)
 
 
 def with_evaluations(job: Job) -> Callable[[VirtualBackend], list[tuple[float, float]]]:
@@ -107,7 +113,7 @@ def with_evaluations(job: Job) -> Callable[[VirtualBackend], list[tuple[float, f
     return program
 
 
-@pytest.mark.parametrize("row", ["stage 1", "stage 3", "ZeRO++", "lean"])
+@pytest.mark.parametrize("row", ["stage 1", "ZeRO++", "lean"])
 def test_three_evaluations_after_each_step_have_the_losses_and_norms_of_a_run_without_offload(row: str) -> None:
     job = job_of(ROWS[row], steps=2)
     assert run_world((2, 2), with_evaluations(offloaded(job))) == run_world((2, 2), with_evaluations(job))
@@ -201,14 +207,16 @@ def test_a_device_holds_4_bytes_per_owned_parameter_and_rungs_and_its_host_12_or
         if job.policy.gradients is Rung.PRIMARY:
             assert plan.gradients == 4 * owned and plan.optimizer_state == 0
         assert rank.engine.ladder.host_link.pinned_bytes == plan.host.pinned
+        kept = plan.secondary if job.policy.weights_in_step is Rung.SECONDARY else 0
+        assert rank.engine.ladder.staging.allocated_bytes <= plan.buffers + kept
         rank.engine.close()
 
     run_on_gpus(world, program)
 
 
-@pytest.mark.parametrize("row", ["stage 2", "stage 3", "hpZ", "ZeRO++", "lean"])
+@pytest.mark.parametrize("row", ["stage 2", "stage 3", "ZeRO++"])
 def test_each_unit_crosses_the_host_link_once_per_step_in_each_direction_whatever_the_number_of_micro_batches(row: str) -> None:
-    job = offloaded(job_of(ROWS[row], microbatches=3))
+    job = offloaded(job_of(ROWS[row], microbatches=2, shape=ModelShape((17, 16))))
 
     def program(gpu: Gpu) -> None:
         rank = Rank(job, gpu.backend, lanes=gpu.lanes, streams=gpu.machine)
@@ -238,13 +246,7 @@ def test_neither_gradients_nor_working_weights_rest_on_the_host(changes: dict[st
         dataclasses.replace(with_offloaded_optimizer(POLICIES[3]), **changes)  # type: ignore[arg-type]
 
 
-def test_a_link_without_streams_hands_over_values_and_payloads_as_they_are() -> None:
-    link = HostLink(None)
-    values = Regions.of(torch.arange(6.0), Runs(4, 2))
-    (arrival,) = link.arrivals([values])
-    arrival.start()
-    arrival.wait()
-    assert arrival.values is values
-    payload = torch.zeros(1, 16, dtype=torch.uint8)
-    link.encode(lambda written: written.fill_(7), payload)  # type: ignore[arg-type, return-value]
-    assert payload.eq(7).all() and link.pinned_bytes == 0 and link.crossings == 0
+@pytest.mark.parametrize("row", ["stage 1", "ZeRO++"])
+def test_ranks_that_share_layers_offload_their_parts_without_changing_a_bit(row: str) -> None:
+    grid, job = Grid.of_nodes(2, 4, 2), job_of(ROWS[row])
+    assert train_world(grid, offloaded(job)) == train_world(grid, job)

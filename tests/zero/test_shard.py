@@ -27,7 +27,7 @@ from megatron_zpp.zero.adam import AdamOptions
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.loss_scaler import DynamicLossScaler
-from megatron_zpp.zero.policy import POLICIES, ZEROPP, Policy
+from megatron_zpp.zero.policy import POLICIES, ZEROPP, Policy, with_offloaded_optimizer
 from megatron_zpp.zero.schedule import Prefetch
 from megatron_zpp.zero.shard import full_weights, shard
 
@@ -234,6 +234,7 @@ def in_fp64() -> nn.Module:
 
 
 ALL = ["embedding", "inner", "head"]
+OFFLOADED_APEX = EngineOptions(with_offloaded_optimizer(POLICIES[2]), adam=AdamOptions(backend="apex"))
 
 
 @pytest.mark.virtual
@@ -271,6 +272,7 @@ ALL = ["embedding", "inner", "head"]
         (with_meta_buffer, ALL, {}, ["buffer counts is on the meta device"]),
         (tied, ALL, {"options": EngineOptions(policy=3)}, ["policy is 3", "ZEROPP"]),
         (tied, ALL, {"options": EngineOptions(adam=AdamOptions(backend="foo"))}, ["the backend of adam is 'foo'"]),
+        (tied, ALL, {"options": OFFLOADED_APEX}, ["the backend of adam is 'apex'", "host", "choose torch"]),
         (tied, ALL, {"options": EngineOptions(full_precision_iterations=-1)}, ["full_precision_iterations is -1"]),
     ],
     ids=lambda value: getattr(value, "__name__", None),

@@ -89,6 +89,12 @@ def test_one_tensor_rank_shares_nothing_and_pays_nothing() -> None:
     assert sharing_received_bytes(7, 1) == sharing_buffer_bytes(7, 1) == 0
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_parts_for_another_number_of_tensor_ranks_are_refused(ranks: int) -> None:
+    with pytest.raises(RuntimeError, match=rf"parameter embedding\.word\.weight: .* over tensor ranks \[0, 1\], and there are {ranks}"):
+        shared_places(layouts_of("Llama 3", 2, 1, 2), 0, 1, ranks)
+
+
 def test_a_rank_receives_what_the_others_have_and_keeps_its_own_beside_what_all_have() -> None:
     assert sharing_received_bytes(7, 4) == 3 * 7 * 4
     assert sharing_buffer_bytes(7, 4) == (1 + 4) * 7 * 4

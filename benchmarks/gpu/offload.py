@@ -1,0 +1,182 @@
+"""An optimizer on the host of the GPU: losses and memory beside one on the GPU, rates of the host link, and copies beside computation."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time as clock
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gpu.deadline import Deadline
+from gpu.device_errors import attempt
+from gpu.outcome import Outcome
+from gpu.place import Place
+from gpu.session import RankPlace, Session
+from megatron_zpp.comm.code import Runs
+from megatron_zpp.comm.codec import Regions
+from megatron_zpp.comm.host_link import HostLink
+from megatron_zpp.comm.streams import CudaStreams
+from megatron_zpp.monitor.memory import max_memory_bytes
+from megatron_zpp.training.host_threads import own_cores
+
+GPU_SHAPE = "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 2 --vocab-size 50257"
+CPU_SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --vocab-size 100"
+FLAGS = "--bf16 --mock-data --train-iters 100 --attention-dropout 0 --hidden-dropout 0"
+ROWS = {
+    "stage 2": "--zero-stage 2",
+    "stage 3": "--zero-stage 3",
+}
+OFFLOAD = "--optimizer-cpu-offload"
+STEPS, CASE_SECONDS = 5, 12.0
+LARGEST_DIFFERENCE = 2e-3  # of a loss: one rounding of a bf16 weight is 2^-9 of it, and few weights round otherwise
+PLAN_SLACK = 0.05  # of the plan; activations are an estimate
+COPIED_BYTES, ROUNDS = 1 << 28, 8
+LEAST_RATE = 5e9  # bytes per second; copies of memory that is not pinned reach less on most machines
+MOST_EXPOSED = 0.3  # of the shorter of copies and products, if they run beside each other
+PRODUCT_SIZE = 8192
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a few steps had. device_bytes, host_bytes: of states, at the end of backward. peak_bytes: of the device."""
+
+    losses: list[float]
+    seconds: float
+    device_bytes: int
+    host_bytes: int
+    peak_bytes: int
+
+
+def run(time: Deadline, outcome: Outcome) -> None:
+    place = Place.here()
+    if place.is_gpu:
+        torch.set_num_threads(len(own_cores()))
+        outcome.say(f"AdamW on the host has {torch.get_num_threads()} threads")
+        attempt(outcome, "the host link", partial(measure_link, outcome, place))
+    else:
+        outcome.omit("rates of the host link, and copies beside computation: torch finds no GPU here")
+    for name, row in ROWS.items():
+        if time.has(CASE_SECONDS):
+            attempt(outcome, name, partial(compare, outcome, place, name, row))
+        else:
+            outcome.ran_late(name)
+
+
+def compare(outcome: Outcome, place: Place, name: str, row: str) -> None:
+    """Trains a few steps without and with offload."""
+    shape = CPU_SHAPE if place.is_tiny else GPU_SHAPE
+    plain = train(outcome, place, f"{shape} {FLAGS} {row}")
+    offloaded = train(outcome, place, f"{shape} {FLAGS} {row} {OFFLOAD}")
+    outcome.measure(**{name: {"plain": vars(plain), "offloaded": vars(offloaded)}})
+    largest = max(abs(one - other) / abs(one) for one, other in zip(plain.losses, offloaded.losses, strict=True))
+    outcome.check(
+        f"{name}: {STEPS} losses with and without offload differ by at most {largest:.1e} of themselves",
+        holds=largest <= (LARGEST_DIFFERENCE if place.is_gpu else 0.0),
+    )
+    outcome.say(
+        f"    {offloaded.seconds * 1e3:.1f} ms per step with offload, {plain.seconds * 1e3:.1f} without; states on the device "
+        f"{offloaded.device_bytes:,} bytes instead of {plain.device_bytes:,}, on the host {offloaded.host_bytes:,}"
+    )
+
+
+def train(outcome: Outcome, place: Place, flags: str) -> Trained:
+    """Checks bytes against the plan on the way."""
+    gc.collect()  # the model before needs no memory any more
+    if place.is_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(place.device)
+    session = Session(flags, RankPlace.alone(place.device))
+    losses, seconds = [], []
+    device_bytes = host_bytes = 0
+    for step in range(STEPS):
+        start = clock.perf_counter()
+        loss = session.forward_backward(step)
+        device_bytes, host_bytes = session.engine.model_state_bytes(), session.engine.host_state_bytes()
+        session.engine.update(learning_rate=1e-4)
+        place.synchronize()
+        seconds.append(clock.perf_counter() - start)
+        losses.append(float(loss.item()) / session.microbatches)
+    plan = session.need.plan
+    outcome.check(
+        f"states hold {device_bytes:,} bytes on the device and {host_bytes:,} on the host as planned",
+        holds=(device_bytes, host_bytes) == (plan.states, plan.host.states),
+    )
+    peak, planned = max_memory_bytes(place.device), session.need.beside(session.need.device).total
+    if place.is_gpu:
+        pinned = session.engine.ladder.host_link.pinned_bytes
+        outcome.check(f"{pinned:,} bytes of the host are pinned as planned", holds=pinned == plan.host.pinned)
+        outcome.check(
+            f"the peak of {peak:,} bytes is at most {1 + PLAN_SLACK:.0%} of the planned {planned:,}",
+            holds=peak <= (1 + PLAN_SLACK) * planned,
+        )
+    session.close()
+    return Trained(losses, statistics.median(seconds), device_bytes, host_bytes, peak)
+
+
+def measure_link(outcome: Outcome, place: Place) -> None:
+    """Times copies in each direction, and both beside matrix products."""
+    streams = CudaStreams(place.device)
+    link, lane = HostLink(streams), streams.make(is_urgent=True)
+    values = torch.ones(COPIED_BYTES // 4, device=place.device)
+    payload = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=place.device)
+    (arrival,) = link.arrivals([Regions.of(values, Runs(values.numel(), 0))])
+    link.reserve(COPIED_BYTES)
+    matrix = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=place.device, dtype=torch.bfloat16)
+
+    def down() -> None:
+        arrival.start()
+        arrival.wait()
+
+    def up() -> None:
+        with streams.entered(lane):
+            link.encode(_leave, payload)
+
+    def copy() -> None:
+        for _ in range(ROUNDS):
+            up()
+            down()
+
+    def multiply() -> None:
+        for _ in range(products):
+            torch.mm(matrix, matrix)
+
+    products = 1
+    for call in (down, up, multiply):
+        _seconds(place, call)  # warms up
+    rates = {name: COPIED_BYTES / min(_seconds(place, call) for _ in range(ROUNDS)) for name, call in {"down": down, "up": up}.items()}
+    for name, rate in rates.items():
+        outcome.check(f"the host link copies {rate / 1e9:.1f} GB/s {name}", holds=rate >= LEAST_RATE)
+    copying = _seconds(place, copy)
+    products = max(1, round(copying / _seconds(place, multiply)))
+    multiplying = _seconds(place, multiply)
+
+    def both() -> None:
+        multiply()
+        copy()
+
+    together = _seconds(place, both)
+    report_overlap(outcome, copying, multiplying, together)
+    outcome.measure(rates=rates, copying_seconds=copying, multiplying_seconds=multiplying, together_seconds=together)
+
+
+def report_overlap(outcome: Outcome, copying: float, multiplying: float, together: float) -> None:
+    longer, shorter = max(copying, multiplying), min(copying, multiplying)
+    exposed = (together - longer) / shorter
+    outcome.check(f"beside each other, {exposed:.0%} of the shorter of copies and products is not hidden", holds=exposed < MOST_EXPOSED)
+
+
+def _leave(written: Tensor) -> None:
+    """Encodes nothing: only the copy is timed."""
+
+
+def _seconds(place: Place, call: Callable[[], object]) -> float:
+    place.synchronize()
+    start = clock.perf_counter()
+    call()
+    place.synchronize()
+    return clock.perf_counter() - start

@@ -1,0 +1,65 @@
+"""How far the gradients of a step have come, and which calls may follow (no torch)."""
+
+from __future__ import annotations
+
+import enum
+
+
+class _State(enum.Enum):
+    """NONE: there are none yet. SOME: those of some micro-batches. ALL: those of all, which may still descend. MEAN: their mean.
+
+    BROKEN: those of a backward that has not come to its end.
+    """
+
+    NONE = "none"
+    SOME = "some"
+    ALL = "all"
+    MEAN = "mean"
+    BROKEN = "broken"
+
+
+class GradientProgress:
+    """The gradients of one step after the other. Each call raises RuntimeError if it is out of turn, and says which is due."""
+
+    def __init__(self) -> None:
+        self._state = _State.NONE
+
+    def check_usable(self) -> None:
+        """Raises RuntimeError if a backward has failed."""
+        if self._state is _State.BROKEN:
+            raise RuntimeError("an earlier engine.backward() failed, so some gradients are missing; make the module and its engine anew")
+
+    def begin_backward(self) -> None:
+        """Begins the backward of a micro-batch; until its end the gradients are unusable."""
+        self.check_usable()
+        if self._state in (_State.ALL, _State.MEAN):
+            raise RuntimeError(
+                "the last micro-batch of this step has come already; call engine.step(), and pass is_last_microbatch=False for every "
+                "micro-batch but the last"
+            )
+        self._state = _State.BROKEN
+
+    def end_backward(self, *, is_last_microbatch: bool) -> None:
+        """Ends it. is_last_microbatch: whether it was the last of the step."""
+        self._state = _State.ALL if is_last_microbatch else _State.SOME
+
+    def is_mean_missing(self) -> bool:
+        """Whether there are gradients of which the mean is still to be taken."""
+        self.check_usable()
+        if self._state is _State.SOME:
+            raise RuntimeError("no micro-batch of this step was the last; pass is_last_microbatch=True with the last one")
+        return self._state is _State.ALL
+
+    def end_mean(self) -> None:
+        """The mean has been taken."""
+        self._state = _State.MEAN
+
+    def begin_update(self) -> None:
+        """Begins an update; without any gradients they are zeros."""
+        self.check_usable()
+        if self._state in (_State.SOME, _State.ALL):
+            raise RuntimeError("call engine.finish_gradients() before engine.update()")
+
+    def end_update(self) -> None:
+        """Ends the step."""
+        self._state = _State.NONE

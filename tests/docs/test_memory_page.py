@@ -1,0 +1,35 @@
+"""docs/memory.md: the figures of its example are those of the plan."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from harness.places import ROOT
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.resolve import resolve
+from megatron_zpp.training.hardware import GIGABYTE
+from megatron_zpp.training.memory_need import in_gib
+from megatron_zpp.training.run_plan import PlannedWorld, plan_as_given
+
+pytestmark = pytest.mark.pure
+
+MODEL = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 2048
+    --max-position-embeddings 2048 --swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights
+    --disable-bias-linear --vocab-size 32000 --ranks-per-node 8 --bf16 --hidden-dropout 0 --attention-dropout 0 --global-batch-size 64
+    --mock-data --train-iters 1"""
+PAGE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8").split("## An example")[1]
+ROWS = re.findall(r"^\| `(--[^`]+)` \| ([\d.]+ .iB) \| ([\d.]+ .iB) \| (yes|no) \|$", PAGE, re.MULTILINE)
+
+
+def test_the_example_has_rows() -> None:
+    assert len(ROWS) == 7 and {fits for *_, fits in ROWS} == {"yes", "no"}
+
+
+@pytest.mark.parametrize("flags, device, host, fits", ROWS, ids=[row[0] for row in ROWS])
+def test_each_row_of_the_example_is_the_plan_of_its_flags(flags: str, device: str, host: str, fits: str) -> None:
+    config = resolve(parse_flags(f"{MODEL} {flags}".split()), 8, 8)
+    need = plan_as_given(config, PlannedWorld(1, 8, is_on_gpu=True), 32000).memory
+    assert (in_gib(need.total), in_gib(need.host)) == (device, host)
+    assert (need.total <= 24 * GIGABYTE) is (fits == "yes")
