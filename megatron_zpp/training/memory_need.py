@@ -154,18 +154,50 @@ def check_fits(
         return memory_need(config, model, sharding, larger, is_on_gpu=is_on_gpu).beside(taken).total <= nbytes
 
     # More ranks do not lessen the activations of one, and each plan of a deep model takes a second.
-    may_fit = need.activations + need.tensor_buffers <= nbytes
+    may_fit = need.activations + need.tensor_buffers + need.kept_inputs.lasting <= nbytes
     nodes = smallest_nodes(fits, grid.nodes) if may_fit else None
-    fits_offloaded = False
+    to_host: list[str] = []
     if may_fit and is_on_gpu and _can_offload(config):
         offloaded = replace(sharding, policy=with_offloaded_optimizer(sharding.policy))
         less = memory_need(config, model, offloaded, grid, is_on_gpu=True).beside(taken)
-        fits_offloaded = less.total <= nbytes and (available.host is None or less.host <= available.host)
+        to_host += ["--optimizer-cpu-offload"] * (less.total <= nbytes and (available.host is None or less.host <= available.host))
+    if is_on_gpu and config.model.recompute_granularity == "full" and not config.model.checkpoint_in_cpu:
+        less = _of_inputs(need, config.with_values(checkpoint_in_cpu=True), model, grid, sharding.element_bytes)
+        to_host += ["--checkpoint-in-cpu"] * (less.total <= nbytes and (available.host is None or less.host <= available.host))
     memory = "free GPU memory" if available.is_after_start else "GPU memory" if is_on_gpu else "host memory"
     raise ValueError(
         f"{ranks} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(nbytes)} of {memory}; "
-        f"{_remedy(config, model, nodes, grid, need, fits_offloaded=fits_offloaded)}."
+        f"{_remedy(config, model, nodes, grid, need, to_host)}."
     )
+
+
+def _of_inputs(need: MemoryNeed, config: Config, model: SizedModel, grid: Grid, element_bytes: int) -> MemoryNeed:
+    """The need of a run on GPUs with the flags of `config`, from that of one which keeps inputs of recomputed chunks elsewhere."""
+    inputs = _kept_inputs(config, grid, element_bytes, is_on_gpu=True)
+    return replace(need, kept_inputs=inputs, activations=_activations(config, model, grid, element_bytes, is_on_gpu=True))
+
+
+def _activations(config: Config, model: SizedModel, grid: Grid, element_bytes: int, *, is_on_gpu: bool) -> int:
+    nbytes = activation_bytes(
+        config.model,
+        model.padded_vocab_size,
+        config.training.micro_batch_size,
+        element_bytes,
+        attention=_attention_need(config, element_bytes, is_on_gpu=is_on_gpu),
+        tensor_ranks=grid.tensor_ranks,
+        sequence_parallel=config.distributed.sequence_parallel,
+        has_host=is_on_gpu,
+    )
+    if not config.data.reset_attention_mask:
+        return nbytes
+    # Some devices have a kernel that needs no mask, but a plan cannot ask the device.
+    return nbytes + mask_bytes(config.training.micro_batch_size, config.model.seq_length, element_bytes)
+
+
+def _kept_inputs(config: Config, grid: Grid, element_bytes: int, *, is_on_gpu: bool) -> KeptNeed:
+    samples, sequence_parallel = config.training.micro_batch_size, config.distributed.sequence_parallel
+    shape = kept_inputs_shape(config.model, samples, grid.tensor_ranks, sequence_parallel=sequence_parallel)
+    return kept_need(config.model, shape, element_bytes, has_host=is_on_gpu)
 
 
 def _host_is_too_small(config: Config, need: MemoryNeed, ranks: str, host_bytes: int) -> str:
@@ -189,30 +221,14 @@ def memory_need(config: Config, model: SizedModel, sharding: Sharding, grid: Gri
     """The memory that each rank needs in this world."""
     starts_exact = config.zero.zero_full_precision_iters > 0
     plan = largest_plan(model.unit_specs(), model.uses(), sharding, grid.ladder, starts_exact=starts_exact, on_streams=is_on_gpu)
-    activations = activation_bytes(
-        config.model,
-        model.padded_vocab_size,
-        config.training.micro_batch_size,
-        sharding.element_bytes,
-        attention=_attention_need(config, sharding.element_bytes, is_on_gpu=is_on_gpu),
-        tensor_ranks=grid.tensor_ranks,
-        sequence_parallel=config.distributed.sequence_parallel,
-        has_host=is_on_gpu,
-    )
-    inputs = kept_inputs_shape(
-        config.model, config.training.micro_batch_size, grid.tensor_ranks, sequence_parallel=config.distributed.sequence_parallel
-    )
-    if config.data.reset_attention_mask:
-        # Some devices have a kernel that needs no mask, but a plan cannot ask the device.
-        activations += mask_bytes(config.training.micro_batch_size, config.model.seq_length, sharding.element_bytes)
     device = device_memory(grid) if is_on_gpu else NO_DEVICE
     return MemoryNeed(
         plan,
-        activations,
+        _activations(config, model, grid, sharding.element_bytes, is_on_gpu=is_on_gpu),
         save_copy_bytes(config, model, sharding, grid),
         is_on_gpu,
         device,
-        kept_need(config.model, inputs, sharding.element_bytes, has_host=is_on_gpu),
+        _kept_inputs(config, grid, sharding.element_bytes, is_on_gpu=is_on_gpu),
         tensor_buffers=tensor_buffer_bytes(
             config.model,
             config.training.micro_batch_size,
@@ -317,9 +333,10 @@ def _can_offload(config: Config) -> bool:
     return has_owners and not config.zero.optimizer_cpu_offload
 
 
-def _remedy(config: Config, model: SizedModel, nodes: int | None, grid: Grid, need: MemoryNeed, *, fits_offloaded: bool) -> str:
+def _remedy(config: Config, model: SizedModel, nodes: int | None, grid: Grid, need: MemoryNeed, to_host: Sequence[str]) -> str:
+    """to_host: flags of which each makes the run fit, with the memory of the host."""
     ranks_per_node = grid.ranks_per_node
-    levers = ["--optimizer-cpu-offload"] if fits_offloaded else []
+    levers = [*to_host]
     levers += [] if config.model.recompute_granularity == "full" else ["--checkpoint-activations"]
     levers += ["--loss-chunk-tokens 1024"] if config.model.loss_chunk_tokens == 0 else []
     levers += ["no --async-save"] if need.save_copy_on_device else []
