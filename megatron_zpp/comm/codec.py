@@ -124,3 +124,7 @@ class Codec(Protocol):
     def signed(self, keys: SignKeys) -> Codec:
         """The same codec with the random signs of its rotation drawn from `keys`; the codec itself if it has none, as here."""
         return self
+
+    def of_sender(self, member: int) -> Codec:
+        """The same codec for messages of this member of the link alone; the codec itself if all members encode alike, as here."""
+        return self

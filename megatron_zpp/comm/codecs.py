@@ -53,6 +53,9 @@ class CastCodec:
     def signed(self, keys: SignKeys) -> CastCodec:
         return self
 
+    def of_sender(self, member: int) -> CastCodec:
+        return self
+
     def run_at(self, payloads: Tensor, offset_bytes: int, numel: int) -> Tensor:
         """The values [..., numel] that begin at `offset_bytes` in every row of payloads [..., payload_bytes]."""
         return payloads[..., offset_bytes : offset_bytes + numel * self.dtype.itemsize].view(self.dtype)
@@ -126,6 +129,9 @@ class BlockCodec:
         return replace(self, noise_key=key) if self.code.rounding is Rounding.STOCHASTIC else self
 
     def signed(self, keys: SignKeys) -> BlockCodec:
+        return self
+
+    def of_sender(self, member: int) -> BlockCodec:
         return self
 
     @property

@@ -81,6 +81,10 @@ class GaussianCodec:
     def signed(self, keys: SignKeys) -> GaussianCodec:
         return replace(self, keys=keys)
 
+    def of_sender(self, member: int) -> GaussianCodec:
+        keys = self._keys()
+        return replace(self, keys=SignKeys(keys.own, (keys.senders[member],)))
+
     def _decode(self, payloads: Tensor, blocks: Tensor, *, accumulate: bool) -> None:
         keys = self._keys_of_senders(payloads.shape[0])
         decode_gaussian(payloads, blocks, bits=self.bits, rounds=self.code.rounds, keys=keys, accumulate=accumulate)

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.comm.climb import Climb
-from megatron_zpp.comm.codec import Codec, Regions, SignKeys
+from megatron_zpp.comm.codec import Codec, Regions
 from megatron_zpp.comm.codecs import CastCodec, add_decoded_
-from megatron_zpp.comm.link_codecs import LinkCodecs, sign_keys
+from megatron_zpp.comm.link_codecs import LinkCodecs
 from megatron_zpp.comm.links import Ladder
-from megatron_zpp.parallel.topology import Link
 from megatron_zpp.zero.home import Home
 from megatron_zpp.zero.layout import FlatLayout, Range
 
@@ -83,15 +82,12 @@ class KeptCopy:
                 LinkCodecs(self._codec, self._codec),
                 lambda payload: self._link.encode(partial(self._encode_whole, main), payload),
             )
-        place = (ladder.topology, ladder.data_rank, "climb", name, iteration)
-        signed = codecs.signed_for(*place)
-        key = sign_keys(codecs.noise_seed, Link.INTER, *place).own
-        own_codec = codecs.inter.signed(SignKeys(key, (key,)))
+        signed = codecs.signed_for(ladder.topology, ladder.data_rank, "climb", name, iteration)
         return Climb(
             name,
             runs,
             signed,
-            lambda payload: self._link.encode(partial(self._encode_difference, main, own_codec), payload),
+            lambda payload: self._link.encode(partial(self._encode_difference, main, signed.inter), payload),
             lambda arrived, payloads: self._add(signed, arrived, payloads),
         )
 
@@ -101,10 +97,9 @@ class KeptCopy:
         self._codec.encode_into(self.own, payload)
 
     def _encode_difference(self, main: Regions, codec: Codec, payload: Tensor) -> None:
-        """codec: that of this rank's messages alone."""
         codec.encode_into(Regions(main.blocks - self.own.blocks, main.exact), payload)
         if self.mirror is not None:
-            add_decoded_(codec, payload, self.own)
+            add_decoded_(codec.of_sender(self._own_index), payload, self.own)
             self._clear_padding(codec, self.own, self._paddings[self._own_index])
 
     def _add(self, codecs: LinkCodecs, arrived: Tensor, payloads: Tensor) -> None:

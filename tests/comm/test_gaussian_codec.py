@@ -272,3 +272,20 @@ def test_ops_and_codec_give_the_same_bytes() -> None:
     mean = torch.empty_like(values.blocks)
     decode_mean_gaussian(payloads.unsqueeze(0), mean, bits=2, rounds=2, keys=[42], accumulate=False)
     assert _error_share(mean, values.blocks) < 1.3 * ERRORS[2]
+
+
+def test_a_codec_of_one_sender_decodes_what_the_codec_of_all_decodes_from_that_sender() -> None:
+    keys = SignKeys(5, (3, 5, 9))
+    codec = make_codec(Code.gaussian(3, rounds=1), torch.float32, BLOCK).signed(keys)
+    values = Regions.of(torch.randn(3 * BLOCK, generator=torch.Generator().manual_seed(1)), Runs(BLOCK, 0))
+    payloads = torch.zeros(3, codec.payload_bytes(values.runs), dtype=torch.uint8)
+    for member, sender in enumerate(keys.senders):
+        make_codec(Code.gaussian(3, rounds=1), torch.float32, BLOCK).signed(SignKeys(sender, keys.senders)).encode_into(
+            values.slice_at(member), payloads[member : member + 1]
+        )
+    together = Regions.of(torch.zeros(3 * BLOCK), Runs(BLOCK, 0))
+    codec.decode_into(payloads, together)
+    for member in range(3):
+        alone = Regions.of(torch.zeros(BLOCK), Runs(BLOCK, 0))
+        codec.of_sender(member).decode_into(payloads[member : member + 1], alone)
+        assert torch.equal(alone.blocks, together.slice_at(member).blocks)
