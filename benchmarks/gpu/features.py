@@ -66,6 +66,8 @@ CASES = (
     Case("dropout of attention weights", "--bf16 --attention-dropout 0.1 --hidden-dropout 0"),
     Case("dropout of hidden values", "--bf16 --attention-dropout 0 --hidden-dropout 0.1"),
     Case("recomputed blocks", f"{PLAIN} --checkpoint-activations", same_as="plain"),
+    Case("inputs of blocks in an arena", f"{PLAIN} --checkpoint-activations --contiguous-checkpointing", same_as="plain"),
+    Case("inputs of blocks on the host", f"{PLAIN} --checkpoint-activations --checkpoint-in-cpu", same_as="plain"),
     Case("recomputed attention", f"{PLAIN} --recompute-granularity selective", same_as="plain"),
     Case("loss in chunks", f"{PLAIN} --loss-chunk-tokens 64", same_as="plain"),
     Case("compiled", f"{PLAIN} --compile", same_as="plain", seconds=COMPILE_SECONDS),

@@ -14,7 +14,6 @@ class AcceptedFlag:
     only: tuple[str, ...] = ()
 
 
-DIVIDED_INPUTS = "--sequence-parallel divides the inputs of recomputed blocks among the ranks that share layers"
 NO_STAGES = "leave it out, there are no pipeline stages"
 OVERLAPS = "backward always overlaps the link between ranks that share layers with its products"
 ACCEPTED: dict[str, AcceptedFlag] = {
@@ -22,10 +21,6 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--local_rank": AcceptedFlag(1, "the launcher's LOCAL_RANK decides"),
     "--deepspeed": AcceptedFlag(0, "--zero-stage alone chooses the sharding"),
     "--deepspeed-activation-checkpointing": AcceptedFlag(0, "--recompute-granularity turns recomputation on"),
-    "--partition-activations": AcceptedFlag(0, DIVIDED_INPUTS),
-    "--distribute-saved-activations": AcceptedFlag(0, DIVIDED_INPUTS),
-    "--distribute-checkpointed-activations": AcceptedFlag(0, DIVIDED_INPUTS),
-    "--contigious-checkpointing": AcceptedFlag(0, "torch's allocator keeps the inputs of recomputed blocks"),
     "--synchronize-each-layer": AcceptedFlag(0, "a block's kernels are in order on their stream"),
     "--no-pipeline-parallel": AcceptedFlag(0, "there is no pipeline engine"),
     "--DDP-impl": AcceptedFlag(1, "--zero-stage 0 is data parallelism"),
@@ -47,7 +42,9 @@ ACCEPTED: dict[str, AcceptedFlag] = {
         1, "--optimizer-cpu-offload keeps all of the optimizer's state on the host", only=("1", "1.0")
     ),
     "--cpu-offloading-num-layers": AcceptedFlag(
-        1, "activations stay on the device, where --checkpoint-activations makes room", only=("0",)
+        1,
+        "activations stay on the device, where --checkpoint-activations makes room, but for the inputs that --checkpoint-in-cpu moves",
+        only=("0",),
     ),
     "--cpu_torch_adam": AcceptedFlag(0, "--optimizer-backend chooses the kernels of Adam"),
     "--ds_fused_adam": AcceptedFlag(0, "--optimizer-backend chooses the kernels of Adam"),
@@ -146,7 +143,6 @@ ACCEPTED: dict[str, AcceptedFlag] = {
 REFUSED: dict[str, str] = {
     "--model-parallel-size": "use --tensor-model-parallel-size",
     "--warmup": "use --lr-warmup-fraction",
-    "--checkpoint-in-cpu": "use a higher --recompute-num-layers, which keeps fewer inputs of recomputed blocks on the device",
     "--profile-backward": "leave it out, backward is measured with everything else",
     "--quick-geglu": "use --swiglu, which gates as well",
     "--apply-residual-connection-post-layernorm": "leave it out, norms come before attention and feed-forward layer",

@@ -53,5 +53,6 @@ def _filled_in(given: Config, ranks: RankCounts) -> Config:
         *declared_without_effect(config),
         *rules_schedule.surprising_schedules(config, batches),
         *rules_zero.missing_links(config, ranks, given.zero.zero_hpz_partition_size),
+        *rules_tensor.needless_division(config),
         *rules_tensor.surprising_costs(config, ranks, batches),
     )

@@ -53,6 +53,16 @@ def check_resolved(config: Config) -> None:
     check_compilation(config)
 
 
+def needless_division(config: Config) -> Iterator[str]:
+    """One line if --partition-activations divides nothing."""
+    if not config.model.partition_activations:
+        return
+    if config.distributed.tensor_model_parallel_size == 1:
+        yield f"--partition-activations has no effect with {TENSOR_SIZE} 1, as no ranks share layers"
+    elif config.distributed.sequence_parallel:
+        yield "--partition-activations has no effect with --sequence-parallel, which divides the inputs of recomputed chunks already"
+
+
 def surprising_costs(config: Config, ranks: RankCounts, batches: BatchSchedule) -> Iterator[str]:
     """One line for each cost of sharing layers that few users expect."""
     tensor_ranks, microbatches = ranks.tensor, batches.full_size // batches.grain

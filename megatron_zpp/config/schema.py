@@ -219,6 +219,26 @@ class ModelConfig:
         otherwise="1 with --recompute-granularity full",
         needs=needs(recompute_granularity="full"),
     )
+    partition_activations: bool = flag(
+        False,
+        help="Each of the ranks that share layers keeps a part of the inputs of recomputed chunks, and backward gathers them, one chunk "
+        "ahead.",
+        aliases=("--distribute-saved-activations", "--distribute-checkpointed-activations"),
+        needs=needs(recompute_granularity="full"),
+    )
+    checkpoint_in_cpu: bool = flag(
+        False,
+        help="The inputs of recomputed chunks are kept in pinned memory of the host, and come back one chunk ahead.",
+        aliases=("--cpu-checkpointing",),
+        needs=needs(recompute_granularity="full"),
+    )
+    contiguous_checkpointing: bool = flag(
+        False,
+        help="The inputs of recomputed chunks are kept in memory that is allocated once, before the first step.",
+        aliases=("--contigious-checkpointing",),
+        needs=needs(recompute_granularity="full"),
+        without_effect=when("checkpoint_in_cpu"),
+    )
     loss_chunk_tokens: int = flag(
         1024,
         help="Logits that exist at once, as a number of tokens: output layer and loss of a larger micro-batch are computed in chunks, and "

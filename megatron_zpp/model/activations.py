@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.chunks import recomputed_blocks, recomputed_chunks, recomputes_attention
+from megatron_zpp.model.kept_need import kept_inputs_shape, kept_need
 from megatron_zpp.model.loss_chunks import chunk_logits, has_chunks
 
 STATISTICS_BYTES = 2 * 4  # mean and deviation of a token in a norm, fp32
@@ -39,17 +40,21 @@ def activation_bytes(
     attention: AttentionNeed,
     tensor_ranks: int = 1,
     sequence_parallel: bool = False,
+    has_host: bool = False,
 ) -> int:
     """Estimated peak bytes of activations and their gradients in one micro-batch: what forward keeps, plus the larger of two peaks.
 
     They are those of one rank of `tensor_ranks`, each of which has its part of the heads, of F and of V, and whole hidden states or, with
     sequence parallelism, those of its own tokens. What crosses the tensor link comes on top: see `tensor_buffer_bytes`.
 
-    Forward keeps the input of every chunk of recomputed blocks. Of any other block it keeps all activations, except those inside
+    Forward keeps the input of every chunk of recomputed blocks, unless flags give it places that last, or on the host (model/kept_need.py).
+    has_host: the host of the device has memory of its own. Of any other block forward keeps all activations, except those inside
     attention if attention is recomputed. The first peak is that of the head. The second is that of one block's backward: the gradients of
     the block, the activations that are recomputed for it (of the largest chunk, or of one attention), and with a tied output the gradient
     of the word embedding.
     """
+    inputs_shape = kept_inputs_shape(config, micro_batch_size, tensor_ranks, sequence_parallel=sequence_parallel)
+    inputs = kept_need(config, inputs_shape, element_bytes, has_host=has_host)
     config, padded_vocab_size = _of_one_rank(config, tensor_ranks), padded_vocab_size // tensor_ranks
     tokens = micro_batch_size * config.seq_length
     own_tokens = tokens // tensor_ranks if sequence_parallel else tokens
@@ -59,12 +64,12 @@ def activation_bytes(
     hidden = own_tokens * config.hidden_size * element_bytes
     chunks = recomputed_chunks(config)
     kept_of_block, again = (block - inside, inside) if recomputes_attention(config) else (block, 0)
-    kept = len(chunks) * hidden + (config.num_layers - recomputed_blocks(config)) * kept_of_block
+    kept = inputs.passing + (config.num_layers - recomputed_blocks(config)) * kept_of_block
     again = max((len(chunk) * block for chunk in chunks), default=again)
     head = head_bytes(config, padded_vocab_size, tokens, element_bytes)
     word_gradient = 0 if config.untie_embeddings_and_output_weights else padded_vocab_size * config.hidden_size * element_bytes
     backward_of_block = block + again + word_gradient
-    return kept + hidden + max(head, backward_of_block)
+    return kept + hidden + max(head, inputs.staging + backward_of_block)
 
 
 def _of_one_rank(config: ModelConfig, tensor_ranks: int) -> ModelConfig:

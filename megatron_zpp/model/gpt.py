@@ -24,6 +24,7 @@ from megatron_zpp.model.rotary import RotaryPositions, Rotation
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.tensor_parallel.context import TensorParallel
+from megatron_zpp.tensor_parallel.kept_inputs import KeptInputs
 
 
 class GPT(nn.Module):
@@ -42,6 +43,7 @@ class GPT(nn.Module):
         self.padded_vocab_size = padded_vocab_size
         self.seed = seed
         self._shape = _shape(model_config, padded_vocab_size, tensor)
+        self._kept_inputs: KeptInputs | None = None
         self.rotary = RotaryPositions(model_config) if model_config.position_embedding_type == "rope" else None
         with torch.device("meta"):
             self.embedding = Embedding(self._shape, seed, dtype, tensor)
@@ -70,8 +72,10 @@ class GPT(nn.Module):
             documents = separated(document_lengths_R, (samples, length), self.head_shape(hidden_BSH.dtype), tokens_BS.device)
         rotation = self._rotation(tokens_BS, position_ids_BS, hidden_BSH.dtype)
         kept_from = 0
-        for chunk in recomputed_chunks(self.config):
-            hidden_BSH = recomputed(self._through, chunk, hidden_BSH, first_sample, documents, rotation)
+        inputs = None if self._kept_inputs is None else self._kept_inputs.of_forward()
+        for index, chunk in enumerate(recomputed_chunks(self.config)):
+            hooks = None if inputs is None else inputs.hooks(index)
+            hidden_BSH = recomputed(self._through, chunk, hidden_BSH, first_sample, documents, rotation, hooks=hooks)
             kept_from = chunk.stop
         hidden_BSH = self._through(range(kept_from, self.config.num_layers), hidden_BSH, first_sample, documents, rotation)
         tied_weight_VH = None if self.config.untie_embeddings_and_output_weights else self.embedding.word.weight
@@ -84,6 +88,10 @@ class GPT(nn.Module):
         for index in blocks:
             hidden_BSH = self.blocks[index](hidden_BSH, first_sample, documents, rotation)
         return hidden_BSH
+
+    def keep_inputs(self, kept: KeptInputs) -> None:
+        """Lets `kept` keep the inputs of recomputed chunks from now on, instead of the graph of autograd."""
+        self._kept_inputs = kept
 
     def head_shape(self, dtype: torch.dtype) -> HeadShape:
         """The properties of the heads that decide which attention kernel runs."""

@@ -16,7 +16,8 @@ Every one of a block's four linear layers crosses the link in forward or in back
 --sequence-parallel, backward gathers the input of a layer that divides its rows again, because forward has kept the own tokens only. A
 recomputation ends with the last activation that backward needs, so the last sum of a chunk of blocks is not repeated: nothing behind it
 keeps an activation, dropout neither.
-The loss gathers three fp32 numbers per token.
+The loss gathers three fp32 numbers per token. With --partition-activations, and without --sequence-parallel, backward gathers the input of
+every chunk: r X.
 """
 
 from __future__ import annotations
@@ -26,27 +27,33 @@ from dataclasses import dataclass
 from megatron_zpp.comm.tensor_bytes import gathered_bytes
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.chunks import recomputed_chunks
+from megatron_zpp.model.kept_need import kept_inputs_shape
 from megatron_zpp.model.layer_work import LayerWork
 from megatron_zpp.model.loss_chunks import has_chunks, ranges
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.tensor_work import TensorWork
 
+NO_WORK = TensorWork()
 LOSS_BYTES = 3 * 4  # per token: the largest logit, the sum of exponentials, the logit of the label
 
 
 @dataclass(frozen=True)
 class TensorTraffic:
-    """What one rank receives in micro-batches. forward: without the loss. recomputed: in backward, of blocks that are recomputed."""
+    """What one rank receives in micro-batches.
 
-    forward: TensorWork
-    backward: TensorWork
-    recomputed: TensorWork
-    loss: TensorWork
+    forward: without the loss. recomputed: in backward, of blocks that are recomputed. inputs: of these blocks, if ranks keep parts of them.
+    """
+
+    forward: TensorWork = NO_WORK
+    backward: TensorWork = NO_WORK
+    recomputed: TensorWork = NO_WORK
+    loss: TensorWork = NO_WORK
+    inputs: TensorWork = NO_WORK
 
     @property
     def training(self) -> TensorWork:
         """Of a step, without elements that several ranks hold."""
-        return self.forward + self.backward + self.recomputed + self.loss
+        return self.forward + self.backward + self.recomputed + self.loss + self.inputs
 
     @property
     def evaluation(self) -> TensorWork:
@@ -57,7 +64,7 @@ class TensorTraffic:
 def tensor_traffic(shape: ModelShape, *, microbatches: int, samples: int, element_bytes: int) -> TensorTraffic:
     """The traffic of a model's rank in `microbatches` micro-batches of `samples` samples. element_bytes: of an activation."""
     if shape.tensor_ranks == 1:
-        return TensorTraffic(TensorWork(), TensorWork(), TensorWork(), TensorWork())
+        return TensorTraffic()
     config, layer = shape.config, LayerWork.of(shape, samples=samples, element_bytes=element_bytes)
     layers = 2 * config.num_layers  # of each kind: qkv and up divide their rows, projection and down their columns
     return TensorTraffic(
@@ -65,7 +72,16 @@ def tensor_traffic(shape: ModelShape, *, microbatches: int, samples: int, elemen
         microbatches * (layers * (layer.into_backward + layer.out_of_backward) + layer.out_of_backward + layer.final_backward),
         microbatches * _recomputed(config, layer),
         microbatches * loss_work(shape, samples=samples),
+        microbatches * len(recomputed_chunks(config)) * gathered_input(shape, samples=samples, element_bytes=element_bytes),
     )
+
+
+def gathered_input(shape: ModelShape, *, samples: int, element_bytes: int) -> TensorWork:
+    """The gather of one recomputed chunk's input; empty if every rank keeps its own."""
+    kept = kept_inputs_shape(shape.config, samples, shape.tensor_ranks, sequence_parallel=shape.sequence_parallel)
+    if kept.ranks == 1:
+        return TensorWork()
+    return TensorWork(gathered_bytes(kept.part_numel(element_bytes) * element_bytes, kept.ranks), collectives=1)
 
 
 def loss_work(shape: ModelShape, *, samples: int) -> TensorWork:

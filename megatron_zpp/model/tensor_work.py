@@ -1,11 +1,17 @@
-"""What each use of a GPT exchanges over the tensor link (pure arithmetic, no torch). model/tensor_traffic.py adds up all uses."""
+"""What each use of a GPT exchanges over the tensor link (pure arithmetic, no torch). model/tensor_traffic.py adds up all uses.
+
+With --partition-activations the gather of a chunk's input runs beside the first products of the chunk after it, and backward waits for
+that of the last chunk.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from megatron_zpp.model.chunks import recomputed_chunks
 from megatron_zpp.model.layer_work import LayerWork
 from megatron_zpp.model.shapes import ModelShape
-from megatron_zpp.model.tensor_traffic import loss_work
+from megatron_zpp.model.tensor_traffic import gathered_input, loss_work
 from megatron_zpp.parallel.tensor_work import NO_TENSOR_WORK, TensorWork, TensorWorkOfUses
 
 
@@ -18,8 +24,21 @@ def tensor_work(shape: ModelShape, *, samples: int, element_bytes: int) -> Tenso
     # Recomputation of a chunk ends before its last sum, which backward does not need.
     chunks = recomputed_chunks(shape.config)
     again = {index: block if index != chunk[-1] else 2 * layer.into + layer.out_of for chunk in chunks for index in chunk}
+    for index, work in _gathered_inputs(shape, samples, element_bytes):
+        again[index] += work
     blocks = range(shape.config.num_layers)
     return TensorWorkOfUses(
         (layer.out_of, *(block for _ in blocks), layer.into + loss_work(shape, samples=samples)),
         (layer.out_of_backward, *(of_block + again.get(index, TensorWork()) for index in blocks), layer.final_backward),
     )
+
+
+def _gathered_inputs(shape: ModelShape, samples: int, element_bytes: int) -> Iterator[tuple[int, TensorWork]]:
+    """The gathers of inputs of recomputed chunks, each with the block in whose backward it starts."""
+    gather = gathered_input(shape, samples=samples, element_bytes=element_bytes)
+    chunks = recomputed_chunks(shape.config)
+    if not gather.collectives or not chunks:
+        return
+    yield chunks[-1][-1], TensorWork(gather.nbytes, collectives=1)
+    for after in chunks[1:]:
+        yield after[-1], TensorWork(overlapped_bytes=gather.nbytes, collectives=1)

@@ -105,6 +105,8 @@ def _host(plan: RunPlan, world: PlannedWorld) -> str:
     """What the host of a GPU holds, and how many threads update weights there; empty if there is nothing."""
     need = plan.memory
     if not plan.config.zero.optimizer_cpu_offload:
+        if plan.config.model.checkpoint_in_cpu and not world.is_on_gpu:
+            return "the device is the host, so --checkpoint-in-cpu moves nothing"
         return f"{in_gib(need.host)}: {need.on_host()}" if need.host else ""
     threads = f"AdamW has the cores of a node divided by {world.ranks_per_node}"
     if not world.is_on_gpu:

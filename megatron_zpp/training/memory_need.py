@@ -10,6 +10,7 @@ from megatron_zpp.config.flag import any_of, divisors
 from megatron_zpp.config.rules_tensor import TENSOR_SIZE, can_share
 from megatron_zpp.config.schema import CheckpointConfig, Config, ZeroConfig
 from megatron_zpp.model.activations import AttentionNeed, activation_bytes, mask_bytes, tensor_buffer_bytes
+from megatron_zpp.model.kept_need import NOTHING_KEPT, KeptNeed, kept_inputs_shape, kept_need
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.zero.layout import FlatLayout
@@ -49,8 +50,9 @@ class MemoryNeed:
     """Bytes that one rank needs: the plan of its sharded states, an estimate of its activations, and of a GPU's memory beside tensors.
 
     tensor_buffers: what crosses the tensor link in a micro-batch, and its sums. sharing: what it takes once per step to make equal the
-    gradients of elements that several tensor ranks have; no activations exist then. save_copy: bytes of host memory for --async-save's
-    copy of the state. With is_on_gpu they are not part of `total`, nor is plan.host.
+    gradients of elements that several tensor ranks have; no activations exist then. kept_inputs: of recomputed chunks; what passes is part
+    of the activations. save_copy: bytes of host memory for --async-save's copy of the state. With is_on_gpu they are not part of `total`,
+    nor is plan.host.
     """
 
     plan: MemoryPlan
@@ -58,13 +60,14 @@ class MemoryNeed:
     save_copy: int = 0
     is_on_gpu: bool = False
     device: DeviceMemory = NO_DEVICE
+    kept_inputs: KeptNeed = NOTHING_KEPT
     tensor_buffers: int = 0
     sharing: int = 0
 
     @property
     def total(self) -> int:
         """Peak bytes on the device: in backward, or while the gradient norm is computed."""
-        at_rest = self.plan.states + self.plan.buffers + self.save_copy_on_device + self.device.total
+        at_rest = self.plan.states + self.plan.buffers + self.save_copy_on_device + self.device.total + self.kept_inputs.lasting
         at_rest += 0 if self.is_on_gpu else self.plan.host.total
         return at_rest + max(self.plan.gathered + self.activations + self.tensor_buffers + self.plan.means, self.plan.norm, self.sharing)
 
@@ -85,7 +88,7 @@ class MemoryNeed:
     @property
     def host(self) -> int:
         """Bytes in the memory of a GPU's host; without a GPU they are part of `total`."""
-        return self.plan.host.total + self.save_copy if self.is_on_gpu else 0
+        return self.plan.host.total + self.save_copy + self.kept_inputs.host if self.is_on_gpu else 0
 
     def on_host(self) -> str:
         """The parts of `host` in words."""
@@ -97,6 +100,7 @@ class MemoryNeed:
                 "mirrors of kept copies": host.mirrors,
                 "pinned staging": host.pinned,
                 "fp32 differences": host.differences,
+                "inputs of recomputed chunks": self.kept_inputs.host,
                 "copy for --async-save": self.save_copy,
             }
         )
@@ -116,6 +120,7 @@ class MemoryNeed:
             "payload buffers": self.plan.buffers,
             "fp32 means": self.plan.means,
             "tensor buffers": self.tensor_buffers,
+            "inputs of recomputed chunks": self.kept_inputs.lasting,
             "CUDA context and workspaces": self.device.context + self.device.workspaces,
             "NCCL buffers": self.device.communicators,
             "copy for --async-save": self.save_copy_on_device,
@@ -139,16 +144,7 @@ def check_fits(
     need = need.beside(taken)
     ranks = f"each of the {grid.world_size} ranks" if grid.world_size > 1 else "the one rank"
     if is_on_gpu and available.host is not None and need.host > available.host:
-        if config.zero.optimizer_cpu_offload:
-            other = ", --async-save" if need.save_copy else ""
-            raise ValueError(
-                f"--optimizer-cpu-offload{other}: {ranks} needs {in_gib(need.host)} of host memory ({need.on_host()}) and has "
-                f"{in_gib(available.host)}; take more nodes, or leave --optimizer-cpu-offload{' or --async-save' if other else ''} out."
-            )
-        raise ValueError(
-            f"--async-save needs {in_gib(need.save_copy)} of pinned host memory on {ranks}, for a copy of the state that is saved, but "
-            f"only {in_gib(available.host)} is available; leave --async-save out, or take more nodes."
-        )
+        raise ValueError(_host_is_too_small(config, need, ranks, available.host))
     nbytes = available.device
     if nbytes is None or need.total <= nbytes:
         return need
@@ -158,17 +154,66 @@ def check_fits(
         return memory_need(config, model, sharding, larger, is_on_gpu=is_on_gpu).beside(taken).total <= nbytes
 
     # More ranks do not lessen the activations of one, and each plan of a deep model takes a second.
-    may_fit = need.activations + need.tensor_buffers <= nbytes
+    may_fit = need.activations + need.tensor_buffers + need.kept_inputs.lasting <= nbytes
     nodes = smallest_nodes(fits, grid.nodes) if may_fit else None
-    fits_offloaded = False
+    to_host: list[str] = []
     if may_fit and is_on_gpu and _can_offload(config):
         offloaded = replace(sharding, policy=with_offloaded_optimizer(sharding.policy))
         less = memory_need(config, model, offloaded, grid, is_on_gpu=True).beside(taken)
-        fits_offloaded = less.total <= nbytes and (available.host is None or less.host <= available.host)
+        to_host += ["--optimizer-cpu-offload"] * (less.total <= nbytes and (available.host is None or less.host <= available.host))
+    if is_on_gpu and config.model.recompute_granularity == "full" and not config.model.checkpoint_in_cpu:
+        less = _of_inputs(need, config.with_values(checkpoint_in_cpu=True), model, grid, sharding.element_bytes)
+        to_host += ["--checkpoint-in-cpu"] * (less.total <= nbytes and (available.host is None or less.host <= available.host))
     memory = "free GPU memory" if available.is_after_start else "GPU memory" if is_on_gpu else "host memory"
     raise ValueError(
         f"{ranks} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(nbytes)} of {memory}; "
-        f"{_remedy(config, model, nodes, grid, need, fits_offloaded=fits_offloaded)}."
+        f"{_remedy(config, model, nodes, grid, need, to_host)}."
+    )
+
+
+def _of_inputs(need: MemoryNeed, config: Config, model: SizedModel, grid: Grid, element_bytes: int) -> MemoryNeed:
+    """The need of a run on GPUs with the flags of `config`, from that of one which keeps inputs of recomputed chunks elsewhere."""
+    inputs = _kept_inputs(config, grid, element_bytes, is_on_gpu=True)
+    return replace(need, kept_inputs=inputs, activations=_activations(config, model, grid, element_bytes, is_on_gpu=True))
+
+
+def _activations(config: Config, model: SizedModel, grid: Grid, element_bytes: int, *, is_on_gpu: bool) -> int:
+    nbytes = activation_bytes(
+        config.model,
+        model.padded_vocab_size,
+        config.training.micro_batch_size,
+        element_bytes,
+        attention=_attention_need(config, element_bytes, is_on_gpu=is_on_gpu),
+        tensor_ranks=grid.tensor_ranks,
+        sequence_parallel=config.distributed.sequence_parallel,
+        has_host=is_on_gpu,
+    )
+    if not config.data.reset_attention_mask:
+        return nbytes
+    # Some devices have a kernel that needs no mask, but a plan cannot ask the device.
+    return nbytes + mask_bytes(config.training.micro_batch_size, config.model.seq_length, element_bytes)
+
+
+def _kept_inputs(config: Config, grid: Grid, element_bytes: int, *, is_on_gpu: bool) -> KeptNeed:
+    samples, sequence_parallel = config.training.micro_batch_size, config.distributed.sequence_parallel
+    shape = kept_inputs_shape(config.model, samples, grid.tensor_ranks, sequence_parallel=sequence_parallel)
+    return kept_need(config.model, shape, element_bytes, has_host=is_on_gpu)
+
+
+def _host_is_too_small(config: Config, need: MemoryNeed, ranks: str, host_bytes: int) -> str:
+    takers = ["--optimizer-cpu-offload"] if config.zero.optimizer_cpu_offload else []
+    takers += ["--checkpoint-in-cpu"] if need.kept_inputs.host else []
+    takers += ["--async-save"] if need.save_copy else []
+    if takers == ["--async-save"]:
+        return (
+            f"--async-save needs {in_gib(need.save_copy)} of pinned host memory on {ranks}, for a copy of the state that is saved, but "
+            f"only {in_gib(host_bytes)} is available; leave --async-save out, or take more nodes."
+        )
+    # More nodes do not lessen the inputs that a rank keeps.
+    remedy = "take more nodes" if takers != ["--checkpoint-in-cpu"] else "raise --recompute-num-layers"
+    return (
+        f"{', '.join(takers)}: {ranks} needs {in_gib(need.host)} of host memory ({need.on_host()}) and has {in_gib(host_bytes)}; "
+        f"{remedy}, or leave {any_of(takers)} out."
     )
 
 
@@ -176,25 +221,14 @@ def memory_need(config: Config, model: SizedModel, sharding: Sharding, grid: Gri
     """The memory that each rank needs in this world."""
     starts_exact = config.zero.zero_full_precision_iters > 0
     plan = largest_plan(model.unit_specs(), model.uses(), sharding, grid.ladder, starts_exact=starts_exact, on_streams=is_on_gpu)
-    activations = activation_bytes(
-        config.model,
-        model.padded_vocab_size,
-        config.training.micro_batch_size,
-        sharding.element_bytes,
-        attention=_attention_need(config, sharding.element_bytes, is_on_gpu=is_on_gpu),
-        tensor_ranks=grid.tensor_ranks,
-        sequence_parallel=config.distributed.sequence_parallel,
-    )
-    if config.data.reset_attention_mask:
-        # Some devices have a kernel that needs no mask, but a plan cannot ask the device.
-        activations += mask_bytes(config.training.micro_batch_size, config.model.seq_length, sharding.element_bytes)
     device = device_memory(grid) if is_on_gpu else NO_DEVICE
     return MemoryNeed(
         plan,
-        activations,
+        _activations(config, model, grid, sharding.element_bytes, is_on_gpu=is_on_gpu),
         save_copy_bytes(config, model, sharding, grid),
         is_on_gpu,
         device,
+        _kept_inputs(config, grid, sharding.element_bytes, is_on_gpu=is_on_gpu),
         tensor_buffers=tensor_buffer_bytes(
             config.model,
             config.training.micro_batch_size,
@@ -300,9 +334,10 @@ def _can_offload(config: Config) -> bool:
     return has_owners and not config.zero.optimizer_cpu_offload
 
 
-def _remedy(config: Config, model: SizedModel, nodes: int | None, grid: Grid, need: MemoryNeed, *, fits_offloaded: bool) -> str:
+def _remedy(config: Config, model: SizedModel, nodes: int | None, grid: Grid, need: MemoryNeed, to_host: Sequence[str]) -> str:
+    """to_host: flags of which each makes the run fit, with the memory of the host."""
     ranks_per_node = grid.ranks_per_node
-    levers = ["--optimizer-cpu-offload"] if fits_offloaded else []
+    levers = [*to_host]
     levers += [] if config.model.recompute_granularity == "full" else ["--checkpoint-activations"]
     levers += ["--loss-chunk-tokens 1024"] if config.model.loss_chunk_tokens == 0 else []
     levers += ["no --async-save"] if need.save_copy_on_device else []

@@ -31,6 +31,7 @@ from megatron_zpp.parallel.initialize import World
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.tensor_parallel.context import TensorParallel
 from megatron_zpp.training.instruments import Instruments
+from megatron_zpp.training.kept_inputs import about_kept_inputs, build_kept_inputs
 from megatron_zpp.training.sharding import choose_policy, grid_of, prefetch_of
 from megatron_zpp.training.stored_run import StoredRun
 from megatron_zpp.zero.adam import AdamOptions
@@ -112,9 +113,12 @@ def build_model(config: Config, padded_vocab: int, stored: StoredRun | None, ten
 
 
 def build_engine(config: Config, model: GPT, ladder: Ladder, instruments: Instruments) -> ZeroEngine:
-    """Engine that shards the model. It allocates the storage of the model."""
+    """Engine that shards the model. It allocates the storage of the model, and of kept inputs of recomputed chunks if it is to last."""
     optimizer, zero = config.optimizer, config.zero
     dtype = working_dtype(config.precision)
+    kept_inputs = build_kept_inputs(config, dtype, ladder)
+    if kept_inputs is not None:
+        model.keep_inputs(kept_inputs)
     options = EngineOptions(
         policy=choose_policy(zero),
         dtype=dtype,
@@ -161,4 +165,4 @@ def describe_run(config: Config, ladder: Ladder, vocab_size: int, model: GPT) ->
     if config.data.reset_attention_mask:
         head = model.head_shape(working_dtype(config.precision))
         lines.append(describe_documents(device, head, (config.training.micro_batch_size, config.model.seq_length)))
-    return lines
+    return [*lines, *filter(None, [about_kept_inputs(config, device)])]

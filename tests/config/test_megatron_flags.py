@@ -45,6 +45,8 @@ WORK = """
 
     --recompute-granularity full / --recompute-granularity selective / --recompute-method uniform / --recompute-method block
     --recompute-num-layers 1 / --recompute-activations / --checkpoint-activations / --checkpoint-num-layers 1
+    --partition-activations / --distribute-saved-activations / --distribute-checkpointed-activations / --checkpoint-in-cpu
+    --contigious-checkpointing
 
     --data-path 1 x 2 y / --split 98,2,0 / --train-data-path x / --valid-data-path x / --test-data-path x / --data-args-path x
     --per-split-data-args-path x / --data-cache-path x / --mock-data / --tokenizer-type GPT2BPETokenizer / --vocab-file x
@@ -81,8 +83,7 @@ CHANGE_NOTHING = """
     --no-pin-cpu-params / --overlap-cpu-optimizer-d2h-h2d / --use-torch-optimizer-for-cpu-offload / --optimizer-offload-fraction 1.0
     --cpu-offloading-num-layers 0 / --cpu_torch_adam / --ds_fused_adam
     --no-pipeline-parallel / --deepspeed / --deepscale / --deepspeed-activation-checkpointing
-    --partition-activations / --contigious-checkpointing / --synchronize-each-layer
-    --distribute-saved-activations / --distribute-checkpointed-activations
+    --synchronize-each-layer
     --no-mmap-bin-files / --num-dataset-builder-threads 4 / --no-create-attention-mask-in-dataloader / --data-impl mmap / --mmap-warmup
     --no-barrier-with-level-1-timing / --log-batch-size-to-tensorboard
 """
@@ -98,7 +99,7 @@ REFUSED = """
     --cpu-offloading-num-layers 4 / --optimizer-offload-fraction 0.5
     --dataloader-type external / --fim-data / --train-data-exact-num-epochs 1
     --train-doc-idx-path x / --train-sample-idx-path x / --train-shuffle-idx-path x / --return-data-index / --random-ltd
-    --profile-backward / --checkpoint-in-cpu / --log-optimizer-states-to-tensorboard
+    --profile-backward / --log-optimizer-states-to-tensorboard
     --pipeline-model-parallel-split-rank 1 / --decoder-first-pipeline-num-layers 2 / --decoder-last-pipeline-num-layers 2
     --pipeline-model-parallel-layout Et|L / --encoder-tensor-model-parallel-size 2 / --num-layers-per-virtual-pipeline-stage 2
     --curriculum-learning-legacy / --one-logger-project x / --log-straggler / --log-energy

@@ -49,3 +49,22 @@ def test_states_and_bytes_in_the_log_are_those_of_the_plan(ranks: RankPool, tmp_
     assert set(numbers(records, "inter_node_bytes")) == {plan.node_bytes} == {0}
     activations = plan.job.microbatches * plan.job.tensor_work.nbytes
     assert all(activations < nbytes <= plan.tensor_bytes for nbytes in numbers(records, "tensor_link_bytes"))
+
+
+def test_inputs_divided_and_on_the_host_change_no_bit_of_a_run_and_add_a_gather_per_chunk(ranks: RankPool, tmp_path: Path) -> None:
+    config = resolve(parse_flags(MODEL.split()), 1, 1).model
+    flags = "--zero-stage 3 --tensor-model-parallel-size 2 --checkpoint-activations --global-batch-size 2 --train-iters 3 --eval-iters 1"
+    plain = pretrain(ranks, 1, 2, f"{flags} --eval-interval 1", tmp_path / "plain.jsonl")
+    divided = pretrain(
+        ranks,
+        1,
+        2,
+        f"{flags} --eval-interval 1 --partition-activations --cpu-checkpointing --contigious-checkpointing",
+        tmp_path / "divided.jsonl",
+    )
+    for name in ("lm_loss", "grad_norm"):
+        assert numbers(divided, name) == numbers(plain, name)
+    assert validation_losses(divided) == validation_losses(plain)
+    gather = config.seq_length * config.hidden_size * 4 // 2
+    more = [there - here for here, there in zip(*(numbers(of, "tensor_link_bytes") for of in (plain, divided)), strict=True)]
+    assert more == [2 * config.num_layers * gather] * 3

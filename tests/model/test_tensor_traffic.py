@@ -64,6 +64,15 @@ def test_recomputation_repeats_a_blocks_forward_but_not_the_last_sum_of_a_chunk(
         assert found == TensorWork(repeated * part_of_hidden(4), collectives=repeated)
 
 
+@pytest.mark.parametrize(("recomputed", "chunks"), [("uniform --recompute-num-layers 4", 2), ("block --recompute-num-layers 3", 3)])
+def test_divided_inputs_are_gathered_once_per_chunk_and_own_tokens_never(recomputed: str, chunks: int) -> None:
+    flags = f"--recompute-granularity full --recompute-method {recomputed}"
+    plain, divided = traffic(4, flags), traffic(4, f"{flags} --partition-activations")
+    assert divided.inputs == TensorWork(chunks * part_of_hidden(4), collectives=chunks)
+    assert divided.training == plain.training + divided.inputs and divided.evaluation == plain.evaluation
+    assert traffic(4, f"{flags} --partition-activations", sequence_parallel=True).inputs == TensorWork() == plain.inputs
+
+
 def test_the_loss_in_chunks_takes_as_many_bytes_in_more_gathers() -> None:
     whole, chunks = traffic(2).loss, traffic(2, "--loss-chunk-tokens 24").loss
     assert chunks.nbytes == whole.nbytes and (whole.collectives, chunks.collectives) == (1, 3)

@@ -13,7 +13,12 @@ from megatron_zpp.model.tensor_work import tensor_work
 from megatron_zpp.parallel.tensor_work import NO_TENSOR_WORK, TensorWork, TensorWorkOfUses
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
-CHUNKS = [{}, {"recompute_granularity": "selective"}, *({**FULL, "recompute_num_layers": count} for count in (1, 2, 4))]
+CHUNKS: list[dict[str, Any]] = [
+    {},
+    {"recompute_granularity": "selective"},
+    *({**FULL, "recompute_num_layers": count} for count in (1, 2, 4)),
+    {**FULL, "recompute_num_layers": 3, "partition_activations": True},
+]
 
 
 def shape(ranks: int, sequence_parallel: bool, **changes: Any) -> ModelShape:
@@ -50,3 +55,15 @@ def test_forward_waits_for_everything_and_sequence_parallelism_hides_more_of_bac
     assert divided.backward[block].overlapped_bytes == 2 * divided.backward[block].blocking_bytes
     assert all(of.backward[-1].overlapped_bytes == 0 for of in (plain, divided))
     assert divided.backward[block].blocking_bytes == plain.backward[block].blocking_bytes
+
+
+def test_backward_waits_for_the_input_of_the_last_chunk_and_the_others_are_gathered_in_the_block_before() -> None:
+    chunks = {**FULL, "recompute_num_layers": 2}
+    plain, divided = (work(4, False, **chunks, partition_activations=divides) for divides in (False, True))
+    more = [
+        (there.blocking_bytes - here.blocking_bytes, there.overlapped_bytes - here.overlapped_bytes)
+        for here, there in zip(plain.backward, divided.backward, strict=True)
+    ]
+    gather = 3 * 3 * 32 * 48 * 2 // 4
+    assert more == [(0, 0), (0, 0), (0, 0), (0, 0), (gather, gather), (0, 0)]
+    assert plain.forward == divided.forward

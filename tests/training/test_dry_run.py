@@ -84,6 +84,13 @@ def test_an_offloaded_optimizer_is_described_with_the_host_s_parts_per_rank_and_
     assert "host memory per rank" not in parts_of("--zero-stage 3")
 
 
+def test_inputs_on_the_host_are_described() -> None:
+    flags = "--nodes 2 --ranks-per-node 2 --global-batch-size 8 --checkpoint-in-cpu --recompute-granularity full --seq-length 8192"
+    assert re.fullmatch(r"(\S+ MiB): inputs of recomputed chunks \1", parts_of(flags)["host memory per rank"])
+    on_cpu = parts_of(f"{flags} --distributed-backend gloo")["host memory per rank"]
+    assert on_cpu == "the device is the host, so --checkpoint-in-cpu moves nothing"
+
+
 def test_lean_is_described_by_its_parts_and_each_direction_crosses_between_nodes_once_per_step() -> None:
     flags = "--quantization-block-size 256 --zeropp lean --nodes 2 --ranks-per-node 2 --save unwritten"
     once, several = (parts_of(f"{flags} --global-batch-size {batch}") for batch in (4, 32))

@@ -91,7 +91,7 @@ def test_a_run_that_lacks_one_byte_is_refused_with_every_part_in_figures() -> No
     assert all(f"{name} {in_gib(nbytes)}" in text for name, nbytes in parts.items())
     assert f"each of the 16 ranks needs {in_gib(need.total)}" in text and f"has {in_gib(need.total - 1)} of GPU memory" in text
     world = "the smallest world that fits is 2 nodes of 16 ranks with this much memory each"
-    assert text.endswith(f"; {world}, or give --optimizer-cpu-offload.")
+    assert text.endswith(f"; {world}, or give --optimizer-cpu-offload or --checkpoint-in-cpu.")
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 4])
@@ -321,3 +321,53 @@ def test_a_run_that_is_too_large_for_its_gpus_and_fits_with_offload_is_told_so()
     nbytes = offloaded.need().total
     assert "--optimizer-cpu-offload" in plain.refusal(nbytes)
     assert offloaded.check(nbytes) == offloaded.need()
+
+
+# ---- inputs of recomputed chunks
+
+RECOMPUTED = f"{SMALL} --seq-length 1024 --loss-chunk-tokens 16 --zero-stage 3 --checkpoint-activations"  # the peak is that of a block
+HIDDEN_BYTES = 1024 * 256 * 2
+
+
+def test_inputs_on_the_host_leave_the_device_but_for_two_and_are_named_where_the_host_is_too_small() -> None:
+    plain, run = Run(RECOMPUTED, 1, 2).need(), Run(f"{RECOMPUTED} --checkpoint-in-cpu", 1, 2)
+    need = run.need()
+    assert need.host == 4 * HIDDEN_BYTES and plain.total - need.total == (4 - 2) * HIDDEN_BYTES
+    text = run.refusal(None, host_bytes=need.host - 1)
+    assert text.startswith("--checkpoint-in-cpu: each of the 2 ranks needs ") and f"inputs of recomputed chunks {in_gib(need.host)}" in text
+    assert text.endswith("; raise --recompute-num-layers, or leave --checkpoint-in-cpu out.")
+    assert run.check(None, host_bytes=need.host) == need
+
+
+def test_inputs_state_and_saved_copy_share_the_host() -> None:
+    run = Run(f"{RECOMPUTED} --checkpoint-in-cpu --optimizer-cpu-offload --save x --async-save", 1, 2)
+    need = run.need()
+    assert need.host == need.plan.host.total + need.save_copy + 4 * HIDDEN_BYTES
+    text = run.refusal(None, host_bytes=need.host - 1)
+    flags = ["--optimizer-cpu-offload", "--checkpoint-in-cpu", "--async-save"]
+    assert text.startswith(f"{', '.join(flags)}: ")
+    assert text.endswith("; take more nodes, or leave --optimizer-cpu-offload, --checkpoint-in-cpu or --async-save out.")
+
+
+def test_without_a_gpu_inputs_stay_in_the_same_memory_in_places_that_last() -> None:
+    plain, on_host = (Run(f"{RECOMPUTED} {flag}", 1, 2).need(is_on_gpu=False) for flag in ("", "--checkpoint-in-cpu"))
+    assert on_host.host == 0 and on_host.kept_inputs.lasting == 4 * HIDDEN_BYTES == plain.activations - on_host.activations
+    assert on_host.total == plain.total
+    assert f"inputs of recomputed chunks {in_gib(4 * HIDDEN_BYTES)}" in str(on_host)
+
+
+def test_a_run_that_lacks_what_the_host_could_keep_of_its_inputs_is_told_so() -> None:
+    less = Run(f"{RECOMPUTED} --checkpoint-in-cpu", 1, 2).need()
+    run = Run(RECOMPUTED, 1, 2)
+    assert "--checkpoint-in-cpu" in run.refusal(less.total) and "--checkpoint-in-cpu" not in run.refusal(less.total - 1)
+    assert "--checkpoint-in-cpu" not in run.refusal(less.total, host_bytes=less.host - 1)
+
+
+def test_divided_inputs_take_their_part_and_an_arena_lasts_from_start_to_end() -> None:
+    plain, divided, arena = (
+        Run(f"{RECOMPUTED} {flags}", 1, 2, tensor_ranks=2).need()
+        for flags in ("", "--partition-activations", "--partition-activations --contiguous-checkpointing")
+    )
+    # The whole inputs that backward has come from the other half of what they save.
+    assert plain.total - divided.total == 4 * HIDDEN_BYTES // 2 - 2 * HIDDEN_BYTES
+    assert arena.kept_inputs.lasting == 4 * HIDDEN_BYTES // 2 and arena.total == divided.total

@@ -89,6 +89,10 @@ CASES = {
     "untied, SwiGLU, rotary": Case("--untie-embeddings-and-output-weights --swiglu --position-embedding-type rope --disable-bias-linear"),
     "selective": Case("--recompute-granularity selective"),
     "full": Case(f"{FULL} uniform --recompute-num-layers 2 --bf16", FOUR),
+    "divided inputs": Case(f"{FULL} uniform --recompute-num-layers 2 --bf16 --partition-activations", FOUR),
+    "divided inputs of some blocks in an arena, 2 micro-batches": Case(
+        f"{FULL} block --recompute-num-layers 2 --partition-activations --contiguous-checkpointing --global-batch-size 8", TWO_PAIRS
+    ),
     "some blocks, no dropout, loss in chunks": Case(f"{FULL} block --recompute-num-layers 2 --hidden-dropout 0 --loss-chunk-tokens 5"),
     "sequence parallel, 2 micro-batches": Case(f"{SEQUENCE} --bf16 --global-batch-size 8", TWO_PAIRS),
     "sequence parallel, selective": Case(f"{SEQUENCE} --recompute-granularity selective --swiglu --hidden-dropout 0", FOUR),
