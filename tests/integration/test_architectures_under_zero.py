@@ -70,17 +70,17 @@ OTHER += "--group-query-attention --kv-channels 12 --attention-backend unfused -
 FEATURES = "--zero-stage 3 --zero-hpz-partition-size 2"
 
 
+@pytest.mark.parametrize("architecture", [LLAMA, pytest.param(OTHER, marks=pytest.mark.long)], ids=["llama", "other"])
 def test_whole_runs_of_other_architectures_have_the_same_bits_in_stage_0_and_in_stage_3_with_a_secondary_copy(
-    ranks: RankPool, tmp_path: Path
+    ranks: RankPool, tmp_path: Path, architecture: str
 ) -> None:
-    for name, architecture in {"llama": LLAMA, "other": OTHER}.items():
-        run = f"--train-iters {STEPS} --bf16 --lr 1e-3 {architecture}"
-        plain, secondary, quantized = (
-            losses(pretrain(ranks, 2, 2, f"{run} {flags}", tmp_path / f"{name}{number}.jsonl"))
-            for number, flags in enumerate(["", FEATURES, f"{FEATURES} --zero-quantized-weights --zero-quantized-gradients"])
-        )
-        assert len(plain) == STEPS and secondary == plain != quantized
-        assert [loss for loss, _ in quantized] == pytest.approx([loss for loss, _ in plain], rel=BOUND)
+    run = f"--train-iters {STEPS} --bf16 --lr 1e-3 {architecture}"
+    plain, secondary, quantized = (
+        losses(pretrain(ranks, 2, 2, f"{run} {flags}", tmp_path / f"{number}.jsonl"))
+        for number, flags in enumerate(["", FEATURES, f"{FEATURES} --zero-quantized-weights --zero-quantized-gradients"])
+    )
+    assert len(plain) == STEPS and secondary == plain != quantized
+    assert [loss for loss, _ in quantized] == pytest.approx([loss for loss, _ in plain], rel=BOUND)
 
 
 def test_a_kernel_that_is_not_here_ends_the_run_before_it_starts(ranks: RankPool) -> None:

@@ -24,7 +24,11 @@ CLIP = 0.5  # below every gradient norm of these runs, so that clipping is activ
 # The matrix of worlds, dtypes and recomputation is walked in tests/zero/test_same_bits.py; here the GPT, over real links.
 @pytest.mark.parametrize(
     ("nodes", "ranks_per_node", "precision", "recompute"),
-    [(2, 2, "", "--checkpoint-activations"), (2, 2, "--bf16", ""), (3, 2, "--bf16", "--checkpoint-activations")],
+    [
+        (2, 2, "", "--checkpoint-activations"),
+        (2, 2, "--bf16", ""),
+        pytest.param(3, 2, "--bf16", "--checkpoint-activations", marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_loss_and_gradient_norm_have_the_same_bits_in_all_stages(
@@ -52,7 +56,7 @@ def plain_losses() -> list[tuple[float, float]]:
     return plain_loop(global_batch_size=12)
 
 
-@pytest.mark.parametrize(("nodes", "ranks_per_node", "stage"), [(1, 1, 3), (2, 2, 0), (3, 2, 3)])
+@pytest.mark.parametrize(("nodes", "ranks_per_node", "stage"), [(1, 1, 3), (2, 2, 0), pytest.param(3, 2, 3, marks=pytest.mark.long)])
 def test_every_shape_follows_a_plain_loop_within_fp32_rounding(
     ranks: RankPool, tmp_path: Path, plain_losses: list[tuple[float, float]], nodes: int, ranks_per_node: int, stage: int
 ) -> None:

@@ -16,7 +16,7 @@ CHUNKS = "--loss-chunk-tokens 9"
 STAGE_3 = "--zero-stage 3 --zero-hpz-partition-size 2"
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("is_tied", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_20_steps_in_chunks_follow_those_of_whole_logits_and_have_the_same_bits_in_stage_0_and_stage_3(
     ranks: RankPool, tmp_path: Path, is_tied: bool
 ) -> None:

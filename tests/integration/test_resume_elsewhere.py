@@ -46,10 +46,10 @@ def unbroken(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple
 @pytest.mark.parametrize(
     ("nodes", "ranks_per_node", "stage"),
     [
-        (1, 1, "--zero-stage 0"),
+        pytest.param(1, 1, "--zero-stage 0", marks=pytest.mark.long),
         (1, 3, "--zero-stage 2"),
         (2, 2, SAVING),
-        (3, 2, "--zero-stage 1"),
+        pytest.param(3, 2, "--zero-stage 1", marks=pytest.mark.long),
     ],
 )
 def test_the_next_losses_are_those_of_the_unbroken_run(

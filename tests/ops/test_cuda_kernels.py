@@ -28,9 +28,13 @@ def _run(program: str, *arguments: str, **environment: str) -> int:
     return int(finished.stdout)
 
 
-# One size for each number of threads that share a block: 4 or 8, 8, 32, 256, 512, and 512 that hold half of it at a time.
+# A size for each number of threads that share a block: 4 or 8, 8, 32, 256, 512, and (long) 512 that hold half of it at a time.
 @pytest.mark.parametrize(
-    "sizes", [["32:1", "32:65"], ["96:45", "256:33"], ["992:2", "1024:9"], ["1056:2", "8192:1"], ["8224:1"], ["32800:1"]]
+    "sizes",
+    [
+        ["32:1", "256:33", "1024:9", "8192:1", "8224:1"],
+        *(pytest.param(others, marks=pytest.mark.long) for others in (["32:65", "96:45"], ["992:2", "1056:2"], ["32800:1"])),
+    ],
 )
 def test_emulated_kernels_bit_equal_the_reference(sizes: list[str]) -> None:
     assert _run("kernel_bits.py", str(emulated_kernels()), *sizes) == RESULTS_PER_SIZE * len(sizes)
