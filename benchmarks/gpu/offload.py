@@ -23,6 +23,7 @@ from megatron_zpp.comm.host_link import HostLink
 from megatron_zpp.comm.streams import CudaStreams
 from megatron_zpp.monitor.memory import max_memory_bytes
 from megatron_zpp.training.host_threads import own_cores
+from megatron_zpp.zero.state_bytes import StateBytes
 
 GPU_SHAPE = "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 2 --vocab-size 50257"
 CPU_SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --vocab-size 100"
@@ -92,19 +93,19 @@ def train(outcome: Outcome, place: Place, flags: str) -> Trained:
         torch.cuda.reset_peak_memory_stats(place.device)
     session = Session(flags, RankPlace.alone(place.device))
     losses, seconds = [], []
-    device_bytes = host_bytes = 0
+    states = StateBytes(0, 0)
     for step in range(STEPS):
         start = clock.perf_counter()
         loss = session.forward_backward(step)
-        device_bytes, host_bytes = session.engine.model_state_bytes(), session.engine.host_state_bytes()
+        states = session.engine.state_bytes()
         session.engine.update(learning_rate=1e-4)
         place.synchronize()
         seconds.append(clock.perf_counter() - start)
         losses.append(float(loss.item()) / session.microbatches)
     plan = session.need.plan
     outcome.check(
-        f"states hold {device_bytes:,} bytes on the device and {host_bytes:,} on the host as planned",
-        holds=(device_bytes, host_bytes) == (plan.states, plan.host.states),
+        f"states hold {states.device:,} bytes on the device and {states.host:,} on the host as planned",
+        holds=(states.device, states.host) == (plan.states, plan.host.states),
     )
     peak, planned = max_memory_bytes(place.device), session.need.beside(session.need.device).total
     if place.is_gpu:
@@ -115,7 +116,7 @@ def train(outcome: Outcome, place: Place, flags: str) -> Trained:
             holds=peak <= (1 + PLAN_SLACK) * planned,
         )
     session.close()
-    return Trained(losses, statistics.median(seconds), device_bytes, host_bytes, peak)
+    return Trained(losses, statistics.median(seconds), states.device, states.host, peak)
 
 
 def measure_link(outcome: Outcome, place: Place) -> None:

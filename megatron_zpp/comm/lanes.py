@@ -24,9 +24,8 @@ from megatron_zpp.comm.backend import Work, naming
 from megatron_zpp.comm.ledger import Traffic
 from megatron_zpp.comm.moves import Move, Times, first_move
 from megatron_zpp.comm.streams import Streams
+from megatron_zpp.comm.waits import WATCH_SECONDS
 from megatron_zpp.parallel.topology import LANES, Lane
-
-_WATCH_SECONDS = 1.0
 
 
 def nothing() -> None:
@@ -118,7 +117,7 @@ class ThreadLanes:
                 if is_reached():
                     return
                 mover.raise_error()
-                has_changed = mover.landed.wait(_WATCH_SECONDS)
+                has_changed = mover.landed.wait(WATCH_SECONDS)
             if not has_changed:
                 try:
                     self._watch()

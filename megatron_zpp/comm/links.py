@@ -39,10 +39,11 @@ INTER_DESCEND = Lane(Link.INTER, Direction.DESCEND)
 
 
 class Ladder:
-    """One rank's two links: makes the hops of climbs and descents and submits them to their lanes.
+    """One rank's links inside its node and between nodes: makes the hops of climbs and descents and submits them to their lanes.
 
     streams: those that `lanes` use; by default those of `device`. waits: of the tensor link; lanes have their own.
     tensor_link: to the ranks of the other ladders that have the same samples; None if there is one ladder.
+    host_link: to the memory of the host, where an optimizer may be kept.
     """
 
     def __init__(

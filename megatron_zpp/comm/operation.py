@@ -10,10 +10,9 @@ from typing import Protocol
 
 from megatron_zpp.comm.backend import Work, naming
 from megatron_zpp.comm.streams import Event, Streams
-from megatron_zpp.comm.waits import Waits
+from megatron_zpp.comm.waits import WATCH_SECONDS, Waits
 
 WAIT_TIMER = "tensor-link"  # of monitor.timers: how long computation waits for the link
-_WATCH_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class HostRunner:
         if self._waits.watch is not None:
             ended = threading.Event()
             work.when_ended(ended.set)
-            while not ended.wait(_WATCH_SECONDS):
+            while not ended.wait(WATCH_SECONDS):
                 self._waits.watch()
         with naming(self._link):
             work.wait()

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from megatron_zpp.monitor.observer import Observer
 
+WATCH_SECONDS = 1.0  # of waiting between two calls of `watch`
+
 
 @dataclass(frozen=True)
 class Waits:

@@ -29,8 +29,13 @@ class RankCounts:
     @property
     def data_in_words(self) -> str:
         """`8 ranks`, or `4 data-parallel ranks` if others share their samples."""
-        kind = "rank" if self.tensor == 1 else "data-parallel rank"
-        return f"{self.data} {kind}" + ("s" if self.data != 1 else "")
+        return data_ranks_in_words(self.data, self.tensor)
+
+
+def data_ranks_in_words(data_ranks: int, tensor_ranks: int) -> str:
+    """`8 ranks`, or `4 data-parallel ranks` if others share their samples."""
+    kind = "rank" if tensor_ranks == 1 else "data-parallel rank"
+    return f"{data_ranks} {kind}" + ("s" if data_ranks != 1 else "")
 
 
 def count_ranks(config: Config, world_size: int, local_world_size: int | None) -> RankCounts:

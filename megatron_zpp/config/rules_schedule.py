@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron_zpp.config.batch_schedule import BatchSchedule, horizons, length_in_samples
 from megatron_zpp.config.data_sources import SPLITS, read_sources
 from megatron_zpp.config.flag import LARGEST_COUNT, FlagError, any_of, spelling_of, whole_number
+from megatron_zpp.config.ranks import data_ranks_in_words
 from megatron_zpp.config.schema import Config
 
 
@@ -208,9 +209,10 @@ def check_batches(config: Config, batches: BatchSchedule, consumed_samples: int)
         wish = f'--step-batch-size-schedule "{training.step_batch_size_schedule}" has batches of {size} samples,'
     elif training.rampup_batch_size and size != training.global_batch_size:
         wish = f"--rampup-batch-size {' '.join(training.rampup_batch_size)} has batches of {size} samples,"
+    ranks = data_ranks_in_words(data_ranks, config.distributed.tensor_model_parallel_size)
     round_down = "give --decrease-batch-size-if-needed to round down, or " if below > 0 else ""
     raise FlagError(
-        f"{wish} not a multiple of {batches.grain} (--micro-batch-size {training.micro_batch_size} x {_data_ranks(config, data_ranks)}); "
+        f"{wish} not a multiple of {batches.grain} (--micro-batch-size {training.micro_batch_size} x {ranks}); "
         f"{round_down}choose {any_of([choice for choice in (below, below + batches.grain) if choice > 0])}."
     )
 
@@ -226,15 +228,11 @@ def check_evaluation_batch(config: Config, data_ranks: int) -> None:
     size = training.eval_global_batch_size
     if size % grain != 0 and is_own:
         below = size // grain * grain
+        ranks = data_ranks_in_words(data_ranks, config.distributed.tensor_model_parallel_size)
         raise FlagError(
             f"--eval-global-batch-size {size} is not a multiple of {grain} (--eval-micro-batch-size {training.eval_micro_batch_size} x "
-            f"{_data_ranks(config, data_ranks)}); choose {any_of([choice for choice in (below, below + grain) if choice > 0])}."
+            f"{ranks}); choose {any_of([choice for choice in (below, below + grain) if choice > 0])}."
         )
-
-
-def _data_ranks(config: Config, data_ranks: int) -> str:
-    """Ranks with samples of their own in words, which are not all if ranks share layers."""
-    return f"{data_ranks} ranks" if config.distributed.tensor_model_parallel_size == 1 else f"{data_ranks} data-parallel ranks"
 
 
 def surprising_schedules(config: Config, batches: BatchSchedule) -> Iterator[str]:

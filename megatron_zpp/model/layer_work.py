@@ -32,6 +32,19 @@ class LayerWork:
     out_of_backward: TensorWork
     final_backward: TensorWork
 
+    @property
+    def block(self) -> TensorWork:
+        """Forward of a block: qkv and up divide their rows, projection and down their columns."""
+        return 2 * (self.into + self.out_of)
+
+    @property
+    def block_backward(self) -> TensorWork:
+        return 2 * (self.into_backward + self.out_of_backward)
+
+    def block_again(self, *, ends_chunk: bool) -> TensorWork:
+        """Recomputation of a block. That of a chunk ends before its last sum, which backward does not need."""
+        return 2 * self.into + self.out_of if ends_chunk else self.block
+
     @classmethod
     def of(cls, shape: ModelShape, *, samples: int, element_bytes: int) -> LayerWork:
         """The work for a micro-batch of `samples` samples. element_bytes: of an activation."""

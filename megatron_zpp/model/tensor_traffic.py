@@ -66,10 +66,9 @@ def tensor_traffic(shape: ModelShape, *, microbatches: int, samples: int, elemen
     if shape.tensor_ranks == 1:
         return TensorTraffic()
     config, layer = shape.config, LayerWork.of(shape, samples=samples, element_bytes=element_bytes)
-    layers = 2 * config.num_layers  # of each kind: qkv and up divide their rows, projection and down their columns
     return TensorTraffic(
-        microbatches * (layers * (layer.into + layer.out_of) + layer.out_of + layer.into),
-        microbatches * (layers * (layer.into_backward + layer.out_of_backward) + layer.out_of_backward + layer.final_backward),
+        microbatches * (config.num_layers * layer.block + layer.out_of + layer.into),
+        microbatches * (config.num_layers * layer.block_backward + layer.out_of_backward + layer.final_backward),
         microbatches * _recomputed(config, layer),
         microbatches * loss_work(shape, samples=samples),
         microbatches * len(recomputed_chunks(config)) * gathered_input(shape, samples=samples, element_bytes=element_bytes),
@@ -94,5 +93,5 @@ def loss_work(shape: ModelShape, *, samples: int) -> TensorWork:
 def _recomputed(config: ModelConfig, layer: LayerWork) -> TensorWork:
     total = TensorWork()
     for chunk in recomputed_chunks(config):
-        total += 2 * len(chunk) * layer.into + (2 * len(chunk) - 1) * layer.out_of
+        total += (len(chunk) - 1) * layer.block_again(ends_chunk=False) + layer.block_again(ends_chunk=True)
     return total

@@ -20,16 +20,13 @@ def tensor_work(shape: ModelShape, *, samples: int, element_bytes: int) -> Tenso
     if shape.tensor_ranks == 1:
         return NO_TENSOR_WORK
     layer = LayerWork.of(shape, samples=samples, element_bytes=element_bytes)
-    block, of_block = 2 * (layer.into + layer.out_of), 2 * (layer.into_backward + layer.out_of_backward)
-    # Recomputation of a chunk ends before its last sum, which backward does not need.
-    chunks = recomputed_chunks(shape.config)
-    again = {index: block if index != chunk[-1] else 2 * layer.into + layer.out_of for chunk in chunks for index in chunk}
+    again = {index: layer.block_again(ends_chunk=index == chunk[-1]) for chunk in recomputed_chunks(shape.config) for index in chunk}
     for index, work in _gathered_inputs(shape, samples, element_bytes):
         again[index] += work
     blocks = range(shape.config.num_layers)
     return TensorWorkOfUses(
-        (layer.out_of, *(block for _ in blocks), layer.into + loss_work(shape, samples=samples)),
-        (layer.out_of_backward, *(of_block + again.get(index, TensorWork()) for index in blocks), layer.final_backward),
+        (layer.out_of, *(layer.block for _ in blocks), layer.into + loss_work(shape, samples=samples)),
+        (layer.out_of_backward, *(layer.block_backward + again.get(index, TensorWork()) for index in blocks), layer.final_backward),
     )
 
 

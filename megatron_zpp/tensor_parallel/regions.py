@@ -18,6 +18,8 @@ B micro-batch size, S tokens per sample, H hidden size, T tensor ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,25 +28,30 @@ from torch import Tensor
 from megatron_zpp.comm.tensor_link import TensorLink
 from megatron_zpp.tensor_parallel.context import TensorParallel
 
+Crossing = Callable[[Tensor], Tensor]
+
 
 def enter(hidden: Tensor, tensor: TensorParallel) -> Tensor:
     """hidden_BSH, the input of a divided layer, from what a rank has between the layers."""
-    region = _GatheredTokens if tensor.sequence_parallel else _Copied
-    entered: Tensor = region.apply(hidden, tensor.link)
-    return entered
+    link = tensor.link
+    if tensor.sequence_parallel:
+        return _region(hidden, partial(gathered_tokens, link=link), partial(own_tokens_of_sum, link=link))
+    return _region(hidden, _same, link.summed)
 
 
 def leave(part_BSH: Tensor, tensor: TensorParallel) -> Tensor:
     """The sum of all ranks' `part_BSH`, as a rank has it between the layers. Added in fp32, in the order of the ranks, and rounded once."""
-    region = _ScatteredTokens if tensor.sequence_parallel else _Reduced
-    left: Tensor = region.apply(part_BSH, tensor.link)
-    return left
+    link = tensor.link
+    if tensor.sequence_parallel:
+        return _region(part_BSH, partial(own_tokens_of_sum, link=link), partial(gathered_tokens, link=link))
+    return _region(part_BSH, link.summed, _same)
 
 
 def gathered_channels(own: Tensor, link: TensorLink) -> Tensor:
     """[..., T n] from [..., n] of every rank, in the order of the ranks. All ranks must have the same gradient of it."""
-    gathered: Tensor = _GatheredChannels.apply(own, link)
-    return gathered
+    return _region(
+        own, lambda own: link.gather(own).movedim(0, -2).flatten(-2), lambda gradient: gradient.chunk(link.ranks, dim=-1)[link.rank]
+    )
 
 
 def gathered_tokens(own: Tensor, link: TensorLink) -> Tensor:
@@ -69,55 +76,22 @@ def own_tokens_of_sum(part_BSH: Tensor, link: TensorLink) -> Tensor:
     return link.sum_scattered(part_BSH.reshape(samples * length, width)).view(samples, length // link.ranks, width)
 
 
-class _Copied(torch.autograd.Function):
+def _same(values: Tensor) -> Tensor:
+    return values.view_as(values)
+
+
+def _region(values: Tensor, forward: Crossing, backward: Crossing) -> Tensor:
+    """forward(values), whose gradient is backward(gradient of it)."""
+    crossed: Tensor = _Region.apply(values, forward, backward)
+    return crossed
+
+
+class _Region(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_BSH: Tensor, link: TensorLink) -> Tensor:
-        ctx.link = link
-        return hidden_BSH.view_as(hidden_BSH)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BSH: Tensor) -> tuple[Tensor, None]:
-        return ctx.link.summed(grad_BSH), None
-
-
-class _Reduced(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part_BSH: Tensor, link: TensorLink) -> Tensor:
-        return link.summed(part_BSH)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BSH: Tensor) -> tuple[Tensor, None]:
-        return grad_BSH, None
-
-
-class _GatheredTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, link: TensorLink) -> Tensor:
-        ctx.link = link
-        return gathered_tokens(own, link)
+    def forward(ctx: Any, values: Tensor, forward: Crossing, backward: Crossing) -> Tensor:
+        ctx.crosses_back = backward
+        return forward(values)
 
     @staticmethod
-    def backward(ctx: Any, grad_BSH: Tensor) -> tuple[Tensor, None]:
-        return own_tokens_of_sum(grad_BSH, ctx.link), None
-
-
-class _ScatteredTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part_BSH: Tensor, link: TensorLink) -> Tensor:
-        ctx.link = link
-        return own_tokens_of_sum(part_BSH, link)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return gathered_tokens(grad, ctx.link), None
-
-
-class _GatheredChannels(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, link: TensorLink) -> Tensor:
-        ctx.link = link
-        return link.gather(own).movedim(0, -2).flatten(-2)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.chunk(ctx.link.ranks, dim=-1)[ctx.link.rank], None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.crosses_back(gradient), None, None

@@ -16,10 +16,10 @@ CPU_CODEC = CodecSpeed(
 # Assumed, not measured: SDP4Bit (arXiv 2410.15526) reports 682 GB/s of fp32 values for its codec on an A100.
 # Estimated: Gaussian codes read and write as many values as others, and a round of rotation, by shuffles inside a warp, takes half of that.
 GPU_CODEC = CodecSpeed(encode=6e-12, decode=6e-12, summed=6e-12, gaussian_encode=6e-12, gaussian_decode=6e-12, rotate=3e-12, subtract=5e-12)
-# Latency of small messages: gloo over a bridge on one machine takes 0.5 to 1 ms; the values for NCCL are those commonly reported.
 # Assumed, not measured. A GPU on 16 lanes of PCIe 4 copies 24 to 26 GB/s to and from pinned memory, as is commonly reported. AdamW reads 16
 # and writes 12 bytes per value, so memory decides: a node of two sockets with 56 GB/s in use for it updates 2e9 values per second.
 HOST = HostSpeed(bytes_per_second=25e9, values_per_second=2e9)
+# Latency of small messages: gloo over a bridge on one machine takes 0.5 to 1 ms; the values for NCCL are those commonly reported.
 GLOO_COLLECTIVE_SECONDS = 0.7e-3
 NCCL_INTER_COLLECTIVE_SECONDS = 30e-6
 NCCL_INTRA_COLLECTIVE_SECONDS = 15e-6

@@ -44,6 +44,10 @@ class AvailableMemory(NamedTuple):
     host: int | None
     is_after_start: bool = False
 
+    def holds(self, need: MemoryNeed) -> bool:
+        """Whether a rank has room for `need`, as far as is known."""
+        return (self.device is None or need.total <= self.device) and (self.host is None or need.host <= self.host)
+
 
 @dataclass(frozen=True)
 class MemoryNeed:
@@ -160,10 +164,10 @@ def check_fits(
     if may_fit and is_on_gpu and _can_offload(config):
         offloaded = replace(sharding, policy=with_offloaded_optimizer(sharding.policy))
         less = memory_need(config, model, offloaded, grid, is_on_gpu=True).beside(taken)
-        to_host += ["--optimizer-cpu-offload"] * (less.total <= nbytes and (available.host is None or less.host <= available.host))
+        to_host += ["--optimizer-cpu-offload"] * available.holds(less)
     if is_on_gpu and config.model.recompute_granularity == "full" and not config.model.checkpoint_in_cpu:
         less = _of_inputs(need, config.with_values(checkpoint_in_cpu=True), model, grid, sharding.element_bytes)
-        to_host += ["--checkpoint-in-cpu"] * (less.total <= nbytes and (available.host is None or less.host <= available.host))
+        to_host += ["--checkpoint-in-cpu"] * available.holds(less)
     memory = "free GPU memory" if available.is_after_start else "GPU memory" if is_on_gpu else "host memory"
     raise ValueError(
         f"{ranks} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(nbytes)} of {memory}; "
@@ -243,6 +247,8 @@ def memory_need(config: Config, model: SizedModel, sharding: Sharding, grid: Gri
 
 def shared_on_rank(unit_specs: Sequence[UnitSpec], sharding: Sharding, grid: Grid) -> int:
     """The most elements of one rank's optimizer state that other tensor ranks have, too."""
+    if grid.tensor_ranks == 1:
+        return 0
     layouts = [FlatLayout(spec.params, grid.data_ranks, sharding.block_numel) for spec in unit_specs]
     return most_shared_numel(layouts, sharding.policy.in_world(grid.ladder).optimizer.slices(grid.ladder))
 

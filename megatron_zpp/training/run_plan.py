@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from megatron_zpp.config.deepspeed import with_deepspeed_json
@@ -133,7 +134,7 @@ class RunPlan:
         makes_equal = self.job.grid.tensor_ranks > 1 and self._shared > 0
         return self.traffic.collectives + self.job.microbatches * self.job.tensor_work.collectives + makes_equal
 
-    @property
+    @cached_property
     def _shared(self) -> int:
         return shared_on_rank(self.job.unit_specs, self.job.sharding, self.job.grid)
 

@@ -117,7 +117,7 @@ class Trainer:
         engine = self._engine
         weight_decay = self._weight_decays.weight_decay(self._progress.scheduled_samples)
         loss_sum = forward_backward(self._model, engine, self._train_batches, microbatches)
-        model_state_bytes = engine.model_state_bytes()
+        states = engine.state_bytes()
         self._saver.wait_for_copy()  # a checkpoint may still be copying the weights and moments that the update changes
         gathered = gather_numbers([loss_sum, stop_conditions.request()], engine)
         with engine.observer.phase("optimizer"):
@@ -125,8 +125,7 @@ class Trainer:
         tensor_ranks = gathered.shape[1]
         loss_sums, requests = update.report[:: 2 * tensor_ranks], update.report[1::2]
         lm_loss = sum(loss_sums) / (microbatches * len(loss_sums))
-        host_bytes = engine.host_state_bytes()
-        outcome = StepOutcome(lm_loss, update.grad_norm, update.is_skipped, model_state_bytes, update.num_zeros, host_bytes)
+        outcome = StepOutcome(lm_loss, update.grad_norm, update.is_skipped, states.device, update.num_zeros, states.host)
         return outcome, StopRequest.of_ranks(requests)
 
     def _skip_iteration(self, stop_conditions: StopConditions) -> None:

@@ -42,7 +42,7 @@ from megatron_zpp.zero.schedule import (
 )
 from megatron_zpp.zero.shared_gradients import SharedGradients
 from megatron_zpp.zero.squared_sums import squared_sums_for
-from megatron_zpp.zero.state_bytes import state_bytes
+from megatron_zpp.zero.state_bytes import StateBytes, state_bytes
 from megatron_zpp.zero.step_result import StepResult
 from megatron_zpp.zero.unit import WeightUnit
 from megatron_zpp.zero.unit_descent import UnitDescent
@@ -383,13 +383,13 @@ class ZeroEngine:
 
     # ---- sizes and norms
 
-    def model_state_bytes(self) -> int:
-        """Bytes that weights, gradients and optimizer state take on this rank's device now."""
-        return state_bytes(self.units, self.gradients, self.optimizer, self._home).device
+    def state_bytes(self) -> StateBytes:
+        """Bytes that weights, gradients and optimizer state take now, on this rank's device and on its host."""
+        return state_bytes(self.units, self.gradients, self.optimizer, self._home)
 
-    def host_state_bytes(self) -> int:
-        """Bytes that main weights and optimizer state take on its host, if they are kept there."""
-        return state_bytes(self.units, self.gradients, self.optimizer, self._home).host
+    def model_state_bytes(self) -> int:
+        """Those on the device."""
+        return self.state_bytes().device
 
     def gather_world(self, own: Tensor) -> Tensor:
         """`own` [numel] of every rank, [data ranks, tensor ranks, numel]; for a few numbers. Every rank must call it."""

@@ -14,6 +14,7 @@ from megatron_zpp.zero.adam_views import adam_views
 from megatron_zpp.zero.gradients import UnitGradient
 from megatron_zpp.zero.states import MOMENTS
 from megatron_zpp.zero.unit import WeightUnit
+from megatron_zpp.zero.update_groups import update_order
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class ShardedAdamW:
     ) -> None:
         """groups: indices of the units that are updated together; each unit is in one group."""
         self.moments = [{name: torch.zeros_like(unit.main_weight) for name in MOMENTS} for unit in units]
-        order = [index for group in groups for index in group]
+        order = update_order(groups)
         arrivals = dict(zip(order, link.arrivals([gradients[index].for_optimizer for index in order]), strict=True))
         views = {index: adam_views(units[index], arrivals[index].values, self.moments[index]) for index in order}
         self._groups = [_Group([views[index] for index in group], [arrivals[index] for index in group], options) for group in groups]

@@ -19,3 +19,8 @@ def update_groups(names: Sequence[str], first_actions: Actions, *, at_once: bool
     if at_once:
         return [group for group in (first, others) if group]
     return [[index] for index in (*first, *others)]
+
+
+def update_order(groups: Sequence[Sequence[int]]) -> list[int]:
+    """The indices of all units in the order of their updates."""
+    return [index for group in groups for index in group]

@@ -221,7 +221,7 @@ def test_a_long_wait_ends_with_what_the_watch_raises(monkeypatch: pytest.MonkeyP
     def watch() -> None:
         raise RuntimeError("rank 3 failed")
 
-    monkeypatch.setattr("megatron_zpp.comm.lanes._WATCH_SECONDS", 0.01)
+    monkeypatch.setattr("megatron_zpp.comm.lanes.WATCH_SECONDS", 0.01)
     diary, lanes = Diary(), ThreadLanes(watch=watch)
     hop = diary.hop("hop", LANES[0], HeldWork())
     lanes.submit(hop)

@@ -243,7 +243,7 @@ class StuckBackend:
 
 
 def test_a_long_wait_ends_with_what_the_watch_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_zpp.comm.operation._WATCH_SECONDS", 0.01)
+    monkeypatch.setattr("megatron_zpp.comm.operation.WATCH_SECONDS", 0.01)
     looks = iter([None, None, RuntimeError("rank 2 failed")])
 
     def watch() -> None:

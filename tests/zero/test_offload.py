@@ -177,7 +177,7 @@ def test_states_on_device_and_host_are_those_of_the_plan_to_the_byte(row: str, w
             rank.engine.finish_gradients()
             plan = plan_of(rank)
             assert rank.engine.model_state_bytes() == plan.states
-            assert rank.engine.host_state_bytes() == plan.host.total == 12 * slice_numel(rank)
+            assert rank.engine.state_bytes().host == plan.host.total == 12 * slice_numel(rank)
             rank.engine.step(0.1)
         rank.engine.close()
 
@@ -203,7 +203,7 @@ def test_a_device_holds_4_bytes_per_owned_parameter_and_rungs_and_its_host_12_or
                 assert exact_iterations or rank.engine.model_state_bytes() == plan.states
             rank.engine.step(0.1)
         owned, differs = slice_numel(rank), job.policy.in_world(rank.engine.ladder.topology).keeps_copy
-        assert rank.engine.host_state_bytes() == plan.host.states == (14 if differs else 12) * owned
+        assert rank.engine.state_bytes().host == plan.host.states == (14 if differs else 12) * owned
         if job.policy.gradients is Rung.PRIMARY:
             assert plan.gradients == 4 * owned and plan.optimizer_state == 0
         assert rank.engine.ladder.host_link.pinned_bytes == plan.host.pinned

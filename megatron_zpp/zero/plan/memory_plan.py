@@ -19,7 +19,7 @@ from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.norm_memory import norm_bytes
 from megatron_zpp.zero.policy import Policy, Rung
 from megatron_zpp.zero.schedule import Moment, Phase, Prefetch, evaluation_schedule, training_schedule
-from megatron_zpp.zero.update_groups import update_groups
+from megatron_zpp.zero.update_groups import update_groups, update_order
 
 MAIN_BYTES = 4  # a main weight, its gradient, or one of Adam's two moments, in fp32
 ADAM_MOMENTS = 2
@@ -122,7 +122,7 @@ def plan_memory(
 
 def _update_order(names: list[str], uses: Sequence[Use], prefetch: Prefetch) -> list[int]:
     first_actions = training_schedule(uses, prefetch)[Moment(Phase.PRE_FORWARD, 0)]
-    return [index for group in update_groups(names, first_actions, at_once=False) for index in group]
+    return update_order(update_groups(names, first_actions, at_once=False))
 
 
 def _host_memory(units: Sequence[_PlannedUnit], update_order: Sequence[int], *, on_streams: bool) -> HostMemory:

@@ -19,7 +19,7 @@ from megatron_zpp.zero.plan.planned_hops import PlannedHop, UnitHops
 from megatron_zpp.zero.policy import Policy, Rung
 from megatron_zpp.zero.residency import Residency
 from megatron_zpp.zero.schedule import Actions, Moment, Phase, backward_starts, descent_order, training_schedule
-from megatron_zpp.zero.update_groups import update_groups
+from megatron_zpp.zero.update_groups import update_groups, update_order
 
 Ticket = TypeVar("Ticket")
 
@@ -117,9 +117,11 @@ class StepSimulation(Generic[Ticket]):
         self._listener = listener
         self._weights: dict[str, _Weights[Ticket]] = {}
         gradients: dict[str, _Gradient[Ticket]] = {}
+        slice_numels: dict[str, int] = {}
         policy = sharding.policy.in_world(grid.ladder)
         for spec in unit_specs:
             layout = FlatLayout(spec.params, grid.data_ranks, sharding.block_numel)
+            slice_numels[spec.name] = layout.slice_numel
             hops = UnitHops(spec.name, layout, sharding, grid)
             self._weights[spec.name] = _Weights(hops, policy, grid.ladder, listener)
             gradients[spec.name] = _Gradient(hops, policy, grid.ladder, listener)
@@ -127,9 +129,9 @@ class StepSimulation(Generic[Ticket]):
         self._schedule = training_schedule(uses, sharding.prefetch)
         self._first_actions = self._schedule[Moment(Phase.PRE_FORWARD, 0)]
         if policy.optimizer is Rung.HOST:
-            numel_of = [(spec.name, FlatLayout(spec.params, grid.data_ranks, sharding.block_numel).slice_numel) for spec in unit_specs]
-            groups = update_groups([name for name, _ in numel_of], self._first_actions, at_once=False)
-            self._updated_on_host = [numel_of[index] for group in groups for index in group]
+            names = list(slice_numels)
+            order_on_host = update_order(update_groups(names, self._first_actions, at_once=False))
+            self._updated_on_host = [(names[index], slice_numels[names[index]]) for index in order_on_host]
         self._starts_backward = backward_starts(uses)
         order = descent_order(uses)
         self._descents = Descents(order, gradients)
