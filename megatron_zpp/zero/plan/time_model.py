@@ -26,8 +26,8 @@ from typing import Any
 
 from megatron_zpp.comm.moves import NEVER, Move, Times, first_move
 from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.link_work import NO_LINK_WORK, LinkWorkOfUses
 from megatron_zpp.parallel.specs import UnitSpec, Use
-from megatron_zpp.parallel.tensor_work import NO_TENSOR_WORK, TensorWorkOfUses
 from megatron_zpp.parallel.topology import LADDER_LINKS, LANES, Lane, Link
 from megatron_zpp.zero.plan.memory_plan import MAIN_BYTES, Sharding
 from megatron_zpp.zero.plan.planned_hops import CodecWork, PlannedHop
@@ -164,7 +164,7 @@ class Job:
     sharding: Sharding
     grid: Grid
     microbatches: int
-    tensor_work: TensorWorkOfUses = NO_TENSOR_WORK
+    tensor_work: LinkWorkOfUses = NO_LINK_WORK
 
 
 def step_time(job: Job, machine: Machine, computation: Computation) -> StepTime:
