@@ -174,7 +174,7 @@ def _machine(gigabits: float, options: argparse.Namespace) -> Machine:
 def _computation(options: argparse.Namespace, zero3: RunPlan, padded: int) -> Computation:
     if options.step_seconds is not None:
         return computation_by_step(zero3.config, padded, options.step_seconds, zero3.job.microbatches)
-    return computation_by_rate(zero3.config, padded, options.teraflops * TERA, zero3.job.grid.tensor_ranks)
+    return computation_by_rate(zero3.config, padded, options.teraflops * TERA)
 
 
 def recommended(estimates: Sequence[Estimate]) -> Estimate | None:

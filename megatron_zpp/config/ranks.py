@@ -42,7 +42,7 @@ class RankCounts:
 
     def dividing_samples(self, context_ranks: int) -> RankCounts:
         """The same ranks with samples that `context_ranks` data ranks divide. Raises FlagError if such groups do not fit the world."""
-        if self.data % context_ranks == 0 and _fits_nodes(context_ranks, self.data_ranks_per_node):
+        if context_ranks in context_choices(self.data, self.data_ranks_per_node):
             return replace(self, context=context_ranks)
         raise FlagError(_about_context_groups(context_ranks, self))
 
@@ -64,9 +64,12 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("s" if number != 1 else "")
 
 
-def _fits_nodes(context_ranks: int, data_ranks_per_node: int) -> bool:
-    """Whether every node has whole groups, or every group has whole nodes. All ranks of a node then receive as much from other nodes."""
-    return data_ranks_per_node % context_ranks == 0 or context_ranks % data_ranks_per_node == 0
+def context_choices(data_ranks: int, of_node: int) -> list[int]:
+    """The numbers of ranks that may divide samples, of `data_ranks` in all and `of_node` on a node: parts of a node, or whole nodes.
+
+    So as many bytes enter every rank of a node from others.
+    """
+    return [ranks for ranks in divisors(data_ranks) if of_node % ranks == 0 or ranks % of_node == 0]
 
 
 def count_ranks(config: Config, world_size: int, local_world_size: int | None) -> RankCounts:
@@ -113,7 +116,7 @@ def _about_context_groups(context_ranks: int, ranks: RankCounts) -> str:
     asked = f"--context-parallel-size {context_ranks}"
     per_node = ranks.data_ranks_per_node
     beside = "" if ranks.tensor == 1 else f" (--tensor-model-parallel-size {ranks.tensor} of {ranks.world} ranks)"
-    choices = any_of([size for size in divisors(ranks.data) if _fits_nodes(size, per_node)])
+    choices = any_of(context_choices(ranks.data, per_node))
     if ranks.data % context_ranks != 0:
         data_ranks = sample_groups_in_words(ranks.data, ranks.tensor, 1)
         return f"{asked} does not divide the {data_ranks} of the world{beside}; choose {choices}."

@@ -61,6 +61,12 @@ class DividedSamples:
         return max(self.config.key_value_heads // self.tensor_ranks, 1, self.context_ranks)
 
     @property
+    def repeated_key_channels(self) -> int:
+        """Channels of keys and values of a token that ranks have only because others have them, too; for all ranks together."""
+        of_tensor_rank = max(self.config.key_value_heads // self.tensor_ranks, 1)
+        return 2 * (self.exchanged_key_heads - of_tensor_rank) * self.config.kv_channels
+
+    @property
     def exchanged_channels(self) -> int:
         """Channels of a token in the exchange of queries, keys and values, for all ranks together."""
         return self._query_channels + 2 * self.exchanged_key_heads * self.config.kv_channels

@@ -39,8 +39,8 @@ class HeldOutSets:
         datasets: Datasets,
         iteration: int,
         *,
-        data_rank: int,
-        data_ranks: int,
+        sample_group: int,
+        sample_groups: int,
         check_first: Callable[[MicroBatch], None] | None = None,
     ) -> None:
         """iteration: the last one that is done. Validation continues after the data that validations up to it have used.
@@ -51,7 +51,7 @@ class HeldOutSets:
         self._num_workers = config.data.num_workers
         self._rules = datasets.rules
         self._check_first = check_first
-        self._data_rank, self._data_ranks = data_rank, data_ranks
+        self._sample_group, self._sample_groups = sample_group, sample_groups
         self.validation = self._validation(datasets, evaluations_before(iteration, config.training))
         self.test: HeldOutSet | None = None
         if datasets.test is not None and config.training.eval_iters > 0:
@@ -65,15 +65,15 @@ class HeldOutSets:
         return [self._drawn(name, source, evaluations) for name, source in datasets.valid.items()]
 
     def _whole(self, name: str, source: SampleSource) -> HeldOutSet:
-        sampler = WholePassSampler(len(source), self._training.eval_micro_batch_size, self._data_rank, self._data_ranks)
+        sampler = WholePassSampler(len(source), self._training.eval_micro_batch_size, self._sample_group, self._sample_groups)
         return HeldOutSet(name, self._batches(source, sampler), sampler.microbatches)
 
     def _drawn(self, name: str, source: SampleSource, evaluations: int) -> HeldOutSet:
         """evaluations: number of evaluations so far."""
         size = self._training.eval_micro_batch_size
-        microbatches = self._training.eval_iters * (self._training.eval_global_batch_size // (size * self._data_ranks))
-        consumed_samples = evaluations * microbatches * size * self._data_ranks
-        sampler = MicroBatchSampler(len(source), consumed_samples, size, self._data_rank, self._data_ranks)
+        microbatches = self._training.eval_iters * (self._training.eval_global_batch_size // (size * self._sample_groups))
+        consumed_samples = evaluations * microbatches * size * self._sample_groups
+        sampler = MicroBatchSampler(len(source), consumed_samples, size, self._sample_group, self._sample_groups)
         return HeldOutSet(name, self._batches(source, sampler), microbatches)
 
     def _batches(self, source: SampleSource, sampler: Iterable[MicroBatchIndices]) -> MicroBatches:
