@@ -65,7 +65,7 @@ class Session:
         self.padded_vocab = setup.build_vocabulary(self.config).padded_size
         ledger = Ledger(grid, self.place.backend.rank)
         ladder = Ladder(self.place.backend, self.place.lanes, ledger, self.place.device, self.place.streams)
-        self.model: GPT = setup.build_model(self.config, self.padded_vocab, None, ladder.tensor_link)
+        self.model: GPT = setup.build_model(self.config, self.padded_vocab, None, ladder)
         self.need: MemoryNeed = memory_need(
             self.config, self.model, sharding_of(self.config), grid, is_on_gpu=self.place.device.type == "cuda"
         )
