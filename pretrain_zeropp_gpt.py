@@ -131,7 +131,7 @@ def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> 
         startup_checks.check_backends(config, world.device)
         config = with_schedule(config, source.stored)
         vocabulary = setup.build_vocabulary(config)
-        model = setup.build_model(config, vocabulary.padded_size, source.stored, ladder.tensor_link)
+        model = setup.build_model(config, vocabulary.padded_size, source.stored, ladder)
         startup_checks.check_memory(config, model, ladder.grid, world.device, memory)
         data_progress = setup.progress_printer(launch, hosts[launch.rank], printer)
         datasets = setup.build_run_data(config, vocabulary, data_progress, checks_token_ids=launch.local_rank == 0)

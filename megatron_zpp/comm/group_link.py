@@ -1,4 +1,4 @@
-"""What the tensor link and the context link have in common: operations over a lane of their own, at once or started, whose bytes are booked.
+"""What the tensor link and the context link have in common: operations over a lane, at once or started, whose bytes are booked.
 
 Computation calls such a link itself, and every rank of its group must make the same calls in the same order.
 """

@@ -1,8 +1,7 @@
 """Decides which samples each rank sees, and in which order.
 
 Samples are numbered over the whole run. A global batch takes the next consecutive samples and deals them to the ranks micro-batch by
-micro-batch. Ranks that have the same samples, or divide them, are one group and count as one rank here. Example: 2 ranks, micro-batches of
-2, global batches of 8:
+micro-batch. Ranks that share samples, their sample group, count as one here. Example: 2 ranks, micro-batches of 2, global batches of 8:
 
     sample       0  1 | 2  3 | 4  5 | 6  7 || 8  9 | 10 11 | ...
     rank         0      1      0      1       0       1
@@ -25,7 +24,7 @@ class MicroBatchIndices(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatchSampler:
-    """The micro-batches of one group of ranks from sample consumed_samples on, without end. After total_samples the dataset starts over."""
+    """This rank's micro-batches from sample consumed_samples on, without end. After total_samples the dataset starts over."""
 
     total_samples: int
     consumed_samples: int
@@ -50,7 +49,7 @@ class MicroBatchSampler:
 
 @dataclass(frozen=True)
 class WholePassSampler:
-    """The micro-batches of one group of ranks in passes over all samples, one pass after another, without end.
+    """This rank's micro-batches of passes over all samples, one pass after another, without end.
 
     In each pass every rank has the same number of full micro-batches. If the samples run out, the last one is repeated as padding.
     Example: 2 ranks, micro-batches of 2, 5 samples, `-` for padding:

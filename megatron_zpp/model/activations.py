@@ -59,7 +59,9 @@ def activation_bytes(
     of the word embedding.
     """
     divided = DividedSamples(config, context_ranks, tensor_ranks)
-    inputs_shape = kept_inputs_shape(divided.own, micro_batch_size, tensor_ranks, sequence_parallel=sequence_parallel)
+    inputs_shape = kept_inputs_shape(
+        config, micro_batch_size, tensor_ranks, sequence_parallel=sequence_parallel, context_ranks=context_ranks
+    )
     inputs = kept_need(config, inputs_shape, element_bytes, has_host=has_host)
     tokens = micro_batch_size * divided.own.seq_length
     repeated_keys = tokens * divided.repeated_key_channels * element_bytes

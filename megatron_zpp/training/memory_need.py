@@ -210,7 +210,9 @@ def _activations(config: Config, model: SizedModel, grid: Grid, element_bytes: i
 
 def _kept_inputs(config: Config, grid: Grid, element_bytes: int, *, is_on_gpu: bool) -> KeptNeed:
     samples, sequence_parallel = config.training.micro_batch_size, config.distributed.sequence_parallel
-    shape = kept_inputs_shape(divided_samples(config).own, samples, grid.tensor_ranks, sequence_parallel=sequence_parallel)
+    shape = kept_inputs_shape(
+        config.model, samples, grid.tensor_ranks, sequence_parallel=sequence_parallel, context_ranks=grid.context_ranks
+    )
     return kept_need(config.model, shape, element_bytes, has_host=is_on_gpu)
 
 

@@ -13,7 +13,6 @@ from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.comm.observed_lanes import ObservedLanes
 from megatron_zpp.comm.streams import streams_of
-from megatron_zpp.comm.tensor_link import TensorLink
 from megatron_zpp.comm.waits import Waits
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples
 from megatron_zpp.config.schema import Config, PrecisionConfig
@@ -98,13 +97,14 @@ def build_run_data(config: Config, vocabulary: Vocabulary, progress: ProgressPri
     return datasets
 
 
-def build_model(config: Config, padded_vocab: int, stored: StoredRun | None, tensor_link: TensorLink | None) -> GPT:
-    """Model without storage, of this rank's parts of the layers. tensor_link: to the ranks that have the others; None if there are none.
+def build_model(config: Config, padded_vocab: int, stored: StoredRun | None, ladder: Ladder) -> GPT:
+    """Model without storage, of this rank's parts of the layers. Its links are those of the ladder.
 
     Raises FlagError if the vocabulary does not divide among them, and CheckpointError if `stored` lacks what the run takes from it.
     """
-    tensor = TensorParallel(tensor_link, config.distributed.sequence_parallel) if tensor_link is not None else None
-    model = GPT(config.model, padded_vocab, config.training.seed, working_dtype(config.precision), tensor)
+    link = ladder.tensor_link
+    tensor = TensorParallel(link, config.distributed.sequence_parallel) if link is not None else None
+    model = GPT(config.model, padded_vocab, config.training.seed, working_dtype(config.precision), tensor, ladder.context_link)
     if stored is not None:
         stored.check_contents(config, model.unit_specs())
     if config.training.compile:

@@ -1,4 +1,4 @@
-"""A small GPT whose layers tensor ranks share, trained by the engine on the ranks of a virtual world."""
+"""A small GPT whose layers tensor ranks share, and whose samples context ranks share, trained by the engine on the ranks of a virtual world."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GptRank(DividedRank):
 
     def _make_model(self, ladder: Ladder) -> GPT:
         tensor = None if ladder.tensor_link is None else TensorParallel(ladder.tensor_link, self.sequence_parallel)
-        return GPT(config_of(self.gpt, **FIELDS | dict(self.changes)), VOCAB, 7, self.job.dtype, tensor)
+        return GPT(config_of(self.gpt, **FIELDS | dict(self.changes)), VOCAB, 7, self.job.dtype, tensor, ladder.context_link)
 
     def loss(self, step: int, microbatch: int = 0) -> Tensor:
         tokens, labels = self.batch(step, microbatch)
@@ -43,16 +43,20 @@ class GptRank(DividedRank):
     def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
         text = torch.randint(VOCAB, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(1000 + step))
         first = self._first_sample(microbatch)
-        rows = text[first : first + self._samples]
-        return rows[:, :-1], rows[:, 1:]
+        grid = self.backend.grid
+        tokens, labels = (
+            part.chunk(grid.context_ranks, dim=1)[grid.context_rank_of(self.backend.rank)]
+            for part in (text[first : first + self._samples, :-1], text[first : first + self._samples, 1:])
+        )
+        return tokens, labels
 
     @property
     def _samples(self) -> int:
-        return SAMPLES // (self.backend.grid.data_ranks * self.job.microbatches)
+        return SAMPLES // (self.backend.grid.sample_groups * self.job.microbatches)
 
     def _first_sample(self, microbatch: int) -> int:
         grid = self.backend.grid
-        return (microbatch * grid.data_ranks + grid.data_rank_of(self.backend.rank)) * self._samples
+        return (microbatch * grid.sample_groups + grid.sample_group_of(self.backend.rank)) * self._samples
 
 
 def train_gpt(grid: Grid, job: Job, gpt: str, *, sequence_parallel: bool = False, rate: float | None = None, **changes: Any) -> Trained:

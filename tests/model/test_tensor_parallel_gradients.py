@@ -30,7 +30,7 @@ Inputs = dict[str, Tensor]
 def inputs(samples: int, packing: str) -> Inputs:
     """Tokens and labels; with documents, or position ids that count from 0 in each document."""
     text = torch.randint(VOCAB, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(2))
-    batch = {"tokens_BS": text[:, :-1], "labels_BS": text[:, 1:]}
+    batch = {"tokens_BQ": text[:, :-1], "labels_BQ": text[:, 1:]}
     lengths = [5, 7, 12, 1, 2, 9][: 2 if samples == 1 else 6]
     if "documents" in packing:
         batch["document_lengths_R"] = torch.tensor(lengths)
@@ -123,7 +123,7 @@ def test_every_gradient_is_the_whole_models_with_documents_dropout_recomputation
 
 @both_token_orders
 def test_without_labels_every_rank_has_the_whole_models_logits(sequence_parallel: bool) -> None:
-    whole, batch = whole_gpt("Llama 3"), inputs(SAMPLES, "") | {"labels_BS": None}
+    whole, batch = whole_gpt("Llama 3"), inputs(SAMPLES, "") | {"labels_BQ": None}
     expected = whole(**batch, first_sample=0)
 
     def on_rank(link: TensorLink) -> Tensor:
