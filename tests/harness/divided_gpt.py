@@ -1,4 +1,4 @@
-"""A small GPT whose layers tensor ranks share, and whose samples context ranks share, trained by the engine on the ranks of a virtual world."""
+"""A small GPT whose layers and samples ranks may share, trained by the engine on the ranks of a virtual world."""
 
 from __future__ import annotations
 
