@@ -104,6 +104,13 @@ def test_each_wait_between_ranks_is_missed_when_it_has_no_effect() -> None:
 
 
 @pytest.mark.long
+def test_runs_of_4_context_ranks_have_equal_bits_and_no_race_on_fake_streams() -> None:
+    runs = tuple(run for run in RUNS if run.context_ranks > 1)
+    outcome = compared(FakeGpu(), runs)
+    assert outcome.failures == [] and len(outcome.measured["runs"]) == len(runs) == 3
+
+
+@pytest.mark.long
 def test_runs_of_2_tensor_ranks_have_equal_bits_and_no_race_on_fake_streams() -> None:
     runs = tuple(run for run in RUNS if run.tensor_ranks > 1)
     outcome = compared(FakeGpu(), runs)
