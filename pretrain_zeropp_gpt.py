@@ -146,7 +146,7 @@ def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> 
         engine = setup.build_engine(config, model, ladder, instruments)
         with world.agreement():
             progress = start.load_progress(config, engine, source)
-            config = start.with_remaining_batches(config, progress, engine.data_ranks)
+            config = start.with_remaining_batches(config, progress, ladder.grid.sample_groups)
         printer.on_first(start.describe_start(config, source, progress))
         source.close()
         Trainer(config, model, engine, datasets, writers, progress).run()

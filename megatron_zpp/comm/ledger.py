@@ -43,6 +43,9 @@ class Traffic:
     def __sub__(self, other: Traffic) -> Traffic:
         return Traffic(*map(operator.sub, vars(self).values(), vars(other).values()))
 
+    def __rmul__(self, times: int) -> Traffic:
+        return Traffic(*(times * nbytes for nbytes in vars(self).values()))
+
 
 @dataclass
 class Ledger:
@@ -95,6 +98,11 @@ def link_traffic(grid: Grid, rank: int, link: Link, bytes_per_member: int) -> Tr
         received = _received(grid, rank, grid.members(link, rank), bytes_per_member)
         return Traffic(context_bytes=received.inter_bytes + received.intra_bytes, context_inter_bytes=received.inter_bytes)
     return _received(grid, rank, grid.members(link, rank), bytes_per_member)
+
+
+def context_link_traffic(grid: Grid, nbytes: int) -> Traffic:
+    """What every rank receives if `nbytes` come from the other members of its context link, as many from each."""
+    return Traffic() if grid.context_ranks == 1 else link_traffic(grid, 0, Link.CONTEXT, nbytes // (grid.context_ranks - 1))
 
 
 def _received(grid: Grid, rank: int, senders: Iterable[int], bytes_per_member: int) -> Traffic:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_zpp.config.flag import any_of, divisors
+from megatron_zpp.config.ranks import context_choices
 from megatron_zpp.parallel.topology import Link, Topology
 
 
@@ -141,11 +142,3 @@ class Grid:
     def share_node(self, rank: int, other: int) -> bool:
         """Whether two ranks are on the same node."""
         return rank // self.ranks_per_node == other // self.ranks_per_node
-
-
-def context_choices(data_ranks: int, of_node: int) -> list[int]:
-    """The numbers of ranks that may share samples, of `data_ranks` in all and `of_node` on a node: parts of a node, or whole nodes.
-
-    So payloads enter every node alike.
-    """
-    return [ranks for ranks in divisors(data_ranks) if of_node % ranks == 0 or ranks % of_node == 0]

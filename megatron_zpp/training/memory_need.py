@@ -9,10 +9,11 @@ from typing import NamedTuple, Protocol
 from megatron_zpp.config.flag import any_of, divisors
 from megatron_zpp.config.rules_tensor import TENSOR_SIZE, can_share
 from megatron_zpp.config.schema import CheckpointConfig, Config, ZeroConfig
-from megatron_zpp.model.activations import AttentionNeed, activation_bytes, mask_bytes, tensor_buffer_bytes
+from megatron_zpp.model.activations import AttentionNeed, activation_bytes, context_buffer_bytes, mask_bytes, tensor_buffer_bytes
 from megatron_zpp.model.kept_need import NOTHING_KEPT, KeptNeed, kept_inputs_shape, kept_need
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import UnitSpec, Use
+from megatron_zpp.training.sharding import divided_samples
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.plan.device_memory import NO_DEVICE, DeviceMemory, device_memory
 from megatron_zpp.zero.plan.memory_plan import ADAM_MOMENTS, MAIN_BYTES, MemoryPlan, Sharding, largest_plan
@@ -53,10 +54,10 @@ class AvailableMemory(NamedTuple):
 class MemoryNeed:
     """Bytes that one rank needs: the plan of its sharded states, an estimate of its activations, and of a GPU's memory beside tensors.
 
-    tensor_buffers: what crosses the tensor link in a micro-batch, and its sums. sharing: what it takes once per step to make equal the
-    gradients of elements that several tensor ranks have; no activations exist then. kept_inputs: of recomputed chunks; what passes is part
-    of the activations. save_copy: bytes of host memory for --async-save's copy of the state. With is_on_gpu they are not part of `total`,
-    nor is plan.host.
+    tensor_buffers: what crosses the tensor link in a micro-batch, and its sums. context_buffers: what attention exchanges. sharing: what it
+    takes once per step to make equal the gradients of elements that several tensor ranks have; no activations exist then. kept_inputs: of
+    recomputed chunks; what passes is part of the activations. save_copy: bytes of host memory for --async-save's copy of the state. With
+    is_on_gpu they are not part of `total`, nor is plan.host.
     """
 
     plan: MemoryPlan
@@ -66,6 +67,7 @@ class MemoryNeed:
     device: DeviceMemory = NO_DEVICE
     kept_inputs: KeptNeed = NOTHING_KEPT
     tensor_buffers: int = 0
+    context_buffers: int = 0
     sharing: int = 0
 
     @property
@@ -73,7 +75,13 @@ class MemoryNeed:
         """Peak bytes on the device: in backward, or while the gradient norm is computed."""
         at_rest = self.plan.states + self.plan.buffers + self.save_copy_on_device + self.device.total + self.kept_inputs.lasting
         at_rest += 0 if self.is_on_gpu else self.plan.host.total
-        return at_rest + max(self.plan.gathered + self.activations + self.tensor_buffers + self.plan.means, self.plan.norm, self.sharing)
+        in_backward = self.plan.gathered + self.activations + self.link_buffers + self.plan.means
+        return at_rest + max(in_backward, self.plan.norm, self.sharing)
+
+    @property
+    def link_buffers(self) -> int:
+        """Bytes of what crosses the tensor link and the context link in a micro-batch."""
+        return self.tensor_buffers + self.context_buffers
 
     def beside(self, taken: DeviceMemory) -> MemoryNeed:
         """The need that is left if `taken` has been taken at the start of a run. The rest comes from torch's allocator."""
@@ -124,6 +132,7 @@ class MemoryNeed:
             "payload buffers": self.plan.buffers,
             "fp32 means": self.plan.means,
             "tensor buffers": self.tensor_buffers,
+            "context buffers": self.context_buffers,
             "inputs of recomputed chunks": self.kept_inputs.lasting,
             "CUDA context and workspaces": self.device.context + self.device.workspaces,
             "NCCL buffers": self.device.communicators,
@@ -158,7 +167,7 @@ def check_fits(
         return memory_need(config, model, sharding, larger, is_on_gpu=is_on_gpu).beside(taken).total <= nbytes
 
     # More ranks do not lessen the activations of one, and each plan of a deep model takes a second.
-    may_fit = need.activations + need.tensor_buffers + need.kept_inputs.lasting <= nbytes
+    may_fit = need.activations + need.link_buffers + need.kept_inputs.lasting <= nbytes
     nodes = smallest_nodes(fits, grid.nodes) if may_fit else None
     to_host: list[str] = []
     if may_fit and is_on_gpu and _can_offload(config):
@@ -190,6 +199,7 @@ def _activations(config: Config, model: SizedModel, grid: Grid, element_bytes: i
         attention=_attention_need(config, element_bytes, is_on_gpu=is_on_gpu),
         tensor_ranks=grid.tensor_ranks,
         sequence_parallel=config.distributed.sequence_parallel,
+        context_ranks=grid.context_ranks,
         has_host=is_on_gpu,
     )
     if not config.data.reset_attention_mask:
@@ -200,7 +210,9 @@ def _activations(config: Config, model: SizedModel, grid: Grid, element_bytes: i
 
 def _kept_inputs(config: Config, grid: Grid, element_bytes: int, *, is_on_gpu: bool) -> KeptNeed:
     samples, sequence_parallel = config.training.micro_batch_size, config.distributed.sequence_parallel
-    shape = kept_inputs_shape(config.model, samples, grid.tensor_ranks, sequence_parallel=sequence_parallel)
+    shape = kept_inputs_shape(
+        config.model, samples, grid.tensor_ranks, sequence_parallel=sequence_parallel, context_ranks=grid.context_ranks
+    )
     return kept_need(config.model, shape, element_bytes, has_host=is_on_gpu)
 
 
@@ -234,13 +246,14 @@ def memory_need(config: Config, model: SizedModel, sharding: Sharding, grid: Gri
         device,
         _kept_inputs(config, grid, sharding.element_bytes, is_on_gpu=is_on_gpu),
         tensor_buffers=tensor_buffer_bytes(
-            config.model,
+            divided_samples(config).own,
             config.training.micro_batch_size,
             sharding.element_bytes,
             tensor_ranks=grid.tensor_ranks,
             sequence_parallel=config.distributed.sequence_parallel,
             uses_streams=is_on_gpu,
         ),
+        context_buffers=context_buffer_bytes(divided_samples(config), config.training.micro_batch_size, sharding.element_bytes),
         sharing=sharing_buffer_bytes(shared_on_rank(model.unit_specs(), sharding, grid), grid.tensor_ranks),
     )
 

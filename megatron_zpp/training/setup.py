@@ -154,9 +154,10 @@ def working_dtype(precision: PrecisionConfig) -> torch.dtype:
 def describe_run(config: Config, ladder: Ladder, vocab_size: int, model: GPT) -> list[str]:
     """Lines that describe the world, the backends, the vocabulary and the model."""
     grid, device, padded = ladder.grid, ladder.device, model.padded_vocab_size
+    context = f"context-parallel size: {grid.context_ranks}, " if grid.context_ranks > 1 else ""
     lines = [
-        f"using world size: {grid.world_size}, data-parallel size: {grid.data_ranks}, tensor-model-parallel size: {grid.tensor_ranks} "
-        f"({grid.nodes} nodes x {grid.ranks_per_node} ranks), device: {device.type}, "
+        f"using world size: {grid.world_size}, data-parallel size: {grid.sample_groups}, {context}"
+        f"tensor-model-parallel size: {grid.tensor_ranks} ({grid.nodes} nodes x {grid.ranks_per_node} ranks), device: {device.type}, "
         f"backend: {'nccl' if device.type == 'cuda' else 'gloo'}",
         f"optimizer backend: {config.optimizer.optimizer_backend}, norm backend: {config.model.norm_backend}",
         f" > padded vocab (size: {vocab_size}) with {padded - vocab_size} dummy tokens (new size: {padded})",

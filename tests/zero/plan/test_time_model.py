@@ -12,7 +12,7 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.tensor_work import TensorWork, TensorWorkOfUses
+from megatron_zpp.parallel.link_work import LinkWork, LinkWorkOfUses
 from megatron_zpp.training.sharding import sharding_of
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.plan.time_model import CodecSpeed, Computation, HostSpeed, Job, LinkSpeed, Machine, Overlap, step_time
@@ -134,12 +134,12 @@ def test_a_codec_that_takes_longer_takes_longer_for_everything() -> None:
 
 # ---- ranks that share layers
 
-BLOCKING = TensorWork(blocking_bytes=1000, collectives=2)
-BESIDE = TensorWork(overlapped_bytes=1000, collectives=1)
+BLOCKING = LinkWork(blocking_bytes=1000, collectives=2)
+BESIDE = LinkWork(overlapped_bytes=1000, collectives=1)
 
 
-def shared(forward: TensorWork, backward: TensorWork, microbatches: int = 2) -> Job:
-    return replace(job(microbatches=microbatches), tensor_work=TensorWorkOfUses((forward,) * USES, (backward,) * USES))
+def shared(forward: LinkWork, backward: LinkWork, microbatches: int = 2) -> Job:
+    return replace(job(microbatches=microbatches), tensor_work=LinkWorkOfUses((forward,) * USES, (backward,) * USES))
 
 
 @pytest.mark.parametrize("overlap", list(Overlap))
