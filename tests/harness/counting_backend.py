@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megatron_zpp.comm.backend import Backend, Work
-from megatron_zpp.parallel.topology import ACROSS_LANES, Lane
+from megatron_zpp.parallel.topology import ACROSS_LANES, CONTEXT_ACROSS, Lane
 
 
 @dataclass
@@ -22,6 +22,7 @@ class CountingBackend:
     pause: Callable[[], None] = lambda: None
     calls: list[tuple[str, int]] = field(default_factory=list)
     received_bytes: int = 0
+    exchanges: list[int] = field(default_factory=list)  # bytes of those over the context link
 
     def __post_init__(self) -> None:
         self.grid = self.backend.grid
@@ -43,4 +44,6 @@ class CountingBackend:
         if lane in ACROSS_LANES:
             ranks = self.grid.link_ranks(lane.link)
             self.calls.append((kind, output.nbytes))
+            if lane == CONTEXT_ACROSS:
+                self.exchanges.append(output.nbytes)
             self.received_bytes += output.nbytes // ranks * (ranks - 1)
