@@ -73,8 +73,9 @@ class FakeGpu:
 
 
 def short(run: Run) -> Run:
-    """The same run on half as many samples."""
-    return replace(run, flags=run.flags.replace("--global-batch-size 16", "--global-batch-size 8"))
+    """The same run on half as many samples, and with as many heads as divided samples need."""
+    heads = f" --num-attention-heads {run.context_ranks}" if run.context_ranks > 2 else ""
+    return replace(run, flags=run.flags.replace("--global-batch-size 16", "--global-batch-size 8") + heads)
 
 
 def compared(gpu: FakeGpu, runs: tuple[Run, ...], seconds: float = 1e6) -> Outcome:
