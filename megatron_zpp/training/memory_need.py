@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from megatron_zpp.config.flag import any_of, divisors
+from megatron_zpp.config.ranks import context_choices
+from megatron_zpp.config.rules_context import CONTEXT_SIZE, can_divide
 from megatron_zpp.config.rules_tensor import TENSOR_SIZE, can_share
 from megatron_zpp.config.schema import CheckpointConfig, Config, ZeroConfig
 from megatron_zpp.model.activations import AttentionNeed, activation_bytes, context_buffer_bytes, mask_bytes, tensor_buffer_bytes
@@ -162,13 +164,16 @@ def check_fits(
     if nbytes is None or need.total <= nbytes:
         return need
 
-    def fits(nodes: int) -> bool:
-        larger = replace(grid, world_size=nodes * grid.ranks_per_node)  # of more data ranks
+    together = max(1, grid.context_ranks // grid.ladder.ranks_per_node)  # nodes that only together have whole samples
+
+    def fits(times: int) -> bool:
+        larger = replace(grid, world_size=times * together * grid.ranks_per_node)  # of more data ranks
         return memory_need(config, model, sharding, larger, is_on_gpu=is_on_gpu).beside(taken).total <= nbytes
 
     # More ranks do not lessen the activations of one, and each plan of a deep model takes a second.
     may_fit = need.activations + need.link_buffers + need.kept_inputs.lasting <= nbytes
-    nodes = smallest_nodes(fits, grid.nodes) if may_fit else None
+    times = smallest_nodes(fits, grid.nodes // together) if may_fit else None
+    nodes = None if times is None else times * together
     to_host: list[str] = []
     if may_fit and is_on_gpu and _can_offload(config):
         offloaded = replace(sharding, policy=with_offloaded_optimizer(sharding.policy))
@@ -334,10 +339,27 @@ def _larger_tensor_size(config: Config, model: SizedModel, ranks_per_node: int) 
     return [f"{TENSOR_SIZE} {size}" for size in fitting][:1]
 
 
+def _larger_context_size(config: Config, grid: Grid) -> list[str]:
+    """The next number of ranks that could divide the samples of this run; empty if there is none."""
+    if config.training.compile:
+        return []
+    parts = grid.tensor_ranks if config.distributed.sequence_parallel else 1
+    fitting = (
+        size
+        for size in context_choices(grid.data_ranks, grid.ladder.ranks_per_node)
+        if size > grid.context_ranks
+        and size % grid.context_ranks == 0  # so that the global batch divides among the groups that are left
+        and can_divide(config.model, grid.tensor_ranks, size)
+        and config.model.seq_length % (size * parts) == 0
+    )
+    return [f"{CONTEXT_SIZE} {size}" for size in fitting][:1]
+
+
 def _sequence_parallel(config: Config, tensor_ranks: int) -> list[str]:
     """Sequence parallelism, if the run could have it and has not; otherwise empty."""
-    can_divide = tensor_ranks > 1 and config.model.seq_length % tensor_ranks == 0
-    return ["--sequence-parallel"] if can_divide and not config.distributed.sequence_parallel else []
+    parts = tensor_ranks * config.distributed.context_parallel_size
+    has_parts = tensor_ranks > 1 and config.model.seq_length % parts == 0
+    return ["--sequence-parallel"] if has_parts and not config.distributed.sequence_parallel else []
 
 
 def _divides_copy(zero: ZeroConfig, data_ranks_per_node: int) -> bool:
@@ -367,6 +389,7 @@ def _remedy(config: Config, model: SizedModel, nodes: int | None, grid: Grid, ne
     if nodes is None:
         levers += _lever_without_copy(config.zero)
         levers += _larger_tensor_size(config, model, ranks_per_node)
+        levers += _larger_context_size(config, grid) if need.activations > need.total // 2 else []
         levers += [] if config.training.micro_batch_size == 1 else ["a smaller --micro-batch-size"]
         return f"no number of such nodes is enough; choose {any_of([*levers, 'a smaller model'])}"
     others = f", or give {any_of(levers)}" if levers else ""
