@@ -2,12 +2,13 @@
 
 B micro-batch size, S tokens per sample, H hidden size, N query heads, K key and value heads, M = N / K query heads of a group,
 D channels of a head, A = N D, X = A + 2 K D. If tensor ranks share the layer, N and K are the heads of one of them. If ranks share the
-samples, S is a rank's tokens outside `mixed`; inside, a rank has all tokens and a part of the heads.
+samples, S is a rank's tokens outside `mixed`; inside, a rank has all tokens and a part of the heads, until the product of the projection.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.comm.context_link import ContextLink
@@ -45,7 +46,8 @@ class Attention(nn.Module):
         self.qkv = make_linear(shape, Role.QKV, dtype, tensor)  # weight: [K (M + 2) D, H]
         self.query_norm = make_norm(config, config.kv_channels, dtype) if config.qk_layernorm else None
         self.key_norm = make_norm(config, config.kv_channels, dtype) if config.qk_layernorm else None
-        self.projection = make_linear(shape, Role.PROJECTION, dtype, tensor)  # weight: [H, N D]
+        product = F.linear if self.exchange is None else self.exchange.linear
+        self.projection = make_linear(shape, Role.PROJECTION, dtype, tensor, product)  # weight: [H, N D]
 
     def forward(self, hidden_BSH: Tensor, documents: Documents | None = None, rotation: Rotation | None = None) -> Tensor:
         qkv_BSX = self.qkv(hidden_BSH)
@@ -55,8 +57,6 @@ class Attention(nn.Module):
             mixed_BSA = recomputed(self.mixed, qkv_BSX, documents, rotation, restores_generator=self.dropout > 0)
         else:
             mixed_BSA = self.mixed(qkv_BSX, documents, rotation)
-        if self.exchange is not None:
-            mixed_BSA = self.exchange.own_tokens(mixed_BSA)
         mixed_BSH: Tensor = self.projection(mixed_BSA)
         return mixed_BSH
 

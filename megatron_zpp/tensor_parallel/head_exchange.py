@@ -15,10 +15,15 @@ D channels of a head. Per token there are X = (N + 2 K) D values before the exch
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_zpp.comm.context_link import ContextLink
+from megatron_zpp.comm.group_link import Pending
 from megatron_zpp.comm.tensor_link import add_in_order
 from megatron_zpp.tensor_parallel.regions import region
 
@@ -43,18 +48,22 @@ class HeadExchange:
         """qkv_BSY: the queries, keys and values of all tokens, of this rank's heads, in groups like those of all heads."""
         return region(
             qkv_BQX,
-            lambda own_BQX: _joined_tokens(self._link.exchange(self._of_ranks(own_BQX))),
+            lambda own_BQX: joined_tokens(self._link.exchange(self._of_ranks(own_BQX))),
             lambda grad_BSY: self._summed(self._link.exchange(self._divided_tokens(grad_BSY))),
         )
 
+    def linear(self, mixed_BSA: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """F.linear of the outputs of all heads for this rank's tokens. mixed_BSA: the outputs of its heads for all tokens."""
+        product: Tensor = _LinearOfOwnTokens.apply(mixed_BSA, weight, bias, self)
+        return product
+
     def own_tokens(self, mixed_BSA: Tensor) -> Tensor:
-        """The outputs of all heads, for this rank's tokens: [B, Q, C A] from the outputs of its heads for all tokens."""
-        ranks = self._link.ranks
-        return region(
-            mixed_BSA,
-            lambda heads_BSA: self._link.exchange(self._divided_tokens(heads_BSA)).movedim(0, 2).flatten(2),
-            lambda grad_BQX: _joined_tokens(self._link.exchange(grad_BQX.unflatten(-1, (ranks, -1)).movedim(2, 0))),
-        )
+        """[B, Q, C A]: the outputs of all heads for this rank's tokens. Not differentiable; `linear` is."""
+        return self._link.exchange(self._divided_tokens(mixed_BSA)).movedim(0, 2).flatten(2)
+
+    def start_own_heads(self, grad_BQA: Tensor) -> Pending:
+        """Starts the way back of `own_tokens`, for a gradient: `joined_tokens` of the result has this rank's heads, for all tokens."""
+        return self._link.start_exchange(grad_BQA.unflatten(-1, (self._link.ranks, -1)).movedim(2, 0))
 
     def _of_ranks(self, own_BQX: Tensor) -> Tensor:
         """[C, B, Q, Y]: what each rank needs of the own tokens."""
@@ -87,6 +96,31 @@ class HeadExchange:
         return values_BSV.unflatten(1, (self._link.ranks, -1)).movedim(1, 0)
 
 
-def _joined_tokens(parts_CBQV: Tensor) -> Tensor:
+class _LinearOfOwnTokens(torch.autograd.Function):
+    """Exchange and product in one, because backward exchanges the gradient of the input beside the product that makes the weight's.
+
+    Keeps the input of the product, and the parameter itself, whose storage may be freed between forward and backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mixed_BSA: Tensor, weight: Tensor, bias: Tensor | None, exchange: HeadExchange) -> Tensor:
+        own_BQA = exchange.own_tokens(mixed_BSA)
+        ctx.save_for_backward(own_BQA, weight)
+        ctx.exchange = exchange
+        return F.linear(own_BQA, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BQN: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        own_BQA, weight = ctx.saved_tensors
+        _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_XN = grad_BQN.reshape(-1, grad_BQN.shape[-1])
+        exchanging = ctx.exchange.start_own_heads((grad_XN @ weight).view(own_BQA.shape))
+        grad_weight = grad_XN.t() @ own_BQA.reshape(-1, own_BQA.shape[-1]) if needs_weight else None
+        grad_bias = grad_XN.sum(0) if needs_bias else None
+        return joined_tokens(exchanging.wait()), grad_weight, grad_bias, None
+
+
+def joined_tokens(parts_CBQV: Tensor) -> Tensor:
     """[B, S, V], from the tokens of all ranks; without a copy if B is 1."""
     return parts_CBQV.movedim(0, 1).flatten(1, 2)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
 from harness.fake_streams.accesses import RaceError
 from harness.fake_streams.gpus import Gpu, run_on_gpus
 from harness.fake_streams.machine import Site
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.comm.context_link import ContextLink
 from megatron_zpp.comm.ledger import Ledger
@@ -39,10 +41,11 @@ def program(gpu: Gpu) -> tuple[list[float], set[Site]]:
         own = torch.full((2, 2, GROUPS * (QUERIES + 2) * CHANNELS), float(step + link.rank), requires_grad=True)
         qkv = exchange.all_tokens(own * 1.5)
         width = GROUPS * QUERIES * CHANNELS // link.ranks
-        mixed = exchange.own_tokens((qkv[..., :width] * qkv[..., -width:]).tanh())
+        weight = torch.full((5, GROUPS * QUERIES * CHANNELS), 0.1, requires_grad=True)
+        mixed = exchange.linear((qkv[..., :width] * qkv[..., -width:]).tanh(), weight, None)
         (mixed * mixed).sum().backward()
-        assert own.grad is not None
-        numbers += [mixed.detach().sum(), own.grad.sum()]
+        assert own.grad is not None and weight.grad is not None
+        numbers += [mixed.detach().sum(), own.grad.sum(), weight.grad.sum()]
         parts = mixed.detach().flatten()[: 2 * link.ranks].view(link.ranks, 2)
         first, second = link.start_exchange(parts * 2), link.start_exchange(parts * 3)
         # A blocking exchange while others are under way: the communicator is used from two streams.
@@ -74,6 +77,35 @@ def is_caught(site: Site) -> bool:
     except RaceError:
         return True
     return False
+
+
+class Products(TorchDispatchMode):
+    """Lets every matrix product take PRODUCT."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self._gpu.machine.spend(PRODUCT)
+        return func(*args, **(kwargs or {}))
+
+
+def test_backward_exchanges_the_gradient_of_heads_beside_the_product_for_the_weight() -> None:
+    """All kernels but products take no time: forward one exchange and one product, backward two products and one exchange."""
+
+    def time(gpu: Gpu) -> float:
+        exchange = HeadExchange(link_on(gpu), GROUPS, QUERIES, CHANNELS)
+        heads = torch.ones(1, 4, GROUPS * QUERIES * CHANNELS // 2, requires_grad=True)
+        weight = torch.ones(5, GROUPS * QUERIES * CHANNELS, requires_grad=True)
+        with Products(gpu):
+            exchange.linear(heads, weight, None).sum().backward()
+        gpu.machine.synchronize()
+        return gpu.machine.compute.free_at
+
+    expected = CROSSING + PRODUCT + PRODUCT + max(PRODUCT, CROSSING)
+    assert run_on_gpus(GRIDS["2 ranks"], time, times={CONTEXT_ACROSS: CROSSING}) == [expected] * 2
 
 
 def times_of(gpu: Gpu, *, is_beside: bool) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from harness.context_ranks import run_context_ranks
 from harness.tensor_ranks import summed_in_order
 from torch import Tensor
@@ -18,7 +19,8 @@ SAMPLES, OWN, CHANNELS = 3, 2, 5
 # context ranks, groups, queries of a group: whole groups to each rank, one to each, one to several
 HEADS = [(2, 4, 1), (2, 2, 3), (2, 1, 4), (4, 2, 2), (4, 2, 4), (4, 1, 8), (3, 3, 2)]
 heads = pytest.mark.parametrize("ranks, groups, queries", HEADS)
-Outcome = tuple[Tensor, Tensor, Tensor, Tensor]
+OUT = 7
+Outcome = tuple[Tensor, ...]
 
 
 def whole(ranks: int, groups: int, queries: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -39,35 +41,46 @@ def heads_of(qkv: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 def exchanged(link: ContextLink, groups: int, queries: int, dtype: torch.dtype, gradients: list[Tensor]) -> Outcome:
-    """What both exchanges give a rank, and their gradients. gradients: of the heads that each rank has."""
+    """What the exchanges give a rank, and their gradients. gradients: of the heads that each rank has."""
     exchange = HeadExchange(link, groups, queries, CHANNELS)
     own = whole(link.ranks, groups, queries, dtype)[:, link.rank * OWN : (link.rank + 1) * OWN].flatten(2).requires_grad_()
     qkv = exchange.all_tokens(own)
     qkv.backward(gradients[link.rank].flatten(2))
     mixed = whole(link.ranks, groups, queries, dtype)[:, :, :, :queries].flatten(2, 3).chunk(link.ranks, dim=2)[link.rank]
     leaf = mixed.flatten(2).requires_grad_()
-    back = exchange.own_tokens(leaf)
+    weight, bias = (values.clone().requires_grad_() for values in weight_and_bias(groups * queries, dtype))
+    back = exchange.linear(leaf, weight, bias)
     back.backward(2 * back.detach())
-    assert own.grad is not None and leaf.grad is not None
-    return qkv.detach(), own.grad, back.detach(), leaf.grad
+    found = (own.grad, leaf.grad, weight.grad, bias.grad)
+    return qkv.detach(), back.detach(), *(gradient for gradient in found if gradient is not None)
+
+
+def weight_and_bias(heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    values = torch.randn((OUT, heads * CHANNELS + 1), generator=torch.Generator().manual_seed(3)).to(dtype)
+    return values[:, 1:].contiguous(), values[:, 0].contiguous()
 
 
 @heads
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_rank_gets_its_heads_of_all_tokens_and_back_all_heads_of_its_tokens(
+def test_a_rank_gets_its_heads_of_all_tokens_and_back_the_product_of_all_heads_of_its_tokens(
     ranks: int, groups: int, queries: int, dtype: torch.dtype
 ) -> None:
     qkv = whole(ranks, groups, queries, dtype)
     parts = [heads_of(qkv, rank, ranks) for rank in range(ranks)]
     generator = torch.Generator().manual_seed(1)
     gradients = [torch.randn(part.shape, generator=generator).to(dtype) for part in parts]
+    weight, bias = weight_and_bias(groups * queries, dtype)
+    owns = [part.flatten(2).contiguous() for part in qkv[:, :, :, :queries].chunk(ranks, dim=1)]
+    products = [F.linear(own, weight, bias) for own in owns]
+    of_inputs = torch.cat([(2 * product).view(-1, OUT).mm(weight).view(SAMPLES, OWN, -1) for product in products], dim=1)
     for rank, found in enumerate(run_context_ranks(ranks, lambda link: exchanged(link, groups, queries, dtype, gradients))):
-        got, grad, back, back_grad = found
-        tokens = slice(rank * OWN, (rank + 1) * OWN)
+        got, product, grad, of_heads, of_weight, of_bias = found
         assert torch.equal(got, parts[rank].flatten(2))
-        assert torch.equal(back, qkv[:, tokens, :, :queries].flatten(2))
-        assert torch.equal(back_grad, 2 * qkv[:, :, :, :queries].flatten(2, 3).chunk(ranks, dim=2)[rank].flatten(2))
-        assert torch.equal(grad, gradient_of(gradients, qkv)[:, tokens].flatten(2))
+        assert torch.equal(grad, gradient_of(gradients, qkv).chunk(ranks, dim=1)[rank].flatten(2))
+        assert torch.equal(product, products[rank])
+        assert torch.equal(of_heads, of_inputs.chunk(ranks, dim=2)[rank])
+        own_grad = (2 * product).view(-1, OUT)
+        assert torch.equal(of_weight, own_grad.t() @ owns[rank].flatten(0, 1)) and torch.equal(of_bias, own_grad.sum(0))
 
 
 def gradient_of(gradients: list[Tensor], qkv: Tensor) -> Tensor:
@@ -92,7 +105,8 @@ def test_the_exchanges_take_the_bytes_of_own_heads_for_the_tokens_of_others(rank
     def on_rank(link: ContextLink) -> tuple[Traffic, Traffic]:
         exchange = HeadExchange(link, groups, queries, CHANNELS)
         own = torch.zeros(SAMPLES, OWN, groups * (queries + 2) * CHANNELS, dtype=torch.bfloat16, requires_grad=True)
-        mixed = exchange.own_tokens(exchange.all_tokens(own)[..., :mixed_width].contiguous())
+        weight, _ = weight_and_bias(groups * queries, torch.bfloat16)
+        mixed = exchange.linear(exchange.all_tokens(own)[..., :mixed_width].contiguous(), weight, None)
         forward = link._ledger.total(Category.EXCHANGES)
         mixed.sum().backward()
         return forward, link._ledger.total(*Category)
