@@ -57,10 +57,10 @@ class Limited:
 
 
 class RunFailed(RuntimeError):
-    """A run did not end well; the text is what its ranks printed at the end."""
+    """A run did not end well; the text is the last line of each rank that failed."""
 
     def __init__(self, ended: Sequence[Ended]) -> None:
-        super().__init__("\n".join(line for end in ended if end.code != 0 for line in end.said.splitlines()[-4:]))
+        super().__init__("\n".join(end.said.rstrip().rpartition("\n")[2] for end in ended if end.code != 0))
 
 
 def main() -> None:
