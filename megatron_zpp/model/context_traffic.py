@@ -9,8 +9,9 @@ attention makes of them becomes the own tokens of all heads again. Of each excha
     queries, keys, values    n/C tokens x (A/C + 2 k D) x e        k = K / C, or 1 if K < C: then several ranks get the same key head
     outputs                  n/C tokens x A/C x e
 
-So forward is (C-1)/C x n e (2 A/C + 2 k D), backward the same, and recomputation of a whole block once more. With --recompute-granularity
-selective the exchanged queries, keys and values are kept, and nothing is exchanged again.
+So forward is (C-1)/C x n e (2 A/C + 2 k D). Backward is as much, with the outputs' part beside the product of a gradient, and
+recomputation of a whole block once more. With --recompute-granularity selective the exchanged queries, keys and values are kept, and
+nothing is exchanged again.
 """
 
 from __future__ import annotations

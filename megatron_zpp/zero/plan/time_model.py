@@ -6,7 +6,8 @@ Assumptions:
 - A hop over the inter link occupies the link between nodes, even if its partitions are parts of one node.
 - Ranks that share layers have priority on the link inside a node: what waits for that link waits so much longer. What they exchange beside
   computation is hidden by the gradients of one use's weights, which take as long as its forward.
-- Ranks that divide samples exchange over the link inside a node, or between nodes, with the same priority, and computation waits.
+- Ranks that divide samples exchange over the link inside a node, or between nodes, with the same priority. Computation waits for all of it,
+  also for the exchange that runs beside the product of one layer.
 - Communication does not slow down computation; codecs do so in one case (Overlap.THREAD).
 - Overlap.STREAMS: hops run beside computation, encoding and decoding included (lanes on CUDA streams). Overlap.THREAD: the
   same, but one thread encodes and decodes for all lanes on the cores of computation, which stops meanwhile unless it waits (lanes on gloo).
