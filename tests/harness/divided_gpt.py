@@ -9,18 +9,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.divided_model import DividedRank, History, Stated, Trained, trained_by
+from harness.divided_model import DividedRank, History, Stated, Trained, bits_of, trained_by
 from harness.small_engine import Job
 from harness.tensor_parts import VOCAB, config_of
 from harness.worlds import run_world
 from megatron_zpp.comm.backend import VirtualBackend
+from megatron_zpp.comm.code import Code, LinkCodes
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.tensor_parallel.context import TensorParallel
+from megatron_zpp.zero.policy import (
+    POLICIES,
+    ZEROPP,
+    with_gradients_summed_on_secondary,
+    with_quantized_gradients,
+    with_quantized_weights,
+    with_secondary_weights,
+    with_weight_differences,
+)
 
 SAMPLES, LENGTH = 8, 12  # of all data ranks in a step
 FIELDS: dict[str, Any] = {"seq_length": LENGTH, "max_position_embeddings": 16, "num_layers": 2}
+HPZ = with_secondary_weights(POLICIES[3])
+CODES = LinkCodes(Code.gaussian(3, rounds=1), Code(8))
+LEAN = with_gradients_summed_on_secondary(with_quantized_gradients(with_weight_differences(HPZ, Code.gaussian(2, rounds=1)), CODES))
+ROWS = {**{f"stage {stage}": policy for stage, policy in POLICIES.items()}, "hpZ": HPZ, "paper": ZEROPP, "lean": LEAN}
+ROWS |= {"qwZ": with_quantized_weights(POLICIES[3], Code(8)), "qgZ": with_quantized_gradients(POLICIES[3], LinkCodes(Code(4), Code(8)))}
+FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_num_layers": 1}
+CLIPS = 0.05  # below the norm of every step here
 
 
 @dataclass
@@ -68,3 +85,9 @@ def train_gpt(grid: Grid, job: Job, gpt: str, *, sequence_parallel: bool = False
         return history, rank.stated()
 
     return trained_by(run_world(grid, program))
+
+
+def same_bits(one: Trained, other: Trained) -> bool:
+    """Whether losses, norms and all states of two runs are equal, bit for bit."""
+    states = all(torch.equal(bits_of(values), bits_of(other.state[key])) for key, values in one.state.items())
+    return one.histories == other.histories and states
