@@ -27,6 +27,7 @@ from megatron_zpp.zero.gradient_progress import GradientProgress
 from megatron_zpp.zero.gradients import Collector, UnitGradient
 from megatron_zpp.zero.home import home_of
 from megatron_zpp.zero.hooks import hook_parameters, hook_uses, refuse_forward
+from megatron_zpp.zero.later_updates import LaterUpdates
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, LossScaler
 from megatron_zpp.zero.optimizer import ShardedAdamW, Update
@@ -98,8 +99,10 @@ class ZeroEngine:
         self._squared_sums = squared_sums_for(ladder.device, options.adam.backend)
         self._home = home = home_of(self._policy, ladder)
         self._weight_sums = squared_sums_for(home.device, options.adam.backend)
-        self._update_groups = update_groups([unit.name for unit in self.units], self._first_actions, at_once=home.runs_behind)
+        self._update_groups = update_groups([unit.name for unit in self.units], training.values(), at_once=home.runs_behind)
         self.optimizer = ShardedAdamW(self.units, self.gradients, self._update_groups, options.adam, home.link)
+        group_of = {self.units[index].name: number for number, group in enumerate(self._update_groups) for index in group}
+        self._later = LaterUpdates(self._update_group_later, group_of)
         is_enqueued = home.runs_behind and options.adam.skips_on_device
         self._side = SideStream(ladder.streams) if is_enqueued and ladder.streams is not None else None
         by_name = {unit.name: descent for unit, descent in zip(self.units, self._unit_descents, strict=True)}
@@ -183,6 +186,7 @@ class ZeroEngine:
         is_last_microbatch: whether this is the last one of the step. Raises RuntimeError for a micro-batch after the last one.
         """
         self._check_open()
+        self.finish_updates()  # of units that this forward did not reach: gradients are added to the sums that they read
         self._progress.begin_backward()
         self._is_last_microbatch = is_last_microbatch
         self._is_in_backward = True
@@ -220,9 +224,13 @@ class ZeroEngine:
 
     def _submit_climbs(self, actions: Actions) -> None:
         for name in actions.climb_to_full:
-            self._unit_of[name].climb(Rung.FULL)
+            self._climb(name, Rung.FULL)
         for name in actions.climb_to_secondary:
-            self._unit_of[name].climb(Rung.SECONDARY)
+            self._climb(name, Rung.SECONDARY)
+
+    def _climb(self, name: str, rung: Rung) -> None:
+        self._later.reach(name)
+        self._unit_of[name].climb(rung)
 
     def _collect(self, unit: WeightUnit, descent: UnitDescent, index: int) -> None:
         parameter = unit.parameters[index]
@@ -268,10 +276,12 @@ class ZeroEngine:
         with self.observer.phase("optimizer-inner-step"):
             for unit in self.units:
                 unit.finish_climbs()
-            if self._side is None:
-                result = self._update_after_reading(numbers, update)
-            else:
+            if self._side is not None:
                 result = self._update_ahead(squared, numbers, update, self._side)
+            elif self._home.is_host:
+                result = self._update_later(numbers, update)
+            else:
+                result = self._update_after_reading(numbers, update)
         self._progress.end_update()
         return result
 
@@ -313,6 +323,31 @@ class ZeroEngine:
             self._climb_group(group, result)
         return result
 
+    def _update_later(self, numbers: Readout, update: Update) -> StepResult:
+        """Updates what the next step needs first. The other units follow before their next climbs."""
+        values = numbers.wait()
+        update = replace(update, factor=self._clipping.factor(values[0]))
+        result = self._end_iteration(values)
+        if result.is_skipped:
+            torch._foreach_zero_([gradient.total for gradient in self.gradients])
+        else:
+            for unit in self.units:
+                unit.invalidate()
+            self._later.begin(update)
+        self._submit_climbs(self._first_actions)
+        return result
+
+    def _update_group_later(self, group: int, update: Update) -> None:
+        with self.observer.phase("optimizer-inner-step"):
+            self._update_group(group, update)
+
+    def finish_updates(self) -> None:
+        """Makes the updates that wait for the next forward, if the optimizer is on the host. It needs no other rank.
+
+        Call it before main weights or moments are read or written: until then some are those of the step before.
+        """
+        self._later.finish()
+
     def _update_group(self, group: int, update: Update | None) -> None:
         if update is not None:
             self.optimizer.update(group, update)
@@ -342,8 +377,10 @@ class ZeroEngine:
         """Marks the weights on every rung as stale. Call it after any write to the main weights.
 
         copies_are_filled: whether the own slices of copies that are kept across steps have been written as well. Otherwise they are taken
-        from the main weights.
+        from the main weights. Raises RuntimeError if updates were not finished before the write: they would change what was written.
         """
+        if self._later.is_waiting:
+            raise RuntimeError("main weights were written while updates of the last step wait; call engine.finish_updates() before the write")
         for unit in self.units:
             unit.replace(copy_is_filled=copies_are_filled)
 
@@ -353,10 +390,8 @@ class ZeroEngine:
         return self._policy.keeps_copy
 
     def finish_differences(self) -> None:
-        """Adds the differences of the last step to copies that are kept across steps, and waits. Every rank must call it, before a save.
-
-        It does nothing if no copies are kept.
-        """
+        """Finishes updates, adds their differences to copies that are kept across steps, and waits. Every rank must call it, before a save."""
+        self.finish_updates()
         if not self.keeps_copies:
             return
         for unit in self.units:
@@ -397,16 +432,18 @@ class ZeroEngine:
 
     def weight_norm(self) -> float:
         """The L2 norm of all main weights; every rank must call it."""
+        self.finish_updates()
         return weight_norm(self.units, self.ladder, self._weight_sums)
 
     def close(self) -> None:
-        """Waits for climbs that were submitted ahead, so that no message is under way when the process groups end.
+        """Finishes updates, and waits for climbs that were submitted ahead, so that no message is under way when the process groups end.
 
         It removes the hooks, because the module and autograd would keep the engine alive through them. A forward of the module after it
         raises RuntimeError. Every rank must call it.
         """
         if self._is_closed:
             return
+        self.finish_updates()
         self.ladder.lanes.drain()
         for hook in self._hooks:
             hook.remove()
