@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +103,7 @@ class ZeroEngine:
         self._update_groups = update_groups([unit.name for unit in self.units], training.values(), at_once=home.runs_behind)
         self.optimizer = ShardedAdamW(self.units, self.gradients, self._update_groups, options.adam, home.link)
         group_of = {self.units[index].name: number for number, group in enumerate(self._update_groups) for index in group}
-        self._later = LaterUpdates(self._update_group_later, group_of)
+        self._later = LaterUpdates(group_of)
         is_enqueued = home.runs_behind and options.adam.skips_on_device
         self._side = SideStream(ladder.streams) if is_enqueued and ladder.streams is not None else None
         by_name = {unit.name: descent for unit, descent in zip(self.units, self._unit_descents, strict=True)}
@@ -333,11 +334,11 @@ class ZeroEngine:
         else:
             for unit in self.units:
                 unit.invalidate()
-            self._later.begin(update)
+            self._later.begin(partial(self._update_group_later, update))
         self._submit_climbs(self._first_actions)
         return result
 
-    def _update_group_later(self, group: int, update: Update) -> None:
+    def _update_group_later(self, update: Update, group: int) -> None:
         with self.observer.phase("optimizer-inner-step"):
             self._update_group(group, update)
 
@@ -380,7 +381,9 @@ class ZeroEngine:
         from the main weights. Raises RuntimeError if updates were not finished before the write: they would change what was written.
         """
         if self._later.is_waiting:
-            raise RuntimeError("main weights were written while updates of the last step wait; call engine.finish_updates() before the write")
+            raise RuntimeError(
+                "main weights were written while updates of the last step wait; call engine.finish_updates() before the write"
+            )
         for unit in self.units:
             unit.replace(copy_is_filled=copies_are_filled)
 

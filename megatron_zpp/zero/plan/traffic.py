@@ -45,6 +45,9 @@ class PlannedTraffic:
     def compute(self, use: int, *, is_backward: bool) -> None:
         return None
 
+    def read_norm(self) -> None:
+        return None
+
     def update_on_host(self, numel: int) -> None:
         return None
 
