@@ -102,8 +102,7 @@ class ZeroEngine:
         self._weight_sums = squared_sums_for(home.device, options.adam.backend)
         self._update_groups = update_groups([unit.name for unit in self.units], training.values(), at_once=home.runs_behind)
         self.optimizer = ShardedAdamW(self.units, self.gradients, self._update_groups, options.adam, home.link)
-        group_of = {self.units[index].name: number for number, group in enumerate(self._update_groups) for index in group}
-        self._later = LaterUpdates(group_of)
+        self._later = LaterUpdates([[self.units[index].name for index in group] for group in self._update_groups])
         is_enqueued = home.runs_behind and options.adam.skips_on_device
         self._side = SideStream(ladder.streams) if is_enqueued and ladder.streams is not None else None
         by_name = {unit.name: descent for unit, descent in zip(self.units, self._unit_descents, strict=True)}
@@ -224,14 +223,10 @@ class ZeroEngine:
             self.observer.end_unit()
 
     def _submit_climbs(self, actions: Actions) -> None:
-        for name in actions.climb_to_full:
-            self._climb(name, Rung.FULL)
-        for name in actions.climb_to_secondary:
-            self._climb(name, Rung.SECONDARY)
-
-    def _climb(self, name: str, rung: Rung) -> None:
-        self._later.reach(name)
-        self._unit_of[name].climb(rung)
+        for rung, names in ((Rung.FULL, actions.climb_to_full), (Rung.SECONDARY, actions.climb_to_secondary)):
+            for name in names:
+                self._later.reach(name)
+                self._unit_of[name].climb(rung)
 
     def _collect(self, unit: WeightUnit, descent: UnitDescent, index: int) -> None:
         parameter = unit.parameters[index]
@@ -277,12 +272,10 @@ class ZeroEngine:
         with self.observer.phase("optimizer-inner-step"):
             for unit in self.units:
                 unit.finish_climbs()
-            if self._side is not None:
-                result = self._update_ahead(squared, numbers, update, self._side)
-            elif self._home.is_host:
-                result = self._update_later(numbers, update)
-            else:
+            if self._side is None:
                 result = self._update_after_reading(numbers, update)
+            else:
+                result = self._update_ahead(squared, numbers, update, self._side)
         self._progress.end_update()
         return result
 
@@ -304,62 +297,41 @@ class ZeroEngine:
         The units that the next step needs first climb while the others are updated, in a stream of their own.
         """
         update = replace(update, factor=self._clipping.factor_on_device(squared), skips=skips_on_device(squared))
-        self._update_group(0, update)
+        self._update_group(update, 0)
         with side.entered():
             for group in range(1, len(self._update_groups)):
-                self._update_group(group, update)
+                self._update_group(update, group)
         result = self._end_iteration(numbers.wait())
-        for group in range(len(self._update_groups)):
-            self._climb_group(group, result)
+        self._begin_climbs(result)
         side.join()
         return result
 
     def _update_after_reading(self, numbers: Readout, update: Update) -> StepResult:
-        """Updates group after group, each of which climbs while the next is updated."""
+        """Updates group after group. What the next step needs first climbs meanwhile; on the host all others wait for the next forward."""
         values = numbers.wait()
         update = replace(update, factor=self._clipping.factor(values[0]))
         result = self._end_iteration(values)
-        for group in range(len(self._update_groups)):
-            self._update_group(group, None if result.is_skipped else update)
-            self._climb_group(group, result)
+        self._later.begin(partial(self._update_group, None if result.is_skipped else update))
+        self._begin_climbs(result)
+        if result.is_skipped or not self._home.is_host:
+            self.finish_updates()
         return result
 
-    def _update_later(self, numbers: Readout, update: Update) -> StepResult:
-        """Updates what the next step needs first. The other units follow before their next climbs."""
-        values = numbers.wait()
-        update = replace(update, factor=self._clipping.factor(values[0]))
-        result = self._end_iteration(values)
-        if result.is_skipped:
-            torch._foreach_zero_([gradient.total for gradient in self.gradients])
-        else:
-            for unit in self.units:
-                unit.invalidate()
-            self._later.begin(partial(self._update_group_later, update))
-        self._submit_climbs(self._first_actions)
-        return result
-
-    def _update_group_later(self, update: Update, group: int) -> None:
-        with self.observer.phase("optimizer-inner-step"):
-            self._update_group(group, update)
-
-    def finish_updates(self) -> None:
-        """Makes the updates that wait for the next forward, if the optimizer is on the host. It needs no other rank.
-
-        Call it before main weights or moments are read or written: until then some are those of the step before.
-        """
-        self._later.finish()
-
-    def _update_group(self, group: int, update: Update | None) -> None:
+    def _update_group(self, update: Update | None, group: int) -> None:
         if update is not None:
             self.optimizer.update(group, update)
         torch._foreach_zero_([self.gradients[index].total for index in self._update_groups[group]])
 
-    def _climb_group(self, group: int, result: StepResult) -> None:
+    def _begin_climbs(self, result: StepResult) -> None:
         """Submits the first climbs of the next step."""
-        for index in self._update_groups[group]:
-            if not result.is_skipped:
-                self.units[index].invalidate()
-            self._submit_climbs(self._first_actions.climbs_of(self.units[index].name))
+        if not result.is_skipped:
+            for unit in self.units:
+                unit.invalidate()
+        self._submit_climbs(self._first_actions)
+
+    def finish_updates(self) -> None:
+        """Makes the updates that wait for the next forward. Call it before main weights or moments are read or written."""
+        self._later.finish()
 
     def _end_iteration(self, numbers: list[float]) -> StepResult:
         """numbers: as `_norm` sends them."""
@@ -380,10 +352,7 @@ class ZeroEngine:
         copies_are_filled: whether the own slices of copies that are kept across steps have been written as well. Otherwise they are taken
         from the main weights. Raises RuntimeError if updates were not finished before the write: they would change what was written.
         """
-        if self._later.is_waiting:
-            raise RuntimeError(
-                "main weights were written while updates of the last step wait; call engine.finish_updates() before the write"
-            )
+        self._later.check_finished()
         for unit in self.units:
             unit.replace(copy_is_filled=copies_are_filled)
 
@@ -393,7 +362,7 @@ class ZeroEngine:
         return self._policy.keeps_copy
 
     def finish_differences(self) -> None:
-        """Finishes updates, adds their differences to copies that are kept across steps, and waits. Every rank must call it, before a save."""
+        """Finishes updates, adds their differences to kept copies, and waits. Every rank must call it, before a save."""
         self.finish_updates()
         if not self.keeps_copies:
             return

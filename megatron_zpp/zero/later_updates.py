@@ -10,7 +10,7 @@ for the interpreter, and on a CPU for the cores.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
 
 class LaterUpdates:
@@ -19,18 +19,18 @@ class LaterUpdates:
     An update that fails raises its error where it was needed; from then on every call raises a RuntimeError that names it as its cause.
     """
 
-    def __init__(self, group_of: Mapping[str, int]) -> None:
-        """group_of: by unit, the group with which it is updated; groups are updated in the order of their numbers."""
-        self._group_of = group_of
-        self._groups = 1 + max(group_of.values())
+    def __init__(self, groups: Sequence[Sequence[str]]) -> None:
+        """groups: the units that are updated together, in the order of updates."""
+        self._group_of = {unit: number for number, units in enumerate(groups) for unit in units}
+        self._groups = len(groups)
         self._next_group = 0
         self._update: Callable[[int], None] | None = None
         self._error: BaseException | None = None
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether an update is left."""
-        return self._update is not None
+    def check_finished(self) -> None:
+        """Raises RuntimeError if an update is left: it would change main weights that have just been written."""
+        if self._update is not None:
+            raise RuntimeError("main weights were written before the last step's updates were made; call engine.finish_updates() first")
 
     def begin(self, update: Callable[[int], None]) -> None:
         """Notes a step whose updates are to be made. update: makes that of one group. Those of the step before must have been made."""

@@ -134,7 +134,7 @@ class StepSimulation(Generic[Ticket]):
         names = list(slice_numels)
         in_order = [names[index] for (index,) in update_groups(names, self._schedule.values(), at_once=False)]
         self._updated_numels = [slice_numels[name] for name in in_order]
-        self._later = LaterUpdates({name: number for number, name in enumerate(in_order)})
+        self._later = LaterUpdates([[name] for name in in_order])
         self._updates_on_host = policy.optimizer is Rung.HOST
         self._starts_backward = backward_starts(uses)
         order = descent_order(uses)
