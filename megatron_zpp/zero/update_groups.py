@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from megatron_zpp.zero.schedule import Actions
+
+Group = TypeVar("Group")
 
 
 def update_groups(names: Sequence[str], actions: Iterable[Actions], *, at_once: bool) -> list[list[int]]:
@@ -21,6 +24,11 @@ def update_groups(names: Sequence[str], actions: Iterable[Actions], *, at_once: 
     if at_once:
         return [group for group in (first, others) if group]
     return [[index] for index in (*first, *others)]
+
+
+def coming_with(group: int, groups: Sequence[Group]) -> Sequence[Group]:
+    """The groups whose gradients start to come to the host when `group` is updated: the next one. The first comes then, too."""
+    return groups[group + 1 : group + 2] if group else groups[:2]
 
 
 def update_order(groups: Sequence[Sequence[int]]) -> list[int]:

@@ -20,7 +20,7 @@ from megatron_zpp.zero.plan.planned_hops import PlannedHop, UnitHops
 from megatron_zpp.zero.policy import Policy, Rung
 from megatron_zpp.zero.residency import Residency
 from megatron_zpp.zero.schedule import Actions, Moment, Phase, backward_starts, descent_order, training_schedule
-from megatron_zpp.zero.update_groups import update_groups
+from megatron_zpp.zero.update_groups import coming_with, update_groups
 
 Ticket = TypeVar("Ticket")
 
@@ -40,8 +40,8 @@ class Listener(Protocol[Ticket]):
     def read_norm(self) -> None:
         """The host waits until the device has the gradient norm."""
 
-    def update_on_host(self, numel: int) -> None:
-        """Gradients of so many elements, all those of a unit that this rank owns, come down to the host, which updates their weights."""
+    def update_on_host(self, numel: int, coming: Sequence[int]) -> None:
+        """The host updates the elements of a unit that this rank owns. coming: those of units whose gradients start to come down now."""
 
 
 class _Weights(Generic[Ticket]):
@@ -159,9 +159,12 @@ class StepSimulation(Generic[Ticket]):
             unit.invalidate()
         self._listener.read_norm()
         if self._updates_on_host:
-            self._later.begin(lambda group: self._listener.update_on_host(self._updated_numels[group]))
+            self._later.begin(self._update_on_host)
         if submits_next_climbs:
             self._submit_climbs(self._first_actions)
+
+    def _update_on_host(self, unit: int) -> None:
+        self._listener.update_on_host(self._updated_numels[unit], coming_with(unit, self._updated_numels))
 
     def _act(self, actions: Actions) -> None:
         for name in actions.rest:

@@ -211,7 +211,8 @@ class _Clock:
         self.tensor_work = job.tensor_work
         self.now = 0.0
         self.busy = dict.fromkeys(("computing", "inter_link", "intra_link", "codecs", "tensor_link", "host"), 0.0)
-        self._host_now = self._updating_since = 0.0
+        self._host_now = 0.0
+        self._arrivals: deque[float] = deque()  # of gradients on the host, of the units that are updated next
         self._host_link = HostLinkClock(machine.host.bytes_per_second if machine.host is not None else math.inf)
         self._kept = KeptCopies(job.kept_on_host if machine.host is not None else NOTHING_ON_HOST, self._host_link, job.uses)
         self.link_free = dict.fromkeys(LADDER_LINKS, 0.0)
@@ -242,17 +243,16 @@ class _Clock:
         return blocking + max(0.0, beside - self.computation.of(use, is_backward=False))
 
     def read_norm(self) -> None:
-        self._host_now = self._updating_since = self.enqueued
+        self._host_now = self.enqueued
 
-    def update_on_host(self, numel: int) -> None:
-        """The copy of a unit begins with the update before it, and its update when both have ended."""
+    def update_on_host(self, numel: int, coming: Sequence[int]) -> None:
         host = self.machine.host
         if host is None:
             return
+        self._arrivals += [self._host_link.down(MAIN_BYTES * other, self._host_now) for other in coming]
         updating = numel * self.grid.ranks_per_node / host.values_per_second
         self.busy["host"] += updating
-        self._updating_since = max(self._host_now, self._host_link.down(MAIN_BYTES * numel, self._updating_since))
-        self._host_now = self._updating_since + updating
+        self._host_now = max(self._host_now, self._arrivals.popleft()) + updating
 
     def come_up(self, hop: PlannedHop, ready: float) -> float:
         """The time at which a payload that is ready on the host at `ready` is on the device."""

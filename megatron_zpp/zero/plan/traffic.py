@@ -48,7 +48,7 @@ class PlannedTraffic:
     def read_norm(self) -> None:
         return None
 
-    def update_on_host(self, numel: int) -> None:
+    def update_on_host(self, numel: int, coming: Sequence[int]) -> None:
         return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -111,7 +112,7 @@ class Recorder:
     def read_norm(self) -> None:
         return None
 
-    def update_on_host(self, numel: int) -> None:
+    def update_on_host(self, numel: int, coming: Sequence[int]) -> None:
         self.submissions.append(numel)
 
 
