@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_zpp.config.flag import check_value
 from megatron_zpp.config.options import Option, options
 from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
-from megatron_zpp.config.schema import DataConfig
+from megatron_zpp.config.schema import CHANGED_TOKENIZERS, DataConfig
 
 NAMES = (
     "tokenizer_type",
@@ -15,6 +15,7 @@ NAMES = (
     "vocab_file",
     "merge_file",
     "vocab_size",
+    "legacy_tokenizer",
     "vocab_extra_ids",
     "tiktoken_pattern",
     "tiktoken_num_special_tokens",
@@ -27,6 +28,9 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
     section = parser.add_argument_group("tokenizer")
     for option in _options():
         allowed = option.flag.allowed
+        if option.kind is bool:
+            section.add_argument(*option.spellings, dest=option.name, action="store_true", help=option.flag.help)
+            continue
         section.add_argument(
             *option.spellings,
             dest=option.name,
@@ -54,7 +58,9 @@ def tokenizer_config(args: argparse.Namespace) -> DataConfig:
 
 def tokenizer_identity(data: DataConfig) -> dict[str, object]:
     """Everything the ids depend on: the flags, and the contents of the files instead of their paths."""
-    identity: dict[str, object] = {name: getattr(data, name) for name in NAMES}
+    identity: dict[str, object] = {name: getattr(data, name) for name in NAMES if name != "legacy_tokenizer"}
+    if data.tokenizer_type in CHANGED_TOKENIZERS and not data.legacy_tokenizer:
+        identity["legacy_tokenizer"] = False  # left out otherwise, as in the journals of runs from before the flag
     identity["tokenizer_special_tokens"] = list(data.tokenizer_special_tokens)
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
         if identity[name] is not None:

@@ -131,7 +131,6 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--mmap-warmup": AcceptedFlag(0, "data files are read where and when they are needed"),
     "--no-mmap-bin-files": AcceptedFlag(0, "of data files only what is used is read"),
     "--num-dataset-builder-threads": AcceptedFlag(1, "each node builds an index once, and keeps it"),
-    "--legacy-tokenizer": AcceptedFlag(0, "--tokenizer-type means the same tokenizer in both of Megatron's generations"),
     "--no-create-attention-mask-in-dataloader": AcceptedFlag(0, "no mask is made that attention does not need"),
     "--log-batch-size-to-tensorboard": AcceptedFlag(0, "the batch size is always among the points"),
     "--no-barrier-with-level-1-timing": AcceptedFlag(0, "timers never wait for other ranks"),

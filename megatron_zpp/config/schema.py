@@ -717,6 +717,8 @@ TOKENIZER_TYPES = (
     "NullTokenizer",
 )
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+BLEND_NORMALIZATIONS = ("twice", "once")
+CHANGED_TOKENIZERS = ("SentencePieceTokenizer", "Llama2Tokenizer")  # Megatron's generations differ in them
 
 
 @dataclass(frozen=True)
@@ -773,12 +775,18 @@ class DataConfig:
     merge_file: str | None = flag(
         None, help="merges.txt of GPT2BPETokenizer.", unit="path", without_effect=unless(tokenizer_type="GPT2BPETokenizer")
     )
+    legacy_tokenizer: bool = flag(
+        False,
+        help="The tokenizers of Megatron before 2026: SentencePieceTokenizer adds <CLS>, <SEP>, <EOD> and <MASK> and ends documents with "
+        "<EOD>, and Llama2Tokenizer begins every text with <s>. A run that resumes, and a corpus whose documents end in <EOD>, keep theirs.",
+        without_effect=unless(tokenizer_type=CHANGED_TOKENIZERS),
+    )
     vocab_extra_ids: int = flag(
         0,
-        help="Number of tokens <extra_id_N> that SentencePieceTokenizer adds after its own.",
+        help="Number of tokens <extra_id_N> that SentencePieceTokenizer adds after its own, with --legacy-tokenizer.",
         unit="ids",
         allowed=VOCABULARY,
-        without_effect=unless(tokenizer_type="SentencePieceTokenizer"),
+        without_effect=unless("legacy_tokenizer") + unless(tokenizer_type="SentencePieceTokenizer"),
     )
     tiktoken_pattern: str | None = flag(
         None,
@@ -815,6 +823,13 @@ class DataConfig:
         help="Extra samples that each corpus of a weighted blend prepares, as a share of the samples that its weight asks for.",
         unit="1",
         allowed=FRACTION,
+    )
+    blend_normalization: str = flag(
+        None,
+        help="How often the weights of a blend are divided by their sum before samples are dealt: twice as in Megatron, or once. The last "
+        "bits of the shares decide which of equal corpora is drawn first.",
+        allowed=BLEND_NORMALIZATIONS,
+        otherwise="twice; a run that resumes keeps its own",
     )
     dataloader_type: str = flag(
         "single", help="Order of samples: one shuffled order, the same for any number of ranks.", allowed=("single",)

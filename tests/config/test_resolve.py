@@ -232,8 +232,13 @@ def test_global_batch_is_refused_exactly_when_it_does_not_split_and_the_remedies
         ("--tokenizer-type NullTokenizer --tokenizer-model m", ["--tokenizer-model has no effect with --tokenizer-type NullTokenizer"]),
         (
             "--tokenizer-type NullTokenizer --vocab-extra-ids 5",
-            ["--vocab-extra-ids has no effect without --tokenizer-type SentencePieceTokenizer"],
+            ["--vocab-extra-ids has no effect without --legacy-tokenizer"],
         ),
+        (
+            "--tokenizer-type NullTokenizer --legacy-tokenizer",
+            ["--legacy-tokenizer has no effect without --tokenizer-type SentencePieceTokenizer or Llama2Tokenizer"],
+        ),
+        (REAL_DATA + "--legacy-tokenizer --vocab-extra-ids 5", []),
         (REAL_DATA + "--vocab-size 9", []),
         ("--log-memory-to-tensorboard", ["--log-memory-to-tensorboard has no effect without --tensorboard-dir or --wandb-project"]),
         ("--log-memory-to-tensorboard --wandb-project p", []),

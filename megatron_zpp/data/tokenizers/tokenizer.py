@@ -11,6 +11,7 @@ from megatron_zpp.config.schema import TOKENIZER_TYPES, DataConfig, ModelConfig
 if TYPE_CHECKING:
     from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts
 
+SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 
 class Tokenizer(Protocol):
     @property
@@ -122,15 +123,16 @@ def _build_tik_tokenizer(data: DataConfig) -> Tokenizer:
 
 
 def _build_sentencepiece(data: DataConfig) -> Tokenizer:
-    from megatron_zpp.data.tokenizers.sentencepiece import GPTSentencePieceTokenizer, Llama2Tokenizer, SentencePieceTokenizer
+    from megatron_zpp.data.tokenizers.sentencepiece import AddingTokenizer, BeginningTokenizer, ModelTokenizer
 
-    kinds = {kind.__name__: kind for kind in (GPTSentencePieceTokenizer, Llama2Tokenizer)}
-    if data.tokenizer_type not in (*kinds, "SentencePieceTokenizer"):
+    if data.tokenizer_type not in SENTENCEPIECE_TYPES:
         raise ValueError(f"--tokenizer-type {data.tokenizer_type} is unknown; choose one of {', '.join(TOKENIZER_TYPES)}.")
     path = _model_path(data, "a SentencePiece .model file")
-    if data.tokenizer_type == "SentencePieceTokenizer":
-        return SentencePieceTokenizer(path, data.vocab_extra_ids)
-    return kinds[data.tokenizer_type](path)
+    if data.legacy_tokenizer and data.tokenizer_type == "SentencePieceTokenizer":
+        return AddingTokenizer(path, data.vocab_extra_ids)
+    if data.legacy_tokenizer and data.tokenizer_type == "Llama2Tokenizer":
+        return BeginningTokenizer(path)
+    return ModelTokenizer(path)
 
 
 def _model_path(data: DataConfig, kind: str) -> str:
