@@ -173,7 +173,19 @@ class ModelConfig:
     qk_layernorm: bool = flag(False, help="Normalize the query and the key of every head before rotary positions are applied.")
     swiglu: bool = flag(False, help="The feed-forward layer is gated: SiLU(gate) x value instead of GELU; excludes --squared-relu.")
     squared_relu: bool = flag(False, help="The feed-forward layer uses the square of ReLU instead of GELU; excludes --swiglu.")
-    disable_bias_linear: bool = flag(False, help="Linear layers have no biases.")
+    disable_bias_linear: bool = flag(
+        False, help="Linear layers have no biases; GELU is then exact, as with --no-bias-gelu-fusion, unless --openai-gelu is given."
+    )
+    no_bias_gelu_fusion: bool = flag(
+        False,
+        help="GELU is exact, z / 2 (1 + erf(z / sqrt 2)), as Megatron computes it without its fused kernel, whose form is that of tanh.",
+        without_effect=when("swiglu", "squared_relu", "openai_gelu"),
+    )
+    openai_gelu: bool = flag(
+        False,
+        help="GELU always has its tanh form.",
+        without_effect=when("swiglu", "squared_relu") + unless("no_bias_gelu_fusion", "disable_bias_linear"),
+    )
     add_qkv_bias: bool = flag(
         False,
         help="Query, key and value have biases also with --disable-bias-linear.",
@@ -269,6 +281,12 @@ class ModelConfig:
     @property
     def has_qkv_bias(self) -> bool:
         return self.has_linear_bias or self.add_qkv_bias
+
+    @property
+    def has_exact_gelu(self) -> bool:
+        """Whether the activation is GELU by the error function; otherwise it is its tanh form, or no GELU."""
+        is_fused = not (self.no_bias_gelu_fusion or self.disable_bias_linear)
+        return not (is_fused or self.openai_gelu or self.swiglu or self.squared_relu)
 
     @property
     def learns_positions(self) -> bool:
@@ -778,7 +796,7 @@ class DataConfig:
     legacy_tokenizer: bool = flag(
         False,
         help="The tokenizers of Megatron before 2026: SentencePieceTokenizer adds <CLS>, <SEP>, <EOD> and <MASK> and ends documents with "
-        "<EOD>, and Llama2Tokenizer begins every text with <s>. A run that resumes, and a corpus whose documents end in <EOD>, keep theirs.",
+        "<EOD>, and Llama2Tokenizer begins texts with <s>. A run that resumes, and a corpus whose documents end in <EOD>, keep theirs.",
         without_effect=unless(tokenizer_type=CHANGED_TOKENIZERS),
     )
     vocab_extra_ids: int = flag(

@@ -65,7 +65,7 @@ WORK = """
 """
 
 CHANGE_NOTHING = """
-    --use-flash-attn / --use-flash-attn-v1 / --use-flash-attn-v2 / --use-flash-attn-triton / --openai-gelu
+    --use-flash-attn / --use-flash-attn-v1 / --use-flash-attn-v2 / --use-flash-attn-triton
     --data-parallel-random-init / --empty-unused-memory-level 1
     --attention-softmax-in-fp32 / --no-query-key-layer-scaling / --accumulate-allreduce-grads-in-fp32 / --grad-reduce-in-bf16
     --cross-entropy-loss-fusion
@@ -77,7 +77,7 @@ CHANGE_NOTHING = """
     --tp-comm-overlap-rs-dgrad / --disable-tp-comm-overlap-ag / --disable-tp-comm-overlap-rs / --disable-tp-comm-bulk-dgrad
     --disable-tp-comm-bulk-wgrad / --tp-comm-bootstrap-backend nccl / --use-tp-pp-dp-mapping / --encoder-tensor-model-parallel-size 0
     --expert-tensor-parallel-size 1 / --no-gradient-accumulation-fusion / --no-masked-softmax-fusion
-    --no-bias-gelu-fusion / --no-bias-dropout-fusion / --no-persist-layer-norm / --use-mcore-models
+    --no-bias-dropout-fusion / --no-persist-layer-norm / --use-mcore-models
     --transformer-impl transformer_engine / --zero-reduce-scatter / --zero-contigious-gradients / --zero-reduce-bucket-size 1
     --zero-allgather-bucket-size 1 / --remote-device none / --use-pin-memory / --no-pin-cpu-grads
     --no-pin-cpu-params / --overlap-cpu-optimizer-d2h-h2d / --use-torch-optimizer-for-cpu-offload / --optimizer-offload-fraction 1.0

@@ -203,14 +203,16 @@ def test_a_tokenizer_of_another_kind_goes_along_as_it_is(tmp_path: Path, monkeyp
     assert "tokenizer.model alone" in capsys.readouterr().out
 
 
-def test_an_earlier_llama2_tokenizers_documents_begin_with_its_own_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_documents_of_the_earlier_llama2_tokenizer_begin_with_its_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     path = tmp_path / "tok.model"
     path.write_bytes(train_model([f"{a}{b}{c} " for a in "abcd" for b in "efgh" for c in "ijkl"], vocab_size=280, model_type="bpe"))
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     expected = {"Llama2Tokenizer": pieces.bos_id(), "GPTSentencePieceTokenizer": pieces.eos_id()}
     assert len(set(expected.values())) == 2
     for kind, begin in expected.items():
-        data = DataConfig(tokenizer_type=kind, tokenizer_model=str(path), legacy_tokenizer=True, vocab_size=pieces.get_piece_size())
+        data = DataConfig(tokenizer_type=kind, tokenizer_model=str(path), legacy_tokenizer=True)
         (tmp_path / kind).mkdir()
         folder = exported(tmp_path / kind, materialize(GPT(gpt2_config(), 304, 7, torch.float32)), monkeypatch, data=data)
         config = json.loads((folder / "config.json").read_text())

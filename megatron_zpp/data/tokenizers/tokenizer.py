@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 
+
 class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...

@@ -1,4 +1,3 @@
-import io
 import os
 import pickle
 import subprocess
@@ -6,12 +5,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sentencepiece
 from harness.places import ROOT
-from harness.trained_tokenizers import tiktoken_lines, write_gpt2_files
+from harness.trained_tokenizers import MODEL_SIZE, tiktoken_lines, write_gpt2_files, write_sentencepiece_model
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer
@@ -20,30 +18,10 @@ from megatron_zpp.config.schema import DataConfig, ModelConfig
 from megatron_zpp.data.tokenizers.sentencepiece import AddingTokenizer, BeginningTokenizer, ModelTokenizer
 from megatron_zpp.data.tokenizers.tokenizer import NullTokenizer, build_tokenizer, embedding_rows, padded_vocab_size
 
-MODEL_SIZE = 300
-
-
-def write_model(path: Path, **options: Any) -> str:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["def f(x): return x", "the quick brown fox jumps over the lazy dog"] * 5),
-        model_writer=model,
-        vocab_size=MODEL_SIZE,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-        **options,
-    )
-    path.write_bytes(model.getvalue())
-    return str(path)
-
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.model")
+    return write_sentencepiece_model(tmp_path_factory.mktemp("model") / "tiny.model")
 
 
 def test_sentencepiece_ends_documents_with_the_models_own_end(model_path: str) -> None:
@@ -86,7 +64,7 @@ def test_the_earlier_sentencepiece_adds_megatrons_pieces_behind_the_model(model_
 
 
 def test_pieces_the_model_has_are_not_added_again(tmp_path: Path) -> None:
-    tokenizer = AddingTokenizer(write_model(tmp_path / "own.model", control_symbols=["<EOD>"], pad_id=3))
+    tokenizer = AddingTokenizer(write_sentencepiece_model(tmp_path / "own.model", control_symbols=["<EOD>"], pad_id=3))
     assert (tokenizer.vocab_size, tokenizer.eod) == (MODEL_SIZE + 3, 4)
 
 
@@ -98,11 +76,11 @@ def test_text_that_spells_the_end_of_a_document_is_text(model_path: str) -> None
 
 
 def test_a_model_without_sentence_end_is_refused_where_it_is_needed(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "endless.model", eos_id=-1)
+    path = write_sentencepiece_model(tmp_path / "endless.model", eos_id=-1)
     with pytest.raises(ValueError, match="--tokenizer-model .* no end-of-sentence piece"):
         ModelTokenizer(path)
     with pytest.raises(ValueError, match="--tokenizer-model .* no begin-of-sentence piece"):
-        BeginningTokenizer(write_model(tmp_path / "beginless.model", bos_id=-1))
+        BeginningTokenizer(write_sentencepiece_model(tmp_path / "beginless.model", bos_id=-1))
     assert AddingTokenizer(path).vocab_size == MODEL_SIZE + 6
 
 
@@ -139,7 +117,7 @@ def test_ids_outside_of_the_vocabulary_are_not_text(model_path: str) -> None:
         ("Llama2Tokenizer", BeginningTokenizer),
     ],
 )
-def test_todays_kinds_keep_the_ids_of_the_model_and_legacy_tokenizer_chooses_earlier_ones(model_path: str, name: str, earlier: type) -> None:
+def test_kinds_keep_the_ids_of_the_model_unless_legacy_tokenizer_is_given(model_path: str, name: str, earlier: type) -> None:
     data = DataConfig(tokenizer_type=name, tokenizer_model=model_path)
     today, before = build_tokenizer(data), build_tokenizer(replace(data, legacy_tokenizer=True))
     assert (type(today), type(before)) == (ModelTokenizer, earlier)
