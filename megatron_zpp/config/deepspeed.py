@@ -48,7 +48,7 @@ FIELDS: Mapping[str, str] = {
 MICRO_KEY, ACCUMULATION_KEY, GLOBAL_KEY = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 BATCH_KEYS = (GLOBAL_KEY, MICRO_KEY, ACCUMULATION_KEY)
 
-# Keys that change neither numbers nor memory here, whatever their value.
+# Keys that change neither numbers nor memory here, whatever their value: the mean of gradients is the same wherever it is divided.
 WITHOUT_MEANING: frozenset[str] = frozenset(
     """
     zero_optimization.allgather_bucket_size zero_optimization.allgather_partitions zero_optimization.contiguous_gradients
@@ -65,7 +65,7 @@ WITHOUT_MEANING: frozenset[str] = frozenset(
     zero_optimization.stage3_param_persistence_threshold zero_optimization.stage3_prefetch_bucket_size
     zero_optimization.stage3_use_all_reduce_for_fetch_params zero_optimization.sub_group_size
     zero_optimization.use_all_reduce_for_fetch_params zero_optimization.use_multi_rank_bucket_allreduce
-    bf16.immediate_grad_update bf16.check_grad_overflow
+    bf16.immediate_grad_update bf16.check_grad_overflow prescale_gradients gradient_predivide_factor
     activation_checkpointing.number_checkpoints activation_checkpointing.profile
     activation_checkpointing.synchronize_checkpoint_boundary
     checkpoint.tag_validation checkpoint.parallel_write aio dataloader_drop_last dump_state memory_breakdown
@@ -114,8 +114,6 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "communication_data_type": (OFF, "use --zero-quantized-gradients, or leave the key out"),
     "seq_parallel_communication_data_type": (OFF, NOTHING_TO_PUT),
     "fp32_allreduce": (OFF, "gradients cross links in the working precision; leave the key out"),
-    "prescale_gradients": (OFF, "each link divides by its own number of ranks; leave the key out"),
-    "gradient_predivide_factor": ((*OFF, 1), "each link divides by its own number of ranks; leave the key out"),
     "sparse_gradients": (OFF, NOTHING_TO_PUT),
     "disable_allgather": (OFF, NOTHING_TO_PUT),
     "sequence_parallel_size": ((*OFF, 0, 1), "attention sees whole samples; choose 1"),

@@ -7,13 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AcceptedFlag:
-    """A flag that changes nothing. num_values: words that follow it, 0 or 1. only: the values that are accepted; empty for all."""
+    """A flag that changes nothing. only: the values that are accepted; empty for all.
 
-    num_values: int
+    num_values: words that follow it, 0 or 1; SEVERAL for one or more, SOME for any number.
+    """
+
+    num_values: int | str
     reason: str
     only: tuple[str, ...] = ()
 
 
+SEVERAL, SOME = "+", "*"
+NO_EXPERTS = "there are no experts"
+NO_TEACHER = "leave it out, there is no teacher"
+ONE_RATE = "leave it out, embedding and output layer have the learning rate of the others"
 NO_STAGES = "leave it out, there are no pipeline stages"
 OVERLAPS = "backward always overlaps the link between ranks that share layers with its products"
 ACCEPTED: dict[str, AcceptedFlag] = {
@@ -80,6 +87,16 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--force-ds-sequence-parallel": AcceptedFlag(0, "every rank has whole samples"),
     "--expert-model-parallel-size": AcceptedFlag(1, "there are no experts", only=("1",)),
     "--expert-tensor-parallel-size": AcceptedFlag(1, "there are no experts", only=("1",)),
+    "--num-experts": AcceptedFlag(SEVERAL, NO_EXPERTS, only=("1",)),
+    "--ep-world-size": AcceptedFlag(1, NO_EXPERTS, only=("1",)),
+    "--mlp-type": AcceptedFlag(1, NO_EXPERTS, only=("standard",)),
+    "--topk": AcceptedFlag(1, NO_EXPERTS),
+    "--expert-interval": AcceptedFlag(1, NO_EXPERTS),
+    "--create-moe-param-group": AcceptedFlag(0, NO_EXPERTS),
+    "--disable-moe-token-dropping": AcceptedFlag(0, NO_EXPERTS),
+    "--disable-moe-top2-2nd-expert-sampling": AcceptedFlag(0, NO_EXPERTS),
+    "--enable-expert-tensor-parallelism": AcceptedFlag(0, NO_EXPERTS),
+    "--use-tutel": AcceptedFlag(0, NO_EXPERTS),
     "--enable-gloo-process-groups": AcceptedFlag(0, "start-up always has a group over gloo"),
     "--disable-gloo-process-groups": AcceptedFlag(0, "start-up always has a group over gloo"),
     "--high-priority-stream-groups": AcceptedFlag(1, "each link has a stream of its own in each direction"),
@@ -129,7 +146,9 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--mmap-warmup": AcceptedFlag(0, "data files are read where and when they are needed"),
     "--no-mmap-bin-files": AcceptedFlag(0, "of data files only what is used is read"),
     "--num-dataset-builder-threads": AcceptedFlag(1, "each node builds an index once, and keeps it"),
+    "--repeated-dataloader": AcceptedFlag(0, "data that ends always starts over"),
     "--no-create-attention-mask-in-dataloader": AcceptedFlag(0, "no mask is made that attention does not need"),
+    "--log-optimizer-states-to-tensorboard": AcceptedFlag(0, "statistics of Adam's moments are not logged; --log-params-norm is near"),
     "--log-batch-size-to-tensorboard": AcceptedFlag(0, "the batch size is always among the points"),
     "--no-barrier-with-level-1-timing": AcceptedFlag(0, "timers never wait for other ranks"),
     "--barrier-with-L1-time": AcceptedFlag(0, "timers never wait for other ranks"),
@@ -145,8 +164,9 @@ REFUSED: dict[str, str] = {
     "--apply-residual-connection-post-layernorm": "leave it out, norms come before attention and feed-forward layer",
     "--multi-latent-attention": "use --num-query-groups, which makes keys and values smaller as well",
     "--onnx-safe": "leave it out, weights leave with tools/convert_to_hf.py",
-    "--num-experts": "leave it out, mixtures of experts are not available",
-    "--log-optimizer-states-to-tensorboard": "use --log-params-norm, statistics of Adam's moments are not logged",
+    "--decoupled-lr": ONE_RATE,
+    "--decoupled-min-lr": ONE_RATE,
+    "--mos": NO_TEACHER,
     "--data-parallel-sharding-strategy": "use --zero-stage",
     "--use-megatron-fsdp": "use --zero-stage 3",
     "--use-custom-fsdp": "use --zero-stage 3",
@@ -176,8 +196,10 @@ REFUSED: dict[str, str] = {
 }
 
 # By the first letters of the flag.
+ACCEPTED_FAMILIES: dict[str, AcceptedFlag] = {"--moe-": AcceptedFlag(SOME, NO_EXPERTS)}
 REFUSED_FAMILIES: dict[str, str] = {
-    "--moe-": "leave it out, mixtures of experts are not available",
+    "--enable-zbh1-": NO_STAGES,
+    "--ds-sequence-parallel-fpdt": "use --recompute-granularity full with --checkpoint-in-cpu where memory is short",
     "--fp8-": "use --bf16, fp8 is not available",
     "--fp4-": "use --bf16, fp4 is not available",
     "--fim-": "leave it out, a sample is always read from left to right",
@@ -193,7 +215,7 @@ REFUSED_FAMILIES: dict[str, str] = {
     "--hybrid-": "leave it out, the model is a GPT",
     "--mamba-": "leave it out, the model is a GPT",
     "--mtp-": "leave it out, one token is predicted at a time",
-    "--kd": "leave it out, there is no teacher",
+    "--kd": NO_TEACHER,
     "--sgd-": "leave it out, the optimizer is AdamW",
     "--lion-": "leave it out, the optimizer is AdamW",
     "--muon-": "leave it out, the optimizer is AdamW",
@@ -209,9 +231,15 @@ REFUSED_FAMILIES: dict[str, str] = {
 def remedy_of_refused(spelling: str) -> str | None:
     """The remedy for a flag that is refused; None for a flag that is unknown."""
     families = (remedy for prefix, remedy in REFUSED_FAMILIES.items() if spelling.startswith(prefix))
-    return REFUSED.get(spelling) or next(families, None)
+    return REFUSED.get(spelling) or (NO_TEACHER if spelling.endswith("-teacher") else next(families, None))
 
 
-def notice(spelling: str) -> str:
+def accepted_flag(spelling: str) -> AcceptedFlag | None:
+    """The declaration of an accepted flag, or of its family; None for every other flag."""
+    families = (accepted for prefix, accepted in ACCEPTED_FAMILIES.items() if spelling.startswith(prefix))
+    return ACCEPTED.get(spelling) or next(families, None)
+
+
+def notice(spelling: str, accepted: AcceptedFlag) -> str:
     """The notice about an accepted flag that changes nothing."""
-    return f"accepted, has no effect here: {spelling} ({ACCEPTED[spelling].reason})"
+    return f"accepted, has no effect here: {spelling} ({accepted.reason})"

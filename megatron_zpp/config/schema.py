@@ -209,6 +209,7 @@ class ModelConfig:
     recompute_granularity: str | None = flag(
         None,
         help="What backward recomputes instead of keeping it: whole blocks (full), or attention between its projections (selective).",
+        aliases=("--activations-checkpoint-granularity",),
         allowed=("full", "selective"),
         otherwise="nothing",
         shorthands=(("--checkpoint-activations", "full"), ("--recompute-activations", "selective")),
@@ -217,6 +218,7 @@ class ModelConfig:
         None,
         help="Blocks that --recompute-granularity full recomputes: all, in chunks of --recompute-num-layers that keep only their "
         "input (uniform), or the first --recompute-num-layers blocks, each alone (block).",
+        aliases=("--activations-checkpoint-method",),
         allowed=("uniform", "block"),
         otherwise="uniform with --recompute-granularity full",
         needs=needs(recompute_granularity="full"),
@@ -226,7 +228,7 @@ class ModelConfig:
         help="With --recompute-method uniform, blocks per chunk, whose weights are all in memory at once; with block, number of "
         "recomputed blocks.",
         unit="blocks",
-        aliases=("--checkpoint-num-layers",),
+        aliases=("--checkpoint-num-layers", "--activations-checkpoint-num-layers"),
         allowed=POSITIVE_LAYERS,
         otherwise="1 with --recompute-granularity full",
         needs=needs(recompute_granularity="full"),
@@ -327,13 +329,14 @@ class TrainingConfig:
         None,
         help='Global batch sizes by consumed tokens, such as "0:768 250B:1536"; replaces --global-batch-size.',
         unit="tokens:samples",
+        is_phrase=True,
     )
     decrease_batch_size_if_needed: bool = flag(
         False, help="Round a global batch down to a multiple of --micro-batch-size x ranks instead of refusing it."
     )
     train_iters: int = flag(
         None,
-        help="Length of training in optimizer steps; excludes --train-samples.",
+        help="Length of training in optimizer steps; excludes --train-samples, and with --train-tokens the shorter of the two counts.",
         unit="iterations",
         allowed=POSITIVE_COUNT,
         otherwise="--train-samples / --global-batch-size; 50 when neither data nor length is given",
@@ -343,7 +346,7 @@ class TrainingConfig:
     )
     train_tokens: int | None = flag(
         None,
-        help="Length of training in tokens, rounded up to whole samples; with --train-samples too, the shorter of the two counts.",
+        help="Length of training in tokens, rounded up to whole samples; with --train-iters or --train-samples the shorter counts.",
         unit="tokens",
         allowed=POSITIVE_TOKENS,
     )
@@ -360,7 +363,7 @@ class TrainingConfig:
         None,
         help="Exit at the first step that ends this long after the process began; with --save it saves first.",
         unit="minutes",
-        allowed=POSITIVE_MINUTES,
+        allowed=POSITIVE_COUNT,  # scripts give 57 years
     )
     exit_signal_handler: bool = flag(
         False,
@@ -458,14 +461,10 @@ class OptimizerConfig:
     lr_decay_samples: int | None = flag(
         None, help="--lr-decay-iters in samples, with --train-samples.", unit="samples", allowed=POSITIVE_COUNT, otherwise="--train-samples"
     )
-    lr_decay_tokens: int | None = flag(
-        None, help="--lr-decay-iters in tokens, with --train-samples or --train-tokens.", unit="tokens", allowed=POSITIVE_TOKENS
-    )
+    lr_decay_tokens: int | None = flag(None, help="--lr-decay-iters in tokens.", unit="tokens", allowed=POSITIVE_TOKENS)
     lr_warmup_iters: int = flag(0, help="Length of the linear warmup.", unit="iterations", allowed=COUNT)
     lr_warmup_samples: int = flag(0, help="Length of the warmup in samples, with --train-samples.", unit="samples", allowed=COUNT)
-    lr_warmup_tokens: int = flag(
-        0, help="Length of the warmup in tokens, with --train-samples or --train-tokens.", unit="tokens", allowed=TOKENS
-    )
+    lr_warmup_tokens: int = flag(0, help="Length of the warmup in tokens.", unit="tokens", allowed=TOKENS)
     lr_warmup_fraction: float | None = flag(
         None,
         help="Length of the warmup as a fraction of the decay (--lr-decay-iters); excludes the other --lr-warmup lengths.",
@@ -769,7 +768,7 @@ class DataConfig:
         help="JSON file with the words of --train-data-path, --valid-data-path and --test-data-path under train, valid and test.",
         unit="path",
     )
-    split: str = flag("969, 30, 1", help="Shares of documents for training, validation and test.", unit="parts")
+    split: str = flag("969, 30, 1", help="Shares of documents for training, validation and test.", unit="parts", is_phrase=True)
     mock_data: bool = flag(False, help="Train on generated tokens instead of files; assumed if no flag names a corpus.")
     tokenizer_type: str = flag(
         None,

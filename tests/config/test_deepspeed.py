@@ -362,7 +362,7 @@ def test_a_key_that_is_not_available_is_refused_unless_neutral(key):
     [
         {"zero_optimization": {"offload_param": {"device": "none"}, "offload_optimizer": {}}},
         {"zero_optimization": {"mics_shard_size": -1, "zeropp_loco_param": None}},
-        {"amp": {"enabled": False, "opt_level": "O1"}, "tensorboard": {"enabled": False}, "gradient_predivide_factor": 1.0},
+        {"amp": {"enabled": False, "opt_level": "O1"}, "tensorboard": {"enabled": False}},
         {"zero_optimization": None, "fp16": {}, "optimizer": {}},
     ],
 )
@@ -548,3 +548,9 @@ def test_anything_else_asks_for_something(value):
 
 def test_true_is_not_one():
     assert asks_for_nothing(1.0, (1,)) and not asks_for_nothing(True, (1,))
+
+
+def test_where_the_mean_of_gradients_is_divided_has_no_meaning_here():
+    config = translated({"prescale_gradients": True, "gradient_predivide_factor": 2.0})
+    assert config.given == {"deepspeed_config"}
+    assert config.notices[-1].endswith("prescale_gradients, gradient_predivide_factor")
