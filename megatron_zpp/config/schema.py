@@ -947,6 +947,12 @@ class LoggingConfig:
         unit="iterations",
         allowed=POSITIVE_COUNT,
     )
+    log_line_format: str = flag(
+        "megatron-deepspeed",
+        help="Form of training lines: that of Megatron-DeepSpeed with the fields of this program at its end, or that of Megatron-LM with date and "
+        "time.",
+        allowed=("megatron-deepspeed", "megatron-lm"),
+    )
     log_samples_per_source: bool = flag(False, help="Log with each training line how many samples of each corpus have been consumed.")
     log_jsonl: str | None = flag(None, help="File that gets one JSON object per training line.", unit="path")
     log_throughput: bool = flag(False, help="Log with each training line the model FLOP/s of one rank.")
