@@ -21,9 +21,33 @@ SEVERAL, SOME = "+", "*"
 NO_EXPERTS = "there are no experts"
 NO_TEACHER = "leave it out, there is no teacher"
 ONE_RATE = "leave it out, embedding and output layer have the learning rate of the others"
+OWN_BLANKS = "leave it out, the model's own rules say what becomes of blanks"
+NO_METADATA = "use --tokenizer-type and --tokenizer-model, which say all that is in such a file"
+UNPADDED = "use --make-vocab-size-divisible-by 1"
 NO_STAGES = "leave it out, there are no pipeline stages"
 OVERLAPS = "backward always overlaps the link between ranks that share layers with its products"
+# Those of a tokenizer, which preprocessing has too.
+TOKENIZER_ACCEPTED: dict[str, AcceptedFlag] = {
+    "--use-gigatoken": AcceptedFlag(0, "the fastest library that gives a tokenizer's ids is always used"),
+    "--tokenizer-hf-no-use-fast": AcceptedFlag(0, "a tokenizer.json is always read by package tokenizers"),
+    "--tokenizer-sentencepiece-ignore-extra-whitespaces": AcceptedFlag(0, "a SentencePiece model always treats blanks by its own rules"),
+    "--null-tokenizer-pad-id": AcceptedFlag(1, "no sample is padded"),
+    "--chat-template": AcceptedFlag(1, "documents are texts, not conversations"),
+    "--pad-vocab-size": AcceptedFlag(0, "a run always pads its vocabulary, see --make-vocab-size-divisible-by"),
+    "--trust-remote-code": AcceptedFlag(0, "tokenizers are read from files, no code of others runs"),
+}
+TOKENIZER_REFUSED: dict[str, str] = {
+    "--tokenizer-sentencepiece-legacy": "use --legacy-tokenizer for the pieces that Megatron once added",
+    "--no-tokenizer-sentencepiece-ignore-extra-whitespaces": OWN_BLANKS,
+    "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces": OWN_BLANKS,
+    "--tokenizer-metadata": NO_METADATA,
+    "--metadata-path": NO_METADATA,
+    "--no-pad-vocab-size": UNPADDED,
+    "--disable-pad-vocab-size": UNPADDED,
+}
+
 ACCEPTED: dict[str, AcceptedFlag] = {
+    **TOKENIZER_ACCEPTED,
     "--local-rank": AcceptedFlag(1, "the launcher's LOCAL_RANK decides"),
     "--local_rank": AcceptedFlag(1, "the launcher's LOCAL_RANK decides"),
     "--deepspeed": AcceptedFlag(0, "--zero-stage alone chooses the sharding"),
@@ -153,10 +177,10 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--no-barrier-with-level-1-timing": AcceptedFlag(0, "timers never wait for other ranks"),
     "--barrier-with-L1-time": AcceptedFlag(0, "timers never wait for other ranks"),
     "--use-pytorch-profiler": AcceptedFlag(0, "--profile always uses torch's"),
-    "--trust-remote-code": AcceptedFlag(0, "tokenizers are read from files, no code of others runs"),
 }
 
 REFUSED: dict[str, str] = {
+    **TOKENIZER_REFUSED,
     "--model-parallel-size": "use --tensor-model-parallel-size",
     "--warmup": "use --lr-warmup-fraction",
     "--profile-backward": "leave it out, backward is measured with everything else",

@@ -823,9 +823,22 @@ class DataConfig:
         (),
         help="Names of TikTokenizer's first ids, with <unk>, <s> and </s> among them.",
         unit="tokens",
-        aliases=("--tiktoken-special-tokens",),
+        aliases=("--tiktoken-special-tokens", "--special-tokens"),
         otherwise="<unk> <s> </s>",
         without_effect=unless(tokenizer_type="TikTokenizer"),
+    )
+    tokenizer_hf_no_include_special_tokens: bool = flag(
+        False,
+        help="HuggingFaceTokenizer puts no special tokens around a text, whatever its file says.",
+        without_effect=unless(tokenizer_type=("HuggingFaceTokenizer", "HFTokenizer")),
+    )
+    null_tokenizer_eod_id: int | None = flag(
+        None,
+        help="The id of NullTokenizer that ends a document.",
+        unit="ids",
+        allowed=VOCABULARY,
+        otherwise="the last one",
+        without_effect=unless(tokenizer_type="NullTokenizer"),
     )
     vocab_size: int | None = flag(
         None,
@@ -949,8 +962,7 @@ class LoggingConfig:
     )
     log_line_format: str = flag(
         "megatron-deepspeed",
-        help="Form of training lines: that of Megatron-DeepSpeed with the fields of this program at its end, or that of Megatron-LM with date and "
-        "time.",
+        help="Form of training lines: Megatron-DeepSpeed's, with fields of this program at the end, or Megatron-LM's, with date and time.",
         allowed=("megatron-deepspeed", "megatron-lm"),
     )
     log_samples_per_source: bool = flag(False, help="Log with each training line how many samples of each corpus have been consumed.")
