@@ -48,7 +48,7 @@ FIELDS: Mapping[str, str] = {
 MICRO_KEY, ACCUMULATION_KEY, GLOBAL_KEY = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 BATCH_KEYS = (GLOBAL_KEY, MICRO_KEY, ACCUMULATION_KEY)
 
-# Keys that change neither numbers nor memory here, whatever their value: the mean of gradients is the same wherever it is divided.
+# Keys that change neither numbers nor memory here, whatever their value.
 WITHOUT_MEANING: frozenset[str] = frozenset(
     """
     zero_optimization.allgather_bucket_size zero_optimization.allgather_partitions zero_optimization.contiguous_gradients
@@ -65,13 +65,23 @@ WITHOUT_MEANING: frozenset[str] = frozenset(
     zero_optimization.stage3_param_persistence_threshold zero_optimization.stage3_prefetch_bucket_size
     zero_optimization.stage3_use_all_reduce_for_fetch_params zero_optimization.sub_group_size
     zero_optimization.use_all_reduce_for_fetch_params zero_optimization.use_multi_rank_bucket_allreduce
-    bf16.immediate_grad_update bf16.check_grad_overflow prescale_gradients gradient_predivide_factor
+    bf16.immediate_grad_update bf16.check_grad_overflow
     activation_checkpointing.number_checkpoints activation_checkpointing.profile
     activation_checkpointing.synchronize_checkpoint_boundary
     checkpoint.tag_validation checkpoint.parallel_write aio dataloader_drop_last dump_state memory_breakdown
     wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
     """.split()
 )
+
+SAME_MEAN = "the mean of gradients is the same wherever it is divided"
+# Keys that change nothing here, with what is done anyway.
+NOT_NEEDED: Mapping[str, str] = {
+    "prescale_gradients": SAME_MEAN,
+    "gradient_predivide_factor": SAME_MEAN,
+    "comms_logger": "--log-jsonl always has the bytes of each link",
+    "flops_profiler": "training lines always have the FLOP/s",
+    "timers": "training lines always have the times",
+}
 
 OFF: tuple[Any, ...] = (None, False)
 NOTHING_TO_PUT = "leave the key out"
@@ -123,15 +133,12 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "csv_monitor": (OFF, "use --log-jsonl"),
     "wandb": (OFF, "use --tensorboard-dir or --log-jsonl"),
     "comet": (OFF, "use --tensorboard-dir or --log-jsonl"),
-    "comms_logger": (OFF, "every training line has the bytes of each link; leave the key out"),
-    "flops_profiler": (OFF, "every training line has the FLOP/s; leave the key out"),
-    "timers": (OFF, "every training line has the times; leave the key out"),
     **dict.fromkeys(ABSENT_FEATURES, (OFF, NOTHING_TO_PUT)),
 }
 
 OFFLOAD_KEYS = (OFFLOAD, OLDER)
 
-KEYS: frozenset[str] = frozenset([*FIELDS, *BATCH_KEYS, *OFFLOAD_KEYS, *WITHOUT_MEANING, *REFUSED])
+KEYS: frozenset[str] = frozenset([*FIELDS, *BATCH_KEYS, *OFFLOAD_KEYS, *WITHOUT_MEANING, *NOT_NEEDED, *REFUSED])
 SECTIONS: frozenset[str] = frozenset(key.split(".")[0] for key in KEYS if "." in key)
 
 
@@ -221,7 +228,7 @@ def _known(file: str, key: str) -> str:
 def _translated(entries: Entries) -> list[Setting]:
     settings = []
     for key, value in entries.values.items():
-        if value == "auto" and key not in WITHOUT_MEANING:
+        if value == "auto" and key not in WITHOUT_MEANING and key not in NOT_NEEDED:
             raise FlagError(f"{entries.at(key)} is filled in by another program; write the value, or leave the key out and give the flag.")
         if key in REFUSED and not asks_for_nothing(value, REFUSED[key][0]):
             raise FlagError(f"{entries.at(key)} is not available; {REFUSED[key][1]}.")
@@ -304,6 +311,9 @@ def _meant_for_all(fits_world: bool, ranks: RankCounts) -> str:
 def _notices(entries: Entries, values: Mapping[str, Any]) -> Iterator[str]:
     flags = [in_words(name, value) for name, value in values.items() if value is not False]
     yield f"{entries.file} sets {' '.join(flags) or 'no flag'}"
+    for key, reason in NOT_NEEDED.items():
+        if not asks_for_nothing(entries.values.get(key), OFF):
+            yield f"{entries.file}: {key} has no effect here ({reason})"
     without_meaning = [key.rpartition(".")[2] for key in entries.values if key in WITHOUT_MEANING]
     if without_meaning:
         yield f"{entries.file}: without meaning here, units and lanes take their place: {', '.join(without_meaning)}"

@@ -550,7 +550,10 @@ def test_true_is_not_one():
     assert asks_for_nothing(1.0, (1,)) and not asks_for_nothing(True, (1,))
 
 
-def test_where_the_mean_of_gradients_is_divided_has_no_meaning_here():
-    config = translated({"prescale_gradients": True, "gradient_predivide_factor": 2.0})
+def test_what_is_done_anyway_is_accepted_with_a_line_that_says_so():
+    config = translated({"prescale_gradients": True, "flops_profiler": {"enabled": True}, "comms_logger": {"enabled": False}, "timers": {}})
     assert config.given == {"deepspeed_config"}
-    assert config.notices[-1].endswith("prescale_gradients, gradient_predivide_factor")
+    assert config.notices[1:] == (
+        "ds.json: prescale_gradients has no effect here (the mean of gradients is the same wherever it is divided)",
+        "ds.json: flops_profiler has no effect here (training lines always have the FLOP/s)",
+    )
