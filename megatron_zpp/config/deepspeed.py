@@ -45,6 +45,8 @@ FIELDS: Mapping[str, str] = {
     "steps_per_print": "log_interval",
 }
 
+FREE_FIELD = "log_interval"  # the flag wins: steps_per_print is the interval of lines by DeepSpeed itself, which are not printed here
+
 MICRO_KEY, ACCUMULATION_KEY, GLOBAL_KEY = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 BATCH_KEYS = (GLOBAL_KEY, MICRO_KEY, ACCUMULATION_KEY)
 
@@ -151,7 +153,8 @@ def with_deepspeed_json(config: Config, ranks: RankCounts) -> Config:
     if file is None:
         return config
     entries = Entries(file, dict(_flattened(file, read_object(file))))
-    settings = [*_translated(entries), *_offload(entries), *_batch(entries, config, ranks)]
+    found = [*_translated(entries), *_offload(entries), *_batch(entries, config, ranks)]
+    settings = [setting for setting in found if setting.field != FREE_FIELD or FREE_FIELD not in config.given]
     for setting in settings:
         check_agreement(config, setting)
     values = {setting.field: setting.value for setting in settings if setting.value is not None}

@@ -11,6 +11,7 @@ from megatron_zpp.config.deepspeed import (
     BATCH_KEYS,
     FIELDS,
     KEYS,
+    NOT_NEEDED,
     OFF,
     OFFLOAD_KEYS,
     REFUSED,
@@ -222,7 +223,6 @@ CONFLICTS = [
     ("--checkpoint-in-cpu", "activation_checkpointing.cpu_checkpointing", False),
     ("--contiguous-checkpointing", "activation_checkpointing.contiguous_memory_optimization", False),
     ("--clip-grad 2.0", "gradient_clipping", 1.0),
-    ("--log-interval 3", "steps_per_print", 10),
     ("--micro-batch-size 3", "train_micro_batch_size_per_gpu", 1),
     ("--global-batch-size 16", "train_batch_size", 8),
 ]
@@ -520,7 +520,7 @@ def test_keys_of_common_files_are_known(key):
 
 
 def test_a_key_is_of_one_kind():
-    kinds = [set(FIELDS), set(BATCH_KEYS), set(OFFLOAD_KEYS), set(WITHOUT_MEANING), set(REFUSED)]
+    kinds = [set(FIELDS), set(BATCH_KEYS), set(OFFLOAD_KEYS), set(WITHOUT_MEANING), set(NOT_NEEDED), set(REFUSED)]
     assert sum(len(kind) for kind in kinds) == len(KEYS)
     assert not SECTIONS & KEYS
 
@@ -557,3 +557,8 @@ def test_what_is_done_anyway_is_accepted_with_a_line_that_says_so():
         "ds.json: prescale_gradients has no effect here (the mean of gradients is the same wherever it is divided)",
         "ds.json: flops_profiler has no effect here (training lines always have the FLOP/s)",
     )
+
+
+def test_the_interval_of_lines_may_differ_from_that_of_deepspeeds_own_lines():
+    assert translated({"steps_per_print": 1}, "--log-interval 100").logging.log_interval == 100
+    assert translated({"steps_per_print": 10}).logging.log_interval == 10
