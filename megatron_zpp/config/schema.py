@@ -894,7 +894,7 @@ class CheckpointConfig:
         unit="iterations",
         aliases=("--persistent-save-interval",),
         allowed=POSITIVE_COUNT,
-        needs=A_FOLDER_TO_SAVE_IN,
+        without_effect=unless("save", why=", and nothing of this run is saved"),
     )
     async_save: bool = flag(
         False, help="Copy the state to host memory and write the checkpoint from there while training goes on.", needs=A_FOLDER_TO_SAVE_IN
