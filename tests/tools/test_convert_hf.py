@@ -22,6 +22,7 @@ from test_generate_text import write_checkpoint
 from train_tokenizer import train_model
 
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
+from megatron_zpp.checkpoint.hf import gpt2
 from megatron_zpp.checkpoint.hf.layouts import layout_holding, layout_of_type
 from megatron_zpp.checkpoint.hf.rules import Boundaries
 from megatron_zpp.checkpoint.hf.tokenizer import write_tokenizer
@@ -256,6 +257,13 @@ def test_models_that_the_layout_has_no_place_for_are_refused(tmp_path: Path, mon
     (tmp_path / "full" / "file").touch()
     message = refusal(convert_to_hf, monkeypatch, capsys, "--load", tmp_path / "saved", "--output", tmp_path / "full")
     assert "cannot be converted" in message or "exists already" in message
+
+
+@pytest.mark.parametrize(("is_exact", "name"), [(True, "gelu"), (False, "gelu_new")])
+def test_a_gpt2_keeps_its_form_of_gelu(is_exact: bool, name: str) -> None:
+    written = gpt2.config_json(small_config(kv_channels=8, no_bias_gelu_fusion=is_exact), VOCAB, Boundaries())
+    assert written["activation_function"] == name
+    assert gpt2.model_config(written).has_exact_gelu == is_exact
 
 
 @pytest.mark.parametrize(
