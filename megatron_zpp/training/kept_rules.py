@@ -31,7 +31,8 @@ def with_kept_rules(config: Config, stored: StoredRun | None) -> KeptRules:
             lines.append("samples are dealt to corpora as in the checkpoint's run: --blend-normalization once")
     if "legacy_tokenizer" not in config.given and _uses_earlier_tokenizer(config.data, data):
         values["legacy_tokenizer"] = True
-        origin = "the checkpoint's run had" if data else "documents end as with"
+        is_stored = data.get("tokenizer_type") == config.data.tokenizer_type
+        origin = "the checkpoint's run had" if is_stored else "documents end as with"
         lines.append(f"--legacy-tokenizer: {origin} the earlier {config.data.tokenizer_type}")
     if model.get("openai_gelu") and config.model.has_exact_gelu:
         values["openai_gelu"] = True
@@ -40,9 +41,14 @@ def with_kept_rules(config: Config, stored: StoredRun | None) -> KeptRules:
 
 
 def _uses_earlier_tokenizer(data: DataConfig, stored: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint had an earlier form of the tokenizer; without one, whether documents of a corpus end as it ends them."""
+    """Whether the checkpoint had an earlier form of this tokenizer; if it had another, whether documents end as the earlier form ends them."""
     if stored.get("tokenizer_type") == data.tokenizer_type:
         return bool(stored["legacy_tokenizer"]) and data.tokenizer_type in CHANGED_TOKENIZERS
+    return has_earlier_ends(data)
+
+
+def has_earlier_ends(data: DataConfig) -> bool:
+    """Whether documents of a corpus end in the <EOD> that SentencePieceTokenizer once added, and --tokenizer-type names this tokenizer."""
     if data.tokenizer_type != "SentencePieceTokenizer" or not data.names_corpora:
         return False
     from megatron_zpp.data.indexed_dataset import IndexedDataset  # imports numpy
