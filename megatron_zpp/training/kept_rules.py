@@ -41,7 +41,7 @@ def with_kept_rules(config: Config, stored: StoredRun | None) -> KeptRules:
 
 
 def _uses_earlier_tokenizer(data: DataConfig, stored: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint had an earlier form of this tokenizer; if it had another, whether documents end as the earlier form ends them."""
+    """Whether the checkpoint had the earlier form of this tokenizer; if it had another tokenizer, whether the corpora show that form."""
     if stored.get("tokenizer_type") == data.tokenizer_type:
         return bool(stored["legacy_tokenizer"]) and data.tokenizer_type in CHANGED_TOKENIZERS
     return has_earlier_ends(data)
