@@ -25,6 +25,7 @@ OWN_BLANKS = "leave it out, the model's own rules say what becomes of blanks"
 NO_METADATA = "use --tokenizer-type and --tokenizer-model, which say all that is in such a file"
 UNPADDED = "use --make-vocab-size-divisible-by 1"
 NO_STAGES = "leave it out, there are no pipeline stages"
+SAME_LENGTH = "use --context-parallel-size alone, all samples have the same length"
 OVERLAPS = "backward always overlaps the link between ranks that share layers with its products"
 # Those of a tokenizer, which preprocessing has too.
 TOKENIZER_ACCEPTED: dict[str, AcceptedFlag] = {
@@ -105,10 +106,8 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--encoder-tensor-model-parallel-size": AcceptedFlag(1, "there is no encoder", only=("0",)),
     "--encoder-pipeline-model-parallel-size": AcceptedFlag(1, "there is no encoder", only=("0",)),
     "--use-tp-pp-dp-mapping": AcceptedFlag(0, "ranks that share layers are always neighbours, and there are no pipeline stages"),
-    "--context-parallel-size": AcceptedFlag(1, "every rank has whole samples", only=("1",)),
-    "--cp-comm-type": AcceptedFlag(1, "every rank has whole samples"),
-    "--ds-sequence-parallel-size": AcceptedFlag(1, "every rank has whole samples", only=("1",)),
-    "--force-ds-sequence-parallel": AcceptedFlag(0, "every rank has whole samples"),
+    "--force-ds-sequence-parallel": AcceptedFlag(0, "--context-parallel-size alone divides samples"),
+    "--ds-sequence-parallel-overlap-comm": AcceptedFlag(0, "attention always waits for its exchange of heads"),
     "--expert-model-parallel-size": AcceptedFlag(1, "there are no experts", only=("1",)),
     "--expert-tensor-parallel-size": AcceptedFlag(1, "there are no experts", only=("1",)),
     "--num-experts": AcceptedFlag(SEVERAL, NO_EXPERTS, only=("1",)),
@@ -216,6 +215,11 @@ REFUSED: dict[str, str] = {
     "--train-sample-idx-path": "use --data-cache-path, where indices are kept",
     "--train-shuffle-idx-path": "use --data-cache-path, where indices are kept",
     "--return-data-index": "leave it out, samples are not objects of their own",
+    "--hierarchical-context-parallel-sizes": "leave it out, one exchange joins all ranks that divide a sample",
+    "--hybrid-context-parallel": SAME_LENGTH,
+    "--dynamic-context-parallel": SAME_LENGTH,
+    "--min-dynamic-context-parallel-size": SAME_LENGTH,
+    "--max-seqlen-per-dp-cp-rank": SAME_LENGTH,
     "--nccl-communicator-config-path": "use NCCL's variables, such as NCCL_MAX_CTAS",
 }
 
@@ -223,11 +227,11 @@ REFUSED: dict[str, str] = {
 ACCEPTED_FAMILIES: dict[str, AcceptedFlag] = {"--moe-": AcceptedFlag(SOME, NO_EXPERTS)}
 REFUSED_FAMILIES: dict[str, str] = {
     "--enable-zbh1-": NO_STAGES,
-    "--ds-sequence-parallel-fpdt": "use --recompute-granularity full with --checkpoint-in-cpu where memory is short",
     "--fp8-": "use --bf16, fp8 is not available",
     "--fp4-": "use --bf16, fp4 is not available",
     "--fim-": "leave it out, a sample is always read from left to right",
     "--curriculum-": "leave it out, --seq-length is the same in every iteration",
+    "--ds-sequence-parallel-fpdt": "leave it out, attention takes whole samples; --recompute-granularity full makes room",
     "--random-ltd": "leave it out, no layer drops tokens",
     "--bert-": "leave it out, the model is a GPT",
     "--retro-": "leave it out, the model is a GPT",
