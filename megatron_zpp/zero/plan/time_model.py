@@ -14,13 +14,16 @@ Assumptions:
   Overlap.NONE: every hop is waited for where it is submitted.
 - Casting and copying 16-bit values takes no time; quantizing costs a constant per value, and a Gaussian code another one, and one more
   for each round of its rotation. The optimizer's time counts as computation.
-- An optimizer on the host of a GPU updates unit after unit, and the next step begins after the last of them. Gradients of the next unit
-  come down meanwhile. Payloads come up before they are gathered; encoding them is part of the update.
+- An optimizer on the host of a GPU begins when the host knows the norm, and updates unit after unit, each before its next climb, by the
+  thread that enqueues computation: a use is enqueued when the units that climb before it have been updated. Gradients of the next unit come
+  down meanwhile. Payloads come up before they are gathered; encoding them is part of the update.
+- Kept inputs on the host cross the same link as gradients and payloads (zero/plan/host_copies.py).
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
@@ -32,6 +35,7 @@ from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.link_work import NO_LINK_WORK, LinkWorkOfUses
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.parallel.topology import LADDER_LINKS, LANES, Lane, Link
+from megatron_zpp.zero.plan.host_copies import NOTHING_ON_HOST, HostLinkClock, KeptCopies, KeptOnHost
 from megatron_zpp.zero.plan.memory_plan import MAIN_BYTES, Sharding
 from megatron_zpp.zero.plan.planned_hops import CodecWork, PlannedHop
 from megatron_zpp.zero.plan.step_simulation import StepSimulation
@@ -164,12 +168,15 @@ class StepTime:
         return StepTime(*(own + times * others for own, others in zip(astuple(self), astuple(other), strict=True)))
 
 
-BUSY = tuple(field.name for field in fields(StepTime) if field.name != "seconds")
+BUSY = tuple(field.name for field in fields(StepTime) if field.name not in ("seconds", "host_link"))
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model to train and how it is sharded. tensor_work, context_work: of each use, if ranks share layers, or divide samples."""
+    """A model to train and how it is sharded. tensor_work, context_work: of each use, if ranks share layers, or divide samples.
+
+    kept_on_host: of recomputed chunks.
+    """
 
     unit_specs: Sequence[UnitSpec]
     uses: Sequence[Use]
@@ -178,6 +185,7 @@ class Job:
     microbatches: int
     tensor_work: LinkWorkOfUses = NO_LINK_WORK
     context_work: LinkWorkOfUses = NO_LINK_WORK
+    kept_on_host: KeptOnHost = NOTHING_ON_HOST
 
 
 def step_time(job: Job, machine: Machine, computation: Computation) -> StepTime:
@@ -207,7 +215,10 @@ class _Pending:
 
 
 class _Clock:
-    """Time on one rank: computation has reached `now`, each link is busy until `link_free`, and `busy` sums the seconds of each part."""
+    """Time on one rank: computation has reached `now`, each link is busy until `link_free`, and `busy` sums the seconds of each part.
+
+    The host of a device enqueues work at once, except while it updates weights: until `_host_now`.
+    """
 
     def __init__(self, machine: Machine, computation: Computation, job: Job) -> None:
         self.machine = machine
@@ -217,17 +228,24 @@ class _Clock:
         self.context_work = job.context_work
         self.now = 0.0
         self.busy = dict.fromkeys(BUSY, 0.0)
-        self._up_free = 0.0
-        self._updating_since = self._updated_until = 0.0
-        self._down_free = 0.0
+        self._host_now = 0.0
+        self._arrivals: deque[float] = deque()  # of gradients on the host, of the units that are updated next
+        self._host_link = HostLinkClock(machine.host.bytes_per_second if machine.host is not None else math.inf)
+        self._kept = KeptCopies(job.kept_on_host if machine.host is not None else NOTHING_ON_HOST, self._host_link, job.uses)
         self.link_free = dict.fromkeys(LADDER_LINKS, 0.0)
 
     def reading(self) -> StepTime:
-        return StepTime(self.now, **self.busy)
+        return StepTime(self.now, host_link=self._host_link.busy, **self.busy)
+
+    @property
+    def enqueued(self) -> float:
+        """The earliest time at which what the host enqueues next can begin."""
+        return max(self.now, self._host_now)
 
     def compute(self, use: int, *, is_backward: bool) -> None:
         seconds = self.computation.of(use, is_backward=is_backward)
         self.busy["computing"] += seconds
+        self.now = self._kept.before(use, self.enqueued, is_backward=is_backward)
         self.now += seconds + self._exchange_layers(use, is_backward=is_backward) + self._exchange_heads(use, is_backward=is_backward)
 
     def _exchange_layers(self, use: int, *, is_backward: bool) -> float:
@@ -257,27 +275,23 @@ class _Clock:
                 self.link_free[link] = max(self.now, self.link_free[link]) + seconds
         return seconds
 
-    def update_on_host(self, numel: int) -> None:
-        """The copy of a unit begins with the update before it, and its update when both have ended."""
+    def read_norm(self) -> None:
+        self._host_now = self.enqueued
+
+    def update_on_host(self, numel: int, coming: Sequence[int]) -> None:
         host = self.machine.host
         if host is None:
             return
-        copying, updating = MAIN_BYTES * numel / host.bytes_per_second, numel * self.grid.ranks_per_node / host.values_per_second
-        self.busy["host_link"] += copying
+        self._arrivals += [self._host_link.down(MAIN_BYTES * other, self._host_now) for other in coming]
+        updating = numel * self.grid.ranks_per_node / host.values_per_second
         self.busy["host"] += updating
-        is_first = self.now > self._updated_until
-        self._down_free = max(self.now if is_first else self._updating_since, self._down_free) + copying
-        self._updating_since = max(self.now, self._down_free)
-        self.now = self._updated_until = self._updating_since + updating
+        self._host_now = max(self._host_now, self._arrivals.popleft()) + updating
 
     def come_up(self, hop: PlannedHop, ready: float) -> float:
         """The time at which a payload that is ready on the host at `ready` is on the device."""
         if self.machine.host is None or hop.host_bytes == 0:
             return ready
-        seconds = hop.host_bytes / self.machine.host.bytes_per_second
-        self.busy["host_link"] += seconds
-        self._up_free = max(ready, self._up_free) + seconds
-        return self._up_free
+        return self._host_link.up(hop.host_bytes, ready)
 
     def code(self, work: CodecWork) -> float:
         """Seconds that a codec takes for `work`; adds them to `busy`."""
@@ -310,7 +324,7 @@ class _StreamClock(_Clock):
         self._lane_free = dict.fromkeys(LANES, 0.0)
 
     def submit(self, hop: PlannedHop, after: _Pending | None) -> _Pending:
-        start = max(self.now, self._lane_free[hop.lane], after.end if after is not None else 0.0)
+        start = max(self.enqueued, self._lane_free[hop.lane], after.end if after is not None else 0.0)
         end = self.transfer(hop, start + self.code(hop.before)) + self.code(hop.after)
         self._lane_free[hop.lane] = end
         return _Pending(end)
@@ -343,7 +357,7 @@ class _ThreadClock(_Clock):
         self._thread_free = 0.0
 
     def submit(self, hop: PlannedHop, after: _ThreadHop | None) -> _ThreadHop:
-        submitted = _ThreadHop(hop, after, submitted=self.now)
+        submitted = _ThreadHop(hop, after, submitted=self.enqueued)
         self._queues[hop.lane].append(submitted)
         return submitted
 
@@ -353,6 +367,7 @@ class _ThreadClock(_Clock):
         self.now = max(self.now, ticket.landed)
 
     def compute(self, use: int, *, is_backward: bool) -> None:
+        self.now = self.enqueued
         while self._next_start() < self.now:
             self._move()
         super().compute(use, is_backward=is_backward)

@@ -164,6 +164,8 @@ class Submissions:
     def wait(self, ticket: int) -> None:
         return None
 
+    def read_norm(self) -> None: ...
+
     def compute(self, use: int, *, is_backward: bool) -> None:
         return None
 
