@@ -105,6 +105,7 @@ def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> 
     from megatron_zpp.training import setup, start, startup_checks
     from megatron_zpp.training.host_threads import share_cores
     from megatron_zpp.training.instruments import make_instruments
+    from megatron_zpp.training.kept_rules import with_kept_rules
     from megatron_zpp.training.kernels import prepare_kernels
     from megatron_zpp.training.stop_conditions import check_kill_switch
     from megatron_zpp.training.stored_run import with_schedule
@@ -129,7 +130,7 @@ def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> 
     with world.agreement("preparing data", printer.on_first):
         check_kill_switch(config.training, launch.rank)
         startup_checks.check_backends(config, world.device)
-        config = with_schedule(config, source.stored)
+        config, about_rules = with_kept_rules(with_schedule(config, source.stored), source.stored)
         vocabulary = setup.build_vocabulary(config)
         model = setup.build_model(config, vocabulary.padded_size, source.stored, ladder)
         startup_checks.check_memory(config, model, ladder.grid, world.device, memory)
@@ -140,7 +141,7 @@ def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> 
     with closing(writers, world):
         startup_checks.check_save_is_shared(config, world)
         kernels = prepare_kernels(config, world.device, hosts)
-        lines = [*setup.describe_run(config, ladder, vocabulary.size, model), about_host, kernels, *datasets.messages]
+        lines = [*setup.describe_run(config, ladder, vocabulary.size, model), about_host, kernels, *about_rules, *datasets.messages]
         printer.on_first("\n".join(filter(None, lines)))
         printer.milestone("after dataloaders are built")
         engine = setup.build_engine(config, model, ladder, instruments)

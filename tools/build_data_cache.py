@@ -20,6 +20,8 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.data.blended_dataset import BlendedDataset
 from megatron_zpp.data.build_once import ProgressPrinter
 from megatron_zpp.data.gpt_dataset import SampleSource
+from megatron_zpp.training.kept_rules import with_kept_rules
+from megatron_zpp.training.stored_run import find_stored_run
 
 FLAGS_HELP = "the flags of pretrain_zeropp_gpt.py, as the run will get them; --data-cache-path says where the indices go"
 
@@ -36,6 +38,9 @@ def main() -> None:
 def run(args: argparse.Namespace, flags: list[str]) -> None:
     """Prepares the data and prints what was prepared. Raises ValueError for flags and data that the run would refuse."""
     config = resolve(parse_flags(flags), args.ranks, args.ranks)
+    config, about_rules = with_kept_rules(config, find_stored_run(config.checkpoint))
+    for line in about_rules:
+        print(line)
     if not config.data.names_corpora:
         raise ValueError("--data-path is not given, nor another flag that names corpora; give the flags of the run.")
     from megatron_zpp.training import setup  # torch is imported from here on

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from command import count_from_0, count_from_1, run_command
 from tokenizer_flags import add_tokenizer_flags, tokenizer_config
 
+from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.indexed_dataset import CODES, INDEX_CHUNK_NUMEL, VERSION, IndexedDataset, check_token_ids, chunks_of
 from megatron_zpp.data.stored_array import Rows
 from megatron_zpp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron_zpp.training.kept_rules import has_earlier_ends
 
 BAR_COLUMNS = 50
 
@@ -26,7 +29,7 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Prints the report. Raises ValueError for files that do not fit together, and for ids outside of a given vocabulary."""
-    tokenizer = build_tokenizer(tokenizer_config(args)) if args.tokenizer_type else None
+    tokenizer = _tokenizer_of(replace(tokenizer_config(args), data_path=(args.data_path,))) if args.tokenizer_type else None
     dataset = IndexedDataset(args.data_path)
     print(header(dataset))
     histogram = length_histogram(dataset)
@@ -41,6 +44,11 @@ def run(args: argparse.Namespace) -> None:
     if vocab_size is not None:
         check_token_ids(dataset, vocab_size)
         print(f"intact: every token id is below {vocab_size}")
+
+
+def _tokenizer_of(data: DataConfig) -> Tokenizer:
+    """The tokenizer that the flags name, in the form that the corpus was written with."""
+    return build_tokenizer(replace(data, legacy_tokenizer=data.legacy_tokenizer or has_earlier_ends(data)))
 
 
 def header(dataset: IndexedDataset) -> str:

@@ -5,9 +5,10 @@ import hashlib
 from pathlib import Path
 
 from megatron_zpp.config.flag import check_value
+from megatron_zpp.config.obsolete import TOKENIZER_ACCEPTED, TOKENIZER_REFUSED, AcceptedFlag
 from megatron_zpp.config.options import Option, options
 from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
-from megatron_zpp.config.schema import DataConfig
+from megatron_zpp.config.schema import CHANGED_TOKENIZERS, DataConfig
 
 NAMES = (
     "tokenizer_type",
@@ -15,11 +16,17 @@ NAMES = (
     "vocab_file",
     "merge_file",
     "vocab_size",
+    "legacy_tokenizer",
     "vocab_extra_ids",
     "tiktoken_pattern",
     "tiktoken_num_special_tokens",
     "tokenizer_special_tokens",
+    "tokenizer_hf_no_include_special_tokens",
+    "null_tokenizer_eod_id",
 )
+# Not in journals of runs from before these flags, so they are recorded only where they change ids.
+LATER_NAMES = ("legacy_tokenizer", "tokenizer_hf_no_include_special_tokens", "null_tokenizer_eod_id")
+PADDING = AcceptedFlag(1, "a corpus holds ids, the run pads its vocabulary")
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +34,9 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
     section = parser.add_argument_group("tokenizer")
     for option in _options():
         allowed = option.flag.allowed
+        if option.kind is bool:
+            section.add_argument(*option.spellings, dest=option.name, action="store_true", help=option.flag.help)
+            continue
         section.add_argument(
             *option.spellings,
             dest=option.name,
@@ -37,7 +47,28 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
             metavar=None if isinstance(allowed, tuple) else "PATH" if option.flag.unit == "path" else "N" if option.kind is int else "TEXT",
             help=option.flag.help,
         )
-    section.add_argument("--trust-remote-code", action="store_true", help="accepted for Megatron's scripts: no code of others runs")
+    others = parser.add_argument_group("tokenizer flags of Megatron's scripts, without effect or refused")
+    for spelling, accepted in {**TOKENIZER_ACCEPTED, "--padded-vocab-size": PADDING}.items():
+        nargs = 0 if accepted.num_values == 0 else None
+        others.add_argument(
+            spelling, action=_Accepted, nargs=nargs, metavar="VALUE", dest="_", default=argparse.SUPPRESS, help=accepted.reason
+        )
+    for spelling, remedy in TOKENIZER_REFUSED.items():
+        others.add_argument(spelling, action=_Refused, nargs="*", dest="_", default=argparse.SUPPRESS, help=f"refused: {remedy}")
+
+
+class _Accepted(argparse.Action):
+    """Prints why the flag has no effect."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: str | None = None) -> None:
+        print(f"accepted, has no effect here: {option} ({self.help})")
+
+
+class _Refused(argparse.Action):
+    """Ends the tool with the remedy."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: str | None = None) -> None:
+        parser.error(f"{option} is not accepted; {TOKENIZER_REFUSED[str(option)]}.")
 
 
 def tokenizer_config(args: argparse.Namespace) -> DataConfig:
@@ -49,12 +80,20 @@ def tokenizer_config(args: argparse.Namespace) -> DataConfig:
             values[option.name] = tuple(value)
         elif value is not None:
             check_value(option.spelling, value, option.flag.allowed)
+    if values["tokenizer_special_tokens"] and values["tokenizer_type"] != "TikTokenizer":
+        raise ValueError(
+            f"--tokenizer-special-tokens {' '.join(values['tokenizer_special_tokens'])} needs --tokenizer-type TikTokenizer; the files of "
+            "other tokenizers name their special tokens themselves, so add them there."
+        )
     return DataConfig(**values)
 
 
 def tokenizer_identity(data: DataConfig) -> dict[str, object]:
     """Everything the ids depend on: the flags, and the contents of the files instead of their paths."""
-    identity: dict[str, object] = {name: getattr(data, name) for name in NAMES}
+    identity: dict[str, object] = {name: getattr(data, name) for name in NAMES if name not in LATER_NAMES}
+    if data.tokenizer_type in CHANGED_TOKENIZERS and not data.legacy_tokenizer:
+        identity["legacy_tokenizer"] = False
+    identity |= {name: getattr(data, name) for name in LATER_NAMES[1:] if getattr(data, name) not in (None, False)}
     identity["tokenizer_special_tokens"] = list(data.tokenizer_special_tokens)
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
         if identity[name] is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest
+from megatron_zpp.checkpoint.older_flags import flags_of
 from megatron_zpp.config.flag import spelling_of
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.parallel.specs import UnitSpec
@@ -54,6 +55,7 @@ def check_model(folder: Path, manifest: Manifest, model: ModelConfig, units: Seq
     may_rotate_otherwise: whether positions may rotate at another speed.
     """
     differing = _differences(manifest, model, (*MODEL_FLAGS, *POSITION_FLAGS.get(model.position_embedding_type, ())))
+    differing += _difference_of_gelu(manifest, model)
     rotation = [] if may_rotate_otherwise else rotation_differences(manifest, model)
     stored, expected = manifest.shapes, {param.name: param.whole_shape for unit in units for param in unit.params}
     if not differing and dict(stored) != expected:
@@ -93,8 +95,16 @@ def _differences(manifest: Manifest, model: ModelConfig, names: Sequence[str]) -
     ]
 
 
+def _difference_of_gelu(manifest: Manifest, model: ModelConfig) -> list[str]:
+    stored = ModelConfig(**{name: value for name, value in _flags(manifest).items() if name in DEFAULTS})
+    if stored.has_exact_gelu == model.has_exact_gelu:
+        return []
+    there, here = ("exact" if config.has_exact_gelu else "by tanh" for config in (stored, model))
+    return [f"GELU {there} there and {here} here (--no-bias-gelu-fusion, --openai-gelu)"]
+
+
 def _flags(manifest: Manifest) -> dict[str, Any]:
-    return DEFAULTS | manifest.flags.get("model", {})
+    return DEFAULTS | flags_of(manifest, "model")
 
 
 def _first_difference(stored: Shapes, expected: Shapes) -> str:

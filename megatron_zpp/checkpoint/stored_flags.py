@@ -11,6 +11,7 @@ import torch
 from megatron_zpp.checkpoint.checkpoint_args import MACHINE_FIELDS
 from megatron_zpp.checkpoint.folders import find_checkpoint
 from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest
+from megatron_zpp.checkpoint.older_flags import flags_of
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.config.outside import WHOLE_NUMBER_LIMIT
 from megatron_zpp.config.schema import DataConfig, ModelConfig
@@ -60,8 +61,9 @@ def _flags(manifest: Manifest, name: str) -> Any:
 
 
 def _group(kind: type[Group], manifest: Manifest, name: str, left_out: AbstractSet[str]) -> Group:
-    flags = _flags(manifest, name)
+    _flags(manifest, name)
     try:
+        flags = flags_of(manifest, name)
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in flags.items() if name not in left_out
         }

@@ -6,16 +6,18 @@ import argparse
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from megatron_zpp.config.flag import Bounds, FlagError, any_of, check_value
-from megatron_zpp.config.obsolete import ACCEPTED, notice, remedy_of_refused
+from megatron_zpp.config.obsolete import ACCEPTED, AcceptedFlag, accepted_flag, notice, remedy_of_refused
 from megatron_zpp.config.options import Option, options
 from megatron_zpp.config.schema import GROUPS, Config
 
 PROGRAM = "pretrain_zeropp_gpt.py"
 ERROR_EXIT_CODE = 2
+LEAST_LIKENESS = 0.8  # of an unknown flag and the one that a hint names; less like are flags that have nothing in common
 
 FLAG = re.compile(r"--?[A-Za-z]")
 METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
@@ -31,7 +33,8 @@ def parse_flags(argv: Sequence[str]) -> Config:
     values = {
         option.name: _value_of(option, occurrences) for option in options() if not occurrences.keys().isdisjoint(option.all_spellings)
     }
-    notices = tuple(_notice(spelling, words) for spelling, words in occurrences.items() if spelling in ACCEPTED)
+    accepted = ((spelling, accepted_flag(spelling), words) for spelling, words in occurrences.items())
+    notices = tuple(_notice(spelling, found, words) for spelling, found, words in accepted if found is not None)
     return Config(given=frozenset(values), notices=notices).with_values(**values)
 
 
@@ -64,7 +67,8 @@ class _Parser(argparse.ArgumentParser):
         raise FlagError(f"{message}; see --help.")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(others: Mapping[str, AcceptedFlag] = MappingProxyType({})) -> argparse.ArgumentParser:
+    """others: accepted flags that are declared as a family."""
     parser = _Parser(prog=PROGRAM, usage=f"{PROGRAM} [flags]", description="Pretrain a GPT.", allow_abbrev=False, exit_on_error=False)
     for group, members in GROUPS.items():
         section = parser.add_argument_group(group, (members.__doc__ or "").splitlines()[0])
@@ -73,14 +77,14 @@ def _parser() -> argparse.ArgumentParser:
                 _add_option(section, option)
     section = parser.add_argument_group("accepted without effect")
     known = {spelling for option in options() for spelling in option.all_spellings}
-    for spelling, accepted in ACCEPTED.items():
+    for spelling, accepted in {**ACCEPTED, **others}.items():
         if spelling not in known:
-            _add(section, (spelling,), 0 if accepted.num_values == 0 else None, "VALUE", accepted.reason)
+            _add(section, (spelling,), None if accepted.num_values == 1 else accepted.num_values, "VALUE", accepted.reason)
     return parser
 
 
 def _add_option(section: Any, option: Option) -> None:
-    nargs: int | str | None = 0 if option.kind is bool else "+" if option.kind is tuple else None
+    nargs: int | str | None = 0 if option.kind is bool else "+" if option.kind is tuple or option.flag.is_phrase else None
     _add(section, option.spellings, nargs, _metavar(option), _help_of(option))
     for spelling, value in option.flag.shorthands:
         _add(section, (spelling,), 0, None, f"Short for {option.spelling} {value}.")
@@ -120,8 +124,9 @@ def default_in_words(option: Option) -> str:
 def _occurrences(argv: Sequence[str]) -> dict[str, list[str]]:
     """The words after each flag, by its spelling. A spelling that is given twice keeps its last words, so that scripts can append."""
     namespace = argparse.Namespace(occurrences=[])
+    of_families = {spelling: found for word in argv if (found := accepted_flag(spelling := word.split("=")[0])) is not None}
     try:
-        _, unknown = _parser().parse_known_args(list(argv), namespace)
+        _, unknown = _parser(of_families).parse_known_args(list(argv), namespace)
     except argparse.ArgumentError as error:
         raise FlagError(f"{error.argument_name}: {error.message}; see --help.") from None
     if unknown:
@@ -146,12 +151,12 @@ def _value_of(option: Option, occurrences: dict[str, list[str]]) -> Any:
     return next(iter(by_value))
 
 
-def _notice(spelling: str, words: Sequence[str]) -> str:
+def _notice(spelling: str, accepted: AcceptedFlag, words: Sequence[str]) -> str:
     """The notice about an accepted flag. Raises FlagError for a value that would change something."""
-    accepted = ACCEPTED[spelling]
-    if accepted.only and words[0] not in accepted.only:
-        raise FlagError(f"{spelling} {words[0]} is not available, {accepted.reason}; choose {any_of(accepted.only)}, or leave it out.")
-    return notice(spelling)
+    if accepted.only and not set(words) <= set(accepted.only):
+        given = " ".join([spelling, *words])
+        raise FlagError(f"{given} is not available, {accepted.reason}; choose {any_of(accepted.only)}, or leave it out.")
+    return notice(spelling, accepted)
 
 
 def _unknown_error(words: Sequence[str]) -> FlagError:
@@ -167,6 +172,6 @@ def _about_unknown(flag: str) -> str:
     if instead is not None:
         return f"{flag} is not accepted; {instead}."
     known = [spelling for option in options() for spelling in option.all_spellings] + list(ACCEPTED)
-    nearest = difflib.get_close_matches("--" + flag.lstrip("-").replace("_", "-"), known, n=1)
+    nearest = difflib.get_close_matches("--" + flag.lstrip("-").replace("_", "-"), known, n=1, cutoff=LEAST_LIKENESS)
     remedy = f"did you mean {nearest[0]}?" if nearest else "see --help for the list."
     return f"{flag} is not a flag of this program; {remedy}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from megatron_zpp.config.options import spelling_of
 from megatron_zpp.config.outside import Members, OutsideFile
 from megatron_zpp.config.schema import DataConfig
 
+QUOTES_AND_BLANKS = "'\" \t\n"
+SEPARATOR_OF_PARTS = re.compile(r"\s*[,/]\s*|\s+")
 SPLITS = ("train", "valid", "test")
 COMMON_FLAGS = ("data_path", "data_args_path")
 SPLIT_FLAGS = {"train": "train_data_path", "valid": "valid_data_path", "test": "test_data_path"}
@@ -74,6 +77,26 @@ def parse_blend(spelling: str, words: Sequence[str]) -> Blend:
     if not math.isfinite(sum(weight for weight in weights if weight is not None)):
         raise FlagError(f"{spelling} has weights whose sum is too large for a number; give weights near 1.")
     return Blend(tuple(words[1::2]), tuple(weight for weight in weights if weight is not None))
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """Three fractions with sum 1 from a --split such as "969, 30, 1". Parts missing at the end are 0.
+
+    "/" and blanks separate parts too, and quotes around them are ignored: scripts pass some on. Raises FlagError, naming --split, unless it
+    has one to three non-negative numbers and at least one is positive.
+    """
+    example = f'give up to three numbers for training, validation and test, for example "969, 30, 1"; found "{split}".'
+    try:
+        parts = [float(part) for part in SEPARATOR_OF_PARTS.split(split.strip(QUOTES_AND_BLANKS))]
+    except ValueError:
+        raise FlagError(f"--split is not a list of numbers: {example}") from None
+    if len(parts) > 3:
+        raise FlagError(f"--split has {len(parts)} parts: {example}")
+    if not all(part >= 0 for part in parts) or not 0 < sum(parts) < math.inf:
+        raise FlagError(f"--split has a part that is negative, not a number or too large, or none that is positive: {example}")
+    total = sum(parts)
+    train, valid, test = ([part / total for part in parts] + [0.0, 0.0])[:3]
+    return train, valid, test
 
 
 def _number_in(word: str) -> float | None:

@@ -47,6 +47,8 @@ FIELDS: Mapping[str, str] = {
     "steps_per_print": "log_interval",
 }
 
+FREE_FIELD = "log_interval"  # the flag wins: steps_per_print is the interval of lines by DeepSpeed itself, which are not printed here
+
 MICRO_KEY, ACCUMULATION_KEY, GLOBAL_KEY = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 BATCH_KEYS = (GLOBAL_KEY, MICRO_KEY, ACCUMULATION_KEY)
 
@@ -74,6 +76,16 @@ WITHOUT_MEANING: frozenset[str] = frozenset(
     wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
     """.split()
 )
+
+SAME_MEAN = "the mean of gradients is the same wherever it is divided"
+# Keys that change nothing here, with what is done anyway.
+NOT_NEEDED: Mapping[str, str] = {
+    "prescale_gradients": SAME_MEAN,
+    "gradient_predivide_factor": SAME_MEAN,
+    "comms_logger": "--log-jsonl always has the bytes of each link",
+    "flops_profiler": "training lines always have the FLOP/s",
+    "timers": "training lines always have the times",
+}
 
 OFF: tuple[Any, ...] = (None, False)
 NOTHING_TO_PUT = "leave the key out"
@@ -116,8 +128,6 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "communication_data_type": (OFF, "use --zero-quantized-gradients, or leave the key out"),
     "seq_parallel_communication_data_type": (OFF, NOTHING_TO_PUT),
     "fp32_allreduce": (OFF, "gradients cross links in the working precision; leave the key out"),
-    "prescale_gradients": (OFF, "each link divides by its own number of ranks; leave the key out"),
-    "gradient_predivide_factor": ((*OFF, 1), "each link divides by its own number of ranks; leave the key out"),
     "sparse_gradients": (OFF, NOTHING_TO_PUT),
     "disable_allgather": (OFF, NOTHING_TO_PUT),
     "tensor_parallel": (OFF, "use --tensor-model-parallel-size"),
@@ -126,15 +136,12 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "csv_monitor": (OFF, "use --log-jsonl"),
     "wandb": (OFF, "use --tensorboard-dir or --log-jsonl"),
     "comet": (OFF, "use --tensorboard-dir or --log-jsonl"),
-    "comms_logger": (OFF, "every training line has the bytes of each link; leave the key out"),
-    "flops_profiler": (OFF, "every training line has the FLOP/s; leave the key out"),
-    "timers": (OFF, "every training line has the times; leave the key out"),
     **dict.fromkeys(ABSENT_FEATURES, (OFF, NOTHING_TO_PUT)),
 }
 
 OFFLOAD_KEYS = (OFFLOAD, OLDER)
 
-KEYS: frozenset[str] = frozenset([*FIELDS, *BATCH_KEYS, *OFFLOAD_KEYS, *WITHOUT_MEANING, *REFUSED])
+KEYS: frozenset[str] = frozenset([*FIELDS, *BATCH_KEYS, *OFFLOAD_KEYS, *WITHOUT_MEANING, *NOT_NEEDED, *REFUSED])
 SECTIONS: frozenset[str] = frozenset(key.split(".")[0] for key in KEYS if "." in key)
 
 
@@ -148,6 +155,7 @@ def with_deepspeed_json(config: Config, ranks: RankCounts) -> Config:
         return config
     entries = Entries(file, dict(_flattened(file, read_object(file))))
     settings = [*_translated(entries), *_offload(entries)]
+    settings = [setting for setting in settings if setting.field != FREE_FIELD or FREE_FIELD not in config.given]
     for setting in settings:
         check_agreement(config, setting)
     settings += _batch(entries, config, _dividing_samples(ranks, settings))
@@ -227,7 +235,7 @@ def _known(file: str, key: str) -> str:
 def _translated(entries: Entries) -> list[Setting]:
     settings = []
     for key, value in entries.values.items():
-        if value == "auto" and key not in WITHOUT_MEANING:
+        if value == "auto" and key not in WITHOUT_MEANING and key not in NOT_NEEDED:
             raise FlagError(f"{entries.at(key)} is filled in by another program; write the value, or leave the key out and give the flag.")
         if key in REFUSED and not asks_for_nothing(value, REFUSED[key][0]):
             raise FlagError(f"{entries.at(key)} is not available; {REFUSED[key][1]}.")
@@ -322,6 +330,9 @@ def _meant_for_all(fits_world: bool, ranks: RankCounts) -> str:
 def _notices(entries: Entries, values: Mapping[str, Any]) -> Iterator[str]:
     flags = [in_words(name, value) for name, value in values.items() if value is not False]
     yield f"{entries.file} sets {' '.join(flags) or 'no flag'}"
+    for key, reason in NOT_NEEDED.items():
+        if not asks_for_nothing(entries.values.get(key), OFF):
+            yield f"{entries.file}: {key} has no effect here ({reason})"
     without_meaning = [key.rpartition(".")[2] for key in entries.values if key in WITHOUT_MEANING]
     if without_meaning:
         yield f"{entries.file}: without meaning here, units and lanes take their place: {', '.join(without_meaning)}"

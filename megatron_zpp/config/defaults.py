@@ -118,6 +118,7 @@ def derive(config: Config, batches: BatchSchedule, ranks: RankCounts) -> Config:
         **_weight_decay_values(config, batches),
         ranks_per_node=ranks.ranks_per_node,
         sequence_parallel=config.distributed.sequence_parallel and ranks.tensor > 1,
+        blend_normalization=_or(config.data.blend_normalization, "twice"),
         device=_or(config.plan.device, "cpu" if config.distributed.distributed_backend == "gloo" else "gpu"),
         profile_dir=_or(config.profiling.profile_dir, config.logging.tensorboard_dir),
         zero_hpz_partition_size=1 if ranks.data == 1 else config.zero.zero_hpz_partition_size,
@@ -196,7 +197,7 @@ def _values_of_tokens(config: Config) -> dict[str, Any]:
     """Lengths that are given in tokens, converted to samples."""
     training, optimizer, seq_length = config.training, config.optimizer, config.model.seq_length
     values: dict[str, Any] = {}
-    if training.train_tokens is not None:
+    if training.train_tokens is not None and training.train_iters is None:
         samples = -(-training.train_tokens // seq_length)
         values["train_samples"] = min(samples, _or(training.train_samples, samples))
     if optimizer.lr_decay_tokens is not None:
@@ -209,12 +210,28 @@ def _values_of_tokens(config: Config) -> dict[str, Any]:
 def _length_values(config: Config, batches: BatchSchedule) -> dict[str, Any]:
     training = config.training
     if training.train_samples is None:
-        return {}
+        return _shorter_length(config, batches)
     train_iters = batches.iterations_within(training.train_samples)
     if train_iters == 0:
         smallest = batches.batch_size(0)
         raise FlagError(f"--train-samples {training.train_samples} is less than one global batch of {smallest}; choose {smallest} or more.")
     return {"train_iters": train_iters}
+
+
+def _shorter_length(config: Config, batches: BatchSchedule) -> dict[str, Any]:
+    """--train-iters as far as --train-tokens go. The decay still ends where --train-iters end, as in Megatron-DeepSpeed."""
+    training = config.training
+    if training.train_tokens is None:
+        return {}
+    within = batches.iterations_within(-(-training.train_tokens // config.model.seq_length))
+    if within == 0:
+        raise FlagError(
+            f"--train-tokens {training.train_tokens} is less than one global batch; leave it out, --train-iters says the length."
+        )
+    return {
+        "train_iters": min(training.train_iters, within),
+        "lr_decay_iters": _or(config.optimizer.lr_decay_iters, training.train_iters),
+    }
 
 
 def _decay_values(config: Config) -> dict[str, Any]:

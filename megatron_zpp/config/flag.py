@@ -142,6 +142,7 @@ class Flag:
 
     otherwise: what `resolve` fills in for a default of None, in words; REQUIRED if the user must give a value.
     shorthands: flags that take no value and set this one, each with the value that it sets.
+    is_phrase: several words make one value, because scripts lose the quotes around it.
     needs: the condition that must hold if the flag is given. without_effect: rules by which it changes nothing; the user is told the first
     that applies.
     """
@@ -154,6 +155,7 @@ class Flag:
     shorthands: tuple[tuple[str, Any], ...]
     needs: Needs | None
     without_effect: tuple[NoEffect, ...]
+    is_phrase: bool
 
 
 def flag(
@@ -167,9 +169,11 @@ def flag(
     shorthands: tuple[tuple[str, Any], ...] = (),
     needs: Needs | None = None,
     without_effect: tuple[NoEffect, ...] = (),
+    is_phrase: bool = False,
 ) -> Any:
     """A dataclass field with the declaration of a flag. The command line, the checks and the page of flags are made from it."""
-    return field(default=default, metadata={"flag": Flag(help, unit, aliases, allowed, otherwise, shorthands, needs, without_effect)})
+    declared = Flag(help, unit, aliases, allowed, otherwise, shorthands, needs, without_effect, is_phrase)
+    return field(default=default, metadata={"flag": declared})
 
 
 def needs(*fields: str, what: str = "", instead: str = "", **values: Any) -> Needs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_zpp.config.flag import Bounds, any_of
-from megatron_zpp.config.obsolete import ACCEPTED, REFUSED, REFUSED_FAMILIES, AcceptedFlag
+from megatron_zpp.config.obsolete import ACCEPTED, ACCEPTED_FAMILIES, REFUSED, REFUSED_FAMILIES, AcceptedFlag
 from megatron_zpp.config.options import Option, options
 from megatron_zpp.config.schema import GROUPS
 
@@ -48,7 +48,8 @@ def _allowed(option: Option) -> str:
 
 
 def _accepted_section() -> str:
-    rows = [(f"`{spelling}`{_value_in_words(accepted)}", accepted.reason) for spelling, accepted in ACCEPTED.items()]
+    families = {f"{prefix}*": accepted for prefix, accepted in ACCEPTED_FAMILIES.items()}
+    rows = [(f"`{spelling}`{_value_in_words(accepted)}", accepted.reason) for spelling, accepted in {**ACCEPTED, **families}.items()]
     return "## accepted without effect\n\nOld scripts keep working; each prints one line.\n\n" + _table(("flag", "why"), rows)
 
 

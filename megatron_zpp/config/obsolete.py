@@ -7,17 +7,48 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AcceptedFlag:
-    """A flag that changes nothing. num_values: words that follow it, 0 or 1. only: the values that are accepted; empty for all."""
+    """A flag that changes nothing. only: the values that are accepted; empty for all.
 
-    num_values: int
+    num_values: words that follow it, 0 or 1; SEVERAL for one or more, SOME for any number.
+    """
+
+    num_values: int | str
     reason: str
     only: tuple[str, ...] = ()
 
 
+SEVERAL, SOME = "+", "*"
+NO_EXPERTS = "there are no experts"
+NO_TEACHER = "leave it out, there is no teacher"
+ONE_RATE = "leave it out, embedding and output layer have the learning rate of the others"
+OWN_BLANKS = "leave it out, the model's own rules say what becomes of blanks"
+NO_METADATA = "use --tokenizer-type and --tokenizer-model, which say all that is in such a file"
+UNPADDED = "use --make-vocab-size-divisible-by 1"
 NO_STAGES = "leave it out, there are no pipeline stages"
 SAME_LENGTH = "use --context-parallel-size alone, all samples have the same length"
 OVERLAPS = "backward always overlaps the link between ranks that share layers with its products"
+# Those of a tokenizer, which preprocessing has too.
+TOKENIZER_ACCEPTED: dict[str, AcceptedFlag] = {
+    "--use-gigatoken": AcceptedFlag(0, "the fastest library that gives a tokenizer's ids is always used"),
+    "--tokenizer-hf-no-use-fast": AcceptedFlag(0, "a tokenizer.json is always read by package tokenizers"),
+    "--tokenizer-sentencepiece-ignore-extra-whitespaces": AcceptedFlag(0, "a SentencePiece model always treats blanks by its own rules"),
+    "--null-tokenizer-pad-id": AcceptedFlag(1, "no sample is padded"),
+    "--chat-template": AcceptedFlag(1, "documents are texts, not conversations"),
+    "--pad-vocab-size": AcceptedFlag(0, "a run always pads its vocabulary, see --make-vocab-size-divisible-by"),
+    "--trust-remote-code": AcceptedFlag(0, "tokenizers are read from files, no code of others runs"),
+}
+TOKENIZER_REFUSED: dict[str, str] = {
+    "--tokenizer-sentencepiece-legacy": "use --legacy-tokenizer for the pieces that Megatron once added",
+    "--no-tokenizer-sentencepiece-ignore-extra-whitespaces": OWN_BLANKS,
+    "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces": OWN_BLANKS,
+    "--tokenizer-metadata": NO_METADATA,
+    "--metadata-path": NO_METADATA,
+    "--no-pad-vocab-size": UNPADDED,
+    "--disable-pad-vocab-size": UNPADDED,
+}
+
 ACCEPTED: dict[str, AcceptedFlag] = {
+    **TOKENIZER_ACCEPTED,
     "--local-rank": AcceptedFlag(1, "the launcher's LOCAL_RANK decides"),
     "--local_rank": AcceptedFlag(1, "the launcher's LOCAL_RANK decides"),
     "--deepspeed": AcceptedFlag(0, "--zero-stage alone chooses the sharding"),
@@ -79,6 +110,16 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--ds-sequence-parallel-overlap-comm": AcceptedFlag(0, "attention always waits for its exchange of heads"),
     "--expert-model-parallel-size": AcceptedFlag(1, "there are no experts", only=("1",)),
     "--expert-tensor-parallel-size": AcceptedFlag(1, "there are no experts", only=("1",)),
+    "--num-experts": AcceptedFlag(SEVERAL, NO_EXPERTS, only=("1",)),
+    "--ep-world-size": AcceptedFlag(1, NO_EXPERTS, only=("1",)),
+    "--mlp-type": AcceptedFlag(1, NO_EXPERTS, only=("standard",)),
+    "--topk": AcceptedFlag(1, NO_EXPERTS),
+    "--expert-interval": AcceptedFlag(1, NO_EXPERTS),
+    "--create-moe-param-group": AcceptedFlag(0, NO_EXPERTS),
+    "--disable-moe-token-dropping": AcceptedFlag(0, NO_EXPERTS),
+    "--disable-moe-top2-2nd-expert-sampling": AcceptedFlag(0, NO_EXPERTS),
+    "--enable-expert-tensor-parallelism": AcceptedFlag(0, NO_EXPERTS),
+    "--use-tutel": AcceptedFlag(0, NO_EXPERTS),
     "--enable-gloo-process-groups": AcceptedFlag(0, "start-up always has a group over gloo"),
     "--disable-gloo-process-groups": AcceptedFlag(0, "start-up always has a group over gloo"),
     "--high-priority-stream-groups": AcceptedFlag(1, "each link has a stream of its own in each direction"),
@@ -89,14 +130,12 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--use-flash-attn-v1": AcceptedFlag(0, "there are torch's kernels, see --attention-backend"),
     "--use-flash-attn-v2": AcceptedFlag(0, "there are torch's kernels, see --attention-backend"),
     "--use-flash-attn-triton": AcceptedFlag(0, "there are torch's kernels, see --attention-backend"),
-    "--openai-gelu": AcceptedFlag(0, "GELU always has its tanh form"),
     "--no-bias-swiglu-fusion": AcceptedFlag(0, "there are no fused kernels of this kind"),
     "--no-rope-fusion": AcceptedFlag(0, "there are no fused kernels of this kind"),
     "--no-persist-layer-norm": AcceptedFlag(0, "there is one kernel per norm, see --norm-backend"),
     "--attention-softmax-in-fp32": AcceptedFlag(0, "the attention kernel accumulates in fp32"),
     "--no-query-key-layer-scaling": AcceptedFlag(0, "scaling by layer is always off"),
     "--no-masked-softmax-fusion": AcceptedFlag(0, "there are no fused kernels of this kind"),
-    "--no-bias-gelu-fusion": AcceptedFlag(0, "there are no fused kernels of this kind"),
     "--no-bias-dropout-fusion": AcceptedFlag(0, "there are no fused kernels of this kind"),
     "--no-gradient-accumulation-fusion": AcceptedFlag(0, "gradients always accumulate in fp32"),
     "--accumulate-allreduce-grads-in-fp32": AcceptedFlag(0, "gradients always accumulate in fp32, and their mean is taken in fp32"),
@@ -130,16 +169,17 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--mmap-warmup": AcceptedFlag(0, "data files are read where and when they are needed"),
     "--no-mmap-bin-files": AcceptedFlag(0, "of data files only what is used is read"),
     "--num-dataset-builder-threads": AcceptedFlag(1, "each node builds an index once, and keeps it"),
-    "--legacy-tokenizer": AcceptedFlag(0, "--tokenizer-type means the same tokenizer in both of Megatron's generations"),
+    "--repeated-dataloader": AcceptedFlag(0, "data that ends always starts over"),
     "--no-create-attention-mask-in-dataloader": AcceptedFlag(0, "no mask is made that attention does not need"),
+    "--log-optimizer-states-to-tensorboard": AcceptedFlag(0, "statistics of Adam's moments are not logged; --log-params-norm is near"),
     "--log-batch-size-to-tensorboard": AcceptedFlag(0, "the batch size is always among the points"),
     "--no-barrier-with-level-1-timing": AcceptedFlag(0, "timers never wait for other ranks"),
     "--barrier-with-L1-time": AcceptedFlag(0, "timers never wait for other ranks"),
     "--use-pytorch-profiler": AcceptedFlag(0, "--profile always uses torch's"),
-    "--trust-remote-code": AcceptedFlag(0, "tokenizers are read from files, no code of others runs"),
 }
 
 REFUSED: dict[str, str] = {
+    **TOKENIZER_REFUSED,
     "--model-parallel-size": "use --tensor-model-parallel-size",
     "--warmup": "use --lr-warmup-fraction",
     "--profile-backward": "leave it out, backward is measured with everything else",
@@ -147,8 +187,9 @@ REFUSED: dict[str, str] = {
     "--apply-residual-connection-post-layernorm": "leave it out, norms come before attention and feed-forward layer",
     "--multi-latent-attention": "use --num-query-groups, which makes keys and values smaller as well",
     "--onnx-safe": "leave it out, weights leave with tools/convert_to_hf.py",
-    "--num-experts": "leave it out, mixtures of experts are not available",
-    "--log-optimizer-states-to-tensorboard": "use --log-params-norm, statistics of Adam's moments are not logged",
+    "--decoupled-lr": ONE_RATE,
+    "--decoupled-min-lr": ONE_RATE,
+    "--mos": NO_TEACHER,
     "--data-parallel-sharding-strategy": "use --zero-stage",
     "--use-megatron-fsdp": "use --zero-stage 3",
     "--use-custom-fsdp": "use --zero-stage 3",
@@ -183,8 +224,9 @@ REFUSED: dict[str, str] = {
 }
 
 # By the first letters of the flag.
+ACCEPTED_FAMILIES: dict[str, AcceptedFlag] = {"--moe-": AcceptedFlag(SOME, NO_EXPERTS)}
 REFUSED_FAMILIES: dict[str, str] = {
-    "--moe-": "leave it out, mixtures of experts are not available",
+    "--enable-zbh1-": NO_STAGES,
     "--fp8-": "use --bf16, fp8 is not available",
     "--fp4-": "use --bf16, fp4 is not available",
     "--fim-": "leave it out, a sample is always read from left to right",
@@ -201,7 +243,7 @@ REFUSED_FAMILIES: dict[str, str] = {
     "--hybrid-": "leave it out, the model is a GPT",
     "--mamba-": "leave it out, the model is a GPT",
     "--mtp-": "leave it out, one token is predicted at a time",
-    "--kd": "leave it out, there is no teacher",
+    "--kd": NO_TEACHER,
     "--sgd-": "leave it out, the optimizer is AdamW",
     "--lion-": "leave it out, the optimizer is AdamW",
     "--muon-": "leave it out, the optimizer is AdamW",
@@ -217,9 +259,15 @@ REFUSED_FAMILIES: dict[str, str] = {
 def remedy_of_refused(spelling: str) -> str | None:
     """The remedy for a flag that is refused; None for a flag that is unknown."""
     families = (remedy for prefix, remedy in REFUSED_FAMILIES.items() if spelling.startswith(prefix))
-    return REFUSED.get(spelling) or next(families, None)
+    return REFUSED.get(spelling) or (NO_TEACHER if spelling.endswith("-teacher") else next(families, None))
 
 
-def notice(spelling: str) -> str:
+def accepted_flag(spelling: str) -> AcceptedFlag | None:
+    """The declaration of an accepted flag, or of its family; None for every other flag."""
+    families = (accepted for prefix, accepted in ACCEPTED_FAMILIES.items() if spelling.startswith(prefix))
+    return ACCEPTED.get(spelling) or next(families, None)
+
+
+def notice(spelling: str, accepted: AcceptedFlag) -> str:
     """The notice about an accepted flag that changes nothing."""
-    return f"accepted, has no effect here: {spelling} ({ACCEPTED[spelling].reason})"
+    return f"accepted, has no effect here: {spelling} ({accepted.reason})"

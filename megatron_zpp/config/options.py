@@ -50,6 +50,8 @@ class Option:
             return tuple(words)
         if self.kind is str and isinstance(self.flag.allowed, tuple):
             return _choice(words[0], self.flag.allowed)
+        if self.flag.is_phrase:
+            return " ".join(words)
         try:
             return self.kind(words[0])
         except ValueError:

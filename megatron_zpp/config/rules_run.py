@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_zpp.config.data_sources import COMMON_FLAGS, SPLIT_FLAGS, DataSources, read_sources
+from megatron_zpp.config.data_sources import COMMON_FLAGS, SPLIT_FLAGS, DataSources, parse_split, read_sources
 from megatron_zpp.config.flag import FlagError, in_words, spelling_of, whole_number
 from megatron_zpp.config.schema import TOKENIZER_FILES, TOKENIZER_TYPES, Config
 
@@ -44,6 +44,7 @@ def check_loss_scales(config: Config) -> None:
 
 def check_sources(config: Config) -> None:
     sources = read_sources(config.data)
+    parse_split(config.data.split)
     if config.data.mock_data and config.data.names_corpora:
         raise FlagError(f"--mock-data and {' and '.join(flags_of_corpora(config))} exclude each other; give one of them.")
     if sources.by_split and "split" in config.given:

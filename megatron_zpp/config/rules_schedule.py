@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_zpp.config.batch_schedule import BatchSchedule, horizons, length_in_samples
+from megatron_zpp.config.batch_schedule import BatchSchedule, horizons, length_in_samples, read_steps
 from megatron_zpp.config.data_sources import SPLITS, read_sources
 from megatron_zpp.config.flag import LARGEST_COUNT, FlagError, any_of, spelling_of, whole_number
 from megatron_zpp.config.ranks import groups_of
@@ -15,7 +15,7 @@ def check_given(config: Config) -> None:
     """Raises FlagError for the first rule that the flags break as they were given."""
     check_one_length(config)
     _check_one_of(config, "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens")
-    _check_one_of(config, "lr_decay_samples", "lr_decay_tokens")
+    _check_one_of(config, "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
     check_schedule_counts_like_length(config)
     check_annealing(config)
     check_weight_decays(config)
@@ -36,12 +36,10 @@ def check_resolved(config: Config, batches: BatchSchedule, sample_groups: int) -
 
 def check_one_length(config: Config) -> None:
     training = config.training
-    if training.train_iters is None:
-        return
-    for name in ("train_samples", "train_tokens"):
-        value = config.value_of(name)
-        if value is not None:
-            raise FlagError(f"--train-iters {training.train_iters} and {spelling_of(name)} {value} exclude each other; give one of them.")
+    if training.train_iters is not None and training.train_samples is not None:
+        raise FlagError(
+            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} exclude each other; give one of them."
+        )
 
 
 def check_total_samples(config: Config, batches: BatchSchedule) -> None:
@@ -63,7 +61,7 @@ def check_total_samples(config: Config, batches: BatchSchedule) -> None:
 
 
 def check_schedule_counts_like_length(config: Config) -> None:
-    """If the length of a run is in samples or tokens, the lengths of its schedule must be too; otherwise they must be in iterations."""
+    """Lengths of the schedule are in samples if the length of the run is, and in iterations if that is. Those in tokens fit both."""
     in_samples = _counts_in_samples(config)
     for in_iterations in ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"):
         in_samples_too = in_iterations.replace("iters", "samples")
@@ -73,13 +71,6 @@ def check_schedule_counts_like_length(config: Config) -> None:
             given = "--train-samples" if config.training.train_samples is not None else "--train-tokens"
             length = f"{given} counts in samples" if in_samples else "the length of training counts in iterations"
             raise FlagError(f"{spelling_of(wrong)} {value} does not fit, because {length}; use {spelling_of(right)}.")
-    for in_tokens in ("lr_decay_tokens", "lr_warmup_tokens"):
-        value = config.value_of(in_tokens)
-        if value and not in_samples:
-            right = spelling_of(in_tokens.replace("tokens", "iters"))
-            raise FlagError(
-                f"{spelling_of(in_tokens)} {value} does not fit, because the length of training counts in iterations; use {right}."
-            )
 
 
 def _check_one_of(config: Config, *names: str) -> None:
@@ -113,8 +104,9 @@ def check_batch_flags(config: Config) -> None:
         steps = f'--step-batch-size-schedule "{training.step_batch_size_schedule}"'
         if training.rampup_batch_size:
             raise FlagError(f"{steps} and --rampup-batch-size {' '.join(training.rampup_batch_size)} exclude each other; give one of them.")
-        if training.global_batch_size is not None:
-            raise FlagError(f"{steps} and --global-batch-size {training.global_batch_size} exclude each other; give one of them.")
+        last_size = list(read_steps(training.step_batch_size_schedule, config.model.seq_length))[-1].asked_size
+        if training.global_batch_size not in (None, last_size):
+            raise FlagError(f"{steps} ends with another size than --global-batch-size {training.global_batch_size}; leave that out.")
     elif training.rampup_batch_size and training.global_batch_size is None:
         raise FlagError(f"--rampup-batch-size {' '.join(training.rampup_batch_size)} needs the size it ends at; give --global-batch-size.")
 
@@ -172,15 +164,22 @@ def check_learning_rates(config: Config) -> None:
 
 
 def check_warmup_ends_before_decay(config: Config, batches: BatchSchedule) -> None:
-    """The first error counts in the unit of the flags, the second in samples."""
+    """The first error counts in the unit of the flags, the others in samples."""
+    optimizer = config.optimizer
+    ends = horizons(optimizer, config.training, batches)
     unit = "iters" if config.training.train_samples is None else "samples"
+    is_mixed = unit == "iters" and (optimizer.lr_decay_tokens is not None or optimizer.lr_warmup_tokens > 0)
     warmup, decay = config.value_of(f"lr_warmup_{unit}"), config.value_of(f"lr_decay_{unit}")
-    if warmup >= decay:
+    if is_mixed and ends.warmup_samples >= ends.decay_samples:
+        raise FlagError(
+            f"the warmup of {ends.warmup_samples:g} samples does not end before the decay's horizon of {ends.decay_samples} samples; "
+            "choose a lower --lr-warmup-tokens, or a higher --lr-decay-tokens."
+        )
+    if not is_mixed and warmup >= decay:
         raise FlagError(
             f"--lr-warmup-{unit} {warmup} does not end before the decay's horizon of {decay}; "
             f"choose {decay - 1} or less, or a higher --lr-decay-{unit}."
         )
-    ends = horizons(config.optimizer, config.training, batches)
     if ends.warmup_samples + ends.annealing_samples > ends.decay_samples:
         annealing = config.value_of(f"lr_wsd_decay_{unit}")
         raise FlagError(
@@ -244,4 +243,4 @@ def surprising_schedules(config: Config, batches: BatchSchedule) -> Iterator[str
 
 
 def _counts_in_samples(config: Config) -> bool:
-    return config.training.train_samples is not None or config.training.train_tokens is not None
+    return config.training.train_iters is None and (config.training.train_samples is not None or config.training.train_tokens is not None)

@@ -174,7 +174,19 @@ class ModelConfig:
     qk_layernorm: bool = flag(False, help="Normalize the query and the key of every head before rotary positions are applied.")
     swiglu: bool = flag(False, help="The feed-forward layer is gated: SiLU(gate) x value instead of GELU; excludes --squared-relu.")
     squared_relu: bool = flag(False, help="The feed-forward layer uses the square of ReLU instead of GELU; excludes --swiglu.")
-    disable_bias_linear: bool = flag(False, help="Linear layers have no biases.")
+    disable_bias_linear: bool = flag(
+        False, help="Linear layers have no biases; GELU is then exact, as with --no-bias-gelu-fusion, unless --openai-gelu is given."
+    )
+    no_bias_gelu_fusion: bool = flag(
+        False,
+        help="GELU is exact, z / 2 (1 + erf(z / sqrt 2)), as Megatron computes it without its fused kernel, whose form is that of tanh.",
+        without_effect=when("swiglu", "squared_relu", "openai_gelu"),
+    )
+    openai_gelu: bool = flag(
+        False,
+        help="GELU always has its tanh form.",
+        without_effect=when("swiglu", "squared_relu") + unless("no_bias_gelu_fusion", "disable_bias_linear"),
+    )
     add_qkv_bias: bool = flag(
         False,
         help="Query, key and value have biases also with --disable-bias-linear.",
@@ -198,6 +210,7 @@ class ModelConfig:
     recompute_granularity: str | None = flag(
         None,
         help="What backward recomputes instead of keeping it: whole blocks (full), or attention between its projections (selective).",
+        aliases=("--activations-checkpoint-granularity",),
         allowed=("full", "selective"),
         otherwise="nothing",
         shorthands=(("--checkpoint-activations", "full"), ("--recompute-activations", "selective")),
@@ -206,6 +219,7 @@ class ModelConfig:
         None,
         help="Blocks that --recompute-granularity full recomputes: all, in chunks of --recompute-num-layers that keep only their "
         "input (uniform), or the first --recompute-num-layers blocks, each alone (block).",
+        aliases=("--activations-checkpoint-method",),
         allowed=("uniform", "block"),
         otherwise="uniform with --recompute-granularity full",
         needs=needs(recompute_granularity="full"),
@@ -215,7 +229,7 @@ class ModelConfig:
         help="With --recompute-method uniform, blocks per chunk, whose weights are all in memory at once; with block, number of "
         "recomputed blocks.",
         unit="blocks",
-        aliases=("--checkpoint-num-layers",),
+        aliases=("--checkpoint-num-layers", "--activations-checkpoint-num-layers"),
         allowed=POSITIVE_LAYERS,
         otherwise="1 with --recompute-granularity full",
         needs=needs(recompute_granularity="full"),
@@ -272,6 +286,12 @@ class ModelConfig:
         return self.has_linear_bias or self.add_qkv_bias
 
     @property
+    def has_exact_gelu(self) -> bool:
+        """Whether the activation is GELU by the error function; otherwise it is its tanh form, or no GELU."""
+        is_fused = not (self.no_bias_gelu_fusion or self.disable_bias_linear)
+        return not (is_fused or self.openai_gelu or self.swiglu or self.squared_relu)
+
+    @property
     def learns_positions(self) -> bool:
         return self.position_embedding_type == "learned_absolute"
 
@@ -310,13 +330,14 @@ class TrainingConfig:
         None,
         help='Global batch sizes by consumed tokens, such as "0:768 250B:1536"; replaces --global-batch-size.',
         unit="tokens:samples",
+        is_phrase=True,
     )
     decrease_batch_size_if_needed: bool = flag(
         False, help="Round a global batch down to a multiple of --micro-batch-size x ranks instead of refusing it."
     )
     train_iters: int = flag(
         None,
-        help="Length of training in optimizer steps; excludes --train-samples.",
+        help="Length of training in optimizer steps; excludes --train-samples, and with --train-tokens the shorter of the two counts.",
         unit="iterations",
         allowed=POSITIVE_COUNT,
         otherwise="--train-samples / --global-batch-size; 50 when neither data nor length is given",
@@ -326,7 +347,7 @@ class TrainingConfig:
     )
     train_tokens: int | None = flag(
         None,
-        help="Length of training in tokens, rounded up to whole samples; with --train-samples too, the shorter of the two counts.",
+        help="Length of training in tokens, rounded up to whole samples; with --train-iters or --train-samples the shorter counts.",
         unit="tokens",
         allowed=POSITIVE_TOKENS,
     )
@@ -343,7 +364,7 @@ class TrainingConfig:
         None,
         help="Exit at the first step that ends this long after the process began; with --save it saves first.",
         unit="minutes",
-        allowed=POSITIVE_MINUTES,
+        allowed=POSITIVE_COUNT,  # scripts give 57 years
     )
     exit_signal_handler: bool = flag(
         False,
@@ -441,14 +462,10 @@ class OptimizerConfig:
     lr_decay_samples: int | None = flag(
         None, help="--lr-decay-iters in samples, with --train-samples.", unit="samples", allowed=POSITIVE_COUNT, otherwise="--train-samples"
     )
-    lr_decay_tokens: int | None = flag(
-        None, help="--lr-decay-iters in tokens, with --train-samples or --train-tokens.", unit="tokens", allowed=POSITIVE_TOKENS
-    )
+    lr_decay_tokens: int | None = flag(None, help="--lr-decay-iters in tokens.", unit="tokens", allowed=POSITIVE_TOKENS)
     lr_warmup_iters: int = flag(0, help="Length of the linear warmup.", unit="iterations", allowed=COUNT)
     lr_warmup_samples: int = flag(0, help="Length of the warmup in samples, with --train-samples.", unit="samples", allowed=COUNT)
-    lr_warmup_tokens: int = flag(
-        0, help="Length of the warmup in tokens, with --train-samples or --train-tokens.", unit="tokens", allowed=TOKENS
-    )
+    lr_warmup_tokens: int = flag(0, help="Length of the warmup in tokens.", unit="tokens", allowed=TOKENS)
     lr_warmup_fraction: float | None = flag(
         None,
         help="Length of the warmup as a fraction of the decay (--lr-decay-iters); excludes the other --lr-warmup lengths.",
@@ -731,6 +748,8 @@ TOKENIZER_TYPES = (
     "NullTokenizer",
 )
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+BLEND_NORMALIZATIONS = ("twice", "once")
+CHANGED_TOKENIZERS = ("SentencePieceTokenizer", "Llama2Tokenizer")  # Megatron's generations differ in them
 
 
 @dataclass(frozen=True)
@@ -763,7 +782,7 @@ class DataConfig:
         help="JSON file with the words of --train-data-path, --valid-data-path and --test-data-path under train, valid and test.",
         unit="path",
     )
-    split: str = flag("969, 30, 1", help="Shares of documents for training, validation and test.", unit="parts")
+    split: str = flag("969, 30, 1", help="Shares of documents for training, validation and test.", unit="parts", is_phrase=True)
     mock_data: bool = flag(False, help="Train on generated tokens instead of files; assumed if no flag names a corpus.")
     tokenizer_type: str = flag(
         None,
@@ -787,12 +806,18 @@ class DataConfig:
     merge_file: str | None = flag(
         None, help="merges.txt of GPT2BPETokenizer.", unit="path", without_effect=unless(tokenizer_type="GPT2BPETokenizer")
     )
+    legacy_tokenizer: bool = flag(
+        False,
+        help="The tokenizers of Megatron before 2026: SentencePieceTokenizer adds <CLS>, <SEP>, <EOD> and <MASK> and ends documents with "
+        "<EOD>, and Llama2Tokenizer begins texts with <s>. A run that resumes, and a corpus whose documents end in <EOD>, keep theirs.",
+        without_effect=unless(tokenizer_type=CHANGED_TOKENIZERS),
+    )
     vocab_extra_ids: int = flag(
         0,
-        help="Number of tokens <extra_id_N> that SentencePieceTokenizer adds after its own.",
+        help="Number of tokens <extra_id_N> that SentencePieceTokenizer adds after its own, with --legacy-tokenizer.",
         unit="ids",
         allowed=VOCABULARY,
-        without_effect=unless(tokenizer_type="SentencePieceTokenizer"),
+        without_effect=unless("legacy_tokenizer") + unless(tokenizer_type="SentencePieceTokenizer"),
     )
     tiktoken_pattern: str | None = flag(
         None,
@@ -812,9 +837,22 @@ class DataConfig:
         (),
         help="Names of TikTokenizer's first ids, with <unk>, <s> and </s> among them.",
         unit="tokens",
-        aliases=("--tiktoken-special-tokens",),
+        aliases=("--tiktoken-special-tokens", "--special-tokens"),
         otherwise="<unk> <s> </s>",
         without_effect=unless(tokenizer_type="TikTokenizer"),
+    )
+    tokenizer_hf_no_include_special_tokens: bool = flag(
+        False,
+        help="HuggingFaceTokenizer puts no special tokens around a text, whatever its file says.",
+        without_effect=unless(tokenizer_type=("HuggingFaceTokenizer", "HFTokenizer")),
+    )
+    null_tokenizer_eod_id: int | None = flag(
+        None,
+        help="The id of NullTokenizer that ends a document.",
+        unit="ids",
+        allowed=VOCABULARY,
+        otherwise="the last one",
+        without_effect=unless(tokenizer_type="NullTokenizer"),
     )
     vocab_size: int | None = flag(
         None,
@@ -829,6 +867,13 @@ class DataConfig:
         help="Extra samples that each corpus of a weighted blend prepares, as a share of the samples that its weight asks for.",
         unit="1",
         allowed=FRACTION,
+    )
+    blend_normalization: str = flag(
+        None,
+        help="How often the weights of a blend are divided by their sum before samples are dealt: twice as in Megatron, or once. The last "
+        "bits of the shares decide which of equal corpora is drawn first.",
+        allowed=BLEND_NORMALIZATIONS,
+        otherwise="twice; a run that resumes keeps its own",
     )
     dataloader_type: str = flag(
         "single", help="Order of samples: one shuffled order, the same for any number of ranks.", allowed=("single",)
@@ -863,7 +908,7 @@ class CheckpointConfig:
         unit="iterations",
         aliases=("--persistent-save-interval",),
         allowed=POSITIVE_COUNT,
-        needs=A_FOLDER_TO_SAVE_IN,
+        without_effect=unless("save", why=", and nothing of this run is saved"),
     )
     async_save: bool = flag(
         False, help="Copy the state to host memory and write the checkpoint from there while training goes on.", needs=A_FOLDER_TO_SAVE_IN
@@ -928,6 +973,11 @@ class LoggingConfig:
         help="Iterations from one training line to the next; 10 is assumed when neither data nor length is given.",
         unit="iterations",
         allowed=POSITIVE_COUNT,
+    )
+    log_line_format: str = flag(
+        "megatron-deepspeed",
+        help="Form of training lines: Megatron-DeepSpeed's, with fields of this program at the end, or Megatron-LM's, with date and time.",
+        allowed=("megatron-deepspeed", "megatron-lm"),
     )
     log_samples_per_source: bool = flag(False, help="Log with each training line how many samples of each corpus have been consumed.")
     log_jsonl: str | None = flag(None, help="File that gets one JSON object per training line.", unit="path")

@@ -19,23 +19,26 @@ from megatron_zpp.data.index_room import check_room
 class BlendPlan:
     """How many samples a blend has, and how many samples each of its corpora is cut into.
 
-    weights: one per corpus, with sum 1.
+    weights: one per corpus, with sum 1. normalization: how often they were normalized, "once" or "twice".
     least_samples: one per corpus; it is cut into at least this many samples, even if the blend draws fewer of them.
     """
 
     weights: tuple[float, ...]
     sample_count: int
     least_samples: tuple[int, ...]
+    normalization: str = "once"
 
 
-def plan_by_weights(weights: Sequence[float], sample_count: int, surplus: float) -> BlendPlan:
+def plan_by_weights(weights: Sequence[float], sample_count: int, surplus: float, normalization: str) -> BlendPlan:
     """Megatron's sizes for `weight prefix ...`.
 
     The blend is as long as the sum of the shares, each rounded up. Each corpus is cut into its rounded share plus the surplus.
+    normalization: "twice" deals samples by shares that are normalized again, as Megatron does; "once" deals by the shares.
     """
     shares = normalized(weights)
     wanted = [math.ceil(sample_count * share) for share in shares]
-    return BlendPlan(shares, sum(wanted), tuple(math.ceil(count * (1 + surplus)) for count in wanted))
+    dealt = normalized(shares) if normalization == "twice" else shares
+    return BlendPlan(dealt, sum(wanted), tuple(math.ceil(count * (1 + surplus)) for count in wanted), normalization)
 
 
 def plan_by_epochs(samples_per_epoch: Sequence[int], sample_count: int) -> BlendPlan:
@@ -61,7 +64,14 @@ def blended_dataset(
     Appends to `messages` what a user should know.
     """
     first = corpora[0]
-    description = {"class": "BlendedDataset", "split": split_name, "weights": plan.weights, "size": plan.sample_count}
+    description: dict[str, object] = {
+        "class": "BlendedDataset",
+        "split": split_name,
+        "weights": plan.weights,
+        "size": plan.sample_count,
+    }
+    if plan.normalization != "once":  # indices that were stored before there was a choice keep their names
+        description["normalization"] = plan.normalization
     cache = IndexCache(BlendIndices, first.order.folder_of(first.prefix), split_name, description)
     what = f"the {SPLIT_WORDS[split_name]} blend of {len(corpora)} corpora"
 

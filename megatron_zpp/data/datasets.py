@@ -14,10 +14,8 @@ from megatron_zpp.data.build_once import SILENT, ProgressPrinter
 from megatron_zpp.data.corpus import SPLIT_WORDS, Corpus, SampleOrder, folder_of
 from megatron_zpp.data.documents import DocumentRules
 from megatron_zpp.data.gpt_dataset import ChainedDataset, MockDataset, SampleSource
-from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.data.indexed_dataset import CHECKED_DOCUMENTS, IndexedDataset
 from megatron_zpp.data.split import SPLIT_NAMES
-
-CHECKED_DOCUMENTS = 100  # documents of each corpus that are checked for an end-of-document token
 
 
 class SampleCounts(NamedTuple):
@@ -103,12 +101,12 @@ def _missing_ends_warning(source: IndexedDataset, rules: DocumentRules) -> str |
     """A warning if the rules need ends of documents and the first documents have none; else None."""
     if not (rules.resets_positions or rules.resets_attention or rules.masks_loss):
         return None
-    last_tokens = [source.read(document)[-1:] for document in range(min(CHECKED_DOCUMENTS, len(source)))]
-    if any(int(last[0]) == rules.eod for last in last_tokens if len(last)):
+    if rules.eod in source.last_tokens():
         return None
     return (
-        f"WARNING: none of the first {len(last_tokens)} documents of {source.prefix} ends in the end-of-document token {rules.eod}, so "
-        "--reset-position-ids, --reset-attention-mask and --eod-mask-loss find no end of a document; preprocess with --append-eod."
+        f"WARNING: none of the first {min(CHECKED_DOCUMENTS, len(source))} documents of {source.prefix} ends in the end-of-document token "
+        f"{rules.eod}, so --reset-position-ids, --reset-attention-mask and --eod-mask-loss find no end of a document; preprocess with "
+        "--append-eod."
     )
 
 
@@ -117,6 +115,7 @@ class CorpusSet:
 
     def __init__(self, data: DataConfig, sources: DataSources, order: SampleOrder, progress: ProgressPrinter) -> None:
         self._surplus = data.mid_level_dataset_surplus
+        self._normalization = data.blend_normalization or "twice"
         self._progress = progress
         self._has_separate_sets = data.multiple_validation_sets
         self._set_names = data.validation_set_names
@@ -197,7 +196,7 @@ class CorpusSet:
         corpora = [corpus for corpus, _ in used]
         shares = [weight for _, weight in used]
         if blend.weights is not None:
-            plan = plan_by_weights(shares, sample_count, self._surplus)
+            plan = plan_by_weights(shares, sample_count, self._surplus, self._normalization)
         else:
             plan = plan_by_epochs([int(share) for share in shares], sample_count)
         return blended_dataset(corpora, plan, split_name, self._progress, self._messages)

@@ -32,6 +32,7 @@ DTYPES = {code: np.dtype(name) for code, name in ((1, "u1"), (2, "i1"), (3, "<i2
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 INDEX_CHUNK_NUMEL = 1 << 20
 TOKEN_CHUNK_NUMEL = 1 << 24
+CHECKED_DOCUMENTS = 100  # documents whose end is looked at
 CUT_OFF_REMEDY = "copy it again, to another name first, and start the run again."
 
 
@@ -94,6 +95,11 @@ class IndexedDataset:
     def tokens_before(self, document: int) -> int:
         """The tokens of all sequences before this one; all tokens if it is the number of sequences."""
         return self.token_count if document == len(self) else self._extent(document)[0] // self.dtype.itemsize
+
+    def last_tokens(self) -> set[int]:
+        """The tokens in which the first documents end."""
+        ends = (self.read(document)[-1:] for document in range(min(CHECKED_DOCUMENTS, len(self))))
+        return {int(end[0]) for end in ends if len(end)}
 
     def _extent(self, document: int) -> tuple[int, int]:
         """The bytes of a sequence: begin and end in the .bin."""

@@ -1,28 +1,10 @@
 """Divides the documents of a corpus into training, validation and test documents, as --split says."""
 
-import math
 from itertools import accumulate
 
+from megatron_zpp.config.data_sources import parse_split
+
 SPLIT_NAMES = ("train", "valid", "test")
-
-
-def parse_split(split: str) -> tuple[float, float, float]:
-    """Three fractions with sum 1 from a --split such as "969, 30, 1". Parts missing at the end are 0; "/" is a separator too.
-
-    Raises ValueError, naming --split, unless it has one to three non-negative numbers and at least one is positive.
-    """
-    example = f'give up to three numbers for training, validation and test, for example "969, 30, 1"; found "{split}".'
-    try:
-        parts = [float(part) for part in split.replace("/", ",").split(",")]
-    except ValueError:
-        raise ValueError(f"--split is not a list of numbers: {example}") from None
-    if len(parts) > 3:
-        raise ValueError(f"--split has {len(parts)} parts: {example}")
-    if not all(part >= 0 for part in parts) or not 0 < sum(parts) < math.inf:
-        raise ValueError(f"--split has a part that is negative, not a number or too large, or none that is positive: {example}")
-    total = sum(parts)
-    train, valid, test = ([part / total for part in parts] + [0.0, 0.0])[:3]
-    return train, valid, test
 
 
 def split_boundaries(fractions: tuple[float, float, float], document_count: int) -> tuple[int, int, int, int]:

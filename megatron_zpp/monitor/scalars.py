@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_zpp.monitor.interval_report import IntervalReport
-from megatron_zpp.monitor.training_line import perplexity_of
+from megatron_zpp.monitor.training_line import perplexity_of, validation_name
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def iteration_scalars(report: IntervalReport, choice: ScalarChoice) -> dict[str,
 
 def validation_scalars(lm_loss: float, choice: ScalarChoice, *, set_name: str = "") -> dict[str, float]:
     """Scalars of a validation, drawn against iterations and against samples. set_name: empty if there is only one set."""
-    tag = f"lm loss validation {set_name}".rstrip()
+    tag = f"lm loss {validation_name(set_name)}"
     scalars = {tag: lm_loss}
     if choice.validation_ppl:
         scalars[f"{tag} ppl"] = perplexity_of(lm_loss)

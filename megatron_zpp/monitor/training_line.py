@@ -1,9 +1,10 @@
-"""Formats the log lines that scripts parse; labels, order and spaces are those of Megatron-DeepSpeed."""
+"""Formats the log lines that scripts parse; labels, order and spaces are those of Megatron-DeepSpeed, or of Megatron-LM."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from datetime import datetime
 
 from megatron_zpp.monitor.interval_report import IntervalReport
 
@@ -31,7 +32,7 @@ def training_line(report: IntervalReport, *, with_throughput: bool = False) -> s
         f"samples per second: {report.samples_per_second:.3f}",
         f"tokens per gpu per second (tgs): {report.tokens_per_gpu_per_second:.3f}",
         f"TFLOPs: {report.tflops_per_gpu:.2f}",
-        *(_optional("throughput per GPU (TFLOP/s/GPU): {:.1f}", report.model_tflops_per_gpu) if with_throughput else ()),
+        *(_throughput(report) if with_throughput else ()),
         *_optional("MFU: {:.1%}", report.mfu),
         *_optional("HFU: {:.1%}", report.hfu),
         f"ETA: {_duration(report.eta_seconds)}",
@@ -39,15 +40,43 @@ def training_line(report: IntervalReport, *, with_throughput: bool = False) -> s
     return " " + " | ".join(fields) + " |"
 
 
-def validation_lines(iteration: int, lm_loss: float, *, drawn_from: str = "") -> str:
-    """Three lines: loss and perplexity between lines of dashes. drawn_from: ` on validation set` or ` on test set` after training."""
+def megatron_lm_line(report: IntervalReport, printed_at: datetime, *, with_throughput: bool = False) -> str:
+    """The same in the form of Megatron-LM: date and time come first, and throughput before the learning rate."""
+    fields = [
+        f"iteration {report.iteration:8d}/{report.train_iters:8d}",
+        f"consumed samples: {report.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {report.elapsed_ms_per_iteration:.1f}",
+        *(_throughput(report) if with_throughput else ()),
+        f"learning rate: {_scientific(report.learning_rate, 6)}",
+        f"global batch size: {report.global_batch_size:5d}",
+        f"lm loss: {_scientific(report.lm_loss, 6)}",
+        f"loss scale: {report.loss_scale:.1f}",
+        f"grad norm: {report.grad_norm:.3f}",
+        *_optional("num zeros: {:.1f}", report.num_zeros),
+        *_optional("params norm: {:.3f}", report.params_norm),
+        f"number of skipped iterations: {report.skipped_iterations:3d}",
+        f"number of nan iterations: {report.nan_iterations:3d}",
+    ]
+    return f" [{printed_at:%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(fields) + " |"
+
+
+def validation_lines(iteration: int, lm_loss: float, *, set_name: str = "", drawn_from: str = "") -> str:
+    """Three lines: loss and perplexity between lines of dashes.
+
+    set_name: of one of several validation sets. drawn_from: ` on validation set` or ` on test set` after training.
+    """
     perplexity = perplexity_of(lm_loss)
     line = (
-        f" validation loss at iteration {iteration}{drawn_from} | lm loss value: {_scientific(lm_loss, 6)}"
+        f" {validation_name(set_name)} loss at iteration {iteration}{drawn_from} | lm loss value: {_scientific(lm_loss, 6)}"
         f" | lm loss PPL: {_scientific(perplexity, 6)} | "
     )
     dashes = "-" * (len(line) + 1)
     return f"{dashes}\n{line}\n{dashes}"
+
+
+def validation_name(set_name: str) -> str:
+    """`validation`, or `validation-NAME` if there are several sets."""
+    return f"validation-{set_name}" if set_name else "validation"
 
 
 def samples_line(consumed_samples: Mapping[str, int]) -> str:
@@ -60,6 +89,10 @@ def samples_line(consumed_samples: Mapping[str, int]) -> str:
 def perplexity_of(lm_loss: float) -> float:
     """exp(loss), with the loss limited to 20 as in Megatron; NaN for NaN."""
     return lm_loss if math.isnan(lm_loss) else math.exp(min(20.0, lm_loss))
+
+
+def _throughput(report: IntervalReport) -> tuple[str, ...]:
+    return _optional("throughput per GPU (TFLOP/s/GPU): {:.1f}", report.model_tflops_per_gpu)
 
 
 def _optional(field: str, value: float | None) -> tuple[str, ...]:

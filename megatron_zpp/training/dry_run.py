@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from megatron_zpp.checkpoint.checkpoint_args import checkpoint_folder
-from megatron_zpp.checkpoint.folders import older_checkpoints
-from megatron_zpp.checkpoint.manifest import is_complete, read_manifest
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples, running_schedule
 from megatron_zpp.config.data_sources import Blend, read_sources
 from megatron_zpp.config.defaults import banner
@@ -14,14 +9,15 @@ from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.options import arguments_block
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.rules_schedule import check_batches
-from megatron_zpp.config.schema import CheckpointConfig, Config
+from megatron_zpp.config.schema import Config
 from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
+from megatron_zpp.training.kept_rules import with_kept_rules
 from megatron_zpp.training.memory_need import AvailableMemory, check_fits, in_gib, saved_bytes
 from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, computation_by_rate, plan_as_given, shape_of
-from megatron_zpp.training.stored_run import StoredRun, with_schedule
+from megatron_zpp.training.stored_run import StoredRun, find_stored_run, with_schedule
 
 LABEL_COLUMNS = 24
 SECONDS_PER_DAY = 86400
@@ -34,6 +30,8 @@ def described_plan(given: Config, launch: Launch) -> str:
     if --memory-gigabytes is given.
     """
     config, world = _resolved(given, launch)
+    stored = find_stored_run(config.checkpoint)
+    config, about_rules = with_kept_rules(config, stored)
     vocab_size = build_tokenizer(config.data).vocab_size
     plan = plan_as_given(config, world, embedding_rows(config.model, vocab_size))
     _check_memory(plan, world)
@@ -41,7 +39,7 @@ def described_plan(given: Config, launch: Launch) -> str:
         "parameters": _parameters(plan, vocab_size),
         "training": _training(plan),
         "data": _data(config),
-        "start": _start(plan, world),
+        "start": _start(plan, stored),
         "sharding": plan.member.name,
         "memory per rank": f"{in_gib(plan.memory.total)}: {plan.memory}",
         "host memory per rank": _host(plan, world),
@@ -54,7 +52,7 @@ def described_plan(given: Config, launch: Launch) -> str:
     groups = _groups(config)
     headline = f"plan of {world.size} ranks{groups} ({world.nodes} nodes x {world.ranks_per_node}, {device}); nothing was started"
     lines = [f"  {name} {'.' * (LABEL_COLUMNS - len(name))} {text}" for name, text in parts.items() if text]
-    return "\n".join(filter(None, [banner(config), arguments_block(config), *config.notices, headline, *lines]))
+    return "\n".join(filter(None, [banner(config), arguments_block(config), *config.notices, *about_rules, headline, *lines]))
 
 
 def _groups(config: Config) -> str:
@@ -163,29 +161,20 @@ def _blend(blend: Blend) -> str:
     return f"{len(corpora)} corpora of {tokens:.4g} tokens"
 
 
-def _start(plan: RunPlan, world: PlannedWorld) -> str:
+def _start(plan: RunPlan, stored: StoredRun | None) -> str:
     """The checkpoint that the run loads; empty if no flag asks for one. Raises ValueError if the run could not start from it."""
     config, checkpoint = plan.config, plan.config.checkpoint
     if checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
         return ""
-    folder = checkpoint_folder(checkpoint)
-    if folder is None and checkpoint.exit_on_missing_checkpoint:
+    if stored is None and checkpoint.exit_on_missing_checkpoint:
         raise FlagError(f"--load {checkpoint.load} holds no checkpoint and --exit-on-missing-checkpoint is given; correct the path.")
-    if folder is None:
+    if stored is None:
         check_batches(config, running_schedule(config, plan.job.grid.sample_groups), 0)
         return "anew, there is no checkpoint yet"
-    stored = _stored(checkpoint, folder)
     with_schedule(config, stored)
     stored.check_contents(config, plan.job.unit_specs)
     check_batches(config, running_schedule(config, plan.job.grid.sample_groups), stored.consumed_samples)
     return "; ".join([f"from {stored.folder}", *stored.notices(config)])
-
-
-def _stored(checkpoint: CheckpointConfig, folder: Path) -> StoredRun:
-    """The run that `folder` stores; with --load-last-good-checkpoint, that of the newest complete checkpoint not newer than `folder`."""
-    candidates = (folder, *older_checkpoints(folder)) if checkpoint.load_last_good_checkpoint else ()
-    usable = next(filter(is_complete, candidates), folder)
-    return StoredRun.of(checkpoint, usable, read_manifest(usable))
 
 
 def _bytes(plan: RunPlan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 
 import torch
 
@@ -18,7 +19,7 @@ from megatron_zpp.monitor.scalars import (
     validation_scalars,
 )
 from megatron_zpp.monitor.timers import BETWEEN_STEPS, NEVER_RAN, TIMER_NAMES, timer_lines
-from megatron_zpp.monitor.training_line import samples_line, training_line
+from megatron_zpp.monitor.training_line import megatron_lm_line, samples_line, training_line
 from megatron_zpp.training.hardware import peak_teraflops
 from megatron_zpp.training.metrics import Interval, ReportInputs, StepReadings, StepTimes, StepTraffic, interval_report
 from megatron_zpp.training.progress import Progress
@@ -101,7 +102,10 @@ class Reporter:
 
     def _write_line(self, report: IntervalReport, iterations: int) -> None:
         logging, printer = self._config.logging, self._writers.printer
-        printer.on_last(training_line(report, with_throughput=logging.log_throughput))
+        if logging.log_line_format == "megatron-lm":
+            printer.on_last(megatron_lm_line(report, datetime.now(), with_throughput=logging.log_throughput))
+        else:
+            printer.on_last(training_line(report, with_throughput=logging.log_throughput))
         record: dict[str, object] = {**report.json_object(), **self._samples_per_source(report.consumed_samples)}
         if logging.timing_log_level > 0:
             record["timers_ms"] = self._write_timers(report.iteration, iterations)

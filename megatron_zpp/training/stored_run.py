@@ -7,8 +7,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron_zpp.checkpoint.checkpoint_args import checkpoint_folder
 from megatron_zpp.checkpoint.contents import check_model, check_moments, rotation_differences
-from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest
+from megatron_zpp.checkpoint.folders import older_checkpoints
+from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest, is_complete, read_manifest
 from megatron_zpp.config.schema import CheckpointConfig, Config, OptimizerConfig, PrecisionConfig, TrainingConfig, ZeroConfig
 from megatron_zpp.parallel.specs import UnitSpec
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
@@ -72,6 +74,19 @@ class StoredRun:
                 "copies begin as its main weights"
             )
         return lines
+
+
+def find_stored_run(checkpoint: CheckpointConfig) -> StoredRun | None:
+    """The run of the checkpoint that the flags name; None if there is none yet.
+
+    With --load-last-good-checkpoint, of the newest complete one. Raises CheckpointError if it cannot be read.
+    """
+    folder = checkpoint_folder(checkpoint)
+    if folder is None:
+        return None
+    candidates = (folder, *older_checkpoints(folder)) if checkpoint.load_last_good_checkpoint else ()
+    usable = next(filter(is_complete, candidates), folder)
+    return StoredRun.of(checkpoint, usable, read_manifest(usable))
 
 
 def _copy_of(zero: ZeroConfig, precision: PrecisionConfig) -> tuple[str, int] | None:

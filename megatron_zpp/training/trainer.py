@@ -190,7 +190,6 @@ class Trainer:
         with self._garbage.evaluation(), self._engine.observer.phase("eval-time"):
             loss = evaluate(self._model, self._engine, held_out)
         self._reporter.between_steps("eval-time")
-        if held_out.name:
-            drawn_from = f" on validation set {held_out.name}"
-        self._writers.printer.on_last(validation_lines(self._progress.iteration, loss, drawn_from=drawn_from))
+        lines = validation_lines(self._progress.iteration, loss, set_name=held_out.name, drawn_from=drawn_from)
+        self._writers.printer.on_last(lines)
         return loss

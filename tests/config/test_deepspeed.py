@@ -11,6 +11,7 @@ from megatron_zpp.config.deepspeed import (
     BATCH_KEYS,
     FIELDS,
     KEYS,
+    NOT_NEEDED,
     OFF,
     OFFLOAD_KEYS,
     REFUSED,
@@ -223,7 +224,6 @@ CONFLICTS = [
     ("--checkpoint-in-cpu", "activation_checkpointing.cpu_checkpointing", False),
     ("--contiguous-checkpointing", "activation_checkpointing.contiguous_memory_optimization", False),
     ("--clip-grad 2.0", "gradient_clipping", 1.0),
-    ("--log-interval 3", "steps_per_print", 10),
     ("--context-parallel-size 4", "sequence_parallel_size", 2),
     ("--micro-batch-size 3", "train_micro_batch_size_per_gpu", 1),
     ("--global-batch-size 16", "train_batch_size", 8),
@@ -237,7 +237,8 @@ def test_a_contradiction_names_flag_and_key_with_both_values(flags, key, value):
 
 
 def test_every_key_that_is_a_flag_can_contradict():
-    assert {key for _, key, _ in CONFLICTS} == {*FIELDS, "train_batch_size", "train_micro_batch_size_per_gpu"}
+    free = {"steps_per_print"}
+    assert {key for _, key, _ in CONFLICTS} == {*FIELDS, "train_batch_size", "train_micro_batch_size_per_gpu"} - free
 
 
 @pytest.mark.parametrize(
@@ -379,7 +380,7 @@ def test_a_key_that_is_not_available_is_refused_unless_neutral(key):
     [
         {"zero_optimization": {"offload_param": {"device": "none"}, "offload_optimizer": {}}},
         {"zero_optimization": {"mics_shard_size": -1, "zeropp_loco_param": None}},
-        {"amp": {"enabled": False, "opt_level": "O1"}, "tensorboard": {"enabled": False}, "gradient_predivide_factor": 1.0},
+        {"amp": {"enabled": False, "opt_level": "O1"}, "tensorboard": {"enabled": False}},
         {"zero_optimization": None, "fp16": {}, "optimizer": {}},
     ],
 )
@@ -537,7 +538,7 @@ def test_keys_of_common_files_are_known(key):
 
 
 def test_a_key_is_of_one_kind():
-    kinds = [set(FIELDS), set(BATCH_KEYS), set(OFFLOAD_KEYS), set(WITHOUT_MEANING), set(REFUSED)]
+    kinds = [set(FIELDS), set(BATCH_KEYS), set(OFFLOAD_KEYS), set(WITHOUT_MEANING), set(NOT_NEEDED), set(REFUSED)]
     assert sum(len(kind) for kind in kinds) == len(KEYS)
     assert not SECTIONS & KEYS
 
@@ -565,3 +566,17 @@ def test_anything_else_asks_for_something(value):
 
 def test_true_is_not_one():
     assert asks_for_nothing(1.0, (1,)) and not asks_for_nothing(True, (1,))
+
+
+def test_what_is_done_anyway_is_accepted_with_a_line_that_says_so():
+    config = translated({"prescale_gradients": True, "flops_profiler": {"enabled": True}, "comms_logger": {"enabled": False}, "timers": {}})
+    assert config.given == {"deepspeed_config"}
+    assert config.notices[1:] == (
+        "ds.json: prescale_gradients has no effect here (the mean of gradients is the same wherever it is divided)",
+        "ds.json: flops_profiler has no effect here (training lines always have the FLOP/s)",
+    )
+
+
+def test_the_interval_of_lines_may_differ_from_that_of_deepspeeds_own_lines():
+    assert translated({"steps_per_print": 1}, "--log-interval 100").logging.log_interval == 100
+    assert translated({"steps_per_print": 10}).logging.log_interval == 10

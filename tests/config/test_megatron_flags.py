@@ -62,11 +62,14 @@ WORK = """
     --tensorboard-dir x / --tensorboard-log-interval 1 / --tensorboard-queue-size 9 / --log-timers-to-tensorboard
     --log-memory-to-tensorboard / --log-world-size-to-tensorboard
     --log-validation-ppl-to-tensorboard / --no-log-loss-scale-to-tensorboard / --wandb-project x / --wandb-exp-name x
-    --wandb-save-dir x / --wandb-entity x / --profile / --profile-step-start 10 / --profile-step-end 12 / --profile-ranks 0
+    --wandb-save-dir x / --no-bias-gelu-fusion / --openai-gelu / --legacy-tokenizer / --cpu-optimizer / --tiktoken-pattern v2
+    --activations-checkpoint-method uniform / --activations-checkpoint-num-layers 2 / --exit-duration-in-mins 30000000
+    --split '99,1,0' / --split 949, 50, 1 / --step-batch-size-schedule 0:16 2.4B:320
+    --wandb-entity x / --profile / --profile-step-start 10 / --profile-step-end 12 / --profile-ranks 0
 """
 
 CHANGE_NOTHING = """
-    --use-flash-attn / --use-flash-attn-v1 / --use-flash-attn-v2 / --use-flash-attn-triton / --openai-gelu
+    --use-flash-attn / --use-flash-attn-v1 / --use-flash-attn-v2 / --use-flash-attn-triton
     --data-parallel-random-init / --empty-unused-memory-level 1
     --attention-softmax-in-fp32 / --no-query-key-layer-scaling / --accumulate-allreduce-grads-in-fp32 / --grad-reduce-in-bf16
     --cross-entropy-loss-fusion
@@ -78,7 +81,7 @@ CHANGE_NOTHING = """
     --tp-comm-overlap-rs-dgrad / --disable-tp-comm-overlap-ag / --disable-tp-comm-overlap-rs / --disable-tp-comm-bulk-dgrad
     --disable-tp-comm-bulk-wgrad / --tp-comm-bootstrap-backend nccl / --use-tp-pp-dp-mapping / --encoder-tensor-model-parallel-size 0
     --expert-tensor-parallel-size 1 / --no-gradient-accumulation-fusion / --no-masked-softmax-fusion
-    --no-bias-gelu-fusion / --no-bias-dropout-fusion / --no-persist-layer-norm / --use-mcore-models
+    --no-bias-dropout-fusion / --no-persist-layer-norm / --use-mcore-models
     --transformer-impl transformer_engine / --zero-reduce-scatter / --zero-contigious-gradients / --zero-reduce-bucket-size 1
     --zero-allgather-bucket-size 1 / --remote-device none / --use-pin-memory / --no-pin-cpu-grads
     --no-pin-cpu-params / --overlap-cpu-optimizer-d2h-h2d / --use-torch-optimizer-for-cpu-offload / --optimizer-offload-fraction 1.0
@@ -86,13 +89,18 @@ CHANGE_NOTHING = """
     --no-pipeline-parallel / --deepspeed / --deepscale / --deepspeed-activation-checkpointing
     --synchronize-each-layer
     --no-mmap-bin-files / --num-dataset-builder-threads 4 / --no-create-attention-mask-in-dataloader / --data-impl mmap / --mmap-warmup
-    --no-barrier-with-level-1-timing / --log-batch-size-to-tensorboard
+    --no-barrier-with-level-1-timing / --log-batch-size-to-tensorboard / --log-optimizer-states-to-tensorboard / --repeated-dataloader
+    --num-experts 1 / --moe-expert-parallel-size 1 / --moe-loss-coeff 0.01 / --moe-train-capacity-factor 1.0 / --moe-min-capacity 4
+    --moe-eval-capacity-factor 1.0 / --moe-router-topk 2 / --moe-token-dispatcher-type alltoall / --moe-grouped-gemm / --topk 1
+    --mlp-type standard / --ep-world-size 1 / --expert-interval 2 / --create-moe-param-group / --disable-moe-token-dropping
+    --expert-model-parallel-size 1
 """
 
 # A value, or the flag itself.
 REFUSED = """
     --quick-geglu / --apply-residual-connection-post-layernorm / --onnx-safe / --bert-embedder-type x / --num-experts 8
-    --moe-router-topk 2 / --retro-workdir x / --vision-pretraining / --biencoder-projection-dim 1 / --ict-head-size 1 / --kd
+    --num-experts 64 64 128 / --mlp-type residual / --retro-workdir x / --vision-pretraining
+    --biencoder-projection-dim 1 / --ict-head-size 1 / --kd
     --sgd-momentum 0.9 / --optimizer sgd / --warmup 0.1 / --model-parallel-size 2 / --lion-beta1 0.9 / --muon-momentum 0.9
     --fp32-residual-connection / --fp16-lm-cross-entropy / --calculate-per-token-loss / --fp8-format hybrid / --fp8-margin 0
     --load-tag global_step5 / --reset-iteration / --no-load-lr-state / --override-ckpt-iteration / --non-persistent-save-interval 5
@@ -100,9 +108,12 @@ REFUSED = """
     --cpu-offloading-num-layers 4 / --optimizer-offload-fraction 0.5
     --dataloader-type external / --fim-data / --train-data-exact-num-epochs 1
     --train-doc-idx-path x / --train-sample-idx-path x / --train-shuffle-idx-path x / --return-data-index / --random-ltd
-    --profile-backward / --log-optimizer-states-to-tensorboard
+    --profile-backward
     --pipeline-model-parallel-split-rank 1 / --decoder-first-pipeline-num-layers 2 / --decoder-last-pipeline-num-layers 2
     --pipeline-model-parallel-layout Et|L / --encoder-tensor-model-parallel-size 2 / --num-layers-per-virtual-pipeline-stage 2
+    --decoupled-lr 5e-4 / --decoupled-min-lr 4e-5 / --mos / --kd-beta-ce 1 / --load-teacher x / --num-layers-teacher 2
+    --num-experts-teacher 64 64 / --enable-zbh1-pipeline / --enable-zbh1-exact-semantics / --fp8-param-gather
+    --ds-sequence-parallel-fpdt / --ds-sequence-parallel-fpdt-chunk-size 65536 / --ds-sequence-parallel-fpdt-offloading
     --curriculum-learning-legacy / --one-logger-project x / --log-straggler / --log-energy
 """
 
@@ -186,3 +197,24 @@ def test_megatron_deepspeeds_example_needs_one_edit_which_an_error_names(tmp_pat
     words = [word.replace("\0", "/") for word in script(text, pipeline_model_parallel_size="1")]
     config = resolve(parse_flags(words), 8, 8)
     assert (config.model.swiglu, config.model.normalization, config.model.num_query_groups) == (True, "RMSNorm", 4)
+
+
+def test_a_dense_model_of_a_script_for_experts_takes_its_flags_with_a_line_each_and_experts_are_one_error():
+    flags = "--moe-loss-coeff 0.01 --moe-grouped-gemm --moe-layer-freq 1 2"
+    assert len(parse_flags(f"--num-experts 1 {flags}".split()).notices) == 4
+    with pytest.raises(FlagError, match="^--num-experts 8 is not available, there are no experts; choose 1, or leave it out.$"):
+        parse_flags(f"--num-experts 8 {flags}".split())
+
+
+@pytest.mark.parametrize("flag", ["--xyzzyx", "--hf-ckpt-dir", "--load-mode", "--ds-inference", "--profile-execution", "--no-pipeline"])
+def test_no_hint_names_a_flag_that_has_only_letters_in_common(flag):
+    with pytest.raises(FlagError, match=f"^{flag} is not a flag of this program; see --help for the list.$"):
+        parse_flags([flag])
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"), [("--num-layer", "--num-layers"), ("--hidden-sz", "--hidden-size"), ("--clip-gradient", "--clip-grad")]
+)
+def test_a_flag_with_a_slip_is_told_the_right_one(flag, meant):
+    with pytest.raises(FlagError, match=f"did you mean {meant}\\?"):
+        parse_flags([flag, "1"])

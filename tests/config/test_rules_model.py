@@ -129,6 +129,6 @@ def test_dropout_that_nobody_asked_for_is_named_where_it_surprises() -> None:
 
 
 def test_flags_that_say_what_is_the_case_anyway_are_accepted_with_a_line() -> None:
-    flags = "--openai-gelu --use-flash-attn --use-flash-attn-v2 --use-flash-attn-triton --no-persist-layer-norm --no-rope-fusion"
+    flags = "--use-flash-attn --use-flash-attn-v2 --use-flash-attn-triton --no-persist-layer-norm --no-rope-fusion"
     notices = [notice for notice in resolved(flags).notices if notice.startswith("accepted, has no effect here:")]
     assert [notice.split()[5] for notice in notices] == flags.split()

@@ -25,10 +25,10 @@ def resolved(flags: str, world_size: int = 1, steps: str | None = None) -> Confi
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--train-iters 5 --train-tokens 99", ["--train-iters 5", "--train-tokens 99", "exclude each other"]),
         ("--train-tokens 99 --lr-decay-iters 5", ["--lr-decay-iters 5", "--train-tokens counts in samples", "use --lr-decay-samples"]),
-        ("--train-iters 5 --lr-decay-tokens 9", ["--lr-decay-tokens 9", "counts in iterations", "use --lr-decay-iters"]),
-        ("--train-iters 5 --lr-warmup-tokens 9", ["--lr-warmup-tokens 9", "use --lr-warmup-iters"]),
+        ("--train-iters 5 --train-tokens 99 --global-batch-size 8", ["--train-tokens 99 is less than one global batch"]),
+        ("--train-iters 5 --lr-decay-iters 3 --lr-decay-tokens 99", ["--lr-decay-iters 3 and --lr-decay-tokens 99", "give one"]),
+        ("--train-iters 5 --lr-decay-tokens 99 --lr-warmup-iters 400", ["warmup of 400 samples does not end before", "--lr-decay-tokens"]),
         ("--train-samples 50 --lr-decay-tokens 9 --lr-decay-samples 9", ["--lr-decay-samples 9", "--lr-decay-tokens 9", "give one"]),
         ("--train-samples 50 --lr-warmup-tokens 9 --lr-warmup-samples 9", ["--lr-warmup-samples 9", "--lr-warmup-tokens 9", "give one"]),
         ("--train-iters 5 --lr-warmup-fraction 0 --lr-warmup-iters 2", ["--lr-warmup-fraction 0.0", "--lr-warmup-iters 2", "give one"]),
@@ -80,7 +80,7 @@ def test_flags_that_contradict_each_other_are_named(flags: str, words: list[str]
     ("flags", "steps", "words"),
     [
         (RAMP, "0:8", ["--step-batch-size-schedule", "--rampup-batch-size 4 4 24", "exclude each other"]),
-        ("--global-batch-size 8", "0:8", ["--step-batch-size-schedule", "--global-batch-size 8", "exclude each other"]),
+        ("--global-batch-size 4", "0:8", ["--step-batch-size-schedule", "ends with another size than --global-batch-size 4; leave that"]),
         ("", "0:8 4K:9", ['--step-batch-size-schedule "0:8 4K:9" has batches of 9 samples', "not a multiple of 2", "choose 8 or 10"]),
         (
             "--rampup-batch-size 3 1 30 --global-batch-size 4",
@@ -169,3 +169,26 @@ def test_weight_decay_changes_over_the_length_of_training_unless_told_otherwise(
 )
 def test_what_changes_nothing_or_surprises_is_noticed(flags: str, notice: str) -> None:
     assert any(notice in line for line in resolved(f"--train-iters 5 {flags}").notices)
+
+
+@pytest.mark.parametrize(("tokens", "iterations"), [(16 * 8 * 3, 3), (16 * 8 * 3 + 1, 3), (16 * 8 * 90, 5)])
+def test_iterations_with_tokens_stop_at_the_shorter_and_decay_over_the_iterations(tokens: int, iterations: int) -> None:
+    config = resolved(f"--seq-length 16 --train-iters 5 --train-tokens {tokens} --global-batch-size 8")
+    assert (config.training.train_iters, config.training.train_samples, config.optimizer.lr_decay_iters) == (iterations, None, 5)
+
+
+def test_a_schedule_in_tokens_fits_a_length_in_iterations() -> None:
+    flags = "--seq-length 16 --train-iters 50 --global-batch-size 8 --lr-decay-tokens 5120 --lr-warmup-tokens 640"
+    config = resolved(flags)
+    found = horizons(config.optimizer, config.training, batch_schedule(config.training, 16))
+    assert (found.warmup_samples, found.decay_samples) == (40, 320)
+
+
+def test_steps_of_the_batch_may_come_with_the_size_they_end_at() -> None:
+    assert resolved("--train-iters 5 --global-batch-size 8", 2, "0:4 4K:8").training.global_batch_size == 8
+
+
+@pytest.mark.parametrize("split", ["a", "1,2,3,4", "'0,0,0'"])
+def test_a_split_that_no_corpus_can_have_is_refused_before_anything_starts(split: str) -> None:
+    with pytest.raises(FlagError, match="--split .* found"):
+        resolved(f"--train-iters 5 --split {split}")

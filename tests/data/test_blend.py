@@ -1,5 +1,6 @@
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.blend import normalized, plan_by_epochs, plan_by_weights
-from megatron_zpp.data.blended_dataset import BlendedDataset
+from megatron_zpp.data.blended_dataset import BlendedDataset, build_blend_indices
 from megatron_zpp.data.datasets import DataRequest, Datasets, SampleCounts, build_datasets
 from megatron_zpp.data.gpt_dataset import GPTDataset
 
@@ -31,12 +32,65 @@ def blend_of(datasets: Datasets) -> BlendedDataset:
 
 @given(weights=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8), sample_count=st.integers(1, 10**9))
 def test_sizes_of_a_weighted_blend_are_megatrons(weights: list[float], sample_count: int) -> None:
-    plan = plan_by_weights(weights, sample_count, 0.005)
+    plan = plan_by_weights(weights, sample_count, 0.005, "twice")
     total = np.sum(np.array(weights))
     shares = [weight / total for weight in weights]
-    assert plan.weights == tuple(shares)
+    again = np.sum(np.array(shares))
+    assert plan.weights == tuple(share / again for share in shares)
+    assert plan_by_weights(weights, sample_count, 0.005, "once") == replace(plan, weights=tuple(shares), normalization="once")
     assert plan.least_samples == tuple(math.ceil(math.ceil(sample_count * share) * 1.005) for share in shares)
     assert plan.sample_count == sum(math.ceil(sample_count * share) for share in shares) >= sample_count
+
+
+def dealt_by_the_rule(weights: np.ndarray, corpora: np.ndarray, counts: np.ndarray, samples: int) -> np.ndarray:
+    """[samples, blends] corpus of each sample of many blends at once, written from the rule; blends end after their own counts.
+
+    Weights are divided by their sum, the shares again by theirs. Sample i goes to the corpus whose share of max(i, 1) samples is furthest
+    above the samples it has, to the first among equals. weights: [blends, corpora], 0 where a blend has fewer.
+    """
+    shares = weights.copy()
+    for _ in range(2):
+        sums = np.array([np.sum(row[:count]) for row, count in zip(shares, corpora, strict=True)])
+        shares /= sums[:, None]
+    shares[np.arange(shares.shape[1]) >= corpora[:, None]] = -np.inf
+    had = np.zeros(shares.shape)
+    dealt = np.full((samples, len(weights)), -1)
+    blends = np.arange(len(weights))
+    for sample in range(samples):
+        furthest = np.argmax(shares * max(sample, 1) - had, axis=1)
+        had[blends, furthest] += 1
+        dealt[sample] = np.where(sample < counts, furthest, -1)
+    return dealt
+
+
+def test_3000_random_blends_are_dealt_by_shares_that_are_normalized_twice() -> None:
+    random = np.random.RandomState(21)
+    blends, most_corpora, samples = 3000, 8, 400
+    corpora = random.randint(1, most_corpora + 1, blends)
+    # Weights that people write have few digits, and their ties are what the last bit decides.
+    digits = random.randint(1, 4, blends)
+    weights = np.ceil(random.rand(blends, most_corpora) * 10.0 ** digits[:, None]) / 10.0 ** digits[:, None]
+    counts = random.randint(1, samples - most_corpora, blends)
+    plans = [
+        {rule: plan_by_weights(row[:count].tolist(), int(size), 0.005, rule) for rule in ("twice", "once")}
+        for row, count, size in zip(weights, corpora, counts, strict=True)
+    ]
+    lengths = np.array([plan["twice"].sample_count for plan in plans])
+    expected = dealt_by_the_rule(np.where(np.arange(most_corpora) < corpora[:, None], weights, 0), corpora, lengths, int(lengths.max()))
+    dealt_otherwise = 0
+    for blend, plan in enumerate(plans):
+        reference = expected[: lengths[blend], blend]
+        assert np.array_equal(build_blend_indices(plan["twice"].weights, plan["twice"].sample_count).dataset, reference)
+        dealt_otherwise += not np.array_equal(build_blend_indices(plan["once"].weights, plan["once"].sample_count).dataset, reference)
+    assert dealt_otherwise > 100
+
+
+def test_blends_of_different_normalization_are_stored_under_different_names(tmp_path: Path) -> None:
+    words = [word for number in range(3) for word in ("1", write_corpus(tmp_path, [[number] * 30], name=f"c{number}"))]
+    cache = tmp_path / "cache"
+    for rule in ("once", "twice"):
+        build(DataConfig(data_path=tuple(words), split="1", data_cache_path=str(cache), blend_normalization=rule), (20, 0, 0))
+    assert len(list(cache.glob("*-BlendedDataset-train-description.txt"))) == 2
 
 
 def test_a_blend_by_epochs_has_the_shares_of_the_samples() -> None:

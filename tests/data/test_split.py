@@ -5,7 +5,8 @@ from harness.tiny_corpus import GOLDEN
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zpp.data.split import parse_split, split_boundaries, split_documents
+from megatron_zpp.config.data_sources import parse_split
+from megatron_zpp.data.split import split_boundaries, split_documents
 
 
 def test_boundaries_equal_megatrons() -> None:
@@ -13,7 +14,9 @@ def test_boundaries_equal_megatrons() -> None:
     assert list(split_boundaries(parse_split(golden["split"]), golden["documents"])) == golden["ends"]
 
 
-@pytest.mark.parametrize("split", ["969, 30, 1", "969,30,1", "969/30/1", "0.969, 0.03, 0.001"])
+@pytest.mark.parametrize(
+    "split", ["969, 30, 1", "969,30,1", "969/30/1", "0.969, 0.03, 0.001", "'969,30,1'", '"969, 30, 1"', " 969 ,30 / 1 ", "969 30 1"]
+)
 def test_all_spellings_mean_the_same_fractions(split: str) -> None:
     assert parse_split(split) == pytest.approx((0.969, 0.03, 0.001), abs=1e-15)
 

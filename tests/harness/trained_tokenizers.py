@@ -1,14 +1,18 @@
 """Tokenizer files of each kind, trained on a few sources, for tests without a network."""
 
 import base64
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import sentencepiece
 from tokenizers import ByteLevelBPETokenizer
 
 SOURCES = sorted((Path(__file__).resolve().parents[2] / "megatron_zpp" / "config").glob("*.py"))
 END_OF_TEXT = "<|endoftext|>"
+MODEL_SIZE = 300  # pieces of a SentencePiece model
 
 
 def training_texts() -> list[str]:
@@ -39,3 +43,22 @@ def json_entries(tokens: Sequence[bytes]) -> str:
             for rank, token in enumerate(tokens)
         ]
     )
+
+
+def write_sentencepiece_model(path: Path, **options: Any) -> str:
+    """A BPE model of MODEL_SIZE pieces that changes no text; 1 and 2 are its begin and end of sentence."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["def f(x): return x", "the quick brown fox jumps over the lazy dog"] * 5),
+        model_writer=model,
+        vocab_size=MODEL_SIZE,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+        **options,
+    )
+    path.write_bytes(model.getvalue())
+    return str(path)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from harness.rank_pool import RankPool
 from harness.tiny_corpus import write_corpus
-from harness.tiny_runs import losses, pretrain
+from harness.tiny_runs import TINY, losses, pretrain
+from test_bad_input import entry_and_output
+
+from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, MARKER_FILE, marker_json, read_manifest
 
 SAVED_AT, END = 4, 7
 
@@ -56,6 +60,31 @@ def test_a_dynamic_loss_scale_does_not_start_from_the_constant_one_of_another_pr
     pretrain(ranks, 1, 2, f"{flags(corpus, '--bf16', 3)} {checkpoints} --exit-interval 2", tmp_path / "bf16.jsonl")
     records = pretrain(ranks, 1, 2, f"{flags(corpus, '--fp16 --initial-loss-scale 1024', 3)} {checkpoints}", tmp_path / "fp16.jsonl")
     assert records[0]["iteration"] == 3 and records[0]["loss_scale"] == 1024
+
+
+def test_a_run_from_before_samples_were_dealt_as_in_megatron_goes_on_with_its_own_order(ranks: RankPool, tmp_path: Path) -> None:
+    corpora = [write_corpus(tmp_path, np.random.default_rng(seed).integers(0, 90, (20, 30)).tolist(), name=f"c{seed}") for seed in range(3)]
+    # The two rules deal sample 9 and the next ones to different corpora: the first two batches are samples 0 to 7.
+    blend = " ".join(f"{weight} {prefix}" for weight, prefix in zip((0.1, 0.6, 0.2), corpora, strict=True))
+    common = f"--data-path {blend} --split 1 --tokenizer-type NullTokenizer --train-iters 4 --global-batch-size 4 --eval-iters 0"
+    checkpoints = f"--save {tmp_path / 'saved'} --save-interval 2 --load {tmp_path / 'saved'}"
+    whole = pretrain(ranks, 1, 1, f"{common} {checkpoints} --blend-normalization once", tmp_path / "whole.jsonl")
+    forget_rules(tmp_path / "saved" / "iter_0000002")
+    goes_on = [*TINY, *f"{common} {checkpoints} --ckpt-step 2 --log-jsonl {tmp_path / 'parts.jsonl'}".split()]
+    ((code, output),) = ranks.run(1, 1, entry_and_output, goes_on)
+    parts = [json.loads(line) for line in (tmp_path / "parts.jsonl").read_text().splitlines()]
+    assert code == 0 and losses(parts) == losses(whole)[2:]
+    assert "samples are dealt to corpora as in the checkpoint's run: --blend-normalization once\n" in output
+    given = f"{common} {checkpoints} --ckpt-step 2 --blend-normalization twice"
+    assert losses(pretrain(ranks, 1, 1, given, tmp_path / "other.jsonl")) != losses(whole)[2:]
+
+
+def forget_rules(folder: Path) -> None:
+    """Rewrites the manifest of a checkpoint as programs wrote it that had no flag for the rule."""
+    manifest = read_manifest(folder)
+    del manifest.flags["data"]["blend_normalization"]
+    (folder / MANIFEST_FILE).write_text(manifest.to_json())
+    (folder / MARKER_FILE).write_text(marker_json(manifest.to_json()))
 
 
 def test_the_last_iteration_is_logged_also_between_log_intervals(ranks: RankPool, tmp_path: Path) -> None:

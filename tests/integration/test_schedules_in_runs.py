@@ -118,12 +118,14 @@ def test_every_named_set_has_megatrons_line_and_training_notices_nothing(ranks: 
     flags = f"{corpora} --train-iters 3 --global-batch-size 4 --zero-stage 3 --bf16 --zero-hpz-partition-size 2"
     plain = pretrain(ranks, 2, 2, flags, tmp_path / "plain.jsonl")
     named = "--multiple-validation-sets --validation-set-names encyclopedia programs --full-validation --eval-iters 1 --eval-interval 1"
-    watched = [*TINY, *flags.split(), *named.split(), "--log-jsonl", str(tmp_path / "watched.jsonl")]
+    lines = ["--log-line-format", "megatron-lm"]
+    watched = [*TINY, *flags.split(), *named.split(), *lines, "--log-jsonl", str(tmp_path / "watched.jsonl")]
     *_, (code, output) = ranks.run(2, 2, entry_and_output, watched)
     assert code == 0
-    line = r" validation loss at iteration (\d+) on validation set (\w+) \| lm loss value: (\S+) \| lm loss PPL: (\S+) \| "
-    found = [(int(iteration), name) for iteration, name, _, _ in re.findall(line, output)]
+    line = r" validation-(\w+) loss at iteration (\d+)(?: on validation set)? \| lm loss value: (\S+) \| lm loss PPL: (\S+) \| "
+    found = [(int(iteration), name) for name, iteration, _, _ in re.findall(line, output)]
     assert found == [(iteration, name) for iteration in (1, 2, 3) for name in ("encyclopedia", "programs")]
+    assert re.search(r"^ \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration        3/       3 \| consumed samples: ", output, re.M)
     records = pretrain(ranks, 2, 2, f"{flags} {named}", tmp_path / "records.jsonl")
     assert losses(records) == losses(plain)
     assert trained(records, "inter_node_bytes") == trained(plain, "inter_node_bytes")

@@ -44,7 +44,7 @@ def test_what_is_not_wanted_or_not_known_is_left_out():
 
 def test_a_validation_has_its_loss_and_where_wanted_its_perplexity():
     assert validation_scalars(0.0, ALL) == {"lm loss validation": 0.0, "lm loss validation ppl": 1.0}
-    assert validation_scalars(0.0, ScalarChoice(), set_name="books") == {"lm loss validation books": 0.0}
+    assert validation_scalars(0.0, ScalarChoice(), set_name="books") == {"lm loss validation-books": 0.0}
 
 
 def test_a_timer_is_drawn_by_its_slowest_rank_in_seconds():

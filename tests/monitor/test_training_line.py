@@ -4,11 +4,12 @@ import json
 import math
 import re
 from dataclasses import replace
+from datetime import datetime
 
 import pytest
 from harness.sample_report import REPORT
 
-from megatron_zpp.monitor.training_line import perplexity_of, samples_line, training_line, validation_lines
+from megatron_zpp.monitor.training_line import megatron_lm_line, perplexity_of, samples_line, training_line, validation_lines
 
 PUBLISHED_KEYS = (
     "iteration consumed_samples consumed_tokens lm_loss learning_rate global_batch_size grad_norm loss_scale skipped_iterations "
@@ -50,6 +51,18 @@ def test_training_line_is_the_tutorials_with_grad_norm_and_tgs_and_eta():
         "number of nan iterations:   0 | samples per second: 8.985 | tokens per gpu per second (tgs): 71.883 | TFLOPs: 10.70 | "
         "ETA: 2264d 05h 50m 54s |"
     )
+
+
+def test_megatron_lms_line_begins_with_the_date_and_has_its_fields_alone():
+    at = datetime(2026, 8, 22, 15, 4, 5, 678)
+    assert megatron_lm_line(REPORT, at) == (
+        " [2026-08-22 15:04:05.000678] iteration       20/27465820 | consumed samples:         1280 | "
+        "elapsed time per iteration (ms): 7122.7 | learning rate: 3.000000E-04 | global batch size:    64 | lm loss: 1.490005E+01 | "
+        "loss scale: 2048.0 | grad norm: 1.234 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+    )
+    line = megatron_lm_line(EVERYTHING, at, with_throughput=True)
+    assert "(ms): 7122.7 | throughput per GPU (TFLOP/s/GPU): 8.0 | learning rate: 3.000000E-04 |" in line
+    assert "| grad norm: 1.234 | num zeros: 1234.0 | params norm: 98.765 | number of skipped iterations:   0 |" in line
 
 
 def test_what_is_asked_for_stands_in_megatrons_places_and_what_is_new_at_the_end():
@@ -113,6 +126,11 @@ def test_validation_line_is_framed_by_dashes_one_longer():
     above, line, below = validation_lines(1000, 2.0).split("\n")
     assert line == " validation loss at iteration 1000 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
     assert above == below == "-" * (len(line) + 1)
+
+
+def test_one_of_several_validation_sets_is_named_as_in_megatron():
+    line = validation_lines(1000, 2.0, set_name="books").split("\n")[1]
+    assert line == " validation-books loss at iteration 1000 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
 
 
 def test_final_validation_names_its_set():

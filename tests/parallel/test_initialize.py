@@ -12,7 +12,7 @@ from harness.places import ROOT
 from harness.rank_pool import RankPool
 
 from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.data.split import parse_split
+from megatron_zpp.config.data_sources import parse_split
 from megatron_zpp.parallel.initialize import World, choose_device, gather_texts, is_mistake, joined_errors
 from megatron_zpp.parallel.launch import Launch, read_launch
 

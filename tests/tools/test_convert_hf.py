@@ -22,6 +22,7 @@ from test_generate_text import write_checkpoint
 from train_tokenizer import train_model
 
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
+from megatron_zpp.checkpoint.hf import gpt2
 from megatron_zpp.checkpoint.hf.layouts import layout_holding, layout_of_type
 from megatron_zpp.checkpoint.hf.rules import Boundaries
 from megatron_zpp.checkpoint.hf.tokenizer import write_tokenizer
@@ -203,14 +204,16 @@ def test_a_tokenizer_of_another_kind_goes_along_as_it_is(tmp_path: Path, monkeyp
     assert "tokenizer.model alone" in capsys.readouterr().out
 
 
-def test_a_llama2_tokenizers_documents_begin_with_its_own_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_documents_of_the_earlier_llama2_tokenizer_begin_with_its_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     path = tmp_path / "tok.model"
     path.write_bytes(train_model([f"{a}{b}{c} " for a in "abcd" for b in "efgh" for c in "ijkl"], vocab_size=280, model_type="bpe"))
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     expected = {"Llama2Tokenizer": pieces.bos_id(), "GPTSentencePieceTokenizer": pieces.eos_id()}
     assert len(set(expected.values())) == 2
     for kind, begin in expected.items():
-        data = DataConfig(tokenizer_type=kind, tokenizer_model=str(path), vocab_size=pieces.get_piece_size())
+        data = DataConfig(tokenizer_type=kind, tokenizer_model=str(path), legacy_tokenizer=True)
         (tmp_path / kind).mkdir()
         folder = exported(tmp_path / kind, materialize(GPT(gpt2_config(), 304, 7, torch.float32)), monkeypatch, data=data)
         config = json.loads((folder / "config.json").read_text())
@@ -254,6 +257,13 @@ def test_models_that_the_layout_has_no_place_for_are_refused(tmp_path: Path, mon
     (tmp_path / "full" / "file").touch()
     message = refusal(convert_to_hf, monkeypatch, capsys, "--load", tmp_path / "saved", "--output", tmp_path / "full")
     assert "cannot be converted" in message or "exists already" in message
+
+
+@pytest.mark.parametrize(("is_exact", "name"), [(True, "gelu"), (False, "gelu_new")])
+def test_a_gpt2_keeps_its_form_of_gelu(is_exact: bool, name: str) -> None:
+    written = gpt2.config_json(small_config(kv_channels=8, no_bias_gelu_fusion=is_exact), VOCAB, Boundaries())
+    assert written["activation_function"] == name
+    assert gpt2.model_config(written).has_exact_gelu == is_exact
 
 
 @pytest.mark.parametrize(

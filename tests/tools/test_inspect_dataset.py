@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 from harness.tiny_corpus import write_corpus
 from harness.tool import run_tool
+from harness.trained_tokenizers import MODEL_SIZE, write_sentencepiece_model
 
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 100)
 
@@ -56,3 +57,11 @@ def test_files_that_do_not_fit_together_end_it_with_exit_code_2(
     done = run_tool("inspect_dataset", "--data-path", prefix, *arguments)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def test_a_corpus_of_the_earlier_sentencepiece_tokenizer_is_read_with_its_pieces(tmp_path: Path) -> None:
+    model = write_sentencepiece_model(tmp_path / "tiny.model")
+    prefix = write_corpus(tmp_path, [[5, 6, MODEL_SIZE + 2]] * 3)
+    done = run_tool("inspect_dataset", "--data-path", prefix, "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model)
+    assert done.returncode == 0, done.stderr
+    assert "<EOD>" in done.stdout and f"every token id is below {MODEL_SIZE + 5}" in done.stdout

@@ -40,6 +40,22 @@ def test_append_eod_ends_every_document(tmp_path: Path) -> None:
     assert documents_of(str(tmp_path / "out_text_document")) == [[5, 99], [6, 7, 99]]
 
 
+def test_flags_of_megatrons_tool_without_a_purpose_here_are_accepted_with_a_line_each(tmp_path: Path) -> None:
+    source = write_json_lines(tmp_path / "in.jsonl", [{"text": "1 2"}])
+    flags = "--use-gigatoken --tokenizer-hf-no-use-fast --tokenizer-sentencepiece-ignore-extra-whitespaces --pad-vocab-size".split()
+    values = "--null-tokenizer-pad-id -1 --chat-template x --padded-vocab-size 128".split()
+    done = preprocess(source, tmp_path / "out", *NULL, *flags, *values)
+    assert done.returncode == 0, done.stderr
+    named = [line.split()[5] for line in done.stdout.splitlines() if line.startswith("accepted, has no effect here: ")]
+    assert named == [*flags, *values[::2]]
+
+
+def test_a_null_tokenizers_end_of_document_can_be_another_id(tmp_path: Path) -> None:
+    source = write_json_lines(tmp_path / "in.jsonl", [{"text": "1 2"}])
+    assert preprocess(source, tmp_path / "out", *NULL, "--append-eod", "--null-tokenizer-eod-id", 7).returncode == 0
+    assert documents_of(f"{tmp_path / 'out'}_text_document") == [[1, 2, 7]]
+
+
 def test_every_json_key_has_its_own_files(tmp_path: Path) -> None:
     source = write_json_lines(tmp_path / "in.jsonl", [{"title": "1", "body": "2 3"}, {"title": "", "body": "4"}])
     done = preprocess(source, tmp_path / "out", *NULL, "--json-keys", "title", "body")
@@ -205,6 +221,11 @@ def test_invalid_lines_are_left_out_counted_and_listed_where_that_is_asked_for(t
         (("--tokenizer-type", "NullTokenizer"), "needs --vocab-size"),
         (("--tokenizer-type", "SentencePieceTokenizer"), "needs --tokenizer-model"),
         (("--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", "nowhere"), "--tokenizer-model nowhere does not exist"),
+        ((*NULL, "--special-tokens", "<x>"), "--tokenizer-special-tokens <x> needs --tokenizer-type TikTokenizer"),
+        ((*NULL, "--tokenizer-sentencepiece-legacy"), "--tokenizer-sentencepiece-legacy is not accepted; use --legacy-tokenizer"),
+        ((*NULL, "--metadata-path", "m.json"), "--metadata-path is not accepted; use --tokenizer-type and --tokenizer-model"),
+        ((*NULL, "--no-pad-vocab-size"), "--no-pad-vocab-size is not accepted; use --make-vocab-size-divisible-by 1"),
+        ((*NULL, "--null-tokenizer-eod-id", 1000), "--null-tokenizer-eod-id 1000 is not below --vocab-size"),
         ((*NULL, "--append"), "unrecognized arguments: --append"),
         (("--tokenizer-type", "WordPiece"), "invalid choice: 'WordPiece'"),
     ],

@@ -19,7 +19,9 @@ import preprocess_data
 import pytest
 from harness.places import ROOT
 from harness.tool import write_json_lines
+from tokenizer_flags import tokenizer_identity
 
+from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.preprocess.corpus_builder import CorpusBuilder
 from megatron_zpp.data.preprocess.indexed_writer import Extent, IndexedDatasetWriter
@@ -304,3 +306,13 @@ def test_an_input_that_was_not_begun_may_be_mended(tmp_path: Path) -> None:
     dataset = IndexedDataset(str(tmp_path / "out_text_document"))
     assert [dataset.read(i).tolist() for i in range(len(dataset))] == [[1, 999], [2, 999], [3, 999]]
     assert sorted(digests(tmp_path / "out")) == [f"_{key}_document.{ending}" for key in ("more", "text") for ending in ("bin", "idx")]
+
+
+def test_a_record_has_flags_that_came_later_only_where_they_change_ids() -> None:
+    """So a run that an earlier version began goes on, unless its tokenizer is another today."""
+    before = set(tokenizer_identity(DataConfig(tokenizer_type="NullTokenizer", vocab_size=9)))
+    assert len(before) == 9
+    assert set(tokenizer_identity(DataConfig(tokenizer_type="Llama2Tokenizer", legacy_tokenizer=True))) == before
+    assert set(tokenizer_identity(DataConfig(tokenizer_type="Llama2Tokenizer"))) == {*before, "legacy_tokenizer"}
+    other = DataConfig(tokenizer_type="NullTokenizer", vocab_size=9, null_tokenizer_eod_id=3)
+    assert set(tokenizer_identity(other)) == {*before, "null_tokenizer_eod_id"}

@@ -6,7 +6,7 @@ from harness.tool import run_tool, write_json_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zpp.data.tokenizers.sentencepiece import GPTSentencePieceTokenizer, SentencePieceTokenizer
+from megatron_zpp.data.tokenizers.sentencepiece import AddingTokenizer, ModelTokenizer
 
 SOURCES = sorted((ROOT / "megatron_zpp" / "data").glob("*.py"))
 
@@ -25,7 +25,7 @@ def model(corpus: Path) -> Path:
 
 
 def test_source_code_comes_back_unchanged_in_far_fewer_tokens_than_characters(model: Path) -> None:
-    tokenizer = GPTSentencePieceTokenizer(str(model))
+    tokenizer = ModelTokenizer(str(model))
     assert tokenizer.vocab_size == 600
     texts = [path.read_text(encoding="utf-8") for path in SOURCES]
     ids = [tokenizer.tokenize(text) for text in texts]
@@ -36,13 +36,13 @@ def test_source_code_comes_back_unchanged_in_far_fewer_tokens_than_characters(mo
 # SentencePiece writes a space as U+2581, and halves of surrogate pairs are not text.
 @given(text=st.text(st.characters(exclude_characters="\u2581", exclude_categories=["Cs"])))
 def test_every_text_comes_back_unchanged(model: Path, text: str) -> None:
-    for tokenizer in (GPTSentencePieceTokenizer(str(model)), SentencePieceTokenizer(str(model))):
+    for tokenizer in (ModelTokenizer(str(model)), AddingTokenizer(str(model))):
         assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
 
 
 @pytest.mark.parametrize("text", ["\t\tx\n", "\n\n  x \n", " x", "x ", "  ", "\r\n", "\0", "\ufeffx", "<s></s><unk><0x0A>", "é漢🎉", ""])
 def test_white_space_and_special_spellings_come_back_unchanged(model: Path, text: str) -> None:
-    tokenizer = GPTSentencePieceTokenizer(str(model))
+    tokenizer = ModelTokenizer(str(model))
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
 
 

@@ -246,6 +246,17 @@ def test_corpora_are_opened_and_their_tokens_counted(tmp_path: Path) -> None:
         parts_of(f"{flags}-missing")
 
 
+def test_rules_that_the_run_would_keep_of_its_checkpoint_are_in_the_plan(tmp_path: Path) -> None:
+    manifest = manifest_of_run(stored_config(), 104)
+    del manifest.flags["data"]["blend_normalization"]
+    write_manifest(tmp_path / "saved", manifest)
+    prefix = write_corpus(tmp_path, [[1, 2, 3], [4, 5]])
+    flags = f"--global-batch-size 2 --tokenizer-type NullTokenizer --data-path 0.6 {prefix} 0.4 {prefix} --load {tmp_path / 'saved'}"
+    line = "\nsamples are dealt to corpora as in the checkpoint's run: --blend-normalization once\n"
+    assert line in described_plan(parse_flags(f"{RUN} {flags}".split()), ALONE)
+    assert line not in described_plan(parse_flags(f"{RUN} {flags} --finetune".split()), ALONE)
+
+
 def test_a_plan_ends_with_0_and_a_mistake_with_2_and_only_the_first_rank_speaks(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,8 @@ from megatron_zpp.checkpoint.hf.rules import HEAD, Boundaries, TensorRule, norm,
 from megatron_zpp.config.schema import ModelConfig
 
 PREFIX = "transformer."
-TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh")  # two names for the activation of our MLP
+EXACT_GELU = "gelu"
+TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh")  # two names for one function
 IGNORED_BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks that old versions saved
 CHANGES_THE_FUNCTION: dict[str, Any] = {
     "scale_attn_weights": True,
@@ -68,7 +69,7 @@ def config_json(model: ModelConfig, vocab_size: int, boundaries: Boundaries) -> 
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "activation_function": TANH_GELUS[0],
+        "activation_function": EXACT_GELU if model.has_exact_gelu else TANH_GELUS[0],
         "n_layer": model.num_layers,
         "n_embd": model.hidden_size,
         "n_head": model.num_attention_heads,
@@ -91,10 +92,8 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     Raises ValueError, with the reason, for a GPT-2 that our model cannot compute, and KeyError for a missing entry.
     """
     activation = config.get("activation_function", TANH_GELUS[0])
-    if activation not in TANH_GELUS:
-        raise ValueError(
-            f"config.json has activation_function {activation}; only the tanh form of GELU, {TANH_GELUS[0]}, can be converted."
-        )
+    if activation not in (EXACT_GELU, *TANH_GELUS):
+        raise ValueError(f"config.json has activation_function {activation}; only GELU, {EXACT_GELU} or {TANH_GELUS[0]}, can be converted.")
     for key, value in CHANGES_THE_FUNCTION.items():
         if config.get(key, value) != value:
             raise ValueError(f"config.json has {key} {config[key]}, which this model does not compute; only {value} can be converted.")
@@ -102,6 +101,7 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(
         num_layers=config["n_layer"],
         hidden_size=hidden,
+        no_bias_gelu_fusion=activation == EXACT_GELU,
         num_attention_heads=config["n_head"],
         ffn_hidden_size=config.get("n_inner") or 4 * hidden,
         kv_channels=hidden // config["n_head"],

@@ -27,7 +27,7 @@ def write_tokenizer(folder: Path, data: DataConfig) -> str:
         return "no tokenizer files: the run had ids for text"
     if data.tokenizer_type == "TikTokenizer":
         return "no tokenizer files: transformers reads no .tiktoken file"
-    return _write_sentencepiece(folder, data.tokenizer_type, data.tokenizer_model)
+    return _write_sentencepiece(folder, data, data.tokenizer_model)
 
 
 def _copy_huggingface(folder: Path, model_path: Path) -> str:
@@ -46,13 +46,13 @@ def _copy_gpt2(folder: Path, vocab_file: str, merge_file: str) -> str:
     return "vocab.json, merges.txt and tokenizer_config.json"
 
 
-def _write_sentencepiece(folder: Path, tokenizer_type: str, model_path: str) -> str:
+def _write_sentencepiece(folder: Path, data: DataConfig, model_path: str) -> str:
     """Copies the SentencePiece model, and writes a tokenizer.json if one can give the same ids."""
     shutil.copyfile(model_path, folder / "tokenizer.model")
-    if tokenizer_type == "Llama2Tokenizer":
+    if data.legacy_tokenizer and data.tokenizer_type == "Llama2Tokenizer":
         return "tokenizer.model alone, for the sentencepiece library: the training put its begin-of-sentence piece before every text"
-    if tokenizer_type != "GPTSentencePieceTokenizer":
-        return f"tokenizer.model alone: {tokenizer_type} adds pieces that only this program knows"
+    if data.legacy_tokenizer and data.tokenizer_type == "SentencePieceTokenizer":
+        return "tokenizer.model alone: SentencePieceTokenizer with --legacy-tokenizer adds pieces that only this program knows"
     pieces = sentencepiece.SentencePieceProcessor(model_file=model_path)
     if not _is_plain_bpe(pieces):
         return "tokenizer.model alone, for the sentencepiece library: it is not a BPE model of text as it is"

@@ -16,15 +16,18 @@ class HuggingFaceTokenizer:
     """The ids of tokenizer.json, including those that its own rules put around a text.
 
     model_path: the file or its folder. The end-of-sentence token named in the files beside it ends a document.
+    adds_special_tokens: False leaves the ids around a text out.
     Special tokens spelled in a text become their ids, as in Hugging Face's classes.
     """
 
-    def __init__(self, model_path: str) -> None:
+    def __init__(self, model_path: str, *, adds_special_tokens: bool = True) -> None:
         path = Path(model_path, "tokenizer.json") if os.path.isdir(model_path) else Path(model_path)
         self._tokenizer = _load(path, model_path)
         # A file may turn on truncation and padding, which are wrong for a corpus.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        if not adds_special_tokens:
+            self._tokenizer.post_processor = None
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.eod = vocabulary[_end_token(path, vocabulary)]

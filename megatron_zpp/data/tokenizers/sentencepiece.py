@@ -1,4 +1,4 @@
-"""Megatron's three tokenizers on a SentencePiece model."""
+"""Megatron's tokenizers on a SentencePiece model: today's, and the two that --legacy-tokenizer chooses."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -36,8 +36,11 @@ class PieceTokenizer:
         return segment_encoder(self._pieces)
 
 
-class GPTSentencePieceTokenizer(PieceTokenizer):
-    """The unchanged ids of a SentencePiece model. Its end-of-sentence piece ends a document."""
+class ModelTokenizer(PieceTokenizer):
+    """The unchanged ids of a SentencePiece model. Its end-of-sentence piece ends a document.
+
+    Today's Megatron has it for SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer.
+    """
 
     def __init__(self, model_path: str) -> None:
         super().__init__(model_path)
@@ -46,7 +49,7 @@ class GPTSentencePieceTokenizer(PieceTokenizer):
         if self.eod < 0:
             raise ValueError(
                 f"--tokenizer-model {model_path} has no end-of-sentence piece to end documents with; "
-                "use --tokenizer-type SentencePieceTokenizer, which adds one."
+                "use --tokenizer-type SentencePieceTokenizer with --legacy-tokenizer, which adds one."
             )
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -54,8 +57,8 @@ class GPTSentencePieceTokenizer(PieceTokenizer):
         return self._pieces.decode(list(ids))
 
 
-class Llama2Tokenizer(GPTSentencePieceTokenizer):
-    """A SentencePiece model that puts its begin-of-sentence piece before every text, even an empty one, as Megatron does."""
+class BeginningTokenizer(ModelTokenizer):
+    """Llama2Tokenizer of earlier generations: it puts the model's begin-of-sentence piece before every text, even an empty one."""
 
     def __init__(self, model_path: str) -> None:
         super().__init__(model_path)
@@ -63,7 +66,7 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
         if self.bos < 0:
             raise ValueError(
                 f"--tokenizer-model {model_path} has no begin-of-sentence piece to begin documents with; "
-                "use --tokenizer-type GPTSentencePieceTokenizer, which needs none."
+                "leave out --legacy-tokenizer, without which none is needed."
             )
 
     def tokenize(self, text: str) -> list[int]:
@@ -74,8 +77,8 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
         return TokenizedTexts(np.insert(ids, np.cumsum(lengths) - lengths, self.bos), lengths + 1)
 
 
-class SentencePieceTokenizer(PieceTokenizer):
-    """A SentencePiece model with Megatron's added pieces after its own ids. <EOD> ends a document.
+class AddingTokenizer(PieceTokenizer):
+    """SentencePieceTokenizer of earlier generations: Megatron's added pieces come after the model's own ids. <EOD> ends a document.
 
     extra_ids: number of pieces <extra_id_0>, <extra_id_1>, ... that come last.
     The spelling of an added piece in a text is plain text; no text is encoded to its id.

@@ -11,6 +11,8 @@ from megatron_zpp.config.schema import TOKENIZER_TYPES, DataConfig, ModelConfig
 if TYPE_CHECKING:
     from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts
 
+SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+
 
 class Tokenizer(Protocol):
     @property
@@ -28,16 +30,20 @@ class Tokenizer(Protocol):
 
 
 class NullTokenizer:
-    """No tokenizer: text is ids separated by spaces. As in Megatron Core of 2026 it has vocab_size ids, and eod is vocab_size - 1.
+    """No tokenizer: text is ids separated by spaces. As in Megatron Core of 2026 it has vocab_size ids, and by default the last is eod.
 
     Only the methods that tokenize import numpy, because the plan of a run needs only the size.
     """
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, eod: int | None = None) -> None:
         if vocab_size < 1:
             raise ValueError(f"--vocab-size {vocab_size} leaves no id; give 1 or more.")
         self.vocab_size = vocab_size
-        self.eod = vocab_size - 1
+        self.eod = vocab_size - 1 if eod is None else eod
+        if self.eod >= vocab_size:
+            raise ValueError(
+                f"--null-tokenizer-eod-id {eod} is not below --vocab-size {vocab_size}; choose an id from 0 to {vocab_size - 1}."
+            )
 
     def tokenize(self, text: str) -> list[int]:
         from megatron_zpp.data.tokenizers.token_ids import check_ids
@@ -90,7 +96,7 @@ def _build(data: DataConfig) -> Tokenizer:
     if data.tokenizer_type == "NullTokenizer":
         if data.vocab_size is None:
             raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size, the number of ids.")
-        return NullTokenizer(data.vocab_size)
+        return NullTokenizer(data.vocab_size, data.null_tokenizer_eod_id)
     if data.tokenizer_type == "GPT2BPETokenizer":
         from megatron_zpp.data.tokenizers.gpt2 import GPT2BPETokenizer
 
@@ -100,7 +106,8 @@ def _build(data: DataConfig) -> Tokenizer:
     if data.tokenizer_type in ("HuggingFaceTokenizer", "HFTokenizer"):
         from megatron_zpp.data.tokenizers.huggingface import HuggingFaceTokenizer
 
-        return HuggingFaceTokenizer(_model_path(data, "a tokenizer.json, or the folder that has one"))
+        path = _model_path(data, "a tokenizer.json, or the folder that has one")
+        return HuggingFaceTokenizer(path, adds_special_tokens=not data.tokenizer_hf_no_include_special_tokens)
     if data.tokenizer_type == "TikTokenizer":
         return _build_tik_tokenizer(data)
     return _build_sentencepiece(data)
@@ -122,15 +129,16 @@ def _build_tik_tokenizer(data: DataConfig) -> Tokenizer:
 
 
 def _build_sentencepiece(data: DataConfig) -> Tokenizer:
-    from megatron_zpp.data.tokenizers.sentencepiece import GPTSentencePieceTokenizer, Llama2Tokenizer, SentencePieceTokenizer
+    from megatron_zpp.data.tokenizers.sentencepiece import AddingTokenizer, BeginningTokenizer, ModelTokenizer
 
-    kinds = {kind.__name__: kind for kind in (GPTSentencePieceTokenizer, Llama2Tokenizer)}
-    if data.tokenizer_type not in (*kinds, "SentencePieceTokenizer"):
+    if data.tokenizer_type not in SENTENCEPIECE_TYPES:
         raise ValueError(f"--tokenizer-type {data.tokenizer_type} is unknown; choose one of {', '.join(TOKENIZER_TYPES)}.")
     path = _model_path(data, "a SentencePiece .model file")
-    if data.tokenizer_type == "SentencePieceTokenizer":
-        return SentencePieceTokenizer(path, data.vocab_extra_ids)
-    return kinds[data.tokenizer_type](path)
+    if data.legacy_tokenizer and data.tokenizer_type == "SentencePieceTokenizer":
+        return AddingTokenizer(path, data.vocab_extra_ids)
+    if data.legacy_tokenizer and data.tokenizer_type == "Llama2Tokenizer":
+        return BeginningTokenizer(path)
+    return ModelTokenizer(path)
 
 
 def _model_path(data: DataConfig, kind: str) -> str:

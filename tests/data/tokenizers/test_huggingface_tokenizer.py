@@ -49,6 +49,8 @@ def test_its_own_rules_put_a_beginning_before_every_text(tmp_path: Path) -> None
     tokenizer = HuggingFaceTokenizer(str(tmp_path))
     assert tokenizer.tokenize("x y") == [VOCAB_SIZE, *reference.tokenize("x y")]
     assert tokenizer.tokenize_batch(["", "x"]).lengths.tolist() == [1, 2]
+    plain = HuggingFaceTokenizer(str(tmp_path), adds_special_tokens=False)
+    assert plain.tokenize("x y") == plain.tokenize_batch(["x y"]).ids.tolist() == reference.tokenize("x y")
 
 
 def test_added_tokens_count_into_the_vocabulary(tmp_path: Path) -> None:

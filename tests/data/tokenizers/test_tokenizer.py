@@ -1,4 +1,3 @@
-import io
 import os
 import pickle
 import subprocess
@@ -6,54 +5,33 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sentencepiece
 from harness.places import ROOT
-from harness.trained_tokenizers import tiktoken_lines, write_gpt2_files
+from harness.trained_tokenizers import MODEL_SIZE, tiktoken_lines, write_gpt2_files, write_sentencepiece_model
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer
 
 from megatron_zpp.config.schema import DataConfig, ModelConfig
-from megatron_zpp.data.tokenizers.sentencepiece import GPTSentencePieceTokenizer, Llama2Tokenizer, SentencePieceTokenizer
+from megatron_zpp.data.tokenizers.sentencepiece import AddingTokenizer, BeginningTokenizer, ModelTokenizer
 from megatron_zpp.data.tokenizers.tokenizer import NullTokenizer, build_tokenizer, embedding_rows, padded_vocab_size
-
-MODEL_SIZE = 300
-
-
-def write_model(path: Path, **options: Any) -> str:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["def f(x): return x", "the quick brown fox jumps over the lazy dog"] * 5),
-        model_writer=model,
-        vocab_size=MODEL_SIZE,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-        **options,
-    )
-    path.write_bytes(model.getvalue())
-    return str(path)
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.model")
+    return write_sentencepiece_model(tmp_path_factory.mktemp("model") / "tiny.model")
 
 
-def test_gpt_sentencepiece_ends_documents_with_the_models_own_end(model_path: str) -> None:
-    tokenizer = GPTSentencePieceTokenizer(model_path)
+def test_sentencepiece_ends_documents_with_the_models_own_end(model_path: str) -> None:
+    tokenizer = ModelTokenizer(model_path)
     assert (tokenizer.vocab_size, tokenizer.eod) == (MODEL_SIZE, 2)
     assert tokenizer.detokenize(tokenizer.tokenize("return x\n")) == "return x\n"
 
 
-def test_llama_2_begins_every_text_with_its_own_piece(model_path: str) -> None:
-    plain, llama = GPTSentencePieceTokenizer(model_path), Llama2Tokenizer(model_path)
+def test_the_earlier_llama_2_begins_every_text_with_its_own_piece(model_path: str) -> None:
+    plain, llama = ModelTokenizer(model_path), BeginningTokenizer(model_path)
     assert (llama.vocab_size, llama.eod, llama.bos) == (MODEL_SIZE, 2, 1)
     assert llama.tokenize("the fox") == [1, *plain.tokenize("the fox")]
     assert llama.tokenize_batch(["", "fox"]).ids.tolist() == [1, 1, *plain.tokenize("fox")]
@@ -62,7 +40,7 @@ def test_llama_2_begins_every_text_with_its_own_piece(model_path: str) -> None:
 
 def test_a_batch_has_the_ids_of_its_texts(model_path: str) -> None:
     texts = ["the fox", "", " x\t<EOD>é漢", "dog " * 500]
-    for tokenizer in (SentencePieceTokenizer(model_path), GPTSentencePieceTokenizer(model_path), Llama2Tokenizer(model_path)):
+    for tokenizer in (AddingTokenizer(model_path), ModelTokenizer(model_path), BeginningTokenizer(model_path)):
         ids, lengths = tokenizer.tokenize_batch(texts)
         expected = [tokenizer.tokenize(text) for text in texts]
         assert ids.tolist() == [token for members in expected for token in members]
@@ -72,13 +50,13 @@ def test_a_batch_has_the_ids_of_its_texts(model_path: str) -> None:
 
 
 def test_extra_ids_are_the_last_pieces(model_path: str) -> None:
-    tokenizer = SentencePieceTokenizer(model_path, extra_ids=2)
+    tokenizer = AddingTokenizer(model_path, extra_ids=2)
     assert tokenizer.vocab_size == MODEL_SIZE + 7
     assert tokenizer.detokenize([tokenizer.vocab_size - 1]) == "<extra_id_1>"
 
 
-def test_sentencepiece_adds_megatrons_pieces_behind_the_model(model_path: str) -> None:
-    tokenizer = SentencePieceTokenizer(model_path)
+def test_the_earlier_sentencepiece_adds_megatrons_pieces_behind_the_model(model_path: str) -> None:
+    tokenizer = AddingTokenizer(model_path)
     # <CLS>, <SEP>, <EOD>, <MASK>, and <PAD>, which this model lacks; it has its own sentence ends.
     assert (tokenizer.vocab_size, tokenizer.eod) == (MODEL_SIZE + 5, MODEL_SIZE + 2)
     ids = [*tokenizer.tokenize("fox"), tokenizer.eod, *tokenizer.tokenize(" dog")]
@@ -86,28 +64,28 @@ def test_sentencepiece_adds_megatrons_pieces_behind_the_model(model_path: str) -
 
 
 def test_pieces_the_model_has_are_not_added_again(tmp_path: Path) -> None:
-    tokenizer = SentencePieceTokenizer(write_model(tmp_path / "own.model", control_symbols=["<EOD>"], pad_id=3))
+    tokenizer = AddingTokenizer(write_sentencepiece_model(tmp_path / "own.model", control_symbols=["<EOD>"], pad_id=3))
     assert (tokenizer.vocab_size, tokenizer.eod) == (MODEL_SIZE + 3, 4)
 
 
 def test_text_that_spells_the_end_of_a_document_is_text(model_path: str) -> None:
-    for tokenizer in (SentencePieceTokenizer(model_path), GPTSentencePieceTokenizer(model_path)):
+    for tokenizer in (AddingTokenizer(model_path), ModelTokenizer(model_path)):
         for text in ("<EOD>", "</s>", "<0x0A>"):
             assert tokenizer.eod not in tokenizer.tokenize(text)
             assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
 
 
 def test_a_model_without_sentence_end_is_refused_where_it_is_needed(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "endless.model", eos_id=-1)
+    path = write_sentencepiece_model(tmp_path / "endless.model", eos_id=-1)
     with pytest.raises(ValueError, match="--tokenizer-model .* no end-of-sentence piece"):
-        GPTSentencePieceTokenizer(path)
+        ModelTokenizer(path)
     with pytest.raises(ValueError, match="--tokenizer-model .* no begin-of-sentence piece"):
-        Llama2Tokenizer(write_model(tmp_path / "beginless.model", bos_id=-1))
-    assert SentencePieceTokenizer(path).vocab_size == MODEL_SIZE + 6
+        BeginningTokenizer(write_sentencepiece_model(tmp_path / "beginless.model", bos_id=-1))
+    assert AddingTokenizer(path).vocab_size == MODEL_SIZE + 6
 
 
 def test_tokenizers_can_be_sent_to_other_processes(model_path: str) -> None:
-    for tokenizer in (SentencePieceTokenizer(model_path), GPTSentencePieceTokenizer(model_path)):
+    for tokenizer in (AddingTokenizer(model_path), ModelTokenizer(model_path)):
         sent = pickle.loads(pickle.dumps(tokenizer))
         assert (sent.eod, sent.tokenize("fox")) == (tokenizer.eod, tokenizer.tokenize("fox"))
 
@@ -126,14 +104,29 @@ def test_null_tokenizer_refuses_other_text(text: str, message: str) -> None:
 
 
 def test_ids_outside_of_the_vocabulary_are_not_text(model_path: str) -> None:
-    for tokenizer in (SentencePieceTokenizer(model_path), GPTSentencePieceTokenizer(model_path)):
+    for tokenizer in (AddingTokenizer(model_path), ModelTokenizer(model_path)):
         with pytest.raises(ValueError, match=f"Token id {tokenizer.vocab_size} is outside"):
             tokenizer.detokenize([tokenizer.vocab_size])
 
 
-@pytest.mark.parametrize("kind", [SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer])
-def test_build_tokenizer_builds_the_named_kind(model_path: str, kind: type) -> None:
-    assert type(build_tokenizer(DataConfig(tokenizer_type=kind.__name__, tokenizer_model=model_path))) is kind
+@pytest.mark.parametrize(
+    ("name", "earlier"),
+    [
+        ("SentencePieceTokenizer", AddingTokenizer),
+        ("GPTSentencePieceTokenizer", ModelTokenizer),
+        ("Llama2Tokenizer", BeginningTokenizer),
+    ],
+)
+def test_kinds_keep_the_ids_of_the_model_unless_legacy_tokenizer_is_given(model_path: str, name: str, earlier: type) -> None:
+    data = DataConfig(tokenizer_type=name, tokenizer_model=model_path)
+    today, before = build_tokenizer(data), build_tokenizer(replace(data, legacy_tokenizer=True))
+    assert (type(today), type(before)) == (ModelTokenizer, earlier)
+    pieces = sentencepiece.SentencePieceProcessor(model_file=model_path)
+    assert (today.vocab_size, today.eod) == (pieces.get_piece_size(), pieces.eos_id())
+    assert today.tokenize("the fox") == pieces.encode("the fox")
+
+
+def test_build_tokenizer_builds_a_null_tokenizer() -> None:
     assert build_tokenizer(DataConfig(tokenizer_type="NullTokenizer", vocab_size=7)).vocab_size == 7
 
 
