@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path

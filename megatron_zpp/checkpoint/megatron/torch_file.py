@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.megatron.pickled import Global, Made, Outside, PickleError, Pickled, read_pickle
+from megatron_zpp.checkpoint.megatron.pickled import Global, Made, Outside, Pickled, PickleError, read_pickle
 from megatron_zpp.checkpoint.megatron.torch_zip import Bytes, is_zip, zip_members
 from megatron_zpp.checkpoint.megatron.window import Window
 from megatron_zpp.config.outside import WHOLE_NUMBER_LIMIT
@@ -33,7 +33,12 @@ DTYPES = {
 }
 ELEMENT_BYTES = {
     **{name: dtype.itemsize for name, dtype in DTYPES.items()},
-    **{"LongStorage": 8, "IntStorage": 4, "ShortStorage": 2, "CharStorage": 1, "ByteStorage": 1, "BoolStorage": 1},
+    "LongStorage": 8,
+    "IntStorage": 4,
+    "ShortStorage": 2,
+    "CharStorage": 1,
+    "ByteStorage": 1,
+    "BoolStorage": 1,
 }
 REBUILD = "torch._utils._rebuild_tensor_v2"
 REBUILD_PARAMETER = "torch._utils._rebuild_parameter"
@@ -98,7 +103,12 @@ class TorchFile:
     def _storage(self, outside: Any) -> tuple[str, str, int]:
         """The kind of a storage, its name, and its number of elements."""
         identity = outside.identity if isinstance(outside, Outside) else None
-        if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage" or any(part is not None for part in identity[5:]):
+        if (
+            not isinstance(identity, tuple)
+            or len(identity) < 5
+            or identity[0] != "storage"
+            or any(part is not None for part in identity[5:])
+        ):
             self._refuse("has a tensor in a storage that this program does not read")
         kind, key, _, numel = identity[1:5]
         if not isinstance(kind, Global) or kind.module != "torch" or type(key) is not str or counts_of((numel,)) is None:
