@@ -1,4 +1,4 @@
-"""What a checkpoint of Megatron is in any format: the arguments of its run, and the tensors of each tensor rank by the names of this model."""
+"""A checkpoint of Megatron in any format: the arguments of its run, and the tensors of each tensor rank by the names of this model."""
 
 from __future__ import annotations
 

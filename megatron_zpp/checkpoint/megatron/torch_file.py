@@ -103,17 +103,13 @@ class TorchFile:
     def _storage(self, outside: Any) -> tuple[str, str, int]:
         """The kind of a storage, its name, and its number of elements."""
         identity = outside.identity if isinstance(outside, Outside) else None
-        if (
-            not isinstance(identity, tuple)
-            or len(identity) < 5
-            or identity[0] != "storage"
-            or any(part is not None for part in identity[5:])
-        ):
-            self._refuse("has a tensor in a storage that this program does not read")
-        kind, key, _, numel = identity[1:5]
-        if not isinstance(kind, Global) or kind.module != "torch" or type(key) is not str or counts_of((numel,)) is None:
-            self._refuse("has a tensor in a storage that this program does not read")
-        return kind.name, key, numel
+        fields = identity if isinstance(identity, tuple) else ()
+        is_view = len(fields) == 6 and fields[5] is not None
+        if len(fields) in (5, 6) and not is_view and isinstance(fields[1], Global) and fields[1].module == "torch":
+            key, numel = fields[2], fields[4]
+            if type(key) is str and counts_of((numel,)) is not None:
+                return fields[1].name, key, numel
+        return self._refuse("has a tensor in a storage that this program does not read")
 
     def _check(self, place: TensorPlace, storage_numel: int) -> None:
         nbytes = self._storages[place.storage].nbytes if place.storage in self._storages else 0
