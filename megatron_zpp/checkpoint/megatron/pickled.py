@@ -129,7 +129,8 @@ class _Machine:
         self.stack.append(self._memo[place])
 
     def _list(self, _: Any) -> None:
-        self.stack.append(self._after_mark())
+        values = self._after_mark()
+        self.stack.append(values)
 
     def _append(self, _: Any) -> None:
         value = self.stack.pop()
