@@ -162,6 +162,13 @@ def nested(named: Mapping[str, Tensor]) -> OrderedDict[str, Any]:
     return model
 
 
+def with_versions(named: Mapping[str, Tensor]) -> OrderedDict[str, Any]:
+    """The tensors as a module of torch gives them: the dictionary has an attribute with the versions of the modules."""
+    state = OrderedDict[str, Any](named)
+    vars(state)["_metadata"] = OrderedDict({"": {"version": 1}, "output_layer": {"version": 1}})
+    return state
+
+
 def write_legacy(
     folder: Path,
     model: GPT,
@@ -171,18 +178,22 @@ def write_legacy(
     dtype: torch.dtype = torch.float32,
     version: float | None = 3.0,
     order: Callable[[Tensor], Tensor] = lambda rows: rows,
+    changes: Mapping[str, Any] | None = None,
     **saving: Any,
 ) -> Path:
-    """The format `torch` without pipeline ranks. order: of the rows of q, k and v within a rank. saving: options of torch.save."""
+    """The format `torch` without pipeline ranks.
+
+    order: of the rows of q, k and v within a rank. changes: of arguments. saving: options of torch.save.
+    """
     gated = model.config.swiglu
     for rank in range(ranks):
         named = {name: part(name, value, rank, ranks, is_gated=gated).to(dtype) for name, value in names(model).items()}
         named = {name: order(value) if "query_key_value" in name else value for name, value in named.items()}
         saved: dict[str, Any] = {
-            "args": arguments(model.config, ranks),
+            "args": arguments(model.config, ranks, **(changes or {})),
             "checkpoint_version": version,
             "iteration": ITERATION,
-            "model": nested(named) if "language_model.embedding.word_embeddings.weight" in named else OrderedDict(named),
+            "model": nested(named) if "language_model.embedding.word_embeddings.weight" in named else with_versions(named),
             "rng_state": [{"random_rng_state": (3, (1, 2), None), "torch_rng_state": torch.arange(5, dtype=torch.uint8)}],
         }
         if version is None:
@@ -192,6 +203,31 @@ def write_legacy(
         path = folder / f"iter_{ITERATION:07d}" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
         path.parent.mkdir(parents=True)
         torch.save(saved, path, **saving)
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
+    return folder
+
+
+def write_pipeline(folder: Path, model: GPT, stages: int = 2, virtual_stages: int = 2) -> Path:
+    """The format `torch` with virtual stages: a pipeline rank has several models, whose layers count from 0. The last has a tied head."""
+    per_model = model.config.num_layers // stages // virtual_stages
+    for stage in range(stages):
+        saved: dict[str, Any] = {"args": arguments(model.config), "checkpoint_version": 3.0, "iteration": ITERATION}
+        for number in range(virtual_stages):
+            first = (number * stages + stage) * per_model
+            part_of_model = OrderedDict[str, Tensor]()
+            for name, value in core_names(model).items():
+                words = name.split(".")
+                if words[:2] == ["decoder", "layers"]:
+                    if first <= int(words[2]) < first + per_model:
+                        part_of_model[".".join([*words[:2], str(int(words[2]) - first), *words[3:]])] = value
+                elif (words[0] == "embedding" and first == 0) or (words[0] == "decoder" and first + per_model == model.config.num_layers):
+                    part_of_model[name] = value
+            if first + per_model == model.config.num_layers:
+                part_of_model["output_layer.weight"] = model.embedding.word.weight
+            saved[f"model{number}"] = part_of_model
+        path = folder / f"iter_{ITERATION:07d}" / f"mp_rank_00_{stage:03d}" / "model_optim_rng.pt"
+        path.parent.mkdir(parents=True)
+        torch.save(saved, path)
     (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
     return folder
 

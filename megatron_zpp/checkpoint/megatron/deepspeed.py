@@ -16,7 +16,15 @@ from pathlib import Path
 from megatron_zpp.checkpoint.megatron.legacy import version_of
 from megatron_zpp.checkpoint.megatron.pickled import members_of
 from megatron_zpp.checkpoint.megatron.rank_file import RankFile
-from megatron_zpp.checkpoint.megatron.source import MAIN_WEIGHTS, MODEL_WEIGHTS, Source, StoredTensor, named_here, number_of
+from megatron_zpp.checkpoint.megatron.source import (
+    MAIN_WEIGHTS,
+    MODEL_WEIGHTS,
+    Source,
+    StoredTensor,
+    check_tensor_ranks,
+    named_here,
+    number_of,
+)
 from megatron_zpp.checkpoint.megatron.zero_3 import MODEL_STATES, read_zero_3
 
 WHOLE = re.compile(r"mp_rank_(?P<tensor>[0-9]+)_model_states\.pt")
@@ -49,6 +57,7 @@ def _source(folder: Path, kind: str, first: RankFile, models: Sequence[Mapping[s
     if "args" not in first.members:
         raise ValueError(f"{folder} has no arguments of a run of Megatron-DeepSpeed; choose a checkpoint that it has written.")
     arguments, iteration = members_of(first.members["args"]), number_of(first.members.get("iteration"))
+    check_tensor_ranks(folder, len(models), arguments)
     return Source(f"Megatron-DeepSpeed, {kind}", arguments, iteration, version_of(first.members), tuple(models), (remark,))
 
 

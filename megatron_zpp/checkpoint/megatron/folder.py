@@ -37,8 +37,8 @@ def find_iteration(directory: Path, step: int | None) -> Path:
     for name in names:
         if name == Path(name).name and name not in ("", ".", "..") and (directory / name).is_dir():
             return directory / name
-    which = "latest iteration" if step is None else f"iteration {step}"
-    raise ValueError(f"--input {directory} has no checkpoint of the {which}; give the folder of an iteration or another --ckpt-step.")
+    which = "the latest iteration" if step is None else f"iteration {step}"
+    raise ValueError(f"--input {directory} has no checkpoint of {which}; give the folder of an iteration or another --ckpt-step.")
 
 
 def _latest(directory: Path) -> tuple[str, ...]:

@@ -30,7 +30,8 @@ from megatron_zpp.config.schema import ModelConfig
 VERSIONS = (0, 1, 2, 3)
 FIRST_VERSION_OF_GROUPS = 2
 WORD = "embedding.word.weight"
-VOCABULARY = (WORD, "final.head.weight")
+HEAD = "final.head.weight"
+VOCABULARY = (WORD, HEAD)
 
 
 class Joint(enum.Enum):
@@ -120,10 +121,12 @@ class Joining:
             raise ValueError(f"the checkpoint has checkpoint_version {version:g}, whose order of rows is not known; it cannot be imported.")
         self.units = units_of(self.model, self.padded_vocab_size)
         needed = {param.name for unit in self.units for param in unit.params}
-        for rank, found in enumerate(self.source.ranks):
-            if needed != found.keys():
-                missing, left = sorted(needed - found.keys()), sorted(found.keys() - needed)
-                lacks = f"lacks {missing[0]}" if missing else f"has {found[left[0]].where}, which the model of its arguments does not have"
+        for rank, named in enumerate(self.source.ranks):
+            # The last pipeline rank has a copy of a tied embedding as its head.
+            found = named.keys() if self.model.untie_embeddings_and_output_weights else named.keys() - {HEAD}
+            if needed != found:
+                missing, left = sorted(needed - found), sorted(found - needed)
+                lacks = f"lacks {missing[0]}" if missing else f"has {named[left[0]].where}, which the model of its arguments does not have"
                 raise ValueError(f"tensor rank {rank} of the checkpoint {lacks}; copy the whole checkpoint, or correct its arguments.")
 
     def _check_shapes(self) -> None:

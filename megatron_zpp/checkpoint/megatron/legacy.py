@@ -13,7 +13,16 @@ from typing import Any
 
 from megatron_zpp.checkpoint.megatron.pickled import members_of
 from megatron_zpp.checkpoint.megatron.rank_file import RankFile
-from megatron_zpp.checkpoint.megatron.source import BLOCK, MODEL_WEIGHTS, Source, StoredTensor, layers_of, named_here, number_of
+from megatron_zpp.checkpoint.megatron.source import (
+    BLOCK,
+    MODEL_WEIGHTS,
+    Source,
+    StoredTensor,
+    check_tensor_ranks,
+    layers_of,
+    named_here,
+    number_of,
+)
 
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")  # the second of 2022, beside a file of the distributed optimizer
 _FOLDER = re.compile(r"mp_rank_(?P<tensor>[0-9]{2,3})(?:_(?P<pipeline>[0-9]{3}))?")
@@ -32,6 +41,7 @@ def read_legacy(folder: Path) -> Source:
             if (tensor, stage) not in files:
                 raise ValueError(f"{folder} has no file of tensor rank {tensor}, pipeline rank {stage}; copy the whole checkpoint.")
     first = files[0, 0].members
+    check_tensor_ranks(folder, tensor_ranks, members_of(first.get("args")))
     return Source(
         "Megatron-LM, torch",
         members_of(first.get("args")),

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple
 
+SHOWN_CHARACTERS = 100  # of an error about a pickle, which may quote it
+
 
 class PickleError(ValueError):
     """The bytes are no pickle, or one with opcodes that neither torch nor Megatron writes."""
@@ -65,6 +67,12 @@ class Pickled(NamedTuple):
     outside: tuple[Outside, ...]
 
 
+def contents_of(record: Any) -> dict[str, Any]:
+    """The members of a dictionary, without the attributes that it may have besides; empty for any other record."""
+    found = record.contents if isinstance(record, Made) else record
+    return found.members() if isinstance(found, Dictionary) else {}
+
+
 def members_of(record: Any) -> dict[str, Any]:
     """The members of a dictionary, or of an object with attributes; empty for any other record."""
     if isinstance(record, Made):
@@ -81,7 +89,7 @@ def read_pickle(file: IO[bytes]) -> Pickled:
             machine.do(opcode.name, argument)
         return Pickled(machine.stack.pop(), tuple(machine.outside))
     except (ValueError, OverflowError, IndexError, KeyError, AttributeError, TypeError) as error:
-        raise PickleError(f"is not a pickle that torch writes ({str(error) or type(error).__name__})") from None
+        raise PickleError(f"is not a pickle that torch writes ({(str(error) or type(error).__name__)[:SHOWN_CHARACTERS]})") from None
 
 
 class _Machine:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_zpp.checkpoint.megatron.names import is_no_weight
-from megatron_zpp.checkpoint.megatron.pickled import Dictionary, Made, members_of
+from megatron_zpp.checkpoint.megatron.pickled import Dictionary, Made, contents_of, members_of
 from megatron_zpp.checkpoint.megatron.torch_file import TensorPlace, TorchFile
 from megatron_zpp.checkpoint.megatron.window import Window
 
@@ -56,7 +56,7 @@ class RankFile:
         count = 0
         while waiting:
             prefix, found, levels = waiting.pop()
-            for key, value in members_of(found).items():
+            for key, value in contents_of(found).items():
                 name = f"{prefix}{key}"
                 count += 1
                 if count > MOST_NAMES or not levels:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -49,6 +50,13 @@ class Source:
     def consumed_samples(self) -> int:
         """Samples that the run had trained on. Its arguments hold them."""
         return number_of(self.arguments.get("consumed_train_samples"))
+
+
+def check_tensor_ranks(folder: Path, ranks: int, arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError if the folder has files of more or fewer tensor ranks than the run had."""
+    stated = arguments.get("tensor_model_parallel_size", arguments.get("model_parallel_size", ranks))
+    if ranks != stated:
+        raise ValueError(f"{folder} has files of {ranks} tensor ranks, its arguments say {number_of(stated)}; copy the whole checkpoint.")
 
 
 def named_here(found: Iterable[tuple[str, StoredTensor]], place: str) -> dict[str, StoredTensor]:

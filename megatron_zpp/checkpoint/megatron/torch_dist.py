@@ -94,7 +94,7 @@ class _Metadata:
         raise ValueError(f"{self.folder / METADATA_FILE} {finding}; copy the whole checkpoint.") from None
 
     def _layers(self, tensor: ChunkedTensor) -> Iterator[tuple[str, StoredTensor]]:
-        if not is_of_all_layers(tensor.name):
+        if not is_of_all_layers(_MAIN_WEIGHT.sub("", tensor.name)):
             yield tensor.name, tensor
             return
         if not tensor.shape or tensor.shape[0] > LARGEST_LAYERS:
