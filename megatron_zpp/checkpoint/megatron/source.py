@@ -15,7 +15,7 @@ from megatron_zpp.checkpoint.megatron.names import is_no_weight, own_name
 SHOWN_NAMES = 5
 BLOCK = re.compile(r"blocks\.([0-9]+)\.")  # begins the names of a layer
 MAIN_WEIGHTS = "the weights are the fp32 ones of the optimizer"
-MODEL_WEIGHTS = "the weights are those that the model computed with; fp32 ones of the optimizer are not read in this format"
+MODEL_WEIGHTS = "the weights are those that the model computed with; no fp32 ones are stored under the names of parameters"
 
 
 class StoredTensor(Protocol):

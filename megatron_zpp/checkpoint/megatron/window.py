@@ -49,7 +49,7 @@ class Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.nbytes}[whence]
         if position < 0:
-            raise ValueError(f"{self.name} has no byte {position}.")
+            raise ValueError(f"there is no byte {position}")
         self._position = position
         return position
 
