@@ -58,10 +58,7 @@ FORMATS: dict[str, Writer] = {
 }
 # Every format with two tensor ranks, and with one; every model.
 NAMES = list(MODELS)
-CASES = sorted(
-    {(form, "Llama", 2) for form in FORMATS}
-    | {(form, NAMES[index % len(NAMES)], 1) for index, form in enumerate(FORMATS)}
-)
+CASES = sorted({(form, "Llama", 2) for form in FORMATS} | {(form, NAMES[index % len(NAMES)], 1) for index, form in enumerate(FORMATS)})
 
 
 def convert(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:

@@ -68,7 +68,7 @@ def _by_tensor_rank(folder: Path, pattern: re.Pattern[str]) -> list[list[Path]]:
         match = pattern.fullmatch(path.name)
         if match is not None:
             numbers = match.groupdict()
-            found.setdefault(int(numbers.pop("tensor")), []).append((int("0".join(numbers.values()) or 0), path))
+            found.setdefault(int(numbers.pop("tensor")), []).append((int(next(iter(numbers.values()), 0)), path))
     if sorted(found) != list(range(len(found))):
         raise ValueError(f"{folder} has files of tensor ranks {', '.join(map(str, sorted(found)))} only; copy the whole checkpoint.")
     return [[path for _, path in sorted(found[rank])] for rank in range(len(found))]

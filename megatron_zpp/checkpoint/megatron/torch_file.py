@@ -156,6 +156,8 @@ class TorchFile:
             numel = int.from_bytes(self.window.read_at(position, NUMEL_BYTES), "little")
             storages[key] = Bytes(position + NUMEL_BYTES, numel * ELEMENT_BYTES[kinds[key]])
             position = sum(storages[key])
+        if position > self.window.nbytes:
+            self._refuse("ends before its last storage does")
         return saved.root, storages
 
     def _pickle(self, file: io.BytesIO) -> Pickled:

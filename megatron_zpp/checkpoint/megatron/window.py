@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_zpp.config.outside import open_regular
 
 
 class Window(io.RawIOBase):
-    """A part of a regular file. name: how messages call it. nbytes: None for all bytes from `start`.
+    """A part of a regular file, which is open only while it is read: a checkpoint may have thousands of files.
 
+    name: how messages call it. nbytes: None for all bytes from `start`.
     Raises ValueError, naming the file, if it cannot be opened or does not have these bytes.
     """
 
     def __init__(self, path: Path, start: int = 0, nbytes: int | None = None) -> None:
         super().__init__()
         self.name = str(path)
-        self._descriptor = -1
-        try:
-            self._descriptor = open_regular(path)
-            file_bytes = os.fstat(self._descriptor).st_size
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read ({error.strerror}); copy it again.") from None
+        self._path, self._start, self._position = path, start, 0
+        with self._opened() as descriptor:
+            file_bytes = os.fstat(descriptor).st_size
         self.nbytes = file_bytes - start if nbytes is None else nbytes
-        self._start, self._position = start, 0
         if not 0 <= start <= start + self.nbytes <= file_bytes:
             raise ValueError(f"{path} has {file_bytes} bytes, and {start + self.nbytes} are needed: it is incomplete; copy it again.")
 
@@ -59,16 +58,22 @@ class Window(io.RawIOBase):
         self._position += count
         return count
 
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-        super().close()
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        try:
+            descriptor = open_regular(self._path)
+        except OSError as error:
+            raise ValueError(f"{self.name} cannot be read ({error.strerror}); copy it again.") from None
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def _fill(self, buffer: memoryview, offset: int) -> None:
         done = 0
-        while done < len(buffer):
-            count = os.preadv(self._descriptor, [buffer[done:]], self._start + offset + done)
-            if count == 0:
-                raise ValueError(f"{self.name} has become shorter while it was read; copy it again.")
-            done += count
+        with self._opened() as descriptor:
+            while done < len(buffer):
+                count = os.preadv(descriptor, [buffer[done:]], self._start + offset + done)
+                if count == 0:
+                    raise ValueError(f"{self.name} has become shorter while it was read; copy it again.")
+                done += count
