@@ -5,6 +5,7 @@ Nothing here comes from the package's tables of names and orders: both were writ
 
 from __future__ import annotations
 
+import warnings
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -292,7 +293,9 @@ def write_torch_dist(
     else:
         state["common_state/shard_0_1"] = [common]
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(path, thread_count=2), planner=planner, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it says that there is one process
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(path, thread_count=2), planner=planner, no_dist=True)
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
     return folder

@@ -217,6 +217,34 @@ def test_a_file_that_is_missing_is_named(
     assert f"{Path(file).parent} has no model_optim_rng.pt" in refusal(monkeypatch, capsys, source)
 
 
+def test_a_difference_between_tensor_ranks_is_named_and_the_first_one_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = random_model(**GPT2)
+    source = write_legacy(tmp_path / "megatron", model, 2)
+    path = source / f"iter_{ITERATION:07d}" / "mp_rank_01" / "model_optim_rng.pt"
+    saved = torch.load(path, weights_only=False)
+    saved["model"]["decoder.final_layernorm.weight"] += 1
+    torch.save(saved, path)
+    assert torch.equal(logits(imported(tmp_path, source, monkeypatch)), logits(model))
+    assert "WARNING: 1 parameters differ between tensor ranks, rank 0's were taken: final.norm.weight" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name, finding",
+    [
+        ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "lacks files zero_pp_rank_*_mp_rank_00_optim_states.pt"),
+        ("bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt", "has other numbers of values than the parameters"),
+    ],
+)
+def test_a_data_rank_of_stage_3_that_is_missing_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, finding: str
+) -> None:
+    source = write_deepspeed(tmp_path / "megatron", random_model(**GPT2), kind="stage 3")
+    (source / f"global_step{ITERATION}" / name).unlink()
+    assert finding in refusal(monkeypatch, capsys, source)
+
+
 def test_a_call_in_a_checkpoint_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the model, where a checkpoint may have objects of any kind."""
 
