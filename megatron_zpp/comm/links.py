@@ -68,12 +68,9 @@ class Ladder:
         self.streams = streams or streams_of(device)
         self.staging = Staging(device, self.streams)
         self.host_link = HostLink(self.streams)
-        self.tensor_link = None
-        if self.grid.tensor_ranks > 1:
-            self.tensor_link = TensorLink(backend, ledger, self.staging, self.streams, waits or Waits())
-        self.context_link = None
-        if self.grid.context_ranks > 1:
-            self.context_link = ContextLink(backend, ledger, self.staging, self.streams, waits or Waits())
+        parts = (backend, ledger, self.staging, self.streams, waits or Waits())
+        self.tensor_link = TensorLink(*parts) if self.grid.tensor_ranks > 1 else None
+        self.context_link = ContextLink(*parts) if self.grid.context_ranks > 1 else None
         self.partitions = self.topology.partitions
         self.partition_ranks = self.topology.partition_ranks
         self.own_slice = self.topology.slice_of(self.data_rank)

@@ -92,7 +92,7 @@ def surprising_costs(config: Config, ranks: RankCounts) -> Iterator[str]:
     inside = ranks.data_ranks_per_node
     if ranks.context <= inside:
         return
-    again = " and again in what backward recomputes" if config.model.recompute_granularity is not None else ""
+    again = " and again in blocks that backward recomputes" if config.model.recompute_granularity == "full" else ""
     yield (
         f"{CONTEXT_SIZE} {ranks.context}: the ranks of a sample are on {ranks.context // inside} nodes, so of what attention exchanges "
         f"{ranks.context - inside} of {ranks.context} parts cross between nodes, in forward and backward of every block and "

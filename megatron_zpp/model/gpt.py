@@ -45,22 +45,19 @@ class GPT(nn.Module):
         tensor: TensorParallel | None = None,
         context: ContextLink | None = None,
     ) -> None:
-        """tensor: how the layers are divided; None: every rank has whole layers.
-
-        context: to the ranks that have other tokens of the same samples; None: every rank has whole samples.
-        """
+        """tensor: how the layers are divided. context: to the ranks that have other tokens of the samples. None: a rank has them whole."""
         super().__init__()
         self.config = model_config
         self.padded_vocab_size = padded_vocab_size
         self.seed = seed
-        self._shape = _shape(model_config, padded_vocab_size, tensor)
+        part = (1, 0, False) if tensor is None else (tensor.link.ranks, tensor.link.rank, tensor.sequence_parallel)
+        self._shape = ModelShape(model_config, padded_vocab_size, *part)
         self._context_ranks = 1 if context is None else context.ranks
         self._kept_inputs: KeptInputs | None = None
         self.rotary = RotaryPositions(model_config) if model_config.position_embedding_type == "rope" else None
         with torch.device("meta"):
             self.embedding = Embedding(self._shape, seed, dtype, tensor, context)
-            blocks = range(model_config.num_layers)
-            self.blocks = nn.ModuleList(Block(self._shape, index, seed, dtype, tensor, context) for index in blocks)
+            self.blocks = nn.ModuleList(Block(self._shape, index, seed, dtype, tensor, context) for index in range(model_config.num_layers))
             self.final = Final(self._shape, dtype, tensor)
 
     def forward(
@@ -83,7 +80,7 @@ class GPT(nn.Module):
         documents = None
         if document_lengths_R is not None:
             documents = separated(document_lengths_R, (samples, length), self.head_shape(hidden_BQH.dtype), tokens_BQ.device)
-        rotation = self._rotation(length, position_ids_BS, hidden_BQH)
+        rotation = None if self.rotary is None else self.rotary.of_samples(length, position_ids_BS, hidden_BQH)
         kept_from = 0
         inputs = None if self._kept_inputs is None else self._kept_inputs.of_forward()
         for index, chunk in enumerate(recomputed_chunks(self.config)):
@@ -110,13 +107,6 @@ class GPT(nn.Module):
         """The properties of the heads that decide which attention kernel runs."""
         return head_shape_of(self.config, dtype, self._shape.tensor_ranks * self._context_ranks)
 
-    def _rotation(self, length: int, position_ids_BS: Tensor | None, like: Tensor) -> Rotation | None:
-        """The rotation of queries and keys of whole samples in all blocks; positions count from 0 unless there are position ids."""
-        if self.rotary is None:
-            return None
-        positions = torch.arange(length, device=like.device) if position_ids_BS is None else position_ids_BS
-        return self.rotary.rotation(positions, like.dtype)
-
     def unit_specs(self) -> tuple[UnitSpec, ...]:
         """Every parameter once, grouped into the units that are gathered together."""
         return self._shape.unit_specs(partial(initial_values, self.config, self.seed))
@@ -124,12 +114,6 @@ class GPT(nn.Module):
     def uses(self) -> tuple[Use, ...]:
         """The module calls of one forward in order, with the units that each reads. The first and the last read a tied embedding."""
         return self._shape.uses()
-
-
-def _shape(config: ModelConfig, padded_vocab_size: int, tensor: TensorParallel | None) -> ModelShape:
-    if tensor is None:
-        return ModelShape(config, padded_vocab_size)
-    return ModelShape(config, padded_vocab_size, tensor.link.ranks, tensor.link.rank, tensor.sequence_parallel)
 
 
 def materialize(model: GPT, device: torch.device | str = "cpu") -> GPT:

@@ -88,6 +88,12 @@ def test_a_sample_on_several_nodes_is_allowed_with_one_line_about_its_cost() -> 
     assert not any("parts cross between nodes" in line for line in run_of("--context-parallel-size 4", 8, 4).notices)
 
 
+@pytest.mark.parametrize("recomputed, crosses_again", [("selective", False), ("full --recompute-method uniform", True)])
+def test_only_blocks_that_are_recomputed_as_a_whole_exchange_again(recomputed: str, crosses_again: bool) -> None:
+    line = run_of(f"--context-parallel-size 4 --recompute-granularity {recomputed}", 8, 2).notices[-1]
+    assert ("and again in blocks that backward recomputes" in line) == crosses_again
+
+
 def test_a_batch_counts_sample_groups() -> None:
     assert run_of("--context-parallel-size 4 --micro-batch-size 3").training.global_batch_size == 6
     with pytest.raises(FlagError) as found:

@@ -77,7 +77,7 @@ def test_losses_norms_and_first_weights_are_those_of_one_tensor_rank(
     [
         ("paper", "Llama 3", Grid.of_nodes(2, 4, 2), True),
         ("lean", "Qwen3, tied", Grid.of_nodes(2, 4, 2), False),
-        ("lean", "GPT-2", Grid.of_nodes(2, 4, 2), True),
+        pytest.param("lean", "GPT-2", Grid.of_nodes(2, 4, 2), True, marks=pytest.mark.long),
     ],
 )
 def test_rows_with_codes_train_a_divided_gpt_like_a_whole_one(row: str, gpt: str, grid: Grid, sequence_parallel: bool) -> None:
