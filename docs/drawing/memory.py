@@ -26,7 +26,7 @@ LEFT, TOP, ROW, HIGH, PIXELS_PER_GIB = 20, 76, 50, 22, 15
 @cache
 def plans() -> dict[str, MemoryNeed]:
     """The need of a rank, by the flags of each row of the page's example."""
-    rows = re.findall(r"^\| `(--[^`]+)` \|", PAGE.read_text(encoding="utf-8").split("## An example")[1], re.MULTILINE)
+    rows = re.findall(r"^\| `(--[^`]+)` \| [\d.]+ .iB \|", PAGE.read_text(encoding="utf-8").split("## An example")[1], re.MULTILINE)
     return {flags: need_of(flags) for flags in rows}
 
 
