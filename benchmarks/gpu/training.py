@@ -176,7 +176,7 @@ def _report_phases(outcome: Outcome, timers: Timers) -> None:
 
 def _check_memory(outcome: Outcome, session: Session, place: Place) -> None:
     session.forward_backward(0)
-    states, plan = session.engine.model_state_bytes(), session.need.plan
+    states, plan = session.engine.state_bytes().device, session.need.plan
     session.engine.update(learning_rate=1e-4)
     outcome.check(f"model states hold {states:,} bytes as planned ({plan.states:,})", holds=states == plan.states)
     peak, planned = max_memory_bytes(place.device), session.need.beside(session.need.device).total  # what torch's allocator gives

@@ -39,20 +39,21 @@ class HeldOutSets:
         datasets: Datasets,
         iteration: int,
         *,
-        sample_group: int,
-        sample_groups: int,
+        group: int,
+        groups: int,
         part: TokenPart = WHOLE,
         check_first: Callable[[MicroBatch], None] | None = None,
     ) -> None:
         """iteration: the last one that is done. Validation continues after the data that validations up to it have used.
 
-        sample_group: that of this rank, which keeps `part` of each sample. check_first: called with the first micro-batch of each set.
+        group: the sample group of this rank, of `groups`; the rank keeps `part` of each sample.
+        check_first: called with the first micro-batch of each set.
         """
         self._training = config.training
         self._num_workers = config.data.num_workers
         self._rules = datasets.rules
         self._check_first = check_first
-        self._sample_group, self._sample_groups, self._part = sample_group, sample_groups, part
+        self._sample_group, self._sample_groups, self._part = group, groups, part
         self.validation = self._validation(datasets, evaluations_before(iteration, config.training))
         self.test: HeldOutSet | None = None
         if datasets.test is not None and config.training.eval_iters > 0:

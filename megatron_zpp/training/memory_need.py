@@ -12,7 +12,7 @@ from megatron_zpp.config.rules_context import CONTEXT_SIZE, can_divide
 from megatron_zpp.config.rules_tensor import TENSOR_SIZE, can_share
 from megatron_zpp.config.schema import CheckpointConfig, Config, ZeroConfig
 from megatron_zpp.model.activations import AttentionNeed, activation_bytes, context_buffer_bytes, mask_bytes, tensor_buffer_bytes
-from megatron_zpp.model.kept_need import NOTHING_KEPT, KeptNeed, kept_inputs_shape, kept_need
+from megatron_zpp.model.kept_need import NOTHING_KEPT, KeptInputsShape, KeptNeed, kept_inputs_shape, kept_need
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.training.sharding import divided_samples
@@ -214,11 +214,18 @@ def _activations(config: Config, model: SizedModel, grid: Grid, element_bytes: i
 
 
 def _kept_inputs(config: Config, grid: Grid, element_bytes: int, *, is_on_gpu: bool) -> KeptNeed:
-    samples, sequence_parallel = config.training.micro_batch_size, config.distributed.sequence_parallel
-    shape = kept_inputs_shape(
-        config.model, samples, grid.tensor_ranks, sequence_parallel=sequence_parallel, context_ranks=grid.context_ranks
+    return kept_need(config.model, kept_shape(config, grid), element_bytes, has_host=is_on_gpu)
+
+
+def kept_shape(config: Config, grid: Grid) -> KeptInputsShape:
+    """How a rank of this run keeps the input of a recomputed chunk."""
+    return kept_inputs_shape(
+        config.model,
+        config.training.micro_batch_size,
+        grid.tensor_ranks,
+        sequence_parallel=config.distributed.sequence_parallel,
+        context_ranks=grid.context_ranks,
     )
-    return kept_need(config.model, shape, element_bytes, has_host=is_on_gpu)
 
 
 def _host_is_too_small(config: Config, need: MemoryNeed, ranks: str, host_bytes: int) -> str:

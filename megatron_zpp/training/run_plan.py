@@ -14,11 +14,10 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.rules_zero import ABSMAX_BITS, GAUSSIAN_BITS, GAUSSIAN_INTRA_BITS
 from megatron_zpp.config.schema import Config
 from megatron_zpp.model.flops import forward_flops_of_uses, recomputed_flops_of_uses
-from megatron_zpp.model.kept_need import kept_inputs_shape
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.model.tensor_work import tensor_work
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.training.memory_need import MemoryNeed, memory_need, shared_on_rank
+from megatron_zpp.training.memory_need import MemoryNeed, kept_shape, memory_need, shared_on_rank
 from megatron_zpp.training.sharding import divided_samples, grid_of, sharding_of
 from megatron_zpp.zero.plan.host_copies import NOTHING_ON_HOST, KeptOnHost
 from megatron_zpp.zero.plan.time_model import Computation, Job, Machine, StepTime, step_time
@@ -211,8 +210,7 @@ def _planned(config: Config, member: Member, world: PlannedWorld, padded_vocab_s
 
 
 def _kept_on_host(config: Config, grid: Grid, element_bytes: int, world: PlannedWorld) -> KeptOnHost:
-    samples, sequence_parallel = config.training.micro_batch_size, config.distributed.sequence_parallel
-    shape = kept_inputs_shape(divided_samples(config).own, samples, grid.tensor_ranks, sequence_parallel=sequence_parallel)
+    shape = kept_shape(config, grid)
     if not world.is_on_gpu or not config.model.checkpoint_in_cpu:
         return NOTHING_ON_HOST
     return KeptOnHost(shape.part_numel(element_bytes) * element_bytes, is_divided=shape.ranks > 1)

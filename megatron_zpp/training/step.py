@@ -58,8 +58,7 @@ def microbatch_loss(model: nn.Module, batch: MicroBatch, device: torch.device) -
     share samples, this is the mean of what they return: each returns the losses of its own tokens, as `mean_counted` weighs them.
     """
     loss_BQ, loss_mask_BQ = token_losses(model, batch, device)
-    total = (loss_BQ * loss_mask_BQ).sum()
-    return total / (loss_mask_BQ.sum().clamp(min=1.0) if batch.mean_counted is None else batch.mean_counted)
+    return (loss_BQ * loss_mask_BQ).sum() / (batch.mean_counted or loss_mask_BQ.sum().clamp(min=1.0))
 
 
 def token_losses(model: nn.Module, batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -57,9 +57,7 @@ class Trainer:
         self._batch_sizes = running_schedule(config, groups)
         check_first = same_samples_check(engine)
         self._train_batches = MicroBatches(datasets.train, sampler, config.data.num_workers, datasets.rules, check_first, part)
-        self._held_out = HeldOutSets(
-            config, datasets, progress.iteration, sample_group=group, sample_groups=groups, part=part, check_first=check_first
-        )
+        self._held_out = HeldOutSets(config, datasets, progress.iteration, group=group, groups=groups, part=part, check_first=check_first)
 
     def run(self) -> None:
         """Trains up to --train-iters or until a stop condition holds, and saves under --save. With --skip-train it only evaluates."""

@@ -395,10 +395,6 @@ class ZeroEngine:
         """Bytes that weights, gradients and optimizer state take now, on this rank's device and on its host."""
         return state_bytes(self.units, self.gradients, self.optimizer, self._home)
 
-    def model_state_bytes(self) -> int:
-        """Those on the device."""
-        return self.state_bytes().device
-
     def gather_world(self, own: Tensor) -> Tensor:
         """`own` [numel] of every rank, [data ranks, tensor ranks, numel]; for a few numbers. Every rank must call it."""
         return self.ladder.gather_world(own)

@@ -109,7 +109,7 @@ def test_paths_of_tests_and_documents_exist(document: str) -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_every_room_of_the_package_is_on_a_floor_of_the_readme() -> None:
-    floors = text_of("README.md").split("## Where things are")[1].split("```")[1]
+def test_every_room_of_the_package_is_on_a_floor_of_the_house() -> None:
+    floors = text_of("docs/house.md").split("```")[1]
     rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert rooms <= set(floors.split())

@@ -226,9 +226,9 @@ def _state_bytes(policy: Policy) -> tuple[int, int, int]:
         rank = MatrixRank(policy, backend)
         rank.accumulate(2)
         rank.engine.finish_gradients()
-        within = rank.engine.model_state_bytes()
+        within = rank.engine.state_bytes().device
         rank.engine.weights_changed()
-        between = rank.engine.model_state_bytes()
+        between = rank.engine.state_bytes().device
         rank.engine.close()
         return within, between
 

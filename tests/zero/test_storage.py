@@ -30,7 +30,7 @@ def test_model_state_at_the_end_of_backward_follows_the_policy_table(shape: tupl
         rank = Rank(Job(ROWS[row], torch.bfloat16, microbatches=microbatches), backend)
         rank.accumulate(0)
         rank.engine.finish_gradients()
-        nbytes = rank.engine.model_state_bytes()
+        nbytes = rank.engine.state_bytes().device
         rank.engine.close()
         return nbytes, sum(unit.layout.numel for unit in rank.engine.units)
 

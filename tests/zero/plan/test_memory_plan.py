@@ -76,7 +76,7 @@ def train(job: Job, backend: VirtualBackend, steps: int = 2) -> Held:
     for step in range(steps):
         rank.accumulate(step)
         rank.engine.finish_gradients()
-        states = rank.engine.model_state_bytes()
+        states = rank.engine.state_bytes().device
         rank.engine.step(0.1)
     rank.engine.close()
     plan = plan_memory(rank.model.unit_specs(), rank.model.uses(), sharding_of(job), backend.grid.ladder)

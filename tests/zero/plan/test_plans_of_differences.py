@@ -72,7 +72,7 @@ def test_planned_states_are_what_the_engine_reports_to_the_byte(name: str, grid:
         for step in range(2):
             rank.accumulate(step)
             rank.engine.finish_gradients()
-            found.append(rank.engine.model_state_bytes())
+            found.append(rank.engine.state_bytes().device)
             rank.engine.step(0.1)
         rank.engine.close()
         return found

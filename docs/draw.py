@@ -1,0 +1,41 @@
+"""Draws the pictures of README and docs: `python docs/draw.py` writes docs/pictures/*.svg, each in a light and a dark look.
+
+Every figure in them comes from the code or from benchmarks/results. tests/docs/test_pictures.py compares the files with what this makes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from drawing import house, ladder, lanes, memory, payload, speedup, unit_life
+from drawing.canvas import THEMES, Canvas, Theme
+
+FOLDER = Path(__file__).resolve().parent / "pictures"
+PICTURES: dict[str, Callable[[Theme], Canvas]] = {
+    "house": house.draw,
+    "ladder": ladder.draw,
+    "lanes": lanes.draw,
+    "memory": memory.draw,
+    "payload": payload.draw,
+    "speedup": speedup.draw,
+    "unit_life": unit_life.draw,
+}
+
+
+def drawn() -> dict[str, str]:
+    """The text of every picture by its file name."""
+    return {f"{name}-{theme.name}.svg": draw(theme).svg() for name, draw in PICTURES.items() for theme in THEMES}
+
+
+def main() -> None:
+    for name, text in drawn().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+        print(FOLDER / name)
+
+
+if __name__ == "__main__":
+    main()

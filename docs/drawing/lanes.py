@@ -1,0 +1,81 @@
+"""One real step over a slow link: what a rank computes, and what crosses on each lane beside it (benchmarks/results/step_trace.json)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from drawing.canvas import Canvas, Theme
+
+RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "step_trace.json"
+LANES = {
+    "inter-climb": "weights between nodes",
+    "intra-climb": "weights inside a node",
+    "intra-descend": "gradients inside a node",
+    "inter-descend": "gradients between nodes",
+}
+LEFT, TOP, ROW, HIGH, GAP, WIDTH = 178, 72, 20, 15, 44, 640
+
+
+def steps() -> dict[str, dict[str, Any]]:
+    """The recorded step by member of the family (benchmarks/step_trace.py:Step)."""
+    found: dict[str, dict[str, Any]] = json.loads(RESULT.read_text(encoding="utf-8"))["steps"]
+    return found
+
+
+def draw(theme: Theme) -> Canvas:
+    recorded, rate = steps(), json.loads(RESULT.read_text(encoding="utf-8"))["rate"].replace("mbit", " Mbit/s")
+    group = (1 + len(LANES)) * ROW + GAP
+    canvas = Canvas(LEFT + WIDTH + 30, TOP + len(recorded) * group, theme, "One step of rank 0 over a slow link, by member of the family")
+    canvas.text(14, 24, f"One step of one rank, recorded: two nodes with a link of {rate}", size=15, bold=True)
+    _legend(canvas)
+    scale = WIDTH / max(step["milliseconds"] for step in recorded.values())
+    for index, (name, step) in enumerate(recorded.items()):
+        _step(canvas, TOP + index * group, name, step, scale)
+    return canvas
+
+
+def _step(canvas: Canvas, y: float, name: str, step: dict[str, Any], scale: float) -> None:
+    theme = canvas.theme
+    canvas.text(14, y + 12, name, size=15, bold=True)
+    canvas.text(LEFT - 10, y + 12, "computation", size=12, anchor="end")
+    colours = {"forward": theme.accent, "backward": theme.slices[1], "optimizer": theme.slices[2]}
+    for phase, _, start, end in step["computed"]:
+        canvas.rect(LEFT + start * scale, y, max(0.5, (end - start) * scale), HIGH, fill=colours[phase], radius=1)
+    for start, end in step["waits"]:
+        canvas.rect(LEFT + start * scale, y + 2, max(0.0, (end - start) * scale), HIGH - 4, fill=theme.paper, radius=0)
+    for row, (lane, words) in enumerate(LANES.items(), start=1):
+        canvas.text(LEFT - 10, y + row * ROW + 12, words, size=12, fill=theme.faint, anchor="end")
+        canvas.line([(LEFT, y + row * ROW + HIGH + 2), (LEFT + step["milliseconds"] * scale, y + row * ROW + HIGH + 2)], stroke=theme.line)
+        for hop in step["lanes"].get(lane, []):
+            _hop(canvas, y + row * ROW, lane, hop, scale)
+    x = LEFT + step["milliseconds"] * scale
+    canvas.line([(x, y - 4), (x, y + (1 + len(LANES)) * ROW)], stroke=theme.ink)
+    canvas.text(x - 4, y + (1 + len(LANES)) * ROW + 14, f"{step['milliseconds'] / 1000:.1f} s", size=13, anchor="end", bold=True)
+
+
+def _hop(canvas: Canvas, y: float, lane: str, hop: list[Any], scale: float) -> None:
+    theme = canvas.theme
+    _, start, encoded, sent, arrived, end = hop
+    colour = theme.inter if lane.startswith("inter") else theme.intra
+    canvas.rect(LEFT + sent * scale, y + 2, max(0.7, (arrived - sent) * scale - 0.6), HIGH - 3, fill=colour, radius=1)
+    for first, last in ((start, encoded), (arrived, end)):
+        canvas.rect(LEFT + first * scale, y + 2, max(0.4, (last - first) * scale), HIGH - 3, fill=theme.gradient, radius=0)
+
+
+def _legend(canvas: Canvas) -> None:
+    theme, x = canvas.theme, float(LEFT)
+    parts = {
+        "forward": theme.accent,
+        "backward": theme.slices[1],
+        "update": theme.slices[2],
+        "waits": theme.paper,
+        "crosses between nodes": theme.inter,
+        "inside a node": theme.intra,
+        "encodes, decodes": theme.gradient,
+    }
+    for words, colour in parts.items():
+        canvas.rect(x, 40, 11, 11, fill=colour, stroke=theme.line)
+        canvas.text(x + 16, 50, words, size=11.5, fill=theme.faint)
+        x += 30 + 6.1 * len(words)

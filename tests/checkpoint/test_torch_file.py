@@ -1,0 +1,280 @@
+"""Files of torch.save are read without unpickling: what torch writes gives its tensors, what torch does not write gives one error."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import pickle
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._utils import _rebuild_tensor_v2
+
+from megatron_zpp.checkpoint.megatron.pickled import Dictionary, Global, Made, PickleError, members_of, read_pickle
+from megatron_zpp.checkpoint.megatron.torch_file import TorchFile
+from megatron_zpp.checkpoint.megatron.window import Window
+
+WHOLE = torch.arange(35, dtype=torch.float32).reshape(5, 7)
+SAVED = {
+    "args": argparse.Namespace(layers=24, rate=0.5, name="run", paths=["a"], none=None, is_on=True),
+    "model": OrderedDict(
+        whole=WHOLE, turned=WHOLE.t(), inner=WHOLE[1:3, 2:4], bf16=WHOLE.bfloat16(), fp16=WHOLE.half(), parameter=torch.nn.Parameter(WHOLE),
+        empty=torch.empty(0, 3), scalar=torch.tensor(2.5),
+    ),
+    "numbers": torch.arange(3),
+}  # fmt: skip
+
+
+def message_of(error: type[Exception], call: Callable[[], object]) -> str | None:
+    """What the error of a call says; None if it returns."""
+    try:
+        call()
+    except error as caught:
+        return str(caught)
+    return None
+
+
+class Call:
+    """Asks the reader of its pickle for a call."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.request = (function, arguments)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.request
+
+
+class Stored:
+    """The mark of a storage of floats."""
+
+    def __init__(self, numel: int, key: str = "0") -> None:
+        self.identity = ("storage", torch.FloatStorage, key, "cpu", numel)
+
+
+class Pickler(pickle.Pickler):
+    def persistent_id(self, value: object) -> object:
+        return value.identity if isinstance(value, Stored) else None
+
+
+def pickled(value: object, protocol: int = 2) -> bytes:
+    file = io.BytesIO()
+    Pickler(file, protocol).dump(value)
+    return file.getvalue()
+
+
+def tensor(shape: tuple[int, ...], strides: tuple[int, ...], start: int = 0, numel: int = 12) -> Call:
+    return Call(_rebuild_tensor_v2, Stored(numel), start, shape, strides, False, OrderedDict())
+
+
+def write(path: Path, value: object, data: bytes = bytes(48), compression: int = zipfile.ZIP_STORED) -> Path:
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("archive/data.pkl", pickled(value))
+        archive.writestr("archive/byteorder", "little")
+        archive.writestr("archive/data/0", data)
+    return path
+
+
+def opened(path: Path) -> TorchFile:
+    return TorchFile(Window(path))
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_file_of_torch_gives_its_tensors_and_arguments(tmp_path: Path, protocol: int, is_zip: bool) -> None:
+    torch.save(SAVED, tmp_path / "file", pickle_protocol=protocol, _use_new_zipfile_serialization=is_zip)
+    file = opened(tmp_path / "file")
+    members = members_of(file.root)
+    assert members_of(members["args"]) == vars(SAVED["args"])
+    model = members_of(members["model"])
+    assert model.keys() == SAVED["model"].keys()
+    for name, expected in SAVED["model"].items():
+        place = file.place_of(model[name])
+        assert place is not None
+        found = file.read(place)
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+    assert file.place_of(members["numbers"]) is None  # whole numbers are no weights
+    assert file.place_of(members["args"]) is None
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_request_to_call_is_a_record_and_is_not_followed(tmp_path: Path, protocol: int) -> None:
+    trace = tmp_path / "trace"
+    for call in (Call(os.system, f"touch {trace}"), Call(eval, f"open({str(trace)!r}, 'w')"), Call(getattr, os, "remove")):
+        try:
+            data = pickle.dumps([call, {"key": call}], protocol)
+        except TypeError:  # a module cannot be pickled, which was the third request
+            continue
+        (first, second) = read_pickle(io.BytesIO(data)).root
+        assert isinstance(first, Made) and isinstance(first.by, Global)
+        assert isinstance(second, Dictionary)
+    assert not trace.exists()
+
+
+def test_a_module_that_a_pickle_names_is_not_imported() -> None:
+    read_pickle(io.BytesIO(b"cthis_module_leaves_a_trace\nfunction\n."))
+    read_pickle(io.BytesIO(b"cantigravity\nfly\n(tR."))
+    assert "antigravity" not in sys.modules
+
+
+def plain(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.recursive(leaves, lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner), max_leaves=20)
+
+
+leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+without_bytes = st.tuples(plain(leaves), st.integers(0, 2))  # whose bytes are made by calls
+with_bytes = st.tuples(plain(leaves | st.binary()), st.integers(3, 5))
+
+
+def simplified(record: Any) -> Any:
+    if isinstance(record, Dictionary):
+        return {key: simplified(value) for key, value in record.pairs}
+    return type(record)(map(simplified, record)) if isinstance(record, list | tuple) else record
+
+
+@given(without_bytes | with_bytes)
+def test_a_pickle_of_plain_values_gives_these_values(value_and_protocol: tuple[Any, int]) -> None:
+    value, protocol = value_and_protocol
+    assert simplified(read_pickle(io.BytesIO(pickle.dumps(value, protocol))).root) == value
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_pickle_are_one_kind_of_error(data: bytes) -> None:
+    for beginning in (b"", b"\x80\x02", b"\x80\x02](K\x01}"):
+        message = message_of(PickleError, partial(read_pickle, io.BytesIO(beginning + data)))
+        assert message is None or "is not a pickle that torch writes" in message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x02" + b"]" + b"]a" * 0 + b"(" * 50_000 + b"t" * 50_000 + b"e.",
+        b"\x80\x02cm\nf\n" + b")R" * 50_000 + b".",
+        b"\x80\x02cm\nf\n)R" + b"b" * 1 + b".",
+        b"\x80\x02]q\x00h\x00a.",
+        b"\x80\x04\x8e" + (2**62).to_bytes(8, "little") + b"abc.",
+        b"\x80\x05\x96" + (2**62).to_bytes(8, "little") + b"abc.",
+        b"\x80\x02\x8b\xff\xff\xff\x7fabc.",
+        b"\x80\x02K\x01r\xff\xff\xff\x7f.",
+        b"I" + b"9" * 100_000 + b"\n.",
+        b"\x80\x02\x82\x01.",
+        b"\x80\x02" + b"2" * 1000 + b".",
+    ],
+    ids=["deep tuples", "deep calls", "state of nothing", "a list in itself", "bytes beyond the file", "bytearray beyond the file",
+         "number beyond the file", "memo of 2^31", "number of 100,000 digits", "extension", "copies of nothing"],
+)  # fmt: skip
+def test_a_hostile_pickle_takes_no_memory_and_no_stack(data: bytes) -> None:
+    message = message_of(PickleError, lambda: members_of(read_pickle(io.BytesIO(data)).root))
+    assert message is None or len(message) < 500
+
+
+@pytest.mark.parametrize(
+    "value, finding",
+    [
+        (tensor((2**40,), (1,)), "reaches beyond its storage of 12 elements"),
+        (tensor((3, 4), (4, 1), start=1), "reaches beyond its storage of 12 elements"),
+        (tensor((3, 4), (5, 1)), "reaches beyond its storage of 12 elements"),
+        (tensor((3,), (1,), numel=13), "has 48 bytes for a tensor of shape 3, whose storage has 13 elements"),
+        (tensor((2**40,), (0,)), "whose elements overlap"),
+        (tensor((3, 4), (1, 1)), "whose elements overlap"),
+        (tensor((-3, 4), (4, 1)), "without a shape"),
+        (tensor((3, 4), (-4, 1)), "without a shape"),
+        (tensor((3, 4), (4, 1), start=-1), "without a shape"),
+        (tensor((2**70,), (1,)), "without a shape"),
+        (tensor((3, 4), (4,)), "reaches beyond"),
+        (Call(_rebuild_tensor_v2, "0", 0, (3,), (1,), False, None), "in a storage that this program does not read"),
+        (Call(_rebuild_tensor_v2), "without a storage"),
+        (Call(_rebuild_tensor_v2, Stored(12, "../0"), 0, (3,), (1,), False, None), "has 0 bytes for a tensor"),
+    ],
+)
+def test_a_tensor_that_does_not_lie_in_its_storage_is_refused(tmp_path: Path, value: object, finding: str) -> None:
+    file = opened(write(tmp_path / "file", value))
+    with pytest.raises(ValueError, match=finding) as caught:
+        file.place_of(file.root)
+    assert str(tmp_path / "file") in str(caught.value)
+
+
+def test_two_tensors_may_share_a_storage(tmp_path: Path) -> None:
+    data = torch.arange(12, dtype=torch.float32).numpy().tobytes()
+    file = opened(write(tmp_path / "file", [tensor((3, 4), (4, 1)), tensor((4,), (1,), start=8)], data))
+    whole, last = (file.read(place) for place in map(file.place_of, file.root) if place is not None)
+    assert torch.equal(whole[2], last)
+
+
+def test_a_compressed_member_is_refused_before_it_grows(tmp_path: Path) -> None:
+    write(tmp_path / "bomb", tensor((3, 4), (4, 1)), bytes(10**8), zipfile.ZIP_DEFLATED)
+    assert (tmp_path / "bomb").stat().st_size < 10**6
+    with pytest.raises(ValueError, match="has compressed or encrypted members"):
+        opened(tmp_path / "bomb")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_members_of_the_same_name_and_inside_one_another_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "twice", 1)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("other/data.pkl", pickled(2))
+    with pytest.raises(ValueError, match="inside one another or of the same name"):
+        opened(path)
+    path = write(tmp_path / "inside", 1)
+    data = bytearray(path.read_bytes())
+    entry = data.rindex(b"PK\x01\x02")  # of the last member, which now begins where the first does
+    data[entry + 42 : entry + 46] = bytes(4)
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="inside one another or of the same name"):
+        opened(path)
+
+
+def test_a_file_with_the_highest_byte_first_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "file", "w") as archive:
+        archive.writestr("archive/data.pkl", pickled(1))
+        archive.writestr("archive/byteorder", "big")
+    with pytest.raises(ValueError, match="highest byte first"):
+        opened(tmp_path / "file")
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_file_cut_off_anywhere_is_refused_by_name(tmp_path: Path, is_zip: bool) -> None:
+    torch.save(SAVED, tmp_path / "file", _use_new_zipfile_serialization=is_zip)
+    data = (tmp_path / "file").read_bytes()
+    for length in range(0, len(data), 61):
+        (tmp_path / "cut").write_bytes(data[:length])
+        with pytest.raises(ValueError, match=str(tmp_path / "cut")):
+            read_all(tmp_path / "cut")
+
+
+def read_all(path: Path) -> None:
+    file = opened(path)
+    for record in members_of(members_of(file.root).get("model")).values():
+        place = file.place_of(record)
+        if place is not None:
+            file.read(place)
+
+
+@given(st.booleans(), st.integers(0, 10**6), st.integers(1, 255))
+def test_a_changed_byte_gives_other_values_or_one_kind_of_error(
+    tmp_path_factory: pytest.TempPathFactory, is_zip: bool, place: int, change: int
+) -> None:
+    buffer = io.BytesIO()
+    torch.save(SAVED, buffer, _use_new_zipfile_serialization=is_zip)
+    data = bytearray(buffer.getvalue())
+    data[place % len(data)] ^= change
+    path = tmp_path_factory.getbasetemp() / "changed"
+    path.write_bytes(data)
+    message = message_of(ValueError, lambda: read_all(path))
+    assert message is None or str(path) in message
+
+
+def test_a_pipe_and_a_folder_are_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, tmp_path / "missing"):
+        with pytest.raises(ValueError, match="cannot be read"):
+            opened(path)
