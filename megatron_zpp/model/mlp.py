@@ -36,9 +36,8 @@ def activation_of(config: ModelConfig) -> Callable[[Tensor], Tensor]:
     """The activation function between the two linear layers."""
     if config.swiglu:
         return gated_silu
-    if config.squared_relu:
-        return squared_relu
-    return F.gelu if config.has_exact_gelu else tanh_gelu
+    gelu = F.gelu if config.has_exact_gelu else tanh_gelu
+    return squared_relu if config.squared_relu else gelu
 
 
 def tanh_gelu(inner_BSF: Tensor) -> Tensor:
