@@ -1,17 +1,18 @@
-"""An optimizer on the host of the GPU: losses and memory beside one on the GPU, rates of the host link, and copies beside computation."""
+"""An optimizer and kept inputs on the host of the GPU: losses and memory beside those on the GPU, and copies beside computation."""
 
 from __future__ import annotations
 
 import gc
 import statistics
 import time as clock
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from gpu import kept_on_host
+from gpu.beside import report_overlap, seconds_of
 from gpu.deadline import Deadline
 from gpu.device_errors import attempt
 from gpu.outcome import Outcome
@@ -38,19 +39,23 @@ LARGEST_DIFFERENCE = 2e-3  # of a loss: one rounding of a bf16 weight is 2^-9 of
 PLAN_SLACK = 0.05  # of the plan; activations are an estimate
 COPIED_BYTES, ROUNDS = 1 << 28, 8
 LEAST_RATE = 5e9  # bytes per second; copies of memory that is not pinned reach less on most machines
-MOST_EXPOSED = 0.3  # of the shorter of copies and products, if they run beside each other
 PRODUCT_SIZE = 8192
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a few steps had. device_bytes, host_bytes: of states, at the end of backward. peak_bytes: of the device."""
+    """What a few steps had. device_bytes, host_bytes: of states, at the end of backward. peak_bytes, planned_bytes: of the device.
+
+    update_seconds: of the updates on the host that wait for the next forward, alone.
+    """
 
     losses: list[float]
     seconds: float
     device_bytes: int
     host_bytes: int
     peak_bytes: int
+    planned_bytes: int
+    update_seconds: float
 
 
 def run(time: Deadline, outcome: Outcome) -> None:
@@ -59,6 +64,7 @@ def run(time: Deadline, outcome: Outcome) -> None:
         torch.set_num_threads(len(own_cores()))
         outcome.say(f"AdamW on the host has {torch.get_num_threads()} threads")
         attempt(outcome, "the host link", partial(measure_link, outcome, place))
+        attempt(outcome, "copies of kept inputs", partial(kept_on_host.measure_copies, outcome, place))
     else:
         outcome.omit("rates of the host link, and copies beside computation: torch finds no GPU here")
     for name, row in ROWS.items():
@@ -66,6 +72,20 @@ def run(time: Deadline, outcome: Outcome) -> None:
             attempt(outcome, name, partial(compare, outcome, place, name, row))
         else:
             outcome.ran_late(name)
+    if time.has(CASE_SECONDS):
+        attempt(outcome, "kept inputs", partial(compare_kept_inputs, outcome, place))
+    else:
+        outcome.ran_late("kept inputs")
+
+
+def compare_kept_inputs(outcome: Outcome, place: Place) -> None:
+    """Trains a few steps with inputs of recomputed chunks on the device, in an arena and on the host."""
+
+    def peak_of(flags: str) -> kept_on_host.Peak:
+        trained = train(outcome, place, f"{flags} {FLAGS}")
+        return kept_on_host.Peak(trained.peak_bytes, trained.planned_bytes, trained.losses)
+
+    kept_on_host.check_peaks(outcome, place, peak_of, LARGEST_DIFFERENCE if place.is_gpu else 0.0)
 
 
 def compare(outcome: Outcome, place: Place, name: str, row: str) -> None:
@@ -80,8 +100,11 @@ def compare(outcome: Outcome, place: Place, name: str, row: str) -> None:
         holds=largest <= (LARGEST_DIFFERENCE if place.is_gpu else 0.0),
     )
     outcome.say(
-        f"    {offloaded.seconds * 1e3:.1f} ms per step with offload, {plain.seconds * 1e3:.1f} without; states on the device "
-        f"{offloaded.device_bytes:,} bytes instead of {plain.device_bytes:,}, on the host {offloaded.host_bytes:,}"
+        f"    {offloaded.seconds * 1e3:.1f} ms per step with offload, {plain.seconds * 1e3:.1f} without; "
+        f"{offloaded.update_seconds * 1e3:.1f} ms for the updates alone that run beside a forward"
+    )
+    outcome.say(
+        f"    states on the device {offloaded.device_bytes:,} bytes instead of {plain.device_bytes:,}, on the host {offloaded.host_bytes:,}"
     )
 
 
@@ -102,6 +125,7 @@ def train(outcome: Outcome, place: Place, flags: str) -> Trained:
         place.synchronize()
         seconds.append(clock.perf_counter() - start)
         losses.append(float(loss.item()) / session.microbatches)
+    update_seconds = seconds_of(place, session.engine.finish_updates)
     plan = session.need.plan
     outcome.check(
         f"states hold {states.device:,} bytes on the device and {states.host:,} on the host as planned",
@@ -116,7 +140,7 @@ def train(outcome: Outcome, place: Place, flags: str) -> Trained:
             holds=peak <= (1 + PLAN_SLACK) * planned,
         )
     session.close()
-    return Trained(losses, statistics.median(seconds), states.device, states.host, peak)
+    return Trained(losses, statistics.median(seconds), states.device, states.host, peak, planned, update_seconds)
 
 
 def measure_link(outcome: Outcome, place: Place) -> None:
@@ -148,36 +172,22 @@ def measure_link(outcome: Outcome, place: Place) -> None:
 
     products = 1
     for call in (down, up, multiply):
-        _seconds(place, call)  # warms up
-    rates = {name: COPIED_BYTES / min(_seconds(place, call) for _ in range(ROUNDS)) for name, call in {"down": down, "up": up}.items()}
+        seconds_of(place, call)  # warms up
+    rates = {name: COPIED_BYTES / min(seconds_of(place, call) for _ in range(ROUNDS)) for name, call in {"down": down, "up": up}.items()}
     for name, rate in rates.items():
         outcome.check(f"the host link copies {rate / 1e9:.1f} GB/s {name}", holds=rate >= LEAST_RATE)
-    copying = _seconds(place, copy)
-    products = max(1, round(copying / _seconds(place, multiply)))
-    multiplying = _seconds(place, multiply)
+    copying = seconds_of(place, copy)
+    products = max(1, round(copying / seconds_of(place, multiply)))
+    multiplying = seconds_of(place, multiply)
 
     def both() -> None:
         multiply()
         copy()
 
-    together = _seconds(place, both)
+    together = seconds_of(place, both)
     report_overlap(outcome, copying, multiplying, together)
     outcome.measure(rates=rates, copying_seconds=copying, multiplying_seconds=multiplying, together_seconds=together)
 
 
-def report_overlap(outcome: Outcome, copying: float, multiplying: float, together: float) -> None:
-    longer, shorter = max(copying, multiplying), min(copying, multiplying)
-    exposed = (together - longer) / shorter
-    outcome.check(f"beside each other, {exposed:.0%} of the shorter of copies and products is not hidden", holds=exposed < MOST_EXPOSED)
-
-
 def _leave(written: Tensor) -> None:
     """Encodes nothing: only the copy is timed."""
-
-
-def _seconds(place: Place, call: Callable[[], object]) -> float:
-    place.synchronize()
-    start = clock.perf_counter()
-    call()
-    place.synchronize()
-    return clock.perf_counter() - start

@@ -41,7 +41,7 @@ WAVES: tuple[Wave, ...] = (
     (Part("training", 60, 25, 180, "a GPT of a billion parameters: speed, parts of a step, stalls, memory against the plan"),),
     (
         Part("bits", 60, 15, 200, "every kernel against the reference, bit for bit"),
-        Part("nccl", 100, 30, 280, "4 NCCL ranks as 2 nodes x 2: equal bits in all stages, also of 2 tensor ranks"),
+        Part("nccl", 100, 30, 280, "4 NCCL ranks as 2 nodes x 2: equal bits in all stages, also of tensor and of context ranks"),
     ),
     (Part("speed", 40, 15, 150, "every kernel beside a plain copy of the same bytes"),),
     (
@@ -53,7 +53,7 @@ WAVES: tuple[Wave, ...] = (
     (Part("tensor", 25, 15, 120, "the tensor link over NCCL: bits of its sums, and sums beside matrix products"),),
     (
         Part("lost_rank", 90, 75, 150, "one NCCL rank is killed, and the others end in time"),
-        Part("offload", 40, 20, 150, "an optimizer on the host: losses, memory against the plan, copies beside computation"),
+        Part("offload", 70, 20, 200, "optimizer and kept inputs on the host: losses, memory against the plan, copies beside computation"),
         Part("apex", 20, 10, 300, "NVIDIA Apex, where it is or where its sources are"),
         Part("compile", 40, 15, 200, "every CUDA source by itself, with warnings as errors"),
     ),

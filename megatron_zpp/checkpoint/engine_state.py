@@ -37,6 +37,7 @@ def share_of(engine: ZeroEngine, *, with_moments: bool) -> Share:
 
 def manifest_of(engine: ZeroEngine, state: RunState, *, with_moments: bool) -> Manifest:
     """The manifest of the engine's current state, without files and pieces."""
+    engine.finish_updates()
     grid = engine.ladder.grid
     states = dict.fromkeys((WEIGHT, *MOMENTS) if with_moments else (WEIGHT,), ELEMENT_TYPE)
     if with_moments and engine.keeps_copies:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from megatron_zpp.zero.gradient_progress import GradientProgress
 from megatron_zpp.zero.gradients import Collector, UnitGradient
 from megatron_zpp.zero.home import home_of
 from megatron_zpp.zero.hooks import hook_parameters, hook_uses, refuse_forward
+from megatron_zpp.zero.later_updates import LaterUpdates
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, LossScaler
 from megatron_zpp.zero.optimizer import ShardedAdamW, Update
@@ -98,8 +100,9 @@ class ZeroEngine:
         self._squared_sums = squared_sums_for(ladder.device, options.adam.backend)
         self._home = home = home_of(self._policy, ladder)
         self._weight_sums = squared_sums_for(home.device, options.adam.backend)
-        self._update_groups = update_groups([unit.name for unit in self.units], self._first_actions, at_once=home.runs_behind)
+        self._update_groups = update_groups([unit.name for unit in self.units], training.values(), at_once=home.runs_behind)
         self.optimizer = ShardedAdamW(self.units, self.gradients, self._update_groups, options.adam, home.link)
+        self._later = LaterUpdates([[self.units[index].name for index in group] for group in self._update_groups])
         is_enqueued = home.runs_behind and options.adam.skips_on_device
         self._side = SideStream(ladder.streams) if is_enqueued and ladder.streams is not None else None
         by_name = {unit.name: descent for unit, descent in zip(self.units, self._unit_descents, strict=True)}
@@ -151,9 +154,10 @@ class ZeroEngine:
             self._reach(Moment(Phase.PRE_FORWARD, use), is_training)
 
     def _book_activations(self, is_training: bool) -> None:
-        """Tells the tensor link, if there is one, for what the model uses it from now on."""
-        if self.ladder.tensor_link is not None:
-            self.ladder.tensor_link.book_under(Category.ACTIVATIONS if is_training else Category.EVALUATION)
+        """Tells the tensor link and the context link, if there are any, for what the model uses them from now on."""
+        for link, category in ((self.ladder.tensor_link, Category.ACTIVATIONS), (self.ladder.context_link, Category.EXCHANGES)):
+            if link is not None:
+                link.book_under(category if is_training else Category.EVALUATION)
 
     def _recompute(self, use: int) -> None:
         """Gathers the weights of a use that is recomputed in a chunk. A use that is recomputed alone has them already, for its backward.
@@ -183,6 +187,7 @@ class ZeroEngine:
         is_last_microbatch: whether this is the last one of the step. Raises RuntimeError for a micro-batch after the last one.
         """
         self._check_open()
+        self.finish_updates()  # of units that this forward did not reach: gradients are added to the sums that they read
         self._progress.begin_backward()
         self._is_last_microbatch = is_last_microbatch
         self._is_in_backward = True
@@ -219,10 +224,10 @@ class ZeroEngine:
             self.observer.end_unit()
 
     def _submit_climbs(self, actions: Actions) -> None:
-        for name in actions.climb_to_full:
-            self._unit_of[name].climb(Rung.FULL)
-        for name in actions.climb_to_secondary:
-            self._unit_of[name].climb(Rung.SECONDARY)
+        for rung, names in ((Rung.FULL, actions.climb_to_full), (Rung.SECONDARY, actions.climb_to_secondary)):
+            for name in names:
+                self._later.reach(name)
+                self._unit_of[name].climb(rung)
 
     def _collect(self, unit: WeightUnit, descent: UnitDescent, index: int) -> None:
         parameter = unit.parameters[index]
@@ -293,37 +298,41 @@ class ZeroEngine:
         The units that the next step needs first climb while the others are updated, in a stream of their own.
         """
         update = replace(update, factor=self._clipping.factor_on_device(squared), skips=skips_on_device(squared))
-        self._update_group(0, update)
+        self._update_group(update, 0)
         with side.entered():
             for group in range(1, len(self._update_groups)):
-                self._update_group(group, update)
+                self._update_group(update, group)
         result = self._end_iteration(numbers.wait())
-        for group in range(len(self._update_groups)):
-            self._climb_group(group, result)
+        self._begin_climbs(result)
         side.join()
         return result
 
     def _update_after_reading(self, numbers: Readout, update: Update) -> StepResult:
-        """Updates group after group, each of which climbs while the next is updated."""
+        """Updates group after group. What the next step needs first climbs meanwhile; on the host all others wait for the next forward."""
         values = numbers.wait()
         update = replace(update, factor=self._clipping.factor(values[0]))
         result = self._end_iteration(values)
-        for group in range(len(self._update_groups)):
-            self._update_group(group, None if result.is_skipped else update)
-            self._climb_group(group, result)
+        self._later.begin(partial(self._update_group, None if result.is_skipped else update))
+        self._begin_climbs(result)
+        if result.is_skipped or not self._home.is_host:
+            self.finish_updates()
         return result
 
-    def _update_group(self, group: int, update: Update | None) -> None:
+    def _update_group(self, update: Update | None, group: int) -> None:
         if update is not None:
             self.optimizer.update(group, update)
         torch._foreach_zero_([self.gradients[index].total for index in self._update_groups[group]])
 
-    def _climb_group(self, group: int, result: StepResult) -> None:
+    def _begin_climbs(self, result: StepResult) -> None:
         """Submits the first climbs of the next step."""
-        for index in self._update_groups[group]:
-            if not result.is_skipped:
-                self.units[index].invalidate()
-            self._submit_climbs(self._first_actions.climbs_of(self.units[index].name))
+        if not result.is_skipped:
+            for unit in self.units:
+                unit.invalidate()
+        self._submit_climbs(self._first_actions)
+
+    def finish_updates(self) -> None:
+        """Makes the updates that wait for the next forward. Call it before main weights or moments are read or written."""
+        self._later.finish()
 
     def _end_iteration(self, numbers: list[float]) -> StepResult:
         """numbers: as `_norm` sends them."""
@@ -342,8 +351,9 @@ class ZeroEngine:
         """Marks the weights on every rung as stale. Call it after any write to the main weights.
 
         copies_are_filled: whether the own slices of copies that are kept across steps have been written as well. Otherwise they are taken
-        from the main weights.
+        from the main weights. Raises RuntimeError if updates were not finished before the write: they would change what was written.
         """
+        self._later.check_finished()
         for unit in self.units:
             unit.replace(copy_is_filled=copies_are_filled)
 
@@ -353,10 +363,8 @@ class ZeroEngine:
         return self._policy.keeps_copy
 
     def finish_differences(self) -> None:
-        """Adds the differences of the last step to copies that are kept across steps, and waits. Every rank must call it, before a save.
-
-        It does nothing if no copies are kept.
-        """
+        """Finishes updates, adds their differences to kept copies, and waits. Every rank must call it, before a save."""
+        self.finish_updates()
         if not self.keeps_copies:
             return
         for unit in self.units:
@@ -397,16 +405,18 @@ class ZeroEngine:
 
     def weight_norm(self) -> float:
         """The L2 norm of all main weights; every rank must call it."""
+        self.finish_updates()
         return weight_norm(self.units, self.ladder, self._weight_sums)
 
     def close(self) -> None:
-        """Waits for climbs that were submitted ahead, so that no message is under way when the process groups end.
+        """Finishes updates, and waits for climbs that were submitted ahead, so that no message is under way when the process groups end.
 
         It removes the hooks, because the module and autograd would keep the engine alive through them. A forward of the module after it
         raises RuntimeError. Every rank must call it.
         """
         if self._is_closed:
             return
+        self.finish_updates()
         self.ladder.lanes.drain()
         for hook in self._hooks:
             hook.remove()

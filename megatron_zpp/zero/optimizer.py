@@ -14,7 +14,7 @@ from megatron_zpp.zero.adam_views import adam_views
 from megatron_zpp.zero.gradients import UnitGradient
 from megatron_zpp.zero.states import MOMENTS
 from megatron_zpp.zero.unit import WeightUnit
-from megatron_zpp.zero.update_groups import update_order
+from megatron_zpp.zero.update_groups import coming_with, update_order
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ShardedAdamW:
 
     def update(self, group: int, update: Update) -> None:
         """Updates the units of this group; call it for group after group. Gradients are changed, and NaN if the step is skipped."""
-        for coming in self._groups[group + 1 : group + 2] if group else self._groups[:2]:
+        for coming in coming_with(group, self._groups):
             coming.start()
         self._groups[group].update(update)
 

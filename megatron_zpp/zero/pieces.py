@@ -51,6 +51,7 @@ def parameters(engine: ZeroEngine) -> Iterator[PlacedParam]:
 
 
 def _pieces(engine: ZeroEngine, only_slice: int | None, *, only_counted: bool) -> Iterator[Piece]:
+    engine.finish_updates()
     for unit, moments in zip(engine.units, engine.optimizer.moments, strict=True):
         first, count = (unit.first_slice, unit.slices) if only_slice is None else (only_slice, 1)
         states = {

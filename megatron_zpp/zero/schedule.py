@@ -60,11 +60,6 @@ class Actions:
     climb_to_full: tuple[str, ...] = ()
     wait: tuple[str, ...] = ()
 
-    def climbs_of(self, unit: str) -> Actions:
-        """The climbs of one unit alone."""
-        to_secondary, to_full = (tuple(name for name in names if name == unit) for names in (self.climb_to_secondary, self.climb_to_full))
-        return Actions(climb_to_secondary=to_secondary, climb_to_full=to_full)
-
 
 @dataclass(frozen=True)
 class Prefetch:

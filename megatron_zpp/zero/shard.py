@@ -166,6 +166,7 @@ def full_weights(engine: ZeroEngine) -> Iterator[tuple[str, Tensor]]:
 
     One unit is gathered at a time. The values are those that the optimizer updates; no codec has changed them.
     """
+    engine.finish_updates()
     ladder = engine.ladder
     for unit in engine.units:
         own = unit.main_regions().slice_at(ladder.own_slice - unit.first_slice)

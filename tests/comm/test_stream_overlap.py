@@ -11,7 +11,7 @@ from harness.fake_streams.timed_model import BACKWARD, FORWARD, step_time
 from megatron_zpp.comm.links import INTER_CLIMB, INTER_DESCEND, INTRA_CLIMB, INTRA_DESCEND
 from megatron_zpp.parallel.topology import Lane
 from megatron_zpp.zero.engine_options import EngineOptions
-from megatron_zpp.zero.policy import POLICIES
+from megatron_zpp.zero.policy import POLICIES, Policy, with_offloaded_optimizer, with_secondary_weights
 from megatron_zpp.zero.schedule import Prefetch
 
 pytestmark = pytest.mark.virtual
@@ -20,10 +20,15 @@ USES = 12
 
 
 def slowest_step(
-    world: tuple[int, int], times: dict[Lane, float], microbatches: int, prefetch: Prefetch = Prefetch(), update: float = 0.0
+    world: tuple[int, int],
+    times: dict[Lane, float],
+    microbatches: int,
+    prefetch: Prefetch = Prefetch(),
+    update: float = 0.0,
+    policy: Policy = POLICIES[3],
 ) -> float:
-    """The time of a step on the slowest rank. update: the time of the second update of each step."""
-    options = EngineOptions(POLICIES[3], block_numel=32, prefetch=prefetch)
+    """The time of a step on the slowest rank. update: the time of the second update of each step; on the host, of that of each unit."""
+    options = EngineOptions(policy, block_numel=32, prefetch=prefetch)
     job = partial(step_time, options=options, uses=USES, microbatches=microbatches, update=update)
     return max(run_on_gpus(world, job, times=times))
 
@@ -56,3 +61,27 @@ def test_what_the_next_step_needs_first_climbs_while_the_rest_is_updated() -> No
     times, computing = {INTRA_CLIMB: 0.5}, USES * (FORWARD + BACKWARD)
     climbs = USES + USES - 1  # all of them hold computation up, as above; but the first hides behind the update
     assert slowest_step((1, 4), times, 1, Prefetch(0, 0), update=7.0) == pytest.approx(computing + 7.0 + (climbs - 1) * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("policy", "prefetch", "microbatches", "update"),
+    [
+        (POLICIES[3], Prefetch(), 1, FORWARD / 2),
+        (POLICIES[3], Prefetch(), 1, 3 * FORWARD),
+        (with_secondary_weights(POLICIES[3]), Prefetch(0, 0), 2, FORWARD),
+        (POLICIES[1], Prefetch(3, 2), 1, 2 * FORWARD),
+    ],
+    ids=["stage 3, updates are shorter", "stage 3, updates are longer", "hpZ", "stage 1"],
+)
+def test_the_device_computes_while_its_host_updates_the_units_that_come_next(
+    policy: Policy, prefetch: Prefetch, microbatches: int, update: float
+) -> None:
+    """A use is enqueued when every unit that has to climb by then has been updated, and computed when it is enqueued and its turn."""
+    ahead = max(prefetch.inter_uses, prefetch.intra_uses)
+    computed = 0.0
+    for use in range(USES):
+        enqueued = update * min(USES, use + 1 + ahead)
+        computed = max(computed, enqueued) + FORWARD
+    expected = computed + (microbatches - 1) * USES * FORWARD + microbatches * USES * BACKWARD
+    found = slowest_step((2, 2), {}, microbatches, prefetch, update, with_offloaded_optimizer(policy))
+    assert found == pytest.approx(expected)

@@ -9,9 +9,9 @@ from harness.places import ROOT
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
-from megatron_zpp.training.hardware import GIGABYTE
+from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.memory_need import in_gib
-from megatron_zpp.training.run_plan import PlannedWorld, plan_as_given
+from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, computation_by_rate, plan_as_given
 
 pytestmark = pytest.mark.pure
 
@@ -21,15 +21,29 @@ MODEL = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-atte
     --mock-data --train-iters 1"""
 PAGE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8").split("## An example")[1]
 ROWS = re.findall(r"^\| `(--[^`]+)` \| ([\d.]+ .iB) \| ([\d.]+ .iB) \| (yes|no) \|$", PAGE, re.MULTILINE)
+TIMES = re.findall(r"^\| (none|`--[^`]+`) \| (\d+) \| ([\d.]+ .iB)(, does not fit)? \| ([\d.]+) \|$", PAGE, re.MULTILINE)
+
+
+def plan_of(flags: str) -> RunPlan:
+    config = resolve(parse_flags(f"{MODEL} {flags}".split()), 8, 8)
+    return plan_as_given(config, PlannedWorld(1, 8, is_on_gpu=True), 32000)
 
 
 def test_the_example_has_rows() -> None:
     assert len(ROWS) == 7 and {fits for *_, fits in ROWS} == {"yes", "no"}
+    assert len(TIMES) == 6
+
+
+@pytest.mark.parametrize("flags, samples, device, does_not_fit, seconds", TIMES, ids=[f"{row[0]} {row[1]}" for row in TIMES])
+def test_each_time_of_the_example_is_that_of_the_plan(flags: str, samples: str, device: str, does_not_fit: str, seconds: str) -> None:
+    plan = plan_of(f"--zero-stage 3 --micro-batch-size {samples} {flags.strip('`').removeprefix('none')}")
+    time = plan.time(planned_machine(100, 100, is_on_gpu=True), computation_by_rate(plan.config, 32000, 80 * TERA))
+    assert (in_gib(plan.memory.total), f"{time.seconds:.1f}") == (device, seconds)
+    assert (plan.memory.total > 24 * GIGABYTE) is bool(does_not_fit)
 
 
 @pytest.mark.parametrize("flags, device, host, fits", ROWS, ids=[row[0] for row in ROWS])
 def test_each_row_of_the_example_is_the_plan_of_its_flags(flags: str, device: str, host: str, fits: str) -> None:
-    config = resolve(parse_flags(f"{MODEL} {flags}".split()), 8, 8)
-    need = plan_as_given(config, PlannedWorld(1, 8, is_on_gpu=True), 32000).memory
+    need = plan_of(flags).memory
     assert (in_gib(need.total), in_gib(need.host)) == (device, host)
     assert (need.total <= 24 * GIGABYTE) is (fits == "yes")

@@ -51,19 +51,20 @@ def test_states_and_bytes_in_the_log_are_those_of_the_plan(ranks: RankPool, tmp_
     assert all(activations < nbytes <= plan.tensor_bytes for nbytes in numbers(records, "tensor_link_bytes"))
 
 
-def test_inputs_divided_and_on_the_host_change_no_bit_of_a_run_and_add_a_gather_per_chunk(ranks: RankPool, tmp_path: Path) -> None:
+def test_inputs_and_optimizer_elsewhere_change_no_bit_of_a_run_nor_of_one_that_goes_on_and_add_a_gather_per_chunk(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     config = resolve(parse_flags(MODEL.split()), 1, 1).model
     flags = "--zero-stage 3 --tensor-model-parallel-size 2 --checkpoint-activations --global-batch-size 2 --train-iters 3 --eval-iters 1"
     plain = pretrain(ranks, 1, 2, f"{flags} --eval-interval 1", tmp_path / "plain.jsonl")
-    divided = pretrain(
-        ranks,
-        1,
-        2,
-        f"{flags} --eval-interval 1 --partition-activations --cpu-checkpointing --contigious-checkpointing",
-        tmp_path / "divided.jsonl",
-    )
+    elsewhere = "--partition-activations --cpu-checkpointing --contigious-checkpointing --optimizer-cpu-offload"
+    saves = f"--save {tmp_path / 'saved'} --save-interval 2 --async-save"
+    divided = pretrain(ranks, 1, 2, f"{flags} --eval-interval 1 {elsewhere} {saves}", tmp_path / "divided.jsonl")
+    resume = f"--load {tmp_path / 'saved'} --ckpt-step 2"
+    resumed = pretrain(ranks, 1, 2, f"{flags} --eval-interval 1 {resume}", tmp_path / "resumed.jsonl")
     for name in ("lm_loss", "grad_norm"):
         assert numbers(divided, name) == numbers(plain, name)
+        assert numbers(resumed, name) == numbers(plain, name)[2:]
     assert validation_losses(divided) == validation_losses(plain)
     gather = config.seq_length * config.hidden_size * 4 // 2
     more = [there - here for here, there in zip(*(numbers(of, "tensor_link_bytes") for of in (plain, divided)), strict=True)]

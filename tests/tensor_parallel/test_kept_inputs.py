@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness.fake_streams.accesses import RaceError
 from harness.fake_streams.gpus import Gpu, run_on_gpus
-from harness.fake_streams.machine import Site
+from harness.fake_streams.machine import Machine, Site
 from harness.live_bytes import LiveBytes
 from harness.lone_link import lone_link
 from harness.tensor_parts import VOCAB, config_of
@@ -27,7 +27,7 @@ from megatron_zpp.comm.waits import Waits
 from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.model.recompute import recomputed
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.topology import ACROSS
+from megatron_zpp.parallel.topology import TENSOR_ACROSS
 from megatron_zpp.tensor_parallel.context import TensorParallel
 from megatron_zpp.tensor_parallel.kept_inputs import KeptInputs
 
@@ -78,10 +78,17 @@ def arena(link: TensorLink | None, chunks: int = LAYERS) -> Arena:
     return Arena(chunks, numel, torch.float32, CPU)
 
 
+def on_host(link: TensorLink | None) -> HostPlaces:
+    numel = NUMEL if link is None else padded_part_numel(NUMEL, link.ranks, 4)
+    return HostPlaces(LAYERS, numel, torch.float32, CPU, Machine())
+
+
 MADE: dict[str, Callable[[TensorLink], KeptInputs]] = {
     "divided": lambda link: KeptInputs(NewPlaces(), link),
     "in an arena": lambda link: KeptInputs(arena(None), None),
     "divided in an arena": lambda link: KeptInputs(arena(link), link),
+    "on the host": lambda link: KeptInputs(on_host(None), None),
+    "divided on the host": lambda link: KeptInputs(on_host(link), link),
 }
 
 
@@ -135,7 +142,7 @@ def test_a_full_input_is_gone_when_the_next_chunk_begins(name: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", MADE)
 def test_between_forward_and_backward_there_are_the_bytes_of_the_formula(name: str, ranks: int) -> None:
-    """Chunks x X / T, new or in the arena; nothing else differs."""
+    """Chunks x X / T, new or in the arena; nothing else differs. On the host, the last input may still be on its way there."""
 
     def kept(keeps: bool) -> int:
         link = lone_link(ranks)
@@ -149,8 +156,37 @@ def test_between_forward_and_backward_there_are_the_bytes_of_the_formula(name: s
         return now
 
     whole = NUMEL * 4
-    new = whole // ranks if name == "divided" else 0
-    assert kept(False) - kept(True) == LAYERS * (whole - new)
+    part = whole // ranks if "divided" in name else whole
+    new = {"divided": LAYERS * part, "on the host": part, "divided on the host": part}.get(name, 0)
+    assert kept(False) - kept(True) == LAYERS * whole - new
+
+
+class CountedPlaces(HostPlaces):
+    """Counts what has come from the host and is on the device at the same time, and the elements of each."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__(LAYERS, numel, torch.float32, CPU, Machine())
+        self.most, self.numels = 0, set[int]()
+        self._copies: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def copied_up(self, *args: Any) -> Any:
+        found = super().copied_up(*args)
+        self._copies.append(weakref.ref(found[0].untyped_storage()))
+        self.numels.add(found[0].numel())
+        self.most = max(self.most, sum(copy() is not None for copy in self._copies))
+        return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_of_what_is_kept_on_the_host_two_chunks_are_on_the_device_at_the_same_time(ranks: int) -> None:
+    link = lone_link(ranks) if ranks > 1 else None
+    places = CountedPlaces(NUMEL // ranks)
+    model = gpt_of(link)
+    model.keep_inputs(KeptInputs(places, link))
+    for step in range(2):
+        forward(model, step).sum().backward()
+        evaluate(model)
+    assert (places.most, places.numels) == (2, {NUMEL // ranks})
 
 
 def bytes_after_steps(steps: int) -> set[int]:
@@ -301,7 +337,7 @@ def test_gathers_run_beside_the_products_of_the_chunk_before() -> None:
         return gpu.machine.compute.free_at
 
     # Forward, recomputation and backward of each chunk take PRODUCT.
-    assert run_on_gpus(GRIDS["2 ranks"], time, times={ACROSS: CROSSING}) == [3 * CHAIN * PRODUCT + CROSSING] * 2
+    assert run_on_gpus(GRIDS["2 ranks"], time, times={TENSOR_ACROSS: CROSSING}) == [3 * CHAIN * PRODUCT + CROSSING] * 2
 
 
 def _timed(function: Any, gpu: Gpu, hidden: Tensor) -> Tensor:

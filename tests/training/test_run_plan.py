@@ -18,6 +18,7 @@ from megatron_zpp.training.run_plan import (
     plan_run,
 )
 from megatron_zpp.training.sharding import sharding_of
+from megatron_zpp.zero.plan.host_copies import KeptOnHost
 from megatron_zpp.zero.plan.traffic import planned_traffic
 
 FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --bf16 --ranks-per-node 4"
@@ -41,12 +42,41 @@ def test_the_flags_of_a_member_ask_for_the_partition_that_was_planned() -> None:
         assert f"--zero-hpz-partition-size {partition_ranks}" in plan.flags
 
 
-def test_tensor_ranks_share_the_operations_of_a_micro_batch() -> None:
+@pytest.mark.parametrize(
+    "flags", ["--tensor-model-parallel-size 4", "--context-parallel-size 4", "--tensor-model-parallel-size 2 --context-parallel-size 2"]
+)
+def test_ranks_that_share_layers_or_tokens_share_the_operations_of_a_micro_batch(flags: str) -> None:
     config = resolve(parse_flags(FLAGS.split()), 8, 4)
-    alone, shared = (computation_by_rate(config, 128, 1e9, tensor_ranks) for tensor_ranks in (1, 4))
+    alone, shared = (computation_by_rate(resolve(parse_flags(f"{FLAGS} {more}".split()), 8, 4), 128, 1e9) for more in ("", flags))
     assert shared.forward == pytest.approx([seconds / 4 for seconds in alone.forward])
     assert shared.backward == pytest.approx([seconds / 4 for seconds in alone.backward])
     assert computation_by_step(config, 128, seconds=6.0, microbatches=3).seconds == pytest.approx(2.0)
+
+
+# ---- kept inputs
+
+X = 2 * 16 * 32 * 2  # samples, tokens, hidden size, bytes
+
+
+@pytest.mark.parametrize(
+    ("flags", "on_gpu", "expected"),
+    [
+        ("--checkpoint-in-cpu", True, KeptOnHost(X)),
+        ("--checkpoint-in-cpu --tensor-model-parallel-size 2", True, KeptOnHost(X)),
+        ("--checkpoint-in-cpu --tensor-model-parallel-size 2 --partition-activations", True, KeptOnHost(X // 2, is_divided=True)),
+        ("--checkpoint-in-cpu --tensor-model-parallel-size 2 --sequence-parallel", True, KeptOnHost(X // 2)),
+        ("--contiguous-checkpointing", True, KeptOnHost()),
+        ("--checkpoint-in-cpu", False, KeptOnHost()),
+    ],
+)
+def test_kept_inputs_cross_the_host_link_once_in_each_direction_for_each_chunk_and_micro_batch(
+    flags: str, on_gpu: bool, expected: KeptOnHost
+) -> None:
+    config = resolve(parse_flags(f"{FLAGS} --checkpoint-activations --micro-batch-size 2 --global-batch-size 32 {flags}".split()), 8, 4)
+    plan = plan_as_given(config, PlannedWorld(2, 4, is_on_gpu=on_gpu), 128)
+    assert plan.job.kept_on_host == expected
+    time = plan.time(planned_machine(100, 100, is_on_gpu=on_gpu), computation_by_rate(config, 128, 1e12))
+    assert time.host_link == pytest.approx(plan.job.microbatches * 2 * 2 * expected.part_bytes / 25e9)  # 2 chunks, 2 directions
 
 
 # ---- lean
@@ -189,6 +219,6 @@ def test_collectives_of_a_plan_are_those_of_the_ladder_and_of_the_tensor_link() 
 
 def test_the_time_of_a_step_has_the_waits_for_ranks_that_share_layers() -> None:
     plan = planned("ZeRO-3", "--tensor-model-parallel-size 4 --sequence-parallel")
-    computation = computation_by_rate(plan.config, 128, 1e12, 4)
+    computation = computation_by_rate(plan.config, 128, 1e12)
     slow, fast = (plan.time(planned_machine(1e6, rate, is_on_gpu=True), computation) for rate in (1e-3, 1e3))
     assert slow.tensor_link > 10 * fast.tensor_link > 0 and slow.seconds > fast.seconds

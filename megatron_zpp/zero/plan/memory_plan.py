@@ -18,7 +18,7 @@ from megatron_zpp.zero.descents import LARGEST_UNDER_WAY
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.norm_memory import norm_bytes
 from megatron_zpp.zero.policy import Policy, Rung
-from megatron_zpp.zero.schedule import Moment, Phase, Prefetch, evaluation_schedule, training_schedule
+from megatron_zpp.zero.schedule import Prefetch, evaluation_schedule, training_schedule
 from megatron_zpp.zero.update_groups import update_groups, update_order
 
 MAIN_BYTES = 4  # a main weight, its gradient, or one of Adam's two moments, in fp32
@@ -121,8 +121,7 @@ def plan_memory(
 
 
 def _update_order(names: list[str], uses: Sequence[Use], prefetch: Prefetch) -> list[int]:
-    first_actions = training_schedule(uses, prefetch)[Moment(Phase.PRE_FORWARD, 0)]
-    return update_order(update_groups(names, first_actions, at_once=False))
+    return update_order(update_groups(names, training_schedule(uses, prefetch).values(), at_once=False))
 
 
 def _host_memory(units: Sequence[_PlannedUnit], update_order: Sequence[int], *, on_streams: bool) -> HostMemory:

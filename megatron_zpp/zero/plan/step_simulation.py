@@ -13,13 +13,14 @@ from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.parallel.topology import Topology
 from megatron_zpp.zero.descents import Descents
+from megatron_zpp.zero.later_updates import LaterUpdates
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.plan.memory_plan import Sharding
 from megatron_zpp.zero.plan.planned_hops import PlannedHop, UnitHops
 from megatron_zpp.zero.policy import Policy, Rung
 from megatron_zpp.zero.residency import Residency
 from megatron_zpp.zero.schedule import Actions, Moment, Phase, backward_starts, descent_order, training_schedule
-from megatron_zpp.zero.update_groups import update_groups, update_order
+from megatron_zpp.zero.update_groups import coming_with, update_groups
 
 Ticket = TypeVar("Ticket")
 
@@ -36,8 +37,11 @@ class Listener(Protocol[Ticket]):
     def compute(self, use: int, *, is_backward: bool) -> None:
         """A use is computed."""
 
-    def update_on_host(self, numel: int) -> None:
-        """Gradients of so many elements, all those of a unit that this rank owns, come down to the host, which updates their weights."""
+    def read_norm(self) -> None:
+        """The host waits until the device has the gradient norm."""
+
+    def update_on_host(self, numel: int, coming: Sequence[int]) -> None:
+        """The host updates the elements of a unit that this rank owns. coming: those of units whose gradients start to come down now."""
 
 
 class _Weights(Generic[Ticket]):
@@ -125,13 +129,13 @@ class StepSimulation(Generic[Ticket]):
             hops = UnitHops(spec.name, layout, sharding, grid)
             self._weights[spec.name] = _Weights(hops, policy, grid.ladder, listener)
             gradients[spec.name] = _Gradient(hops, policy, grid.ladder, listener)
-        self._updated_on_host: list[tuple[str, int]] = []
         self._schedule = training_schedule(uses, sharding.prefetch)
         self._first_actions = self._schedule[Moment(Phase.PRE_FORWARD, 0)]
-        if policy.optimizer is Rung.HOST:
-            names = list(slice_numels)
-            order_on_host = update_order(update_groups(names, self._first_actions, at_once=False))
-            self._updated_on_host = [(names[index], slice_numels[names[index]]) for index in order_on_host]
+        names = list(slice_numels)
+        in_order = [names[index] for (index,) in update_groups(names, self._schedule.values(), at_once=False)]
+        self._updated_numels = [slice_numels[name] for name in in_order]
+        self._later = LaterUpdates([[name] for name in in_order])
+        self._updates_on_host = policy.optimizer is Rung.HOST
         self._starts_backward = backward_starts(uses)
         order = descent_order(uses)
         self._descents = Descents(order, gradients)
@@ -153,12 +157,14 @@ class StepSimulation(Generic[Ticket]):
         self._descents.finish()
         for unit in self._weights.values():
             unit.invalidate()
-        for name, numel in self._updated_on_host:
-            self._listener.update_on_host(numel)
-            if submits_next_climbs:
-                self._submit_climbs(self._first_actions.climbs_of(name))
+        self._listener.read_norm()
+        if self._updates_on_host:
+            self._later.begin(self._update_on_host)
         if submits_next_climbs:
-            self._submit_climbs(self._first_actions)  # of a unit that climbs already, none
+            self._submit_climbs(self._first_actions)
+
+    def _update_on_host(self, unit: int) -> None:
+        self._listener.update_on_host(self._updated_numels[unit], coming_with(unit, self._updated_numels))
 
     def _act(self, actions: Actions) -> None:
         for name in actions.rest:
@@ -177,6 +183,10 @@ class StepSimulation(Generic[Ticket]):
 
     def _submit_climbs(self, actions: Actions) -> None:
         for name in actions.climb_to_full:
-            self._weights[name].climb(Rung.FULL)
+            self._climb(name, Rung.FULL)
         for name in actions.climb_to_secondary:
-            self._weights[name].climb(Rung.SECONDARY)
+            self._climb(name, Rung.SECONDARY)
+
+    def _climb(self, name: str, rung: Rung) -> None:
+        self._later.reach(name)
+        self._weights[name].climb(rung)

@@ -6,29 +6,36 @@ Assumptions:
 - A hop over the inter link occupies the link between nodes, even if its partitions are parts of one node.
 - Ranks that share layers have priority on the link inside a node: what waits for that link waits so much longer. What they exchange beside
   computation is hidden by the gradients of one use's weights, which take as long as its forward.
+- Ranks that divide samples exchange over the link inside a node, or between nodes, with the same priority. Computation waits for all of it,
+  also for the exchange that runs beside the product of one layer.
 - Communication does not slow down computation; codecs do so in one case (Overlap.THREAD).
 - Overlap.STREAMS: hops run beside computation, encoding and decoding included (lanes on CUDA streams). Overlap.THREAD: the
   same, but one thread encodes and decodes for all lanes on the cores of computation, which stops meanwhile unless it waits (lanes on gloo).
   Overlap.NONE: every hop is waited for where it is submitted.
 - Casting and copying 16-bit values takes no time; quantizing costs a constant per value, and a Gaussian code another one, and one more
   for each round of its rotation. The optimizer's time counts as computation.
-- An optimizer on the host of a GPU updates unit after unit, and the next step begins after the last of them. Gradients of the next unit
-  come down meanwhile. Payloads come up before they are gathered; encoding them is part of the update.
+- An optimizer on the host of a GPU begins when the host knows the norm, and updates unit after unit, each before its next climb, by the
+  thread that enqueues computation: a use is enqueued when the units that climb before it have been updated. Gradients of the next unit come
+  down meanwhile. Payloads come up before they are gathered; encoding them is part of the update.
+- Kept inputs on the host cross the same link as gradients and payloads (zero/plan/host_copies.py).
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
+from megatron_zpp.comm.ledger import context_link_traffic
 from megatron_zpp.comm.moves import NEVER, Move, Times, first_move
 from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.link_work import NO_LINK_WORK, LinkWorkOfUses
 from megatron_zpp.parallel.specs import UnitSpec, Use
-from megatron_zpp.parallel.tensor_work import NO_TENSOR_WORK, TensorWorkOfUses
 from megatron_zpp.parallel.topology import LADDER_LINKS, LANES, Lane, Link
+from megatron_zpp.zero.plan.host_copies import NOTHING_ON_HOST, HostLinkClock, KeptCopies, KeptOnHost
 from megatron_zpp.zero.plan.memory_plan import MAIN_BYTES, Sharding
 from megatron_zpp.zero.plan.planned_hops import CodecWork, PlannedHop
 from megatron_zpp.zero.plan.step_simulation import StepSimulation
@@ -133,6 +140,7 @@ class StepTime:
     intra_link: float
     codecs: float
     tensor_link: float = 0.0
+    context_link: float = 0.0
     host_link: float = 0.0
     host: float = 0.0
 
@@ -145,7 +153,12 @@ class StepTime:
             "link inside a node": self.intra_link,
             "codecs": self.codecs,
         }
-        others = {"tensor link": self.tensor_link, "link to the host": self.host_link, "AdamW on the host": self.host}
+        others = {
+            "tensor link": self.tensor_link,
+            "context link": self.context_link,
+            "link to the host": self.host_link,
+            "AdamW on the host": self.host,
+        }
         return parts | {name: seconds for name, seconds in others.items() if seconds > 0}
 
     def __sub__(self, other: StepTime) -> StepTime:
@@ -155,16 +168,24 @@ class StepTime:
         return StepTime(*(own + times * others for own, others in zip(astuple(self), astuple(other), strict=True)))
 
 
+BUSY = tuple(field.name for field in fields(StepTime) if field.name not in ("seconds", "host_link"))
+
+
 @dataclass(frozen=True)
 class Job:
-    """A model to train and how it is sharded. tensor_work: of each use, if ranks share layers."""
+    """A model to train and how it is sharded. tensor_work, context_work: of each use, if ranks share layers, or divide samples.
+
+    kept_on_host: of recomputed chunks.
+    """
 
     unit_specs: Sequence[UnitSpec]
     uses: Sequence[Use]
     sharding: Sharding
     grid: Grid
     microbatches: int
-    tensor_work: TensorWorkOfUses = NO_TENSOR_WORK
+    tensor_work: LinkWorkOfUses = NO_LINK_WORK
+    context_work: LinkWorkOfUses = NO_LINK_WORK
+    kept_on_host: KeptOnHost = NOTHING_ON_HOST
 
 
 def step_time(job: Job, machine: Machine, computation: Computation) -> StepTime:
@@ -194,29 +215,40 @@ class _Pending:
 
 
 class _Clock:
-    """Time on one rank: computation has reached `now`, each link is busy until `link_free`, and `busy` sums the seconds of each part."""
+    """Time on one rank: computation has reached `now`, each link is busy until `link_free`, and `busy` sums the seconds of each part.
+
+    The host of a device enqueues work at once, except while it updates weights: until `_host_now`.
+    """
 
     def __init__(self, machine: Machine, computation: Computation, job: Job) -> None:
         self.machine = machine
         self.computation = computation
         self.grid = job.grid
         self.tensor_work = job.tensor_work
+        self.context_work = job.context_work
         self.now = 0.0
-        self.busy = dict.fromkeys(("computing", "inter_link", "intra_link", "codecs", "tensor_link", "host_link", "host"), 0.0)
-        self._up_free = 0.0
-        self._updating_since = self._updated_until = 0.0
-        self._down_free = 0.0
+        self.busy = dict.fromkeys(BUSY, 0.0)
+        self._host_now = 0.0
+        self._arrivals: deque[float] = deque()  # of gradients on the host, of the units that are updated next
+        self._host_link = HostLinkClock(machine.host.bytes_per_second if machine.host is not None else math.inf)
+        self._kept = KeptCopies(job.kept_on_host if machine.host is not None else NOTHING_ON_HOST, self._host_link, job.uses)
         self.link_free = dict.fromkeys(LADDER_LINKS, 0.0)
 
     def reading(self) -> StepTime:
-        return StepTime(self.now, **self.busy)
+        return StepTime(self.now, host_link=self._host_link.busy, **self.busy)
+
+    @property
+    def enqueued(self) -> float:
+        """The earliest time at which what the host enqueues next can begin."""
+        return max(self.now, self._host_now)
 
     def compute(self, use: int, *, is_backward: bool) -> None:
         seconds = self.computation.of(use, is_backward=is_backward)
         self.busy["computing"] += seconds
-        self.now += seconds + self._exchange(use, is_backward=is_backward)
+        self.now = self._kept.before(use, self.enqueued, is_backward=is_backward)
+        self.now += seconds + self._exchange_layers(use, is_backward=is_backward) + self._exchange_heads(use, is_backward=is_backward)
 
-    def _exchange(self, use: int, *, is_backward: bool) -> float:
+    def _exchange_layers(self, use: int, *, is_backward: bool) -> float:
         """Seconds for which the computation of a use waits for the ranks that share its layers."""
         work, link = self.tensor_work.of(use, is_backward=is_backward), self.machine.tensor_link
         if work.collectives == 0:
@@ -227,27 +259,39 @@ class _Clock:
         self.link_free[Link.INTRA] = max(self.now, self.link_free[Link.INTRA]) + blocking + beside
         return blocking + max(0.0, beside - self.computation.of(use, is_backward=False))
 
-    def update_on_host(self, numel: int) -> None:
-        """The copy of a unit begins with the update before it, and its update when both have ended."""
+    def _exchange_heads(self, use: int, *, is_backward: bool) -> float:
+        """Seconds for which the computation of a use waits for the ranks that divide its samples."""
+        work = self.context_work.of(use, is_backward=is_backward)
+        if work.collectives == 0:
+            return 0.0
+        traffic, machine = context_link_traffic(self.grid, work.nbytes), self.machine
+        between = self.grid.into_node(traffic.context_inter_bytes) / machine.inter.bytes_per_second
+        within = (traffic.context_bytes - traffic.context_inter_bytes) / machine.intra.bytes_per_second
+        speed = machine.inter if between else machine.intra
+        seconds = max(between, within) + work.collectives * speed.seconds_per_collective
+        self.busy["context_link"] += seconds
+        for link, is_used in ((Link.INTER, between > 0), (Link.INTRA, within > 0)):
+            if is_used:
+                self.link_free[link] = max(self.now, self.link_free[link]) + seconds
+        return seconds
+
+    def read_norm(self) -> None:
+        self._host_now = self.enqueued
+
+    def update_on_host(self, numel: int, coming: Sequence[int]) -> None:
         host = self.machine.host
         if host is None:
             return
-        copying, updating = MAIN_BYTES * numel / host.bytes_per_second, numel * self.grid.ranks_per_node / host.values_per_second
-        self.busy["host_link"] += copying
+        self._arrivals += [self._host_link.down(MAIN_BYTES * other, self._host_now) for other in coming]
+        updating = numel * self.grid.ranks_per_node / host.values_per_second
         self.busy["host"] += updating
-        is_first = self.now > self._updated_until
-        self._down_free = max(self.now if is_first else self._updating_since, self._down_free) + copying
-        self._updating_since = max(self.now, self._down_free)
-        self.now = self._updated_until = self._updating_since + updating
+        self._host_now = max(self._host_now, self._arrivals.popleft()) + updating
 
     def come_up(self, hop: PlannedHop, ready: float) -> float:
         """The time at which a payload that is ready on the host at `ready` is on the device."""
         if self.machine.host is None or hop.host_bytes == 0:
             return ready
-        seconds = hop.host_bytes / self.machine.host.bytes_per_second
-        self.busy["host_link"] += seconds
-        self._up_free = max(ready, self._up_free) + seconds
-        return self._up_free
+        return self._host_link.up(hop.host_bytes, ready)
 
     def code(self, work: CodecWork) -> float:
         """Seconds that a codec takes for `work`; adds them to `busy`."""
@@ -280,7 +324,7 @@ class _StreamClock(_Clock):
         self._lane_free = dict.fromkeys(LANES, 0.0)
 
     def submit(self, hop: PlannedHop, after: _Pending | None) -> _Pending:
-        start = max(self.now, self._lane_free[hop.lane], after.end if after is not None else 0.0)
+        start = max(self.enqueued, self._lane_free[hop.lane], after.end if after is not None else 0.0)
         end = self.transfer(hop, start + self.code(hop.before)) + self.code(hop.after)
         self._lane_free[hop.lane] = end
         return _Pending(end)
@@ -313,7 +357,7 @@ class _ThreadClock(_Clock):
         self._thread_free = 0.0
 
     def submit(self, hop: PlannedHop, after: _ThreadHop | None) -> _ThreadHop:
-        submitted = _ThreadHop(hop, after, submitted=self.now)
+        submitted = _ThreadHop(hop, after, submitted=self.enqueued)
         self._queues[hop.lane].append(submitted)
         return submitted
 
@@ -323,6 +367,7 @@ class _ThreadClock(_Clock):
         self.now = max(self.now, ticket.landed)
 
     def compute(self, use: int, *, is_backward: bool) -> None:
+        self.now = self.enqueued
         while self._next_start() < self.now:
             self._move()
         super().compute(use, is_backward=is_backward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -20,11 +21,19 @@ from megatron_zpp.model.shapes import ModelShape as GptShape
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import Lane
 from megatron_zpp.training.sharding import grid_of, sharding_of
+from megatron_zpp.zero.optimizer import Update
 from megatron_zpp.zero.plan.memory_plan import Sharding
 from megatron_zpp.zero.plan.planned_hops import PlannedHop
 from megatron_zpp.zero.plan.step_simulation import StepSimulation
 from megatron_zpp.zero.plan.traffic import planned_traffic, smallest_inter_hop_bytes
-from megatron_zpp.zero.policy import POLICIES, Policy, with_quantized_gradients, with_quantized_weights, with_secondary_weights
+from megatron_zpp.zero.policy import (
+    POLICIES,
+    Policy,
+    with_offloaded_optimizer,
+    with_quantized_gradients,
+    with_quantized_weights,
+    with_secondary_weights,
+)
 from megatron_zpp.zero.schedule import Prefetch
 
 pytestmark = pytest.mark.virtual
@@ -38,6 +47,7 @@ SWITCHES = {
 }
 ALL = with_quantized_gradients(with_secondary_weights(with_quantized_weights(POLICIES[3])))
 EVERY_ROW = {**ROWS, "qgZ": with_quantized_gradients(POLICIES[3]), "hpZ": with_secondary_weights(POLICIES[3]), "all": ALL}
+OFFLOADED = {"offloaded stage 1": with_offloaded_optimizer(POLICIES[1]), "offloaded, all": with_offloaded_optimizer(ALL)}
 
 
 def planned_node_bytes(world: World, flags: str, microbatches: int) -> int:
@@ -85,9 +95,9 @@ def test_the_plan_is_what_the_engines_ledger_counts_over_both_links(grid: Grid, 
 
 @dataclass
 class Recorder:
-    """A listener that remembers every submission."""
+    """A listener that remembers every submission, and every update on the host by its number of elements."""
 
-    submissions: list[tuple[str, Lane]] = field(default_factory=list)
+    submissions: list[tuple[str, Lane] | int] = field(default_factory=list)
 
     def submit(self, hop: PlannedHop, after: int | None) -> int:
         self.submissions.append((hop.unit, hop.lane))
@@ -99,25 +109,48 @@ class Recorder:
     def compute(self, use: int, *, is_backward: bool) -> None:
         return None
 
+    def read_norm(self) -> None:
+        return None
+
+    def update_on_host(self, numel: int, coming: Sequence[int]) -> None:
+        self.submissions.append(numel)
+
 
 SHAPES = [ModelShape(), ModelShape(is_tied=False), ModelShape((5, 9, 17), is_recomputed=True, chunk=2)]
+
+
+def note_updates(rank: Rank) -> None:
+    """Adds the updates of the rank to its submissions."""
+    optimizer, groups = rank.engine.optimizer, rank.engine._update_groups
+    update = optimizer.update
+
+    def noted(group: int, step: Update) -> None:
+        rank.lanes.submissions.append(sum(rank.engine.units[index].layout.slice_numel for index in groups[group]))
+        update(group, step)
+
+    optimizer.update = noted  # type: ignore[method-assign]
 
 
 # Every row with two of the models, one of them with several micro-batches.
 @pytest.mark.parametrize(
     "row, shape, microbatches",
-    [(row, SHAPES[(index + turn) % 3], (1, 3)[turn]) for index, row in enumerate(EVERY_ROW) for turn in (0, 1)],
+    [(row, SHAPES[(index + turn) % 3], (1, 3)[turn]) for index, row in enumerate(EVERY_ROW | OFFLOADED) for turn in (0, 1)],
     ids=str,
 )
 def test_a_walk_submits_what_the_engine_submits_in_its_order(row: str, shape: ModelShape, microbatches: int) -> None:
-    policy: Policy = EVERY_ROW[row]
+    policy: Policy = (EVERY_ROW | OFFLOADED)[row]
     job = Job(policy, shape=shape, steps=2, microbatches=microbatches, prefetch=Prefetch(2, 1))
     grid = Grid.of_nodes(2, 2)
 
-    def submitted(backend: VirtualBackend) -> list[tuple[str, Lane]]:
+    def submitted(backend: VirtualBackend) -> list[tuple[str, Lane] | int]:
         rank = Rank(job, backend)
-        rank.train()
-        return rank.lanes.submissions
+        if row in OFFLOADED:
+            note_updates(rank)
+        for step in range(job.steps):
+            rank.step(step)
+        found = list(rank.lanes.submissions)
+        rank.engine.close()
+        return found
 
     recorder = Recorder()
     model = SmallModel(job.shape, job.dtype)

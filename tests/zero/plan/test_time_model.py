@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 
 import pytest
@@ -12,10 +13,11 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.tensor_work import TensorWork, TensorWorkOfUses
+from megatron_zpp.parallel.link_work import LinkWork, LinkWorkOfUses
 from megatron_zpp.training.sharding import sharding_of
 from megatron_zpp.zero.layout import FlatLayout
-from megatron_zpp.zero.plan.time_model import CodecSpeed, Computation, HostSpeed, Job, LinkSpeed, Machine, Overlap, step_time
+from megatron_zpp.zero.plan.host_copies import KeptOnHost
+from megatron_zpp.zero.plan.time_model import CodecSpeed, Computation, HostSpeed, Job, LinkSpeed, Machine, Overlap, StepTime, step_time
 from megatron_zpp.zero.plan.traffic import planned_traffic
 
 INFINITE = LinkSpeed(float("inf"))
@@ -134,12 +136,12 @@ def test_a_codec_that_takes_longer_takes_longer_for_everything() -> None:
 
 # ---- ranks that share layers
 
-BLOCKING = TensorWork(blocking_bytes=1000, collectives=2)
-BESIDE = TensorWork(overlapped_bytes=1000, collectives=1)
+BLOCKING = LinkWork(blocking_bytes=1000, collectives=2)
+BESIDE = LinkWork(overlapped_bytes=1000, collectives=1)
 
 
-def shared(forward: TensorWork, backward: TensorWork, microbatches: int = 2) -> Job:
-    return replace(job(microbatches=microbatches), tensor_work=TensorWorkOfUses((forward,) * USES, (backward,) * USES))
+def shared(forward: LinkWork, backward: LinkWork, microbatches: int = 2) -> Job:
+    return replace(job(microbatches=microbatches), tensor_work=LinkWorkOfUses((forward,) * USES, (backward,) * USES))
 
 
 @pytest.mark.parametrize("overlap", list(Overlap))
@@ -170,6 +172,33 @@ def test_ranks_that_share_nothing_have_no_tensor_link_among_the_parts_that_are_b
     assert "tensor link" not in step_time(job(), machine(), COMPUTATION).busy
 
 
+# ---- ranks that divide samples
+
+
+def divided(grid: Grid, microbatches: int = 2) -> Job:
+    work = LinkWorkOfUses((BLOCKING,) * USES, (BLOCKING,) * USES)
+    return replace(job(microbatches=microbatches), grid=grid, context_work=work)
+
+
+@pytest.mark.parametrize("overlap", list(Overlap))
+def test_computation_waits_for_the_exchange_of_heads_at_the_rate_of_the_link_that_joins_the_ranks(overlap: Overlap) -> None:
+    """Of 1000 bytes from 5 others on 3 nodes of 2 ranks, 800 come from other nodes, for each of 2 ranks."""
+    inside, between = LinkSpeed(1e6, 1e-4), LinkSpeed(2e6, 3e-4)
+    within, across = (
+        step_time(divided(replace(GRID, context_ranks=ranks)), machine(between, overlap, inside), COMPUTATION) for ranks in (2, 6)
+    )
+    waits = 2 * 2 * USES
+    assert within.context_link == pytest.approx(waits * (1e-3 + 2e-4))
+    assert across.context_link == pytest.approx(waits * (2 * 8e-4 / 2 + 6e-4))
+    assert within.busy["context link"] == within.context_link and "context link" not in step_time(job(), machine(), COMPUTATION).busy
+
+
+def test_climbs_wait_behind_the_exchange_of_heads() -> None:
+    inside, grid = LinkSpeed(1e6), replace(GRID, context_ranks=2)
+    free, taken = (step_time(some, machine(intra=inside), NOTHING) for some in (replace(job(microbatches=2), grid=grid), divided(grid)))
+    assert taken.seconds > free.seconds and taken.intra_link == pytest.approx(free.intra_link)
+
+
 # ---- an optimizer on the host
 
 OFFLOADED = "--optimizer-cpu-offload"
@@ -191,7 +220,8 @@ def test_a_host_updates_unit_after_unit_and_copies_each_once_in_each_direction(f
     up = sum(some.sharding.payload_bytes(codes.inter, run) for run in runs)
     assert time.host == pytest.approx(sum(owned(some)) * GRID.ranks_per_node / 1e6)
     assert time.host_link == pytest.approx((4 * sum(owned(some)) + up) / 1e6)
-    assert 2 * COMPUTATION.seconds + time.host <= time.seconds <= 2 * COMPUTATION.seconds + time.host + time.host_link
+    in_turn = 2 * COMPUTATION.seconds + time.host
+    assert in_turn - sum(COMPUTATION.forward) <= time.seconds <= in_turn + time.host_link
 
 
 def test_only_the_first_unit_s_gradients_are_waited_for_if_updates_take_longer_than_copies() -> None:
@@ -199,8 +229,65 @@ def test_only_the_first_unit_s_gradients_are_waited_for_if_updates_take_longer_t
     payloads_and_first = max(owned(some)) * 4 / 4e9 + sum(owned(some)) * 2 / 4e9
     time = step_time(some, replace(machine(), host=HostSpeed(4e9, 1e6)), NOTHING)
     assert time.host < time.seconds <= time.host + payloads_and_first * 1.01
-    hidden = step_time(some, replace(machine(), host=HostSpeed(1e12, 1e6)), COMPUTATION)
-    assert hidden.seconds == pytest.approx(COMPUTATION.seconds + hidden.host, rel=1e-3)
+
+
+@pytest.mark.parametrize("values_per_second", [1e4, 1e6, 1e7])
+@pytest.mark.parametrize("row", ["", ALL, "--zero-stage 1"])
+def test_updates_hide_behind_the_uses_of_the_first_forward_that_have_been_enqueued(row: str, values_per_second: float) -> None:
+    some = job(f"{row} {OFFLOADED}", microbatches=2)
+    updating = [numel * GRID.ranks_per_node / values_per_second for numel in owned(some)]  # units are used in their order
+    ahead = some.sharding.prefetch.inter_uses
+    computed = 0.0
+    for use, seconds in enumerate(COMPUTATION.forward):
+        computed = max(computed, sum(updating[: use + 1 + ahead])) + seconds
+    time = step_time(some, replace(machine(), host=HostSpeed(1e12, values_per_second)), COMPUTATION)
+    assert time.seconds == pytest.approx(computed + 2 * COMPUTATION.seconds - sum(COMPUTATION.forward), rel=1e-3)
+
+
+# ---- kept inputs on the host
+
+BLOCKS = 4
+KEPT = Computation((0.0, *[0.1] * BLOCKS, 0.0), (0.0, *[0.3] * BLOCKS, 0.0))
+
+
+def kept_job(part_bytes: int, *, is_divided: bool = False, blocks_of_chunk: int = 1, microbatches: int = 2) -> Job:
+    recomputed = f"--recompute-granularity full --recompute-method uniform --recompute-num-layers {blocks_of_chunk}"
+    return replace(job(recomputed, microbatches), kept_on_host=KeptOnHost(part_bytes, is_divided=is_divided))
+
+
+def kept_time(some: Job, rate: float = 1e6) -> StepTime:
+    return step_time(some, replace(machine(), host=HostSpeed(rate, 1e6)), KEPT)
+
+
+@pytest.mark.parametrize("is_divided", [False, True], ids=["whole", "divided"])
+@pytest.mark.parametrize("blocks_of_chunk", [1, 3])
+def test_each_kept_input_crosses_the_host_link_once_in_each_direction_and_micro_batch(blocks_of_chunk: int, is_divided: bool) -> None:
+    chunks = math.ceil(BLOCKS / blocks_of_chunk)
+    time = kept_time(kept_job(50_000, is_divided=is_divided, blocks_of_chunk=blocks_of_chunk, microbatches=7))
+    assert time.host_link == pytest.approx(7 * chunks * 2 * 0.05)
+    assert time.busy["link to the host"] == time.host_link
+
+
+@pytest.mark.parametrize(("copy", "waited"), [(0.02, 0.02), (0.1, 0.1), (0.25, 0.15 * (BLOCKS - 1) + 0.15 + 0.25)])
+def test_copies_of_kept_inputs_hide_behind_their_chunks_but_for_the_first_one_up(copy: float, waited: float) -> None:
+    """A copy down hides behind the forward of its chunk, 0.1 s, and a copy up behind the backward of a chunk, 0.3 s."""
+    time = kept_time(kept_job(round(copy * 1e6)))
+    assert time.seconds == pytest.approx(2 * (KEPT.seconds + waited))
+
+
+def test_copies_up_that_take_longer_than_backward_are_what_backward_waits_for() -> None:
+    down, up = 0.4, 0.4
+    time = kept_time(kept_job(400_000))
+    assert time.seconds == pytest.approx(2 * (BLOCKS * (down + up) + 0.3))
+
+
+def test_divided_inputs_come_up_two_chunks_ahead() -> None:
+    whole, divided = (kept_time(kept_job(50_000, is_divided=is_divided)) for is_divided in (False, True))
+    assert divided.seconds == pytest.approx(whole.seconds + 2 * 0.05)  # the first two inputs are waited for
+
+
+def test_without_a_host_no_input_is_copied() -> None:
+    assert step_time(kept_job(50_000), machine(), KEPT) == step_time(replace(kept_job(0)), machine(), KEPT)
 
 
 def test_an_optimizer_whose_device_is_the_host_takes_the_time_of_one_that_is_not_offloaded() -> None:
