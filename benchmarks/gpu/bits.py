@@ -19,6 +19,7 @@ from gpu.outcome import Outcome
 from gpu.place import Place, require_kernels
 from megatron_zpp.ops import extension
 from megatron_zpp.ops.payload import coded_bytes
+from megatron_zpp.ops.softmax import Columns, TokenTerms, softmax_gradient, softmax_parts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
@@ -27,6 +28,7 @@ LONG_NUMEL, PART_NUMEL = 2**31 + 256 * 37, 2**26  # of a run whose offsets need 
 TINY_NUMEL, TINY_PART_NUMEL = 2**16 + 256 * 37, 2**13
 # The kernels of the registry that are compared here; another one has no check yet.
 CHECKED = (
+    *extension.LOSS_OPS,
     "encode_blocks",
     "decode_blocks",
     "decode_mean_blocks",
@@ -38,6 +40,7 @@ CHECKED = (
     "drop_values",
 )
 GAUSSIAN_BLOCKS = (5, 33)
+LOSS_COLUMNS = 256  # divides the numbers of values above
 CHECK_SECONDS = 3.0  # below which no further check is begun
 
 
@@ -84,7 +87,7 @@ def run(time: Deadline, outcome: Outcome) -> None:
     place = Place.here()
     require_kernels(place)
     device = place.device.type
-    for op in extension.OPS:
+    for op in (*extension.OPS, *extension.LOSS_OPS):
         if op not in CHECKED:
             outcome.omit(f"the kernel {op}: no check of its bits is written here")
     sizes = SIZES[:2] if place.is_tiny else SIZES
@@ -103,8 +106,13 @@ def run(time: Deadline, outcome: Outcome) -> None:
         f"runs of {long.numel:,} values": partial(_check_long_runs, outcome, long),
         f"means of {long.numel:,} values": partial(_check_long_means, outcome, long),
         f"dropout of {long.numel:,} values": partial(_check_long_dropout, outcome, long),
+        f"loss of {long.numel:,} logits": partial(_check_long_loss, outcome, long),
         "many slices": partial(_check_many_slices, outcome, device),
     }
+    if extension.has_loss_kernels_for(device):
+        checks["the loss"] = partial(_check_loss, outcome, device)
+    else:
+        outcome.omit("the kernels of the loss: they are for GPUs only")
     if place.is_gpu:
         checks["the reference on the GPU"] = partial(_check_reference_on_gpu, outcome)
     else:
@@ -197,6 +205,16 @@ def _check_means(outcome: Outcome, device: str) -> None:
         outcome.check(f"{check(device)} means of values that are not quantized equal the reference's bit for bit", holds=True)
     except AssertionError as difference:
         outcome.check(f"a mean of values that are not quantized equals the reference's {difference}", holds=False)
+
+
+def _check_loss(outcome: Outcome, device: str) -> None:
+    """Checks the kernels of the loss beside fp64 within their rounding, at all places with the same bits, with guard values beside rows."""
+    from harness.softmax_errors import check
+
+    try:
+        outcome.check(f"{check(device)} cases of the loss are within rounding of fp64, with the same bits at any place", holds=True)
+    except AssertionError as difference:
+        outcome.check(f"the loss is within rounding of fp64, with the same bits at any place {difference}", holds=False)
 
 
 def _check_gaussian(outcome: Outcome, device: str, sizes: Sequence[int]) -> None:
@@ -308,6 +326,28 @@ def _check_long_dropout(outcome: Outcome, long: Long) -> None:
         torch.ops.megatron_zpp.drop_values(values[place], part, key, first + place.start, threshold, scale)
         is_equal = is_equal and torch.equal(part, dropped[place])
     outcome.check(f"dropout of {long.numel:,} values is that of their parts", holds=is_equal)
+
+
+def _check_long_loss(outcome: Outcome, long: Long) -> None:
+    """Checks that tokens have the same softmax and gradient of logits among many as among few."""
+    if long.lacks_memory(outcome, "the loss", 6):
+        return
+    columns = Columns(100, 1000)
+    logits = long.values(3).view(-1, LOSS_COLUMNS)
+    labels = torch.arange(len(logits), device=long.device) % columns.entries
+    gradient, grad_loss = torch.empty_like(logits), torch.ones(len(logits), device=long.device)
+    parts = softmax_parts(logits, labels, columns, overwrites=False)
+    terms = TokenTerms(labels, parts.largest_T, parts.sums_T, grad_loss)
+    softmax_gradient(logits, columns.first, terms, gradient)
+    is_equal = True
+    for place in long.parts():
+        rows = slice(place.start // LOSS_COLUMNS, place.stop // LOSS_COLUMNS)
+        some = logits[rows].clone()
+        part = softmax_parts(some, labels[rows], columns, overwrites=False)
+        is_equal = is_equal and all(torch.equal(one, whole[rows]) for one, whole in zip(part, parts, strict=True))
+        softmax_gradient(some, columns.first, TokenTerms(*(term[rows] for term in terms)), some)
+        is_equal = is_equal and torch.equal(some, gradient[rows])
+    outcome.check(f"the loss of {long.numel:,} logits is that of their parts", holds=is_equal)
 
 
 def _check_reference_on_gpu(outcome: Outcome) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 MATRIX, ATTENTION, OTHER = "matrix products", "attention", "everything else"
 # Parts of names in lower case; the first kind that has one counts.
 KINDS = {
+    "fused loss": ("softmax_parts_kernel", "softmax_gradient_kernel"),
     "quantization and dropout": (
         "megatron_zpp",
         "encode_kernel",

@@ -14,9 +14,12 @@ Make = Callable[[], tuple[Call, int]]  # a call with new tensors, and the bytes 
 Op = tuple[str, str, Make]  # codes, name, call
 
 EXACT = "bf16"
-# Those with so little arithmetic that a copy's rate is within reach. A rotation adds 8 steps or more to each value.
+VOCABULARY = 50304  # columns of logits
+# Those with so little arithmetic that a copy's rate is within reach. A rotation adds 8 steps or more to each value, an exponential about as
+# many; the gradient of logits has one for every 4 bytes, their parts one for every 2.
 BOUND_BY_MEMORY = {
     (EXACT, "dropout"),
+    (EXACT, "gradient of logits"),
     *((EXACT, f"mean of {members}") for members in (2, 8)),
     *((f"INT{bits}", f"{op} {dtype}") for bits in (8, 4) for op in ("encode", "decode to") for dtype in ("bf16", "fp32")),
 }
@@ -25,6 +28,7 @@ BOUND_BY_MEMORY = {
 def timed_ops(slices: int, run_numel: int, block_numel: int, device: str = "cuda") -> Iterator[Op]:
     """The calls on `slices` x `run_numel` values; together they call every kernel of ops/extension.py."""
     yield from _exact(slices, run_numel, device)
+    yield from _loss(slices * run_numel, device)
     for bits in (8, 4):
         yield from _in_blocks(slices, run_numel, block_numel, bits, device)
     for bits, rounds in ((3, 1), (1, 2)):
@@ -50,6 +54,44 @@ def _exact(slices: int, run_numel: int, device: str) -> Iterator[Op]:
     yield EXACT, "dropout", drop
     yield EXACT, "mean of 2", partial(mean, 2)
     yield EXACT, "mean of 8", partial(mean, 8)
+
+
+def _loss(numel: int, device: str) -> Iterator[Op]:
+    """Kernels of the loss, and the same with torch's own kernels, as if they moved as many bytes."""
+    from megatron_zpp.ops import softmax_reference
+    from megatron_zpp.ops.softmax import Columns, LogitParts, TokenTerms, softmax_gradient, softmax_parts
+
+    columns = Columns(0, min(numel, VOCABULARY))
+
+    def inputs() -> tuple[Tensor, TokenTerms]:
+        logits = torch.randn(numel // columns.entries, columns.entries, device=device, dtype=torch.bfloat16)
+        labels = torch.arange(len(logits), device=device) % columns.entries
+        largest, sums, grad_loss = torch.ones(3, len(logits), device=device).unbind()
+        return logits, TokenTerms(labels, largest, sums, grad_loss)
+
+    def parts() -> tuple[Call, int]:
+        logits, terms = inputs()
+        return partial(softmax_parts, logits, terms.labels_T, columns, overwrites=False), logits.nbytes
+
+    def parts_by_torch() -> tuple[Call, int]:
+        logits, terms = inputs()
+        written = LogitParts(*torch.empty(3, len(logits), device=device).unbind())
+        call = partial(softmax_reference.softmax_parts, logits, terms.labels_T, *columns, *written, overwrites=False)
+        return call, logits.nbytes
+
+    def gradient() -> tuple[Call, int]:
+        logits, terms = inputs()
+        return partial(softmax_gradient, logits, columns.first, terms, logits), 2 * logits.nbytes
+
+    def gradient_by_torch() -> tuple[Call, int]:
+        logits, terms = inputs()
+        given = (terms.labels_T, columns.first, terms.largest_T, terms.sums_T, terms.grad_loss_T)
+        return partial(softmax_reference.softmax_gradient, logits, *given, logits), 2 * logits.nbytes
+
+    yield EXACT, "parts of logits", parts
+    yield EXACT, "parts of logits, by torch", parts_by_torch
+    yield EXACT, "gradient of logits", gradient
+    yield EXACT, "gradient of logits, by torch", gradient_by_torch
 
 
 def _in_blocks(slices: int, run_numel: int, block_numel: int, bits: int, device: str) -> Iterator[Op]:

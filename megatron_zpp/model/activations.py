@@ -18,7 +18,9 @@ STATISTICS_BYTES = 2 * 4  # mean and deviation of a token in a norm, fp32
 SCORE_BYTES = 3 * 4  # fp32 scores after softmax, after dropout, and the mask, as torch's plain attention keeps them
 NORMALIZER_BYTES = 4  # per token and head, if the kernel computes scores again in backward
 WIDE_BYTES = 4  # of an fp32 value
-WIDE_CHUNK_BYTES = 64 * 2**20  # fp32 values of the loss that exist at once, see model/logit_parts.py; 16-bit logits need two such chunks
+WIDE_CHUNK_BYTES = (
+    64 * 2**20
+)  # fp32 values of the loss that exist at once, see ops/softmax_reference.py; 16-bit logits need two such chunks
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ def activation_bytes(
     sequence_parallel: bool = False,
     context_ranks: int = 1,
     has_host: bool = False,
+    fuses_loss: bool = False,
 ) -> int:
     """Estimated peak bytes of activations and their gradients in one micro-batch: what forward keeps, plus the larger of two peaks.
 
@@ -52,11 +55,12 @@ def activation_bytes(
     If `context_ranks` ranks divide every sample, a rank has 1/C of the tokens. Inside attention it has all tokens and 1/C of the heads,
     which is as much, but for key heads that several ranks get. What crosses the context link on top: see `context_buffer_bytes`.
 
+    has_host: the host of the device has memory of its own. fuses_loss: see `head_bytes`.
+
     Forward keeps the input of every chunk of recomputed blocks, unless flags give it places that last, or on the host (model/kept_need.py).
-    has_host: the host of the device has memory of its own. Of any other block forward keeps all activations, except those inside
-    attention if attention is recomputed. The first peak is that of the head. The second is that of one block's backward: the gradients of
-    the block, the activations that are recomputed for it (of the largest chunk, or of one attention), and with a tied output the gradient
-    of the word embedding.
+    Of any other block forward keeps all activations, except those inside attention if attention is recomputed. The first peak is that of
+    the head. The second is that of one block's backward: the gradients of the block, the activations that are recomputed for it (of the
+    largest chunk, or of one attention), and with a tied output the gradient of the word embedding.
     """
     divided = DividedSamples(config, context_ranks, tensor_ranks)
     inputs_shape = kept_inputs_shape(
@@ -75,7 +79,7 @@ def activation_bytes(
     kept_of_block, again = (block - inside, inside) if recomputes_attention(config) else (block, 0)
     kept = inputs.passing + (config.num_layers - recomputed_blocks(config)) * kept_of_block
     again = max((len(chunk) * block for chunk in chunks), default=again)
-    head = head_bytes(config, padded_vocab_size, tokens, element_bytes)
+    head = head_bytes(config, padded_vocab_size, tokens, element_bytes, fuses_loss=fuses_loss)
     word_gradient = 0 if config.untie_embeddings_and_output_weights else padded_vocab_size * config.hidden_size * element_bytes
     backward_of_block = block + again + word_gradient
     return kept + hidden + max(head, inputs.staging + backward_of_block)
@@ -91,17 +95,17 @@ def _of_one_rank(config: ModelConfig, tensor_ranks: int) -> ModelConfig:
     )
 
 
-def head_bytes(config: ModelConfig, padded_vocab_size: int, tokens: int, element_bytes: int) -> int:
+def head_bytes(config: ModelConfig, padded_vocab_size: int, tokens: int, element_bytes: int, *, fuses_loss: bool) -> int:
     """The peak of head and loss: logits, and what exists beside them.
 
     Whole logits: first their gradient and fp32 values, then their gradient and that of the head. In chunks: the logits of one, which their
     gradient overwrites, their fp32 values, the gradient of the head, and the fp32 sum of the hidden states' gradients. Logits in fp32 are
-    their own fp32 values, and such a sum is the gradient itself.
+    their own fp32 values, and such a sum is the gradient itself. fuses_loss: kernels compute the loss, so no fp32 values exist.
     """
     hidden = tokens * config.hidden_size
     logits = chunk_logits(tokens, padded_vocab_size, config.loss_chunk_tokens)
     is_narrow = element_bytes < WIDE_BYTES
-    wide = min(WIDE_CHUNK_BYTES, WIDE_BYTES * logits)
+    wide = 0 if fuses_loss else min(WIDE_CHUNK_BYTES, WIDE_BYTES * logits)
     head_gradient = padded_vocab_size * config.hidden_size * element_bytes
     if has_chunks(tokens, config.loss_chunk_tokens):
         beside = wide + WIDE_BYTES * hidden if is_narrow else 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_zpp.model.logit_parts import row_chunks
+from megatron_zpp.ops.softmax_reference import row_chunks
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:

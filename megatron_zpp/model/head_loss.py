@@ -20,9 +20,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_zpp.model.cross_entropy import token_loss
-from megatron_zpp.model.divided_loss import divided_token_loss
-from megatron_zpp.model.logit_parts import row_chunks, softmax_parts, to_gradient
+from megatron_zpp.model.logit_parts import first_entry, whole_parts
 from megatron_zpp.model.loss_chunks import chunk_columns, has_chunks, ranges
+from megatron_zpp.model.softmax_loss import softmax_loss
+from megatron_zpp.ops.extension import has_loss_kernels_for
+from megatron_zpp.ops.softmax import TokenTerms, softmax_gradient
 from megatron_zpp.tensor_parallel.vocabulary import DividedRows
 
 
@@ -37,7 +39,8 @@ def head_loss(hidden: Tensor, weight_VH: Tensor, labels: Tensor, chunk_tokens: i
     """
     if not has_chunks(labels.numel(), chunk_tokens):
         logits = F.linear(hidden, weight_VH)
-        return token_loss(logits, labels) if divided is None else divided_token_loss(logits, labels, divided)
+        keeps_logits_alone = divided is None and not has_loss_kernels_for(logits.device.type)
+        return token_loss(logits, labels) if keeps_logits_alone else softmax_loss(logits, labels, divided)
     loss_T: Tensor = _HeadLoss.apply(hidden.flatten(0, -2), weight_VH, labels.flatten(), chunk_tokens, divided)
     return loss_T.view(labels.shape)
 
@@ -47,29 +50,26 @@ class _HeadLoss(torch.autograd.Function):
     def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, chunk_tokens: int, divided: DividedRows | None) -> Tensor:
         tokens = labels_T.shape[0]
         loss_T = torch.empty(tokens, dtype=torch.float32, device=hidden_TH.device)
-        largest_T, sum_T = torch.empty_like(loss_T), torch.empty_like(loss_T)
+        largest_T, sums_T = torch.empty_like(loss_T), torch.empty_like(loss_T)
         for chunk in ranges(tokens, chunk_tokens):
-            parts = softmax_parts(F.linear(hidden_TH[chunk], weight_VH), labels_T[chunk], divided, overwrites=True)
-            largest_T[chunk], sum_T[chunk], loss_T[chunk] = parts.largest_R, parts.sum_R, parts.loss_R()
+            parts = whole_parts(F.linear(hidden_TH[chunk], weight_VH), labels_T[chunk], divided, overwrites=True)
+            largest_T[chunk], sums_T[chunk], loss_T[chunk] = parts.largest_T, parts.sums_T, parts.loss_T()
         # The parameter itself: its storage is freed after forward and filled again before backward.
-        ctx.save_for_backward(hidden_TH, weight_VH, labels_T, largest_T, sum_T)
+        ctx.save_for_backward(hidden_TH, weight_VH, labels_T, largest_T, sums_T)
         ctx.chunk_tokens, ctx.divided = chunk_tokens, divided
         return loss_T
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss_T: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden_TH, weight_VH, labels_T, largest_T, sum_T = ctx.saved_tensors
+        hidden_TH, weight_VH, labels_T, largest_T, sums_T = ctx.saved_tensors
         (tokens, _), vocabulary = hidden_TH.shape, weight_VH.shape[0]
-        factor_T = grad_loss_T / sum_T
-        labels_T = labels_T if ctx.divided is None else ctx.divided.columns(labels_T)
+        terms = TokenTerms(labels_T, largest_T, sums_T, grad_loss_T)
         grad_hidden_TH = torch.zeros(hidden_TH.shape, dtype=torch.float32, device=hidden_TH.device)
         grad_weight_VH = torch.empty_like(weight_VH)
         for chunk in ranges(vocabulary, chunk_columns(tokens, vocabulary, ctx.chunk_tokens)):
             logits_TC = F.linear(hidden_TH, weight_VH[chunk])
-            columns_T = labels_T - chunk.start
-            for rows in row_chunks(logits_TC):
-                to_gradient(logits_TC[rows], columns_T[rows], largest_T[rows], factor_T[rows], grad_loss_T[rows])
+            softmax_gradient(logits_TC, first_entry(ctx.divided) + chunk.start, terms, logits_TC)
             torch.mm(logits_TC.T, hidden_TH, out=grad_weight_VH[chunk])
             _add_product(grad_hidden_TH, logits_TC, weight_VH[chunk])
             del logits_TC

@@ -40,6 +40,7 @@ OPS = (
     "decode_mean_gaussian",
     "drop_values",
 )
+LOSS_OPS = ("softmax_parts", "softmax_gradient")  # with kernels for GPUs only
 
 _loaded: Path | None = None  # the library of this process; torch keeps it until the process ends
 _refusal = ""  # why a build that exists was not loaded
@@ -98,14 +99,19 @@ def _candidates(cuda_architectures: tuple[str, ...]) -> Iterator[Build]:
 
 
 def has_kernels_for(device_type: str) -> bool:
-    """Whether ops on this type of device run on kernels rather than on the reference."""
-    return _loaded is not None and _are_registered(device_type)
+    """Whether ops on this type of device, except those of the loss, run on kernels rather than on the reference."""
+    return _loaded is not None and _are_registered(OPS, device_type)
+
+
+def has_loss_kernels_for(device_type: str) -> bool:
+    """Whether the ops of the loss run on kernels on this type of device."""
+    return _loaded is not None and _are_registered(LOSS_OPS, device_type)
 
 
 @cache
-def _are_registered(device_type: str) -> bool:
+def _are_registered(ops: tuple[str, ...], device_type: str) -> bool:
     """Asks torch's dispatcher. Cached, because every op call asks, and the answer does not change once the library is loaded."""
-    return all(torch._C._dispatch_has_kernel_for_dispatch_key(f"megatron_zpp::{op}", device_type.upper()) for op in OPS)
+    return all(torch._C._dispatch_has_kernel_for_dispatch_key(f"megatron_zpp::{op}", device_type.upper()) for op in ops)
 
 
 def report(device_type: str = "cpu") -> str:
@@ -122,7 +128,7 @@ def report(device_type: str = "cpu") -> str:
 
 def _register_fake_kernels() -> None:
     """Tells torch.compile and fake tensors that the ops return nothing; they write into tensors that already have their shape."""
-    for op in OPS:
+    for op in (*OPS, *LOSS_OPS):
         torch.library.register_fake(f"megatron_zpp::{op}", _return_nothing)
 
 

@@ -26,6 +26,11 @@ class DividedRows:
         """The number of rows of the whole table."""
         return self.own_rows * self.link.ranks
 
+    @property
+    def first_own_row(self) -> int:
+        """The number of the first own row in the whole table."""
+        return self.own_rows * self.link.rank
+
     def found(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(place of each id's row in the part of the rank that has it, whether it is this rank).
 
@@ -33,10 +38,6 @@ class DividedRows:
         """
         is_known = (ids >= 0) & (ids < self.rows)
         return torch.where(is_known, ids % self.own_rows, ids), ids // self.own_rows == self.link.rank
-
-    def columns(self, ids: Tensor) -> Tensor:
-        """The places of ids counted from the first own row; they are outside 0 .. own_rows - 1 for rows of other ranks."""
-        return ids - self.link.rank * self.own_rows
 
 
 class DividedTable(nn.Module):

@@ -206,6 +206,8 @@ def _activations(config: Config, model: SizedModel, grid: Grid, element_bytes: i
         sequence_parallel=config.distributed.sequence_parallel,
         context_ranks=grid.context_ranks,
         has_host=is_on_gpu,
+        # A GPU without kernels of the loss needs two chunks of fp32 values more. A plan does not know what is built where the run will be.
+        fuses_loss=is_on_gpu,
     )
     if not config.data.reset_attention_mask:
         return nbytes

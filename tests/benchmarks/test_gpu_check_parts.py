@@ -29,7 +29,7 @@ from torch import Tensor
 from megatron_zpp.comm.lanes import StreamLanes
 from megatron_zpp.comm.links import INTRA_CLIMB
 from megatron_zpp.comm.streams import Streams
-from megatron_zpp.ops import dropout_reference, extension, gaussian_reference, reference
+from megatron_zpp.ops import dropout_reference, extension, gaussian_reference, reference, softmax_reference
 from megatron_zpp.ops.build import Build
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.engine_options import EngineOptions
@@ -120,7 +120,9 @@ def test_the_whole_ladder_has_equal_bits_on_the_cpu() -> None:
 def test_the_part_speed_calls_every_kernel_and_knows_the_bytes_that_each_call_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     monkeypatch.setattr(extension, "has_kernels_for", lambda device_type: False)
-    for module, kernel in product((reference, gaussian_reference, dropout_reference), extension.OPS):
+    monkeypatch.setattr(extension, "has_loss_kernels_for", lambda device_type: False)
+    kernels = (*extension.OPS, *extension.LOSS_OPS)
+    for module, kernel in product((reference, gaussian_reference, dropout_reference, softmax_reference), kernels):
         if hasattr(module, kernel):
             monkeypatch.setattr(module, kernel, noting(called, kernel, getattr(module, kernel)))
     run_numel = 3 * speed.BLOCK_NUMEL
@@ -130,7 +132,7 @@ def test_the_part_speed_calls_every_kernel_and_knows_the_bytes_that_each_call_mo
         call()
         assert moved_bytes > speed.SLICES * run_numel, (codes, name)  # three payloads of 4 bits are least
     first_of_each_call = {kernel for before, kernel in pairwise(called) if before == ""}
-    assert first_of_each_call == set(extension.OPS)
+    assert first_of_each_call == set(kernels)
 
 
 def noting(called: list[str], kernel: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,9 +156,9 @@ def test_the_part_bits_compares_long_runs_with_their_parts() -> None:
     outcome, long = Outcome(), bits.Long("cpu", 2**14 + 256 * 37, 2**13)
     Build().make()
     assert extension.load()
-    for check in (bits._check_long_runs, bits._check_long_means, bits._check_long_dropout):
+    for check in (bits._check_long_runs, bits._check_long_means, bits._check_long_dropout, bits._check_long_loss):
         check(outcome, long)
-    assert outcome.failures == [] and len(outcome.lines) == 4
+    assert outcome.failures == [] and len(outcome.lines) == 5
 
 
 @pytest.mark.long
@@ -260,6 +262,7 @@ def test_measured_stalls_are_the_time_for_which_computation_stands_still() -> No
         ("nvjet_tst_192x192_64x4_1x2_h_bz_coopB_NNT", "matrix products"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matrix products"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("void megatron_zpp::cuda::softmax_parts_kernel<true, Bf16Bits>", "fused loss"),
         ("void megatron_zpp::cuda::encode_kernel<Teams<32>>", "quantization and dropout"),
         ("ncclDevKernel_AllGather_RING_LL", "collectives"),
         ("Memcpy DtoD (Device -> Device)", "copies and fills"),

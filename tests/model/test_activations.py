@@ -147,7 +147,7 @@ def test_the_estimate_of_head_and_loss_is_their_peak_within_a_twentieth(dtype: t
     labels = torch.randint(vocabulary, (tokens,), generator=generator)
     with LiveBytes() as live:
         head_loss(hidden, nn.Parameter(weight.detach()), labels, chunk).sum().backward()
-    assert head_bytes(config, vocabulary, tokens, dtype.itemsize) == pytest.approx(live.peak + hidden.nbytes, rel=0.05)
+    assert head_bytes(config, vocabulary, tokens, dtype.itemsize, fuses_loss=False) == pytest.approx(live.peak + hidden.nbytes, rel=0.05)
 
 
 def test_activations_grow_with_the_micro_batch() -> None:

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_zpp.model import logit_parts
 from megatron_zpp.model.cross_entropy import token_loss
+from megatron_zpp.ops import softmax_reference
 
 
 def logits_and_labels(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -25,7 +25,7 @@ def weighted_gradient(loss: Tensor, logits: Tensor) -> Tensor:
 def test_loss_and_gradient_equal_the_fp64_ones_of_the_same_logits(
     dtype: torch.dtype, chunk_numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logit_parts, "CHUNK_NUMEL", chunk_numel)
+    monkeypatch.setattr(softmax_reference, "CHUNK_NUMEL", chunk_numel)
     logits, labels = logits_and_labels(dtype)
     loss = token_loss(logits, labels)
     exact = logits.detach().double().requires_grad_()

@@ -11,9 +11,9 @@ from harness.tensor_ranks import run_tensor_ranks
 from torch import Tensor
 
 from megatron_zpp.comm.tensor_link import TensorLink
-from megatron_zpp.model import logit_parts
-from megatron_zpp.model.divided_loss import divided_token_loss
 from megatron_zpp.model.head_loss import head_loss
+from megatron_zpp.model.softmax_loss import softmax_loss
+from megatron_zpp.ops import softmax_reference
 from megatron_zpp.tensor_parallel.vocabulary import DividedRows
 
 pytestmark = pytest.mark.virtual
@@ -48,7 +48,7 @@ def looped(logits: Tensor, labels: Tensor, ranks: int) -> tuple[Tensor, list[Ten
 def on_ranks(ranks: int, logits: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
     def on_rank(link: TensorLink) -> tuple[Tensor, Tensor]:
         own = logits.chunk(ranks, dim=1)[link.rank].clone().requires_grad_()
-        loss = divided_token_loss(own, labels, divided(link))
+        loss = softmax_loss(own, labels, divided(link))
         (grad,) = torch.autograd.grad((loss * UPSTREAM).sum(), own)
         return loss.detach(), grad
 
@@ -61,7 +61,7 @@ def on_ranks(ranks: int, logits: Tensor, labels: Tensor) -> list[tuple[Tensor, T
 def test_loss_and_gradients_are_those_of_a_loop_over_the_ranks_to_the_bit(
     ranks: int, dtype: torch.dtype, chunk_numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logit_parts, "CHUNK_NUMEL", chunk_numel)
+    monkeypatch.setattr(softmax_reference, "CHUNK_NUMEL", chunk_numel)
     logits, labels = logits_and_labels(dtype)
     expected_loss, expected = looped(logits, labels, ranks)
     for (loss, grad), expected_grad in zip(on_ranks(ranks, logits, labels), expected, strict=True):

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_zpp.model import cross_entropy, logit_parts
+from megatron_zpp.model import cross_entropy
 from megatron_zpp.model.head_loss import head_loss
 from megatron_zpp.model.loss_chunks import chunk_columns, chunk_logits, has_chunks, ranges
+from megatron_zpp.ops import softmax_reference
 
 SAMPLES, LENGTH, HIDDEN = 3, 7, 16
 TOKENS = SAMPLES * LENGTH
@@ -54,7 +55,7 @@ def exact_results(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tenso
 def test_in_fp32_loss_and_gradients_are_the_fp64_ones_for_every_gradient_of_the_tokens_losses(
     chunk_tokens: int, wide_numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logit_parts, "CHUNK_NUMEL", wide_numel)
+    monkeypatch.setattr(softmax_reference, "CHUNK_NUMEL", wide_numel)
     inputs = head_inputs(torch.float32)
     chunked = results(lambda *args: head_loss(*args, chunk_tokens), *inputs)
     # Logits up to 16 have an error of a few ulps of 2^-20; so have the exponents, and softmax relative to itself.

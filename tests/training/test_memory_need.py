@@ -233,6 +233,11 @@ def test_attention_as_plain_products_keeps_scores_and_flash_alone_leaves_shared_
     assert Run(f"{shared} --attention-backend unfused", 1, 1).need().activations - need > scores / 2
 
 
+def test_on_gpus_the_activations_have_no_fp32_values_of_a_chunk_of_logits_because_kernels_compute_the_loss() -> None:
+    run = Run(f"{SMALL} --zero-stage 3 --attention-backend flash --attention-dropout 0 --loss-chunk-tokens 32", 1, 1)
+    assert run.need(is_on_gpu=False).activations - run.need().activations == 4 * 32 * 50304
+
+
 @pytest.mark.parametrize(("flags", "bytes_per_parameter"), [("", 12), ("--no-save-optim", 4)])
 def test_the_copy_for_async_save_is_host_memory_the_device_s_where_that_is_the_host(flags: str, bytes_per_parameter: int) -> None:
     plain, saving = (Run(f"{SMALL} --zero-stage 3 --save here {extra}", 1, 2) for extra in ("", f"--async-save {flags}"))
@@ -269,7 +274,8 @@ def test_a_cpu_has_neither_context_nor_workspaces_nor_buffers_of_nccl() -> None:
     run = Run(f"{SMALL} --zero-stage 3 --attention-dropout 0", 2, 2)
     on_cpu, on_gpu = run.need(is_on_gpu=False), run.need()
     assert on_cpu.device.total == 0 and on_gpu.device.total > GIB
-    assert on_gpu.total - on_gpu.plan.buffers - on_gpu.device.total == on_cpu.total - on_cpu.plan.buffers
+    of_gpu = on_gpu.plan.buffers + on_gpu.device.total + on_gpu.activations
+    assert on_gpu.total - of_gpu == on_cpu.total - on_cpu.plan.buffers - on_cpu.activations
     assert "CUDA" not in str(on_cpu) and "NCCL" not in str(on_cpu)
 
 

@@ -13,6 +13,10 @@
 #include "../../../csrc/quantization/cuda/encode.cu"
 #include "../../../csrc/quantization/cuda/recode_mean.cu"
 #include "../../../csrc/quantization/cuda/registration.cpp"
+#include "../../../csrc/softmax/cuda/registration.cpp"
+#include "../../../csrc/softmax/cuda/softmax_gradient.cu"
+#include "../../../csrc/softmax/cuda/softmax_parts.cu"
+#include "../../../csrc/softmax/ops.cpp"
 
 TORCH_LIBRARY_IMPL(megatron_zpp, CPU, m) {
   m.impl("drop_values", megatron_zpp::cuda::drop_values);
@@ -24,4 +28,6 @@ TORCH_LIBRARY_IMPL(megatron_zpp, CPU, m) {
   m.impl("decode_blocks", megatron_zpp::cuda::decode_blocks);
   m.impl("decode_mean_blocks", megatron_zpp::cuda::decode_mean_blocks);
   m.impl("recode_mean_blocks", megatron_zpp::cuda::recode_mean_blocks);
+  m.impl("softmax_parts", megatron_zpp::cuda::softmax_parts);
+  m.impl("softmax_gradient", megatron_zpp::cuda::softmax_gradient);
 }
