@@ -1,6 +1,5 @@
 """Tokenizer files whose ids show where a text was cut: every byte merges with its neighbours, but not across a cut."""
 
-import json
 from typing import Any
 
 from megatron_zpp.data.tokenizers.gpt2 import LETTERS
@@ -8,6 +7,8 @@ from megatron_zpp.data.tokenizers.tokenizer_json import PATTERNS
 
 ASCII = [ord(letter) for letter in "aA1! \n'\r"]
 FIRST_BYTES, NEXT_BYTES = range(0xC2, 0xF5), range(0x80, 0xC0)
+ALL_PATTERNS = (None, *PATTERNS)
+PARTS = ("normalizer", "pre_tokenizer", "post_processor")
 # The neighbours of a character that patterns look at.
 PROBE = "a{0}a 1{0}1 !{0}! {0} {0}{0}\n{0}\r\n A{0}A{0}'s{0}  {0}   "
 
@@ -32,17 +33,9 @@ def cut_tokenizer(patterns: tuple[str, ...] | None = None, **changes: Any) -> di
     return {**content, **{name: changes[name] for name in PARTS if name in changes}}
 
 
-PARTS = ("normalizer", "pre_tokenizer", "post_processor")
-ALL_PATTERNS = (None, *PATTERNS)
-
-
 def added_token(content: str, index: int, **switches: bool) -> dict[str, Any]:
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {"id": index, "content": content, **plain, **switches}
-
-
-def write(content: dict[str, Any]) -> str:
-    return json.dumps(content)
 
 
 def _neighbours() -> list[tuple[int, int]]:

@@ -23,16 +23,10 @@ class BatchTokenizer(ABC):
 
     def prepare_batches(self) -> str:
         """Loads what batches need, which training does not need. Returns a sentence on what encodes them."""
-        if self._batch_encoder is None:
-            try:
-                self._batch_encoder = BatchEncoder(self._fast_encoder(), f"gigatoken encodes, with the ids of {self.package}.")
-            except NotServed as reason:
-                self._batch_encoder = BatchEncoder(None, f"{self.package} encodes, because gigatoken cannot: {reason}.")
-        return self._batch_encoder.description
+        return self._prepared().description
 
     def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
-        self.prepare_batches()
-        fast = self._batch_encoder.fast if self._batch_encoder is not None else None
+        fast = self._prepared().fast
         if fast is None:
             return self._encode_slowly(texts)
         fast.bound_memory()
@@ -45,3 +39,11 @@ class BatchTokenizer(ABC):
     @abstractmethod
     def _encode_slowly(self, texts: Sequence[str]) -> TokenizedTexts:
         """The ids of `package`."""
+
+    def _prepared(self) -> BatchEncoder:
+        if self._batch_encoder is None:
+            try:
+                self._batch_encoder = BatchEncoder(self._fast_encoder(), f"gigatoken encodes, with the ids of {self.package}.")
+            except NotServed as reason:
+                self._batch_encoder = BatchEncoder(None, f"{self.package} encodes, because gigatoken cannot: {reason}.")
+        return self._batch_encoder

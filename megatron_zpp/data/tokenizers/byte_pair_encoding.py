@@ -67,7 +67,8 @@ class BytePairEncoding(BatchTokenizer):
         self._encoding = self._make_encoding()
 
     def _fast_encoder(self) -> FastEncoder:
-        # gigatoken finds out which two tokens make each token, and panics if it is not two: then merging by pairs is merging by ranks.
+        # gigatoken finds the two tokens that each token is made of, and refuses ranks where they are not two. Where they are, merging pairs
+        # in this order gives the tokens that merging by ranks gives.
         if self._fast_scheme is None:
             raise NotServed("it does not know the pattern")
         if len(self._ranks) >= IDS:
