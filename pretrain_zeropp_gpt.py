@@ -131,7 +131,7 @@ def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> 
         startup_checks.check_backends(config, world.device)
         config = with_schedule(config, source.stored)
         vocabulary = setup.build_vocabulary(config)
-        model = setup.build_model(config, vocabulary.padded_size, source.stored, ladder.tensor_link)
+        model = setup.build_model(config, vocabulary.padded_size, source.stored, ladder)
         startup_checks.check_memory(config, model, ladder.grid, world.device, memory)
         data_progress = setup.progress_printer(launch, hosts[launch.rank], printer)
         datasets = setup.build_run_data(config, vocabulary, data_progress, checks_token_ids=launch.local_rank == 0)
@@ -146,7 +146,7 @@ def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> 
         engine = setup.build_engine(config, model, ladder, instruments)
         with world.agreement():
             progress = start.load_progress(config, engine, source)
-            config = start.with_remaining_batches(config, progress, engine.data_ranks)
+            config = start.with_remaining_batches(config, progress, ladder.grid.sample_groups)
         printer.on_first(start.describe_start(config, source, progress))
         source.close()
         Trainer(config, model, engine, datasets, writers, progress).run()

@@ -1,7 +1,9 @@
-"""What all tests share: real ranks, the tiers, and one profile of hypothesis, in which nothing depends on the clock."""
+"""What all tests share: real ranks, the tiers, and one profile of hypothesis. Nothing depends on the clock or on a name server."""
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,9 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("statements", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("long", settings.get_profile("statements"), derandomize=False, print_blob=True, max_examples=1000)
 settings.load_profile("statements")
+
+# No test asks a name server. torch looks up the name of every address that it connects to, and waits 5 seconds for a server that is silent.
+os.environ["RES_OPTIONS"] = "attempts:0"
 
 INTEGRATION = Path(__file__).parent / "integration"
 
@@ -38,6 +43,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.xdist_group("gloo" if _tier_of(item) == "gloo" else item.path.name))
     has_workers = hasattr(config, "workerinput") or bool(getattr(config.option, "numprocesses", None))
     items.sort(key=lambda item: tiers.TIERS.index(_tier_of(item)), reverse=has_workers)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _little_to_collect() -> None:
+    """Collections of garbage would take a quarter of the time: they are rarer, and leave out what was there before a file's first test."""
+    gc.set_threshold(10_000)
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -44,16 +44,26 @@ NULL_VOCABULARY = 50257  # ids of mock data, see config/defaults.py
 ZEROPP = "ZeRO++"
 TRAFFIC_HEADER = ("GB into a node", "GB into a rank inside its node")
 TENSOR_HEADER = "GB into a rank over the tensor link"
+CONTEXT_HEADER = "GB into a rank over the context link"
 TENSOR_SIZES = (1, 2, 4, 8)
+CONTEXT_SIZES = (1, 2, 4, 8, 16)
+GROUP_NODES = 2  # the most nodes of a group of these sizes
 COMPARED = tuple(member for member in MEMBERS if member.name in ("ZeRO-1", "ZeRO-3", ZEROPP))  # for each of these sizes
 WORTHWHILE = 1.03  # a feature with a smaller gain is not recommended
 
 
+class Sizes(NamedTuple):
+    """How many ranks share layers, and how many divide samples."""
+
+    tensor: int
+    context: int
+
+
 class Rate(NamedTuple):
-    """The estimates at one rate of the link between nodes: of all members, and of the best of COMPARED for each size of a tensor group."""
+    """The estimates at one rate of the link between nodes: of all members, and of the best of COMPARED for some sizes of groups."""
 
     members: list[Estimate]
-    by_size: dict[int, Estimate]
+    by_size: dict[Sizes, Estimate]
 
 
 @dataclass(frozen=True)
@@ -88,14 +98,14 @@ def main() -> None:
 def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     """Prints the plan. Raises ValueError for flags that no run could have."""
     given = parse_flags(flags)
-    world = PlannedWorld(
-        options.nodes, given.distributed.ranks_per_node or given.distributed.tensor_model_parallel_size, is_on_gpu=options.device == "gpu"
-    )
+    distributed = given.distributed
+    ranks_per_node = distributed.ranks_per_node or distributed.tensor_model_parallel_size * distributed.context_parallel_size
+    world = PlannedWorld(options.nodes, ranks_per_node, is_on_gpu=options.device == "gpu")
     padded = embedding_rows(given.model, _vocab_size(given))
     plans, left_out = _plans(given, world, padded)
     zero3 = next(plan for plan in plans if plan.member.name == "ZeRO-3")
     computation = _computation(options, zero3, padded)
-    by_size = _by_tensor_size(options, given, world, plans)
+    by_size = _by_size(options, given, world, plans)
     by_rate = {
         gigabits: Rate([_estimate(plan, gigabits, computation, options) for plan in plans], by_size.get(gigabits, {}))
         for gigabits in options.inter_gigabits
@@ -105,36 +115,47 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
         options.output.write_text(json.dumps(_as_json(world, by_rate), indent=1) + "\n")
 
 
-def _by_tensor_size(
+def _by_size(
     options: argparse.Namespace, given: Config, world: PlannedWorld, as_given: list[RunPlan]
-) -> dict[float, dict[int, Estimate]]:
-    """For each rate, the best of some members for every number of ranks that could share layers; empty if only one number could.
+) -> dict[float, dict[Sizes, Estimate]]:
+    """For each rate, the best of some members for the sizes that groups of ranks could have; empty if only those that are given could.
 
-    as_given: the plans with the given number, whose global batch all have.
+    as_given: the plans with the given sizes, whose global batch all have.
     """
-    one, found = as_given[0], {gigabits: dict[int, Estimate]() for gigabits in options.inter_gigabits}
+    one, found = as_given[0], {gigabits: dict[Sizes, Estimate]() for gigabits in options.inter_gigabits}
     own = [plan for plan in as_given if plan.member in COMPARED]
-    for size in TENSOR_SIZES:
+    for sizes in _sizes(one):
         try:
-            plans = own if size == one.job.grid.tensor_ranks else _compared(_with_tensor_size(given, size, one), world, one)
+            plans = own if sizes == _sizes_of(one) else _compared(_with_sizes(given, sizes, one), world, one)
         except ValueError:
-            continue  # a rule forbids this size, or the batch does not divide among the ranks that are left
+            continue  # a rule forbids these sizes, or the batch does not divide among the groups that are left
         computation = _computation(options, plans[0], one.padded_vocab_size)
         for gigabits, estimates in found.items():
-            estimates[size] = _best([_estimate(plan, gigabits, computation, options) for plan in plans])
+            estimates[sizes] = _best([_estimate(plan, gigabits, computation, options) for plan in plans])
     return {gigabits: estimates for gigabits, estimates in found.items() if len(estimates) > 1}
+
+
+def _sizes_of(plan: RunPlan) -> Sizes:
+    return Sizes(plan.job.grid.tensor_ranks, plan.job.grid.context_ranks)
+
+
+def _sizes(plan: RunPlan) -> list[Sizes]:
+    """The sizes to compare with those of the plan, which are among them."""
+    most = GROUP_NODES * plan.job.grid.ranks_per_node
+    sizes = {Sizes(tensor, context) for tensor in TENSOR_SIZES for context in CONTEXT_SIZES if tensor * context <= most}
+    return sorted({*sizes, _sizes_of(plan)})
 
 
 def _compared(given: Config, world: PlannedWorld, other: RunPlan) -> list[RunPlan]:
     return [plan_run(given, member, world, other.padded_vocab_size) for member in COMPARED]
 
 
-def _with_tensor_size(given: Config, size: int, other: RunPlan) -> Config:
-    """The configuration with `size` ranks that share layers, and the global batch of the other plan."""
+def _with_sizes(given: Config, sizes: Sizes, other: RunPlan) -> Config:
+    """The configuration with groups of these sizes, and the global batch of the other plan."""
     training = given.training
     if training.global_batch_size is None and training.step_batch_size_schedule is None:
         given = given.with_values(global_batch_size=other.config.training.global_batch_size)
-    return given.with_values(tensor_model_parallel_size=size)
+    return given.with_values(tensor_model_parallel_size=sizes.tensor, context_parallel_size=sizes.context)
 
 
 def _best(estimates: Sequence[Estimate]) -> Estimate:
@@ -174,7 +195,7 @@ def _machine(gigabits: float, options: argparse.Namespace) -> Machine:
 def _computation(options: argparse.Namespace, zero3: RunPlan, padded: int) -> Computation:
     if options.step_seconds is not None:
         return computation_by_step(zero3.config, padded, options.step_seconds, zero3.job.microbatches)
-    return computation_by_rate(zero3.config, padded, options.teraflops * TERA, zero3.job.grid.tensor_ranks)
+    return computation_by_rate(zero3.config, padded, options.teraflops * TERA)
 
 
 def recommended(estimates: Sequence[Estimate]) -> Estimate | None:
@@ -216,39 +237,48 @@ def _text(world: PlannedWorld, zero3: RunPlan, padded: int, computation: Computa
     ]
     for gigabits, rate in by_rate.items():
         lines += ["", f"Link of a node: {gigabits:g} Gbit/s in each direction", "", *_time_table(rate.members), ""]
-        lines += [*_tensor_table(rate.by_size), _advice(rate.members)]
+        lines += [*_size_table(rate.by_size), _advice(rate.members)]
     return "\n".join(lines)
 
 
 def _groups(plan: RunPlan) -> str:
-    tensor_ranks = plan.job.grid.tensor_ranks
-    return f" ({tensor_ranks} ranks share layers and samples)" if tensor_ranks > 1 else ""
+    sizes = _sizes_of(plan)
+    groups = [f"{sizes.tensor} ranks share layers and samples"] * (sizes.tensor > 1)
+    groups += [f"{sizes.context} divide the tokens of a sample"] * (sizes.context > 1)
+    return f" ({', '.join(groups)})" if groups else ""
 
 
-def _tensor_table(by_size: dict[int, Estimate]) -> list[str]:
-    """One line for each number of ranks that could share layers; none if there is only one number."""
+def _size_table(by_size: dict[Sizes, Estimate]) -> list[str]:
+    """One line for each pair of sizes that groups could have; none if there is only one."""
     if not by_size:
         return []
-    header = ["--tensor-model-parallel-size", "member", "micro-batches", *TRAFFIC_HEADER, TENSOR_HEADER]
+    header = ["--tensor-model-parallel-size", "--context-parallel-size", "member", "micro-batches", *TRAFFIC_HEADER]
+    header += [TENSOR_HEADER, CONTEXT_HEADER]
     header += ["memory per rank", "fits", "s per iteration"]
     rows = [
         [
-            str(size),
+            *map(str, sizes),
             estimate.plan.member.name,
             str(estimate.plan.job.microbatches),
             *_traffic_cells(estimate.plan),
-            f"{estimate.plan.tensor_bytes / GIGABYTE:.4g}",
+            *_group_cells(estimate.plan, Sizes(2, 2)),
             in_gib(estimate.plan.memory.total),
             "yes" if estimate.fits else "no",
             f"{estimate.time.seconds:.4g}",
         ]
-        for size, estimate in by_size.items()
+        for sizes, estimate in by_size.items()
     ]
     return [*_table(header, rows), ""]
 
 
 def _traffic_cells(plan: RunPlan) -> list[str]:
     return [f"{plan.node_bytes / GIGABYTE:.4g}", f"{plan.traffic.total.intra_bytes / GIGABYTE:.4g}"]
+
+
+def _group_cells(plan: RunPlan, sizes: Sizes) -> list[str]:
+    """What comes over the tensor link and the context link, each if groups of these sizes have one."""
+    tensor = [f"{plan.tensor_bytes / GIGABYTE:.4g}"] * (sizes.tensor > 1)
+    return tensor + [f"{plan.context_traffic.context_bytes / GIGABYTE:.4g}"] * (sizes.context > 1)
 
 
 def _memory_table(estimates: Sequence[Estimate]) -> list[str]:
@@ -261,7 +291,7 @@ def _memory_table(estimates: Sequence[Estimate]) -> list[str]:
         "secondary copy",
         "gathered",
         "buffers",
-        "tensor buffers",
+        "link buffers",
         "activations",
         "saving",
         "GPU itself",
@@ -279,7 +309,7 @@ def _memory_table(estimates: Sequence[Estimate]) -> list[str]:
             plan.secondary,
             plan.gathered,
             plan.buffers + plan.means,
-            need.tensor_buffers,
+            need.link_buffers,
             need.activations,
             need.save_copy_on_device,
             need.device.total,
@@ -301,14 +331,15 @@ def _about_host(world: PlannedWorld, zero3: RunPlan) -> list[str]:
 
 
 def _time_table(estimates: Sequence[Estimate]) -> list[str]:
-    has_tensor_link = estimates[0].plan.job.grid.tensor_ranks > 1
-    header = ["", *TRAFFIC_HEADER, *[TENSOR_HEADER] * has_tensor_link, "collectives", "s per iteration", "x ZeRO-3", "busy longest"]
+    sizes = _sizes_of(estimates[0].plan)
+    links = [TENSOR_HEADER] * (sizes.tensor > 1) + [CONTEXT_HEADER] * (sizes.context > 1)
+    header = ["", *TRAFFIC_HEADER, *links, "collectives", "s per iteration", "x ZeRO-3", "busy longest"]
     zero3 = next(estimate.time.seconds for estimate in estimates if estimate.plan.member.name == "ZeRO-3")
     rows = [
         [
             estimate.plan.member.name,
             *_traffic_cells(estimate.plan),
-            *[f"{estimate.plan.tensor_bytes / GIGABYTE:.4g}"] * has_tensor_link,
+            *_group_cells(estimate.plan, sizes),
             str(estimate.plan.collectives),
             f"{estimate.time.seconds:.4g}",
             f"{zero3 / estimate.time.seconds:.2f}",
@@ -322,7 +353,8 @@ def _time_table(estimates: Sequence[Estimate]) -> list[str]:
 def _advice(estimates: Sequence[Estimate]) -> str:
     choice = recommended(estimates)
     if choice is None:
-        return "Recommended: none of these fits; take more nodes, --checkpoint-activations or a smaller --micro-batch-size."
+        levers = "more nodes, --checkpoint-activations, a smaller --micro-batch-size, or a larger --context-parallel-size for long samples"
+        return f"Recommended: none of these fits; take {levers}."
     member, time = choice.plan.member, choice.time.seconds
     fitting = [estimate for estimate in estimates if estimate.fits]
     fastest = min(fitting, key=lambda estimate: estimate.time.seconds)
@@ -364,7 +396,10 @@ def _as_json(world: PlannedWorld, by_rate: dict[float, Rate]) -> dict[str, Any]:
                 "inter_gigabits": gigabits,
                 "recommended": None if (choice := recommended(rate.members)) is None else choice.plan.member.name,
                 "members": {estimate.plan.member.name: _member_json(estimate) for estimate in rate.members},
-                "tensor_sizes": {size: _member_json(estimate) for size, estimate in rate.by_size.items()},
+                "sizes": [
+                    {"tensor_model_parallel_size": tensor, "context_parallel_size": context, **_member_json(estimate)}
+                    for (tensor, context), estimate in rate.by_size.items()
+                ],
             }
             for gigabits, rate in by_rate.items()
         ],
@@ -379,6 +414,8 @@ def _member_json(estimate: Estimate) -> dict[str, Any]:
         "inter_node_bytes": estimate.plan.node_bytes,
         "intra_node_bytes": estimate.plan.traffic.total.intra_bytes,
         "tensor_link_bytes": estimate.plan.tensor_bytes,
+        "context_link_bytes": estimate.plan.context_traffic.context_bytes,
+        "context_inter_node_bytes": estimate.plan.job.grid.into_node(estimate.plan.context_traffic.context_inter_bytes),
         "seconds": estimate.time.seconds,
     }
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_zpp.comm.backend import Backend, Work
 from megatron_zpp.comm.lanes import Hop, Lanes
 from megatron_zpp.parallel.specs import Use
-from megatron_zpp.parallel.topology import ACROSS, Lane
+from megatron_zpp.parallel.topology import ACROSS_LANES, Lane
 
 CYCLES_PER_SECOND = 1.8e9  # of a GPU's clock, about
 CHANCE = 0.5  # that a place has a delay
@@ -85,7 +85,7 @@ class DeafLanes:
 
 
 class DelayedBackend:
-    """A backend that sleeps before every collective of the tensor link. Lanes have delays of their own."""
+    """A backend that sleeps before every collective that computation itself calls. Lanes have delays of their own."""
 
     def __init__(self, backend: Backend, delays: Delays) -> None:
         self.grid = backend.grid
@@ -105,7 +105,7 @@ class DelayedBackend:
         return self._backend.gather_world(own)
 
     def _sleep(self, lane: Lane) -> None:
-        if lane == ACROSS:
+        if lane in ACROSS_LANES:
             self._delays()
 
 

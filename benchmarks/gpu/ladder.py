@@ -46,7 +46,7 @@ class Run:
     """Flags of one run. same_as: the run whose bits it must have. quantizes: it needs kernels, so that it does not wait for the reference.
 
     delay_seed: of random delays; None for none. is_deaf: computation does not wait for lanes, which must change the bits.
-    tensor_ranks: how many ranks share the layers.
+    tensor_ranks: how many ranks share the layers. context_ranks: how many divide the tokens of each sample.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Run:
     delay_seed: int | None = None
     is_deaf: bool = False
     tensor_ranks: int = 1
+    context_ranks: int = 1
 
     def delayed(self, seed: int) -> Run:
         return replace(self, name=f"{self.name}, delays {seed}", same_as=self.name, delay_seed=seed)
@@ -66,6 +67,7 @@ ALL_OF_ZEROPP = Run("all of ZeRO++", ALL, "ZeRO++ without hpZ", quantizes=True)
 WITHOUT_HPZ = Run("ZeRO++ without hpZ", ALL.replace(HPZ, ""), quantizes=True)
 TENSOR = Run("ZeRO-3, 2 tensor ranks", "--zero-stage 3 --bf16", tensor_ranks=2)
 SEQUENCE = Run("ZeRO-3, sequence parallelism", "--zero-stage 3 --bf16 --sequence-parallel", tensor_ranks=2)
+CONTEXT = Run("ZeRO-3, fp32, 4 context ranks on 2 nodes", "--zero-stage 3 --num-query-groups 2", context_ranks=4)
 DEAF = Run("ZeRO-3 without waiting, delays", "--zero-stage 3 --bf16", "ZeRO-3", delay_seed=7, is_deaf=True)
 # The most important runs come first, because time may run out.
 RUNS = (
@@ -89,8 +91,11 @@ RUNS = (
     SEQUENCE.delayed(9),
     Run("ZeRO-3, sequence parallelism, recomputation, delays", f"{SEQUENCE.flags} --checkpoint-activations", SEQUENCE.name,
         delay_seed=10, tensor_ranks=2),
+    CONTEXT,
+    Run("ZeRO-0, fp32, 4 context ranks on 2 nodes", "--zero-stage 0 --num-query-groups 2", CONTEXT.name, context_ranks=4),
+    Run("ZeRO-3, fp32, 4 context ranks on 2 nodes, recomputation, delays", f"{CONTEXT.flags} --checkpoint-activations", CONTEXT.name,
+        delay_seed=13, context_ranks=4),
     Run("ZeRO-3 and hpZ", f"--zero-stage 3 --bf16 {HPZ}", "ZeRO-3"),
-    Run("ZeRO-3, recomputation", "--zero-stage 3 --bf16 --checkpoint-activations", "ZeRO-3"),
     Run("ZeRO-3, recomputation, delays", "--zero-stage 3 --bf16 --checkpoint-activations", "ZeRO-3", delay_seed=3),
     Run("ZeRO-3, no prefetch", "--zero-stage 3 --bf16 --zero-prefetch-units 0 --zero-prefetch-units-intra 0", "ZeRO-3"),
     Run("ZeRO-2, delays", "--zero-stage 2 --bf16", "ZeRO-3", delay_seed=4),
@@ -100,8 +105,6 @@ RUNS = (
     Run("rotated, stochastic, delays",
         f"{ALL} --zero-quantized-gradients-rotation hadamard --zero-quantized-gradients-rounding stochastic",
         "rotated, stochastic", quantizes=True, delay_seed=6),
-    Run("ZeRO-3, fp32", "--zero-stage 3"),
-    Run("ZeRO-0, fp32", "--zero-stage 0", "ZeRO-3, fp32"),
     DEAF,  # last, because it may make the device unusable: hops write to memory that has other owners by then
 )  # fmt: skip
 
@@ -169,7 +172,7 @@ def compare_runs(
 
 def grid_of(some: Run) -> Grid:
     """The world of the run."""
-    return Grid.of_nodes(NODES, RANKS_PER_NODE, some.tensor_ranks)
+    return Grid.of_nodes(NODES, RANKS_PER_NODE, some.tensor_ranks, some.context_ranks)
 
 
 def train(some: Run, sleep: Sleep | None, place: RankPlace) -> Bits:
@@ -179,8 +182,8 @@ def train(some: Run, sleep: Sleep | None, place: RankPlace) -> Bits:
         delays = Delays(sleep, 100 * some.delay_seed + place.backend.rank, DELAY_SECONDS)
         lanes = DelayedLanes(DeafLanes(place.lanes) if some.is_deaf else place.lanes, delays)
         place = replace(place, backend=DelayedBackend(place.backend, delays), lanes=lanes)
-    ranks = f"--ranks-per-node {RANKS_PER_NODE} --tensor-model-parallel-size {some.tensor_ranks}"
-    session = Session(f"{SHAPE} {some.flags} {ranks}", place)
+    groups = f"--tensor-model-parallel-size {some.tensor_ranks} --context-parallel-size {some.context_ranks}"
+    session = Session(f"{SHAPE} {some.flags} --ranks-per-node {RANKS_PER_NODE} {groups}", place)
     if delays is not None:
         delay_computation(session.model, session.model.uses(), delays)
     history = tuple(session.step(step) for step in range(STEPS))

@@ -63,8 +63,9 @@ RUNS = (
     Run("ZeRO-3, sequence parallelism, recomputation",
         "--zero-stage 3 --bf16 --tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations",
         "ZeRO-3, sequence parallelism"),
-    Run("ZeRO-3, fp32", "--zero-stage 3"),
-    Run("ZeRO-0, fp32", "--zero-stage 0", "ZeRO-3, fp32"),
+    Run("ZeRO-3, fp32, 4 context ranks on 2 nodes", "--zero-stage 3 --context-parallel-size 4"),
+    Run("ZeRO-0, fp32, 4 context ranks on 2 nodes", "--zero-stage 0 --context-parallel-size 4",
+        "ZeRO-3, fp32, 4 context ranks on 2 nodes"),
 )  # fmt: skip
 ON_REFERENCE = (Run("all of ZeRO++, reference ops", ZEROPP, "all of ZeRO++"),)
 

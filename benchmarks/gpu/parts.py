@@ -41,7 +41,7 @@ WAVES: tuple[Wave, ...] = (
     (Part("training", 60, 25, 180, "a GPT of a billion parameters: speed, parts of a step, stalls, memory against the plan"),),
     (
         Part("bits", 60, 15, 200, "every kernel against the reference, bit for bit"),
-        Part("nccl", 100, 30, 280, "4 NCCL ranks as 2 nodes x 2: equal bits in all stages, also of 2 tensor ranks"),
+        Part("nccl", 100, 30, 280, "4 NCCL ranks as 2 nodes x 2: equal bits in all stages, also of tensor and of context ranks"),
     ),
     (Part("speed", 40, 15, 150, "every kernel beside a plain copy of the same bytes"),),
     (

@@ -17,7 +17,7 @@ from megatron_zpp.comm.streams import Streams, streams_of
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
-from megatron_zpp.data.loader import MicroBatch
+from megatron_zpp.data.loader import MicroBatch, TokenPart
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.observer import Observer
 from megatron_zpp.monitor.timers import Timers, clock_of
@@ -65,13 +65,13 @@ class Session:
         self.padded_vocab = setup.build_vocabulary(self.config).padded_size
         ledger = Ledger(grid, self.place.backend.rank)
         ladder = Ladder(self.place.backend, self.place.lanes, ledger, self.place.device, self.place.streams)
-        self.model: GPT = setup.build_model(self.config, self.padded_vocab, None, ladder.tensor_link)
+        self.model: GPT = setup.build_model(self.config, self.padded_vocab, None, ladder)
         self.need: MemoryNeed = memory_need(
             self.config, self.model, sharding_of(self.config), grid, is_on_gpu=self.place.device.type == "cuda"
         )
         instruments = Instruments(Timers(0, clock_of(self.place.device)), self.observer)
         self.engine: ZeroEngine = setup.build_engine(self.config, self.model, ladder, instruments)
-        self.microbatches = self.config.training.global_batch_size // (self.config.training.micro_batch_size * grid.data_ranks)
+        self.microbatches = self.config.training.global_batch_size // (self.config.training.micro_batch_size * grid.sample_groups)
 
     def forward_backward(self, step: int) -> Tensor:
         """The sum of this rank's losses; the gradients of the step are on their way."""
@@ -86,16 +86,19 @@ class Session:
 
     def batches(self, step: int) -> Iterator[MicroBatch]:
         """The micro-batches of this rank in that step, the same in every run. All even steps have the same, so that the loss falls soon."""
-        data_rank, grid = self.engine.data_rank, self.place.backend.grid
+        grid = self.place.backend.grid
         for microbatch in range(self.microbatches):
-            yield self.batch((step % 2 * self.microbatches + microbatch) * grid.data_ranks + data_rank)
+            yield self.batch((step % 2 * self.microbatches + microbatch) * grid.sample_groups + grid.sample_group_of(self.engine.rank))
 
     def batch(self, number: int) -> MicroBatch:
+        """The micro-batch of that number, of which this rank keeps its tokens."""
         samples, length = self.config.training.micro_batch_size, self.config.model.seq_length
         generator = torch.Generator().manual_seed(1000 + number)
         tokens = torch.randint(0, self.config.data.vocab_size or self.padded_vocab, (samples, length + 1), generator=generator)
         whole = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.ones(samples, length), number * samples)
-        return _in_documents(whole) if self.config.data.reset_attention_mask else whole
+        whole = _in_documents(whole) if self.config.data.reset_attention_mask else whole
+        grid = self.place.backend.grid
+        return whole.keeping(TokenPart(grid.context_rank_of(self.engine.rank), grid.context_ranks))
 
     def weights_digest(self) -> str:
         """16 hex digits of all main weights of each tensor rank; every rank must call it."""

@@ -47,7 +47,7 @@ class OurTraining:
         self._ladder.lanes = self.lanes
         prepare_kernels(config, world.device, world.hosts())
         padded_vocab = setup.build_vocabulary(config).padded_size
-        self._model = setup.build_model(config, padded_vocab, None, self._ladder.tensor_link)
+        self._model = setup.build_model(config, padded_vocab, None, self._ladder)
         self._engine = setup.build_engine(config, self._model, self._ladder, instruments)
         self._batches = same_batches(config, range(self._engine.data_rank, launch.world_size, self._engine.data_ranks))
         self._microbatches = microbatches(config, self._engine.data_ranks)

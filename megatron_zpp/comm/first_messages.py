@@ -1,4 +1,4 @@
-"""Sends first messages over the world, every lane and the tensor link, so that connections exist before the first step."""
+"""Sends first messages over the world and every lane, so that connections exist before the first step."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import torch
 from megatron_zpp.comm.backend import Backend
 from megatron_zpp.comm.lanes import Hop, Lanes, nothing
 from megatron_zpp.parallel.ranks_in_words import ranks_in_words
-from megatron_zpp.parallel.topology import ACROSS, LANES, Direction
+from megatron_zpp.parallel.topology import ACROSS_LANES, LANES, TENSOR_ACROSS, Direction, Lane
 
 
 def send_first_messages(backend: Backend, lanes: Lanes, device: torch.device) -> None:
-    """Sends one byte to each peer, over the world, one lane after the other and the tensor link. Every rank must call it, and waits.
+    """Sends one byte to each peer, over the world, and over one lane after the other. Every rank must call it, and waits.
 
     NCCL makes a communicator at its first collective, and connects peers for each kind of collective at its first use. So each lane
-    carries the kind that it will carry in every step, in its own stream, and the tensor link both kinds, in the current stream. Larger
-    messages may still open more connections. Raises RuntimeError that names the lane and its ranks if they cannot be connected.
+    carries the kind that it will carry in every step, in its own stream; the tensor link carries both kinds and the context link exchanges,
+    in the current stream. Larger messages may still open more connections. Raises RuntimeError that names the lane and its ranks if they
+    cannot be connected.
     """
     everyone = range(backend.grid.world_size)
     if len(everyone) == 1:
@@ -36,15 +37,17 @@ def send_first_messages(backend: Backend, lanes: Lanes, device: torch.device) ->
         with _naming(f"lane {lane}", members):
             lanes.submit(Hop("first message", lane, partial(send, lane, received, sent), nothing))
             lanes.drain()
-    if backend.grid.tensor_ranks > 1:
-        _send_across(backend, lanes, device)
+    for lane in ACROSS_LANES:
+        if backend.grid.link_ranks(lane.link) > 1:
+            _send_across(lane, backend, lanes, device)
 
 
-def _send_across(backend: Backend, lanes: Lanes, device: torch.device) -> None:
-    members = backend.grid.members(ACROSS.link, backend.rank)
+def _send_across(lane: Lane, backend: Backend, lanes: Lanes, device: torch.device) -> None:
+    members = backend.grid.members(lane.link, backend.rank)
     received, sent = (torch.zeros(len(members), dtype=torch.uint8, device=device) for _ in range(2))
-    with _naming("the tensor link", members):
-        for work in (backend.all_gather(ACROSS, received, sent[:1]), backend.exchange(ACROSS, received, sent)):
+    with _naming(f"the {lane.link.value} link", members):
+        gathering = backend.all_gather(lane, received, sent[:1]) if lane == TENSOR_ACROSS else None
+        for work in (gathering, backend.exchange(lane, received, sent)):
             if work is not None:
                 work.wait()
         lanes.drain()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -18,22 +19,32 @@ class Category(enum.Enum):
     CONTROL = "control"
     EVALUATION = "evaluation"
     ACTIVATIONS = "activations"
+    EXCHANGES = "exchanges"
     REPLICAS = "replicas"
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes received by one rank: from ranks of other nodes, from ranks of its node in its ladder, and from those of other ladders."""
+    """Bytes received by one rank, each counted once, but for the last.
+
+    inter_bytes, intra_bytes: over its ladder, from ranks of other nodes and of its own. tensor_bytes: from ranks of other ladders.
+    context_bytes: from ranks that share its samples; context_inter_bytes: those of them that come from other nodes.
+    """
 
     inter_bytes: int = 0
     intra_bytes: int = 0
     tensor_bytes: int = 0
+    context_bytes: int = 0
+    context_inter_bytes: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.inter_bytes + other.inter_bytes, self.intra_bytes + other.intra_bytes, self.tensor_bytes + other.tensor_bytes)
+        return Traffic(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(self.inter_bytes - other.inter_bytes, self.intra_bytes - other.intra_bytes, self.tensor_bytes - other.tensor_bytes)
+        return Traffic(*map(operator.sub, vars(self).values(), vars(other).values()))
+
+    def __rmul__(self, times: int) -> Traffic:
+        return Traffic(*(times * nbytes for nbytes in vars(self).values()))
 
 
 @dataclass
@@ -71,15 +82,27 @@ class Ledger:
         return total
 
     def inter_node_bytes(self, traffic: Traffic) -> int:
-        """Bytes that enter one node, computed from those that enter one of its ranks."""
+        """Bytes of ladders that enter one node, computed from those that enter one of its ranks."""
         return self.grid.into_node(traffic.inter_bytes)
+
+    def context_inter_node_bytes(self, traffic: Traffic) -> int:
+        """Bytes of context links that enter one node, computed from those that enter one of its ranks."""
+        return self.grid.into_node(traffic.context_inter_bytes)
 
 
 def link_traffic(grid: Grid, rank: int, link: Link, bytes_per_member: int) -> Traffic:
     """What `rank` receives if every other member of its `link` sends it `bytes_per_member`."""
     if link is Link.TENSOR:
         return Traffic(tensor_bytes=(grid.tensor_ranks - 1) * bytes_per_member)
+    if link is Link.CONTEXT:
+        received = _received(grid, rank, grid.members(link, rank), bytes_per_member)
+        return Traffic(context_bytes=received.inter_bytes + received.intra_bytes, context_inter_bytes=received.inter_bytes)
     return _received(grid, rank, grid.members(link, rank), bytes_per_member)
+
+
+def context_link_traffic(grid: Grid, nbytes: int) -> Traffic:
+    """What every rank receives if `nbytes` come from the other members of its context link, as many from each."""
+    return Traffic() if grid.context_ranks == 1 else link_traffic(grid, 0, Link.CONTEXT, nbytes // (grid.context_ranks - 1))
 
 
 def _received(grid: Grid, rank: int, senders: Iterable[int], bytes_per_member: int) -> Traffic:

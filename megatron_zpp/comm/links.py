@@ -22,6 +22,7 @@ from megatron_zpp.comm.climb import Climb
 from megatron_zpp.comm.code import Runs
 from megatron_zpp.comm.codec import Codec, Regions
 from megatron_zpp.comm.codecs import recode_mean_into
+from megatron_zpp.comm.context_link import ContextLink
 from megatron_zpp.comm.host_link import HostLink
 from megatron_zpp.comm.lanes import Hop, Lanes, nothing
 from megatron_zpp.comm.ledger import Category, Ledger
@@ -41,8 +42,9 @@ INTER_DESCEND = Lane(Link.INTER, Direction.DESCEND)
 class Ladder:
     """One rank's links inside its node and between nodes: makes the hops of climbs and descents and submits them to their lanes.
 
-    streams: those that `lanes` use; by default those of `device`. waits: of the tensor link; lanes have their own.
-    tensor_link: to the ranks of the other ladders that have the same samples; None if there is one ladder.
+    streams: those that `lanes` use; by default those of `device`. waits: of the tensor and the context link; lanes have their own.
+    tensor_link: to the ranks of the other ladders that have the same tokens; None if there is one ladder.
+    context_link: to the ranks of this ladder that have other tokens of the same samples; None if there are none.
     host_link: to the memory of the host, where an optimizer may be kept.
     """
 
@@ -66,9 +68,9 @@ class Ladder:
         self.streams = streams or streams_of(device)
         self.staging = Staging(device, self.streams)
         self.host_link = HostLink(self.streams)
-        self.tensor_link = None
-        if self.grid.tensor_ranks > 1:
-            self.tensor_link = TensorLink(backend, ledger, self.staging, self.streams, waits or Waits())
+        parts = (backend, ledger, self.staging, self.streams, waits or Waits())
+        self.tensor_link = TensorLink(*parts) if self.grid.tensor_ranks > 1 else None
+        self.context_link = ContextLink(*parts) if self.grid.context_ranks > 1 else None
         self.partitions = self.topology.partitions
         self.partition_ranks = self.topology.partition_ranks
         self.own_slice = self.topology.slice_of(self.data_rank)

@@ -1,4 +1,4 @@
-"""Runs an operation of the tensor link, at once or beside computation: on the host, or on the streams of a device."""
+"""Runs an operation of the tensor or the context link, at once or beside computation: on the host, or on the streams of a device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Protocol
 from megatron_zpp.comm.backend import Work, naming
 from megatron_zpp.comm.streams import Event, Streams
 from megatron_zpp.comm.waits import WATCH_SECONDS, Waits
-
-WAIT_TIMER = "tensor-link"  # of monitor.timers: how long computation waits for the link
 
 
 @dataclass(frozen=True)
@@ -41,15 +39,19 @@ class Runner(Protocol):
         """Starts it; computation goes on. The result makes computation wait for its end; it must be called, once."""
 
 
-def make_runner(link: str, streams: Streams | None, waits: Waits) -> Runner:
-    """The runner on these streams, or on the host if there are none. link: the name in errors and in ranges of profilers."""
-    return HostRunner(link, waits) if streams is None else StreamRunner(link, streams, waits)
+def make_runner(timer: str, link: str, streams: Streams | None, waits: Waits) -> Runner:
+    """The runner on these streams, or on the host if there are none.
+
+    timer: that of monitor.timers for how long computation waits for the link; also the name in ranges of profilers. link: that in errors.
+    """
+    return HostRunner(timer, link, waits) if streams is None else StreamRunner(timer, link, streams, waits)
 
 
 class HostRunner:
     """Runs operations on the thread that calls it. Only the first collective of an operation goes on beside computation."""
 
-    def __init__(self, link: str, waits: Waits) -> None:
+    def __init__(self, timer: str, link: str, waits: Waits) -> None:
+        self._timer = timer
         self._link = link
         self._waits = waits
 
@@ -72,7 +74,7 @@ class HostRunner:
             return stage.launch()
 
     def _arrive(self, stage: Stage, work: Work | None) -> None:
-        with self._waits.observer.phase(WAIT_TIMER), self._range(stage, "wait"):
+        with self._waits.observer.phase(self._timer), self._range(stage, "wait"):
             if work is not None:
                 self._wait(work)
         with self._range(stage, "decode"):
@@ -89,7 +91,7 @@ class HostRunner:
             work.wait()
 
     def _range(self, stage: Stage, verb: str) -> AbstractContextManager[object]:
-        return self._waits.observer.hop(f"tensor-link {stage.name} {verb}")
+        return self._waits.observer.hop(f"{self._timer} {stage.name} {verb}")
 
 
 class StreamRunner:
@@ -99,7 +101,8 @@ class StreamRunner:
     operation in the current stream after the latest one that was started.
     """
 
-    def __init__(self, link: str, streams: Streams, waits: Waits) -> None:
+    def __init__(self, timer: str, link: str, streams: Streams, waits: Waits) -> None:
+        self._timer = timer
         self._link = link
         self._streams = streams
         self._observer = waits.observer
@@ -107,7 +110,7 @@ class StreamRunner:
         self._latest: Event | None = None  # the end of the operation started last, if the current stream has not waited for it
 
     def run(self, operation: Operation) -> None:
-        with self._observer.phase(WAIT_TIMER):
+        with self._observer.phase(self._timer):
             if self._latest is not None:
                 self._streams.current().wait_event(self._latest)
                 self._latest = None
@@ -120,7 +123,7 @@ class StreamRunner:
             ended = self._latest = self._beside.record_event()
 
         def finish() -> None:
-            with self._observer.phase(WAIT_TIMER), self._observer.hop(f"tensor-link {operation.stages[-1].name} wait"):
+            with self._observer.phase(self._timer), self._observer.hop(f"{self._timer} {operation.stages[-1].name} wait"):
                 self._streams.current().wait_event(ended)
             if self._latest is ended:
                 self._latest = None
@@ -129,9 +132,9 @@ class StreamRunner:
 
     def _enqueue(self, operation: Operation) -> None:
         for stage in operation.stages:
-            with self._observer.hop(f"tensor-link {stage.name} send"), naming(self._link):
+            with self._observer.hop(f"{self._timer} {stage.name} send"), naming(self._link):
                 work = stage.launch()
                 if work is not None:
                     work.wait()
-            with self._observer.hop(f"tensor-link {stage.name} decode"):
+            with self._observer.hop(f"{self._timer} {stage.name} decode"):
                 stage.land()

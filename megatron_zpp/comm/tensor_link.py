@@ -5,8 +5,6 @@ rounded once, so every rank gets the same bits, and no collective adds. A sum th
 
     rank 0    a0 a1    --exchange-->  a0 b0  --add-->  a0+b0  --gather-->  a0+b0  a1+b1
     rank 1    b0 b1                   a1 b1            a1+b1               a0+b0  a1+b1
-
-Every rank of the group must make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -18,51 +16,21 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.comm.backend import Backend, Work
+from megatron_zpp.comm.group_link import GroupLink, Pending, as_bytes
 from megatron_zpp.comm.ledger import Category, Ledger
-from megatron_zpp.comm.operation import Operation, Stage, make_runner
+from megatron_zpp.comm.operation import Operation, Stage
 from megatron_zpp.comm.staging import Staging
 from megatron_zpp.comm.streams import Streams
 from megatron_zpp.comm.tensor_bytes import padded_part_numel
 from megatron_zpp.comm.waits import Waits
-from megatron_zpp.parallel.ranks_in_words import ranks_in_words
-from megatron_zpp.parallel.topology import ACROSS, Link
+from megatron_zpp.parallel.topology import TENSOR_ACROSS
 
 
-class Pending:
-    """A result of the tensor link under way."""
-
-    def __init__(self, finish: Callable[[], None], result: Callable[[], Tensor]) -> None:
-        self._finish: Callable[[], None] | None = finish
-        self._result = result
-
-    def wait(self) -> Tensor:
-        """The result. Raises RuntimeError if it is called twice."""
-        if self._finish is None:
-            raise RuntimeError("a result of the tensor link was waited for twice")
-        finish, self._finish = self._finish, None  # with it, what the operation holds
-        finish()
-        return self._result()
-
-
-class TensorLink:
-    """The collectives of one rank over the tensor link.
-
-    Their bytes are booked when they start: those of the model under the category of `book_under`, which is ACTIVATIONS at first.
-    """
+class TensorLink(GroupLink):
+    """The gathers and sums of one rank over the tensor link."""
 
     def __init__(self, backend: Backend, ledger: Ledger, staging: Staging, streams: Streams | None, waits: Waits) -> None:
-        self.ranks = backend.grid.tensor_ranks
-        self.rank = backend.grid.tensor_rank_of(backend.rank)
-        self._backend = backend
-        self._ledger = ledger
-        self._staging = staging
-        members = backend.grid.members(Link.TENSOR, backend.rank)
-        self._runner = make_runner(f"tensor link of {ranks_in_words(members)}", streams, waits)
-        self._category = Category.ACTIVATIONS
-
-    def book_under(self, category: Category) -> None:
-        """Books what comes from now on under `category`, unless a call names another."""
-        self._category = category
+        super().__init__(TENSOR_ACROSS, Category.ACTIVATIONS, backend, ledger, staging, streams, waits)
 
     def gather(self, own: Tensor, category: Category | None = None) -> Tensor:
         """[T, *own.shape]: `own` of every rank, all of one shape."""
@@ -97,9 +65,6 @@ class TensorLink:
         operation, result = self._summing(values)
         return self._start(operation, result)
 
-    def _start(self, operation: Operation, result: Callable[[], Tensor]) -> Pending:
-        return Pending(self._runner.start(operation), result)
-
     def _gathering(self, own: Tensor, category: Category | None) -> tuple[Operation, Tensor]:
         sent = own.detach().contiguous()
         output = sent.new_empty((self.ranks, *sent.shape))
@@ -129,7 +94,7 @@ class TensorLink:
     def _gather_stage(self, sent: Tensor, output: Tensor, category: Category) -> Stage:
         """The gather that fills `output` [T ranks], and that has its bytes booked now."""
         self._book(category, sent.nbytes)
-        return Stage("gather", partial(self._backend.all_gather, ACROSS, _as_bytes(output), _as_bytes(sent)), lambda: None)
+        return Stage("gather", partial(self._backend.all_gather, self._lane, as_bytes(output), as_bytes(sent)), lambda: None)
 
     def _sum_stage(self, sent: Tensor, part: Tensor) -> Stage:
         """The exchange after which `part` is the own part of the sum; its bytes are booked now."""
@@ -138,16 +103,13 @@ class TensorLink:
 
         def launch() -> Work | None:
             buffers.append(self._staging.take(sent.nbytes))
-            return self._backend.exchange(ACROSS, buffers[0], _as_bytes(sent))
+            return self._backend.exchange(self._lane, buffers[0], as_bytes(sent))
 
         def land() -> None:
             add_in_order(buffers[0].view(sent.dtype).view(self.ranks, -1), part.view(-1))
             self._staging.give(buffers.pop())
 
         return Stage("sum", launch, land)
-
-    def _book(self, category: Category, bytes_per_member: int) -> None:
-        self._ledger.book(category, self._ledger.measure(Link.TENSOR, bytes_per_member))
 
 
 def add_in_order(values: Tensor, total: Tensor) -> None:
@@ -163,7 +125,3 @@ def add_in_order(values: Tensor, total: Tensor) -> None:
     for value in values[2:-1]:
         wide += value
     torch.add(wide, values[-1], out=total)
-
-
-def _as_bytes(values: Tensor) -> Tensor:
-    return values.view(-1).view(torch.uint8)

@@ -29,7 +29,7 @@ class BatchStage(NamedTuple):
 class BatchSchedule:
     """The size of every global batch of a run.
 
-    stages: ascending from sample 0. grain: samples of one micro-batch on every data rank; batches must be multiples of it.
+    stages: ascending from sample 0. grain: samples of one micro-batch of all ranks; batches must be multiples of it.
     may_decrease: whether other sizes are rounded down to a multiple. A size that still does not fit is kept, because the run may never
     reach it; `misfit` finds it.
     """
@@ -96,13 +96,13 @@ def batch_schedule(training: TrainingConfig, seq_length: int) -> BatchSchedule:
     return BatchSchedule(tuple(_stages(training, training.global_batch_size, seq_length)))
 
 
-def running_schedule(config: Config, data_ranks: int) -> BatchSchedule:
-    """The sizes of a run's batches on `data_ranks` ranks with samples of their own. The configuration need not be resolved.
+def running_schedule(config: Config, sample_groups: int) -> BatchSchedule:
+    """The sizes of a run's batches in a world of `sample_groups` groups of ranks with samples of their own.
 
-    Raises FlagError for an unusable flag.
+    The configuration need not be resolved. Raises FlagError for an unusable flag.
     """
     training = config.training
-    grain = (training.micro_batch_size or 1) * data_ranks
+    grain = (training.micro_batch_size or 1) * sample_groups
     stages = tuple(_stages(training, training.global_batch_size or grain, config.model.seq_length))
     return BatchSchedule(stages, grain, training.decrease_batch_size_if_needed)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ KIND_IN_WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", 
 LARGEST_SCALE_POWER = 126  # the largest power of two in fp32 is 2^127, and the loss is multiplied by the scale
 OPTIONS: dict[str, Option] = {option.name: option for option in options()}
 
+CONTEXT_FIELD = "context_parallel_size"
 # The field of the schema that a key sets. The keys of the batch are listed separately, because their meaning depends on the world.
 FIELDS: Mapping[str, str] = {
     "zero_optimization.stage": "zero_stage",
@@ -42,6 +43,7 @@ FIELDS: Mapping[str, str] = {
     "activation_checkpointing.cpu_checkpointing": "checkpoint_in_cpu",
     "activation_checkpointing.contiguous_memory_optimization": "contiguous_checkpointing",
     "gradient_clipping": "clip_grad",
+    "sequence_parallel_size": CONTEXT_FIELD,
     "steps_per_print": "log_interval",
 }
 
@@ -118,7 +120,6 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "gradient_predivide_factor": ((*OFF, 1), "each link divides by its own number of ranks; leave the key out"),
     "sparse_gradients": (OFF, NOTHING_TO_PUT),
     "disable_allgather": (OFF, NOTHING_TO_PUT),
-    "sequence_parallel_size": ((*OFF, 0, 1), "attention sees whole samples; choose 1"),
     "tensor_parallel": (OFF, "use --tensor-model-parallel-size"),
     "vocabulary_size": (OFF, "use --vocab-size"),
     "tensorboard": (OFF, "use --tensorboard-dir"),
@@ -146,7 +147,10 @@ def with_deepspeed_json(config: Config, ranks: RankCounts) -> Config:
     if file is None:
         return config
     entries = Entries(file, dict(_flattened(file, read_object(file))))
-    settings = [*_translated(entries), *_offload(entries), *_batch(entries, config, ranks)]
+    settings = [*_translated(entries), *_offload(entries)]
+    for setting in settings:
+        check_agreement(config, setting)
+    settings += _batch(entries, config, _dividing_samples(ranks, settings))
     for setting in settings:
         check_agreement(config, setting)
     values = {setting.field: setting.value for setting in settings if setting.value is not None}
@@ -259,8 +263,19 @@ def _value(entries: Entries, key: str, kind: type, allowed: Any) -> Any:
     return number
 
 
+def _dividing_samples(ranks: RankCounts, settings: Sequence[Setting]) -> RankCounts:
+    """The ranks with the groups that divide samples, if the file sets their size."""
+    for setting in settings:
+        if setting.field == CONTEXT_FIELD:
+            try:
+                return ranks.dividing_samples(setting.value)
+            except FlagError as error:
+                raise FlagError(naming_sources(str(error), {CONTEXT_FIELD: setting.source})) from None
+    return ranks
+
+
 def _batch(entries: Entries, config: Config, ranks: RankCounts) -> list[Setting]:
-    """Settings by train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks.
+    """Settings by train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x groups with samples of their own.
 
     A key that is missing is computed from the others, or is 1 if they do not determine it.
     """
@@ -278,29 +293,30 @@ def _batch(entries: Entries, config: Config, ranks: RankCounts) -> list[Setting]
     if micro is None:
         micro = 1 if total is None else _share(total, steps or 1, ranks, source)
     if total is None:
-        total = micro * (steps or 1) * ranks.data
-    if steps is not None and micro * steps * ranks.data != total:
+        total = micro * (steps or 1) * ranks.sample_groups
+    found = micro * (steps or 1) * ranks.sample_groups
+    if steps is not None and found != total:
         raise FlagError(
-            f"{source}: micro-batch {micro} x {steps} accumulation steps x {ranks.data_in_words} is {micro * steps * ranks.data} "
-            f"and not the batch of {total}; correct one of them{_meant_for_all(total == micro * steps * ranks.world, ranks)}."
+            f"{source}: micro-batch {micro} x {steps} accumulation steps x {ranks.groups_in_words} is {found} and not the batch of "
+            f"{total}; correct one of them{_meant_for_all(total == micro * steps * ranks.world, ranks)}."
         )
     return [Setting("micro_batch_size", micro, source), Setting("global_batch_size", total, source)]
 
 
 def _share(total: int, steps: int, ranks: RankCounts, source: str) -> int:
-    if total % (steps * ranks.data):
+    if total % (steps * ranks.sample_groups):
         raise FlagError(
-            f"{source}: a batch of {total} does not divide into {steps} accumulation steps on {ranks.data_in_words}; "
-            f"choose a multiple of {steps * ranks.data}."
+            f"{source}: a batch of {total} does not divide into {steps} accumulation steps on {ranks.groups_in_words}; "
+            f"choose a multiple of {steps * ranks.sample_groups}."
         )
-    return total // (steps * ranks.data)
+    return total // (steps * ranks.sample_groups)
 
 
 def _meant_for_all(fits_world: bool, ranks: RankCounts) -> str:
     """What to add to an error about a batch that would fit if no ranks shared their samples; empty if it would not."""
-    if ranks.tensor == 1 or not fits_world:
-        return ""
-    return f" (it would be right for {ranks.world} ranks, but those of --tensor-model-parallel-size {ranks.tensor} share their samples)"
+    sizes = {"--tensor-model-parallel-size": ranks.tensor, spelling_of(CONTEXT_FIELD): ranks.context}
+    flags = " and ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
+    return f" (it would be right for {ranks.world} ranks, but those of {flags} share their samples)" if flags and fits_world else ""
 
 
 def _notices(entries: Entries, values: Mapping[str, Any]) -> Iterator[str]:

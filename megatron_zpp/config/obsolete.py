@@ -15,6 +15,7 @@ class AcceptedFlag:
 
 
 NO_STAGES = "leave it out, there are no pipeline stages"
+SAME_LENGTH = "use --context-parallel-size alone, all samples have the same length"
 OVERLAPS = "backward always overlaps the link between ranks that share layers with its products"
 ACCEPTED: dict[str, AcceptedFlag] = {
     "--local-rank": AcceptedFlag(1, "the launcher's LOCAL_RANK decides"),
@@ -74,10 +75,8 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--encoder-tensor-model-parallel-size": AcceptedFlag(1, "there is no encoder", only=("0",)),
     "--encoder-pipeline-model-parallel-size": AcceptedFlag(1, "there is no encoder", only=("0",)),
     "--use-tp-pp-dp-mapping": AcceptedFlag(0, "ranks that share layers are always neighbours, and there are no pipeline stages"),
-    "--context-parallel-size": AcceptedFlag(1, "every rank has whole samples", only=("1",)),
-    "--cp-comm-type": AcceptedFlag(1, "every rank has whole samples"),
-    "--ds-sequence-parallel-size": AcceptedFlag(1, "every rank has whole samples", only=("1",)),
-    "--force-ds-sequence-parallel": AcceptedFlag(0, "every rank has whole samples"),
+    "--force-ds-sequence-parallel": AcceptedFlag(0, "--context-parallel-size alone divides samples"),
+    "--ds-sequence-parallel-overlap-comm": AcceptedFlag(0, "attention always waits for its exchange of heads"),
     "--expert-model-parallel-size": AcceptedFlag(1, "there are no experts", only=("1",)),
     "--expert-tensor-parallel-size": AcceptedFlag(1, "there are no experts", only=("1",)),
     "--enable-gloo-process-groups": AcceptedFlag(0, "start-up always has a group over gloo"),
@@ -175,6 +174,11 @@ REFUSED: dict[str, str] = {
     "--train-sample-idx-path": "use --data-cache-path, where indices are kept",
     "--train-shuffle-idx-path": "use --data-cache-path, where indices are kept",
     "--return-data-index": "leave it out, samples are not objects of their own",
+    "--hierarchical-context-parallel-sizes": "leave it out, one exchange joins all ranks that divide a sample",
+    "--hybrid-context-parallel": SAME_LENGTH,
+    "--dynamic-context-parallel": SAME_LENGTH,
+    "--min-dynamic-context-parallel-size": SAME_LENGTH,
+    "--max-seqlen-per-dp-cp-rank": SAME_LENGTH,
     "--nccl-communicator-config-path": "use NCCL's variables, such as NCCL_MAX_CTAS",
 }
 
@@ -185,6 +189,7 @@ REFUSED_FAMILIES: dict[str, str] = {
     "--fp4-": "use --bf16, fp4 is not available",
     "--fim-": "leave it out, a sample is always read from left to right",
     "--curriculum-": "leave it out, --seq-length is the same in every iteration",
+    "--ds-sequence-parallel-fpdt": "leave it out, attention takes whole samples; --recompute-granularity full makes room",
     "--random-ltd": "leave it out, no layer drops tokens",
     "--bert-": "leave it out, the model is a GPT",
     "--retro-": "leave it out, the model is a GPT",

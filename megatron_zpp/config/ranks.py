@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_zpp.config.flag import FlagError, any_of, divisors
-from megatron_zpp.config.schema import Config
+from megatron_zpp.config.schema import Config, DistributedConfig
 
 
 @dataclass(frozen=True)
 class RankCounts:
-    """world: ranks in all, one per process. tensor: ranks that share layers and samples. ranks_per_node: of the world."""
+    """world: ranks in all, one per process. tensor: ranks that share layers and samples. ranks_per_node: of the world.
+
+    context: data ranks that divide the tokens of every sample among themselves.
+    """
 
     world: int
     tensor: int
     ranks_per_node: int
+    context: int = 1
 
     @property
     def data(self) -> int:
-        """Ranks with samples of their own: those of one ladder."""
+        """Ranks of one ladder. They have different samples, or different tokens of a sample."""
         return self.world // self.tensor
 
     @property
@@ -27,21 +31,51 @@ class RankCounts:
         return self.ranks_per_node // self.tensor
 
     @property
-    def data_in_words(self) -> str:
-        """`8 ranks`, or `4 data-parallel ranks` if others share their samples."""
-        return data_ranks_in_words(self.data, self.tensor)
+    def sample_groups(self) -> int:
+        """Groups of data ranks with samples of their own."""
+        return self.data // self.context
+
+    @property
+    def groups_in_words(self) -> str:
+        """What has samples of its own: see `sample_groups_in_words`."""
+        return sample_groups_in_words(self.sample_groups, self.tensor, self.context)
+
+    def dividing_samples(self, context_ranks: int) -> RankCounts:
+        """The same ranks with samples that `context_ranks` data ranks divide. Raises FlagError if such groups do not fit the world."""
+        if context_ranks in context_choices(self.data, self.data_ranks_per_node):
+            return replace(self, context=context_ranks)
+        raise FlagError(_about_context_groups(context_ranks, self))
 
 
-def data_ranks_in_words(data_ranks: int, tensor_ranks: int) -> str:
-    """`8 ranks`, or `4 data-parallel ranks` if others share their samples."""
+def sample_groups_in_words(groups: int, tensor_ranks: int, context_ranks: int) -> str:
+    """`8 ranks`; `4 data-parallel ranks` if others share their samples; `4 sample groups of 2 ranks` if ranks divide samples."""
     kind = "rank" if tensor_ranks == 1 else "data-parallel rank"
-    return f"{data_ranks} {kind}" + ("s" if data_ranks != 1 else "")
+    if context_ranks == 1:
+        return _counted(groups, kind)
+    return f"{_counted(groups, 'sample group')} of {_counted(context_ranks, kind)}"
+
+
+def groups_of(distributed: DistributedConfig, groups: int) -> str:
+    """`groups` groups with samples of their own, in words."""
+    return sample_groups_in_words(groups, distributed.tensor_model_parallel_size, distributed.context_parallel_size)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("s" if number != 1 else "")
+
+
+def context_choices(data_ranks: int, of_node: int) -> list[int]:
+    """The numbers of ranks that may divide samples, of `data_ranks` in all and `of_node` on a node: parts of a node, or whole nodes.
+
+    So as many bytes enter every rank of a node from others.
+    """
+    return [ranks for ranks in divisors(data_ranks) if of_node % ranks == 0 or ranks % of_node == 0]
 
 
 def count_ranks(config: Config, world_size: int, local_world_size: int | None) -> RankCounts:
     """The numbers of ranks in a world of `world_size`, of which the launcher started `local_world_size` on this node, if it says so.
 
-    Raises FlagError if neither the flags nor the launcher say how many ranks a node has, and if nodes or tensor groups do not divide them.
+    Raises FlagError if neither the flags nor the launcher say how many ranks a node has, and if nodes or groups do not divide them.
     """
     ranks_per_node = config.distributed.ranks_per_node
     if ranks_per_node is None:
@@ -61,7 +95,7 @@ def count_ranks(config: Config, world_size: int, local_world_size: int | None) -
         )
     if ranks.ranks_per_node % ranks.tensor != 0:
         raise FlagError(_about_tensor_groups(ranks, "" if is_given else ", from the launcher"))
-    return ranks
+    return ranks.dividing_samples(config.distributed.context_parallel_size)
 
 
 def _about_tensor_groups(ranks: RankCounts, source: str) -> str:
@@ -75,4 +109,19 @@ def _about_tensor_groups(ranks: RankCounts, source: str) -> str:
         f"--tensor-model-parallel-size {ranks.tensor} does not divide the {one_or_more} of a node (--ranks-per-node "
         f"{ranks.ranks_per_node}{source}), and the ranks that share a layer stand on one node; "
         f"choose {any_of(divisors(ranks.ranks_per_node))}, or start a multiple of {ranks.tensor} ranks per node."
+    )
+
+
+def _about_context_groups(context_ranks: int, ranks: RankCounts) -> str:
+    asked = f"--context-parallel-size {context_ranks}"
+    per_node = ranks.data_ranks_per_node
+    beside = "" if ranks.tensor == 1 else f" (--tensor-model-parallel-size {ranks.tensor} of {ranks.world} ranks)"
+    choices = any_of(context_choices(ranks.data, per_node))
+    if ranks.data % context_ranks != 0:
+        data_ranks = sample_groups_in_words(ranks.data, ranks.tensor, 1)
+        return f"{asked} does not divide the {data_ranks} of the world{beside}; choose {choices}."
+    data_ranks = sample_groups_in_words(per_node, ranks.tensor, 1)
+    return (
+        f"{asked} does not fit the {data_ranks} of a node{beside}, as a node must have whole groups, or a group whole nodes; "
+        f"choose {choices}."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_zpp.config import rules_model, rules_run, rules_schedule, rules_tensor, rules_zero
+from megatron_zpp.config import rules_context, rules_model, rules_run, rules_schedule, rules_tensor, rules_zero
 from megatron_zpp.config.batch_schedule import running_schedule
 from megatron_zpp.config.deepspeed import naming_sources, with_deepspeed_json
 from megatron_zpp.config.defaults import assume, derive
@@ -21,6 +21,7 @@ def resolve(config: Config, world_size: int, local_world_size: int | None) -> Co
     """
     ranks = count_ranks(config, world_size, local_world_size)
     config = with_deepspeed_json(config, ranks)
+    ranks = ranks.dividing_samples(config.distributed.context_parallel_size)  # which the file may set
     try:
         config = with_preset(config, ranks)
         check_given(config)
@@ -41,12 +42,13 @@ def check_given(config: Config) -> None:
 
 def _filled_in(given: Config, ranks: RankCounts) -> Config:
     config = assume(given)
-    batches = running_schedule(config, ranks.data)
+    batches = running_schedule(config, ranks.sample_groups)
     config = derive(config, batches, ranks)
     rules_run.check_resolved(config, ranks.world)
     rules_model.check_resolved(config)
     rules_tensor.check_resolved(config)
-    rules_schedule.check_resolved(config, batches, ranks.data)
+    rules_context.check_resolved(config)
+    rules_schedule.check_resolved(config, batches, ranks.sample_groups)
     rules_zero.check_resolved(config, ranks)
     return config.with_notices(
         *rules_model.surprising_defaults(config),
@@ -55,4 +57,5 @@ def _filled_in(given: Config, ranks: RankCounts) -> Config:
         *rules_zero.missing_links(config, ranks, given.zero.zero_hpz_partition_size),
         *rules_tensor.needless_division(config),
         *rules_tensor.surprising_costs(config, ranks, batches),
+        *rules_context.surprising_costs(config, ranks),
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_zpp.config.batch_schedule import BatchSchedule, horizons, length_in_samples
 from megatron_zpp.config.data_sources import SPLITS, read_sources
 from megatron_zpp.config.flag import LARGEST_COUNT, FlagError, any_of, spelling_of, whole_number
-from megatron_zpp.config.ranks import data_ranks_in_words
+from megatron_zpp.config.ranks import groups_of
 from megatron_zpp.config.schema import Config
 
 
@@ -24,14 +24,14 @@ def check_given(config: Config) -> None:
     check_evaluation(config)
 
 
-def check_resolved(config: Config, batches: BatchSchedule, data_ranks: int) -> None:
-    """Raises FlagError for the first rule that the filled-in values break. batches: of the run on `data_ranks` data ranks."""
+def check_resolved(config: Config, batches: BatchSchedule, sample_groups: int) -> None:
+    """Raises FlagError for the first rule that the filled-in values break. batches: of the run of `sample_groups` groups."""
     check_total_samples(config, batches)
     check_learning_rates(config)
     check_warmup_ends_before_decay(config, batches)
     check_validation_sets(config)
     check_batches_of_new_run(config, batches)
-    check_evaluation_batch(config, data_ranks)
+    check_evaluation_batch(config, sample_groups)
 
 
 def check_one_length(config: Config) -> None:
@@ -197,9 +197,8 @@ def check_batches_of_new_run(config: Config, batches: BatchSchedule) -> None:
 
 
 def check_batches(config: Config, batches: BatchSchedule, consumed_samples: int) -> None:
-    """Raises FlagError if a batch after `consumed_samples` is not a multiple of one micro-batch on every data rank."""
+    """Raises FlagError if a batch after `consumed_samples` is not a multiple of one micro-batch of all ranks."""
     training = config.training
-    data_ranks = batches.grain // training.micro_batch_size
     size = batches.misfit(consumed_samples)
     if size is None or training.skip_train:
         return
@@ -209,7 +208,7 @@ def check_batches(config: Config, batches: BatchSchedule, consumed_samples: int)
         wish = f'--step-batch-size-schedule "{training.step_batch_size_schedule}" has batches of {size} samples,'
     elif training.rampup_batch_size and size != training.global_batch_size:
         wish = f"--rampup-batch-size {' '.join(training.rampup_batch_size)} has batches of {size} samples,"
-    ranks = data_ranks_in_words(data_ranks, config.distributed.tensor_model_parallel_size)
+    ranks = groups_of(config.distributed, batches.grain // training.micro_batch_size)
     round_down = "give --decrease-batch-size-if-needed to round down, or " if below > 0 else ""
     raise FlagError(
         f"{wish} not a multiple of {batches.grain} (--micro-batch-size {training.micro_batch_size} x {ranks}); "
@@ -217,21 +216,21 @@ def check_batches(config: Config, batches: BatchSchedule, consumed_samples: int)
     )
 
 
-def check_evaluation_batch(config: Config, data_ranks: int) -> None:
-    """Raises FlagError if the batch of evaluations is not a multiple of one micro-batch on every data rank.
+def check_evaluation_batch(config: Config, sample_groups: int) -> None:
+    """Raises FlagError if the batch of evaluations is not a multiple of one micro-batch of all ranks.
 
     Without --skip-train, only sizes that were given for evaluations are checked.
     """
     training = config.training
     is_own = training.skip_train or not config.given.isdisjoint({"eval_micro_batch_size", "eval_global_batch_size"})
-    grain = training.eval_micro_batch_size * data_ranks
+    grain = training.eval_micro_batch_size * sample_groups
     size = training.eval_global_batch_size
     if size % grain != 0 and is_own:
         below = size // grain * grain
-        ranks = data_ranks_in_words(data_ranks, config.distributed.tensor_model_parallel_size)
         raise FlagError(
             f"--eval-global-batch-size {size} is not a multiple of {grain} (--eval-micro-batch-size {training.eval_micro_batch_size} x "
-            f"{ranks}); choose {any_of([choice for choice in (below, below + grain) if choice > 0])}."
+            f"{groups_of(config.distributed, sample_groups)}); "
+            f"choose {any_of([choice for choice in (below, below + grain) if choice > 0])}."
         )
 
 

@@ -40,6 +40,7 @@ from megatron_zpp.config.flag import (
 POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
+CONTEXT_EXCHANGES = ("a2a", "p2p", "allgather", "a2a+p2p")
 WORKING_DTYPE_BITS = 16  # a number of bits that means no quantization, even if the working dtype is fp32
 
 CHANGING_DECAY = ("linear", "cosine")  # of --weight-decay-incr-style
@@ -679,6 +680,19 @@ class DistributedConfig:
         False,
         help="Between the layers, each of the ranks that share them has only its own part of the tokens.",
         without_effect=when(tensor_model_parallel_size=1),
+    )
+    context_parallel_size: int = flag(
+        1,
+        help="Ranks that divide the tokens of every sample among themselves; must divide the ranks that do not share layers.",
+        unit="ranks",
+        aliases=("--ds-sequence-parallel-size",),
+        allowed=POSITIVE_RANKS,
+    )
+    cp_comm_type: str = flag(
+        "a2a",
+        help="How attention sees whole samples that ranks divide: they exchange tokens for heads (a2a). The other kinds are refused.",
+        allowed=CONTEXT_EXCHANGES,
+        without_effect=when(context_parallel_size=1),
     )
     pipeline_model_parallel_size: int = flag(1, help="Pipeline stages; only 1 is available.", unit="ranks", allowed=POSITIVE_RANKS)
     ranks_per_node: int = flag(

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_all_start_methods
 
 import numpy as np
@@ -23,20 +23,56 @@ MICRO_BATCHES_AHEAD = 2  # per worker
 
 
 @dataclass(frozen=True)
+class TokenPart:
+    """The tokens that a rank keeps of each sample: part `index` of `count` equal ones."""
+
+    index: int = 0
+    count: int = 1
+
+
+WHOLE = TokenPart()
+
+
+@dataclass(frozen=True)
 class MicroBatch:
-    tokens: Tensor  # [B, S] int64
-    labels: Tensor  # [B, S] int64
-    loss_mask: Tensor  # [B, S] fp32
+    """B samples of S tokens, of each of which the rank has Q; the ranks that share samples have the others."""
+
+    tokens: Tensor  # [B, Q] int64
+    labels: Tensor  # [B, Q] int64
+    loss_mask: Tensor  # [B, Q] fp32
     first_sample: int  # number of its first sample, counted over the whole run
     position_ids: Tensor | None = None  # [B, S] int64; None: each sample counts from 0
     document_lengths: Tensor | None = None  # [D] int64, tokens of each run that attention must not leave; None: each sample is a run
+    part: TokenPart = WHOLE
+    mean_counted: float | None = None  # tokens that count, per rank that shares the samples; None: a rank has whole samples
+
+    def keeping(self, part: TokenPart) -> MicroBatch:
+        """The micro-batch of a rank that keeps `part` of each sample, from one of whole samples.
+
+        Raises RuntimeError if the parts are not equal.
+        """
+        if part.count == 1:
+            return self
+        length = self.tokens.shape[1]
+        if length % part.count:
+            raise RuntimeError(f"{part.count} ranks cannot share samples of {length} tokens (--context-parallel-size)")
+        own = slice(part.index * length // part.count, (part.index + 1) * length // part.count)
+        return replace(
+            self,
+            tokens=self.tokens[:, own].contiguous(),
+            labels=self.labels[:, own].contiguous(),
+            loss_mask=self.loss_mask[:, own].contiguous(),
+            part=part,
+            mean_counted=max(1.0, float(self.loss_mask.sum())) / part.count,
+        )
 
 
 class MicroBatches(Iterator[MicroBatch]):
     """The sampler's micro-batches in its order, without end. The tensors are the same for every num_workers (0: read in this process).
 
-    check_first: called with the first micro-batch; it raises if that is wrong. wait_seconds: time the caller has spent in `next` so far,
-    without that check. If the workers keep up, it is only the time to receive a micro-batch.
+    part: the tokens that are kept of each sample. Everything is made for whole samples before.
+    check_first: called with the first micro-batch, of whole samples; it raises if that is wrong. wait_seconds: time the caller has spent in
+    `next` so far, without that check. If the workers keep up, it is only the time to receive a micro-batch.
     """
 
     def __init__(
@@ -46,8 +82,10 @@ class MicroBatches(Iterator[MicroBatch]):
         num_workers: int,
         rules: DocumentRules,
         check_first: Callable[[MicroBatch], None] | None = None,
+        part: TokenPart = WHOLE,
     ) -> None:
         self.wait_seconds = 0.0
+        self._part = part
         self._check_first = check_first
         self._batches = _in_order(_MicroBatchDataset(dataset, rules), sampler, num_workers)
 
@@ -58,7 +96,7 @@ class MicroBatches(Iterator[MicroBatch]):
         if self._check_first is not None:
             self._check_first(batch)
             self._check_first = None
-        return batch
+        return batch.keeping(self._part)
 
 
 def _in_order(batches: _MicroBatchDataset, sampler: Iterable[MicroBatchIndices], num_workers: int) -> Iterator[MicroBatch]:

@@ -1,7 +1,7 @@
 """Decides which samples each rank sees, and in which order.
 
 Samples are numbered over the whole run. A global batch takes the next consecutive samples and deals them to the ranks micro-batch by
-micro-batch. Example: 2 ranks, micro-batches of 2, global batches of 8:
+micro-batch. Ranks that share samples, their sample group, count as one here. Example: 2 ranks, micro-batches of 2, global batches of 8:
 
     sample       0  1 | 2  3 | 4  5 | 6  7 || 8  9 | 10 11 | ...
     rank         0      1      0      1       0       1
@@ -29,22 +29,22 @@ class MicroBatchSampler:
     total_samples: int
     consumed_samples: int
     micro_batch_size: int
-    data_parallel_rank: int
-    data_parallel_size: int
+    sample_group: int
+    sample_groups: int
 
     def __post_init__(self) -> None:
         if self.total_samples <= 0:
             raise ValueError("The dataset has no sample; give more data, a smaller --seq-length or another --split.")
-        if not 0 <= self.data_parallel_rank < self.data_parallel_size:
-            raise RuntimeError(f"data-parallel rank {self.data_parallel_rank} of {self.data_parallel_size}")
+        if not 0 <= self.sample_group < self.sample_groups:
+            raise RuntimeError(f"sample group {self.sample_group} of {self.sample_groups}")
         if self.micro_batch_size <= 0 or self.consumed_samples < 0:
             raise RuntimeError(f"micro-batches of {self.micro_batch_size} samples after {self.consumed_samples}")
 
     def __iter__(self) -> Iterator[MicroBatchIndices]:
-        first = self.consumed_samples + self.data_parallel_rank * self.micro_batch_size
+        first = self.consumed_samples + self.sample_group * self.micro_batch_size
         while True:
             yield MicroBatchIndices(first, tuple(i % self.total_samples for i in range(first, first + self.micro_batch_size)))
-            first += self.data_parallel_size * self.micro_batch_size
+            first += self.sample_groups * self.micro_batch_size
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class WholePassSampler:
 
     total_samples: int
     micro_batch_size: int
-    data_parallel_rank: int
-    data_parallel_size: int
+    sample_group: int
+    sample_groups: int
 
     def __post_init__(self) -> None:
         if self.total_samples <= 0:
@@ -70,12 +70,12 @@ class WholePassSampler:
     @property
     def microbatches(self) -> int:
         """Micro-batches of each rank in one pass."""
-        return -(-self.total_samples // (self.micro_batch_size * self.data_parallel_size))
+        return -(-self.total_samples // (self.micro_batch_size * self.sample_groups))
 
     def __iter__(self) -> Iterator[MicroBatchIndices]:
         while True:
             for index in range(self.microbatches):
-                first = (index * self.data_parallel_size + self.data_parallel_rank) * self.micro_batch_size
+                first = (index * self.sample_groups + self.sample_group) * self.micro_batch_size
                 numbers = range(first, first + self.micro_batch_size)
                 samples = tuple(min(number, self.total_samples - 1) for number in numbers)
                 yield MicroBatchIndices(first, samples, sum(number >= self.total_samples for number in numbers))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.chunks import recomputed_blocks, recomputed_chunks, recomputes_attention
+from megatron_zpp.model.context_traffic import DividedSamples
 from megatron_zpp.model.kept_need import kept_inputs_shape, kept_need
 from megatron_zpp.model.loss_chunks import chunk_logits, has_chunks
 
@@ -40,6 +41,7 @@ def activation_bytes(
     attention: AttentionNeed,
     tensor_ranks: int = 1,
     sequence_parallel: bool = False,
+    context_ranks: int = 1,
     has_host: bool = False,
 ) -> int:
     """Estimated peak bytes of activations and their gradients in one micro-batch: what forward keeps, plus the larger of two peaks.
@@ -47,18 +49,25 @@ def activation_bytes(
     They are those of one rank of `tensor_ranks`, each of which has its part of the heads, of F and of V, and whole hidden states or, with
     sequence parallelism, those of its own tokens. What crosses the tensor link comes on top: see `tensor_buffer_bytes`.
 
+    If `context_ranks` ranks divide every sample, a rank has 1/C of the tokens. Inside attention it has all tokens and 1/C of the heads,
+    which is as much, but for key heads that several ranks get. What crosses the context link on top: see `context_buffer_bytes`.
+
     Forward keeps the input of every chunk of recomputed blocks, unless flags give it places that last, or on the host (model/kept_need.py).
     has_host: the host of the device has memory of its own. Of any other block forward keeps all activations, except those inside
     attention if attention is recomputed. The first peak is that of the head. The second is that of one block's backward: the gradients of
     the block, the activations that are recomputed for it (of the largest chunk, or of one attention), and with a tied output the gradient
     of the word embedding.
     """
-    inputs_shape = kept_inputs_shape(config, micro_batch_size, tensor_ranks, sequence_parallel=sequence_parallel)
+    divided = DividedSamples(config, context_ranks, tensor_ranks)
+    inputs_shape = kept_inputs_shape(
+        config, micro_batch_size, tensor_ranks, sequence_parallel=sequence_parallel, context_ranks=context_ranks
+    )
     inputs = kept_need(config, inputs_shape, element_bytes, has_host=has_host)
+    tokens = micro_batch_size * divided.own.seq_length
+    repeated_keys = tokens * divided.repeated_key_channels * element_bytes
     config, padded_vocab_size = _of_one_rank(config, tensor_ranks), padded_vocab_size // tensor_ranks
-    tokens = micro_batch_size * config.seq_length
     own_tokens = tokens // tensor_ranks if sequence_parallel else tokens
-    inside = tokens * _inside_attention_bytes_per_token(config, element_bytes, attention)
+    inside = tokens * _inside_attention_bytes_per_token(config, element_bytes, attention) + repeated_keys
     within_layers = tokens * _bytes_per_token_within_layers(config, element_bytes)
     block = own_tokens * _bytes_per_token_between_layers(config, element_bytes) + within_layers + inside
     hidden = own_tokens * config.hidden_size * element_bytes
@@ -122,6 +131,13 @@ def tensor_buffer_bytes(
     wide_copies = 0 if tensor_ranks == 2 else 1 if element_bytes == WIDE_BYTES else 2
     of_part = (element_bytes + wide_copies * WIDE_BYTES) * numel // tensor_ranks
     return ((3 if sequence_parallel else 2) + uses_streams) * numel * element_bytes + of_part
+
+
+def context_buffer_bytes(divided: DividedSamples, micro_batch_size: int, element_bytes: int) -> int:
+    """The most bytes that exist at once because attention exchanges: the parts that a rank sends, and those that it receives."""
+    if divided.context_ranks == 1:
+        return 0
+    return 2 * micro_batch_size * divided.own.seq_length * divided.exchanged_channels * element_bytes
 
 
 def _bytes_per_token_between_layers(config: ModelConfig, element_bytes: int) -> int:

@@ -1,14 +1,17 @@
 """Causal self-attention.
 
 B micro-batch size, S tokens per sample, H hidden size, N query heads, K key and value heads, M = N / K query heads of a group,
-D channels of a head, A = N D, X = A + 2 K D. If tensor ranks share the layer, N and K are the heads of one of them.
+D channels of a head, A = N D, X = A + 2 K D. If tensor ranks share the layer, N and K are the heads of one of them. If ranks share the
+samples, S is a rank's tokens outside `mixed`; inside, a rank has all tokens and a part of the heads, until the product of the projection.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_zpp.comm.context_link import ContextLink
 from megatron_zpp.model.attention_kernel import attend, queries_per_group
 from megatron_zpp.model.chunks import recomputes_attention
 from megatron_zpp.model.divisions import Role
@@ -19,6 +22,7 @@ from megatron_zpp.model.recompute import recomputed
 from megatron_zpp.model.rotary import Rotation
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.tensor_parallel.context import TensorParallel
+from megatron_zpp.tensor_parallel.head_exchange import HeadExchange
 
 
 class Attention(nn.Module):
@@ -28,21 +32,27 @@ class Attention(nn.Module):
     rows. See model/shapes.py.
     """
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, tensor: TensorParallel | None = None) -> None:
+    def __init__(
+        self, shape: ModelShape, dtype: torch.dtype, tensor: TensorParallel | None = None, context: ContextLink | None = None
+    ) -> None:
         super().__init__()
         config = shape.config
         self.head_channels = config.kv_channels
-        self.queries_per_group = queries_per_group(config, shape.tensor_ranks)
+        self.queries_per_group = queries_per_group(config, shape.tensor_ranks * (1 if context is None else context.ranks))
+        self.exchange = None if context is None else _head_exchange(shape, context)
         self.backend = config.attention_backend
         self.dropout = config.attention_dropout
         self.is_recomputed = recomputes_attention(config)
         self.qkv = make_linear(shape, Role.QKV, dtype, tensor)  # weight: [K (M + 2) D, H]
         self.query_norm = make_norm(config, config.kv_channels, dtype) if config.qk_layernorm else None
         self.key_norm = make_norm(config, config.kv_channels, dtype) if config.qk_layernorm else None
-        self.projection = make_linear(shape, Role.PROJECTION, dtype, tensor)  # weight: [H, N D]
+        product = F.linear if self.exchange is None else self.exchange.linear
+        self.projection = make_linear(shape, Role.PROJECTION, dtype, tensor, product)  # weight: [H, N D]
 
     def forward(self, hidden_BSH: Tensor, documents: Documents | None = None, rotation: Rotation | None = None) -> Tensor:
         qkv_BSX = self.qkv(hidden_BSH)
+        if self.exchange is not None:
+            qkv_BSX = self.exchange.all_tokens(qkv_BSX)
         if self.is_recomputed:
             mixed_BSA = recomputed(self.mixed, qkv_BSX, documents, rotation, restores_generator=self.dropout > 0)
         else:
@@ -71,3 +81,9 @@ class Attention(nn.Module):
             value_BSK1D = value_BSK1D.contiguous()  # a view would keep the unrotated queries and keys alive
         query_BNSD, key_BKSD, value_BKSD = (part.flatten(2, 3).transpose(1, 2) for part in (query_BSKMD, key_BSK1D, value_BSK1D))
         return query_BNSD, key_BKSD, value_BKSD
+
+
+def _head_exchange(shape: ModelShape, context: ContextLink) -> HeadExchange:
+    """That of the heads of one tensor rank."""
+    config, queries = shape.config, queries_per_group(shape.config, shape.tensor_ranks)
+    return HeadExchange(context, config.num_attention_heads // (shape.tensor_ranks * queries), queries, config.kv_channels)

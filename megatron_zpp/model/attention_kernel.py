@@ -44,18 +44,18 @@ class HeadShape:
     backend: str = "auto"
 
 
-def queries_per_group(config: ModelConfig, tensor_ranks: int = 1) -> int:
-    """The query heads that share a key and value head on one of `tensor_ranks` ranks."""
-    return config.num_attention_heads // max(config.key_value_heads, tensor_ranks)
+def queries_per_group(config: ModelConfig, head_ranks: int = 1) -> int:
+    """The query heads that share a key and value head on one of `head_ranks` ranks, among which the heads are divided."""
+    return config.num_attention_heads // max(config.key_value_heads, head_ranks)
 
 
-def head_shape_of(config: ModelConfig, dtype: torch.dtype, tensor_ranks: int = 1) -> HeadShape:
-    """The heads of a model that computes in `dtype`, on one of `tensor_ranks` ranks."""
+def head_shape_of(config: ModelConfig, dtype: torch.dtype, head_ranks: int = 1) -> HeadShape:
+    """The heads of a model that computes in `dtype`, on one of `head_ranks` ranks: tensor ranks times context ranks."""
     return HeadShape(
         dtype,
         config.kv_channels,
         has_dropout=config.attention_dropout > 0,
-        queries_per_group=queries_per_group(config, tensor_ranks),
+        queries_per_group=queries_per_group(config, head_ranks),
         backend=config.attention_backend,
     )
 

@@ -1,6 +1,7 @@
 """One transformer block.
 
-B micro-batch size, S tokens per sample, H hidden size. With sequence parallelism S is the tokens of a sample divided by the tensor ranks.
+B micro-batch size, S tokens per sample, H hidden size. If ranks share samples, S is the tokens of a sample divided by these ranks; with
+sequence parallelism it is divided by the tensor ranks, too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from megatron_zpp.comm.context_link import ContextLink
 from megatron_zpp.model.attention import Attention
 from megatron_zpp.model.document_attention import Documents
 from megatron_zpp.model.mlp import MLP
@@ -24,15 +26,23 @@ from megatron_zpp.tensor_parallel.context import TensorParallel
 class Block(nn.Module):
     """Attention and MLP, each after a norm and inside a residual connection (pre-norm, as in GPT-2)."""
 
-    def __init__(self, shape: ModelShape, block_index: int, seed: int, dtype: torch.dtype, tensor: TensorParallel | None = None) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        block_index: int,
+        seed: int,
+        dtype: torch.dtype,
+        tensor: TensorParallel | None = None,
+        context: ContextLink | None = None,
+    ) -> None:
         super().__init__()
         config = shape.config
         self.attention_norm = make_norm(config, config.hidden_size, dtype)
-        self.attention = Attention(shape, dtype, tensor)
+        self.attention = Attention(shape, dtype, tensor, context)
         self.mlp_norm = make_norm(config, config.hidden_size, dtype)
         self.mlp = MLP(shape, dtype, tensor)
         self.hidden_dropout, self.attention_dropout = config.hidden_dropout, config.attention_dropout
-        self.randomness = UnitRandomness(seed, unit_index=block_index + 1, tensor=tensor)
+        self.randomness = UnitRandomness(seed, unit_index=block_index + 1, tensor=tensor, context=context)
 
     def forward(
         self, hidden_BSH: Tensor, first_sample: int, documents: Documents | None = None, rotation: Rotation | None = None

@@ -36,19 +36,19 @@ def model_flops(config: ModelConfig, padded_vocab_size: int, sample_count: int) 
     return 3 * forward_per_token * sample_count * config.seq_length
 
 
-def hardware_flops(config: ModelConfig, padded_vocab_size: int, sample_count: int, *, micro_batch_size: int) -> int:
+def hardware_flops(config: ModelConfig, padded_vocab_size: int, sample_count: int, *, micro_batch_size: int, context_ranks: int = 1) -> int:
     """Operations of training on `sample_count` samples as Megatron-DeepSpeed counts them: "hardware FLOPs".
 
     T [(3 L + R) (2 H (A + 2 C) + 2 A H + 2 m H F + 4 A S) + 3 * 2 H V] with R recomputed blocks: attention counts as the full square, and
     recomputed operations count again, even the last product of a chunk, which does not run again. If only attention is recomputed, these
     are 4 A S per token and layer, without the output projection. If the loss of a micro-batch is computed in chunks, the logits are
-    recomputed: 4 * 2 H V.
+    recomputed: 4 * 2 H V. context_ranks: that divide the tokens of a micro-batch.
     Source: Narayanan et al., arXiv 2104.04473, equation 3, where A = C = H, F = 4 H, m = 2 and R = L.
     """
     scores = _attention_scores_flops_per_token(config)
     block = _linear_flops_per_token(config) + scores
     again = config.num_layers * scores if recomputes_attention(config) else recomputed_blocks(config) * block
-    heads = 4 if recomputes_logits(config, micro_batch_size) else 3
+    heads = 4 if recomputes_logits(config, micro_batch_size, context_ranks) else 3
     per_token = 3 * config.num_layers * block + again + heads * _head_flops_per_token(config, padded_vocab_size)
     return per_token * sample_count * config.seq_length
 
@@ -60,19 +60,22 @@ def forward_flops_of_uses(config: ModelConfig, padded_vocab_size: int, sample_co
     return (0, *[block] * config.num_layers, tokens * _head_flops_per_token(config, padded_vocab_size))
 
 
-def recomputed_flops_of_uses(config: ModelConfig, padded_vocab_size: int, sample_count: int) -> tuple[int, ...]:
-    """Operations of forward that the backward of each use (embedding, blocks, final) repeats on a micro-batch of `sample_count` samples."""
+def recomputed_flops_of_uses(config: ModelConfig, padded_vocab_size: int, sample_count: int, context_ranks: int = 1) -> tuple[int, ...]:
+    """Operations of forward that the backward of each use (embedding, blocks, final) repeats on a micro-batch of `sample_count` samples.
+
+    context_ranks: that divide its tokens; the operations are those of all of them.
+    """
     _, *forward, head = forward_flops_of_uses(config, padded_vocab_size, sample_count)
     if recomputes_attention(config):
         blocks = [sample_count * config.seq_length * _attention_scores_flops_per_token(config) // 2] * config.num_layers
     else:
         blocks = [operations if index < recomputed_blocks(config) else 0 for index, operations in enumerate(forward)]
-    return (0, *blocks, head if recomputes_logits(config, sample_count) else 0)
+    return (0, *blocks, head if recomputes_logits(config, sample_count, context_ranks) else 0)
 
 
-def recomputes_logits(config: ModelConfig, micro_batch_size: int) -> bool:
-    """Whether backward computes the logits of a micro-batch of so many samples again."""
-    return has_chunks(micro_batch_size * config.seq_length, config.loss_chunk_tokens)
+def recomputes_logits(config: ModelConfig, micro_batch_size: int, context_ranks: int = 1) -> bool:
+    """Whether backward computes the logits of a micro-batch of so many samples again, of which a rank has a part of the tokens."""
+    return has_chunks(micro_batch_size * config.seq_length // context_ranks, config.loss_chunk_tokens)
 
 
 def _linear_flops_per_token(config: ModelConfig) -> int:

@@ -1,6 +1,7 @@
 """The GPT (embedding, blocks, final), and its description for the sharding engine: units and uses.
 
-B micro-batch size, S tokens per sample, R runs of one document each, H hidden size, V padded vocabulary.
+B micro-batch size, S tokens per sample, R runs of one document each, H hidden size, V padded vocabulary. If ranks share samples, each has Q
+of the S tokens; otherwise Q is S.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megatron_zpp.comm.context_link import ContextLink
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.attention_kernel import HeadShape, head_shape_of
 from megatron_zpp.model.block import Block
@@ -35,59 +37,67 @@ class GPT(nn.Module):
     """
 
     def __init__(
-        self, model_config: ModelConfig, padded_vocab_size: int, seed: int, dtype: torch.dtype, tensor: TensorParallel | None = None
+        self,
+        model_config: ModelConfig,
+        padded_vocab_size: int,
+        seed: int,
+        dtype: torch.dtype,
+        tensor: TensorParallel | None = None,
+        context: ContextLink | None = None,
     ) -> None:
-        """tensor: how the layers are divided; None: every rank has whole layers."""
+        """tensor: how the layers are divided. context: to the ranks that have other tokens of the samples. None: a rank has them whole."""
         super().__init__()
         self.config = model_config
         self.padded_vocab_size = padded_vocab_size
         self.seed = seed
-        self._shape = _shape(model_config, padded_vocab_size, tensor)
+        part = (1, 0, False) if tensor is None else (tensor.link.ranks, tensor.link.rank, tensor.sequence_parallel)
+        self._shape = ModelShape(model_config, padded_vocab_size, *part)
+        self._context_ranks = 1 if context is None else context.ranks
         self._kept_inputs: KeptInputs | None = None
         self.rotary = RotaryPositions(model_config) if model_config.position_embedding_type == "rope" else None
         with torch.device("meta"):
-            self.embedding = Embedding(self._shape, seed, dtype, tensor)
-            self.blocks = nn.ModuleList(Block(self._shape, index, seed, dtype, tensor) for index in range(model_config.num_layers))
+            self.embedding = Embedding(self._shape, seed, dtype, tensor, context)
+            self.blocks = nn.ModuleList(Block(self._shape, index, seed, dtype, tensor, context) for index in range(model_config.num_layers))
             self.final = Final(self._shape, dtype, tensor)
 
     def forward(
         self,
-        tokens_BS: Tensor,
-        labels_BS: Tensor | None,
+        tokens_BQ: Tensor,
+        labels_BQ: Tensor | None,
         *,
         first_sample: int,
         position_ids_BS: Tensor | None = None,
         document_lengths_R: Tensor | None = None,
     ) -> Tensor:
-        """loss_BS, per token and in fp32; without labels logits_BSV in the model's dtype.
+        """loss_BQ, per token and in fp32; without labels logits_BQV in the model's dtype.
 
         first_sample: index in the training run of the micro-batch's first sample; it and the seed decide what dropout drops.
         document_lengths_R: int64 on the host, the number of tokens of each run of one document, sample after sample; attention stays
-        inside a run. None: inside a sample.
+        inside a run. None: inside a sample. These and the position ids are of whole samples.
         """
-        hidden_BSH = self.embedding(tokens_BS, first_sample, position_ids_BS)
+        hidden_BQH = self.embedding(tokens_BQ, first_sample, position_ids_BS)
+        samples, length = tokens_BQ.shape[0], tokens_BQ.shape[1] * self._context_ranks
         documents = None
         if document_lengths_R is not None:
-            samples, length = tokens_BS.shape
-            documents = separated(document_lengths_R, (samples, length), self.head_shape(hidden_BSH.dtype), tokens_BS.device)
-        rotation = self._rotation(tokens_BS, position_ids_BS, hidden_BSH.dtype)
+            documents = separated(document_lengths_R, (samples, length), self.head_shape(hidden_BQH.dtype), tokens_BQ.device)
+        rotation = None if self.rotary is None else self.rotary.of_samples(length, position_ids_BS, hidden_BQH)
         kept_from = 0
         inputs = None if self._kept_inputs is None else self._kept_inputs.of_forward()
         for index, chunk in enumerate(recomputed_chunks(self.config)):
             hooks = None if inputs is None else inputs.hooks(index)
-            hidden_BSH = recomputed(self._through, chunk, hidden_BSH, first_sample, documents, rotation, hooks=hooks)
+            hidden_BQH = recomputed(self._through, chunk, hidden_BQH, first_sample, documents, rotation, hooks=hooks)
             kept_from = chunk.stop
-        hidden_BSH = self._through(range(kept_from, self.config.num_layers), hidden_BSH, first_sample, documents, rotation)
+        hidden_BQH = self._through(range(kept_from, self.config.num_layers), hidden_BQH, first_sample, documents, rotation)
         tied_weight_VH = None if self.config.untie_embeddings_and_output_weights else self.embedding.word.weight
-        loss_or_logits: Tensor = self.final(hidden_BSH, tied_weight_VH, labels_BS)
+        loss_or_logits: Tensor = self.final(hidden_BQH, tied_weight_VH, labels_BQ)
         return loss_or_logits
 
     def _through(
-        self, blocks: range, hidden_BSH: Tensor, first_sample: int, documents: Documents | None, rotation: Rotation | None
+        self, blocks: range, hidden_BQH: Tensor, first_sample: int, documents: Documents | None, rotation: Rotation | None
     ) -> Tensor:
         for index in blocks:
-            hidden_BSH = self.blocks[index](hidden_BSH, first_sample, documents, rotation)
-        return hidden_BSH
+            hidden_BQH = self.blocks[index](hidden_BQH, first_sample, documents, rotation)
+        return hidden_BQH
 
     def keep_inputs(self, kept: KeptInputs) -> None:
         """Lets `kept` keep the inputs of recomputed chunks from now on, instead of the graph of autograd."""
@@ -95,14 +105,7 @@ class GPT(nn.Module):
 
     def head_shape(self, dtype: torch.dtype) -> HeadShape:
         """The properties of the heads that decide which attention kernel runs."""
-        return head_shape_of(self.config, dtype, self._shape.tensor_ranks)
-
-    def _rotation(self, tokens_BS: Tensor, position_ids_BS: Tensor | None, dtype: torch.dtype) -> Rotation | None:
-        """The rotation of queries and keys in all blocks; positions count from 0 unless there are position ids."""
-        if self.rotary is None:
-            return None
-        positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) if position_ids_BS is None else position_ids_BS
-        return self.rotary.rotation(positions, dtype)
+        return head_shape_of(self.config, dtype, self._shape.tensor_ranks * self._context_ranks)
 
     def unit_specs(self) -> tuple[UnitSpec, ...]:
         """Every parameter once, grouped into the units that are gathered together."""
@@ -111,12 +114,6 @@ class GPT(nn.Module):
     def uses(self) -> tuple[Use, ...]:
         """The module calls of one forward in order, with the units that each reads. The first and the last read a tied embedding."""
         return self._shape.uses()
-
-
-def _shape(config: ModelConfig, padded_vocab_size: int, tensor: TensorParallel | None) -> ModelShape:
-    if tensor is None:
-        return ModelShape(config, padded_vocab_size)
-    return ModelShape(config, padded_vocab_size, tensor.link.ranks, tensor.link.rank, tensor.sequence_parallel)
 
 
 def materialize(model: GPT, device: torch.device | str = "cpu") -> GPT:

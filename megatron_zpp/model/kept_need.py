@@ -54,9 +54,11 @@ class KeptInputsShape:
         return self.numel if self.ranks == 1 else padded_part_numel(self.numel, self.ranks, element_bytes)
 
 
-def kept_inputs_shape(config: ModelConfig, samples: int, tensor_ranks: int, *, sequence_parallel: bool) -> KeptInputsShape:
+def kept_inputs_shape(
+    config: ModelConfig, samples: int, tensor_ranks: int, *, sequence_parallel: bool, context_ranks: int = 1
+) -> KeptInputsShape:
     """What one rank keeps of a micro-batch of `samples` samples."""
-    numel = samples * config.seq_length * config.hidden_size
+    numel = samples * (config.seq_length // context_ranks) * config.hidden_size
     if sequence_parallel:
         return KeptInputsShape(len(recomputed_chunks(config)), numel // tensor_ranks, 1)
     return KeptInputsShape(len(recomputed_chunks(config)), numel, tensor_ranks if config.partition_activations else 1)

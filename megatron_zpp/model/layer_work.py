@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from megatron_zpp.comm.tensor_bytes import gathered_bytes, sum_scattered_bytes, summed_bytes
 from megatron_zpp.model.shapes import ModelShape
-from megatron_zpp.parallel.tensor_work import TensorWork
+from megatron_zpp.parallel.link_work import LinkWork
 
 
 @dataclass(frozen=True)
@@ -26,22 +26,22 @@ class LayerWork:
     a backward. final_backward: that of `into` at the head.
     """
 
-    into: TensorWork
-    into_backward: TensorWork
-    out_of: TensorWork
-    out_of_backward: TensorWork
-    final_backward: TensorWork
+    into: LinkWork
+    into_backward: LinkWork
+    out_of: LinkWork
+    out_of_backward: LinkWork
+    final_backward: LinkWork
 
     @property
-    def block(self) -> TensorWork:
+    def block(self) -> LinkWork:
         """Forward of a block: qkv and up divide their rows, projection and down their columns."""
         return 2 * (self.into + self.out_of)
 
     @property
-    def block_backward(self) -> TensorWork:
+    def block_backward(self) -> LinkWork:
         return 2 * (self.into_backward + self.out_of_backward)
 
-    def block_again(self, *, ends_chunk: bool) -> TensorWork:
+    def block_again(self, *, ends_chunk: bool) -> LinkWork:
         """Recomputation of a block. That of a chunk ends before its last sum, which backward does not need."""
         return 2 * self.into + self.out_of if ends_chunk else self.block
 
@@ -54,14 +54,14 @@ class LayerWork:
     @classmethod
     def without_sequence_parallel(cls, numel: int, ranks: int, element_bytes: int) -> LayerWork:
         """numel: of the hidden states of all tokens."""
-        whole_sum = TensorWork(summed_bytes(numel, ranks, element_bytes), collectives=2)
+        whole_sum = LinkWork(summed_bytes(numel, ranks, element_bytes), collectives=2)
         half = whole_sum.nbytes // 2  # its exchange, or its gather
-        return cls(TensorWork(), TensorWork(half, half, 2), whole_sum, TensorWork(), whole_sum)
+        return cls(LinkWork(), LinkWork(half, half, 2), whole_sum, LinkWork(), whole_sum)
 
     @classmethod
     def with_sequence_parallel(cls, numel: int, ranks: int, element_bytes: int) -> LayerWork:
         """numel: of the hidden states of all tokens."""
         nbytes = numel * element_bytes
         gathered, scattered = gathered_bytes(nbytes // ranks, ranks), sum_scattered_bytes(nbytes, ranks)
-        gather, part = TensorWork(gathered, collectives=1), TensorWork(scattered, collectives=1)
-        return cls(gather, TensorWork(overlapped_bytes=gathered + scattered, collectives=2), part, gather, part)
+        gather, part = LinkWork(gathered, collectives=1), LinkWork(scattered, collectives=1)
+        return cls(gather, LinkWork(overlapped_bytes=gathered + scattered, collectives=2), part, gather, part)

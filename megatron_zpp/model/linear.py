@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megatron_zpp.model.divisions import RULES, Cut, Role
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.tensor_parallel.context import TensorParallel
-from megatron_zpp.tensor_parallel.layers import ColumnLinear, RowLinear
+from megatron_zpp.tensor_parallel.layers import ColumnLinear, Product, ProductLinear, RowLinear
 
 
-def make_linear(shape: ModelShape, role: Role, dtype: torch.dtype, tensor: TensorParallel | None = None) -> nn.Linear:
-    """The linear layer of a role, with the rank's part of its weight and of its bias if it has one. tensor: None if layers are whole."""
+def make_linear(
+    shape: ModelShape, role: Role, dtype: torch.dtype, tensor: TensorParallel | None = None, product: Product = F.linear
+) -> nn.Linear:
+    """The linear layer of a role, with the rank's part of its weight and of its bias if it has one.
+
+    tensor: None if layers are whole. product: what multiplies, for a layer that is whole or ends a divided one.
+    """
     rows, columns = shape.weight(role).local_shape
     has_bias = shape.bias(role) is not None
     if tensor is None:
+        if product is not F.linear:
+            return ProductLinear(columns, rows, product, bias=has_bias, dtype=dtype)
         return nn.Linear(columns, rows, bias=has_bias, dtype=dtype)
-    kind = RowLinear if RULES[role].weight is Cut.COLUMNS else ColumnLinear
-    return kind(columns, rows, tensor, bias=has_bias, dtype=dtype)
+    if RULES[role].weight is Cut.COLUMNS:
+        return RowLinear(columns, rows, tensor, bias=has_bias, dtype=dtype, product=product)
+    return ColumnLinear(columns, rows, tensor, bias=has_bias, dtype=dtype)

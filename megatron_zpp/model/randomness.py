@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops.dropout import KEYS, mask_start
+from megatron_zpp.comm.context_link import ContextLink
+from megatron_zpp.ops.dropout import KEYS, Gaps, mask_start
 from megatron_zpp.tensor_parallel.context import TensorParallel
 
 MASK_64 = (1 << 64) - 1
@@ -26,27 +27,36 @@ class UnitRandomness:
     seed: int
     unit_index: int  # 0 is the embedding, i + 1 is block i
     tensor: TensorParallel | None = None
+    context: ContextLink | None = None
 
     def mask_starts(self, sites: int, first_sample: int, hidden_BSH: Tensor) -> tuple[Tensor, ...]:
         """The starts of the masks of as many sites: the places in the unit that drop elements of tensors shaped like `hidden_BSH`.
 
-        The index of an element counts through the whole run: ((sample of the run x S) + token) x H + channel.
+        The index of an element counts through the whole run: ((sample of the run x S) + token) x H + channel. Ranks that share samples have
+        the elements of some tokens of each sample.
         """
         _, length, channels = hidden_BSH.shape
         parts, own_part = (1, 0) if self.tensor is None else (self.tensor.token_parts, self.tensor.own_token_part)
-        first_index = first_sample * parts * length * channels + own_part * hidden_BSH.numel()
+        of_sample, before = parts * length * channels, own_part * hidden_BSH.numel()  # of those that tensor ranks share
+        first_index, gaps = first_sample * of_sample + before, None
+        if self.context is not None:
+            samples_before, rest = divmod(before, of_sample)
+            share, shares = self.context.rank, self.context.ranks
+            first_index = ((first_sample + samples_before) * shares + share) * of_sample + rest
+            gaps = Gaps(of_sample - rest, of_sample, (shares - 1) * of_sample)
         keys = [mixed(self.seed, self.unit_index, site) % KEYS for site in range(sites)]
-        return tuple(mask_start(key, first_index) for key in keys)
+        return tuple(mask_start(key, first_index, gaps) for key in keys)
 
     def scope(self, *, is_needed: bool, first_sample: int, device: torch.device) -> AbstractContextManager[None]:
         """The context in which attention draws. If it is not needed, it leaves the generators alone.
 
-        Tensor ranks have different heads, so they draw different numbers.
+        Ranks that share layers or samples have different heads, so they draw different numbers.
         """
         if not is_needed:
             return nullcontext()
-        of_rank = () if self.tensor is None else (self.tensor.link.rank + 1,)
-        return seeded_random(device, self.seed, first_sample, self.unit_index, *of_rank)
+        of_tensor_rank = () if self.tensor is None else (self.tensor.link.rank + 1,)
+        of_context_rank = () if self.context is None else (-1 - self.context.rank,)
+        return seeded_random(device, self.seed, first_sample, self.unit_index, *of_tensor_rank, *of_context_rank)
 
 
 def splitmix64(value: int) -> int:

@@ -40,6 +40,11 @@ class RotaryPositions:
 
     config: ModelConfig
 
+    def of_samples(self, length: int, position_ids_BS: Tensor | None, like: Tensor) -> Rotation:
+        """The rotation for samples of `length` tokens, whose positions count from 0 unless there are position ids. like: hidden states."""
+        positions = torch.arange(length, device=like.device) if position_ids_BS is None else position_ids_BS
+        return self.rotation(positions, like.dtype)
+
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """The rotation at `positions` [S] or [B, S]. Angles are fp32; their cosines and sines have `dtype`, the dtype of the heads."""
         steps = positions.float() / self.config.rotary_seq_len_interpolation_factor

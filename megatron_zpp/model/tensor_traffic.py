@@ -31,9 +31,9 @@ from megatron_zpp.model.kept_need import kept_inputs_shape
 from megatron_zpp.model.layer_work import LayerWork
 from megatron_zpp.model.loss_chunks import has_chunks, ranges
 from megatron_zpp.model.shapes import ModelShape
-from megatron_zpp.parallel.tensor_work import TensorWork
+from megatron_zpp.parallel.link_work import LinkWork
 
-NO_WORK = TensorWork()
+NO_WORK = LinkWork()
 LOSS_BYTES = 3 * 4  # per token: the largest logit, the sum of exponentials, the logit of the label
 
 
@@ -44,19 +44,19 @@ class TensorTraffic:
     forward: without the loss. recomputed: in backward, of blocks that are recomputed. inputs: of these blocks, if ranks keep parts of them.
     """
 
-    forward: TensorWork = NO_WORK
-    backward: TensorWork = NO_WORK
-    recomputed: TensorWork = NO_WORK
-    loss: TensorWork = NO_WORK
-    inputs: TensorWork = NO_WORK
+    forward: LinkWork = NO_WORK
+    backward: LinkWork = NO_WORK
+    recomputed: LinkWork = NO_WORK
+    loss: LinkWork = NO_WORK
+    inputs: LinkWork = NO_WORK
 
     @property
-    def training(self) -> TensorWork:
+    def training(self) -> LinkWork:
         """Of a step, without elements that several ranks hold."""
         return self.forward + self.backward + self.recomputed + self.loss + self.inputs
 
     @property
-    def evaluation(self) -> TensorWork:
+    def evaluation(self) -> LinkWork:
         """Of as many micro-batches that are only evaluated."""
         return self.forward + self.loss
 
@@ -75,23 +75,23 @@ def tensor_traffic(shape: ModelShape, *, microbatches: int, samples: int, elemen
     )
 
 
-def gathered_input(shape: ModelShape, *, samples: int, element_bytes: int) -> TensorWork:
+def gathered_input(shape: ModelShape, *, samples: int, element_bytes: int) -> LinkWork:
     """The gather of one recomputed chunk's input; empty if every rank keeps its own."""
     kept = kept_inputs_shape(shape.config, samples, shape.tensor_ranks, sequence_parallel=shape.sequence_parallel)
     if kept.ranks == 1:
-        return TensorWork()
-    return TensorWork(gathered_bytes(kept.part_numel(element_bytes) * element_bytes, kept.ranks), collectives=1)
+        return LinkWork()
+    return LinkWork(gathered_bytes(kept.part_numel(element_bytes) * element_bytes, kept.ranks), collectives=1)
 
 
-def loss_work(shape: ModelShape, *, samples: int) -> TensorWork:
+def loss_work(shape: ModelShape, *, samples: int) -> LinkWork:
     """The work of the loss for a micro-batch: one gather, or one for each chunk of tokens."""
     tokens, chunk_tokens = samples * shape.config.seq_length, shape.config.loss_chunk_tokens
     gathers = len(list(ranges(tokens, chunk_tokens))) if has_chunks(tokens, chunk_tokens) else 1
-    return TensorWork(gathered_bytes(LOSS_BYTES * tokens, shape.tensor_ranks), collectives=gathers)
+    return LinkWork(gathered_bytes(LOSS_BYTES * tokens, shape.tensor_ranks), collectives=gathers)
 
 
-def _recomputed(config: ModelConfig, layer: LayerWork) -> TensorWork:
-    total = TensorWork()
+def _recomputed(config: ModelConfig, layer: LayerWork) -> LinkWork:
+    total = LinkWork()
     for chunk in recomputed_chunks(config):
         total += (len(chunk) - 1) * layer.block_again(ends_chunk=False) + layer.block_again(ends_chunk=True)
     return total

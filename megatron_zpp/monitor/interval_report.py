@@ -28,8 +28,8 @@ class IntervalReport:
     nan_iterations: int
     tflops_per_gpu: float  # hardware FLOPs: attention as the full square, recomputation counted
     model_tflops_per_gpu: float  # model FLOPs: causal attention as half of the square, recomputation not counted
-    inter_node_bytes: int  # into one node from others, per optimizer step
-    intra_node_bytes: int  # into one rank from its own node, per optimizer step
+    inter_node_bytes: int  # weights and gradients into one node from others, per optimizer step
+    intra_node_bytes: int  # weights and gradients into one rank from its own node, per optimizer step
     tensor_link_bytes: int  # into one rank from those that share its layers, per optimizer step
     model_state_bytes: int
     memory: MemoryReading
@@ -37,6 +37,8 @@ class IntervalReport:
     params_norm: float | None = None  # None if not requested
     num_zeros: int | None = None  # None if not requested
     host_state_bytes: int = 0  # of an optimizer on the host
+    context_link_bytes: int = 0  # into one rank from those that divide its samples, per optimizer step
+    context_inter_node_bytes: int = 0  # the same into one node from others
 
     @property
     def consumed_tokens(self) -> int:
@@ -98,4 +100,6 @@ class IntervalReport:
             "eta_seconds": self.eta_seconds,
             "tensor_link_bytes": self.tensor_link_bytes,
             "host_state_bytes": self.host_state_bytes,
+            "context_link_bytes": self.context_link_bytes,
+            "context_inter_node_bytes": self.context_inter_node_bytes,
         }

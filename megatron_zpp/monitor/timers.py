@@ -20,6 +20,7 @@ TIMER_LEVELS = {
     "grads-reduce-scatter-intra": 2,
     "grads-reduce-scatter-inter": 2,
     "tensor-link": 2,
+    "context-link": 2,
     "all-grads-sync": 1,
     "optimizer": 1,
     "optimizer-clip-main-grad": 1,

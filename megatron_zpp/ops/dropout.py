@@ -7,6 +7,8 @@ support the device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,18 +21,28 @@ KEYS = 2**63
 WORDS = 2**32
 
 
-def mask_start(key: int, first_index: int) -> Tensor:
-    """int64 [2] on the host: the key of a mask (0 to 2^63 - 1) and the index of its first element (0 to 2^63 - 1).
+@dataclass(frozen=True)
+class Gaps:
+    """Where indices of neighbours differ by 1 + `leap` instead of 1: after the first `first_run` elements, then after every `run`."""
+
+    first_run: int
+    run: int
+    leap: int
+
+
+def mask_start(key: int, first_index: int, gaps: Gaps | None = None) -> Tensor:
+    """int64 on the host: the key of a mask (0 to 2^63 - 1), the index of its first element (0 to 2^63 - 1), and gaps if there are any.
 
     It is a tensor because torch.compile compiles a function again for every other integer, but not for other values of a tensor.
     """
-    return torch.tensor([key, first_index], dtype=torch.int64, device="cpu")
+    numbers = [key, first_index] if gaps is None else [key, first_index, gaps.first_run, gaps.run, gaps.leap]
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def dropout(values: Tensor, start: Tensor, p: float) -> Tensor:
     """`values` with elements dropped with probability p, the others divided by 1 - p; contiguous, same shape and dtype. Differentiable.
 
-    values: fp32, bf16 or fp16. start: of mask_start; the elements of `values`, row by row, have its index and those after it.
+    values: fp32, bf16 or fp16. start: of mask_start; the elements of `values`, row by row, have its index and those after it, but for gaps.
     Raises ValueError for another dtype, and for a p that is not at least 0 and below 1.
     """
     if values.dtype not in VALUE_DTYPES:
@@ -44,12 +56,26 @@ def dropout(values: Tensor, start: Tensor, p: float) -> Tensor:
 # An operator of torch's, not only a function, so that torch.compile calls it as it is.
 @torch.library.custom_op("megatron_zpp::dropout", mutates_args=())
 def _dropout(values: Tensor, start: Tensor, p: float) -> Tensor:
-    key, first_index = start.tolist()
+    key, first_index, *gaps = start.tolist()
     values = values.contiguous()
     dropped = torch.empty_like(values)
     ops = torch.ops.megatron_zpp if extension.has_kernels_for(values.device.type) else dropout_reference
-    ops.drop_values(values, dropped, key, first_index, min(round(p * WORDS), WORDS - 1), 1 / (1 - p))
+    threshold, scale = min(round(p * WORDS), WORDS - 1), 1 / (1 - p)
+    if not gaps:
+        ops.drop_values(values, dropped, key, first_index, threshold, scale)
+        return dropped
+    flat, flat_dropped = values.view(-1), dropped.view(-1)
+    for own, index in _runs(values.numel(), first_index, Gaps(*gaps)):
+        ops.drop_values(flat[own], flat_dropped[own], key, index, threshold, scale)
     return dropped
+
+
+def _runs(numel: int, first_index: int, gaps: Gaps) -> Iterator[tuple[slice, int]]:
+    """The elements whose indices follow each other, and the index of the first of them, run after run."""
+    start, stop, index = 0, gaps.first_run, first_index
+    while start < numel:
+        yield slice(start, min(stop, numel)), index
+        start, stop, index = stop, stop + gaps.run, index + stop - start + gaps.leap
 
 
 @_dropout.register_fake

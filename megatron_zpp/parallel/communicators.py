@@ -10,16 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.topology import ACROSS, LANES, Direction, Lane, Link
+from megatron_zpp.parallel.topology import ACROSS_LANES, CONTEXT_ACROSS, LANES, TENSOR_ACROSS, Direction, Lane, Link
 
 MEBIBYTE = 2**20
 
 # The most CTAs of one communicator. They are powers of two, because NCCL rounds the channels of an exchange up to one. A CTA moves about
 # 20 GB/s over NVLink (commonly reported, not measured here): 16 are near the rate of the link inside a node, for what computation waits for
-# most: the tensor link, which every layer waits for, or without one the climbs. An exchange of gradients with many peers would need
-# gigabytes of buffers for as many. 8 are more than a network of 400 Gbit/s per GPU needs. All communicators have 42 CTAs, or 50 with a
-# tensor link, so less than half of an A100 waits for links at the worst moment. NCCL_MAX_CTAS in the environment wins; NCCL reads it.
-FAST_CTAS, LANE_CTAS = 16, 8
+# most: the tensor link, which every layer waits for, without one the context link, and without both the climbs. An exchange of gradients
+# with many peers would need gigabytes of buffers for as many. 8 are more than a network of 400 Gbit/s per GPU needs. All communicators
+# have 42 CTAs, 50 with one of these links, and 54 with both, where the context link has as many as a network needs. So no more than half of
+# an A100 waits for links at the worst moment. NCCL_MAX_CTAS in the environment wins; NCCL reads it.
+FAST_CTAS, LANE_CTAS, CONTEXT_CTAS = 16, 8, 4
 WORLD_CTAS = 2  # a few numbers per step
 
 # Bytes from NCCL 2.30. Each channel to a peer has a buffer for each of three protocols (init.cc, computeBuffSizes: 512 KiB of LL, 4800 KiB
@@ -61,8 +62,11 @@ class Communicator:
 
 def lane_ctas(grid: Grid, lane: Lane) -> int:
     """The most CTAs of the lane's communicator."""
-    fast = Lane(Link.INTRA, Direction.CLIMB) if grid.tensor_ranks == 1 else ACROSS
-    return FAST_CTAS if lane == fast else LANE_CTAS
+    in_order = (TENSOR_ACROSS, CONTEXT_ACROSS, Lane(Link.INTRA, Direction.CLIMB))
+    fast = next((fast for fast in in_order if grid.link_ranks(fast.link) > 1), None)
+    if lane == fast:
+        return FAST_CTAS
+    return CONTEXT_CTAS if lane == CONTEXT_ACROSS else LANE_CTAS
 
 
 def communicators(grid: Grid) -> tuple[Communicator, ...]:
@@ -75,9 +79,9 @@ def communicators(grid: Grid) -> tuple[Communicator, ...]:
             grid.members(lane.link, 0),
             lane_ctas(grid, lane),
             exchanges=lane.direction is not Direction.CLIMB,
-            gathers=lane.direction is not Direction.DESCEND,
+            gathers=lane.direction is Direction.CLIMB or lane == TENSOR_ACROSS,
         )
-        for lane in (*LANES, ACROSS)
+        for lane in (*LANES, *ACROSS_LANES)
         if grid.link_ranks(lane.link) > 1
     ]
     return (*of_lanes, _communicator(grid, tuple(range(grid.world_size)), WORLD_CTAS, exchanges=False, gathers=True))

@@ -11,6 +11,10 @@ ranks and T = 2, where each ladder has nodes of 2 ranks:
               data rank 3      rank 6          rank 7
 
 With T = 1 there is one ladder, and every rank is its own data rank.
+
+C consecutive data ranks are a sample group: they have the same samples, and each has other tokens of them. Data rank d has context rank
+d % C in sample group d // C. The context link joins those of one ladder. With C = 2 it joins ranks 0 and 2 above, 1 and 3, 4 and 6, 5 and
+7. Weights and gradients move between all D data ranks, whatever C is.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_zpp.config.flag import any_of, divisors
+from megatron_zpp.config.ranks import context_choices
 from megatron_zpp.parallel.topology import Link, Topology
 
 
@@ -27,6 +32,7 @@ class Grid:
     """The world of all ranks: `tensor_ranks` ladders beside each other.
 
     ranks_per_node: ranks of one node, of all ladders. partition_ranks: of a partition of one ladder (parallel/topology.py).
+    context_ranks: data ranks of one sample group, which may be on several nodes; so many of each that all ranks have as many peers there.
     Raises ValueError if a number is not positive or does not divide.
     """
 
@@ -34,9 +40,10 @@ class Grid:
     ranks_per_node: int
     partition_ranks: int
     tensor_ranks: int = 1
+    context_ranks: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.world_size, self.ranks_per_node, self.partition_ranks, self.tensor_ranks) < 1:
+        if min(self.world_size, self.ranks_per_node, self.partition_ranks, self.tensor_ranks, self.context_ranks) < 1:
             raise ValueError(f"{self}: all sizes must be positive")
         if self.world_size % self.ranks_per_node:
             raise ValueError(
@@ -56,11 +63,17 @@ class Grid:
                 f"--zero-hpz-partition-size {self.partition_ranks} does not divide the {ranks_of_ladder} ranks of a node{beside}; "
                 f"choose {any_of(divisors(ranks_of_ladder))}"
             )
+        choices = context_choices(self.data_ranks, ranks_of_ladder)
+        if self.context_ranks not in choices:
+            raise ValueError(
+                f"--context-parallel-size {self.context_ranks} does not divide the {self.data_ranks} data-parallel ranks into groups that "
+                f"are whole nodes or equal parts of one, and a node has {ranks_of_ladder} of these ranks; choose {any_of(choices)}"
+            )
 
     @classmethod
-    def of_nodes(cls, nodes: int, ranks_per_node: int, tensor_ranks: int = 1) -> Grid:
+    def of_nodes(cls, nodes: int, ranks_per_node: int, tensor_ranks: int = 1, context_ranks: int = 1) -> Grid:
         """A world of `nodes` nodes, each of which has one partition of every ladder."""
-        return cls(nodes * ranks_per_node, ranks_per_node, max(1, ranks_per_node // tensor_ranks), tensor_ranks)
+        return cls(nodes * ranks_per_node, ranks_per_node, max(1, ranks_per_node // tensor_ranks), tensor_ranks, context_ranks)
 
     @cached_property
     def ladder(self) -> Topology:
@@ -71,6 +84,11 @@ class Grid:
     def data_ranks(self) -> int:
         """D, the number of data ranks: ranks of one ladder."""
         return self.world_size // self.tensor_ranks
+
+    @property
+    def sample_groups(self) -> int:
+        """D / C, the number of groups of data ranks that have samples of their own."""
+        return self.data_ranks // self.context_ranks
 
     @property
     def nodes(self) -> int:
@@ -85,19 +103,32 @@ class Grid:
         """The ladder of `rank`, from 0 to T - 1."""
         return rank % self.tensor_ranks
 
+    def context_rank_of(self, rank: int) -> int:
+        """The place of `rank` among those that share its samples, from 0 to C - 1: it has the tokens with this place in each sample."""
+        return self.data_rank_of(rank) % self.context_ranks
+
+    def sample_group_of(self, rank: int) -> int:
+        """The group of ranks that share samples, from 0 to D / C - 1."""
+        return self.data_rank_of(rank) // self.context_ranks
+
     def rank_of(self, data_rank: int, tensor_rank: int) -> int:
         """The rank at one place of one ladder."""
         return data_rank * self.tensor_ranks + tensor_rank
 
     def members(self, link: Link, rank: int) -> tuple[int, ...]:
-        """The ranks that share `link` with `rank`: in its ladder in the order of their slices, over the tensor link in that of ladders."""
+        """The ranks that share `link` with `rank`, in the order of slices, of ladders (tensor link) or of tokens (context link)."""
         data_rank, tensor_rank = self.data_rank_of(rank), self.tensor_rank_of(rank)
         if link is Link.TENSOR:
             return tuple(self.rank_of(data_rank, ladder) for ladder in range(self.tensor_ranks))
+        if link is Link.CONTEXT:
+            first = self.sample_group_of(rank) * self.context_ranks
+            return tuple(self.rank_of(member, tensor_rank) for member in range(first, first + self.context_ranks))
         return tuple(self.rank_of(member, tensor_rank) for member in self.ladder.members(link, data_rank))
 
     def link_ranks(self, link: Link) -> int:
         """The number of ranks that share one link."""
+        if link is Link.CONTEXT:
+            return self.context_ranks
         return self.tensor_ranks if link is Link.TENSOR else self.ladder.link_ranks(link)
 
     def groups(self, link: Link) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,4 @@
-"""Makes the process groups of the lanes and of the tensor link, in the same order on every rank, and ends all groups."""
+"""Makes the process groups of the lanes, in the same order on every rank, and ends all groups."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from megatron_zpp.parallel.communicators import WORLD_CTAS, lane_ctas
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.topology import ACROSS, LANES, Lane
+from megatron_zpp.parallel.topology import ACROSS_LANES, LANES, Lane
 
 
 def make_lane_groups(grid: Grid, rank: int, timeout: timedelta, device: torch.device) -> dict[Lane, dist.ProcessGroup]:
-    """The process group of `rank` for each lane, ACROSS too, whose link has more than one rank; every rank of the world must call it.
+    """The process group of `rank` for each lane, those across too, whose link has more than one rank; every rank of the world must call it.
 
     timeout: passed to each group, because a new group does not inherit that of the world.
     device: on CUDA the groups have NCCL alone. By default they would have all backends of the world, and connect every member by gloo.
@@ -25,7 +25,7 @@ def make_lane_groups(grid: Grid, rank: int, timeout: timedelta, device: torch.de
     first message is sent (comm/first_messages.py).
     """
     own: dict[Lane, dist.ProcessGroup] = {}
-    for lane in (*LANES, ACROSS):
+    for lane in (*LANES, *ACROSS_LANES):
         if grid.link_ranks(lane.link) == 1:
             continue
         for ranks in grid.groups(lane.link):

@@ -25,15 +25,16 @@ from megatron_zpp.config.flag import any_of, divisors
 
 
 class Link(enum.Enum):
-    """The links of a rank: those of its ladder, between the partitions and inside one, and the one between the ladders."""
+    """The links of a rank: in its ladder, between the partitions and inside one; to other ladders; to those that share its samples."""
 
     INTER = "inter"
     INTRA = "intra"
     TENSOR = "tensor"
+    CONTEXT = "context"
 
 
 class Direction(enum.Enum):
-    """The direction in which a payload crosses a link: weights climb and gradients descend a ladder, activations go across to the next."""
+    """The direction in which a payload crosses a link: weights climb and gradients descend a ladder, activations go across."""
 
     CLIMB = "climb"
     DESCEND = "descend"
@@ -54,8 +55,9 @@ class Lane:
 LADDER_LINKS = (Link.INTER, Link.INTRA)
 # Of a ladder.
 LANES = tuple(Lane(link, direction) for direction in (Direction.CLIMB, Direction.DESCEND) for link in LADDER_LINKS)
-# Between ladders: the ranks that share layers and samples.
-ACROSS = Lane(Link.TENSOR, Direction.ACROSS)
+# Of activations: to the ranks of other ladders with the same tokens, and to those of the same ladder with other tokens of the samples.
+TENSOR_ACROSS, CONTEXT_ACROSS = Lane(Link.TENSOR, Direction.ACROSS), Lane(Link.CONTEXT, Direction.ACROSS)
+ACROSS_LANES = (TENSOR_ACROSS, CONTEXT_ACROSS)
 # How many collectives of a lane may be under way. A sender over TCP first asks whether the receiver is ready. With two collectives under
 # way, the second asks while the first sends its data. torch's gloo has two threads per process group.
 MOST_CROSSING = 2

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_zpp.comm.group_link import Pending
 from megatron_zpp.comm.kept_places import Kept, Places
 from megatron_zpp.comm.tensor_bytes import padded_part_numel
-from megatron_zpp.comm.tensor_link import Pending, TensorLink
+from megatron_zpp.comm.tensor_link import TensorLink
 
 
 class KeptInputs:

@@ -7,6 +7,7 @@ RowLinear       a rank has some columns, for its channels of the input; the rank
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_zpp.tensor_parallel.context import TensorParallel
 from megatron_zpp.tensor_parallel.regions import gathered_tokens, joined, leave
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # like F.linear
 
 
 class ColumnLinear(nn.Linear):
@@ -31,15 +34,39 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """The sum of all ranks' outputs, as a rank has it between the layers, and then the bias once: [B, S, n] or [B, S / T, n]."""
+    """The sum of all ranks' outputs, as a rank has it between the layers, and then the bias once: [B, S, n] or [B, S / T, n].
 
-    def __init__(self, own_features: int, out_features: int, tensor: TensorParallel, *, bias: bool, dtype: torch.dtype) -> None:
+    product: what multiplies.
+    """
+
+    def __init__(
+        self,
+        own_features: int,
+        out_features: int,
+        tensor: TensorParallel,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        product: Product = F.linear,
+    ) -> None:
         super().__init__(own_features, out_features, bias=bias, dtype=dtype)
         self.tensor = tensor
+        self.product = product
 
     def forward(self, own_channels: Tensor) -> Tensor:
-        hidden = leave(F.linear(own_channels, self.weight), self.tensor)
+        hidden = leave(self.product(own_channels, self.weight, None), self.tensor)
         return hidden if self.bias is None else hidden + self.bias
+
+
+class ProductLinear(nn.Linear):
+    """A whole layer whose product another function makes."""
+
+    def __init__(self, in_features: int, out_features: int, product: Product, *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__(in_features, out_features, bias=bias, dtype=dtype)
+        self.product = product
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.product(inputs, self.weight, self.bias)
 
 
 class _ColumnLinear(torch.autograd.Function):

@@ -35,21 +35,21 @@ def enter(hidden: Tensor, tensor: TensorParallel) -> Tensor:
     """hidden_BSH, the input of a divided layer, from what a rank has between the layers."""
     link = tensor.link
     if tensor.sequence_parallel:
-        return _region(hidden, partial(gathered_tokens, link=link), partial(own_tokens_of_sum, link=link))
-    return _region(hidden, _same, link.summed)
+        return region(hidden, partial(gathered_tokens, link=link), partial(own_tokens_of_sum, link=link))
+    return region(hidden, _same, link.summed)
 
 
 def leave(part_BSH: Tensor, tensor: TensorParallel) -> Tensor:
     """The sum of all ranks' `part_BSH`, as a rank has it between the layers. Added in fp32, in the order of the ranks, and rounded once."""
     link = tensor.link
     if tensor.sequence_parallel:
-        return _region(part_BSH, partial(own_tokens_of_sum, link=link), partial(gathered_tokens, link=link))
-    return _region(part_BSH, link.summed, _same)
+        return region(part_BSH, partial(own_tokens_of_sum, link=link), partial(gathered_tokens, link=link))
+    return region(part_BSH, link.summed, _same)
 
 
 def gathered_channels(own: Tensor, link: TensorLink) -> Tensor:
     """[..., T n] from [..., n] of every rank, in the order of the ranks. All ranks must have the same gradient of it."""
-    return _region(
+    return region(
         own, lambda own: link.gather(own).movedim(0, -2).flatten(-2), lambda gradient: gradient.chunk(link.ranks, dim=-1)[link.rank]
     )
 
@@ -80,8 +80,8 @@ def _same(values: Tensor) -> Tensor:
     return values.view_as(values)
 
 
-def _region(values: Tensor, forward: Crossing, backward: Crossing) -> Tensor:
-    """forward(values), whose gradient is backward(gradient of it)."""
+def region(values: Tensor, forward: Crossing, backward: Crossing) -> Tensor:
+    """forward(values), whose gradient is backward(gradient of it). Neither is differentiated, and nothing is kept."""
     crossed: Tensor = _Region.apply(values, forward, backward)
     return crossed
 

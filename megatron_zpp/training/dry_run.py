@@ -51,15 +51,24 @@ def described_plan(given: Config, launch: Launch) -> str:
         "checkpoint": _checkpoint(plan),
     }
     device = config.plan.device.upper()
-    tensor_ranks = config.distributed.tensor_model_parallel_size
-    groups = f" as groups of {tensor_ranks} that share layers" if tensor_ranks > 1 else ""
+    groups = _groups(config)
     headline = f"plan of {world.size} ranks{groups} ({world.nodes} nodes x {world.ranks_per_node}, {device}); nothing was started"
     lines = [f"  {name} {'.' * (LABEL_COLUMNS - len(name))} {text}" for name, text in parts.items() if text]
     return "\n".join(filter(None, [banner(config), arguments_block(config), *config.notices, headline, *lines]))
 
 
+def _groups(config: Config) -> str:
+    """The ranks that share layers, and those that divide samples, in words; empty if there are none."""
+    sizes = {
+        "share layers": config.distributed.tensor_model_parallel_size,
+        "divide samples": config.distributed.context_parallel_size,
+    }
+    groups = [f"{size} that {what}" for what, size in sizes.items() if size > 1]
+    return f" as groups of {' and '.join(groups)}" if groups else ""
+
+
 def planned_world_size(given: Config, launch: Launch) -> tuple[int, int | None]:
-    """Ranks of the planned world, and ranks per node if known: by the flags, else by the launcher, else those that share one model.
+    """Ranks of the planned world, and ranks per node if known: by the flags, else by the launcher, else those that share one sample.
 
     Raises FlagError if the flags contradict each other, or do not say how many ranks a node has.
     """
@@ -67,8 +76,8 @@ def planned_world_size(given: Config, launch: Launch) -> tuple[int, int | None]:
     if nodes is None and world_size is None:
         if launch.world_size > 1:
             return launch.world_size, launch.local_world_size
-        tensor_ranks = given.distributed.tensor_model_parallel_size
-        return ranks_per_node or tensor_ranks, ranks_per_node or (tensor_ranks if tensor_ranks > 1 else None)
+        group = given.distributed.tensor_model_parallel_size * given.distributed.context_parallel_size
+        return ranks_per_node or group, ranks_per_node or (group if group > 1 else None)
     if world_size is None:
         if ranks_per_node is None:
             raise FlagError(f"--nodes {nodes} leaves open how many ranks a node has; give --ranks-per-node as well.")
@@ -124,7 +133,13 @@ def _training(plan: RunPlan) -> str:
     return (
         f"{training.train_iters} iterations of {training.global_batch_size} samples of {plan.config.model.seq_length} tokens, "
         f"{_all_tokens(plan):.4g} tokens in all; per rank and iteration {microbatches} x {training.micro_batch_size} samples"
+        f"{_share_of_tokens(plan)}"
     )
+
+
+def _share_of_tokens(plan: RunPlan) -> str:
+    context_ranks = plan.job.grid.context_ranks
+    return f", 1/{context_ranks} of the tokens of each" if context_ranks > 1 else ""
 
 
 def _all_tokens(plan: RunPlan) -> int:
@@ -157,12 +172,12 @@ def _start(plan: RunPlan, world: PlannedWorld) -> str:
     if folder is None and checkpoint.exit_on_missing_checkpoint:
         raise FlagError(f"--load {checkpoint.load} holds no checkpoint and --exit-on-missing-checkpoint is given; correct the path.")
     if folder is None:
-        check_batches(config, running_schedule(config, plan.job.grid.data_ranks), 0)
+        check_batches(config, running_schedule(config, plan.job.grid.sample_groups), 0)
         return "anew, there is no checkpoint yet"
     stored = _stored(checkpoint, folder)
     with_schedule(config, stored)
     stored.check_contents(config, plan.job.unit_specs)
-    check_batches(config, running_schedule(config, plan.job.grid.data_ranks), stored.consumed_samples)
+    check_batches(config, running_schedule(config, plan.job.grid.sample_groups), stored.consumed_samples)
     return "; ".join([f"from {stored.folder}", *stored.notices(config)])
 
 
@@ -179,7 +194,7 @@ def _bytes(plan: RunPlan) -> str:
     return (
         f"{plan.node_bytes / GIGABYTE:.4g} GB into a node from others (weights {weights:.4g}, gradients {gradients:.4g}), "
         f"{traffic.total.intra_bytes / GIGABYTE:.4g} GB into a rank inside its node, "
-        f"{_tensor_bytes(plan)}{plan.collectives} collectives"
+        f"{_tensor_bytes(plan)}{_context_bytes(plan)}{plan.collectives} collectives"
     )
 
 
@@ -187,10 +202,26 @@ def _tensor_bytes(plan: RunPlan) -> str:
     return f"{plan.tensor_bytes / GIGABYTE:.4g} GB into a rank over the tensor link, " if plan.job.grid.tensor_ranks > 1 else ""
 
 
+def _context_bytes(plan: RunPlan) -> str:
+    """What comes over the context link; empty if there is none."""
+    grid, traffic = plan.job.grid, plan.context_traffic
+    if grid.context_ranks == 1:
+        return ""
+    between = grid.into_node(traffic.context_inter_bytes)
+    into_node = f" ({between / GIGABYTE:.4g} GB into a node from others)" if between else ""
+    return f"{traffic.context_bytes / GIGABYTE:.4g} GB into a rank over the context link{into_node}, "
+
+
 def _operations(plan: RunPlan, world: PlannedWorld) -> str:
     model, training, vocabulary = plan.config.model, plan.config.training, plan.padded_vocab_size
     required = model_flops(model, vocabulary, training.global_batch_size)
-    made = hardware_flops(model, vocabulary, training.global_batch_size, micro_batch_size=training.micro_batch_size)
+    made = hardware_flops(
+        model,
+        vocabulary,
+        training.global_batch_size,
+        micro_batch_size=training.micro_batch_size,
+        context_ranks=plan.job.grid.context_ranks,
+    )
     counts = [count / world.size / TERA for count in (required, made)]
     return "{:.4g} TFLOP per rank and iteration (model), {:.4g} with recomputation and whole attention (hardware)".format(*counts)
 
@@ -200,7 +231,7 @@ def _time(plan: RunPlan, world: PlannedWorld) -> str:
     assumed = plan.config.plan
     if assumed.teraflops is None:
         return ""
-    computation = computation_by_rate(plan.config, plan.padded_vocab_size, assumed.teraflops * TERA, plan.job.grid.tensor_ranks)
+    computation = computation_by_rate(plan.config, plan.padded_vocab_size, assumed.teraflops * TERA)
     if world.nodes > 1 and assumed.inter_gigabits is None:
         seconds = computation.seconds * plan.job.microbatches
         return f"{_speed(plan, world, seconds)}; without the link between nodes, whose rate --inter-gigabits says"

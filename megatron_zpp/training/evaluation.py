@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron_zpp.config.schema import Config, TrainingConfig
 from megatron_zpp.data.datasets import Datasets
 from megatron_zpp.data.gpt_dataset import SampleSource
-from megatron_zpp.data.loader import MicroBatch, MicroBatches
+from megatron_zpp.data.loader import WHOLE, MicroBatch, MicroBatches, TokenPart
 from megatron_zpp.data.sampler import MicroBatchIndices, MicroBatchSampler, WholePassSampler
 from megatron_zpp.training.step import token_losses
 from megatron_zpp.zero.engine import ZeroEngine
@@ -39,19 +39,20 @@ class HeldOutSets:
         datasets: Datasets,
         iteration: int,
         *,
-        data_rank: int,
-        data_ranks: int,
+        sample_group: int,
+        sample_groups: int,
+        part: TokenPart = WHOLE,
         check_first: Callable[[MicroBatch], None] | None = None,
     ) -> None:
         """iteration: the last one that is done. Validation continues after the data that validations up to it have used.
 
-        check_first: called with the first micro-batch of each set.
+        sample_group: that of this rank, which keeps `part` of each sample. check_first: called with the first micro-batch of each set.
         """
         self._training = config.training
         self._num_workers = config.data.num_workers
         self._rules = datasets.rules
         self._check_first = check_first
-        self._data_rank, self._data_ranks = data_rank, data_ranks
+        self._sample_group, self._sample_groups, self._part = sample_group, sample_groups, part
         self.validation = self._validation(datasets, evaluations_before(iteration, config.training))
         self.test: HeldOutSet | None = None
         if datasets.test is not None and config.training.eval_iters > 0:
@@ -65,19 +66,19 @@ class HeldOutSets:
         return [self._drawn(name, source, evaluations) for name, source in datasets.valid.items()]
 
     def _whole(self, name: str, source: SampleSource) -> HeldOutSet:
-        sampler = WholePassSampler(len(source), self._training.eval_micro_batch_size, self._data_rank, self._data_ranks)
+        sampler = WholePassSampler(len(source), self._training.eval_micro_batch_size, self._sample_group, self._sample_groups)
         return HeldOutSet(name, self._batches(source, sampler), sampler.microbatches)
 
     def _drawn(self, name: str, source: SampleSource, evaluations: int) -> HeldOutSet:
         """evaluations: number of evaluations so far."""
         size = self._training.eval_micro_batch_size
-        microbatches = self._training.eval_iters * (self._training.eval_global_batch_size // (size * self._data_ranks))
-        consumed_samples = evaluations * microbatches * size * self._data_ranks
-        sampler = MicroBatchSampler(len(source), consumed_samples, size, self._data_rank, self._data_ranks)
+        microbatches = self._training.eval_iters * (self._training.eval_global_batch_size // (size * self._sample_groups))
+        consumed_samples = evaluations * microbatches * size * self._sample_groups
+        sampler = MicroBatchSampler(len(source), consumed_samples, size, self._sample_group, self._sample_groups)
         return HeldOutSet(name, self._batches(source, sampler), microbatches)
 
     def _batches(self, source: SampleSource, sampler: Iterable[MicroBatchIndices]) -> MicroBatches:
-        return MicroBatches(source, sampler, self._num_workers, self._rules, self._check_first)
+        return MicroBatches(source, sampler, self._num_workers, self._rules, self._check_first, self._part)
 
 
 def evaluations_before(iteration: int, training: TrainingConfig) -> int:
@@ -99,12 +100,14 @@ def evaluate(model: nn.Module, engine: ZeroEngine, held_out: HeldOutSet) -> floa
     """
     model.eval()
     sums = [_loss_and_tokens(model, next(held_out.batches), engine.device) for _ in range(held_out.microbatches)]
-    rows = engine.gather_world(torch.stack(sums).sum(dim=0))[:, 0].tolist()  # [data ranks, 2] fp64; tensor ranks have the same
+    rows = engine.gather_world(torch.stack(sums).sum(dim=0))[
+        :, 0
+    ].tolist()  # [data ranks, 2] fp64; tensor ranks have the same, ranks that share samples their parts
     loss, tokens = (sum(column) for column in zip(*rows, strict=True))
     return loss / tokens if tokens > 0 else math.nan
 
 
 def _loss_and_tokens(model: nn.Module, batch: MicroBatch, device: torch.device) -> Tensor:
     """Sum of the losses that count, and their number: [2] fp64."""
-    loss_BS, loss_mask_BS = token_losses(model, batch, device)
-    return torch.stack([(loss_BS * loss_mask_BS).double().sum(), loss_mask_BS.double().sum()])
+    loss_BQ, loss_mask_BQ = token_losses(model, batch, device)
+    return torch.stack([(loss_BQ * loss_mask_BQ).double().sum(), loss_mask_BQ.double().sum()])

@@ -14,8 +14,13 @@ from megatron_zpp.tensor_parallel.kept_inputs import KeptInputs
 def build_kept_inputs(config: Config, dtype: torch.dtype, ladder: Ladder) -> KeptInputs | None:
     """Allocates its memory, if it is to last. Returns None if the graph of autograd keeps the inputs. dtype: of activations."""
     model = config.model
-    tensor_ranks = config.distributed.tensor_model_parallel_size
-    shape = kept_inputs_shape(model, config.training.micro_batch_size, tensor_ranks, sequence_parallel=config.distributed.sequence_parallel)
+    shape = kept_inputs_shape(
+        model,
+        config.training.micro_batch_size,
+        ladder.grid.tensor_ranks,
+        sequence_parallel=config.distributed.sequence_parallel,
+        context_ranks=ladder.grid.context_ranks,
+    )
     if shape.chunks == 0:
         return None
     link = ladder.tensor_link if shape.ranks > 1 else None

@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from megatron_zpp.config.flag import any_of, divisors
+from megatron_zpp.config.ranks import context_choices
+from megatron_zpp.config.rules_context import CONTEXT_SIZE, can_divide
 from megatron_zpp.config.rules_tensor import TENSOR_SIZE, can_share
 from megatron_zpp.config.schema import CheckpointConfig, Config, ZeroConfig
-from megatron_zpp.model.activations import AttentionNeed, activation_bytes, mask_bytes, tensor_buffer_bytes
+from megatron_zpp.model.activations import AttentionNeed, activation_bytes, context_buffer_bytes, mask_bytes, tensor_buffer_bytes
 from megatron_zpp.model.kept_need import NOTHING_KEPT, KeptNeed, kept_inputs_shape, kept_need
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import UnitSpec, Use
+from megatron_zpp.training.sharding import divided_samples
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.plan.device_memory import NO_DEVICE, DeviceMemory, device_memory
 from megatron_zpp.zero.plan.memory_plan import ADAM_MOMENTS, MAIN_BYTES, MemoryPlan, Sharding, largest_plan
@@ -53,10 +56,10 @@ class AvailableMemory(NamedTuple):
 class MemoryNeed:
     """Bytes that one rank needs: the plan of its sharded states, an estimate of its activations, and of a GPU's memory beside tensors.
 
-    tensor_buffers: what crosses the tensor link in a micro-batch, and its sums. sharing: what it takes once per step to make equal the
-    gradients of elements that several tensor ranks have; no activations exist then. kept_inputs: of recomputed chunks; what passes is part
-    of the activations. save_copy: bytes of host memory for --async-save's copy of the state. With is_on_gpu they are not part of `total`,
-    nor is plan.host.
+    tensor_buffers: what crosses the tensor link in a micro-batch, and its sums. context_buffers: what attention exchanges. sharing: what it
+    takes once per step to make equal the gradients of elements that several tensor ranks have; no activations exist then. kept_inputs: of
+    recomputed chunks; what passes is part of the activations. save_copy: bytes of host memory for --async-save's copy of the state. With
+    is_on_gpu they are not part of `total`, nor is plan.host.
     """
 
     plan: MemoryPlan
@@ -66,6 +69,7 @@ class MemoryNeed:
     device: DeviceMemory = NO_DEVICE
     kept_inputs: KeptNeed = NOTHING_KEPT
     tensor_buffers: int = 0
+    context_buffers: int = 0
     sharing: int = 0
 
     @property
@@ -73,7 +77,13 @@ class MemoryNeed:
         """Peak bytes on the device: in backward, or while the gradient norm is computed."""
         at_rest = self.plan.states + self.plan.buffers + self.save_copy_on_device + self.device.total + self.kept_inputs.lasting
         at_rest += 0 if self.is_on_gpu else self.plan.host.total
-        return at_rest + max(self.plan.gathered + self.activations + self.tensor_buffers + self.plan.means, self.plan.norm, self.sharing)
+        in_backward = self.plan.gathered + self.activations + self.link_buffers + self.plan.means
+        return at_rest + max(in_backward, self.plan.norm, self.sharing)
+
+    @property
+    def link_buffers(self) -> int:
+        """Bytes of what crosses the tensor link and the context link in a micro-batch."""
+        return self.tensor_buffers + self.context_buffers
 
     def beside(self, taken: DeviceMemory) -> MemoryNeed:
         """The need that is left if `taken` has been taken at the start of a run. The rest comes from torch's allocator."""
@@ -124,6 +134,7 @@ class MemoryNeed:
             "payload buffers": self.plan.buffers,
             "fp32 means": self.plan.means,
             "tensor buffers": self.tensor_buffers,
+            "context buffers": self.context_buffers,
             "inputs of recomputed chunks": self.kept_inputs.lasting,
             "CUDA context and workspaces": self.device.context + self.device.workspaces,
             "NCCL buffers": self.device.communicators,
@@ -153,13 +164,16 @@ def check_fits(
     if nbytes is None or need.total <= nbytes:
         return need
 
-    def fits(nodes: int) -> bool:
-        larger = replace(grid, world_size=nodes * grid.ranks_per_node)  # of more data ranks
+    together = max(1, grid.context_ranks // grid.ladder.ranks_per_node)  # nodes that only together have whole samples
+
+    def fits(times: int) -> bool:
+        larger = replace(grid, world_size=times * together * grid.ranks_per_node)  # of more data ranks
         return memory_need(config, model, sharding, larger, is_on_gpu=is_on_gpu).beside(taken).total <= nbytes
 
     # More ranks do not lessen the activations of one, and each plan of a deep model takes a second.
-    may_fit = need.activations + need.tensor_buffers + need.kept_inputs.lasting <= nbytes
-    nodes = smallest_nodes(fits, grid.nodes) if may_fit else None
+    may_fit = need.activations + need.link_buffers + need.kept_inputs.lasting <= nbytes
+    times = smallest_nodes(fits, grid.nodes // together) if may_fit else None
+    nodes = None if times is None else times * together
     to_host: list[str] = []
     if may_fit and is_on_gpu and _can_offload(config):
         offloaded = replace(sharding, policy=with_offloaded_optimizer(sharding.policy))
@@ -190,6 +204,7 @@ def _activations(config: Config, model: SizedModel, grid: Grid, element_bytes: i
         attention=_attention_need(config, element_bytes, is_on_gpu=is_on_gpu),
         tensor_ranks=grid.tensor_ranks,
         sequence_parallel=config.distributed.sequence_parallel,
+        context_ranks=grid.context_ranks,
         has_host=is_on_gpu,
     )
     if not config.data.reset_attention_mask:
@@ -200,7 +215,9 @@ def _activations(config: Config, model: SizedModel, grid: Grid, element_bytes: i
 
 def _kept_inputs(config: Config, grid: Grid, element_bytes: int, *, is_on_gpu: bool) -> KeptNeed:
     samples, sequence_parallel = config.training.micro_batch_size, config.distributed.sequence_parallel
-    shape = kept_inputs_shape(config.model, samples, grid.tensor_ranks, sequence_parallel=sequence_parallel)
+    shape = kept_inputs_shape(
+        config.model, samples, grid.tensor_ranks, sequence_parallel=sequence_parallel, context_ranks=grid.context_ranks
+    )
     return kept_need(config.model, shape, element_bytes, has_host=is_on_gpu)
 
 
@@ -234,13 +251,14 @@ def memory_need(config: Config, model: SizedModel, sharding: Sharding, grid: Gri
         device,
         _kept_inputs(config, grid, sharding.element_bytes, is_on_gpu=is_on_gpu),
         tensor_buffers=tensor_buffer_bytes(
-            config.model,
+            divided_samples(config).own,
             config.training.micro_batch_size,
             sharding.element_bytes,
             tensor_ranks=grid.tensor_ranks,
             sequence_parallel=config.distributed.sequence_parallel,
             uses_streams=is_on_gpu,
         ),
+        context_buffers=context_buffer_bytes(divided_samples(config), config.training.micro_batch_size, sharding.element_bytes),
         sharing=sharing_buffer_bytes(shared_on_rank(model.unit_specs(), sharding, grid), grid.tensor_ranks),
     )
 
@@ -321,10 +339,27 @@ def _larger_tensor_size(config: Config, model: SizedModel, ranks_per_node: int) 
     return [f"{TENSOR_SIZE} {size}" for size in fitting][:1]
 
 
+def _larger_context_size(config: Config, grid: Grid) -> list[str]:
+    """The next number of ranks that could divide the samples of this run; empty if there is none."""
+    if config.training.compile:
+        return []
+    parts = grid.tensor_ranks if config.distributed.sequence_parallel else 1
+    fitting = (
+        size
+        for size in context_choices(grid.data_ranks, grid.ladder.ranks_per_node)
+        if size > grid.context_ranks
+        and size % grid.context_ranks == 0  # so that the global batch divides among the groups that are left
+        and can_divide(config.model, grid.tensor_ranks, size)
+        and config.model.seq_length % (size * parts) == 0
+    )
+    return [f"{CONTEXT_SIZE} {size}" for size in fitting][:1]
+
+
 def _sequence_parallel(config: Config, tensor_ranks: int) -> list[str]:
     """Sequence parallelism, if the run could have it and has not; otherwise empty."""
-    can_divide = tensor_ranks > 1 and config.model.seq_length % tensor_ranks == 0
-    return ["--sequence-parallel"] if can_divide and not config.distributed.sequence_parallel else []
+    parts = tensor_ranks * config.distributed.context_parallel_size
+    has_parts = tensor_ranks > 1 and config.model.seq_length % parts == 0
+    return ["--sequence-parallel"] if has_parts and not config.distributed.sequence_parallel else []
 
 
 def _divides_copy(zero: ZeroConfig, data_ranks_per_node: int) -> bool:
@@ -354,6 +389,7 @@ def _remedy(config: Config, model: SizedModel, nodes: int | None, grid: Grid, ne
     if nodes is None:
         levers += _lever_without_copy(config.zero)
         levers += _larger_tensor_size(config, model, ranks_per_node)
+        levers += _larger_context_size(config, grid) if need.activations > need.total // 2 else []
         levers += [] if config.training.micro_batch_size == 1 else ["a smaller --micro-batch-size"]
         return f"no number of such nodes is enough; choose {any_of([*levers, 'a smaller model'])}"
     others = f", or give {any_of(levers)}" if levers else ""

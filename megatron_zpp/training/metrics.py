@@ -51,7 +51,7 @@ class Interval:
 
 
 class StepTraffic:
-    """The bytes that this rank received in the latest step, by the ledger: over its ladder, and over the tensor link."""
+    """The bytes that this rank received in the latest step, by the ledger: over its ladder, the tensor link and the context link."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -59,7 +59,7 @@ class StepTraffic:
         self.latest = Traffic()
 
     def close_step(self) -> None:
-        total = self._ledger.total(Category.WEIGHTS, Category.GRADIENTS, Category.ACTIVATIONS, Category.REPLICAS)
+        total = self._ledger.total(Category.WEIGHTS, Category.GRADIENTS, Category.ACTIVATIONS, Category.EXCHANGES, Category.REPLICAS)
         self.latest = total - self._before
         self._before = total
 
@@ -78,6 +78,14 @@ class StepTraffic:
     @property
     def tensor_link_bytes(self) -> int:
         return self.latest.tensor_bytes
+
+    @property
+    def context_link_bytes(self) -> int:
+        return self.latest.context_bytes
+
+    @property
+    def context_inter_node_bytes(self) -> int:
+        return self._ledger.context_inter_node_bytes(self.latest)
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,13 @@ def interval_report(config: Config, progress: Progress, interval: Interval, traf
     seconds = interval.seconds / interval.iterations
     world_size = traffic.world_size
     model, vocabulary = config.model, inputs.padded_vocab_size
-    made = hardware_flops(model, vocabulary, interval.samples, micro_batch_size=config.training.micro_batch_size)
+    made = hardware_flops(
+        model,
+        vocabulary,
+        interval.samples,
+        micro_batch_size=config.training.micro_batch_size,
+        context_ranks=config.distributed.context_parallel_size,
+    )
     required = model_flops(model, vocabulary, interval.samples)
     per_second_of_rank = 1.0 / (interval.seconds * world_size * 1e12)
     return IntervalReport(
@@ -131,6 +145,8 @@ def interval_report(config: Config, progress: Progress, interval: Interval, traf
         inter_node_bytes=traffic.inter_node_bytes,
         intra_node_bytes=traffic.intra_node_bytes,
         tensor_link_bytes=traffic.tensor_link_bytes,
+        context_link_bytes=traffic.context_link_bytes,
+        context_inter_node_bytes=traffic.context_inter_node_bytes,
         model_state_bytes=inputs.latest.outcome.model_state_bytes,
         memory=inputs.memory,
         peak_tflops=inputs.peak_tflops,

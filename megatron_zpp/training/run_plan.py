@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from megatron_zpp.comm.ledger import Traffic, context_link_traffic
 from megatron_zpp.config.deepspeed import with_deepspeed_json
 from megatron_zpp.config.options import options
 from megatron_zpp.config.ranks import RankCounts, count_ranks
@@ -16,7 +17,7 @@ from megatron_zpp.model.flops import forward_flops_of_uses, recomputed_flops_of_
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.model.tensor_work import tensor_work
 from megatron_zpp.training.memory_need import MemoryNeed, memory_need, shared_on_rank
-from megatron_zpp.training.sharding import grid_of, sharding_of
+from megatron_zpp.training.sharding import divided_samples, grid_of, sharding_of
 from megatron_zpp.zero.plan.time_model import Computation, Job, Machine, StepTime, step_time
 from megatron_zpp.zero.plan.traffic import PlannedTraffic, planned_traffic
 from megatron_zpp.zero.shared_places import sharing_received_bytes
@@ -129,10 +130,16 @@ class RunPlan:
         return self.job.microbatches * self.job.tensor_work.nbytes + sharing_received_bytes(self._shared, self.job.grid.tensor_ranks)
 
     @property
+    def context_traffic(self) -> Traffic:
+        """What one rank receives in a step from the ranks that divide its samples."""
+        return context_link_traffic(self.job.grid, self.job.microbatches * self.job.context_work.nbytes)
+
+    @property
     def collectives(self) -> int:
         """Collectives over all links in which one rank takes part in a step, at most."""
         makes_equal = self.job.grid.tensor_ranks > 1 and self._shared > 0
-        return self.traffic.collectives + self.job.microbatches * self.job.tensor_work.collectives + makes_equal
+        in_microbatch = self.job.tensor_work.collectives + self.job.context_work.collectives
+        return self.traffic.collectives + self.job.microbatches * in_microbatch + makes_equal
 
     @cached_property
     def _shared(self) -> int:
@@ -184,9 +191,11 @@ def plan_as_given(config: Config, world: PlannedWorld, padded_vocab_size: int) -
 
 def _planned(config: Config, member: Member, world: PlannedWorld, padded_vocab_size: int) -> RunPlan:
     model, grid, sharding = shape_of(config, padded_vocab_size), grid_of(config, world.size), sharding_of(config)
-    microbatches = config.training.global_batch_size // (config.training.micro_batch_size * grid.data_ranks)
-    work = tensor_work(model, samples=config.training.micro_batch_size, element_bytes=sharding.element_bytes)
-    job = Job(model.unit_specs(), model.uses(), sharding, grid, microbatches, work)
+    microbatches = config.training.global_batch_size // (config.training.micro_batch_size * grid.sample_groups)
+    samples, divided = config.training.micro_batch_size, divided_samples(config)
+    tensor = tensor_work(replace(model, config=divided.own), samples=samples, element_bytes=sharding.element_bytes)
+    context = divided.work(samples=samples, element_bytes=sharding.element_bytes)
+    job = Job(model.unit_specs(), model.uses(), sharding, grid, microbatches, tensor, context)
     return RunPlan(
         member,
         config,
@@ -203,11 +212,13 @@ def shape_of(config: Config, padded_vocab_size: int) -> ModelShape:
     return ModelShape(config.model, padded_vocab_size, tensor_ranks, sequence_parallel=config.distributed.sequence_parallel)
 
 
-def computation_by_rate(config: Config, padded_vocab_size: int, flops_per_second: float, tensor_ranks: int = 1) -> Computation:
-    """Time of one micro-batch, recomputation included, on `tensor_ranks` devices of this speed that share its operations."""
-    samples, rate = config.training.micro_batch_size, tensor_ranks * flops_per_second
+def computation_by_rate(config: Config, padded_vocab_size: int, flops_per_second: float) -> Computation:
+    """Time of one micro-batch, recomputation included, on devices of this speed: all those that share its layers or its tokens."""
+    distributed, samples = config.distributed, config.training.micro_batch_size
+    context_ranks = distributed.context_parallel_size
+    rate = distributed.tensor_model_parallel_size * context_ranks * flops_per_second
     forward = forward_flops_of_uses(config.model, padded_vocab_size, samples)
-    again = recomputed_flops_of_uses(config.model, padded_vocab_size, samples)
+    again = recomputed_flops_of_uses(config.model, padded_vocab_size, samples, context_ranks)
     return Computation(
         tuple(operations / rate for operations in forward),
         tuple((2 * first + repeated) / rate for first, repeated in zip(forward, again, strict=True)),

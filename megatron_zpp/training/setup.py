@@ -13,7 +13,6 @@ from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.comm.observed_lanes import ObservedLanes
 from megatron_zpp.comm.streams import streams_of
-from megatron_zpp.comm.tensor_link import TensorLink
 from megatron_zpp.comm.waits import Waits
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples
 from megatron_zpp.config.schema import Config, PrecisionConfig
@@ -98,13 +97,14 @@ def build_run_data(config: Config, vocabulary: Vocabulary, progress: ProgressPri
     return datasets
 
 
-def build_model(config: Config, padded_vocab: int, stored: StoredRun | None, tensor_link: TensorLink | None) -> GPT:
-    """Model without storage, of this rank's parts of the layers. tensor_link: to the ranks that have the others; None if there are none.
+def build_model(config: Config, padded_vocab: int, stored: StoredRun | None, ladder: Ladder) -> GPT:
+    """Model without storage, of this rank's parts of the layers. Its links are those of the ladder.
 
     Raises FlagError if the vocabulary does not divide among them, and CheckpointError if `stored` lacks what the run takes from it.
     """
-    tensor = TensorParallel(tensor_link, config.distributed.sequence_parallel) if tensor_link is not None else None
-    model = GPT(config.model, padded_vocab, config.training.seed, working_dtype(config.precision), tensor)
+    link = ladder.tensor_link
+    tensor = TensorParallel(link, config.distributed.sequence_parallel) if link is not None else None
+    model = GPT(config.model, padded_vocab, config.training.seed, working_dtype(config.precision), tensor, ladder.context_link)
     if stored is not None:
         stored.check_contents(config, model.unit_specs())
     if config.training.compile:
@@ -154,9 +154,10 @@ def working_dtype(precision: PrecisionConfig) -> torch.dtype:
 def describe_run(config: Config, ladder: Ladder, vocab_size: int, model: GPT) -> list[str]:
     """Lines that describe the world, the backends, the vocabulary and the model."""
     grid, device, padded = ladder.grid, ladder.device, model.padded_vocab_size
+    context = f"context-parallel size: {grid.context_ranks}, " if grid.context_ranks > 1 else ""
     lines = [
-        f"using world size: {grid.world_size}, data-parallel size: {grid.data_ranks}, tensor-model-parallel size: {grid.tensor_ranks} "
-        f"({grid.nodes} nodes x {grid.ranks_per_node} ranks), device: {device.type}, "
+        f"using world size: {grid.world_size}, data-parallel size: {grid.sample_groups}, {context}"
+        f"tensor-model-parallel size: {grid.tensor_ranks} ({grid.nodes} nodes x {grid.ranks_per_node} ranks), device: {device.type}, "
         f"backend: {'nccl' if device.type == 'cuda' else 'gloo'}",
         f"optimizer backend: {config.optimizer.optimizer_backend}, norm backend: {config.model.norm_backend}",
         f" > padded vocab (size: {vocab_size}) with {padded - vocab_size} dummy tokens (new size: {padded})",

@@ -1,10 +1,11 @@
-"""The sharding that the flags ask for. The engine and plans use it (no torch)."""
+"""How the flags shard a model and divide its samples. The engine and plans use it (no torch)."""
 
 from __future__ import annotations
 
 from megatron_zpp.comm.code import EXACT, Code, LinkCodes, Rotation, Rounding
 from megatron_zpp.config.rules_zero import partition_ranks
 from megatron_zpp.config.schema import WORKING_DTYPE_BITS, Config, PrecisionConfig, ZeroConfig
+from megatron_zpp.model.context_traffic import DividedSamples
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.plan.memory_plan import Sharding
 from megatron_zpp.zero.policy import (
@@ -69,5 +70,12 @@ def element_bytes(precision: PrecisionConfig) -> int:
 def grid_of(config: Config, world_size: int) -> Grid:
     """Grid of a resolved configuration. A partition has --zero-hpz-partition-size ranks, or if that is 1, those of a node in one ladder."""
     distributed = config.distributed
-    tensor_ranks = distributed.tensor_model_parallel_size
-    return Grid(world_size, distributed.ranks_per_node, partition_ranks(config, distributed.ranks_per_node // tensor_ranks), tensor_ranks)
+    tensor_ranks, ranks_per_node = distributed.tensor_model_parallel_size, distributed.ranks_per_node
+    of_partition = partition_ranks(config, ranks_per_node // tensor_ranks)
+    return Grid(world_size, ranks_per_node, of_partition, tensor_ranks, distributed.context_parallel_size)
+
+
+def divided_samples(config: Config) -> DividedSamples:
+    """The samples of a resolved configuration, as its ranks divide them."""
+    distributed = config.distributed
+    return DividedSamples(config.model, distributed.context_parallel_size, distributed.tensor_model_parallel_size)

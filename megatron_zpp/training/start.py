@@ -101,12 +101,12 @@ def load_progress(config: Config, engine: ZeroEngine, source: ResumeSource) -> P
     return Progress(manifest.iteration, manifest.consumed_samples, manifest.run["scheduled_samples"])
 
 
-def with_remaining_batches(config: Config, progress: Progress, data_ranks: int) -> Config:
+def with_remaining_batches(config: Config, progress: Progress, sample_groups: int) -> Config:
     """Configuration whose --train-iters is the iteration at which --train-samples end, if the run continues from `progress`.
 
     Batches may have had other sizes before. Raises FlagError if one of the batches from there on does not divide among the ranks.
     """
-    batches = running_schedule(config, data_ranks)
+    batches = running_schedule(config, sample_groups)
     check_batches(config, batches, progress.consumed_samples)
     train_samples = config.training.train_samples
     if train_samples is None:

@@ -87,7 +87,9 @@ def check_backends(config: Config, device: torch.device) -> None:
         check_apex("--optimizer-backend", "amp_C", device.type)
     if config.model.norm_backend == "apex":
         check_apex("--norm-backend", "fused_layer_norm_cuda", device.type)
-    head = head_shape_of(config.model, working_dtype(config.precision), config.distributed.tensor_model_parallel_size)
+    distributed = config.distributed
+    head_ranks = distributed.tensor_model_parallel_size * distributed.context_parallel_size
+    head = head_shape_of(config.model, working_dtype(config.precision), head_ranks)
     check_attention(device, head, masks_documents=config.data.reset_attention_mask and not has_varlen(device, head))
     if config.training.compile:
         check_compilation(device)

@@ -54,23 +54,25 @@ def forward_backward(model: nn.Module, engine: ZeroEngine, batches: Iterator[Mic
 def microbatch_loss(model: nn.Module, batch: MicroBatch, device: torch.device) -> Tensor:
     """Mean loss over the tokens of a micro-batch that count, [] fp32; 0 if none counts.
 
-    As in Megatron, every micro-batch has the same weight in means over micro-batches and ranks, however many of its tokens count.
+    As in Megatron, every micro-batch has the same weight in means over micro-batches and ranks, however many of its tokens count. If ranks
+    share samples, this is the mean of what they return: each returns the losses of its own tokens, as `mean_counted` weighs them.
     """
-    loss_BS, loss_mask_BS = token_losses(model, batch, device)
-    return (loss_BS * loss_mask_BS).sum() / loss_mask_BS.sum().clamp(min=1.0)
+    loss_BQ, loss_mask_BQ = token_losses(model, batch, device)
+    total = (loss_BQ * loss_mask_BQ).sum()
+    return total / (loss_mask_BQ.sum().clamp(min=1.0) if batch.mean_counted is None else batch.mean_counted)
 
 
 def token_losses(model: nn.Module, batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Loss at every token of a micro-batch, and its mask: 1 if the token counts, else 0. Both are [B, S] fp32."""
+    """Loss at every token of a micro-batch, and its mask: 1 if the token counts, else 0. Both are [B, Q] fp32."""
     batch = on_device(batch, device)
-    loss_BS = model(
+    loss_BQ = model(
         batch.tokens,
         batch.labels,
         first_sample=batch.first_sample,
         position_ids_BS=batch.position_ids,
         document_lengths_R=batch.document_lengths,
     )
-    return loss_BS, batch.loss_mask
+    return loss_BQ, batch.loss_mask
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:

@@ -8,7 +8,7 @@ from megatron_zpp.config.batch_schedule import running_schedule
 from megatron_zpp.config.schema import Config
 from megatron_zpp.data.blended_dataset import SourceTally
 from megatron_zpp.data.datasets import Datasets
-from megatron_zpp.data.loader import MicroBatches
+from megatron_zpp.data.loader import MicroBatches, TokenPart
 from megatron_zpp.data.sampler import MicroBatchSampler
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.progress_file import ProgressFile
@@ -50,13 +50,15 @@ class Trainer:
         self._iterations_to_skip = frozenset(int(iteration) for iteration in config.training.iterations_to_skip)
         self._bad_iterations = BadIterations()
         self._reason_for_stopping: str | None = None
-        data_rank, data_ranks, size = engine.data_rank, engine.data_ranks, config.training.micro_batch_size
-        sampler = MicroBatchSampler(len(datasets.train), progress.consumed_samples, size, data_rank, data_ranks)
-        self._batch_sizes = running_schedule(config, data_ranks)
+        grid, size = engine.ladder.grid, config.training.micro_batch_size
+        group, groups = grid.sample_group_of(engine.rank), grid.sample_groups
+        part = TokenPart(grid.context_rank_of(engine.rank), grid.context_ranks)
+        sampler = MicroBatchSampler(len(datasets.train), progress.consumed_samples, size, group, groups)
+        self._batch_sizes = running_schedule(config, groups)
         check_first = same_samples_check(engine)
-        self._train_batches = MicroBatches(datasets.train, sampler, config.data.num_workers, datasets.rules, check_first)
+        self._train_batches = MicroBatches(datasets.train, sampler, config.data.num_workers, datasets.rules, check_first, part)
         self._held_out = HeldOutSets(
-            config, datasets, progress.iteration, data_rank=data_rank, data_ranks=data_ranks, check_first=check_first
+            config, datasets, progress.iteration, sample_group=group, sample_groups=groups, part=part, check_first=check_first
         )
 
     def run(self) -> None:

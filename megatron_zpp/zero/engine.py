@@ -151,9 +151,10 @@ class ZeroEngine:
             self._reach(Moment(Phase.PRE_FORWARD, use), is_training)
 
     def _book_activations(self, is_training: bool) -> None:
-        """Tells the tensor link, if there is one, for what the model uses it from now on."""
-        if self.ladder.tensor_link is not None:
-            self.ladder.tensor_link.book_under(Category.ACTIVATIONS if is_training else Category.EVALUATION)
+        """Tells the tensor link and the context link, if there are any, for what the model uses them from now on."""
+        for link, category in ((self.ladder.tensor_link, Category.ACTIVATIONS), (self.ladder.context_link, Category.EXCHANGES)):
+            if link is not None:
+                link.book_under(category if is_training else Category.EVALUATION)
 
     def _recompute(self, use: int) -> None:
         """Gathers the weights of a use that is recomputed in a chunk. A use that is recomputed alone has them already, for its backward.

@@ -73,8 +73,9 @@ class FakeGpu:
 
 
 def short(run: Run) -> Run:
-    """The same run on half as many samples."""
-    return replace(run, flags=run.flags.replace("--global-batch-size 16", "--global-batch-size 8"))
+    """The same run on half as many samples, and with as many heads as divided samples need."""
+    heads = f" --num-attention-heads {run.context_ranks}" if run.context_ranks > 2 else ""
+    return replace(run, flags=run.flags.replace("--global-batch-size 16", "--global-batch-size 8") + heads)
 
 
 def compared(gpu: FakeGpu, runs: tuple[Run, ...], seconds: float = 1e6) -> Outcome:
@@ -101,6 +102,13 @@ def test_each_wait_between_ranks_is_missed_when_it_has_no_effect() -> None:
     for site in between_ranks:
         with pytest.raises(RaceError):
             run_on_one_fake_gpu(Grid.of_nodes(2, 2), lambda place, machine: ladder.train(short(ZERO_3), None, place), without=site)
+
+
+@pytest.mark.long
+def test_runs_of_4_context_ranks_have_equal_bits_and_no_race_on_fake_streams() -> None:
+    runs = tuple(run for run in RUNS if run.context_ranks > 1)
+    outcome = compared(FakeGpu(), runs)
+    assert outcome.failures == [] and len(outcome.measured["runs"]) == len(runs) == 3
 
 
 @pytest.mark.long

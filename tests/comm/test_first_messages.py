@@ -15,14 +15,18 @@ from megatron_zpp.comm.first_messages import send_first_messages
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.topology import ACROSS, LANES, Direction, Lane, Link
+from megatron_zpp.parallel.topology import CONTEXT_ACROSS, LANES, TENSOR_ACROSS, Direction, Lane, Link
 from megatron_zpp.training import setup
 from megatron_zpp.training.instruments import make_instruments
 
 pytestmark = pytest.mark.virtual
 
 CPU = torch.device("cpu")
-GRIDS = [*(Grid.of_nodes(*shape) for shape in [(1, 1), (1, 3), (3, 1), (2, 2)]), Grid(8, 4, 2, tensor_ranks=2)]
+GRIDS = [
+    *(Grid.of_nodes(*shape) for shape in [(1, 1), (1, 3), (3, 1), (2, 2)]),
+    Grid(8, 4, 2, tensor_ranks=2),
+    Grid(8, 4, 2, 2, context_ranks=2),
+]
 
 
 class Listener:
@@ -65,7 +69,8 @@ def test_every_lane_with_company_carries_a_message_of_its_kind_in_its_stream_and
     used = [lane for lane in LANES if grid.ladder.link_ranks(lane.link) > 1]
     kinds = ["all_gather" if lane.direction is Direction.CLIMB else "exchange" for lane in used]
     expected = [("gather_world", None), *zip(kinds, used, strict=True)] if grid.world_size > 1 else []
-    expected += [("all_gather", ACROSS), ("exchange", ACROSS)] if grid.tensor_ranks > 1 else []
+    expected += [("all_gather", TENSOR_ACROSS), ("exchange", TENSOR_ACROSS)] if grid.tensor_ranks > 1 else []
+    expected += [("exchange", CONTEXT_ACROSS)] if grid.context_ranks > 1 else []
     assert all([(kind, lane) for kind, lane, _ in heard] == expected for heard in heard_by)
     streams = [stream for _, lane, stream in heard_by[0] if lane in LANES]
     assert len(set(streams)) == len(streams) and "compute" not in streams
@@ -73,7 +78,7 @@ def test_every_lane_with_company_carries_a_message_of_its_kind_in_its_stream_and
 
 def test_a_tensor_link_that_cannot_be_connected_is_named_with_its_ranks() -> None:
     def program(gpu: Gpu) -> None:
-        send_first_messages(Listener(gpu, ACROSS), gpu.lanes, CPU)
+        send_first_messages(Listener(gpu, TENSOR_ACROSS), gpu.lanes, CPU)
 
     with pytest.raises(
         RuntimeError, match=r"^the tensor link: (ranks 0, 1|ranks 2, 3) could not exchange a first message; NCCL_DEBUG=INFO"

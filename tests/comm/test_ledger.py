@@ -6,7 +6,16 @@ from megatron_zpp.comm.ledger import Category, Ledger, Traffic
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import Link
 
-GRIDS = [Grid.of_nodes(1, 1), Grid.of_nodes(3, 2), Grid(8, 4, 2), Grid(12, 4, 1), Grid(8, 4, 1, 2), Grid(12, 6, 2, 3)]
+GRIDS = [
+    Grid.of_nodes(1, 1),
+    Grid.of_nodes(3, 2),
+    Grid(8, 4, 2),
+    Grid(12, 4, 1),
+    Grid(8, 4, 1, 2),
+    Grid(12, 6, 2, 3),
+    Grid(16, 8, 2, 2, 2),
+    Grid(16, 4, 2, 2, 8),
+]
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -22,9 +31,16 @@ def test_the_bytes_that_enter_the_nodes_are_counted_message_by_message(grid: Gri
     for rank in range(grid.world_size):
         ledger = Ledger(grid, rank)
         traffic = ledger.measure(link, 100)
-        assert ledger.inter_node_bytes(traffic) == entering[rank // grid.ranks_per_node]
-        beside, other = (traffic.tensor_bytes, traffic.intra_bytes) if link is Link.TENSOR else (traffic.intra_bytes, traffic.tensor_bytes)
-        assert beside * grid.world_size == within and other == 0
+        of_ladder, of_context = ledger.inter_node_bytes(traffic), ledger.context_inter_node_bytes(traffic)
+        assert (of_context if link is Link.CONTEXT else of_ladder) == of_ladder + of_context == entering[rank // grid.ranks_per_node]
+        counted = {
+            Link.TENSOR: traffic.tensor_bytes,
+            Link.CONTEXT: traffic.context_bytes - traffic.context_inter_bytes,
+            Link.INTER: traffic.intra_bytes,
+            Link.INTRA: traffic.intra_bytes,
+        }
+        assert counted.pop(link) * grid.world_size == within
+        assert within == 0 or sum(counted.values()) in (0, traffic.intra_bytes)
 
 
 def test_a_gather_of_the_world_counts_every_other_rank_once() -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 from megatron_zpp.comm.backend import Backend, VirtualBackend, Work
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic
 from megatron_zpp.comm.links import Ladder
-from megatron_zpp.comm.operation import WAIT_TIMER
 from megatron_zpp.comm.staging import Staging
 from megatron_zpp.comm.tensor_bytes import gathered_bytes, padded_part_numel, sum_scattered_bytes, summed_bytes
 from megatron_zpp.comm.tensor_link import TensorLink, add_in_order
@@ -29,6 +28,7 @@ from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import Lane
 
 CPU = torch.device("cpu")
+WAIT_TIMER = "tensor-link"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 GRIDS = [Grid(4, 4, 2, 2), Grid(6, 3, 1, 3), Grid(4, 4, 1, 4)]
 

@@ -16,7 +16,7 @@ from megatron_zpp.comm.staging import Staging
 from megatron_zpp.comm.tensor_link import TensorLink
 from megatron_zpp.comm.waits import Waits
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.topology import ACROSS
+from megatron_zpp.parallel.topology import TENSOR_ACROSS
 
 pytestmark = pytest.mark.virtual
 
@@ -100,7 +100,7 @@ def time_of(gpu: Gpu, operation: str, *, is_beside: bool) -> float:
 @pytest.mark.parametrize(("operation", "crossings"), [("gather", 1), ("sum_scattered", 1), ("summed", 2)])
 def test_an_operation_beside_a_matrix_product_takes_the_longer_of_both_and_otherwise_their_sum(operation: str, crossings: int) -> None:
     crossing = CROSSING * crossings
-    run = partial(run_on_gpus, GRIDS["2 ranks"], times={ACROSS: CROSSING})
+    run = partial(run_on_gpus, GRIDS["2 ranks"], times={TENSOR_ACROSS: CROSSING})
     assert run(partial(time_of, operation=operation, is_beside=True)) == [max(PRODUCT, crossing)] * 2
     assert run(partial(time_of, operation=operation, is_beside=False)) == [PRODUCT + crossing] * 2
 
@@ -114,7 +114,7 @@ def test_the_host_goes_on_while_an_operation_is_under_way() -> None:
         gpu.machine.synchronize()
         return so_far
 
-    assert run_on_gpus(GRIDS["2 ranks"], host_time, times={ACROSS: CROSSING}) == [0.0, 0.0]
+    assert run_on_gpus(GRIDS["2 ranks"], host_time, times={TENSOR_ACROSS: CROSSING}) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("operation", ["sum_scattered", "summed"])

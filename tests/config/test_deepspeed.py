@@ -159,6 +159,7 @@ def test_one_rank_alone_keeps_no_copy_and_is_told_so():
         ("gradient_clipping", 0.5, 0.5),
         ("gradient_clipping", 0, 0.0),
         ("steps_per_print", 5, 5),
+        ("sequence_parallel_size", 2, 2),
     ],
 )
 def test_a_key_sets_its_field_as_if_given(key, value, expected):
@@ -223,6 +224,7 @@ CONFLICTS = [
     ("--contiguous-checkpointing", "activation_checkpointing.contiguous_memory_optimization", False),
     ("--clip-grad 2.0", "gradient_clipping", 1.0),
     ("--log-interval 3", "steps_per_print", 10),
+    ("--context-parallel-size 4", "sequence_parallel_size", 2),
     ("--micro-batch-size 3", "train_micro_batch_size_per_gpu", 1),
     ("--global-batch-size 16", "train_batch_size", 8),
 ]
@@ -325,6 +327,21 @@ def test_ranks_that_share_layers_share_the_batch_too_and_an_error_that_comes_fro
     assert "share their samples" not in message_of(resolved, {**keys, "train_batch_size": 40}, shared, 8, 4)
     text = message_of(resolved, {"train_batch_size": 6}, shared, 8, 4)
     assert "does not divide into 1 accumulation steps on 4 data-parallel ranks; choose a multiple of 4." in text
+
+
+def test_the_size_of_a_sample_group_is_a_key_and_counts_in_the_batch():
+    keys = {"sequence_parallel_size": 2, "gradient_accumulation_steps": 3}
+    config = resolved(keys, "", 8, 4)
+    assert (config.distributed.context_parallel_size, config.training.global_batch_size) == (2, 12)
+    assert resolved(keys, "--tensor-model-parallel-size 2", 8, 4).training.global_batch_size == 6
+    assert resolved({"train_batch_size": 4}, "--ds-sequence-parallel-size 2", 8, 4).training.micro_batch_size == 1
+    text = message_of(resolved, {**keys, "train_batch_size": 24, "train_micro_batch_size_per_gpu": 1}, "", 8, 4)
+    assert "3 accumulation steps x 4 sample groups of 2 ranks is 12 and not the batch of 24" in text
+    assert "right for 8 ranks, but those of --context-parallel-size 2 share their samples" in text
+    assert message_of(resolved, {**keys, "sequence_parallel_size": 3}, "", 8, 4) == (
+        "--context-parallel-size 3 does not divide the 8 ranks of the world; choose 1, 2, 4 or 8 (--context-parallel-size is "
+        "sequence_parallel_size 3 in ds.json)."
+    )
 
 
 def test_the_size_of_a_tensor_group_is_a_flag_and_no_key():

@@ -40,6 +40,7 @@ WORK = """
     --save-retain-interval 10 / --keep-last 2
 
     --tensor-model-parallel-size 2 / --sequence-parallel / --pipeline-model-parallel-size 1 / --distributed-backend nccl
+    --context-parallel-size 2 / --ds-sequence-parallel-size 2 / --cp-comm-type a2a
     --distributed-timeout-minutes 10 / --deterministic-mode / --num-workers 2 / --zero-stage 2 / --deepspeed_config x / --deepscale_config x
     --use-distributed-optimizer / --zero-quantized-weights / --zero-hpz-partition-size 8 / --zero-quantized-gradients
 
@@ -70,7 +71,7 @@ CHANGE_NOTHING = """
     --attention-softmax-in-fp32 / --no-query-key-layer-scaling / --accumulate-allreduce-grads-in-fp32 / --grad-reduce-in-bf16
     --cross-entropy-loss-fusion
     --no-save-rng / --no-load-rng / --ckpt-format torch_dist / --universal-checkpoint / --perform-initialization / --no-initialization
-    --context-parallel-size 1 / --ds-sequence-parallel-size 1 / --force-ds-sequence-parallel
+    --force-ds-sequence-parallel / --ds-sequence-parallel-overlap-comm
     --local-rank 0 / --local_rank=0 / --overlap-grad-reduce / --overlap-param-gather / --DDP-impl local
     --no-contiguous-buffers-in-local-ddp / --use-cpu-initialization / --lazy-mpu-init 1
     --no-async-tensor-model-parallel-allreduce / --async-tensor-model-parallel-allreduce / --tp-comm-overlap / --tp-comm-overlap-cfg x
@@ -95,7 +96,7 @@ REFUSED = """
     --sgd-momentum 0.9 / --optimizer sgd / --warmup 0.1 / --model-parallel-size 2 / --lion-beta1 0.9 / --muon-momentum 0.9
     --fp32-residual-connection / --fp16-lm-cross-entropy / --calculate-per-token-loss / --fp8-format hybrid / --fp8-margin 0
     --load-tag global_step5 / --reset-iteration / --no-load-lr-state / --override-ckpt-iteration / --non-persistent-save-interval 5
-    --non-persistent-ckpt-type local / --context-parallel-size 2 / --ds-sequence-parallel-size 2 / --remote-device cpu
+    --non-persistent-ckpt-type local / --hierarchical-context-parallel-sizes 2 4 / --ds-sequence-parallel-fpdt / --remote-device cpu
     --cpu-offloading-num-layers 4 / --optimizer-offload-fraction 0.5
     --dataloader-type external / --fim-data / --train-data-exact-num-epochs 1
     --train-doc-idx-path x / --train-sample-idx-path x / --train-shuffle-idx-path x / --return-data-index / --random-ltd

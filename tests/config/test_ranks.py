@@ -32,7 +32,7 @@ def test_a_world_whose_nodes_nobody_names_is_refused_with_the_remedy() -> None:
 
 def test_ranks_that_share_layers_stand_on_one_node_whatever_says_how_many_it_has() -> None:
     ranks = count_ranks(parse_flags("--tensor-model-parallel-size 2".split()), 8, 4)
-    assert (ranks.data, ranks.data_ranks_per_node, ranks.data_in_words) == (4, 2, "4 data-parallel ranks")
+    assert (ranks.data, ranks.data_ranks_per_node, ranks.groups_in_words) == (4, 2, "4 data-parallel ranks")
     words = [
         "--tensor-model-parallel-size 4 does not divide the 6 ranks of a node (--ranks-per-node 6",
         "), and the ranks that share a layer stand on one node; choose 1, 2, 3 or 6, or start a multiple of 4 ranks per node.",
@@ -41,6 +41,44 @@ def test_ranks_that_share_layers_stand_on_one_node_whatever_says_how_many_it_has
         with pytest.raises(FlagError) as found:
             count_ranks(parse_flags(f"--tensor-model-parallel-size 4 {flags}".split()), 12, local)
         assert str(found.value) == source.join(words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "groups", "words"),
+    [
+        ("--context-parallel-size 2", 4, "4 sample groups of 2 ranks"),
+        ("--context-parallel-size 8", 1, "1 sample group of 8 ranks"),
+        ("--context-parallel-size 2 --tensor-model-parallel-size 2", 2, "2 sample groups of 2 data-parallel ranks"),
+    ],
+)
+def test_data_ranks_that_divide_a_sample_are_one_group(flags: str, groups: int, words: str) -> None:
+    ranks = count_ranks(parse_flags(flags.split()), 8, 4)
+    assert (ranks.data, ranks.sample_groups, ranks.groups_in_words) == (8 // ranks.tensor, groups, words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "words"),
+    [
+        ("--context-parallel-size 3", 8, "--context-parallel-size 3 does not divide the 8 ranks of the world; choose 1, 2, 4 or 8."),
+        (
+            "--context-parallel-size 8 --tensor-model-parallel-size 2",
+            8,
+            "--context-parallel-size 8 does not divide the 4 data-parallel ranks of the world (--tensor-model-parallel-size 2 of 8 ranks); "
+            "choose 1, 2 or 4.",
+        ),
+        (
+            "--context-parallel-size 4 --ranks-per-node 6",
+            12,
+            "--context-parallel-size 4 does not fit the 6 ranks of a node, as a node must have whole groups, or a group whole nodes; "
+            "choose 1, 2, 3, 6 or 12.",
+        ),
+        ("--context-parallel-size 2", 1, "--context-parallel-size 2 does not divide the 1 rank of the world; choose 1."),
+    ],
+)
+def test_groups_that_do_not_fit_the_world_are_refused_with_those_that_do(flags: str, world: int, words: str) -> None:
+    with pytest.raises(FlagError) as found:
+        count_ranks(parse_flags(flags.split()), world, min(4, world))
+    assert str(found.value) == words
 
 
 def test_nodes_of_one_rank_and_a_run_without_a_launcher_are_told_to_start_more() -> None:

@@ -2,6 +2,7 @@ import itertools
 import multiprocessing
 import signal
 import subprocess
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -9,15 +10,15 @@ import torch
 
 from megatron_zpp.data.documents import DocumentRules
 from megatron_zpp.data.gpt_dataset import MockDataset
-from megatron_zpp.data.loader import MicroBatch, MicroBatches
+from megatron_zpp.data.loader import WHOLE, MicroBatch, MicroBatches, TokenPart
 from megatron_zpp.data.sampler import MicroBatchSampler
 
 NO_RULES = DocumentRules(eod=0, resets_positions=False, resets_attention=False, masks_loss=False)
 
 
-def first_batches(num_workers: int, count: int, rules: DocumentRules = NO_RULES) -> list[MicroBatch]:
+def first_batches(num_workers: int, count: int, rules: DocumentRules = NO_RULES, part: TokenPart = WHOLE) -> list[MicroBatch]:
     dataset = MockDataset(seed=1, stream=0, seq_length=6, vocab_size=50, sample_count=100)
-    return list(islice(MicroBatches(dataset, MicroBatchSampler(100, 8, 2, 1, 2), num_workers, rules), count))
+    return list(islice(MicroBatches(dataset, MicroBatchSampler(100, 8, 2, 1, 2), num_workers, rules, part=part), count))
 
 
 def test_a_micro_batch_stacks_the_samplers_samples() -> None:
@@ -41,6 +42,40 @@ def test_documents_travel_with_the_tokens_they_are_found_in() -> None:
         assert positions is not None and batch.position_ids.tolist() == positions.tolist()
         assert lengths is not None and batch.document_lengths.tolist() == lengths.tolist()
         assert torch.equal(batch.loss_mask == 0, batch.tokens == 11)
+
+
+@pytest.mark.parametrize("num_workers, ranks", [(0, 3), (1, 2)])
+def test_ranks_that_share_samples_keep_their_tokens_of_what_was_made_for_whole_samples(num_workers: int, ranks: int) -> None:
+    rules = DocumentRules(eod=11, resets_positions=True, resets_attention=True, masks_loss=True)
+    of_ranks = [first_batches(num_workers, 4, rules, TokenPart(rank, ranks)) for rank in range(ranks)]
+    for whole, *parts in zip(first_batches(0, 4, rules), *of_ranks, strict=True):
+        for name in ("tokens", "labels", "loss_mask"):
+            assert torch.equal(torch.cat([getattr(part, name) for part in parts], dim=1), getattr(whole, name))
+            assert all(getattr(part, name).is_contiguous() and getattr(part, name).shape[1] == 6 // ranks for part in parts)
+        assert [part.part for part in parts] == [TokenPart(rank, ranks) for rank in range(ranks)]
+        for part in parts:
+            assert part.first_sample == whole.first_sample and part.mean_counted == float(whole.loss_mask.sum()) / ranks
+            assert torch.equal(part.position_ids, whole.position_ids) and torch.equal(part.document_lengths, whole.document_lengths)
+
+
+def test_the_first_micro_batch_is_checked_whole() -> None:
+    dataset = MockDataset(seed=1, stream=0, seq_length=6, vocab_size=50, sample_count=100)
+    checked: list[MicroBatch] = []
+    batches = MicroBatches(dataset, MicroBatchSampler(100, 8, 2, 1, 2), 0, NO_RULES, checked.append, TokenPart(1, 2))
+    kept = [next(batches), next(batches)]
+    assert [batch.tokens.shape for batch in (*checked, *kept)] == [(2, 6), (2, 3), (2, 3)]
+
+
+def test_a_micro_batch_of_which_no_token_counts_is_divided_by_one_token_of_all_ranks() -> None:
+    (batch,) = first_batches(0, 1)
+    assert replace(batch, loss_mask=torch.zeros(2, 6)).keeping(TokenPart(2, 3)).mean_counted == 1 / 3
+    assert batch.keeping(WHOLE) is batch and batch.mean_counted is None
+
+
+def test_samples_that_ranks_cannot_share_are_refused() -> None:
+    (batch,) = first_batches(0, 1)
+    with pytest.raises(RuntimeError, match="4 ranks cannot share samples of 6 tokens"):
+        batch.keeping(TokenPart(0, 4))
 
 
 def test_waiting_is_counted() -> None:

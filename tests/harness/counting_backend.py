@@ -1,4 +1,4 @@
-"""A backend that writes down the collectives of the tensor link."""
+"""A backend that writes down the collectives of the tensor link and of the context link."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megatron_zpp.comm.backend import Backend, Work
-from megatron_zpp.parallel.topology import ACROSS, Lane
+from megatron_zpp.parallel.topology import ACROSS_LANES, CONTEXT_ACROSS, Lane
 
 
 @dataclass
 class CountingBackend:
     """The collectives of `backend`. pause: called before each of them.
 
-    calls: kind and bytes of every collective of the tensor link, in order. received_bytes: what other ranks have sent to this one in them.
+    calls: kind and bytes of every collective of these links, in order. received_bytes: what other ranks have sent to this one in them.
     """
 
     backend: Backend
     pause: Callable[[], None] = lambda: None
     calls: list[tuple[str, int]] = field(default_factory=list)
     received_bytes: int = 0
+    exchanges: list[int] = field(default_factory=list)  # bytes of those over the context link
 
     def __post_init__(self) -> None:
         self.grid = self.backend.grid
@@ -40,6 +41,9 @@ class CountingBackend:
 
     def _count(self, kind: str, lane: Lane, output: Tensor) -> None:
         self.pause()
-        if lane == ACROSS:
+        if lane in ACROSS_LANES:
+            ranks = self.grid.link_ranks(lane.link)
             self.calls.append((kind, output.nbytes))
-            self.received_bytes += output.nbytes // self.grid.tensor_ranks * (self.grid.tensor_ranks - 1)
+            if lane == CONTEXT_ACROSS:
+                self.exchanges.append(output.nbytes)
+            self.received_bytes += output.nbytes // ranks * (ranks - 1)

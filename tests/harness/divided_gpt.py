@@ -1,4 +1,4 @@
-"""A small GPT whose layers tensor ranks share, trained by the engine on the ranks of a virtual world."""
+"""A small GPT whose layers and samples ranks may share, trained by the engine on the ranks of a virtual world."""
 
 from __future__ import annotations
 
@@ -9,18 +9,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.divided_model import DividedRank, History, Stated, Trained, trained_by
+from harness.divided_model import DividedRank, History, Stated, Trained, bits_of, trained_by
 from harness.small_engine import Job
 from harness.tensor_parts import VOCAB, config_of
 from harness.worlds import run_world
 from megatron_zpp.comm.backend import VirtualBackend
+from megatron_zpp.comm.code import Code, LinkCodes
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.tensor_parallel.context import TensorParallel
+from megatron_zpp.zero.policy import (
+    POLICIES,
+    ZEROPP,
+    with_gradients_summed_on_secondary,
+    with_quantized_gradients,
+    with_quantized_weights,
+    with_secondary_weights,
+    with_weight_differences,
+)
 
 SAMPLES, LENGTH = 8, 12  # of all data ranks in a step
 FIELDS: dict[str, Any] = {"seq_length": LENGTH, "max_position_embeddings": 16, "num_layers": 2}
+HPZ = with_secondary_weights(POLICIES[3])
+CODES = LinkCodes(Code.gaussian(3, rounds=1), Code(8))
+LEAN = with_gradients_summed_on_secondary(with_quantized_gradients(with_weight_differences(HPZ, Code.gaussian(2, rounds=1)), CODES))
+ROWS = {**{f"stage {stage}": policy for stage, policy in POLICIES.items()}, "hpZ": HPZ, "paper": ZEROPP, "lean": LEAN}
+ROWS |= {"qwZ": with_quantized_weights(POLICIES[3], Code(8)), "qgZ": with_quantized_gradients(POLICIES[3], LinkCodes(Code(4), Code(8)))}
+FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_num_layers": 1}
+CLIPS = 0.05  # below the norm of every step here
 
 
 @dataclass
@@ -33,7 +50,7 @@ class GptRank(DividedRank):
 
     def _make_model(self, ladder: Ladder) -> GPT:
         tensor = None if ladder.tensor_link is None else TensorParallel(ladder.tensor_link, self.sequence_parallel)
-        return GPT(config_of(self.gpt, **FIELDS | dict(self.changes)), VOCAB, 7, self.job.dtype, tensor)
+        return GPT(config_of(self.gpt, **FIELDS | dict(self.changes)), VOCAB, 7, self.job.dtype, tensor, ladder.context_link)
 
     def loss(self, step: int, microbatch: int = 0) -> Tensor:
         tokens, labels = self.batch(step, microbatch)
@@ -43,16 +60,20 @@ class GptRank(DividedRank):
     def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
         text = torch.randint(VOCAB, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(1000 + step))
         first = self._first_sample(microbatch)
-        rows = text[first : first + self._samples]
-        return rows[:, :-1], rows[:, 1:]
+        grid = self.backend.grid
+        tokens, labels = (
+            part.chunk(grid.context_ranks, dim=1)[grid.context_rank_of(self.backend.rank)]
+            for part in (text[first : first + self._samples, :-1], text[first : first + self._samples, 1:])
+        )
+        return tokens, labels
 
     @property
     def _samples(self) -> int:
-        return SAMPLES // (self.backend.grid.data_ranks * self.job.microbatches)
+        return SAMPLES // (self.backend.grid.sample_groups * self.job.microbatches)
 
     def _first_sample(self, microbatch: int) -> int:
         grid = self.backend.grid
-        return (microbatch * grid.data_ranks + grid.data_rank_of(self.backend.rank)) * self._samples
+        return (microbatch * grid.sample_groups + grid.sample_group_of(self.backend.rank)) * self._samples
 
 
 def train_gpt(grid: Grid, job: Job, gpt: str, *, sequence_parallel: bool = False, rate: float | None = None, **changes: Any) -> Trained:
@@ -64,3 +85,9 @@ def train_gpt(grid: Grid, job: Job, gpt: str, *, sequence_parallel: bool = False
         return history, rank.stated()
 
     return trained_by(run_world(grid, program))
+
+
+def same_bits(one: Trained, other: Trained) -> bool:
+    """Whether losses, norms and all states of two runs are equal, bit for bit."""
+    states = all(torch.equal(bits_of(values), bits_of(other.state[key])) for key, values in one.state.items())
+    return one.histories == other.histories and states

@@ -22,6 +22,7 @@ POINTS = {
     "after the roll call": "megatron_zpp.training.startup_checks:check_save_is_shared",
     "first step": "megatron_zpp.zero.unit_descent:UnitDescent.descend",
     "tensor sum": "megatron_zpp.comm.tensor_link:TensorLink.summed",
+    "exchange": "megatron_zpp.comm.context_link:ContextLink.exchange",
     "evaluation": "megatron_zpp.training.trainer:evaluate",
     "save": "megatron_zpp.checkpoint.saver:CheckpointSaver._write_share",
     "leaving": "megatron_zpp.parallel.initialize:World.leave",

@@ -22,13 +22,17 @@ LONGEST_SECONDS = 400.0  # with the time to start
 
 @dataclass(frozen=True)
 class Loss:
-    """Which rank of how many is lost, where in the run, and by which signal. tensor_ranks: how many share the layers."""
+    """Which rank of how many is lost, where in the run, and by which signal.
+
+    tensor_ranks, context_ranks: how many share layers, and samples.
+    """
 
     where: str
     how: signal.Signals
     rank: int
     world_size: int = 3
     tensor_ranks: int = 1
+    context_ranks: int = 1
 
     def __str__(self) -> str:
         return f"{self.where}, rank {self.rank} of {self.world_size}, {self.how.name}"
@@ -72,7 +76,8 @@ def ends_after(losses: list[Loss], folder: Path) -> dict[Loss, list[End]]:
 class _Run:
     def __init__(self, loss: Loss, saved: Path, port: int) -> None:
         flags = "--zero-stage 3 --train-iters 4 --eval-iters 1 --eval-interval 2 --save-interval 3 --distributed-timeout-minutes 1"
-        words = [*TINY, *flags.split(), "--tensor-model-parallel-size", loss.tensor_ranks, "--save", saved]
+        shares = ["--tensor-model-parallel-size", loss.tensor_ranks, "--context-parallel-size", loss.context_ranks]
+        words = [*TINY, *flags.split(), *shares, "--save", saved]
         where = {"WHERE": loss.where, "HOW": loss.how.name, "LOST": str(loss.rank)}
         self._loss = loss
         self._started = time.monotonic()

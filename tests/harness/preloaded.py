@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import pkgutil
+from importlib import import_module
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the entry does before it imports torch
 
 import torch
+import torch._dynamo  # takes longest; every optimizer of torch imports it
 
+import megatron_zpp
 import pretrain_zeropp_gpt  # noqa: F401
 
+for module in pkgutil.walk_packages(megatron_zpp.__path__, "megatron_zpp."):
+    import_module(module.name)
 torch.set_num_threads(1)
+gc.freeze()  # what is there are modules: no process that is forked has to look at them again, nor to copy their pages

@@ -35,12 +35,13 @@ def check(loss: Loss, ends: list[End]) -> None:
             assert "Traceback" not in end.errors and len(end.errors.splitlines()) == 1, place
 
 
-def test_ranks_that_are_killed_in_a_step_in_a_tensor_sum_or_while_all_leave_are_named_and_rank_0_as_any_other(tmp_path: Path) -> None:
+def test_ranks_that_are_killed_in_a_step_in_a_sum_or_exchange_or_while_all_leave_are_named_and_rank_0_as_any_other(tmp_path: Path) -> None:
     losses = [
         Loss("first step", signal.SIGKILL, 0, 2),
         Loss("leaving", signal.SIGKILL, 1, 2),
         Loss("after the roll call", signal.SIGKILL, 0),
         Loss("tensor sum", signal.SIGKILL, 1, 2, tensor_ranks=2),
+        Loss("exchange", signal.SIGKILL, 1, 2, context_ranks=2),
     ]
     for loss, ends in ends_after(losses, tmp_path).items():
         check(loss, ends)
@@ -50,6 +51,6 @@ def test_ranks_that_are_killed_in_a_step_in_a_tensor_sum_or_while_all_leave_are_
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
 @pytest.mark.parametrize("where", POINTS)
 def test_a_rank_that_is_lost_anywhere_ends_the_others_in_time_and_is_named(where: str, how: signal.Signals, tmp_path: Path) -> None:
-    sizes = (4, 2) if where == "tensor sum" else (3, 1)
+    sizes = {"tensor sum": (4, 2), "exchange": (4, 1, 2)}.get(where, (3, 1))
     for loss, ends in ends_after([Loss(where, how, 0, *sizes), Loss(where, how, 2, *sizes)], tmp_path).items():
         check(loss, ends)

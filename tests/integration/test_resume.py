@@ -10,7 +10,7 @@ from harness.rank_pool import RankPool
 from harness.tiny_corpus import write_corpus
 from harness.tiny_runs import losses, pretrain
 
-SAVED_AT, END = 5, 9
+SAVED_AT, END = 4, 7
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import pytest
 from harness.rank_pool import RankPool
 from harness.tiny_runs import losses, pretrain, validation_losses
 
-STEPS = 8
+STEPS = 4
 HPZ = "--zero-hpz-partition-size 2"
 ALL = f"--zero-quantized-weights {HPZ} --zero-quantized-gradients"
 BY_CHANCE = "--zero-quantized-gradients-rotation hadamard --zero-quantized-gradients-rounding stochastic"
-BUSY = f"--zero-stage 3 --train-iters {STEPS} --global-batch-size 12 --eval-interval 4 --eval-iters 1 --checkpoint-activations"
+BUSY = f"--zero-stage 3 --train-iters {STEPS} --global-batch-size 12 --eval-interval 2 --eval-iters 1 --checkpoint-activations"
 
 
 # More worlds, rows and dtypes: tests/zero/test_secondary_weights.py.
@@ -20,7 +20,7 @@ BUSY = f"--zero-stage 3 --train-iters {STEPS} --global-batch-size 12 --eval-inte
     ("precision", "others"),
     [
         ("--bf16", f"--zero-quantized-weights --zero-quantized-gradients {BY_CHANCE}"),
-        ("--fp16 --initial-loss-scale 1048576 --hysteresis 1", ""),
+        ("--fp16 --initial-loss-scale 262144 --hysteresis 1", ""),
     ],
     ids=["bf16, qwZ+qgZ", "fp16, plain"],
 )
@@ -29,25 +29,26 @@ def test_a_secondary_copy_changes_no_bit_of_the_loss(ranks: RankPool, tmp_path: 
     kept = pretrain(ranks, 2, 2, f"{BUSY} {precision} {others} {HPZ}", tmp_path / "with.jsonl")
     assert len(losses(kept)) == STEPS
     assert losses(kept) == losses(without)
-    assert validation_losses(kept) == validation_losses(without) and len(validation_losses(kept)) == STEPS // 4
+    assert validation_losses(kept) == validation_losses(without) and len(validation_losses(kept)) == STEPS // 2
     if "fp16" in precision:
-        assert any(record.get("skipped_iterations") for record in kept)
+        skipped = [record["skipped_iterations"] for record in kept if "lm_loss" in record]
+        assert 0 < sum(map(bool, skipped)) < STEPS
 
 
 def test_a_resumed_run_of_all_three_has_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
-    flags = f"--zero-stage 3 --bf16 --train-iters 8 --global-batch-size 8 {ALL} {BY_CHANCE} --zero-full-precision-iters 2"
+    flags = f"--zero-stage 3 --bf16 --train-iters 6 --global-batch-size 8 {ALL} {BY_CHANCE} --zero-full-precision-iters 2"
     whole = pretrain(ranks, 2, 2, flags, tmp_path / "whole.jsonl")
     checkpoints = f"--save {tmp_path / 'saved'} --load {tmp_path / 'saved'}"
-    pretrain(ranks, 2, 2, f"{flags} {checkpoints} --exit-interval 5", tmp_path / "parts.jsonl")
+    pretrain(ranks, 2, 2, f"{flags} {checkpoints} --exit-interval 4", tmp_path / "parts.jsonl")
     parts = pretrain(ranks, 2, 2, f"{flags} {checkpoints}", tmp_path / "parts.jsonl")
     assert losses(parts) == losses(whole)
 
 
 def test_the_first_iterations_in_full_precision_are_those_of_plain_zero(ranks: RankPool, tmp_path: Path) -> None:
-    flags = "--zero-stage 3 --bf16 --train-iters 6 --global-batch-size 8"
+    flags = "--zero-stage 3 --bf16 --train-iters 4 --global-batch-size 8"
     plain = losses(pretrain(ranks, 2, 2, flags, tmp_path / "plain.jsonl"))
-    late = losses(pretrain(ranks, 2, 2, f"{flags} {ALL} --zero-full-precision-iters 3", tmp_path / "late.jsonl"))
-    assert late[:3] == plain[:3] and all(one != other for one, other in zip(late[3:], plain[3:], strict=True))
+    late = losses(pretrain(ranks, 2, 2, f"{flags} {ALL} --zero-full-precision-iters 2", tmp_path / "late.jsonl"))
+    assert late[:2] == plain[:2] and all(one != other for one, other in zip(late[2:], plain[2:], strict=True))
 
 
 def test_quantized_stages_have_the_same_bits_with_one_microbatch(ranks: RankPool, tmp_path: Path) -> None:
@@ -58,20 +59,23 @@ def test_quantized_stages_have_the_same_bits_with_one_microbatch(ranks: RankPool
     assert found[0] == found[1] == found[2] == found[3]
 
 
-LEAN = f"--zeropp lean --quantization-block-size 256 --bf16 --train-iters {STEPS}"
+LEAN = "--zeropp lean --quantization-block-size 256 --bf16"
 
 
 def test_a_resumed_lean_run_has_the_same_bits_also_after_an_asynchronous_save(ranks: RankPool, tmp_path: Path) -> None:
-    flags = f"{LEAN} --global-batch-size 8 --zero-full-precision-iters 2 --eval-interval 3 --eval-iters 1"
+    flags = f"{LEAN} --train-iters 6 --global-batch-size 8 --zero-full-precision-iters 2 --eval-interval 3 --eval-iters 1"
     whole = pretrain(ranks, 2, 2, flags, tmp_path / "whole.jsonl")
     checkpoints = f"--save {tmp_path / 'saved'} --load {tmp_path / 'saved'} --async-save"
-    pretrain(ranks, 2, 2, f"{flags} {checkpoints} --exit-interval 5", tmp_path / "parts.jsonl")
+    pretrain(ranks, 2, 2, f"{flags} {checkpoints} --exit-interval 4", tmp_path / "parts.jsonl")
     parts = pretrain(ranks, 2, 2, f"{flags} {checkpoints}", tmp_path / "parts.jsonl")
-    assert losses(parts) == losses(whole) and len(losses(whole)) == STEPS
+    assert losses(parts) == losses(whole) and len(losses(whole)) == 6
     assert validation_losses(parts) == validation_losses(whole)
 
 
 def test_lean_has_the_same_bits_in_stages_1_to_3_with_one_microbatch(ranks: RankPool, tmp_path: Path) -> None:
-    found = [losses(pretrain(ranks, 2, 2, f"{LEAN} --zero-stage {stage}", tmp_path / f"{stage}.jsonl")) for stage in (1, 2, 3)]
+    found = [
+        losses(pretrain(ranks, 2, 2, f"{LEAN} --train-iters {STEPS} --zero-stage {stage}", tmp_path / f"{stage}.jsonl"))
+        for stage in (1, 2, 3)
+    ]
     assert len(found[0]) == STEPS
     assert found[0] == found[1] == found[2]

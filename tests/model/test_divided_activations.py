@@ -1,4 +1,4 @@
-"""Compares the estimate of one tensor rank's activations with what autograd keeps on such a rank, and with what exists at once."""
+"""Compares the estimate of activations with what autograd keeps on a rank that shares layers or samples, and with what exists at once."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from harness.context_ranks import run_context_ranks
 from harness.live_bytes import LiveBytes
 from harness.small_gpt import LLAMA, small_config
 from harness.tensor_ranks import run_tensor_ranks
 from torch import Tensor
 
+from megatron_zpp.comm.context_link import ContextLink
 from megatron_zpp.comm.tensor_link import TensorLink
-from megatron_zpp.model.activations import AttentionNeed, activation_bytes, tensor_buffer_bytes
+from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.model.activations import AttentionNeed, activation_bytes, context_buffer_bytes, tensor_buffer_bytes
+from megatron_zpp.model.context_traffic import DividedSamples
 from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.tensor_parallel.context import TensorParallel
+from megatron_zpp.tensor_parallel.head_exchange import HeadExchange
 from megatron_zpp.tensor_parallel.layers import ColumnLinear
 
 pytestmark = pytest.mark.virtual
@@ -37,22 +42,27 @@ def kept_bytes(dtype: torch.dtype, ranks: int, *, sequence_parallel: bool, **cha
     """Bytes of the storages that autograd holds after a forward on the last rank, without weights."""
     tokens = torch.randint(VOCAB, (SAMPLES, SHAPE["seq_length"]), generator=torch.Generator().manual_seed(3))
 
-    def on_rank(link: TensorLink) -> int:
-        model = materialize(GPT(small_config(**(SHAPE | changes)), VOCAB, 7, dtype, TensorParallel(link, sequence_parallel)))
-        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        kept: dict[int, Tensor] = {}
+    config = small_config(**(SHAPE | changes))
+    return run_tensor_ranks(ranks, lambda link: _kept(config, dtype, tokens, TensorParallel(link, sequence_parallel)))[-1]
 
-        def keep(tensor: Tensor) -> Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-            return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = model(tokens, tokens, first_sample=0)
-        total = sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in weights)
-        loss.sum().backward()
-        return total
+def _kept(
+    config: ModelConfig, dtype: torch.dtype, tokens: Tensor, tensor: TensorParallel | None, context: ContextLink | None = None
+) -> int:
+    """Bytes of the storages that autograd holds after a forward, without weights."""
+    model = materialize(GPT(config, VOCAB, 7, dtype, tensor, context))
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}
 
-    return run_tensor_ranks(ranks, on_rank)[-1]
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(tokens, tokens, first_sample=0)
+    total = sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in weights)
+    loss.sum().backward()
+    return total
 
 
 @token_orders
@@ -110,6 +120,54 @@ def test_beside_what_one_rank_has_backward_of_a_layer_holds_the_estimate_of_what
     gradient = 0 if sequence_parallel else hidden_bytes  # without sequence parallelism it is one of a block's, as on one rank
     for peak in run_tensor_ranks(ranks, on_rank):
         assert peak == pytest.approx(estimated + gradient, rel=0.01)
+
+
+# ---- ranks that divide samples
+
+
+def kept_of_divided(dtype: torch.dtype, ranks: int, **changes: Any) -> int:
+    """The same as `kept_bytes` on the last of `ranks` ranks that divide the tokens of each sample; with one rank, it has them whole."""
+    tokens = torch.randint(VOCAB, (SAMPLES, SHAPE["seq_length"] // ranks), generator=torch.Generator().manual_seed(3))
+    return run_context_ranks(ranks, lambda link: _kept(small_config(**(SHAPE | changes)), dtype, tokens, None, link))[-1]
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "dtype"),
+    [("GPT-2", 2, torch.float32), ("Llama 3", 4, torch.bfloat16), ("Qwen3", 2, torch.bfloat16), ("Llama 3", 2, torch.float32)],
+)
+def test_the_estimate_holds_what_autograd_keeps_on_a_rank_that_has_a_part_of_each_sample(
+    model: str, ranks: int, dtype: torch.dtype
+) -> None:
+    changes, need = MODELS[model], AttentionNeed(keeps_scores=False)
+    config = small_config(**(SHAPE | changes))
+    estimated = activation_bytes(config, VOCAB, SAMPLES, dtype.itemsize, attention=need, context_ranks=ranks)
+    assert 0.95 * kept_of_divided(dtype, ranks, **changes) <= estimated <= 4 / 3 * kept_of_divided(dtype, ranks, **changes)
+
+
+@pytest.mark.parametrize("kind", [{}, {"recompute_granularity": "full", "recompute_num_layers": 1}], ids=["kept", "recomputed"])
+def test_what_a_block_keeps_falls_with_the_ranks_that_divide_samples(kind: dict[str, Any]) -> None:
+    of_block = {
+        ranks: kept_of_divided(torch.float32, ranks, num_layers=3, **kind) - kept_of_divided(torch.float32, ranks, num_layers=2, **kind)
+        for ranks in (2, 4)
+    }
+    assert of_block[2] == 2 * of_block[4] > 0
+
+
+@pytest.mark.parametrize(("ranks", "groups"), [(2, 4), (4, 4), (4, 2)])
+def test_an_exchange_holds_the_parts_that_a_rank_sends_and_those_that_it_gets(ranks: int, groups: int) -> None:
+    config = small_config(**(SHAPE | {"num_query_groups": groups}))
+    divided = DividedSamples(config, ranks)
+
+    def on_rank(link: ContextLink) -> int:
+        exchange = HeadExchange(link, groups, config.num_attention_heads // groups, config.kv_channels)
+        own = torch.zeros(SAMPLES, divided.own.seq_length, config.qkv_width)
+        with LiveBytes() as live:
+            exchange.all_tokens(own)
+        return live.peak
+
+    estimated = context_buffer_bytes(divided, SAMPLES, 4)
+    for peak in run_context_ranks(ranks, on_rank):
+        assert peak <= estimated * 1.5 and peak >= estimated
 
 
 def test_one_rank_has_no_buffers_for_a_link() -> None:

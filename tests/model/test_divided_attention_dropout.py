@@ -1,4 +1,4 @@
-"""Attention dropout on tensor ranks. It draws from the generator of a process, so the ranks here are processes."""
+"""Attention dropout on ranks that share layers or samples. It draws from the generator of a process, so the ranks here are processes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from megatron_zpp.parallel.groups import make_lane_groups
 from megatron_zpp.tensor_parallel.context import TensorParallel
 
 CPU = torch.device("cpu")
+TENSOR, CONTEXT = Grid.of_nodes(1, 2, 2), Grid.of_nodes(1, 2, 1, 2)
 CHANGES: list[dict[str, Any]] = [
     {},
     {"recompute_granularity": "selective"},
@@ -29,30 +30,32 @@ CHANGES: list[dict[str, Any]] = [
 ]
 
 
-def gradients_of_each_recomputation(sequence_parallel: bool) -> list[dict[str, Tensor]]:
+def gradients_of_each_recomputation(grid: Grid, sequence_parallel: bool) -> list[dict[str, Tensor]]:
     dist.init_process_group("gloo")
     try:
-        grid = Grid.of_nodes(1, 2, 2)
         backend = TorchBackend(grid, dist.get_rank(), make_lane_groups(grid, dist.get_rank(), timedelta(seconds=60), CPU))
-        link = Ladder(backend, ThreadLanes(), Ledger(grid, backend.rank), CPU).tensor_link
-        assert link is not None
-        return [gradients(TensorParallel(link, sequence_parallel), **changes) for changes in CHANGES]
+        ladder = Ladder(backend, ThreadLanes(), Ledger(grid, backend.rank), CPU)
+        return [gradients(ladder, sequence_parallel, **changes) for changes in CHANGES]
     finally:
         dist.destroy_process_group()
 
 
-def gradients(tensor: TensorParallel, **changes: Any) -> dict[str, Tensor]:
-    gpt = materialize(GPT(config_of("GPT-2", attention_dropout=0.3, hidden_dropout=0.2, **changes), VOCAB, 7, torch.float32, tensor))
+def gradients(ladder: Ladder, sequence_parallel: bool, **changes: Any) -> dict[str, Tensor]:
+    tensor = None if ladder.tensor_link is None else TensorParallel(ladder.tensor_link, sequence_parallel)
+    config = config_of("GPT-2", attention_dropout=0.3, hidden_dropout=0.2, **changes)
+    gpt = materialize(GPT(config, VOCAB, 7, torch.float32, tensor, ladder.context_link))
     text = torch.randint(VOCAB, (3, 13), generator=torch.Generator().manual_seed(2))
-    torch.rand(tensor.link.rank)  # generators of ranks are in different states
-    loss = gpt(text[:, :-1], text[:, 1:], first_sample=4).mean()
+    context_ranks, context_rank = ladder.grid.context_ranks, ladder.grid.context_rank_of(ladder.backend.rank)
+    tokens, labels = (values.chunk(context_ranks, dim=1)[context_rank] for values in (text[:, :-1], text[:, 1:]))
+    torch.rand(ladder.backend.rank)  # generators of ranks are in different states
+    loss = gpt(tokens, labels, first_sample=4).mean()
     loss.backward()
     return {"loss": loss.detach()} | {name: parameter.grad for name, parameter in gpt.named_parameters() if parameter.grad is not None}
 
 
 def test_a_recomputation_drops_what_forward_dropped(ranks: RankPool) -> None:
-    for sequence_parallel in (False, True):
-        for kept, *recomputed in ranks.run(1, 2, gradients_of_each_recomputation, sequence_parallel):
+    for grid, sequence_parallel in ((TENSOR, False), (TENSOR, True), (CONTEXT, False)):
+        for kept, *recomputed in ranks.run(1, 2, gradients_of_each_recomputation, grid, sequence_parallel):
             for again in recomputed:
                 assert set(again) == set(kept)
                 assert all(torch.equal(again[name], kept[name]) for name in kept)

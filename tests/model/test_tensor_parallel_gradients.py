@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness.tensor_parts import MODELS, VOCAB, check_gradients, config_of, part_of
+from harness.same_gpt import divided_gpt, whole_gpt
+from harness.tensor_parts import MODELS, VOCAB, check_gradients, config_of
 from harness.tensor_ranks import run_tensor_ranks
 from torch import Tensor
 
 from megatron_zpp.comm.tensor_link import TensorLink
-from megatron_zpp.model.gpt import GPT, materialize
+from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tensor_parallel.context import TensorParallel
 
 pytestmark = pytest.mark.virtual
@@ -30,7 +31,7 @@ Inputs = dict[str, Tensor]
 def inputs(samples: int, packing: str) -> Inputs:
     """Tokens and labels; with documents, or position ids that count from 0 in each document."""
     text = torch.randint(VOCAB, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(2))
-    batch = {"tokens_BS": text[:, :-1], "labels_BS": text[:, 1:]}
+    batch = {"tokens_BQ": text[:, :-1], "labels_BQ": text[:, 1:]}
     lengths = [5, 7, 12, 1, 2, 9][: 2 if samples == 1 else 6]
     if "documents" in packing:
         batch["document_lengths_R"] = torch.tensor(lengths)
@@ -52,27 +53,6 @@ def trained(gpt: GPT, batch: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
     loss_BS = gpt(**batch, first_sample=FIRST_SAMPLE)
     (loss_BS * torch.linspace(0.5, 1.5, loss_BS.numel()).view(loss_BS.shape)).mean().backward()
     return loss_BS.detach(), {name: parameter.grad for name, parameter in gpt.named_parameters() if parameter.grad is not None}
-
-
-def whole_gpt(model: str, **changes: Any) -> GPT:
-    """Biases and gains away from 0 and 1, and weights large enough for every gradient to matter."""
-    gpt = materialize(GPT(config_of(model, **changes), VOCAB, 7, torch.float32))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in gpt.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
-    return gpt
-
-
-def divided_gpt(model: str, whole: GPT, tensor: TensorParallel, **changes: Any) -> GPT:
-    """The same model, divided."""
-    config, link = config_of(model, **changes), tensor.link
-    weights = dict(whole.named_parameters())
-    gpt = materialize(GPT(config, VOCAB, 7, weights["final.norm.weight"].dtype, tensor))
-    with torch.no_grad():
-        for name, parameter in gpt.named_parameters():
-            parameter.copy_(part_of(name, weights[name], config, link.ranks, link.rank))
-    return gpt
 
 
 def compare(model: str, ranks: int, batch: Inputs, *, sequence_parallel: bool, **changes: Any) -> None:
@@ -123,7 +103,7 @@ def test_every_gradient_is_the_whole_models_with_documents_dropout_recomputation
 
 @both_token_orders
 def test_without_labels_every_rank_has_the_whole_models_logits(sequence_parallel: bool) -> None:
-    whole, batch = whole_gpt("Llama 3"), inputs(SAMPLES, "") | {"labels_BS": None}
+    whole, batch = whole_gpt("Llama 3"), inputs(SAMPLES, "") | {"labels_BQ": None}
     expected = whole(**batch, first_sample=0)
 
     def on_rank(link: TensorLink) -> Tensor:

@@ -11,7 +11,7 @@ from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.model.tensor_traffic import LOSS_BYTES, TensorTraffic, tensor_traffic
-from megatron_zpp.parallel.tensor_work import TensorWork
+from megatron_zpp.parallel.link_work import LinkWork
 
 LAYERS, HIDDEN, LENGTH, SAMPLES, ELEMENT_BYTES = 6, 64, 32, 2, 2
 TOKENS = SAMPLES * LENGTH
@@ -34,7 +34,7 @@ def part_of_hidden(ranks: int) -> int:
 
 def test_one_tensor_rank_receives_nothing() -> None:
     found = traffic(1, "--recompute-granularity full --recompute-method uniform")
-    assert found.training == found.evaluation == TensorWork()
+    assert found.training == found.evaluation == LinkWork()
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -45,7 +45,7 @@ def test_without_recomputation_a_micro_batch_takes_8_sums_per_block_and_4_more_o
         assert found.training.nbytes == (per_block * LAYERS + 4) * part_of_hidden(ranks) + loss
         assert found.training.collectives == per_block * LAYERS + 4 + 1
         assert found.evaluation.nbytes == (4 * LAYERS + 2) * part_of_hidden(ranks) + loss
-        assert found.recomputed == TensorWork()
+        assert found.recomputed == LinkWork()
 
 
 @pytest.mark.parametrize(
@@ -61,16 +61,16 @@ def test_recomputation_repeats_a_blocks_forward_but_not_the_last_sum_of_a_chunk(
     for sequence_parallel, last_sum in ((False, 2), (True, 1)):
         found = traffic(4, flags, sequence_parallel=sequence_parallel).recomputed
         repeated = 4 * repeated_blocks - last_sum * chunks
-        assert found == TensorWork(repeated * part_of_hidden(4), collectives=repeated)
+        assert found == LinkWork(repeated * part_of_hidden(4), collectives=repeated)
 
 
 @pytest.mark.parametrize(("recomputed", "chunks"), [("uniform --recompute-num-layers 4", 2), ("block --recompute-num-layers 3", 3)])
 def test_divided_inputs_are_gathered_once_per_chunk_and_own_tokens_never(recomputed: str, chunks: int) -> None:
     flags = f"--recompute-granularity full --recompute-method {recomputed}"
     plain, divided = traffic(4, flags), traffic(4, f"{flags} --partition-activations")
-    assert divided.inputs == TensorWork(chunks * part_of_hidden(4), collectives=chunks)
+    assert divided.inputs == LinkWork(chunks * part_of_hidden(4), collectives=chunks)
     assert divided.training == plain.training + divided.inputs and divided.evaluation == plain.evaluation
-    assert traffic(4, f"{flags} --partition-activations", sequence_parallel=True).inputs == TensorWork() == plain.inputs
+    assert traffic(4, f"{flags} --partition-activations", sequence_parallel=True).inputs == LinkWork() == plain.inputs
 
 
 def test_the_loss_in_chunks_takes_as_many_bytes_in_more_gathers() -> None:

@@ -10,7 +10,7 @@ from harness.small_gpt import small_config
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.model.tensor_traffic import tensor_traffic
 from megatron_zpp.model.tensor_work import tensor_work
-from megatron_zpp.parallel.tensor_work import NO_TENSOR_WORK, TensorWork, TensorWorkOfUses
+from megatron_zpp.parallel.link_work import NO_LINK_WORK, LinkWork, LinkWorkOfUses
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 CHUNKS: list[dict[str, Any]] = [
@@ -26,7 +26,7 @@ def shape(ranks: int, sequence_parallel: bool, **changes: Any) -> ModelShape:
     return ModelShape(config, 256, ranks, 0, sequence_parallel)
 
 
-def work(ranks: int, sequence_parallel: bool, **changes: Any) -> TensorWorkOfUses:
+def work(ranks: int, sequence_parallel: bool, **changes: Any) -> LinkWorkOfUses:
     return tensor_work(shape(ranks, sequence_parallel, **changes), samples=3, element_bytes=2)
 
 
@@ -39,12 +39,12 @@ def test_the_uses_add_up_to_the_closed_form(ranks: int, dropout: float, recomput
     traffic = tensor_traffic(shape(ranks, sequence_parallel, **changes), microbatches=1, samples=3, element_bytes=2)
     uses = work(ranks, sequence_parallel, **changes)
     assert (uses.nbytes, uses.collectives) == (traffic.training.nbytes, traffic.training.collectives)
-    forward = sum(uses.forward, TensorWork())
+    forward = sum(uses.forward, LinkWork())
     assert (forward.nbytes, forward.collectives) == (traffic.evaluation.nbytes, traffic.evaluation.collectives)
 
 
 def test_one_rank_alone_exchanges_nothing() -> None:
-    assert work(1, False) == NO_TENSOR_WORK and NO_TENSOR_WORK.nbytes == 0
+    assert work(1, False) == NO_LINK_WORK and NO_LINK_WORK.nbytes == 0
 
 
 def test_forward_waits_for_everything_and_sequence_parallelism_hides_more_of_backward() -> None:

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness.device_code import ptx
 from harness.emulation import emulated_kernels
-from harness.places import HARNESS, IMPORT_FROM
+from harness.kernel_programs import compared
 
 from megatron_zpp.ops.build import SOURCES, Build
 
 RESULTS_PER_SIZE = 960 + 174  # without options and with them
 MEANS = 3 * 8 * 4 * 3  # dtypes x lengths x numbers of members x kinds of results
-
-
-def _run(program: str, *arguments: str, **environment: str) -> int:
-    """The output of a program that loads the kernels in a process of its own."""
-    command = [sys.executable, str(HARNESS / program), *arguments]
-    variables = {"PYTHONPATH": os.pathsep.join(map(str, IMPORT_FROM)), "PATH": "", "OMP_NUM_THREADS": "1", **environment}
-    finished = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
-    return int(finished.stdout)
 
 
 # A size for each number of threads that share a block: 4 or 8, 8, 32, 256, 512, and (long) 512 that hold half of it at a time.
@@ -37,47 +27,44 @@ def _run(program: str, *arguments: str, **environment: str) -> int:
     ],
 )
 def test_emulated_kernels_bit_equal_the_reference(sizes: list[str]) -> None:
-    assert _run("kernel_bits.py", str(emulated_kernels()), *sizes) == RESULTS_PER_SIZE * len(sizes)
+    assert compared("kernel_bits.py", emulated_kernels(), *sizes) == RESULTS_PER_SIZE * len(sizes)
 
 
 def test_a_grid_smaller_than_the_work_goes_round_to_the_same_bits() -> None:
-    assert _run("kernel_bits.py", str(emulated_kernels()), "32:200", EMULATED_GRID_LIMIT="2") == RESULTS_PER_SIZE
+    assert compared("kernel_bits.py", emulated_kernels(), "32:200", EMULATED_GRID_LIMIT="2") == RESULTS_PER_SIZE
 
 
 def test_emulated_kernels_touch_nothing_beside_their_rows_which_may_start_anywhere() -> None:
-    assert _run("guarded_rows.py", str(emulated_kernels())) > 500
+    assert compared("guarded_rows.py", emulated_kernels()) > 500
 
 
 @pytest.mark.parametrize("library", [emulated_kernels, Build().make, Build(portable=True).make], ids=["cuda", "native", "portable"])
-def test_any_scale_and_any_mean_give_the_reference_s_bits_nan_included(library: object) -> None:
-    assert _run("odd_payloads.py", str(library())) == 110
+def test_any_scale_and_any_mean_give_the_reference_s_bits_nan_included(library: Callable[[], Path]) -> None:
+    assert compared("odd_payloads.py", library()) == 110
 
 
 @pytest.mark.parametrize("library", [emulated_kernels, Build().make, Build(portable=True).make], ids=["cuda", "native", "portable"])
-def test_dropout_has_the_reference_s_bits_at_any_size_and_index_and_touches_nothing_beside_its_values(library: object) -> None:
-    assert _run("dropout_bits.py", str(library())) == 240
+def test_dropout_has_the_reference_s_bits_at_any_size_and_index_and_touches_nothing_beside_its_values(library: Callable[[], Path]) -> None:
+    assert compared("dropout_bits.py", library()) == 240
 
 
 def test_dropout_on_a_grid_smaller_than_the_work_goes_round_to_the_same_bits() -> None:
-    assert _run("dropout_bits.py", str(emulated_kernels()), EMULATED_GRID_LIMIT="2") == 240
+    assert compared("dropout_bits.py", emulated_kernels(), EMULATED_GRID_LIMIT="2") == 240
 
 
 @pytest.mark.parametrize("library", [emulated_kernels, Build().make, Build(portable=True).make], ids=["cuda", "native", "portable"])
-def test_means_have_the_reference_s_bits_at_any_size_and_place_and_touch_nothing_beside_their_rows(library: object) -> None:
-    assert _run("mean_bits.py", str(library())) == MEANS
+def test_means_have_the_reference_s_bits_at_any_size_and_place_and_touch_nothing_beside_their_rows(library: Callable[[], Path]) -> None:
+    assert compared("mean_bits.py", library()) == MEANS
 
 
 def test_means_on_a_grid_smaller_than_the_work_go_round_to_the_same_bits() -> None:
-    assert _run("mean_bits.py", str(emulated_kernels()), EMULATED_GRID_LIMIT="2") == MEANS
+    assert compared("mean_bits.py", emulated_kernels(), EMULATED_GRID_LIMIT="2") == MEANS
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
 @pytest.mark.parametrize("source", sorted(str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.cu")))
-def test_device_code_neither_contracts_nor_flushes_nor_approximates(source: str, tmp_path: Path) -> None:
-    options = (SOURCES / "nvcc_options.txt").read_text().split()
-    ptx = tmp_path / "kernels.ptx"
-    subprocess.run(["nvcc", *options, "-arch=sm_80", "-ptx", str(SOURCES / source), "-o", str(ptx)], check=True)
-    text = ptx.read_text()
+def test_device_code_neither_contracts_nor_flushes_nor_approximates(source: str) -> None:
+    text = ptx(source)
     assert re.findall(r"\b(?:fma|mad)\.[a-z.]*f32|\.ftz|\.approx|\.full", text) == []
     assert set(re.findall(r"\bdiv\.[a-z.0-9]*f32", text)) <= {"div.rn.f32"}
     assert re.findall(r"\b(?:ld|st)\.local|\bred\.|\batom\.", text) == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops.dropout import dropout, mask_start
+from megatron_zpp.ops.dropout import Gaps, dropout, mask_start
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 START = (123, 2**32 - 1000)  # of a mask whose indices pass 2^32
@@ -54,6 +54,20 @@ def test_a_part_of_the_values_has_its_part_of_the_mask() -> None:
         assert torch.equal(kept((9, 5), 0.3, mask_start(key, first + sample * 45)), whole[sample])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rest", [0, 1, 10, 14])
+def test_with_gaps_values_have_the_mask_of_every_other_run(rest: int, dtype: torch.dtype) -> None:
+    """Runs of 15 elements in samples of 45, from element `rest` of the second run on: unaligned, and across 2^32."""
+    values = torch.randn(70, generator=torch.Generator().manual_seed(1)).to(dtype)
+    key, first = START
+    start = mask_start(key, first + 15 + rest, Gaps(15 - rest, 15, 30))
+    whole = dropout(torch.ones(9, 3, 15), mask_start(key, first), 0.4) != 0
+    dropped = dropout(values.requires_grad_(), start, 0.4)
+    assert torch.equal(dropped != 0, whole[:, 1].flatten()[rest:][:70])
+    dropped.backward(torch.ones(70, dtype=dtype))
+    assert torch.equal(values.grad, dropout(torch.ones(70, dtype=dtype), start, 0.4))
+
+
 def test_autograd_keeps_no_tensor() -> None:
     saved: list[Tensor] = []
     values = torch.randn(8, 8, requires_grad=True)
@@ -65,7 +79,8 @@ def test_autograd_keeps_no_tensor() -> None:
 def test_the_op_passes_opcheck() -> None:
     """Its schema, its shapes without values, and its gradient as torch.compile traces it."""
     values = torch.randn(3, 16, requires_grad=True)
-    torch.library.opcheck(torch.ops.megatron_zpp.dropout.default, (values, mask_start(*START), 0.5))
+    for start in (mask_start(*START), mask_start(*START, Gaps(3, 20, 20))):
+        torch.library.opcheck(torch.ops.megatron_zpp.dropout.default, (values, start, 0.5))
 
 
 def test_dropout_reads_no_generator() -> None:

@@ -6,7 +6,6 @@ import ctypes
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +14,8 @@ import torch
 from harness.emulation import emulated_kernels
 from harness.gaussian_bits import BLOCK, KEYS, check_all, encoded, kinds
 from harness.gaussian_bits import decoded as decoded_rows
+from harness.kernel_programs import compared
 from harness.per_block import equal_bits
-from harness.places import HARNESS, IMPORT_FROM
 from torch import Tensor
 from torch.utils.cpp_extension import include_paths
 
@@ -28,15 +27,6 @@ RESULTS_PER_SIZE = 674
 ROWS_PER_SIZE = 112
 
 
-def _run(library: Path, *sizes: str, **environment: str) -> int:
-    """How many results of the library equal the reference's, in a process of its own."""
-    command = [sys.executable, str(HARNESS / "gaussian_bits.py"), str(library), *sizes]
-    variables = {"PYTHONPATH": os.pathsep.join(map(str, IMPORT_FROM)), "PATH": "", "OMP_NUM_THREADS": "1", **environment}
-    finished = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
-    return int(finished.stdout)
-
-
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("blocks", [1, 19])
 def test_kernels_bit_equal_the_reference_and_touch_nothing_beside_their_rows(blocks: int) -> None:
@@ -44,15 +34,15 @@ def test_kernels_bit_equal_the_reference_and_touch_nothing_beside_their_rows(blo
 
 
 def test_portable_kernels_bit_equal_the_reference_too() -> None:
-    assert _run(Build(portable=True).make(), "3") == RESULTS_PER_SIZE
+    assert compared("gaussian_bits.py", Build(portable=True).make(), "3") == RESULTS_PER_SIZE
 
 
 def test_emulated_cuda_kernels_bit_equal_the_reference() -> None:
-    assert _run(emulated_kernels(), "5") == RESULTS_PER_SIZE
+    assert compared("gaussian_bits.py", emulated_kernels(), "5") == RESULTS_PER_SIZE
 
 
 def test_emulated_cuda_kernels_on_a_grid_smaller_than_the_work_go_round_to_the_same_bits() -> None:
-    assert _run(emulated_kernels(), "rows:33", EMULATED_GRID_LIMIT="1") == ROWS_PER_SIZE
+    assert compared("gaussian_bits.py", emulated_kernels(), "rows:33", EMULATED_GRID_LIMIT="1") == ROWS_PER_SIZE
 
 
 ONE_BLOCK = f"""

@@ -1,16 +1,13 @@
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 from harness.kernel_bits import BITS, DTYPES, UNTOUCHED, check_all, check_options, decoded, encoded
+from harness.kernel_programs import compared
 from harness.per_block import equal_bits
-from harness.places import HARNESS, IMPORT_FROM
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -53,14 +50,7 @@ def test_kernels_bit_equal_the_reference_on_rotated_values_and_in_stochastic_rou
 
 
 def test_portable_kernels_bit_equal_the_reference_too() -> None:
-    library = Build(portable=True).make()
-    program = HARNESS / "kernel_bits.py"
-    environment = {"PYTHONPATH": os.pathsep.join(map(str, IMPORT_FROM)), "PATH": "", "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(
-        [sys.executable, str(program), str(library), "32:37", "256:19"], env=environment, capture_output=True, text=True, check=False
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert int(finished.stdout) > 500
+    assert compared("kernel_bits.py", Build(portable=True).make(), "32:37", "256:19") > 500
 
 
 @pytest.mark.usefixtures("kernels")

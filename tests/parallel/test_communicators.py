@@ -6,12 +6,19 @@ import pytest
 
 from megatron_zpp.parallel.communicators import MEBIBYTE, Communicator, communicators, lane_ctas
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.topology import ACROSS, LANES
+from megatron_zpp.parallel.topology import CONTEXT_ACROSS, LANES, TENSOR_ACROSS
 
 A100_PROCESSORS = 108  # the fewest of a GPU of its kind
 
 
-GRIDS = [Grid.of_nodes(2, 4), Grid.of_nodes(2, 8, 2), Grid.of_nodes(2, 8, 8), Grid.of_nodes(1, 8, 4)]
+GRIDS = [
+    Grid.of_nodes(2, 4),
+    Grid.of_nodes(2, 8, 2),
+    Grid.of_nodes(2, 8, 8),
+    Grid.of_nodes(1, 8, 4),
+    Grid.of_nodes(2, 8, 1, 4),
+    Grid.of_nodes(2, 8, 2, 4),
+]
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -26,7 +33,7 @@ def test_limits_are_powers_of_two_because_nccl_rounds_the_channels_of_an_exchang
 
 def test_computation_waits_most_for_the_tensor_link_so_it_has_the_ctas_that_climbs_have_without_one() -> None:
     ladder, grid = Grid.of_nodes(2, 8), Grid.of_nodes(2, 8, 2)
-    assert lane_ctas(grid, ACROSS) == max(lane_ctas(ladder, lane) for lane in LANES) > max(lane_ctas(grid, lane) for lane in LANES)
+    assert lane_ctas(grid, TENSOR_ACROSS) == max(lane_ctas(ladder, lane) for lane in LANES) > max(lane_ctas(grid, lane) for lane in LANES)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +58,15 @@ def test_the_tensor_link_adds_one_communicator_that_gathers_and_exchanges_inside
     *of_lanes, across, _ = communicators(Grid.of_nodes(2, 8, 4))
     assert (across.local_peers, across.remote_peers, across.gathers, across.exchanges) == (3, 0, True, True)
     assert [(one.local_peers, one.remote_peers) for one in of_lanes] == [(0, 1), (1, 0)] * 2
+
+
+def test_the_context_link_adds_one_communicator_that_exchanges_inside_the_node_or_between_nodes() -> None:
+    found = [communicators(Grid.of_nodes(2, 8, 2, ranks))[-2] for ranks in (2, 8)]
+    assert [(one.local_peers, one.remote_peers, one.gathers, one.exchanges) for one in found] == [(1, 0, False, True), (3, 4, False, True)]
+
+
+def test_without_a_tensor_link_computation_waits_most_for_the_context_link() -> None:
+    assert lane_ctas(Grid.of_nodes(2, 8, 1, 4), CONTEXT_ACROSS) == lane_ctas(Grid.of_nodes(2, 8, 2), TENSOR_ACROSS)
 
 
 def test_a_ring_inside_a_node_takes_the_buffers_of_one_peer_and_an_exchange_those_of_every_peer() -> None:

@@ -14,11 +14,15 @@ from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.groups import make_lane_groups, world_options
 from megatron_zpp.parallel.initialize import World
 from megatron_zpp.parallel.launch import Launch
-from megatron_zpp.parallel.topology import ACROSS, LANES, Link
+from megatron_zpp.parallel.topology import CONTEXT_ACROSS, LANES, TENSOR_ACROSS, Link
 
 TIMEOUT = timedelta(minutes=3)
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-GRIDS = [*(Grid.of_nodes(*sizes) for sizes in [(2, 2), (3, 2), (1, 4), (4, 1), (2, 4, 2), (2, 3, 3)]), Grid(8, 8, 2, 2)]
+GRIDS = [
+    *(Grid.of_nodes(*sizes) for sizes in [(2, 2), (3, 2), (1, 4), (4, 1), (2, 4, 2), (2, 3, 3)]),
+    Grid(8, 8, 2, 2),
+    Grid(8, 4, 2, 2, 2),
+]
 
 
 @dataclass
@@ -57,11 +61,14 @@ def test_every_rank_makes_the_same_groups_in_the_same_order_with_the_timeout_ask
     assert {call.timeout for call in lists[0]} == {TIMEOUT}
 
 
-@pytest.mark.parametrize("grid", [Grid.of_nodes(3, 2), Grid.of_nodes(2, 6, 3)], ids=str)
+@pytest.mark.parametrize(
+    "grid", [Grid.of_nodes(3, 2), Grid.of_nodes(2, 6, 3), Grid.of_nodes(2, 4, 1, 8), Grid.of_nodes(2, 8, 2, 2)], ids=str
+)
 def test_every_lane_of_a_link_with_company_has_a_group_of_its_own(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = _record_new_groups(monkeypatch)
     own = make_lane_groups(grid, 3, TIMEOUT, CPU)
-    assert set(own) == {*LANES, ACROSS} if grid.tensor_ranks > 1 else set(LANES)
+    across = {TENSOR_ACROSS: grid.tensor_ranks, CONTEXT_ACROSS: grid.context_ranks}
+    assert set(own) == {*LANES, *(lane for lane, ranks in across.items() if ranks > 1)}
     made: list[int] = [int(str(group)) for group in own.values()]
     assert len(set(made)) == len(own)
     assert all(tuple(calls[group - 1].ranks) == grid.members(lane.link, 3) for lane, group in zip(own, made, strict=True))

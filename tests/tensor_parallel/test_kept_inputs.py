@@ -27,7 +27,7 @@ from megatron_zpp.comm.waits import Waits
 from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.model.recompute import recomputed
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.topology import ACROSS
+from megatron_zpp.parallel.topology import TENSOR_ACROSS
 from megatron_zpp.tensor_parallel.context import TensorParallel
 from megatron_zpp.tensor_parallel.kept_inputs import KeptInputs
 
@@ -301,7 +301,7 @@ def test_gathers_run_beside_the_products_of_the_chunk_before() -> None:
         return gpu.machine.compute.free_at
 
     # Forward, recomputation and backward of each chunk take PRODUCT.
-    assert run_on_gpus(GRIDS["2 ranks"], time, times={ACROSS: CROSSING}) == [3 * CHAIN * PRODUCT + CROSSING] * 2
+    assert run_on_gpus(GRIDS["2 ranks"], time, times={TENSOR_ACROSS: CROSSING}) == [3 * CHAIN * PRODUCT + CROSSING] * 2
 
 
 def _timed(function: Any, gpu: Gpu, hidden: Tensor) -> Tensor:

@@ -42,6 +42,8 @@ def launched(tmp_path: Path, folder_of_ssh: Path, *flags: str) -> subprocess.Pop
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+# The next test trains over sshd too; that two hosts are one world: test_host_launcher.py.
+@pytest.mark.long
 def test_a_run_over_sshd_trains_as_one_world(tmp_path: Path, folder_of_ssh: Path) -> None:
     log = tmp_path / "log.jsonl"
     run = launched(tmp_path, folder_of_ssh, *f"--train-iters 3 --zero-stage 3 --log-jsonl {log}".split())

@@ -86,18 +86,20 @@ def test_where_a_flag_contradicts_lean_the_others_are_planned_and_a_line_says_wh
     assert finished.stdout.splitlines()[-1].startswith("lean is left out: --quantization-block-size 32 does not fit")
 
 
-def test_a_table_has_a_line_for_each_number_of_ranks_that_could_share_layers(tmp_path: Path) -> None:
+def test_a_table_has_a_line_for_each_pair_of_sizes_that_groups_of_ranks_could_have(tmp_path: Path) -> None:
     flags = [*RUN, "--ranks-per-node", "8", "--global-batch-size", "32"]
     found = plan(tmp_path, "--nodes", "2", "--inter-gigabits", "1", "--teraflops", "1", flags=flags)
-    sizes = found["rates"][0]["tensor_sizes"]  # type: ignore[index]
-    assert list(sizes) == ["1", "2", "4"]  # 8 ranks cannot share 4 heads
-    moved = [members["tensor_link_bytes"] for members in sizes.values()]
-    assert moved[0] == 0 < moved[1] < moved[2]
+    sizes = found["rates"][0]["sizes"]  # type: ignore[index]
+    pairs = [(members["tensor_model_parallel_size"], members["context_parallel_size"]) for members in sizes]
+    assert pairs == [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]  # 8 ranks cannot share 4 heads
+    moved = {pair: (members["tensor_link_bytes"], members["context_link_bytes"]) for pair, members in zip(pairs, sizes, strict=True)}
+    assert moved[1, 1] == (0, 0) and moved[2, 2] > (0, 0)
+    assert 0 == moved[1, 1][0] < moved[2, 1][0] < moved[4, 1][0] and 0 == moved[1, 1][1] < moved[1, 2][1]
 
 
-def test_where_a_node_has_one_rank_there_is_no_such_table(tmp_path: Path) -> None:
-    found = plan(tmp_path, "--nodes", "2", "--inter-gigabits", "1", "--teraflops", "1", flags=[*RUN, "--ranks-per-node", "1"])
-    assert found["rates"][0]["tensor_sizes"] == {}  # type: ignore[index]
+def test_where_there_is_one_rank_there_is_no_such_table(tmp_path: Path) -> None:
+    found = plan(tmp_path, "--nodes", "1", "--inter-gigabits", "1", "--teraflops", "1", flags=[*RUN, "--ranks-per-node", "1"])
+    assert found["rates"][0]["sizes"] == []  # type: ignore[index]
 
 
 def test_where_nothing_fits_nothing_is_recommended(tmp_path: Path) -> None:

@@ -59,7 +59,20 @@ def test_ranks_that_share_layers_are_in_the_plan_with_the_bytes_of_their_link_an
     assert "plan of 8 ranks as groups of 2 that share layers (2 nodes x 4, GPU)" in text
 
 
-def test_without_a_world_the_plan_is_that_of_the_ranks_that_share_one_model() -> None:
+def test_ranks_that_divide_samples_are_in_the_plan_with_the_bytes_of_their_link() -> None:
+    flags = "--zero-stage 3 --nodes 2 --ranks-per-node 2 --global-batch-size 8 --seq-length 4096"
+    alone, inside, across = (parts_of(f"{flags} --context-parallel-size {size}") for size in (1, 2, 4))
+    assert "context" not in alone["bytes per iteration"]
+    assert re.search(r" GB into a rank over the context link, ", inside["bytes per iteration"])
+    assert re.search(r" GB into a rank over the context link \(\S+ GB into a node from others\), ", across["bytes per iteration"])
+    assert inside["training"].endswith("per rank and iteration 4 x 1 samples, 1/2 of the tokens of each")
+    assert "context buffers" in inside["memory per rank"] and inside["operations"] == alone["operations"]
+    text = described_plan(parse_flags(f"{RUN} {flags} --context-parallel-size 2 --tensor-model-parallel-size 2".split()), ALONE)
+    assert "plan of 4 ranks as groups of 2 that share layers and 2 that divide samples (2 nodes x 2, GPU)" in text
+
+
+def test_without_a_world_the_plan_is_that_of_the_ranks_that_share_one_sample() -> None:
+    assert planned_world_size(parse_flags("--tensor-model-parallel-size 4 --context-parallel-size 2".split()), ALONE) == (8, 8)
     assert planned_world_size(parse_flags("--tensor-model-parallel-size 4".split()), ALONE) == (4, 4)
 
 

@@ -28,14 +28,14 @@ SMALL = "--num-layers 4 --hidden-size 256 --seq-length 64 --num-attention-heads 
 class Run:
     """A configuration in a world, with its model on the meta device."""
 
-    def __init__(self, flags: str, nodes: int, ranks_per_node: int, tensor_ranks: int = 1) -> None:
-        shared = f" --tensor-model-parallel-size {tensor_ranks}"
+    def __init__(self, flags: str, nodes: int, ranks_per_node: int, tensor_ranks: int = 1, context_ranks: int = 1) -> None:
+        shared = f" --tensor-model-parallel-size {tensor_ranks} --context-parallel-size {context_ranks}"
         self.config: Config = resolve(parse_flags((flags + shared).split()), nodes * ranks_per_node, ranks_per_node)
         self.model = shape_of(self.config, 50304)
         partition_ranks = self.config.zero.zero_hpz_partition_size
         if partition_ranks == 1:
             partition_ranks = ranks_per_node // tensor_ranks
-        self.grid = Grid(nodes * ranks_per_node, ranks_per_node, partition_ranks, tensor_ranks)
+        self.grid = Grid(nodes * ranks_per_node, ranks_per_node, partition_ranks, tensor_ranks, context_ranks)
         self.sharding = Sharding(choose_policy(self.config.zero), 256, 2, Prefetch())
 
     def need(self, *, is_on_gpu: bool = True) -> MemoryNeed:
@@ -118,6 +118,35 @@ def test_two_ranks_that_share_layers_have_half_of_the_states_but_for_what_both_h
     assert (alone.tensor_buffers, shared.tensor_buffers) == (0, (3 * 64 * 256 + 64 * 256 // 2) * 2)
     assert (alone.sharing, shared.sharing > 0) == (0, True)
     assert f"tensor buffers {in_gib(shared.tensor_buffers)}" in str(shared) and "tensor" not in str(alone)
+
+
+LONG = "--num-layers 4 --hidden-size 256 --seq-length 16384 --num-attention-heads 8 --batch-size 1 --fp16 --zero-stage 3"
+
+
+@pytest.mark.parametrize("kind", ["", "--checkpoint-activations", "--position-embedding-type rope --num-query-groups 4 --swiglu"])
+def test_activations_of_a_rank_fall_with_the_ranks_that_divide_samples_and_states_stay(kind: str) -> None:
+    needs = {ranks: Run(f"{LONG} {kind} --vocab-size 1000", 1, 4, context_ranks=ranks).need(is_on_gpu=False) for ranks in (1, 2, 4)}
+    for ranks in (2, 4):
+        assert needs[ranks].plan == needs[1].plan
+        fixed = 2 * 50304 * 256 * 2 + 64 * 2**20  # gradients of head and embedding, and the logits of a chunk
+        assert needs[ranks].activations == pytest.approx(needs[1].activations / ranks, abs=4 * fixed)
+        assert f"context buffers {in_gib(needs[ranks].context_buffers)}" in str(needs[ranks])
+    assert needs[2].context_buffers == 2 * needs[4].context_buffers > 0 == needs[1].context_buffers
+
+
+def test_a_run_whose_activations_do_not_fit_is_told_of_more_ranks_for_each_sample() -> None:
+    text = Run(LONG, 1, 8).refusal(200 * 2**20, is_on_gpu=False)
+    assert "no number of such nodes is enough" in text and "--context-parallel-size 2" in text
+    assert "--context-parallel-size 8" in Run(LONG, 1, 8, context_ranks=4).refusal(2**20, is_on_gpu=False)
+    assert "--context-parallel" not in Run(LONG, 1, 8, context_ranks=8).refusal(2**20, is_on_gpu=False)
+
+
+def test_the_smallest_world_of_samples_on_several_nodes_has_whole_groups_of_nodes() -> None:
+    run = Run(f"{TUTORIAL} --zero-stage 3", 2, 4, context_ranks=8)
+    text = run.refusal(40 * GIB)
+    nodes = int(text.split("the smallest world that fits is ")[1].split()[0])
+    totals = [Run(f"{TUTORIAL} --zero-stage 3", count, 4, context_ranks=8).need().total for count in (nodes - 2, nodes)]
+    assert nodes % 2 == 0 and totals[1] <= 40 * GIB < totals[0]
 
 
 @pytest.mark.parametrize("sequence", ["", "--sequence-parallel"])

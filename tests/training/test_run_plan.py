@@ -41,9 +41,12 @@ def test_the_flags_of_a_member_ask_for_the_partition_that_was_planned() -> None:
         assert f"--zero-hpz-partition-size {partition_ranks}" in plan.flags
 
 
-def test_tensor_ranks_share_the_operations_of_a_micro_batch() -> None:
+@pytest.mark.parametrize(
+    "flags", ["--tensor-model-parallel-size 4", "--context-parallel-size 4", "--tensor-model-parallel-size 2 --context-parallel-size 2"]
+)
+def test_ranks_that_share_layers_or_tokens_share_the_operations_of_a_micro_batch(flags: str) -> None:
     config = resolve(parse_flags(FLAGS.split()), 8, 4)
-    alone, shared = (computation_by_rate(config, 128, 1e9, tensor_ranks) for tensor_ranks in (1, 4))
+    alone, shared = (computation_by_rate(resolve(parse_flags(f"{FLAGS} {more}".split()), 8, 4), 128, 1e9) for more in ("", flags))
     assert shared.forward == pytest.approx([seconds / 4 for seconds in alone.forward])
     assert shared.backward == pytest.approx([seconds / 4 for seconds in alone.backward])
     assert computation_by_step(config, 128, seconds=6.0, microbatches=3).seconds == pytest.approx(2.0)
@@ -189,6 +192,6 @@ def test_collectives_of_a_plan_are_those_of_the_ladder_and_of_the_tensor_link() 
 
 def test_the_time_of_a_step_has_the_waits_for_ranks_that_share_layers() -> None:
     plan = planned("ZeRO-3", "--tensor-model-parallel-size 4 --sequence-parallel")
-    computation = computation_by_rate(plan.config, 128, 1e12, 4)
+    computation = computation_by_rate(plan.config, 128, 1e12)
     slow, fast = (plan.time(planned_machine(1e6, rate, is_on_gpu=True), computation) for rate in (1e-3, 1e3))
     assert slow.tensor_link > 10 * fast.tensor_link > 0 and slow.seconds > fast.seconds

@@ -50,6 +50,25 @@ def test_a_rank_with_other_tokens_or_samples_ends_the_run_and_both_ranks_are_nam
         check(batch())
 
 
+@pytest.mark.parametrize(
+    ("grid", "at", "words"),
+    [
+        (Grid(8, 4, 4, 1, 4), 6, "ranks 4 and 6 share samples .--context-parallel-size 4., but their micro-batches differ"),
+        (
+            Grid(8, 8, 2, 2, 2),
+            7,
+            "ranks 4 and 7 share layers .--tensor-model-parallel-size 2. and samples .--context-parallel-size 2., but",
+        ),
+        (Grid(8, 8, 2, 2, 2), 4, "ranks 4 and 5 share layers"),
+    ],
+)
+def test_all_ranks_that_share_samples_are_compared(grid: Grid, at: int, words: str) -> None:
+    check = same_samples_check(engine_of(batch(shift=1), at, [], grid))
+    assert check is not None
+    with pytest.raises(RuntimeError, match=words):
+        check(batch())
+
+
 def test_labels_count_as_well_as_tokens() -> None:
     assert checksum(batch()) != checksum(replace(batch(), labels=TOKENS))
 
@@ -57,9 +76,10 @@ def test_labels_count_as_well_as_tokens() -> None:
 def test_ranks_of_other_data_ranks_have_other_samples() -> None:
     grid = Grid(4, 4, 4, 1)
     assert same_samples_check(engine_of(batch(), 0, [], grid)) is None
-    check = same_samples_check(engine_of(batch(), 0, []))
-    assert check is not None
-    check(batch())
+    for other in (GRID, Grid(8, 8, 2, 2, 2)):
+        check = same_samples_check(engine_of(batch(), 0, [], other))
+        assert check is not None
+        check(batch())
 
 
 def test_only_the_first_micro_batch_is_compared() -> None:

@@ -6,44 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from harness.divided_gpt import GptRank, train_gpt
-from harness.divided_model import Trained, bits_of
+from harness.divided_gpt import CLIPS, FULL, LEAN, ROWS, GptRank, same_bits, train_gpt
+from harness.divided_model import bits_of
 from harness.small_engine import LEARNING_RATE, Job, mean_losses
 from harness.worlds import run_world
 from torch import Tensor
 
 from megatron_zpp.comm.backend import VirtualBackend
-from megatron_zpp.comm.code import Code, LinkCodes
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.zero.policy import (
-    POLICIES,
-    ZEROPP,
-    with_gradients_summed_on_secondary,
-    with_quantized_gradients,
-    with_secondary_weights,
-    with_weight_differences,
-)
+from megatron_zpp.zero.policy import POLICIES
 from megatron_zpp.zero.shared_places import shared_places
 
 pytestmark = pytest.mark.virtual
-
-HPZ = with_secondary_weights(POLICIES[3])
-LEAN = with_gradients_summed_on_secondary(
-    with_quantized_gradients(with_weight_differences(HPZ, Code.gaussian(2, rounds=1)), LinkCodes(Code.gaussian(3, rounds=1), Code(8)))
-)
-ROWS = {**{f"stage {stage}": policy for stage, policy in POLICIES.items()}, "hpZ": HPZ, "paper": ZEROPP, "lean": LEAN}
-FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_num_layers": 1}
-CLIPS = 0.05  # below the norm of every step here
 
 
 def one_tensor_rank(grid: Grid) -> Grid:
     ladder = grid.ladder
     return Grid(ladder.data_ranks, ladder.ranks_per_node, ladder.partition_ranks)
-
-
-def same_bits(one: Trained, other: Trained) -> bool:
-    states = all(torch.equal(bits_of(values), bits_of(other.state[key])) for key, values in one.state.items())
-    return one.histories == other.histories and states
 
 
 # Every row, number of tensor ranks, order of tokens and kind of model is in some case.
@@ -98,7 +77,7 @@ def test_losses_norms_and_first_weights_are_those_of_one_tensor_rank(
     [
         ("paper", "Llama 3", Grid.of_nodes(2, 4, 2), True),
         ("lean", "Qwen3, tied", Grid.of_nodes(2, 4, 2), False),
-        ("lean", "GPT-2", Grid.of_nodes(2, 4, 2), True),
+        pytest.param("lean", "GPT-2", Grid.of_nodes(2, 4, 2), True, marks=pytest.mark.long),
     ],
 )
 def test_rows_with_codes_train_a_divided_gpt_like_a_whole_one(row: str, gpt: str, grid: Grid, sequence_parallel: bool) -> None:

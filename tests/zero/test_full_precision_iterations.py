@@ -90,8 +90,16 @@ def test_a_copy_that_takes_differences_is_exact_in_the_iteration_of_the_switch(r
     assert all(history[-1][0] != other[-1][0] for history, other in zip(histories, expected, strict=True))
 
 
-@pytest.mark.parametrize("skipped", [(), (EXACT_STEPS - 1,)], ids=["after a step", "after a skipped step"])
-@pytest.mark.parametrize("row", [*ROWS, *DIFFERENCES])
+# Each row with one of them; with the other too: long.
+@pytest.mark.parametrize(
+    "row, skipped",
+    [
+        pytest.param(row, skipped, marks=[pytest.mark.long] if (number + turn) % 2 else [])
+        for number, row in enumerate([*ROWS, *DIFFERENCES])
+        for turn, skipped in enumerate([(), (EXACT_STEPS - 1,)])
+    ],
+    ids=str,
+)
 def test_the_later_iterations_are_those_of_a_run_that_resumes_there(row: str, skipped: tuple[int, ...]) -> None:
     """After a skipped step the main weights are those from before it, but no payload in the old codec may serve again."""
 

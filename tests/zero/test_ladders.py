@@ -50,7 +50,7 @@ def test_each_of_some_ladders_beside_each_other_trains_with_the_bits_of_one_alon
         rank = Rank(job, backend)
         return rank.train(), rank.own_main_weights()
 
-    job = Job(POLICY_OF[row], torch.bfloat16, microbatches=2)
+    job = Job(POLICY_OF[row], torch.bfloat16, microbatches=2, steps=2)
     beside, alone = run_world(grid, program), run_world(one_ladder(grid), program)
     assert all(norm > job.clip_grad for _, norm in alone[0][0])  # clipping is active
     for (history, weights), (expected, expected_weights) in zip(beside, of_ranks(grid, alone), strict=True):

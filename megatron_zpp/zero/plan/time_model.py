@@ -6,6 +6,8 @@ Assumptions:
 - A hop over the inter link occupies the link between nodes, even if its partitions are parts of one node.
 - Ranks that share layers have priority on the link inside a node: what waits for that link waits so much longer. What they exchange beside
   computation is hidden by the gradients of one use's weights, which take as long as its forward.
+- Ranks that divide samples exchange over the link inside a node, or between nodes, with the same priority. Computation waits for all of it,
+  also for the exchange that runs beside the product of one layer.
 - Communication does not slow down computation; codecs do so in one case (Overlap.THREAD).
 - Overlap.STREAMS: hops run beside computation, encoding and decoding included (lanes on CUDA streams). Overlap.THREAD: the
   same, but one thread encodes and decodes for all lanes on the cores of computation, which stops meanwhile unless it waits (lanes on gloo).
@@ -21,13 +23,14 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
+from megatron_zpp.comm.ledger import context_link_traffic
 from megatron_zpp.comm.moves import NEVER, Move, Times, first_move
 from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.link_work import NO_LINK_WORK, LinkWorkOfUses
 from megatron_zpp.parallel.specs import UnitSpec, Use
-from megatron_zpp.parallel.tensor_work import NO_TENSOR_WORK, TensorWorkOfUses
 from megatron_zpp.parallel.topology import LADDER_LINKS, LANES, Lane, Link
 from megatron_zpp.zero.plan.memory_plan import MAIN_BYTES, Sharding
 from megatron_zpp.zero.plan.planned_hops import CodecWork, PlannedHop
@@ -133,6 +136,7 @@ class StepTime:
     intra_link: float
     codecs: float
     tensor_link: float = 0.0
+    context_link: float = 0.0
     host_link: float = 0.0
     host: float = 0.0
 
@@ -145,7 +149,12 @@ class StepTime:
             "link inside a node": self.intra_link,
             "codecs": self.codecs,
         }
-        others = {"tensor link": self.tensor_link, "link to the host": self.host_link, "AdamW on the host": self.host}
+        others = {
+            "tensor link": self.tensor_link,
+            "context link": self.context_link,
+            "link to the host": self.host_link,
+            "AdamW on the host": self.host,
+        }
         return parts | {name: seconds for name, seconds in others.items() if seconds > 0}
 
     def __sub__(self, other: StepTime) -> StepTime:
@@ -155,16 +164,20 @@ class StepTime:
         return StepTime(*(own + times * others for own, others in zip(astuple(self), astuple(other), strict=True)))
 
 
+BUSY = tuple(field.name for field in fields(StepTime) if field.name != "seconds")
+
+
 @dataclass(frozen=True)
 class Job:
-    """A model to train and how it is sharded. tensor_work: of each use, if ranks share layers."""
+    """A model to train and how it is sharded. tensor_work, context_work: of each use, if ranks share layers, or divide samples."""
 
     unit_specs: Sequence[UnitSpec]
     uses: Sequence[Use]
     sharding: Sharding
     grid: Grid
     microbatches: int
-    tensor_work: TensorWorkOfUses = NO_TENSOR_WORK
+    tensor_work: LinkWorkOfUses = NO_LINK_WORK
+    context_work: LinkWorkOfUses = NO_LINK_WORK
 
 
 def step_time(job: Job, machine: Machine, computation: Computation) -> StepTime:
@@ -201,8 +214,9 @@ class _Clock:
         self.computation = computation
         self.grid = job.grid
         self.tensor_work = job.tensor_work
+        self.context_work = job.context_work
         self.now = 0.0
-        self.busy = dict.fromkeys(("computing", "inter_link", "intra_link", "codecs", "tensor_link", "host_link", "host"), 0.0)
+        self.busy = dict.fromkeys(BUSY, 0.0)
         self._up_free = 0.0
         self._updating_since = self._updated_until = 0.0
         self._down_free = 0.0
@@ -214,9 +228,9 @@ class _Clock:
     def compute(self, use: int, *, is_backward: bool) -> None:
         seconds = self.computation.of(use, is_backward=is_backward)
         self.busy["computing"] += seconds
-        self.now += seconds + self._exchange(use, is_backward=is_backward)
+        self.now += seconds + self._exchange_layers(use, is_backward=is_backward) + self._exchange_heads(use, is_backward=is_backward)
 
-    def _exchange(self, use: int, *, is_backward: bool) -> float:
+    def _exchange_layers(self, use: int, *, is_backward: bool) -> float:
         """Seconds for which the computation of a use waits for the ranks that share its layers."""
         work, link = self.tensor_work.of(use, is_backward=is_backward), self.machine.tensor_link
         if work.collectives == 0:
@@ -226,6 +240,22 @@ class _Clock:
         self.busy["tensor_link"] += blocking + beside
         self.link_free[Link.INTRA] = max(self.now, self.link_free[Link.INTRA]) + blocking + beside
         return blocking + max(0.0, beside - self.computation.of(use, is_backward=False))
+
+    def _exchange_heads(self, use: int, *, is_backward: bool) -> float:
+        """Seconds for which the computation of a use waits for the ranks that divide its samples."""
+        work = self.context_work.of(use, is_backward=is_backward)
+        if work.collectives == 0:
+            return 0.0
+        traffic, machine = context_link_traffic(self.grid, work.nbytes), self.machine
+        between = self.grid.into_node(traffic.context_inter_bytes) / machine.inter.bytes_per_second
+        within = (traffic.context_bytes - traffic.context_inter_bytes) / machine.intra.bytes_per_second
+        speed = machine.inter if between else machine.intra
+        seconds = max(between, within) + work.collectives * speed.seconds_per_collective
+        self.busy["context_link"] += seconds
+        for link, is_used in ((Link.INTER, between > 0), (Link.INTRA, within > 0)):
+            if is_used:
+                self.link_free[link] = max(self.now, self.link_free[link]) + seconds
+        return seconds
 
     def update_on_host(self, numel: int) -> None:
         """The copy of a unit begins with the update before it, and its update when both have ended."""

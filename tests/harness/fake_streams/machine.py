@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 HARNESS = Path(__file__).parent
 ROOT = HARNESS.parents[2]
 FOLDERS = (ROOT / "tests", ROOT / "benchmarks", ROOT / "megatron_zpp")  # of the project; an environment may lie beside them
-SERVANTS = ("lanes.py", "observed_lanes.py", "operation.py", "staging.py", "tensor_link.py")
+SERVANTS = ("lanes.py", "observed_lanes.py", "operation.py", "staging.py", "group_link.py", "tensor_link.py", "context_link.py")
 
 Clock = dict[int, int]  # by stream, the number of its operations; a stream that is missing has none
 
@@ -222,7 +222,7 @@ class Machine:
 
 
 def calling_sites(call: str) -> Sites:
-    """The line of the project that makes the call, and if that is in comm/'s lanes, staging or tensor link, the line that called these.
+    """The line of the project that makes the call, and if that is in comm/'s lanes, staging or links, the line that called these.
 
     A wait in a lane serves many callers, and each of them is a site of its own.
     """

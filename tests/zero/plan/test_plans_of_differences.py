@@ -47,7 +47,10 @@ KEPT = {
 }
 GRIDS = [Grid.of_nodes(2, 2), Grid.of_nodes(3, 2), Grid.of_nodes(1, 2), Grid(8, 4, 2)]
 
-PAIRS = [(name, GRIDS[(index + turn) % 4]) for index, name in enumerate(KEPT) for turn in (0, 1)]
+PAIRS = [
+    *((name, GRIDS[index % 4]) for index, name in enumerate(KEPT)),
+    *(pytest.param(name, GRIDS[(index + 1) % 4], marks=pytest.mark.long) for index, name in enumerate(KEPT)),
+]
 
 
 def sharding_of(job: Job) -> Sharding:

@@ -12,7 +12,7 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.tensor_work import TensorWork, TensorWorkOfUses
+from megatron_zpp.parallel.link_work import LinkWork, LinkWorkOfUses
 from megatron_zpp.training.sharding import sharding_of
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.plan.time_model import CodecSpeed, Computation, HostSpeed, Job, LinkSpeed, Machine, Overlap, step_time
@@ -134,12 +134,12 @@ def test_a_codec_that_takes_longer_takes_longer_for_everything() -> None:
 
 # ---- ranks that share layers
 
-BLOCKING = TensorWork(blocking_bytes=1000, collectives=2)
-BESIDE = TensorWork(overlapped_bytes=1000, collectives=1)
+BLOCKING = LinkWork(blocking_bytes=1000, collectives=2)
+BESIDE = LinkWork(overlapped_bytes=1000, collectives=1)
 
 
-def shared(forward: TensorWork, backward: TensorWork, microbatches: int = 2) -> Job:
-    return replace(job(microbatches=microbatches), tensor_work=TensorWorkOfUses((forward,) * USES, (backward,) * USES))
+def shared(forward: LinkWork, backward: LinkWork, microbatches: int = 2) -> Job:
+    return replace(job(microbatches=microbatches), tensor_work=LinkWorkOfUses((forward,) * USES, (backward,) * USES))
 
 
 @pytest.mark.parametrize("overlap", list(Overlap))
@@ -168,6 +168,33 @@ def test_without_a_speed_of_its_own_the_tensor_link_has_that_of_the_link_inside_
 
 def test_ranks_that_share_nothing_have_no_tensor_link_among_the_parts_that_are_busy() -> None:
     assert "tensor link" not in step_time(job(), machine(), COMPUTATION).busy
+
+
+# ---- ranks that divide samples
+
+
+def divided(grid: Grid, microbatches: int = 2) -> Job:
+    work = LinkWorkOfUses((BLOCKING,) * USES, (BLOCKING,) * USES)
+    return replace(job(microbatches=microbatches), grid=grid, context_work=work)
+
+
+@pytest.mark.parametrize("overlap", list(Overlap))
+def test_computation_waits_for_the_exchange_of_heads_at_the_rate_of_the_link_that_joins_the_ranks(overlap: Overlap) -> None:
+    """Of 1000 bytes from 5 others on 3 nodes of 2 ranks, 800 come from other nodes, for each of 2 ranks."""
+    inside, between = LinkSpeed(1e6, 1e-4), LinkSpeed(2e6, 3e-4)
+    within, across = (
+        step_time(divided(replace(GRID, context_ranks=ranks)), machine(between, overlap, inside), COMPUTATION) for ranks in (2, 6)
+    )
+    waits = 2 * 2 * USES
+    assert within.context_link == pytest.approx(waits * (1e-3 + 2e-4))
+    assert across.context_link == pytest.approx(waits * (2 * 8e-4 / 2 + 6e-4))
+    assert within.busy["context link"] == within.context_link and "context link" not in step_time(job(), machine(), COMPUTATION).busy
+
+
+def test_climbs_wait_behind_the_exchange_of_heads() -> None:
+    inside, grid = LinkSpeed(1e6), replace(GRID, context_ranks=2)
+    free, taken = (step_time(some, machine(intra=inside), NOTHING) for some in (replace(job(microbatches=2), grid=grid), divided(grid)))
+    assert taken.seconds > free.seconds and taken.intra_link == pytest.approx(free.intra_link)
 
 
 # ---- an optimizer on the host

@@ -1,4 +1,4 @@
-"""What ranks that share layers exchange in one use of a model (no torch)."""
+"""What ranks that share samples exchange in one use of a model: over the tensor link or over the context link (no torch)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class TensorWork:
-    """Bytes that one rank receives over the tensor link in the forward or the backward of one use, for one micro-batch.
+class LinkWork:
+    """Bytes that one rank receives over one link in the forward or the backward of one use, for one micro-batch.
 
     blocking_bytes: computation waits for them. overlapped_bytes: on their way while backward computes gradients of the same layer.
     """
@@ -20,11 +20,11 @@ class TensorWork:
     def nbytes(self) -> int:
         return self.blocking_bytes + self.overlapped_bytes
 
-    def __rmul__(self, times: int) -> TensorWork:
-        return TensorWork(times * self.blocking_bytes, times * self.overlapped_bytes, times * self.collectives)
+    def __rmul__(self, times: int) -> LinkWork:
+        return LinkWork(times * self.blocking_bytes, times * self.overlapped_bytes, times * self.collectives)
 
-    def __add__(self, other: TensorWork) -> TensorWork:
-        return TensorWork(
+    def __add__(self, other: LinkWork) -> LinkWork:
+        return LinkWork(
             self.blocking_bytes + other.blocking_bytes,
             self.overlapped_bytes + other.overlapped_bytes,
             self.collectives + other.collectives,
@@ -32,11 +32,11 @@ class TensorWork:
 
 
 @dataclass(frozen=True)
-class TensorWorkOfUses:
-    """The work of every use in forward, and in backward with what recomputation repeats; empty if no ranks share layers."""
+class LinkWorkOfUses:
+    """The work of every use in forward, and in backward with what recomputation repeats; empty if the link has one rank."""
 
-    forward: tuple[TensorWork, ...] = ()
-    backward: tuple[TensorWork, ...] = ()
+    forward: tuple[LinkWork, ...] = ()
+    backward: tuple[LinkWork, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -48,9 +48,9 @@ class TensorWorkOfUses:
         """Collectives of one micro-batch."""
         return sum(work.collectives for work in (*self.forward, *self.backward))
 
-    def of(self, use: int, *, is_backward: bool) -> TensorWork:
+    def of(self, use: int, *, is_backward: bool) -> LinkWork:
         works = self.backward if is_backward else self.forward
-        return works[use] if works else TensorWork()
+        return works[use] if works else LinkWork()
 
 
-NO_TENSOR_WORK = TensorWorkOfUses()
+NO_LINK_WORK = LinkWorkOfUses()

@@ -1,0 +1,100 @@
+"""Rules about samples whose tokens several ranks divide: C = --context-parallel-size ranks each have 1/C of the tokens.
+
+Attention exchanges tokens for heads: each of the C ranks then has all tokens of 1/C of the heads that it would have alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_zpp.config.flag import FlagError, any_of, divisors, next_multiple
+from megatron_zpp.config.ranks import RankCounts
+from megatron_zpp.config.schema import Config, ModelConfig
+
+CONTEXT_SIZE = "--context-parallel-size"
+# Why a kind of exchange other than that of tokens for heads is refused.
+UNAVAILABLE = {
+    "p2p": "keys and values do not go around a ring",
+    "allgather": "keys and values are not gathered on every rank",
+    "a2a+p2p": "there is one exchange among all ranks of a sample, and no ring between groups of them",
+}
+
+
+def can_divide(model: ModelConfig, tensor_ranks: int, context_ranks: int) -> bool:
+    """Whether the heads of `tensor_ranks` ranks, which share every layer, can be dealt to `context_ranks` ranks each."""
+    ranks, groups = tensor_ranks * context_ranks, model.key_value_heads
+    return model.num_attention_heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
+
+
+def check_resolved(config: Config) -> None:
+    """Raises FlagError for the first rule about divided samples that the filled-in values break."""
+    if config.distributed.context_parallel_size == 1:
+        return
+    check_exchange(config)
+    check_heads(config)
+    check_tokens(config)
+    check_compilation(config)
+
+
+def check_exchange(config: Config) -> None:
+    kind = config.distributed.cp_comm_type
+    if kind in UNAVAILABLE:
+        raise FlagError(
+            f"--cp-comm-type {kind} is not available, because {UNAVAILABLE[kind]}; choose --cp-comm-type a2a, which exchanges tokens for "
+            "heads, or leave it out."
+        )
+
+
+def check_heads(config: Config) -> None:
+    """Every rank of a sample gets as many heads. Fewer key heads than ranks go to several ranks each."""
+    model, distributed = config.model, config.distributed
+    tensor_ranks, context_ranks = distributed.tensor_model_parallel_size, distributed.context_parallel_size
+    if can_divide(model, tensor_ranks, context_ranks):
+        return
+    ranks = f"{CONTEXT_SIZE} {context_ranks}"
+    if tensor_ranks > 1:
+        ranks = f"{tensor_ranks * context_ranks} (--tensor-model-parallel-size {tensor_ranks} x {ranks})"
+    sizes = [size for size in divisors(model.num_attention_heads // tensor_ranks) if can_divide(model, tensor_ranks, size)]
+    choice = f"choose {CONTEXT_SIZE} {any_of(sorted(sorted(sizes, key=lambda size: abs(size - context_ranks))[:4]))}"
+    if model.num_attention_heads % (tensor_ranks * context_ranks) != 0:
+        raise FlagError(f"--num-attention-heads {model.num_attention_heads} is not a multiple of {ranks}; {choice}.")
+    raise FlagError(
+        f"--num-query-groups {model.key_value_heads} and {ranks}: one must divide the other, so that key heads are dealt to ranks or ranks "
+        f"to key heads; {choice}."
+    )
+
+
+def check_tokens(config: Config) -> None:
+    """Tokens are divided by C, and with --sequence-parallel once more by T."""
+    length, distributed = config.model.seq_length, config.distributed
+    parts, flags = distributed.context_parallel_size, f"{CONTEXT_SIZE} {distributed.context_parallel_size}"
+    if distributed.sequence_parallel:
+        parts *= distributed.tensor_model_parallel_size
+        flags = f"{parts} ({flags} x --tensor-model-parallel-size {distributed.tensor_model_parallel_size}, with --sequence-parallel)"
+    if length % parts != 0:
+        raise FlagError(
+            f"--seq-length {length} is not a multiple of {flags}, by which tokens are divided; choose {next_multiple(length, parts)}."
+        )
+
+
+def check_compilation(config: Config) -> None:
+    """A compiled block cannot wait for an exchange."""
+    if config.training.compile:
+        size = config.distributed.context_parallel_size
+        raise FlagError(
+            f"--compile is not available with {CONTEXT_SIZE} {size}, because blocks wait for other ranks; leave --compile out, or choose "
+            f"{CONTEXT_SIZE} 1."
+        )
+
+
+def surprising_costs(config: Config, ranks: RankCounts) -> Iterator[str]:
+    """One line if the ranks that divide a sample are on several nodes: what their exchange costs."""
+    inside = ranks.data_ranks_per_node
+    if ranks.context <= inside:
+        return
+    again = " and again in blocks that backward recomputes" if config.model.recompute_granularity == "full" else ""
+    yield (
+        f"{CONTEXT_SIZE} {ranks.context}: the ranks of a sample are on {ranks.context // inside} nodes, so of what attention exchanges "
+        f"{ranks.context - inside} of {ranks.context} parts cross between nodes, in forward and backward of every block and "
+        f"micro-batch{again}, while computation waits; a size of {inside} or less stays inside a node"
+    )

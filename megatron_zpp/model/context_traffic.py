@@ -1,0 +1,100 @@
+"""The bytes that one rank receives over the context link (pure arithmetic, no torch).
+
+C context ranks divide the tokens of every sample: --context-parallel-size. n tokens of a micro-batch of whole samples, e bytes of an
+activation; a rank has n / C tokens. A query channels, K key heads, D channels of a head, all of one tensor rank: model/attention.py.
+
+Attention exchanges twice in forward. Queries, keys and values of the own tokens become those of all tokens and 1/C of the heads; what
+attention makes of them becomes the own tokens of all heads again. Of each exchange a rank receives C - 1 parts:
+
+    queries, keys, values    n/C tokens x (A/C + 2 k D) x e        k = K / C, or 1 if K < C: then several ranks get the same key head
+    outputs                  n/C tokens x A/C x e
+
+So forward is (C-1)/C x n e (2 A/C + 2 k D). Backward is as much, with the outputs' part beside the product of a gradient, and
+recomputation of a whole block once more. With --recompute-granularity selective the exchanged queries, keys and values are kept, and
+nothing is exchanged again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_zpp.config.schema import ModelConfig
+from megatron_zpp.model.chunks import recomputed_blocks
+from megatron_zpp.parallel.link_work import NO_LINK_WORK, LinkWork, LinkWorkOfUses
+
+NO_WORK = LinkWork()
+
+
+@dataclass(frozen=True)
+class ContextTraffic:
+    """What one rank receives in micro-batches. recomputed: in backward, for blocks that are recomputed."""
+
+    forward: LinkWork = NO_WORK
+    backward: LinkWork = NO_WORK
+    recomputed: LinkWork = NO_WORK
+
+    @property
+    def training(self) -> LinkWork:
+        return self.forward + self.backward + self.recomputed
+
+    @property
+    def evaluation(self) -> LinkWork:
+        """Of as many micro-batches that are only evaluated."""
+        return self.forward
+
+
+@dataclass(frozen=True)
+class DividedSamples:
+    """Samples of a model whose tokens `context_ranks` ranks divide. tensor_ranks: that share every layer."""
+
+    config: ModelConfig
+    context_ranks: int
+    tensor_ranks: int = 1
+
+    @property
+    def own(self) -> ModelConfig:
+        """The configuration with samples as long as the part that one rank has."""
+        return replace(self.config, seq_length=self.config.seq_length // self.context_ranks)
+
+    @property
+    def exchanged_key_heads(self) -> int:
+        """Key heads of one tensor rank, counted once for every context rank that gets them."""
+        return max(self.config.key_value_heads // self.tensor_ranks, 1, self.context_ranks)
+
+    @property
+    def repeated_key_channels(self) -> int:
+        """Channels of keys and values of a token that ranks have only because others have them, too; for all ranks together."""
+        of_tensor_rank = max(self.config.key_value_heads // self.tensor_ranks, 1)
+        return 2 * (self.exchanged_key_heads - of_tensor_rank) * self.config.kv_channels
+
+    @property
+    def exchanged_channels(self) -> int:
+        """Channels of a token in the exchange of queries, keys and values, for all ranks together."""
+        return self._query_channels + 2 * self.exchanged_key_heads * self.config.kv_channels
+
+    def exchanges(self, *, samples: int, element_bytes: int) -> LinkWork:
+        """The two exchanges of one block's forward, or of its backward. samples: of a micro-batch."""
+        if self.context_ranks == 1:
+            return NO_WORK
+        tokens = samples * self.own.seq_length
+        of_parts = tokens * (self.exchanged_channels + self._query_channels) // self.context_ranks * element_bytes
+        return LinkWork((self.context_ranks - 1) * of_parts, collectives=2)
+
+    def traffic(self, *, microbatches: int, samples: int, element_bytes: int) -> ContextTraffic:
+        """The traffic of `microbatches` micro-batches of `samples` samples. element_bytes: of an activation."""
+        of_block = microbatches * self.exchanges(samples=samples, element_bytes=element_bytes)
+        of_all = self.config.num_layers * of_block
+        return ContextTraffic(of_all, of_all, recomputed_blocks(self.config) * of_block)
+
+    def work(self, *, samples: int, element_bytes: int) -> LinkWorkOfUses:
+        """The work of embedding, blocks and final, in this order, for a micro-batch of `samples` samples."""
+        if self.context_ranks == 1:
+            return NO_LINK_WORK
+        of_block, blocks = self.exchanges(samples=samples, element_bytes=element_bytes), self.config.num_layers
+        again = recomputed_blocks(self.config)  # the first ones, or all
+        backward = [2 * of_block if block < again else of_block for block in range(blocks)]
+        return LinkWorkOfUses((NO_WORK, *[of_block] * blocks, NO_WORK), (NO_WORK, *backward, NO_WORK))
+
+    @property
+    def _query_channels(self) -> int:
+        return self.config.heads_width // self.tensor_ranks

@@ -1,0 +1,22 @@
+"""benchmarks/long_sequences.py on short samples: ranks that divide one have its loss, and a limit ends a run with the reason."""
+
+from __future__ import annotations
+
+import pytest
+from long_sequences import MIB, Limited, RunFailed, about, run
+
+pytestmark = pytest.mark.gloo
+
+
+def test_ranks_that_divide_a_sample_have_the_losses_of_one_rank_and_a_smaller_plan() -> None:
+    alone, together = run(64, 1), run(64, 2)
+    assert together.losses == pytest.approx(alone.losses, rel=1e-6)
+    assert 0 < together.planned_bytes < alone.planned_bytes and together.peak_bytes > 0
+
+
+def test_a_rank_that_needs_more_than_its_limit_ends_with_the_reason() -> None:
+    with pytest.raises(RunFailed, match="memory") as found:
+        run(4096, 1, 4 * MIB)
+    assert "\n" not in str(found.value)
+    together = Limited(4 * MIB, run(64, 1, 400 * MIB), None, str(found.value))
+    assert about(together).endswith(f"one rank with as much ends: {found.value}")
