@@ -1,28 +1,29 @@
-"""Measures the speed and the memory of tools/preprocess_data.py beside a plain loop over the same tokenizer.
+"""Measures what tools/preprocess_data.py needs of the processor beside other ways from the same text to ids.
 
-    python benchmarks/preprocess.py
-    python benchmarks/preprocess.py --memory-megabytes 200 1000
+    python benchmarks/preprocess.py --before CHECKOUT
+    python benchmarks/preprocess.py --megabytes 0 --memory-megabytes 200 1000
 
-Prints tables in Markdown and writes the same as JSON. The corpus is the standard library's sources as JSON lines, repeated; the tokenizers
-are trained on it. It is cut into slices, and loop and tool take turns on each slice, so that other load on the machine slows both.
-Megabytes are those of JSON lines.
+Prints tables in Markdown and writes the same as JSON. The corpus is text files of this machine (.py, .rst, .md and .txt), each once, as
+JSON lines; the tokenizers are trained on a part of it. Every way runs in processes of its own. Their CPU seconds count, which other load on
+the machine changes little, and ways take turns in every round. Megabytes are those of JSON lines.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
+import multiprocessing
 import os
 import platform
+import random
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -31,18 +32,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import preprocess_data  # noqa: E402
-from collect_corpus import write_corpus  # noqa: E402
 from report import report  # noqa: E402
 from train_tokenizer import train_model  # noqa: E402
 
-from megatron_zpp.config.schema import DataConfig  # noqa: E402
-from megatron_zpp.data.indexed_dataset import IndexedDataset  # noqa: E402
-from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts  # noqa: E402
+from megatron_zpp.data.tokenizers.batch_tokenizer import BatchTokenizer  # noqa: E402
 from megatron_zpp.data.tokenizers.tokenizer import Tokenizer  # noqa: E402
 
-SENTENCEPIECE_VOCAB_SIZE = 8192
-GPT2_VOCAB_SIZE = 16384
-TRAINING_TEXTS = 400
+SENTENCEPIECE_VOCAB_SIZE = 16000
+GPT2_VOCAB_SIZE = 32000
+TRAINING_SHARE = 15  # every 15th document
+MEGATRON_CHUNK = 32  # lines that a worker of Megatron's tool takes at a time
+ENDINGS = (".py", ".rst", ".md", ".txt")
+LARGEST_FILE_BYTES = 2_000_000
 SAMPLE_SECONDS = 0.1
 
 
@@ -59,64 +60,20 @@ IDS = Kind("ids", ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(2**3
 
 
 @dataclass
-class Seconds:
-    """Seconds of all slices together. wall: by the clock; cpu: CPU time of all processes."""
-
-    plain_wall: float = 0.0
-    plain_cpu: float = 0.0
-    one_worker_cpu: float = 0.0
-    one_worker_tokenizer_cpu: float = 0.0
-    all_workers_wall: float = 0.0
-    all_workers_cpu: float = 0.0
-
-    def add(self, other: Seconds) -> None:
-        for member in fields(self):
-            setattr(self, member.name, getattr(self, member.name) + getattr(other, member.name))
-
-
-@dataclass(frozen=True)
 class Result:
-    """One tokenizer's rates. The speed-up by CPU time is the speed-up on cores that run nothing else."""
+    """CPU seconds of each way, and how many megabytes that were, all rounds together."""
 
     tokenizer: str
-    megabytes: float
-    tokens: int
-    workers: int
-    seconds: Seconds
+    megabytes: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def speed_up(self) -> float:
-        return self.seconds.plain_wall / self.seconds.all_workers_wall
+    def add(self, way: str, megabytes: float, seconds: float) -> None:
+        self.megabytes[way] = self.megabytes.get(way, 0.0) + megabytes
+        self.seconds[way] = self.seconds.get(way, 0.0) + seconds
 
-    @property
-    def speed_up_by_cpu_time(self) -> float:
-        return self.workers * self.seconds.plain_cpu / self.seconds.all_workers_cpu
-
-    @property
-    def share_outside_tokenizer(self) -> float:
-        return 1 - self.seconds.one_worker_tokenizer_cpu / self.seconds.one_worker_cpu
-
-
-class TimedTokenizer:
-    """A tokenizer that measures the CPU time spent in it."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.vocab_size = tokenizer.vocab_size
-        self.eod = tokenizer.eod
-        self.cpu_seconds = 0.0
-
-    def tokenize(self, text: str) -> list[int]:
-        return self._tokenizer.tokenize(text)
-
-    def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
-        began = time.process_time()
-        tokenized = self._tokenizer.tokenize_batch(texts)
-        self.cpu_seconds += time.process_time() - began
-        return tokenized
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.detokenize(ids)
+    def rate(self, way: str) -> float:
+        """Megabytes per CPU second."""
+        return self.megabytes[way] / self.seconds[way] if way in self.seconds else float("nan")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -124,7 +81,7 @@ def main(argv: Sequence[str]) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
-        write_corpus(Path(os.__file__).parent, folder / "corpus.jsonl", max_bytes=1 << 40)
+        write_texts(args.texts, folder / "corpus.jsonl", int(max(args.megabytes, 20) * 1e6))
         kinds = {kind.name: kind for kind in (*train_tokenizers(folder), IDS)}
         results = [measure(kinds[name], folder, args) for name in args.tokenizers] if args.megabytes else []
         if args.memory_tokenizer == IDS.name:
@@ -132,25 +89,41 @@ def main(argv: Sequence[str]) -> None:
         memory = measure_memory(kinds[args.memory_tokenizer], folder, args) if args.memory_megabytes else {}
     setting = {"workers": args.workers, "Python": platform.python_version()}
     tables = "\n\n".join(table for table in (speed_table(results), memory_table(memory)) if table)
-    figures = {"speed": [asdict(result) for result in results], "memory": memory}
+    figures = {"speed": [{**vars(result), "rates": {way: result.rate(way) for way in WAYS}} for result in results], "memory": memory}
     report("preprocess.py", argv, setting, tables, figures, args.output)
 
 
+def write_texts(folders: Sequence[str], path: Path, most_bytes: int) -> None:
+    """Writes files below the folders as JSON lines, in a random order that does not change, until they have that many bytes."""
+    found = sorted({file.resolve() for folder in folders for file in Path(folder).rglob("*") if file.suffix in ENDINGS and file.is_file()})
+    random.Random(1).shuffle(found)
+    seen, written = set(), 0
+    with open(path, "w", encoding="utf-8") as corpus:
+        for file in found:
+            text = _text_of(file)
+            if text.strip() and text not in seen and written < most_bytes:
+                seen.add(text)
+                written += corpus.write(json.dumps({"text": text}) + "\n")
+    if written < most_bytes:
+        print(f"Only {written / 1e6:.0f} MB of text were found below {' '.join(folders)}.", file=sys.stderr)
+
+
 def train_tokenizers(folder: Path) -> list[Kind]:
-    """Trains a SentencePiece BPE model and a GPT-2 BPE on the corpus."""
+    """Trains a SentencePiece BPE model, and a GPT-2 BPE, which is written as a tokenizer.json as well."""
     from tokenizers import ByteLevelBPETokenizer
 
     with open(folder / "corpus.jsonl", encoding="utf-8") as corpus:
-        texts = [json.loads(line)["text"] for line in corpus]
-    stride = max(1, len(texts) // TRAINING_TEXTS)
-    (folder / "sp.model").write_bytes(train_model(texts[::stride], vocab_size=SENTENCEPIECE_VOCAB_SIZE, model_type="bpe"))
+        texts = [json.loads(line)["text"] for place, line in enumerate(corpus) if place % TRAINING_SHARE == 0]
+    (folder / "sp.model").write_bytes(train_model(texts, vocab_size=SENTENCEPIECE_VOCAB_SIZE, model_type="bpe"))
     gpt2 = ByteLevelBPETokenizer()
-    gpt2.train_from_iterator(texts[::stride], vocab_size=GPT2_VOCAB_SIZE, special_tokens=["<|endoftext|>"], show_progress=False)
+    gpt2.train_from_iterator(texts, vocab_size=GPT2_VOCAB_SIZE, special_tokens=["<|endoftext|>"], show_progress=False)
     gpt2.save_model(str(folder))
+    gpt2.save(str(folder / "tokenizer.json"))
     files = ["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
     return [
-        Kind("SentencePiece", ["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", str(folder / "sp.model")]),
         Kind("GPT-2 BPE", ["--tokenizer-type", "GPT2BPETokenizer", *files]),
+        Kind("Hugging Face", ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "tokenizer.json")]),
+        Kind("SentencePiece", ["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", str(folder / "sp.model")]),
     ]
 
 
@@ -161,70 +134,114 @@ def write_ids(path: Path) -> None:
 
 
 def measure(kind: Kind, folder: Path, args: argparse.Namespace) -> Result:
-    """Runs loop and tool in turns on slices of the corpus."""
-    total, text_bytes, tokens = Seconds(), 0, 0
-    for number, path in enumerate(slices(folder, int(args.megabytes * 1e6), int(args.slice_megabytes * 1e6))):
-        flags = tool_flags(kind, path, folder / "out")
-        # The second of them finds the slice in memory, so the order alternates.
-        steps = [lambda flags=flags: run_plain(flags), lambda flags=flags: run_tool(flags, args.workers)]
-        for step in steps if number % 2 == 0 else reversed(steps):
-            total.add(step())
-        total.add(run_timed(flags))
-        text_bytes += path.stat().st_size
-        tokens += IndexedDataset(str(folder / "out_text_document")).token_count
-        so_far = Result(kind.name, text_bytes / 1e6, tokens, args.workers, total)
-        print(f"{kind.name}, {so_far.megabytes:.0f} MB: {so_far.speed_up:.2f} times the plain loop", file=sys.stderr, flush=True)
-        path.unlink()
-    return Result(kind.name, text_bytes / 1e6, tokens, args.workers, total)
+    """Runs all ways in turns. The slow ones read only the first part of the corpus."""
+    result = Result(kind.name)
+    part = first_part(folder, int(args.package_megabytes * 1e6))
+    for number in range(args.rounds):
+        # The order alternates.
+        for way in WAYS if number % 2 == 0 else reversed(WAYS):
+            source = part if way == "package" else folder / "corpus.jsonl"
+            if way != "before" or args.before is not None:
+                result.add(way, source.stat().st_size / 1e6, run_way(way, kind, source, folder / f"out_{way}", args.before))
+        print(f"{kind.name}: {', '.join(f'{way} {result.rate(way):.1f} MB/s' for way in WAYS)}", file=sys.stderr, flush=True)
+    if args.before is not None:
+        check_same(folder / "out_before", folder / "out_tool")
+    part.unlink()
+    return result
 
 
-def run_plain(flags: argparse.Namespace) -> Seconds:
-    """The plain loop: reads, parses and tokenises line by line, and writes one array at the end."""
-    began, began_cpu = time.perf_counter(), time.process_time()
-    tokenizer = preprocess_data._job(flags).encoder.tokenizer
-    documents = []
-    with open(flags.input[0], encoding="utf-8") as lines:
+def run_way(way: str, kind: Kind, source: Path, prefix: Path, before: Path | None) -> float:
+    """The CPU seconds of one way. A loop counts from after the start of its interpreter, the tool with it."""
+    flags = ["--input", str(source), "--output-prefix", str(prefix), "--append-eod", "--workers", "1", *kind.flags]
+    if way in ("library", "loop", "package"):
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            return pool.apply(LOOPS[way], (flags,)) if way != "package" else run_package(flags)
+    root = ROOT if way == "tool" or before is None else before
+    began = os.times()
+    subprocess.run([sys.executable, str(root / "tools" / "preprocess_data.py"), *flags], check=True, capture_output=True)
+    ended = os.times()
+    return ended.children_user + ended.children_system - began.children_user - began.children_system
+
+
+def run_library(flags: Sequence[str]) -> float:
+    """The fastest library alone: a list of texts in memory becomes arrays of ids."""
+    tokenizer, texts = _tokenizer(flags), [json.loads(line)["text"] for line in _source(flags).read_bytes().splitlines()]
+    encode = _library_encode(tokenizer)
+    began = _cpu_seconds()
+    for text in texts:
+        encode(text)
+    return _cpu_seconds() - began
+
+
+def run_loop(flags: Sequence[str]) -> float:
+    """A plain loop over the fastest library: reads, parses and encodes line by line, and writes all ids at the end."""
+    tokenizer, documents = _tokenizer(flags), []
+    encode = _library_encode(tokenizer)
+    began = _cpu_seconds()
+    with open(_source(flags), encoding="utf-8") as lines:
         for line in lines:
-            documents.append(np.array([*tokenizer.tokenize(json.loads(line)["text"]), tokenizer.eod], dtype=np.int32))
-    np.concatenate(documents).tofile(f"{flags.output_prefix}.plain")
-    return Seconds(plain_wall=time.perf_counter() - began, plain_cpu=time.process_time() - began_cpu)
+            documents.append(np.append(encode(json.loads(line)["text"]), tokenizer.eod).astype(np.uint16))
+    np.concatenate(documents).tofile(flags[flags.index("--output-prefix") + 1] + ".plain")
+    return _cpu_seconds() - began
 
 
-def run_tool(flags: argparse.Namespace, workers: int) -> Seconds:
-    """The tool, without the start of the interpreter, which happens once per corpus."""
-    flags.workers = workers
-    began, began_cpu = time.perf_counter(), _cpu_seconds()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        preprocess_data.run(flags)
-    return Seconds(all_workers_wall=time.perf_counter() - began, all_workers_cpu=_cpu_seconds() - began_cpu)
+def run_package(flags: Sequence[str]) -> float:
+    """A loop like that of Megatron's tool over the package that defines the ids, with one worker.
+
+    The worker parses and encodes a line, and sends a list of ids; this process makes an array of every document and writes it.
+    """
+    began = os.times()
+    with (
+        open(_source(flags), encoding="utf-8") as lines,
+        open(flags[flags.index("--output-prefix") + 1] + ".plain", "wb") as file,
+        multiprocessing.get_context("fork").Pool(1, _start_worker, (flags,)) as pool,
+    ):
+        for ids in pool.imap(_encode_line, lines, MEGATRON_CHUNK):
+            file.write(np.array(ids, dtype=np.uint16).tobytes())
+        pool.close()
+        pool.join()
+    ended = os.times()
+    return sum(ended[:4]) - sum(began[:4])
 
 
-def run_timed(flags: argparse.Namespace) -> Seconds:
-    """The tool in one process; measures the tokenizer's part of its CPU time."""
-    flags.workers = 1
-    build, timed = preprocess_data.build_tokenizer, []
+WAYS = ("library", "loop", "package", "before", "tool")
+LOOPS = {"library": run_library, "loop": run_loop}
+_of_worker: list[Tokenizer] = []
 
-    def build_timed(data: DataConfig) -> TimedTokenizer:
-        began = time.process_time()
-        timed.append(TimedTokenizer(build(data)))
-        timed[-1].cpu_seconds += time.process_time() - began
-        return timed[-1]
 
-    preprocess_data.build_tokenizer = build_timed
-    began = time.process_time()
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            preprocess_data.run(flags)
-    finally:
-        preprocess_data.build_tokenizer = build
-    return Seconds(one_worker_cpu=time.process_time() - began, one_worker_tokenizer_cpu=timed[0].cpu_seconds)
+def _start_worker(flags: Sequence[str]) -> None:
+    _of_worker.append(_tokenizer(flags))
+
+
+def _encode_line(line: str) -> list[int]:
+    tokenizer = _of_worker[0]
+    return [*tokenizer.tokenize(json.loads(line)["text"]), tokenizer.eod]
+
+
+def _tokenizer(flags: Sequence[str]) -> Tokenizer:
+    return preprocess_data._job(preprocess_data._parser().parse_args(flags)).encoder.tokenizer
+
+
+def _library_encode(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
+    description = tokenizer.prepare_batches()
+    if not isinstance(tokenizer, BatchTokenizer) or tokenizer._batch_encoder is None or tokenizer._batch_encoder.fast is None:
+        raise RuntimeError(description)
+    encode: Callable[[str], np.ndarray] = tokenizer._batch_encoder.fast._encoder.encode
+    return encode
+
+
+def check_same(before: Path, after: Path) -> None:
+    for ending in ("bin", "idx"):
+        one, other = (Path(f"{prefix}_text_document.{ending}").read_bytes() for prefix in (before, after))
+        if one != other:
+            raise RuntimeError(f"{before} and {after} differ in .{ending}")
 
 
 def measure_memory(kind: Kind, folder: Path, args: argparse.Namespace) -> dict[str, float]:
     """Peak megabytes of all processes of the tool together, for each number of megabytes of input."""
     peaks = {}
     for megabytes in args.memory_megabytes:
-        (path,) = slices(folder, int(megabytes * 1e6), int(megabytes * 1e6))
+        path = first_part(folder, int(megabytes * 1e6))
         flags = [*kind.flags, "--workers", str(args.workers), "--input", str(path), "--output-prefix", str(folder / "memory")]
         command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), *flags]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
@@ -236,26 +253,29 @@ def measure_memory(kind: Kind, folder: Path, args: argparse.Namespace) -> dict[s
     return peaks
 
 
-def slices(folder: Path, total_bytes: int, slice_bytes: int) -> Iterator[Path]:
-    """Files with the corpus's lines, repeated as needed: each has slice_bytes or a little more, all together total_bytes."""
+def first_part(folder: Path, most_bytes: int) -> Path:
+    """A file with the corpus's lines, repeated as needed, of most_bytes or a little more."""
     lines = (folder / "corpus.jsonl").read_bytes().splitlines(keepends=True)
-    written = place = 0
-    while written < total_bytes:
-        path = folder / f"slice{written}.jsonl"
-        with open(path, "wb") as file:
-            while file.tell() < slice_bytes:
-                file.write(lines[place % len(lines)])
-                place += 1
-            written += file.tell()
-        yield path
+    path = folder / f"part{most_bytes}.jsonl"
+    with open(path, "wb") as file:
+        for line in cycle(lines):
+            file.write(line)
+            if file.tell() >= most_bytes:
+                return path
+    return path
 
 
 def speed_table(results: Sequence[Result]) -> str:
     if not results:
         return ""
-    columns = "tokenizer,MB,plain loop MB/s,tool MB/s,million tokens/s,MB/s per core,x plain loop,x by CPU time,outside tokenizer"
-    head = f"| {columns.replace(',', ' | ')} |"
-    return "\n".join([head, "|---|---:|---:|---:|---:|---:|---:|---:|---:|", *map(_speed_row, results)])
+    columns = "tokenizer,library alone,plain loop,as Megatron's tool,before,tool,tool / library,tool / as Megatron's,tool / before"
+    return "\n".join([f"| {columns.replace(',', ' | ')} |", "|---|" + "---:|" * 8, *map(_speed_row, results)])
+
+
+def _speed_row(result: Result) -> str:
+    rates = [result.rate(way) for way in WAYS]
+    ratios = [rates[-1] / result.rate(way) for way in ("library", "package", "before")]
+    return f"| {result.tokenizer} | {' | '.join(f'{rate:.1f}' for rate in rates)} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |"
 
 
 def memory_table(peaks: dict[str, float]) -> str:
@@ -264,26 +284,6 @@ def memory_table(peaks: dict[str, float]) -> str:
     rows = [f"| {megabytes} | {peak:.0f} |" for megabytes, peak in peaks.items()]
     ratio = max(peaks.values()) / min(peaks.values())
     return "\n".join(["| MB of input | MB of memory |", "|---:|---:|", *rows]) + f"\n\nLargest over smallest: {ratio:.3f}"
-
-
-def tool_flags(kind: Kind, path: Path, prefix: Path) -> argparse.Namespace:
-    return preprocess_data._parser().parse_args(["--input", str(path), "--output-prefix", str(prefix), "--append-eod", *kind.flags])
-
-
-def _speed_row(result: Result) -> str:
-    seconds = result.seconds
-    rate = result.megabytes / seconds.all_workers_wall
-    return (
-        f"| {result.tokenizer} | {result.megabytes:.0f} | {result.megabytes / seconds.plain_wall:.2f} | {rate:.2f} "
-        f"| {result.tokens / 1e6 / seconds.all_workers_wall:.2f} | {rate / result.workers:.2f} | {result.speed_up:.2f} "
-        f"| {result.speed_up_by_cpu_time:.2f} | {result.share_outside_tokenizer:.1%} |"
-    )
-
-
-def _cpu_seconds() -> float:
-    """CPU seconds of this process and of the children that it has waited for."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
 
 
 def _peak_megabytes(process: subprocess.Popen[bytes]) -> float:
@@ -312,13 +312,36 @@ def _resident_bytes(process_id: int) -> int:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
 
 
+def _text_of(path: Path) -> str:
+    """The file's text; empty if it is too large, or not text."""
+    try:
+        return path.read_text(encoding="utf-8") if path.stat().st_size <= LARGEST_FILE_BYTES else ""
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _source(flags: Sequence[str]) -> Path:
+    return Path(flags[flags.index("--input") + 1])
+
+
+def _cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("SentencePiece", "GPT-2 BPE")
-    parser.add_argument("--megabytes", type=float, default=200, help="of JSON lines to tokenise, 0 for none (default: 200)")
-    parser.add_argument("--slice-megabytes", type=float, default=20, help="of each turn (default: 20)")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="(default: one per core)")
-    parser.add_argument("--tokenizers", nargs="+", choices=names, default=list(names), help="(default: both)")
+    names = ("GPT-2 BPE", "Hugging Face", "SentencePiece")
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "purelib")]
+    parser.add_argument(
+        "--texts", nargs="+", default=[*paths, "/usr/lib", "/usr/share"], help="folders with the text (default: of Python, /usr)"
+    )
+    parser.add_argument("--megabytes", type=float, default=100, help="of JSON lines to tokenise, 0 for none (default: 100)")
+    parser.add_argument("--package-megabytes", type=float, default=20, help="for the loop as Megatron's (default: 20)")
+    parser.add_argument("--before", type=Path, help="a checkout of another commit, whose tool must write the same bytes")
+    parser.add_argument("--rounds", type=int, default=2, help="how often each way runs (default: 2)")
+    parser.add_argument("--tokenizers", nargs="+", choices=names, default=list(names), help="(default: all)")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="for memory (default: one per core)")
     parser.add_argument("--memory-megabytes", type=float, nargs="+", help="measure peak memory at these sizes of input")
     parser.add_argument("--memory-tokenizer", choices=(*names, IDS.name), default="GPT-2 BPE", help="(default: GPT-2 BPE)")
     parser.add_argument("--folder", help="where the corpus is put for the time of the run (default: the system's)")

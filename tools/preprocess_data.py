@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> None:
     """Writes the pairs of files for all keys, or for none. Raises ValueError for wrong flags or lines."""
     _check(args)
     job = _job(args)
+    print(f"Text to ids: {job.encoder.tokenizer.prepare_batches()}", flush=True)
     if args.find_optimal_num_workers:
         find_worker_count(job.encoder, job.paths, args.workers_to_check, args.max_documents, args.longest_line_bytes)
         return

@@ -1,6 +1,7 @@
 import gzip
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,10 @@ import zstandard
 from harness.places import ROOT
 from harness.tiny_corpus import GOLDEN, counting_documents
 from harness.tool import run_tool, write_json_lines
+from harness.trained_tokenizers import write_gpt2_files
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.data.tokenizers.gpt2 import GPT2BPETokenizer
 
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 100)
 
@@ -156,6 +159,18 @@ def test_several_workers_write_the_bytes_of_one(tmp_path: Path) -> None:
         files = [tmp_path / f"out{workers}_text_document.{ending}" for ending in ("bin", "idx")]
         digests.append([hashlib.sha256(file.read_bytes()).hexdigest() for file in files])
     assert digests[0] == digests[1]
+
+
+def test_the_tool_says_what_encodes_and_several_workers_that_remember_words_write_the_bytes_of_one(tmp_path: Path) -> None:
+    vocabulary, merges = write_gpt2_files(tmp_path)
+    texts = ["known words, again and again\n" * 60, "\u0378 is unassigned", "", "don't <|endoftext|> é 漢字"] * 400
+    source = write_json_lines(tmp_path / "in.jsonl", [{"text": f"{text}{number}"} for number, text in enumerate(texts)])
+    flags = ("--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", vocabulary, "--merge-file", merges)
+    for workers in (1, 2):
+        done = preprocess(source, tmp_path / f"out{workers}", *flags, workers=workers)
+        assert re.match(r"Text to ids: (gigatoken|tiktoken) encodes, (with the ids of|because gigatoken cannot)", done.stdout), done.stderr
+    expected = [GPT2BPETokenizer(vocabulary, merges).tokenize(f"{text}{number}") for number, text in enumerate(texts)]
+    assert documents_of(str(tmp_path / "out1_text_document")) == documents_of(str(tmp_path / "out2_text_document")) == expected
 
 
 @pytest.mark.parametrize(

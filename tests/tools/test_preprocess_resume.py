@@ -19,6 +19,7 @@ import preprocess_data
 import pytest
 from harness.places import ROOT
 from harness.tool import write_json_lines
+from harness.trained_tokenizers import write_gpt2_files
 from tokenizer_flags import tokenizer_identity
 
 from megatron_zpp.config.schema import DataConfig
@@ -76,23 +77,23 @@ def wait_for(process: "subprocess.Popen[bytes]", path: Path, file_bytes: int) ->
         time.sleep(0.002)
 
 
-def kill_and_resume(folder: Path, rounds: int, seed: int) -> int:
-    """The number of rounds that were killed in the middle of their work."""
+def kill_and_resume(folder: Path, rounds: int, seed: int, *flags: str) -> int:
+    """The number of rounds that were killed in the middle of their work. flags: of another tokenizer than that of FLAGS."""
     sources = write_source(folder, documents=9000, seed=seed)
-    whole = start(sources, folder / "whole")
+    whole = start(sources, folder / "whole", *flags)
     assert whole.communicate()[1].count(b"error") == 0
     expected, rng, killed = digests(folder / "whole"), random.Random(seed), 0
     assert len(expected) == 5
     whole_bytes = (folder / "whole_text_document.bin").stat().st_size
     for number in range(rounds):
         prefix = folder / f"out{number}"
-        process = start(sources, prefix)
+        process = start(sources, prefix, *flags)
         wait_for(process, Path(f"{prefix}_text_document.bin.partial"), int(rng.uniform(0, 1) * whole_bytes))
         time.sleep(rng.uniform(0, 0.02))
         process.kill()
         process.communicate()
         killed += Path(f"{prefix}.unfinished").exists()
-        resumed = start(sources, prefix, "--resume")
+        resumed = start(sources, prefix, "--resume", *flags)
         assert resumed.communicate()[1].count(b"error") == 0
         assert digests(prefix) == expected
     return killed
@@ -105,6 +106,13 @@ def test_killed_5_times_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path:
 @pytest.mark.long
 def test_killed_20_times_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     assert kill_and_resume(tmp_path, 20, seed=20) >= 12
+
+
+@pytest.mark.long
+def test_with_a_tokenizer_that_remembers_words_it_goes_on_to_the_same_bytes_as_well(tmp_path: Path) -> None:
+    vocabulary, merges = write_gpt2_files(tmp_path, 700)
+    flags = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-size", "700", "--vocab-file", vocabulary, "--merge-file", merges]
+    assert kill_and_resume(tmp_path, 20, 21, *flags) >= 12
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")

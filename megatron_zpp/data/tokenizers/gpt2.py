@@ -37,7 +37,7 @@ class GPT2BPETokenizer(BytePairEncoding):
         ids = np.array([_id_of(token, vocabulary, vocab_path, merge_path) for token in ranks], dtype=np.int32)
         reached = set(ids.tolist())
         added = {token_id: token for token, token_id in vocabulary.items() if token_id not in reached}
-        super().__init__(PATTERN, ranks, ids, added, splits_runs=True)
+        super().__init__(PATTERN, ranks, ids, added, fast_scheme="gpt2", splits_runs=True)
 
 
 def _read_vocabulary(path: str) -> dict[str, int]:

@@ -1,24 +1,31 @@
 """Reads a Hugging Face tokenizer.json with package tokenizers."""
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
+from megatron_zpp.data.tokenizers.batch_tokenizer import BatchTokenizer
+from megatron_zpp.data.tokenizers.fast_encoder import HARD_TEXTS, IDS, FastEncoder, NotServed, from_tokenizer_json
+from megatron_zpp.data.tokenizers.served_text import KnownCharacters
 from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts, check_ids, join_lists
+from megatron_zpp.data.tokenizers.tokenizer_json import check_served
 
 # If no tokenizer_config.json names the end-of-document token, it is the one of these in the vocabulary; there must be exactly one.
 KNOWN_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|endofdocument|>")
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(BatchTokenizer):
     """The ids of tokenizer.json, including those that its own rules put around a text.
 
     model_path: the file or its folder. The end-of-sentence token named in the files beside it ends a document.
     adds_special_tokens: False leaves the ids around a text out.
     Special tokens spelled in a text become their ids, as in Hugging Face's classes.
     """
+
+    package = "tokenizers"
 
     def __init__(self, model_path: str, *, adds_special_tokens: bool = True) -> None:
         path = Path(model_path, "tokenizer.json") if os.path.isdir(model_path) else Path(model_path)
@@ -35,12 +42,34 @@ class HuggingFaceTokenizer:
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
 
-    def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
-        return join_lists(encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts)))
-
     def detokenize(self, ids: Sequence[int]) -> str:
         check_ids(ids, self.vocab_size)
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+
+    def _fast_encoder(self) -> FastEncoder:
+        if self.vocab_size > IDS:
+            raise NotServed(f"ids of {IDS} and more")
+        written = self._tokenizer.to_str()
+        content = json.loads(written)
+        check_served(content)
+        accepts = KnownCharacters(normalizes=content["normalizer"] is not None)
+        before, after = self._ids_around()
+        encoder = FastEncoder(from_tokenizer_json, written.encode(), accepts, before=before, after=after)
+        added = "x".join(token["content"] for token in content["added_tokens"])
+        vocabulary = self._tokenizer.decode(list(content["model"]["vocab"].values()), skip_special_tokens=True)
+        encoder.check((*HARD_TEXTS, "", added, f" {added} ", vocabulary), self.tokenize)
+        return encoder
+
+    def _encode_slowly(self, texts: Sequence[str]) -> TokenizedTexts:
+        return join_lists(encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts)))
+
+    def _ids_around(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer's own rules put before and after a text."""
+        encoding = self._tokenizer.encode("x")
+        text = [place for place, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
+        if not text:
+            raise NotServed("x is a token that its own rules put around a text")
+        return encoding.ids[: text[0]], encoding.ids[text[-1] + 1 :]
 
 
 def _load(path: Path, model_path: str) -> Any:

@@ -1,22 +1,26 @@
 """Megatron's tokenizers on a SentencePiece model: today's, and the two that --legacy-tokenizer chooses."""
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import sentencepiece
 
 from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
-from megatron_zpp.data.tokenizers.sentencepiece_segments import SegmentEncoder, segment_encoder
+from megatron_zpp.data.tokenizers.batch_tokenizer import BatchTokenizer
+from megatron_zpp.data.tokenizers.fast_encoder import HARD_TEXTS, FastEncoder, from_sentencepiece
+from megatron_zpp.data.tokenizers.sentencepiece_model import SPACE, check_served
+from megatron_zpp.data.tokenizers.served_text import WithoutSpellings
 from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts, check_ids, join_lists
 
 # In Megatron's order. Those that the model lacks get the ids after its last one.
 ADDED_PIECES = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
 
-class PieceTokenizer:
-    """Encodes texts to the ids of a SentencePiece model. Batches are encoded in segments if the model allows it."""
+class PieceTokenizer(BatchTokenizer):
+    """Encodes texts to the ids of a SentencePiece model."""
+
+    package = "sentencepiece"
 
     def __init__(self, model_path: str) -> None:
         self._pieces = _load_model(model_path)
@@ -24,16 +28,16 @@ class PieceTokenizer:
     def tokenize(self, text: str) -> list[int]:
         return self._pieces.encode(text)
 
-    def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
-        if self._segments is not None:
-            return self._segments.encode(texts)
+    def _fast_encoder(self) -> FastEncoder:
+        model = self._pieces.serialized_model_proto()
+        encoder = FastEncoder(from_sentencepiece, model, WithoutSpellings(check_served(model, self._pieces)))
+        vocabulary = "".join(self._pieces.id_to_piece(index) for index in range(self._pieces.get_piece_size()))
+        encoder.check((*HARD_TEXTS, "", SPACE, vocabulary.replace("<", "")), self._pieces.encode)
+        return encoder
+
+    def _encode_slowly(self, texts: Sequence[str]) -> TokenizedTexts:
         # Without num_threads a batch would use all cores, also those of the other workers.
         return join_lists(self._pieces.encode(list(texts), num_threads=1))
-
-    @cached_property
-    def _segments(self) -> SegmentEncoder | None:
-        # Created on the first batch, because training does not need it.
-        return segment_encoder(self._pieces)
 
 
 class ModelTokenizer(PieceTokenizer):

@@ -21,6 +21,7 @@ PATTERNS = {
         r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
+FAST_SCHEMES = {"v2": "nemotron"}  # gigatoken's name of a pattern
 NEEDED_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 RANK = re.compile(r"[0-9]{1,9}")
 JSON_VOCAB_SIZE = 1 << 17  # Megatron's default without --vocab-size: a longer .json file is cut off here
@@ -51,7 +52,7 @@ class TikTokenizer(BytePairEncoding):
         names += [f"<SPECIAL_{index}>" for index in range(len(names), num_special_tokens)]
         ids = np.arange(num_special_tokens, num_special_tokens + len(kept), dtype=np.int32)
         ranks = {token: rank for rank, token in enumerate(kept)}
-        super().__init__(PATTERNS[pattern], ranks, ids, dict(enumerate(names)))
+        super().__init__(PATTERNS[pattern], ranks, ids, dict(enumerate(names)), fast_scheme=FAST_SCHEMES.get(pattern))
         self.eod = names.index("</s>")
 
 

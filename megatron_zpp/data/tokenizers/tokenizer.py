@@ -23,6 +23,9 @@ class Tokenizer(Protocol):
 
     def tokenize(self, text: str) -> list[int]: ...
 
+    def prepare_batches(self) -> str:
+        """Loads what batches need. Returns a sentence on what encodes them."""
+
     def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
         """The ids that `tokenize` gives for each text, computed in one thread."""
 
@@ -54,6 +57,9 @@ class NullTokenizer:
             raise ValueError("--tokenizer-type NullTokenizer reads text of ids separated by spaces, for example 17 4 250.") from None
         check_ids(ids, self.vocab_size)
         return ids
+
+    def prepare_batches(self) -> str:
+        return "The text is ids."
 
     def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
         from megatron_zpp.data.tokenizers.token_ids import join_lists
