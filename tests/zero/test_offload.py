@@ -103,7 +103,7 @@ def written(histories: list[list[tuple[float, float]]]) -> list[list[tuple[str, 
         ("stage 1", {"prefetch": Prefetch(0, 3), "dtype": torch.float16, "steps": 5, "loss_scaler": overflowing}),
         ("ZeRO++", {"dtype": torch.float16, "steps": 5, "loss_scaler": overflowing}),
     ],
-    ids=str,
+    ids=["no prefetch", "two full-precision steps", "much prefetch", "skipped steps", "skipped steps of ZeRO++"],
 )
 def test_neither_prefetch_nor_skipped_steps_nor_a_start_in_full_precision_change_a_bit(row: str, changes: dict[str, object]) -> None:
     job = job_of(ROWS[row], **changes)
