@@ -14,6 +14,8 @@ from torch import Tensor
 from megatron_zpp.ops import extension, softmax_reference
 from megatron_zpp.ops.checks import VALUE_DTYPES, check_equal, check_rows_apart, check_same_device, check_values
 
+LOGIT_DTYPES = (*VALUE_DTYPES, torch.float64)  # the last without kernels
+
 
 class Columns(NamedTuple):
     """The entries of a vocabulary of `entries` that logits have: column 0 is entry `first`."""
@@ -46,14 +48,15 @@ class TokenTerms(NamedTuple):
 def softmax_parts(logits_TC: Tensor, labels_T: Tensor, columns: Columns, *, overwrites: bool) -> LogitParts:
     """Largest logit, sum of exponentials and label's logit of each token.
 
-    logits_TC: fp32, bf16 or fp16, contiguous inner dim. labels_T: int64, entries of the whole vocabulary. A logit of -inf adds nothing to a
-    sum; NaN and +inf make it NaN. If all are -inf, the sum is 0. A label outside of the vocabulary is an error; on a GPU it ends the run.
+    logits_TC: fp32, bf16, fp16, or fp64 which is rounded to fp32; contiguous inner dim. labels_T: int64, entries of the whole
+    vocabulary. A logit of -inf adds nothing to a sum; NaN and +inf make it NaN. If all are -inf, the sum is 0. A label outside of the
+    vocabulary is an error; on a GPU it ends the run.
     overwrites: whether the logits may be overwritten. Raises ValueError if the tensors do not fit together.
     """
-    check_values("logits", logits_TC, VALUE_DTYPES)
+    check_values("logits", logits_TC, LOGIT_DTYPES)
     _check_tokens(logits_TC, labels=labels_T)
     parts = LogitParts(*(torch.empty(labels_T.shape, dtype=torch.float32, device=logits_TC.device) for _ in LogitParts._fields))
-    if extension.has_loss_kernels_for(logits_TC.device.type):
+    if _has_kernels_for(logits_TC):
         torch.ops.megatron_zpp.softmax_parts(logits_TC, labels_T.contiguous(), *columns, *parts)
     else:
         softmax_reference.softmax_parts(logits_TC, labels_T, *columns, *parts, overwrites=overwrites)
@@ -66,7 +69,7 @@ def softmax_gradient(logits_TC: Tensor, first: int, terms: TokenTerms, gradient_
     first: the vocabulary entry of column 0. gradient_TC: shape and dtype of the logits, contiguous inner dim. Raises ValueError if the
     tensors do not fit together.
     """
-    check_values("logits", logits_TC, VALUE_DTYPES)
+    check_values("logits", logits_TC, LOGIT_DTYPES)
     check_values("gradient", gradient_TC, (logits_TC.dtype,))
     check_rows_apart("gradient", gradient_TC)
     check_equal("rows of gradient", gradient_TC.shape[0], logits_TC.shape[0])
@@ -74,8 +77,12 @@ def softmax_gradient(logits_TC: Tensor, first: int, terms: TokenTerms, gradient_
     _check_tokens(logits_TC, gradient=gradient_TC, labels=terms.labels_T, largest=terms.largest_T, sums=terms.sums_T)
     _check_tokens(logits_TC, grad_loss=terms.grad_loss_T)
     labels_T, *numbers = (term.contiguous() for term in terms)
-    ops = torch.ops.megatron_zpp if extension.has_loss_kernels_for(logits_TC.device.type) else softmax_reference
+    ops = torch.ops.megatron_zpp if _has_kernels_for(logits_TC) else softmax_reference
     ops.softmax_gradient(logits_TC, labels_T, first, *numbers, gradient_TC)
+
+
+def _has_kernels_for(logits_TC: Tensor) -> bool:
+    return logits_TC.dtype in VALUE_DTYPES and extension.has_loss_kernels_for(logits_TC.device.type)
 
 
 def _check_tokens(logits_TC: Tensor, **terms: Tensor) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import random
 import socket
 import traceback
 from collections.abc import Callable
@@ -106,7 +108,9 @@ def _serve(connection: Connection) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on, below those that a kernel gives to outgoing connections: these come and go all the time."""
+    for port in random.SystemRandom().sample(range(10000, 32768), 1000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("1000 ports from 10000 to 32767 are in use")

@@ -47,7 +47,7 @@ def test_a_gradient_has_the_same_bits_in_place_and_beside_the_logits(dtype: torc
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"logits": LOGITS.double()}, "logits is torch.float64; expected torch.float32 or torch.bfloat16 or torch.float16."),
+        ({"logits": LOGITS.int()}, "logits is torch.int32; expected torch.float32 or torch.bfloat16 or torch.float16 or torch.float64."),
         ({"logits": LOGITS.T}, "logits has strides [1, 6]; expected a contiguous inner dim."),
         ({"labels": LABELS[:3]}, "tokens of labels: 3; expected 4."),
         ({"gradient": LOGITS.half()}, "gradient is torch.float16; expected torch.float32."),

@@ -88,12 +88,18 @@ def test_texts_of_any_length_and_alphabet_cross_the_network_as_bytes(ranks: Rank
 
 
 def test_nothing_that_ranks_send_is_pickled() -> None:
-    """No module imports pickle or calls a collective of objects; workers of a DataLoader, which pickle, stay on their machine."""
+    """No module imports pickle or calls a collective of objects; workers of a DataLoader, which pickle, stay on their machine.
+
+    Megatron's checkpoints hold pickles, which checkpoint/megatron/ reads by itself without running them.
+    """
+    reads_pickles = ROOT / "megatron_zpp" / "checkpoint" / "megatron"
     for path in [*(ROOT / "megatron_zpp").rglob("*.py"), ROOT / "pretrain_zeropp_gpt.py"]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         called = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
-        assert not {name for name in called | imported if name.endswith(("gather_object", "object_list")) or "pickle" in name}, path
+        assert not {name for name in called | imported if name.endswith(("gather_object", "object_list"))}, path
+        assert not imported & {"pickle", "_pickle", "cPickle", "dill", "cloudpickle"}, path
+        assert path.parent == reads_pickles or not any("pickle" in name for name in called | imported), path
 
 
 def _pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

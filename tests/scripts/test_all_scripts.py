@@ -72,7 +72,7 @@ def test_the_quickstarts_runs_have_flags_that_parse(copied: tuple[FakeCommands, 
     done = fakes.run("bash", "scripts/quickstart.sh", "--no-venv", folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     runs = [call.words[2:] for call in fakes.calls("python") if call.words[:2] == ["-m", "torch.distributed.run"]]
-    assert len(runs) == 4  # trained, resumed, compared twice
+    assert len(runs) == 5  # trained, resumed, compared three times
     for words in runs:
         place = parse_args(words)
         assert (place.standalone, place.nproc_per_node) == (True, "4")
