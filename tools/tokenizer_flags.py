@@ -93,7 +93,10 @@ def tokenizer_identity(data: DataConfig) -> dict[str, object]:
     identity: dict[str, object] = {name: getattr(data, name) for name in NAMES if name not in LATER_NAMES}
     if data.tokenizer_type in CHANGED_TOKENIZERS and not data.legacy_tokenizer:
         identity["legacy_tokenizer"] = False
-    identity |= {name: getattr(data, name) for name in LATER_NAMES[1:] if getattr(data, name) not in (None, False)}
+    if data.tokenizer_hf_no_include_special_tokens:
+        identity["tokenizer_hf_no_include_special_tokens"] = True
+    if data.null_tokenizer_eod_id is not None:
+        identity["null_tokenizer_eod_id"] = data.null_tokenizer_eod_id
     identity["tokenizer_special_tokens"] = list(data.tokenizer_special_tokens)
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
         if identity[name] is not None:

@@ -27,7 +27,7 @@ MACHINE_FIELDS = {
 OTHER_WORDS = {"group_query_attention", "no_position_embedding"}
 MODEL_FIELDS = tuple(member.name for member in fields(ModelConfig) if member.name not in MACHINE_FIELDS | OTHER_WORDS)
 DEFAULTS = {group: {member.name: member.default for member in fields(GROUPS[group])} for group in ("model", "data")}
-TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_size")
+TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_size", "null_tokenizer_eod_id")
 
 
 def with_checkpoint_args(config: Config) -> Config:

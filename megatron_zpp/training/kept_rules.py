@@ -25,26 +25,33 @@ def with_kept_rules(config: Config, stored: StoredRun | None) -> KeptRules:
     lines: list[str] = []
     values: dict[str, Any] = {}
     data, model = ({}, {}) if stored is None else (flags_of(stored.manifest, "data"), flags_of(stored.manifest, "model"))
-    if stored is not None and not stored.weights_only and "blend_normalization" not in config.given:
+    is_continued = stored is not None and not stored.weights_only
+    if is_continued and "blend_normalization" not in config.given:
         values["blend_normalization"] = data.get("blend_normalization", config.data.blend_normalization)
         if values["blend_normalization"] != config.data.blend_normalization and has_weights(read_sources(config.data)):
             lines.append("samples are dealt to corpora as in the checkpoint's run: --blend-normalization once")
-    if "legacy_tokenizer" not in config.given and _uses_earlier_tokenizer(config.data, data):
-        values["legacy_tokenizer"] = True
-        is_stored = data.get("tokenizer_type") == config.data.tokenizer_type
-        origin = "the checkpoint's run had" if is_stored else "documents end as with"
-        lines.append(f"--legacy-tokenizer: {origin} the earlier {config.data.tokenizer_type}")
+    if "legacy_tokenizer" not in config.given:
+        origin = _origin_of_earlier_tokenizer(config.data, data, is_continued=is_continued)
+        if origin is not None:
+            values["legacy_tokenizer"] = True
+            lines.append(f"--legacy-tokenizer: {origin} the earlier {config.data.tokenizer_type}")
     if model.get("openai_gelu") and config.model.has_exact_gelu:
         values["openai_gelu"] = True
         lines.append("--openai-gelu: the checkpoint was trained with the tanh form of GELU")
     return KeptRules(config.with_values(**values), tuple(lines))
 
 
-def _uses_earlier_tokenizer(data: DataConfig, stored: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint had the earlier form of this tokenizer; if it had another tokenizer, whether the corpora show that form."""
-    if stored.get("tokenizer_type") == data.tokenizer_type:
-        return bool(stored["legacy_tokenizer"]) and data.tokenizer_type in CHANGED_TOKENIZERS
-    return has_earlier_ends(data)
+def _origin_of_earlier_tokenizer(data: DataConfig, stored: Mapping[str, Any], *, is_continued: bool) -> str | None:
+    """What shows that the run needs the earlier form of its tokenizer, in words; None if nothing does.
+
+    Corpora are not asked if the run goes on with the tokenizer of its checkpoint.
+    """
+    is_same = stored.get("tokenizer_type") == data.tokenizer_type
+    if is_same and stored["legacy_tokenizer"] and data.tokenizer_type in CHANGED_TOKENIZERS:
+        return "the checkpoint's run had"
+    if not (is_same and is_continued) and has_earlier_ends(data):
+        return "documents end as with"
+    return None
 
 
 def has_earlier_ends(data: DataConfig) -> bool:
@@ -54,7 +61,7 @@ def has_earlier_ends(data: DataConfig) -> bool:
     from megatron_zpp.data.indexed_dataset import IndexedDataset  # imports numpy
     from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer
 
-    end = build_tokenizer(replace(data, legacy_tokenizer=True)).eod
+    end = build_tokenizer(replace(data, legacy_tokenizer=True, vocab_size=None)).eod  # a given size may be that of today's form
     sources = read_sources(data)
     blends = [sources.common, *sources.by_split.values()]
     return any(end in IndexedDataset(prefix).last_tokens() for blend in blends if blend is not None for prefix in blend.prefixes)

@@ -42,6 +42,7 @@ FLAGS_OF_A_CONTINUED_RUN = (
     "eod_mask_loss",
     "tokenizer_type",
     "legacy_tokenizer",
+    "null_tokenizer_eod_id",
     "attention_dropout",
     "hidden_dropout",
     "clip_grad",

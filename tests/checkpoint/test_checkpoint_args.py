@@ -44,7 +44,7 @@ LLAMA = replace(
     add_qkv_bias=True,
     untie_embeddings_and_output_weights=True,
 )
-DATA = DataConfig(tokenizer_type="NullTokenizer", vocab_size=77)
+DATA = DataConfig(tokenizer_type="NullTokenizer", vocab_size=77, null_tokenizer_eod_id=0)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def merged(flags: str) -> Config:
 def test_the_checkpoint_fills_what_flags_leave_open(directory: Path) -> None:
     config = merged(f"--load {directory}")
     assert config.model == MODEL
-    assert (config.data.tokenizer_type, config.data.vocab_size) == ("NullTokenizer", 77)
+    assert (config.data.tokenizer_type, config.data.vocab_size, config.data.null_tokenizer_eod_id) == ("NullTokenizer", 77, 0)
     assert any(notice.startswith(f"--use-checkpoint-args: from {directory / 'release'}") for notice in config.notices)
 
 

@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 import zipfile
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -118,6 +118,12 @@ def test_a_request_to_call_is_a_record_and_is_not_followed(tmp_path: Path, proto
         assert isinstance(first, Made) and isinstance(first.by, Global)
         assert isinstance(second, Dictionary)
     assert not trace.exists()
+
+
+def test_lists_of_another_class_are_records() -> None:
+    kept, beside = read_pickle(io.BytesIO(pickle.dumps([deque([1, 2], 3), [4]]))).root
+    assert isinstance(kept, Made) and kept.is_made_by("collections.deque")
+    assert beside == [4]
 
 
 def test_a_module_that_a_pickle_names_is_not_imported() -> None:

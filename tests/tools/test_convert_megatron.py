@@ -281,6 +281,19 @@ def test_a_chunk_outside_of_its_file_or_folder_is_refused(
     assert finding in refusal(monkeypatch, capsys, source)
 
 
+def test_metadata_that_describe_more_tensors_than_any_model_has_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_torch_dist(tmp_path / "megatron", random_model(**GPT2))
+    path = source / f"iter_{ITERATION:07d}" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    stacked = next(name for name in metadata.state_dict_metadata if name.startswith("decoder.layers."))
+    metadata.state_dict_metadata[stacked].size = torch.Size((2**62, 2))
+    path.write_bytes(pickle.dumps(metadata))
+    monkeypatch.setattr("megatron_zpp.checkpoint.megatron.torch_dist.MOST_NAMES", 100)
+    assert "describes more than 100 tensors" in refusal(monkeypatch, capsys, source)
+
+
 def test_chunks_that_leave_gaps_or_overlap_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -302,6 +315,8 @@ def test_a_folder_without_a_checkpoint_is_refused_with_the_remedy(
     assert "has no checkpoint of iteration 3" in refusal(monkeypatch, capsys, tmp_path, "--ckpt-step", 3)
     (tmp_path / "latest").write_text("../elsewhere")
     assert "has no checkpoint of the latest iteration" in refusal(monkeypatch, capsys, tmp_path)
+    (tmp_path / "latest").write_text("x" * 300)
+    assert f"{tmp_path / 'latest'} has more than 200 bytes" in refusal(monkeypatch, capsys, tmp_path)
     (tmp_path / "latest").write_text("global_step1")
     (tmp_path / "global_step1").mkdir()
     assert "has neither .metadata nor" in refusal(monkeypatch, capsys, tmp_path)

@@ -322,5 +322,8 @@ def test_a_record_has_flags_that_came_later_only_where_they_change_ids() -> None
     assert len(before) == 9
     assert set(tokenizer_identity(DataConfig(tokenizer_type="Llama2Tokenizer", legacy_tokenizer=True))) == before
     assert set(tokenizer_identity(DataConfig(tokenizer_type="Llama2Tokenizer"))) == {*before, "legacy_tokenizer"}
-    other = DataConfig(tokenizer_type="NullTokenizer", vocab_size=9, null_tokenizer_eod_id=3)
-    assert set(tokenizer_identity(other)) == {*before, "null_tokenizer_eod_id"}
+    for eod in (0, 3):
+        other = tokenizer_identity(DataConfig(tokenizer_type="NullTokenizer", vocab_size=9, null_tokenizer_eod_id=eod))
+        assert set(other) == {*before, "null_tokenizer_eod_id"}
+    without = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_hf_no_include_special_tokens=True)
+    assert set(tokenizer_identity(without)) == {*before, "tokenizer_hf_no_include_special_tokens"}

@@ -93,10 +93,20 @@ def test_a_corpus_that_ends_documents_with_eod_keeps_the_earlier_sentencepiece_t
     eod = MODEL_SIZE + 2  # after <CLS> and <SEP>
     for end, is_earlier in ((eod, True), (2, False)):
         corpus = write_corpus(tmp_path, [[5, 6, end]] * 3, name=f"ends{end}")
-        config = config_of(f"--data-path {corpus} --tokenizer-type SentencePieceTokenizer --tokenizer-model {model}")
-        kept = with_kept_rules(config, None)
-        assert kept.config.data.legacy_tokenizer == is_earlier
-        assert bool(kept.notices) == is_earlier
+        for size in ("", f"--vocab-size {MODEL_SIZE}"):
+            config = config_of(f"--data-path {corpus} --tokenizer-type SentencePieceTokenizer --tokenizer-model {model} {size}")
+            kept = with_kept_rules(config, None)
+            assert kept.config.data.legacy_tokenizer == is_earlier
+            assert bool(kept.notices) == is_earlier
+
+
+def test_corpora_decide_about_the_tokenizer_of_a_run_that_takes_only_weights(tmp_path: Path) -> None:
+    model = write_sentencepiece_model(tmp_path / "tiny.model")
+    corpus = write_corpus(tmp_path, [[5, 6, MODEL_SIZE + 2]] * 3)
+    flags = f"--data-path {corpus} --tokenizer-type SentencePieceTokenizer --tokenizer-model {model}"
+    for weights_only, is_earlier in (("--finetune", True), ("", False)):
+        config = config_of(f"{flags} {weights_only}")
+        assert with_kept_rules(config, stored(config, is_older=False)).config.data.legacy_tokenizer == is_earlier
 
 
 def test_weights_are_not_trained_with_another_gelu_than_before() -> None:

@@ -13,7 +13,7 @@ from megatron_zpp.config.outside import OutsideFile
 READERS = ((is_torch_dist, read_torch_dist), (is_deepspeed, read_deepspeed), (is_legacy, read_legacy))
 TRACKER = "latest_checkpointed_iteration.txt"
 DEEPSPEED_TRACKER = "latest"
-MOST_TRACKER_BYTES = 4096
+MOST_TRACKER_BYTES = 200  # it has the name of a folder
 
 
 def read_source(folder: Path) -> Source:

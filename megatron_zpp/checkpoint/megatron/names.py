@@ -48,7 +48,6 @@ INSIDE_LAYERS = {
 NO_WEIGHTS = re.compile(r"_extra_state|rotary_pos_emb|rotary_emb|inv_freq|masked_bias|word_embeddings_for_head")
 _WRAPPERS = re.compile(r"^(module\.|model\.|language_model\.)+")
 _LAYER = re.compile(r"(?:decoder|encoder|transformer)\.layers\.(?:(?P<layer>0|[1-9][0-9]{0,5})\.)?(?P<rest>.*)")
-LARGEST_LAYERS = 10**6
 
 
 def own_name(stored: str) -> str | None:

@@ -149,6 +149,8 @@ class _Machine:
 
     def _extend(self, values: list[Any]) -> None:
         found = self.stack[-1]
+        if isinstance(found, Made):
+            return  # a list of another class, such as a deque, whose values no reader looks at
         if not isinstance(found, list):
             raise ValueError("values are appended to what is no list")
         found.extend(values)

@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 
 from megatron_zpp.checkpoint.megatron.chunks import Chunk, ChunkedTensor, FileRange
 from megatron_zpp.checkpoint.megatron.legacy import version_of
-from megatron_zpp.checkpoint.megatron.names import LARGEST_LAYERS, is_of_all_layers
+from megatron_zpp.checkpoint.megatron.names import is_of_all_layers
 from megatron_zpp.checkpoint.megatron.pickled import Dictionary, PickleError, members_of, read_pickle
+from megatron_zpp.checkpoint.megatron.rank_file import MOST_NAMES
 from megatron_zpp.checkpoint.megatron.source import MAIN_WEIGHTS, MODEL_WEIGHTS, Source, StoredTensor, named_here, number_of
 from megatron_zpp.checkpoint.megatron.torch_file import TorchFile, counts_of
 from megatron_zpp.checkpoint.megatron.window import Window
@@ -77,6 +78,7 @@ class _Metadata:
 
     def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
         """Every tensor of numbers by its name; one of all layers as one tensor for each."""
+        count = 0
         for name, record in self._described.items():
             members = members_of(record)
             if "size" not in members:
@@ -84,7 +86,12 @@ class _Metadata:
             shape, chunks = counts_of(members["size"]), members.get("chunks")
             if shape is None or not isinstance(chunks, list):
                 self.refuse(f"describes {name} without its shape")
-            yield from self._layers(ChunkedTensor(self.folder, name, shape, [self._chunk(name, members_of(chunk)) for chunk in chunks]))
+            tensor = ChunkedTensor(self.folder, name, shape, [self._chunk(name, members_of(chunk)) for chunk in chunks])
+            for found in self._layers(tensor):
+                count += 1
+                if count > MOST_NAMES:
+                    self.refuse(f"describes more than {MOST_NAMES} tensors")
+                yield found
 
     def object_place(self, name: str) -> FileRange | None:
         """Where the bytes of an object are."""
@@ -97,7 +104,7 @@ class _Metadata:
         if not is_of_all_layers(_MAIN_WEIGHT.sub("", tensor.name)):
             yield tensor.name, tensor
             return
-        if not tensor.shape or tensor.shape[0] > LARGEST_LAYERS:
+        if not tensor.shape:
             self.refuse(f"describes {tensor.name} without its layers")
         for layer in range(tensor.shape[0]):
             yield tensor.name.replace(".layers.", f".layers.{layer}.", 1), replace(tensor, layer=layer)

@@ -19,12 +19,15 @@ IDS = 1 << 21  # it reserves memory for the largest id, and packs two ids into 4
 CACHE_BYTES = 1 << 28
 MEMORY_FILE = Path("/proc/self/statm")
 # Where packages are likely to differ: contractions, white space, digits, letters of all cases, marks, pictures, noncharacters, long words.
+# Characters that not every tokenizer accepts are apart from the others, so that these are always compared.
 HARD_TEXTS = (
-    "I'll can't WE'RE it's'S '\u017f x'\u212a 'İ don''t\n'tis\r\n'LL",
+    "I'll can't WE'RE it's'S '\u017f 'İ don''t\n'tis\r\n'LL",
     " a  b   c\td \t e\n\nf\r\ng \n h\u00a0i\u2003j\u3000 k\u0085l\u2028m\x0b\x0c\x1c\x1f\0 ",
     "1 12 123 1234 12345678 ٣٤٥ ⅷ² 3.14e-10 0xFF a1b2 1a,000",
     "camelCase HTTPServer ǅ ʰ İstanbul straße ﬁ 漢字かなカナ 한국어 हिन्दी ภาษา עברית العربية",
-    "e\u0301 n\u0303\u0323 \u0301\u0301 a\u20dd 👩\u200d👩\u200d👧 🇩🇪 \ufeff\u200b\ufffd\uffff\U0010ffff\ue000",
+    "\u0301\u0301 a\u20dd 👩\u200d👩\u200d👧 🇩🇪 \ufeff\u200b\ufffd\ue000",
+    "e\u0301 n\u0303\u0323 x'\u212a",
+    "\uffff\U0010ffff",
     "==== //// /*!?*/ {[(<\"'`~^|\\>)]} ... --- ___ $$ %% @@ ##  \r\r\n/\n",
     "a" * 3000 + " " * 3000 + "ab" * 3000 + "!" * 300 + "\n" * 300 + "7" * 300,
     "   ",

@@ -39,6 +39,10 @@ def check_served(model: bytes, pieces: sentencepiece.SentencePieceProcessor) -> 
     # Of two merges with one score SentencePiece makes the left one first, gigatoken that of its list.
     if len({pieces.get_score(index) for index in merged}) < len(merged):
         raise NotServed("model with equal scores")
+    # SentencePiece merges letters that are no pieces, too; gigatoken has taken them for bytes before.
+    normal = {spelling for spelling, kind in zip(spellings, types, strict=True) if kind == NORMAL}
+    if not set("".join(normal)) <= normal:
+        raise NotServed("model with letters that are no pieces")
     never = [spelling for spelling, kind in zip(spellings, types, strict=True) if kind != NORMAL]
     if any(SPACE in spelling for spelling in never):
         raise NotServed("model with spaces in its control pieces")

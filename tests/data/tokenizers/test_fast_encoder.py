@@ -237,6 +237,12 @@ def test_a_pattern_or_ranks_that_gigatoken_does_not_serve_are_left_to_tiktoken(t
     assert "it does not know the pattern" in first.prepare_batches()
 
 
+def test_contractions_marks_and_pictures_are_compared_at_the_start_of_every_job() -> None:
+    for normalizes in (False, True):
+        compared = "".join(filter(KnownCharacters(normalizes=normalizes), fast_encoder.HARD_TEXTS))
+        assert all(part in compared for part in ("WE'RE", "\u0301\u0301", "\u200d"))
+
+
 def test_ids_that_differ_at_the_start_of_a_job_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load(tmp_path, cut_tokenizer())
     monkeypatch.setattr(tokenizer, "tokenize", lambda text: Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text).ids + [1])

@@ -61,6 +61,13 @@ def test_sources_have_sentencepieces_own_ids(name: str) -> None:
     assert lengths.tolist() == [len(members) for members in expected]
 
 
+def test_a_model_that_merges_letters_without_pieces_is_left_to_sentencepiece(tmp_path: Path) -> None:
+    (tmp_path / "a.model").write_bytes(model("own").replace(b"\n\x01e\x15", b"\n\x01\x7f\x15"))
+    tokenizer = PieceTokenizer(str(tmp_path / "a.model"))
+    assert "letters that are no pieces" in tokenizer.prepare_batches()
+    assert tokenizer.tokenize_batch(["the values"]).ids.tolist() == tokenizer.tokenize("the values")
+
+
 CHARACTERS = st.characters(exclude_categories=["Cs"]) | st.sampled_from([*" \n\t▁x<EOD>edrtnsi0123(_", "<c>", "</s>", "<0x41>"])
 
 
