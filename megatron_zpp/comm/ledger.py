@@ -43,9 +43,6 @@ class Traffic:
     def __sub__(self, other: Traffic) -> Traffic:
         return Traffic(*map(operator.sub, vars(self).values(), vars(other).values()))
 
-    def __rmul__(self, times: int) -> Traffic:
-        return Traffic(*(times * nbytes for nbytes in vars(self).values()))
-
 
 @dataclass
 class Ledger:

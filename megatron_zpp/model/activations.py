@@ -18,9 +18,8 @@ STATISTICS_BYTES = 2 * 4  # mean and deviation of a token in a norm, fp32
 SCORE_BYTES = 3 * 4  # fp32 scores after softmax, after dropout, and the mask, as torch's plain attention keeps them
 NORMALIZER_BYTES = 4  # per token and head, if the kernel computes scores again in backward
 WIDE_BYTES = 4  # of an fp32 value
-WIDE_CHUNK_BYTES = (
-    64 * 2**20
-)  # fp32 values of the loss that exist at once, see ops/softmax_reference.py; 16-bit logits need two such chunks
+# Of fp32 values of the loss that exist at once, see ops/softmax_reference.py; 16-bit logits need two such chunks.
+WIDE_CHUNK_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)

@@ -26,24 +26,6 @@ NO_WORK = LinkWork()
 
 
 @dataclass(frozen=True)
-class ContextTraffic:
-    """What one rank receives in micro-batches. recomputed: in backward, for blocks that are recomputed."""
-
-    forward: LinkWork = NO_WORK
-    backward: LinkWork = NO_WORK
-    recomputed: LinkWork = NO_WORK
-
-    @property
-    def training(self) -> LinkWork:
-        return self.forward + self.backward + self.recomputed
-
-    @property
-    def evaluation(self) -> LinkWork:
-        """Of as many micro-batches that are only evaluated."""
-        return self.forward
-
-
-@dataclass(frozen=True)
 class DividedSamples:
     """Samples of a model whose tokens `context_ranks` ranks divide. tensor_ranks: that share every layer."""
 
@@ -79,12 +61,6 @@ class DividedSamples:
         tokens = samples * self.own.seq_length
         of_parts = tokens * (self.exchanged_channels + self._query_channels) // self.context_ranks * element_bytes
         return LinkWork((self.context_ranks - 1) * of_parts, collectives=2)
-
-    def traffic(self, *, microbatches: int, samples: int, element_bytes: int) -> ContextTraffic:
-        """The traffic of `microbatches` micro-batches of `samples` samples. element_bytes: of an activation."""
-        of_block = microbatches * self.exchanges(samples=samples, element_bytes=element_bytes)
-        of_all = self.config.num_layers * of_block
-        return ContextTraffic(of_all, of_all, recomputed_blocks(self.config) * of_block)
 
     def work(self, *, samples: int, element_bytes: int) -> LinkWorkOfUses:
         """The work of embedding, blocks and final, in this order, for a micro-batch of `samples` samples."""

@@ -101,10 +101,8 @@ def evaluate(model: nn.Module, engine: ZeroEngine, held_out: HeldOutSet) -> floa
     """
     model.eval()
     sums = [_loss_and_tokens(model, next(held_out.batches), engine.device) for _ in range(held_out.microbatches)]
-    rows = engine.gather_world(torch.stack(sums).sum(dim=0))[
-        :, 0
-    ].tolist()  # [data ranks, 2] fp64; tensor ranks have the same, ranks that share samples their parts
-    loss, tokens = (sum(column) for column in zip(*rows, strict=True))
+    gathered = engine.gather_world(torch.stack(sums).sum(dim=0))  # [data ranks, tensor ranks, 2] fp64; tensor ranks have the same sums
+    loss, tokens = (sum(column) for column in zip(*gathered[:, 0].tolist(), strict=True))
     return loss / tokens if tokens > 0 else math.nan
 
 

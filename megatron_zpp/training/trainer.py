@@ -135,6 +135,7 @@ class Trainer:
         for _ in range(batch_size // self._batch_sizes.grain):
             next(self._train_batches)
         progress.advance(batch_size, is_skipped=True)
+        self._engine.finish_differences()  # with the random signs of their own step, as before a save
         self._engine.start_iteration(progress.iteration)
         requests = gather_numbers([stop_conditions.request()], self._engine).flatten().tolist()
         self._reason_for_stopping = reason_for_stopping(StopRequest.of_ranks(requests), progress.iteration, self._config.training)
@@ -190,6 +191,5 @@ class Trainer:
         with self._garbage.evaluation(), self._engine.observer.phase("eval-time"):
             loss = evaluate(self._model, self._engine, held_out)
         self._reporter.between_steps("eval-time")
-        lines = validation_lines(self._progress.iteration, loss, set_name=held_out.name, drawn_from=drawn_from)
-        self._writers.printer.on_last(lines)
+        self._writers.printer.on_last(validation_lines(self._progress.iteration, loss, set_name=held_out.name, drawn_from=drawn_from))
         return loss

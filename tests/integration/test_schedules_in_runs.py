@@ -51,6 +51,14 @@ def test_a_run_resumed_in_the_middle_of_its_ramp_has_the_same_bits(ranks: RankPo
     assert [told(record) for record in parts] == [told(record) for record in whole]
 
 
+def test_differences_of_a_step_before_an_iteration_that_is_passed_over_are_those_that_a_save_adds(ranks: RankPool, tmp_path: Path) -> None:
+    flags = "--bf16 --zeropp lean --quantization-block-size 256 --num-layers 4 --train-iters 3 --global-batch-size 4 --iterations-to-skip 2"
+    whole = pretrain(ranks, 2, 2, flags, tmp_path / "whole.jsonl")
+    checkpoints = f"--save {tmp_path / 'saved'} --load {tmp_path / 'saved'}"
+    pretrain(ranks, 2, 2, f"{flags} {checkpoints} --exit-interval 1", tmp_path / "parts.jsonl")
+    assert losses(pretrain(ranks, 2, 2, f"{flags} {checkpoints}", tmp_path / "parts.jsonl")) == losses(whole)
+
+
 def test_passed_over_iterations_take_samples_and_leave_rate_and_weights(ranks: RankPool, tmp_path: Path) -> None:
     flags = "--zero-stage 2 --train-iters 6 --global-batch-size 4 --lr-decay-style linear"
     plain = pretrain(ranks, 1, 2, flags, tmp_path / "plain.jsonl")

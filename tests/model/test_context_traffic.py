@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from harness.small_gpt import small_config
 
-from megatron_zpp.model.context_traffic import ContextTraffic, DividedSamples
+from megatron_zpp.model.context_traffic import DividedSamples
 from megatron_zpp.parallel.link_work import NO_LINK_WORK, LinkWork
 
 SAMPLES, LENGTH, HEADS, CHANNELS, BYTES = 3, 64, 8, 4, 2
@@ -50,14 +50,11 @@ def test_a_rank_receives_of_every_other_its_tokens_of_the_own_heads_and_back(
 def test_backward_exchanges_as_much_as_forward_and_recomputed_blocks_once_more(kind: dict[str, Any], recomputed: int) -> None:
     samples = divided(4, **kind)
     of_block = samples.exchanges(samples=SAMPLES, element_bytes=BYTES)
-    traffic = samples.traffic(microbatches=5, samples=SAMPLES, element_bytes=BYTES)
-    assert traffic == ContextTraffic(20 * of_block, 20 * of_block, 5 * recomputed * of_block)
-    assert traffic.training == (40 + 5 * recomputed) * of_block and traffic.evaluation == 20 * of_block
     of_uses = samples.work(samples=SAMPLES, element_bytes=BYTES)
-    assert (5 * of_uses.nbytes, 5 * of_uses.collectives) == (traffic.training.nbytes, traffic.training.collectives)
+    assert of_uses.forward == (LinkWork(), *[of_block] * 4, LinkWork())
+    assert of_uses.backward == (LinkWork(), *[2 * of_block] * recomputed, *[of_block] * (4 - recomputed), LinkWork())
 
 
 def test_a_rank_with_whole_samples_exchanges_nothing() -> None:
     alone = divided(1)
     assert alone.own == alone.config and alone.work(samples=1, element_bytes=2) == NO_LINK_WORK
-    assert alone.traffic(microbatches=1, samples=1, element_bytes=2) == ContextTraffic()

@@ -14,6 +14,7 @@ from harness.worlds import TurnLanes, run_world
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic
 from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.parallel.link_work import LinkWorkOfUses
 from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, plan_as_given
 from megatron_zpp.training.sharding import divided_samples
 from megatron_zpp.training.step import token_losses
@@ -90,16 +91,15 @@ def test_training_and_evaluation_take_the_bytes_of_the_closed_form_and_of_the_pl
     for found in run_world(grid, partial(train_and_evaluate, case)):
         session, ledger = found.session, found.ledger
         samples, element_bytes = session.config.training.micro_batch_size, session.engine.dtype.itemsize
-        divided = divided_samples(session.config)
-        trained = divided.traffic(microbatches=STEPS * session.microbatches, samples=samples, element_bytes=element_bytes).training
-        evaluated = divided.traffic(microbatches=STEPS * EVALUATED, samples=samples, element_bytes=element_bytes).evaluation
+        work = divided_samples(session.config).work(samples=samples, element_bytes=element_bytes)
+        forward, trained, evaluated = LinkWorkOfUses(work.forward), STEPS * session.microbatches, STEPS * EVALUATED
         exchanged = ledger.total(Category.EXCHANGES)
-        assert exchanged == STEPS * found.plan.context_traffic != Traffic()
-        assert exchanged.context_bytes == trained.nbytes
-        assert ledger.total(Category.EVALUATION).context_bytes == evaluated.nbytes
+        assert exchanged == sum([found.plan.context_traffic] * STEPS, Traffic()) != Traffic()
+        assert exchanged.context_bytes == trained * work.nbytes
+        assert ledger.total(Category.EVALUATION).context_bytes == evaluated * forward.nbytes
         assert ledger.total(Category.ACTIVATIONS).tensor_bytes == STEPS * found.plan.job.microbatches * found.plan.job.tensor_work.nbytes
         if grid.tensor_ranks == 1:
-            assert len(found.calls) == trained.collectives + evaluated.collectives
+            assert len(found.calls) == trained * work.collectives + evaluated * forward.collectives
 
 
 def test_between_nodes_go_the_parts_of_the_ranks_that_are_there() -> None:
