@@ -15,8 +15,8 @@ def test_ranks_that_divide_a_sample_have_the_losses_of_one_rank_and_a_smaller_pl
 
 
 def test_a_rank_that_needs_more_than_its_limit_ends_with_the_reason() -> None:
-    with pytest.raises(RunFailed, match="memory") as found:
-        run(4096, 1, 4 * MIB)
+    with pytest.raises(RunFailed, match="[Mm]emory|allocate") as found:  # torch, numpy and C++ have words of their own
+        run(4096, 1, 40 * MIB)
     assert "\n" not in str(found.value)
-    together = Limited(4 * MIB, run(64, 1, 400 * MIB), None, str(found.value))
+    together = Limited(40 * MIB, run(64, 1, 400 * MIB), None, str(found.value))
     assert about(together).endswith(f"one rank with as much ends: {found.value}")
