@@ -10,11 +10,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import run_command, vocabulary_size
+from tokenizer_flags import add_recorded_tokenizer
 
 from megatron_zpp.checkpoint.hf.folder import HfFolder
 from megatron_zpp.checkpoint.release import write_release
 from megatron_zpp.checkpoint.stored_flags import units_of
-from megatron_zpp.config.schema import TOKENIZER_TYPES, DataConfig, ModelConfig
+from megatron_zpp.config.schema import DataConfig, ModelConfig
 from megatron_zpp.data.tokenizers.tokenizer import padded_vocab_size
 
 
@@ -61,13 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--make-vocab-size-divisible-by", type=vocabulary_size, default=128, metavar="N", help="as in the training to come (default: 128)"
     )
-    parser.add_argument(
-        "--tokenizer-type",
-        choices=TOKENIZER_TYPES,
-        default="NullTokenizer",
-        help="recorded for --use-checkpoint-args (default: NullTokenizer)",
-    )
-    parser.add_argument("--tokenizer-model", metavar="PATH", help="recorded for --use-checkpoint-args")
+    add_recorded_tokenizer(parser)
     return parser
 
 

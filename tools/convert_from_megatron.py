@@ -12,12 +12,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import count_from_0, run_command, vocabulary_size
+from tokenizer_flags import add_recorded_tokenizer
 
 from megatron_zpp.checkpoint.megatron.arguments import flags_in_words, model_of
 from megatron_zpp.checkpoint.megatron.folder import find_iteration, read_source
 from megatron_zpp.checkpoint.megatron.joining import Joining
 from megatron_zpp.checkpoint.release import write_release
-from megatron_zpp.config.schema import TOKENIZER_TYPES, DataConfig
+from megatron_zpp.config.schema import DataConfig
 
 MOST_SHOWN = 5
 
@@ -79,13 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--make-vocab-size-divisible-by", type=vocabulary_size, default=128, metavar="N", help="with --vocab-size, the new padding"
     )
-    parser.add_argument(
-        "--tokenizer-type",
-        choices=TOKENIZER_TYPES,
-        default="NullTokenizer",
-        help="recorded for --use-checkpoint-args (default: NullTokenizer)",
-    )
-    parser.add_argument("--tokenizer-model", metavar="PATH", help="recorded for --use-checkpoint-args")
+    add_recorded_tokenizer(parser)
     return parser
 
 

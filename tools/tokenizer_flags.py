@@ -8,7 +8,7 @@ from megatron_zpp.config.flag import check_value
 from megatron_zpp.config.obsolete import TOKENIZER_ACCEPTED, TOKENIZER_REFUSED, AcceptedFlag
 from megatron_zpp.config.options import Option, options
 from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
-from megatron_zpp.config.schema import CHANGED_TOKENIZERS, DataConfig
+from megatron_zpp.config.schema import CHANGED_TOKENIZERS, TOKENIZER_TYPES, DataConfig
 
 NAMES = (
     "tokenizer_type",
@@ -27,6 +27,17 @@ NAMES = (
 # Not in journals of runs from before these flags, so they are recorded only where they change ids.
 LATER_NAMES = ("legacy_tokenizer", "tokenizer_hf_no_include_special_tokens", "null_tokenizer_eod_id")
 PADDING = AcceptedFlag(1, "a corpus holds ids, the run pads its vocabulary")
+
+
+def add_recorded_tokenizer(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags with which a converter says what tokenizer a checkpoint's model was trained with."""
+    parser.add_argument(
+        "--tokenizer-type",
+        choices=TOKENIZER_TYPES,
+        default="NullTokenizer",
+        help="recorded for --use-checkpoint-args (default: NullTokenizer)",
+    )
+    parser.add_argument("--tokenizer-model", metavar="PATH", help="recorded for --use-checkpoint-args")
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
