@@ -41,10 +41,12 @@ def text_of(document: str) -> str:
 
 
 def commands(document: str) -> list[list[str]]:
-    """The words of every command in the document's bash blocks, comments left out."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", text_of(document), re.MULTILINE | re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return list(filter(None, (shlex.split(line, comments=True) for line in lines)))
+    """The words of every command in the document's bash blocks. Arrays of words are put in; comments and `source` are left out."""
+    text = "\n".join(re.findall(r"^```bash\n(.*?)^```", text_of(document), re.MULTILINE | re.DOTALL))
+    for whole, name, words in re.findall(r"^((\w+)=\((.*?)\)\n)", text, re.MULTILINE | re.DOTALL):
+        text = text.replace(whole, "").replace(f'"${{{name}[@]}}"', words.replace("\n", " "))
+    lines = text.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True)) and words[0] != "source"]
 
 
 @cache
