@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
@@ -126,6 +126,13 @@ class Canvas:
         """Lines of words, one under the other."""
         for index, one in enumerate(words):
             self.text(x, y + 1.35 * size * index, one, size=size, fill=fill, anchor=anchor)
+
+    def legend(self, x: float, y: float, colours: Mapping[str, str]) -> None:
+        """What each colour stands for, in one row; y is the upper edge."""
+        for words, colour in colours.items():
+            self.rect(x, y, 11, 11, fill=colour, stroke=self.theme.line)
+            self.text(x + 16, y + 10, words, size=12, fill=self.theme.faint)
+            x += 36 + 6.6 * len(words)
 
     def svg(self) -> str:
         """The whole picture as text."""

@@ -18,20 +18,30 @@ LANES = {
 LEFT, TOP, ROW, HIGH, GAP, WIDTH = 178, 72, 20, 15, 44, 640
 
 
-def steps() -> dict[str, dict[str, Any]]:
-    """The recorded step by member of the family (benchmarks/step_trace.py:Step)."""
-    found: dict[str, dict[str, Any]] = json.loads(RESULT.read_text(encoding="utf-8"))["steps"]
+def recorded() -> dict[str, Any]:
+    """The rate of the link, and the step of each member of the family (benchmarks/step_trace.py:Step)."""
+    found: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
     return found
 
 
 def draw(theme: Theme) -> Canvas:
-    recorded, rate = steps(), json.loads(RESULT.read_text(encoding="utf-8"))["rate"].replace("mbit", " Mbit/s")
+    found = recorded()
+    steps, rate = found["steps"], found["rate"].replace("mbit", " Mbit/s")
     group = (1 + len(LANES)) * ROW + GAP
-    canvas = Canvas(LEFT + WIDTH + 30, TOP + len(recorded) * group, theme, "One step of rank 0 over a slow link, by member of the family")
+    canvas = Canvas(LEFT + WIDTH + 30, TOP + len(steps) * group, theme, "One step of rank 0 over a slow link, by member of the family")
     canvas.text(14, 24, f"One step of one rank, recorded: two nodes with a link of {rate}", size=15, bold=True)
-    _legend(canvas)
-    scale = WIDTH / max(step["milliseconds"] for step in recorded.values())
-    for index, (name, step) in enumerate(recorded.items()):
+    colours = {
+        "forward": theme.accent,
+        "backward": theme.slices[1],
+        "update": theme.slices[2],
+        "waits": theme.paper,
+        "crosses between nodes": theme.inter,
+        "inside a node": theme.intra,
+        "encodes, decodes": theme.gradient,
+    }
+    canvas.legend(14, 40, colours)
+    scale = WIDTH / max(step["milliseconds"] for step in steps.values())
+    for index, (name, step) in enumerate(steps.items()):
         _step(canvas, TOP + index * group, name, step, scale)
     return canvas
 
@@ -62,20 +72,3 @@ def _hop(canvas: Canvas, y: float, lane: str, hop: list[Any], scale: float) -> N
     canvas.rect(LEFT + sent * scale, y + 2, max(0.7, (arrived - sent) * scale - 0.6), HIGH - 3, fill=colour, radius=1)
     for first, last in ((start, encoded), (arrived, end)):
         canvas.rect(LEFT + first * scale, y + 2, max(0.4, (last - first) * scale), HIGH - 3, fill=theme.gradient, radius=0)
-
-
-def _legend(canvas: Canvas) -> None:
-    theme, x = canvas.theme, float(LEFT)
-    parts = {
-        "forward": theme.accent,
-        "backward": theme.slices[1],
-        "update": theme.slices[2],
-        "waits": theme.paper,
-        "crosses between nodes": theme.inter,
-        "inside a node": theme.intra,
-        "encodes, decodes": theme.gradient,
-    }
-    for words, colour in parts.items():
-        canvas.rect(x, 40, 11, 11, fill=colour, stroke=theme.line)
-        canvas.text(x + 16, 50, words, size=11.5, fill=theme.faint)
-        x += 30 + 6.1 * len(words)

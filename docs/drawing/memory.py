@@ -12,28 +12,28 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.training.hardware import GIGABYTE
 from megatron_zpp.training.memory_need import MemoryNeed
-from megatron_zpp.training.run_plan import PlannedWorld, plan_as_given
+from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, plan_as_given
 
 PAGE = Path(__file__).resolve().parents[1] / "memory.md"
 MODEL = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 2048
     --max-position-embeddings 2048 --swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights
     --disable-bias-linear --vocab-size 32000 --ranks-per-node 8 --bf16 --hidden-dropout 0 --attention-dropout 0 --global-batch-size 64
     --mock-data --train-iters 1"""
-RANKS, GPU_BYTES, GIB = 8, 24 * GIGABYTE, 2**30
+RANKS, VOCABULARY, GPU_BYTES, GIB = 8, 32000, 24 * GIGABYTE, 2**30
 LEFT, TOP, ROW, HIGH, PIXELS_PER_GIB = 20, 76, 50, 22, 15
 
 
 @cache
 def plans() -> dict[str, MemoryNeed]:
-    """The need of a rank, by the flags of each row of the page's example."""
+    """The need of a rank, by the flags of each row of bytes in the page's example."""
     rows = re.findall(r"^\| `(--[^`]+)` \| [\d.]+ .iB \|", PAGE.read_text(encoding="utf-8").split("## An example")[1], re.MULTILINE)
-    return {flags: need_of(flags) for flags in rows}
+    return {flags: plan_of(flags).memory for flags in rows}
 
 
-def need_of(flags: str) -> MemoryNeed:
-    """The need of each of 8 ranks on one node for the model of the example with these flags."""
+def plan_of(flags: str) -> RunPlan:
+    """The plan of the example's model on its node, with these flags."""
     config = resolve(parse_flags(f"{MODEL} {flags}".split()), RANKS, RANKS)
-    return plan_as_given(config, PlannedWorld(1, RANKS, is_on_gpu=True), 32000).memory
+    return plan_as_given(config, PlannedWorld(1, RANKS, is_on_gpu=True), VOCABULARY)
 
 
 def draw(theme: Theme) -> Canvas:
@@ -42,7 +42,7 @@ def draw(theme: Theme) -> Canvas:
         LEFT + 42 * PIXELS_PER_GIB + 200, TOP + len(needs) * ROW + 6, theme, "Memory of a rank by switch, 7 billion parameters on 8 GPUs"
     )
     canvas.text(14, 24, "Memory of one of 8 GPUs for 7 billion parameters, as planned", size=15, bold=True)
-    _legend(canvas)
+    canvas.legend(LEFT, 40, dict(zip(_parts(next(iter(needs.values()))), _colours(theme), strict=True)))
     limit = LEFT + GPU_BYTES / GIB * PIXELS_PER_GIB
     canvas.line([(limit, TOP - 10), (limit, TOP + len(needs) * ROW - 4)], stroke=theme.inter, width=1.5, dashes="5 4")
     canvas.text(limit + 6, TOP - 2, "24 GB", size=12, fill=theme.inter)
@@ -73,12 +73,3 @@ def _parts(need: MemoryNeed) -> dict[str, int]:
 
 def _colours(theme: Theme) -> tuple[str, ...]:
     return theme.intra, theme.gradient, theme.slices[1], theme.slices[2], theme.slices[3], theme.compute
-
-
-def _legend(canvas: Canvas) -> None:
-    names = ("weights", "gradients", "moments", "activations", "units and payloads under way", "CUDA and NCCL")
-    x = float(LEFT)
-    for name, colour in zip(names, _colours(canvas.theme), strict=True):
-        canvas.rect(x, 40, 11, 11, fill=colour)
-        canvas.text(x + 16, 50, name, size=12, fill=canvas.theme.faint)
-        x += 34 + 6.4 * len(name)

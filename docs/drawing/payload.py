@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from drawing.canvas import Canvas, Theme
@@ -48,7 +47,8 @@ def draw(theme: Theme) -> Canvas:
     canvas.text(14, 24, "One payload: a slice of 512 values of matrices, and 6 of biases and norms", size=15, bold=True)
     for index, (name, (words, _)) in enumerate(CODES.items()):
         _row(canvas, TOP + index * ROW, name, words, parts[index], parts[0])
-    _legend(canvas, TOP + len(CODES) * ROW + 10, ("values or their codes", "a scale per block of 256", "exact values, padded to 16 bytes"))
+    kinds = ("values or their codes", "a scale per block of 256", "exact values, padded to 16 bytes")
+    canvas.legend(LEFT, TOP + len(CODES) * ROW + 10, dict(zip(kinds, _colours(theme), strict=True)))
     return canvas
 
 
@@ -62,14 +62,6 @@ def _row(canvas: Canvas, y: float, name: str, words: str, parts: Parts, largest:
             x += nbytes * PIXELS_PER_BYTE
     share = "" if parts == largest else f"  ({parts.total / largest.total:.2f})"
     canvas.text(x + 8, y + 17, f"{parts.total} bytes{share}", size=13)
-
-
-def _legend(canvas: Canvas, y: float, words: Sequence[str]) -> None:
-    x = float(LEFT)
-    for one, colour in zip(words, _colours(canvas.theme), strict=True):
-        canvas.rect(x, y, 12, 12, fill=colour)
-        canvas.text(x + 18, y + 10.5, one, size=12, fill=canvas.theme.faint)
-        x += 36 + 6.6 * len(one)
 
 
 def _colours(theme: Theme) -> tuple[str, str, str]:

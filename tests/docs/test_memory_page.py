@@ -5,28 +5,18 @@ from __future__ import annotations
 import re
 
 import pytest
+from drawing.memory import plan_of
 from harness.places import ROOT
 
-from megatron_zpp.config.cli import parse_flags
-from megatron_zpp.config.resolve import resolve
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.memory_need import in_gib
-from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, computation_by_rate, plan_as_given
+from megatron_zpp.training.run_plan import computation_by_rate
 
 pytestmark = pytest.mark.pure
 
-MODEL = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 2048
-    --max-position-embeddings 2048 --swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights
-    --disable-bias-linear --vocab-size 32000 --ranks-per-node 8 --bf16 --hidden-dropout 0 --attention-dropout 0 --global-batch-size 64
-    --mock-data --train-iters 1"""
 PAGE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8").split("## An example")[1]
 ROWS = re.findall(r"^\| `(--[^`]+)` \| ([\d.]+ .iB) \| ([\d.]+ .iB) \| (yes|no) \|$", PAGE, re.MULTILINE)
 TIMES = re.findall(r"^\| (none|`--[^`]+`) \| (\d+) \| ([\d.]+ .iB)(, does not fit)? \| ([\d.]+) \|$", PAGE, re.MULTILINE)
-
-
-def plan_of(flags: str) -> RunPlan:
-    config = resolve(parse_flags(f"{MODEL} {flags}".split()), 8, 8)
-    return plan_as_given(config, PlannedWorld(1, 8, is_on_gpu=True), 32000)
 
 
 def test_the_example_has_rows() -> None:
