@@ -74,7 +74,7 @@ _PARTS = {
         "calls fsync every 64 MiB": LIMIT,
         "less than 128 MiB more memory": AGREED,
     },
-    "docs/coming_from_deepspeed.md": {"because `--hidden-dropout` is 0.1 unless": DEFAULT},
+    "docs/coming_from_deepspeed.md": {"hidden dropout is 0.1 unless": DEFAULT},
     "docs/data.md": {
         "with SIGKILL 5 times at random moments (20 times with": AGREED,
         "Qwen 2, 3 or 3.5": SOURCE,
@@ -134,7 +134,6 @@ _PARTS = {
     },
     "docs/zeropp.md": {
         "**(0.5 + 0.25k)M**": DEFINITION,
-        "(95 % intervals;": DEFINITION,
         "| ZeRO-3 | 15.90 | 15.90 | 21.20 | 6.108 |": UNTRACED,
         "| ZeRO++ | 4.09 (0.257 of it) | 6.79 | 23.91 | 6.126 |": UNTRACED,
         "| lean | 2.07 (0.130 of it) | 13.31 | 26.51 | 6.114 |": UNTRACED,
