@@ -17,7 +17,9 @@ UNIT = (
     r"(?:[KMGT]i?B(?:/s)?|[kKMGT]bit/s|[nµump]?s|min|(?:micro|milli|nano)?seconds?|minutes?|hours?|%|percent|times|nats|tokens per second"
     r"|x(?! ?[\d(])|TFLOP/s|CPU s)(?![\w-])"
 )
-MEASURED = re.compile(rf"(?<![\w.]){NUMBER}(?: (?:to|and|or|±) {NUMBER})* ?{UNIT}|(?<![\w.])\d[\d,]*\.\d+(?!\w|\.\d)")
+MEASURED = re.compile(
+    rf"(?<![\w.]){NUMBER}(?: (?:to|and|or|±) {NUMBER})* ?{UNIT}|(?<![\w.])\d[\d,]*\.\d+(?!\w|\.\d)|(?<![\w.])\d[\d.]*e-?\d+"
+)
 SAYS = dict(enumerate("no one two three four five six seven eight nine ten".split()))
 
 

@@ -87,8 +87,8 @@ def of_tutorial(nodes: int, ranks_per_node: int) -> MemoryNeed:
 FIGURES = (
     Figure(
         DEEPSPEED,
-        "One rank on a CPU needs {:.0f} GiB. In the tutorial's world, 4 nodes of 16 GPUs, each rank needs about {:.0f} GiB; {:.1f} GiB of them "
-        "are an estimate",
+        "One rank on a CPU needs {:.0f} GiB. In the tutorial's world, 4 nodes of 16 GPUs, each rank needs about {:.0f} GiB; "
+        "{:.1f} GiB of them are an estimate",
         lambda: [nbytes / GIB for nbytes in (of_tutorial(1, 1).total, of_tutorial(4, 16).total, of_tutorial(4, 16).device.total)],
     ),
     *(Figure(RECOMPUTATION, f"| {name} |" + " {} |" * 3, lambda flags=flags: recomputed(flags)) for name, flags in RECOMPUTED.items()),

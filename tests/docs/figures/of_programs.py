@@ -228,6 +228,11 @@ FIGURES = (
         "{}",
         lambda: [preprocess.memory_table(results("preprocess_memory")["memory"]).partition("\n\n")[0]],
     ),
+    Figure(
+        "docs/data.md",
+        "a loop over lines of text is {:.0f} to {:.0f} times as fast with it",
+        lambda: spread([one.rate("loop") / one.rate("package") for one in preprocessed()]),
+    ),
     Figure(CHANGES, "Text becomes tokens {:.0f} to {:.0f} times as fast per CPU second", lambda: spread(faster_than_before())),
     Figure(
         PAGE,
