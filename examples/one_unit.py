@@ -210,10 +210,10 @@ def received(steps: Sequence[Step]) -> str:
     """What a rank received."""
     up, down = steps[0].received[Category.WEIGHTS], steps[0].received[Category.GRADIENTS]
     hops = (
-        ("up, inter", up.inter_bytes, 8, LADDER.partitions - 1),
-        ("up, intra", up.intra_bytes, 8, LADDER.data_ranks - LADDER.partitions),
-        ("down, intra", down.intra_bytes, 4, LADDER.data_ranks - LADDER.partitions),
-        ("down, inter", down.inter_bytes, 4, LADDER.partitions - 1),
+        ("up between", up.inter_bytes, 8, LADDER.partitions - 1),
+        ("up inside", up.intra_bytes, 8, LADDER.data_ranks - LADDER.partitions),
+        ("down inside", down.intra_bytes, 4, LADDER.data_ranks - LADDER.partitions),
+        ("down between", down.inter_bytes, 4, LADDER.partitions - 1),
     )
     rows = []
     for name, ledger, bits, slices in hops:

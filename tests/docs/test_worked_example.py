@@ -128,7 +128,7 @@ def test_weights_decay_and_move_by_the_rate_against_the_sign_of_the_gradient() -
 
 def test_a_rank_receives_the_payloads_that_others_sent() -> None:
     up, down, uncoded = 32 + 16, 16 + 16, 2 * 32
-    slices = {"up, inter": (1, up), "up, intra": (2, up), "down, intra": (2, down), "down, inter": (1, down)}
+    slices = {"up between": (1, up), "up inside": (2, up), "down inside": (2, down), "down between": (1, down)}
     assert block(10) == [
         [*hop.split(), *map(str, (number * size, number * (size - 16), number * 16, number * uncoded, size / uncoded))]
         for hop, (number, size) in slices.items()
