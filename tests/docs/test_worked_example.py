@@ -13,6 +13,8 @@ from harness.places import ROOT
 
 PAGE = (ROOT / "docs" / "worked_example.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```text\n(.*?)\n```", PAGE, re.MULTILINE | re.DOTALL)
+TEXT = re.sub(r"^```.*?^```", "", PAGE, flags=re.MULTILINE | re.DOTALL).replace("\n", " ")
+EQUATIONS = re.findall(r"(?<![\w.])(\(?-?\d[\d.x/+() -]*?) = (-?\d+(?:\.\d+)?(?:/\d+)?)", TEXT)
 FP32, BF16 = 24, 8  # bits of a significand
 SLICE_OF = (0, 2, 1, 3)
 COLUMNS, NODES = ((0, 2), (1, 3)), ((0, 1), (2, 3))
@@ -136,10 +138,17 @@ def test_a_rank_receives_the_payloads_that_others_sent() -> None:
 
 
 def test_the_equations_in_the_text_hold() -> None:
-    text = re.sub(r"^```.*?^```", "", PAGE, flags=re.MULTILINE | re.DOTALL).replace("\n", " ")
-    equations = re.findall(r"(?<![\w.])(\(?-?\d[\d.x/+() -]*?) = (-?\d+(?:\.\d+)?(?:/\d+)?)", text)
-    assert len(equations) > 15
-    for left, right in equations:
+    assert len(EQUATIONS) > 15
+    for left, right in EQUATIONS:
         value, said = (eval(side.replace("x", "*")) for side in (left, right))  # both have digits and signs alone
         digits = len(right.partition(".")[2])
         assert value == said or (abs(value - said) <= 0.5000001 * 10.0**-digits and "." in right), (left, right)
+
+
+def test_every_decimal_number_of_the_text_stands_in_a_block_or_in_an_equation() -> None:
+    known = {
+        *" ".join(BLOCKS).split(),
+        *" ".join(side for equation in EQUATIONS for side in equation).replace("(", "").replace(")", "").split(),
+    }
+    in_fp32 = f"{float(rounded(Fraction('-0.3'), FP32)):.8g}"
+    assert set(re.findall(r"-?\d+\.\d+", TEXT)) - known == {in_fp32}
