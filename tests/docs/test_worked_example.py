@@ -88,6 +88,11 @@ def test_the_blocks_of_the_page_are_what_the_program_prints() -> None:
     assert "\n\n".join(BLOCKS) + "\n" == output_of_example("one_unit.py")
 
 
+def test_each_rank_owns_the_slice_that_is_drawn() -> None:
+    drawn = [(int(rank), int(index)) for rank, index in re.findall(r"rank (\d) \[slice (\d)\]", PAGE)]
+    assert drawn == list(enumerate(SLICE_OF)) == list(given(1))
+
+
 def test_weights_climb_as_codes_and_scales_of_the_formula() -> None:
     assert block(2) == [[str(rank), str(index), *UP[index].cells()] for rank, index in enumerate(SLICE_OF)]
     assert block(3) == [[str(rank), str(SLICE_OF[other]), *UP[SLICE_OF[other]].cells()] for rank in range(4) for other in COLUMNS[rank % 2]]
