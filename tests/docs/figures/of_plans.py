@@ -20,6 +20,7 @@ from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, computation_by
 from megatron_zpp.zero.plan.time_model import StepTime
 
 GIB = 2**30
+ZEROPP = "docs/zeropp.md"
 MEMORY, RECOMPUTATION, LONG, TENSOR, DEEPSPEED = (
     f"docs/{name}.md" for name in ("memory", "recomputation", "long_sequences", "tensor_parallel", "coming_from_deepspeed")
 )
@@ -74,6 +75,23 @@ def exchanged(tokens: int, ranks: int, blocks: int, channels: int) -> float:
 
 
 @cache
+def of_quickstart(flags: str) -> RunPlan:
+    """The model of scripts/quickstart.sh on two nodes of two."""
+    script = (ROOT / "scripts" / "quickstart.sh").read_text(encoding="utf-8")
+    (model,) = re.findall(r"^MODEL=\((.*?)\)$", script, re.MULTILINE)
+    (vocabulary,) = re.findall(r"VOCAB_SIZE=(\d+)", script)
+    run = f"{model} --vocab-size {vocabulary} --bf16 --mock-data --train-iters 1 --lr 1 --global-batch-size 32 --micro-batch-size 8 {flags}"
+    return plan_as_given(resolve(parse_flags(run.split()), 4, 2), PlannedWorld(2, 2, is_on_gpu=False), int(vocabulary))
+
+
+def quickstart_row(flags: str) -> list[float]:
+    """Megabytes: into a node, as a share of ZeRO-3's, into a rank inside its node, and of states."""
+    plan = of_quickstart(flags)
+    share = plan.node_bytes / of_quickstart("--zero-stage 3").node_bytes
+    return [plan.node_bytes / 1e6, share, plan.traffic.total.intra_bytes / 1e6, plan.memory.plan.states / 1e6]
+
+
+@cache
 def of_tutorial(nodes: int, ranks_per_node: int) -> MemoryNeed:
     """The need of a rank under the command of DeepSpeed's tutorial. One rank computes on a CPU."""
     (command,) = re.findall(
@@ -85,6 +103,9 @@ def of_tutorial(nodes: int, ranks_per_node: int) -> MemoryNeed:
 
 
 FIGURES = (
+    Figure(ZEROPP, "| ZeRO-3 | {0:.2f} | {2:.2f} | {3:.2f} |", lambda: quickstart_row("--zero-stage 3")),
+    Figure(ZEROPP, "| ZeRO++ | {:.2f} ({:.3f} of it) | {:.2f} | {:.2f} |", lambda: quickstart_row("--zeropp paper")),
+    Figure(ZEROPP, "| lean | {:.2f} ({:.3f} of it) | {:.2f} | {:.2f} |", lambda: quickstart_row("--zeropp lean")),
     Figure(
         DEEPSPEED,
         "One rank on a CPU needs {:.0f} GiB. In the tutorial's world, 4 nodes of 16 GPUs, each rank needs about {:.0f} GiB; "
