@@ -101,6 +101,8 @@ CHECKPOINTS = Page(
         "checkpoint/saver.py:SaveOptions",
         "checkpoint/saver.py:SavedCheckpoint",
         "checkpoint/engine_state.py:load_engine",
+        "checkpoint/stored_flags.py:open_checkpoint",
+        "checkpoint/stored_flags.py:model_flags",
         "checkpoint/reader.py:CheckpointReader",
         "checkpoint/folders.py:find_checkpoint",
         "checkpoint/folders.py:complete_iterations",
@@ -126,7 +128,8 @@ CHECKPOINTS = Page(
 DATA = Page(
     "data.md",
     "API: corpora, samples and tokenizers",
-    "Reads and writes Megatron's PREFIX.bin and PREFIX.idx, cuts samples from them in Megatron's order, and makes tokenizers from flags. "
+    "Reads and writes Megatron's PREFIX.bin and PREFIX.idx, cuts samples from them in Megatron's order, and makes tokenizers from flags "
+    "([parse_flags](plans.md#parse_flags)). "
     "[Data](../data.md) has the commands, [datasets](../datasets.md) the rules.",
     (
         "data/indexed_dataset.py:IndexedDataset",
@@ -142,7 +145,7 @@ DATA = Page(
         "data/statistics.py:unigram_cross_entropy",
         "data/tokenizers/tokenizer.py:build_tokenizer",
         "data/tokenizers/tokenizer.py:Tokenizer",
-        "data/tokenizers/tokenizer.py:padded_vocab_size",
+        "data/tokenizers/tokenizer.py:embedding_rows",
     ),
 )
 
@@ -152,11 +155,14 @@ PLANS = Page(
     "Predicts memory, bytes and time of a run without starting it. Nothing here needs torch or a GPU. "
     "[Slow links](../slow_links.md#predict-it) has the commands that use it.",
     (
-        "training/run_plan.py:plan_as_given",
+        "config/cli.py:parse_flags",
+        "config/schema.py:Config -",
         "training/run_plan.py:plan_run",
+        "training/run_plan.py:MEMBERS",
         "training/run_plan.py:RunPlan",
         "training/run_plan.py:Member",
         "training/run_plan.py:PlannedWorld",
+        "training/run_plan.py:computation_by_rate",
         "training/hardware.py:planned_machine",
         "training/hardware.py:peak_teraflops",
         "model/shapes.py:ModelShape unit_specs uses",
