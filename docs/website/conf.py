@@ -27,4 +27,5 @@ html_css_files = ["style.css"]
 smartquotes = False  # a flag begins with two hyphens
 html_copy_source = False
 html_use_index = False
+html_show_copyright = False
 html_show_sphinx = False
