@@ -37,7 +37,9 @@ class BrailleCanvas:
             before = dot
 
     def mark(self, x: float, y: float, character: str, ink: int) -> None:
-        """A whole character at a point."""
+        """A whole character at a point; none at one that is not finite."""
+        if not (math.isfinite(x) and math.isfinite(y)):
+            return
         column, row = self._dot(x, y)
         self._characters[row // 4][column // 2] = character
         self._inks[row // 4][column // 2] = ink
@@ -52,7 +54,7 @@ class BrailleCanvas:
     def _dot(self, x: float, y: float) -> tuple[int, int]:
         """Column and row of a point's dot, counted from the upper left."""
         last_column, last_row = 2 * self.columns - 1, 4 * self.rows - 1
-        return min(last_column, max(0, round(x * last_column))), min(last_row, max(0, round((1 - y) * last_row)))
+        return round(min(1.0, max(0.0, x)) * last_column), round((1 - min(1.0, max(0.0, y))) * last_row)
 
     def _set(self, column: int, row: int, ink: int) -> None:
         code = ord(self._characters[row // 4][column // 2])

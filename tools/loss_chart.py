@@ -37,12 +37,12 @@ def loss_chart(histories: Sequence[RunHistory], axis: Axis, columns: int, rows: 
     for history, curve, points in zip(drawn, curves, validations, strict=True):
         ink = histories.index(history)
         for point in points:
-            if math.isfinite(point[1]):
-                canvas.mark(*share(point), VALIDATION_MARK, ink)
+            canvas.mark(*share(point), VALIDATION_MARK, ink)
         end = next((point for point in reversed(curve) if math.isfinite(point[1])), None)
         if len(histories) > 1 and end is not None:
             canvas.mark(*share(end), str((ink + 1) % 10), ink)
-    return [*_labelled(canvas.text(paint), low, high), _axis_row(left, right, axis.label, columns)]
+    label = f"{axis.label}, {VALIDATION_MARK}: validation" if any(validations) else axis.label
+    return [*_labelled(canvas.text(paint), low, high), _axis_row(left, right, label, columns)]
 
 
 def _labelled(rows: Sequence[str], low: float, high: float) -> list[str]:

@@ -1,5 +1,6 @@
 """What a terminal shows of followed runs."""
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,15 +44,18 @@ def frame(runs: Sequence[FollowedRun], axis: Axis, screen: Screen, now: float) -
     below: list[str] = []
     for index, run in enumerate(runs):
         number = f"{index + 1} " if len(runs) > 1 else ""
-        head, *rest = [printable(line)[: screen.columns - 1] for line in [f"{number}{status(run)}", *details(run)]]
-        below += [screen.paint(head, COLOURS[index % len(COLOURS)]), *rest]
-        if warning := silence(run, now):
-            below.append(screen.paint(warning[: screen.columns - 1], WARNING_COLOUR))
+        below += [screen.paint(line, COLOURS[index % len(COLOURS)]) for line in _wrapped(f"{number}{status(run)}", screen)]
+        below += [part for line in details(run) for part in _wrapped(line, screen)]
+        below += [screen.paint(line, WARNING_COLOUR) for line in _wrapped(silence(run, now), screen)]
     rows = min(MOST_ROWS, max(FEWEST_ROWS, screen.rows - len(below) - 1))
     chart = loss_chart([run.history for run in runs], axis, screen.columns - 1, rows, screen.paint_curve)
     if not screen.has_unicode:
         chart = [line.replace(chr(BLANK), " ") for line in chart]
     return "\n".join([*chart, *below])
+
+
+def _wrapped(line: str, screen: Screen) -> list[str]:
+    return textwrap.wrap(printable(line), screen.columns - 1, subsequent_indent="    ")
 
 
 def status(run: FollowedRun) -> str:
