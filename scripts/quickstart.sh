@@ -80,9 +80,9 @@ main() {
         --max-new-tokens 120 --temperature 0.5 --top-k 40 >"$SAMPLE"
 
     step "ZeRO-3 beside ZeRO++ and lean, $COMPARED_ITERATIONS iterations each"
-    compare plain
-    compare zeropp "${ZEROPP[@]}"
-    compare lean --zeropp lean
+    compare plain ZeRO-3
+    compare zeropp ZeRO++ "${ZEROPP[@]}"
+    compare lean lean --zeropp lean
 
     step "Pictures, tables and the frequencies of tokens"
     ticking python tools/plot_run.py --log-jsonl "$LOG" --output "$PICTURE"
@@ -92,7 +92,7 @@ main() {
 
     step "What came out"
     verdict >"$VERDICT" || is_good=no
-    if [[ "$is_whole" == yes ]]; then echo "$((SECONDS - STARTED))" >"$RUN/seconds.txt"; fi
+    if [[ "$is_whole" == yes ]]; then echo "{\"seconds\": $((SECONDS - STARTED))}" >"$RUN/seconds.json"; fi
     show
     [[ "$is_good" == yes ]] || stop "the model has not learned enough; see the verdict above."
 }
@@ -153,29 +153,28 @@ train_to() {
     ticking pretrain "${RHYTHM[@]}" "${ZEROPP[@]}" --train-iters "$1"
 }
 
-# compare NAME FLAG...: runs the first iterations once more, with these ZeRO++ flags and no others.
+# compare FILE NAME FLAG...: runs the first iterations once more, with these ZeRO++ flags and no others.
 compare() {
-    local name="$1" log="$RUN/compared_$1.jsonl" output="$RUN/compared_$1.txt"
-    shift
+    local log="$RUN/compared_$1.jsonl" output="$RUN/compared_$1.txt" name="$2"
+    shift 2
     if ! made "$log"; then
-        ticking compared_run "$name" "$output" --log-interval 1 --eval-iters 0 --log-jsonl "$log.new" \
+        rm -f "$log.new"
+        ticking shortly "$name" "$output" pretrain --log-interval 1 --eval-iters 0 --log-jsonl "$log.new" \
             --train-iters "$COMPARED_ITERATIONS" "$@" ||
             { tail -n 20 "$output" >&2 && stop "the run failed; $output has all it said."; }
         mv "$log.new" "$log"
     fi
 }
 
-# compared_run NAME OUTPUT FLAG...: writes all that the run prints into OUTPUT, and shows its iterations and losses.
-compared_run() {
-    local name="$1" output="$2"
+# shortly NAME OUTPUT COMMAND...: writes all that a run prints into OUTPUT, and shows its iterations and losses.
+shortly() {
+    local name="$1" output="$2" line
     shift 2
-    rm -f "$RUN/compared_$name.jsonl.new"
-    pretrain "$@" 2>&1 | tee "$output" |
-        while IFS= read -r line; do
-            if [[ "$line" =~ ^" iteration "\ *([0-9]+/)\ *([0-9]+)\ .*"lm loss: "([^ ]+) ]]; then
-                echo "$name: iteration ${BASH_REMATCH[1]}${BASH_REMATCH[2]}, loss ${BASH_REMATCH[3]}"
-            fi
-        done
+    "$@" 2>&1 | tee "$output" | while IFS= read -r line; do
+        if [[ "$line" =~ ^" iteration "\ *([0-9]+)/\ *([0-9]+)\ .*"lm loss: "([^ ]+) ]]; then
+            echo "$name: iteration ${BASH_REMATCH[1]} of ${BASH_REMATCH[2]}, loss ${BASH_REMATCH[3]}"
+        fi
+    done
 }
 
 # ticking COMMAND...: runs the command, and shows every few seconds how long that has been going on: on a terminal in one place, else as
