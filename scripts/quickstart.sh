@@ -195,7 +195,7 @@ tick() {
     local every=5 format='  ... %s s\n'
     if [[ -t 2 ]]; then
         every=1
-        format='  ... %s s\r'
+        format="$(printf '%64s' '')"'... %s s\r'  # at the right, so that lines of the command do not run into it
     fi
     while sleep "$every" >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
         # shellcheck disable=SC2059  # the format is one of the two above
