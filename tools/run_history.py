@@ -75,7 +75,7 @@ class RunHistory:
         iteration = record.count("iteration")
         if "lm_loss" in record:
             line = TrainingLine(iteration, record.number_or_nan("lm_loss"), _figures(record))
-            self._cut(iteration, iteration)
+            self._cut(iteration)
             if not self.lines:
                 start = max(0, iteration - int(line.figures.get("interval_iterations", iteration)))
                 self._start = start if self._start is None else min(start, self._start)
@@ -83,19 +83,19 @@ class RunHistory:
         elif "validation_loss" in record:
             loss = record.number_or_nan("validation_loss")
             name = record.text("validation_set") if "validation_set" in record else ""
-            self._cut(iteration + 1, iteration + 1)
+            self._cut(iteration + 1)
             points = self.validations.setdefault(name, [])
             if points and points[-1][0] == iteration:
                 points.pop()
             points.append((iteration, loss))
 
-    def _cut(self, first_line: int, first_validation: int) -> None:
-        """Removes lines and validations from these iterations on."""
-        if self.lines and self.lines[-1].iteration >= first_line:
-            del self.lines[bisect_left(self.lines, first_line, key=lambda line: line.iteration) :]
+    def _cut(self, first: int) -> None:
+        """Removes lines and validations from this iteration on."""
+        if self.lines and self.lines[-1].iteration >= first:
+            del self.lines[bisect_left(self.lines, first, key=lambda line: line.iteration) :]
         for points in self.validations.values():
-            if points and points[-1][0] >= first_validation:
-                del points[bisect_left(points, first_validation, key=lambda point: point[0]) :]
+            if points and points[-1][0] >= first:
+                del points[bisect_left(points, first, key=lambda point: point[0]) :]
 
     def curve(self, key: str) -> dict[int, float]:
         """The figure `key` by iteration, of the lines that have it."""
