@@ -100,7 +100,7 @@ main() {
 # Shows what came out.
 show() {
     echo "Loss of the run:"
-    python tools/watch_run.py --once --log-jsonl "$LOG" --names "ZeRO++, 4 ranks"
+    python tools/watch_run.py --once --log-jsonl "$LOG" --names "ZeRO++ on $RANKS ranks"
     echo
     echo "Loss of the compared runs:"
     python tools/watch_run.py --once --log-jsonl "${COMPARED[@]}" --names ZeRO-3 ZeRO++ lean
