@@ -59,8 +59,9 @@ class TrainingLine:
 class RunHistory:
     """The training lines and validations of one run, ascending by iteration.
 
-    A line of an iteration that was passed before comes from a resumed run. It replaces all that was logged from there on, so time and bytes
-    are those of the steps that made the model; steps that were done again count once.
+    A line whose steps have been logged before comes from a resumed run. It replaces the lines of these steps and all later ones, so time
+    and bytes are those of the steps that made the model; steps that were done again count once. A validation replaces only the one of its
+    set and iteration, because --skip-train evaluates an earlier checkpoint without training on from it.
     validations: iterations and losses of each validation set; its name is empty if there is only one.
     """
 
@@ -75,27 +76,29 @@ class RunHistory:
         iteration = record.count("iteration")
         if "lm_loss" in record:
             line = TrainingLine(iteration, record.number_or_nan("lm_loss"), _figures(record))
-            self._cut(iteration)
+            before = iteration - int(line.figures.get("interval_iterations", 1))
+            self._cut(before, iteration)
             if not self.lines:
-                start = max(0, iteration - int(line.figures.get("interval_iterations", iteration)))
+                start = max(0, before) if "interval_iterations" in line.figures else 0
                 self._start = start if self._start is None else min(start, self._start)
             self.lines.append(line)
         elif "validation_loss" in record:
             loss = record.number_or_nan("validation_loss")
             name = record.text("validation_set") if "validation_set" in record else ""
-            self._cut(iteration + 1)
             points = self.validations.setdefault(name, [])
-            if points and points[-1][0] == iteration:
-                points.pop()
-            points.append((iteration, loss))
+            points[_index_from(points, iteration) : _index_from(points, iteration + 1)] = [(iteration, loss)]
 
-    def _cut(self, first: int) -> None:
-        """Removes lines and validations from this iteration on."""
-        if self.lines and self.lines[-1].iteration >= first:
-            del self.lines[bisect_left(self.lines, first, key=lambda line: line.iteration) :]
+    def _cut(self, before: int, iteration: int) -> None:
+        """Removes what a line of `iteration` replaces, whose steps come after the iteration `before`.
+
+        Without a line to replace, a validation of the same iteration stays. It comes before its line if --iterations-to-skip left out the
+        iterations between.
+        """
+        kept = bisect_left(self.lines, before + 1, key=lambda line: line.iteration)
+        is_resumed = kept < len(self.lines)
+        del self.lines[kept:]
         for points in self.validations.values():
-            if points and points[-1][0] >= first:
-                del points[bisect_left(points, first, key=lambda point: point[0]) :]
+            del points[_index_from(points, iteration if is_resumed else iteration + 1) :]
 
     def curve(self, key: str) -> dict[int, float]:
         """The figure `key` by iteration, of the lines that have it."""
@@ -164,6 +167,11 @@ class RunHistory:
         return next((index for index, line in enumerate(self.lines) if line.loss <= loss), None)
 
 
+def _index_from(points: Sequence[tuple[int, float]], iteration: int) -> int:
+    """The index of the first point from this iteration on."""
+    return bisect_left(points, iteration, key=lambda point: point[0])
+
+
 def _figures(record: Members) -> dict[str, float]:
     counts = {key: record.positive_count(key) for key in COUNTS if key in record}
     rates = {key: record.number_or_nan(key) for key in RATES if key in record}
@@ -195,7 +203,7 @@ def run_names(paths: Sequence[str], names: Sequence[str] | None) -> list[str]:
         if len(names) != len(paths):
             raise ValueError(f"--names has {len(names)} names for {len(paths)} files of --log-jsonl; give one for each.")
         return list(names)
-    parts = [Path(path).with_suffix("").parts for path in paths]
+    parts = [(*Path(path).parent.parts, Path(path).stem) for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         found = ["/".join(path[-count:]) for path in parts]
         if len(set(found)) == len(found):

@@ -45,6 +45,28 @@ def test_a_resumed_run_replaces_all_that_was_logged_after_its_checkpoint() -> No
     assert history.positions(AXES["seconds"]) == [10.0, 20.0]  # the five iterations between belong to no line any more
 
 
+def test_a_resumed_run_with_another_log_interval_replaces_the_lines_of_its_steps() -> None:
+    lines = [line(10, 7.0), line(20, 6.0), line(25, 5.5, interval=5), line(30, 5.0, interval=5), validation(30, 5.1)]
+    history = history_of(*lines, line(100, 4.0, interval=80))  # resumed at 20
+    assert history.losses() == {10: 7.0, 20: 6.0, 100: 4.0}
+    assert history.unlogged_iterations() == 0
+    history = history_of(*lines[:3], line(30, 4.0))  # the first job ended at 25
+    assert history.losses() == {10: 7.0, 20: 6.0, 30: 4.0}
+
+
+def test_an_evaluation_of_an_earlier_checkpoint_leaves_the_lines_after_it() -> None:
+    records = [line(10), validation(10, 7.0), line(20), validation(20, 6.0), line(30), validation(30, 5.0)]
+    history = history_of(*records, validation(20, 6.5))
+    assert list(history.losses()) == [10, 20, 30]
+    assert history.validations == {"": [(10, 7.0), (20, 6.5), (30, 5.0)]}
+
+
+def test_a_validation_stays_before_the_line_of_its_own_iteration() -> None:
+    """As with --iterations-to-skip 5 6 7 8 9 10: the last line follows the validation."""
+    history = history_of(validation(10, 7.0), line(10, interval=4))
+    assert history.validations == {"": [(10, 7.0)]} and list(history.losses()) == [10]
+
+
 def test_iterations_that_no_line_has_are_told_and_count_like_those_of_the_next_line() -> None:
     history = history_of(line(10), line(30, interval=4, ms=500))
     assert history.positions(AXES["seconds"]) == [10.0, 20.0]
@@ -83,21 +105,25 @@ def test_a_log_without_a_key_is_refused_by_its_name_and_the_keys() -> None:
         history.positions(AXES["seconds"])
 
 
-@given(jobs=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=5), interval=st.integers(1, 7))
-def test_whatever_resumed_from_where_the_steps_of_the_final_model_count_once(jobs: list[tuple[int, int]], interval: int) -> None:
-    """jobs: where each resumes, as far as the ones before have come, and how many iterations it does. Each logs its last iteration."""
+@given(jobs=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40), st.integers(1, 7)), min_size=1, max_size=5))
+def test_whatever_resumed_from_where_the_steps_of_the_final_model_count_once(jobs: list[tuple[int, int, int]]) -> None:
+    """jobs: where each resumes, as far as the ones before have come, how many iterations it does, and its --log-interval.
+
+    Each logs its last iteration. Its loss is its number.
+    """
     history, done = RunHistory("run"), 0
-    for resumed, count in jobs:
+    expected: dict[int, float] = {}
+    for number, (resumed, count, interval) in enumerate(jobs):
         start = min(resumed, done)
+        expected = {iteration: loss for iteration, loss in expected.items() if iteration <= start}
         last = start
         for iteration in range(start + 1, start + count + 1):
             if iteration % interval == 0 or iteration == start + count:
-                history.add(Members(line(iteration, interval=iteration - last), LOG))
-                last = iteration
+                history.add(Members(line(iteration, float(number), interval=iteration - last), LOG))
+                last, expected[iteration] = iteration, float(number)
         done = start + count
-    seconds = history.positions(AXES["seconds"])
-    assert seconds == sorted(seconds) and seconds[-1] == history.lines[-1].iteration == done
-    assert list(history.losses()) == sorted(history.losses())
+    assert history.losses() == expected
+    assert history.positions(AXES["seconds"]) == pytest.approx(list(expected))
 
 
 def test_a_file_gives_the_same_history_whatever_line_a_killed_run_left_unfinished(
