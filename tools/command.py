@@ -1,6 +1,7 @@
 """Runs the tools of this folder. A user's mistake prints one line and ends with exit code 2."""
 
 import argparse
+import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,13 @@ MISTAKE_EXIT_CODE = 2
 
 
 def run_command(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None]) -> None:
-    """Parses the command line and calls `run`. A ValueError or OSError of `run` becomes the error line of the tool."""
+    """Parses the command line and calls `run`. A ValueError or OSError of `run` becomes the error line of the tool.
+
+    Characters that the encoding of standard output lacks are printed as escapes such as \\xe9.
+    """
     args = parser.parse_args()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         run(args)
     except (ValueError, OSError) as error:

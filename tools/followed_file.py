@@ -31,6 +31,7 @@ class FollowedFile:
         try:
             file = open(open_regular(self.path), "rb", buffering=0)
         except FileNotFoundError:
+            self._identity = None  # a new file may get the number of the old one
             return
         with file:
             status = os.fstat(file.fileno())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from braille import BrailleCanvas, Paint
 from run_history import Axis, RunHistory
 
-LABEL_COLUMNS = 9
+LABEL_COLUMNS = 13  # of the longest loss, such as -1.234e-100, and " |"
 VALIDATION_MARK = "o"
 
 
@@ -52,5 +52,5 @@ def _labelled(rows: Sequence[str], low: float, high: float) -> list[str]:
 
 
 def _axis_row(left: float, right: float, label: str, columns: int) -> str:
-    start, end = f"{'loss':>{LABEL_COLUMNS - 2}}  {left:.4g}", f"{right:.4g}"
+    start, end = f"{'loss':>{LABEL_COLUMNS - 2}}  {left:g}", f"{right:g}"
     return f"{start}{label:^{max(0, columns - len(start) - len(end))}}{end}"[:columns]

@@ -104,7 +104,7 @@ def silence(run: FollowedRun, now: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`1d 02h 03m 04s`, without leading units that are 0."""
+    """`1d 2h 3m 4s`, without leading units that are 0."""
     minutes, second = divmod(round(max(0.0, seconds)), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

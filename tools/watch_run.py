@@ -40,23 +40,23 @@ def run(args: argparse.Namespace) -> None:
 
 
 def follow(runs: Sequence[FollowedRun], axis: Axis, output: TextIO, pause: Callable[[], None], now: Callable[[], float]) -> None:
-    """Shows the runs again and again, until all have logged their last iteration. Not on a terminal, it prints a line when a log has grown.
+    """Shows the runs again and again, until all have logged their last iteration.
 
-    pause: waits between two looks.
+    Away from a terminal, and on one that knows no control sequences, it prints a line when a log has grown. pause: waits between two looks.
     """
-    is_first, silent = True, set[str]()
+    is_first, silent = True, set[FollowedRun]()
     while True:
         grown = [followed.read_on() for followed in runs]
-        if output.isatty():
+        if _has_cursor(output):
             output.write(CLEAR + frame(runs, axis, screen_of(output), now()) + "\n")
         else:
             for followed, has_grown in zip(runs, grown, strict=True):
                 if has_grown or is_first:
                     output.write(printable(status(followed)) + "\n")
                 warning = silence(followed, now())
-                if warning and followed.name not in silent:
+                if warning and followed not in silent:
                     output.write(printable(followed.name) + warning + "\n")
-                (silent.add if warning else silent.discard)(followed.name)
+                (silent.add if warning else silent.discard)(followed)
         is_first = False
         output.flush()
         if all(followed.is_finished for followed in runs):
@@ -72,8 +72,13 @@ def screen_of(output: TextIO) -> Screen:
         has_unicode = True
     except UnicodeEncodeError:
         has_unicode = False
-    has_colour = output.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    has_colour = _has_cursor(output) and not os.environ.get("NO_COLOR")
     return Screen(max(20, columns), max(8, rows), has_colour, has_unicode)
+
+
+def _has_cursor(output: TextIO) -> bool:
+    """Whether this is a terminal that knows control sequences."""
+    return output.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def _parser() -> argparse.ArgumentParser:

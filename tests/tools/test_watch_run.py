@@ -1,17 +1,19 @@
+import argparse
 import io
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from braille import BrailleCanvas
-from command import printable
+from command import printable, run_command
 from followed_file import FollowedFile
 from followed_run import FollowedRun
 from harness.tool import run_tool, write_json_lines
 from hypothesis import given
 from hypothesis import strategies as st
-from loss_chart import loss_chart
+from loss_chart import LABEL_COLUMNS, loss_chart
 from run_history import AXES
 from run_view import Screen, duration, frame, status
 from watch_run import follow, screen_of
@@ -101,8 +103,8 @@ def test_a_frame_has_the_losses_and_how_far_the_run_is(log: Path) -> None:
     assert "1234 tokens/s, 0.5 TFLOP/s per rank" in text
     assert "per step 4.09 MB into a node from others, 6.79 MB into a rank in its node\n" in text + "\n"
     rows = text.splitlines()
-    assert rows[0].startswith("      7 |\u2801"[:9]) and len(rows) <= PLAIN.rows and all(len(row) < PLAIN.columns for row in rows)
-    assert "o" in "".join(row[9:] for row in rows[:12]) and "iteration, o: validation" in rows[-5]
+    assert rows[0].startswith("          7 |\u2811") and len(rows) <= PLAIN.rows and all(len(row) < PLAIN.columns for row in rows)
+    assert "o" in "".join(row[LABEL_COLUMNS:] for row in rows[:12]) and "iteration, o: validation" in rows[-5]
     assert "WARNING" not in text and "\x1b" not in text
 
 
@@ -121,7 +123,7 @@ def test_several_runs_end_in_their_numbers_and_one_without_a_loss_is_named(log: 
     other = write_json_lines(tmp_path / "other.jsonl", [line(10, 8.0), line(30, 4.0)])
     runs = [followed(log, "a"), followed(other, "b"), followed(tmp_path / "none.jsonl", "c")]
     text = frame(runs, ITERATION, PLAIN, now=0.0)
-    chart = "".join(row[9:] for row in text.split("1 a:")[0].splitlines()[:-1])
+    chart = "".join(row[LABEL_COLUMNS:] for row in text.split("1 a:")[0].splitlines()[:-1])
     assert "1" in chart and "2" in chart and "3" not in chart
     assert "1 a: iteration 30" in text and "2 b: iteration 30" in text and "3 c: no such file yet" in text
 
@@ -130,8 +132,14 @@ def test_losses_that_are_not_finite_or_all_alike_are_drawn_as_far_as_they_can_be
     for losses in ([float("nan")], [float("inf"), 3.0], [3.0], [3.0, 3.0], [3.0, 1e308, -1e308], [float("nan"), float("-inf")]):
         run = followed(write_json_lines(tmp_path / "log.jsonl", [line(index, loss) for index, loss in enumerate(losses, 1)]))
         chart = loss_chart([run.history], ITERATION, 40, 8, same)
-        assert (len(chart) == 8) == (3.0 in losses)
+        assert (len(chart) == 8) == (3.0 in losses) and all(len(row) <= 40 for row in chart)
         assert frame([run], ITERATION, PLAIN, now=0.0)
+
+
+def test_the_ends_of_the_axis_of_iterations_are_whole_numbers(tmp_path: Path) -> None:
+    run = followed(write_json_lines(tmp_path / "log.jsonl", [line(12_345, 7.0), line(123_456, 6.0)]))
+    axis_row = loss_chart([run.history], ITERATION, 60, 8, same)[-1]
+    assert axis_row.split() == ["loss", "12345", "iteration", "123456"]
 
 
 def test_a_file_is_read_on_from_where_it_was_left_and_a_line_only_when_it_is_whole(tmp_path: Path) -> None:
@@ -158,6 +166,8 @@ def test_a_file_that_is_replaced_or_emptied_is_read_from_its_start(tmp_path: Pat
     assert list(file.new_lines()) == [None, b"short"]
     path.rename(tmp_path / "rotated")
     assert list(file.new_lines()) == []
+    (tmp_path / "rotated").rename(path)  # a new file can have the number and the size of one that was removed
+    assert list(file.new_lines()) == [None, b"short"]
 
 
 @given(texts=st.lists(st.binary(max_size=20).filter(lambda text: b"\n" not in text), max_size=8), cuts=st.lists(st.integers(0, 170)))
@@ -205,7 +215,31 @@ def test_away_from_a_terminal_a_silence_is_told_once(log: Path) -> None:
     assert output.getvalue().count("WARNING: the log has not grown") == 1
 
 
-def test_on_a_terminal_every_look_is_a_whole_frame(tmp_path: Path) -> None:
+def test_two_runs_of_one_name_are_warned_about_apart(log: Path) -> None:
+    output = io.StringIO()
+    with pytest.raises(KeyboardInterrupt):
+        follow([FollowedRun(log, "run"), FollowedRun(log, "run")], ITERATION, output, Times(lambda: None).pause, lambda: 1e11)
+    assert output.getvalue().count("WARNING: the log has not grown") == 2
+
+
+def test_a_terminal_without_control_sequences_gets_lines(monkeypatch: pytest.MonkeyPatch, log: Path) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    append(log, line(90, 5.0))()
+    output = Terminal()
+    follow([FollowedRun(log, "run")], ITERATION, output, Times().pause, lambda: 0.0)
+    assert "\x1b" not in output.getvalue() and output.getvalue().startswith("run: iteration 90 of 90")
+
+
+def test_a_name_that_the_encoding_of_the_output_lacks_is_printed_with_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, "ascii", write_through=True))
+    monkeypatch.setattr(sys, "argv", ["tool"])
+    run_command(argparse.ArgumentParser(), lambda _: print("caf\xe9 \udcff"))
+    assert output.getvalue() == b"caf\\xe9 \\udcff\n"
+
+
+def test_on_a_terminal_every_look_is_a_whole_frame(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TERM", raising=False)
     output = Terminal()
     path = tmp_path / "log.jsonl"
     times = Times(append(path, line(10, 7.0)), append(path, line(90, 5.0)))
