@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from command import printable, run_command
-from run_history import AXES, RunHistory, read_histories
+from run_history import AXES, REMEDY, RunHistory, read_histories
 
 MEGABYTE = 1e6
 NEEDED = ("inter_node_bytes", "intra_node_bytes", "model_state_bytes", "elapsed_ms_per_iteration")
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
     else:
         print(f"Up to the first line with a training loss of at most {loss:.4f}:\n\n{loss_table(histories, loss)}")
     for note in [note for history in histories for note in history.notes()]:
-        print(note, file=sys.stderr)
+        print(printable(note), file=sys.stderr)
 
 
 def summarize(history: RunHistory) -> Summary:
@@ -53,9 +53,7 @@ def summarize(history: RunHistory) -> Summary:
     last = history.lines[-1]
     for key in NEEDED:
         if any(key not in line.figures for line in history.lines):
-            raise ValueError(
-                f"{history.name} lacks {key} in a training line; give a file that --log-jsonl of pretrain_zeropp_gpt.py wrote."
-            )
+            raise ValueError(f"{history.name} lacks {key} in a training line; {REMEDY}")
     validations = next(iter(history.validations.values()), [])
     return Summary(
         name=printable(history.name),

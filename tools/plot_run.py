@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from command import count_from_1, run_command
+from command import count_from_1, printable, run_command
 from run_history import AXES, Axis, RunHistory, read_histories
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=150)
     for note in [note for history in runs if AXES[args.x_axis].is_mean for note in history.notes()]:
-        print(note, file=sys.stderr)
-    print(f"{output}: {', '.join(history.name for history in runs)}")
+        print(printable(note), file=sys.stderr)
+    print(printable(f"{output}: {', '.join(history.name for history in runs)}"))
 
 
 def draw(runs: Sequence[RunHistory], look: Look) -> "Figure":
@@ -55,15 +55,16 @@ def draw(runs: Sequence[RunHistory], look: Look) -> "Figure":
     loss, rate, traffic = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
     is_one = len(runs) == 1
     for index, history in enumerate(runs):
-        label = "" if is_one else f"{history.name}: "
+        name = _legend_text(history.name)
+        label = "" if is_one else f"{name}: "
         solid, dashed = {"color": f"C{index}"}, {"color": "C1" if is_one else f"C{index}", "linestyle": "--"}
         positions = _positions(history, look.axis)
         at = dict(zip(history.losses(), positions, strict=True))
         _losses(loss, _at(at, history.losses()), f"{label}training", look.smoothed_lines, **solid)
-        for name, points in history.validations.items():
+        for set_name, points in history.validations.items():
             curve = [(history.place(iteration, positions, look.axis), value) for iteration, value in points]
-            _line(loss, curve, f"{label}validation{f' {name}' if name else ''}", marker="o", **dashed)
-        _line(rate, _at(at, history.curve("learning_rate")), "" if is_one else history.name, **solid)
+            _line(loss, curve, f"{label}validation {_legend_text(set_name)}".rstrip(), marker="o", **dashed)
+        _line(rate, _at(at, history.curve("learning_rate")), "" if is_one else name, **solid)
         _line(traffic, _at(at, history.curve("inter_node_bytes"), MEGABYTE), f"{label}between nodes,\ninto one node", **solid)
         _line(traffic, _at(at, history.curve("intra_node_bytes"), MEGABYTE), f"{label}inside a node,\ninto one rank", **dashed)
     _finish(loss, "loss (nats per token)")
@@ -99,6 +100,12 @@ def _at(places: Mapping[int, float], curve: Mapping[int, float], unit: float = 1
 
 def _most_bytes(history: RunHistory) -> float:
     return max([*history.curve("inter_node_bytes").values(), *history.curve("intra_node_bytes").values()], default=0)
+
+
+def _legend_text(name: str) -> str:
+    """The name as matplotlib shows it as it is: without control characters and formulas, and in the legend even if it begins with _."""
+    text = printable(name).replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
 
 
 def _losses(axes: "Axes", points: Points, label: str, smoothed_lines: int, **style: Any) -> None:

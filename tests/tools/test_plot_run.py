@@ -10,7 +10,7 @@ from harness.tool import run_tool, write_json_lines
 from hypothesis import given
 from hypothesis import strategies as st
 from plot_run import Look, draw, running_means
-from run_history import AXES, read_history, run_names
+from run_history import AXES, read_histories, read_history, run_names
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -123,6 +123,14 @@ def test_an_svg_has_the_names_that_were_given(log: Path, tmp_path: Path) -> None
     assert "</svg>" in output.read_text() and "<!-- lean -->" in output.read_text()
 
 
+def test_a_legend_has_names_as_they_are(tmp_path: Path) -> None:
+    log = write_json_lines(tmp_path / "log.jsonl", [training(10, 7.0), validation(10, 6.0) | {"validation_set": "$x_\x1b"}])
+    figure = draw([read_history(log, "_one"), read_history(log, "$_$^")], Look())
+    texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert texts == [f"{name}: {curve}" for name in (" _one", r"\$_\$^") for curve in ("training", r"validation \$x_?")]
+    figure.savefig(tmp_path / "run.svg")
+
+
 names = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(lambda parts: "/".join(parts) + ".jsonl")
 
 
@@ -131,6 +139,12 @@ def test_different_files_get_different_names_which_end_their_paths(paths: Sequen
     short = run_names(paths, None)
     assert len(set(short)) == len(paths)
     assert all(path.removesuffix(".jsonl").endswith(name.removesuffix(".jsonl")) for path, name in zip(paths, short, strict=True))
+
+
+@pytest.mark.parametrize("path", [".", "/", ".."])
+def test_a_folder_is_refused_as_such(path: str) -> None:
+    with pytest.raises(ValueError, match="cannot be read .Is a directory"):
+        read_histories([path], None)
 
 
 @pytest.mark.parametrize(
