@@ -10,12 +10,12 @@ import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from compare_runs import summarize
 from report import report
 from run_history import RunHistory, read_history
 
@@ -44,32 +44,36 @@ def main(arguments: list[str]) -> int:
 
 
 def figures_of(folder: Path) -> dict[str, Any]:
-    """Everything that a quickstart left in its folder. Raises ValueError if a file of it is missing.
+    """Everything that a quickstart left in its folder. Raises ValueError if a file of it is missing or unfinished.
 
     seconds: of the whole script, without the installation of packages.
     """
     history = read_history(folder / "log.jsonl", "log")
+    validation_loss = summarize(history).validation_loss
+    if validation_loss is None:
+        raise ValueError(f"{folder / 'log.jsonl'} holds no validation; {REMEDY}")
     statistics = _file(folder / "statistics.json")
-    unigram = statistics.members(statistics.content().splitlines()[-1]).number("unigram_cross_entropy_nats")
+    lines = statistics.content().splitlines() or [b""]
+    unigram = statistics.members(lines[-1]).number("unigram_cross_entropy_nats")
     return {
         "seconds": _file(folder / "seconds.json").members().count("seconds"),
         "run": run_of(history),
         "compared": {name: run_of(read_history(folder / file, name)) for name, file in COMPARED.items()},
         "token_frequencies_loss": unigram,
-        "gain_nats": unigram - history.validations[""][-1][1],
+        "gain_nats": unigram - validation_loss,
         "sample": _file(folder / "sample.txt").text(),
     }
 
 
 def run_of(history: RunHistory) -> dict[str, Any]:
     """The curves of one run, and the bytes of its last step."""
-    last = history.lines[-1].figures
+    summary = summarize(history)
     return {
         "losses": history.losses(),
         "validation_losses": dict(history.validations.get("", [])),
-        "inter_node_bytes": int(last["inter_node_bytes"]),
-        "intra_node_bytes": int(last["intra_node_bytes"]),
-        "step_ms": median(list(history.curve("elapsed_ms_per_iteration").values())[1:]),
+        "inter_node_bytes": int(summary.inter_node_bytes),
+        "intra_node_bytes": int(summary.intra_node_bytes),
+        "step_ms": summary.step_ms,
     }
 
 

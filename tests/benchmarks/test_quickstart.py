@@ -9,7 +9,7 @@ pytestmark = pytest.mark.pure
 
 
 def steps(nbytes: int) -> list[dict[str, float]]:
-    traffic = {"inter_node_bytes": nbytes, "intra_node_bytes": 5}
+    traffic = {"inter_node_bytes": nbytes, "intra_node_bytes": 5, "model_state_bytes": 3}
     return [{"iteration": n, "lm_loss": 8.0 - n, "elapsed_ms_per_iteration": 100 * n, **traffic} for n in (1, 2, 3)]
 
 
@@ -40,8 +40,20 @@ def test_the_file_says_how_it_was_made_and_under_which_load(folder: Path, capsys
     assert "| lean | 0.00 | 0.00 | 250 | 5.0000 |" in capsys.readouterr().out
 
 
-def test_what_an_interrupted_quickstart_left_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "seconds.json").unlink()
+@pytest.mark.parametrize(
+    ("file", "content", "finding"),
+    [
+        ("seconds.json", None, "seconds.json cannot be read"),
+        ("statistics.json", "", "statistics.json is not JSON"),
+        ("log.jsonl", json.dumps(steps(7)[0]), "log.jsonl holds no validation"),
+    ],
+)
+def test_what_an_interrupted_quickstart_left_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], file: str, content: str | None, finding: str
+) -> None:
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_text(content)
     with pytest.raises(SystemExit):
         main(["--folder", str(folder)])
-    assert "seconds.json cannot be read" in capsys.readouterr().err
+    assert finding in capsys.readouterr().err
