@@ -186,14 +186,19 @@ ticking() {
     "$@" || status=$?
     kill "$ticker" 2>/dev/null || true
     wait "$ticker" 2>/dev/null || true
-    if [[ -t 2 ]]; then printf '\033[K' >&2; fi
+    if has_cursor; then printf '\033[K' >&2; fi
     return "$status"
+}
+
+# Whether standard error is a terminal that understands control sequences.
+has_cursor() {
+    [[ -t 2 && "${TERM:-dumb}" != dumb ]]
 }
 
 # tick START: ends with this script, also where that is interrupted.
 tick() {
     local every=5 format='  ... %s s\n'
-    if [[ -t 2 ]]; then
+    if has_cursor; then
         every=1
         format="$(printf '%64s' '')"'... %s s\r'  # at the right, so that lines of the command do not run into it
     fi
