@@ -47,11 +47,12 @@ python -m ruff check .
 python -m ruff format --check --quiet .
 echo "== shellcheck: scripts"
 shellcheck --external-sources --source-path SCRIPTDIR:. scripts/*.sh scripts/*.sbatch benchmarks/*.sh .ci/run
-echo "== mypy: types"
-python -m mypy
 echo "== import-linter: floors of the house"
 lint-imports --no-logo
-echo "== kernels"
+echo "== mypy: types, and meanwhile kernels"
+python -m mypy &
+types=$!
 bash scripts/build_extensions.sh --no-venv
+wait "$types"
 echo "== pytest: statements"
 python -m pytest "${own_arguments[@]}" ${pytest_arguments[@]+"${pytest_arguments[@]}"}
