@@ -62,7 +62,6 @@ def build_datasets(data: DataConfig, request: DataRequest, progress: ProgressPri
     build an index once; `progress` prints while a build takes long.
     Raises ValueError for unusable files, an unusable --split, or a training split without tokens.
     """
-    sources = read_sources(data)
     if data.mock_data and data.names_corpora:
         raise ValueError("--mock-data and --data-path exclude each other; leave one of them out.")
     rules = DocumentRules(request.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
@@ -70,8 +69,12 @@ def build_datasets(data: DataConfig, request: DataRequest, progress: ProgressPri
         return _mock_datasets(request, rules)
     if not data.names_corpora:
         raise ValueError("Neither --data-path nor --mock-data is given; give one of them.")
-    order = SampleOrder(request.seq_length, request.seed, _cache_path(data))
-    return CorpusSet(data, sources, order, progress).datasets(request, rules)
+    return open_corpora(data, request.seq_length, request.seed, progress).datasets(request, rules)
+
+
+def open_corpora(data: DataConfig, seq_length: int, seed: int, progress: ProgressPrinter = SILENT) -> CorpusSet:
+    """The corpora that the flags name. Raises ValueError for unusable files or an unusable --split."""
+    return CorpusSet(data, read_sources(data), SampleOrder(seq_length, seed, _cache_path(data)), progress)
 
 
 def cache_folder(data: DataConfig, source: IndexedDataset) -> Path:
@@ -125,13 +128,21 @@ class CorpusSet:
         prefixes = dict.fromkeys(prefix for blend in self._blends.values() for prefix in blend.prefixes)
         self._corpora = {prefix: Corpus(prefix, split, order) for prefix in prefixes}
 
+    def source(self, prefix: str) -> IndexedDataset:
+        return self._corpora[prefix].source
+
+    def check_training(self) -> None:
+        """Raises ValueError if there is nothing to train on."""
+        used, left_out = self._used(self._blends["train"], "train")
+        if not used:
+            raise ValueError(f"{left_out[0]} Give training a larger share or more documents.")
+
     def datasets(self, request: DataRequest, rules: DocumentRules) -> Datasets:
         counts = request.sample_counts
+        self.check_training()
         train = self._dataset("train", counts.train)
-        if train is None and counts.train == 0:
-            raise RuntimeError(f"0 samples are requested from the training data of {', '.join(self._corpora)}")
         if train is None:
-            raise ValueError(f"{self._messages[0]} Give training a larger share or more documents.")
+            raise RuntimeError(f"0 samples are requested from the training data of {', '.join(self._corpora)}")
         valid = self._validation_sets(0 if request.validates_on_all else counts.valid, on_all=request.validates_on_all)
         test = self._dataset("test", counts.test)
         self._warn_of_repeated_corpora()
@@ -170,41 +181,43 @@ class CorpusSet:
         blend = self._blends.get(split_name)
         if blend is None:
             return None
-        if not blend.is_plain:
-            return self._blend(blend, split_name, sample_count)
-        corpus = self._corpora[blend.prefixes[0]]
-        if corpus.token_count(split_name) == 0:
-            self._messages.append(corpus.why_empty(split_name))
+        used, left_out = self._used(blend, split_name)
+        self._messages += left_out
+        if not used:
             return None
-        return corpus.dataset(split_name, sample_count, self._progress, self._messages)
-
-    def _blend(self, blend: Blend, split_name: str, sample_count: int) -> SampleSource | None:
-        """The blend of the corpora with samples in this split; None if there are none, or if sample_count is 0."""
-        weights = blend.weights or [self._corpora[prefix].samples_per_epoch(split_name) for prefix in blend.prefixes]
-        used = []
-        for prefix, weight in zip(blend.prefixes, weights, strict=True):
-            corpus = self._corpora[prefix]
-            if corpus.token_count(split_name) == 0:
-                self._report_empty(corpus.why_empty(split_name), split_name, is_weighted=blend.weights is not None)
-            elif weight == 0:
-                words = SPLIT_WORDS[split_name]
-                self._messages.append(f"The {words} split of {prefix} is shorter than one sample: the blend leaves it out.")
-            else:
-                used.append((corpus, weight))
-        if not used or sample_count == 0:
+        if blend.is_plain:
+            return used[0][0].dataset(split_name, sample_count, self._progress, self._messages)
+        if sample_count == 0:
             return None
-        corpora = [corpus for corpus, _ in used]
-        shares = [weight for _, weight in used]
+        corpora, shares = [corpus for corpus, _ in used], [weight for _, weight in used]
         if blend.weights is not None:
             plan = plan_by_weights(shares, sample_count, self._surplus, self._normalization)
         else:
             plan = plan_by_epochs([int(share) for share in shares], sample_count)
         return blended_dataset(corpora, plan, split_name, self._progress, self._messages)
 
-    def _report_empty(self, why_empty: str, split_name: str, *, is_weighted: bool) -> None:
-        if split_name == "train" and is_weighted:
-            raise ValueError(f"{why_empty} Give it documents to train on, or leave it out of the blend.")
-        self._messages.append(f"{why_empty} The blend leaves it out.")
+    def _used(self, blend: Blend, split_name: str) -> tuple[list[tuple[Corpus, float]], list[str]]:
+        """The corpora with samples in this split, each with its weight, and messages about the others. A plain one needs a token only.
+
+        Raises ValueError for a corpus with a weight that has nothing to train on.
+        """
+        if blend.is_plain:
+            corpus = self._corpora[blend.prefixes[0]]
+            return ([(corpus, 1)], []) if corpus.token_count(split_name) else ([], [corpus.why_empty(split_name)])
+        weights = blend.weights or [self._corpora[prefix].samples_per_epoch(split_name) for prefix in blend.prefixes]
+        used, left_out = list[tuple[Corpus, float]](), list[str]()
+        for prefix, weight in zip(blend.prefixes, weights, strict=True):
+            corpus = self._corpora[prefix]
+            if corpus.token_count(split_name) == 0:
+                why_empty = corpus.why_empty(split_name)
+                if split_name == "train" and blend.weights is not None:
+                    raise ValueError(f"{why_empty} Give it documents to train on, or leave it out of the blend.")
+                left_out.append(f"{why_empty} The blend leaves it out.")
+            elif weight == 0:
+                left_out.append(f"The {SPLIT_WORDS[split_name]} split of {prefix} is shorter than one sample: the blend leaves it out.")
+            else:
+                used.append((corpus, weight))
+        return used, left_out
 
     def _warn_of_repeated_corpora(self) -> None:
         for name, blend in self._blends.items():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples, running_schedule
 from megatron_zpp.config.data_sources import Blend, read_sources
+from megatron_zpp.config.deepspeed import context_ranks
 from megatron_zpp.config.defaults import banner
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.options import arguments_block
@@ -18,6 +21,9 @@ from megatron_zpp.training.kept_rules import with_kept_rules
 from megatron_zpp.training.memory_need import AvailableMemory, check_fits, in_gib, saved_bytes
 from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, computation_by_rate, plan_as_given, shape_of
 from megatron_zpp.training.stored_run import StoredRun, find_stored_run, with_schedule
+
+if TYPE_CHECKING:
+    from megatron_zpp.data.datasets import CorpusSet
 
 LABEL_COLUMNS = 24
 SECONDS_PER_DAY = 86400
@@ -74,7 +80,7 @@ def planned_world_size(given: Config, launch: Launch) -> tuple[int, int | None]:
     if nodes is None and world_size is None:
         if launch.world_size > 1:
             return launch.world_size, launch.local_world_size
-        group = given.distributed.tensor_model_parallel_size * given.distributed.context_parallel_size
+        group = given.distributed.tensor_model_parallel_size * context_ranks(given)
         return ranks_per_node or group, ranks_per_node or (group if group > 1 else None)
     if world_size is None:
         if ranks_per_node is None:
@@ -146,19 +152,21 @@ def _all_tokens(plan: RunPlan) -> int:
 
 
 def _data(config: Config) -> str:
+    """The corpora of each split. Raises ValueError if there is nothing to train on."""
     if config.data.mock_data:
         return "generated tokens"
+    from megatron_zpp.data.datasets import open_corpora  # imports numpy
+
+    corpora = open_corpora(config.data, config.model.seq_length, config.training.seed)
+    corpora.check_training()
     sources = read_sources(config.data)
     blends = {"": sources.common} if sources.common is not None else sources.by_split
-    return "; ".join(f"{split} {_blend(blend)}".strip() for split, blend in blends.items() if blend is not None)
+    return "; ".join(f"{split} {_blend(blend, corpora)}".strip() for split, blend in blends.items() if blend is not None)
 
 
-def _blend(blend: Blend) -> str:
-    from megatron_zpp.data.indexed_dataset import IndexedDataset  # imports numpy
-
-    corpora = [IndexedDataset(prefix) for prefix in blend.prefixes]
-    tokens = sum(corpus.token_count for corpus in corpora)
-    return f"{len(corpora)} corpora of {tokens:.4g} tokens"
+def _blend(blend: Blend, corpora: CorpusSet) -> str:
+    tokens = sum(corpora.source(prefix).token_count for prefix in blend.prefixes)
+    return f"{len(blend.prefixes)} corpora of {tokens:.4g} tokens"
 
 
 def _start(plan: RunPlan, stored: StoredRun | None) -> str:
