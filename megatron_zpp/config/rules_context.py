@@ -73,8 +73,16 @@ def check_tokens(config: Config) -> None:
         flags = f"{parts} ({flags} x --tensor-model-parallel-size {distributed.tensor_model_parallel_size}, with --sequence-parallel)"
     if length % parts != 0:
         raise FlagError(
-            f"--seq-length {length} is not a multiple of {flags}, by which tokens are divided; choose {next_multiple(length, parts)}."
+            f"--seq-length {length} is not a multiple of {flags}, by which tokens are divided; choose {length_near(config, parts)}."
         )
+
+
+def length_near(config: Config, multiple: int) -> int:
+    """The next multiple above --seq-length, or the one below it if --max-position-embeddings leaves no room for more tokens."""
+    model = config.model
+    above = next_multiple(model.seq_length, multiple)
+    lacks_positions = model.learns_positions and "max_position_embeddings" in config.given and model.max_position_embeddings < above
+    return above - multiple if lacks_positions and above > multiple else above
 
 
 def check_compilation(config: Config) -> None:
