@@ -14,6 +14,7 @@ from megatron_zpp.data.datasets import Datasets
 from megatron_zpp.data.gpt_dataset import SampleSource
 from megatron_zpp.data.loader import WHOLE, MicroBatch, MicroBatches, TokenPart
 from megatron_zpp.data.sampler import MicroBatchIndices, MicroBatchSampler, WholePassSampler
+from megatron_zpp.training.same_samples import SameSamples
 from megatron_zpp.training.step import token_losses
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -42,17 +43,17 @@ class HeldOutSets:
         group: int,
         groups: int,
         part: TokenPart = WHOLE,
-        check_first: Callable[[MicroBatch], None] | None = None,
+        make_check: Callable[[], SameSamples | None] = lambda: None,
     ) -> None:
         """iteration: the last one that is done. Validation continues after the data that validations up to it have used.
 
         group: the sample group of this rank, of `groups`; the rank keeps `part` of each sample.
-        check_first: called with the first micro-batch of each set.
+        make_check: makes the check of one set.
         """
         self._training = config.training
         self._num_workers = config.data.num_workers
         self._rules = datasets.rules
-        self._check_first = check_first
+        self._make_check = make_check
         self._sample_group, self._sample_groups, self._part = group, groups, part
         self.validation = self._validation(datasets, evaluations_before(iteration, config.training))
         self.test: HeldOutSet | None = None
@@ -79,7 +80,8 @@ class HeldOutSets:
         return HeldOutSet(name, self._batches(source, sampler), microbatches)
 
     def _batches(self, source: SampleSource, sampler: Iterable[MicroBatchIndices]) -> MicroBatches:
-        return MicroBatches(source, sampler, self._num_workers, self._rules, self._check_first, self._part)
+        check = self._make_check()
+        return MicroBatches(source, sampler, self._num_workers, self._rules, check.read if check is not None else None, self._part)
 
 
 def evaluations_before(iteration: int, training: TrainingConfig) -> int:
