@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_zpp.config.data_sources import Blend, DataSources, read_sources
+from megatron_zpp.config.data_sources import DataSources, read_sources
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.blend import blended_dataset, plan_by_epochs, plan_by_weights
 from megatron_zpp.data.build_once import SILENT, ProgressPrinter
-from megatron_zpp.data.corpus import SPLIT_WORDS, Corpus, SampleOrder, folder_of
+from megatron_zpp.data.corpus import Corpus, SampleOrder, folder_of
 from megatron_zpp.data.documents import DocumentRules
 from megatron_zpp.data.gpt_dataset import ChainedDataset, MockDataset, SampleSource
 from megatron_zpp.data.indexed_dataset import CHECKED_DOCUMENTS, IndexedDataset
-from megatron_zpp.data.split import SPLIT_NAMES
+from megatron_zpp.data.split_corpora import SPLIT_WORDS, SplitCorpora
 
 
 class SampleCounts(NamedTuple):
@@ -62,6 +62,7 @@ def build_datasets(data: DataConfig, request: DataRequest, progress: ProgressPri
     build an index once; `progress` prints while a build takes long.
     Raises ValueError for unusable files, an unusable --split, or a training split without tokens.
     """
+    sources = read_sources(data)
     if data.mock_data and data.names_corpora:
         raise ValueError("--mock-data and --data-path exclude each other; leave one of them out.")
     rules = DocumentRules(request.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
@@ -69,12 +70,8 @@ def build_datasets(data: DataConfig, request: DataRequest, progress: ProgressPri
         return _mock_datasets(request, rules)
     if not data.names_corpora:
         raise ValueError("Neither --data-path nor --mock-data is given; give one of them.")
-    return open_corpora(data, request.seq_length, request.seed, progress).datasets(request, rules)
-
-
-def open_corpora(data: DataConfig, seq_length: int, seed: int, progress: ProgressPrinter = SILENT) -> CorpusSet:
-    """The corpora that the flags name. Raises ValueError for unusable files or an unusable --split."""
-    return CorpusSet(data, read_sources(data), SampleOrder(seq_length, seed, _cache_path(data)), progress)
+    order = SampleOrder(request.seq_length, request.seed, _cache_path(data))
+    return CorpusSet(data, sources, order, progress).datasets(request, rules)
 
 
 def cache_folder(data: DataConfig, source: IndexedDataset) -> Path:
@@ -123,36 +120,24 @@ class CorpusSet:
         self._has_separate_sets = data.multiple_validation_sets
         self._set_names = data.validation_set_names
         self._messages: list[str] = []
-        self._blends = {name: blend for name in SPLIT_NAMES if (blend := sources.common or sources.by_split.get(name)) is not None}
-        split = data.split if sources.common is not None else None
-        prefixes = dict.fromkeys(prefix for blend in self._blends.values() for prefix in blend.prefixes)
-        self._corpora = {prefix: Corpus(prefix, split, order) for prefix in prefixes}
-
-    def source(self, prefix: str) -> IndexedDataset:
-        return self._corpora[prefix].source
-
-    def check_training(self) -> None:
-        """Raises ValueError if there is nothing to train on."""
-        used, left_out = self._used(self._blends["train"], "train")
-        if not used:
-            raise ValueError(f"{left_out[0]} Give training a larger share or more documents.")
+        self._corpora = SplitCorpora(sources, data.split, lambda prefix, split: Corpus(prefix, split, order))
 
     def datasets(self, request: DataRequest, rules: DocumentRules) -> Datasets:
         counts = request.sample_counts
-        self.check_training()
+        self._corpora.check_training()
         train = self._dataset("train", counts.train)
         if train is None:
-            raise RuntimeError(f"0 samples are requested from the training data of {', '.join(self._corpora)}")
+            raise RuntimeError(f"0 samples are requested from the training data of {', '.join(self._corpora.by_prefix)}")
         valid = self._validation_sets(0 if request.validates_on_all else counts.valid, on_all=request.validates_on_all)
         test = self._dataset("test", counts.test)
         self._warn_of_repeated_corpora()
-        sources = tuple(corpus.source for corpus in self._corpora.values())
+        sources = tuple(corpus.source for corpus in self._corpora.by_prefix.values())
         self._messages += [message for source in sources if (message := _missing_ends_warning(source, rules)) is not None]
         return Datasets(train, valid, test, sources, rules, tuple(dict.fromkeys(self._messages)))
 
     def _validation_sets(self, sample_count: int, *, on_all: bool) -> dict[str, SampleSource]:
         """The validation sets by name, without empty ones; with on_all, without those shorter than a sample. sample_count: of each set."""
-        blend = self._blends.get("valid")
+        blend = self._corpora.blends.get("valid")
         if blend is None:
             return {}
         if not self._has_separate_sets and not on_all:
@@ -160,9 +145,9 @@ class CorpusSet:
             return {} if dataset is None else {"": dataset}
         names = self._set_names or _names_of(blend.prefixes)
         found = {
-            name: self._corpora[prefix].dataset("valid", sample_count, self._progress, self._messages)
+            name: self._corpora.by_prefix[prefix].dataset("valid", sample_count, self._progress, self._messages)
             for name, prefix in zip(names, blend.prefixes, strict=True)
-            if self._can_validate(self._corpora[prefix], on_all=on_all)
+            if self._can_validate(self._corpora.by_prefix[prefix], on_all=on_all)
         }
         if self._has_separate_sets or not found:
             return dict(found)
@@ -178,10 +163,10 @@ class CorpusSet:
         return True
 
     def _dataset(self, split_name: str, sample_count: int) -> SampleSource | None:
-        blend = self._blends.get(split_name)
+        blend = self._corpora.blends.get(split_name)
         if blend is None:
             return None
-        used, left_out = self._used(blend, split_name)
+        used, left_out = self._corpora.used(split_name)
         self._messages += left_out
         if not used:
             return None
@@ -196,31 +181,8 @@ class CorpusSet:
             plan = plan_by_epochs([int(share) for share in shares], sample_count)
         return blended_dataset(corpora, plan, split_name, self._progress, self._messages)
 
-    def _used(self, blend: Blend, split_name: str) -> tuple[list[tuple[Corpus, float]], list[str]]:
-        """The corpora with samples in this split, each with its weight, and messages about the others. A plain one needs a token only.
-
-        Raises ValueError for a corpus with a weight that has nothing to train on.
-        """
-        if blend.is_plain:
-            corpus = self._corpora[blend.prefixes[0]]
-            return ([(corpus, 1)], []) if corpus.token_count(split_name) else ([], [corpus.why_empty(split_name)])
-        weights = blend.weights or [self._corpora[prefix].samples_per_epoch(split_name) for prefix in blend.prefixes]
-        used, left_out = list[tuple[Corpus, float]](), list[str]()
-        for prefix, weight in zip(blend.prefixes, weights, strict=True):
-            corpus = self._corpora[prefix]
-            if corpus.token_count(split_name) == 0:
-                why_empty = corpus.why_empty(split_name)
-                if split_name == "train" and blend.weights is not None:
-                    raise ValueError(f"{why_empty} Give it documents to train on, or leave it out of the blend.")
-                left_out.append(f"{why_empty} The blend leaves it out.")
-            elif weight == 0:
-                left_out.append(f"The {SPLIT_WORDS[split_name]} split of {prefix} is shorter than one sample: the blend leaves it out.")
-            else:
-                used.append((corpus, weight))
-        return used, left_out
-
     def _warn_of_repeated_corpora(self) -> None:
-        for name, blend in self._blends.items():
+        for name, blend in self._corpora.blends.items():
             repeated = {prefix for prefix in blend.prefixes if blend.prefixes.count(prefix) > 1}
             if repeated:
                 names = ", ".join(sorted(repeated))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples, running_schedule
 from megatron_zpp.config.data_sources import Blend, read_sources
@@ -21,9 +21,6 @@ from megatron_zpp.training.kept_rules import with_kept_rules
 from megatron_zpp.training.memory_need import AvailableMemory, check_fits, in_gib, saved_bytes
 from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, computation_by_rate, plan_as_given, shape_of
 from megatron_zpp.training.stored_run import StoredRun, find_stored_run, with_schedule
-
-if TYPE_CHECKING:
-    from megatron_zpp.data.datasets import CorpusSet
 
 LABEL_COLUMNS = 24
 SECONDS_PER_DAY = 86400
@@ -155,18 +152,18 @@ def _data(config: Config) -> str:
     """The corpora of each split. Raises ValueError if there is nothing to train on."""
     if config.data.mock_data:
         return "generated tokens"
-    from megatron_zpp.data.datasets import open_corpora  # imports numpy
+    from megatron_zpp.data.split_corpora import SplitCorpora, SplitCorpus  # imports numpy
 
-    corpora = open_corpora(config.data, config.model.seq_length, config.training.seed)
+    sources, seq_length = read_sources(config.data), config.model.seq_length
+    corpora = SplitCorpora(sources, config.data.split, lambda prefix, split: SplitCorpus(prefix, split, seq_length))
     corpora.check_training()
-    sources = read_sources(config.data)
+    tokens = {prefix: corpus.source.token_count for prefix, corpus in corpora.by_prefix.items()}
     blends = {"": sources.common} if sources.common is not None else sources.by_split
-    return "; ".join(f"{split} {_blend(blend, corpora)}".strip() for split, blend in blends.items() if blend is not None)
+    return "; ".join(f"{split} {_blend(blend, tokens)}".strip() for split, blend in blends.items() if blend is not None)
 
 
-def _blend(blend: Blend, corpora: CorpusSet) -> str:
-    tokens = sum(corpora.source(prefix).token_count for prefix in blend.prefixes)
-    return f"{len(blend.prefixes)} corpora of {tokens:.4g} tokens"
+def _blend(blend: Blend, tokens: Mapping[str, int]) -> str:
+    return f"{len(blend.prefixes)} corpora of {sum(tokens[prefix] for prefix in blend.prefixes):.4g} tokens"
 
 
 def _start(plan: RunPlan, stored: StoredRun | None) -> str:
