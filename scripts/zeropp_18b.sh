@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # One rank of the ZeRO++ tutorial's run: 18 billion parameters, 4 nodes of 16 GPUs with 32 GB each. A launcher starts it once per rank.
 #
-# Slurm, within an allocation of 4 nodes; MASTER_ADDR is the host of rank 0:
-#   export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+# Slurm, within an allocation of 4 nodes; if MASTER_ADDR is not set, it is the first node:
 #   srun --nodes 4 --ntasks-per-node 16 --gpus-per-node 16 bash scripts/zeropp_18b.sh
 #
 # torchrun, the same line on each of the 4 nodes:

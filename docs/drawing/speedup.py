@@ -12,7 +12,7 @@ from drawing.canvas import Canvas, Theme
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "two_nodes_2x2.json"
 RUNS = {"FSDP2": "PyTorch FSDP2", "ZeRO-3": "ZeRO-3", "ZeRO++": "ZeRO++", "lean": "lean"}
-LEFT, TOP, BAR, GAP, WIDTH = 150, 56, 17, 20, 560
+LEFT, TOP, BAR, GAP, WIDTH = 110, 76, 17, 20, 560
 
 
 def gains() -> dict[str, dict[str, float]]:
@@ -29,18 +29,19 @@ def draw(theme: Theme) -> Canvas:
     found = gains()
     group = len(RUNS) * BAR + GAP
     canvas = Canvas(
-        LEFT + WIDTH + 150, TOP + len(found) * group + 8, theme, "Speed over slow links: steps per second, as multiples of FSDP2's"
+        LEFT + WIDTH + 70, TOP + len(found) * group + 8, theme, "Speed over slow links: steps per second, as multiples of FSDP2's"
     )
-    canvas.text(14, 24, "Speed of a step between two nodes, by the rate of their link (FSDP2 = 1)", size=15, bold=True)
+    canvas.text(14, 24, "Speed of a step by the rate of the link between two nodes (FSDP2 = 1)", size=15, bold=True)
     best = max(gain for by_run in found.values() for gain in by_run.values())
     colours = dict(zip(RUNS, (theme.compute, theme.intra, theme.accent, theme.inter), strict=True))
+    canvas.legend(LEFT, 42, {RUNS[run]: colour for run, colour in colours.items()})
+    canvas.text(LEFT + WIDTH, 52, "CPU ranks, two per node", size=12, fill=theme.faint, anchor="end")
     for index, (rate, by_run) in enumerate(found.items()):
         y = TOP + index * group
         canvas.text(LEFT - 12, y + 2 * BAR + 4, rate.replace("mbit", " Mbit/s"), size=13, anchor="end")
         for place, run in enumerate(RUNS):
             gain = by_run[run]
             canvas.rect(LEFT, y + place * BAR, max(1.0, WIDTH * gain / best), BAR - 3, fill=colours[run])
-            words = f"{RUNS[run]} {gain:.1f}x" if index == len(found) - 1 else f"{gain:.1f}x"
-            canvas.text(LEFT + WIDTH * gain / best + 7, y + place * BAR + 11.5, words, size=11.5, bold=run == "lean")
+            canvas.text(LEFT + WIDTH * gain / best + 7, y + place * BAR + 11.5, f"{gain:.1f}x", size=11.5, bold=run == "lean")
     canvas.line([(LEFT, TOP - 8), (LEFT, TOP + len(found) * group - GAP + 4)], stroke=theme.line)
     return canvas
