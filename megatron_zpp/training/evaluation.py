@@ -14,7 +14,6 @@ from megatron_zpp.data.datasets import Datasets
 from megatron_zpp.data.gpt_dataset import SampleSource
 from megatron_zpp.data.loader import WHOLE, MicroBatch, MicroBatches, TokenPart
 from megatron_zpp.data.sampler import MicroBatchIndices, MicroBatchSampler, WholePassSampler
-from megatron_zpp.training.same_samples import SameSamples
 from megatron_zpp.training.step import token_losses
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -43,12 +42,12 @@ class HeldOutSets:
         group: int,
         groups: int,
         part: TokenPart = WHOLE,
-        make_check: Callable[[], SameSamples | None] = lambda: None,
+        make_check: Callable[[], Callable[[MicroBatch], None] | None] = lambda: None,
     ) -> None:
         """iteration: the last one that is done. Validation continues after the data that validations up to it have used.
 
         group: the sample group of this rank, of `groups`; the rank keeps `part` of each sample.
-        make_check: makes the check of one set.
+        make_check: makes what is called with every micro-batch of one set.
         """
         self._training = config.training
         self._num_workers = config.data.num_workers
@@ -80,8 +79,7 @@ class HeldOutSets:
         return HeldOutSet(name, self._batches(source, sampler), microbatches)
 
     def _batches(self, source: SampleSource, sampler: Iterable[MicroBatchIndices]) -> MicroBatches:
-        check = self._make_check()
-        return MicroBatches(source, sampler, self._num_workers, self._rules, check.read if check is not None else None, self._part)
+        return MicroBatches(source, sampler, self._num_workers, self._rules, self._make_check(), self._part)
 
 
 def evaluations_before(iteration: int, training: TrainingConfig) -> int:

@@ -14,40 +14,48 @@ from megatron_zpp.zero.engine import ZeroEngine
 Row = TypeVar("Row")
 
 
-def same_samples_check(engine: ZeroEngine) -> SameSamples | None:
-    """The check for one set of samples; None if no ranks share layers or samples."""
-    grid = engine.ladder.grid
-    return None if grid.tensor_ranks == grid.context_ranks == 1 else SameSamples(engine)
-
-
 class SameSamples:
     """Compares the first micro-batch of a set at once, and all that were read with the numbers that ranks exchange in every step.
 
     An error is a RuntimeError that names two ranks which share samples and have read different ones; it is raised on every rank.
-    checksum: of all micro-batches so far.
+    If no ranks share layers or samples, there is nothing to do.
     """
 
     def __init__(self, engine: ZeroEngine) -> None:
-        self.checksum = 0
+        grid = engine.ladder.grid
+        self._group = grid.context_ranks * grid.tensor_ranks  # neighbouring ranks that read the same samples
         self._engine = engine
+        self._checksum = 0  # of all micro-batches so far
         self._is_first = True
 
     def read(self, batch: MicroBatch) -> None:
         """Takes note of a micro-batch of whole samples. With the first one every rank must call it at the same point."""
-        self.checksum = checksum(batch, self.checksum)
+        if self._group == 1:
+            return
+        self._checksum = checksum(batch, self._checksum)
         if self._is_first:
-            own = torch.tensor([self.checksum, batch.first_sample], dtype=torch.float64, device=self._engine.device)
+            own = torch.tensor([self._checksum, batch.first_sample], dtype=torch.float64, device=self._engine.device)
             self._compare(self._engine.gather_world(own).flatten(0, 1).tolist(), _of_first)
             self._is_first = False
 
+    def reader_of_another_set(self) -> Callable[[MicroBatch], None]:
+        """`read` of a check of its own."""
+        return SameSamples(self._engine).read
+
+    @property
+    def numbers(self) -> list[float]:
+        """What this rank adds to the numbers of a step: one, or none if there is nothing to compare."""
+        return [] if self._group == 1 else [self._checksum]
+
     def compare(self, checksums: Sequence[float]) -> None:
-        """checksums: `checksum` of every rank, in the order of ranks."""
-        self._compare(checksums, _of_all)
+        """checksums: `numbers` of every rank, in the order of ranks."""
+        if self._group > 1:
+            self._compare(checksums, _of_all)
 
     def _compare(self, rows: Sequence[Row], in_words: Callable[[Row], str]) -> None:
         grid = self._engine.ladder.grid
         for rank, row in enumerate(rows):
-            first = rank - rank % (grid.context_ranks * grid.tensor_ranks)
+            first = rank - rank % self._group
             if row != rows[first]:
                 flags = {"layers (--tensor-model-parallel-size": grid.tensor_ranks, "samples (--context-parallel-size": grid.context_ranks}
                 shared = " and ".join(f"{what} {ranks})" for what, ranks in flags.items() if ranks > 1)

@@ -22,6 +22,7 @@ from megatron_zpp.comm.streams import SideStream
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.zero.clipping import Clipping, skips_on_device
 from megatron_zpp.zero.descents import Descents
+from megatron_zpp.zero.ending import end_all
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.grad_norm import count_zeros, squared_norm, weight_norm
 from megatron_zpp.zero.gradient_progress import GradientProgress
@@ -363,10 +364,7 @@ class ZeroEngine:
         return self._policy.keeps_copy
 
     def finish_differences(self) -> None:
-        """Finishes updates, adds their differences to kept copies, and waits. Every rank must call it, before a save.
-
-        If the copy is on the full rung, the ledger gets the bytes now and not at the next forward.
-        """
+        """Finishes updates, adds their differences to kept copies, and waits. Every rank must call it, before a save."""
         self.finish_updates()
         if not self.keeps_copies:
             return
@@ -411,28 +409,12 @@ class ZeroEngine:
         """Finishes updates, and waits for climbs that were submitted ahead, so that no message is under way when the process groups end.
 
         It removes the hooks, because the module and autograd would keep the engine alive through them. A forward of the module after it
-        raises RuntimeError. Every rank must call it. After an error `on_close` is not called, because the other ranks may never come to it.
+        raises RuntimeError. Every rank must call it. After an error it does not wait for other ranks, and leaves `on_close` out.
         """
         if self._is_closed:
             return
         self._is_closed = True
-        try:
-            self._finish_work()
-        finally:
-            for hook in self._hooks:
-                hook.remove()
-            refuse_forward(self.module, self._uses)
+        hooks = [hook.remove for hook in self._hooks]
+        end_all(self.finish_updates, self.ladder.lanes.drain, *hooks, partial(refuse_forward, self.module, self._uses))
         if self._on_close is not None:
             self._on_close()
-
-    def _finish_work(self) -> None:
-        """Finishes updates and drains the lanes, even if an update fails. Raises the first error, with that of the lanes as its context."""
-        try:
-            self.finish_updates()
-        except BaseException as error:
-            try:
-                self.ladder.lanes.drain()
-            except BaseException:
-                raise error  # noqa: B904  the error of the lanes becomes its context
-            raise
-        self.ladder.lanes.drain()
