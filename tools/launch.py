@@ -52,7 +52,7 @@ def planned_commands(options: argparse.Namespace) -> list[HostCommand]:
     check_same_slots(hosts)
     files = [file for file in VARIABLE_FILES if file.is_file()] if options.env_file is None else [options.env_file]
     variables = _job_id(options) | exported_variables(os.environ, options.env_prefix, files)
-    program = Program(options.python, options.script, options.flags, Path.cwd(), variables)
+    program = Program(options.python, options.script, options.flags, Path.cwd(), variables, is_module=options.module)
     rendezvous = _rendezvous(hosts, options)
     if options.no_ssh:
         return [_own_command(hosts, program, rendezvous, options.node_rank)]
@@ -164,6 +164,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     start = parser.add_argument_group("start")
     start.add_argument("--dry-run", "--dry_run", action="store_true", help="print the commands and end")
+    start.add_argument(
+        "--module", action="store_true", help="the script is the name of a module: pretrain_zeropp_gpt of an installed package"
+    )
     start.add_argument("--no_ssh", "--no-ssh", action="store_true", help="start the ranks of this host alone, which --node_rank says")
     start.add_argument("--node_rank", "--node-rank", type=count_from_0, metavar="N", help="place of this host among the hosts, from 0")
     start.add_argument("--ssh_port", "--ssh-port", type=port, metavar="N", help="port of sshd (default: ssh's own)")
