@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import MISTAKE_EXIT_CODE, count_from_0, number_within, rank_count
+from command import count_from_0, errors_in_words, number_within, rank_count
 from host_commands import HostCommand, Program, Rendezvous, exported_variables, host_commands, is_this_machine
 from host_processes import HostProcesses
 from hostfile import LARGEST_SLOTS, Host, check_same_slots, exclude, include, read_hostfile
@@ -36,10 +36,8 @@ port = number_within(1, 65535)
 def main() -> None:
     parser = _parser()
     options = parser.parse_args()
-    try:
+    with errors_in_words(parser):
         commands = planned_commands(options)
-    except (ValueError, OSError) as error:
-        parser.exit(MISTAKE_EXIT_CODE, f"{parser.prog}: error: {error}\n")
     if options.dry_run:
         print("\n".join(command.shown for command in commands))
         return
