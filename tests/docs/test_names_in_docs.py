@@ -1,4 +1,4 @@
-"""Everything that the documents name exists: files, flags, functions, links."""
+"""Everything that the documents name exists: files, flags, functions. tests/docs/test_site.py looks at links."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ OF_LAUNCHERS = frozenset(  # of sbatch and torchrun
 )
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 FUNCTION = re.compile(r"`?((?:\w+/)?\w+\.py):(\w+)`?")
-LINK = re.compile(r"\]\((?!http)([^)#]+)\)")
 
 
 def text_of(document: str) -> str:
@@ -99,12 +98,6 @@ def test_flags_in_the_text_of_the_documents_exist() -> None:
         if document in OF_MISSING_THINGS:
             unknown = {flag for flag in unknown if accepted_flag(flag) is None and remedy_of_refused(flag) is None}
         assert not unknown, document
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_to_files(document: str) -> None:
-    for target in LINK.findall(text_of(document)):
-        assert (ROOT / document).parent.joinpath(target).exists(), target
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
