@@ -49,6 +49,11 @@ def in_words(error: ValueError | OSError) -> str:
     return f"{error.filename or 'the output'}: {error.strerror}; {remedy}."
 
 
+def printable(text: str) -> str:
+    """The text with a question mark for every character that a terminal would not show as one, such as the start of a control sequence."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
 def number_within(smallest: int, largest: int) -> Callable[[str], int]:
     """The type of an argument that is a whole number in this range, spelled in plain digits."""
 

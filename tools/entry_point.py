@@ -27,6 +27,7 @@ TOOLS = (
     "plot_run",
     "preprocess_data",
     "train_tokenizer",
+    "watch_run",
 )
 PROGRAMS = {
     "pretrain": HERE.parent / "pretrain_zeropp_gpt.py",
