@@ -27,9 +27,19 @@ PASSED_ON = {
     "scripts/torchrun_nodes.sh": ENTRY,
     "scripts/torchrun_one_node.sh": ENTRY,
 }
-FOR_USERS_OF_MEGATRON = "docs/coming_from_megatron.md"  # also names flags that are refused
+OF_MISSING_THINGS = ("docs/coming_from_megatron.md", "docs/not_done.md")  # also name flags that are refused
 OF_LAUNCHERS = frozenset(  # of sbatch and torchrun
-    {"--requeue", "--signal", "--time", "--max-restarts", "--gpus-per-node", "--ntasks-per-node", "--cpus-per-task"}
+    {
+        "--requeue",
+        "--signal",
+        "--time",
+        "--max-restarts",
+        "--gpus-per-node",
+        "--ntasks-per-node",
+        "--cpus-per-task",
+        "--nproc_per_node",
+        "--no-python",
+    }
 )
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 FUNCTION = re.compile(r"`?((?:\w+/)?\w+\.py):(\w+)`?")
@@ -85,7 +95,7 @@ def test_flags_in_the_text_of_the_documents_exist() -> None:
     for document in DOCUMENTS:
         quoted = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text_of(document), flags=re.MULTILINE | re.DOTALL))
         unknown = {flag for words in quoted for flag in FLAG.findall(words)} - known
-        if document == FOR_USERS_OF_MEGATRON:
+        if document in OF_MISSING_THINGS:
             unknown = {flag for flag in unknown if accepted_flag(flag) is None and remedy_of_refused(flag) is None}
         assert not unknown, document
 

@@ -247,7 +247,7 @@ def test_going_on_with_something_else_is_refused(tmp_path: Path, change: str) ->
         message = "names 1 files, before 2"
     elif change == "flags":
         more = ["--vocab-size", "1001"]
-        message = "vocab_size is 1001, the unfinished run had 1000; give the same flags"
+        message = "run had --vocab-size 1000, this command has --vocab-size 1001; give --vocab-size 1000, or to start anew, remove"
     elif change == "journal":
         (tmp_path / "out.unfinished").write_text("{")
         message = "unfinished is not JSON: line 1, column 2"
