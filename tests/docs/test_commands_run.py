@@ -14,6 +14,7 @@ from harness.rank_pool import RankPool
 from harness.reader import ENTRY, SIZES, Reader
 from harness.small_gpt import LLAMA
 
+pytestmark = pytest.mark.gloo  # all of them: with one folder for the file, nothing is made twice
 README, CHECKPOINTS, DATA = "README.md", "docs/checkpoints.md", "docs/data.md"
 LONG_SEQUENCES, SLOW_LINKS, IMPORTING = "docs/long_sequences.md", "docs/slow_links.md", "docs/importing.md"
 LAUNCHING, LOGS = "docs/launching.md", "docs/logs.md"

@@ -136,9 +136,20 @@ def test_files_and_folders_of_the_repository_exist(page: str) -> None:
     assert not [file for file in named if not any(f"/{known}".endswith(f"/{file}") for known in files())]
 
 
+@cache
+def words_of_programs() -> frozenset[str]:
+    programs = (text_of(file) for file in files() if file.endswith(SOURCES) and not file.startswith("tests/"))
+    return frozenset(word for text in programs for word in re.findall(r"\w+", text))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_classes_that_are_named_exist(page: str) -> None:
+    named = {name for words in quoted(page) for name in re.findall(r"\b[A-Z][a-z]+(?:[A-Z][a-z0-9]*)+\b", words)}
+    assert named <= words_of_programs()
+
+
 def test_variables_of_the_environment_stand_in_a_program() -> None:
-    programs = "\n".join(text_of(file) for file in files() if file.endswith(SOURCES) and not file.startswith("tests/"))
-    used = set(VARIABLE.findall(programs)) | OF_NCCL_AND_OTHERS
+    used = words_of_programs() | OF_NCCL_AND_OTHERS
     assert {page: unknown for page in PAGES if (unknown := set(VARIABLE.findall(text_of(page))) - used)} == {}
 
 
