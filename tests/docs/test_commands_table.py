@@ -117,6 +117,7 @@ TABLE: dict[str, str | tuple[str, ...]] = {
         f"{EXAMPLES}::test_a_module_of_your_own_learns_alone_and_as_well_on_two_ranks"
     ),
     "python examples/codec_of_your_own.py": f"{EXAMPLES}::test_a_codec_of_your_own_sends_about_a_quarter_and_learns_as_well",
+    "python examples/one_unit.py": "tests/docs/test_worked_example.py::test_the_blocks_of_the_page_are_what_the_program_prints",
     # Benchmarks
     "python benchmarks/checkpoint.py ...": BENCHMARK,
     "python benchmarks/data_index.py ...": BENCHMARK,

@@ -36,6 +36,7 @@ BLOCKS = {
     ("docs/memory.md", "    gradients"): "tests/integration/test_offload_in_runs.py, by what a run does",
     ("docs/one_step.md", ""): "tests/docs/test_one_step.py",
     ("docs/tensor_parallel.md", "    8 ranks"): "tests/parallel, by groups of tensor ranks",
+    ("docs/worked_example.md", ""): "tests/docs/test_worked_example.py",
 }
 FLAGS = ("bash", "flags")  # test_commands_table.py, test_architectures_page.py
 WORLD = Topology(4, 2, 2)
