@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness.example_runs import output_of_program
-from harness.pages import FENCED, PAGES, text_of
+from harness.pages import FENCED, PAGES, SHELL, text_of
 from harness.rank_pool import RankPool
 from harness.sample_report import REPORT
 
@@ -38,12 +38,12 @@ BLOCKS = {
     ("docs/tensor_parallel.md", "    8 ranks"): "tests/parallel, by groups of tensor ranks",
     ("docs/worked_example.md", ""): "tests/docs/test_worked_example.py",
 }
-FLAGS = ("bash", "flags")  # test_commands_table.py, test_architectures_page.py
+FLAGS = "flags"  # test_architectures_page.py
 WORLD = Topology(4, 2, 2)
 
 
 def blocks_of(page: str) -> list[str]:
-    return [block for language, block in FENCED.findall(text_of(page)) if language not in FLAGS]
+    return [block for language, block in FENCED.findall(text_of(page)) if language not in (*SHELL, FLAGS)]
 
 
 def block_of(page: str, beginning: str) -> str:

@@ -24,9 +24,10 @@ PROGRAMS = sorted(
     for path in (ROOT / folder).iterdir()
     if path.suffix in (".py", ".sh", ".sbatch")
 )
+SHELL = ("bash", "console", "sh")  # languages of blocks with commands
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)")
-STARTS = r"(?:[A-Z_]+=\S+ )*(?:python|bash|torchrun|srun|sbatch|mpirun|nohup|pip|deepspeed|source) "
+STARTS = r"(?:[A-Z_]+=\S+ )*(?:python|bash|torchrun|srun|sbatch|mpirun|nohup|pip|deepspeed|source|megatron-zpp) "
 LINE = rf"{STARTS}(?:[^\n]*\\\n)*[^\n]*\n"  # with its continuations
 PLACES = re.compile(rf"{FENCED.pattern}|`({STARTS}[^`]+)`|^    ({LINE})", re.MULTILINE | re.DOTALL)
 NO_PROGRAMS = "/nonexistent"
@@ -112,7 +113,7 @@ def _script_of_page(page: str) -> str:
     """The commands of a page in their order: those of its blocks, of indented lines, and within sentences."""
     parts = []
     for language, block, within, indented in PLACES.findall(text_of(page)):
-        if language == "bash" or within or indented:
+        if language in SHELL or within or indented:
             parts.append(block or within.replace("\n", " ") or indented)
     return "\n".join(parts)
 
