@@ -152,7 +152,7 @@ def words_of_programs() -> frozenset[str]:
     return frozenset(word for text in programs for word in re.findall(r"\w+", text))
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", sorted(set(PAGES) - set(OF_MISSING_THINGS)))
 def test_classes_that_are_named_exist(page: str) -> None:
     named = {name for words in quoted(page) for name in re.findall(r"\b[A-Z][a-z]+(?:[A-Z][a-z0-9]*)+\b", words)}
     assert named <= words_of_programs()
