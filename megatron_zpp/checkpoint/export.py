@@ -37,7 +37,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_tensors(folder: Path, entries: Sequence[TensorEntry], values_of: Callable[[TensorEntry], Tensor], most_bytes: int) -> list[str]:
-    """Does the same as `write_parts` with complete tensors. values_of: returns a tensor of the entry's shape."""
+    """Writes the tensors as `write_parts` does, and returns the names of the files. values_of: returns a tensor of the entry's shape."""
     return write_parts(folder, entries, lambda entry: values_of(entry).reshape(-1).split(PART_NUMEL), most_bytes)
 
 

@@ -47,7 +47,7 @@ class Wanted:
 
 
 class CheckpointReader:
-    """One checkpoint, open for reading. As long as it is open, runs that share the folder do not delete the checkpoint.
+    """One checkpoint, open for reading until the end of a `with` block. So long, runs that share the folder do not delete it.
 
     bytes_read: read from its files so far. identity: a text that is unique to this checkpoint.
     Raises CheckpointError if its manifest cannot be used.

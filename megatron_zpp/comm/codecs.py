@@ -72,7 +72,7 @@ class CastCodec:
 class BlockCodec:
     """Encodes the blocks run as integers with one fp32 scale per block, and only casts the exact run.
 
-    | codes | scales | exact run |, each padded to 16 bytes
+        | codes | scales | exact run |, each padded to 16 bytes
 
     code: a code with bits. A Hadamard rotation spreads errors to the padding after a parameter as well; a caller that needs zeros there
     writes them.

@@ -18,7 +18,7 @@ from megatron_zpp.ops.payload import GAUSSIAN_BLOCK_NUMEL
 class GaussianCodec:
     """Encodes the blocks run in Gaussian codes, and the exact run by the codec `exact`.
 
-    | scales bf16, padded to 16 bytes | codes | exact run, padded to 16 bytes |
+        | scales bf16, padded to 16 bytes | codes | exact run, padded to 16 bytes |
 
     Values decode only with the sender's signs, so each message is decoded and rotated back before messages are summed. A decoded block
     has errors in its padding too (mixes_neighbours).

@@ -14,6 +14,8 @@ from megatron_zpp.data.indexed_dataset import IndexedDataset
 
 
 class Sample(TypedDict):
+    """The tokens of one sample, the labels to predict, and which of them count."""
+
     tokens: np.ndarray  # [seq_length] int64
     labels: np.ndarray  # [seq_length] int64, the token after each token
     loss_mask: np.ndarray  # [seq_length] fp32, 1 where the loss counts
@@ -32,7 +34,10 @@ def sample_from(stream: np.ndarray) -> Sample:
 
 
 class GPTDataset:
-    """Sample i has the seq_length + 1 tokens from the start of sample shuffle[i] up to the first token of the sample after it."""
+    """The samples of one corpus; len() is their number, and dataset[i] is sample i.
+
+    Sample i has the seq_length + 1 tokens from the start of sample shuffle[i] up to the first token of the sample after it.
+    """
 
     def __init__(self, source: IndexedDataset, indices: GPTIndices) -> None:
         self.source = source

@@ -22,6 +22,8 @@ SEPARATE_FINAL_EPOCH_BELOW = 0.80
 
 
 class GPTIndices(NamedTuple):
+    """The order of the samples of one corpus: the stream of documents, the cuts in it, and the order of what lies between the cuts."""
+
     document: Rows  # [epochs * documents] int32
     sample: Rows  # [samples + 1, 2] int32, or int64 if values are too large
     shuffle: Rows  # [samples] uint32, or int64 if values are too large

@@ -46,6 +46,10 @@ class IndexedDataset:
 
     The constructor checks that all sequences lie inside the files. Raises ValueError for a missing, foreign, truncated or contradictory
     file, naming what was found and what is needed; every read does if a file has been cut off since.
+
+    prefix: of both files. dtype: of the stored ids. lengths: [sequences] int32, in tokens. offsets: [sequences] int64, bytes in the .bin.
+    document_starts: [documents + 1] int64, the first sequence of each document, then the number of sequences.
+    token_count: tokens of all sequences. len() is the number of sequences.
     """
 
     def __init__(self, prefix: str) -> None:

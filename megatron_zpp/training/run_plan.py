@@ -148,6 +148,7 @@ class RunPlan:
         return shared_on_rank(self.job.unit_specs, self.job.sharding, self.job.grid)
 
     def time(self, machine: Machine, computation: Computation) -> StepTime:
+        """The time of a step on this machine."""
         return step_time(self.job, machine, computation)
 
 

@@ -119,34 +119,34 @@ POLICIES: dict[int, Policy] = {
 
 
 def with_offloaded_optimizer(policy: Policy) -> Policy:
-    """Main weights and moments are kept and updated on the host. Raises ValueError if every rank has all of them."""
+    """The row with main weights and moments kept and updated on the host. Raises ValueError if every rank has all of them."""
     if policy.optimizer is Rung.FULL:
         raise ValueError("an optimizer on the full rung has no owner of a slice to update it on the host; choose ZeRO stage 1, 2 or 3")
     return replace(policy, optimizer=Rung.HOST)
 
 
 def with_quantized_weights(policy: Policy, code: Code = Code(8)) -> Policy:
-    """qwZ: both links carry the same bytes, encoded once."""
+    """The row with qwZ (ZeRO++, arXiv 2306.10209): weights cross both links as the same integers, encoded once."""
     return replace(policy, weight_codes=LinkCodes(code, code))
 
 
 def with_secondary_weights(policy: Policy) -> Policy:
-    """hpZ: the secondary rung is kept until the optimizer step."""
+    """The row with hpZ (ZeRO++, arXiv 2306.10209): the secondary rung is kept until the optimizer step."""
     return replace(policy, weights_in_step=Rung.SECONDARY)
 
 
 def with_weight_differences(policy: Policy, code: Code) -> Policy:
-    """The weights in step are kept across steps, and their differences cross the inter link in `code`."""
+    """The row whose weights in step are kept across steps; their differences cross the inter link in `code`."""
     return replace(policy, weight_codes=LinkCodes(code), keeps_copy=True)
 
 
 def with_gradients_summed_on_secondary(policy: Policy) -> Policy:
-    """Gradients cross the inter link once per step, after the last micro-batch."""
+    """The row whose gradients cross the inter link once per step, after the last micro-batch."""
     return replace(policy, gradients=Rung.SECONDARY)
 
 
 def with_quantized_gradients(policy: Policy, codes: LinkCodes = LinkCodes(Code(4), Code(4))) -> Policy:
-    """qgZ: gradients cross both links as integers. Between the two links they are decoded, and their mean is taken in fp32."""
+    """The row with qgZ (ZeRO++, arXiv 2306.10209): gradients cross both links as integers, and are averaged in fp32 after each."""
     return replace(policy, gradient_codes=codes)
 
 

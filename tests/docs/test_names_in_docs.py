@@ -1,4 +1,4 @@
-"""Everything that the documents name exists: files, flags, functions, links, headings, variables."""
+"""Everything that the documents name exists: files, flags, functions, classes, variables. tests/docs/test_site.py looks at links."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 from harness import forked
-from harness.pages import FLAGS_PAGE, LINK, PAGES, Command, anchors, commands, text_of, without_blocks
+from harness.pages import PAGES, Command, commands, text_of, without_blocks
 from harness.places import ROOT
 
 from megatron_zpp.config.cli import help_text
@@ -115,19 +115,6 @@ def test_flags_in_the_text_of_the_documents_exist() -> None:
         if page in OF_MISSING_THINGS:
             unknown = {flag for flag in unknown if accepted_flag(flag) is None and remedy_of_refused(flag) is None}
         assert not unknown, page
-
-
-@pytest.mark.parametrize("page", [*PAGES, FLAGS_PAGE])
-def test_links_lead_to_files_and_to_headings_in_them(page: str) -> None:
-    for target, anchor in LINK.findall(text_of(page)):
-        file = (ROOT / page).parent.joinpath(target).resolve() if target else ROOT / page
-        assert file.exists(), target
-        assert not anchor or anchor in anchors(str(file.relative_to(ROOT))), f"{target}#{anchor}"
-
-
-def test_a_heading_has_the_anchor_that_a_link_needs() -> None:
-    assert {"try-it", "what-is-kept-where-and-what-is-sent"} <= anchors("README.md")
-    assert "an-8b-model-at-128k-tokens" in anchors("docs/long_sequences.md")
 
 
 @pytest.mark.parametrize("page", PAGES)

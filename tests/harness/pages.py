@@ -1,4 +1,4 @@
-"""The pages of the documentation: their links, their headings, and their commands as bash reads them."""
+"""The pages of the documentation, and their commands as bash reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 
 from harness.places import ROOT
 
-FLAGS_PAGE = "docs/flags.md"  # made from the schema of the flags
 WRITTEN = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")
 PAGES = (*WRITTEN, *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "flags.md"))
 # Programs whose first lines or help say how to call them.
@@ -26,7 +25,6 @@ PROGRAMS = sorted(
 )
 SHELL = ("bash", "console", "sh")  # languages of blocks with commands
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)")
 STARTS = r"(?:[A-Z_]+=\S+ )*(?:python|bash|torchrun|srun|sbatch|mpirun|nohup|pip|deepspeed|source|megatron-zpp) "
 LINE = rf"{STARTS}(?:[^\n]*\\\n)*[^\n]*\n"  # with its continuations
 PLACES = re.compile(rf"{FENCED.pattern}|`({STARTS}[^`]+)`|^    ({LINE})", re.MULTILINE | re.DOTALL)
@@ -68,16 +66,6 @@ def text_of(page: str) -> str:
 def without_blocks(page: str) -> str:
     """The text of a page without its fenced blocks."""
     return FENCED.sub("", text_of(page))
-
-
-def anchors(page: str) -> set[str]:
-    """The anchors of the headings of a page, as GitHub makes them."""
-    found: dict[str, int] = {}
-    for heading in re.findall(r"^#+ (.+)$", without_blocks(page), re.MULTILINE):
-        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
-        slug = re.sub(r"[^\w\- ]", "", shown).strip().replace(" ", "-")
-        found[slug] = found.get(slug, -1) + 1
-    return {slug if number == 0 else f"{slug}-{number}" for slug, last in found.items() for number in range(last + 1)}
 
 
 @cache

@@ -20,6 +20,7 @@ TESTED_IN = {
     "cluster_environment.sh": "scripts/test_torchrun_scripts.py",
     "build_extensions.sh": "scripts/test_all_scripts.py",
     "compile_cuda.sh": "scripts/test_all_scripts.py",
+    "docs.sh": "scripts/test_all_scripts.py",
     "environment.sh": "scripts/test_all_scripts.py",
     "quickstart.sh": "scripts/test_all_scripts.py",
     "slurm_merge.sbatch": "scripts/test_slurm_scripts.py",
@@ -114,6 +115,24 @@ def test_the_test_script_refuses_a_tier_that_there_is_not(copied: tuple[FakeComm
     fakes, folder = copied
     done = fakes.run("bash", "scripts/test.sh", "--no-venv", "--tier", "slow", folder=folder)
     assert done.returncode != 0 and "--tier slow is not a tier; choose pure, virtual or gloo" in done.stderr
+
+
+def test_the_site_is_built_anew_and_a_warning_is_an_error(copied: tuple[FakeCommands, Path]) -> None:
+    fakes, folder = copied
+    (folder / "site").mkdir()
+    (folder / "site" / "gone.html").touch()
+    done = fakes.run("bash", "scripts/docs.sh", "--no-venv", folder=folder)
+    assert done.returncode == 0 and "open site/index.html" in done.stdout, done.stderr
+    pages, site = [call.words for call in fakes.calls("python")][-2:]
+    assert pages == ["docs/api_pages.py"]
+    assert site[:2] == ["-m", "sphinx"] and {"-E", "-W", "--nitpicky"} <= set(site)
+    assert not list(folder.glob("site/*.html"))
+
+
+def test_the_site_is_served_on_this_machine_only(copied: tuple[FakeCommands, Path]) -> None:
+    fakes, folder = copied
+    assert fakes.run("bash", "scripts/docs.sh", "--no-venv", "--serve", folder=folder).returncode == 0
+    assert fakes.calls("python")[-1].words == ["-m", "http.server", "--bind", "localhost", "--directory", "site", "8000"]
 
 
 def test_the_kernels_are_built_by_the_active_python(copied: tuple[FakeCommands, Path]) -> None:

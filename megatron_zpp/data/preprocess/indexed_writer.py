@@ -37,6 +37,7 @@ class IndexedDatasetWriter:
     """Appends documents to partial files. `finalize` turns them into PREFIX.bin and PREFIX.idx and replaces an old pair of that name.
 
     start: resume the partial files of an earlier writer from this extent; what they hold beyond it is cut off.
+
     A context manager: leaving the block removes the partial files, with or without an error, unless `finalize` was called.
     Raises ValueError if another process is writing this prefix.
     """

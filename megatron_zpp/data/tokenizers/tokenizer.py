@@ -15,13 +15,18 @@ SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "L
 
 
 class Tokenizer(Protocol):
-    @property
-    def vocab_size(self) -> int: ...
+    """Turns text into token ids and back."""
 
     @property
-    def eod(self) -> int: ...
+    def vocab_size(self) -> int:
+        """The number of ids; all of them are below it."""
 
-    def tokenize(self, text: str) -> list[int]: ...
+    @property
+    def eod(self) -> int:
+        """The id that ends a document."""
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a text."""
 
     def prepare_batches(self) -> str:
         """Loads what batches need. Returns a sentence on what encodes them."""
@@ -29,7 +34,8 @@ class Tokenizer(Protocol):
     def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
         """The ids that `tokenize` gives for each text, computed in one thread."""
 
-    def detokenize(self, ids: Sequence[int]) -> str: ...
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
 
 
 class NullTokenizer:

@@ -53,7 +53,7 @@ class Overlap(enum.Enum):
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """bytes_per_second: into one node from others, or into one rank from its own node."""
+    """The speed of a link. bytes_per_second: into one node from others, or into one rank from its own node."""
 
     bytes_per_second: float
     seconds_per_collective: float = 0.0
