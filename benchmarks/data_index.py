@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import tracemalloc
-from datetime import date
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+from report import report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -55,7 +53,8 @@ def main(arguments: list[str]) -> int:
         args.folder = Path(folder)
         write_corpus(args.folder / "corpus", lengths_of(args))
         figures = [median_of(args, measure, builder) for measure, builder in rows()]
-    report(args, figures)
+    setting = {name: getattr(args, name) for name in ("documents", "tokens", "seq_length", "sources", "rounds")}
+    report("data_index.py", arguments, {"numpy": np.__version__, **setting}, table(args, figures), {"figures": figures}, args.output)
     return 0
 
 
@@ -131,21 +130,18 @@ def open_cached(args: argparse.Namespace, sample_count: int) -> None:
     build_datasets(DataConfig(data_path=(str(args.folder / "corpus"),), split="1"), request).train[0]
 
 
-def report(args: argparse.Namespace, figures: list[dict[str, object]]) -> None:
+def table(args: argparse.Namespace, figures: list[dict[str, object]]) -> str:
     blend = f"blend of {args.sources} corpora, {args.tokens // args.seq_length:,} samples"
     words = {
         "build": f"indices of {args.tokens:,} tokens in {args.documents:,} documents",
         "blend": blend,
         "open": "opening the cached indices",
     }
-    print("| what | with | seconds | of a core | peak of memory, MB |\n| --- | --- | ---: | ---: | ---: |")
+    lines = ["| what | with | seconds | of a core | peak of memory, MB |", "| --- | --- | ---: | ---: | ---: |"]
     for row in figures:
         seconds = f"{row['seconds']:.3f} | {row['cpu_seconds']:.3f}"
-        print(f"| {words[str(row['measure'])]} | {row['builder']} | {seconds} | {row['peak_megabytes']:.0f} |")
-    if args.output is not None:
-        machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "numpy": np.__version__}
-        setting = {name: getattr(args, name) for name in ("documents", "tokens", "seq_length", "sources", "rounds")}
-        args.output.write_text(json.dumps({"date": date.today().isoformat(), **machine, **setting, "figures": figures}, indent=1) + "\n")
+        lines.append(f"| {words[str(row['measure'])]} | {row['builder']} | {seconds} | {row['peak_megabytes']:.0f} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

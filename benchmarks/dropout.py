@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
         print(f"error: {extension.report()}", file=sys.stderr)
         return 1
     results = [_measure(block, shape, dtype, options.rounds) for block, shape in SHAPES.items() for dtype in DTYPES]
-    setting = {"threads": options.threads, "torch": torch.__version__}
+    setting = {"threads": options.threads}
     report("dropout.py", arguments, setting, _table(results), {"results": [asdict(result) for result in results]}, options.output)
     return 0
 

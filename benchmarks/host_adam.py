@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
     session = Session(_flags(options), RankPlace.alone(torch.device("cpu")))
     results = measure(session.engine, options.rounds)
     session.close()
-    setting = {"threads": options.threads, "torch": torch.__version__, "units": len(session.engine.units)}
+    setting = {"threads": options.threads, "units": len(session.engine.units)}
     report("host_adam.py", arguments, setting, _table(results), {"results": [asdict(result) for result in results]}, options.output)
     return 0
 

@@ -14,7 +14,6 @@ outcome is stored at once and not computed again; the table, the picture and the
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -30,7 +29,7 @@ from loss_study.report import draw, table  # noqa: E402
 from loss_study.settings import GROUPS, plain_of  # noqa: E402
 from loss_study.text import Text, stored_text  # noqa: E402
 from loss_study.training import HELD_OUT_SAMPLES, SEQ_LENGTH, common_flags, trained  # noqa: E402
-from report import processor  # noqa: E402
+from report import machine_text, origin  # noqa: E402
 
 from megatron_zpp.ops import extension  # noqa: E402
 
@@ -40,21 +39,23 @@ MISTAKE_EXIT_CODE = 2
 def main(arguments: list[str]) -> int:
     args = _parser().parse_args(arguments)
     try:
-        return _run(args)
+        return _run(args, arguments)
     except (ValueError, OSError) as error:
         print(f"loss_parity.py: error: {error}", file=sys.stderr)
         return MISTAKE_EXIT_CODE
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, arguments: list[str]) -> int:
     torch.set_num_threads(1)
     extension.load()
-    print(f"{extension.report()} {processor()}, {os.cpu_count()} cores, torch {torch.__version__}", flush=True)
+    made = origin("loss_parity.py", arguments)
+    print(f"{extension.report()} {machine_text(made)}", flush=True)
     text = _text(Path(args.work_dir))
     output = Path(args.output).resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     flags = common_flags(args.train_iters)
-    record = Record(output, {"flags": flags, "text_sha256": text.sha256, "held_out_samples": HELD_OUT_SAMPLES})
+    subject = {"flags": flags, "text_sha256": text.sha256, "held_out_samples": HELD_OUT_SAMPLES}
+    record = Record(output, subject, made)
     settings = [setting for group in args.groups for setting in GROUPS[group]]
     for seed in [] if args.report_only else args.seeds:
         for setting in dict.fromkeys([*map(plain_of, settings), *settings]):

@@ -14,7 +14,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -87,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
         if args.memory_tokenizer == IDS.name:
             write_ids(folder / "corpus.jsonl")
         memory = measure_memory(kinds[args.memory_tokenizer], folder, args) if args.memory_megabytes else {}
-    setting = {"workers": args.workers, "Python": platform.python_version()}
+    setting = {"workers": args.workers}
     tables = "\n\n".join(table for table in (speed_table(results), memory_table(memory)) if table)
     figures = {"speed": [{**vars(result), "rates": {way: result.rate(way) for way in WAYS}} for result in results], "memory": memory}
     report("preprocess.py", argv, setting, tables, figures, args.output)

@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> int:
         print(f"error: {extension.report()}", file=sys.stderr)
         return 1
     results = [result for megabytes in options.megabytes for result in _measure_size(megabytes, options)]
-    setting = {"threads": options.threads, "torch": torch.__version__}
+    setting = {"threads": options.threads}
     report("quantization.py", arguments, setting, _table(results), {"results": [asdict(result) for result in results]}, options.output)
     return 0
 

@@ -1,13 +1,20 @@
-"""Prints the table of a benchmark and writes it as JSON, with the machine, the settings and the command."""
+"""Prints the table of a benchmark and writes it as JSON. Every file of results says how it was made, in the same words."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+ORIGIN = ("command", "machine", "versions", "date")
 
 
 def processor() -> str:
@@ -19,13 +26,54 @@ def processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+def origin(program: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """How results are made: command, machine, versions and date. program: below benchmarks/."""
+    package = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    return {
+        "command": shlex.join(["python", f"benchmarks/{program}", *arguments]),
+        "machine": {"processor": processor(), "cores": os.cpu_count(), "memory_gib": _memory_gib()},
+        "versions": {"python": platform.python_version(), "torch": version("torch"), "megatron_zpp": package[1] if package else "unknown"},
+        "date": date.today().isoformat(),
+    }
+
+
+def origin_with(stored: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The origin of results to which another command adds: all commands, and the rest of `own`. stored: results with an origin, or none."""
+    together = list(dict.fromkeys([*commands_of(stored), *commands_of(own)]))
+    return {**own, "command": together[0] if len(together) == 1 else together}
+
+
+def commands_of(results: Mapping[str, Any]) -> list[str]:
+    """The commands that made results; none of results without an origin."""
+    commands = results.get("command", [])
+    return [commands] if isinstance(commands, str) else list(commands)
+
+
+def machine_text(results: Mapping[str, Any]) -> str:
+    """Machine, versions and date of results as one line; what is not known is left out."""
+    machine, versions = results.get("machine", {}), results.get("versions", {})
+    facts = [machine.get("processor"), f"{machine['cores']} cores" if "cores" in machine else None]
+    facts += [f"{machine['memory_gib']} GiB" if "memory_gib" in machine else None, *(f"{name} {found}" for name, found in versions.items())]
+    return ", ".join(filter(None, [*facts, results.get("date")]))
+
+
 def report(
     program: str, arguments: Sequence[str], setting: Mapping[str, object], table: str, figures: Mapping[str, object], output: Path | None
 ) -> None:
-    """Prints machine, setting, command and the table; writes them and the figures to `output`, if given."""
-    command = " ".join([f"python benchmarks/{program}", *arguments])
-    machine = {"processor": processor(), "cores": os.cpu_count(), **setting, "date": date.today().isoformat()}
-    print(f"{', '.join(f'{name} {value}' for name, value in machine.items())}; `{command}`\n\n{table}")
+    """Prints origin, setting and the table; writes origin, setting and figures to `output`, if given."""
+    made = origin(program, arguments)
+    print(f"{', '.join([machine_text(made), *(f'{name} {value}' for name, value in setting.items())])}; `{made['command']}`\n\n{table}")
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps({"command": command, **machine, **figures}, indent=2) + "\n", encoding="utf-8")
+        write(output, {**made, **setting, **figures})
+
+
+def write(path: Path, results: Mapping[str, Any]) -> None:
+    """Writes results whole: an interrupted program leaves the file as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def _memory_gib() -> float:
+    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)

@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-from report import processor
+from report import origin
 from slow_links.configurations import ALL, DEFAULT_MODEL, LEAN, ZERO3
 from slow_links.network import INTERFACE, Network
 from slow_links.rates import Rate
@@ -64,12 +61,8 @@ def main() -> None:
     network = Network(NODES)
     network.hold(Rate.parse(options.rate))
     steps = {name: asdict(traced(network, f"{DEFAULT_MODEL} {TRAINING} {flags}".split())) for name, flags in MEMBERS.items()}
-    notes = {
-        "command": f"python benchmarks/step_trace.py --rate {options.rate}",
-        "machine": f"{processor()}, {os.cpu_count()} cores, torch {torch.__version__}, {date.today()}",
-        "model": DEFAULT_MODEL,
-    }
-    options.output.write_text(json.dumps({"notes": notes, "rate": options.rate, "steps": steps}) + "\n", encoding="utf-8")
+    made = {**origin("step_trace.py", sys.argv[1:]), "model": DEFAULT_MODEL, "rate": options.rate}
+    options.output.write_text(json.dumps({**made, "steps": steps}) + "\n", encoding="utf-8")
     print(options.output, {name: round(step["milliseconds"]) for name, step in steps.items()})
 
 

@@ -13,20 +13,19 @@ activations, buffers. On a machine with GPUs there is one rank per GPU over NCCL
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import socket
 import statistics
 import sys
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any, NoReturn
 
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
+from report import report  # noqa: E402
 from slow_links.configurations import FSDP2, SMOKE_MODEL, ZERO3, Workload  # noqa: E402
 from slow_links.ranks import Ranks  # noqa: E402
 
@@ -93,7 +92,7 @@ def main(arguments: list[str]) -> int:
             for world in worlds if index % 2 == 0 else reversed(worlds):
                 world.run(options.steps)
         results = [world.result() for world in worlds]
-        machine = worlds[0].machine
+        device = worlds[0].machine["device"]
         for world in worlds:
             world.ranks.end()
     except RuntimeError as error:
@@ -102,13 +101,13 @@ def main(arguments: list[str]) -> int:
     finally:
         for world in worlds:
             world.ranks.kill()
-    facts = f"{options.ranks} ranks, {workload.parameters / 1e6:.1f} million parameters, {workload.tokens_per_step} tokens per step, "
-    facts += f"{machine['device']}, {os.cpu_count()} cores, torch {machine['torch']}, {date.today().isoformat()}"
-    command = " ".join(["python benchmarks/train_step.py", *arguments])
-    print(f"{facts}\n\n    {command}\n\n{_table(results)}")
-    if options.output is not None:
-        measured = {"command": command, "machine": facts, "results": [asdict(result) for result in results]}
-        options.output.write_text(json.dumps(measured, indent=1) + "\n")
+    setting = {
+        "ranks": options.ranks,
+        "parameters": workload.parameters,
+        "tokens_per_step": workload.tokens_per_step,
+        "device": device,
+    }
+    report("train_step.py", arguments, setting, _table(results), {"results": [asdict(result) for result in results]}, options.output)
     return 0
 
 

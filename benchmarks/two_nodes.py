@@ -15,18 +15,16 @@ Writes OUTPUT.json round by round, OUTPUT.md and OUTPUT.png. If it is interrupte
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import NoReturn
 
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
-from report import processor  # noqa: E402
+from report import origin  # noqa: E402
 from slow_links.analysis import analyse  # noqa: E402
 from slow_links.chart import draw  # noqa: E402
 from slow_links.configurations import DEFAULT_MODEL, FSDP2, OURS, PEERS, SMOKE_MODEL, Workload  # noqa: E402
@@ -84,11 +82,10 @@ def compared(peers: Sequence[str]) -> list[str]:
 def _measure(workload: Workload, plan: Plan, record: Record, arguments: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
-    record.note("command", " ".join(["python benchmarks/two_nodes.py", *arguments]))
+    record.made_by(origin("two_nodes.py", arguments))
     session = Session(workload, plan.names)
     try:
         record.note("deepspeed", session.machine["deepspeed"])
-        record.note("machine", f"{processor()}, {os.cpu_count()} cores, torch {session.machine['torch']}, {date.today().isoformat()}")
         measure(session, workload, plan, record)
         session.end()
     finally:

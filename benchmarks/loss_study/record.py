@@ -7,22 +7,27 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from report import ORIGIN, origin_with, write
+
 from loss_study.training import Outcome
 
 
 class Record:
     """The outcomes of a study, stored after every run.
 
-    subject: what all runs have in common. Raises ValueError if the file holds runs with another subject.
+    subject: what all runs have in common. Raises ValueError if the file holds runs with another subject. origin: of the runs to add.
     """
 
-    def __init__(self, path: Path, subject: Mapping[str, object]) -> None:
+    def __init__(self, path: Path, subject: Mapping[str, object], origin: Mapping[str, object]) -> None:
         self._path = path
         self._subject = dict(subject)
+        self._origin = dict(origin)
         self.outcomes: list[Outcome] = []
         if path.is_file():
             stored = json.loads(path.read_text(encoding="utf-8"))
             self.outcomes = [Outcome(**outcome) for outcome in stored.pop("outcomes")]
+            self._origin = origin_with(stored, origin)
+            stored = {name: value for name, value in stored.items() if name not in ORIGIN}
             other = [name for name in {**stored, **self._subject} if stored.get(name) != self._subject.get(name)]
             if other:
                 raise ValueError(f"{path} holds runs with another {' and '.join(sorted(other))}; give another --output or remove it.")
@@ -32,7 +37,4 @@ class Record:
 
     def add(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
-        stored = {**self._subject, "outcomes": [asdict(outcome) for outcome in self.outcomes]}
-        unfinished = self._path.with_suffix(".new")
-        unfinished.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(self._path)
+        write(self._path, {**self._origin, **self._subject, "outcomes": [asdict(outcome) for outcome in self.outcomes]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
@@ -45,16 +46,16 @@ class Workload:
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
 
-    @property
+    @cached_property
     def model_config(self) -> ModelConfig:
         return resolve(parse_flags(self.flags(ZERO3)), self.world_size, self.ranks_per_node).model
 
-    @property
+    @cached_property
     def padded_vocab_size(self) -> int:
         given = parse_flags(self.flags(ZERO3))
         return padded_vocab_size(given.data.vocab_size or 1, given.model.make_vocab_size_divisible_by)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return parameter_count(self.model_config, self.padded_vocab_size)
 

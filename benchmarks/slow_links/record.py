@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+from report import ORIGIN, origin_with, write
 
 from slow_links.rates import Rate
 
@@ -54,13 +55,15 @@ class Record:
         self.content["rates"].setdefault(str(rate), []).append(dict(measured))
         self._write()
 
+    def made_by(self, origin: Mapping[str, Any]) -> None:
+        """Stores command, machine, versions and date; rounds of earlier commands keep theirs."""
+        self.content = {**origin_with(self.content, origin), **{name: own for name, own in self.content.items() if name not in ORIGIN}}
+        self._write()
+
     def note(self, name: str, value: Any) -> None:
         """Stores a fact beside the rounds."""
         self.content["notes"][name] = value
         self._write()
 
     def _write(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(self.content, indent=1) + "\n")
-        os.replace(unfinished, self._path)
+        write(self._path, self.content)

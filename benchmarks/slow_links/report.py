@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from report import commands_of, machine_text
+
 from slow_links.analysis import Rated, Row
 from slow_links.configurations import DEEPSPEED, SETS, ZERO3, Workload
 from slow_links.prediction import Prediction
@@ -31,9 +33,9 @@ def _facts(record: Record, workload: Workload) -> str:
     lines = [
         f"{workload.nodes} nodes x {workload.ranks_per_node} ranks, {workload.parameters / 1e6:.1f} million parameters, "
         f"{workload.microbatches} micro-batch{'es' if workload.microbatches > 1 else ''} per step, "
-        f"{workload.tokens_per_step} tokens per step; {notes.get('machine', '')}",
+        f"{workload.tokens_per_step} tokens per step; {machine_text(record.content)}",
         "",
-        f"    {notes.get('command', '')}",
+        *(f"    {command}" for command in commands_of(record.content)),
         "",
         f"A collective inside a node put {notes.get('intra_node_leak_bytes')} bytes on its link. The smallest hop between nodes of a unit "
         f"that matters brings {notes.get('smallest_hop_bytes')} bytes into one; after a pause they went at:",

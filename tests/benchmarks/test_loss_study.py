@@ -179,14 +179,20 @@ def test_a_table_and_a_picture_come_from_stored_outcomes(tmp_path: Path) -> None
     assert (tmp_path / "gaps.png").stat().st_size > 1000
 
 
+def made(name: str) -> dict[str, object]:
+    return {"command": f"python benchmarks/{name}.py", "date": "2026-01-01"}
+
+
 def test_outcomes_are_kept_and_those_of_other_flags_refused(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    Record(path, {"flags": "a"}).add(outcome("lean", 1, 2.0))
-    again = Record(path, {"flags": "a"})
+    Record(path, {"flags": "a"}, made("first")).add(outcome("lean", 1, 2.0))
+    again = Record(path, {"flags": "a"}, made("second"))
     assert again.has("lean", 1) and not again.has("lean", 2)
     assert json.loads(path.read_text())["outcomes"][0]["setting"] == "lean"
+    again.add(outcome("lean", 2, 2.0))
+    assert json.loads(path.read_text())["command"] == ["python benchmarks/first.py", "python benchmarks/second.py"]
     with pytest.raises(ValueError, match="holds runs with another flags; give another --output or remove it"):
-        Record(path, {"flags": "b"})
+        Record(path, {"flags": "b"}, made("third"))
 
 
 def test_the_program_trains_seed_by_seed_what_is_missing_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

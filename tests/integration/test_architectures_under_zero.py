@@ -24,7 +24,7 @@ from megatron_zpp.zero.policy import POLICIES, Policy, with_quantized_gradients,
 STEPS, SAMPLES = 3, 2
 SECONDARY = with_secondary_weights(POLICIES[3])
 ALL_THREE = with_quantized_gradients(with_quantized_weights(SECONDARY))
-# docs/numerics.md: single runs with and without quantization differ by up to 1.1 % in either direction.
+# Single runs with and without quantization end about 1 % apart (docs/numerics.md).
 BOUND = 0.011
 # A 4-bit code is off by up to m / 14, m / 24 in the mean square, where m is the largest value of its block: with m of 2 to 3 times the
 # block's own mean square, two such hops add up to 3 % to the squares, and half of that to the norm; a few blocks of outliers add more.

@@ -1,0 +1,83 @@
+"""Every file in benchmarks/results says how it was made: command, machine, versions and date."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import paper_table
+import pytest
+from harness.places import ROOT
+from report import ORIGIN, commands_of, machine_text, origin, origin_with
+from slow_links.analysis import analyse
+from slow_links.configurations import Workload
+from slow_links.record import Record
+from slow_links.report import markdown
+
+pytestmark = pytest.mark.pure
+
+FOLDER = ROOT / "benchmarks" / "results"
+FILES = sorted(FOLDER.glob("*.json"))
+FLAG = re.compile(r'add_argument\(\s*"(--[\w-]+)"')
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_file_of_results_has_command_machine_versions_and_date(path: Path) -> None:
+    results = read(path)
+    assert list(results)[: len(ORIGIN)] == list(ORIGIN)
+    assert results["machine"]["processor"] and results["machine"]["cores"] > 0
+    assert set(results["versions"]) <= {"python", "torch", "megatron_zpp"}
+    date.fromisoformat(results["date"])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_the_command_of_a_file_of_results_runs_a_program_with_flags_that_it_knows(path: Path) -> None:
+    assert commands_of(read(path))
+    for command in commands_of(read(path)):
+        python, program, *arguments = shlex.split(command)
+        known = FLAG.findall((ROOT / program).read_text(encoding="utf-8"))
+        assert python == "python" and {word for word in arguments if word.startswith("--") and " " not in word} <= set(known)
+
+
+def test_a_program_writes_the_origin_that_files_of_results_must_have() -> None:
+    made = origin("reshard.py", ["--model", "--num-layers 2"])
+    assert tuple(made) == ORIGIN and made["command"] == "python benchmarks/reshard.py --model '--num-layers 2'"
+    assert set(made["machine"]) == {"processor", "cores", "memory_gib"} and set(made["versions"]) == {"python", "torch", "megatron_zpp"}
+    assert date.fromisoformat(made["date"]) and made["versions"]["megatron_zpp"] in (ROOT / "pyproject.toml").read_text()
+    assert f"torch {made['versions']['torch']}" in machine_text(made)
+
+
+def test_results_that_two_commands_made_have_both() -> None:
+    once = origin_with({}, {"command": "a", "date": "1"})
+    assert once == origin_with(once, once) == {"command": "a", "date": "1"}
+    assert origin_with(once, {"command": "b", "date": "2"}) == {"command": ["a", "b"], "date": "2"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("two_nodes_*.md")), ids=lambda path: path.name)
+def test_the_tables_over_slow_links_are_those_of_their_measurement(path: Path) -> None:
+    record, workload = measured(path)
+    assert path.read_text(encoding="utf-8") == markdown(record, workload, analyse(record, workload)), "run two_nodes.py --report-only"
+
+
+def measured(path: Path) -> tuple[Record, Workload]:
+    """The rounds of a measurement over slow links, and what its ranks trained."""
+    subject = read(path.with_suffix(".json"))["subject"]
+    world = (subject["nodes"], subject["ranks_per_node"], subject["model"], subject["micro_batch_size"])
+    return Record(path.with_suffix(".json"), {}, starts_anew=False), Workload(*world, subject["gradient_accumulation"], subject["flags"])
+
+
+@pytest.mark.long
+def test_the_table_beside_the_paper_is_what_the_program_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["paper_table.py"])
+    paper_table.main()
+    assert capsys.readouterr().out == (FOLDER / "paper_table.md").read_text(encoding="utf-8")

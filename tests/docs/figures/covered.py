@@ -1,0 +1,158 @@
+"""Which numbers of the pages other tests compare, and which nobody measured."""
+
+from __future__ import annotations
+
+from figures.figure import Elsewhere, NotMeasured
+
+DEFINITION = "what a word or a formula means"
+LIMIT = "a limit or an interval that the code has, or that a test sets"
+DEFAULT = "a flag's or another program's default"
+EXAMPLE = "given in an example, or the setting of a measurement"
+ARITHMETIC = "follows from the numbers beside it"
+SOURCE = "from a data sheet, a paper or another project"
+AGREED = "what a test demands"
+UNTRACED = "a loss of the quickstart, which no file has yet"
+
+GIB = r"[\d.]+ [GM]iB"
+ELSEWHERE = (
+    Elsewhere(
+        "docs/memory.md",
+        rf"\| ` \| {GIB} \| {GIB} \| (?:yes|no) \|",
+        "docs/test_memory_page.py::test_each_row_of_the_example_is_the_plan_of_its_flags",
+    ),
+    Elsewhere(
+        "docs/memory.md",
+        rf"\| (?:none|`) \| \d \| {GIB}(?:, does not fit)? \| [\d.]+ \|",
+        "docs/test_memory_page.py::test_each_time_of_the_example_is_that_of_the_plan",
+    ),
+    Elsewhere(
+        "docs/recomputation.md",
+        rf"\| (?:none|`) \| {GIB} \| {GIB} \|",
+        "docs/test_recomputation_page.py::test_each_row_of_the_example_is_the_plan_of_its_flags",
+    ),
+    Elsewhere(
+        "docs/long_sequences.md",
+        rf"\| ZeRO\S+(?: \| {GIB}){{7}} \| yes \||\| ZeRO\S+(?: \| [\d.]+){{4}} \|",
+        "docs/test_long_sequences_page.py::test_the_tables_of_memory_and_of_bytes_are_the_plans_of_the_command",
+    ),
+    Elsewhere(
+        "docs/long_sequences.md",
+        rf"\| \d \| \d+ \| \d \| [\d.]+ \| [\d.]+ \| {GIB} \| [\d.]+ \|",
+        "docs/test_long_sequences_page.py::test_each_pair_of_sizes_is_planned_with_the_fastest_member",
+    ),
+    Elsewhere(
+        "docs/long_sequences.md",
+        rf"its activations take {GIB}, and a run with ZeRO-3 {GIB}|256K tokens with C = 16 take {GIB}",
+        "docs/test_long_sequences_page.py::test_a_whole_sample_and_a_longer_one_need_what_the_text_says",
+    ),
+    Elsewhere(
+        "docs/worked_example.md",
+        r"\d+\.\d+(?: x)?|1e-8",
+        "docs/test_worked_example.py::test_every_decimal_number_of_the_text_stands_in_a_block_or_in_an_equation",
+    ),
+)
+
+_PARTS = {
+    "README.md": {"**(0.5 + 0.25k)M**": DEFINITION},
+    "CONTRIBUTING.md": {"it has to pass in 8 minutes on 2 cores": LIMIT},
+    "benchmarks/README.md": {
+        "At 1 and 4 MB all data fit the caches": EXAMPLE,
+        "The rows of 16 MB and more": EXAMPLE,
+        "p = 0.1, beside torch's dropout": EXAMPLE,
+        "The 32 MB of the last fp32 case": EXAMPLE,
+        "The text is the library of Python 3.11.7, 31.5 MB": EXAMPLE,
+        "One rank saves and loads 1 GB of state": EXAMPLE,
+        "because it calls `fsync` every 64 MiB": LIMIT,
+        "Chunks of 1 MiB are read whole": LIMIT,
+        "tokenises 100 MB of JSON lines": EXAMPLE,
+        "s that 100 MB take": EXAMPLE,
+        "1 MB to 2 GB; the aim is 90 % from 64 MB up": LIMIT,
+    },
+    "docs/architectures.md": {
+        "which says 175.0 billion": SOURCE,
+        "are equal within 1e-5 in fp32": AGREED,
+        "two thirds of 4 x hidden size": DEFINITION,
+        "sqrt(2 x layers)": DEFINITION,
+    },
+    "docs/checkpoints.md": {
+        "renews its modification time every 10 s": LIMIT,
+        "has not changed within 180 s": LIMIT,
+        "calls fsync every 64 MiB": LIMIT,
+        "less than 128 MiB more memory": AGREED,
+    },
+    "docs/coming_from_deepspeed.md": {"hidden dropout is 0.1 unless": DEFAULT},
+    "docs/data.md": {
+        "with SIGKILL 5 times at random moments (20 times with": AGREED,
+        "Qwen 2, 3 or 3.5": SOURCE,
+        "when that takes 256 MB": LIMIT,
+    },
+    "docs/datasets.md": {
+        "0.005 as in Megatron": SOURCE,
+        "within 2e-6 in fp32": AGREED,
+        "every 30 seconds": LIMIT,
+        "after 5 minutes the waiting ranks": LIMIT,
+    },
+    "docs/launching.md": {
+        "(default 0.1) of which": DEFAULT,
+        "a context of CUDA of 1 GiB": SOURCE,
+        "96 MiB for each other rank": SOURCE,
+        "192 MiB for each other one": SOURCE,
+        "after 10 seconds": LIMIT,
+        "20 minutes before SLURM_JOB_END_TIME": LIMIT,
+        "KillWait (30 seconds by default)": DEFAULT,
+        "Give more than 300 seconds": LIMIT,
+        "unknown for 10 seconds": LIMIT,
+        "at most 8 KiB long": LIMIT,
+    },
+    "docs/long_runs.md": {
+        "that of an uninterrupted run within 1e-5": AGREED,
+        "within 10 minutes": LIMIT,
+        "no pulse for 5 minutes, or for 60 to 80 % of": LIMIT,
+        "within 10 s": LIMIT,
+    },
+    "docs/long_sequences.md": {
+        "8 GPUs with 80 GB, links of 400 Gbit/s": EXAMPLE,
+        "At 100 GB/s into a GPU": EXAMPLE,
+        "of 8.4 s": ARITHMETIC,
+        "where 128K with C = 8 take 26.0 GiB": ARITHMETIC,
+    },
+    "docs/memory.md": {
+        "weight differences of 3 bits about 0.4": ARITHMETIC,
+        "the plan assumes 2e9 parameters per second": EXAMPLE,
+        "8 GPUs of 24 GB": EXAMPLE,
+        "shape of 6.74 billion parameters": ARITHMETIC,
+        "at 80 TFLOP/s per GPU, 100 GB/s between GPUs and 25 GB/s over PCIe": EXAMPLE,
+    },
+    "docs/numerics.md": {
+        "In fp32 each gradient of a model of two blocks is within 1e-6": AGREED,
+        "Over 20 steps at a rate of 1e-3 the losses agree within 1e-6, the norms within 2e-5": AGREED,
+        "In fp32 each gradient is within 1e-6 of its largest value": AGREED,
+        "so 1e-30 and 1e30 have the error of other values": AGREED,
+        "learning rate 4e-3 with a cosine": EXAMPLE,
+        "1e-6 relative over the 20 steps of the tests (at a learning rate of 1e-3": AGREED,
+        "In fp32 the loss agrees within 1e-6 relative": AGREED,
+        "that is about 3 times their root mean square": ARITHMETIC,
+        "1, -2, 0.5 and 1.5, the others 0": EXAMPLE,
+        "1 and 0.3, the others 0": EXAMPLE,
+        "with its 95 % interval": DEFINITION,
+        "from p = 2^-20 to 0.999": LIMIT,
+    },
+    "docs/recomputation.md": {"6.74 billion parameters": ARITHMETIC, "fp32 copies of at most 64 MiB at a time": LIMIT},
+    "docs/slow_links.md": {
+        "recorded on rank 0 at 160 Mbit/s": EXAMPLE,
+        "It can exceed 100 %": DEFINITION,
+        "Headers take 4.4 % of a link's rate": ARITHMETIC,
+        "at least 1 % of the parameters": LIMIT,
+        "more than 10 % off the nominal rate": LIMIT,
+        "(0.5 + 0.25 k)M is 2.5M": ARITHMETIC,
+        "within 3 % of the fastest": LIMIT,
+        "A collective fails 15 seconds before": LIMIT,
+    },
+    "docs/zeropp.md": {
+        "**(0.5 + 0.25k)M**": DEFINITION,
+        "| 6.108 |": UNTRACED,
+        "| 6.126 |": UNTRACED,
+        "| 6.114 |": UNTRACED,
+    },
+}
+NOT_MEASURED = tuple(NotMeasured(page, words, kind) for page, parts in _PARTS.items() for words, kind in parts.items())
