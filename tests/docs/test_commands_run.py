@@ -156,7 +156,7 @@ def test_ranks_that_share_samples_or_layers_train_as_the_page_says(reader: Reade
     assert re.search(r"iteration +4/ +4 ", printed)
 
 
-QUICK = ("checkpoint", "head_loss", "host_adam", "quantization")
+QUICK = ("checkpoint", "code_errors", "head_loss", "host_adam", "quantization")
 
 
 def _benchmarks() -> list[object]:

@@ -124,6 +124,7 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "python examples/one_unit.py": "tests/docs/test_worked_example.py::test_the_blocks_of_the_page_are_what_the_program_prints",
     # Benchmarks
     "python benchmarks/checkpoint.py ...": BENCHMARK,
+    "python benchmarks/code_errors.py ...": BENCHMARK,
     "python benchmarks/data_index.py ...": BENCHMARK,
     "python benchmarks/dropout.py ...": BENCHMARK,
     "python benchmarks/head_loss.py ...": BENCHMARK,

@@ -20,6 +20,7 @@ SIZES = {
     ENTRY: "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --global-batch-size 4 "
     "--train-iters 4 --lr-warmup-iters 1 --save-interval 2 --log-interval 1 --eval-iters 0 --num-workers 0 --distributed-backend gloo",
     "benchmarks/checkpoint.py": "--directory . --megabytes 16 --piece-megabytes 2 --rounds 2 --iteration-seconds 0.01 --output made.json",
+    "benchmarks/code_errors.py": "--draws 16 --blocks 16 --output made.json",
     "benchmarks/data_index.py": "--documents 100 --tokens 100000 --seq-length 64 --rounds 1 --output made.json",
     "benchmarks/dropout.py": "--rounds 1 --output made.json",
     "benchmarks/head_loss.py": "--tokens 32 --hidden-size 32 --vocabularies 128 --chunk-tokens 16 --dtypes fp32 --rounds 1 "

@@ -33,13 +33,16 @@ def entry(flags: list[str]) -> int:
             signal.signal(number, handler)
 
 
-def entry_in(folder: str, flags: list[str]) -> tuple[int, str]:
-    """The exit code of the entry on this rank and the text that it printed, with `folder` as working directory."""
+def entry_in(folder: str, flags: list[str], log: str = "") -> tuple[int, str]:
+    """The exit code of the entry on this rank and the text that it printed, with `folder` as working directory.
+
+    log: file of --log-jsonl, if the flags have none.
+    """
     before = Path.cwd()
     os.chdir(folder)
     try:
         with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
-            code = entry(flags)
+            code = entry([*flags, "--log-jsonl", log] if log else flags)
     finally:
         os.chdir(before)
     return code, output.getvalue()

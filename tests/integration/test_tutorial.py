@@ -45,8 +45,8 @@ def run_alone(folder: Path, flags: str, **environment: str) -> subprocess.Comple
 
 def test_the_command_with_only_its_sizes_reduced_trains_on_two_nodes_of_two(ranks: RankPool, tmp_path: Path) -> None:
     write_json(tmp_path, partition_ranks=2)
-    flags = f"{SMALL} --num-workers 0 --eval-iters 0 --exit-interval 20 --log-jsonl log.jsonl"  # for speed, and to see losses
-    results = ranks.run(2, 2, entry_in, str(tmp_path), flags.split())
+    flags = f"{SMALL} --num-workers 0 --eval-iters 0 --exit-interval 20"  # for speed
+    results = ranks.run(2, 2, entry_in, str(tmp_path), flags.split(), "log.jsonl")
     assert [code for code, _ in results] == [0] * 4
     printed = results[0][1]
     for line in ("BENCHMARK MODE", "*   --mock-data", "*   --tokenizer-type NullTokenizer", "*   --train-iters 50", "loss-scale 65536.0"):
@@ -74,7 +74,7 @@ def test_the_command_as_printed_on_one_process_of_a_small_machine_is_refused_wit
 
 def test_the_command_as_printed_on_nodes_of_fewer_ranks_is_refused_with_file_key_and_remedy(tmp_path: Path, ranks: RankPool) -> None:
     (tmp_path / JSON.name).write_text(JSON.read_text())
-    results = ranks.run(2, 2, entry_in, str(tmp_path), AS_PRINTED.split())
+    results = ranks.run(2, 2, entry_in, str(tmp_path), AS_PRINTED.split(), "log.jsonl")
     assert [code for code, _ in results] == [2] * 4
     (text,) = [text for _, text in results if text]
     assert "--zero-hpz-partition-size 16 does not divide the 2 ranks of a node; choose 1 or 2, or start a multiple of 16" in text
@@ -84,7 +84,7 @@ def test_the_command_as_printed_on_nodes_of_fewer_ranks_is_refused_with_file_key
 @on_a_small_machine
 def test_four_ranks_that_do_not_fit_are_refused_in_one_sentence(tmp_path: Path, ranks: RankPool) -> None:
     write_json(tmp_path, partition_ranks=2)
-    results = ranks.run(2, 2, entry_in, str(tmp_path), AS_PRINTED.split())
+    results = ranks.run(2, 2, entry_in, str(tmp_path), AS_PRINTED.split(), "log.jsonl")
     assert [code for code, _ in results] == [2] * 4
     lines = [line for _, text in results for line in text.splitlines() if "error: " in line]
     assert len(lines) == 1
