@@ -31,7 +31,7 @@ SMOKE = "tests/benchmarks/test_slow_links.py::test_the_kernel_counts_what_the_le
 TABLE: dict[str, str | tuple[str, ...]] = {
     "bash scripts/quickstart.sh": QUICKSTART,
     "bash scripts/quickstart.sh [--no-venv] [--fresh]": QUICKSTART,
-    "bash scripts/test.sh": f"{SCRIPTS}::test_the_test_script_runs_everything_but_long_tests_on_two_workers",
+    "bash scripts/test.sh": TEST_SCRIPT,
     "bash scripts/test.sh tests/zero -k layout": TEST_SCRIPT,
     "bash scripts/test.sh --tier pure": TEST_SCRIPT,
     "bash scripts/test.sh --long": TEST_SCRIPT,
