@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from drawing import house, ladder, lanes, memory, payload, speedup, unit_life
+from drawing import house, ladder, lanes, memory, payload, quickstart, speedup, unit_life
 from drawing.canvas import THEMES, Canvas, Theme
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
@@ -21,6 +21,7 @@ PICTURES: dict[str, Callable[[Theme], Canvas]] = {
     "lanes": lanes.draw,
     "memory": memory.draw,
     "payload": payload.draw,
+    "quickstart": quickstart.draw,
     "speedup": speedup.draw,
     "unit_life": unit_life.draw,
 }

@@ -11,13 +11,15 @@ bash scripts/quickstart.sh [--no-venv] [--fresh]
   --fresh     start anew; without it, steps whose results are in runs/quickstart are not done again
 
 Trains a GPT of 5 million parameters with ZeRO++ (ZeRO-3 with qwZ, hpZ and qgZ) on four CPU ranks as two nodes of two, or
-on one rank per GPU if there are GPUs. Then runs ZeRO-3, ZeRO++ and lean side by side for a few iterations.
+on one rank per GPU if there are GPUs. Then runs ZeRO-3, ZeRO++ and lean side by side for a few iterations. At its end it shows the losses,
+the bytes and a sample of what the model writes.
 Takes about three minutes on two CPU cores, and needs no network once the requirements are installed.
 TEXT
 }
 
 use_venv=yes
 is_fresh=no
+is_good=yes
 for argument in "$@"; do
     case "$argument" in
         --no-venv) use_venv=no ;;
@@ -30,8 +32,9 @@ done
 readonly RUN=runs/quickstart
 readonly CORPUS="$RUN/corpus.jsonl" TOKENIZER="$RUN/tokenizer.model" DATA="$RUN/corpus_text_document"
 readonly CHECKPOINTS="$RUN/checkpoints" LOG="$RUN/log.jsonl" SAMPLE="$RUN/sample.txt" PICTURE="$RUN/run.png"
-readonly TABLE="$RUN/compared.md"
+readonly TABLE="$RUN/compared.md" VERDICT="$RUN/verdict.txt" STATISTICS="$RUN/statistics.json"
 readonly FIRST_ITERATIONS=75 ALL_ITERATIONS=90 COMPARED_ITERATIONS=12
+readonly COMPARED=("$RUN"/compared_{plain,zeropp,lean}.jsonl)
 readonly SAMPLES_PER_ITERATION=32 VOCAB_SIZE=2048 SPLIT=95,4,1
 
 MODEL=(--num-layers 6 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --attention-dropout 0 --hidden-dropout 0)
@@ -46,21 +49,24 @@ main() {
     if [[ "$is_fresh" == yes ]]; then
         rm -rf "$RUN"
     fi
+    local is_whole=no  # whether no step is left out, so that its time is that of the whole
+    if [[ ! -e "$RUN" ]]; then is_whole=yes; fi
     mkdir -p "$RUN"
+    readonly STARTED="$SECONDS"
     choose_ranks
 
     step "Kernels for quantization and dropout"
-    bash scripts/build_extensions.sh --no-venv
+    ticking bash scripts/build_extensions.sh --no-venv
 
     step "Corpus: the sources of Python's standard library"
-    made "$CORPUS" || python tools/collect_corpus.py --output "$CORPUS" --max-megabytes 20
+    made "$CORPUS" || ticking python tools/collect_corpus.py --output "$CORPUS" --max-megabytes 20
 
     step "Tokenizer: SentencePiece BPE"
-    made "$TOKENIZER" || python tools/train_tokenizer.py --input "$CORPUS" --model-prefix "${TOKENIZER%.model}" \
+    made "$TOKENIZER" || ticking python tools/train_tokenizer.py --input "$CORPUS" --model-prefix "${TOKENIZER%.model}" \
         --vocab-size "$VOCAB_SIZE" --max-megabytes 5
 
     step "Text to tokens"
-    made "$DATA.idx" || python tools/preprocess_data.py --input "$CORPUS" --output-prefix "${DATA%_text_document}" --append-eod --resume \
+    made "$DATA.idx" || ticking python tools/preprocess_data.py --input "$CORPUS" --output-prefix "${DATA%_text_document}" --append-eod --resume \
         --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model "$TOKENIZER"
 
     step "Training, iterations 1 to $FIRST_ITERATIONS"
@@ -70,21 +76,54 @@ main() {
     train_to "$ALL_ITERATIONS"
 
     step "A sample of what the model writes"
-    python tools/generate_text.py --load "$CHECKPOINTS" --prompt "    def __init__(self" \
-        --max-new-tokens 120 --temperature 0.5 --top-k 40 | tee "$SAMPLE"
-
-    step "Loss, learning rate and bytes per link"
-    python tools/plot_run.py --log-jsonl "$LOG" --output "$PICTURE"
+    ticking python tools/generate_text.py --load "$CHECKPOINTS" --prompt "    def __init__(self" \
+        --max-new-tokens 120 --temperature 0.5 --top-k 40 >"$SAMPLE"
 
     step "ZeRO-3 beside ZeRO++ and lean, $COMPARED_ITERATIONS iterations each"
-    compare plain
-    compare zeropp "${ZEROPP[@]}"
-    compare lean --zeropp lean
-    python tools/compare_runs.py --log-jsonl "$RUN"/compared_{plain,zeropp,lean}.jsonl --names ZeRO-3 ZeRO++ lean | tee "$TABLE"
+    compare plain ZeRO-3
+    compare zeropp ZeRO++ "${ZEROPP[@]}"
+    compare lean lean --zeropp lean
 
-    step "Verdict"
-    verdict
-    echo "In $RUN: ${PICTURE##*/}, ${TABLE##*/}, ${SAMPLE##*/}, ${LOG##*/} and ${CHECKPOINTS##*/}; ${SECONDS} s in all."
+    step "Pictures, tables and the frequencies of tokens"
+    ticking python tools/plot_run.py --log-jsonl "$LOG" --output "$PICTURE"
+    ticking python tools/compare_runs.py --log-jsonl "${COMPARED[@]}" --names ZeRO-3 ZeRO++ lean >"$TABLE"
+
+    ticking python tools/corpus_statistics.py --data-path "$DATA" --split "$SPLIT" --vocab-size "$VOCAB_SIZE" >"$STATISTICS"
+
+    step "What came out"
+    verdict >"$VERDICT" || is_good=no
+    if [[ "$is_whole" == yes ]]; then echo "{\"seconds\": $((SECONDS - STARTED))}" >"$RUN/seconds.json"; fi
+    show
+    [[ "$is_good" == yes ]] || stop "the model has not learned enough; see the verdict above."
+}
+
+# Shows what came out.
+show() {
+    echo "Loss of the run:"
+    python tools/watch_run.py --once --log-jsonl "$LOG" --names "ZeRO++ on $RANKS ranks"
+    echo
+    echo "Loss of the compared runs:"
+    python tools/watch_run.py --once --log-jsonl "${COMPARED[@]}" --names ZeRO-3 ZeRO++ lean
+    echo
+    cat "$TABLE"
+    echo
+    echo "What the model writes after \"    def __init__(self\":"
+    cat "$SAMPLE"
+    echo
+    cat "$VERDICT"
+    cat <<TEXT
+
+In $RUN: ${PICTURE##*/}, ${TABLE##*/}, ${SAMPLE##*/}, ${LOG##*/} and ${CHECKPOINTS##*/}; ${SECONDS} s in all.
+
+Your own text next, as JSON lines with the key "text", and tools/watch_run.py --log-jsonl my_run.jsonl in another terminal:
+  python tools/train_tokenizer.py --input my_text.jsonl --model-prefix my_tokenizer --vocab-size 8192
+  python tools/preprocess_data.py --input my_text.jsonl --output-prefix my_text --append-eod \\
+      --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model my_tokenizer.model
+  torchrun --nproc_per_node $RANKS pretrain_zeropp_gpt.py ${MODEL[*]} \\
+      ${PRECISION[*]:+${PRECISION[*]} }--zeropp lean --ranks-per-node $RANKS_PER_NODE --micro-batch-size 8 --train-iters 1000 --lr 1e-3 \\
+      --data-path my_text_text_document --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model my_tokenizer.model \\
+      --save my_checkpoints --save-interval 100 --log-jsonl my_run.jsonl
+TEXT
 }
 
 # One rank per GPU; without GPUs, four ranks on the CPU as two nodes of two, in bf16 if the processor multiplies it natively.
@@ -101,9 +140,9 @@ choose_ranks() {
         if grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then PRECISION=(--bf16); fi
         export OMP_NUM_THREADS=1
     fi
-    local ranks_per_node="$((RANKS > 1 ? RANKS / 2 : 1))"
-    SHARDING=(--zero-stage 3 --ranks-per-node "$ranks_per_node" --micro-batch-size "$((SAMPLES_PER_ITERATION / RANKS))")
-    ZEROPP=(--zero-quantized-weights --zero-hpz-partition-size "$ranks_per_node" --zero-quantized-gradients)
+    RANKS_PER_NODE="$((RANKS > 1 ? RANKS / 2 : 1))"
+    SHARDING=(--zero-stage 3 --ranks-per-node "$RANKS_PER_NODE" --micro-batch-size "$((SAMPLES_PER_ITERATION / RANKS))")
+    ZEROPP=(--zero-quantized-weights --zero-hpz-partition-size "$RANKS_PER_NODE" --zero-quantized-gradients)
 }
 
 train_to() {
@@ -111,18 +150,57 @@ train_to() {
         echo "done before: $CHECKPOINTS has iteration $1"
         return
     fi
-    pretrain "${RHYTHM[@]}" "${ZEROPP[@]}" --train-iters "$1"
+    ticking pretrain "${RHYTHM[@]}" "${ZEROPP[@]}" --train-iters "$1"
 }
 
-# compare NAME FLAG...: runs the first iterations once more, with these ZeRO++ flags and no others.
+# compare FILE NAME FLAG...: runs the first iterations once more, with these ZeRO++ flags and no others.
 compare() {
-    local log="$RUN/compared_$1.jsonl" output="$RUN/compared_$1.txt"
-    shift
+    local log="$RUN/compared_$1.jsonl" output="$RUN/compared_$1.txt" name="$2"
+    shift 2
     if ! made "$log"; then
-        pretrain --log-interval 1 --eval-iters 0 --log-jsonl "$log.new" --train-iters "$COMPARED_ITERATIONS" "$@" >"$output" 2>&1 ||
+        rm -f "$log.new"
+        ticking shortly "$name" "$output" pretrain --log-interval 1 --eval-iters 0 --log-jsonl "$log.new" \
+            --train-iters "$COMPARED_ITERATIONS" "$@" ||
             { tail -n 20 "$output" >&2 && stop "the run failed; $output has all it said."; }
         mv "$log.new" "$log"
     fi
+}
+
+# shortly NAME OUTPUT COMMAND...: writes all that a run prints into OUTPUT, and shows its iterations and losses.
+shortly() {
+    local name="$1" output="$2" line
+    shift 2
+    "$@" 2>&1 | tee "$output" | while IFS= read -r line; do
+        if [[ "$line" =~ ^" iteration "\ *([0-9]+)/\ *([0-9]+)\ .*"lm loss: "([^ ]+) ]]; then
+            echo "$name: iteration ${BASH_REMATCH[1]} of ${BASH_REMATCH[2]}, loss ${BASH_REMATCH[3]}"
+        fi
+    done
+}
+
+# ticking COMMAND...: runs the command, and shows every few seconds how long that has been going on: on a terminal in one place, else as
+# lines, and not as many.
+ticking() {
+    local ticker status=0
+    tick "$SECONDS" &
+    ticker=$!
+    "$@" || status=$?
+    kill "$ticker" 2>/dev/null || true
+    wait "$ticker" 2>/dev/null || true
+    if [[ -t 2 ]]; then printf '\033[K' >&2; fi
+    return "$status"
+}
+
+# tick START: ends with this script, also where that is interrupted.
+tick() {
+    local every=5 format='  ... %s s\n'
+    if [[ -t 2 ]]; then
+        every=1
+        format="$(printf '%64s' '')"'... %s s\r'  # at the right, so that lines of the command do not run into it
+    fi
+    while sleep "$every" >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+        # shellcheck disable=SC2059  # the format is one of the two above
+        printf "$format" "$((SECONDS - $1))" >&2
+    done
 }
 
 pretrain() {
@@ -132,20 +210,20 @@ pretrain() {
 
 # Fails if the model's loss is not at least one nat per token below that of knowing token frequencies alone.
 verdict() {
-    local statistics
-    statistics="$(python tools/corpus_statistics.py --data-path "$DATA" --split "$SPLIT" --vocab-size "$VOCAB_SIZE")"
-    python - "$LOG" "$(tail -n 1 <<<"$statistics")" <<'PYTHON'
+    python - "$LOG" "$STATISTICS" <<'PYTHON'
 import json
 import sys
 
 with open(sys.argv[1], encoding="utf-8") as log:
     losses = [values["validation_loss"] for values in map(json.loads, log) if "validation_loss" in values]
-unigram = json.loads(sys.argv[2])["unigram_cross_entropy_nats"]
+with open(sys.argv[2], encoding="utf-8") as statistics:
+    unigram = json.loads(statistics.readlines()[-1])["unigram_cross_entropy_nats"]
 gain = unigram - losses[-1]
 print(f"validation loss of the model              {losses[-1]:.4f} nats per token")
 print(f"that of knowing token frequencies alone   {unigram:.4f} nats per token")
 if not gain >= 1.0:
-    sys.exit(f"FAILED: the model is {gain:.2f} nats below it, expected is at least 1; see the training lines above.")
+    print(f"FAILED: the model is {gain:.2f} nats below it, expected is at least 1; see the training lines above.")
+    sys.exit(1)
 print(f"PASSED: the model is {gain:.2f} nats below it, expected is at least 1.")
 PYTHON
 }

@@ -22,6 +22,11 @@ def run_command(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespa
         parser.exit(MISTAKE_EXIT_CODE, f"{parser.prog}: error: {error}\n")
 
 
+def printable(text: str) -> str:
+    """The text with a question mark for every character that a terminal would not show as one, such as the start of a control sequence."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
 def number_within(smallest: int, largest: int) -> Callable[[str], int]:
     """The type of an argument that is a whole number in this range, spelled in plain digits."""
 

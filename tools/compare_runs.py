@@ -1,17 +1,19 @@
-"""Prints a table that compares runs: bytes per step over each link, memory, time and loss, from the files of --log-jsonl."""
+"""Prints tables that compare runs: bytes per step, memory, time and loss, and what it took to reach one loss, from files of --log-jsonl."""
 
 import argparse
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
-from command import run_command
-from plot_run import read_records
-
-from megatron_zpp.config.outside import Members
+from command import printable, run_command
+from run_history import AXES, RunHistory, read_histories
 
 MEGABYTE = 1e6
+NEEDED = ("inter_node_bytes", "intra_node_bytes", "model_state_bytes", "elapsed_ms_per_iteration")
+COSTS = {"tokens": ("tokens", 1.0), "seconds": ("seconds of steps", 1.0), "bytes": ("MB into a node", MEGABYTE)}  # by axis: title and unit
+NOT_LOGGED, NOT_REACHED = "not logged", "not reached"
 
 
 @dataclass(frozen=True)
@@ -33,30 +35,61 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the table. Raises ValueError for a wrong number of names, or for a file without a logged iteration."""
-    names = args.names or [Path(path).stem for path in args.log_jsonl]
-    if len(names) != len(args.log_jsonl):
-        raise ValueError(f"--names has {len(names)} names for {len(args.log_jsonl)} files of --log-jsonl; give one for each.")
-    print(table([summarize(name, read_records(Path(path))) for name, path in zip(names, args.log_jsonl, strict=True)]))
+    """Prints the tables. Raises ValueError for a wrong number of names, or for a file without a logged iteration."""
+    histories = read_histories(args.log_jsonl, args.names)
+    print(table([summarize(history) for history in histories]))
+    loss = worst_final_loss(histories) if args.at_loss is None else args.at_loss
+    print()
+    if loss is None:
+        print("No run ends with a finite loss, so there is none at which to compare them; give --at-loss.")
+    else:
+        print(f"Up to the first line with a training loss of at most {loss:.4f}:\n\n{loss_table(histories, loss)}")
+    for note in [note for history in histories for note in history.notes()]:
+        print(note, file=sys.stderr)
 
 
-def summarize(name: str, records: Sequence[Members]) -> Summary:
-    """The figures of one run. Raises ValueError if it logged no training iteration."""
-    steps = [record for record in records if "lm_loss" in record]
-    if not steps:
-        raise ValueError(f"{name} has no logged iteration; train longer than one --log-interval.")
-    last = steps[-1]
-    validations = [record.number_or_nan("validation_loss") for record in records if "validation_loss" in record]
+def summarize(history: RunHistory) -> Summary:
+    """The figures of one run. Raises ValueError if its lines lack one of them."""
+    last = history.lines[-1]
+    for key in NEEDED:
+        if any(key not in line.figures for line in history.lines):
+            raise ValueError(
+                f"{history.name} lacks {key} in a training line; give a file that --log-jsonl of pretrain_zeropp_gpt.py wrote."
+            )
+    validations = next(iter(history.validations.values()), [])
     return Summary(
-        name=name,
-        iterations=last.count("iteration"),
-        inter_node_bytes=last.number("inter_node_bytes"),
-        intra_node_bytes=last.number("intra_node_bytes"),
-        model_state_bytes=last.number("model_state_bytes"),
-        step_ms=median(step.number("elapsed_ms_per_iteration") for step in steps[1:] or steps),
-        training_loss=last.number_or_nan("lm_loss"),
-        validation_loss=validations[-1] if validations else None,
+        name=printable(history.name),
+        iterations=last.iteration,
+        inter_node_bytes=last.figures["inter_node_bytes"],
+        intra_node_bytes=last.figures["intra_node_bytes"],
+        model_state_bytes=last.figures["model_state_bytes"],
+        step_ms=median(line.figures["elapsed_ms_per_iteration"] for line in history.lines[1:] or history.lines),
+        training_loss=last.loss,
+        validation_loss=validations[-1][1] if validations else None,
     )
+
+
+def worst_final_loss(histories: Sequence[RunHistory]) -> float | None:
+    """The highest of the runs' last training losses, which every run with a finite one has reached; None if none is finite."""
+    return max((history.lines[-1].loss for history in histories if math.isfinite(history.lines[-1].loss)), default=None)
+
+
+def loss_table(histories: Sequence[RunHistory], loss: float) -> str:
+    """A Markdown table of what each run had cost at its first line with a training loss of at most `loss`."""
+    return markdown([("run", "iterations", *(title for title, _ in COSTS.values())), *(_costs(history, loss) for history in histories)])
+
+
+def _costs(history: RunHistory, loss: float) -> tuple[str, ...]:
+    index = history.first_at(loss)
+    if index is None:
+        return (printable(history.name), NOT_REACHED, *("-" for _ in COSTS))
+    cells = []
+    for axis, (_, unit) in COSTS.items():
+        try:
+            cells.append(f"{history.positions(AXES[axis])[index] / unit:.{0 if axis == 'tokens' else 1}f}")
+        except ValueError:  # an older version wrote the log
+            cells.append(NOT_LOGGED)
+    return (printable(history.name), str(history.lines[index].iteration), *cells)
 
 
 def table(summaries: Sequence[Summary]) -> str:
@@ -72,8 +105,12 @@ def table(summaries: Sequence[Summary]) -> str:
         "loss",
         "validation",
     )
-    rows = [head, *(_row(summary, summaries[0]) for summary in summaries)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return markdown([head, *(_row(summary, summaries[0]) for summary in summaries)])
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as a Markdown table. The first row is its head."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
     lines.insert(1, "| " + " | ".join("-" * width for width in widths) + " |")
     return "\n".join(lines)
@@ -97,7 +134,10 @@ def _row(summary: Summary, first: Summary) -> tuple[str, ...]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--log-jsonl", nargs="+", required=True, metavar="FILE", help="files that --log-jsonl of the training wrote")
-    parser.add_argument("--names", nargs="+", metavar="NAME", help="what to call the runs (default: the file names)")
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="what to call the runs (default: parts of the paths)")
+    parser.add_argument(
+        "--at-loss", type=float, metavar="LOSS", help="training loss at which to compare costs (default: the worst final loss of the runs)"
+    )
     return parser
 
 

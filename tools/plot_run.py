@@ -3,39 +3,29 @@
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from command import run_command
-
-from megatron_zpp.config.outside import LOG_BYTES, Members, OutsideFile
+from command import count_from_1, run_command
+from run_history import AXES, Axis, RunHistory, read_histories
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MEGABYTE = 1e6
-TRAFFIC = frozenset({"inter_node_bytes", "intra_node_bytes"})  # always finite
-CURVE_OF_KEY = {
-    "lm_loss": "training_loss",
-    "validation_loss": "validation_loss",
-    "learning_rate": "learning_rate",
-    "inter_node_bytes": "inter_node_bytes",
-    "intra_node_bytes": "intra_node_bytes",
-}
+SUFFIXES = (".png", ".svg")
+Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Curves:
-    """The logged values of one run. Each curve maps iterations, ascending, to values."""
+class Look:
+    """How runs are drawn. smoothed_lines: draw the loss also as a mean over so many. log_scales: "x", "y" (of the loss)."""
 
-    name: str
-    training_loss: Mapping[int, float]
-    validation_loss: Mapping[int, float]
-    learning_rate: Mapping[int, float]
-    inter_node_bytes: Mapping[int, float]
-    intra_node_bytes: Mapping[int, float]
+    axis: Axis = field(default_factory=lambda: AXES["iteration"])
+    smoothed_lines: int = 1
+    log_scales: Sequence[str] = ()
 
 
 def main() -> None:
@@ -43,79 +33,89 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the picture and prints its name. Raises ValueError for a file without a logged iteration."""
+    """Writes the picture and prints its name. Raises ValueError for a file without a logged iteration, or without what the axis needs."""
     output = Path(args.output)
-    if output.suffix.lower() != ".png":
-        raise ValueError(f"--output {output} is not a PNG file; give a name that ends in .png.")
-    names = distinct_names(args.log_jsonl)
-    runs = [read_curves(Path(path), name) for path, name in zip(args.log_jsonl, names, strict=True)]
+    if output.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"--output {output} is neither a PNG nor an SVG file; give a name that ends in .png or .svg.")
+    runs = read_histories(args.log_jsonl, args.names)
+    figure = draw(runs, Look(AXES[args.x_axis], args.smoothing, args.log_scale))
     output.parent.mkdir(parents=True, exist_ok=True)
-    draw(runs).savefig(output, dpi=150)
-    print(f"{output}: {', '.join(names)}")
+    figure.savefig(output, dpi=150)
+    for note in [note for history in runs if AXES[args.x_axis].is_mean for note in history.notes()]:
+        print(note, file=sys.stderr)
+    print(f"{output}: {', '.join(history.name for history in runs)}")
 
 
-def distinct_names(paths: Sequence[str]) -> list[str]:
-    """A distinct name for each path, made of as few of its last parts as possible."""
-    parts = [Path(path).with_suffix("").parts for path in paths]
-    for count in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(path[-count:]) for path in parts]
-        if len(set(names)) == len(names):
-            return names
-    return list(paths)
-
-
-def read_curves(path: Path, name: str) -> Curves:
-    """The curves in one file. If a resumed run logged an iteration again, the last value counts."""
-    curves: dict[str, dict[int, float]] = {key: {} for key in CURVE_OF_KEY}
-    for found in read_records(path):
-        for key in curves.keys() & found.values.keys():
-            curves[key][found.count("iteration")] = found.number(key) if key in TRAFFIC else found.number_or_nan(key)
-    if not curves["lm_loss"]:
-        raise ValueError(f"{path} holds no training iteration; give a file that --log-jsonl of pretrain_zeropp_gpt.py wrote.")
-    return Curves(name, **{CURVE_OF_KEY[key]: dict(sorted(curve.items())) for key, curve in curves.items()})
-
-
-def read_records(path: Path) -> list[Members]:
-    """The JSON objects in the lines of the file, each with an iteration. Reports and leaves out a line that a killed run did not finish."""
-    file = OutsideFile(path, str(path), "give a file that --log-jsonl of pretrain_zeropp_gpt.py wrote.", most_bytes=LOG_BYTES)
-    records = list(file.lines_of_members(lambda sentence: print(sentence, file=sys.stderr)))
-    for record in records:
-        record.count("iteration")
-    return records
-
-
-def draw(runs: Sequence[Curves]) -> "Figure":
-    """Three plots over the iterations, one under the other. If there are several runs, each has one colour."""
+def draw(runs: Sequence[RunHistory], look: Look) -> "Figure":
+    """Three plots over one axis, one under the other. If there are several runs, each has one colour."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(10, 8), layout="constrained")
     loss, rate, traffic = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
     is_one = len(runs) == 1
-    for index, curves in enumerate(runs):
-        label = "" if is_one else f"{curves.name}: "
+    for index, history in enumerate(runs):
+        label = "" if is_one else f"{history.name}: "
         solid, dashed = {"color": f"C{index}"}, {"color": "C1" if is_one else f"C{index}", "linestyle": "--"}
-        _line(loss, curves.training_loss, f"{label}training", **solid)
-        _line(loss, curves.validation_loss, f"{label}validation", marker="o", **dashed)
-        _line(rate, curves.learning_rate, "" if is_one else curves.name, **solid)
-        _line(traffic, _megabytes(curves.inter_node_bytes), f"{label}between nodes,\ninto one node", **solid)
-        _line(traffic, _megabytes(curves.intra_node_bytes), f"{label}inside a node,\ninto one rank", **dashed)
+        positions = _positions(history, look.axis)
+        at = dict(zip(history.losses(), positions, strict=True))
+        _losses(loss, _at(at, history.losses()), f"{label}training", look.smoothed_lines, **solid)
+        for name, points in history.validations.items():
+            curve = [(history.place(iteration, positions, look.axis), value) for iteration, value in points]
+            _line(loss, curve, f"{label}validation{f' {name}' if name else ''}", marker="o", **dashed)
+        _line(rate, _at(at, history.curve("learning_rate")), "" if is_one else history.name, **solid)
+        _line(traffic, _at(at, history.curve("inter_node_bytes"), MEGABYTE), f"{label}between nodes,\ninto one node", **solid)
+        _line(traffic, _at(at, history.curve("intra_node_bytes"), MEGABYTE), f"{label}inside a node,\ninto one rank", **dashed)
     _finish(loss, "loss (nats per token)")
     _finish(rate, "learning rate")
     _finish(traffic, "MB per step")
     rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
     traffic.set_ylim(0, 1.1 * max(map(_most_bytes, runs)) / MEGABYTE or 1)
-    traffic.set_xlabel("iteration")
+    traffic.set_xlabel(look.axis.label)
+    if look.axis.key:
+        traffic.xaxis.set_major_formatter(EngFormatter())
+    if "x" in look.log_scales:
+        loss.set_xscale("log")
+    if "y" in look.log_scales:
+        loss.set_yscale("log")
     return figure
 
 
-def _most_bytes(curves: Curves) -> float:
-    return max([*curves.inter_node_bytes.values(), *curves.intra_node_bytes.values()], default=0)
+def running_means(values: Sequence[float], count: int) -> list[float]:
+    """The mean of each value and the count - 1 before it, as far as there are so many."""
+    return [sum(window) / len(window) for window in (values[max(0, end - count) : end] for end in range(1, len(values) + 1))]
 
 
-def _line(axes: "Axes", curve: Mapping[int, float], label: str, **style: Any) -> None:
-    if curve:
-        marker = style.pop("marker", "o" if len(curve) == 1 else "")
-        axes.plot(list(curve), list(curve.values()), label=label, marker=marker, markersize=4, linewidth=1.5, **style)
+def _positions(history: RunHistory, axis: Axis) -> list[float]:
+    found = history.positions(axis)
+    if axis.is_mean and found[-1] <= 0:
+        raise ValueError(f"{history.name} has no {axis.label}; choose another --x-axis.")
+    return found
+
+
+def _at(places: Mapping[int, float], curve: Mapping[int, float], unit: float = 1.0) -> Points:
+    return [(places[iteration], value / unit) for iteration, value in curve.items()]
+
+
+def _most_bytes(history: RunHistory) -> float:
+    return max([*history.curve("inter_node_bytes").values(), *history.curve("intra_node_bytes").values()], default=0)
+
+
+def _losses(axes: "Axes", points: Points, label: str, smoothed_lines: int, **style: Any) -> None:
+    if smoothed_lines == 1:
+        _line(axes, points, label, **style)
+        return
+    _line(axes, points, "", alpha=0.3, **style)
+    means = running_means([value for _, value in points], smoothed_lines)
+    _line(
+        axes, [(place, mean) for (place, _), mean in zip(points, means, strict=True)], f"{label},\nmean of {smoothed_lines} lines", **style
+    )
+
+
+def _line(axes: "Axes", points: Points, label: str, **style: Any) -> None:
+    if points:
+        marker = style.pop("marker", "o" if len(points) == 1 else "")
+        axes.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=4, linewidth=1.5, **style)
 
 
 def _finish(axes: "Axes", label: str) -> None:
@@ -126,14 +126,21 @@ def _finish(axes: "Axes", label: str) -> None:
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize="small")
 
 
-def _megabytes(curve: Mapping[int, float]) -> dict[int, float]:
-    return {iteration: value / MEGABYTE for iteration, value in curve.items()}
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="plot_run.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("--log-jsonl", nargs="+", required=True, metavar="FILE", help="file of a run; several are drawn over each other")
-    parser.add_argument("--output", required=True, metavar="PNG", help="picture to write")
+    parser.add_argument("--output", required=True, metavar="FILE", help="picture to write: .png or .svg")
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="what to call the runs (default: parts of the paths)")
+    parser.add_argument(
+        "--x-axis",
+        choices=sorted(AXES),
+        default="iteration",
+        help="seconds: of training steps, without validations and checkpoints; bytes: into one node from others (default: iteration)",
+    )
+    parser.add_argument(
+        "--smoothing", type=count_from_1, default=1, metavar="LINES", help="also draw the training loss as a mean over so many lines"
+    )
+    parser.add_argument("--log-scale", nargs="+", choices=("x", "y"), default=[], help="logarithmic axes; y: of the loss")
     return parser
 
 

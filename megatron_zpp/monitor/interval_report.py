@@ -13,6 +13,7 @@ class IntervalReport:
 
     iteration: int
     train_iters: int
+    interval_iterations: int  # steps since the line before, over which the means are taken
     consumed_samples: int
     global_batch_size: int  # of the latest iteration
     samples_per_iteration: float  # mean over the interval, in which the batch may have grown
@@ -29,6 +30,7 @@ class IntervalReport:
     tflops_per_gpu: float  # hardware FLOPs: attention as the full square, recomputation counted
     model_tflops_per_gpu: float  # model FLOPs: causal attention as half of the square, recomputation not counted
     inter_node_bytes: int  # weights and gradients into one node from others, per optimizer step
+    inter_node_bytes_per_iteration: float  # mean over the interval: the same, and what attention exchanges between nodes
     intra_node_bytes: int  # weights and gradients into one rank from its own node, per optimizer step
     tensor_link_bytes: int  # into one rank from those that share its layers, per optimizer step
     model_state_bytes: int
@@ -102,4 +104,7 @@ class IntervalReport:
             "host_state_bytes": self.host_state_bytes,
             "context_link_bytes": self.context_link_bytes,
             "context_inter_node_bytes": self.context_inter_node_bytes,
+            "train_iters": self.train_iters,
+            "interval_iterations": self.interval_iterations,
+            "inter_node_bytes_per_iteration": self.inter_node_bytes_per_iteration,
         }

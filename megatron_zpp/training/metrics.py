@@ -31,14 +31,16 @@ class Interval:
     samples: int = 0
     seconds: float = 0.0  # in steps
     data_seconds: float = 0.0  # in steps, waiting for micro-batches
+    inter_node_bytes: int = 0  # into one node from others, over all links
     iterations: int = 0
     skipped_iterations: int = 0
     nan_iterations: int = 0
 
-    def add(self, outcome: StepOutcome, times: StepTimes) -> None:
+    def add(self, outcome: StepOutcome, times: StepTimes, inter_node_bytes: int) -> None:
         self.samples += times.samples
         self.seconds += times.seconds
         self.data_seconds += times.data_seconds
+        self.inter_node_bytes += inter_node_bytes
         self.iterations += 1
         self.skipped_iterations += outcome.is_skipped
         self.nan_iterations += not math.isfinite(outcome.lm_loss)
@@ -127,6 +129,7 @@ def interval_report(config: Config, progress: Progress, interval: Interval, traf
     return IntervalReport(
         iteration=progress.iteration,
         train_iters=config.training.train_iters,
+        interval_iterations=interval.iterations,
         consumed_samples=progress.consumed_samples,
         global_batch_size=inputs.latest.global_batch_size,
         samples_per_iteration=samples,
@@ -143,6 +146,7 @@ def interval_report(config: Config, progress: Progress, interval: Interval, traf
         tflops_per_gpu=made * per_second_of_rank,
         model_tflops_per_gpu=required * per_second_of_rank,
         inter_node_bytes=traffic.inter_node_bytes,
+        inter_node_bytes_per_iteration=interval.inter_node_bytes / interval.iterations,
         intra_node_bytes=traffic.intra_node_bytes,
         tensor_link_bytes=traffic.tensor_link_bytes,
         context_link_bytes=traffic.context_link_bytes,

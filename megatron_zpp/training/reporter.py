@@ -57,11 +57,12 @@ class Reporter:
         self._latest = readings
         self._traffic.close_step()
         self._timers.settle()
-        self._since_line.add(readings.outcome, times)
+        inter_node_bytes = self._traffic.inter_node_bytes + self._traffic.context_inter_node_bytes
+        self._since_line.add(readings.outcome, times, inter_node_bytes)
         line_is_due = progress.iteration % logging.log_interval == 0 or is_last
         point_is_due = False
         if self._has_points:
-            self._since_point.add(readings.outcome, times)
+            self._since_point.add(readings.outcome, times, inter_node_bytes)
             point_is_due = progress.iteration % logging.tensorboard_log_interval == 0
         if line_is_due or point_is_due:
             self._report(progress, self._inputs(readings), line=line_is_due, point=point_is_due)

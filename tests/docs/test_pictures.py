@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 from draw import FOLDER, drawn
-from drawing import house, ladder, lanes, memory, payload, speedup, unit_life
+from drawing import house, ladder, lanes, memory, payload, quickstart, speedup, unit_life
 from harness.places import ROOT
 
 from megatron_zpp.zero.policy import POLICIES, ZEROPP, Rung
@@ -85,6 +85,15 @@ def test_the_parts_of_a_bar_of_memory_are_the_planned_need() -> None:
 def test_the_speedups_are_those_of_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"{speedup.gains()['65mbit']['lean']:.1f}x" in readme
+
+
+def test_the_quickstart_ends_below_token_frequencies_and_lean_sends_least() -> None:
+    found = quickstart.recorded()
+    assert list(found["compared"]) == ["ZeRO-3", "ZeRO++", "lean"]
+    sent = [run["inter_node_bytes"] for run in found["compared"].values()]
+    assert sent == sorted(sent, reverse=True) and sent[2] < sent[0] / 7
+    last_validation = quickstart.curve(found["run"]["validation_losses"])[-1][1]
+    assert found["gain_nats"] == found["token_frequencies_loss"] - last_validation > 1
 
 
 def test_a_hop_is_encoded_before_it_is_sent_and_decoded_after_it_has_crossed() -> None:

@@ -6,6 +6,7 @@ from megatron_zpp.monitor.memory import MemoryReading
 REPORT = IntervalReport(
     iteration=20,
     train_iters=27465820,
+    interval_iterations=10,
     consumed_samples=1280,
     global_batch_size=64,
     samples_per_iteration=64.0,
@@ -22,6 +23,7 @@ REPORT = IntervalReport(
     tflops_per_gpu=10.7,
     model_tflops_per_gpu=8.0,
     inter_node_bytes=11,
+    inter_node_bytes_per_iteration=11.5,
     intra_node_bytes=22,
     tensor_link_bytes=55,
     model_state_bytes=33,

@@ -36,7 +36,7 @@ def test_a_ramp_consumes_what_it_says_and_its_bytes_follow_the_number_of_micro_b
     assert trained(records, "consumed_tokens") == [16 * samples for samples in CONSUMED]
     features = Features(weight_bits=8, keeps_secondary=True, gradient_bits=4)
     expected = [inter_node_bytes(World(2, 2), 3, microbatches=size // 4, element_bytes=2, features=features) for size in SIZES]
-    assert trained(records, "inter_node_bytes") == expected
+    assert trained(records, "inter_node_bytes") == trained(records, "inter_node_bytes_per_iteration") == expected
 
 
 @pytest.mark.parametrize("flags", ["--zero-stage 1", f"{ZEROPP} {BY_CHANCE}"], ids=["ZeRO-1", "ZeRO++"])

@@ -32,5 +32,7 @@ def test_ranks_that_share_samples_over_two_nodes_have_the_losses_of_whole_sample
     assert validation_losses(shared) == pytest.approx(validation_losses(alone), rel=1e-6)
     received, between_nodes = numbers(shared, "context_link_bytes"), numbers(shared, "context_inter_node_bytes")
     assert all(3 * into_node == 2 * 2 * into_rank > 0 for into_node, into_rank in zip(between_nodes, received, strict=True))
+    of_ladder, of_both = numbers(shared, "inter_node_bytes"), numbers(shared, "inter_node_bytes_per_iteration")
+    assert of_both == [weights + exchanged for weights, exchanged in zip(of_ladder, between_nodes, strict=True)]
     assert set(numbers(alone, "context_link_bytes")) == {0}
     assert numbers(shared, "consumed_samples") == numbers(alone, "consumed_samples") == [4, 8, 12, 16]

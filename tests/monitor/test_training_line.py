@@ -15,7 +15,7 @@ PUBLISHED_KEYS = (
     "iteration consumed_samples consumed_tokens lm_loss learning_rate global_batch_size grad_norm loss_scale skipped_iterations "
     "nan_iterations elapsed_ms_per_iteration tokens_per_second tflops_per_gpu inter_node_bytes intra_node_bytes model_state_bytes "
     "max_memory_bytes data_ms_per_iteration model_tflops_per_gpu mfu hfu params_norm num_zeros eta_seconds tensor_link_bytes "
-    "host_state_bytes context_link_bytes context_inter_node_bytes"
+    "host_state_bytes context_link_bytes context_inter_node_bytes train_iters interval_iterations inter_node_bytes_per_iteration"
 ).split()
 # What programs for Megatron's logs search for, by the name of the field; numbers in any notation, and nan and inf.
 NUMBER = r"(-?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))"

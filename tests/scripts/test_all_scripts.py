@@ -35,11 +35,12 @@ TESTED_IN = {
     "torchrun_one_node.sh": "scripts/test_torchrun_scripts.py",
     "zeropp_18b.sh": "integration/test_tutorial.py",
 }
-# A machine with 4 GPUs, where every program succeeds; a run leaves its log.
+# A machine with 4 GPUs, where every program succeeds; a run prints a line and leaves its log.
 PYTHON = """
 if words[0] == "-c" and "device_count" in words[1]: print(4)
 if "--log-jsonl" in words and "pretrain_zeropp_gpt.py" in words:
     open(words[words.index("--log-jsonl") + 1], "w").write("{}")
+    print(" iteration       12/      12 | consumed samples: 1 | lm loss: 6.1E+00 | loss scale: 1.0 |")
 """
 
 
@@ -81,6 +82,26 @@ def test_the_quickstarts_runs_have_flags_that_parse(copied: tuple[FakeCommands, 
         assert config.zero.zero_stage == 3 and config.distributed.ranks_per_node == 2
     tools = {call.words[0] for call in fakes.calls("python") if call.words[0].startswith("tools/")}
     assert tools and all((ROOT / tool).is_file() for tool in tools)
+
+
+def test_the_quickstart_shows_the_losses_of_compared_runs_and_ends_with_commands_that_parse(copied: tuple[FakeCommands, Path]) -> None:
+    fakes, folder = copied
+    done = fakes.run("bash", "scripts/quickstart.sh", "--no-venv", folder=folder)
+    for name in ("ZeRO-3", "ZeRO++", "lean"):
+        assert f"\n{name}: iteration 12 of 12, loss 6.1E+00\n" in done.stdout
+    shown = [call.words[1:] for call in fakes.calls("python") if call.words[0] == "tools/watch_run.py"]
+    assert [words[0] for words in shown] == ["--once", "--once"]
+    words = done.stdout.partition("  torchrun ")[2].replace("\\\n", " ").split()
+    place = parse_args(words)
+    assert resolve(parse_flags(place.training_script_args), int(place.nproc_per_node), 4).zero.zeropp == "lean"
+
+
+def test_the_quickstart_stops_at_a_compared_run_that_fails_and_shows_its_last_lines(copied: tuple[FakeCommands, Path]) -> None:
+    fakes, folder = copied
+    fakes.add("python", PYTHON + '\nif "lean" in words and "pretrain_zeropp_gpt.py" in words: print("no memory"); sys.exit(3)')
+    done = fakes.run("bash", "scripts/quickstart.sh", "--no-venv", folder=folder)
+    assert done.returncode != 0 and "no memory" in done.stderr and "compared_lean.txt has all it said" in done.stderr
+    assert not (folder / "runs" / "quickstart" / "compared_lean.jsonl").exists()
 
 
 def test_the_quickstart_runs_no_command_that_a_checkpoint_folder_holds(copied: tuple[FakeCommands, Path]) -> None:

@@ -25,6 +25,26 @@ def test_runs_stand_side_by_side_with_their_share_of_the_first_ones_bytes(tmp_pa
 
 def test_a_file_without_an_iteration_and_a_wrong_number_of_names_are_refused(tmp_path: Path) -> None:
     empty = write_json_lines(tmp_path / "empty.jsonl", [{"iteration": 1, "validation_loss": 2.0}])
-    for arguments, words in ((["--log-jsonl", empty], "no logged iteration"), (["--log-jsonl", empty, "--names", "a", "b"], "--names")):
+    for arguments, words in ((["--log-jsonl", empty], "no training iteration"), (["--log-jsonl", empty, "--names", "a", "b"], "--names")):
         done = run_tool("compare_runs", *arguments)
         assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_runs_are_compared_at_the_worst_final_loss_and_what_was_not_logged_is_said(tmp_path: Path) -> None:
+    logged = {"interval_iterations": 10, "inter_node_bytes_per_iteration": 2e6}
+    new = [record | logged | {"consumed_tokens": 100 * record["iteration"]} for record in steps(1, [7.0, 6.5, 6.25], [900, 100, 110])]
+    paths = [
+        write_json_lines(tmp_path / "new.jsonl", new),
+        write_json_lines(tmp_path / "old.jsonl", steps(1, [8.0, 7.5, 6.5], [1, 1, 1])),
+    ]
+    done = run_tool("compare_runs", "--log-jsonl", *paths)
+    assert done.returncode == 0 and "a training loss of at most 6.5000" in done.stdout, done.stderr
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()[-2:]]
+    assert rows == [["new", "20", "2000", "10.0", "40.0"], ["old", "30", "not logged", "not logged", "not logged"]]
+    done = run_tool("compare_runs", "--log-jsonl", *paths, "--at-loss", "6.3")
+    assert [cell.strip() for cell in done.stdout.splitlines()[-1].strip("|").split("|")] == ["old", "not reached", "-", "-", "-"]
+
+
+def test_runs_without_a_finite_loss_are_not_compared_at_one(tmp_path: Path) -> None:
+    done = run_tool("compare_runs", "--log-jsonl", write_json_lines(tmp_path / "log.jsonl", steps(1, [float("nan")], [1])))
+    assert done.returncode == 0 and "No run ends with a finite loss" in done.stdout

@@ -9,7 +9,8 @@ import pytest
 from harness.tool import run_tool, write_json_lines
 from hypothesis import given
 from hypothesis import strategies as st
-from plot_run import distinct_names, draw, read_curves
+from plot_run import Look, draw, running_means
+from run_history import AXES, read_history, run_names
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -33,7 +34,7 @@ def points(axes: object) -> list[tuple[list[float], list[float]]]:
 
 
 def test_the_three_plots_hold_the_logged_values(log: Path) -> None:
-    loss, rate, traffic = draw([read_curves(log, "one")]).axes
+    loss, rate, traffic = draw([read_history(log, "one")], Look()).axes
     assert points(loss) == [([10, 20, 30], [7.0, 6.0, 5.5]), ([20], [6.5])]
     assert points(rate) == [([10, 20, 30], [0.007, 0.006, 0.0055])]
     assert points(traffic) == [([10, 20, 30], [3.0, 3.0, 3.0]), ([10, 20, 30], [6.0, 6.0, 6.0])]
@@ -41,7 +42,7 @@ def test_the_three_plots_hold_the_logged_values(log: Path) -> None:
 
 def test_several_runs_share_the_plots_each_in_its_own_color_and_under_its_own_name(log: Path, tmp_path: Path) -> None:
     other = write_json_lines(tmp_path / "other.jsonl", [training(10, 8.0), validation(10, 8.5)])
-    loss, rate, traffic = draw([read_curves(log, "one"), read_curves(other, "two")]).axes
+    loss, rate, traffic = draw([read_history(log, "one"), read_history(other, "two")], Look()).axes
     assert [line.get_color() for line in loss.get_lines()] == ["C0", "C0", "C1", "C1"]
     assert [text.get_text() for text in rate.get_legend().get_texts()] == ["one", "two"]
     assert len(traffic.get_lines()) == 4
@@ -49,20 +50,15 @@ def test_several_runs_share_the_plots_each_in_its_own_color_and_under_its_own_na
 
 def test_a_run_of_one_rank_that_moves_no_bytes_is_drawn(tmp_path: Path) -> None:
     log = write_json_lines(tmp_path / "log.jsonl", [training(1, math.nan, inter_node_bytes=0)])
-    *_, traffic = draw([read_curves(log, "one")]).axes
+    *_, traffic = draw([read_history(log, "one")], Look()).axes
     assert traffic.get_ylim() == (0, 1)
 
 
-def test_an_iteration_that_a_resumed_run_logged_again_counts_as_logged_last(tmp_path: Path) -> None:
-    log = write_json_lines(tmp_path / "log.jsonl", [training(10, 7.0), training(20, 6.0), training(10, 7.5), training(15, 6.8)])
-    assert list(read_curves(log, "one").training_loss.items()) == [(10, 7.5), (15, 6.8), (20, 6.0)]
-
-
 def test_a_line_that_a_killed_run_left_unfinished_is_named_and_left_out(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = read_curves(log, "one")
+    whole = read_history(log, "one").lines
     lines = log.read_text().splitlines()
     log.write_text("\n".join([*lines[:2], '{"iteration": 25, "lm_l', *lines[2:]]))
-    assert read_curves(log, "one") == whole
+    assert read_history(log, "one").lines == whole
     assert "line 3: unfinished" in capsys.readouterr().err
 
 
@@ -76,12 +72,63 @@ def test_the_picture_is_a_png_of_1500_x_1200_pixels(log: Path, tmp_path: Path) -
     assert struct.unpack(">II", head[16:24]) == (1500, 1200)
 
 
+def test_the_same_run_is_drawn_over_tokens_seconds_and_bytes(tmp_path: Path) -> None:
+    logged = {"interval_iterations": 10, "elapsed_ms_per_iteration": 500.0, "inter_node_bytes_per_iteration": 1e6}
+    records = [training(n, 7.0 - n / 10) | logged | {"consumed_tokens": 100 * n} for n in (10, 20)]
+    log = write_json_lines(tmp_path / "log.jsonl", [records[0], validation(15, 6.0), records[1]])
+    for axis, lines, validated in (("tokens", [1000, 2000], 1500), ("seconds", [5, 10], 7.5), ("bytes", [1e7, 2e7], 1.5e7)):
+        loss, rate, traffic = draw([read_history(log, "one")], Look(AXES[axis])).axes
+        assert points(loss) == [(lines, [6.0, 5.0]), ([validated], [6.0])]
+        assert all(xs == lines for axes in (rate, traffic) for xs, _ in points(axes))
+
+
+def test_an_axis_that_the_log_does_not_have_is_refused_with_the_key_it_lacks(log: Path) -> None:
+    for axis, key in (("tokens", "consumed_tokens"), ("seconds", "elapsed_ms_per_iteration"), ("bytes", "inter_node_bytes_per_iteration")):
+        done = run_tool("plot_run", "--log-jsonl", log, "--output", log.with_suffix(".png"), "--x-axis", axis)
+        assert done.returncode == 2 and f"lacks {key}" in done.stderr
+
+
+def test_a_run_on_one_node_has_no_axis_of_bytes(tmp_path: Path) -> None:
+    nothing = {"interval_iterations": 1, "inter_node_bytes_per_iteration": 0}
+    log = write_json_lines(tmp_path / "log.jsonl", [training(1, 7.0) | nothing])
+    with pytest.raises(ValueError, match="one has no bytes into one node"):
+        draw([read_history(log, "one")], Look(AXES["bytes"]))
+
+
+def test_a_smoothed_loss_is_drawn_over_the_logged_one_and_says_so(log: Path) -> None:
+    loss, *_ = draw([read_history(log, "one")], Look(smoothed_lines=2)).axes
+    assert [ys for _, ys in points(loss)[:2]] == [[7.0, 6.0, 5.5], [7.0, 6.5, 5.75]]
+    assert "mean of 2 lines" in loss.get_legend().get_texts()[0].get_text()
+    assert running_means([1.0, 2.0, 6.0], 3) == [1.0, 1.5, 3.0]
+
+
+def test_scales_are_logarithmic_only_where_that_was_asked_for(log: Path) -> None:
+    for scales in ((), ("x",), ("y",), ("x", "y")):
+        loss, *_ = draw([read_history(log, "one")], Look(log_scales=scales)).axes
+        assert (loss.get_xscale() == "log", loss.get_yscale() == "log") == ("x" in scales, "y" in scales)
+
+
+def test_each_validation_set_is_a_curve_of_its_own(tmp_path: Path) -> None:
+    sets = [validation(10, loss) | {"validation_set": name} for name, loss in (("books", 6.0), ("code", 5.0))]
+    log = write_json_lines(tmp_path / "log.jsonl", [training(10, 7.0), *sets])
+    loss, *_ = draw([read_history(log, "one")], Look()).axes
+    assert points(loss)[1:] == [([10], [6.0]), ([10], [5.0])]
+
+
+def test_an_svg_has_the_names_that_were_given(log: Path, tmp_path: Path) -> None:
+    other = write_json_lines(tmp_path / "other.jsonl", [training(10, 8.0)])
+    output = tmp_path / "run.svg"
+    done = run_tool("plot_run", "--log-jsonl", log, other, "--names", "ZeRO-3", "lean", "--output", output)
+    assert done.returncode == 0 and done.stdout == f"{output}: ZeRO-3, lean\n", done.stderr
+    assert "</svg>" in output.read_text() and "<!-- lean -->" in output.read_text()
+
+
 names = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(lambda parts: "/".join(parts) + ".jsonl")
 
 
 @given(paths=st.lists(names, min_size=1, max_size=5, unique=True))
 def test_different_files_get_different_names_which_end_their_paths(paths: Sequence[str]) -> None:
-    short = distinct_names(paths)
+    short = run_names(paths, None)
     assert len(set(short)) == len(paths)
     assert all(path.removesuffix(".jsonl").endswith(name.removesuffix(".jsonl")) for path, name in zip(paths, short, strict=True))
 
@@ -98,7 +145,7 @@ def test_different_files_get_different_names_which_end_their_paths(paths: Sequen
         ("", "run.png", "holds no training iteration"),
         (json.dumps(validation(1, 2.0)), "run.png", "holds no training iteration"),
         ("[1]", "run.png", "line 1 must be a JSON object, not [1]"),
-        (json.dumps(training(1, 2.0)), "run.pdf", "run.pdf is not a PNG file"),
+        (json.dumps(training(1, 2.0)), "run.pdf", "run.pdf is neither a PNG nor an SVG file"),
     ],
 )
 def test_unusable_requests_are_refused(tmp_path: Path, content: str | None, output: str, message: str) -> None:

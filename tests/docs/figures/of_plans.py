@@ -8,6 +8,7 @@ from functools import cache
 
 from drawing.memory import plan_of
 from figures.figure import Figure
+from figures.results import results
 from harness.places import ROOT
 
 from megatron_zpp.config.cli import parse_flags
@@ -84,11 +85,11 @@ def of_quickstart(flags: str) -> RunPlan:
     return plan_as_given(resolve(parse_flags(run.split()), 4, 2), PlannedWorld(2, 2, is_on_gpu=False), int(vocabulary))
 
 
-def quickstart_row(flags: str) -> list[float]:
-    """Megabytes: into a node, as a share of ZeRO-3's, into a rank inside its node, and of states."""
-    plan = of_quickstart(flags)
+def quickstart_row(name: str, flags: str) -> list[float]:
+    """Planned megabytes into a node, as a share of ZeRO-3's, into a rank inside its node, and of states; then the last logged loss."""
+    plan, logged = of_quickstart(flags), results("quickstart")["compared"][name]
     share = plan.node_bytes / of_quickstart("--zero-stage 3").node_bytes
-    return [plan.node_bytes / 1e6, share, plan.traffic.total.intra_bytes / 1e6, plan.memory.plan.states / 1e6]
+    return [plan.node_bytes / 1e6, share, plan.traffic.total.intra_bytes / 1e6, plan.memory.plan.states / 1e6, logged["losses"]["12"]]
 
 
 @cache
@@ -103,9 +104,9 @@ def of_tutorial(nodes: int, ranks_per_node: int) -> MemoryNeed:
 
 
 FIGURES = (
-    Figure(ZEROPP, "| ZeRO-3 | {0:.2f} | {2:.2f} | {3:.2f} |", lambda: quickstart_row("--zero-stage 3")),
-    Figure(ZEROPP, "| ZeRO++ | {:.2f} ({:.3f} of it) | {:.2f} | {:.2f} |", lambda: quickstart_row("--zeropp paper")),
-    Figure(ZEROPP, "| lean | {:.2f} ({:.3f} of it) | {:.2f} | {:.2f} |", lambda: quickstart_row("--zeropp lean")),
+    Figure(ZEROPP, "| ZeRO-3 | {0:.2f} | {2:.2f} | {3:.2f} | {4:.3f} |", lambda: quickstart_row("ZeRO-3", "--zero-stage 3")),
+    Figure(ZEROPP, "| ZeRO++ | {:.2f} ({:.3f} of it) | {:.2f} | {:.2f} | {:.3f} |", lambda: quickstart_row("ZeRO++", "--zeropp paper")),
+    Figure(ZEROPP, "| lean | {:.2f} ({:.3f} of it) | {:.2f} | {:.2f} | {:.3f} |", lambda: quickstart_row("lean", "--zeropp lean")),
     Figure(
         DEEPSPEED,
         "One rank on a CPU needs {:.0f} GiB. In the tutorial's world, 4 nodes of 16 GPUs, each rank needs about {:.0f} GiB; "

@@ -1,0 +1,90 @@
+"""Keeps what the quickstart left in runs/quickstart: losses, bytes, seconds and a sample, for the README's picture.
+
+bash scripts/quickstart.sh --fresh
+python benchmarks/quickstart.py --output benchmarks/results/quickstart.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from report import report
+from run_history import RunHistory, read_history
+
+from megatron_zpp.config.outside import OutsideFile
+
+ROOT = Path(__file__).resolve().parents[1]
+COMPARED = {"ZeRO-3": "compared_plain.jsonl", "ZeRO++": "compared_zeropp.jsonl", "lean": "compared_lean.jsonl"}
+REMEDY = "run bash scripts/quickstart.sh --fresh."
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="quickstart.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "runs" / "quickstart", help="what the quickstart wrote (default: runs/quickstart)"
+    )
+    parser.add_argument("--other-load", metavar="TEXT", help="what else the machine did meanwhile")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    args = parser.parse_args(arguments)
+    try:
+        figures = figures_of(args.folder)
+    except ValueError as error:
+        parser.exit(2, f"quickstart.py: error: {error}\n")
+    setting = {"measured": "bash scripts/quickstart.sh --fresh", "other_load": args.other_load or "none"}
+    report("quickstart.py", arguments, setting, table(figures), figures, args.output)
+    return 0
+
+
+def figures_of(folder: Path) -> dict[str, Any]:
+    """Everything that a quickstart left in its folder. Raises ValueError if a file of it is missing.
+
+    seconds: of the whole script, without the installation of packages.
+    """
+    history = read_history(folder / "log.jsonl", "log")
+    statistics = _file(folder / "statistics.json")
+    unigram = statistics.members(statistics.content().splitlines()[-1]).number("unigram_cross_entropy_nats")
+    return {
+        "seconds": _file(folder / "seconds.json").members().count("seconds"),
+        "run": run_of(history),
+        "compared": {name: run_of(read_history(folder / file, name)) for name, file in COMPARED.items()},
+        "token_frequencies_loss": unigram,
+        "gain_nats": unigram - history.validations[""][-1][1],
+        "sample": _file(folder / "sample.txt").text(),
+    }
+
+
+def run_of(history: RunHistory) -> dict[str, Any]:
+    """The curves of one run, and the bytes of its last step."""
+    last = history.lines[-1].figures
+    return {
+        "losses": history.losses(),
+        "validation_losses": dict(history.validations.get("", [])),
+        "inter_node_bytes": int(last["inter_node_bytes"]),
+        "intra_node_bytes": int(last["intra_node_bytes"]),
+        "step_ms": median(list(history.curve("elapsed_ms_per_iteration").values())[1:]),
+    }
+
+
+def table(figures: Mapping[str, Any]) -> str:
+    """The compared runs as Markdown."""
+    lines = ["| run | MB per step into a node | into a rank in its node | step ms | last loss |", "| --- | ---: | ---: | ---: | ---: |"]
+    for name, run in figures["compared"].items():
+        traffic = f"{run['inter_node_bytes'] / 1e6:.2f} | {run['intra_node_bytes'] / 1e6:.2f}"
+        lines.append(f"| {name} | {traffic} | {run['step_ms']:.0f} | {list(run['losses'].values())[-1]:.4f} |")
+    return "\n".join(lines)
+
+
+def _file(path: Path) -> OutsideFile:
+    return OutsideFile(path, str(path), REMEDY)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+import random
+from pathlib import Path
+
+import pytest
+from harness.tool import write_json_lines
+from hypothesis import given
+from hypothesis import strategies as st
+from run_history import AXES, RunHistory, read_history
+
+from megatron_zpp.config.outside import Members, OutsideFile
+
+pytestmark = pytest.mark.pure
+
+LOG = OutsideFile(Path("log.jsonl"), "log.jsonl")
+
+
+def line(iteration: int, loss: float = 1.0, interval: int = 10, ms: float = 1000.0, nbytes: float = 5.0) -> dict[str, float]:
+    means = {"interval_iterations": interval, "elapsed_ms_per_iteration": ms, "inter_node_bytes_per_iteration": nbytes}
+    return {"iteration": iteration, "lm_loss": loss, **means}
+
+
+def validation(iteration: int, loss: float, **set_name: str) -> dict[str, object]:
+    return {"iteration": iteration, "validation_loss": loss, **set_name}
+
+
+def history_of(*records: dict[str, object]) -> RunHistory:
+    history = RunHistory("run")
+    for record in records:
+        history.add(Members(record, LOG))
+    return history
+
+
+def test_time_and_bytes_are_the_sums_over_all_iterations_of_every_line() -> None:
+    history = history_of(line(10, ms=100), line(20, ms=300, nbytes=7), line(25, interval=5, ms=200))
+    assert history.positions(AXES["seconds"]) == pytest.approx([1.0, 4.0, 5.0])
+    assert history.positions(AXES["bytes"]) == [50.0, 120.0, 145.0]
+    assert history.notes() == []
+
+
+def test_a_resumed_run_replaces_all_that_was_logged_after_its_checkpoint() -> None:
+    before = [line(10, 7.0), validation(10, 7.1), line(20, 6.0), validation(20, 6.1), line(30, 5.0)]
+    history = history_of(*before, line(20, 6.5, interval=5))
+    assert history.losses() == {10: 7.0, 20: 6.5}
+    assert history.validations == {"": [(10, 7.1)]}
+    assert history.positions(AXES["seconds"]) == [10.0, 20.0]  # the five iterations between belong to no line any more
+
+
+def test_iterations_that_no_line_has_are_told_and_count_like_those_of_the_next_line() -> None:
+    history = history_of(line(10), line(30, interval=4, ms=500))
+    assert history.positions(AXES["seconds"]) == [10.0, 20.0]
+    assert history.unlogged_iterations() == 16
+    assert history.notes() == ["run: 16 iterations are in no line of the log; they count like those of the next line"]
+
+
+def test_a_log_that_begins_with_a_resumed_run_counts_from_there_and_says_so() -> None:
+    history = history_of(line(110), line(120))
+    assert history.positions(AXES["seconds"]) == [10.0, 20.0]
+    assert history.notes() == ["run: the log begins with iteration 101; time and bytes before it are not counted"]
+
+
+def test_a_validation_stands_between_the_lines_around_it() -> None:
+    history = history_of(line(10), validation(15, 3.0), line(20))
+    seconds = history.positions(AXES["seconds"])
+    assert [history.place(iteration, seconds, AXES["seconds"]) for iteration in (5, 10, 15, 20, 99)] == [5.0, 10.0, 15.0, 20.0, 20.0]
+
+
+def test_validations_of_several_sets_do_not_replace_each_other() -> None:
+    history = history_of(line(10), validation(10, 3.0, validation_set="a"), validation(10, 4.0, validation_set="b"))
+    assert history.validations == {"a": [(10, 3.0)], "b": [(10, 4.0)]}
+
+
+def test_an_object_with_a_value_of_the_wrong_kind_changes_nothing() -> None:
+    history = history_of(line(10), line(20))
+    for wrong in (line(10) | {"lm_loss": "x"}, line(10) | {"interval_iterations": 0}, line(10) | {"eta_seconds": float("inf")}, {}):
+        with pytest.raises(ValueError, match=r"log\.jsonl"):
+            history.add(Members(wrong, LOG))
+    assert list(history.losses()) == [10, 20]
+
+
+def test_a_log_without_a_key_is_refused_by_its_name_and_the_keys() -> None:
+    history = history_of({"iteration": 1, "lm_loss": 1.0, "elapsed_ms_per_iteration": 1.0})
+    with pytest.raises(ValueError, match="run lacks interval_iterations"):
+        history.positions(AXES["seconds"])
+
+
+@given(jobs=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=5), interval=st.integers(1, 7))
+def test_whatever_resumed_from_where_the_steps_of_the_final_model_count_once(jobs: list[tuple[int, int]], interval: int) -> None:
+    """jobs: where each resumes, as far as the ones before have come, and how many iterations it does. Each logs its last iteration."""
+    history, done = RunHistory("run"), 0
+    for resumed, count in jobs:
+        start = min(resumed, done)
+        last = start
+        for iteration in range(start + 1, start + count + 1):
+            if iteration % interval == 0 or iteration == start + count:
+                history.add(Members(line(iteration, interval=iteration - last), LOG))
+                last = iteration
+        done = start + count
+    seconds = history.positions(AXES["seconds"])
+    assert seconds == sorted(seconds) and seconds[-1] == history.lines[-1].iteration == done
+    assert list(history.losses()) == sorted(history.losses())
+
+
+def test_a_file_gives_the_same_history_whatever_line_a_killed_run_left_unfinished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [line(10 * index, 1 / index) for index in range(1, 6)]
+    path = write_json_lines(tmp_path / "log.jsonl", records)
+    whole = read_history(path, "run").lines
+    texts = path.read_text().splitlines()
+    texts.insert(random.Random(0).randrange(6), '{"iteration": 25, "lm_l')
+    path.write_text("\n".join(texts))
+    assert read_history(path, "run").lines == whole
+    assert "unfinished" in capsys.readouterr().err

@@ -1,0 +1,31 @@
+import math
+
+import pytest
+
+from megatron_zpp.comm.ledger import Ledger
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.resolve import resolve
+from megatron_zpp.monitor.memory import MemoryReading
+from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.training.metrics import Interval, ReportInputs, StepReadings, StepTimes, StepTraffic, interval_report
+from megatron_zpp.training.progress import Progress
+from megatron_zpp.training.step import StepOutcome
+
+pytestmark = pytest.mark.pure
+
+FLAGS = (
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --mock-data --vocab-size 8 --train-iters 9"
+)
+
+
+def test_a_report_has_the_mean_bytes_and_times_of_all_steps_of_its_interval_and_how_many_they_are() -> None:
+    interval, outcome = Interval(), StepOutcome(2.0, 1.0, False, 0)
+    for nbytes, seconds in ((100, 1.0), (200, 2.0), (600, 3.0)):
+        interval.add(outcome, StepTimes(4, seconds, 0.0), nbytes)
+    inputs = ReportInputs(StepReadings(outcome, 4, 0.1, 1.0), 8, MemoryReading(0, 0))
+    traffic = StepTraffic(Ledger(Grid.of_nodes(2, 1), 0))
+    report = interval_report(resolve(parse_flags(FLAGS.split()), 2, 1), Progress(), interval, traffic, inputs)
+    logged = report.json_object()
+    assert (logged["interval_iterations"], logged["train_iters"]) == (3, 9)
+    assert (logged["inter_node_bytes_per_iteration"], logged["elapsed_ms_per_iteration"]) == (300.0, 2000.0)
+    assert not any(isinstance(value, float) and math.isnan(value) for value in logged.values())

@@ -1,0 +1,113 @@
+"""What a terminal shows of followed runs."""
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from braille import BLANK
+from command import printable
+from followed_run import FollowedRun
+from loss_chart import loss_chart
+from run_history import Axis
+
+COLOURS = ("36", "33", "35", "32", "34", "31")
+WARNING_COLOUR = "31"
+LINKS = {
+    "inter_node_bytes": "into a node from others",
+    "intra_node_bytes": "into a rank in its node",
+    "tensor_link_bytes": "over the tensor link",
+    "context_link_bytes": "over the context link",
+}
+FEWEST_ROWS, MOST_ROWS = 6, 30
+
+
+@dataclass(frozen=True)
+class Screen:
+    """What a terminal can show. has_unicode: whether it has braille patterns."""
+
+    columns: int
+    rows: int
+    has_colour: bool
+    has_unicode: bool
+
+    def paint(self, text: str, colour: str) -> str:
+        return f"\x1b[{colour}m{text}\x1b[0m" if self.has_colour else text
+
+    def paint_curve(self, character: str, ink: int) -> str:
+        if not self.has_unicode and ord(character) > BLANK:
+            character = "*"
+        return self.paint(character, COLOURS[ink % len(COLOURS)])
+
+
+def frame(runs: Sequence[FollowedRun], axis: Axis, screen: Screen, now: float) -> str:
+    """The losses of all runs in one picture, and under it some lines about each. now: seconds since the epoch."""
+    below: list[str] = []
+    for index, run in enumerate(runs):
+        number = f"{index + 1} " if len(runs) > 1 else ""
+        below += [screen.paint(line, COLOURS[index % len(COLOURS)]) for line in _wrapped(f"{number}{status(run)}", screen)]
+        below += [part for line in details(run) for part in _wrapped(line, screen)]
+        below += [screen.paint(line, WARNING_COLOUR) for line in _wrapped(silence(run, now), screen)]
+    rows = min(MOST_ROWS, max(FEWEST_ROWS, screen.rows - len(below) - 1))
+    chart = loss_chart([run.history for run in runs], axis, screen.columns - 1, rows, screen.paint_curve)
+    if not screen.has_unicode:
+        chart = [line.replace(chr(BLANK), " ") for line in chart]
+    return "\n".join([*chart, *below])
+
+
+def _wrapped(line: str, screen: Screen) -> list[str]:
+    return textwrap.wrap(printable(line), screen.columns - 1, subsequent_indent="    ")
+
+
+def status(run: FollowedRun) -> str:
+    """One line: how far the run is, its losses, how many updates it skipped, and when it will end."""
+    if not run.is_there:
+        return f"{run.name}: no such file yet"
+    if not run.history.lines:
+        return f"{run.name}: nothing logged yet"
+    line = run.history.lines[-1]
+    figures = line.figures
+    parts = [f"iteration {line.iteration}" + (f" of {figures['train_iters']:.0f}" if "train_iters" in figures else "")]
+    parts.append(f"loss {line.loss:.4f}")
+    parts += [
+        f"validation{f' {name}' if name else ''} {points[-1][1]:.4f} at {points[-1][0]}"
+        for name, points in run.history.validations.items()
+        if points
+    ]
+    if skipped := sum(line.figures.get("skipped_iterations", 0.0) for line in run.history.lines):
+        parts.append(f"{skipped:.0f} skipped")
+    if run.unusable_lines:
+        parts.append(f"{run.unusable_lines} unreadable lines")
+    if "eta_seconds" in figures and not run.is_finished:
+        parts.append(f"{duration(figures['eta_seconds'])} left")
+    return f"{run.name}: {', '.join(parts)}"
+
+
+def details(run: FollowedRun) -> list[str]:
+    """Lines about speed and bytes of the latest step, as far as they are logged."""
+    if not run.history.lines:
+        return []
+    figures = run.history.lines[-1].figures
+    speed = []
+    if "tokens_per_second" in figures:
+        speed.append(f"{figures['tokens_per_second']:.0f} tokens/s")
+    if "model_tflops_per_gpu" in figures:
+        speed.append(f"{figures['model_tflops_per_gpu']:.3g} TFLOP/s per rank")
+    traffic = [f"{figures[key] / 1e6:.2f} MB {words}" for key, words in LINKS.items() if figures.get(key, 0.0) > 0]
+    lines = [", ".join(speed), f"per step {', '.join(traffic)}" if traffic else ""]
+    return [f"  {line}" for line in lines if line]
+
+
+def silence(run: FollowedRun, now: float) -> str:
+    """A warning if the log has not grown for long; else empty. now: seconds since the epoch."""
+    seconds = run.silent_seconds(now)
+    return f"  WARNING: the log has not grown for {duration(seconds)}, far longer than between its last lines" if seconds else ""
+
+
+def duration(seconds: float) -> str:
+    """`1d 02h 03m 04s`, without leading units that are 0."""
+    minutes, second = divmod(round(max(0.0, seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    parts = [(days, "d"), (hour, "h"), (minute, "m"), (second, "s")]
+    first = next((index for index, (count, _) in enumerate(parts) if count), len(parts) - 1)
+    return " ".join(f"{count}{unit}" for count, unit in parts[first:])
