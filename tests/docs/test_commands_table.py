@@ -19,6 +19,7 @@ CHECKPOINTS = f"{RUN}::test_the_tools_of_the_checkpoints_page_read_what_readmes_
 MEGATRON = f"{RUN}::test_a_checkpoint_of_megatron_is_imported_as_the_page_says"
 LAUNCHER = f"{RUN}::test_the_launcher_prints_the_commands_of_the_hosts_that_are_left"
 LOSS_STUDY = "tests/benchmarks/test_loss_study.py::test_the_program_trains_seed_by_seed_what_is_missing_and_nothing_else"
+LOG_TOOLS = "tests/docs/test_logs_page.py::test_the_commands_that_watch_and_compare_runs_do_so"
 BENCHMARK = f"{RUN}::test_a_benchmark_runs_with_small_sizes_and_writes_its_file"
 QUICKSTART = f"{SCRIPTS}::test_the_quickstarts_runs_have_flags_that_parse"
 EXTENSIONS = f"{SCRIPTS}::test_the_kernels_are_built_by_the_active_python"
@@ -39,6 +40,7 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "bash scripts/build_extensions.sh": EXTENSIONS,
     "bash scripts/build_extensions.sh [--no-venv] [--portable]": EXTENSIONS,
     "bash scripts/compile_cuda.sh": f"{SCRIPTS}::test_without_nvcc_no_cuda_source_is_compiled_and_that_is_said",
+    "bash scripts/quickstart.sh --fresh": QUICKSTART,
     "bash scripts/docs.sh": f"{SCRIPTS}::test_the_site_is_built_anew_and_a_warning_is_an_error",
     "bash scripts/docs.sh --serve": f"{SCRIPTS}::test_the_site_is_served_on_this_machine_only",
     "bash scripts/docs.sh [--no-venv] [--serve]": f"{SCRIPTS}::test_the_site_is_served_on_this_machine_only",
@@ -48,6 +50,9 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "pip install ...": "It needs a package index; a run without the package says so, and that is tested where the flag is.",
     "python -m megatron_zpp.config.flags_page": "tests/config/test_flags_page.py::test_page_in_docs_is_current",
     # Tools
+    "python tools/watch_run.py ...": LOG_TOOLS,
+    "python tools/plot_run.py ...": LOG_TOOLS,
+    "python tools/compare_runs.py ...": LOG_TOOLS,
     "python tools/train_tokenizer.py --input my_text.jsonl --model-prefix my_tokenizer --vocab-size 8192": (
         f"{RUN}::test_readmes_first_commands_make_a_tokenizer_and_a_corpus"
     ),
@@ -125,6 +130,7 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     # Benchmarks
     "python benchmarks/checkpoint.py ...": BENCHMARK,
     "python benchmarks/code_errors.py ...": BENCHMARK,
+    "python benchmarks/quickstart.py ...": "tests/benchmarks/test_quickstart.py::test_the_file_says_how_it_was_made_and_under_which_load",
     "python benchmarks/data_index.py ...": BENCHMARK,
     "python benchmarks/dropout.py ...": BENCHMARK,
     "python benchmarks/head_loss.py ...": BENCHMARK,
