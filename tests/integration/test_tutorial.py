@@ -45,7 +45,7 @@ def run_alone(folder: Path, flags: str, **environment: str) -> subprocess.Comple
 
 def test_the_command_with_only_its_sizes_reduced_trains_on_two_nodes_of_two(ranks: RankPool, tmp_path: Path) -> None:
     write_json(tmp_path, partition_ranks=2)
-    flags = f"{SMALL} --num-workers 0 --eval-iters 0 --exit-interval 20"  # for speed
+    flags = f"{SMALL} --num-workers 0 --eval-iters 0 --log-interval 5 --exit-interval 10"  # for speed
     results = ranks.run(2, 2, entry_in, str(tmp_path), flags.split(), "log.jsonl")
     assert [code for code, _ in results] == [0] * 4
     printed = results[0][1]
@@ -54,7 +54,7 @@ def test_the_command_with_only_its_sizes_reduced_trains_on_two_nodes_of_two(rank
     assert "accepted, has no effect here: --deepspeed-activation-checkpointing" in printed
     assert "without meaning here, units and lanes take their place: reduce_bucket_size, reduce_scatter" in printed
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert records[-1]["iteration"] == 20
+    assert records[-1]["iteration"] == 10
     assert records[-1]["lm_loss"] < records[0]["lm_loss"]
     assert records[-1]["loss_scale"] <= 65536.0
 

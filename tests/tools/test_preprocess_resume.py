@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -176,11 +177,12 @@ def test_killed_at_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_path:
     preprocess_data.run(arguments(sources, tmp_path / "whole"))
     expected = digests(tmp_path / "whole")
     assert "_skipped_lines.txt" in expected
-    last_call = 0
+    earlier, last_call = tmp_path / "earlier", 0
+    earlier.mkdir()
+    preprocess_data.run(arguments(sources[:1], earlier / "out"))
     while True:
-        prefix = tmp_path / f"out{last_call}"
         # Files of an earlier run exist, as if the corpus was made anew.
-        preprocess_data.run(arguments(sources[:1], prefix))
+        prefix = Path(shutil.copytree(earlier, tmp_path / str(last_call))) / "out"
         if not run_until_call(arguments(sources, prefix), last_call):
             break
         preprocess_data.run(arguments(sources, prefix, "--resume"))
