@@ -1,6 +1,6 @@
 """Starts a run on the hosts of a file: one torchrun per host, over ssh, with the hostfile and the flags of the `deepspeed` launcher.
 
-    python tools/launch.py --hostfile hosts pretrain_zeropp_gpt.py --num-layers 24 ...
+    python tools/launch.py --hostfile hosts pretrain_zeropp_gpt.py ...
 
 A line of the file is `name slots=8`. Without a file it starts one rank per GPU of this machine. Every host must have this folder and
 this Python at the same path, and must allow ssh without a password. Neither pdsh nor deepspeed is needed. Signals are forwarded to the

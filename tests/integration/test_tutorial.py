@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -16,7 +14,7 @@ import pytest
 from harness.forked import Forked
 from harness.places import ROOT
 from harness.rank_pool import RankPool, free_port
-from harness.tiny_runs import entry
+from harness.tiny_runs import entry_in
 
 from megatron_zpp.monitor.available_memory import CONTROL_GROUP, HOST_MEMORY, available_host_bytes
 
@@ -43,18 +41,6 @@ def run_alone(folder: Path, flags: str, **environment: str) -> subprocess.Comple
     """One process of the entry, started in `folder`."""
     clean = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"}}
     return Forked(ROOT / "pretrain_zeropp_gpt.py", *flags.split(), environment={**clean, **environment}, folder=folder).finished()
-
-
-def entry_in(folder: str, flags: list[str], log: str) -> tuple[int, str]:
-    """The exit code of this rank and the text it printed, with `folder` as working directory."""
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
-            code = entry([*flags, "--log-jsonl", log])
-    finally:
-        os.chdir(before)
-    return code, output.getvalue()
 
 
 def test_the_command_with_only_its_sizes_reduced_trains_on_two_nodes_of_two(ranks: RankPool, tmp_path: Path) -> None:
