@@ -19,6 +19,8 @@ CHECKPOINTS = f"{RUN}::test_the_tools_of_the_checkpoints_page_read_what_readmes_
 MEGATRON = f"{RUN}::test_a_checkpoint_of_megatron_is_imported_as_the_page_says"
 LAUNCHER = f"{RUN}::test_the_launcher_prints_the_commands_of_the_hosts_that_are_left"
 LOSS_STUDY = "tests/benchmarks/test_loss_study.py::test_the_program_trains_seed_by_seed_what_is_missing_and_nothing_else"
+COMMANDS = "tests/tools/test_entry_point.py"
+INDEX = "It needs a package index; what a wheel holds is tested."
 LOG_TOOLS = "tests/docs/test_logs_page.py::test_the_commands_that_watch_and_compare_runs_do_so"
 BENCHMARK = f"{RUN}::test_a_benchmark_runs_with_small_sizes_and_writes_its_file"
 QUICKSTART = f"{SCRIPTS}::test_the_quickstarts_runs_have_flags_that_parse"
@@ -49,6 +51,18 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "source scripts/models/llama3.1_8b.sh": SHAPES,
     "pip install ...": "It needs a package index; a run without the package says so, and that is tested where the flag is.",
     "python -m megatron_zpp.config.flags_page": "tests/config/test_flags_page.py::test_page_in_docs_is_current",
+    "python -m pip install --editable . --constraint constraints.txt": INDEX,
+    "python -m pip wheel --no-deps --wheel-dir dist .": f"{COMMANDS}::test_a_wheel_holds_package_entry_tools_and_kernels_and_nothing_else",
+    "python -m pip install --constraint constraints.txt dist/megatron_zpp-*.whl": INDEX,
+    "python -m megatron_zpp.ops.extension": "tests/ops/test_extension.py::test_a_second_build_finds_the_first_and_says_where",
+    "megatron-zpp --help": f"{COMMANDS}::test_help_lists_every_command_with_the_first_sentence_of_its_program",
+    "megatron-zpp plan-run --help": f"{COMMANDS}::test_a_command_prints_its_flags",
+    "megatron-zpp pretrain ...": f"{COMMANDS}::test_a_command_becomes_its_program_with_all_further_words",
+    "megatron-zpp preprocess-data ...": f"{COMMANDS}::test_a_command_becomes_its_program_with_all_further_words",
+    "megatron-zpp launch ...": f"{COMMANDS}::test_a_command_becomes_its_program_with_all_further_words",
+    "torchrun --nproc_per_node 4 -m pretrain_zeropp_gpt ...": "It needs an installed package; the command beside it is its equal.",
+    "torchrun --no-python ... megatron-zpp pretrain": "It needs an installed package; the command that it starts is tested.",
+    "torchrun --max-restarts": "It names a flag of torchrun, no run.",
     # Tools
     "python tools/watch_run.py ...": LOG_TOOLS,
     "python tools/plot_run.py ...": LOG_TOOLS,
