@@ -1,7 +1,7 @@
 """Measures what quantized communication costs in loss: the same model and data with and without it, paired by seed.
 
     python benchmarks/loss_parity.py
-    python benchmarks/loss_parity.py --groups first --seeds 9 10
+    python benchmarks/loss_parity.py --groups first --seeds 9 10 11 12
     python benchmarks/loss_parity.py --report-only
 
 Trains a small GPT on the bytes of Python's standard library, once per setting and seed. Four ranks, two nodes of two, are threads of one

@@ -28,7 +28,7 @@ def processor() -> str:
 
 def origin(program: str, arguments: Sequence[str]) -> dict[str, Any]:
     """How results are made: command, machine, versions and date. program: below benchmarks/."""
-    package = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    package = re.search(r'^__version__ = "(.+)"$', (ROOT / "megatron_zpp" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
     return {
         "command": shlex.join(["python", f"benchmarks/{program}", *arguments]),
         "machine": {"processor": processor(), "cores": os.cpu_count(), "memory_gib": _memory_gib()},

@@ -1,9 +1,9 @@
 """Trains over a real, slow network on one machine: our ZeRO-3 and ZeRO++ beside FSDP2, at several rates of the link.
 
-    python benchmarks/two_nodes.py                          2 nodes x 2 ranks, 5 rates chosen from the step time without limit
+    python benchmarks/two_nodes.py                          # 2 nodes x 2 ranks, 5 rates chosen from the step time without limit
     python benchmarks/two_nodes.py --nodes 4 --rate unlimited 500mbit 100mbit
-    python benchmarks/two_nodes.py --peers fsdp2 deepspeed   with DeepSpeed's ZeRO-3, if it is installed
-    python benchmarks/two_nodes.py --smoke                  tests in under a minute that all works; its figures mean nothing
+    python benchmarks/two_nodes.py --peers fsdp2 deepspeed  # with DeepSpeed's ZeRO-3, if it is installed
+    python benchmarks/two_nodes.py --smoke                  # tests in under a minute that all works; its figures mean nothing
 
 Nodes are network namespaces, each connected to a bridge by a link that a token bucket limits to a rate in both directions. All
 configurations live in the same processes and take turns in every round. Needs root or unprivileged user namespaces, and the commands ip

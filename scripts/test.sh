@@ -12,7 +12,7 @@ bash scripts/test.sh [--no-venv] [--long] [--tier NAME] [arguments of pytest]
   --tier NAME   only tests that start no ranks (pure), ranks as threads (virtual), or ranks as processes (gloo)
 
 Everything else goes to pytest, for example: bash scripts/test.sh tests/zero -k layout
-Without arguments of pytest, tests run on two workers.
+Without arguments of pytest, tests run on three workers: with two cores one of them is usually waiting for processes.
 TEXT
 }
 
@@ -34,7 +34,7 @@ while (($#)); do
 done
 own_arguments+=(-m "${tier:+$tier and }$length")
 if ((${#pytest_arguments[@]} == 0)); then
-    own_arguments+=(-n 2 --dist loadgroup --no-loadscope-reorder)
+    own_arguments+=(-n 3 --dist loadgroup --no-loadscope-reorder)
 fi
 
 prepare_environment "$use_venv" requirements.txt requirements-dev.txt
@@ -47,11 +47,12 @@ python -m ruff check .
 python -m ruff format --check --quiet .
 echo "== shellcheck: scripts"
 shellcheck --external-sources --source-path SCRIPTDIR:. scripts/*.sh scripts/*.sbatch benchmarks/*.sh .ci/run
-echo "== mypy: types"
-python -m mypy
 echo "== import-linter: floors of the house"
 lint-imports --no-logo
-echo "== kernels"
+echo "== mypy: types, and meanwhile kernels"
+python -m mypy &
+types=$!
 bash scripts/build_extensions.sh --no-venv
+wait "$types"
 echo "== pytest: statements"
 python -m pytest "${own_arguments[@]}" ${pytest_arguments[@]+"${pytest_arguments[@]}"}

@@ -5,7 +5,7 @@
 #   srun --nodes 4 --ntasks-per-node 16 --gpus-per-node 16 bash scripts/zeropp_18b.sh
 #
 # torchrun, the same line on each of the 4 nodes:
-#   torchrun --nnodes 4 --nproc_per_node 16 --rdzv_backend c10d --rdzv_endpoint FIRST_NODE:29500 --no_python bash scripts/zeropp_18b.sh
+#   torchrun --nnodes 4 --nproc_per_node 16 --rdzv_backend c10d --rdzv_endpoint node0:29500 --no_python bash scripts/zeropp_18b.sh
 #
 # On nodes of another size, set zero_hpz_partition_size in the JSON to their number of ranks. Without --data-path and --train-iters it
 # trains 50 iterations on mock data; these and other flags may follow the script's name.

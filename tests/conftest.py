@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness import tiers
+from harness.quick_disk import forget_fsync
 from harness.rank_pool import RankPool
 from hypothesis import HealthCheck, settings
 
@@ -19,6 +20,8 @@ settings.load_profile("statements")
 
 # No test asks a name server. torch looks up the name of every address that it connects to, and waits 5 seconds for a server that is silent.
 os.environ["RES_OPTIONS"] = "attempts:0"
+
+forget_fsync()
 
 INTEGRATION = Path(__file__).parent / "integration"
 
@@ -35,14 +38,14 @@ def ranks() -> Iterator[RankPool]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Gives every test its tier, and begins with the cheapest.
 
-    Among workers (pytest -n) the dearest comes first: tests that start processes stay on one worker, where they share them, and a file's
-    others stay together. So no core is left alone with what takes longest.
+    Among workers (pytest -n) a file's tests of one tier stay together, and those that share a library that they compile. What takes longest
+    comes first, so that no worker is left alone with it: these libraries, then processes, then threads.
     """
     for item in items:
         item.add_marker(_tier_of(item))
-        item.add_marker(pytest.mark.xdist_group("gloo" if _tier_of(item) == "gloo" else item.path.name))
+        item.add_marker(pytest.mark.xdist_group("libraries" if _compiles(item) else f"{_tier_of(item)}-{item.path.name}"))
     has_workers = hasattr(config, "workerinput") or bool(getattr(config.option, "numprocesses", None))
-    items.sort(key=lambda item: tiers.TIERS.index(_tier_of(item)), reverse=has_workers)
+    items.sort(key=lambda item: (_compiles(item), tiers.TIERS.index(_tier_of(item))), reverse=has_workers)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -57,6 +60,10 @@ def _little_to_collect() -> None:
 def _tier(request: pytest.FixtureRequest) -> Iterator[None]:
     with tiers.entered(_tier_of(request.node)):
         yield
+
+
+def _compiles(item: pytest.Item) -> bool:
+    return item.get_closest_marker("compiles") is not None
 
 
 def _tier_of(item: pytest.Item) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import MISTAKE_EXIT_CODE, rank_count
+from command import errors_in_words, rank_count
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
@@ -29,10 +29,8 @@ FLAGS_HELP = "the flags of pretrain_zeropp_gpt.py, as the run will get them; --d
 def main() -> None:
     parser = _parser()
     args, flags = parser.parse_known_args()
-    try:
+    with errors_in_words(parser):
         run(args, flags)
-    except (ValueError, OSError) as error:
-        parser.exit(MISTAKE_EXIT_CODE, f"{parser.prog}: error: {error}\n")
 
 
 def run(args: argparse.Namespace, flags: list[str]) -> None:

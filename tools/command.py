@@ -1,9 +1,12 @@
 """Runs the tools of this folder. A user's mistake prints one line and ends with exit code 2."""
 
 import argparse
+import errno
 import io
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -12,20 +15,44 @@ from megatron_zpp.config.flag import LARGEST_COUNT, LARGEST_PROCESSES, LARGEST_V
 from megatron_zpp.data.preprocess.json_lines import LONGEST_LINE_BYTES
 
 MISTAKE_EXIT_CODE = 2
+INTERRUPTED_EXIT_CODE = 130
+CLOSED_PIPE_EXIT_CODE = 141
 
 
 def run_command(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None]) -> None:
-    """Parses the command line and calls `run`. A ValueError or OSError of `run` becomes the error line of the tool.
+    """Parses the command line and calls `run`. See `errors_in_words`.
 
     Characters that the encoding of standard output lacks are printed as escapes such as \\xe9.
     """
     args = parser.parse_args()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    try:
+    with errors_in_words(parser):
         run(args)
+
+
+@contextmanager
+def errors_in_words(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Ends the program with one line for a ValueError, an OSError or an interruption of the block; silently if nobody reads its output."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter reports the closed pipe at its end
+        parser.exit(CLOSED_PIPE_EXIT_CODE)
     except (ValueError, OSError) as error:
-        parser.exit(MISTAKE_EXIT_CODE, f"{parser.prog}: error: {error}\n")
+        parser.exit(MISTAKE_EXIT_CODE, f"{parser.prog}: error: {in_words(error)}\n")
+    except KeyboardInterrupt as interruption:
+        parser.exit(INTERRUPTED_EXIT_CODE, f"{parser.prog}: interrupted{interruption}\n")
+
+
+def in_words(error: ValueError | OSError) -> str:
+    """The sentence of an error; for one of the system its file, what is wrong, and what to do."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "free space there, or choose another place" if is_full else "correct the path, or its permissions"
+    return f"{error.filename or 'the output'}: {error.strerror}; {remedy}."
 
 
 def printable(text: str) -> str:

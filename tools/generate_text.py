@@ -17,7 +17,8 @@ from command import count_from_0, count_from_1, run_command
 from megatron_zpp.checkpoint.manifest import Manifest
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.stored_flags import data_flags, model_flags, open_checkpoint, padded_vocab_size
-from megatron_zpp.config.schema import TOKENIZER_FILES, DataConfig
+from megatron_zpp.config.groups.data import TOKENIZER_FILES
+from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_zpp.model.generation import Sampling, generated_tokens
 from megatron_zpp.model.gpt import GPT

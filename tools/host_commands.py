@@ -64,13 +64,14 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Program:
-    """What torchrun starts, and in which folder. variables: set on every host."""
+    """What torchrun starts, and in which folder. variables: set on every host. is_module: script is the name of a module."""
 
     python: str
     script: str
     flags: Sequence[str]
     folder: Path
     variables: Mapping[str, str]
+    is_module: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,4 +161,5 @@ def read_variables(file: Path) -> dict[str, str]:
 def _torchrun(program: Program, rendezvous: Rendezvous, nodes: int, node_rank: int, ranks: int) -> list[str]:
     words = ["--nnodes", str(nodes), "--node_rank", str(node_rank), "--nproc_per_node", str(ranks)]
     words += ["--master_addr", rendezvous.address, "--master_port", str(rendezvous.port)]
+    words += ["--module"] if program.is_module else []
     return [program.python, "-u", "-m", "torch.distributed.run", *words, program.script, *program.flags]

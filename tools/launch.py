@@ -1,6 +1,6 @@
 """Starts a run on the hosts of a file: one torchrun per host, over ssh, with the hostfile and the flags of the `deepspeed` launcher.
 
-    python tools/launch.py --hostfile hosts pretrain_zeropp_gpt.py --num-layers 24 ...
+    python tools/launch.py --hostfile hosts pretrain_zeropp_gpt.py ...
 
 A line of the file is `name slots=8`. Without a file it starts one rank per GPU of this machine. Every host must have this folder and
 this Python at the same path, and must allow ssh without a password. Neither pdsh nor deepspeed is needed. Signals are forwarded to the
@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import MISTAKE_EXIT_CODE, count_from_0, number_within, rank_count
+from command import count_from_0, errors_in_words, number_within, rank_count
 from host_commands import HostCommand, Program, Rendezvous, exported_variables, host_commands, is_this_machine
 from host_processes import HostProcesses
 from hostfile import LARGEST_SLOTS, Host, check_same_slots, exclude, include, read_hostfile
@@ -36,10 +36,8 @@ port = number_within(1, 65535)
 def main() -> None:
     parser = _parser()
     options = parser.parse_args()
-    try:
+    with errors_in_words(parser):
         commands = planned_commands(options)
-    except (ValueError, OSError) as error:
-        parser.exit(MISTAKE_EXIT_CODE, f"{parser.prog}: error: {error}\n")
     if options.dry_run:
         print("\n".join(command.shown for command in commands))
         return
@@ -52,7 +50,7 @@ def planned_commands(options: argparse.Namespace) -> list[HostCommand]:
     check_same_slots(hosts)
     files = [file for file in VARIABLE_FILES if file.is_file()] if options.env_file is None else [options.env_file]
     variables = _job_id(options) | exported_variables(os.environ, options.env_prefix, files)
-    program = Program(options.python, options.script, options.flags, Path.cwd(), variables)
+    program = Program(options.python, options.script, options.flags, Path.cwd(), variables, is_module=options.module)
     rendezvous = _rendezvous(hosts, options)
     if options.no_ssh:
         return [_own_command(hosts, program, rendezvous, options.node_rank)]
@@ -164,6 +162,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     start = parser.add_argument_group("start")
     start.add_argument("--dry-run", "--dry_run", action="store_true", help="print the commands and end")
+    start.add_argument(
+        "--module", action="store_true", help="the script is the name of a module: pretrain_zeropp_gpt of an installed package"
+    )
     start.add_argument("--no_ssh", "--no-ssh", action="store_true", help="start the ranks of this host alone, which --node_rank says")
     start.add_argument("--node_rank", "--node-rank", type=count_from_0, metavar="N", help="place of this host among the hosts, from 0")
     start.add_argument("--ssh_port", "--ssh-port", type=port, metavar="N", help="port of sshd (default: ssh's own)")

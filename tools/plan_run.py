@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import MISTAKE_EXIT_CODE, rank_count
+from command import errors_in_words, rank_count
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
@@ -89,10 +89,8 @@ class Estimate:
 def main() -> None:
     parser = _parser()
     options, flags = _split(parser, sys.argv[1:])
-    try:
+    with errors_in_words(parser):
         run(options, flags)
-    except (ValueError, OSError) as error:
-        parser.exit(MISTAKE_EXIT_CODE, f"{parser.prog}: error: {error}\n")
 
 
 def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
@@ -112,6 +110,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     }
     print("\n".join([_text(world, zero3, padded, computation, by_rate), *left_out]))
     if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(_as_json(world, by_rate), indent=1) + "\n")
 
 

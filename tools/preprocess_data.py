@@ -16,7 +16,7 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import add_line_limit, count_from_1, process_count, run_command
+from command import add_line_limit, count_from_1, in_words, process_count, run_command
 from preprocess_progress import ProgressBar
 from tokenizer_flags import add_tokenizer_flags, tokenizer_config, tokenizer_identity
 from worker_count import find_worker_count
@@ -29,7 +29,6 @@ from megatron_zpp.data.preprocess.journal import Journal, Progress, input_files
 from megatron_zpp.data.preprocess.json_lines import STANDARD_INPUT, DamagedInput, find_inputs, line_batches
 from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer
 
-INTERRUPTED_EXIT_CODE = 130
 KILLED_WORKER = "a worker process was ended from outside, perhaps for memory; give fewer --workers"
 
 
@@ -50,12 +49,8 @@ class Job:
 def main() -> None:
     # The worker processes already use all cores, so threads of package tokenizers would only compete with them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    parser = _parser()
     signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        run_command(parser, run)
-    except KeyboardInterrupt as interruption:
-        parser.exit(INTERRUPTED_EXIT_CODE, f"{parser.prog}: interrupted{interruption}\n")
+    run_command(_parser(), run)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -172,7 +167,7 @@ def _stop(job: Job, builder: CorpusBuilder, error: BaseException) -> NoReturn:
     if isinstance(error, BrokenProcessPool):
         raise ValueError(f"{KILLED_WORKER}{hint or '.'}") from None
     if can_resume and isinstance(error, ValueError | OSError):
-        raise ValueError(f"{str(error).rstrip('.')}{hint}") from error
+        raise ValueError(f"{in_words(error).rstrip('.')}{hint}") from error
     raise error
 
 
@@ -180,6 +175,8 @@ def _why_empty(builder: CorpusBuilder) -> str:
     count = builder.progress.skipped_lines
     if count:
         return f"{count} lines are invalid, the first is {builder.first_skipped_line()}; nothing was written."
+    if not builder.progress.text_bytes:
+        return "there is not one line in it; nothing was written."
     keys = " ".join(builder.prefixes)
     return f"what lies under --json-keys {keys} is empty; name the keys that hold the text, nothing was written."
 

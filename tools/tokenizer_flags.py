@@ -5,10 +5,11 @@ import hashlib
 from pathlib import Path
 
 from megatron_zpp.config.flag import check_value
+from megatron_zpp.config.groups.data import CHANGED_TOKENIZERS, TOKENIZER_TYPES
 from megatron_zpp.config.obsolete import TOKENIZER_ACCEPTED, TOKENIZER_REFUSED, AcceptedFlag
 from megatron_zpp.config.options import Option, options
 from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
-from megatron_zpp.config.schema import CHANGED_TOKENIZERS, TOKENIZER_TYPES, DataConfig
+from megatron_zpp.config.schema import DataConfig
 
 NAMES = (
     "tokenizer_type",

@@ -46,9 +46,12 @@ def run(args: argparse.Namespace) -> None:
     path = Path(f"{args.model_prefix}.model")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with new_file(temporary) as file:
-        file.write(model)
-    os.replace(temporary, path)
+    try:
+        with new_file(temporary) as file:
+            file.write(model)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     print(f"{path}: {args.vocab_size} pieces, trained in {time.monotonic() - started:.1f} s")
 
 

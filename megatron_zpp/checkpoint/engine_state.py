@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_zpp import __version__
 from megatron_zpp.checkpoint.contents import check_moments
 from megatron_zpp.checkpoint.manifest import ELEMENT_TYPE, Manifest
 from megatron_zpp.checkpoint.reader import CheckpointReader
@@ -65,7 +66,7 @@ def manifest_of(engine: ZeroEngine, state: RunState, *, with_moments: bool) -> M
 
 def versions() -> dict[str, str]:
     """The versions of the programs that write a checkpoint."""
-    return {"torch": torch.__version__, "python": platform.python_version()}
+    return {"megatron_zpp": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def load_engine(engine: ZeroEngine, reader: CheckpointReader, *, with_moments: bool, with_copies: bool = False) -> None:

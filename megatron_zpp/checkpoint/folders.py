@@ -166,12 +166,24 @@ def iterations_to_delete(iterations: Iterable[int], current: int, keep_last: int
 def delete_checkpoint(folder: Path, token: str) -> bool:
     """Deletes a checkpoint. It is renamed first, so that no incomplete checkpoint is ever visible.
 
-    Returns False, and deletes nothing, if a process is reading it or if its manifest is write-protected.
+    Returns False, and deletes nothing, if a process is reading it or if its manifest or its directory is write-protected. A checkpoint
+    that somebody else deletes meanwhile counts as deleted: to tidy up must not cost a run.
     """
+    removed = staged_folder(folder, Stage.REMOVED, token)
     try:
-        manifest = (folder / MANIFEST_FILE).open("r+b")
+        is_moved = _move_aside(folder, removed)
+    except FileNotFoundError:
+        return True
     except PermissionError:
         return False
+    if is_moved:
+        shutil.rmtree(removed, ignore_errors=True)
+    return is_moved
+
+
+def _move_aside(folder: Path, removed: Path) -> bool:
+    """Renames a checkpoint unless a process is reading it; returns whether it did."""
+    manifest = (folder / MANIFEST_FILE).open("r+b")
     with manifest:
         try:
             fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -179,9 +191,7 @@ def delete_checkpoint(folder: Path, token: str) -> bool:
             return False
         except OSError:
             pass  # a file system without locks, so readers cannot be detected
-        removed = staged_folder(folder, Stage.REMOVED, token)
         rename_durably(folder, removed)
-    shutil.rmtree(removed, ignore_errors=True)
     return True
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_zpp.checkpoint.engine_state import versions
-from megatron_zpp.checkpoint.folders import RELEASE, Stage, move_latest, put_in_place, staged_folder
+from megatron_zpp.checkpoint.folders import RELEASE, Stage, move_latest, put_in_place, saved_iterations, staged_folder
 from megatron_zpp.checkpoint.manifest import CHUNK_BYTES, ELEMENT_TYPE, Manifest, StoredFile, StoredPiece
 from megatron_zpp.checkpoint.owner import own_token
 from megatron_zpp.checkpoint.run_lock import Job, take_lock
@@ -24,12 +24,18 @@ from megatron_zpp.zero.states import WEIGHT
 def write_release(directory: Path, units: Sequence[UnitSpec], weight_of: Callable[[str], Tensor], flags: Mapping[str, Any]) -> Path:
     """Writes the checkpoint and returns its folder, named `release` as in Megatron.
 
-    Raises FolderInUse if a run saves into the directory (--output).
+    Raises FolderInUse if a run saves into the directory (--output), and ValueError if a run has saved there.
     weight_of: returns the full parameter of a name, fp32, in its shape.
     """
     directory.mkdir(parents=True, exist_ok=True)
     lock = take_lock(directory, Job(flag="--output"), print)
     try:
+        saved = saved_iterations(directory)
+        if saved:
+            raise ValueError(
+                f"--output {directory} holds iteration {saved[-1]} of a run, which would go on from the new weights instead; "
+                "choose a new folder."
+            )
         return _write(directory / RELEASE, units, weight_of, flags)
     finally:
         lock.release()

@@ -78,7 +78,7 @@ def write_file(path: Path, layout: FileLayout, tensors: Iterable[Tensor], chunk_
             values = _write_stream(file, _stream(layout.header, tensors), chunk_bytes)
             written = file.tell()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written ({error.strerror}); free space or choose another --save") from error
+        raise CheckpointError(f"{path} cannot be written ({error.strerror}); free space or choose another folder") from error
     if written != layout.nbytes:
         raise RuntimeError(f"{path}: {written} bytes were written, its header says {layout.nbytes}")
     return StoredFile(path.name, written, len(layout.header), values)

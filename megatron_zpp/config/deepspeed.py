@@ -150,10 +150,9 @@ def with_deepspeed_json(config: Config, ranks: RankCounts) -> Config:
 
     Raises FlagError for a file that cannot be read, a key that is unknown or not available, and a value that contradicts a flag.
     """
-    file = config.zero.deepspeed_config
-    if file is None:
+    entries = _entries(config)
+    if entries is None:
         return config
-    entries = Entries(file, dict(_flattened(file, read_object(file))))
     settings = [*_translated(entries), *_offload(entries)]
     settings = [setting for setting in settings if setting.field != FREE_FIELD or FREE_FIELD not in config.given]
     for setting in settings:
@@ -165,6 +164,22 @@ def with_deepspeed_json(config: Config, ranks: RankCounts) -> Config:
     sources = {setting.field: setting.source for setting in settings if setting.field not in config.given}
     config = replace(config, given=config.given | frozenset(values), sources={**config.sources, **sources})
     return config.with_values(**values).with_notices(*_notices(entries, values))
+
+
+def context_ranks(config: Config) -> int:
+    """--context-parallel-size as the flag or the file of --deepspeed_config gives it. Raises FlagError as `with_deepspeed_json` does."""
+    entries = _entries(config)
+    for setting in _translated(entries) if entries is not None else []:
+        if setting.field == CONTEXT_FIELD:
+            check_agreement(config, setting)
+            return int(setting.value)
+    return config.distributed.context_parallel_size
+
+
+def _entries(config: Config) -> Entries | None:
+    """What the file of --deepspeed_config holds; None without the flag."""
+    file = config.zero.deepspeed_config
+    return None if file is None else Entries(file, dict(_flattened(file, read_object(file))))
 
 
 def naming_sources(text: str, sources: Mapping[str, str]) -> str:

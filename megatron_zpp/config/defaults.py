@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 from megatron_zpp.config.batch_schedule import BatchSchedule, length_in_samples
 from megatron_zpp.config.flag import FlagError, in_words
+from megatron_zpp.config.groups.data import TOKENIZER_FILES
 from megatron_zpp.config.ranks import RankCounts
-from megatron_zpp.config.schema import TOKENIZER_FILES, Config, ModelConfig
+from megatron_zpp.config.schema import Config, ModelConfig
 
 T = TypeVar("T")
 

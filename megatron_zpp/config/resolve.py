@@ -46,8 +46,8 @@ def _filled_in(given: Config, ranks: RankCounts) -> Config:
     config = derive(config, batches, ranks)
     rules_run.check_resolved(config, ranks.world)
     rules_model.check_resolved(config)
-    rules_tensor.check_resolved(config)
-    rules_context.check_resolved(config)
+    rules_tensor.check_resolved(config, ranks)
+    rules_context.check_resolved(config, ranks)
     rules_schedule.check_resolved(config, batches, ranks.sample_groups)
     rules_zero.check_resolved(config, ranks)
     return config.with_notices(

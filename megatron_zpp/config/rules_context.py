@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_zpp.config.flag import FlagError, any_of, divisors, next_multiple
-from megatron_zpp.config.ranks import RankCounts
+from megatron_zpp.config.flag import FlagError, any_of, next_multiple
+from megatron_zpp.config.ranks import RankCounts, context_choices
 from megatron_zpp.config.schema import Config, ModelConfig
 
 CONTEXT_SIZE = "--context-parallel-size"
@@ -26,12 +26,12 @@ def can_divide(model: ModelConfig, tensor_ranks: int, context_ranks: int) -> boo
     return model.num_attention_heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
 
 
-def check_resolved(config: Config) -> None:
+def check_resolved(config: Config, ranks: RankCounts) -> None:
     """Raises FlagError for the first rule about divided samples that the filled-in values break."""
     if config.distributed.context_parallel_size == 1:
         return
     check_exchange(config)
-    check_heads(config)
+    check_heads(config, ranks)
     check_tokens(config)
     check_compilation(config)
 
@@ -45,7 +45,7 @@ def check_exchange(config: Config) -> None:
         )
 
 
-def check_heads(config: Config) -> None:
+def check_heads(config: Config, counts: RankCounts) -> None:
     """Every rank of a sample gets as many heads. Fewer key heads than ranks go to several ranks each."""
     model, distributed = config.model, config.distributed
     tensor_ranks, context_ranks = distributed.tensor_model_parallel_size, distributed.context_parallel_size
@@ -54,7 +54,11 @@ def check_heads(config: Config) -> None:
     ranks = f"{CONTEXT_SIZE} {context_ranks}"
     if tensor_ranks > 1:
         ranks = f"{tensor_ranks * context_ranks} (--tensor-model-parallel-size {tensor_ranks} x {ranks})"
-    sizes = [size for size in divisors(model.num_attention_heads // tensor_ranks) if can_divide(model, tensor_ranks, size)]
+    sizes = [
+        size
+        for size in context_choices(counts.data, counts.data_ranks_per_node)
+        if can_divide(model, tensor_ranks, size) and model.seq_length % _parts(config, size) == 0
+    ]
     choice = f"choose {CONTEXT_SIZE} {any_of(sorted(sorted(sizes, key=lambda size: abs(size - context_ranks))[:4]))}"
     if model.num_attention_heads % (tensor_ranks * context_ranks) != 0:
         raise FlagError(f"--num-attention-heads {model.num_attention_heads} is not a multiple of {ranks}; {choice}.")
@@ -67,14 +71,27 @@ def check_heads(config: Config) -> None:
 def check_tokens(config: Config) -> None:
     """Tokens are divided by C, and with --sequence-parallel once more by T."""
     length, distributed = config.model.seq_length, config.distributed
-    parts, flags = distributed.context_parallel_size, f"{CONTEXT_SIZE} {distributed.context_parallel_size}"
+    parts, flags = _parts(config, distributed.context_parallel_size), f"{CONTEXT_SIZE} {distributed.context_parallel_size}"
     if distributed.sequence_parallel:
-        parts *= distributed.tensor_model_parallel_size
         flags = f"{parts} ({flags} x --tensor-model-parallel-size {distributed.tensor_model_parallel_size}, with --sequence-parallel)"
     if length % parts != 0:
         raise FlagError(
-            f"--seq-length {length} is not a multiple of {flags}, by which tokens are divided; choose {next_multiple(length, parts)}."
+            f"--seq-length {length} is not a multiple of {flags}, by which tokens are divided; choose {length_near(config, parts)}."
         )
+
+
+def _parts(config: Config, context_ranks: int) -> int:
+    """The number of parts into which so many ranks divide the tokens of a sample."""
+    distributed = config.distributed
+    return context_ranks * (distributed.tensor_model_parallel_size if distributed.sequence_parallel else 1)
+
+
+def length_near(config: Config, multiple: int) -> int:
+    """The next multiple above --seq-length, or the one below it if --max-position-embeddings leaves no room for more tokens."""
+    model = config.model
+    above = next_multiple(model.seq_length, multiple)
+    lacks_positions = model.learns_positions and "max_position_embeddings" in config.given and model.max_position_embeddings < above
+    return above - multiple if lacks_positions and above > multiple else above
 
 
 def check_compilation(config: Config) -> None:

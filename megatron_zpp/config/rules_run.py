@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megatron_zpp.config.data_sources import COMMON_FLAGS, SPLIT_FLAGS, DataSources, parse_split, read_sources
 from megatron_zpp.config.flag import FlagError, in_words, spelling_of, whole_number
-from megatron_zpp.config.schema import TOKENIZER_FILES, TOKENIZER_TYPES, Config
+from megatron_zpp.config.groups.data import TOKENIZER_FILES, TOKENIZER_TYPES
+from megatron_zpp.config.schema import Config
 
 # What a kind of tokenizer needs, and what it is called in messages.
 NEEDED_BY_TOKENIZER = {

@@ -6,11 +6,12 @@ T: --tensor-model-parallel-size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from megatron_zpp.config.batch_schedule import BatchSchedule
 from megatron_zpp.config.flag import FlagError, any_of, divisors, next_multiple
-from megatron_zpp.config.ranks import RankCounts
+from megatron_zpp.config.ranks import RankCounts, context_choices
+from megatron_zpp.config.rules_context import can_divide, length_near
 from megatron_zpp.config.schema import Config, ModelConfig, ZeroConfig
 
 TENSOR_SIZE = "--tensor-model-parallel-size"
@@ -21,9 +22,7 @@ def check_tensor_ranks(model: ModelConfig, padded_vocab_size: int, tensor_ranks:
 
     model: with its defaults filled in. padded_vocab_size: rows of the embedding.
     """
-    check_heads(model, tensor_ranks)
-    check_feed_forward(model, tensor_ranks)
-    check_groups(model, tensor_ranks)
+    check_layers(model, tensor_ranks, lambda size: padded_vocab_size % size == 0)
     check_vocabulary(model, padded_vocab_size, tensor_ranks)
     check_positions(model, tensor_ranks)
 
@@ -37,7 +36,7 @@ def can_share(model: ModelConfig, padded_vocab_size: int, tensor_ranks: int) -> 
     return True
 
 
-def check_resolved(config: Config) -> None:
+def check_resolved(config: Config, ranks: RankCounts) -> None:
     """Raises FlagError for the first rule about tensor ranks that the filled-in values break.
 
     The rule about the vocabulary comes later (`check_tensor_ranks`), because the tokenizer decides its size.
@@ -45,9 +44,7 @@ def check_resolved(config: Config) -> None:
     model, tensor_ranks = config.model, config.distributed.tensor_model_parallel_size
     if tensor_ranks == 1:
         return
-    check_heads(model, tensor_ranks)
-    check_feed_forward(model, tensor_ranks)
-    check_groups(model, tensor_ranks)
+    check_layers(model, tensor_ranks, lambda size: _suits_run(config, ranks, size))
     check_positions(model, tensor_ranks)
     check_tokens(config)
     check_compilation(config)
@@ -89,27 +86,20 @@ def _sent_between_nodes_by_every_microbatch(zero: ZeroConfig) -> str:
     return " and ".join(weights + gradients)
 
 
-def check_heads(model: ModelConfig, tensor_ranks: int) -> None:
+def check_layers(model: ModelConfig, tensor_ranks: int, suits: Callable[[int], bool]) -> None:
+    """Heads, feed-forward halves and key heads are dealt to ranks. suits: whether another number of ranks keeps all other rules."""
     if model.num_attention_heads % tensor_ranks != 0:
-        raise FlagError(
-            f"--num-attention-heads {model.num_attention_heads} is not a multiple of {TENSOR_SIZE} {tensor_ranks}; "
-            f"{_choices(model, tensor_ranks)}."
-        )
-
-
-def check_feed_forward(model: ModelConfig, tensor_ranks: int) -> None:
-    if model.ffn_hidden_size % tensor_ranks != 0:
-        raise FlagError(
-            f"--ffn-hidden-size {model.ffn_hidden_size} is not a multiple of {TENSOR_SIZE} {tensor_ranks}; {_choices(model, tensor_ranks)}."
-        )
-
-
-def check_groups(model: ModelConfig, tensor_ranks: int) -> None:
-    if not _deals_groups(model, tensor_ranks):
-        raise FlagError(
+        broken = f"--num-attention-heads {model.num_attention_heads} is not a multiple of {TENSOR_SIZE} {tensor_ranks}"
+    elif model.ffn_hidden_size % tensor_ranks != 0:
+        broken = f"--ffn-hidden-size {model.ffn_hidden_size} is not a multiple of {TENSOR_SIZE} {tensor_ranks}"
+    elif not _deals_groups(model, tensor_ranks):
+        broken = (
             f"--num-query-groups {model.key_value_heads} and {TENSOR_SIZE} {tensor_ranks}: one must divide the other, so that groups are "
-            f"dealt to ranks or ranks to groups; {_choices(model, tensor_ranks)}."
+            "dealt to ranks or ranks to groups"
         )
+    else:
+        return
+    raise FlagError(f"{broken}; {_choices(model, tensor_ranks, suits)}.")
 
 
 def check_vocabulary(model: ModelConfig, padded_vocab_size: int, tensor_ranks: int) -> None:
@@ -117,8 +107,8 @@ def check_vocabulary(model: ModelConfig, padded_vocab_size: int, tensor_ranks: i
     if padded_vocab_size % tensor_ranks == 0:
         return
     multiple = math.lcm(model.make_vocab_size_divisible_by, tensor_ranks)
+    rows = next_multiple(padded_vocab_size, multiple)
     if model.padded_vocab_size is not None:
-        rows = next_multiple(padded_vocab_size, multiple)
         raise FlagError(
             f"the vocabulary of {padded_vocab_size} rows (--padded-vocab-size) is not a multiple of {TENSOR_SIZE} {tensor_ranks}; "
             f"give --padded-vocab-size {rows}."
@@ -126,7 +116,7 @@ def check_vocabulary(model: ModelConfig, padded_vocab_size: int, tensor_ranks: i
     raise FlagError(
         f"the vocabulary of {padded_vocab_size} rows (padded to a multiple of --make-vocab-size-divisible-by "
         f"{model.make_vocab_size_divisible_by}) is not a multiple of {TENSOR_SIZE} {tensor_ranks}; "
-        f"give --make-vocab-size-divisible-by {multiple} or --padded-vocab-size."
+        f"give --make-vocab-size-divisible-by {multiple} or --padded-vocab-size {rows}."
     )
 
 
@@ -146,7 +136,7 @@ def check_tokens(config: Config) -> None:
     if config.distributed.sequence_parallel and length % tensor_ranks != 0:
         raise FlagError(
             f"--seq-length {length} is not a multiple of {TENSOR_SIZE} {tensor_ranks}, among which --sequence-parallel divides tokens; "
-            f"choose {next_multiple(length, tensor_ranks)}, or leave --sequence-parallel out."
+            f"choose {length_near(config, tensor_ranks * config.distributed.context_parallel_size)}, or leave --sequence-parallel out."
         )
 
 
@@ -165,9 +155,28 @@ def _deals_groups(model: ModelConfig, tensor_ranks: int) -> bool:
     return groups % tensor_ranks == 0 or tensor_ranks % groups == 0
 
 
-def _choices(model: ModelConfig, wish: int) -> str:
-    """The up to four sizes nearest to `wish` that the model can be shared in, apart from its vocabulary, in words."""
+def _suits_run(config: Config, ranks: RankCounts, size: int) -> bool:
+    """Whether `size` ranks that share layers keep the rules that are not about layers.
+
+    The tokenizer may not have said its size yet; whatever it is, it is padded to a multiple of --make-vocab-size-divisible-by.
+    """
+    model, context_ranks = config.model, config.distributed.context_parallel_size
+    rows = model.padded_vocab_size or model.make_vocab_size_divisible_by
+    return (
+        rows % size == 0
+        and ranks.ranks_per_node % size == 0
+        and context_ranks in context_choices(ranks.world // size, ranks.ranks_per_node // size)
+        and can_divide(model, size, context_ranks)
+        and not (config.distributed.sequence_parallel and model.seq_length % (size * context_ranks) != 0)
+        and not (config.training.compile and size > 1)
+    )
+
+
+def _choices(model: ModelConfig, wish: int, suits: Callable[[int], bool]) -> str:
+    """The up to four sizes nearest to `wish` that the model can be shared in, in words."""
     positions = model.max_position_embeddings if model.learns_positions else 0
     common = math.gcd(model.num_attention_heads, model.ffn_hidden_size, positions)
     sizes = [size for size in divisors(common) if _deals_groups(model, size)]
-    return f"choose {TENSOR_SIZE} {any_of(sorted(sorted(sizes, key=lambda size: abs(size - wish))[:4]))}"
+    suitable = [size for size in sizes if suits(size)]
+    also = "" if suitable else " and another --context-parallel-size"  # with 1 such rank, nothing else can be in the way
+    return f"choose {TENSOR_SIZE} {any_of(sorted(sorted(suitable or sizes[:1], key=lambda size: abs(size - wish))[:4]))}{also}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megatron_zpp.config.flag import FlagError, any_of, divisors, in_words, spelling_of
+from megatron_zpp.config.groups.zero import WORKING_DTYPE_BITS
 from megatron_zpp.config.ranks import RankCounts
-from megatron_zpp.config.schema import WORKING_DTYPE_BITS, Config
+from megatron_zpp.config.schema import Config
 
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_weight_differences", "zero_quantized_gradients")
 ABSMAX_BITS = (4, 8, WORKING_DTYPE_BITS)

@@ -10,9 +10,10 @@ import numpy as np
 
 from megatron_zpp.data.blended_dataset import BYTES_PER_SAMPLE, BlendedDataset, BlendIndices, build_blend_indices
 from megatron_zpp.data.build_once import ProgressPrinter
-from megatron_zpp.data.corpus import SPLIT_WORDS, Corpus
+from megatron_zpp.data.corpus import Corpus
 from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.index_room import check_room
+from megatron_zpp.data.split_corpora import SPLIT_WORDS
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,10 +12,8 @@ from megatron_zpp.data.gpt_dataset import GPTDataset
 from megatron_zpp.data.gpt_indices import GPTIndices, build_gpt_indices, needed_bytes, plan_epochs
 from megatron_zpp.data.index_cache import CachedIndices, IndexCache
 from megatron_zpp.data.index_room import check_room
-from megatron_zpp.data.indexed_dataset import IndexedDataset, chunks_of
-from megatron_zpp.data.split import SPLIT_NAMES, split_documents
-
-SPLIT_WORDS = {"train": "training", "valid": "validation", "test": "test"}
+from megatron_zpp.data.indexed_dataset import chunks_of
+from megatron_zpp.data.split_corpora import SPLIT_WORDS, SplitCorpus
 
 
 @dataclass(frozen=True)
@@ -37,40 +34,12 @@ def folder_of(cache_folder: Path | None, prefix: str) -> Path:
     return cache_folder or Path(f"{prefix}.cache")
 
 
-class Corpus:
-    """The documents of one corpus, divided into splits.
-
-    split: shares of the documents as in --split, or None if every split uses all documents.
-    Raises ValueError for unusable files or an unusable split.
-    """
+class Corpus(SplitCorpus):
+    """A corpus of a run, of which datasets are made."""
 
     def __init__(self, prefix: str, split: str | None, order: SampleOrder) -> None:
-        self.source = IndexedDataset(prefix)
+        super().__init__(prefix, split, order.seq_length)
         self.order = order
-        self._split = split
-        everything = dict.fromkeys(SPLIT_NAMES, range(len(self.source)))
-        self._documents: Mapping[str, range] = everything if split is None else split_documents(split, len(self.source))
-
-    @property
-    def prefix(self) -> str:
-        return self.source.prefix
-
-    def token_count(self, split_name: str) -> int:
-        """Tokens in the documents of a split."""
-        documents = self._documents[split_name]
-        return self.source.tokens_before(documents.stop) - self.source.tokens_before(documents.start)
-
-    def samples_per_epoch(self, split_name: str) -> int:
-        """Samples that one pass over the documents of a split yields."""
-        return max(0, self.token_count(split_name) - 1) // self.order.seq_length
-
-    def why_empty(self, split_name: str) -> str:
-        """One sentence that says why a split has no tokens."""
-        found = f"The {SPLIT_WORDS[split_name]} split of {self.prefix} is empty"
-        if self._split is None:
-            return f"{found}: its {len(self.source)} documents hold no token."
-        counts = ", ".join(str(len(documents)) for documents in self._documents.values())
-        return f"{found}: --split {self._split} cuts its {len(self.source)} documents into {counts}."
 
     def dataset(self, split_name: str, sample_count: int, progress: ProgressPrinter, messages: list[str]) -> GPTDataset:
         """At least sample_count samples of a split that has tokens; 0 means one pass over the split.
@@ -83,7 +52,7 @@ class Corpus:
         return GPTDataset(self.source, cached.indices)
 
     def _cached_indices(self, split_name: str, sample_count: int, progress: ProgressPrinter) -> CachedIndices[GPTIndices]:
-        documents, order = self._documents[split_name], self.order
+        documents, order = self.documents[split_name], self.order
         what = f"the {SPLIT_WORDS[split_name]} indices of {self.prefix}"
 
         def build() -> GPTIndices:

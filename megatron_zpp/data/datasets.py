@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_zpp.config.data_sources import Blend, DataSources, read_sources
+from megatron_zpp.config.data_sources import DataSources, read_sources
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.blend import blended_dataset, plan_by_epochs, plan_by_weights
 from megatron_zpp.data.build_once import SILENT, ProgressPrinter
-from megatron_zpp.data.corpus import SPLIT_WORDS, Corpus, SampleOrder, folder_of
+from megatron_zpp.data.corpus import Corpus, SampleOrder, folder_of
 from megatron_zpp.data.documents import DocumentRules
 from megatron_zpp.data.gpt_dataset import ChainedDataset, MockDataset, SampleSource
 from megatron_zpp.data.indexed_dataset import CHECKED_DOCUMENTS, IndexedDataset
-from megatron_zpp.data.split import SPLIT_NAMES
+from megatron_zpp.data.split_corpora import SPLIT_WORDS, SplitCorpora
 
 
 class SampleCounts(NamedTuple):
@@ -120,28 +120,24 @@ class CorpusSet:
         self._has_separate_sets = data.multiple_validation_sets
         self._set_names = data.validation_set_names
         self._messages: list[str] = []
-        self._blends = {name: blend for name in SPLIT_NAMES if (blend := sources.common or sources.by_split.get(name)) is not None}
-        split = data.split if sources.common is not None else None
-        prefixes = dict.fromkeys(prefix for blend in self._blends.values() for prefix in blend.prefixes)
-        self._corpora = {prefix: Corpus(prefix, split, order) for prefix in prefixes}
+        self._corpora = SplitCorpora(sources, data.split, lambda prefix, split: Corpus(prefix, split, order))
 
     def datasets(self, request: DataRequest, rules: DocumentRules) -> Datasets:
         counts = request.sample_counts
+        self._corpora.check_training()
         train = self._dataset("train", counts.train)
-        if train is None and counts.train == 0:
-            raise RuntimeError(f"0 samples are requested from the training data of {', '.join(self._corpora)}")
         if train is None:
-            raise ValueError(f"{self._messages[0]} Give training a larger share or more documents.")
+            raise RuntimeError(f"0 samples are requested from the training data of {', '.join(self._corpora.by_prefix)}")
         valid = self._validation_sets(0 if request.validates_on_all else counts.valid, on_all=request.validates_on_all)
         test = self._dataset("test", counts.test)
         self._warn_of_repeated_corpora()
-        sources = tuple(corpus.source for corpus in self._corpora.values())
+        sources = tuple(corpus.source for corpus in self._corpora.by_prefix.values())
         self._messages += [message for source in sources if (message := _missing_ends_warning(source, rules)) is not None]
         return Datasets(train, valid, test, sources, rules, tuple(dict.fromkeys(self._messages)))
 
     def _validation_sets(self, sample_count: int, *, on_all: bool) -> dict[str, SampleSource]:
         """The validation sets by name, without empty ones; with on_all, without those shorter than a sample. sample_count: of each set."""
-        blend = self._blends.get("valid")
+        blend = self._corpora.blends.get("valid")
         if blend is None:
             return {}
         if not self._has_separate_sets and not on_all:
@@ -149,9 +145,9 @@ class CorpusSet:
             return {} if dataset is None else {"": dataset}
         names = self._set_names or _names_of(blend.prefixes)
         found = {
-            name: self._corpora[prefix].dataset("valid", sample_count, self._progress, self._messages)
+            name: self._corpora.by_prefix[prefix].dataset("valid", sample_count, self._progress, self._messages)
             for name, prefix in zip(names, blend.prefixes, strict=True)
-            if self._can_validate(self._corpora[prefix], on_all=on_all)
+            if self._can_validate(self._corpora.by_prefix[prefix], on_all=on_all)
         }
         if self._has_separate_sets or not found:
             return dict(found)
@@ -167,47 +163,26 @@ class CorpusSet:
         return True
 
     def _dataset(self, split_name: str, sample_count: int) -> SampleSource | None:
-        blend = self._blends.get(split_name)
+        blend = self._corpora.blends.get(split_name)
         if blend is None:
             return None
-        if not blend.is_plain:
-            return self._blend(blend, split_name, sample_count)
-        corpus = self._corpora[blend.prefixes[0]]
-        if corpus.token_count(split_name) == 0:
-            self._messages.append(corpus.why_empty(split_name))
+        used, left_out = self._corpora.used(split_name)
+        self._messages += left_out
+        if not used:
             return None
-        return corpus.dataset(split_name, sample_count, self._progress, self._messages)
-
-    def _blend(self, blend: Blend, split_name: str, sample_count: int) -> SampleSource | None:
-        """The blend of the corpora with samples in this split; None if there are none, or if sample_count is 0."""
-        weights = blend.weights or [self._corpora[prefix].samples_per_epoch(split_name) for prefix in blend.prefixes]
-        used = []
-        for prefix, weight in zip(blend.prefixes, weights, strict=True):
-            corpus = self._corpora[prefix]
-            if corpus.token_count(split_name) == 0:
-                self._report_empty(corpus.why_empty(split_name), split_name, is_weighted=blend.weights is not None)
-            elif weight == 0:
-                words = SPLIT_WORDS[split_name]
-                self._messages.append(f"The {words} split of {prefix} is shorter than one sample: the blend leaves it out.")
-            else:
-                used.append((corpus, weight))
-        if not used or sample_count == 0:
+        if blend.is_plain:
+            return used[0][0].dataset(split_name, sample_count, self._progress, self._messages)
+        if sample_count == 0:
             return None
-        corpora = [corpus for corpus, _ in used]
-        shares = [weight for _, weight in used]
+        corpora, shares = [corpus for corpus, _ in used], [weight for _, weight in used]
         if blend.weights is not None:
             plan = plan_by_weights(shares, sample_count, self._surplus, self._normalization)
         else:
             plan = plan_by_epochs([int(share) for share in shares], sample_count)
         return blended_dataset(corpora, plan, split_name, self._progress, self._messages)
 
-    def _report_empty(self, why_empty: str, split_name: str, *, is_weighted: bool) -> None:
-        if split_name == "train" and is_weighted:
-            raise ValueError(f"{why_empty} Give it documents to train on, or leave it out of the blend.")
-        self._messages.append(f"{why_empty} The blend leaves it out.")
-
     def _warn_of_repeated_corpora(self) -> None:
-        for name, blend in self._blends.items():
+        for name, blend in self._corpora.blends.items():
             repeated = {prefix for prefix in blend.prefixes if blend.prefixes.count(prefix) > 1}
             if repeated:
                 names = ", ".join(sorted(repeated))

@@ -71,8 +71,8 @@ class MicroBatches(Iterator[MicroBatch]):
     """The sampler's micro-batches in its order, without end. The tensors are the same for every num_workers (0: read in this process).
 
     part: the tokens that are kept of each sample. Everything is made for whole samples before.
-    check_first: called with the first micro-batch, of whole samples; it raises if that is wrong. wait_seconds: time the caller has spent in
-    `next` so far, without that check. If the workers keep up, it is only the time to receive a micro-batch.
+    check: called with every micro-batch, of whole samples; it raises if one is wrong. wait_seconds: time the caller has spent in `next` so
+    far, without that check. If the workers keep up, it is only the time to receive a micro-batch.
     """
 
     def __init__(
@@ -81,21 +81,20 @@ class MicroBatches(Iterator[MicroBatch]):
         sampler: Iterable[MicroBatchIndices],
         num_workers: int,
         rules: DocumentRules,
-        check_first: Callable[[MicroBatch], None] | None = None,
+        check: Callable[[MicroBatch], None] | None = None,
         part: TokenPart = WHOLE,
     ) -> None:
         self.wait_seconds = 0.0
         self._part = part
-        self._check_first = check_first
+        self._check = check
         self._batches = _in_order(_MicroBatchDataset(dataset, rules), sampler, num_workers)
 
     def __next__(self) -> MicroBatch:
         started = time.perf_counter()
         batch = next(self._batches)
         self.wait_seconds += time.perf_counter() - started
-        if self._check_first is not None:
-            self._check_first(batch)
-            self._check_first = None
+        if self._check is not None:
+            self._check(batch)
         return batch.keeping(self._part)
 
 

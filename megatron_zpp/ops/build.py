@@ -31,7 +31,8 @@ from megatron_zpp.monitor.file_lock import try_lock
 from megatron_zpp.monitor.output_file import kept_file
 from megatron_zpp.ops.trust import WRITABLE_BY_OTHERS, put_in_place, why_not_loadable, why_not_ours
 
-SOURCES = Path(__file__).parents[2] / "csrc"
+INSTALLED_SOURCES = Path(__file__).parents[1] / "csrc"
+SOURCES = INSTALLED_SOURCES if INSTALLED_SOURCES.is_dir() else Path(__file__).parents[2] / "csrc"
 SOURCE_SUFFIXES = (".cpp", ".cu", ".h", ".txt")
 COMPILED_SUFFIXES = (".cpp", ".cu")
 CUDA_FOLDER = "cuda"
@@ -75,7 +76,7 @@ class Build:
         return [OPENMP_FLAG] if torch.backends.openmp.is_available() else []
 
     def files(self) -> list[Path]:
-        """The sources and headers of the build, sorted; empty if csrc/ is not beside the package."""
+        """The sources and headers of the build, sorted; empty if there is no csrc/."""
         return sorted(path for path in self.sources.rglob("*") if path.suffix in SOURCE_SUFFIXES and self._joins(path))
 
     def _joins(self, path: Path) -> bool:
@@ -103,7 +104,7 @@ class Build:
         Raises RuntimeError if the sources are missing or the compiler fails.
         """
         if not self.files():
-            raise RuntimeError(f"{self.sources} has no sources; a checkout of the repository has them (pip install --editable .).")
+            raise RuntimeError(f"{self.sources} has no sources; install megatron_zpp again, or use a whole checkout of its repository.")
         return made_once(self.library(), self.compile, lock_timeout_seconds)
 
     def compile(self, folder: Path) -> Path:

@@ -19,7 +19,9 @@ import torch
 
 from megatron_zpp.ops.build import (
     ARCHITECTURES_VARIABLE,
+    INSTALLED_SOURCES,
     RULE_OF_ARCHITECTURES,
+    SOURCES,
     Build,
     architectures_left_out,
     cuda_architectures,
@@ -28,7 +30,7 @@ from megatron_zpp.ops.build import (
 from megatron_zpp.ops.trust import why_not_loadable
 
 REFERENCE_VARIABLE = "MEGATRON_ZPP_REFERENCE_OPS"
-BUILD_COMMAND = "bash scripts/build_extensions.sh"
+BUILD_COMMAND = "python -m megatron_zpp.ops.extension" if SOURCES == INSTALLED_SOURCES else "bash scripts/build_extensions.sh"
 OPS = (
     "encode_blocks",
     "decode_blocks",

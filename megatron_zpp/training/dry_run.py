@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples, running_schedule
 from megatron_zpp.config.data_sources import Blend, read_sources
+from megatron_zpp.config.deepspeed import context_ranks
 from megatron_zpp.config.defaults import banner
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.options import arguments_block
@@ -74,7 +77,7 @@ def planned_world_size(given: Config, launch: Launch) -> tuple[int, int | None]:
     if nodes is None and world_size is None:
         if launch.world_size > 1:
             return launch.world_size, launch.local_world_size
-        group = given.distributed.tensor_model_parallel_size * given.distributed.context_parallel_size
+        group = given.distributed.tensor_model_parallel_size * context_ranks(given)
         return ranks_per_node or group, ranks_per_node or (group if group > 1 else None)
     if world_size is None:
         if ranks_per_node is None:
@@ -146,19 +149,21 @@ def _all_tokens(plan: RunPlan) -> int:
 
 
 def _data(config: Config) -> str:
+    """The corpora of each split. Raises ValueError if there is nothing to train on."""
     if config.data.mock_data:
         return "generated tokens"
-    sources = read_sources(config.data)
+    from megatron_zpp.data.split_corpora import SplitCorpora, SplitCorpus  # imports numpy
+
+    sources, seq_length = read_sources(config.data), config.model.seq_length
+    corpora = SplitCorpora(sources, config.data.split, lambda prefix, split: SplitCorpus(prefix, split, seq_length))
+    corpora.check_training()
+    tokens = {prefix: corpus.source.token_count for prefix, corpus in corpora.by_prefix.items()}
     blends = {"": sources.common} if sources.common is not None else sources.by_split
-    return "; ".join(f"{split} {_blend(blend)}".strip() for split, blend in blends.items() if blend is not None)
+    return "; ".join(f"{split} {_blend(blend, tokens)}".strip() for split, blend in blends.items() if blend is not None)
 
 
-def _blend(blend: Blend) -> str:
-    from megatron_zpp.data.indexed_dataset import IndexedDataset  # imports numpy
-
-    corpora = [IndexedDataset(prefix) for prefix in blend.prefixes]
-    tokens = sum(corpus.token_count for corpus in corpora)
-    return f"{len(corpora)} corpora of {tokens:.4g} tokens"
+def _blend(blend: Blend, tokens: Mapping[str, int]) -> str:
+    return f"{len(blend.prefixes)} corpora of {sum(tokens[prefix] for prefix in blend.prefixes):.4g} tokens"
 
 
 def _start(plan: RunPlan, stored: StoredRun | None) -> str:

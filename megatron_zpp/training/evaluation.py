@@ -42,17 +42,17 @@ class HeldOutSets:
         group: int,
         groups: int,
         part: TokenPart = WHOLE,
-        check_first: Callable[[MicroBatch], None] | None = None,
+        make_check: Callable[[], Callable[[MicroBatch], None] | None] = lambda: None,
     ) -> None:
         """iteration: the last one that is done. Validation continues after the data that validations up to it have used.
 
         group: the sample group of this rank, of `groups`; the rank keeps `part` of each sample.
-        check_first: called with the first micro-batch of each set.
+        make_check: makes what is called with every micro-batch of one set.
         """
         self._training = config.training
         self._num_workers = config.data.num_workers
         self._rules = datasets.rules
-        self._check_first = check_first
+        self._make_check = make_check
         self._sample_group, self._sample_groups, self._part = group, groups, part
         self.validation = self._validation(datasets, evaluations_before(iteration, config.training))
         self.test: HeldOutSet | None = None
@@ -79,7 +79,7 @@ class HeldOutSets:
         return HeldOutSet(name, self._batches(source, sampler), microbatches)
 
     def _batches(self, source: SampleSource, sampler: Iterable[MicroBatchIndices]) -> MicroBatches:
-        return MicroBatches(source, sampler, self._num_workers, self._rules, self._check_first, self._part)
+        return MicroBatches(source, sampler, self._num_workers, self._rules, self._make_check(), self._part)
 
 
 def evaluations_before(iteration: int, training: TrainingConfig) -> int:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from megatron_zpp.checkpoint.older_flags import flags_of
 from megatron_zpp.config.data_sources import read_sources
+from megatron_zpp.config.groups.data import CHANGED_TOKENIZERS
 from megatron_zpp.config.rules_run import has_weights
-from megatron_zpp.config.schema import CHANGED_TOKENIZERS, Config, DataConfig
+from megatron_zpp.config.schema import Config, DataConfig
 from megatron_zpp.training.stored_run import StoredRun
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megatron_zpp.comm.code import EXACT, Code, LinkCodes, Rotation, Rounding
+from megatron_zpp.config.groups.zero import WORKING_DTYPE_BITS
 from megatron_zpp.config.rules_zero import partition_ranks
-from megatron_zpp.config.schema import WORKING_DTYPE_BITS, Config, PrecisionConfig, ZeroConfig
+from megatron_zpp.config.schema import Config, PrecisionConfig, ZeroConfig
 from megatron_zpp.model.context_traffic import DividedSamples
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.plan.memory_plan import Sharding

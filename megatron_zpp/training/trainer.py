@@ -20,7 +20,7 @@ from megatron_zpp.training.lr_schedule import LearningRateSchedule
 from megatron_zpp.training.metrics import StepReadings, StepTimes
 from megatron_zpp.training.progress import Progress
 from megatron_zpp.training.reporter import Reporter
-from megatron_zpp.training.same_samples import same_samples_check
+from megatron_zpp.training.same_samples import SameSamples
 from megatron_zpp.training.saving import RunSaver
 from megatron_zpp.training.step import StepOutcome, forward_backward, gather_numbers
 from megatron_zpp.training.stop_conditions import StopConditions, StopRequest, reason_for_stopping
@@ -55,9 +55,10 @@ class Trainer:
         part = TokenPart(grid.context_rank_of(engine.rank), grid.context_ranks)
         sampler = MicroBatchSampler(len(datasets.train), progress.consumed_samples, size, group, groups)
         self._batch_sizes = running_schedule(config, groups)
-        check_first = same_samples_check(engine)
-        self._train_batches = MicroBatches(datasets.train, sampler, config.data.num_workers, datasets.rules, check_first, part)
-        self._held_out = HeldOutSets(config, datasets, progress.iteration, group=group, groups=groups, part=part, check_first=check_first)
+        self._same_samples = SameSamples(engine)
+        self._train_batches = MicroBatches(datasets.train, sampler, config.data.num_workers, datasets.rules, self._same_samples.read, part)
+        make_check = self._same_samples.reader_of_another_set
+        self._held_out = HeldOutSets(config, datasets, progress.iteration, group=group, groups=groups, part=part, make_check=make_check)
 
     def run(self) -> None:
         """Trains up to --train-iters or until a stop condition holds, and saves under --save. With --skip-train it only evaluates."""
@@ -119,11 +120,12 @@ class Trainer:
         loss_sum = forward_backward(self._model, engine, self._train_batches, microbatches)
         states = engine.state_bytes()
         self._saver.wait_for_copy()  # a checkpoint may still be copying the weights and moments that the update changes
-        gathered = gather_numbers([loss_sum, stop_conditions.request()], engine)
+        gathered = gather_numbers([loss_sum, stop_conditions.request(), *self._same_samples.numbers], engine)
         with engine.observer.phase("optimizer"):
             update = engine.update(learning_rate, weight_decay, report=gathered.flatten())
-        tensor_ranks = gathered.shape[1]
-        loss_sums, requests = update.report[:: 2 * tensor_ranks], update.report[1::2]
+        _, tensor_ranks, numbers = gathered.shape
+        loss_sums, requests = update.report[:: numbers * tensor_ranks], update.report[1::numbers]
+        self._same_samples.compare(update.report[2::numbers])
         lm_loss = sum(loss_sums) / (microbatches * len(loss_sums))
         outcome = StepOutcome(lm_loss, update.grad_norm, update.is_skipped, states.device, update.num_zeros, states.host)
         return outcome, StopRequest.of_ranks(requests)

@@ -22,6 +22,7 @@ from megatron_zpp.comm.streams import SideStream
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.zero.clipping import Clipping, skips_on_device
 from megatron_zpp.zero.descents import Descents
+from megatron_zpp.zero.ending import end_all
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.grad_norm import count_zeros, squared_norm, weight_norm
 from megatron_zpp.zero.gradient_progress import GradientProgress
@@ -408,15 +409,12 @@ class ZeroEngine:
         """Finishes updates, and waits for climbs that were submitted ahead, so that no message is under way when the process groups end.
 
         It removes the hooks, because the module and autograd would keep the engine alive through them. A forward of the module after it
-        raises RuntimeError. Every rank must call it.
+        raises RuntimeError. Every rank must call it. After an error it does not wait for other ranks, and leaves `on_close` out.
         """
         if self._is_closed:
             return
-        self.finish_updates()
-        self.ladder.lanes.drain()
-        for hook in self._hooks:
-            hook.remove()
-        refuse_forward(self.module, self._uses)
         self._is_closed = True
+        hooks = [hook.remove for hook in self._hooks]
+        end_all(self.finish_updates, self.ladder.lanes.drain, *hooks, partial(refuse_forward, self.module, self._uses))
         if self._on_close is not None:
             self._on_close()

@@ -290,6 +290,8 @@ def _checked_grid(grid: Grid | None, backend: Backend | None, world_size: int) -
         grid = backend.grid if backend is not None else Grid(world_size, *2 * [_ranks_per_node(world_size)])
     if grid.tensor_ranks > 1:
         raise ValueError(f"the grid has {grid.tensor_ranks} tensor ranks, and shard() divides no layer among ranks; give one with 1")
+    if grid.context_ranks > 1:
+        raise ValueError(f"the grid has {grid.context_ranks} context ranks, and shard() divides no sample among ranks; give one with 1")
     if grid.world_size != world_size:
         raise ValueError(f"the grid has {grid.world_size} ranks and the world has {world_size}; give the grid of this world")
     if backend is not None and grid != backend.grid:

@@ -134,6 +134,28 @@ def test_a_checkpoint_that_is_being_read_is_not_deleted(directory: Path) -> None
     assert complete_iterations(directory) == [2] and leftovers(directory) == []
 
 
+@pytest.mark.parametrize("gone", ["manifest", "folder"])
+def test_a_checkpoint_that_somebody_else_deletes_meanwhile_counts_as_deleted(
+    directory: Path, gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = iteration_folder(directory, 1)
+    if gone == "manifest":
+        shutil.rmtree(folder)
+    else:  # between the look for readers and the rename
+        monkeypatch.setattr("megatron_zpp.checkpoint.folders.fcntl.flock", lambda *_: shutil.rmtree(folder))
+    assert delete_checkpoint(folder, "ab12")
+    assert complete_iterations(directory) == [2] and leftovers(directory) == []
+
+
+def test_a_checkpoint_in_a_guarded_directory_is_not_deleted(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(source))
+
+    monkeypatch.setattr("megatron_zpp.checkpoint.folders.rename_durably", refuse)
+    assert not delete_checkpoint(iteration_folder(directory, 1), "ab12")
+    assert complete_iterations(directory) == [1, 2]
+
+
 def test_a_file_system_without_locks_can_be_read_and_deleted_from(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")

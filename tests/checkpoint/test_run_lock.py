@@ -18,6 +18,7 @@ import torch
 from harness.dying import child, die_at
 
 from megatron_zpp.checkpoint import run_lock
+from megatron_zpp.checkpoint.folders import iteration_folder
 from megatron_zpp.checkpoint.manifest import CheckpointError
 from megatron_zpp.checkpoint.owner import own_token
 from megatron_zpp.checkpoint.release import write_release
@@ -66,6 +67,15 @@ def test_weights_are_not_written_into_the_folder_of_a_living_run(tmp_path: Path)
     run.release()
     write_release(tmp_path, [], lambda _: torch.empty(0), {})
     assert names(tmp_path) == ["latest_checkpointed_iteration.txt", "release"]
+
+
+def test_converted_weights_do_not_take_the_place_of_a_runs_checkpoints(tmp_path: Path) -> None:
+    iteration_folder(tmp_path, 7).mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(ValueError, match=r"^--output .* holds iteration 7 of a run, .*; choose a new folder\.$"):
+        write_release(tmp_path, [], lambda _: torch.empty(0), {})
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "7"
+    assert names(tmp_path) == ["iter_0000007", "latest_checkpointed_iteration.txt"]
 
 
 def test_the_lock_of_a_dead_process_is_taken_over_at_once(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import argparse
 import io
 import os
 import pickle
+import re
 import sys
+import tracemalloc
 import zipfile
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -16,14 +18,25 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._utils import _rebuild_tensor_v2
 
-from megatron_zpp.checkpoint.megatron.pickled import Dictionary, Global, Made, PickleError, members_of, read_pickle
+from megatron_zpp.checkpoint.megatron import pickled as pickled_module
+from megatron_zpp.checkpoint.megatron.pickled import (
+    FREE_BYTES,
+    RECORD_BYTES_PER_BYTE,
+    Dictionary,
+    Global,
+    Made,
+    PickleError,
+    members_of,
+    read_pickle,
+)
 from megatron_zpp.checkpoint.megatron.torch_file import TorchFile
 from megatron_zpp.checkpoint.megatron.window import Window
 
+INTERPRETER_BYTES = 100_000  # what reading takes besides records
 WHOLE = torch.arange(35, dtype=torch.float32).reshape(5, 7)
 SAVED = {
     "args": argparse.Namespace(layers=24, rate=0.5, name="run", paths=["a"], none=None, is_on=True),
@@ -181,6 +194,54 @@ def test_bytes_that_are_no_pickle_are_one_kind_of_error(data: bytes) -> None:
 def test_a_hostile_pickle_takes_no_memory_and_no_stack(data: bytes) -> None:
     message = message_of(PickleError, lambda: members_of(read_pickle(io.BytesIO(data)).root))
     assert message is None or len(message) < 500
+
+
+# Opcodes that need nothing on the stack or what the others leave there.
+SHORT_OPCODES = [b"]", b"}", b")", b"(", b"N", b"K\x01", b"\x94", b"2", b"0", b"h\x00", b"a", b"\x85", b"\x87", b"R", b"Q", b"s", b"e",
+                 b"u", b"cm\nf\n", b"X\x00\x00\x00\x00", b"\x8e\x02" + bytes(9)]  # fmt: skip
+
+
+def records_and_peak(data: bytes) -> tuple[str | None, int]:
+    """The error of a pickle, if it has one, and the memory that reading it took."""
+    tracemalloc.start()
+    try:
+        message = message_of(PickleError, partial(read_pickle, io.BytesIO(data)))
+        return message, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@given(st.lists(st.sampled_from(SHORT_OPCODES), min_size=1, max_size=6), st.lists(st.sampled_from(SHORT_OPCODES), max_size=4))
+@settings(max_examples=50)
+def test_no_pickle_takes_more_memory_than_is_due_to_its_bytes(repeated: list[bytes], first: list[bytes]) -> None:
+    pattern = b"".join(repeated)
+    data = b"\x80\x04" + b"".join(first) + pattern * (8000 // len(pattern)) + b"N."
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pickled_module, "FREE_BYTES", 1000)
+        _, peak = records_and_peak(data)
+    assert peak < RECORD_BYTES_PER_BYTE * len(data) + INTERPRETER_BYTES
+
+
+@pytest.mark.parametrize(
+    "pattern", [b"}", b"]", b")R", b"(", b"}\x94"], ids=["dictionaries", "lists", "calls", "marks", "remembered dictionaries"]
+)
+def test_a_pickle_that_asks_for_many_times_its_size_is_refused_while_it_is_read(pattern: bytes) -> None:
+    data = b"\x80\x04cm\nf\n" + pattern * (200_000 // len(pattern)) + b"."
+    message, peak = records_and_peak(data)
+    assert message is not None and re.search(r"its first \d+ bytes ask for \d+ bytes of memory", message)
+    assert peak < FREE_BYTES + RECORD_BYTES_PER_BYTE * len(data) + INTERPRETER_BYTES
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_what_torch_writes_needs_three_quarters_of_the_memory_that_is_due(tmp_path: Path, protocol: int, is_zip: bool) -> None:
+    layers = {f"layers.{layer}.mlp.{kind}": torch.zeros(1) for layer in range(60) for kind in ("weight", "bias")}
+    saved = {**SAVED, "model": layers, "optimizer": {"param_groups": [{"params": list(range(1000))}], "state": {}}}
+    torch.save(saved, tmp_path / "file", pickle_protocol=protocol, _use_new_zipfile_serialization=is_zip)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pickled_module, "FREE_BYTES", 8000)
+        patch.setattr(pickled_module, "RECORD_BYTES_PER_BYTE", RECORD_BYTES_PER_BYTE * 3 // 4)
+        assert len(members_of(members_of(opened(tmp_path / "file").root)["model"])) == 120
 
 
 @pytest.mark.parametrize(

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
 from harness.counting_backend import CountingBackend
-from harness.worlds import TurnLanes, run_world
+from harness.worlds import run_world
 from torch import Tensor
 
-from megatron_zpp.comm.backend import Backend, VirtualBackend, Work
+from megatron_zpp.comm.backend import Backend, VirtualBackend
 from megatron_zpp.comm.context_link import ContextLink
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic
-from megatron_zpp.comm.links import Ladder
 from megatron_zpp.comm.staging import Staging
 from megatron_zpp.comm.waits import Waits
-from megatron_zpp.monitor.observer import StepObserver
-from megatron_zpp.monitor.timers import TIMER_LEVELS
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.topology import Lane, Link
+from megatron_zpp.parallel.topology import Link
 
 CPU = torch.device("cpu")
 # A pair, neighbours beside tensor ranks, whole nodes beside tensor ranks, three.
@@ -101,99 +94,9 @@ def test_ranks_that_pause_before_their_exchanges_and_waits_make_the_same_ones_in
 
 
 @pytest.mark.virtual
-def test_parts_that_are_not_one_for_each_rank_are_refused_and_a_result_is_handed_out_once() -> None:
+def test_parts_that_are_not_one_for_each_rank_are_refused() -> None:
     def program(backend: VirtualBackend) -> None:
-        link = link_of(backend)
         with pytest.raises(RuntimeError, match="the 2 ranks of the context link cannot exchange 3 parts"):
-            link.exchange(torch.zeros(3, 4))
-        pending = link.start_exchange(torch.zeros(2, 4))
-        pending.wait()
-        with pytest.raises(RuntimeError, match="a result of the context link was waited for twice"):
-            pending.wait()
+            link_of(backend).exchange(torch.zeros(3, 4))
 
     run_world(PAIR, program)
-
-
-@dataclass
-class BrokenWork:
-    """A collective that has ended with an error, or never ends."""
-
-    error: Exception | None = None
-
-    def wait(self) -> None:
-        if self.error is not None:
-            raise self.error
-
-    def when_ended(self, call: Callable[[], None]) -> None:
-        if self.error is not None:
-            call()
-
-
-@dataclass
-class BrokenBackend:
-    """Rank 5 of groups of two over four tensor ranks, whose exchanges are all like `work`."""
-
-    work: BrokenWork
-    rank: int = 5
-    grid: Grid = field(default_factory=lambda: Grid(8, 4, 1, 4, 2))
-
-    def exchange(self, lane: Lane, output: Tensor, sent: Tensor) -> Work | None:
-        return self.work
-
-    def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work | None:
-        raise NotImplementedError
-
-    def gather_world(self, own: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-@pytest.mark.parametrize("waits", [Waits(), Waits(watch=lambda: None)], ids=["without a watch", "with a watch"])
-def test_an_error_of_the_link_names_it_and_its_ranks(waits: Waits) -> None:
-    link = link_of(BrokenBackend(BrokenWork(RuntimeError("Connection reset by peer"))), waits=waits)
-    with pytest.raises(RuntimeError, match="^context link of ranks 1, 5: the collective failed, .*Connection reset by peer"):
-        link.exchange(torch.ones(2, 4))
-
-
-def test_a_long_wait_ends_with_what_the_watch_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_zpp.comm.operation.WATCH_SECONDS", 0.01)
-    looks = iter([None, None, RuntimeError("rank 1 failed")])
-
-    def watch() -> None:
-        if (error := next(looks)) is not None:
-            raise error
-
-    with pytest.raises(RuntimeError, match="^rank 1 failed"):
-        link_of(BrokenBackend(BrokenWork()), waits=Waits(watch)).exchange(torch.ones(2, 4))
-    assert not list(looks)
-
-
-@pytest.mark.virtual
-def test_the_observer_is_told_of_every_exchange_and_a_timer_of_its_own_of_the_waits_alone() -> None:
-    def program(backend: VirtualBackend) -> tuple[list[str], list[str]]:
-        phases, ranges = list[str](), list[str]()
-
-        def span_of(names: list[str]) -> Any:
-            @contextmanager
-            def span(name: str) -> Iterator[None]:
-                names.append(name)
-                yield
-
-            return span
-
-        observer = StepObserver((span_of(phases),), (span_of(ranges),))
-        ladder = Ladder(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU, waits=Waits(observer=observer))
-        assert ladder.context_link is not None and ladder.tensor_link is None
-        ladder.context_link.exchange(torch.ones(2, 4))
-        return phases, [name for name in ranges if name != "context-link"]
-
-    for phases, ranges in run_world(PAIR, program):
-        assert phases == ["context-link"] and TIMER_LEVELS["context-link"] == 2
-        assert ranges == [f"context-link exchange {part}" for part in ("send", "wait", "decode")]
-
-
-@pytest.mark.virtual
-def test_a_ladder_has_a_context_link_if_and_only_if_others_share_its_samples() -> None:
-    def program(backend: VirtualBackend) -> bool:
-        return Ladder(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU).context_link is not None
-
-    assert [run_world(Grid.of_nodes(1, 2, 1, ranks), program) for ranks in (1, 2)] == [[False, False], [True, True]]

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import torch
 from harness.counting_backend import CountingBackend
-from harness.worlds import TurnLanes, run_world
+from harness.worlds import run_world
 from torch import Tensor
 
-from megatron_zpp.comm.backend import Backend, VirtualBackend, Work
+from megatron_zpp.comm.backend import Backend, VirtualBackend
 from megatron_zpp.comm.ledger import Category, Ledger, Traffic
-from megatron_zpp.comm.links import Ladder
 from megatron_zpp.comm.staging import Staging
 from megatron_zpp.comm.tensor_bytes import gathered_bytes, padded_part_numel, sum_scattered_bytes, summed_bytes
 from megatron_zpp.comm.tensor_link import TensorLink, add_in_order
 from megatron_zpp.comm.waits import Waits
-from megatron_zpp.monitor.observer import StepObserver
-from megatron_zpp.monitor.timers import TIMER_LEVELS
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.topology import Lane
 
 CPU = torch.device("cpu")
-WAIT_TIMER = "tensor-link"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 GRIDS = [Grid(4, 4, 2, 2), Grid(6, 3, 1, 3), Grid(4, 4, 1, 4)]
 
@@ -191,111 +184,9 @@ def test_ranks_that_pause_before_their_collectives_and_waits_make_the_same_ones_
 
 
 @pytest.mark.virtual
-def test_a_result_is_handed_out_once() -> None:
-    def program(link: TensorLink) -> None:
-        pending = link.start_gather(values_of(link.rank, 4))
-        pending.wait()
-        with pytest.raises(RuntimeError, match="waited for twice"):
-            pending.wait()
-
-    on_links(Grid(2, 2, 1, 2), program)
-
-
-@pytest.mark.virtual
 def test_rows_that_the_ranks_cannot_share_are_refused() -> None:
     def program(link: TensorLink) -> None:
         with pytest.raises(RuntimeError, match="the 2 ranks of the tensor link cannot share 5 rows"):
             link.sum_scattered(values_of(link.rank, 5, 2))
 
     on_links(Grid(2, 2, 1, 2), program)
-
-
-class StuckWork:
-    """A collective that never ends, or that has ended with an error."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self._error = error
-
-    def wait(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def when_ended(self, call: Callable[[], None]) -> None:
-        if self._error is not None:
-            call()
-
-
-@dataclass
-class StuckBackend:
-    """Rank 3 of two groups of two, whose collectives are all like `work`."""
-
-    work: StuckWork
-    rank: int = 3
-    grid: Grid = field(default_factory=lambda: Grid(4, 4, 2, 2))
-
-    def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work | None:
-        return self.work
-
-    exchange = all_gather
-
-    def gather_world(self, own: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-def test_a_long_wait_ends_with_what_the_watch_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_zpp.comm.operation.WATCH_SECONDS", 0.01)
-    looks = iter([None, None, RuntimeError("rank 2 failed")])
-
-    def watch() -> None:
-        if (error := next(looks)) is not None:
-            raise error
-
-    with pytest.raises(RuntimeError, match="^rank 2 failed"):
-        link_of(StuckBackend(StuckWork()), waits=Waits(watch)).summed(torch.ones(4))
-    assert not list(looks)
-
-
-@pytest.mark.parametrize("waits", [Waits(), Waits(watch=lambda: None)], ids=["without a watch", "with a watch"])
-def test_an_error_of_the_link_names_it_and_its_ranks(waits: Waits) -> None:
-    link = link_of(StuckBackend(StuckWork(RuntimeError("Connection reset by peer"))), waits=waits)
-    for operation in (link.gather, link.summed, link.sum_scattered):
-        with pytest.raises(RuntimeError, match="^tensor link of ranks 2, 3: the collective failed, .*Connection reset by peer"):
-            operation(torch.ones(4))
-
-
-# ---- what is told
-
-
-@pytest.mark.virtual
-def test_the_observer_is_told_of_every_collective_and_the_timer_of_the_waits_alone() -> None:
-    def program(backend: VirtualBackend) -> tuple[list[str], list[str]]:
-        phases, ranges = list[str](), list[str]()
-
-        def span_of(names: list[str]) -> Any:
-            @contextmanager
-            def span(name: str) -> Iterator[None]:
-                names.append(name)
-                yield
-
-            return span
-
-        observer = StepObserver((span_of(phases),), (span_of(ranges),))
-        ladder = Ladder(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU, waits=Waits(observer=observer))
-        assert ladder.tensor_link is not None
-        ladder.tensor_link.summed(torch.ones(4))
-        ladder.tensor_link.start_gather(torch.ones(4)).wait()
-        return phases, [name for name in ranges if name != WAIT_TIMER]
-
-    for phases, ranges in run_world(Grid(2, 2, 1, 2), program):
-        assert phases == [WAIT_TIMER] * 3 and TIMER_LEVELS[WAIT_TIMER] == 2
-        parts = [f"tensor-link {kind} {part}" for kind in ("sum", "gather", "gather") for part in ("send", "wait", "decode")]
-        assert ranges == parts
-
-
-@pytest.mark.virtual
-def test_a_ladder_has_a_tensor_link_if_and_only_if_others_stand_beside_it() -> None:
-    def program(backend: VirtualBackend) -> TensorLink | None:
-        return Ladder(backend, TurnLanes(), Ledger(backend.grid, backend.rank), CPU).tensor_link
-
-    assert run_world((1, 2), program) == [None, None]
-    assert None not in run_world(Grid(2, 2, 1, 2), program)

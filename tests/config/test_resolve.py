@@ -170,6 +170,23 @@ def test_broken_rule_names_flag_value_and_remedy(flags, parts):
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "flags, parts",
+    [
+        ("--micro-batch-size 2 --global-batch-size 12", ["--global-batch-size 12", "--micro-batch-size 2", "choose 8 or 16"]),
+        ("--zero-stage 3 --zero-hpz-partition-size 3", ["--zero-hpz-partition-size 3", "2 ranks of a node", "choose 1 or 2"]),
+        ("--zero-quantized-gradients", ["--zero-quantized-gradients", "--zero-stage 0", "choose --zero-stage 1, 2 or 3"]),
+        ("--quantization-block-size 48", ["--quantization-block-size 48", "a multiple of 32"]),
+        ("--zero-stage 3 --zero-quantized-weights --zero-quantized-weights-bits 6", ["--zero-quantized-weights-bits 6", "choose 4 or 8"]),
+        ("--tensor-model-parallel-size 3", ["--tensor-model-parallel-size 3", "2 ranks of a node", "choose 1 or 2"]),
+    ],
+)
+def test_what_two_nodes_of_two_ranks_cannot_do_is_refused_with_flag_value_and_remedy(flags, parts):
+    with pytest.raises(FlagError) as error:
+        resolved(flags, 4, 2)
+    assert all(part in str(error.value) for part in parts), str(error.value)
+
+
 def test_heads_that_do_not_divide_the_hidden_size_are_told_which_do():
     with pytest.raises(FlagError, match="--num-attention-heads 5 does not divide --hidden-size 64; choose 1, 2, 4 or 8."):
         resolved("--num-attention-heads 5")

@@ -21,17 +21,17 @@ def run_of(flags: str, world_size: int = 8, ranks_per_node: int = 8) -> Config:
     [
         (
             "--context-parallel-size 8",
-            "--num-attention-heads 12 is not a multiple of --context-parallel-size 8; choose --context-parallel-size 3, 4, 6 or 12.",
+            "--num-attention-heads 12 is not a multiple of --context-parallel-size 8; choose --context-parallel-size 1, 2 or 4.",
         ),
         (
             "--context-parallel-size 4 --tensor-model-parallel-size 2",
             "--num-attention-heads 12 is not a multiple of 8 (--tensor-model-parallel-size 2 x --context-parallel-size 4); choose "
-            "--context-parallel-size 1, 2, 3 or 6.",
+            "--context-parallel-size 1 or 2.",
         ),
         (
             "--context-parallel-size 4 --num-query-groups 6",
             "--num-query-groups 6 and --context-parallel-size 4: one must divide the other, so that key heads are dealt to ranks or ranks "
-            "to key heads; choose --context-parallel-size 1, 2, 3 or 6.",
+            "to key heads; choose --context-parallel-size 1 or 2.",
         ),
         (
             "--context-parallel-size 4 --seq-length 1002",

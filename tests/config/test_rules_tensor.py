@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
@@ -44,7 +48,7 @@ def model_of(flags: str) -> ModelConfig:
             50304,
             5,
             "the vocabulary of 50304 rows (padded to a multiple of --make-vocab-size-divisible-by 128) is not a multiple of "
-            "--tensor-model-parallel-size 5; give --make-vocab-size-divisible-by 640 or --padded-vocab-size.",
+            "--tensor-model-parallel-size 5; give --make-vocab-size-divisible-by 640 or --padded-vocab-size 50560.",
         ),
         (
             "--padded-vocab-size 50257 --make-vocab-size-divisible-by 1",
@@ -213,3 +217,63 @@ def test_ranks_that_share_samples_need_fewer_processes_that_read_them() -> None:
     (notice,) = resolved(f"{SHARED} 4 --num-workers 8").notices
     assert "all 4 ranks that share layers read the same samples, with --num-workers 8 processes each, 32 on a node; fewer may do" in notice
     assert resolved("--num-workers 8").notices == ()
+
+
+REMEDY = re.compile(r"[;,] (?:or )?(?:choose|give) (?:(--[a-z-]+) )?([0-9, or]*[0-9])")
+
+
+@given(
+    heads=st.sampled_from([4, 6, 12, 15, 16]),
+    groups=st.sampled_from([1, 2, 3, 4]),
+    feed_forward=st.sampled_from([60, 64, 90, 96]),
+    length=st.integers(20, 40),
+    positions=st.none() | st.integers(40, 48),
+    tensor_ranks=st.sampled_from([2, 3, 4, 6]),
+    context_ranks=st.sampled_from([1, 2, 3, 4]),
+    per_node=st.sampled_from([4, 6, 12]),
+    padding=st.sampled_from(["", "--make-vocab-size-divisible-by 12", "--padded-vocab-size 132", "--padded-vocab-size 130"]),
+    others=st.sampled_from(["", "--sequence-parallel", "--compile"]),
+)
+def test_whatever_a_remedy_proposes_breaks_no_other_rule_about_the_same_flag(
+    heads: int,
+    groups: int,
+    feed_forward: int,
+    length: int,
+    positions: int | None,
+    tensor_ranks: int,
+    context_ranks: int,
+    per_node: int,
+    padding: str,
+    others: str,
+) -> None:
+    flags = {
+        "--num-attention-heads": heads,
+        "--kv-channels": 4,
+        "--num-query-groups": groups if heads % groups == 0 else 1,
+        "--ffn-hidden-size": feed_forward,
+        "--seq-length": length,
+        SHARED: tensor_ranks,
+        "--context-parallel-size": context_ranks,
+        **({} if positions is None else {"--max-position-embeddings": positions}),
+    }
+
+    def error_with(changed: dict[str, object]) -> str:
+        words = [f"{flag} {value}" for flag, value in {**flags, **changed}.items()]
+        try:
+            config = resolved(f"{' '.join(words)} {padding} {others}", (2 * per_node, per_node))
+            rows = config.model.padded_vocab_size or 10 * config.model.make_vocab_size_divisible_by
+            check_tensor_ranks(config.model, rows, config.distributed.tensor_model_parallel_size)
+        except FlagError as error:
+            return str(error)
+        return ""
+
+    error = error_with({})
+    found = REMEDY.search(error)
+    if found is None or not error.startswith(("--num-attention", "--num-query", "--ffn", "--seq", "the vocabulary", "--max-position")):
+        return
+    flag = found[1] or error.split()[0]
+    other = {"--context-parallel-size": 1} if "and another --context-parallel-size" in error else {}
+    for value in re.findall(r"[0-9]+", found[2]):
+        again = error_with({**other, flag: value})
+        # before its remedy, an error names the flag that it is about, with its value
+        assert f"{flag} {value}" not in again.split(";")[0], (error, again)

@@ -1,5 +1,4 @@
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +13,6 @@ from megatron_zpp.data.blend import normalized, plan_by_epochs, plan_by_weights
 from megatron_zpp.data.blended_dataset import BlendedDataset, build_blend_indices
 from megatron_zpp.data.datasets import DataRequest, Datasets, SampleCounts, build_datasets
 from megatron_zpp.data.gpt_dataset import GPTDataset
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 def build(data: DataConfig, counts: tuple[int, int, int] = (6, 3, 1), seq_length: int = 8) -> Datasets:

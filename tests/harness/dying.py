@@ -44,5 +44,4 @@ def die_at(moment: int) -> None:
         return count_and_call
 
     for module, name in DISK_CALLS:
-        call = (lambda *_: None) if name == "fsync" else getattr(module, name)  # the system keeps all that a killed process has written
-        setattr(module, name, counted(call))
+        setattr(module, name, counted(getattr(module, name)))

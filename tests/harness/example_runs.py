@@ -16,9 +16,14 @@ from megatron_zpp.zero.shard import shard
 
 def output_of_example(name: str) -> str:
     """What examples/NAME prints on this rank."""
+    return output_of_program(str(ROOT / "examples" / name))
+
+
+def output_of_program(path: str) -> str:
+    """What a program in Python prints on this rank."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        runpy.run_path(path, run_name="__main__")
     return printed.getvalue()
 
 

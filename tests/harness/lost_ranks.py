@@ -24,7 +24,7 @@ LONGEST_SECONDS = 400.0  # with the time to start
 class Loss:
     """Which rank of how many is lost, where in the run, and by which signal.
 
-    tensor_ranks, context_ranks: how many share layers, and samples.
+    tensor_ranks, context_ranks: how many share layers, and samples. nodes: among which the ranks are divided equally.
     """
 
     where: str
@@ -33,6 +33,7 @@ class Loss:
     world_size: int = 3
     tensor_ranks: int = 1
     context_ranks: int = 1
+    nodes: int = 1
 
     def __str__(self) -> str:
         return f"{self.where}, rank {self.rank} of {self.world_size}, {self.how.name}"
@@ -48,19 +49,19 @@ class End:
     seconds: float
 
 
-def environments(world_size: int, port: int, **more: str) -> list[dict[str, str]]:
+def environments(world_size: int, port: int, nodes: int = 1, **more: str) -> list[dict[str, str]]:
     """Of ranks that nobody but their variables tells of each other, so that rank 0 holds the store."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "SLURM", "OMPI", "PMI"))}
     common = {
         **inherited,
         "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size // nodes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         **more,
     }
-    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank % (world_size // nodes))} for rank in range(world_size)]
 
 
 def ends_after(losses: list[Loss], folder: Path) -> dict[Loss, list[End]]:
@@ -81,7 +82,8 @@ class _Run:
         where = {"WHERE": loss.where, "HOW": loss.how.name, "LOST": str(loss.rank)}
         self._loss = loss
         self._started = time.monotonic()
-        self._ranks = [Forked(PROGRAM, *words, environment=environment) for environment in environments(loss.world_size, port, **where)]
+        of_ranks = environments(loss.world_size, port, loss.nodes, **where)
+        self._ranks = [Forked(PROGRAM, *words, environment=environment) for environment in of_ranks]
 
     def ends(self) -> list[End]:
         others = [rank for rank in range(self._loss.world_size) if rank != self._loss.rank]

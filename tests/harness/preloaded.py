@@ -15,8 +15,10 @@ import torch._dynamo  # takes longest; every optimizer of torch imports it
 
 import megatron_zpp
 import pretrain_zeropp_gpt  # noqa: F401
+from harness.quick_disk import forget_fsync
 
 for module in pkgutil.walk_packages(megatron_zpp.__path__, "megatron_zpp."):
     import_module(module.name)
 torch.set_num_threads(1)
+forget_fsync()
 gc.freeze()  # what is there are modules: no process that is forked has to look at them again, nor to copy their pages

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -28,6 +31,21 @@ def entry(flags: list[str]) -> int:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def entry_in(folder: str, flags: list[str], log: str = "") -> tuple[int, str]:
+    """The exit code of the entry on this rank and the text that it printed, with `folder` as working directory.
+
+    log: file of --log-jsonl, if the flags have none.
+    """
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
+            code = entry([*flags, "--log-jsonl", log] if log else flags)
+    finally:
+        os.chdir(before)
+    return code, output.getvalue()
 
 
 def pretrain(ranks: RankPool, nodes: int, ranks_per_node: int, flags: str, jsonl: Path) -> list[dict[str, Any]]:

@@ -35,26 +35,19 @@ def message_of(ranks: RankPool, nodes: int, ranks_per_node: int, *flags_by_rank:
     return texts[0]
 
 
+# A mistake that parsing finds, one that the number of ranks makes, one of the vocabulary, one of this machine. Other flags: tests/config.
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         ("--zero-stag 3", ["--zero-stag", "did you mean --zero-stage?"]),
         ("--ranks-per-node 3", ["--ranks-per-node 3", "4", "1, 2"]),
-        ("--micro-batch-size 2 --global-batch-size 12", ["--global-batch-size 12", "--micro-batch-size 2", "choose 8 or 16"]),
-        ("--num-attention-heads 5", ["--num-attention-heads 5", "--hidden-size 32"]),
-        ("--zero-stage 3 --zero-hpz-partition-size 3", ["--zero-hpz-partition-size 3", "2 ranks of a node", "choose 1 or 2"]),
-        ("--zero-quantized-gradients", ["--zero-quantized-gradients", "--zero-stage 0", "choose --zero-stage 1, 2 or 3"]),
-        ("--quantization-block-size 48", ["--quantization-block-size 48", "a multiple of 32"]),
-        ("--zero-stage 3 --zero-quantized-weights --zero-quantized-weights-bits 6", ["--zero-quantized-weights-bits 6", "choose 4 or 8"]),
-        ("--pipeline-model-parallel-size 2", ["--pipeline-model-parallel-size 2", "choose 1"]),
-        ("--tensor-model-parallel-size 3", ["--tensor-model-parallel-size 3", "2 ranks of a node", "choose 1 or 2"]),
         (
             "--tensor-model-parallel-size 2 --vocab-size 101 --make-vocab-size-divisible-by 1",
             ["the vocabulary of 101 rows", "--tensor-model-parallel-size 2", "give --make-vocab-size-divisible-by 2"],
         ),
         ("--distributed-backend nccl", ["--distributed-backend nccl", "GPU"]),
     ],
-    ids=["unknown", "nodes", "batch", "heads", "partition", "stage 0", "block", "bits", "pipeline", "shared", "vocabulary", "backend"],
+    ids=["unknown", "nodes", "vocabulary", "backend"],
 )
 def test_a_flag_that_cannot_be_is_refused_once_for_all_ranks(ranks: RankPool, flags: str, words: list[str]) -> None:
     if "nccl" in flags:

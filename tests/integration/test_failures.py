@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,26 +50,18 @@ def fail(*flags: str) -> list[tuple[int, str]]:
     return [(done.returncode, done.stderr) for done in (rank.finished(timeout_seconds=240) for rank in ranks)]
 
 
-@pytest.mark.parametrize("times, world_size", [(1, 2), pytest.param(20, 4, marks=pytest.mark.long)])
-def test_processes_of_a_finished_run_end_with_exit_code_0(times: int, world_size: int) -> None:
-    for _ in range(times):
-        processes = start_ranks(world_size, "--train-iters", "2", "--zero-stage", "3", "--eval-iters", "1")
+# Once, from the start of Python to its end: the run on two hosts in tests/tools/test_host_launcher.py, whose torchruns ask for exit code 0.
+@pytest.mark.long
+def test_processes_of_20_finished_runs_end_with_exit_code_0() -> None:
+    for _ in range(20):
+        processes = start_ranks(4, "--train-iters", "2", "--zero-stage", "3", "--eval-iters", "1")
         errors = [process.communicate(timeout=120)[1] for process in processes]
-        assert [process.returncode for process in processes] == [0] * world_size, errors
+        assert [process.returncode for process in processes] == [0] * 4, errors
 
 
-def test_a_rank_that_fails_in_mid_job_ends_all_ranks_with_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAILURE", "raise")
+def test_a_rank_that_fails_in_mid_job_ends_all_ranks_with_its_message() -> None:
     found = fail("--train-iters", "50", "--zero-stage", "3")
     assert [code for code, _ in found] == [1, 1, 1, 1], found
     errors = [error for _, error in found]
     assert "ended, because rank 1: RuntimeError: the disk of rank 1 is on fire" in errors[1]
     assert all("ended, because rank 1: RuntimeError: the disk of rank 1 is on fire" in error for error in errors)
-
-
-def test_a_rank_that_dies_ends_the_others_with_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAILURE", "kill")
-    found = fail("--train-iters", "50", "--zero-stage", "3")
-    assert [code for code, _ in found] == [1, -signal.SIGKILL, 1, 1], found
-    errors = [error for _, error in found]
-    assert all("ended, because rank 1 shows no sign of life (noticed by rank" in errors[rank] for rank in (0, 2, 3)), errors

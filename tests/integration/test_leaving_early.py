@@ -39,11 +39,16 @@ def entry_with_signal(number: int, iteration: int, flags: list[str]) -> int:
         ZeroEngine.finish_gradients = finish  # type: ignore[method-assign]
 
 
+@pytest.fixture(scope="module")
+def whole(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What a run logs that is not asked to end."""
+    return pretrain(ranks, 2, 2, FLAGS, tmp_path_factory.mktemp("whole") / "log.jsonl")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_signal_to_one_rank_saves_and_ends_the_run_on_all_and_the_same_command_goes_on(
-    ranks: RankPool, tmp_path: Path, number: signal.Signals
+    ranks: RankPool, tmp_path: Path, whole: list[dict[str, Any]], number: signal.Signals
 ) -> None:
-    whole = pretrain(ranks, 2, 2, FLAGS, tmp_path / "whole.jsonl")
     command = f"{FLAGS} --exit-signal-handler --save {tmp_path / 'saved'} --load {tmp_path / 'saved'}"
     flags = [*TINY, *command.split(), "--log-jsonl", str(tmp_path / "parts.jsonl")]
     assert ranks.run(2, 2, entry_with_signal, number, 3, flags) == [0, 0, 0, 0]
@@ -115,17 +120,13 @@ def entry_with_bad_gradients(first: int, flags: list[str]) -> int:
         ZeroEngine.backward = backward  # type: ignore[method-assign]
 
 
-def test_bad_iterations_in_a_row_end_the_run_with_an_error_and_a_checkpoint_from_before_them(tmp_path: Path) -> None:
+def test_bad_iterations_in_a_row_end_the_run_with_an_error_and_a_checkpoint_from_before_them(ranks: RankPool, tmp_path: Path) -> None:
     command = f"{FLAGS} {FP16} --max-consecutive-bad-iterations 3 --save {tmp_path / 'saved'} --save-interval 6"
-    ranks = RankPool()
     with pytest.raises(RankFailure, match="exit code 1"):
-        ranks.run(1, 2, entry_with_bad_gradients, 5, [*TINY, *command.split()])
-    ranks.close()
+        RankPool().run(1, 2, entry_with_bad_gradients, 5, [*TINY, *command.split()])
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "4"
-    whole = RankPool()
-    expected = pretrain(whole, 1, 2, f"{FLAGS} {FP16}", tmp_path / "whole.jsonl")
-    found = pretrain(whole, 1, 2, f"{FLAGS} {FP16} --load {tmp_path / 'saved'}", tmp_path / "rest.jsonl")
-    whole.close()
+    expected = pretrain(ranks, 1, 2, f"{FLAGS} {FP16}", tmp_path / "whole.jsonl")
+    found = pretrain(ranks, 1, 2, f"{FLAGS} {FP16} --load {tmp_path / 'saved'}", tmp_path / "rest.jsonl")
     assert losses(found) == losses(expected)[4:]
     assert found[0]["loss_scale"] == 1024
 

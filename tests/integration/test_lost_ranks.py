@@ -37,7 +37,7 @@ def check(loss: Loss, ends: list[End]) -> None:
 
 def test_ranks_that_are_killed_in_a_step_in_a_sum_or_exchange_or_while_all_leave_are_named_and_rank_0_as_any_other(tmp_path: Path) -> None:
     losses = [
-        Loss("first step", signal.SIGKILL, 0, 2),
+        Loss("first step", signal.SIGKILL, 0, 4, nodes=2),
         Loss("leaving", signal.SIGKILL, 1, 2),
         Loss("after the roll call", signal.SIGKILL, 0),
         Loss("tensor sum", signal.SIGKILL, 1, 2, tensor_ranks=2),

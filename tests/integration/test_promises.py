@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import pytest
 from harness.closed_forms import Features, World, inter_node_bytes, padded_numel
 from harness.rank_pool import RankPool
 from harness.tiny_runs import pretrain
+
+Records = list[dict[str, Any]]
+RunOf = Callable[[World, str], Records]
+# Bytes of model states in 16 bits per parameter, by stage: of all parameters on every rank, and of the slice of each.
+STATE_BYTES = {0: (18, 0), 1: (6, 12), 2: (2, 16), 3: (0, 16)}
+
+
+@pytest.fixture(scope="module")
+def run_of(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> RunOf:
+    """What a run of two steps with these flags logs. Tests that look at the same run share it."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    @cache
+    def run(world: World, flags: str) -> Records:
+        return pretrain(ranks, world.nodes, world.ranks_per_node, f"--train-iters 2 {flags}", folder / f"{world} {flags}.jsonl")
+
+    return run
 
 
 # What is logged is the ledger's. That the ledger is the closed form in every world, row and variant: tests/zero/plan/test_traffic.py and
@@ -16,24 +35,28 @@ from harness.tiny_runs import pretrain
 @pytest.mark.parametrize(
     ("world", "stage", "microbatches", "is_tied", "element_bytes"),
     [
-        (World(2, 2), 0, 1, True, 4),
-        (World(2, 2), 1, 4, False, 4),
+        (World(2, 2), 0, 1, True, 2),
+        (World(2, 2), 1, 4, False, 2),
         (World(2, 2), 2, 4, True, 2),
         (World(2, 2), 3, 1, False, 2),
-        (World(3, 2), 3, 4, True, 2),
-        (World(2, 1), 0, 4, False, 2),
+        (World(3, 2), 3, 4, True, 4),
+        (World(2, 1), 0, 4, False, 4),
+        (World(1, 1), 3, 1, True, 2),
     ],
     ids=str,
 )
-def test_bytes_between_nodes_equal_the_closed_form(
-    ranks: RankPool, tmp_path: Path, world: World, stage: int, microbatches: int, is_tied: bool, element_bytes: int
+def test_bytes_between_nodes_equal_the_closed_form_and_model_states_take_those_of_the_policy_table(
+    run_of: RunOf, world: World, stage: int, microbatches: int, is_tied: bool, element_bytes: int
 ) -> None:
-    flags = f"--train-iters 2 --global-batch-size {world.size * microbatches} --zero-stage {stage}"
+    flags = f"--global-batch-size {world.size * microbatches} --zero-stage {stage}"
     flags += "" if is_tied else " --untie-embeddings-and-output-weights"
     flags += " --bf16" if element_bytes == 2 else ""
-    records = pretrain(ranks, world.nodes, world.ranks_per_node, flags, tmp_path / "run.jsonl")
+    records = run_of(world, flags)
     expected = inter_node_bytes(world, stage, microbatches=microbatches, element_bytes=element_bytes, is_tied=is_tied)
     assert [record["inter_node_bytes"] for record in records] == [expected] * 2
+    if element_bytes == 2:
+        numel, (bytes_full, bytes_sharded) = padded_numel(world.size, is_tied=is_tied), STATE_BYTES[stage]
+        assert [record["model_state_bytes"] for record in records] == [numel * bytes_full + numel // world.size * bytes_sharded] * 2
 
 
 SWITCHES = {
@@ -41,9 +64,12 @@ SWITCHES = {
     "hpZ": ("--zero-hpz-partition-size {ranks_per_node}", {"keeps_secondary": True}),
     "qgZ": ("--zero-quantized-gradients", {"gradient_bits": 4}),
 }
-
-
 COMBINATIONS = [names for count in range(4) for names in itertools.combinations(SWITCHES, count)]
+
+
+def flags_of(world: World, names: tuple[str, ...], microbatches: int = 1) -> str:
+    switches = " ".join(SWITCHES[name][0].format(ranks_per_node=world.ranks_per_node) for name in names)
+    return f"--zero-stage 3 --bf16 --global-batch-size {world.size * microbatches} {switches}"
 
 
 # Each with one micro-batch or with four, all three with both.
@@ -53,40 +79,15 @@ COMBINATIONS = [names for count in range(4) for names in itertools.combinations(
     ids=str,
 )
 def test_bytes_between_nodes_equal_the_closed_form_for_all_eight_combinations(
-    ranks: RankPool, tmp_path: Path, world: World, names: tuple[str, ...], microbatches: int
+    run_of: RunOf, world: World, names: tuple[str, ...], microbatches: int
 ) -> None:
-    flags = " ".join(SWITCHES[name][0].format(ranks_per_node=world.ranks_per_node) for name in names)
     features = Features(**{key: value for name in names for key, value in SWITCHES[name][1].items()})
-    run = f"--zero-stage 3 --bf16 --train-iters 2 --global-batch-size {world.size * microbatches} {flags}"
-    records = pretrain(ranks, world.nodes, world.ranks_per_node, run, tmp_path / "run.jsonl")
     expected = inter_node_bytes(world, 3, microbatches=microbatches, element_bytes=2, features=features)
-    assert [record["inter_node_bytes"] for record in records] == [expected] * 2
+    assert [record["inter_node_bytes"] for record in run_of(world, flags_of(world, names, microbatches))] == [expected] * 2
 
 
-@pytest.mark.parametrize(
-    ("nodes", "ranks_per_node", "stage", "bytes_full", "bytes_sharded"),
-    [(2, 2, 0, 18, 0), (2, 2, 1, 6, 12), (2, 2, 2, 2, 16), (2, 2, 3, 0, 16), (1, 1, 3, 0, 16)],
-)
-def test_model_states_take_the_bytes_of_the_policy_table(
-    ranks: RankPool, tmp_path: Path, nodes: int, ranks_per_node: int, stage: int, bytes_full: int, bytes_sharded: int
-) -> None:
-    world_size = nodes * ranks_per_node
-    records = pretrain(ranks, nodes, ranks_per_node, f"--train-iters 2 --bf16 --zero-stage {stage}", tmp_path / "run.jsonl")
-    numel = padded_numel(world_size, is_tied=True)
-    assert [record["model_state_bytes"] for record in records] == [numel * bytes_full + numel // world_size * bytes_sharded] * 2
-
-
-def test_a_secondary_copy_takes_two_bytes_per_parameter_of_the_partition_and_about_one_when_quantized(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    numel = padded_numel(4, is_tied=True)
-    found = {}
-    for name, flags in {
-        "plain": "",
-        "hpZ": "--zero-hpz-partition-size 2",
-        "both": "--zero-hpz-partition-size 2 --zero-quantized-weights",
-    }.items():
-        records = pretrain(ranks, 2, 2, f"--train-iters 1 --bf16 --zero-stage 3 {flags}", tmp_path / f"{name}.jsonl")
-        found[name] = records[0]["model_state_bytes"]
-    assert found["hpZ"] - found["plain"] == 2 * numel / 2
-    assert 1.0 * numel / 2 < found["both"] - found["plain"] < 1.25 * numel / 2  # scales of blocks of 32 are an eighth, some runs are exact
+def test_a_secondary_copy_takes_two_bytes_per_parameter_of_the_partition_and_about_one_when_quantized(run_of: RunOf) -> None:
+    world, numel = World(2, 2), padded_numel(4, is_tied=True)
+    plain, kept, both = (run_of(world, flags_of(world, names))[0]["model_state_bytes"] for names in ((), ("hpZ",), ("qwZ", "hpZ")))
+    assert kept - plain == 2 * numel / 2
+    assert 1.0 * numel / 2 < both - plain < 1.25 * numel / 2  # scales of blocks of 32 are an eighth, some runs are exact

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import torch.distributed.run
+from harness.forked import Forked
 from harness.places import HARNESS
 from harness.rank_pool import RankPool
 from harness.tiny_runs import TINY, losses, pretrain
 
+TORCHRUN = Path(torch.distributed.run.__file__)
 PROGRAM = HARNESS / "rank_that_dies_once.py"
 FLAGS = "--zero-stage 3 --train-iters 8 --global-batch-size 8"
 
@@ -19,15 +20,8 @@ FLAGS = "--zero-stage 3 --train-iters 8 --global-batch-size 8"
 def test_after_a_rank_was_killed_torchrun_s_restart_ends_with_the_losses_of_the_unbroken_run(ranks: RankPool, tmp_path: Path) -> None:
     whole = losses(pretrain(ranks, 1, 2, FLAGS, tmp_path / "whole.jsonl"))
     saving = f"--save {tmp_path / 'saved'} --load {tmp_path / 'saved'} --save-interval 2 --log-jsonl {tmp_path / 'broken.jsonl'}"
-    launcher = "-m torch.distributed.run --standalone --nproc_per_node 2 --max-restarts 1".split()
-    done = subprocess.run(
-        [sys.executable, *launcher, str(PROGRAM), *TINY, *FLAGS.split(), *saving.split()],
-        env={**os.environ, "ONCE": str(tmp_path / "killed"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    words = [*"--standalone --nproc_per_node 2 --max-restarts 1".split(), PROGRAM, *TINY, *FLAGS.split(), *saving.split()]
+    done = Forked(TORCHRUN, *words, environment={**os.environ, "ONCE": str(tmp_path / "killed"), "OMP_NUM_THREADS": "1"}).finished(240)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "killed").exists()
     records = [json.loads(line) for line in (tmp_path / "broken.jsonl").read_text().splitlines()]

@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 
+import pytest
 from harness.emulation import emulated_kernels
 from harness.places import HARNESS, IMPORT_FROM
+
+pytestmark = pytest.mark.compiles
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -172,7 +172,7 @@ def test_a_failed_build_leaves_nothing_that_looks_like_one(tmp_path: Path) -> No
 
 
 def test_missing_sources_are_said(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="has no sources; a checkout of the repository has them"):
+    with pytest.raises(RuntimeError, match="has no sources; install megatron_zpp again"):
         Build(tmp_path / "csrc").make()
 
 

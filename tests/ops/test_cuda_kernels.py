@@ -14,6 +14,7 @@ from harness.kernel_programs import compared
 
 from megatron_zpp.ops.build import SOURCES, Build
 
+pytestmark = pytest.mark.compiles
 RESULTS_PER_SIZE = 960 + 174  # without options and with them
 MEANS = 3 * 8 * 4 * 3  # dtypes x lengths x numbers of members x kinds of results
 

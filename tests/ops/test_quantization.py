@@ -49,6 +49,7 @@ def test_kernels_bit_equal_the_reference_on_rotated_values_and_in_stochastic_rou
     assert check_options(torch.ops.megatron_zpp, block_numel, blocks) > 100
 
 
+@pytest.mark.compiles
 def test_portable_kernels_bit_equal_the_reference_too() -> None:
     assert compared("kernel_bits.py", Build(portable=True).make(), "32:37", "256:19") > 500
 

@@ -119,17 +119,26 @@ def test_the_test_script_runs_every_check_and_passes_arguments_on(copied: tuple[
     done = fakes.run("bash", "scripts/test.sh", "--no-venv", "--long", "--tier", "pure", "tests/zero", folder=folder)
     assert done.returncode == 0, done.stderr
     modules = [call.words[1] for call in fakes.calls("python") if call.words[0] == "-m"]
-    assert modules == ["ruff", "ruff", "mypy", "megatron_zpp.ops.extension", "pytest"]
+    assert modules[:2] == ["ruff", "ruff"] and modules[-1] == "pytest"
+    assert set(modules[2:-1]) == {"mypy", "megatron_zpp.ops.extension"}  # at the same time
     own = ["--hypothesis-profile", "long", "-m", "pure and (long or not long)"]
     assert fakes.calls("python")[-1].words == ["-m", "pytest", *own, "tests/zero"]
     assert fakes.calls("lint-imports") and fakes.calls("shellcheck")
 
 
-def test_the_test_script_runs_everything_but_long_tests_on_two_workers(copied: tuple[FakeCommands, Path]) -> None:
+def test_the_test_script_runs_everything_but_long_tests_on_three_workers(copied: tuple[FakeCommands, Path]) -> None:
     fakes, folder = copied
     assert fakes.run("bash", "scripts/test.sh", "--no-venv", folder=folder).returncode == 0
-    own = ["-m", "not long", "-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
+    own = ["-m", "not long", "-n", "3", "--dist", "loadgroup", "--no-loadscope-reorder"]
     assert fakes.calls("python")[-1].words == ["-m", "pytest", *own]
+
+
+@pytest.mark.parametrize("module", ["mypy", "megatron_zpp.ops.extension"])
+def test_the_test_script_ends_where_types_or_kernels_fail(copied: tuple[FakeCommands, Path], module: str) -> None:
+    fakes, folder = copied
+    fakes.add("python", f"sys.exit(words[1] == {module!r})")
+    assert fakes.run("bash", "scripts/test.sh", "--no-venv", folder=folder).returncode != 0
+    assert "pytest" not in [call.words[1] for call in fakes.calls("python")]
 
 
 def test_the_test_script_refuses_a_tier_that_there_is_not(copied: tuple[FakeCommands, Path]) -> None:

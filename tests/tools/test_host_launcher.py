@@ -67,6 +67,13 @@ def test_each_host_gets_one_torchrun_with_its_place_and_the_flags(tmp_path: Path
         assert parse_flags(place.training_script_args).data.data_path == ("0.3", "my corpus")
 
 
+def test_a_module_is_started_by_its_name(tmp_path: Path) -> None:
+    fakes, words = launcher(tmp_path)
+    for command in shown(fakes, [*words, "--dry-run", "--module", "pretrain_zeropp_gpt", "--zero-stage", "3"]):
+        place = parse_args(command[command.index("torch.distributed.run") + 1 :])
+        assert (place.module, place.training_script, place.training_script_args) == (True, "pretrain_zeropp_gpt", ["--zero-stage", "3"])
+
+
 def test_slots_that_are_not_the_first_are_named_to_the_host(tmp_path: Path) -> None:
     fakes, words = launcher(tmp_path, "nodea slots=4\nnodeb slots=4\n")
     commands = shown(fakes, [*words, "--dry-run", "-e", "nodea:0,1@nodeb:2,3", "pretrain_zeropp_gpt.py"])

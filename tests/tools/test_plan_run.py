@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import plan_run
 import pytest
 import torch
 from harness.closed_forms import World, inter_node_bytes
@@ -31,10 +32,21 @@ LARGE = "--num-layers 40 --hidden-size 6144 --num-attention-heads 32 --seq-lengt
 
 def plan(tmp_path: Path, *options: str, flags: list[str] = RUN) -> dict[str, object]:
     output = tmp_path / "plan.json"
-    finished = run_tool("plan_run", *options, "--output", output, "--", *flags)
-    assert finished.returncode == 0, finished.stderr
+    run_here(*options, "--output", str(output), "--", *flags)
     found: dict[str, object] = json.loads(output.read_text())
     return found
+
+
+def run_here(*words: str) -> None:
+    """Prints the plan in this process."""
+    plan_run.run(*plan_run._split(plan_run._parser(), words))
+
+
+@pytest.fixture
+def groups_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plans for other sizes of groups, which take most of the time."""
+    monkeypatch.setattr(plan_run, "TENSOR_SIZES", (1,))
+    monkeypatch.setattr(plan_run, "CONTEXT_SIZES", (1,))
 
 
 def test_bytes_and_memory_are_those_of_the_run(tmp_path: Path) -> None:
@@ -49,6 +61,7 @@ def test_bytes_and_memory_are_those_of_the_run(tmp_path: Path) -> None:
     assert members["ZeRO-3"]["memory_bytes"] == need.total
 
 
+@pytest.mark.usefixtures("groups_as_given")
 def test_a_slow_link_recommends_the_fewest_bytes_that_fit_and_a_fast_one_the_plainest(tmp_path: Path) -> None:
     options = ["--nodes", "24", "--inter-gigabits", "10", "10000", "--teraflops", "40", "--memory-gigabytes", "32"]
     found = plan(tmp_path, *options, flags=LARGE.split())
@@ -73,9 +86,11 @@ def test_lean_is_recommended_only_where_the_best_of_the_others_waits_for_other_n
     assert recommended([lean]) is lean and recommended([]) is None
 
 
-def test_lean_says_what_it_costs_beside_zeropp() -> None:
+@pytest.mark.usefixtures("groups_as_given")
+def test_lean_says_what_it_costs_beside_zeropp(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--nodes", "24", "--inter-gigabits", "10", "--teraflops", "40"]
-    lines = run_tool("plan_run", *options, "--", *LARGE.split(), "--global-batch-size", "768").stdout.splitlines()
+    run_here(*options, "--", *LARGE.split(), "--global-batch-size", "768")
+    lines = capsys.readouterr().out.splitlines()
     assert lines[-2] == "Recommended: --zeropp lean (lean, the fastest that fits)"
     assert all(word in lines[-1] for word in ("more memory per rank than ZeRO++", "gradients 4.3 GiB instead of", "secondary copy 2.1 GiB"))
 
@@ -102,6 +117,7 @@ def test_where_there_is_one_rank_there_is_no_such_table(tmp_path: Path) -> None:
     assert found["rates"][0]["sizes"] == []  # type: ignore[index]
 
 
+@pytest.mark.usefixtures("groups_as_given")
 def test_where_nothing_fits_nothing_is_recommended(tmp_path: Path) -> None:
     options = ["--nodes", "1", "--inter-gigabits", "10", "--teraflops", "40", "--memory-gigabytes", "1"]
     assert plan(tmp_path, *options, flags=LARGE.split())["rates"][0]["recommended"] is None  # type: ignore[index]
@@ -146,6 +162,7 @@ def test_torch_is_not_imported() -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, stdout=subprocess.DEVNULL).returncode == 0
 
 
+@pytest.mark.usefixtures("groups_as_given")
 def test_an_optimizer_on_the_host_makes_room_on_the_device_counts_on_the_host_and_leaves_stage_0_as_it_is(tmp_path: Path) -> None:
     options = ["--nodes", "2", "--inter-gigabits", "100", "--teraflops", "40"]
     (plain,) = plan(tmp_path, *options, flags=LARGE.split())["rates"]  # type: ignore[misc]

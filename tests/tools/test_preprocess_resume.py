@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -176,11 +177,12 @@ def test_killed_at_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_path:
     preprocess_data.run(arguments(sources, tmp_path / "whole"))
     expected = digests(tmp_path / "whole")
     assert "_skipped_lines.txt" in expected
-    last_call = 0
+    earlier, last_call = tmp_path / "earlier", 0
+    earlier.mkdir()
+    preprocess_data.run(arguments(sources[:1], earlier / "out"))
     while True:
-        prefix = tmp_path / f"out{last_call}"
         # Files of an earlier run exist, as if the corpus was made anew.
-        preprocess_data.run(arguments(sources[:1], prefix))
+        prefix = Path(shutil.copytree(earlier, tmp_path / str(last_call))) / "out"
         if not run_until_call(arguments(sources, prefix), last_call):
             break
         preprocess_data.run(arguments(sources, prefix, "--resume"))
@@ -245,7 +247,7 @@ def test_going_on_with_something_else_is_refused(tmp_path: Path, change: str) ->
         message = "names 1 files, before 2"
     elif change == "flags":
         more = ["--vocab-size", "1001"]
-        message = "vocab_size is 1001, the unfinished run had 1000; give the same flags"
+        message = "run had --vocab-size 1000, this command has --vocab-size 1001; give --vocab-size 1000, or to start anew, remove"
     elif change == "journal":
         (tmp_path / "out.unfinished").write_text("{")
         message = "unfinished is not JSON: line 1, column 2"

@@ -129,7 +129,7 @@ def test_several_runs_end_in_their_numbers_and_one_without_a_loss_is_named(log: 
 
 
 def test_losses_that_are_not_finite_or_all_alike_are_drawn_as_far_as_they_can_be(tmp_path: Path) -> None:
-    for losses in ([float("nan")], [float("inf"), 3.0], [3.0], [3.0, 3.0], [3.0, 1e308, -1e308], [float("nan"), float("-inf")]):
+    for losses in ([float("nan")], [float("inf"), 3.0], [3.0], [3.0, 3.0], [3.0, 1e308, -1.2345e308], [float("nan"), float("-inf")]):
         run = followed(write_json_lines(tmp_path / "log.jsonl", [line(index, loss) for index, loss in enumerate(losses, 1)]))
         chart = loss_chart([run.history], ITERATION, 40, 8, same)
         assert (len(chart) == 8) == (3.0 in losses) and all(len(row) <= 40 for row in chart)

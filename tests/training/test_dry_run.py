@@ -18,7 +18,8 @@ from harness.tiny_corpus import write_corpus
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
-from megatron_zpp.config.schema import Config
+from megatron_zpp.config.schema import Config, DataConfig
+from megatron_zpp.data.datasets import DataRequest, SampleCounts, build_datasets
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.dry_run import described_plan, planned_world_size
@@ -74,6 +75,16 @@ def test_ranks_that_divide_samples_are_in_the_plan_with_the_bytes_of_their_link(
 def test_without_a_world_the_plan_is_that_of_the_ranks_that_share_one_sample() -> None:
     assert planned_world_size(parse_flags("--tensor-model-parallel-size 4 --context-parallel-size 2".split()), ALONE) == (8, 8)
     assert planned_world_size(parse_flags("--tensor-model-parallel-size 4".split()), ALONE) == (4, 4)
+
+
+def test_the_ranks_that_share_one_sample_may_stand_in_a_deepspeed_file(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"sequence_parallel_size": 2}')
+    flags = f"--tensor-model-parallel-size 2 --deepspeed_config {file}"
+    text = described_plan(parse_flags(f"{RUN} {flags}".split()), ALONE)
+    assert "plan of 4 ranks as groups of 2 that share layers and 2 that divide samples (1 nodes x 4, GPU)" in text
+    with pytest.raises(FlagError, match="--context-parallel-size 4 contradicts sequence_parallel_size 2 in .*; give one of them"):
+        described_plan(parse_flags(f"{RUN} {flags} --context-parallel-size 4".split()), ALONE)
 
 
 def test_tokens_parameters_and_micro_batches_are_those_of_the_flags() -> None:
@@ -289,3 +300,13 @@ def test_neither_torch_nor_numpy_is_imported(saved: Path, flags: str) -> None:
         "sys.exit(code or not {'torch', 'numpy'}.isdisjoint(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, stdout=subprocess.DEVNULL).returncode == 0
+
+
+@pytest.mark.parametrize("split, lengths", [("0,100,0", [20] * 4), ("1,1", [20]), ("1", [0])], ids=str)
+def test_a_plan_without_anything_to_train_on_ends_as_the_run_would(tmp_path: Path, split: str, lengths: list[int]) -> None:
+    data = DataConfig(data_path=(write_corpus(tmp_path, [[1] * length for length in lengths]),), split=split)
+    with pytest.raises(ValueError, match="Give training a larger share or more documents") as of_run:
+        build_datasets(data, DataRequest(16, 1234, SampleCounts(7, 0, 0), vocab_size=100, eod=99))
+    with pytest.raises(ValueError, match="is empty") as of_plan:
+        parts_of(f"--tokenizer-type NullTokenizer --data-path {data.data_path[0]} --split {split}")
+    assert str(of_plan.value) == str(of_run.value)

@@ -14,7 +14,7 @@ from megatron_zpp.data.documents import DocumentRules
 from megatron_zpp.data.loader import MicroBatch, MicroBatches
 from megatron_zpp.data.sampler import MicroBatchSampler
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.training.same_samples import checksum, same_samples_check
+from megatron_zpp.training.same_samples import SameSamples, checksum
 
 GRID = Grid(8, 4, 2, 2)
 TOKENS = torch.arange(12).view(2, 6)
@@ -44,10 +44,9 @@ def engine_of(other: MicroBatch, at: int, calls: list[Tensor], grid: Grid = GRID
     ],
 )
 def test_a_rank_with_other_tokens_or_samples_ends_the_run_and_both_ranks_are_named(other: MicroBatch, at: int, words: str) -> None:
-    check = same_samples_check(engine_of(other, at, []))
-    assert check is not None
+    check = SameSamples(engine_of(other, at, []))
     with pytest.raises(RuntimeError, match=words):
-        check(batch())
+        check.read(batch())
 
 
 @pytest.mark.parametrize(
@@ -63,10 +62,9 @@ def test_a_rank_with_other_tokens_or_samples_ends_the_run_and_both_ranks_are_nam
     ],
 )
 def test_all_ranks_that_share_samples_are_compared(grid: Grid, at: int, words: str) -> None:
-    check = same_samples_check(engine_of(batch(shift=1), at, [], grid))
-    assert check is not None
+    check = SameSamples(engine_of(batch(shift=1), at, [], grid))
     with pytest.raises(RuntimeError, match=words):
-        check(batch())
+        check.read(batch())
 
 
 def test_labels_count_as_well_as_tokens() -> None:
@@ -74,25 +72,50 @@ def test_labels_count_as_well_as_tokens() -> None:
 
 
 def test_ranks_of_other_data_ranks_have_other_samples() -> None:
-    grid = Grid(4, 4, 4, 1)
-    assert same_samples_check(engine_of(batch(), 0, [], grid)) is None
-    for other in (GRID, Grid(8, 8, 2, 2, 2)):
-        check = same_samples_check(engine_of(batch(), 0, [], other))
-        assert check is not None
-        check(batch())
+    for grid in (GRID, Grid(8, 8, 2, 2, 2)):
+        SameSamples(engine_of(batch(), 0, [], grid)).read(batch())
 
 
-def test_only_the_first_micro_batch_is_compared() -> None:
-    class Samples:
-        def __len__(self) -> int:
-            return 8
+def test_where_no_ranks_share_samples_nothing_is_sent_or_computed() -> None:
+    calls: list[Tensor] = []
+    check = SameSamples(engine_of(batch(), 0, calls, Grid(4, 4, 4, 1)))
+    check.read(batch())
+    check.compare([1.0, 2.0, 3.0, 4.0])
+    assert (check.numbers, calls) == ([], [])
 
-        def __getitem__(self, index: int) -> Any:
-            tokens = TOKENS[0].numpy() + index
-            return {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(6).numpy()}
 
-    seen: list[int] = []
+class Samples:
+    def __init__(self, damaged: int | None = None) -> None:
+        self._damaged = damaged
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        tokens = TOKENS[0].numpy() + index + (index == self._damaged)
+        return {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(6).numpy()}
+
+
+def read_by(check: SameSamples, damaged: int | None = None) -> float:
+    """The checksum after three micro-batches, from sample 2 on."""
     rules = DocumentRules(eod=0, resets_positions=False, resets_attention=False, masks_loss=False)
-    batches = MicroBatches(Samples(), MicroBatchSampler(8, 2, 1, 0, 1), 0, rules, lambda batch: seen.append(batch.first_sample))
+    batches = MicroBatches(Samples(damaged), MicroBatchSampler(8, 2, 1, 0, 1), 0, rules, check.read)
     assert [next(batches).first_sample for _ in range(3)] == [2, 3, 4]
-    assert seen == [2]
+    (found,) = check.numbers
+    return found
+
+
+def test_a_later_micro_batch_that_differs_is_found_with_the_numbers_of_its_step_and_only_the_first_takes_a_message() -> None:
+    calls: list[Tensor] = []
+    engine = SimpleNamespace(
+        device=torch.device("cpu"),
+        gather_world=lambda own: calls.append(own) or own.expand(8, -1).view(GRID.data_ranks, GRID.tensor_ranks, -1),
+        ladder=SimpleNamespace(grid=GRID),
+    )
+    good, bad = SameSamples(engine), SameSamples(engine)  # type: ignore[arg-type]
+    sums = [read_by(good)] * 8
+    good.compare(sums)
+    assert len(calls) == 1
+    sums[5] = read_by(bad, damaged=4)
+    with pytest.raises(RuntimeError, match="ranks 4 and 5 share layers .*checksum .* of all so far on rank 4, checksum .* on rank 5; they"):
+        good.compare(sums)

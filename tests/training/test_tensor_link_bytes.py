@@ -4,113 +4,56 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
-import torch
-from gpu.session import RankPlace, Session
 from harness.counting_backend import CountingBackend
+from harness.link_bytes import FULL, STEPS, Case, seen_by_ranks, session_of
 from harness.worlds import TurnLanes, run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.lanes import ThreadLanes
-from megatron_zpp.comm.ledger import Category, Ledger, Traffic
-from megatron_zpp.model.shapes import ModelShape
-from megatron_zpp.model.tensor_traffic import TensorTraffic, tensor_traffic
+from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.training.step import token_losses
+from megatron_zpp.parallel.link_work import LinkWorkOfUses
 from megatron_zpp.zero.shared_places import sharing_received_bytes
 
 pytestmark = pytest.mark.virtual
 
-CPU = torch.device("cpu")
-TINY = (
-    "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 40 --make-vocab-size-divisible-by 8 --mock-data "
-    "--train-iters 10 --attention-dropout 0 --quantization-block-size 32 --micro-batch-size 2 --zero-stage 3"
-)
 SEQUENCE = "--sequence-parallel"
-FULL = "--recompute-granularity full --recompute-method"
-
-
-def session_of(flags: str, grid: Grid, backend: CountingBackend, lanes: ThreadLanes) -> Session:
-    sizes = f"--ranks-per-node {grid.ranks_per_node} --tensor-model-parallel-size {grid.tensor_ranks}"
-    return Session(f"{TINY} {flags} {sizes}", RankPlace(backend, lanes, CPU))
-
-
-def expected(session: Session, microbatches: int) -> TensorTraffic:
-    config, grid = session.config, session.place.backend.grid
-    shape = ModelShape(config.model, session.padded_vocab, grid.tensor_ranks, 0, config.distributed.sequence_parallel)
-    samples = config.training.micro_batch_size
-    return tensor_traffic(shape, microbatches=microbatches, samples=samples, element_bytes=session.engine.dtype.itemsize)
-
-
-@dataclass(frozen=True)
-class Found:
-    """What one rank has seen. expected: of the micro-batches that it has trained on."""
-
-    ledger: Ledger
-    calls: list[tuple[str, int]]
-    received_bytes: int
-    expected: TensorTraffic
-    evaluation: TensorTraffic
-
-
-STEPS, EVALUATED = 2, 3
 PAIR, FOUR, TWO_PAIRS = Grid.of_nodes(1, 2, 2), Grid.of_nodes(1, 4, 4), Grid.of_nodes(1, 4, 2)
-
-
-def train_and_evaluate(flags: str, backend: VirtualBackend) -> Found:
-    """Evaluates after each step."""
-    counted = CountingBackend(backend)
-    session = session_of(flags, backend.grid, counted, TurnLanes())
-    for step in range(STEPS):
-        session.step(step)
-        session.model.eval()
-        with torch.no_grad():
-            for number in range(EVALUATED):
-                token_losses(session.model, session.batch(number), CPU)
-    trained, evaluated = expected(session, STEPS * session.microbatches), expected(session, STEPS * EVALUATED)
-    session.close()
-    return Found(session.engine.ladder.ledger, counted.calls, counted.received_bytes, trained, evaluated)
-
-
-@dataclass(frozen=True)
-class Case:
-    """Flags, and the world that they train in."""
-
-    flags: str
-    grid: Grid = PAIR
-
 
 CASES = {
     "plain": Case("--hidden-dropout 0", FOUR),
     "2 micro-batches": Case("--bf16 --global-batch-size 8", TWO_PAIRS),
-    "untied, SwiGLU, rotary": Case("--untie-embeddings-and-output-weights --swiglu --position-embedding-type rope --disable-bias-linear"),
-    "selective": Case("--recompute-granularity selective"),
+    "untied, SwiGLU, rotary": Case(
+        "--untie-embeddings-and-output-weights --swiglu --position-embedding-type rope --disable-bias-linear", PAIR
+    ),
+    "selective": Case("--recompute-granularity selective", PAIR),
     "full": Case(f"{FULL} uniform --recompute-num-layers 2 --bf16", FOUR),
     "divided inputs": Case(f"{FULL} uniform --recompute-num-layers 2 --bf16 --partition-activations", FOUR),
     "divided inputs of some blocks in an arena, 2 micro-batches": Case(
         f"{FULL} block --recompute-num-layers 2 --partition-activations --contiguous-checkpointing --global-batch-size 8", TWO_PAIRS
     ),
-    "some blocks, no dropout, loss in chunks": Case(f"{FULL} block --recompute-num-layers 2 --hidden-dropout 0 --loss-chunk-tokens 5"),
+    "some blocks, no dropout, loss in chunks": Case(
+        f"{FULL} block --recompute-num-layers 2 --hidden-dropout 0 --loss-chunk-tokens 5", PAIR
+    ),
     "sequence parallel, 2 micro-batches": Case(f"{SEQUENCE} --bf16 --global-batch-size 8", TWO_PAIRS),
     "sequence parallel, selective": Case(f"{SEQUENCE} --recompute-granularity selective --swiglu --hidden-dropout 0", FOUR),
     "sequence parallel, full, loss in chunks": Case(f"{SEQUENCE} {FULL} uniform --recompute-num-layers 2 --loss-chunk-tokens 6", FOUR),
-    "sequence parallel, full, no dropout": Case(f"{SEQUENCE} {FULL} uniform --recompute-num-layers 1 --hidden-dropout 0 --bf16"),
-    "sequence parallel, some blocks": Case(f"{SEQUENCE} {FULL} block --recompute-num-layers 1 --untie-embeddings-and-output-weights"),
+    "sequence parallel, full, no dropout": Case(f"{SEQUENCE} {FULL} uniform --recompute-num-layers 1 --hidden-dropout 0 --bf16", PAIR),
+    "sequence parallel, some blocks": Case(f"{SEQUENCE} {FULL} block --recompute-num-layers 1 --untie-embeddings-and-output-weights", PAIR),
 }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_training_and_evaluation_take_the_bytes_of_the_closed_form_under_categories_of_their_own(case: Case) -> None:
-    for found in run_world(case.grid, partial(train_and_evaluate, case.flags)):
-        ledger, replicas = found.ledger, found.ledger.total(Category.REPLICAS).tensor_bytes
-        assert ledger.total(Category.ACTIVATIONS) == Traffic(tensor_bytes=found.expected.training.nbytes)
-        assert ledger.total(Category.EVALUATION).tensor_bytes == found.evaluation.evaluation.nbytes
-        assert found.received_bytes == found.expected.training.nbytes + found.evaluation.evaluation.nbytes + replicas
-        collectives = found.expected.training.collectives + found.evaluation.evaluation.collectives
-        assert len(found.calls) == collectives + STEPS
+    for seen in seen_by_ranks(case):
+        ledger, work = seen.ledger, seen.plan.job.tensor_work
+        assert ledger.total(Category.ACTIVATIONS) == Traffic(tensor_bytes=seen.trained * work.nbytes) != Traffic()
+        assert ledger.total(Category.EVALUATION).tensor_bytes == seen.evaluated * LinkWorkOfUses(work.forward).nbytes
+        assert seen.received_bytes == seen.nbytes(work) + ledger.total(Category.REPLICAS).tensor_bytes
+        assert len(seen.calls) == seen.collectives(work) + STEPS
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -118,9 +61,10 @@ def test_training_and_evaluation_take_the_bytes_of_the_closed_form_under_categor
 def test_shared_elements_cross_once_per_step_those_of_the_rung_on_which_the_optimizer_works(stage: int, flags: str) -> None:
     """In stage 3 each data rank sends those of its own slice, in stage 0 all of them."""
     grid = Grid.of_nodes(1, 8, 4)
+    case = Case(f"--zero-stage {stage} --normalization RMSNorm {flags}", grid)
 
     def program(backend: VirtualBackend) -> tuple[int, int]:
-        session = session_of(f"--zero-stage {stage} --normalization RMSNorm {flags}", grid, CountingBackend(backend), TurnLanes())
+        session = session_of(case, CountingBackend(backend), TurnLanes())
         for step in range(STEPS):
             session.step(step)
         params = [param for unit in session.model.unit_specs() for param in unit.params]
@@ -139,7 +83,7 @@ def calls_with_pauses(flags: str, steps: int, backend: VirtualBackend) -> list[t
     generator, of_lanes = random.Random(backend.rank), random.Random(100 + backend.rank)
     counted = CountingBackend(backend, lambda: time.sleep(generator.choice([0.0, 0.0, 0.0002, 0.001])))
     lanes = ThreadLanes(pause=lambda: time.sleep(of_lanes.choice([0.0, 0.0005, 0.002])))
-    session = session_of(flags, backend.grid, counted, lanes)
+    session = session_of(Case(flags, backend.grid), counted, lanes)
     for step in range(steps):
         session.step(step)
     session.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 
 import pytest
@@ -18,8 +19,9 @@ from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.code import EXACT, Code, LinkCodes
 from megatron_zpp.comm.codec import Codec, Regions
 from megatron_zpp.comm.codecs import CastCodec
-from megatron_zpp.comm.ledger import Category
+from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.parallel.grid import Grid
+from megatron_zpp.training.metrics import StepTraffic
 from megatron_zpp.zero.policy import (
     POLICIES,
     Policy,
@@ -176,6 +178,26 @@ def test_padding_of_a_copy_stays_zero() -> None:
         return has_padding
 
     assert any(run_world((2, 2), program))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_saves_between_steps_change_no_number_of_bytes_that_a_step_logs(stage: int) -> None:
+    """In stages 1 and 2 the bytes are booked at the save. The log of a step has what was booked since the step before."""
+
+    def program(saves: bool, backend: VirtualBackend) -> list[Traffic]:
+        rank, logged = Rank(job(lean(stage)), backend), list[Traffic]()
+        traffic = StepTraffic(rank.ledger)
+        for step in range(3):
+            rank.step(step)
+            traffic.close_step()
+            logged.append(traffic.latest)
+            if saves:
+                rank.engine.finish_differences()
+        rank.engine.close()
+        return logged
+
+    with_saves, without = (run_world((2, 2), partial(program, saves)) for saves in (True, False))
+    assert with_saves == without and without[0][1].inter_bytes > 0
 
 
 # ---- the same bits

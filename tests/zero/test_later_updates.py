@@ -130,6 +130,57 @@ def test_main_weights_that_are_written_before_the_last_updates_are_an_error() ->
     run_world((1, 1), program)
 
 
+class UpdateFailed(Exception):
+    """What the optimizer raises in these tests."""
+
+
+def close_after_a_failed_update(rank: Rank) -> None:
+    def fail(*_: object) -> None:
+        raise UpdateFailed("no memory")
+
+    rank.engine.optimizer.update = fail  # type: ignore[method-assign]
+    rank.engine.close()
+
+
+def noting_drain(rank: Rank, drains: list[str], error: Exception | None = None) -> None:
+    """Notes when the lanes have been drained, and raises the error then."""
+    drain = rank.lanes.drain
+
+    def noted() -> None:
+        drain()
+        drains.append("drained")
+        if error is not None:
+            raise error
+
+    rank.lanes.drain = noted
+
+
+def test_a_failed_update_at_the_end_leaves_no_message_under_way_and_no_hook() -> None:
+    def program(backend: VirtualBackend) -> None:
+        rank, drains = trained(backend), list[str]()
+        noting_drain(rank, drains)
+        with pytest.raises(UpdateFailed):
+            close_after_a_failed_update(rank)
+        assert drains == ["drained"]
+        with pytest.raises(RuntimeError, match="closed"):
+            evaluate(rank)
+        rank.engine.close()  # is over already
+        assert drains == ["drained"]
+
+    run_world((1, 2), program)
+
+
+def test_if_the_lanes_fail_too_the_end_reports_the_update_and_the_error_of_the_lanes_as_its_context() -> None:
+    def program(backend: VirtualBackend) -> None:
+        rank = trained(backend)
+        noting_drain(rank, [], ConnectionError("the link is cut"))
+        with pytest.raises(UpdateFailed) as raised:
+            close_after_a_failed_update(rank)
+        assert isinstance(raised.value.__context__, ConnectionError)
+
+    run_world((1, 2), program)
+
+
 # ---- the order alone
 
 

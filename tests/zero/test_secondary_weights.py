@@ -117,8 +117,9 @@ def test_runs_have_the_same_bits_with_the_secondary_rung_kept_or_not_in_partitio
 def test_a_partition_smaller_than_a_node_has_the_bits_of_nodes_of_its_size(row: str) -> None:
     job = Job(with_secondary_weights(ROWS[row]), torch.bfloat16, ModelShape((17,)), steps=4, microbatches=2)
     small_nodes = Grid.of_nodes(4, 2)
-    assert _history(SMALL_PARTITIONS, job) == _history(small_nodes, job)
-    assert _history(small_nodes, job) == _history(small_nodes, dataclasses.replace(job, policy=ROWS[row]))
+    of_nodes = _history(small_nodes, job)
+    assert _history(SMALL_PARTITIONS, job) == of_nodes
+    assert _history(small_nodes, dataclasses.replace(job, policy=ROWS[row])) == of_nodes
 
 
 @pytest.mark.parametrize("row", ["ZeRO-3", "qwZ"])

@@ -267,6 +267,7 @@ OFFLOADED_APEX = EngineOptions(with_offloaded_optimizer(POLICIES[2]), adam=AdamO
         (tied, ALL, {"grid": Grid.of_nodes(1, 3)}, ["has 3 ranks", "the world has 2"]),
         (tied, ALL, {"grid": Grid.of_nodes(2, 1)}, ["that of the backend is Grid(world_size=2, ranks_per_node=2", "leave `grid` out"]),
         (tied, ALL, {"grid": Grid.of_nodes(1, 2, tensor_ranks=2)}, ["has 2 tensor ranks", "divides no layer", "give one with 1"]),
+        (tied, ALL, {"grid": Grid.of_nodes(1, 2, context_ranks=2)}, ["has 2 context ranks", "divides no sample", "give one with 1"]),
         (tied, [1, 2], {}, ["list of paths"]),
         (in_a_list, ALL, {}, ["unit 'inner' is a ModuleList, which is never called"]),
         (with_meta_buffer, ALL, {}, ["buffer counts is on the meta device"]),

@@ -10,8 +10,9 @@ from dataclasses import fields
 from typing import Any, NoReturn
 
 from megatron_zpp.config.flag import Flag, FlagError, check_value, in_words, spelling_of
+from megatron_zpp.config.groups.model import NORMALIZATIONS, POSITION_EMBEDDING_TYPES
 from megatron_zpp.config.rules_model import check_resolved
-from megatron_zpp.config.schema import NORMALIZATIONS, POSITION_EMBEDDING_TYPES, Config, ModelConfig
+from megatron_zpp.config.schema import Config, ModelConfig
 
 # Our fields, each with Megatron's names for it, the newest first, and its default there.
 REQUIRED_COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")

@@ -1,24 +1,28 @@
 """Reads a pickle as inert records: nothing that it names is imported, nothing that it asks for is called.
 
 A pickle is a program for a stack machine. The machine here knows its opcodes, but where the machine of Python would import or call
-something, it puts a record of the request on the stack. Readers of the records know the few that they need by name.
+something, it puts a record of the request on the stack. Readers of the records know the few that they need by name. Records may take some
+times as many bytes as the pickle, and a pickle that asks for more is refused while it is read.
 """
 
 from __future__ import annotations
 
 import pickletools
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 
 SHOWN_CHARACTERS = 100  # of an error about a pickle, which may quote it
+FREE_BYTES = 1 << 20  # of records, for any pickle
+RECORD_BYTES_PER_BYTE = 32  # of pickle; what torch writes needs 14 with protocol 2, 21 with protocol 4
 
 
 class PickleError(ValueError):
     """The bytes are no pickle, or one with opcodes that neither torch nor Megatron writes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Global:
     """The name of a function or class, which is not imported."""
 
@@ -29,7 +33,7 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Outside:
     """The mark of a value that is stored outside the pickle, such as the elements of a tensor."""
 
@@ -39,6 +43,8 @@ class Outside:
 class Dictionary:
     """A dictionary as its pairs of key and value, in order. Keys may be records, so nothing is hashed here."""
 
+    __slots__ = ("pairs",)
+
     def __init__(self) -> None:
         self.pairs: list[tuple[Any, Any]] = []
 
@@ -47,14 +53,14 @@ class Dictionary:
         return {key: value for key, value in self.pairs if type(key) is str}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Made:
-    """What a call would have made. state: what the object would have been given after it; contents: its items, if it is a dictionary."""
+    """What a call would have made. state: what the object would have been given after it; contents: its items, if it has any."""
 
     by: Any
     arguments: Any
     state: Any = None
-    contents: Dictionary = field(default_factory=Dictionary)
+    contents: Dictionary | None = None
 
     def is_made_by(self, name: str) -> bool:
         return isinstance(self.by, Global) and str(self.by) == name
@@ -77,7 +83,7 @@ def members_of(record: Any) -> dict[str, Any]:
     """The members of a dictionary, or of an object with attributes; empty for any other record."""
     if isinstance(record, Made):
         attributes = record.state.members() if isinstance(record.state, Dictionary) else {}
-        return record.contents.members() | attributes
+        return contents_of(record) | attributes
     return record.members() if isinstance(record, Dictionary) else {}
 
 
@@ -85,8 +91,10 @@ def read_pickle(file: IO[bytes]) -> Pickled:
     """The pickle at the position of a file in memory, which is left after it. Raises PickleError."""
     machine = _Machine()
     try:
+        start = file.tell()
         for opcode, argument, _ in pickletools.genops(file):
             machine.do(opcode.name, argument)
+            machine.check_memory(file.tell() - start)
         return Pickled(machine.stack.pop(), tuple(machine.outside))
     except (ValueError, OverflowError, IndexError, KeyError, AttributeError, TypeError) as error:
         raise PickleError(f"is not a pickle that torch writes ({(str(error) or type(error).__name__)[:SHOWN_CHARACTERS]})") from None
@@ -96,10 +104,19 @@ class _Machine:
     def __init__(self) -> None:
         self.stack: list[Any] = []
         self.outside: list[Outside] = []
-        self._below: list[list[Any]] = []  # the stacks below each mark
-        self._memo: dict[int, Any] = {}
+        self._marks: list[int] = []  # how much was on the stack at each mark
+        self._memo: list[Any] = []
+        self._record_bytes = 0  # at least what the records need
+
+    def check_memory(self, pickle_bytes: int) -> None:
+        """Raises ValueError if the records need more memory than is due to `pickle_bytes` bytes of pickle."""
+        if self._record_bytes > FREE_BYTES + RECORD_BYTES_PER_BYTE * pickle_bytes:
+            raise ValueError(f"its first {pickle_bytes} bytes ask for {self._record_bytes} bytes of memory")
 
     def do(self, name: str, argument: Any) -> None:
+        self._record_bytes += _REFERENCE_BYTES + _RECORD_BYTES.get(name, 0)
+        if name in _VALUES or isinstance(argument, str):
+            self._record_bytes += sys.getsizeof(argument)
         if name in _VALUES:
             self.stack.append(argument)
         elif name in _CONSTANTS:
@@ -110,30 +127,34 @@ class _Machine:
             raise ValueError(f"it has the opcode {name}")
 
     def _mark(self, _: Any) -> None:
-        self._below.append(self.stack)
-        self.stack = []
+        self._marks.append(len(self.stack))
 
     def _after_mark(self) -> list[Any]:
-        found = self.stack
-        self.stack = self._below.pop()
+        place = self._marks.pop()
+        found = self.stack[place:]
+        del self.stack[place:]
         return found
 
     def _pop(self, _: Any) -> None:
-        if self.stack:
-            self.stack.pop()
+        if self._marks and self._marks[-1] >= len(self.stack):
+            self._marks.pop()
         else:
-            self._after_mark()
+            self.stack.pop()
 
     def _pop_mark(self, _: Any) -> None:
         self._after_mark()
 
     def _put(self, place: int) -> None:
-        self._memo[place] = self.stack[-1]
+        if not 0 <= place <= len(self._memo):
+            raise ValueError(f"it remembers value {place} as number {len(self._memo)}")
+        self._memo[place : place + 1] = [self.stack[-1]]
 
     def _memoize(self, _: Any) -> None:
-        self._memo[len(self._memo)] = self.stack[-1]
+        self._memo.append(self.stack[-1])
 
     def _get(self, place: int) -> None:
+        if place < 0:
+            raise ValueError(f"it asks for value {place}")
         self.stack.append(self._memo[place])
 
     def _list(self, _: Any) -> None:
@@ -170,9 +191,12 @@ class _Machine:
 
     def _set(self, values: list[Any]) -> None:
         found = self.stack[-1]
+        if isinstance(found, Made) and found.contents is None:
+            found.contents = Dictionary()
         contents = found.contents if isinstance(found, Made) else found
         if not isinstance(contents, Dictionary) or len(values) % 2:
             raise ValueError("items are set in what is no dictionary")
+        self._record_bytes += _PAIR_BYTES * len(values) // 2
         contents.pairs.extend(zip(values[::2], values[1::2], strict=True))
 
     def _global(self, text: str) -> None:
@@ -215,6 +239,18 @@ _VALUES = frozenset(
     BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8
     """.split()
 )
+_REFERENCE_BYTES = 24  # on the stack, and in a list or in the memo, which grow in steps
+_PAIR_BYTES = 72
+_RECORD_BYTES = {  # of what opcodes make, besides values, as sys.getsizeof says
+    "MARK": 32,
+    **dict.fromkeys(("EMPTY_LIST", "EMPTY_SET", "LIST", "FROZENSET"), 64),
+    **dict.fromkeys(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"), 64),
+    **dict.fromkeys(("PERSID", "BINPERSID"), 48),
+    **dict.fromkeys(("EMPTY_DICT", "DICT"), 112),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), 64),
+    "NEWOBJ_EX": 128,
+    **dict.fromkeys(("GLOBAL", "STACK_GLOBAL"), 160),
+}
 _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _OPCODES: dict[str, Callable[[_Machine, Any], None]] = {
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), _nothing),

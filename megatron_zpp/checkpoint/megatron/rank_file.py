@@ -66,7 +66,7 @@ class RankFile:
                 place = self.file.place_of(value)
                 if place is not None:
                     yield name, FileTensor(self.file, name, place)
-                elif isinstance(value, Dictionary) or (isinstance(value, Made) and value.contents.pairs):
+                elif isinstance(value, Dictionary) or (isinstance(value, Made) and value.contents is not None):
                     waiting.append((f"{name}.", value, levels - 1))
                 elif not isinstance(value, Dictionary | Made | list | tuple):
                     raise ValueError(f"{self.path} has {name}, which is no tensor of numbers.")

@@ -1,6 +1,7 @@
 """Turns JSON lines into token ids, one batch of lines at a time."""
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -107,6 +108,8 @@ def read_texts(line: bytes, keys: Sequence[str]) -> dict[str, str]:
     except UnicodeDecodeError as error:
         raise ValueError(f"not valid UTF-8 at byte {error.start} of the line") from None
     except json.JSONDecodeError as error:
+        if line.startswith(BOM_UTF8):
+            raise ValueError("begins with a byte order mark, which JSON does not have; save the file as UTF-8 without it") from None
         raise ValueError(f"not JSON ({error}); every line needs one object") from None
     if not isinstance(record, dict):
         raise ValueError(f"holds {type(record).__name__}, but a JSON object is needed")

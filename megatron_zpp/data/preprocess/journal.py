@@ -16,6 +16,8 @@ from megatron_zpp.monitor.output_file import new_file, sync_folder
 FORMAT = 1
 JOURNAL_BYTES = 1 << 30  # it names every input file
 START = Position()
+FILES = ("tokenizer_model", "vocab_file", "merge_file")  # settings that hold digests of files
+LATER_SWITCH = "legacy_tokenizer"  # recorded only where it is off, because journals from before this flag do not have it
 
 
 class InputFile(NamedTuple):
@@ -95,10 +97,7 @@ class Journal:
     def _check_settings(self, found: Mapping[str, Any]) -> None:
         for name in {**found, **self.settings}:
             if found.get(name) != self.settings.get(name):
-                raise ValueError(
-                    f"--resume: {name} is {self.settings.get(name)}, the unfinished run had {found.get(name)}; "
-                    f"give the same flags as before, or {self.remedy}"
-                )
+                raise ValueError(f"--resume: {_difference(name, found.get(name), self.settings.get(name))}, or {self.remedy}")
 
     def _check_inputs(self, found: Sequence[InputFile], begun: int) -> None:
         """begun: number of files of which some or all has been read. These must be unchanged; the others may have been repaired."""
@@ -117,6 +116,28 @@ class Journal:
     def remedy(self) -> str:
         """How to continue if the work cannot be resumed."""
         return f"to start anew, remove {self.path}."
+
+
+def _difference(name: str, before: Any, now: Any) -> str:
+    """What the unfinished run had, what the command has now, and what to give instead."""
+    flag = f"--{name.replace('_', '-')}"
+    had, has = _given(name, flag, before), _given(name, flag, now)
+    age = " (or was begun before this flag existed)" if had and name == LATER_SWITCH else ""
+    remedy = f"give {had}" if had else f"leave {flag} out"
+    return f"the unfinished run had {had or f'no {flag}'}{age}, this command has {has or f'no {flag}'}; {remedy}"
+
+
+def _given(name: str, flag: str, value: Any) -> str:
+    """The flag and value that a setting was given by; empty if the flag was not given."""
+    if name == LATER_SWITCH:
+        return "" if value is False else flag
+    if value is None or value is False or value == []:
+        return ""
+    if value is True:
+        return flag
+    if name in FILES:
+        return f"{flag} with the content of sha256 {value}"
+    return " ".join([flag, *map(str, value if isinstance(value, list) else [value])])
 
 
 def _stored_input(content: Members, values: Any) -> InputFile:

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_zpp.data.tokenizers.fast_encoder import FastEncoder, NotServed
+from megatron_zpp.data.tokenizers.fast_encoder import FastEncoder, NotServed, check_packages
 from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts, join_arrays
 
 
@@ -43,6 +43,7 @@ class BatchTokenizer(ABC):
     def _prepared(self) -> BatchEncoder:
         if self._batch_encoder is None:
             try:
+                check_packages(self.package)
                 self._batch_encoder = BatchEncoder(self._fast_encoder(), f"gigatoken encodes, with the ids of {self.package}.")
             except NotServed as reason:
                 self._batch_encoder = BatchEncoder(None, f"{self.package} encodes, because gigatoken cannot: {reason}.")

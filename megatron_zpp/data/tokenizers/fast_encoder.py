@@ -1,7 +1,8 @@
-"""Encodes texts with package gigatoken, which is ten to a hundred times as fast as the packages that define the ids.
+"""Encodes texts with package gigatoken, which is faster than the packages that define the ids (docs/data.md).
 
-It is used only where its ids are proven to be theirs: for tokenizers with the properties that `tokenizer_json.py`, `byte_pair_encoding.py`
-and `sentencepiece_model.py` name, and for the texts that `served_text.py` accepts. tests/data/tokenizers/test_fast_encoder.py is the proof.
+It is used only where its ids are proven to be theirs: with the versions in `PROVEN_VERSIONS`, for tokenizers with the properties that
+`tokenizer_json.py`, `byte_pair_encoding.py` and `sentencepiece_model.py` name, and for the texts that `served_text.py` accepts.
+tests/data/tokenizers/test_fast_encoder.py is the proof.
 """
 
 import importlib.metadata
@@ -13,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-PROVEN_VERSION = "0.10.0"
+# Those of constraints.txt, which the proof has run with.
+PROVEN_VERSIONS = {"gigatoken": "0.10.0", "sentencepiece": "0.2.3", "tiktoken": "0.14.0", "tokenizers": "0.23.3"}
 IDS = 1 << 21  # it reserves memory for the largest id, and packs two ids into 42 bits
 # It remembers every word and never forgets: 0.4 bytes for a byte of sources, 8 for a byte of random digits.
 CACHE_BYTES = 1 << 28
@@ -44,7 +46,7 @@ class FastEncoder:
 
     load: makes the package's tokenizer from `content`. accepts: whether the ids of a text are proven.
     before, after: ids around every text.
-    Raises NotServed if the package cannot be used on this machine or refuses the content.
+    Raises NotServed if the package refuses the content.
     """
 
     def __init__(
@@ -57,7 +59,6 @@ class FastEncoder:
         before: Sequence[int] = (),
         after: Sequence[int] = (),
     ) -> None:
-        _check_package()
         self._load, self._content = load, content
         self._accepts, self._id_of = accepts, id_of
         self._before, self._after = np.array(before, np.int32), np.array(after, np.int32)
@@ -129,13 +130,17 @@ def _restored(
     return FastEncoder(load, content, accepts, id_of=id_of, before=before, after=after)
 
 
-def _check_package() -> None:
-    try:
-        version = importlib.metadata.version("gigatoken")
-    except importlib.metadata.PackageNotFoundError:
-        raise NotServed("package gigatoken is not installed; run: pip install gigatoken") from None
-    if version != PROVEN_VERSION:
-        raise NotServed(f"version {version} of it is installed, and its ids are proven for {PROVEN_VERSION}")
+def check_packages(reference: str) -> None:
+    """Raises NotServed unless gigatoken and the package that defines the ids have the proven versions, and gigatoken's memory is known."""
+    for package in ("gigatoken", reference):
+        proven = PROVEN_VERSIONS[package]
+        remedy = f"run: pip install {package}=={proven}"
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            raise NotServed(f"package {package} is not installed; {remedy}") from None
+        if version != proven:
+            raise NotServed(f"version {version} of {package} is installed, and the ids are proven for {proven}; {remedy}")
     if not MEMORY_FILE.exists():
         raise NotServed("its memory can be bounded only on Linux")
 

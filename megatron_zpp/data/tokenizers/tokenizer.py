@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_zpp.config.flag import next_multiple
-from megatron_zpp.config.schema import TOKENIZER_TYPES, DataConfig, ModelConfig
+from megatron_zpp.config.groups.data import TOKENIZER_TYPES
+from megatron_zpp.config.schema import DataConfig, ModelConfig
 
 if TYPE_CHECKING:
     from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts

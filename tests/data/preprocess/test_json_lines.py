@@ -8,6 +8,7 @@ import pytest
 import zstandard
 
 from megatron_zpp.data.preprocess import json_lines
+from megatron_zpp.data.preprocess.document_encoder import read_texts
 from megatron_zpp.data.preprocess.json_lines import Position, Source, find_inputs, line_batches
 
 
@@ -95,3 +96,18 @@ def test_text_in_many_zstd_frames_comes_in_batches(tmp_path: Path, size: int) ->
     batches = list(line_batches([str(path)], Position()))
     assert b"".join(batch.text for batch in batches) == text[: 1000 * size]
     assert len(batches) <= 1 + len(text) // json_lines.BATCH_BYTES
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'\xef\xbb\xbf{"text": "a"}', "begins with a byte order mark, which JSON does not have; save the file as UTF-8 without it"),
+        (b"\xff\xfe{\x00", "not valid UTF-8 at byte 0 of the line"),
+        (b"", "not JSON .*; every line needs one object"),
+        (b"[]", "holds list, but a JSON object is needed"),
+    ],
+)
+def test_a_line_that_is_no_document_says_what_it_is(line: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^{reason}$"):
+        read_texts(line, ["text"])
+    assert read_texts(b'{"text": "a"}\r\n', ["text"]) == {"text": "a"}

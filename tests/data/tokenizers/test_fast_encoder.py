@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from harness.cut_tokenizers import ALL_PATTERNS, ASCII, FIRST_BYTES, NEXT_BYTES, PROBE, added_token, cut_tokenizer
+from harness.places import ROOT
 from harness.trained_tokenizers import tiktoken_lines, training_texts, write_gpt2_files
 from tokenizers import Tokenizer
 
@@ -250,21 +251,35 @@ def test_ids_that_differ_at_the_start_of_a_job_are_refused(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("version", "reason"), [(None, "package gigatoken is not installed; run: pip install"), ("9.9", "version 9.9 of it")]
+    ("package", "version", "reason"),
+    [
+        ("gigatoken", None, "package gigatoken is not installed; run: pip install gigatoken==0.10.0"),
+        (
+            "gigatoken",
+            "9.9",
+            "version 9.9 of gigatoken is installed, and the ids are proven for 0.10.0; run: pip install gigatoken==0.10.0",
+        ),
+        ("tokenizers", "9.9", "version 9.9 of tokenizers is installed, and the ids are proven for 0.23.3; run: pip install tokenizers=="),
+    ],
 )
-def test_without_the_proven_package_the_ids_are_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None, reason: str
+def test_without_the_proven_packages_the_ids_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, version: str | None, reason: str
 ) -> None:
     def find(name: str) -> str:
-        if version is None:
+        if name == package and version is None:
             raise fast_encoder.importlib.metadata.PackageNotFoundError(name)
-        return version
+        return str(version) if name == package else fast_encoder.PROVEN_VERSIONS[name]
 
     expected = ids_of(load(tmp_path, cut_tokenizer()), training_texts()[:2])
     monkeypatch.setattr(fast_encoder.importlib.metadata, "version", find)
     tokenizer = load(tmp_path, cut_tokenizer())
     assert reason in tokenizer.prepare_batches()
     assert ids_of(tokenizer, training_texts()[:2]) == expected
+
+
+def test_proven_versions_are_those_of_the_tests() -> None:
+    pinned = (ROOT / "constraints.txt").read_text().split()
+    assert all(f"{package}=={version}" in pinned for package, version in fast_encoder.PROVEN_VERSIONS.items())
 
 
 def test_what_it_remembers_is_bounded_and_changes_no_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

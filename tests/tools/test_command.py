@@ -1,0 +1,73 @@
+"""How every tool ends that cannot do its work: one line that says what to do, and an exit code that is not 0."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import command
+import pytest
+import train_tokenizer
+from harness.places import ROOT
+from harness.tool import write_json_lines
+
+
+def ended(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> object:
+    """The exit code of a tool that calls `run`."""
+    monkeypatch.setattr(sys, "argv", ["tool.py"])
+    with pytest.raises(SystemExit) as end:
+        command.run_command(argparse.ArgumentParser(prog="tool.py"), lambda _: run())
+    return end.value.code
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def run() -> None:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ValueError("--a 1 is wrong; give 2."), 2, "error: --a 1 is wrong; give 2."),
+        (OSError(errno.ENOSPC, "No space left"), 2, "error: the output: No space left; free space there, or choose another place."),
+        (OSError(errno.EDQUOT, "Over quota", "/x/y"), 2, "error: /x/y: Over quota; free space there, or choose another place."),
+        (PermissionError(errno.EACCES, "Denied", "/x"), 2, "error: /x: Denied; correct the path, or its permissions."),
+        (OSError("a text of its own"), 2, "error: a text of its own"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_a_tool_that_fails_says_why_in_one_line(
+    error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(raising(error), monkeypatch) == code
+    assert capsys.readouterr().err == f"tool.py: {line}\n"
+
+
+def test_a_tool_whose_reader_has_left_ends_silently() -> None:
+    program = "import argparse, command; command.run_command(argparse.ArgumentParser(), lambda _: print('x' * 10**6))"
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT / "tools", stdout=write_end, stderr=subprocess.PIPE, check=False)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_tokenizer_that_cannot_be_put_in_place_leaves_the_old_one_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = write_json_lines(tmp_path / "corpus.jsonl", [{"text": "a text to learn from, again and again"}] * 20)
+    (tmp_path / "t.model").write_bytes(b"old")
+    monkeypatch.setattr(os, "replace", lambda *_: raising(OSError(errno.ENOSPC, "No space left"))())
+    words = ["--input", str(corpus), "--model-prefix", str(tmp_path / "t"), "--vocab-size", "280"]
+    with pytest.raises(OSError, match="No space left"):
+        train_tokenizer.run(train_tokenizer._parser().parse_args(words))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "t.model"]
+    assert (tmp_path / "t.model").read_bytes() == b"old"

@@ -1,0 +1,25 @@
+"""Plans of memory, against peaks that benchmarks/long_sequences.py has measured."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from harness.places import ROOT
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.resolve import resolve
+from megatron_zpp.training.run_plan import PlannedWorld, plan_as_given
+
+pytestmark = pytest.mark.pure
+
+RECORDED = json.loads((ROOT / "benchmarks" / "results" / "long_sequences.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("run", RECORDED["measured"], ids=lambda run: f"{run['tokens']} tokens on {run['ranks']} ranks")
+def test_a_plan_of_activations_is_that_of_the_record_and_holds_the_measured_peak(run: dict[str, Any]) -> None:
+    ranks = run["ranks"]
+    flags = f"{RECORDED['model']} --seq-length {run['tokens']} --context-parallel-size {ranks} --ranks-per-node {ranks}"
+    need = plan_as_given(resolve(parse_flags(flags.split()), ranks, ranks), PlannedWorld(1, ranks, is_on_gpu=False), 512).memory
+    assert run["peak_bytes"] <= need.activations + need.link_buffers == run["planned_bytes"]
