@@ -77,7 +77,7 @@ main() {
 
     step "A sample of what the model writes"
     ticking python tools/generate_text.py --load "$CHECKPOINTS" --prompt "    def __init__(self" \
-        --max-new-tokens 120 --temperature 0.5 --top-k 40 >"$SAMPLE"
+        --max-new-tokens 120 --temperature 0.8 --top-k 40 >"$SAMPLE"
 
     step "ZeRO-3 beside ZeRO++ and lean, $COMPARED_ITERATIONS iterations each"
     compare plain ZeRO-3

@@ -103,7 +103,7 @@ def _in_order(batches: _MicroBatchDataset, sampler: Iterable[MicroBatchIndices],
         yield from (batches[indices] for indices in sampler)
         return
     # Workers start when the first micro-batch is requested. Without its own generator, DataLoader would draw from torch's global one.
-    yield from DataLoader(
+    loader = DataLoader(
         batches,
         sampler=sampler,
         batch_size=None,
@@ -114,13 +114,22 @@ def _in_order(batches: _MicroBatchDataset, sampler: Iterable[MicroBatchIndices],
         worker_init_fn=_ignore_signals,
         generator=torch.Generator(),
     )
+    # Workers inherit the mask, so no thread of theirs takes SIGTERM, however early a library starts it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        started = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    yield from started
 
 
 def _ignore_signals(worker: int) -> None:
-    """Ignores the signals that launchers send to whole process groups. The rank ends its workers; they also end if it dies."""
+    """Ignores the signals that launchers send to whole process groups. The rank ends its workers; they also end if it dies.
+
+    SIGTERM is blocked already.
+    """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_when_told_by, args=(os.getppid(),), daemon=True).start()
 
 

@@ -1,7 +1,11 @@
+import contextlib
 import itertools
 import multiprocessing
+import os
 import signal
 import subprocess
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -107,16 +111,33 @@ def test_loading_does_not_touch_torchs_random_state(num_workers: int) -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_workers_outlive_the_signals_that_launchers_send_to_whole_process_groups() -> None:
+@pytest.mark.parametrize("has_thread", [False, True], ids=["", "a library starts a thread after each fork"])
+def test_workers_outlive_the_signals_that_launchers_send_to_whole_process_groups(has_thread: bool) -> None:
     dataset = MockDataset(seed=1, stream=0, seq_length=6, vocab_size=50, sample_count=100)
     batches = MicroBatches(dataset, MicroBatchSampler(100, 8, 2, 1, 2), 2, NO_RULES)
-    for _ in range(2):
-        next(batches)  # one of each worker: both have started
-    workers = multiprocessing.active_children()
+    before = set(multiprocessing.active_children())
+    with threads_in_forked_processes() if has_thread else contextlib.nullcontext():
+        for _ in range(2):
+            next(batches)  # one of each worker: both have started
+    workers = set(multiprocessing.active_children()) - before
     for worker, number in itertools.product(workers, (signal.SIGTERM, signal.SIGUSR1)):
         subprocess.run(["kill", f"-{number}", str(worker.pid)], check=True)  # from another process, as a launcher does
-    assert len(workers) >= 2
+    assert len(workers) == 2
     assert [next(batches).first_sample for _ in range(5)] == [batch.first_sample for batch in first_batches(0, 7)[2:]]
+
+
+@contextlib.contextmanager
+def threads_in_forked_processes() -> Iterator[None]:
+    """Processes that are forked within it have a second thread from the first moment on."""
+    is_wanted = [True]
+
+    def start_thread() -> None:
+        if is_wanted:
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+    os.register_at_fork(after_in_child=start_thread)
+    yield
+    is_wanted.clear()
 
 
 def test_a_worker_ends_when_its_rank_tells_it_to_so_that_an_interpreter_can_exit() -> None:
