@@ -52,7 +52,10 @@ lint-imports --no-logo
 echo "== mypy: types, and meanwhile kernels"
 python -m mypy &
 types=$!
+# A background job outlives a script that fails or is interrupted.
+trap 'kill "$types" 2>/dev/null || true' EXIT
 bash scripts/build_extensions.sh --no-venv
 wait "$types"
+trap - EXIT
 echo "== pytest: statements"
 python -m pytest "${own_arguments[@]}" ${pytest_arguments[@]+"${pytest_arguments[@]}"}

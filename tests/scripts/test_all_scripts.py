@@ -141,6 +141,22 @@ def test_the_test_script_ends_where_types_or_kernels_fail(copied: tuple[FakeComm
     assert "pytest" not in [call.words[1] for call in fakes.calls("python")]
 
 
+def test_the_test_script_ends_the_check_of_types_if_kernels_fail(copied: tuple[FakeCommands, Path]) -> None:
+    fakes, folder = copied
+    checked = folder / "checked"
+    fakes.add(
+        "python",
+        f"""
+import time
+if words[1] == "mypy":
+    time.sleep(5)
+    open({str(checked)!r}, "w").close()
+sys.exit(words[1] == "megatron_zpp.ops.extension")""",
+    )
+    assert fakes.run("bash", "scripts/test.sh", "--no-venv", folder=folder).returncode == 1
+    assert not checked.exists()
+
+
 def test_the_test_script_refuses_a_tier_that_there_is_not(copied: tuple[FakeCommands, Path]) -> None:
     fakes, folder = copied
     done = fakes.run("bash", "scripts/test.sh", "--no-venv", "--tier", "slow", folder=folder)
