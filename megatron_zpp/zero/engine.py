@@ -409,7 +409,7 @@ class ZeroEngine:
         """Finishes updates, and waits for climbs that were submitted ahead, so that no message is under way when the process groups end.
 
         It removes the hooks, because the module and autograd would keep the engine alive through them. A forward of the module after it
-        raises RuntimeError. Every rank must call it. After an error it does not wait for other ranks, and leaves `on_close` out.
+        raises RuntimeError. Every rank must call it. If a part of it fails, the others are done, and `on_close` is left out.
         """
         if self._is_closed:
             return
