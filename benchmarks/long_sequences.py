@@ -3,8 +3,9 @@
     python benchmarks/long_sequences.py --output benchmarks/results/long_sequences.json
 
 Ranks are processes over gloo on one machine. A table has the peak of resident memory in the second step, minus what was resident before
-it, on the rank that needs most, and the plan of activations and of what is exchanged. Then one rank and --limited-ranks ranks train on one
-long sample, each with a limit (RLIMIT_DATA) of --limit-mib beyond what it had before its model was built.
+it, on the rank that needs most, and the plan of what exists only inside a step: activations with what is exchanged, gathered units, and
+means. Then one rank and --limited-ranks ranks train on one long sample, each with a limit (RLIMIT_DATA) of --limit-mib beyond what it had
+before its model was built.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ def main(file: Path, steps: int, limit_bytes: int, flags: list[str]) -> None:
     losses.append(session.step(0)[0])
     peak = max_resident_bytes(PROCESS_STATUS) - before
     need = session.need
-    found = {"losses": losses, "peak_bytes": peak, "planned_bytes": need.activations + need.link_buffers}
+    planned = need.activations + need.plan.gathered + need.plan.means
+    found = {"losses": losses, "peak_bytes": peak, "planned_bytes": planned}
     write_json(file.with_suffix(f".{rank}.json"), found)
     dist.barrier()
     session.close()

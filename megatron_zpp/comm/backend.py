@@ -152,6 +152,7 @@ class VirtualWorld:
             if is_last:
                 deliver([this_round.parts[index] for index in range(members)])
                 this_round.is_complete = True
+                this_round.parts.clear()  # a rank that has not waited yet would hold what others have sent and received
                 del self._rounds[key]
                 self._lock.notify_all()
         if is_last:

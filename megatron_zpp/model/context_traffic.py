@@ -9,9 +9,13 @@ attention makes of them becomes the own tokens of all heads again. Of each excha
     queries, keys, values    n/C tokens x (A/C + 2 k D) x e        k = K / C, or 1 if K < C: then several ranks get the same key head
     outputs                  n/C tokens x A/C x e
 
-So forward is (C-1)/C x n e (2 A/C + 2 k D). Backward is as much, with the outputs' part beside the product of a gradient, and
-recomputation of a whole block once more. With --recompute-granularity selective the exchanged queries, keys and values are kept, and
-nothing is exchanged again.
+So forward is (C-1)/C x n e (2 A/C + 2 k D). Backward is as much, and recomputation of a whole block once more. With
+--recompute-granularity selective the exchanged queries, keys and values are kept, and nothing is exchanged again.
+
+Computation waits for all of it but the outputs' part of backward: the gradient of the output projection's input crosses beside the product
+that makes the gradient of its weight, whose operations are those of the projection in forward. Then comes the attention kernel, which needs
+what has crossed. Nor has computation anything else to do during the other exchanges: each is made of the product before it, and read by the
+operation after it.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from dataclasses import dataclass, replace
 
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.chunks import recomputed_blocks
+from megatron_zpp.model.flops import projection_share
 from megatron_zpp.parallel.link_work import NO_LINK_WORK, LinkWork, LinkWorkOfUses
 
 NO_WORK = LinkWork()
@@ -54,22 +59,26 @@ class DividedSamples:
         """Channels of a token in the exchange of queries, keys and values, for all ranks together."""
         return self._query_channels + 2 * self.exchanged_key_heads * self.config.kv_channels
 
-    def exchanges(self, *, samples: int, element_bytes: int) -> LinkWork:
+    def exchanges(self, *, samples: int, element_bytes: int, is_backward: bool) -> LinkWork:
         """The two exchanges of one block's forward, or of its backward. samples: of a micro-batch."""
         if self.context_ranks == 1:
             return NO_WORK
-        tokens = samples * self.own.seq_length
-        of_parts = tokens * (self.exchanged_channels + self._query_channels) // self.context_ranks * element_bytes
-        return LinkWork((self.context_ranks - 1) * of_parts, collectives=2)
+        of_channel = (self.context_ranks - 1) * samples * self.own.seq_length * element_bytes
+        inputs, outputs = (of_channel * channels // self.context_ranks for channels in (self.exchanged_channels, self._query_channels))
+        return LinkWork(inputs, outputs, collectives=2) if is_backward else LinkWork(inputs + outputs, collectives=2)
 
     def work(self, *, samples: int, element_bytes: int) -> LinkWorkOfUses:
         """The work of embedding, blocks and final, in this order, for a micro-batch of `samples` samples."""
         if self.context_ranks == 1:
             return NO_LINK_WORK
-        of_block, blocks = self.exchanges(samples=samples, element_bytes=element_bytes), self.config.num_layers
-        again = recomputed_blocks(self.config)  # the first ones, or all
-        backward = [2 * of_block if block < again else of_block for block in range(blocks)]
-        return LinkWorkOfUses((NO_WORK, *[of_block] * blocks, NO_WORK), (NO_WORK, *backward, NO_WORK))
+        config, again = self.config, recomputed_blocks(self.config)  # the first ones, or all
+        forward, backward = (
+            self.exchanges(samples=samples, element_bytes=element_bytes, is_backward=is_backward) for is_backward in (False, True)
+        )
+        of_blocks = [backward + forward if block < again else backward for block in range(config.num_layers)]
+        return LinkWorkOfUses(
+            (NO_WORK, *[forward] * config.num_layers, NO_WORK), (NO_WORK, *of_blocks, NO_WORK), hiding=projection_share(config)
+        )
 
     @property
     def _query_channels(self) -> int:

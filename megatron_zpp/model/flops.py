@@ -73,6 +73,12 @@ def recomputed_flops_of_uses(config: ModelConfig, padded_vocab_size: int, sample
     return (0, *blocks, head if recomputes_logits(config, sample_count, context_ranks) else 0)
 
 
+def projection_share(config: ModelConfig) -> float:
+    """The share of a block's forward operations in the output projection of attention, and so in the gradient of its weight."""
+    _, block, *_ = forward_flops_of_uses(config, 0, 1)
+    return 2 * config.heads_width * config.hidden_size * config.seq_length / block
+
+
 def recomputes_logits(config: ModelConfig, micro_batch_size: int, context_ranks: int = 1) -> bool:
     """Whether backward computes the logits of a micro-batch of so many samples again, of which a rank has a part of the tokens."""
     return has_chunks(micro_batch_size * config.seq_length // context_ranks, config.loss_chunk_tokens)

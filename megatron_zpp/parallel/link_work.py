@@ -33,10 +33,14 @@ class LinkWork:
 
 @dataclass(frozen=True)
 class LinkWorkOfUses:
-    """The work of every use in forward, and in backward with what recomputation repeats; empty if the link has one rank."""
+    """The work of every use in forward, and in backward with what recomputation repeats; empty if the link has one rank.
+
+    hiding: the computation beside which overlapped bytes are on their way, as a share of the use's forward.
+    """
 
     forward: tuple[LinkWork, ...] = ()
     backward: tuple[LinkWork, ...] = ()
+    hiding: float = 1.0
 
     @property
     def nbytes(self) -> int:

@@ -11,11 +11,11 @@ from megatron_zpp.config.ranks import context_choices
 from megatron_zpp.config.rules_context import CONTEXT_SIZE, can_divide
 from megatron_zpp.config.rules_tensor import TENSOR_SIZE, can_share
 from megatron_zpp.config.schema import CheckpointConfig, Config, ZeroConfig
-from megatron_zpp.model.activations import AttentionNeed, activation_bytes, context_buffer_bytes, mask_bytes, tensor_buffer_bytes
+from megatron_zpp.model.activations import activation_bytes, mask_bytes
+from megatron_zpp.model.block_memory import AttentionNeed, RankShare
 from megatron_zpp.model.kept_need import NOTHING_KEPT, KeptInputsShape, KeptNeed, kept_inputs_shape, kept_need
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import UnitSpec, Use
-from megatron_zpp.training.sharding import divided_samples
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.plan.device_memory import NO_DEVICE, DeviceMemory, device_memory
 from megatron_zpp.zero.plan.memory_plan import ADAM_MOMENTS, MAIN_BYTES, MemoryPlan, Sharding, largest_plan
@@ -56,10 +56,10 @@ class AvailableMemory(NamedTuple):
 class MemoryNeed:
     """Bytes that one rank needs: the plan of its sharded states, an estimate of its activations, and of a GPU's memory beside tensors.
 
-    tensor_buffers: what crosses the tensor link in a micro-batch, and its sums. context_buffers: what attention exchanges. sharing: what it
-    takes once per step to make equal the gradients of elements that several tensor ranks have; no activations exist then. kept_inputs: of
-    recomputed chunks; what passes is part of the activations. save_copy: bytes of host memory for --async-save's copy of the state. With
-    is_on_gpu they are not part of `total`, nor is plan.host.
+    activations: with what ranks that share layers or divide samples exchange. sharing: what it takes once per step to make equal the
+    gradients of elements that several tensor ranks have; no activations exist then. kept_inputs: of recomputed chunks; what passes is part
+    of the activations. save_copy: bytes of host memory for --async-save's copy of the state. With is_on_gpu they are not part of `total`,
+    nor is plan.host.
     """
 
     plan: MemoryPlan
@@ -68,8 +68,6 @@ class MemoryNeed:
     is_on_gpu: bool = False
     device: DeviceMemory = NO_DEVICE
     kept_inputs: KeptNeed = NOTHING_KEPT
-    tensor_buffers: int = 0
-    context_buffers: int = 0
     sharing: int = 0
 
     @property
@@ -77,13 +75,8 @@ class MemoryNeed:
         """Peak bytes on the device: in backward, or while the gradient norm is computed."""
         at_rest = self.plan.states + self.plan.buffers + self.save_copy_on_device + self.device.total + self.kept_inputs.lasting
         at_rest += 0 if self.is_on_gpu else self.plan.host.total
-        in_backward = self.plan.gathered + self.activations + self.link_buffers + self.plan.means
+        in_backward = self.plan.gathered + self.activations + self.plan.means
         return at_rest + max(in_backward, self.plan.norm, self.sharing)
-
-    @property
-    def link_buffers(self) -> int:
-        """Bytes of what crosses the tensor link and the context link in a micro-batch."""
-        return self.tensor_buffers + self.context_buffers
 
     def beside(self, taken: DeviceMemory) -> MemoryNeed:
         """The need that is left if `taken` has been taken at the start of a run. The rest comes from torch's allocator."""
@@ -133,8 +126,6 @@ class MemoryNeed:
             "gathered units": self.plan.gathered,
             "payload buffers": self.plan.buffers,
             "fp32 means": self.plan.means,
-            "tensor buffers": self.tensor_buffers,
-            "context buffers": self.context_buffers,
             "inputs of recomputed chunks": self.kept_inputs.lasting,
             "CUDA context and workspaces": self.device.context + self.device.workspaces,
             "NCCL buffers": self.device.communicators,
@@ -171,7 +162,7 @@ def check_fits(
         return memory_need(config, model, sharding, larger, is_on_gpu=is_on_gpu).beside(taken).total <= nbytes
 
     # More ranks do not lessen the activations of one, and each plan of a deep model takes a second.
-    may_fit = need.activations + need.link_buffers + need.kept_inputs.lasting <= nbytes
+    may_fit = need.activations + need.kept_inputs.lasting <= nbytes
     times = smallest_nodes(fits, grid.nodes // together) if may_fit else None
     nodes = None if times is None else times * together
     to_host: list[str] = []
@@ -199,15 +190,15 @@ def _activations(config: Config, model: SizedModel, grid: Grid, element_bytes: i
     nbytes = activation_bytes(
         config.model,
         model.padded_vocab_size,
-        config.training.micro_batch_size,
-        element_bytes,
+        RankShare(
+            config.training.micro_batch_size,
+            element_bytes,
+            grid.tensor_ranks,
+            sequence_parallel=config.distributed.sequence_parallel,
+            context_ranks=grid.context_ranks,
+        ),
         attention=_attention_need(config, element_bytes, is_on_gpu=is_on_gpu),
-        tensor_ranks=grid.tensor_ranks,
-        sequence_parallel=config.distributed.sequence_parallel,
-        context_ranks=grid.context_ranks,
-        has_host=is_on_gpu,
-        # A GPU without kernels of the loss needs two chunks of fp32 values more. A plan does not know what is built where the run will be.
-        fuses_loss=is_on_gpu,
+        is_on_gpu=is_on_gpu,
     )
     if not config.data.reset_attention_mask:
         return nbytes
@@ -259,15 +250,6 @@ def memory_need(config: Config, model: SizedModel, sharding: Sharding, grid: Gri
         is_on_gpu,
         device,
         _kept_inputs(config, grid, sharding.element_bytes, is_on_gpu=is_on_gpu),
-        tensor_buffers=tensor_buffer_bytes(
-            divided_samples(config).own,
-            config.training.micro_batch_size,
-            sharding.element_bytes,
-            tensor_ranks=grid.tensor_ranks,
-            sequence_parallel=config.distributed.sequence_parallel,
-            uses_streams=is_on_gpu,
-        ),
-        context_buffers=context_buffer_bytes(divided_samples(config), config.training.micro_batch_size, sharding.element_bytes),
         sharing=sharing_buffer_bytes(shared_on_rank(model.unit_specs(), sharding, grid), grid.tensor_ranks),
     )
 

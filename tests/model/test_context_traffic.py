@@ -33,9 +33,12 @@ def divided(context_ranks: int, tensor_ranks: int = 1, **changes: Any) -> Divide
 def test_a_rank_receives_of_every_other_its_tokens_of_the_own_heads_and_back(
     context_ranks: int, tensor_ranks: int, key_heads: int, channels: int
 ) -> None:
-    work = divided(context_ranks, tensor_ranks, num_query_groups=key_heads).exchanges(samples=SAMPLES, element_bytes=BYTES)
+    samples = divided(context_ranks, tensor_ranks, num_query_groups=key_heads)
+    forward, backward = (samples.exchanges(samples=SAMPLES, element_bytes=BYTES, is_backward=is_backward) for is_backward in (False, True))
     of_others = (context_ranks - 1) * SAMPLES * LENGTH // context_ranks
-    assert work == LinkWork(of_others * channels * BYTES, collectives=2)
+    assert forward == LinkWork(of_others * channels * BYTES, collectives=2)
+    outputs = of_others * HEADS * CHANNELS // (tensor_ranks * context_ranks) * BYTES
+    assert backward == LinkWork(forward.nbytes - outputs, outputs, collectives=2)
 
 
 @pytest.mark.parametrize(
@@ -49,10 +52,16 @@ def test_a_rank_receives_of_every_other_its_tokens_of_the_own_heads_and_back(
 )
 def test_backward_exchanges_as_much_as_forward_and_recomputed_blocks_once_more(kind: dict[str, Any], recomputed: int) -> None:
     samples = divided(4, **kind)
-    of_block = samples.exchanges(samples=SAMPLES, element_bytes=BYTES)
+    forward, backward = (samples.exchanges(samples=SAMPLES, element_bytes=BYTES, is_backward=is_backward) for is_backward in (False, True))
     of_uses = samples.work(samples=SAMPLES, element_bytes=BYTES)
-    assert of_uses.forward == (LinkWork(), *[of_block] * 4, LinkWork())
-    assert of_uses.backward == (LinkWork(), *[2 * of_block] * recomputed, *[of_block] * (4 - recomputed), LinkWork())
+    assert of_uses.forward == (LinkWork(), *[forward] * 4, LinkWork())
+    assert of_uses.backward == (LinkWork(), *[backward + forward] * recomputed, *[backward] * (4 - recomputed), LinkWork())
+    assert backward.nbytes == forward.nbytes
+
+
+def test_what_hides_an_exchange_of_backward_is_one_product_of_a_block() -> None:
+    """H = A = 32, F = 128, S = 64: of forward, 2 H A = 2048 of 2 H (4 A + 2 F) + 2 A S = 24576 + 4096 operations per token."""
+    assert divided(4, ffn_hidden_size=128).work(samples=1, element_bytes=2).hiding == 2048 / 28672
 
 
 def test_a_rank_with_whole_samples_exchanges_nothing() -> None:

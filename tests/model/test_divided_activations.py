@@ -15,7 +15,8 @@ from torch import Tensor
 from megatron_zpp.comm.context_link import ContextLink
 from megatron_zpp.comm.tensor_link import TensorLink
 from megatron_zpp.config.schema import ModelConfig
-from megatron_zpp.model.activations import AttentionNeed, activation_bytes, context_buffer_bytes, tensor_buffer_bytes
+from megatron_zpp.model.activations import activation_bytes
+from megatron_zpp.model.block_memory import AttentionNeed, BlockMemory, RankShare, tensor_buffer_bytes
 from megatron_zpp.model.context_traffic import DividedSamples
 from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.tensor_parallel.context import TensorParallel
@@ -35,7 +36,7 @@ token_orders = pytest.mark.parametrize("sequence_parallel", [False, True], ids=[
 def estimated_bytes(dtype: torch.dtype, ranks: int, *, sequence_parallel: bool, **changes: Any) -> int:
     need = AttentionNeed(keeps_scores=False)
     config = small_config(**(SHAPE | changes))
-    return activation_bytes(config, VOCAB, SAMPLES, dtype.itemsize, attention=need, tensor_ranks=ranks, sequence_parallel=sequence_parallel)
+    return activation_bytes(config, VOCAB, RankShare(SAMPLES, dtype.itemsize, ranks, sequence_parallel), attention=need)
 
 
 def kept_bytes(dtype: torch.dtype, ranks: int, *, sequence_parallel: bool, **changes: Any) -> int:
@@ -114,12 +115,17 @@ def test_beside_what_one_rank_has_backward_of_a_layer_holds_the_estimate_of_what
             torch.autograd.grad(output, hidden, grad)
         return live.peak
 
-    estimated = tensor_buffer_bytes(
-        config, SAMPLES, dtype.itemsize, tensor_ranks=ranks, sequence_parallel=sequence_parallel, uses_streams=False
-    )
+    estimated = tensor_buffer_bytes(config, RankShare(SAMPLES, dtype.itemsize, ranks, sequence_parallel), uses_streams=False)
     gradient = 0 if sequence_parallel else hidden_bytes  # without sequence parallelism it is one of a block's, as on one rank
     for peak in run_tensor_ranks(ranks, on_rank):
         assert peak == pytest.approx(estimated + gradient, rel=0.01)
+
+
+@token_orders
+def test_on_a_gpu_sums_of_forward_have_a_buffer_besides_that_of_backward(sequence_parallel: bool) -> None:
+    config, share = small_config(**SHAPE), RankShare(SAMPLES, 2, 2, sequence_parallel)
+    on_gpu, on_cpu = (BlockMemory(config, share, AttentionNeed(keeps_scores=False), is_on_gpu).in_backward for is_on_gpu in (True, False))
+    assert on_gpu - on_cpu == SAMPLES * config.seq_length * config.hidden_size * 2
 
 
 # ---- ranks that divide samples
@@ -140,7 +146,7 @@ def test_the_estimate_holds_what_autograd_keeps_on_a_rank_that_has_a_part_of_eac
 ) -> None:
     changes, need = MODELS[model], AttentionNeed(keeps_scores=False)
     config = small_config(**(SHAPE | changes))
-    estimated = activation_bytes(config, VOCAB, SAMPLES, dtype.itemsize, attention=need, context_ranks=ranks)
+    estimated = activation_bytes(config, VOCAB, RankShare(SAMPLES, dtype.itemsize, context_ranks=ranks), attention=need)
     assert 0.95 * kept_of_divided(dtype, ranks, **changes) <= estimated <= 4 / 3 * kept_of_divided(dtype, ranks, **changes)
 
 
@@ -165,10 +171,10 @@ def test_an_exchange_holds_the_parts_that_a_rank_sends_and_those_that_it_gets(ra
             exchange.all_tokens(own)
         return live.peak
 
-    estimated = context_buffer_bytes(divided, SAMPLES, 4)
+    parts = 4 * SAMPLES * divided.own.seq_length * divided.exchanged_channels
     for peak in run_context_ranks(ranks, on_rank):
-        assert peak <= estimated * 1.5 and peak >= estimated
+        assert 2 * parts <= peak <= 3 * parts  # model/block_memory.py counts three
 
 
 def test_one_rank_has_no_buffers_for_a_link() -> None:
-    assert tensor_buffer_bytes(small_config(), SAMPLES, 4, tensor_ranks=1, sequence_parallel=False, uses_streams=True) == 0
+    assert tensor_buffer_bytes(small_config(), RankShare(SAMPLES, 4), uses_streams=True) == 0

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from harness.small_gpt import small_config
 
-from megatron_zpp.model.activations import AttentionNeed, activation_bytes
+from megatron_zpp.model.activations import activation_bytes
+from megatron_zpp.model.block_memory import AttentionNeed, RankShare
 from megatron_zpp.model.kept_need import NOTHING_KEPT, KeptNeed, kept_inputs_shape, kept_need
 
 FULL: dict[str, Any] = {"num_layers": 6, "recompute_granularity": "full", "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
@@ -60,7 +61,7 @@ def test_the_estimate_of_activations_has_what_passes_and_staging_instead_of_whol
         config = small_config(**FULL | changes)
         attention = AttentionNeed(keeps_scores=False)
         # A small vocabulary, so that the peak is in the backward of a block.
-        return activation_bytes(config, 64, SAMPLES, 2, attention=attention, tensor_ranks=RANKS, has_host=True)
+        return activation_bytes(config, 64, RankShare(SAMPLES, 2, RANKS), attention=attention, is_on_gpu=True)
 
     plain, kept = need_of(), need_of(**{flag: True})
     assert estimate(**{flag: True}) - estimate() == kept.passing + kept.staging - plain.passing

@@ -17,9 +17,13 @@ pytestmark = pytest.mark.pure
 RECORDED = json.loads((ROOT / "benchmarks" / "results" / "long_sequences.json").read_text(encoding="utf-8"))
 
 
+MOST = 1.15
+
+
 @pytest.mark.parametrize("run", RECORDED["measured"], ids=lambda run: f"{run['tokens']} tokens on {run['ranks']} ranks")
-def test_a_plan_of_activations_is_that_of_the_record_and_holds_the_measured_peak(run: dict[str, Any]) -> None:
+def test_the_plan_of_a_recorded_run_is_never_below_the_measured_peak_and_at_most_15_percent_above_it(run: dict[str, Any]) -> None:
     ranks = run["ranks"]
     flags = f"{RECORDED['model']} --seq-length {run['tokens']} --context-parallel-size {ranks} --ranks-per-node {ranks}"
     need = plan_as_given(resolve(parse_flags(flags.split()), ranks, ranks), PlannedWorld(1, ranks, is_on_gpu=False), 512).memory
-    assert run["peak_bytes"] <= need.activations + need.link_buffers == run["planned_bytes"]
+    assert run["planned_bytes"] == need.activations + need.plan.gathered + need.plan.means
+    assert run["peak_bytes"] <= run["planned_bytes"] <= MOST * run["peak_bytes"]

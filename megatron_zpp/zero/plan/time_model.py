@@ -6,8 +6,10 @@ Assumptions:
 - A hop over the inter link occupies the link between nodes, even if its partitions are parts of one node.
 - Ranks that share layers have priority on the link inside a node: what waits for that link waits so much longer. What they exchange beside
   computation is hidden by the gradients of one use's weights, which take as long as its forward.
-- Ranks that divide samples exchange over the link inside a node, or between nodes, with the same priority. Computation waits for all of it,
-  also for the exchange that runs beside the product of one layer.
+- Ranks that divide samples exchange over the link inside a node, or between nodes, with the same priority. Computation waits for all of it
+  but one exchange of backward, which crosses beside the gradient of one weight and is hidden by that product alone. On a CPU a thread of
+  gloo moves these bytes, as it does those of hops; what it takes from the cores of computation is left out in both cases.
+- Computation waits for the constant of every collective of ranks that share layers or divide samples.
 - Communication does not slow down computation; codecs do so in one case (Overlap.THREAD).
 - Overlap.STREAMS: hops run beside computation, encoding and decoding included (lanes on CUDA streams). Overlap.THREAD: the
   same, but one thread encodes and decodes for all lanes on the cores of computation, which stops meanwhile unless it waits (lanes on gloo).
@@ -257,7 +259,7 @@ class _Clock:
         beside = work.overlapped_bytes / link.bytes_per_second
         self.busy["tensor_link"] += blocking + beside
         self.link_free[Link.INTRA] = max(self.now, self.link_free[Link.INTRA]) + blocking + beside
-        return blocking + max(0.0, beside - self.computation.of(use, is_backward=False))
+        return blocking + max(0.0, beside - self.tensor_work.hiding * self.computation.of(use, is_backward=False))
 
     def _exchange_heads(self, use: int, *, is_backward: bool) -> float:
         """Seconds for which the computation of a use waits for the ranks that divide its samples."""
@@ -273,7 +275,8 @@ class _Clock:
         for link, is_used in ((Link.INTER, between > 0), (Link.INTRA, within > 0)):
             if is_used:
                 self.link_free[link] = max(self.now, self.link_free[link]) + seconds
-        return seconds
+        beside = max(between, within) * work.overlapped_bytes / work.nbytes
+        return seconds - min(beside, self.context_work.hiding * self.computation.of(use, is_backward=False))
 
     def read_norm(self) -> None:
         self._host_now = self.enqueued

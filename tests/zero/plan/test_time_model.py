@@ -193,6 +193,22 @@ def test_computation_waits_for_the_exchange_of_heads_at_the_rate_of_the_link_tha
     assert within.busy["context link"] == within.context_link and "context link" not in step_time(job(), machine(), COMPUTATION).busy
 
 
+@pytest.mark.parametrize("overlap", list(Overlap))
+@pytest.mark.parametrize(("hiding", "hidden"), [(0.0, 0.0), (0.2, 0.1), (0.5, 0.25), (1.0, 0.25)])
+def test_computation_waits_for_an_exchange_of_backward_but_for_what_one_product_hides(
+    hiding: float, hidden: float, overlap: Overlap
+) -> None:
+    """0.25 s of exchanges in forward; in backward 0.5 s, and 0.25 s beside a product of `hiding` x 0.5 s."""
+    rate = 4 * 10**15  # so fast that weights and gradients take no time
+    forward, backward = LinkWork(10**15, collectives=2), LinkWork(2 * 10**15, 10**15, collectives=2)
+    work = LinkWorkOfUses((forward,) * USES, (backward,) * USES, hiding)
+    some = replace(job(), grid=replace(GRID, context_ranks=2), context_work=work)
+    computation = Computation((0.5,) * USES, (1.0,) * USES)
+    time = step_time(some, machine(overlap=overlap, intra=LinkSpeed(rate)), computation)
+    assert time.seconds == pytest.approx(USES * (0.5 + 1.0 + 0.25 + 0.5 + 0.25 - hidden))
+    assert time.context_link == pytest.approx(USES * 1.0)
+
+
 def test_climbs_wait_behind_the_exchange_of_heads() -> None:
     inside, grid = LinkSpeed(1e6), replace(GRID, context_ranks=2)
     free, taken = (step_time(some, machine(intra=inside), NOTHING) for some in (replace(job(microbatches=2), grid=grid), divided(grid)))
