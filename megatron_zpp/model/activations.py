@@ -22,8 +22,9 @@ def activation_bytes(
 
     Forward keeps the input of every chunk of recomputed blocks, unless flags give it places that last, or on the host (model/kept_need.py).
     Of any other block forward keeps all activations, except those inside attention if attention is recomputed. The first peak is that of
-    the head, or of the norm before it. The second is that of one block's backward (model/block_memory.py), with the activations of the largest chunk that is
-    recomputed, whose first norm reads the input that is kept, and with a tied output the gradient of the word embedding.
+    the head, or of the norm before it. The second is that of one block's backward (model/block_memory.py). With it exist the activations of
+    the largest chunk that is recomputed, whose first norm reads the input that is kept, and with a tied output the gradient of the word
+    embedding.
     """
     angles = 2 * config.rotary_channels if config.position_embedding_type == "rope" else 0  # a cosine and a sine for each channel
     rotation = share.samples * config.seq_length * angles * share.element_bytes

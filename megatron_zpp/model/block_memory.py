@@ -205,10 +205,9 @@ def tensor_buffer_bytes(config: ModelConfig, share: RankShare, *, uses_streams: 
     """The most bytes that exist at once because hidden states cross the tensor link: in the backward of a column layer.
 
     These are what came from the other ranks, and the sum: of the rank's own tokens with sequence parallelism, otherwise first of its part
-    and then whole. With sequence parallelism also the gathered input, and the gradient of all tokens before it is summed, but not what it
-    is summed to. More than two ranks add up in fp32, 16-bit values into another copy. uses_streams: whether the link is on streams of a GPU.
-    There the sums of forward, in another stream than those of backward, have a buffer of their own for what comes from the other ranks, and
-    it stays.
+    and then whole. With sequence parallelism also the gathered input, and the gradient of all tokens before it is summed. More than two
+    ranks add up in fp32, 16-bit values into another copy. uses_streams: whether the link is on streams of a GPU. There the sums of forward,
+    in another stream than those of backward, have a buffer of their own for what comes from the other ranks, and it stays.
     """
     if share.tensor_ranks == 1:
         return 0
