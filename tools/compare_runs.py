@@ -50,26 +50,24 @@ def run(args: argparse.Namespace) -> None:
 
 def summarize(history: RunHistory) -> Summary:
     """The figures of one run. Raises ValueError if its lines lack one of them."""
-    last = history.lines[-1]
-    for key in NEEDED:
-        if any(key not in line.figures for line in history.lines):
-            raise ValueError(f"{history.name} lacks {key} in a training line; {REMEDY}")
+    history.require(*NEEDED, remedy=REMEDY)
+    inter, intra, states, step_ms = map(history.figures, NEEDED)
     validations = next(iter(history.validations.values()), [])
     return Summary(
         name=printable(history.name),
-        iterations=last.iteration,
-        inter_node_bytes=last.figures["inter_node_bytes"],
-        intra_node_bytes=last.figures["intra_node_bytes"],
-        model_state_bytes=last.figures["model_state_bytes"],
-        step_ms=median(line.figures["elapsed_ms_per_iteration"] for line in history.lines[1:] or history.lines),
-        training_loss=last.loss,
+        iterations=history.iterations[-1],
+        inter_node_bytes=inter[-1],
+        intra_node_bytes=intra[-1],
+        model_state_bytes=states[-1],
+        step_ms=median(step_ms[1:] or step_ms),
+        training_loss=history.last_loss,
         validation_loss=validations[-1][1] if validations else None,
     )
 
 
 def worst_final_loss(histories: Sequence[RunHistory]) -> float | None:
     """The highest of the runs' last training losses, which every run with a finite one has reached; None if none is finite."""
-    return max((history.lines[-1].loss for history in histories if math.isfinite(history.lines[-1].loss)), default=None)
+    return max((history.last_loss for history in histories if math.isfinite(history.last_loss)), default=None)
 
 
 def loss_table(histories: Sequence[RunHistory], loss: float) -> str:
@@ -87,7 +85,7 @@ def _costs(history: RunHistory, loss: float) -> tuple[str, ...]:
             cells.append(f"{history.positions(AXES[axis])[index] / unit:.{0 if axis == 'tokens' else 1}f}")
         except ValueError:  # an older version wrote the log
             cells.append(NOT_LOGGED)
-    return (printable(history.name), str(history.lines[index].iteration), *cells)
+    return (printable(history.name), str(history.iterations[index]), *cells)
 
 
 def table(summaries: Sequence[Summary]) -> str:

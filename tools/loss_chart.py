@@ -15,7 +15,7 @@ def loss_chart(histories: Sequence[RunHistory], axis: Axis, columns: int, rows: 
 
     Empty if nothing finite has been logged. rows: all, of which one is for the axis.
     """
-    drawn = [history for history in histories if history.lines]
+    drawn = [history for history in histories if history.iterations]
     positions = [history.positions(axis) for history in drawn]
     validations = [
         [(history.place(iteration, at, axis), loss) for points in history.validations.values() for iteration, loss in points]

@@ -55,10 +55,10 @@ def test_a_run_of_one_rank_that_moves_no_bytes_is_drawn(tmp_path: Path) -> None:
 
 
 def test_a_line_that_a_killed_run_left_unfinished_is_named_and_left_out(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = read_history(log, "one").lines
+    whole = read_history(log, "one").losses()
     lines = log.read_text().splitlines()
     log.write_text("\n".join([*lines[:2], '{"iteration": 25, "lm_l', *lines[2:]]))
-    assert read_history(log, "one").lines == whole
+    assert read_history(log, "one").losses() == whole
     assert "line 3: unfinished" in capsys.readouterr().err
 
 
@@ -184,7 +184,7 @@ def make_large(path: Path) -> None:
     [
         (os.mkfifo, "it is a pipe, not a regular file"),
         (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a regular file"),
-        (make_large, "has more than 536870912 bytes"),
+        (make_large, "line 1 has more than 16777216 bytes"),
         (lambda path: path.write_bytes(b"\xff\xfe"), "is not UTF-8 text"),
     ],
 )
