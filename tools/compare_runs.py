@@ -127,12 +127,23 @@ def _row(summary: Summary, first: Summary) -> tuple[str, ...]:
     )
 
 
+def _loss(text: str) -> float:
+    """The type of --at-loss. Raises ArgumentTypeError unless the text is a positive finite number."""
+    try:
+        loss = float(text)
+    except ValueError:
+        loss = math.nan
+    if not 0 < loss < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a training loss; give a finite number above 0, in nats per token")
+    return loss
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--log-jsonl", nargs="+", required=True, metavar="FILE", help="files that --log-jsonl of the training wrote")
     parser.add_argument("--names", nargs="+", metavar="NAME", help="what to call the runs (default: parts of the paths)")
     parser.add_argument(
-        "--at-loss", type=float, metavar="LOSS", help="training loss at which to compare costs (default: the worst final loss of the runs)"
+        "--at-loss", type=_loss, metavar="LOSS", help="training loss at which to compare costs (default: the worst final loss of the runs)"
     )
     return parser
 

@@ -47,7 +47,7 @@ class FollowedRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the last iteration is logged and the evaluations after it; False if the log does not say how many iterations there are."""
+        """Whether the last iteration and the evaluations after it are logged; False if the log does not say which iteration is the last."""
         history, last = self.history, self.history.latest("train_iters")
         if last is None or max([history.iterations[-1], *history.evaluated]) < last:
             return False

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
     figure = draw(runs, Look(AXES[args.x_axis], args.smoothing, args.log_scale))
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=150)
-    for note in [note for history in runs if AXES[args.x_axis].is_mean for note in history.notes()]:
+    for note in [note for history in runs for note in history.notes(of_sums=AXES[args.x_axis].is_mean)]:
         print(printable(note), file=sys.stderr)
     print(printable(f"{output}: {', '.join(history.name for history in runs)}"))
 
@@ -83,8 +84,19 @@ def draw(runs: Sequence[RunHistory], look: Look) -> "Figure":
 
 
 def running_means(values: Sequence[float], count: int) -> list[float]:
-    """The mean of each value and the count - 1 before it, as far as there are so many."""
-    return [sum(window) / len(window) for window in (values[max(0, end - count) : end] for end in range(1, len(values) + 1))]
+    """The mean of each value and the count - 1 before it, as far as there are so many.
+
+    The values are cut into blocks of `count`; a mean adds the end of one block and the start of the next. Nothing is subtracted, so that
+    a very large value does not spoil the means after it.
+    """
+    starts: list[float] = []
+    ends: list[float] = []
+    for first in range(0, len(values), count):
+        block = values[first : first + count]
+        starts += accumulate(block)
+        ends += reversed([*accumulate(reversed(block))])
+    befores = [0.0 if last < count or (last + 1) % count == 0 else ends[last + 1 - count] for last in range(len(values))]
+    return [(before + start) / min(number, count) for number, (before, start) in enumerate(zip(befores, starts, strict=True), 1)]
 
 
 def _positions(history: RunHistory, axis: Axis) -> list[float]:

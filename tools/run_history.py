@@ -69,7 +69,7 @@ class RunHistory:
     iterations: of the lines.
     validations: iterations and losses of each validation set; its name is empty if there is only one.
     evaluated: the iterations of the validations and tests that the log has since the last line.
-    replaced_lines, restarts: how many lines were replaced, and how often the log went back to an earlier iteration.
+    replaced_lines, repetitions: how many lines were replaced, and by how many that repeat steps.
     """
 
     def __init__(self, name: str) -> None:
@@ -78,7 +78,7 @@ class RunHistory:
         self.validations: dict[str, list[tuple[int, float]]] = {}
         self.evaluated: list[int] = []
         self.replaced_lines = 0
-        self.restarts = 0
+        self.repetitions = 0
         self._losses = array("d")
         self._columns = {key: array("d") for key in READERS}  # NaN where a line lacks the key
         self._start: int | None = None  # the iteration after which the log begins
@@ -128,9 +128,10 @@ class RunHistory:
         """
         replaced = len(self.iterations) - bisect_left(self.iterations, before + 1)
         if replaced:
-            self.restarts += 1
+            self.repetitions += 1
             self.replaced_lines += replaced
-            for column in (self.iterations, self._losses, *self._columns.values()):
+            del self.iterations[-replaced:]
+            for column in (self._losses, *self._columns.values()):
                 del column[-replaced:]
         last_kept = iteration - 1 if replaced else iteration
         for name, points in self.validations.items():
@@ -205,9 +206,14 @@ class RunHistory:
             before = iteration
         return found
 
-    def notes(self) -> list[str]:
-        """Sentences about what the sums of time and bytes lack or estimate."""
+    def notes(self, *, of_sums: bool = True) -> list[str]:
+        """Sentences about lines that are not shown. of_sums: also what the sums of time and bytes lack or estimate."""
         found = []
+        if self.repetitions:
+            replaced = f"later jobs repeat logged steps ({self.repetitions} times), which replaces {self.replaced_lines} lines"
+            found.append(f"{self.name}: {replaced}; jobs that train at the same time need a log each")
+        if not of_sums:
+            return found
         if self.start > 0:
             found.append(f"{self.name}: the log begins with iteration {self.start + 1}; time and bytes before it are not counted")
         if unlogged := self.unlogged_iterations():

@@ -41,17 +41,24 @@ class Screen:
 
 def frame(runs: Sequence[FollowedRun], axis: Axis, screen: Screen, now: float) -> str:
     """The losses of all runs in one picture, and under it some lines about each. now: seconds since the epoch."""
-    below: list[str] = []
-    for index, run in enumerate(runs):
-        number = f"{index + 1} " if len(runs) > 1 else ""
-        below += [screen.paint(line, COLOURS[index % len(COLOURS)]) for line in _wrapped(f"{number}{status(run)}", screen)]
-        below += [part for line in details(run) for part in _wrapped(line, screen)]
-        below += [screen.paint(line, WARNING_COLOUR) for line in _wrapped(silence(run, now), screen)]
+    below = _below(runs, screen, now, has_details=True)
+    if len(below) + FEWEST_ROWS >= screen.rows:
+        below = _below(runs, screen, now, has_details=False)
     rows = min(MOST_ROWS, max(FEWEST_ROWS, screen.rows - len(below) - 1))
     chart = loss_chart([run.history for run in runs], axis, screen.columns - 1, rows, screen.paint_curve)
     if not screen.has_unicode:
         chart = [line.replace(chr(BLANK), " ") for line in chart]
     return "\n".join([*chart, *below])
+
+
+def _below(runs: Sequence[FollowedRun], screen: Screen, now: float, *, has_details: bool) -> list[str]:
+    found: list[str] = []
+    for index, run in enumerate(runs):
+        number = f"{index + 1} " if len(runs) > 1 else ""
+        found += [screen.paint(line, COLOURS[index % len(COLOURS)]) for line in _wrapped(f"{number}{status(run)}", screen)]
+        found += [part for line in details(run) if has_details for part in _wrapped(line, screen)]
+        found += [screen.paint(line, WARNING_COLOUR) for line in _wrapped(silence(run, now), screen)]
+    return found
 
 
 def _wrapped(line: str, screen: Screen) -> list[str]:
@@ -75,6 +82,8 @@ def status(run: FollowedRun) -> str:
     ]
     if skipped := sum(history.curve("skipped_iterations").values()):
         parts.append(f"{skipped:.0f} skipped")
+    if history.repetitions:
+        parts.append(f"steps repeated {history.repetitions} times")
     if run.unusable_lines:
         parts.append(f"{run.unusable_lines} unreadable lines")
     if left is not None and not run.is_finished:

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import pytest
 from harness.tool import run_tool, write_json_lines
 
 
@@ -43,6 +44,14 @@ def test_runs_are_compared_at_the_worst_final_loss_and_what_was_not_logged_is_sa
     assert rows == [["new", "20", "2000", "10.0", "40.0"], ["old", "30", "not logged", "not logged", "not logged"]]
     done = run_tool("compare_runs", "--log-jsonl", *paths, "--at-loss", "6.3")
     assert [cell.strip() for cell in done.stdout.splitlines()[-1].strip("|").split("|")] == ["old", "not reached", "-", "-", "-"]
+
+
+@pytest.mark.parametrize("loss", ["nan", "inf", "-inf", "-1", "0", "1e999", "low", ""])
+def test_a_loss_that_no_run_can_have_is_refused_with_its_flag_value_rule_and_remedy(tmp_path: Path, loss: str) -> None:
+    log = write_json_lines(tmp_path / "log.jsonl", steps(1, [7.0], [1]))
+    done = run_tool("compare_runs", "--log-jsonl", log, f"--at-loss={loss}")
+    rule = f"argument --at-loss: {loss} is not a training loss; give a finite number above 0, in nats per token"
+    assert done.returncode == 2 and rule in done.stderr and done.stdout == ""
 
 
 def test_runs_without_a_finite_loss_are_not_compared_at_one(tmp_path: Path) -> None:

@@ -102,6 +102,29 @@ def test_a_smoothed_loss_is_drawn_over_the_logged_one_and_says_so(log: Path) -> 
     assert running_means([1.0, 2.0, 6.0], 3) == [1.0, 1.5, 3.0]
 
 
+@given(values=st.lists(st.sampled_from([3.0, 2.5, 1e30, math.nan, math.inf]), max_size=20), count=st.integers(1, 7))
+def test_a_smoothed_loss_is_the_mean_of_its_window_whatever_was_before(values: list[float], count: int) -> None:
+    expected = [math.fsum(window) / len(window) for window in (values[max(0, end - count) : end] for end in range(1, len(values) + 1))]
+    assert running_means(values, count) == pytest.approx(expected, rel=1e-12, nan_ok=True)
+
+
+def test_losses_that_are_not_finite_leave_gaps_in_the_picture(tmp_path: Path) -> None:
+    losses = [math.nan, 7.0, math.inf, 6.0, -math.inf]
+    log = write_json_lines(tmp_path / "log.jsonl", [training(10 * n, loss) for n, loss in enumerate(losses, 1)])
+    figure = draw([read_history(log, "one")], Look(smoothed_lines=2))
+    figure.savefig(tmp_path / "run.png")
+    low, high = figure.axes[0].get_ylim()
+    assert 5.5 < low < 6.0 and 7.0 < high < 7.5
+
+
+def test_lines_that_a_later_job_replaces_are_told(log: Path, tmp_path: Path) -> None:
+    text = log.read_text()
+    log.write_text(text + text)  # as if two jobs had written it
+    done = run_tool("plot_run", "--log-jsonl", log, "--output", tmp_path / "run.png")
+    said = "log: later jobs repeat logged steps (1 times), which replaces 3 lines; jobs that train at the same time need a log each\n"
+    assert done.returncode == 0 and done.stderr == said
+
+
 def test_scales_are_logarithmic_only_where_that_was_asked_for(log: Path) -> None:
     for scales in ((), ("x",), ("y",), ("x", "y")):
         loss, *_ = draw([read_history(log, "one")], Look(log_scales=scales)).axes
