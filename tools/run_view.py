@@ -70,8 +70,9 @@ def status(run: FollowedRun) -> str:
     if not run.is_there:
         return f"{run.name}: no such file yet"
     history = run.history
+    unreadable = [f"{run.unusable_lines} unreadable lines"] if run.unusable_lines else []
     if not history.iterations:
-        return f"{run.name}: nothing logged yet"
+        return ", ".join([f"{run.name}: nothing logged yet", *unreadable])
     last, left = history.latest("train_iters"), history.latest("eta_seconds")
     parts = [f"iteration {history.iterations[-1]}" + (f" of {last:.0f}" if last is not None else "")]
     parts.append(f"loss {history.last_loss:.4f}")
@@ -84,8 +85,7 @@ def status(run: FollowedRun) -> str:
         parts.append(f"{skipped:.0f} skipped")
     if history.repetitions:
         parts.append(f"steps repeated {history.repetitions} times")
-    if run.unusable_lines:
-        parts.append(f"{run.unusable_lines} unreadable lines")
+    parts += unreadable
     if left is not None and not run.is_finished:
         parts.append(f"{duration(left)} left")
     return f"{run.name}: {', '.join(parts)}"

@@ -104,7 +104,9 @@ def test_a_smoothed_loss_is_drawn_over_the_logged_one_and_says_so(log: Path) -> 
 
 @given(values=st.lists(st.sampled_from([3.0, 2.5, 1e30, math.nan, math.inf]), max_size=20), count=st.integers(1, 7))
 def test_a_smoothed_loss_is_the_mean_of_its_window_whatever_was_before(values: list[float], count: int) -> None:
-    expected = [math.fsum(window) / len(window) for window in (values[max(0, end - count) : end] for end in range(1, len(values) + 1))]
+    windows = [list(filter(math.isfinite, values[max(0, end - count) : end])) for end in range(1, len(values) + 1)]
+    means = [math.fsum(window) / max(1, len(window)) for window in windows]
+    expected = [mean if math.isfinite(value) else math.nan for value, mean in zip(values, means, strict=True)]
     assert running_means(values, count) == pytest.approx(expected, rel=1e-12, nan_ok=True)
 
 
@@ -115,6 +117,7 @@ def test_losses_that_are_not_finite_leave_gaps_in_the_picture(tmp_path: Path) ->
     figure.savefig(tmp_path / "run.png")
     low, high = figure.axes[0].get_ylim()
     assert 5.5 < low < 6.0 and 7.0 < high < 7.5
+    assert figure.axes[0].get_lines()[0].get_markevery() == [1, 3]  # no stroke leads to these points
 
 
 def test_lines_that_a_later_job_replaces_are_told(log: Path, tmp_path: Path) -> None:
