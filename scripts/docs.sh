@@ -37,5 +37,5 @@ python -m sphinx -q -E -W --keep-going --nitpicky -c docs/website -d build/docs 
 rm -f site/.buildinfo
 echo "The site is in site/: open site/index.html."
 if [[ "$serves" == yes ]]; then
-    python -m http.server --bind localhost --directory site "$PORT"
+    python -m http.server --bind localhost --directory site "$PORT" || stop "PORT=$PORT cannot be served; choose another port."
 fi

@@ -3,7 +3,7 @@
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -27,7 +27,7 @@ class Summary:
     model_state_bytes: float
     step_ms: float
     training_loss: float
-    validation_loss: float | None
+    validation_losses: Mapping[str, float]  # the last one of each set; the name is empty if there is only one set
 
 
 def main() -> None:
@@ -52,7 +52,6 @@ def summarize(history: RunHistory) -> Summary:
     """The figures of one run. Raises ValueError if its lines lack one of them."""
     history.require(*NEEDED, remedy=REMEDY)
     inter, intra, states, step_ms = map(history.figures, NEEDED)
-    validations = next(iter(history.validations.values()), [])
     return Summary(
         name=printable(history.name),
         iterations=history.iterations[-1],
@@ -61,7 +60,7 @@ def summarize(history: RunHistory) -> Summary:
         model_state_bytes=states[-1],
         step_ms=median(step_ms[1:] or step_ms),
         training_loss=history.last_loss,
-        validation_loss=validations[-1][1] if validations else None,
+        validation_losses={name: points[-1][1] for name, points in history.validations.items() if points},
     )
 
 
@@ -90,6 +89,7 @@ def _costs(history: RunHistory, loss: float) -> tuple[str, ...]:
 
 def table(summaries: Sequence[Summary]) -> str:
     """A Markdown table with one row per run. The share is the run's bytes divided by those of the first run."""
+    sets = list(dict.fromkeys(name for summary in summaries for name in summary.validation_losses)) or [""]
     head = (
         "run",
         "iterations",
@@ -99,20 +99,21 @@ def table(summaries: Sequence[Summary]) -> str:
         "state MB per rank",
         "step ms",
         "loss",
-        "validation",
+        *(printable(f"validation {name}".rstrip()) for name in sets),
     )
-    return markdown([head, *(_row(summary, summaries[0]) for summary in summaries)])
+    return markdown([head, *(_row(summary, summaries[0], sets) for summary in summaries)])
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells as a Markdown table. The first row is its head."""
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
     lines.insert(1, "| " + " | ".join("-" * width for width in widths) + " |")
     return "\n".join(lines)
 
 
-def _row(summary: Summary, first: Summary) -> tuple[str, ...]:
+def _row(summary: Summary, first: Summary, sets: Sequence[str]) -> tuple[str, ...]:
     share = summary.inter_node_bytes / first.inter_node_bytes if first.inter_node_bytes else 0.0
     return (
         summary.name,
@@ -123,7 +124,7 @@ def _row(summary: Summary, first: Summary) -> tuple[str, ...]:
         f"{summary.model_state_bytes / MEGABYTE:.2f}",
         f"{summary.step_ms:.0f}",
         f"{summary.training_loss:.4f}",
-        "-" if summary.validation_loss is None else f"{summary.validation_loss:.4f}",
+        *(f"{summary.validation_losses[name]:.4f}" if name in summary.validation_losses else "-" for name in sets),
     )
 
 

@@ -120,14 +120,6 @@ def test_losses_that_are_not_finite_leave_gaps_in_the_picture(tmp_path: Path) ->
     assert figure.axes[0].get_lines()[0].get_markevery() == [1, 3]  # no stroke leads to these points
 
 
-def test_lines_that_a_later_job_replaces_are_told(log: Path, tmp_path: Path) -> None:
-    text = log.read_text()
-    log.write_text(text + text)  # as if two jobs had written it
-    done = run_tool("plot_run", "--log-jsonl", log, "--output", tmp_path / "run.png")
-    said = "log: later jobs repeat logged steps (1 times), which replaces 3 lines; jobs that train at the same time need a log each\n"
-    assert done.returncode == 0 and done.stderr == said
-
-
 def test_scales_are_logarithmic_only_where_that_was_asked_for(log: Path) -> None:
     for scales in ((), ("x",), ("y",), ("x", "y")):
         loss, *_ = draw([read_history(log, "one")], Look(log_scales=scales)).axes

@@ -95,6 +95,13 @@ def test_a_log_that_begins_with_a_resumed_run_counts_from_there_and_says_so() ->
     assert history.notes() == ["run: the log begins with iteration 101; time and bytes before it are not counted"]
 
 
+def test_lines_that_a_later_job_replaces_are_told() -> None:
+    said = "run: later jobs repeat logged steps (2 times), which replaces 3 lines; jobs that train at the same time need a log each"
+    lines = [line(10), line(20), line(10), line(20), line(20)]
+    assert history_of(*lines).notes(of_sums=False) == [said]
+    assert history_of(*lines[:2]).notes(of_sums=False) == []
+
+
 def test_a_validation_stands_between_the_lines_around_it() -> None:
     history = history_of(line(10), validation(15, 3.0), line(20))
     seconds = history.positions(AXES["seconds"])

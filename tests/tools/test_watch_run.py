@@ -177,7 +177,7 @@ def test_the_ends_of_the_axis_of_iterations_are_whole_numbers(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("columns", [40, 41, 60, 80])
+@pytest.mark.parametrize("columns", [40, 80])
 def test_an_axis_has_both_ends_and_a_whole_word_on_every_terminal(log: Path, axis: str, columns: int) -> None:
     logged = {
         "consumed_samples": 1e9,
@@ -325,7 +325,7 @@ def test_a_terminal_without_braille_gets_stars(log: Path) -> None:
 
 @pytest.mark.parametrize(
     ("variables", "is_ascii"),
-    [({"LANG": "C"}, True), ({"LC_ALL": "C"}, True), ({"LANG": "C.UTF-8"}, False), ({}, False), ({"PYTHONIOENCODING": "latin-1"}, True)],
+    [({"LANG": "C"}, True), ({"LANG": "C.UTF-8", "LC_ALL": "C"}, True), ({}, False)],
 )
 def test_a_locale_without_utf_8_gets_stars(log: Path, variables: dict[str, str], is_ascii: bool) -> None:
     command = [sys.executable, "tools/watch_run.py", "--once", "--log-jsonl", str(log)]
