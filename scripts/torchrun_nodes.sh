@@ -9,6 +9,8 @@
 #   MASTER_PORT  a free port of node 0 (default: 29500)
 #   RANKS        ranks of each node (default: its GPUs). Without GPUs, set it
 #
+# Training lines are printed by the last rank, so they appear on the last node, as in Megatron.
+#
 # tools/launch.py starts all nodes at once from a hostfile; scripts/slurm_*.sbatch are for Slurm.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
