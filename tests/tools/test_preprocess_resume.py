@@ -173,7 +173,9 @@ def ending_instead(function: Callable[..., object], calls: Iterator[int]) -> Cal
     return call
 
 
-def test_killed_at_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+def test_killed_at_any_change_to_the_disk_no_index_stands_beside_tokens_of_another_run_and_it_goes_on_to_the_same_bytes(
+    tmp_path: Path,
+) -> None:
     sources = write_source(tmp_path, documents=30, seed=7)
     preprocess_data.run(arguments(sources, tmp_path / "whole"))
     expected = digests(tmp_path / "whole")
@@ -181,11 +183,16 @@ def test_killed_at_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_path:
     earlier, last_call = tmp_path / "earlier", 0
     earlier.mkdir()
     preprocess_data.run(arguments(sources[:1], earlier / "out"))
+    of_runs = [digests(earlier / "out"), expected]
     while True:
         # Files of an earlier run exist, as if the corpus was made anew.
         prefix = Path(shutil.copytree(earlier, tmp_path / str(last_call))) / "out"
         if not run_until_call(arguments(sources, prefix), last_call):
             break
+        left = digests(prefix)
+        for tokens, index in [(f"_{key}_document.bin", f"_{key}_document.idx") for key in ("text", "more")]:
+            pair = (left.get(tokens), left.get(index))
+            assert None in pair or pair in [(run[tokens], run[index]) for run in of_runs], last_call
         preprocess_data.run(arguments(sources, prefix, "--resume"))
         assert digests(prefix) == expected, last_call
         last_call += 1

@@ -73,7 +73,12 @@ def test_labels_count_as_well_as_tokens() -> None:
 
 def test_ranks_of_other_data_ranks_have_other_samples() -> None:
     for grid in (GRID, Grid(8, 8, 2, 2, 2)):
-        SameSamples(engine_of(batch(), 0, [], grid)).read(batch())
+        groups = torch.arange(8) // (grid.tensor_ranks * grid.context_ranks)
+        engine = engine_of(batch(), 0, [], grid)
+        engine.gather_world = lambda own, groups=groups, grid=grid: (own + groups[:, None]).view(grid.data_ranks, grid.tensor_ranks, -1)
+        check = SameSamples(engine)
+        check.read(batch())
+        check.compare([check.numbers[0] + group for group in groups.tolist()])
 
 
 def test_where_no_ranks_share_samples_nothing_is_sent_or_computed() -> None:
