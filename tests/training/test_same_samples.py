@@ -89,6 +89,14 @@ def test_where_no_ranks_share_samples_nothing_is_sent_or_computed() -> None:
     assert (check.numbers, calls) == ([], [])
 
 
+def test_the_first_micro_batch_of_another_set_is_compared_too_and_not_with_the_numbers_of_a_step() -> None:
+    check = SameSamples(engine_of(batch(), 0, []))
+    check.read(batch())
+    with pytest.raises(RuntimeError, match="ranks 0 and 1 share layers"):
+        check.reader_of_another_set()(batch(shift=1))
+    assert check.numbers == [checksum(batch())]
+
+
 class Samples:
     def __init__(self, damaged: int | None = None) -> None:
         self._damaged = damaged

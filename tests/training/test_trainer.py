@@ -73,10 +73,10 @@ def events_and_text(flags: list[str]) -> tuple[list[str], list[bool], str]:
 def test_ranks_that_share_layers_compare_their_first_micro_batches_before_anything_is_computed_and_all_with_each_loss(
     ranks: RankPool,
 ) -> None:
-    flags = "--zero-stage 3 --train-iters 2 --global-batch-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
+    flags = "--zero-stage 3 --train-iters 2 --global-batch-size 2 --tensor-model-parallel-size 2 --sequence-parallel --eval-iters 1"
     (events, compared, text), (others, _, _) = ranks.run(1, 2, events_and_text, [*TINY, *flags.split()])
     assert events == others and compared == [True, True]
     assert events[0] == "gather_world of 2"  # checksum and first sample
-    assert events.count("gather_world of 2") == 1
+    assert events.count("gather_world of 2") == 5  # so in the sets of validation and test, whose sums of losses and tokens are two as well
     assert events.count("gather_world of 3") == 2  # in each step losses, stop requests and checksums
     assert "using world size: 2, data-parallel size: 1, tensor-model-parallel size: 2 (1 nodes x 2 ranks), device: cpu" in text
