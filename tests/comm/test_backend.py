@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from typing import cast
 
 import pytest
@@ -114,3 +115,14 @@ def test_members_that_send_unequal_sizes_fail_as_they_would_on_real_ranks(sizes:
 
     with pytest.raises((RuntimeError, ValueError)):
         VirtualWorld(Grid.of_nodes(1, 2)).run(program)
+
+
+def test_a_member_that_has_not_waited_yet_holds_nothing_that_others_have_sent_or_received() -> None:
+    world, lane = VirtualWorld(Grid.of_nodes(1, 2)), LANES[1]
+    work = world.backend_of(0).all_gather(lane, torch.empty(4, dtype=torch.uint8), _bytes_of(0, 2))
+    output, sent = torch.empty(4, dtype=torch.uint8), _bytes_of(1, 2)
+    freed = [weakref.ref(tensor) for tensor in (output, sent)]
+    world.backend_of(1).all_gather(lane, output, sent)
+    del output, sent
+    assert [tensor() for tensor in freed] == [None, None]
+    work.wait()
