@@ -92,7 +92,7 @@ class BlockMemory:
         """Bytes that attention keeps between its projections, beside what the projections read and write.
 
         These are the output in the kernel's own layout, a copy of queries, keys and values if another operation comes between projection
-        and kernel or if the kernel keeps scores, repeated heads, statistics of their norms, and scores.
+        and kernel, another if the kernel keeps scores of 16-bit values, repeated heads, statistics of their norms, and scores.
         """
         config = self._of_rank
         repeated = 2 * (config.heads_width - config.key_value_heads * config.kv_channels) if self.attention.repeats_heads else 0
@@ -100,7 +100,7 @@ class BlockMemory:
         is_copied = config.qk_layernorm or (config.key_value_heads < config.num_attention_heads and not is_rotated)
         numbers = NORMALIZER_BYTES + (2 * STATISTICS_BYTES if config.qk_layernorm else 0)
         of_heads = self._of_width(config.heads_width + repeated) + config.num_attention_heads * numbers
-        copies = is_copied + self.attention.keeps_scores  # which keeps scaled queries and keys
+        copies = is_copied + (self.attention.keeps_scores and self.share.element_bytes < WIDE_BYTES)
         return self.tokens * of_heads + copies * self._exchanged + SCORE_BYTES * self._scores
 
     @property

@@ -105,3 +105,13 @@ def test_the_estimate_is_never_below_the_peak_and_at_most_15_percent_above_it(
     estimated = activation_bytes(config, VOCAB, share, attention=AttentionNeed(keeps_scores=config.attention_dropout > 0))
     peak = peak_bytes(config, dtype, grid, sequence_parallel=sequence_parallel)
     assert peak - largest_gradient(config, dtype) <= estimated <= MOST * peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_where_scores_are_few_the_estimate_holds_the_copies_that_their_kernel_keeps(dtype: torch.dtype) -> None:
+    config = small_config(**SHAPE | MODELS["scores"] | {"seq_length": 64})
+    estimated = activation_bytes(
+        config, VOCAB, RankShare(SAMPLES, dtype.itemsize, context_ranks=2), attention=AttentionNeed(keeps_scores=True)
+    )
+    peak = peak_bytes(config, dtype, Grid.of_nodes(1, 2, 1, 2), sequence_parallel=False)
+    assert peak - largest_gradient(config, dtype) <= estimated <= MOST * peak
