@@ -19,7 +19,7 @@ output:
     x, y    queries, keys and values: before they are exchanged, and after
 
 What attention recomputes for itself is there from then on. Where context ranks exchange in forward, of the block there are 2 h, x and
-three times y: less than later, unless heads are much wider than the feed-forward half.
+twice y, or three times if several ranks get one key head: less than later, unless heads are much wider than the feed-forward half.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ class BlockMemory:
         and kernel, another if the kernel keeps scores of 16-bit values, repeated heads, statistics of their norms, and scores.
         """
         config = self._of_rank
-        repeated = 2 * (config.heads_width - config.key_value_heads * config.kv_channels) if self.attention.repeats_heads else 0
-        is_rotated = config.position_embedding_type == "rope"
-        is_copied = config.qk_layernorm or (config.key_value_heads < config.num_attention_heads and not is_rotated)
+        shared_heads = config.num_attention_heads - self._divided.exchanged_key_heads
+        repeated = 2 * shared_heads * config.kv_channels if self.attention.repeats_heads else 0
+        is_copied = config.qk_layernorm or (shared_heads > 0 and config.position_embedding_type != "rope")
         numbers = NORMALIZER_BYTES + (2 * STATISTICS_BYTES if config.qk_layernorm else 0)
         of_heads = self._of_width(config.heads_width + repeated) + config.num_attention_heads * numbers
         copies = is_copied + (self.attention.keeps_scores and self.share.element_bytes < WIDE_BYTES)
@@ -138,8 +138,9 @@ class BlockMemory:
 
     @property
     def _first_exchange(self) -> int:
-        """Of forward, but counted from what a whole block keeps."""
-        return 2 * self.hidden + self._qkv + 3 * self._exchanged - self.kept if self.share.context_ranks > 1 else 0
+        """Of forward, but counted from what a whole block keeps. Key heads for several ranks are repeated, and then cut into parts."""
+        copies = 2 if self._exchanged == self._qkv else 3
+        return 2 * self.hidden + self._qkv + copies * self._exchanged - self.kept if self.share.context_ranks > 1 else 0
 
     @property
     def lasting_buffers(self) -> int:

@@ -34,6 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3, 1 key head": LLAMA | {"qk_layernorm": True, "num_query_groups": 1},
     "scores": {"attention_dropout": 0.1},
     "wide heads": {"kv_channels": 48},
+    "wide heads, 1 key head": {"kv_channels": 48, "num_query_groups": 1},
 }
 KINDS: dict[str, dict[str, Any]] = {
     "kept": {},
@@ -61,6 +62,8 @@ CASES = [
     ("scores", "full", "C = 2", torch.float32),
     ("scores", "selective", "C = T = 2", torch.bfloat16),
     ("wide heads", "kept", "C = 2", torch.float32),
+    ("wide heads", "full", "C = 2", torch.bfloat16),
+    ("wide heads, 1 key head", "full", "C = 4", torch.float32),
     ("GPT-2", "full", "1 rank", torch.float32),
     ("Llama 3", "kept", "1 rank", torch.bfloat16),
     ("Llama 3", "full", "T = 2", torch.float32),

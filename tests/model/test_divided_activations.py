@@ -173,7 +173,7 @@ def test_an_exchange_holds_the_parts_that_a_rank_sends_and_those_that_it_gets(ra
 
     parts = 4 * SAMPLES * divided.own.seq_length * divided.exchanged_channels
     for peak in run_context_ranks(ranks, on_rank):
-        assert 2 * parts <= peak <= 3 * parts  # model/block_memory.py counts three
+        assert 2 * parts <= peak <= 3 * parts
 
 
 def test_one_rank_has_no_buffers_for_a_link() -> None:
