@@ -340,7 +340,7 @@ def test_the_size_of_a_sample_group_is_a_key_and_counts_in_the_batch():
     assert "3 accumulation steps x 4 sample groups of 2 ranks is 12 and not the batch of 24" in text
     assert "right for 8 ranks, but those of --context-parallel-size 2 share their samples" in text
     assert message_of(resolved, {**keys, "sequence_parallel_size": 3}, "", 8, 4) == (
-        "--context-parallel-size 3 does not divide the 8 ranks of the world; choose 1, 2, 4 or 8 (--context-parallel-size is "
+        "--context-parallel-size 3 does not divide the 8 ranks of the world; choose 1, 2 or 4 (--context-parallel-size is "
         "sequence_parallel_size 3 in ds.json)."
     )
 
