@@ -43,6 +43,9 @@ class Traffic:
     def __sub__(self, other: Traffic) -> Traffic:
         return Traffic(*map(operator.sub, vars(self).values(), vars(other).values()))
 
+    def __mul__(self, times: int) -> Traffic:
+        return Traffic(*(nbytes * times for nbytes in vars(self).values()))
+
 
 @dataclass
 class Ledger:

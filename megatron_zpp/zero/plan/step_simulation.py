@@ -23,6 +23,7 @@ from megatron_zpp.zero.schedule import Actions, Moment, Phase, backward_starts, 
 from megatron_zpp.zero.update_groups import coming_with, update_groups
 
 Ticket = TypeVar("Ticket")
+SIMULATED_MICROBATCHES = 3  # of a step with more: a first one, one like all between, and a last one
 
 
 class Listener(Protocol[Ticket]):

@@ -38,9 +38,7 @@ from megatron_zpp.parallel.topology import LADDER_LINKS, LANES, Lane, Link
 from megatron_zpp.zero.plan.host_copies import NOTHING_ON_HOST, HostLinkClock, KeptCopies, KeptOnHost
 from megatron_zpp.zero.plan.memory_plan import MAIN_BYTES, Sharding
 from megatron_zpp.zero.plan.planned_hops import CodecWork, PlannedHop
-from megatron_zpp.zero.plan.step_simulation import StepSimulation
-
-_SIMULATED_MICROBATCHES = 3  # each further one takes as long as the last
+from megatron_zpp.zero.plan.step_simulation import SIMULATED_MICROBATCHES, StepSimulation
 
 
 class Overlap(enum.Enum):
@@ -190,7 +188,7 @@ class Job:
 
 def step_time(job: Job, machine: Machine, computation: Computation) -> StepTime:
     """The time of a step in the middle of a run: its first climbs were submitted in the step before."""
-    simulated = min(job.microbatches, _SIMULATED_MICROBATCHES)
+    simulated = min(job.microbatches, SIMULATED_MICROBATCHES)
     found = _simulated_time(job, machine, computation, simulated)
     if simulated == job.microbatches:
         return found
