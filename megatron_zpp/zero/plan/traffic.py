@@ -87,11 +87,11 @@ def smallest_inter_hop_bytes(unit_specs: Sequence[UnitSpec], sharding: Sharding,
 
     least_share: units with a smaller share of all parameters are left out.
     """
-    layouts = {spec.name: FlatLayout(spec.params, grid.data_ranks, sharding.block_numel) for spec in unit_specs}
-    whole = sum(layout.numel for layout in layouts.values())
+    layouts = [FlatLayout(spec.params, grid.data_ranks, sharding.block_numel) for spec in unit_specs]
+    whole = sum(layout.numel for layout in layouts)
     hops = []
-    for name, layout in layouts.items():
+    for layout in layouts:
         if layout.numel >= least_share * whole:
-            of_unit = UnitHops(name, layout, sharding, grid)
-            hops += [hop for hop in (*of_unit.climb(), *of_unit.descend()) if hop.lane.link is Link.INTER]
+            of_unit = UnitHops(layout, sharding, grid)
+            hops += [hop for hop in (*of_unit.climb, *of_unit.descend) if hop.lane.link is Link.INTER]
     return grid.into_node(min(hop.traffic.inter_bytes for hop in hops))

@@ -177,12 +177,12 @@ def hops_of(policy: Policy, grid: Grid) -> tuple[int, UnitHops]:
     """Values of a slice's blocks run, and the hops, of one unit."""
     spec = SmallModel(WIDE, torch.bfloat16).unit_specs()[1]
     layout = FlatLayout(spec.params, grid.data_ranks, BLOCK)
-    return layout.runs.blocks, UnitHops(spec.name, layout, Sharding(policy, BLOCK, 2, Prefetch()), grid)
+    return layout.runs.blocks, UnitHops(layout, Sharding(policy, BLOCK, 2, Prefetch()), grid)
 
 
 def test_a_difference_is_taken_and_encoded_once_and_every_slice_of_the_copy_is_decoded() -> None:
     blocks, hops = hops_of(KEPT["stage 3"], Grid.of_nodes(3, 2))
-    inter, intra = hops.climb()
+    inter, intra = hops.climb
     assert inter.before == CodecWork(subtracted=blocks, gaussian_encoded=blocks, rotated=blocks)
     assert inter.after == CodecWork(gaussian_decoded=3 * blocks, rotated=3 * blocks)
     assert intra.before == intra.after == CodecWork()  # the copy crosses in the working dtype
@@ -191,7 +191,7 @@ def test_a_difference_is_taken_and_encoded_once_and_every_slice_of_the_copy_is_d
 def test_every_node_rotates_its_gradients_and_the_owner_rotates_each_message_back() -> None:
     two_rounds = with_quantized_gradients(POLICIES[3], LinkCodes(Code.gaussian(2, rounds=2), Code(8)))
     blocks, hops = hops_of(two_rounds, Grid.of_nodes(3, 2))
-    intra, inter = hops.descend()
+    intra, inter = hops.descend
     assert intra.before == CodecWork(encoded=6 * blocks)
     assert inter.before == CodecWork(summed=6 * blocks, gaussian_encoded=3 * blocks, rotated=6 * blocks)
     assert inter.after == CodecWork(gaussian_decoded=3 * blocks, rotated=6 * blocks)
@@ -199,11 +199,11 @@ def test_every_node_rotates_its_gradients_and_the_owner_rotates_each_message_bac
 
 def test_one_node_takes_no_difference_and_sends_integers() -> None:
     _, hops = hops_of(KEPT["stage 3"], Grid.of_nodes(1, 2))
-    work = [hop.before + hop.after for hop in (*hops.climb(), *hops.descend())]
+    work = [hop.before + hop.after for hop in (*hops.climb, *hops.descend)]
     assert sum(part.gaussian_encoded + part.gaussian_decoded + part.rotated + part.subtracted for part in work) == 0
     assert work[0] == work[1] == CodecWork()
 
 
 def test_in_full_precision_nothing_is_taken_encoded_or_rotated() -> None:
     _, hops = hops_of(KEPT["stage 3"].in_full_precision(), Grid.of_nodes(3, 2))
-    assert all(hop.before + hop.after == CodecWork() for hop in (*hops.climb(), *hops.descend()))
+    assert all(hop.before + hop.after == CodecWork() for hop in (*hops.climb, *hops.descend))
