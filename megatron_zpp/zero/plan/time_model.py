@@ -5,7 +5,8 @@ Assumptions:
   link share nothing (full duplex), and all ranks of a node send at once, so a hop between nodes costs what enters the node.
 - A hop over the inter link occupies the link between nodes, even if its partitions are parts of one node.
 - Ranks that share layers have priority on the link inside a node: what waits for that link waits so much longer. What they exchange beside
-  computation is hidden by the gradients of one use's weights, which take as long as its forward.
+  computation (model/layer_work.py says what) is hidden by the gradients of one use's weights, which take as long as its forward. That is
+  not measured.
 - Ranks that divide samples exchange over the link inside a node, or between nodes, with the same priority. Computation waits for all of it,
   also for the exchange that runs beside the product of one layer.
 - Communication does not slow down computation; codecs do so in one case (Overlap.THREAD).

@@ -9,6 +9,7 @@ from harness.worlds import run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.code import Code, LinkCodes
+from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import Lane, Topology
 from megatron_zpp.zero.layout import FlatLayout
@@ -132,6 +133,25 @@ def test_planned_traffic_is_what_every_step_after_the_first_moves(name: str, gri
     for first, *others in bytes_by_step(grid, job):
         assert others == [expected] * 2
         assert first >= expected  # its climb is exact
+
+
+@pytest.mark.parametrize("name", ["stage 1", "stage 2, summed", "stage 3"])
+def test_what_a_save_fetches_counts_in_the_step_after_it_which_then_need_not(name: str) -> None:
+    job = Job(KEPT[name], torch.bfloat16, WIDE, steps=4, microbatches=2, block_numel=BLOCK)
+
+    def bytes_of_steps(backend: VirtualBackend) -> list[tuple[int, int]]:
+        rank, before, found = Rank(job, backend), Traffic(), []
+        for step in range(job.steps):
+            rank.step(step)
+            total = rank.ledger.total(Category.WEIGHTS, Category.GRADIENTS)
+            found.append((rank.ledger.inter_node_bytes(total - before), (total - before).intra_bytes))
+            before = total
+            if step in (0, 2):
+                rank.engine.finish_differences()
+        rank.engine.close()
+        return found
+
+    assert run_world((2, 2), bytes_of_steps) == bytes_by_step((2, 2), job)
 
 
 @pytest.mark.parametrize("name", list(KEPT))
