@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_zpp.config.cli import parse_flags
@@ -234,10 +234,12 @@ MORE = re.compile(r"start a multiple of \d+ ranks per node")
     tensor_ranks=st.sampled_from([1, 2, 3, 4, 5, 6]),
     context_ranks=st.sampled_from([1, 2, 3, 4, 5]),
     batch=st.none() | st.sampled_from([1, 2, 3, 6, 24]),
-    per_node=st.sampled_from([1, 4, 6, 12]),
+    per_node=st.sampled_from([1, 4, 6, 12, 24]),
     padding=st.sampled_from(["", "--make-vocab-size-divisible-by 12", "--padded-vocab-size 132", "--padded-vocab-size 130"]),
     others=st.sampled_from(["", "--sequence-parallel", "--compile", "--zeropp lean", "--zero-stage 3 --zero-hpz-partition-size 2"]),
 )
+@example(12, 3, 90, 24, None, 3, 1, None, 3, "", "")  # the vocabulary
+@example(16, 4, 64, 37, 38, 2, 2, None, 4, "", "")  # --seq-length
 def test_whatever_number_of_ranks_a_remedy_proposes_breaks_no_other_rule_and_another_value_none_about_its_flag(
     heads: int,
     groups: int,
