@@ -340,10 +340,10 @@ def _share(total: int, steps: int, ranks: RankCounts, source: str) -> int:
 
 
 def _meant_for_all(fits_world: bool, ranks: RankCounts) -> str:
-    """What to add to an error about a batch that would fit if no ranks shared their samples; empty if it would not."""
+    """What to add to an error about a batch that would fit if every rank had samples of its own; empty if it would not."""
     sizes = {"--tensor-model-parallel-size": ranks.tensor, spelling_of(CONTEXT_FIELD): ranks.context}
     flags = " and ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
-    return f" (it would be right for {ranks.world} ranks, but those of {flags} share their samples)" if flags and fits_world else ""
+    return f" (it would be right for {ranks.world} ranks, but those of {flags} have the same samples)" if flags and fits_world else ""
 
 
 def _notices(entries: Entries, values: Mapping[str, Any]) -> Iterator[str]:

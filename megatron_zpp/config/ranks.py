@@ -12,7 +12,7 @@ from megatron_zpp.config.wrong_size import Proposal, WrongSize
 
 @dataclass(frozen=True)
 class RankCounts:
-    """world: ranks in all, one per process. tensor: ranks that share layers and samples. ranks_per_node: of the world.
+    """world: ranks in all, one per process. tensor: ranks that share layers and have the same samples. ranks_per_node: of the world.
 
     context: data ranks that divide the tokens of every sample among themselves.
     """
@@ -50,7 +50,7 @@ class RankCounts:
 
 
 def sample_groups_in_words(groups: int, tensor_ranks: int, context_ranks: int) -> str:
-    """`8 ranks`; `4 data-parallel ranks` if others share their samples; `4 sample groups of 2 ranks` if ranks divide samples."""
+    """`8 ranks`; `4 data-parallel ranks` if others have the same samples; `4 sample groups of 2 ranks` if ranks divide samples."""
     kind = "rank" if tensor_ranks == 1 else "data-parallel rank"
     if context_ranks == 1:
         return _counted(groups, kind)

@@ -184,7 +184,7 @@ def test_where_the_world_is_one_group_nothing_is_sharded_and_no_copy_is_kept() -
     config = resolved(f"{SHARED} 4 --zero-stage 3 --zero-quantized-gradients", (4, 4))
     assert config.zero.zero_hpz_partition_size == 1
     assert config.notices == (
-        "--zero-quantized-gradients: all 4 ranks share their samples (--tensor-model-parallel-size), so nothing crosses a link, is "
+        "--zero-quantized-gradients: all 4 ranks have the same samples (--tensor-model-parallel-size), so nothing crosses a link, is "
         "quantized or kept as a copy",
     )
 
