@@ -6,10 +6,42 @@ cd "${SLURM_SUBMIT_DIR:?submit this with sbatch, from the root of the repository
 source scripts/checks.sh
 source scripts/cluster_environment.sh
 
-require_set SAVE "the folder of checkpoints, on a file system that all nodes share"
+# value_of FLAG WORDS: prints the value of a flag among words, the last if it is repeated; nothing if it is not there.
+value_of() {
+    local flag="$1" found=""
+    shift
+    while (($#)); do
+        case "$1" in
+            "$flag") found="${2:-}" ;;
+            "$flag="*) found="${1#*=}" ;;
+        esac
+        shift
+    done
+    printf '%s' "$found"
+}
+
+# The job is repeated until iteration TRAIN_ITERS is saved in SAVE, from which each repetition resumes. Flags say both, or variables.
+TRAIN_ITERS="${TRAIN_ITERS:-$(value_of --train-iters "$@")}"
+SAVE="${SAVE:-$(value_of --save "$@")}"
+require_set SAVE "the folder of checkpoints, on a file system that all nodes share, or give --save"
 refuse_dash SAVE "$SAVE"
-require_set TRAIN_ITERS "the length of the run, in iterations"
+require_set TRAIN_ITERS "the length of the run, in iterations, or give --train-iters"
 require_number TRAIN_ITERS 1 999999999999
+for flag in --save --load; do
+    value="$(value_of "$flag" "$@")"
+    [[ -z "$value" || "$value" == "$SAVE" ]] ||
+        stop "$flag $value is not SAVE=$SAVE; the job resumes from the folder into which it saves, so name the same one."
+done
+value="$(value_of --train-iters "$@")"
+[[ -z "$value" || "$value" == "$TRAIN_ITERS" ]] ||
+    stop "--train-iters $value is not TRAIN_ITERS=$TRAIN_ITERS, which ends the job; give the same number, or one of the two."
+for word in "$@"; do
+    case "${word%%=*}" in
+        --train-samples | --train-tokens)
+            stop "${word%%=*} cannot be used with this script, which counts iterations; give --train-iters instead."
+            ;;
+    esac
+done
 
 # MODEL names a file of scripts/models; without it, the arguments must have the shape of the model.
 MODEL_ARGS=()
@@ -18,16 +50,6 @@ if [[ -n "${MODEL:-}" ]]; then
     # shellcheck source=/dev/null
     source "scripts/models/$MODEL.sh"
 fi
-
-# SAVE and TRAIN_ITERS decide whether a job goes back into the queue, so the run must not use another folder or length.
-for word in "$@"; do
-    case "${word%%=*}" in
-        --save | --load) remedy="set SAVE, the folder of checkpoints, instead" ;;
-        --train-iters | --train-samples | --train-tokens) remedy="set TRAIN_ITERS, the length of the run in iterations, instead" ;;
-        *) continue ;;
-    esac
-    stop "${word%%=*} cannot be used with this script, which repeats the job until TRAIN_ITERS are saved in SAVE; $remedy."
-done
 
 # The same command starts and resumes the run. Later flags win over earlier ones, so the arguments can override these.
 # shellcheck disable=SC2034  # the scripts that source this use it

@@ -121,13 +121,15 @@ TABLE: dict[str, str | tuple[str, ...]] = {
         f"{TORCHRUN}::test_on_several_machines_each_is_told_its_place"
     ),
     "bash scripts/torchrun_one_node.sh ...": f"{TORCHRUN}::test_on_one_machine_there_is_a_rank_per_gpu",
-    "SAVE=/shared/gpt TRAIN_ITERS=100000 sbatch --nodes 4 scripts/slurm_srun.sbatch ...": (
+    "sbatch scripts/slurm_srun.sbatch --zeropp paper ...": (
+        f"{SLURM}::test_the_flags_of_a_run_say_where_and_until_when_it_saves",
+        WORLDS,
+    ),
+    "sbatch --nodes 4 scripts/slurm_srun.sbatch ...": (
         f"{SLURM}::test_srun_starts_a_rank_per_task_that_finds_its_place_and_the_flags",
         WORLDS,
     ),
-    "SAVE=/shared/gpt TRAIN_ITERS=100000 sbatch --nodes 4 scripts/slurm_torchrun.sbatch ...": (
-        f"{SLURM}::test_one_torchrun_per_node_starts_the_ranks_of_its_node"
-    ),
+    "sbatch --nodes 4 scripts/slurm_torchrun.sbatch ...": (f"{SLURM}::test_one_torchrun_per_node_starts_the_ranks_of_its_node"),
     "SIGNAL_SECONDS=60 sbatch --signal=USR1@60 --time=5": "It names no script; it shows which variable and option belong together.",
     "bash scripts/slurm_preprocess.sh ...": f"{SLURM}::test_an_array_of_shares_merged_is_one_corpus_byte_for_byte",
     "SHARES=16 bash scripts/slurm_preprocess.sh ...": f"{SLURM}::test_an_array_of_shares_merged_is_one_corpus_byte_for_byte",

@@ -17,7 +17,8 @@ WORLDS = [
     ("README.md", "torchrun --nproc_per_node 4", 4, 4),
     ("README.md", "MASTER_ADDR=node0 NODES=2 NODE_RANK=0 bash scripts/torchrun_nodes.sh", 16, 8),
     ("README.md", "python tools/launch.py --hostfile hosts", 16, 8),
-    ("docs/launching.md", "SAVE=/shared/gpt TRAIN_ITERS=100000 sbatch", 32, 8),
+    ("README.md", "sbatch scripts/slurm_srun.sbatch", 16, 8),
+    ("docs/launching.md", "sbatch --nodes 4", 32, 8),
     ("docs/launching.md", "python tools/launch.py --hostfile hosts", 16, 8),
     ("docs/long_sequences.md", "torchrun --nproc_per_node 4", 4, 4),
     ("docs/tensor_parallel.md", "torchrun --nproc_per_node 4", 4, 4),
@@ -28,13 +29,12 @@ WORLDS = [
 
 
 def flags_of(command: Command) -> list[str]:
-    """What the ranks get: the words after the training script or the script that starts it, and what this script adds."""
+    """What the ranks get: the words after the training script or the script that starts it; of a script of a model, what it adds."""
     (place,) = (
         index for index, word in enumerate(command.words) if word == ENTRY or (word.startswith("scripts/") and not word.endswith("json"))
     )
     if command.words[place] != "scripts/zeropp_18b.sh":
-        iterations = [word.removeprefix("TRAIN_ITERS=") for word in command.variables if word.startswith("TRAIN_ITERS=")]
-        return [*command.words[place + 1 :], *(["--train-iters", *iterations] if iterations else [])]
+        return command.words[place + 1 :]
     python = 'python() { printf "%s\\0" "$@"; }; exec() { "$@"; }; set --; source scripts/zeropp_18b.sh'
     done = subprocess.run(["bash", "-c", python], cwd=ROOT, capture_output=True, text=True, check=True)
     words = done.stdout.split("\0")

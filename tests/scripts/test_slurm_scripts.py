@@ -125,18 +125,33 @@ def test_a_job_goes_back_into_the_queue_as_long_as_it_makes_progress_towards_its
 @pytest.mark.parametrize(
     "words, named",
     [
-        ("--save elsewhere", "set SAVE, the folder of checkpoints"),
-        ("--load=elsewhere", "set SAVE, the folder of checkpoints"),
-        ("--train-iters 5", "set TRAIN_ITERS, the length"),
-        ("--train-samples 5", "set TRAIN_ITERS, the length"),
-        ("--train-tokens 5", "set TRAIN_ITERS, the length"),
+        ("--save elsewhere", "--save elsewhere is not SAVE={saved}; the job resumes from the folder"),
+        ("--load=elsewhere", "--load elsewhere is not SAVE={saved}; the job resumes from the folder"),
+        ("--train-iters 5", "--train-iters 5 is not TRAIN_ITERS=100, which ends the job; give the same number"),
+        ("--train-samples 5", "--train-samples cannot be used with this script, which counts iterations; give --train-iters"),
+        ("--train-tokens=5", "--train-tokens cannot be used with this script, which counts iterations; give --train-iters"),
     ],
 )
-def test_a_flag_that_the_queue_goes_by_is_refused_among_the_arguments(tmp_path: Path, words: str, named: str) -> None:
+def test_a_flag_that_contradicts_what_the_queue_goes_by_is_refused(tmp_path: Path, words: str, named: str) -> None:
     fakes = cluster(tmp_path)
     done = fakes.run("bash", submitted(tmp_path, "slurm_srun.sbatch"), *FLAGS, *words.split(), **job(tmp_path))
-    assert done.returncode == 2 and named in done.stderr and words.split("=")[0].split()[0] in done.stderr
+    assert done.returncode == 2 and named.format(saved=tmp_path / "saved") in done.stderr
     assert not fakes.calls("srun")
+
+
+@pytest.mark.parametrize("name, ranks_per_node", [("slurm_srun.sbatch", 2), ("slurm_torchrun.sbatch", 1)])
+@pytest.mark.parametrize("saved, said", [("50", "done: iteration 50"), ("40", "iteration 40 of 50 is saved")])
+def test_the_flags_of_a_run_say_where_and_until_when_it_saves(
+    tmp_path: Path, name: str, ranks_per_node: int, saved: str, said: str
+) -> None:
+    fakes, folder = cluster(tmp_path), tmp_path / "of flags"
+    words = ["--save", folder, f"--load={folder}", "--train-iters", "7", "--train-iters=50"]
+    done = fakes.run(
+        "bash", submitted(tmp_path, name), *FLAGS, *words, **job(tmp_path, ranks_per_node, SAVE="", TRAIN_ITERS="", SAVED=saved)
+    )
+    assert done.returncode == 0 and said in done.stdout, done.stderr
+    config = run_of([*fakes.calls("python"), *fakes.calls("torchrun")][0].words, Launch(0, 4, 0, 2))
+    assert (config.training.train_iters, config.checkpoint.save, config.checkpoint.load) == (50, str(folder), str(folder))
 
 
 @pytest.mark.parametrize("name, ranks_per_node", [("slurm_srun.sbatch", 2), ("slurm_torchrun.sbatch", 1)])
