@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 from harness.emulation import emulated_kernels
-from harness.places import HARNESS, IMPORT_FROM
+from harness.forked import Forked
+from harness.kernel_programs import compared
+from harness.places import HARNESS
 
 pytestmark = pytest.mark.compiles
 
 
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(HARNESS / "fused_loss.py"), str(emulated_kernels()), *arguments]
-    variables = {"PYTHONPATH": os.pathsep.join(map(str, IMPORT_FROM)), "PATH": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-
-
 def test_on_kernels_loss_and_gradients_are_those_of_torch_within_rounding_and_the_planned_peak_has_no_fp32_copies() -> None:
-    finished = _run()
-    assert (finished.returncode, finished.stdout) == (0, "4\n"), finished.stderr
+    assert compared("fused_loss.py", emulated_kernels()) == 4
 
 
-def test_on_kernels_a_label_beyond_the_vocabulary_ends_the_run_and_says_why() -> None:
-    finished = _run("50")
+@pytest.mark.parametrize("label", [50, -1, 2**32])
+def test_on_kernels_a_label_outside_of_the_vocabulary_ends_the_run_and_says_why(label: int) -> None:
+    finished = Forked(HARNESS / "fused_loss.py", emulated_kernels(), label).finished()
     assert finished.returncode != 0 and "a label is outside of the vocabulary" in finished.stderr

@@ -27,10 +27,25 @@ def test_the_key_is_the_same_for_the_same_sources_anywhere(sources: Path) -> Non
     assert Build(sources).key() == Build().key()
 
 
-@pytest.mark.parametrize("name", ["ops.cpp", "quantization/block_format.h", "quantization/cpu/encode.cpp"])
+@pytest.mark.parametrize("name", ["ops.h", "quantization/block_format.h", "quantization/cpu/encode.cpp"])
 def test_a_changed_source_or_header_changes_the_key(sources: Path, name: str) -> None:
     (sources / name).write_text((sources / name).read_text() + "\n")
     assert Build(sources).key() != Build().key()
+
+
+def _included(source: Path) -> set[str]:
+    """The headers of others that a source includes, by itself or by headers of ours."""
+    lines = source.read_text().splitlines()
+    ours = [source.parent / line.split('"')[1] for line in lines if line.startswith('#include "')]
+    others = {line.split("<")[1].split(">")[0] for line in lines if line.startswith("#include <")}
+    return others.union(*map(_included, ours))
+
+
+def test_only_registrations_include_torch_s_tensors_which_take_compilers_seconds() -> None:
+    heavy = {"torch/library.h", "ATen/core/Tensor.h"}
+    sources = [path for path in SOURCES.rglob("*") if path.suffix in build_module.COMPILED_SUFFIXES]
+    found = {str(path.relative_to(SOURCES)) for path in sources if heavy & _included(path)}
+    assert found == {"registration.cpp", "cuda/registration.cpp"}
 
 
 def test_a_new_torch_processor_or_flag_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,10 @@ def test_the_loss_is_within_its_rounding_of_fp64_with_the_same_bits_at_any_place
     assert compared("softmax_errors.py", emulated_kernels(), EMULATED_GRID_LIMIT="2") == 12
 
 
+def test_the_loss_reaches_rows_that_are_2_to_the_31_elements_apart_and_refuses_what_would_leave_its_tensors() -> None:
+    assert compared("softmax_limits.py", emulated_kernels()) == 7 + 8  # mistakes for each op
+
+
 EXPONENTIAL = {"fma.rn.f32", "fma.rm.f32", "ex2.approx.ftz.f32"}  # of CUDA's expf, which is right within 2 ulps
 
 

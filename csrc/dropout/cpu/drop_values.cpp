@@ -1,28 +1,25 @@
 // drop_values on CPUs.
 #include <ATen/Parallel.h>
-#include <torch/library.h>
 
-#include "../../quantization/arguments.h"
-#include "../arguments.h"
 #include "drop_run.h"
+#include "launcher.h"
 
 namespace megatron_zpp::cpu {
 namespace {
 
 constexpr int64_t kThreadValues = 1 << 15;  // for fewer it does not pay to wake a thread
 
-void drop_values(const at::Tensor& values, at::Tensor& dropped, int64_t key, int64_t first_index, int64_t threshold, double scale) {
-  check_dropout_tensors(values, dropped);
-  const Mask mask = mask_of(key, first_index, threshold, scale);
-  dispatch_values(values, "values", [&](auto zero) {
-    using T = decltype(zero);
-    const T* source = values.const_data_ptr<T>();
-    T* target = dropped.mutable_data_ptr<T>();
-    at::parallel_for(0, values.numel(), kThreadValues, [&](int64_t begin, int64_t end) { drop_range(source, begin, end, mask, target); });
-  });
+}  // namespace
+
+template <class T>
+void launch_drop(const T* values, T* dropped, int64_t numel, const Mask& mask) {
+  at::parallel_for(0, numel, kThreadValues, [&](int64_t begin, int64_t end) { drop_range(values, begin, end, mask, dropped); });
 }
 
-}  // namespace
-}  // namespace megatron_zpp::cpu
+#define ZPP_INSTANTIATE(T) template void launch_drop<T>(const T*, T*, int64_t, const Mask&);
+ZPP_INSTANTIATE(float)
+ZPP_INSTANTIATE(c10::BFloat16)
+ZPP_INSTANTIATE(c10::Half)
+#undef ZPP_INSTANTIATE
 
-TORCH_LIBRARY_IMPL(megatron_zpp, CPU, m) { m.impl("drop_values", megatron_zpp::cpu::drop_values); }
+}  // namespace megatron_zpp::cpu

@@ -36,9 +36,24 @@ inline void set_bits(uint32_t (&plane)[kPlaneWords], int vector, uint32_t bits) 
 
 // All ones in the lanes of vector number `vector` whose bit is 1, else zeros.
 inline LaneWords lanes_with_bit(const uint32_t (&plane)[kPlaneWords], int vector) {
-  constexpr LaneWords kOne = LaneWords{} + 1u;
+  constexpr LaneWords kOne = LaneWords{} + 1u, kBitOfLane = kOne << kLaneNumbers;
   const uint32_t bits = plane[vector * kLanes / kWordBits] >> (vector * kLanes % kWordBits);
-  return reinterpret_cast<LaneWords>(((LaneWords{} + bits) & (kOne << kLaneNumbers)) != 0);
+#if defined(__AVX512F__)
+  return reinterpret_cast<LaneWords>(((LaneWords{} + bits) & kBitOfLane) != 0);  // one instruction
+#else
+  return reinterpret_cast<LaneWords>(((LaneWords{} + bits) & kBitOfLane) == kBitOfLane);  // there is none for !=
+#endif
+}
+
+// The lanes of `left` where the mask is all ones, of `right` where it is zeros.
+template <class Mask>
+Lanes chosen(Mask mask, Lanes left, Lanes right) {
+#if defined(__SSE2__) && !defined(__SSE4_1__)
+  // SSE2 has no instruction that blends; what compilers make of the other line takes one more instruction than this.
+  return floats_of(words_of(right) ^ (reinterpret_cast<LaneWords>(mask) & (words_of(left) ^ words_of(right))));
+#else
+  return mask ? left : right;
+#endif
 }
 
 // The lanes with the sign changed where the bit is 1.

@@ -1,10 +1,8 @@
 // decode_gaussian and decode_mean_gaussian on CPUs.
-#include <torch/library.h>
-
 #include "../../quantization/cpu/groups.h"
 #include "../../quantization/cpu/mean_block.h"
-#include "../arguments.h"
 #include "decode_block.h"
+#include "launchers.h"
 
 namespace megatron_zpp::cpu {
 namespace {
@@ -30,9 +28,12 @@ void decode_message_block(
   decode_gaussian_block<kBits>(planes, payloads.scales(member, slice)[block], rounds, signs.rounds, values);
 }
 
+}  // namespace
+
 template <int kBits, class T>
-void launch_decode(
-    GaussianRows<const uint8_t> payloads, ValueRows<T> values, int rounds, const std::vector<SenderSigns>& senders, bool accumulate) {
+void launch_decode_gaussian(
+    GaussianRows<const uint8_t> payloads, ValueRows<T> values, int rounds, const std::vector<Noise>& noises, bool accumulate) {
+  const std::vector<SenderSigns> senders = signs_of(noises);
   for_each_group(payloads.rows.slices, payloads.blocks(), kGaussianNumel, [&](const Group& group, float* scratch) {
     for (int64_t block = group.first_block; block < group.first_block + group.blocks; ++block) {
       decode_message_block<kBits>(payloads, 0, group.slice, block, rounds, senders[group.slice], scratch);
@@ -42,8 +43,9 @@ void launch_decode(
 }
 
 template <int kBits>
-void launch_decode_mean(
-    GaussianRows<const uint8_t> payloads, ValueRows<float> means, int rounds, const std::vector<SenderSigns>& senders, bool accumulate) {
+void launch_decode_mean_gaussian(
+    GaussianRows<const uint8_t> payloads, ValueRows<float> means, int rounds, const std::vector<Noise>& noises, bool accumulate) {
+  const std::vector<SenderSigns> senders = signs_of(noises);
   for_each_group(payloads.rows.slices, payloads.blocks(), kGaussianNumel, [&](const Group& group, float* scratch) {
     float* __restrict total = scratch;
     float* __restrict decoded = scratch + kGaussianNumel;
@@ -61,35 +63,21 @@ void launch_decode_mean(
   });
 }
 
-void decode_gaussian(
-    const at::Tensor& payloads, at::Tensor& values, int64_t bits, int64_t rounds, at::IntArrayRef keys, bool accumulate) {
-  check_values(values, "values");
-  const GaussianRows<const uint8_t> rows{readable_payloads(payloads, "payloads", values.size(0), gaussian_layout(values.size(1), bits))};
-  const int some_rounds = checked_rounds(rounds);
-  const auto senders = signs_of(checked_keys(keys, values.size(0)));
-  dispatch_gaussian_bits(bits, [&](auto kBits) {
-    dispatch_values(values, "values", [&](auto zero) {
-      launch_decode<decltype(kBits)::value>(rows, writable_values<decltype(zero)>(values), some_rounds, senders, accumulate);
-    });
-  });
-}
+#define ZPP_INSTANTIATE(bits, T) \
+  template void launch_decode_gaussian<bits, T>(GaussianRows<const uint8_t>, ValueRows<T>, int, const std::vector<Noise>&, bool);
+#define ZPP_INSTANTIATE_BITS(T) ZPP_INSTANTIATE(1, T) ZPP_INSTANTIATE(2, T) ZPP_INSTANTIATE(3, T) ZPP_INSTANTIATE(4, T)
+ZPP_INSTANTIATE_BITS(float)
+ZPP_INSTANTIATE_BITS(c10::BFloat16)
+ZPP_INSTANTIATE_BITS(c10::Half)
+#undef ZPP_INSTANTIATE_BITS
+#undef ZPP_INSTANTIATE
 
-void decode_mean_gaussian(
-    const at::Tensor& payloads, at::Tensor& mean, int64_t bits, int64_t rounds, at::IntArrayRef keys, bool accumulate) {
-  check_values(mean, "mean");
-  TORCH_CHECK(mean.scalar_type() == at::kFloat, "mean must be float32, not ", mean.scalar_type());
-  const GaussianRows<const uint8_t> rows{readable_members(payloads, "payloads", mean.size(0), gaussian_layout(mean.size(1), bits))};
-  const int some_rounds = checked_rounds(rounds);
-  const auto senders = signs_of(checked_keys(keys, rows.rows.members));
-  dispatch_gaussian_bits(bits, [&](auto kBits) {
-    launch_decode_mean<decltype(kBits)::value>(rows, writable_values<float>(mean), some_rounds, senders, accumulate);
-  });
-}
+#define ZPP_INSTANTIATE(bits) \
+  template void launch_decode_mean_gaussian<bits>(GaussianRows<const uint8_t>, ValueRows<float>, int, const std::vector<Noise>&, bool);
+ZPP_INSTANTIATE(1)
+ZPP_INSTANTIATE(2)
+ZPP_INSTANTIATE(3)
+ZPP_INSTANTIATE(4)
+#undef ZPP_INSTANTIATE
 
-}  // namespace
 }  // namespace megatron_zpp::cpu
-
-TORCH_LIBRARY_IMPL(megatron_zpp, CPU, m) {
-  m.impl("decode_gaussian", megatron_zpp::cpu::decode_gaussian);
-  m.impl("decode_mean_gaussian", megatron_zpp::cpu::decode_mean_gaussian);
-}

@@ -9,14 +9,14 @@
 
 namespace megatron_zpp::cpu {
 
-// The entry of `table` whose index is the number that the bits of `planes` form, by halves of the table.
+// The entry of `table` whose index is the number that the bits in `is_set` form, by halves of the table.
 template <int kBits>
-Lanes chosen(const Lanes* table, const LaneWords* is_set) {
+Lanes looked_up(const Lanes* table, const LaneWords* is_set) {
   if constexpr (kBits == 0) {
     return table[0];
   } else {
     constexpr int kHalf = 1 << (kBits - 1);
-    return is_set[kBits - 1] != 0 ? chosen<kBits - 1>(table + kHalf, is_set) : chosen<kBits - 1>(table, is_set);
+    return chosen(is_set[kBits - 1], looked_up<kBits - 1>(table + kHalf, is_set), looked_up<kBits - 1>(table, is_set));
   }
 }
 
@@ -42,7 +42,7 @@ void decode_gaussian_block(const uint8_t* planes, uint16_t scale, int rounds, co
         for (int bit = 0; bit < kBits - 1; ++bit) {
           is_set[bit] = lanes_with_bit(words[1 + bit], i);
         }
-        return flipped(chosen<kBits - 1>(table, is_set), words[0], i);
+        return flipped(looked_up<kBits - 1>(table, is_set), words[0], i);
       },
       block);
   if (rounds > 1) {

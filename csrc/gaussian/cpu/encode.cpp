@@ -1,15 +1,12 @@
 // encode_gaussian on CPUs.
-#include <torch/library.h>
-
 #include "../../quantization/cpu/groups.h"
-#include "../arguments.h"
 #include "encode_block.h"
+#include "launchers.h"
 
 namespace megatron_zpp::cpu {
-namespace {
 
 template <int kBits, class T>
-void launch_encode(ValueRows<const T> values, GaussianRows<uint8_t> payloads, int rounds, const Noise& noise) {
+void launch_encode_gaussian(ValueRows<const T> values, GaussianRows<uint8_t> payloads, int rounds, const Noise& noise) {
   const Signs signs[kMostRounds] = {signs_of_round(noise, 0), signs_of_round(noise, 1)};
   for_each_group(payloads.rows.slices, payloads.blocks(), kGaussianNumel, [&](const Group& group, float* scratch) {
     uint16_t* scales = payloads.scales(0, group.slice);
@@ -21,19 +18,13 @@ void launch_encode(ValueRows<const T> values, GaussianRows<uint8_t> payloads, in
   });
 }
 
-void encode_gaussian(const at::Tensor& values, at::Tensor& payloads, int64_t bits, int64_t rounds, int64_t key) {
-  check_values(values, "values");
-  const GaussianRows<uint8_t> rows{writable_payloads(payloads, "payloads", values.size(0), gaussian_layout(values.size(1), bits))};
-  const int some_rounds = checked_rounds(rounds);
-  const Noise noise = noise_for(key);
-  dispatch_gaussian_bits(bits, [&](auto kBits) {
-    dispatch_values(values, "values", [&](auto zero) {
-      launch_encode<decltype(kBits)::value>(readable_values<decltype(zero)>(values), rows, some_rounds, noise);
-    });
-  });
-}
+#define ZPP_INSTANTIATE(bits, T) \
+  template void launch_encode_gaussian<bits, T>(ValueRows<const T>, GaussianRows<uint8_t>, int, const Noise&);
+#define ZPP_INSTANTIATE_BITS(T) ZPP_INSTANTIATE(1, T) ZPP_INSTANTIATE(2, T) ZPP_INSTANTIATE(3, T) ZPP_INSTANTIATE(4, T)
+ZPP_INSTANTIATE_BITS(float)
+ZPP_INSTANTIATE_BITS(c10::BFloat16)
+ZPP_INSTANTIATE_BITS(c10::Half)
+#undef ZPP_INSTANTIATE_BITS
+#undef ZPP_INSTANTIATE
 
-}  // namespace
 }  // namespace megatron_zpp::cpu
-
-TORCH_LIBRARY_IMPL(megatron_zpp, CPU, m) { m.impl("encode_gaussian", megatron_zpp::cpu::encode_gaussian); }

@@ -80,7 +80,7 @@ void quantize(const GaussianBlock& block, float variance, Quantized<kBits>& quan
 #pragma GCC unroll 8
     for (int magnitude = 1; magnitude < kMagnitudes; ++magnitude) {
       const auto is_above = square > thresholds[magnitude];
-      levels = is_above ? broadcast(level<kBits>(magnitude)) : levels;
+      levels = chosen(is_above, broadcast(level<kBits>(magnitude)), levels);
       magnitudes -= reinterpret_cast<LaneWords>(is_above);
     }
 #pragma GCC unroll 3

@@ -1,9 +1,8 @@
 // mean_values on CPUs.
 #include <ATen/Parallel.h>
-#include <torch/library.h>
 
 #include "../../quantization/cpu/mean_block.h"
-#include "../arguments.h"
+#include "launcher.h"
 #include "sum_run.h"
 
 namespace megatron_zpp::cpu {
@@ -11,8 +10,10 @@ namespace {
 
 constexpr int64_t kThreadParts = 16;  // of kPartNumel values; for fewer it does not pay to wake a thread
 
+}  // namespace
+
 template <class T, class Stored>
-void take_mean(const MemberRows<T>& members, const ValueRows<Stored>& means, bool accumulate) {
+void launch_mean(const MemberRows<T>& members, const ValueRows<Stored>& means, bool accumulate) {
   const int64_t parts = (members.run_numel + kPartNumel - 1) / kPartNumel;
   at::parallel_for(0, members.slices * parts, kThreadParts, [&](int64_t begin, int64_t end) {
     float total[kPartNumel];
@@ -29,17 +30,12 @@ void take_mean(const MemberRows<T>& members, const ValueRows<Stored>& means, boo
   });
 }
 
-void mean_values(const at::Tensor& members, at::Tensor& mean, bool accumulate) {
-  check_mean_tensors(members, mean, accumulate);
-  dispatch_means(members, mean, [&](auto zero, auto stored_zero) {
-    using T = decltype(zero);
-    const MemberRows<T> rows{
-        members.const_data_ptr<T>(), members.stride(0), members.stride(1), members.size(0), members.size(1), members.size(2)};
-    take_mean(rows, writable_values<decltype(stored_zero)>(mean), accumulate);
-  });
-}
+#define ZPP_INSTANTIATE(T, Stored) template void launch_mean<T, Stored>(const MemberRows<T>&, const ValueRows<Stored>&, bool);
+ZPP_INSTANTIATE(float, float)
+ZPP_INSTANTIATE(c10::BFloat16, float)
+ZPP_INSTANTIATE(c10::Half, float)
+ZPP_INSTANTIATE(c10::BFloat16, c10::BFloat16)
+ZPP_INSTANTIATE(c10::Half, c10::Half)
+#undef ZPP_INSTANTIATE
 
-}  // namespace
 }  // namespace megatron_zpp::cpu
-
-TORCH_LIBRARY_IMPL(megatron_zpp, CPU, m) { m.impl("mean_values", megatron_zpp::cpu::mean_values); }

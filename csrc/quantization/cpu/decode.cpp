@@ -1,12 +1,9 @@
 // decode_blocks on CPUs.
-#include <torch/library.h>
-
-#include "../arguments.h"
 #include "decode_block.h"
 #include "groups.h"
+#include "launchers.h"
 
 namespace megatron_zpp::cpu {
-namespace {
 
 template <int kBits, class T>
 void launch_decode(PayloadRows<const uint8_t> payloads, ValueRows<T> values, int64_t block_numel) {
@@ -20,18 +17,13 @@ void launch_decode(PayloadRows<const uint8_t> payloads, ValueRows<T> values, int
   });
 }
 
-void decode_blocks(const at::Tensor& payloads, at::Tensor& values, int64_t bits, int64_t block_numel) {
-  check_values(values, "values");
-  check_format(values.size(1), bits, block_numel);
-  const auto rows = readable_payloads(payloads, "payloads", values.size(0), row_layout(values.size(1), bits, block_numel));
-  dispatch_bits(bits, [&](auto kBits) {
-    dispatch_values(values, "values", [&](auto zero) {
-      launch_decode<decltype(kBits)::value>(rows, writable_values<decltype(zero)>(values), block_numel);
-    });
-  });
-}
+#define ZPP_INSTANTIATE(bits, T) template void launch_decode<bits, T>(PayloadRows<const uint8_t>, ValueRows<T>, int64_t);
+ZPP_INSTANTIATE(4, float)
+ZPP_INSTANTIATE(4, c10::BFloat16)
+ZPP_INSTANTIATE(4, c10::Half)
+ZPP_INSTANTIATE(8, float)
+ZPP_INSTANTIATE(8, c10::BFloat16)
+ZPP_INSTANTIATE(8, c10::Half)
+#undef ZPP_INSTANTIATE
 
-}  // namespace
 }  // namespace megatron_zpp::cpu
-
-TORCH_LIBRARY_IMPL(megatron_zpp, CPU, m) { m.impl("decode_blocks", megatron_zpp::cpu::decode_blocks); }

@@ -1,6 +1,8 @@
 // Decodes one block, in loops that compilers vectorise. With AVX-512, shorter code gives the same bits.
 #pragma once
 
+#include <c10/util/BFloat16.h>
+
 #include "../block_format.h"
 #include "half_loops.h"
 

@@ -1,8 +1,6 @@
 // decode_mean_blocks on CPUs: the last step of a descent.
-#include <torch/library.h>
-
-#include "../arguments.h"
 #include "groups.h"
+#include "launchers.h"
 #include "mean_block.h"
 #include "rotate.h"
 
@@ -21,6 +19,8 @@ void make_nan_canonical(float* mean, int64_t numel) {
     mean[i] = with_canonical_nan(mean[i]);
   }
 }
+
+}  // namespace
 
 template <int kBits>
 void launch_decode_mean(
@@ -42,17 +42,9 @@ void launch_decode_mean(
   });
 }
 
-void decode_mean_blocks(const at::Tensor& payloads, at::Tensor& mean, int64_t bits, int64_t block_numel, bool accumulate, bool rotated) {
-  check_values(mean, "mean");
-  check_format(mean.size(1), bits, block_numel);
-  TORCH_CHECK(mean.scalar_type() == at::kFloat, "mean must be float32, not ", mean.scalar_type());
-  const auto rows = readable_members(payloads, "payloads", mean.size(0), row_layout(mean.size(1), bits, block_numel));
-  dispatch_bits(bits, [&](auto kBits) {
-    launch_decode_mean<decltype(kBits)::value>(rows, writable_values<float>(mean), block_numel, accumulate, rotated);
-  });
-}
+#define ZPP_INSTANTIATE(bits) template void launch_decode_mean<bits>(PayloadRows<const uint8_t>, ValueRows<float>, int64_t, bool, bool);
+ZPP_INSTANTIATE(4)
+ZPP_INSTANTIATE(8)
+#undef ZPP_INSTANTIATE
 
-}  // namespace
 }  // namespace megatron_zpp::cpu
-
-TORCH_LIBRARY_IMPL(megatron_zpp, CPU, m) { m.impl("decode_mean_blocks", megatron_zpp::cpu::decode_mean_blocks); }

@@ -1,15 +1,13 @@
 // encode_blocks on CPUs.
-#include <torch/library.h>
-
-#include "../arguments.h"
 #include "encode_group.h"
+#include "launchers.h"
 #include "rotate.h"
 
 namespace megatron_zpp::cpu {
 namespace {
 
 template <int kBits, class T>
-void launch_encode(ValueRows<const T> values, PayloadRows<uint8_t> payloads, int64_t block_numel, const Noise& noise) {
+void encode(ValueRows<const T> values, PayloadRows<uint8_t> payloads, int64_t block_numel, const Noise& noise) {
   for_each_group(payloads.slices, payloads.layout.blocks, block_numel, [&](const Group& group, float* scratch) {
     const T* source = values.run(group.slice) + group.first_block * block_numel;
     encode_group<kBits>(source, group, block_numel, noise, scratch, payloads);
@@ -17,7 +15,7 @@ void launch_encode(ValueRows<const T> values, PayloadRows<uint8_t> payloads, int
 }
 
 template <int kBits, class T>
-void launch_encode_rotated(ValueRows<const T> values, PayloadRows<uint8_t> payloads, int64_t block_numel, const Noise& noise) {
+void encode_rotated(ValueRows<const T> values, PayloadRows<uint8_t> payloads, int64_t block_numel, const Noise& noise) {
   for_each_group(payloads.slices, payloads.layout.blocks, block_numel, [&](const Group& group, float* scratch) {
     const T* source = values.run(group.slice) + group.first_block * block_numel;
     uint32_t largest[kMostGroupBlocks];
@@ -28,22 +26,25 @@ void launch_encode_rotated(ValueRows<const T> values, PayloadRows<uint8_t> paylo
   });
 }
 
-void encode_blocks(
-    const at::Tensor& values, at::Tensor& payloads, int64_t bits, int64_t block_numel, bool rotated, std::optional<int64_t> noise_key) {
-  check_values(values, "values");
-  check_format(values.size(1), bits, block_numel);
-  const auto rows = writable_payloads(payloads, "payloads", values.size(0), row_layout(values.size(1), bits, block_numel));
-  const Noise noise = noise_for(noise_key);
-  dispatch_bits(bits, [&](auto kBits) {
-    dispatch_values(values, "values", [&](auto zero) {
-      const auto launch = rotated ? launch_encode_rotated<decltype(kBits)::value, decltype(zero)>
-                                  : launch_encode<decltype(kBits)::value, decltype(zero)>;
-      launch(readable_values<decltype(zero)>(values), rows, block_numel, noise);
-    });
-  });
+}  // namespace
+
+template <int kBits, class T>
+void launch_encode(ValueRows<const T> values, PayloadRows<uint8_t> payloads, int64_t block_numel, bool rotated, const Noise& noise) {
+  if (rotated) {
+    encode_rotated<kBits>(values, payloads, block_numel, noise);
+  } else {
+    encode<kBits>(values, payloads, block_numel, noise);
+  }
 }
 
-}  // namespace
-}  // namespace megatron_zpp::cpu
+#define ZPP_INSTANTIATE(bits, T) \
+  template void launch_encode<bits, T>(ValueRows<const T>, PayloadRows<uint8_t>, int64_t, bool, const Noise&);
+ZPP_INSTANTIATE(4, float)
+ZPP_INSTANTIATE(4, c10::BFloat16)
+ZPP_INSTANTIATE(4, c10::Half)
+ZPP_INSTANTIATE(8, float)
+ZPP_INSTANTIATE(8, c10::BFloat16)
+ZPP_INSTANTIATE(8, c10::Half)
+#undef ZPP_INSTANTIATE
 
-TORCH_LIBRARY_IMPL(megatron_zpp, CPU, m) { m.impl("encode_blocks", megatron_zpp::cpu::encode_blocks); }
+}  // namespace megatron_zpp::cpu

@@ -1,7 +1,7 @@
 // Computes the mean over members of one block of codes.
 #pragma once
 
-#include "../arguments.h"
+#include "../rows.h"
 #include "decode_block.h"
 
 namespace megatron_zpp::cpu {

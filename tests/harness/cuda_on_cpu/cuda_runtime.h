@@ -1,5 +1,6 @@
 // A stand-in for CUDA's header, to run kernels on the CPU: the threads of a grid block take turns, one fiber each, and change at barriers.
-// Grid blocks run one after the other. A barrier that some threads of a grid block (or lanes of a warp) never reach ends the process.
+// Each warp runs as far as it can before the next one does, so that shared memory holds wrong values where a barrier is missing. Grid blocks
+// run one after the other. A barrier that some threads of a grid block (or lanes of a warp) never reach ends the process.
 #pragma once
 
 #include <cstdint>
@@ -66,8 +67,12 @@ struct Fiber {
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   uint64_t warp_barriers = 0;
   uint64_t block_barriers = 0;
+  const uint64_t* awaited = nullptr;  // arrivals at the barrier that it waits at; null: it does not wait
+  uint64_t needed = 0;                // of these arrivals
   bool has_begun = false;
   bool is_done = false;
+
+  bool can_go_on() const { return !is_done && (awaited == nullptr || *awaited >= needed); }
 };
 
 struct GridBlock {
@@ -75,10 +80,8 @@ struct GridBlock {
   std::vector<Warp> warps;
   std::function<void()> body;
   jmp_buf scheduler;
-  unsigned threads = 0;
   unsigned current = 0;
   uint64_t block_arrivals = 0;
-  uint64_t progress = 0;  // grows whenever some thread passes a barrier or ends
 };
 
 inline GridBlock running;
@@ -92,17 +95,17 @@ inline void end_turn() {
 }
 
 inline void wait_until(const uint64_t& arrivals, uint64_t needed) {
-  while (arrivals < needed) {
+  current_fiber().awaited = &arrivals;
+  current_fiber().needed = needed;
+  if (arrivals < needed) {
     end_turn();
   }
-  ++running.progress;
 }
 
 inline void run_thread() {
   for (;;) {
     running.body();
     current_fiber().is_done = true;
-    ++running.progress;
     end_turn();
   }
 }
@@ -126,40 +129,48 @@ inline void give_turn(Fiber& fiber) {
   setcontext(&fiber.context);
 }
 
-inline bool take_turns() {
-  bool all_done = true;
-  for (running.current = 0; running.current < running.threads; ++running.current) {
-    if (!current_fiber().is_done) {
-      all_done = false;
-      threadIdx = dim3(running.current);
-      give_turn(current_fiber());
+// Runs the lanes of a warp until all of them are done or wait for other warps. Returns whether one has run.
+inline bool run_warp(unsigned warp) {
+  bool has_run = false;
+  for (bool goes_on = true; goes_on; has_run = has_run || goes_on) {
+    goes_on = false;
+    for (unsigned thread = warp * kLanes; thread < (warp + 1) * kLanes; ++thread) {
+      if (running.fibers[thread].can_go_on()) {
+        goes_on = true;
+        running.current = thread;
+        threadIdx = dim3(thread);
+        give_turn(running.fibers[thread]);
+      }
     }
   }
-  return all_done;
+  return has_run;
 }
 
 inline void run_grid_block(unsigned threads, const std::function<void()>& body) {
   while (running.fibers.size() < threads) {
     make_fiber(running.fibers.emplace_back());
   }
-  running.threads = threads;
   running.warps.assign(threads / kLanes, Warp{});
   running.body = body;
   running.block_arrivals = 0;
   for (unsigned thread = 0; thread < threads; ++thread) {
     Fiber& fiber = running.fibers[thread];
     fiber.warp_barriers = fiber.block_barriers = 0;
+    fiber.awaited = nullptr;
     fiber.is_done = false;
   }
-  uint64_t before;
-  do {
-    before = running.progress;
-    if (take_turns()) {
-      return;
+  for (bool goes_on = true; goes_on;) {
+    goes_on = false;
+    for (unsigned warp = 0; warp < threads / kLanes; ++warp) {
+      goes_on = run_warp(warp) || goes_on;
     }
-  } while (running.progress != before);
-  std::fprintf(stderr, "some threads of a grid block wait at a barrier that others never reach\n");
-  std::abort();
+  }
+  for (unsigned thread = 0; thread < threads; ++thread) {
+    if (!running.fibers[thread].is_done) {
+      std::fprintf(stderr, "some threads of a grid block wait at a barrier that others never reach\n");
+      std::abort();
+    }
+  }
 }
 
 // EMULATED_GRID_LIMIT in the environment: fewer grid blocks and rows than asked for, so that kernels have to loop over the rest.
@@ -173,7 +184,7 @@ inline unsigned limited(unsigned extent) {
 inline void __syncthreads() {
   using namespace cuda_on_cpu;
   ++running.block_arrivals;
-  wait_until(running.block_arrivals, ++current_fiber().block_barriers * running.threads);
+  wait_until(running.block_arrivals, ++current_fiber().block_barriers * blockDim.x);
 }
 
 inline uint32_t __shfl_xor_sync(unsigned mask, uint32_t value, int lane_mask) {

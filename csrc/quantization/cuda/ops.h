@@ -1,16 +1,16 @@
-// Registers the CUDA implementations of the operators: checks, the current stream of the tensors' device, and the launch.
+// The CUDA implementations of the operators: checks, the current stream of the tensors' device, and the launch.
+#pragma once
+
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <torch/library.h>
 
 #include "../arguments.h"
 #include "launchers.h"
 #include "torch_launch.h"
 
 namespace megatron_zpp::cuda {
-namespace {
 
-void encode_blocks(
+inline void encode_blocks(
     const at::Tensor& values, at::Tensor& payloads, int64_t bits, int64_t block_numel, bool rotated, std::optional<int64_t> noise_key) {
   check_same_device(values, payloads);
   check_values(values, "values");
@@ -27,7 +27,7 @@ void encode_blocks(
   });
 }
 
-void decode_blocks(const at::Tensor& payloads, at::Tensor& values, int64_t bits, int64_t block_numel) {
+inline void decode_blocks(const at::Tensor& payloads, at::Tensor& values, int64_t bits, int64_t block_numel) {
   check_same_device(payloads, values);
   check_values(values, "values");
   check_format(values.size(1), bits, block_numel);
@@ -42,7 +42,8 @@ void decode_blocks(const at::Tensor& payloads, at::Tensor& values, int64_t bits,
   });
 }
 
-void decode_mean_blocks(const at::Tensor& payloads, at::Tensor& mean, int64_t bits, int64_t block_numel, bool accumulate, bool rotated) {
+inline void decode_mean_blocks(
+    const at::Tensor& payloads, at::Tensor& mean, int64_t bits, int64_t block_numel, bool accumulate, bool rotated) {
   check_same_device(payloads, mean);
   check_values(mean, "mean");
   check_format(mean.size(1), bits, block_numel);
@@ -57,7 +58,7 @@ void decode_mean_blocks(const at::Tensor& payloads, at::Tensor& mean, int64_t bi
   });
 }
 
-void recode_mean_blocks(
+inline void recode_mean_blocks(
     const at::Tensor& payloads,
     at::Tensor& recoded,
     int64_t run_numel,
@@ -84,12 +85,4 @@ void recode_mean_blocks(
   });
 }
 
-}  // namespace
 }  // namespace megatron_zpp::cuda
-
-TORCH_LIBRARY_IMPL(megatron_zpp, CUDA, m) {
-  m.impl("encode_blocks", megatron_zpp::cuda::encode_blocks);
-  m.impl("decode_blocks", megatron_zpp::cuda::decode_blocks);
-  m.impl("decode_mean_blocks", megatron_zpp::cuda::decode_mean_blocks);
-  m.impl("recode_mean_blocks", megatron_zpp::cuda::recode_mean_blocks);
-}

@@ -6,21 +6,21 @@
 // weights         [datasets] fp64           shares, with sum 1
 // dataset_index   [samples] int16 or int32  the dataset that each sample of the blend comes from
 // dataset_sample  [samples] int64           the index of the sample in that dataset
+#pragma once
+
 #include <ATen/core/Tensor.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <vector>
 
 namespace megatron_zpp::data {
-namespace {
 
-void check_array(const at::Tensor& array, const char* name, int64_t dims) {
+inline void check_array(const at::Tensor& array, const char* name, int64_t dims) {
   TORCH_CHECK(array.dim() == dims, name, " must have ", dims, " dims, not ", array.dim());
   TORCH_CHECK(array.is_contiguous(), name, " must be contiguous");
 }
 
-int64_t length_at(const int32_t* lengths, int64_t documents, const int32_t* document_index, int64_t position) {
+inline int64_t length_at(const int32_t* lengths, int64_t documents, const int32_t* document_index, int64_t position) {
   const int64_t document = document_index[position];
   TORCH_CHECK(document >= 0 && document < documents, "document_index holds ", document, ", there are ", documents, " documents");
   return lengths[document];
@@ -50,7 +50,7 @@ void cut_stream(const at::Tensor& lengths, const at::Tensor& document_index, int
   std::fill_n(start_of, std::min<int64_t>(sample_index.numel(), 2), Index{0});
 }
 
-void build_sample_index(const at::Tensor& lengths, const at::Tensor& document_index, int64_t seq_length, at::Tensor& sample_index) {
+inline void build_sample_index(const at::Tensor& lengths, const at::Tensor& document_index, int64_t seq_length, at::Tensor& sample_index) {
   check_array(lengths, "lengths", 1);
   check_array(document_index, "document_index", 1);
   check_array(sample_index, "sample_index", 2);
@@ -89,7 +89,7 @@ void deal_samples(const at::Tensor& weights, const at::Tensor& dataset_index, co
   }
 }
 
-void build_blend_index(const at::Tensor& weights, at::Tensor& dataset_index, at::Tensor& dataset_sample) {
+inline void build_blend_index(const at::Tensor& weights, at::Tensor& dataset_index, at::Tensor& dataset_sample) {
   check_array(weights, "weights", 1);
   check_array(dataset_index, "dataset_index", 1);
   check_array(dataset_sample, "dataset_sample", 1);
@@ -107,15 +107,4 @@ void build_blend_index(const at::Tensor& weights, at::Tensor& dataset_index, at:
   }
 }
 
-}  // namespace
 }  // namespace megatron_zpp::data
-
-TORCH_LIBRARY_FRAGMENT(megatron_zpp, m) {
-  m.def("build_sample_index(Tensor lengths, Tensor document_index, int seq_length, Tensor(a!) sample_index) -> ()");
-  m.def("build_blend_index(Tensor weights, Tensor(a!) dataset_index, Tensor(b!) dataset_sample) -> ()");
-}
-
-TORCH_LIBRARY_IMPL(megatron_zpp, CPU, m) {
-  m.impl("build_sample_index", megatron_zpp::data::build_sample_index);
-  m.impl("build_blend_index", megatron_zpp::data::build_blend_index);
-}

@@ -1,17 +1,17 @@
-// Registers the CUDA implementations of the operators: checks, the current stream of the tensors' device, and the launch.
+// The CUDA implementations of the operators: checks, the current stream of the tensors' device, and the launch.
+#pragma once
+
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <torch/library.h>
 
 #include "../../quantization/cuda/torch_launch.h"
 #include "../arguments.h"
 #include "launchers.h"
 
 namespace megatron_zpp::cuda {
-namespace {
 
 // is_by_slice: whether `needed` counts slices, or members.
-SenderNoises sender_noises(at::IntArrayRef keys, int64_t needed, bool is_by_slice) {
+inline SenderNoises sender_noises(at::IntArrayRef keys, int64_t needed, bool is_by_slice) {
   const std::vector<Noise> noises = checked_keys(keys, needed);
   TORCH_CHECK(needed <= kMostSenders, "GPUs decode messages of at most ", kMostSenders, " senders at a time, not of ", needed);
   SenderNoises senders{};
@@ -23,7 +23,7 @@ SenderNoises sender_noises(at::IntArrayRef keys, int64_t needed, bool is_by_slic
   return senders;
 }
 
-void encode_gaussian(const at::Tensor& values, at::Tensor& payloads, int64_t bits, int64_t rounds, int64_t key) {
+inline void encode_gaussian(const at::Tensor& values, at::Tensor& payloads, int64_t bits, int64_t rounds, int64_t key) {
   check_same_device(values, payloads);
   check_values(values, "values");
   const GaussianRows<uint8_t> rows{writable_payloads(payloads, "payloads", values.size(0), gaussian_layout(values.size(1), bits))};
@@ -39,7 +39,7 @@ void encode_gaussian(const at::Tensor& values, at::Tensor& payloads, int64_t bit
   });
 }
 
-void decode_gaussian(
+inline void decode_gaussian(
     const at::Tensor& payloads, at::Tensor& values, int64_t bits, int64_t rounds, at::IntArrayRef keys, bool accumulate) {
   check_same_device(payloads, values);
   check_values(values, "values");
@@ -57,7 +57,7 @@ void decode_gaussian(
   });
 }
 
-void decode_mean_gaussian(
+inline void decode_mean_gaussian(
     const at::Tensor& payloads, at::Tensor& mean, int64_t bits, int64_t rounds, at::IntArrayRef keys, bool accumulate) {
   check_same_device(payloads, mean);
   check_values(mean, "mean");
@@ -74,11 +74,4 @@ void decode_mean_gaussian(
   });
 }
 
-}  // namespace
 }  // namespace megatron_zpp::cuda
-
-TORCH_LIBRARY_IMPL(megatron_zpp, CUDA, m) {
-  m.impl("encode_gaussian", megatron_zpp::cuda::encode_gaussian);
-  m.impl("decode_gaussian", megatron_zpp::cuda::decode_gaussian);
-  m.impl("decode_mean_gaussian", megatron_zpp::cuda::decode_mean_gaussian);
-}

@@ -1,16 +1,16 @@
-// Registers the CUDA implementation of mean_values: checks, the current stream of the tensors' device, and the launch.
+// The CUDA implementation of mean_values: checks, the current stream of the tensors' device, and the launch.
+#pragma once
+
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <torch/library.h>
 
 #include "../../quantization/cuda/torch_launch.h"
 #include "../arguments.h"
 #include "launcher.h"
 
 namespace megatron_zpp::cuda {
-namespace {
 
-void mean_values(const at::Tensor& members, at::Tensor& mean, bool accumulate) {
+inline void mean_values(const at::Tensor& members, at::Tensor& mean, bool accumulate) {
   check_mean_tensors(members, mean, accumulate);
   const c10::cuda::CUDAGuard guard(mean.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
@@ -25,7 +25,4 @@ void mean_values(const at::Tensor& members, at::Tensor& mean, bool accumulate) {
   });
 }
 
-}  // namespace
 }  // namespace megatron_zpp::cuda
-
-TORCH_LIBRARY_IMPL(megatron_zpp, CUDA, m) { m.impl("mean_values", megatron_zpp::cuda::mean_values); }

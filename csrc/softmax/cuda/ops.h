@@ -1,21 +1,21 @@
-// Registers the CUDA implementations of the loss: checks, the current stream of the tensors' device, and the launch.
+// The CUDA implementations of the loss: checks, the current stream of the tensors' device, and the launch.
+#pragma once
+
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <torch/library.h>
 
 #include "../../quantization/cuda/torch_launch.h"
 #include "../arguments.h"
 #include "launchers.h"
 
 namespace megatron_zpp::cuda {
-namespace {
 
 template <class T>
 LogitRows<typename Bits<T>::Type> logit_rows(const at::Tensor& logits, const at::Tensor& labels, int64_t first, int64_t entries) {
   return {readable_bits<T>(logits), labels.const_data_ptr<int64_t>(), logits.size(0), logits.size(1), first, entries};
 }
 
-void softmax_parts(
+inline void softmax_parts(
     const at::Tensor& logits,
     const at::Tensor& labels,
     int64_t first,
@@ -33,7 +33,7 @@ void softmax_parts(
   });
 }
 
-void softmax_gradient(
+inline void softmax_gradient(
     const at::Tensor& logits,
     const at::Tensor& labels,
     int64_t first,
@@ -53,10 +53,4 @@ void softmax_gradient(
   });
 }
 
-}  // namespace
 }  // namespace megatron_zpp::cuda
-
-TORCH_LIBRARY_IMPL(megatron_zpp, CUDA, m) {
-  m.impl("softmax_parts", megatron_zpp::cuda::softmax_parts);
-  m.impl("softmax_gradient", megatron_zpp::cuda::softmax_gradient);
-}

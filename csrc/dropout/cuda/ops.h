@@ -1,7 +1,8 @@
-// Registers the CUDA implementation of drop_values: checks, the current stream of the tensors' device, and the launch.
+// The CUDA implementation of drop_values: checks, the current stream of the tensors' device, and the launch.
+#pragma once
+
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <torch/library.h>
 
 #include "../../quantization/arguments.h"
 #include "../../quantization/cuda/torch_launch.h"
@@ -9,9 +10,8 @@
 #include "launcher.h"
 
 namespace megatron_zpp::cuda {
-namespace {
 
-void drop_values(const at::Tensor& values, at::Tensor& dropped, int64_t key, int64_t first_index, int64_t threshold, double scale) {
+inline void drop_values(const at::Tensor& values, at::Tensor& dropped, int64_t key, int64_t first_index, int64_t threshold, double scale) {
   check_dropout_tensors(values, dropped);
   const Mask mask = mask_of(key, first_index, threshold, scale);
   const c10::cuda::CUDAGuard guard(values.device());
@@ -24,7 +24,4 @@ void drop_values(const at::Tensor& values, at::Tensor& dropped, int64_t key, int
   });
 }
 
-}  // namespace
 }  // namespace megatron_zpp::cuda
-
-TORCH_LIBRARY_IMPL(megatron_zpp, CUDA, m) { m.impl("drop_values", megatron_zpp::cuda::drop_values); }

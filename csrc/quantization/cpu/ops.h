@@ -1,0 +1,66 @@
+// The CPU implementations of the operators: checks and the launch.
+#pragma once
+
+#include "../arguments.h"
+#include "launchers.h"
+
+namespace megatron_zpp::cpu {
+
+inline void encode_blocks(
+    const at::Tensor& values, at::Tensor& payloads, int64_t bits, int64_t block_numel, bool rotated, std::optional<int64_t> noise_key) {
+  check_values(values, "values");
+  check_format(values.size(1), bits, block_numel);
+  const auto rows = writable_payloads(payloads, "payloads", values.size(0), row_layout(values.size(1), bits, block_numel));
+  const Noise noise = noise_for(noise_key);
+  dispatch_bits(bits, [&](auto kBits) {
+    dispatch_values(values, "values", [&](auto zero) {
+      launch_encode<decltype(kBits)::value>(readable_values<decltype(zero)>(values), rows, block_numel, rotated, noise);
+    });
+  });
+}
+
+inline void decode_blocks(const at::Tensor& payloads, at::Tensor& values, int64_t bits, int64_t block_numel) {
+  check_values(values, "values");
+  check_format(values.size(1), bits, block_numel);
+  const auto rows = readable_payloads(payloads, "payloads", values.size(0), row_layout(values.size(1), bits, block_numel));
+  dispatch_bits(bits, [&](auto kBits) {
+    dispatch_values(values, "values", [&](auto zero) {
+      launch_decode<decltype(kBits)::value>(rows, writable_values<decltype(zero)>(values), block_numel);
+    });
+  });
+}
+
+inline void decode_mean_blocks(
+    const at::Tensor& payloads, at::Tensor& mean, int64_t bits, int64_t block_numel, bool accumulate, bool rotated) {
+  check_values(mean, "mean");
+  check_format(mean.size(1), bits, block_numel);
+  TORCH_CHECK(mean.scalar_type() == at::kFloat, "mean must be float32, not ", mean.scalar_type());
+  const auto rows = readable_members(payloads, "payloads", mean.size(0), row_layout(mean.size(1), bits, block_numel));
+  dispatch_bits(bits, [&](auto kBits) {
+    launch_decode_mean<decltype(kBits)::value>(rows, writable_values<float>(mean), block_numel, accumulate, rotated);
+  });
+}
+
+inline void recode_mean_blocks(
+    const at::Tensor& payloads,
+    at::Tensor& recoded,
+    int64_t run_numel,
+    int64_t bits,
+    int64_t next_bits,
+    int64_t block_numel,
+    std::optional<int64_t> noise_key) {
+  check_format(run_numel, bits, block_numel);
+  check_format(run_numel, next_bits, block_numel);
+  TORCH_CHECK(recoded.dim() == 2, "recoded must have 2 dims, [slices, bytes], not ", recoded.dim());
+  const int64_t slices = recoded.size(0);
+  const auto rows = readable_members(payloads, "payloads", slices, row_layout(run_numel, bits, block_numel));
+  const auto next_rows = writable_payloads(recoded, "recoded", slices, row_layout(run_numel, next_bits, block_numel));
+  const Noise noise = noise_for(noise_key);
+  dispatch_bits(bits, [&](auto kBits) {
+    dispatch_bits(next_bits, [&](auto kNextBits) {
+      launch_recode_mean<decltype(kBits)::value, decltype(kNextBits)::value>(rows, next_rows, block_numel, noise);
+    });
+  });
+}
+
+}  // namespace megatron_zpp::cpu
