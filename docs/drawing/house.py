@@ -15,7 +15,7 @@ SAYS = {
     "model": "the GPT",
     "zero": "units, schedule, engine, optimizer, plans",
     "data": "corpora, samples, tokenizers",
-    "tensor_parallel": "layers and samples that ranks share",
+    "tensor_parallel": "layers that ranks share, samples they divide",
     "comm": "lanes, links, codecs, ledger of bytes",
     "parallel": "grid of ranks, groups, start-up",
     "ops": "codes, dropout, loss; kernels in csrc/",

@@ -28,7 +28,7 @@ class Traffic:
     """Bytes received by one rank, each counted once, but for the last.
 
     inter_bytes, intra_bytes: over its ladder, from ranks of other nodes and of its own. tensor_bytes: from ranks of other ladders.
-    context_bytes: from ranks that share its samples; context_inter_bytes: those of them that come from other nodes.
+    context_bytes: from ranks that divide its samples; context_inter_bytes: those of them that come from other nodes.
     """
 
     inter_bytes: int = 0
@@ -42,6 +42,9 @@ class Traffic:
 
     def __sub__(self, other: Traffic) -> Traffic:
         return Traffic(*map(operator.sub, vars(self).values(), vars(other).values()))
+
+    def __mul__(self, times: int) -> Traffic:
+        return Traffic(*(nbytes * times for nbytes in vars(self).values()))
 
 
 @dataclass

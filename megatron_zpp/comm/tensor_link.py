@@ -1,4 +1,4 @@
-"""The link of a rank to those that share its layers and its samples: gathers their values, and adds them up.
+"""The link of a rank to those that share its layers and have the same samples: gathers their values, and adds them up.
 
 T ranks of one node, in the order of their tensor ranks. A sum is an exchange of parts, each added in fp32 in the order of the ranks and
 rounded once, so every rank gets the same bits, and no collective adds. A sum that every rank needs whole is gathered afterwards:

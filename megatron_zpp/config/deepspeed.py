@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ LARGEST_SCALE_POWER = 126  # the largest power of two in fp32 is 2^127, and the 
 OPTIONS: dict[str, Option] = {option.name: option for option in options()}
 
 CONTEXT_FIELD = "context_parallel_size"
+NOTHING: Mapping[str, Any] = {}
 # The field of the schema that a key sets. The keys of the batch are listed separately, because their meaning depends on the world.
 FIELDS: Mapping[str, str] = {
     "zero_optimization.stage": "zero_stage",
@@ -145,9 +147,10 @@ KEYS: frozenset[str] = frozenset([*FIELDS, *BATCH_KEYS, *OFFLOAD_KEYS, *WITHOUT_
 SECTIONS: frozenset[str] = frozenset(key.split(".")[0] for key in KEYS if "." in key)
 
 
-def with_deepspeed_json(config: Config, ranks: RankCounts) -> Config:
+def with_deepspeed_json(config: Config, ranks: RankCounts, instead: Mapping[str, Any] = NOTHING) -> Config:
     """The configuration with the values of the file of --deepspeed_config in a world of these ranks, as if the user had given these flags.
 
+    instead: values of fields in place of those that the file has for them.
     Raises FlagError for a file that cannot be read, a key that is unknown or not available, and a value that contradicts a flag.
     """
     entries = _entries(config)
@@ -155,6 +158,7 @@ def with_deepspeed_json(config: Config, ranks: RankCounts) -> Config:
         return config
     settings = [*_translated(entries), *_offload(entries)]
     settings = [setting for setting in settings if setting.field != FREE_FIELD or FREE_FIELD not in config.given]
+    settings = [replace(setting, value=instead.get(setting.field, setting.value)) for setting in settings]
     for setting in settings:
         check_agreement(config, setting)
     settings += _batch(entries, config, _dividing_samples(ranks, settings))
@@ -293,7 +297,7 @@ def _dividing_samples(ranks: RankCounts, settings: Sequence[Setting]) -> RankCou
             try:
                 return ranks.dividing_samples(setting.value)
             except FlagError as error:
-                raise FlagError(naming_sources(str(error), {CONTEXT_FIELD: setting.source})) from None
+                raise error.finished_by(partial(naming_sources, sources={CONTEXT_FIELD: setting.source})) from None
     return ranks
 
 
@@ -336,10 +340,10 @@ def _share(total: int, steps: int, ranks: RankCounts, source: str) -> int:
 
 
 def _meant_for_all(fits_world: bool, ranks: RankCounts) -> str:
-    """What to add to an error about a batch that would fit if no ranks shared their samples; empty if it would not."""
+    """What to add to an error about a batch that would fit if every rank had samples of its own; empty if it would not."""
     sizes = {"--tensor-model-parallel-size": ranks.tensor, spelling_of(CONTEXT_FIELD): ranks.context}
     flags = " and ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
-    return f" (it would be right for {ranks.world} ranks, but those of {flags} share their samples)" if flags and fits_world else ""
+    return f" (it would be right for {ranks.world} ranks, but those of {flags} have the same samples)" if flags and fits_world else ""
 
 
 def _notices(entries: Entries, values: Mapping[str, Any]) -> Iterator[str]:

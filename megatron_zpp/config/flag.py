@@ -14,6 +14,10 @@ REQUIRED = "required"
 class FlagError(ValueError):
     """A user's mistake on the command line: flag, value, rule and remedy in one sentence."""
 
+    def finished_by(self, finish: Callable[[str], str]) -> FlagError:
+        """The same error with the text that `finish` makes of its text."""
+        return FlagError(finish(str(self)))
+
 
 @dataclass(frozen=True)
 class Bounds:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from megatron_zpp.config.flag import FlagError, any_of, divisors
 from megatron_zpp.config.schema import Config, DistributedConfig
+from megatron_zpp.config.wrong_size import Proposal, WrongSize
 
 
 @dataclass(frozen=True)
 class RankCounts:
-    """world: ranks in all, one per process. tensor: ranks that share layers and samples. ranks_per_node: of the world.
+    """world: ranks in all, one per process. tensor: ranks that share layers and have the same samples. ranks_per_node: of the world.
 
     context: data ranks that divide the tokens of every sample among themselves.
     """
@@ -44,11 +46,11 @@ class RankCounts:
         """The same ranks with samples that `context_ranks` data ranks divide. Raises FlagError if such groups do not fit the world."""
         if context_ranks in context_choices(self.data, self.data_ranks_per_node):
             return replace(self, context=context_ranks)
-        raise FlagError(_about_context_groups(context_ranks, self))
+        raise WrongSize(_other_context_groups(context_ranks, self))
 
 
 def sample_groups_in_words(groups: int, tensor_ranks: int, context_ranks: int) -> str:
-    """`8 ranks`; `4 data-parallel ranks` if others share their samples; `4 sample groups of 2 ranks` if ranks divide samples."""
+    """`8 ranks`; `4 data-parallel ranks` if others have the same samples; `4 sample groups of 2 ranks` if ranks divide samples."""
     kind = "rank" if tensor_ranks == 1 else "data-parallel rank"
     if context_ranks == 1:
         return _counted(groups, kind)
@@ -94,34 +96,31 @@ def count_ranks(config: Config, world_size: int, local_world_size: int | None) -
             f"choose {any_of(divisors(world_size))}."
         )
     if ranks.ranks_per_node % ranks.tensor != 0:
-        raise FlagError(_about_tensor_groups(ranks, "" if is_given else ", from the launcher"))
+        raise WrongSize(_other_tensor_groups(ranks, "" if is_given else ", from the launcher"))
     return ranks.dividing_samples(config.distributed.context_parallel_size)
 
 
-def _about_tensor_groups(ranks: RankCounts, source: str) -> str:
+def _other_tensor_groups(ranks: RankCounts, source: str) -> Proposal:
+    asked, per_node = f"--tensor-model-parallel-size {ranks.tensor}", ranks.ranks_per_node
+    start, more = f"start a multiple of {ranks.tensor} ranks per node", math.lcm(per_node, ranks.tensor) // per_node
     if ranks.world == 1:
-        return (
-            f"--tensor-model-parallel-size {ranks.tensor} needs as many ranks on a node, and this run has one rank; "
-            f"start a multiple of {ranks.tensor} ranks per node, for example with torchrun --nproc_per_node {ranks.tensor}."
+        broken = f"{asked} needs as many ranks on a node, and this run has one rank"
+        start += f", for example with torchrun --nproc_per_node {ranks.tensor}"
+    else:
+        broken = (
+            f"{asked} does not divide the {_counted(per_node, 'rank')} of a node (--ranks-per-node {per_node}{source}), and the ranks that "
+            "share a layer stand on one node"
         )
-    one_or_more = "1 rank" if ranks.ranks_per_node == 1 else f"{ranks.ranks_per_node} ranks"
-    return (
-        f"--tensor-model-parallel-size {ranks.tensor} does not divide the {one_or_more} of a node (--ranks-per-node "
-        f"{ranks.ranks_per_node}{source}), and the ranks that share a layer stand on one node; "
-        f"choose {any_of(divisors(ranks.ranks_per_node))}, or start a multiple of {ranks.tensor} ranks per node."
-    )
+    return Proposal(broken, "tensor_model_parallel_size", ranks.tensor, divisors(per_node), start=start, more=more)
 
 
-def _about_context_groups(context_ranks: int, ranks: RankCounts) -> str:
+def _other_context_groups(context_ranks: int, ranks: RankCounts) -> Proposal:
     asked = f"--context-parallel-size {context_ranks}"
     per_node = ranks.data_ranks_per_node
     beside = "" if ranks.tensor == 1 else f" (--tensor-model-parallel-size {ranks.tensor} of {ranks.world} ranks)"
-    choices = any_of(context_choices(ranks.data, per_node))
     if ranks.data % context_ranks != 0:
-        data_ranks = sample_groups_in_words(ranks.data, ranks.tensor, 1)
-        return f"{asked} does not divide the {data_ranks} of the world{beside}; choose {choices}."
-    data_ranks = sample_groups_in_words(per_node, ranks.tensor, 1)
-    return (
-        f"{asked} does not fit the {data_ranks} of a node{beside}, as a node must have whole groups, or a group whole nodes; "
-        f"choose {choices}."
-    )
+        broken = f"{asked} does not divide the {sample_groups_in_words(ranks.data, ranks.tensor, 1)} of the world{beside}"
+    else:
+        data_ranks = sample_groups_in_words(per_node, ranks.tensor, 1)
+        broken = f"{asked} does not fit the {data_ranks} of a node{beside}, as a node must have whole groups, or a group whole nodes"
+    return Proposal(broken, "context_parallel_size", context_ranks, context_choices(ranks.data, per_node))

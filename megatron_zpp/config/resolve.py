@@ -2,32 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
 from megatron_zpp.config import rules_context, rules_model, rules_run, rules_schedule, rules_tensor, rules_zero
 from megatron_zpp.config.batch_schedule import running_schedule
-from megatron_zpp.config.deepspeed import naming_sources, with_deepspeed_json
+from megatron_zpp.config.deepspeed import NOTHING, naming_sources, with_deepspeed_json
 from megatron_zpp.config.defaults import assume, derive
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.options import check_needs, check_values, declared_without_effect
 from megatron_zpp.config.presets import with_preset
 from megatron_zpp.config.ranks import RankCounts, count_ranks
 from megatron_zpp.config.schema import Config
+from megatron_zpp.config.wrong_size import WrongSize
 
 
 def resolve(config: Config, world_size: int, local_world_size: int | None) -> Config:
     """The configuration of this run in a world of `world_size` ranks, filled in and checked.
 
     Called once, alike on every rank. local_world_size: ranks that the launcher started on this node, None if it does not say.
-    Reads the file of --deepspeed_config first. Raises FlagError for the first rule that is broken.
+    Reads the file of --deepspeed_config first. Raises FlagError for the first rule that is broken. A number of ranks that its remedy names
+    breaks no other rule, unless the remedy says so.
     """
-    ranks = count_ranks(config, world_size, local_world_size)
-    config = with_deepspeed_json(config, ranks)
-    ranks = ranks.dividing_samples(config.distributed.context_parallel_size)  # which the file may set
     try:
+        return _resolved(config, world_size, local_world_size)
+    except WrongSize as error:
+        raise FlagError(_proposing_what_fits(error, config, world_size, local_world_size)) from None
+
+
+def _proposing_what_fits(error: WrongSize, given: Config, world_size: int, local_world_size: int | None) -> str:
+    """The text of the error, whose remedy leaves out numbers of ranks that break other rules."""
+
+    def next_error(size: int, more: int) -> str:
+        values = {error.proposal.field: size}
+        ranks_per_node = given.distributed.ranks_per_node or local_world_size
+        if ranks_per_node is not None:
+            values["ranks_per_node"] = more * ranks_per_node
+        try:
+            model = _resolved(given, more * world_size, more, values).model
+            if error.proposal.field == "tensor_model_parallel_size":
+                rules_tensor.check_vocabulary(model, rules_tensor.known_rows(model), size)
+        except FlagError as next_one:
+            return str(next_one)
+        return ""
+
+    return error.finish(str(error.proposal.without_other_errors(next_error)))
+
+
+def _resolved(given: Config, world_size: int, local_world_size: int | None, values: Mapping[str, Any] = NOTHING) -> Config:
+    """As `resolve`, with `values` in place of what flags and files say."""
+    given = given.with_values(**values)
+    ranks = count_ranks(given, world_size, local_world_size)
+    config = with_deepspeed_json(given, ranks, values)
+    try:
+        ranks = ranks.dividing_samples(config.distributed.context_parallel_size)  # which the file may set
         config = with_preset(config, ranks)
         check_given(config)
         return _filled_in(config, ranks)
     except FlagError as error:
-        raise FlagError(naming_sources(str(error), config.sources)) from None
+        raise error.finished_by(partial(naming_sources, sources=config.sources)) from None
 
 
 def check_given(config: Config) -> None:
@@ -46,7 +80,7 @@ def _filled_in(given: Config, ranks: RankCounts) -> Config:
     config = derive(config, batches, ranks)
     rules_run.check_resolved(config, ranks.world)
     rules_model.check_resolved(config)
-    rules_tensor.check_resolved(config, ranks)
+    rules_tensor.check_resolved(config)
     rules_context.check_resolved(config, ranks)
     rules_schedule.check_resolved(config, batches, ranks.sample_groups)
     rules_zero.check_resolved(config, ranks)

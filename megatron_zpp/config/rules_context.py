@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_zpp.config.flag import FlagError, any_of, next_multiple
+from megatron_zpp.config.flag import FlagError, next_multiple
 from megatron_zpp.config.ranks import RankCounts, context_choices
 from megatron_zpp.config.schema import Config, ModelConfig
+from megatron_zpp.config.wrong_size import Proposal, WrongSize
 
 CONTEXT_SIZE = "--context-parallel-size"
 # Why a kind of exchange other than that of tokens for heads is refused.
@@ -54,18 +55,15 @@ def check_heads(config: Config, counts: RankCounts) -> None:
     ranks = f"{CONTEXT_SIZE} {context_ranks}"
     if tensor_ranks > 1:
         ranks = f"{tensor_ranks * context_ranks} (--tensor-model-parallel-size {tensor_ranks} x {ranks})"
-    sizes = [
-        size
-        for size in context_choices(counts.data, counts.data_ranks_per_node)
-        if can_divide(model, tensor_ranks, size) and model.seq_length % _parts(config, size) == 0
-    ]
-    choice = f"choose {CONTEXT_SIZE} {any_of(sorted(sorted(sizes, key=lambda size: abs(size - context_ranks))[:4]))}"
     if model.num_attention_heads % (tensor_ranks * context_ranks) != 0:
-        raise FlagError(f"--num-attention-heads {model.num_attention_heads} is not a multiple of {ranks}; {choice}.")
-    raise FlagError(
-        f"--num-query-groups {model.key_value_heads} and {ranks}: one must divide the other, so that key heads are dealt to ranks or ranks "
-        f"to key heads; {choice}."
-    )
+        broken = f"--num-attention-heads {model.num_attention_heads} is not a multiple of {ranks}"
+    else:
+        broken = (
+            f"--num-query-groups {model.key_value_heads} and {ranks}: one must divide the other, so that key heads are dealt to ranks or "
+            "ranks to key heads"
+        )
+    sizes = [size for size in context_choices(counts.data, counts.data_ranks_per_node) if can_divide(model, tensor_ranks, size)]
+    raise WrongSize(Proposal(broken, "context_parallel_size", context_ranks, sizes, f"choose {CONTEXT_SIZE}"))
 
 
 def check_tokens(config: Config) -> None:
@@ -98,10 +96,9 @@ def check_compilation(config: Config) -> None:
     """A compiled block cannot wait for an exchange."""
     if config.training.compile:
         size = config.distributed.context_parallel_size
-        raise FlagError(
-            f"--compile is not available with {CONTEXT_SIZE} {size}, because blocks wait for other ranks; leave --compile out, or choose "
-            f"{CONTEXT_SIZE} 1."
-        )
+        broken = f"--compile is not available with {CONTEXT_SIZE} {size}, because blocks wait for other ranks"
+        remedy = f"leave --compile out, or choose {CONTEXT_SIZE}"
+        raise WrongSize(Proposal(broken, "context_parallel_size", size, [1], remedy))
 
 
 def surprising_costs(config: Config, ranks: RankCounts) -> Iterator[str]:

@@ -6,13 +6,14 @@ T: --tensor-model-parallel-size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from megatron_zpp.config.batch_schedule import BatchSchedule
-from megatron_zpp.config.flag import FlagError, any_of, divisors, next_multiple
-from megatron_zpp.config.ranks import RankCounts, context_choices
-from megatron_zpp.config.rules_context import can_divide, length_near
+from megatron_zpp.config.flag import FlagError, divisors, next_multiple
+from megatron_zpp.config.ranks import RankCounts
+from megatron_zpp.config.rules_context import length_near
 from megatron_zpp.config.schema import Config, ModelConfig, ZeroConfig
+from megatron_zpp.config.wrong_size import Proposal, WrongSize
 
 TENSOR_SIZE = "--tensor-model-parallel-size"
 
@@ -22,7 +23,7 @@ def check_tensor_ranks(model: ModelConfig, padded_vocab_size: int, tensor_ranks:
 
     model: with its defaults filled in. padded_vocab_size: rows of the embedding.
     """
-    check_layers(model, tensor_ranks, lambda size: padded_vocab_size % size == 0)
+    check_layers(model, padded_vocab_size, tensor_ranks)
     check_vocabulary(model, padded_vocab_size, tensor_ranks)
     check_positions(model, tensor_ranks)
 
@@ -36,7 +37,7 @@ def can_share(model: ModelConfig, padded_vocab_size: int, tensor_ranks: int) -> 
     return True
 
 
-def check_resolved(config: Config, ranks: RankCounts) -> None:
+def check_resolved(config: Config) -> None:
     """Raises FlagError for the first rule about tensor ranks that the filled-in values break.
 
     The rule about the vocabulary comes later (`check_tensor_ranks`), because the tokenizer decides its size.
@@ -44,10 +45,15 @@ def check_resolved(config: Config, ranks: RankCounts) -> None:
     model, tensor_ranks = config.model, config.distributed.tensor_model_parallel_size
     if tensor_ranks == 1:
         return
-    check_layers(model, tensor_ranks, lambda size: _suits_run(config, ranks, size))
+    check_layers(model, known_rows(model), tensor_ranks)
     check_positions(model, tensor_ranks)
     check_tokens(config)
     check_compilation(config)
+
+
+def known_rows(model: ModelConfig) -> int:
+    """The rows of the embedding, or a number that divides them: the tokenizer may not have said its size yet."""
+    return model.padded_vocab_size or model.make_vocab_size_divisible_by
 
 
 def needless_division(config: Config) -> Iterator[str]:
@@ -86,8 +92,8 @@ def _sent_between_nodes_by_every_microbatch(zero: ZeroConfig) -> str:
     return " and ".join(weights + gradients)
 
 
-def check_layers(model: ModelConfig, tensor_ranks: int, suits: Callable[[int], bool]) -> None:
-    """Heads, feed-forward halves and key heads are dealt to ranks. suits: whether another number of ranks keeps all other rules."""
+def check_layers(model: ModelConfig, rows: int, tensor_ranks: int) -> None:
+    """Heads, feed-forward halves and key heads are dealt to ranks. rows: of the embedding, or a number that divides them."""
     if model.num_attention_heads % tensor_ranks != 0:
         broken = f"--num-attention-heads {model.num_attention_heads} is not a multiple of {TENSOR_SIZE} {tensor_ranks}"
     elif model.ffn_hidden_size % tensor_ranks != 0:
@@ -99,7 +105,10 @@ def check_layers(model: ModelConfig, tensor_ranks: int, suits: Callable[[int], b
         )
     else:
         return
-    raise FlagError(f"{broken}; {_choices(model, tensor_ranks, suits)}.")
+    positions = model.max_position_embeddings if model.learns_positions else 0
+    common = math.gcd(model.num_attention_heads, model.ffn_hidden_size, positions, rows)
+    sizes = [size for size in divisors(common) if _deals_groups(model, size)]
+    raise WrongSize(Proposal(broken, "tensor_model_parallel_size", tensor_ranks, sizes, f"choose {TENSOR_SIZE}"))
 
 
 def check_vocabulary(model: ModelConfig, padded_vocab_size: int, tensor_ranks: int) -> None:
@@ -144,39 +153,11 @@ def check_compilation(config: Config) -> None:
     """A compiled block cannot wait for the tensor link."""
     tensor_ranks = config.distributed.tensor_model_parallel_size
     if config.training.compile:
-        raise FlagError(
-            f"--compile is not available with {TENSOR_SIZE} {tensor_ranks}, because blocks wait for other ranks; leave --compile out, "
-            f"or choose {TENSOR_SIZE} 1."
-        )
+        broken = f"--compile is not available with {TENSOR_SIZE} {tensor_ranks}, because blocks wait for other ranks"
+        remedy = f"leave --compile out, or choose {TENSOR_SIZE}"
+        raise WrongSize(Proposal(broken, "tensor_model_parallel_size", tensor_ranks, [1], remedy))
 
 
 def _deals_groups(model: ModelConfig, tensor_ranks: int) -> bool:
     groups = model.key_value_heads
     return groups % tensor_ranks == 0 or tensor_ranks % groups == 0
-
-
-def _suits_run(config: Config, ranks: RankCounts, size: int) -> bool:
-    """Whether `size` ranks that share layers keep the rules that are not about layers.
-
-    The tokenizer may not have said its size yet; whatever it is, it is padded to a multiple of --make-vocab-size-divisible-by.
-    """
-    model, context_ranks = config.model, config.distributed.context_parallel_size
-    rows = model.padded_vocab_size or model.make_vocab_size_divisible_by
-    return (
-        rows % size == 0
-        and ranks.ranks_per_node % size == 0
-        and context_ranks in context_choices(ranks.world // size, ranks.ranks_per_node // size)
-        and can_divide(model, size, context_ranks)
-        and not (config.distributed.sequence_parallel and model.seq_length % (size * context_ranks) != 0)
-        and not (config.training.compile and size > 1)
-    )
-
-
-def _choices(model: ModelConfig, wish: int, suits: Callable[[int], bool]) -> str:
-    """The up to four sizes nearest to `wish` that the model can be shared in, in words."""
-    positions = model.max_position_embeddings if model.learns_positions else 0
-    common = math.gcd(model.num_attention_heads, model.ffn_hidden_size, positions)
-    sizes = [size for size in divisors(common) if _deals_groups(model, size)]
-    suitable = [size for size in sizes if suits(size)]
-    also = "" if suitable else " and another --context-parallel-size"  # with 1 such rank, nothing else can be in the way
-    return f"choose {TENSOR_SIZE} {any_of(sorted(sorted(suitable or sizes[:1], key=lambda size: abs(size - wish))[:4]))}{also}"

@@ -235,7 +235,9 @@ def missing_links(config: Config, ranks: RankCounts, asked_partition_ranks: int)
     if not features:
         return []
     if ranks.data == 1:
-        alone = "there is one rank" if ranks.tensor == 1 else f"all {ranks.world} ranks share their samples (--tensor-model-parallel-size)"
+        alone = (
+            "there is one rank" if ranks.tensor == 1 else f"all {ranks.world} ranks have the same samples (--tensor-model-parallel-size)"
+        )
         return [f"{' and '.join(features)}: {alone}, so nothing crosses a link, is quantized or kept as a copy"]
     if has_inter_link(config, ranks):
         return [] if ranks.tensor == 1 else _missing_intra_link(features, ranks)

@@ -35,7 +35,7 @@ WHOLE = TokenPart()
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B samples of S tokens, of each of which the rank has Q; the ranks that share samples have the others."""
+    """B samples of S tokens, of each of which the rank has Q; the ranks that divide samples have the others."""
 
     tokens: Tensor  # [B, Q] int64
     labels: Tensor  # [B, Q] int64
@@ -44,7 +44,7 @@ class MicroBatch:
     position_ids: Tensor | None = None  # [B, S] int64; None: each sample counts from 0
     document_lengths: Tensor | None = None  # [D] int64, tokens of each run that attention must not leave; None: each sample is a run
     part: TokenPart = WHOLE
-    mean_counted: float | None = None  # tokens that count, per rank that shares the samples; None: a rank has whole samples
+    mean_counted: float | None = None  # tokens that count, per rank that divides the samples; None: a rank has whole samples
 
     def keeping(self, part: TokenPart) -> MicroBatch:
         """The micro-batch of a rank that keeps `part` of each sample, from one of whole samples.
@@ -55,7 +55,7 @@ class MicroBatch:
             return self
         length = self.tokens.shape[1]
         if length % part.count:
-            raise RuntimeError(f"{part.count} ranks cannot share samples of {length} tokens (--context-parallel-size)")
+            raise RuntimeError(f"{part.count} ranks cannot divide samples of {length} tokens (--context-parallel-size)")
         own = slice(part.index * length // part.count, (part.index + 1) * length // part.count)
         return replace(
             self,

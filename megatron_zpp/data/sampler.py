@@ -1,7 +1,7 @@
 """Decides which samples each rank sees, and in which order.
 
 Samples are numbered over the whole run. A global batch takes the next consecutive samples and deals them to the ranks micro-batch by
-micro-batch. Ranks that share samples, their sample group, count as one here. Example: 2 ranks, micro-batches of 2, global batches of 8:
+micro-batch. Ranks that divide samples, their sample group, count as one here. Example: 2 ranks, micro-batches of 2, global batches of 8:
 
     sample       0  1 | 2  3 | 4  5 | 6  7 || 8  9 | 10 11 | ...
     rank         0      1      0      1       0       1

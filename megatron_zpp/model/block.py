@@ -1,6 +1,6 @@
 """One transformer block.
 
-B micro-batch size, S tokens per sample, H hidden size. If ranks share samples, S is the tokens of a sample divided by these ranks; with
+B micro-batch size, S tokens per sample, H hidden size. If ranks divide samples, S is the tokens of a sample divided by these ranks; with
 sequence parallelism it is divided by the tensor ranks, too.
 """
 

@@ -1,6 +1,6 @@
 """Turns tokens, and learned positions if the model has them, into hidden states.
 
-B micro-batch size, S tokens per sample, P positions, V padded vocabulary, H hidden size. If ranks share samples, each has Q of the S
+B micro-batch size, S tokens per sample, P positions, V padded vocabulary, H hidden size. If ranks divide samples, each has Q of the S
 tokens; otherwise Q is S.
 """
 

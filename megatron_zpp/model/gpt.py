@@ -1,7 +1,7 @@
 """The GPT (embedding, blocks, final), and its description for the sharding engine: units and uses.
 
-B micro-batch size, S tokens per sample, R runs of one document each, H hidden size, V padded vocabulary. If ranks share samples, each has Q
-of the S tokens; otherwise Q is S.
+B micro-batch size, S tokens per sample, R runs of one document each, H hidden size, V padded vocabulary. If ranks divide samples, each has
+Q of the S tokens; otherwise Q is S.
 """
 
 from __future__ import annotations

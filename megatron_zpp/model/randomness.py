@@ -32,8 +32,8 @@ class UnitRandomness:
     def mask_starts(self, sites: int, first_sample: int, hidden_BSH: Tensor) -> tuple[Tensor, ...]:
         """The starts of the masks of as many sites: the places in the unit that drop elements of tensors shaped like `hidden_BSH`.
 
-        The index of an element counts through the whole run: ((sample of the run x S) + token) x H + channel. Ranks that share samples have
-        the elements of some tokens of each sample.
+        The index of an element counts through the whole run: ((sample of the run x S) + token) x H + channel. Ranks that divide samples
+        have the elements of some tokens of each sample.
         """
         _, length, channels = hidden_BSH.shape
         parts, own_part = (1, 0) if self.tensor is None else (self.tensor.token_parts, self.tensor.own_token_part)
@@ -50,7 +50,7 @@ class UnitRandomness:
     def scope(self, *, is_needed: bool, first_sample: int, device: torch.device) -> AbstractContextManager[None]:
         """The context in which attention draws. If it is not needed, it leaves the generators alone.
 
-        Ranks that share layers or samples have different heads, so they draw different numbers.
+        Ranks that share layers or divide samples have different heads, so they draw different numbers.
         """
         if not is_needed:
             return nullcontext()

@@ -34,8 +34,9 @@ How tensor ranks divide the parameters: model/divisions.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron_zpp.config.rules_tensor import check_tensor_ranks
@@ -91,17 +92,15 @@ class ModelShape:
 
         initial_values: makes the initial values of a parameter's part; by default there are none.
         """
-        return tuple(
-            UnitSpec(
-                unit,
-                tuple(
-                    ParamSpec(name, division, initial_values(name, division), weight_decay=len(division.shape) > 1)
-                    for path, role in modules
-                    for name, division in self._parameters(path, role)
-                ),
-            )
-            for unit, modules in self._units()
-        )
+        divisions = cache(self._divisions)  # all blocks have the same
+
+        def params(modules: Sequence[tuple[str, Role]]) -> Iterator[ParamSpec]:
+            for path, role in modules:
+                for kind, division in divisions(role):
+                    name = f"{path}.{kind}"
+                    yield ParamSpec(name, division, initial_values(name, division), weight_decay=len(division.shape) > 1)
+
+        return tuple(UnitSpec(unit, tuple(params(modules))) for unit, modules in self._units())
 
     def uses(self) -> tuple[Use, ...]:
         """The uses of the model: see `uses_of`."""
@@ -118,11 +117,9 @@ class ModelShape:
         if config.untie_embeddings_and_output_weights:
             yield "head", [("final.head", Role.HEAD)]
 
-    def _parameters(self, path: str, role: Role) -> Iterator[tuple[str, Division]]:
-        yield f"{path}.weight", self.weight(role)
+    def _divisions(self, role: Role) -> tuple[tuple[str, Division], ...]:
         bias = self.bias(role)
-        if bias is not None:
-            yield f"{path}.bias", bias
+        return (("weight", self.weight(role)), *([] if bias is None else [("bias", bias)]))
 
     def _division(self, role: Role, cut: Cut, shape: tuple[int, ...]) -> Division:
         holders = RULES[role].gradient

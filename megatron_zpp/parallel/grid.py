@@ -104,11 +104,11 @@ class Grid:
         return rank % self.tensor_ranks
 
     def context_rank_of(self, rank: int) -> int:
-        """The place of `rank` among those that share its samples, from 0 to C - 1: it has the tokens with this place in each sample."""
+        """The place of `rank` among those that divide its samples, from 0 to C - 1: it has the tokens with this place in each sample."""
         return self.data_rank_of(rank) % self.context_ranks
 
     def sample_group_of(self, rank: int) -> int:
-        """The group of ranks that share samples, from 0 to D / C - 1."""
+        """The group of ranks that divide samples, from 0 to D / C - 1."""
         return self.data_rank_of(rank) // self.context_ranks
 
     def rank_of(self, data_rank: int, tensor_rank: int) -> int:

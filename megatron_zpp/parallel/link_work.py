@@ -1,4 +1,4 @@
-"""What ranks that share samples exchange in one use of a model: over the tensor link or over the context link (no torch)."""
+"""What the ranks of a tensor link or a context link exchange in one use of a model (no torch)."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from megatron_zpp.config.flag import any_of, divisors
 
 
 class Link(enum.Enum):
-    """The links of a rank: in its ladder, between the partitions and inside one; to other ladders; to those that share its samples."""
+    """The links of a rank: in its ladder, between the partitions and inside one; to other ladders; to those that divide its samples."""
 
     INTER = "inter"
     INTRA = "intra"

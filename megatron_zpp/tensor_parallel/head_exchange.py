@@ -1,7 +1,7 @@
 """Exchanges tokens for heads before attention, and heads for tokens after it ("Ulysses", Jacobs et al., arXiv 2309.14509).
 
 Between attentions a rank has its own tokens of each sample, and all heads. Inside attention it has all tokens, and some of the heads. With
-C = 2 ranks that share samples of 8 tokens, and 4 heads:
+C = 2 ranks that divide samples of 8 tokens, and 4 heads:
 
     rank 0    tokens 0 to 3, heads 0 to 3    <-->    tokens 0 to 7, heads 0 and 1
     rank 1    tokens 4 to 7, heads 0 to 3    <-->    tokens 0 to 7, heads 2 and 3

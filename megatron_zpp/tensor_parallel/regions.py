@@ -72,7 +72,7 @@ def own_tokens_of_sum(part_BSH: Tensor, link: TensorLink) -> Tensor:
     """
     samples, length, width = part_BSH.shape
     if length % link.ranks:
-        raise RuntimeError(f"{link.ranks} tensor ranks cannot share samples of {length} tokens (--sequence-parallel)")
+        raise RuntimeError(f"{link.ranks} tensor ranks cannot divide samples of {length} tokens (--sequence-parallel)")
     return link.sum_scattered(part_BSH.reshape(samples * length, width)).view(samples, length // link.ranks, width)
 
 

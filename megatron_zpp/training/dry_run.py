@@ -69,7 +69,7 @@ def _groups(config: Config) -> str:
 
 
 def planned_world_size(given: Config, launch: Launch) -> tuple[int, int | None]:
-    """Ranks of the planned world, and ranks per node if known: by the flags, else by the launcher, else those that share one sample.
+    """Ranks of the planned world, and ranks per node if known: by the flags, else by the launcher, else those of one sample.
 
     Raises FlagError if the flags contradict each other, or do not say how many ranks a node has.
     """

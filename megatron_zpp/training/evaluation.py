@@ -14,17 +14,22 @@ from megatron_zpp.data.datasets import Datasets
 from megatron_zpp.data.gpt_dataset import SampleSource
 from megatron_zpp.data.loader import WHOLE, MicroBatch, MicroBatches, TokenPart
 from megatron_zpp.data.sampler import MicroBatchIndices, MicroBatchSampler, WholePassSampler
+from megatron_zpp.training.same_samples import SameSamples
 from megatron_zpp.training.step import token_losses
 from megatron_zpp.zero.engine import ZeroEngine
 
 
 @dataclass(frozen=True)
 class HeldOutSet:
-    """Data of one rank. Each evaluation takes the next `microbatches` micro-batches of `batches`. name: "" if there is only one set."""
+    """Data of one rank. Each evaluation takes the next `microbatches` micro-batches of `batches`. name: "" if there is only one set.
+
+    check: has read the micro-batches that were taken.
+    """
 
     name: str
     batches: Iterator[MicroBatch]
     microbatches: int
+    check: SameSamples
 
 
 class HeldOutSets:
@@ -42,12 +47,12 @@ class HeldOutSets:
         group: int,
         groups: int,
         part: TokenPart = WHOLE,
-        make_check: Callable[[], Callable[[MicroBatch], None] | None] = lambda: None,
+        make_check: Callable[[], SameSamples],
     ) -> None:
         """iteration: the last one that is done. Validation continues after the data that validations up to it have used.
 
         group: the sample group of this rank, of `groups`; the rank keeps `part` of each sample.
-        make_check: makes what is called with every micro-batch of one set.
+        make_check: makes the check of one set.
         """
         self._training = config.training
         self._num_workers = config.data.num_workers
@@ -73,7 +78,7 @@ class HeldOutSets:
 
     def _whole(self, name: str, source: SampleSource) -> HeldOutSet:
         sampler = WholePassSampler(len(source), self._training.eval_micro_batch_size, self._sample_group, self._sample_groups)
-        return HeldOutSet(name, self._batches(source, sampler), sampler.microbatches)
+        return self._set(name, source, sampler, sampler.microbatches)
 
     def _drawn(self, name: str, source: SampleSource, evaluations: int) -> HeldOutSet:
         """evaluations: number of evaluations so far."""
@@ -81,10 +86,11 @@ class HeldOutSets:
         microbatches = self._training.eval_iters * (self._training.eval_global_batch_size // (size * self._sample_groups))
         consumed_samples = evaluations * microbatches * size * self._sample_groups
         sampler = MicroBatchSampler(len(source), consumed_samples, size, self._sample_group, self._sample_groups)
-        return HeldOutSet(name, self._batches(source, sampler), microbatches)
+        return self._set(name, source, sampler, microbatches)
 
-    def _batches(self, source: SampleSource, sampler: Iterable[MicroBatchIndices]) -> MicroBatches:
-        return MicroBatches(source, sampler, self._num_workers, self._rules, self._make_check(), self._part)
+    def _set(self, name: str, source: SampleSource, sampler: Iterable[MicroBatchIndices], microbatches: int) -> HeldOutSet:
+        check = self._make_check()
+        return HeldOutSet(name, MicroBatches(source, sampler, self._num_workers, self._rules, check.read, self._part), microbatches, check)
 
 
 def evaluations_before(iteration: int, training: TrainingConfig) -> int:
@@ -102,12 +108,14 @@ def evaluate(model: nn.Module, engine: ZeroEngine, held_out: HeldOutSet) -> floa
     """The mean loss per token of one evaluation, over all data ranks and without dropout. Every rank must call it.
 
     A token counts if the loss mask has a 1 for it. Tokens that count have equal weights, even if micro-batches are not full. Returns NaN if
-    no token counts. Uses the same decoded weights as training, and does not influence training.
+    no token counts. Uses the same decoded weights as training, and does not influence training. Raises RuntimeError as `SameSamples` does.
     """
     model.eval()
     sums = [_loss_and_tokens(model, next(held_out.batches), engine.device) for _ in range(held_out.microbatches)]
-    gathered = engine.gather_world(torch.stack(sums).sum(dim=0))  # [data ranks, tensor ranks, 2] fp64; tensor ranks have the same sums
-    loss, tokens = (sum(column) for column in zip(*gathered[:, 0].tolist(), strict=True))
+    gathered = engine.gather_world(held_out.check.append_to(torch.stack(sums).sum(dim=0)))  # [data ranks, tensor ranks, 2 or 3] fp64
+    rows = gathered.flatten(0, 1).tolist()
+    held_out.check.compare([checksum for row in rows for checksum in row[2:]])
+    loss, tokens, *_ = map(sum, zip(*rows[:: gathered.shape[1]], strict=True))  # tensor ranks have the same sums
     return loss / tokens if tokens > 0 else math.nan
 
 

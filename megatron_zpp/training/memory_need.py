@@ -315,17 +315,21 @@ def _lever_without_copy(zero: ZeroConfig) -> list[str]:
     return ["no --zero-quantized-weight-differences"] if zero.zero_quantized_weight_differences else ["--zero-hpz-partition-size 1"]
 
 
-def _larger_tensor_size(config: Config, model: SizedModel, ranks_per_node: int) -> list[str]:
+def _larger_tensor_size(config: Config, model: SizedModel, grid: Grid) -> list[str]:
     """The next number of ranks that could share the layers of this run; empty if there is none."""
     if config.training.compile:
         return []
-    sizes = (size for size in divisors(ranks_per_node) if size > config.distributed.tensor_model_parallel_size)
+    context_ranks, ranks_per_node = grid.context_ranks, grid.ranks_per_node
     fitting = (
         size
-        for size in sizes
-        if can_share(config.model, model.padded_vocab_size, size)
+        for size in divisors(ranks_per_node)
+        if size > grid.tensor_ranks
+        and size % grid.tensor_ranks == 0  # so that the global batch divides among the groups that are left
+        and can_share(config.model, model.padded_vocab_size, size)
+        and can_divide(config.model, size, context_ranks)
+        and context_ranks in context_choices(grid.world_size // size, ranks_per_node // size)
         and _divides_copy(config.zero, ranks_per_node // size)
-        and (not config.distributed.sequence_parallel or config.model.seq_length % size == 0)
+        and (not config.distributed.sequence_parallel or config.model.seq_length % (size * context_ranks) == 0)
     )
     return [f"{TENSOR_SIZE} {size}" for size in fitting][:1]
 
@@ -379,7 +383,7 @@ def _remedy(config: Config, model: SizedModel, nodes: int | None, grid: Grid, ne
     levers += ["--zero-stage 3"] if config.zero.zero_stage != 3 and can_divide_weights else []
     if nodes is None:
         levers += _lever_without_copy(config.zero)
-        levers += _larger_tensor_size(config, model, ranks_per_node)
+        levers += _larger_tensor_size(config, model, grid)
         levers += _larger_context_size(config, grid) if need.activations > need.total // 2 else []
         levers += [] if config.training.micro_batch_size == 1 else ["a smaller --micro-batch-size"]
         return f"no number of such nodes is enough; choose {any_of([*levers, 'a smaller model'])}"

@@ -1,4 +1,4 @@
-"""Checks that ranks which share layers or samples read the same ones. With different ones they would train, and learn nothing right."""
+"""Checks that ranks which share layers or divide samples read the same ones. With others they would train, and learn nothing right."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from megatron_zpp.data.loader import MicroBatch
 from megatron_zpp.zero.engine import ZeroEngine
@@ -15,10 +16,10 @@ Row = TypeVar("Row")
 
 
 class SameSamples:
-    """Compares the first micro-batch of a set at once, and all that were read with the numbers that ranks exchange in every step.
+    """Compares the first micro-batch of a set at once, and all that were read with numbers that ranks exchange anyway.
 
-    An error is a RuntimeError that names two ranks which share samples and have read different ones; it is raised on every rank.
-    If no ranks share layers or samples, there is nothing to do.
+    An error is a RuntimeError that names two ranks which need the same samples and have read different ones; it is raised on every rank.
+    If every rank has samples of its own, there is nothing to do.
     """
 
     def __init__(self, engine: ZeroEngine) -> None:
@@ -38,14 +39,28 @@ class SameSamples:
             self._compare(self._engine.gather_world(own).flatten(0, 1).tolist(), _of_first)
             self._is_first = False
 
-    def reader_of_another_set(self) -> Callable[[MicroBatch], None]:
-        """`read` of a check of its own."""
-        return SameSamples(self._engine).read
+    def of_another_set(self) -> SameSamples:
+        """A check of its own, for the micro-batches of another set."""
+        return SameSamples(self._engine)
 
     @property
     def numbers(self) -> list[float]:
-        """What this rank adds to the numbers of a step: one, or none if there is nothing to compare."""
+        """What this rank adds to the numbers that ranks exchange: one, or none if there is nothing to compare."""
         return [] if self._group == 1 else [self._checksum]
+
+    def append_to(self, numbers: Tensor) -> Tensor:
+        """`numbers` [numel] with those of this check at their end: the tensor itself if there is nothing to compare."""
+        return numbers if self._group == 1 else torch.cat([numbers, numbers.new_tensor(self.numbers)])
+
+    def differ(self, checksums: Tensor) -> Tensor | None:
+        """Whether `compare` would raise, [] bool on the device of `checksums`; None if there is nothing to compare.
+
+        checksums: `numbers` of every rank, in the order of ranks.
+        """
+        if self._group == 1:
+            return None
+        by_group = checksums.reshape(-1, self._group)
+        return (by_group != by_group[:, :1]).any()
 
     def compare(self, checksums: Sequence[float]) -> None:
         """checksums: `numbers` of every rank, in the order of ranks."""
@@ -57,10 +72,11 @@ class SameSamples:
         for rank, row in enumerate(rows):
             first = rank - rank % self._group
             if row != rows[first]:
-                flags = {"layers (--tensor-model-parallel-size": grid.tensor_ranks, "samples (--context-parallel-size": grid.context_ranks}
-                shared = " and ".join(f"{what} {ranks})" for what, ranks in flags.items() if ranks > 1)
+                tensor = f"share layers (--tensor-model-parallel-size {grid.tensor_ranks})"
+                context = f"divide samples (--context-parallel-size {grid.context_ranks})"
+                why = " and ".join([tensor] * (grid.tensor_ranks > 1) + [context] * (grid.context_ranks > 1))
                 raise RuntimeError(
-                    f"ranks {first} and {rank} share {shared}, but their micro-batches differ: {in_words(rows[first])} on rank {first}, "
+                    f"ranks {first} and {rank} {why}, but their micro-batches differ: {in_words(rows[first])} on rank {first}, "
                     f"{in_words(row)} on rank {rank}; they must read the same data files in the same order"
                 )
 

@@ -55,7 +55,7 @@ def microbatch_loss(model: nn.Module, batch: MicroBatch, device: torch.device) -
     """Mean loss over the tokens of a micro-batch that count, [] fp32; 0 if none counts.
 
     As in Megatron, every micro-batch has the same weight in means over micro-batches and ranks, however many of its tokens count. If ranks
-    share samples, this is the mean of what they return: each returns the losses of its own tokens, as `mean_counted` weighs them.
+    divide samples, this is the mean of what they return: each returns the losses of its own tokens, as `mean_counted` weighs them.
     """
     loss_BQ, loss_mask_BQ = token_losses(model, batch, device)
     return (loss_BQ * loss_mask_BQ).sum() / (batch.mean_counted or loss_mask_BQ.sum().clamp(min=1.0))

@@ -55,7 +55,7 @@ class Trainer:
         self._batch_sizes = running_schedule(config, groups)
         self._same_samples = SameSamples(engine)
         self._train_batches = MicroBatches(datasets.train, sampler, config.data.num_workers, datasets.rules, self._same_samples.read, part)
-        make_check = self._same_samples.reader_of_another_set
+        make_check = self._same_samples.of_another_set
         self._held_out = HeldOutSets(config, datasets, progress.iteration, group=group, groups=groups, part=part, make_check=make_check)
         tally = SourceTally(datasets.train) if config.logging.log_samples_per_source else None
         self._reporter = Reporter(config, model.padded_vocab_size, engine, writers, tally, self._held_out.final_evaluations)
@@ -122,7 +122,8 @@ class Trainer:
         self._saver.wait_for_copy()  # a checkpoint may still be copying the weights and moments that the update changes
         gathered = gather_numbers([loss_sum, stop_conditions.request(), *self._same_samples.numbers], engine)
         with engine.observer.phase("optimizer"):
-            update = engine.update(learning_rate, weight_decay, report=gathered.flatten())
+            refusal = self._same_samples.differ(gathered[..., 2:])
+            update = engine.update(learning_rate, weight_decay, report=gathered.flatten(), refusal=refusal)
         _, tensor_ranks, numbers = gathered.shape
         loss_sums, requests = update.report[:: numbers * tensor_ranks], update.report[1::numbers]
         self._same_samples.compare(update.report[2::numbers])

@@ -34,15 +34,7 @@ from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, LossScaler
 from megatron_zpp.zero.optimizer import ShardedAdamW, Update
 from megatron_zpp.zero.policy import Rung
-from megatron_zpp.zero.schedule import (
-    Actions,
-    Moment,
-    Pass,
-    Phase,
-    descent_order,
-    evaluation_schedule,
-    training_schedule,
-)
+from megatron_zpp.zero.schedule import Actions, Moment, Pass, Phase, descent_order, evaluation_schedule, training_schedule
 from megatron_zpp.zero.shared_gradients import SharedGradients
 from megatron_zpp.zero.squared_sums import squared_sums_for
 from megatron_zpp.zero.state_bytes import StateBytes, state_bytes
@@ -261,16 +253,19 @@ class ZeroEngine:
             gradient.clear_padding()
         self._progress.end_mean()
 
-    def update(self, learning_rate: float, weight_decay: float | None = None, report: Tensor | None = None) -> StepResult:
+    def update(
+        self, learning_rate: float, weight_decay: float | None = None, report: Tensor | None = None, refusal: Tensor | None = None
+    ) -> StepResult:
         """Updates the weights with the clipped mean gradient. A NaN or inf in it makes every rank skip the update.
 
         weight_decay: of this step; by default that of the options. report: [numel] fp64, which come to the host with the norm, so that it
-        waits only once. Raises RuntimeError if `finish_gradients` has not been called after the last backward.
+        waits only once. refusal: [] bool, alike on every rank; if it is true, the update is skipped as if the norm were NaN. Raises
+        RuntimeError if `finish_gradients` has not been called after the last backward.
         """
         self._check_open()
         self._progress.begin_update()
         update = Update(learning_rate, self._options.adam.weight_decay if weight_decay is None else weight_decay)
-        squared, numbers = self._norm(report)
+        squared, numbers = self._norm(report, refusal)
         with self.observer.phase("optimizer-inner-step"):
             for unit in self.units:
                 unit.finish_climbs()
@@ -281,10 +276,12 @@ class ZeroEngine:
         self._progress.end_update()
         return result
 
-    def _norm(self, report: Tensor | None) -> tuple[Tensor, Readout]:
+    def _norm(self, report: Tensor | None, refusal: Tensor | None) -> tuple[Tensor, Readout]:
         """The square of the norm, [] fp64, and numbers on their way to the host: this one, zeros if they are counted, then `report`."""
         with self.observer.phase("optimizer-clip-main-grad"):
             squared = squared_norm(self.gradients, self.ladder, self._squared_sums)
+        if refusal is not None:
+            squared = squared.masked_fill(refusal, math.nan)
         numbers = [squared.view(1)]
         if self._options.counts_zeros:
             with self.observer.phase("optimizer-count-zeros"):

@@ -14,8 +14,10 @@ examples/ has whole programs.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -109,7 +111,7 @@ def shard(
     Per step, on every rank: for each micro-batch `engine.backward(loss, microbatches=k, is_last_microbatch=...)` in place of
     loss.backward(), with the mean loss of this rank's micro-batch; then `engine.step(learning_rate)`. To do something in between, call
     `engine.finish_gradients()` and `engine.update(learning_rate)` instead. Gradients are means over micro-batches and ranks; zero_grad()
-    is not needed. At the end call `engine.close()`, then leave_world().
+    is not needed. At the end call `engine.close()`, then leave_world(); a program that does not is told so when it ends.
 
     Evaluation: call the module under torch.no_grad(), on every rank and equally often.
 
@@ -142,7 +144,10 @@ def shard(
     if groups and device.type == "cuda":
         send_first_messages(backend, lanes, device)
     ladder = Ladder(backend, lanes, Ledger(grid, rank), device)
-    engine = ZeroEngine(module, plan.unit_specs, plan.uses, options, ladder, loss_scaler, partial(_end_groups, ladder, groups))
+    remind = partial(_remind_to_close, rank)
+    engine = ZeroEngine(module, plan.unit_specs, plan.uses, options, ladder, loss_scaler, partial(_end_groups, ladder, groups, remind))
+    if groups:
+        atexit.register(remind)
     for owner, attribute, path in plan.aliases:
         setattr(owner, attribute, module.get_parameter(path))
     digest = _fill(engine, plan.parameters, initialize)
@@ -429,11 +434,23 @@ def _raising_alike(backend: Backend, device: torch.device) -> Iterator[None]:
             raise ValueError(mistake or f"{text} (on rank {rank})")
 
 
-def _end_groups(ladder: Ladder, groups: Mapping[Lane, dist.ProcessGroup]) -> None:
+def _end_groups(ladder: Ladder, groups: Mapping[Lane, dist.ProcessGroup], remind: Callable[[], None]) -> None:
     """Ends the process groups of the lanes, once no rank needs them any more."""
     ladder.gather_world(torch.zeros(1, device=ladder.device))
     for group in groups.values():
         dist.destroy_process_group(group)
+    atexit.unregister(remind)
+
+
+def _remind_to_close(rank: int) -> None:
+    """Says what is wrong with a program that ends before it has closed its engine, unless an exception ends it."""
+    if not hasattr(sys, "last_type"):
+        print(
+            f"rank {rank}: the program ends before engine.close(), so an error in weights gathered ahead would not be seen, and threads of "
+            "the collectives may abort the process; end the program with engine.close(), then leave_world()",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -18,6 +18,7 @@ from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SaveOptions
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.code import Code, LinkCodes
+from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.zero.policy import POLICIES, Policy, with_quantized_gradients, with_secondary_weights, with_weight_differences
 from megatron_zpp.zero.states import KEPT_WEIGHT
 
@@ -89,6 +90,25 @@ def test_a_resumed_run_has_the_bits_of_the_unbroken_one(tmp_path: Path, stage: i
 
     unbroken = through(tmp_path, stage, (2, 2), in_background=stage == 3)
     assert run_world((2, 2), program) == [history[SAVED_AT:] for history in unbroken]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_first_step_of_a_resumed_run_fetches_whole_weights_like_that_of_any_run_and_the_next_differences(
+    tmp_path: Path, stage: int
+) -> None:
+    def weight_bytes(rank: Rank, first: int) -> list[Traffic]:
+        found = [Traffic()]
+        for step in (first, first + 1):
+            train(rank, step, step + 1)
+            found.append(rank.ledger.total(Category.WEIGHTS))
+        rank.engine.close()
+        return [found[1], found[2] - found[1]]
+
+    through(tmp_path, stage, (2, 2))
+    new = run_world((2, 2), lambda backend: weight_bytes(Rank(job(stage), backend), 0))
+    resumed = run_world((2, 2), lambda backend: weight_bytes(loaded(tmp_path, stage, backend), SAVED_AT))
+    assert resumed == new
+    assert all(first.inter_bytes > 2 * second.inter_bytes > 0 for first, second in resumed)
 
 
 def test_a_save_changes_no_bit_of_the_run(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint does not depend on which ranks share samples: what some have saved, others find, bit for bit."""
+"""A checkpoint does not depend on which ranks divide samples: what some have saved, others find, bit for bit."""
 
 from __future__ import annotations
 

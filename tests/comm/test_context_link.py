@@ -1,4 +1,4 @@
-"""Exchanges between the ranks that share samples: values, bytes, order, errors, and what is told of them."""
+"""Exchanges between the ranks that divide samples: values, bytes, order, errors, and what is told of them."""
 
 from __future__ import annotations
 

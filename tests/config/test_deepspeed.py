@@ -323,9 +323,9 @@ def test_ranks_that_share_layers_share_the_batch_too_and_an_error_that_comes_fro
     assert message_of(resolved, {**keys, "train_batch_size": 64}, shared, 8, 4) == (
         "train_batch_size 64 in ds.json with train_micro_batch_size_per_gpu 4 in ds.json with gradient_accumulation_steps 2 in ds.json: "
         "micro-batch 4 x 2 accumulation steps x 4 data-parallel ranks is 32 and not the batch of 64; correct one of them (it would be "
-        "right for 8 ranks, but those of --tensor-model-parallel-size 2 share their samples)."
+        "right for 8 ranks, but those of --tensor-model-parallel-size 2 have the same samples)."
     )
-    assert "share their samples" not in message_of(resolved, {**keys, "train_batch_size": 40}, shared, 8, 4)
+    assert "have the same samples" not in message_of(resolved, {**keys, "train_batch_size": 40}, shared, 8, 4)
     text = message_of(resolved, {"train_batch_size": 6}, shared, 8, 4)
     assert "does not divide into 1 accumulation steps on 4 data-parallel ranks; choose a multiple of 4." in text
 
@@ -338,9 +338,9 @@ def test_the_size_of_a_sample_group_is_a_key_and_counts_in_the_batch():
     assert resolved({"train_batch_size": 4}, "--ds-sequence-parallel-size 2", 8, 4).training.micro_batch_size == 1
     text = message_of(resolved, {**keys, "train_batch_size": 24, "train_micro_batch_size_per_gpu": 1}, "", 8, 4)
     assert "3 accumulation steps x 4 sample groups of 2 ranks is 12 and not the batch of 24" in text
-    assert "right for 8 ranks, but those of --context-parallel-size 2 share their samples" in text
+    assert "right for 8 ranks, but those of --context-parallel-size 2 have the same samples" in text
     assert message_of(resolved, {**keys, "sequence_parallel_size": 3}, "", 8, 4) == (
-        "--context-parallel-size 3 does not divide the 8 ranks of the world; choose 1, 2, 4 or 8 (--context-parallel-size is "
+        "--context-parallel-size 3 does not divide the 8 ranks of the world; choose 1, 2 or 4 (--context-parallel-size is "
         "sequence_parallel_size 3 in ds.json)."
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -182,7 +184,7 @@ def test_where_the_world_is_one_group_nothing_is_sharded_and_no_copy_is_kept() -
     config = resolved(f"{SHARED} 4 --zero-stage 3 --zero-quantized-gradients", (4, 4))
     assert config.zero.zero_hpz_partition_size == 1
     assert config.notices == (
-        "--zero-quantized-gradients: all 4 ranks share their samples (--tensor-model-parallel-size), so nothing crosses a link, is "
+        "--zero-quantized-gradients: all 4 ranks have the same samples (--tensor-model-parallel-size), so nothing crosses a link, is "
         "quantized or kept as a copy",
     )
 
@@ -219,7 +221,8 @@ def test_ranks_that_share_samples_need_fewer_processes_that_read_them() -> None:
     assert resolved("--num-workers 8").notices == ()
 
 
-REMEDY = re.compile(r"[;,] (?:or )?(?:choose|give) (?:(--[a-z-]+) )?([0-9, or]*[0-9])")
+REMEDY = re.compile(r"[;,] (?:or )?(?:choose|give) (?:(--[a-z-]+) )?([0-9, or]*[0-9])(?: and another (--[a-z-]+))?")
+MORE = re.compile(r"start a multiple of \d+ ranks per node")
 
 
 @given(
@@ -228,15 +231,16 @@ REMEDY = re.compile(r"[;,] (?:or )?(?:choose|give) (?:(--[a-z-]+) )?([0-9, or]*[
     feed_forward=st.sampled_from([60, 64, 90, 96]),
     length=st.integers(20, 40),
     positions=st.none() | st.integers(40, 48),
-    tensor_ranks=st.sampled_from([2, 3, 4, 6]),
-    context_ranks=st.sampled_from([1, 2, 3, 4]),
-    groups_per_node=st.integers(1, 3),
+    tensor_ranks=st.sampled_from([1, 2, 3, 4, 5, 6]),
+    context_ranks=st.sampled_from([1, 2, 3, 4, 5]),
+    batch=st.none() | st.sampled_from([1, 2, 3, 6, 24]),
+    per_node=st.sampled_from([1, 4, 6, 12, 24]),
     padding=st.sampled_from(["", "--make-vocab-size-divisible-by 12", "--padded-vocab-size 132", "--padded-vocab-size 130"]),
-    others=st.sampled_from(["", "--sequence-parallel", "--compile"]),
+    others=st.sampled_from(["", "--sequence-parallel", "--compile", "--zeropp lean", "--zero-stage 3 --zero-hpz-partition-size 2"]),
 )
-@example(12, 3, 90, 24, None, 3, 1, 1, "", "")  # the vocabulary
-@example(16, 4, 64, 37, 38, 2, 2, 1, "", "")  # --seq-length
-def test_whatever_a_remedy_proposes_breaks_no_other_rule_about_the_same_flag(
+@example(12, 3, 90, 24, None, 3, 1, None, 3, "", "")  # the vocabulary
+@example(16, 4, 64, 37, 38, 2, 2, None, 4, "", "")  # --seq-length
+def test_whatever_number_of_ranks_a_remedy_proposes_breaks_no_other_rule_and_another_value_none_about_its_flag(
     heads: int,
     groups: int,
     feed_forward: int,
@@ -244,11 +248,11 @@ def test_whatever_a_remedy_proposes_breaks_no_other_rule_about_the_same_flag(
     positions: int | None,
     tensor_ranks: int,
     context_ranks: int,
-    groups_per_node: int,
+    batch: int | None,
+    per_node: int,
     padding: str,
     others: str,
 ) -> None:
-    per_node = groups_per_node * tensor_ranks * context_ranks
     flags = {
         "--num-attention-heads": heads,
         "--kv-channels": 4,
@@ -258,12 +262,13 @@ def test_whatever_a_remedy_proposes_breaks_no_other_rule_about_the_same_flag(
         SHARED: tensor_ranks,
         "--context-parallel-size": context_ranks,
         **({} if positions is None else {"--max-position-embeddings": positions}),
+        **({} if batch is None else {"--global-batch-size": batch}),
     }
 
-    def error_with(changed: dict[str, object]) -> str:
+    def error_with(changed: dict[str, object], ranks_per_node: int = per_node) -> str:
         words = [f"{flag} {value}" for flag, value in {**flags, **changed}.items()]
         try:
-            config = resolved(f"{' '.join(words)} {padding} {others}", (2 * per_node, per_node))
+            config = resolved(f"{' '.join(words)} {padding} {others}", (2 * ranks_per_node, ranks_per_node))
             rows = config.model.padded_vocab_size or 10 * config.model.make_vocab_size_divisible_by
             check_tensor_ranks(config.model, rows, config.distributed.tensor_model_parallel_size)
         except FlagError as error:
@@ -272,11 +277,42 @@ def test_whatever_a_remedy_proposes_breaks_no_other_rule_about_the_same_flag(
 
     error = error_with({})
     found = REMEDY.search(error)
-    if found is None or not error.startswith(("--num-attention", "--num-query", "--ffn", "--seq", "the vocabulary", "--max-position")):
+    if found is None or not error.startswith(
+        ("--num-attention", "--num-query", "--ffn", "--seq", "the vocabulary", "--max-position", "--t", "--c")
+    ):
         return
     flag = found[1] or error.split()[0]
-    other = {"--context-parallel-size": 1} if "and another --context-parallel-size" in error else {}
     for value in re.findall(r"[0-9]+", found[2]):
-        again = error_with({**other, flag: value})
-        # before its remedy, an error names the flag that it is about, with its value
-        assert f"{flag} {value}" not in again.split(";")[0], (error, again)
+        again = error_with({flag: value})
+        if flag not in (SHARED, "--context-parallel-size"):
+            # before its remedy, an error names the flag that it is about, with its value
+            assert f"{flag} {value}" not in again.split(";")[0], (error, again)
+        elif found[3] is None:  # the tokenizer, whose size is known later, may still not fit the tensor ranks that are given
+            assert again == "" or (flag != SHARED and again.startswith("the vocabulary")), (error, again)
+        else:
+            assert found[3] in again.split()[:2], (error, again)
+    if MORE.search(error) and found[3] is None:
+        assert error_with({}, math.lcm(per_node, tensor_ranks)) == "", error
+
+
+def test_a_size_that_fits_the_nodes_is_not_proposed_where_heads_batch_or_vocabulary_forbid_it() -> None:
+    for flags, words in (
+        (f"{SHARED} 5", "choose 1 or 2."),  # 6 does not divide the heads, nor 5
+        (f"{SHARED} 4", "choose 1 or 2, or start a multiple of 4 ranks per node."),
+        (f"{SHARED} 4 --padded-vocab-size 102 --make-vocab-size-divisible-by 2", "choose 1 or 2."),
+        (f"{SHARED} 4 --global-batch-size 6", "choose 2, or start a multiple of 4 ranks per node."),  # 1 has 12 groups
+        (
+            f"{SHARED} 4 --global-batch-size 5",
+            "choose 1 or 2 and another --global-batch-size, or start a multiple of 4 ranks per node.",
+        ),
+        ("--context-parallel-size 4", "choose 1 or 2."),  # 3 does not divide the heads
+    ):
+        with pytest.raises(FlagError) as found:
+            resolved(flags, (12, 6))
+        assert str(found.value).endswith(words), str(found.value)
+
+
+def test_the_size_that_a_file_sets_is_named_with_the_file_and_others_are_tried_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"sequence_parallel_size": 4}')
+    with pytest.raises(FlagError, match="choose 1 or 2 .--context-parallel-size is sequence_parallel_size 4 in .*ds.json"):
+        resolved(f"--deepspeed_config {tmp_path / 'ds.json'}", (12, 6))

@@ -78,7 +78,7 @@ def test_a_micro_batch_of_which_no_token_counts_is_divided_by_one_token_of_all_r
 
 def test_samples_that_ranks_cannot_share_are_refused() -> None:
     (batch,) = first_batches(0, 1)
-    with pytest.raises(RuntimeError, match="4 ranks cannot share samples of 6 tokens"):
+    with pytest.raises(RuntimeError, match="4 ranks cannot divide samples of 6 tokens"):
         batch.keeping(TokenPart(0, 4))
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
 import runpy
+from collections.abc import Callable
 
+import pytest
 import torch.distributed as dist
 from torch import nn
 
 from harness.places import ROOT
-from megatron_zpp.zero.shard import shard
+from megatron_zpp.zero.shard import leave_world, shard
 
 
 def output_of_example(name: str) -> str:
@@ -38,3 +41,20 @@ def error_without_local_world_size() -> str:
     finally:
         dist.destroy_process_group()
     return "no error"
+
+
+def said_at_the_end(*, is_closed: bool) -> tuple[str, bool]:
+    """What a program that shards a module says on this rank when it ends, and whether nothing is left to say once its engine is closed."""
+    at_the_end: list[Callable[[], None]] = []
+    dist.init_process_group("gloo")
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as printed:
+        patch.setattr(atexit, "register", at_the_end.append)
+        patch.setattr(atexit, "unregister", at_the_end.remove)
+        engine = shard(nn.Sequential(nn.Linear(2, 2)), ["0"])
+        if is_closed:
+            engine.close()
+        for call in at_the_end:
+            call()
+        engine.close()
+    leave_world()
+    return printed.getvalue(), at_the_end == []

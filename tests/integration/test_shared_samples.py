@@ -1,4 +1,4 @@
-"""A whole run whose ranks share samples: evaluated, saved, and resumed by ranks that share none; its losses are those of whole samples."""
+"""A whole run whose ranks divide samples: evaluated, saved, and resumed by ranks that divide none; losses are those of whole samples."""
 
 from __future__ import annotations
 

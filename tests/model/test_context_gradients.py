@@ -1,7 +1,7 @@
 """The loss of a model whose samples ranks share, and the gradient of every parameter, are those of one rank with whole samples.
 
 The ranks are threads with the model itself, the micro-batch of the loader and the loss of a step. What they leave is averaged over the
-ranks that share samples, as the engine averages it over all data ranks.
+ranks that divide samples, as the engine averages it over all data ranks.
 """
 
 from __future__ import annotations
@@ -99,12 +99,12 @@ def compare(model: str, tensor_ranks: int, context_ranks: int, batch: MicroBatch
 
 
 def mean_losses(of_ranks: list[tuple[Tensor, Gradients]], tensor_ranks: int) -> list[Tensor]:
-    """Over the ranks that share samples, for each tensor rank."""
+    """Over the ranks that divide samples, for each tensor rank."""
     return [torch.stack([loss for loss, _ in of_ranks[tensor_rank::tensor_ranks]]).mean() for tensor_rank in range(tensor_ranks)]
 
 
 def mean_gradients(of_ranks: list[tuple[Tensor, Gradients]], shapes: list[ModelShape]) -> Gradients:
-    """Of all tensor ranks, [T, numel], each a mean over the ranks that share samples; of elements that several have, the sum over these."""
+    """Of all tensor ranks, [T, numel], each a mean over ranks that divide samples; of elements that several have, the sum over these."""
     own = [gradients for _, gradients in of_ranks]
     means = {name: torch.stack([of_rank[name].flatten() for of_rank in own]).unflatten(0, (-1, len(shapes))).mean(0) for name in own[0]}
     summed = {name: mean.clone() for name, mean in means.items()}

@@ -1,4 +1,4 @@
-"""What ranks that share samples exchange, and what they keep: the same list on every rank, and kept inputs that change no bit."""
+"""What ranks that divide samples exchange, and what they keep: the same list on every rank, and kept inputs that change no bit."""
 
 from __future__ import annotations
 

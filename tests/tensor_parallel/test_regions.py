@@ -102,7 +102,7 @@ def test_channels_are_gathered_in_the_order_of_the_ranks_and_each_rank_gets_its_
 
 def test_samples_whose_tokens_the_ranks_cannot_share_are_refused() -> None:
     def on_rank(link: TensorLink) -> None:
-        with pytest.raises(RuntimeError, match="2 tensor ranks cannot share samples of 5 tokens"):
+        with pytest.raises(RuntimeError, match="2 tensor ranks cannot divide samples of 5 tokens"):
             leave(torch.zeros(2, 5, 3), TensorParallel(link, True))
 
     run_tensor_ranks(2, on_rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,9 @@ from megatron_zpp.data.documents import DocumentRules
 from megatron_zpp.data.gpt_dataset import Sample
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.sampler import WholePassSampler
+from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.training.evaluation import HeldOutSet, evaluate, evaluations_before, is_followed_by_validation
+from megatron_zpp.training.same_samples import SameSamples
 
 SEQ_LENGTH = 3
 RULES = DocumentRules(99, False, False, False)
@@ -48,12 +51,21 @@ def rows_of(rank: int, ranks: int, micro_batch_size: int, samples: int, passes: 
         gathered.append(row)
         return row.view(1, 1, -1)
 
-    engine: Any = SimpleNamespace(device=torch.device("cpu"), gather_world=gather_world)
+    engine = engine_with(gather_world, Grid(ranks, ranks, ranks, 1))
     sampler = WholePassSampler(samples, micro_batch_size, rank, ranks)
-    held_out = HeldOutSet("", MicroBatches(Squares(samples), sampler, 0, RULES), sampler.microbatches)
+    held_out = held_out_set(engine, Squares(samples), sampler, sampler.microbatches)
     for _ in range(passes):
         evaluate(TokensAsLosses(), engine, held_out)
     return gathered
+
+
+def engine_with(gather_world: Callable[[Tensor], Tensor], grid: Grid) -> Any:
+    return SimpleNamespace(device=torch.device("cpu"), gather_world=gather_world, ladder=SimpleNamespace(grid=grid))
+
+
+def held_out_set(engine: Any, samples: Squares, sampler: WholePassSampler, microbatches: int) -> HeldOutSet:
+    check = SameSamples(engine)
+    return HeldOutSet("", MicroBatches(samples, sampler, 0, RULES, check.read), microbatches, check)
 
 
 @given(samples=st.integers(1, 40), micro_batch_size=st.integers(1, 5), ranks=st.integers(1, 6))
@@ -68,17 +80,43 @@ def test_every_sample_weighs_the_same_in_every_pass_however_uneven_the_last_batc
 
 
 def test_the_loss_is_the_mean_over_tokens_and_not_over_micro_batches() -> None:
-    engine: Any = SimpleNamespace(device=torch.device("cpu"), gather_world=lambda row: row.view(1, 1, -1))
+    engine = engine_with(lambda row: row.view(1, 1, -1), Grid(1, 1, 1, 1))
     sampler = WholePassSampler(3, 2, 0, 1)
-    held_out = HeldOutSet("", MicroBatches(Squares(3), sampler, 0, RULES), sampler.microbatches)
+    held_out = held_out_set(engine, Squares(3), sampler, sampler.microbatches)
     assert evaluate(TokensAsLosses(), engine, held_out) == pytest.approx((2 * 0 + 3 * 1 + 2 * 4) / 7)
 
 
 def test_ladders_that_evaluate_the_same_samples_count_them_once() -> None:
-    rows = iter([torch.tensor([[[6.0, 2.0], [600.0, 200.0]], [[8.0, 5.0], [800.0, 500.0]]], dtype=torch.float64)])
-    engine: Any = SimpleNamespace(device=torch.device("cpu"), gather_world=lambda row: next(rows))
-    held_out = HeldOutSet("", MicroBatches(Squares(3), WholePassSampler(3, 2, 0, 1), 0, RULES), 2)
+    sums = torch.tensor([[[6.0, 2.0], [600.0, 200.0]], [[8.0, 5.0], [800.0, 500.0]]], dtype=torch.float64)
+
+    def gather_world(own: Tensor) -> Tensor:
+        """`sums` with the checksum of this rank. The first micro-batch has a message of its own, of two numbers."""
+        alike = own.expand(2, 2, -1)
+        return alike if own.numel() == 2 else torch.cat((sums, alike[..., 2:]), dim=2)
+
+    engine = engine_with(gather_world, Grid(4, 4, 2, 2))
+    held_out = held_out_set(engine, Squares(3), WholePassSampler(3, 2, 0, 1), 2)
     assert evaluate(TokensAsLosses(), engine, held_out) == (6 + 8) / (2 + 5)
+
+
+@pytest.mark.parametrize("evaluations", [1, 2])
+def test_a_later_micro_batch_that_differs_ends_the_evaluation_that_has_read_it(evaluations: int) -> None:
+    """Ranks that divide samples: the last evaluation of the second one has read another micro-batch than that of the first."""
+
+    def gather_world(own: Tensor) -> Tensor:
+        sizes.append(own.numel())
+        rows = own.repeat(2, 1, 1)
+        rows[1, 0, 2:] += sizes.count(3) == evaluations
+        return rows
+
+    sizes: list[int] = []
+    engine = engine_with(gather_world, Grid(2, 2, 2, 1, 2))
+    held_out = held_out_set(engine, Squares(8), WholePassSampler(8, 2, 0, 1), 2)
+    for _ in range(evaluations - 1):
+        evaluate(TokensAsLosses(), engine, held_out)
+    with pytest.raises(RuntimeError, match="ranks 0 and 1 divide samples .--context-parallel-size 2., but .* of all so far on rank 0"):
+        evaluate(TokensAsLosses(), engine, held_out)
+    assert sizes == [2, *[3] * evaluations]  # only the first micro-batch of a set takes a message of its own
 
 
 @given(interval=st.integers(1, 20), start=st.integers(0, 50), iteration=st.integers(0, 100))

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.parallel.grid import Grid
@@ -159,6 +160,28 @@ def test_a_group_whose_activations_do_not_fit_is_told_of_sequence_parallelism_an
     assert "--tensor-model-parallel-size 2" in copied.refusal(2**20)
     divided = Run(f"{SMALL} --sequence-parallel --zero-stage 3", 1, 4, tensor_ranks=4)
     assert divided.refusal(2**20).endswith("; choose --checkpoint-activations or a smaller model.")
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "tensor_ranks", "context_ranks", "refused"),
+    [
+        (SMALL, 4, 1, 4, 2),  # 8 ranks cannot divide 4 heads
+        (f"{SMALL} --num-attention-heads 8", 4, 1, 4, 2),  # 2 data ranks are no group of 4
+        (  # 2 groups cannot divide 3 samples
+            f"{SMALL} --num-attention-heads 6 --kv-channels 8 --ffn-hidden-size 96 --max-position-embeddings 66 --global-batch-size 3",
+            6,
+            2,
+            1,
+            3,
+        ),
+    ],
+)
+def test_a_larger_group_that_the_run_would_refuse_is_no_lever(
+    flags: str, ranks: int, tensor_ranks: int, context_ranks: int, refused: int
+) -> None:
+    with pytest.raises(FlagError):
+        Run(flags, 1, ranks, refused, context_ranks)
+    assert f"--tensor-model-parallel-size {refused}" not in Run(flags, 1, ranks, tensor_ranks, context_ranks).refusal(2**20)
 
 
 def test_where_no_world_fits_the_levers_are_named() -> None:

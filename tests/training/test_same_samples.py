@@ -1,4 +1,4 @@
-"""Ranks that share layers read the same samples, or the run ends and names two of them."""
+"""Ranks that share layers or divide samples read the same ones, or the run ends and names two of them."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def test_a_rank_with_other_tokens_or_samples_ends_the_run_and_both_ranks_are_nam
 @pytest.mark.parametrize(
     ("grid", "at", "words"),
     [
-        (Grid(8, 4, 4, 1, 4), 6, "ranks 4 and 6 share samples .--context-parallel-size 4., but their micro-batches differ"),
+        (Grid(8, 4, 4, 1, 4), 6, "ranks 4 and 6 divide samples .--context-parallel-size 4., but their micro-batches differ"),
         (
             Grid(8, 8, 2, 2, 2),
             7,
-            "ranks 4 and 7 share layers .--tensor-model-parallel-size 2. and samples .--context-parallel-size 2., but",
+            "ranks 4 and 7 share layers .--tensor-model-parallel-size 2. and divide samples .--context-parallel-size 2., but",
         ),
         (Grid(8, 8, 2, 2, 2), 4, "ranks 4 and 5 share layers"),
     ],
@@ -86,6 +86,8 @@ def test_where_no_ranks_share_samples_nothing_is_sent_or_computed() -> None:
     check = SameSamples(engine_of(batch(), 0, calls, Grid(4, 4, 4, 1)))
     check.read(batch())
     check.compare([1.0, 2.0, 3.0, 4.0])
+    numbers = torch.zeros(2)
+    assert check.append_to(numbers) is numbers and check.differ(torch.arange(4.0)) is None
     assert (check.numbers, calls) == ([], [])
 
 
@@ -93,7 +95,7 @@ def test_the_first_micro_batch_of_another_set_is_compared_too_and_not_with_the_n
     check = SameSamples(engine_of(batch(), 0, []))
     check.read(batch())
     with pytest.raises(RuntimeError, match="ranks 0 and 1 share layers"):
-        check.reader_of_another_set()(batch(shift=1))
+        check.of_another_set().read(batch(shift=1))
     assert check.numbers == [checksum(batch())]
 
 
@@ -129,6 +131,8 @@ def test_a_later_micro_batch_that_differs_is_found_with_the_numbers_of_its_step_
     sums = [read_by(good)] * 8
     good.compare(sums)
     assert len(calls) == 1
+    assert not good.differ(torch.tensor(sums))
     sums[5] = read_by(bad, damaged=4)
+    assert good.differ(torch.tensor(sums))
     with pytest.raises(RuntimeError, match="ranks 4 and 5 share layers .*checksum .* of all so far on rank 4, checksum .* on rank 5; they"):
         good.compare(sums)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness.rank_pool import RankPool
 from harness.tiny_runs import TINY, entry
+
+from megatron_zpp.zero.step_result import StepResult
 
 
 def order_of_events(flags: list[str]) -> list[str]:
@@ -75,8 +79,54 @@ def test_ranks_that_share_layers_compare_their_first_micro_batches_before_anythi
 ) -> None:
     flags = "--zero-stage 3 --train-iters 2 --global-batch-size 2 --tensor-model-parallel-size 2 --sequence-parallel --eval-iters 1"
     (events, compared, text), (others, _, _) = ranks.run(1, 2, events_and_text, [*TINY, *flags.split()])
-    assert events == others and compared == [True, True]
+    assert events == others and compared == [True] * 4
     assert events[0] == "gather_world of 2"  # checksum and first sample
-    assert events.count("gather_world of 2") == 5  # so in the sets of validation and test, whose sums of losses and tokens are two as well
-    assert events.count("gather_world of 3") == 2  # in each step losses, stop requests and checksums
+    assert events.count("gather_world of 2") == 3  # of the sets of validation and test, too
+    assert events.count("gather_world of 3") == 4  # in each step and evaluation: two numbers, and checksums
     assert "using world size: 2, data-parallel size: 1, tensor-model-parallel size: 2 (1 nodes x 2 ranks), device: cpu" in text
+
+
+def events_after_damage(flags: list[str]) -> list[object]:
+    """For each update whether it left the weights as they were, and the text of each error about samples, in order.
+
+    Rank 1 reads another sample 2. The run goes on after the error, because a rank that ends by one ends its process.
+    """
+    from megatron_zpp.data.gpt_dataset import MockDataset, Sample
+    from megatron_zpp.training.same_samples import SameSamples
+    from megatron_zpp.zero.engine import ZeroEngine
+
+    events: list[object] = []
+    read, update, compare = MockDataset.__getitem__, ZeroEngine.update, SameSamples.compare
+
+    def damaged(self: MockDataset, index: int) -> Sample:
+        sample = read(self, index)
+        return {**sample, "tokens": sample["tokens"] ^ 1} if (index, os.environ["RANK"]) == (2, "1") else sample
+
+    def noting(self: ZeroEngine, *arguments: Any, **keywords: Any) -> StepResult:
+        before = [unit.main_weight.clone() for unit in self.units]
+        result = update(self, *arguments, **keywords)
+        events.append(all(torch.equal(unit.main_weight, values) for unit, values in zip(self.units, before, strict=True)))
+        return result
+
+    def noting_error(self: SameSamples, checksums: Sequence[float]) -> None:
+        try:
+            compare(self, checksums)
+        except RuntimeError as error:
+            events.append(str(error))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, call in (
+            (MockDataset, "__getitem__", damaged),
+            (ZeroEngine, "update", noting),
+            (SameSamples, "compare", noting_error),
+        ):
+            patch.setattr(owner, name, call)
+        assert entry(flags) == 0
+    return events
+
+
+def test_an_update_after_a_later_micro_batch_that_differs_leaves_the_weights_as_they_were(ranks: RankPool) -> None:
+    flags = "--zero-stage 3 --train-iters 2 --global-batch-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
+    for first, second, error in ranks.run(1, 2, events_after_damage, [*TINY, *flags.split()]):
+        assert (first, second) == (False, True)
+        assert "ranks 0 and 1 share layers (--tensor-model-parallel-size 2), but their micro-batches differ: checksum" in error

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from harness.fake_streams.gpus import run_on_gpus
 from harness.small_engine import (
     CLIP_GRAD,
     LEARNING_RATE,
@@ -218,6 +219,26 @@ def test_one_bad_element_on_one_rank_skips_the_step_on_every_rank_as_if_it_had_n
     results = run_world((2, 2), program)
     assert all(is_skipped and is_untouched for _, is_skipped, is_untouched in results)
     assert [history for history, _, _ in results] == train_world((2, 2), job)
+
+
+@pytest.mark.parametrize("row", ["stage 1", "stage 3"])
+def test_a_refused_update_is_skipped_as_if_the_step_had_never_been_whether_host_or_device_decides(row: str) -> None:
+    job = Job(ROWS[row], steps=3)
+
+    def train(rank: Rank) -> tuple[History, bool]:
+        history, refused = [], None
+        for step, is_refused in ((0, False), (50, True), (1, False), (2, False)):
+            loss = rank.accumulate(step)
+            rank.engine.finish_gradients()
+            result = rank.engine.update(LEARNING_RATE, refusal=torch.tensor(is_refused))
+            refused = result if is_refused else refused
+            history += [(loss, result.grad_norm)] * (not is_refused)
+        rank.engine.close()
+        return history, refused is not None and refused.is_skipped and rank.engine.optimizer.steps == 3
+
+    on_host = run_world((2, 2), lambda backend: train(Rank(job, backend)))
+    on_device = run_on_gpus((2, 2), lambda gpu: train(Rank(job, gpu.backend, lanes=gpu.lanes, streams=gpu.machine)))
+    assert on_host == on_device == [(history, True) for history in train_world((2, 2), job)]
 
 
 def _spoil_one_gradient(rank: Rank, bad: float) -> Callable[[], None]:

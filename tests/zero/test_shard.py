@@ -8,11 +8,12 @@ import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from harness.example_runs import error_without_local_world_size
+from harness.example_runs import error_without_local_world_size, said_at_the_end
 from harness.rank_pool import RankPool
 from harness.small_engine import LEARNING_RATE, Job, ModelShape, global_batch, plain_model, train_world
 from harness.worlds import run_world
@@ -337,6 +338,12 @@ def test_ranks_whose_launcher_does_not_name_nodes_ask_for_a_grid(ranks: RankPool
     assert found[0] == found[1]
     assert "LOCAL_WORLD_SIZE is not set for this world" in found[0]
     assert "grid=Grid.of_nodes" in found[0]
+
+
+def test_a_program_that_ends_without_closing_its_engine_is_told_so_on_every_rank(ranks: RankPool) -> None:
+    for rank, (text, is_all) in enumerate(ranks.run(1, 2, partial(said_at_the_end, is_closed=False))):
+        assert text.startswith(f"rank {rank}: the program ends before engine.close()") and is_all
+    assert ranks.run(1, 2, partial(said_at_the_end, is_closed=True)) == [("", True)] * 2
 
 
 def test_a_process_alone_is_a_world_of_one_on_the_device_of_the_module() -> None:

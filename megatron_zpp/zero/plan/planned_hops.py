@@ -8,7 +8,9 @@ The hops are those of comm/links.py, for one rank of N partitions of G ranks. A 
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+import operator
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from megatron_zpp.comm.code import Code, Levels
 from megatron_zpp.comm.ledger import Traffic, link_traffic
@@ -42,29 +44,31 @@ class CodecWork:
         return self.encoded + self.gaussian_encoded > 0
 
     def __add__(self, other: CodecWork) -> CodecWork:
-        return CodecWork(*(own + others for own, others in zip(astuple(self), astuple(other), strict=True)))
+        return CodecWork(*map(operator.add, vars(self).values(), vars(other).values()))
 
 
 @dataclass(frozen=True)
 class PlannedHop:
     """One hop of one unit on one rank. before, after: the codec's work before and after the collective.
 
-    host_bytes: of the payload that comes up from the host before the collective.
+    host_bytes: of the payload that comes up from the host before the collective. unit: "" if it is one of several alike.
     """
 
-    unit: str
     lane: Lane
     traffic: Traffic
     before: CodecWork = CodecWork()
     after: CodecWork = CodecWork()
     host_bytes: int = 0
+    unit: str = ""
+
+    def of_unit(self, name: str) -> PlannedHop:
+        return replace(self, unit=name)
 
 
 class UnitHops:
-    """The hops of one unit; every rank has the same."""
+    """The hops of all units with this layout; every rank has the same."""
 
-    def __init__(self, name: str, layout: FlatLayout, sharding: Sharding, grid: Grid) -> None:
-        self._name = name
+    def __init__(self, layout: FlatLayout, sharding: Sharding, grid: Grid) -> None:
         self._layout = layout
         self._sharding = sharding
         self._grid = grid
@@ -76,6 +80,7 @@ class UnitHops:
         self._sends_differences = policy.sends_differences
         self._gradients = policy.gradient_codes
 
+    @cached_property
     def climb(self) -> tuple[PlannedHop, PlannedHop]:
         """Over the inter link to the secondary rung, then over the intra link to the full one."""
         codes, partitions = self._weights, self._partitions
@@ -85,11 +90,13 @@ class UnitHops:
         decode = self._decode(codes.intra, self._layout.numel)
         return inter, self._hop(Link.INTRA, Direction.CLIMB, partitions * self._payload(codes.intra), after=decode)
 
+    @cached_property
     def first_climb(self) -> tuple[PlannedHop, PlannedHop]:
         """The same after an update on the host, from which the payload comes up."""
-        inter, intra = self.climb()
+        inter, intra = self.climb
         return replace(inter, host_bytes=self._payload(self._weights.inter)), intra
 
+    @cached_property
     def descend(self) -> tuple[PlannedHop, PlannedHop]:
         """Over the intra link, then over the inter link, each followed by a mean."""
         codes, partitions, partition_ranks = self._gradients, self._partitions, self._partition_ranks
@@ -102,6 +109,7 @@ class UnitHops:
             self._hop(Link.INTER, Direction.DESCEND, self._payload(codes.inter), mean_within + across, mean_across),
         )
 
+    @cached_property
     def climb_of_mean(self) -> tuple[PlannedHop, PlannedHop]:
         """The climb of the fp32 mean gradient, if the optimizer is kept on the full rung."""
         mean = self._sharding.mean_payload_bytes(self._layout.runs)
@@ -111,7 +119,7 @@ class UnitHops:
     def _hop(
         self, link: Link, direction: Direction, bytes_per_member: int, before: CodecWork = CodecWork(), after: CodecWork = CodecWork()
     ) -> PlannedHop:
-        return PlannedHop(self._name, Lane(link, direction), link_traffic(self._grid, 0, link, bytes_per_member), before, after)
+        return PlannedHop(Lane(link, direction), link_traffic(self._grid, 0, link, bytes_per_member), before, after)
 
     def _payload(self, code: Code) -> int:
         return self._sharding.payload_bytes(code, self._layout.runs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
+from megatron_zpp.comm.code import Runs
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.parallel.topology import Topology
@@ -23,6 +24,7 @@ from megatron_zpp.zero.schedule import Actions, Moment, Phase, backward_starts, 
 from megatron_zpp.zero.update_groups import coming_with, update_groups
 
 Ticket = TypeVar("Ticket")
+SIMULATED_MICROBATCHES = 3  # of a step with more: a first one, one like all between, and a last one
 
 
 class Listener(Protocol[Ticket]):
@@ -47,10 +49,10 @@ class Listener(Protocol[Ticket]):
 class _Weights(Generic[Ticket]):
     """Takes the place of zero/unit.py:WeightUnit: reports its hops, without tensors."""
 
-    def __init__(self, hops: UnitHops, policy: Policy, topology: Topology, listener: Listener[Ticket]) -> None:
-        to_secondary, to_full = hops.climb()
+    def __init__(self, name: str, hops: UnitHops, policy: Policy, topology: Topology, listener: Listener[Ticket]) -> None:
+        to_secondary, to_full = (hop.of_unit(name) for hop in hops.climb)
         self._hop_to = {Rung.SECONDARY: to_secondary, Rung.FULL: to_full}
-        self._first_to_secondary = hops.first_climb()[0] if policy.optimizer is Rung.HOST else to_secondary
+        self._first_to_secondary = hops.first_climb[0].of_unit(name) if policy.optimizer is Rung.HOST else to_secondary
         self._policy = policy
         self._listener = listener
         self._residency: Residency[Ticket] = Residency(policy, topology)
@@ -82,9 +84,9 @@ class _Weights(Generic[Ticket]):
 class _Gradient(Generic[Ticket]):
     """Takes the place of zero/unit_descent.py:UnitDescent: reports its hops, without tensors."""
 
-    def __init__(self, hops: UnitHops, policy: Policy, topology: Topology, listener: Listener[Ticket]) -> None:
-        self._within, self._across = hops.descend()
-        self._climb_of_mean = hops.climb_of_mean() if policy.optimizer is Rung.FULL else ()
+    def __init__(self, name: str, hops: UnitHops, policy: Policy, topology: Topology, listener: Listener[Ticket]) -> None:
+        self._within, self._across = (hop.of_unit(name) for hop in hops.descend)
+        self._climb_of_mean = [hop.of_unit(name) for hop in hops.climb_of_mean] if policy.optimizer is Rung.FULL else []
         self._policy = policy
         self._is_one_rank = topology.is_one_rank
         self._listener = listener
@@ -123,12 +125,13 @@ class StepSimulation(Generic[Ticket]):
         gradients: dict[str, _Gradient[Ticket]] = {}
         slice_numels: dict[str, int] = {}
         policy = sharding.policy.in_world(grid.ladder)
+        alike: dict[Runs, UnitHops] = {}  # such as all blocks
         for spec in unit_specs:
             layout = FlatLayout(spec.params, grid.data_ranks, sharding.block_numel)
             slice_numels[spec.name] = layout.slice_numel
-            hops = UnitHops(spec.name, layout, sharding, grid)
-            self._weights[spec.name] = _Weights(hops, policy, grid.ladder, listener)
-            gradients[spec.name] = _Gradient(hops, policy, grid.ladder, listener)
+            hops = alike.setdefault(layout.runs, UnitHops(layout, sharding, grid))
+            self._weights[spec.name] = _Weights(spec.name, hops, policy, grid.ladder, listener)
+            gradients[spec.name] = _Gradient(spec.name, hops, policy, grid.ladder, listener)
         self._schedule = training_schedule(uses, sharding.prefetch)
         self._first_actions = self._schedule[Moment(Phase.PRE_FORWARD, 0)]
         names = list(slice_numels)

@@ -5,10 +5,11 @@ Assumptions:
   link share nothing (full duplex), and all ranks of a node send at once, so a hop between nodes costs what enters the node.
 - A hop over the inter link occupies the link between nodes, even if its partitions are parts of one node.
 - Ranks that share layers have priority on the link inside a node: what waits for that link waits so much longer. What they exchange beside
-  computation is hidden by the gradients of one use's weights, which take as long as its forward.
+  computation (model/layer_work.py says what) is hidden by the gradients of one use's weights, which take as long as its forward. That is
+  not measured.
 - Ranks that divide samples exchange over the link inside a node, or between nodes, with the same priority. Computation waits for all of it
-  but one exchange of backward, which crosses beside the gradient of one weight and is hidden by that product alone. On a CPU a thread of
-  gloo moves these bytes, as it does those of hops; what it takes from the cores of computation is left out in both cases.
+  but one exchange of backward, which crosses beside the gradient of one weight and is hidden by that product alone. That is not measured
+  either. On a CPU a thread of gloo moves these bytes; what it takes from the cores of computation is left out.
 - Computation waits for the constant of every collective of ranks that share layers or divide samples.
 - Communication does not slow down computation; codecs do so in one case (Overlap.THREAD).
 - Overlap.STREAMS: hops run beside computation, encoding and decoding included (lanes on CUDA streams). Overlap.THREAD: the
@@ -40,9 +41,7 @@ from megatron_zpp.parallel.topology import LADDER_LINKS, LANES, Lane, Link
 from megatron_zpp.zero.plan.host_copies import NOTHING_ON_HOST, HostLinkClock, KeptCopies, KeptOnHost
 from megatron_zpp.zero.plan.memory_plan import MAIN_BYTES, Sharding
 from megatron_zpp.zero.plan.planned_hops import CodecWork, PlannedHop
-from megatron_zpp.zero.plan.step_simulation import StepSimulation
-
-_SIMULATED_MICROBATCHES = 3  # each further one takes as long as the last
+from megatron_zpp.zero.plan.step_simulation import SIMULATED_MICROBATCHES, StepSimulation
 
 
 class Overlap(enum.Enum):
@@ -192,7 +191,7 @@ class Job:
 
 def step_time(job: Job, machine: Machine, computation: Computation) -> StepTime:
     """The time of a step in the middle of a run: its first climbs were submitted in the step before."""
-    simulated = min(job.microbatches, _SIMULATED_MICROBATCHES)
+    simulated = min(job.microbatches, SIMULATED_MICROBATCHES)
     found = _simulated_time(job, machine, computation, simulated)
     if simulated == job.microbatches:
         return found

@@ -12,7 +12,7 @@ from megatron_zpp.parallel.topology import Direction, Link
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.plan.memory_plan import Sharding
 from megatron_zpp.zero.plan.planned_hops import PlannedHop, UnitHops
-from megatron_zpp.zero.plan.step_simulation import StepSimulation
+from megatron_zpp.zero.plan.step_simulation import SIMULATED_MICROBATCHES, StepSimulation
 from megatron_zpp.zero.policy import Rung
 
 
@@ -27,6 +27,14 @@ class PlannedTraffic:
     @property
     def total(self) -> Traffic:
         return self.weights + self.gradients
+
+    def repeating_last(self, times: int, before: PlannedTraffic) -> PlannedTraffic:
+        """This traffic, and again `times` what it has more than `before`."""
+        return PlannedTraffic(
+            self.weights + (self.weights - before.weights) * times,
+            self.gradients + (self.gradients - before.gradients) * times,
+            self.collectives + (self.collectives - before.collectives) * times,
+        )
 
     # ---- the listener of a simulation
 
@@ -55,9 +63,20 @@ class PlannedTraffic:
 def planned_traffic(
     unit_specs: Sequence[UnitSpec], uses: Sequence[Use], sharding: Sharding, grid: Grid, microbatches: int
 ) -> PlannedTraffic:
-    """The traffic of a step of `microbatches`, which is the same on every rank. In stage 0 the climb of the mean counts as gradients."""
-    traffic = PlannedTraffic()
-    StepSimulation(unit_specs, uses, sharding, grid, traffic).step(microbatches)
+    """The traffic of a step of `microbatches`, which is the same on every rank. In stage 0 the climb of the mean counts as gradients.
+
+    Only few of them are simulated: all between the first and the last move the same.
+    """
+
+    def of_step(microbatches: int) -> PlannedTraffic:
+        traffic = PlannedTraffic()
+        StepSimulation(unit_specs, uses, sharding, grid, traffic).step(microbatches)
+        return traffic
+
+    simulated = min(microbatches, SIMULATED_MICROBATCHES)
+    traffic = of_step(simulated)
+    if simulated < microbatches:
+        traffic = traffic.repeating_last(microbatches - simulated, of_step(simulated - 1))
     if sharding.policy.optimizer is Rung.FULL:
         traffic.weights, traffic.gradients = Traffic(), traffic.total
     return traffic
@@ -68,11 +87,11 @@ def smallest_inter_hop_bytes(unit_specs: Sequence[UnitSpec], sharding: Sharding,
 
     least_share: units with a smaller share of all parameters are left out.
     """
-    layouts = {spec.name: FlatLayout(spec.params, grid.data_ranks, sharding.block_numel) for spec in unit_specs}
-    whole = sum(layout.numel for layout in layouts.values())
+    layouts = [FlatLayout(spec.params, grid.data_ranks, sharding.block_numel) for spec in unit_specs]
+    whole = sum(layout.numel for layout in layouts)
     hops = []
-    for name, layout in layouts.items():
+    for layout in layouts:
         if layout.numel >= least_share * whole:
-            of_unit = UnitHops(name, layout, sharding, grid)
-            hops += [hop for hop in (*of_unit.climb(), *of_unit.descend()) if hop.lane.link is Link.INTER]
+            of_unit = UnitHops(layout, sharding, grid)
+            hops += [hop for hop in (*of_unit.climb, *of_unit.descend) if hop.lane.link is Link.INTER]
     return grid.into_node(min(hop.traffic.inter_bytes for hop in hops))

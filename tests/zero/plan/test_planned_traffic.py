@@ -93,14 +93,28 @@ def test_the_plan_is_what_the_engines_ledger_counts_over_both_links(grid: Grid, 
     assert run_world(grid, counted) == [(plan.weights, plan.gradients)] * grid.world_size
 
 
+@pytest.mark.parametrize("grid", [Grid.of_nodes(2, 2), Grid(8, 4, 2), Grid.of_nodes(1, 1)], ids=str)
+def test_of_many_micro_batches_three_are_simulated_and_the_plan_is_that_of_all(grid: Grid) -> None:
+    rows = list((EVERY_ROW | OFFLOADED).values())
+    for policy, shape, prefetch in zip(rows, itertools.cycle(SHAPES), itertools.cycle([Prefetch(), Prefetch(0, 0), Prefetch(9, 4)])):
+        model, all_of_them = SmallModel(shape, torch.bfloat16), Recorder()
+        description = (model.unit_specs(), model.uses(), Sharding(policy, 32, 2, prefetch), grid)
+        StepSimulation(*description, all_of_them).step(7)
+        plan = planned_traffic(*description, 7)
+        assert plan.total == sum(all_of_them.traffic, Traffic())
+        assert plan.collectives == len(all_of_them.traffic) - all_of_them.traffic.count(Traffic())
+
+
 @dataclass
 class Recorder:
     """A listener that remembers every submission, and every update on the host by its number of elements."""
 
     submissions: list[tuple[str, Lane] | int] = field(default_factory=list)
+    traffic: list[Traffic] = field(default_factory=list)
 
     def submit(self, hop: PlannedHop, after: int | None) -> int:
         self.submissions.append((hop.unit, hop.lane))
+        self.traffic.append(hop.traffic)
         return len(self.submissions)
 
     def wait(self, ticket: int) -> None:

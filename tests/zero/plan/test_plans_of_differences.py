@@ -9,6 +9,7 @@ from harness.worlds import run_world
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.code import Code, LinkCodes
+from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import Lane, Topology
 from megatron_zpp.zero.layout import FlatLayout
@@ -134,6 +135,25 @@ def test_planned_traffic_is_what_every_step_after_the_first_moves(name: str, gri
         assert first >= expected  # its climb is exact
 
 
+@pytest.mark.parametrize("name", ["stage 1", "stage 2, summed", "stage 3"])
+def test_what_a_save_fetches_counts_in_the_step_after_it_which_then_need_not(name: str) -> None:
+    job = Job(KEPT[name], torch.bfloat16, WIDE, steps=4, microbatches=2, block_numel=BLOCK)
+
+    def bytes_of_steps(backend: VirtualBackend) -> list[tuple[int, int]]:
+        rank, before, found = Rank(job, backend), Traffic(), []
+        for step in range(job.steps):
+            rank.step(step)
+            total = rank.ledger.total(Category.WEIGHTS, Category.GRADIENTS)
+            found.append((rank.ledger.inter_node_bytes(total - before), (total - before).intra_bytes))
+            before = total
+            if step in (0, 2):
+                rank.engine.finish_differences()
+        rank.engine.close()
+        return found
+
+    assert run_world((2, 2), bytes_of_steps) == bytes_by_step((2, 2), job)
+
+
 @pytest.mark.parametrize("name", list(KEPT))
 def test_a_walk_submits_what_the_engine_submits_in_its_order(name: str) -> None:
     job = Job(KEPT[name], torch.bfloat16, WIDE, steps=2, microbatches=3, block_numel=BLOCK)
@@ -177,12 +197,12 @@ def hops_of(policy: Policy, grid: Grid) -> tuple[int, UnitHops]:
     """Values of a slice's blocks run, and the hops, of one unit."""
     spec = SmallModel(WIDE, torch.bfloat16).unit_specs()[1]
     layout = FlatLayout(spec.params, grid.data_ranks, BLOCK)
-    return layout.runs.blocks, UnitHops(spec.name, layout, Sharding(policy, BLOCK, 2, Prefetch()), grid)
+    return layout.runs.blocks, UnitHops(layout, Sharding(policy, BLOCK, 2, Prefetch()), grid)
 
 
 def test_a_difference_is_taken_and_encoded_once_and_every_slice_of_the_copy_is_decoded() -> None:
     blocks, hops = hops_of(KEPT["stage 3"], Grid.of_nodes(3, 2))
-    inter, intra = hops.climb()
+    inter, intra = hops.climb
     assert inter.before == CodecWork(subtracted=blocks, gaussian_encoded=blocks, rotated=blocks)
     assert inter.after == CodecWork(gaussian_decoded=3 * blocks, rotated=3 * blocks)
     assert intra.before == intra.after == CodecWork()  # the copy crosses in the working dtype
@@ -191,7 +211,7 @@ def test_a_difference_is_taken_and_encoded_once_and_every_slice_of_the_copy_is_d
 def test_every_node_rotates_its_gradients_and_the_owner_rotates_each_message_back() -> None:
     two_rounds = with_quantized_gradients(POLICIES[3], LinkCodes(Code.gaussian(2, rounds=2), Code(8)))
     blocks, hops = hops_of(two_rounds, Grid.of_nodes(3, 2))
-    intra, inter = hops.descend()
+    intra, inter = hops.descend
     assert intra.before == CodecWork(encoded=6 * blocks)
     assert inter.before == CodecWork(summed=6 * blocks, gaussian_encoded=3 * blocks, rotated=6 * blocks)
     assert inter.after == CodecWork(gaussian_decoded=3 * blocks, rotated=6 * blocks)
@@ -199,11 +219,11 @@ def test_every_node_rotates_its_gradients_and_the_owner_rotates_each_message_bac
 
 def test_one_node_takes_no_difference_and_sends_integers() -> None:
     _, hops = hops_of(KEPT["stage 3"], Grid.of_nodes(1, 2))
-    work = [hop.before + hop.after for hop in (*hops.climb(), *hops.descend())]
+    work = [hop.before + hop.after for hop in (*hops.climb, *hops.descend)]
     assert sum(part.gaussian_encoded + part.gaussian_decoded + part.rotated + part.subtracted for part in work) == 0
     assert work[0] == work[1] == CodecWork()
 
 
 def test_in_full_precision_nothing_is_taken_encoded_or_rotated() -> None:
     _, hops = hops_of(KEPT["stage 3"].in_full_precision(), Grid.of_nodes(3, 2))
-    assert all(hop.before + hop.after == CodecWork() for hop in (*hops.climb(), *hops.descend()))
+    assert all(hop.before + hop.after == CodecWork() for hop in (*hops.climb, *hops.descend))

@@ -5,8 +5,11 @@ import itertools
 import pytest
 import torch
 from harness.closed_forms import Unit, payload_bytes, small_units
-from harness.small_engine import SECONDARY_ROW, VOCAB, Job, ModelShape, bytes_by_step
+from harness.small_engine import SECONDARY_ROW, VOCAB, Job, ModelShape, Rank, bytes_by_step
+from harness.worlds import run_world
 
+from megatron_zpp.comm.backend import VirtualBackend
+from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.policy import POLICIES
 
@@ -86,6 +89,40 @@ def test_every_step_moves_the_same_bytes_and_evaluations_between_steps_are_booke
 def test_climbs_that_serve_a_whole_step_are_booked_to_it_also_where_an_evaluation_was_the_first_to_wait(row: str) -> None:
     job = Job(ROWS[row], shape=ModelShape(INNER, HIDDEN), steps=3, microbatches=2, block_numel=BLOCK)
     assert bytes_by_step((2, 2), job, evaluations=2) == [[_closed_form(row, _units(True), 2, 2, 4, 2)] * 3] * 4
+
+
+# How often a unit climbs over the inter and the intra link: for every micro-batch that is evaluated (a tied embedding twice, because the
+# last use reads it again), and for the first one after a step, to the rung that the next step keeps, to which these bytes are booked.
+OWN_CLIMBS = {"stage 0": (0, 0), "stage 1": (0, 0), "stage 2": (0, 0), "stage 3": (1, 1), "secondary row": (0, 1)}
+STEP_CLIMBS = {"stage 0": (0, 0), "stage 1": (1, 1), "stage 2": (1, 1), "stage 3": (0, 0), "secondary row": (1, 0)}
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2)], ids=str)
+@pytest.mark.parametrize("row", list(ROWS))
+def test_evaluations_between_steps_and_at_the_end_receive_the_bytes_of_the_closed_form(row: str, shape: tuple[int, int]) -> None:
+    (nodes, ranks), steps, evaluated, is_tied = shape, 2, 3, shape == (2, 2)
+    job = Job(ROWS[row], torch.bfloat16, ModelShape(INNER, HIDDEN, is_tied), steps=steps, microbatches=2, block_numel=BLOCK)
+    units = _units(is_tied)
+    payloads = [payload_bytes(unit, nodes * ranks, 16, 2) for unit in units]
+    once = [(nodes - 1) * sum(payloads), (ranks - 1) * nodes * sum(payloads)]  # over the inter link and the intra link, into one rank
+    again = [(nodes - 1) * payloads[0] * is_tied, (ranks - 1) * nodes * payloads[0] * is_tied]
+    own = [climbs * (first + second) for climbs, first, second in zip(OWN_CLIMBS[row], once, again, strict=True)]
+    node_bytes, within = _closed_form(row, units, nodes, ranks, 2, 2)
+    of_step = [node_bytes // ranks, within]
+    at_the_end = [climbs * nbytes for climbs, nbytes in zip(STEP_CLIMBS[row], once, strict=True)]
+
+    def program(backend: VirtualBackend) -> tuple[Traffic, Traffic]:
+        rank = Rank(job, backend)
+        for step in range(steps):
+            rank.step(step)
+            with torch.no_grad():
+                for number in range(evaluated):
+                    rank.loss(50 + number)
+        rank.engine.close()
+        return rank.ledger.total(Category.WEIGHTS, Category.GRADIENTS), rank.ledger.total(Category.EVALUATION)
+
+    trained = Traffic(*(steps * nbytes + more for nbytes, more in zip(of_step, at_the_end, strict=True)))
+    assert run_world(shape, program) == [(trained, Traffic(*own) * (steps * evaluated))] * (nodes * ranks)
 
 
 def test_partitions_smaller_than_a_node_cross_the_inter_lane_within_a_node_without_entering_it() -> None:
