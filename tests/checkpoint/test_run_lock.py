@@ -82,7 +82,9 @@ def test_converted_weights_delete_neither_the_release_nor_the_number_of_another_
     weights = tmp_path / "release" / "mp_rank_00" / "model_optim_rng.pt"
     weights.parent.mkdir(parents=True)
     weights.write_bytes(b"of Megatron")
-    with pytest.raises(ValueError, match=r"^--output .* holds release, which is no checkpoint of this program and .*; choose a new folder\.$"):
+    with pytest.raises(
+        ValueError, match=r"^--output .* holds release, which is no checkpoint of this program and .*; choose a new folder\.$"
+    ):
         write_release(tmp_path, [], lambda _: torch.empty(0), {})
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")  # of global_step100, as of Megatron-DeepSpeed
     with pytest.raises(ValueError, match=r"^--output .* holds latest_checkpointed_iteration.txt of a run, .*; choose a new folder\.$"):
