@@ -18,6 +18,7 @@ MISTAKE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
 CLOSED_PIPE_EXIT_CODE = 141
 LIMITS = {  # of the system, with their remedies
+    errno.EFBIG: "allow larger files (ulimit -f), or choose another file system",
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
     **dict.fromkeys((errno.EAGAIN, errno.ENOMEM), "free memory, or allow more processes (ulimit -u)"),
 }
