@@ -45,7 +45,8 @@ def errors_in_words(parser: argparse.ArgumentParser) -> Iterator[None]:
     except BrokenPipeError:
         parser.exit(CLOSED_PIPE_EXIT_CODE)
     except (ValueError, OSError) as error:
-        parser.exit(MISTAKE_EXIT_CODE, f"{parser.prog}: error: {in_words(error)}\n")
+        sentence = "\n".join(map(printable, in_words(error).split("\n")))  # it may quote a file
+        parser.exit(MISTAKE_EXIT_CODE, f"{parser.prog}: error: {sentence}\n")
     except KeyboardInterrupt as interruption:
         parser.exit(INTERRUPTED_EXIT_CODE, f"{parser.prog}: interrupted{interruption}\n")
     finally:

@@ -144,6 +144,14 @@ def test_a_request_to_call_is_a_record_and_is_not_followed(tmp_path: Path, proto
     assert not trace.exists()
 
 
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_number_that_no_float_can_hold_is_refused(protocol: int) -> None:
+    (state,) = read_pickle(io.BytesIO(pickle.dumps([2**128], protocol))).root
+    assert state == 2**128
+    with pytest.raises(PickleError, match="a number of 1025 bits"):
+        read_pickle(io.BytesIO(pickle.dumps([2**1024], protocol)))
+
+
 def test_lists_of_another_class_are_records() -> None:
     kept, beside = read_pickle(io.BytesIO(pickle.dumps([deque([1, 2], 3), [4]]))).root
     assert isinstance(kept, Made) and kept.is_made_by("collections.deque")
@@ -160,7 +168,7 @@ def plain(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.recursive(leaves, lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner), max_leaves=20)
 
 
-leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+leaves = st.none() | st.booleans() | st.integers(-(2**255), 2**255) | st.floats(allow_nan=False) | st.text()
 without_bytes = st.tuples(plain(leaves), st.integers(0, 2))  # whose bytes are made by calls
 with_bytes = st.tuples(plain(leaves | st.binary()), st.integers(3, 5))
 

@@ -37,10 +37,15 @@ def raising(error: BaseException) -> Callable[[], None]:
     ("error", "code", "line"),
     [
         (ValueError("--a 1 is wrong; give 2."), 2, "error: --a 1 is wrong; give 2."),
+        (ValueError("f has \x1b[2J\x07.\nAnd \xe9."), 2, "error: f has ?[2J?.\nAnd \xe9."),
         (OSError(errno.ENOSPC, "No space left"), 2, "error: the output: No space left; free space there, or choose another place."),
         (OSError(errno.EDQUOT, "Over quota", "/x/y"), 2, "error: /x/y: Over quota; free space there, or choose another place."),
         (PermissionError(errno.EACCES, "Denied", "/x"), 2, "error: /x: Denied; correct the path, or its permissions."),
-        (OSError(errno.EFBIG, "Too large", "/x"), 2, "error: /x: Too large; allow larger files (ulimit -f), or choose another file system."),
+        (
+            OSError(errno.EFBIG, "Too large", "/x"),
+            2,
+            "error: /x: Too large; allow larger files (ulimit -f), or choose another file system.",
+        ),
         (OSError(errno.EMFILE, "Too many files"), 2, "error: the system: Too many files; allow more open files (ulimit -n)."),
         (OSError(errno.EAGAIN, "Not now", "/x"), 2, "error: /x: Not now; free memory, or allow more processes (ulimit -u)."),
         (OSError("a text of its own"), 2, "error: a text of its own"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 
 SHOWN_CHARACTERS = 100  # of an error about a pickle, which may quote it
+MOST_BITS = 256  # of a number; states of random generators have 128
 FREE_BYTES = 1 << 20  # of records, for any pickle
 RECORD_BYTES_PER_BYTE = 64  # of pickle; files of torch.save need up to 25, and metadata of distributed checkpoints up to 41
 
@@ -118,6 +119,8 @@ class _Machine:
         if name in _VALUES or isinstance(argument, str):
             self._record_bytes += sys.getsizeof(argument)
         if name in _VALUES:
+            if type(argument) is int and argument.bit_length() > MOST_BITS:
+                raise ValueError(f"it has a number of {argument.bit_length()} bits")
             self.stack.append(argument)
         elif name in _CONSTANTS:
             self.stack.append(_CONSTANTS[name])
