@@ -49,7 +49,7 @@ def figures_of(folder: Path) -> dict[str, Any]:
     seconds: of the whole script, without the installation of packages.
     """
     history = read_history(folder / "log.jsonl", "log")
-    validation_loss = summarize(history).validation_loss
+    validation_loss = summarize(history).validation_losses.get("")
     if validation_loss is None:
         raise ValueError(f"{folder / 'log.jsonl'} holds no validation; {REMEDY}")
     statistics = _file(folder / "statistics.json")

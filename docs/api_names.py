@@ -1,7 +1,8 @@
 """What programs may call: the functions, classes and constants that the pages of docs/api describe.
 
 A name is `file:name`, with the file below megatron_zpp/. The methods of a class may follow it; without any, the page has all of its public
-methods and properties that have a docstring, and with `-` it has none.
+methods and properties that have a docstring, and with `-` it has none. A class is shown with its constructor, unless a function in MADE_BY
+makes its objects.
 """
 
 from __future__ import annotations
@@ -184,5 +185,7 @@ PLANS = Page(
         "parallel/topology.py:Topology of_nodes partitions slice_of members",
     ),
 )
+
+MADE_BY = {"ZeroEngine": "shard", "CheckpointReader": "open_checkpoint"}  # functions of the same page
 
 PAGES = (SHARDING, POLICIES, CODECS, CHECKPOINTS, DATA, PLANS)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from api_names import PAGES, Page
+from api_names import MADE_BY, PAGES, Page
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_zpp"
@@ -24,7 +24,7 @@ Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
 @dataclass(frozen=True)
 class Entry:
-    """A name of the list, and where it is defined. methods: those of the page, None for a constant or a function."""
+    """A name of the list, and where it is defined. methods: those of the page, none for a constant or a function."""
 
     file: str
     name: str
@@ -81,14 +81,17 @@ def page_text(page: Page) -> str:
 def _section(found: Entry) -> str:
     definition = found.definition
     source = f"Defined in [megatron_zpp/{found.file}](../../megatron_zpp/{found.file})."
-    blank = "\n\n" if isinstance(definition, ast.ClassDef) else "\n"  # as ruff lays out code in Markdown
-    imported = f"from {found.module} import {found.name}\n{blank}"
-    parts = [f"## {found.name}", _code(imported + _declaration(definition, found.file))]
+    declaration = _declaration(definition, found.file)
+    blank = "\n\n" if declaration.startswith("class ") else "\n"  # as ruff lays out code in Markdown
+    parts = [f"## {found.name}", _code(f"from {found.module} import {found.name}\n{blank}{declaration}")]
     if isinstance(definition, ast.FunctionDef | ast.ClassDef):
         parts += _prose(ast.get_docstring(definition) or "", parameters_of(definition))
+    if found.name in MADE_BY:
+        maker = MADE_BY[found.name]
+        parts.append(f"Made by [{maker}](#{maker}).")
     parts.append(source)
     for method in found.methods:
-        parts += [f"### {found.name}.{method.name}", _code(_declaration(method, found.file))]
+        parts += [f"### {found.name}.{method.name}", _code(_method(found.name, method))]
         parts += _prose(ast.get_docstring(method) or "", parameters_of(method))
     return "\n\n".join(parts)
 
@@ -120,22 +123,28 @@ def _target(node: ast.AnnAssign | ast.Assign) -> str:
 
 
 def _declaration(definition: Definition, file: str) -> str:
-    """The signature of a function, the fields or the constructor of a class, or the value of a constant."""
+    """The signature of a function, the fields of a class or the call that makes an object of it, or the value of a constant."""
     if isinstance(definition, ast.FunctionDef):
-        is_property = any(ast.unparse(mark).endswith("property") for mark in definition.decorator_list)
-        if is_property:
-            return f"{definition.name}: {_unparsed(definition.returns)}"
-        return _signature(definition.name, definition)
+        return signature(definition.name, definition)
     if not isinstance(definition, ast.ClassDef):
         return _lines(definition, file)
     fields = [node for node in definition.body if isinstance(node, ast.AnnAssign | ast.Assign) and not _target(node).startswith("_")]
     made = next((node for node in definition.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
     bases = ", ".join(ast.unparse(base) for base in definition.bases)
     head = f"class {definition.name}({bases})" if bases else f"class {definition.name}"
+    if made is not None and definition.name not in MADE_BY and not bases.endswith("Error"):
+        return signature(definition.name, made, has_result=False)
     lines = [_lines(node, file) for node in fields]
-    if made is not None:
-        lines.append(_indented(_signature("__init__", made)))
     return f"{head}:\n" + "\n".join(lines) if lines else head
+
+
+def _method(owner: str, definition: ast.FunctionDef) -> str:
+    """The signature of a method, with its class before it if it is called on the class, or the type of a property."""
+    marks = [ast.unparse(mark) for mark in definition.decorator_list]
+    if any(mark.endswith("property") for mark in marks):
+        return f"{definition.name}: {_unparsed(definition.returns)}"
+    is_of_class = "classmethod" in marks or "staticmethod" in marks
+    return signature(f"{owner}.{definition.name}" if is_of_class else definition.name, definition)
 
 
 def _lines(node: ast.stmt, file: str) -> str:
@@ -144,18 +153,23 @@ def _lines(node: ast.stmt, file: str) -> str:
     return "\n".join(lines[node.lineno - 1 : node.end_lineno])
 
 
-def _signature(name: str, definition: ast.FunctionDef) -> str:
+def signature(name: str, definition: ast.FunctionDef, *, has_result: bool = True) -> str:
+    """A call of a function with all of its parameters except the object; in several lines if it is longer than WIDTH."""
     given = definition.args
-    defaults = [None] * (len(given.args) - len(given.defaults)) + list(given.defaults)
-    parts = [
-        _parameter(argument, default) for argument, default in zip(given.args, defaults, strict=True) if argument.arg not in ("self", "cls")
-    ]
+    positional = [*given.posonlyargs, *given.args]
+    defaults = [None] * (len(positional) - len(given.defaults)) + list(given.defaults)
+    bound = int(bool(positional) and positional[0].arg in ("self", "cls"))
+    parts = [_parameter(argument, default) for argument, default in zip(positional[bound:], defaults[bound:], strict=True)]
+    if len(given.posonlyargs) > bound:
+        parts.insert(len(given.posonlyargs) - bound, "/")
     if given.vararg is not None:
         parts.append("*" + _parameter(given.vararg, None))
     elif given.kwonlyargs:
         parts.append("*")
     parts += [_parameter(argument, default) for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
-    result = f" -> {_unparsed(definition.returns)}"
+    if given.kwarg is not None:
+        parts.append("**" + _parameter(given.kwarg, None))
+    result = f" -> {_unparsed(definition.returns)}" if has_result else ""
     line = f"{name}({', '.join(parts)}){result}"
     if len(line) <= WIDTH:
         return line
@@ -169,10 +183,6 @@ def _parameter(argument: ast.arg, default: ast.expr | None) -> str:
 
 def _unparsed(node: ast.expr | None) -> str:
     return "None" if node is None else ast.unparse(node).replace("'", '"')
-
-
-def _indented(text: str) -> str:
-    return "\n".join("    " + line for line in text.splitlines())
 
 
 # ---- docstrings
@@ -195,7 +205,7 @@ def _prose(docstring: str, parameters: list[str]) -> list[str]:
 
 
 def _paragraph(lines: list[str], parameters: list[str]) -> list[str]:
-    """A paragraph as blocks. Names of parameters and a colon begin an item, and so does any name in the indented lines of an item.
+    """A paragraph as blocks. A hyphen begins an item, and so do names of parameters and a colon, and any name in the indented lines of one.
 
     What is raised or returned is a block of its own.
     """
@@ -206,7 +216,7 @@ def _paragraph(lines: list[str], parameters: list[str]) -> list[str]:
         text, is_in_item = line.strip(), blocks[-1].startswith("- ")
         if is_in_item and re.match(r" {4}\w+: ", line):
             blocks[-1] += "\n  - " + re.sub(r"^(\w+):", r"`\1`:", text)
-        elif re.match(item, line) or (is_in_item and re.match(r"(Raises|Returns) ", line)):
+        elif line.startswith("- ") or re.match(item, line) or (is_in_item and re.match(r"(Raises|Returns) ", line)):
             blocks.append(_named(text, item))
         else:
             blocks[-1] += " " * bool(blocks[-1]) + text

@@ -26,6 +26,10 @@ for argument in "$@"; do
     esac
 done
 
+readonly PORT="${PORT:-8000}"
+if ! [[ "$PORT" =~ ^[1-9][0-9]{0,4}$ ]] || ((PORT > 65535)); then
+    stop "PORT=$PORT is not a port; choose 1 to 65535."
+fi
 prepare_environment "$use_venv" requirements-docs.txt
 python docs/api_pages.py
 rm -rf site
@@ -33,5 +37,5 @@ python -m sphinx -q -E -W --keep-going --nitpicky -c docs/website -d build/docs 
 rm -f site/.buildinfo
 echo "The site is in site/: open site/index.html."
 if [[ "$serves" == yes ]]; then
-    python -m http.server --bind localhost --directory site "${PORT:-8000}"
+    python -m http.server --bind localhost --directory site "$PORT" || stop "PORT=$PORT cannot be served; choose another port."
 fi

@@ -2,6 +2,7 @@
 # Trains a GPT from scratch on the sources of Python's standard library. See --help.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/ticker.sh"
 
 usage() {
     cat <<'TEXT'
@@ -174,37 +175,6 @@ shortly() {
         if [[ "$line" =~ ^" iteration "\ *([0-9]+)/\ *([0-9]+)\ .*"lm loss: "([^ ]+) ]]; then
             echo "$name: iteration ${BASH_REMATCH[1]} of ${BASH_REMATCH[2]}, loss ${BASH_REMATCH[3]}"
         fi
-    done
-}
-
-# ticking COMMAND...: runs the command, and shows every few seconds how long that has been going on: on a terminal in one place, else as
-# lines, and not as many.
-ticking() {
-    local ticker status=0
-    tick "$SECONDS" &
-    ticker=$!
-    "$@" || status=$?
-    kill "$ticker" 2>/dev/null || true
-    wait "$ticker" 2>/dev/null || true
-    if has_cursor; then printf '\033[K' >&2; fi
-    return "$status"
-}
-
-# Whether standard error is a terminal that understands control sequences.
-has_cursor() {
-    [[ -t 2 && "${TERM:-dumb}" != dumb ]]
-}
-
-# tick START: ends with this script, also where that is interrupted.
-tick() {
-    local every=5 format='  ... %s s\n'
-    if has_cursor; then
-        every=1
-        format="$(printf '%64s' '')"'... %s s\r'  # at the right, so that lines of the command do not run into it
-    fi
-    while sleep "$every" >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
-        # shellcheck disable=SC2059  # the format is one of the two above
-        printf "$format" "$((SECONDS - $1))" >&2
     done
 }
 

@@ -3,7 +3,7 @@
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -27,7 +27,7 @@ class Summary:
     model_state_bytes: float
     step_ms: float
     training_loss: float
-    validation_loss: float | None
+    validation_losses: Mapping[str, float]  # the last one of each set; the name is empty if there is only one set
 
 
 def main() -> None:
@@ -50,26 +50,23 @@ def run(args: argparse.Namespace) -> None:
 
 def summarize(history: RunHistory) -> Summary:
     """The figures of one run. Raises ValueError if its lines lack one of them."""
-    last = history.lines[-1]
-    for key in NEEDED:
-        if any(key not in line.figures for line in history.lines):
-            raise ValueError(f"{history.name} lacks {key} in a training line; {REMEDY}")
-    validations = next(iter(history.validations.values()), [])
+    history.require(*NEEDED, remedy=REMEDY)
+    inter, intra, states, step_ms = map(history.figures, NEEDED)
     return Summary(
         name=printable(history.name),
-        iterations=last.iteration,
-        inter_node_bytes=last.figures["inter_node_bytes"],
-        intra_node_bytes=last.figures["intra_node_bytes"],
-        model_state_bytes=last.figures["model_state_bytes"],
-        step_ms=median(line.figures["elapsed_ms_per_iteration"] for line in history.lines[1:] or history.lines),
-        training_loss=last.loss,
-        validation_loss=validations[-1][1] if validations else None,
+        iterations=history.iterations[-1],
+        inter_node_bytes=inter[-1],
+        intra_node_bytes=intra[-1],
+        model_state_bytes=states[-1],
+        step_ms=median(step_ms[1:] or step_ms),
+        training_loss=history.last_loss,
+        validation_losses={name: points[-1][1] for name, points in history.validations.items() if points},
     )
 
 
 def worst_final_loss(histories: Sequence[RunHistory]) -> float | None:
     """The highest of the runs' last training losses, which every run with a finite one has reached; None if none is finite."""
-    return max((history.lines[-1].loss for history in histories if math.isfinite(history.lines[-1].loss)), default=None)
+    return max((history.last_loss for history in histories if math.isfinite(history.last_loss)), default=None)
 
 
 def loss_table(histories: Sequence[RunHistory], loss: float) -> str:
@@ -87,11 +84,12 @@ def _costs(history: RunHistory, loss: float) -> tuple[str, ...]:
             cells.append(f"{history.positions(AXES[axis])[index] / unit:.{0 if axis == 'tokens' else 1}f}")
         except ValueError:  # an older version wrote the log
             cells.append(NOT_LOGGED)
-    return (printable(history.name), str(history.lines[index].iteration), *cells)
+    return (printable(history.name), str(history.iterations[index]), *cells)
 
 
 def table(summaries: Sequence[Summary]) -> str:
     """A Markdown table with one row per run. The share is the run's bytes divided by those of the first run."""
+    sets = list(dict.fromkeys(name for summary in summaries for name in summary.validation_losses)) or [""]
     head = (
         "run",
         "iterations",
@@ -101,20 +99,21 @@ def table(summaries: Sequence[Summary]) -> str:
         "state MB per rank",
         "step ms",
         "loss",
-        "validation",
+        *(printable(f"validation {name}".rstrip()) for name in sets),
     )
-    return markdown([head, *(_row(summary, summaries[0]) for summary in summaries)])
+    return markdown([head, *(_row(summary, summaries[0], sets) for summary in summaries)])
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells as a Markdown table. The first row is its head."""
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
     lines.insert(1, "| " + " | ".join("-" * width for width in widths) + " |")
     return "\n".join(lines)
 
 
-def _row(summary: Summary, first: Summary) -> tuple[str, ...]:
+def _row(summary: Summary, first: Summary, sets: Sequence[str]) -> tuple[str, ...]:
     share = summary.inter_node_bytes / first.inter_node_bytes if first.inter_node_bytes else 0.0
     return (
         summary.name,
@@ -125,8 +124,19 @@ def _row(summary: Summary, first: Summary) -> tuple[str, ...]:
         f"{summary.model_state_bytes / MEGABYTE:.2f}",
         f"{summary.step_ms:.0f}",
         f"{summary.training_loss:.4f}",
-        "-" if summary.validation_loss is None else f"{summary.validation_loss:.4f}",
+        *(f"{summary.validation_losses[name]:.4f}" if name in summary.validation_losses else "-" for name in sets),
     )
+
+
+def _loss(text: str) -> float:
+    """The type of --at-loss. Raises ArgumentTypeError unless the text is a positive finite number."""
+    try:
+        loss = float(text)
+    except ValueError:
+        loss = math.nan
+    if not 0 < loss < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a training loss; give a finite number above 0, in nats per token")
+    return loss
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -134,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--log-jsonl", nargs="+", required=True, metavar="FILE", help="files that --log-jsonl of the training wrote")
     parser.add_argument("--names", nargs="+", metavar="NAME", help="what to call the runs (default: parts of the paths)")
     parser.add_argument(
-        "--at-loss", type=float, metavar="LOSS", help="training loss at which to compare costs (default: the worst final loss of the runs)"
+        "--at-loss", type=_loss, metavar="LOSS", help="training loss at which to compare costs (default: the worst final loss of the runs)"
     )
     return parser
 

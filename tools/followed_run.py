@@ -47,19 +47,20 @@ class FollowedRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the last iteration of the run is logged; False if the log does not say how many there are."""
-        lines = self.history.lines
-        return bool(lines) and lines[-1].iteration >= lines[-1].figures.get("train_iters", float("inf"))
+        """Whether the last iteration and the evaluations after it are logged; False if the log does not say which iteration is the last."""
+        history, last = self.history, self.history.latest("train_iters")
+        if last is None or max([history.iterations[-1], *history.evaluated]) < last:
+            return False
+        return sum(iteration >= last for iteration in history.evaluated) >= (history.latest("final_evaluations") or 0)
 
     def silent_seconds(self, now: float) -> float:
         """How long the log has not grown, if that is suspiciously long; else 0. now: seconds since the epoch.
 
         That is more than SILENT_INTERVALS times the time between its lines, and more than a minute.
         """
-        lines = self.history.lines
-        if self.is_finished or self._file.modified_at is None or not lines:
+        history = self.history
+        if self.is_finished or self._file.modified_at is None or not history.iterations:
             return 0.0
-        figures = lines[-1].figures
-        interval = figures.get("interval_iterations", 1) * figures.get("elapsed_ms_per_iteration", 0.0) / 1000
+        interval = (history.latest("interval_iterations") or 1) * (history.latest("elapsed_ms_per_iteration") or 0.0) / 1000
         silence = now - self._file.modified_at
         return silence if silence > max(SHORTEST_SILENCE_SECONDS, SILENT_INTERVALS * interval) else 0.0

@@ -15,7 +15,7 @@ def loss_chart(histories: Sequence[RunHistory], axis: Axis, columns: int, rows: 
 
     Empty if nothing finite has been logged. rows: all, of which one is for the axis.
     """
-    drawn = [history for history in histories if history.lines]
+    drawn = [history for history in histories if history.iterations]
     positions = [history.positions(axis) for history in drawn]
     validations = [
         [(history.place(iteration, at, axis), loss) for points in history.validations.values() for iteration, loss in points]
@@ -41,8 +41,10 @@ def loss_chart(histories: Sequence[RunHistory], axis: Axis, columns: int, rows: 
         end = next((point for point in reversed(curve) if math.isfinite(point[1])), None)
         if len(histories) > 1 and end is not None:
             canvas.mark(*share(end), str((ink + 1) % 10), ink)
-    label = f"{axis.label}, {VALIDATION_MARK}: validation" if any(validations) else axis.label
-    return [*_labelled(canvas.text(paint), low, high), _axis_row(left, right, label, columns)]
+    mark = f", {VALIDATION_MARK}: validation" if any(validations) else ""
+    short = axis.label.split()[0]
+    labels = (f"{axis.label}{mark}", f"{short}{mark}", short)
+    return [*_labelled(canvas.text(paint), low, high), _axis_row(left, right, labels, columns)]
 
 
 def _labelled(rows: Sequence[str], low: float, high: float) -> list[str]:
@@ -51,6 +53,13 @@ def _labelled(rows: Sequence[str], low: float, high: float) -> list[str]:
     return [f"{labels.get(index, ''):>{LABEL_COLUMNS - 2}} |{row}" for index, row in enumerate(rows)]
 
 
-def _axis_row(left: float, right: float, label: str, columns: int) -> str:
-    start, end = f"{'loss':>{LABEL_COLUMNS - 2}}  {left:g}", f"{right:g}"
-    return f"{start}{label:^{max(0, columns - len(start) - len(end))}}{end}"[:columns]
+def _axis_row(left: float, right: float, labels: Sequence[str], columns: int) -> str:
+    """The ends of the axis, and between them the first label that fits."""
+    start, end = f"{'loss':>{LABEL_COLUMNS - 2}}  {_number(left)}", _number(right)
+    room = max(0, columns - len(start) - len(end))
+    label = next((label for label in labels if len(label) + 2 <= room), "")
+    return f"{start}{label:^{room}}{end}"[:columns]
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value.is_integer() and value < 1e9 else f"{value:g}"

@@ -1,9 +1,11 @@
 """Draws loss, learning rate and bytes per link of one run or several, from the files that --log-jsonl of the training wrote."""
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
     figure = draw(runs, Look(AXES[args.x_axis], args.smoothing, args.log_scale))
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=150)
-    for note in [note for history in runs if AXES[args.x_axis].is_mean for note in history.notes()]:
+    for note in [note for history in runs for note in history.notes(of_sums=AXES[args.x_axis].is_mean)]:
         print(printable(note), file=sys.stderr)
     print(printable(f"{output}: {', '.join(history.name for history in runs)}"))
 
@@ -63,7 +65,7 @@ def draw(runs: Sequence[RunHistory], look: Look) -> "Figure":
         _losses(loss, _at(at, history.losses()), f"{label}training", look.smoothed_lines, **solid)
         for set_name, points in history.validations.items():
             curve = [(history.place(iteration, positions, look.axis), value) for iteration, value in points]
-            _line(loss, curve, f"{label}validation {_legend_text(set_name)}".rstrip(), marker="o", **dashed)
+            _line(loss, curve, f"{label}validation {_legend_text(set_name)}".rstrip(), marks=1, **dashed)
         _line(rate, _at(at, history.curve("learning_rate")), "" if is_one else name, **solid)
         _line(traffic, _at(at, history.curve("inter_node_bytes"), MEGABYTE), f"{label}between nodes,\ninto one node", **solid)
         _line(traffic, _at(at, history.curve("intra_node_bytes"), MEGABYTE), f"{label}inside a node,\ninto one rank", **dashed)
@@ -83,8 +85,30 @@ def draw(runs: Sequence[RunHistory], look: Look) -> "Figure":
 
 
 def running_means(values: Sequence[float], count: int) -> list[float]:
-    """The mean of each value and the count - 1 before it, as far as there are so many."""
-    return [sum(window) / len(window) for window in (values[max(0, end - count) : end] for end in range(1, len(values) + 1))]
+    """The mean of each value and the count - 1 before it, as far as there are so many.
+
+    Values that are not finite are left out, and have the mean NaN.
+    """
+    is_finite = [math.isfinite(value) for value in values]
+    sums = _running_sums([value if finite else 0.0 for value, finite in zip(values, is_finite, strict=True)], count)
+    counts = _running_sums(is_finite, count)
+    return [total / number if finite else math.nan for total, number, finite in zip(sums, counts, is_finite, strict=True)]
+
+
+def _running_sums(values: Sequence[float], count: int) -> list[float]:
+    """The sum of each value and the count - 1 before it.
+
+    The values are cut into blocks of `count`; a sum adds the end of one block and the start of the next. Nothing is subtracted, so that
+    a very large value does not spoil the sums after it.
+    """
+    starts: list[float] = []
+    ends: list[float] = []
+    for first in range(0, len(values), count):
+        block = values[first : first + count]
+        starts += accumulate(block)
+        ends += reversed([*accumulate(reversed(block))])
+    befores = [0.0 if last < count or (last + 1) % count == 0 else ends[last + 1 - count] for last in range(len(values))]
+    return [before + start for before, start in zip(befores, starts, strict=True)]
 
 
 def _positions(history: RunHistory, axis: Axis) -> list[float]:
@@ -121,8 +145,14 @@ def _losses(axes: "Axes", points: Points, label: str, smoothed_lines: int, **sty
 
 def _line(axes: "Axes", points: Points, label: str, **style: Any) -> None:
     if points:
-        marker = style.pop("marker", "o" if len(points) == 1 else "")
-        axes.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=4, linewidth=1.5, **style)
+        marks = style.pop("marks", _lone_points(points))
+        axes.plot(*zip(*points, strict=True), label=label, marker="o", markevery=marks, markersize=4, linewidth=1.5, **style)
+
+
+def _lone_points(points: Points) -> list[int]:
+    """The indices of points without a finite neighbour, to which no stroke leads."""
+    is_finite = [False, *(math.isfinite(value) for _, value in points), False]
+    return [index for index in range(len(points)) if is_finite[index : index + 3] == [False, True, False]]
 
 
 def _finish(axes: "Axes", label: str) -> None:

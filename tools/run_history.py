@@ -1,22 +1,28 @@
 """The history of one run, from the file that --log-jsonl of the training wrote, and what the run has cost up to each line of it."""
 
+from __future__ import annotations
+
+import math
+import operator
 import sys
+from array import array
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
-from megatron_zpp.config.outside import LOG_BYTES, Members, OutsideFile
+from megatron_zpp.config.outside import Members, OutsideFile
 
 REMEDY = "give a file that --log-jsonl of pretrain_zeropp_gpt.py wrote."
-COUNTS = ("interval_iterations", "train_iters")
-RATES = ("learning_rate",)  # may be NaN
+LOSS = "lm_loss"
 FIGURES = (
     "consumed_samples",
     "consumed_tokens",
     "context_link_bytes",
     "elapsed_ms_per_iteration",
     "eta_seconds",
+    "final_evaluations",
     "inter_node_bytes",
     "inter_node_bytes_per_iteration",
     "intra_node_bytes",
@@ -26,6 +32,12 @@ FIGURES = (
     "tensor_link_bytes",
     "tokens_per_second",
 )
+READERS: dict[str, Callable[[Members, str], float]] = {
+    "interval_iterations": Members.positive_count,
+    "learning_rate": Members.number_or_nan,
+    "train_iters": Members.positive_count,
+    **dict.fromkeys(FIGURES, Members.number),
+}
 
 
 @dataclass(frozen=True)
@@ -47,46 +59,66 @@ AXES = {
 }
 
 
-@dataclass(frozen=True)
-class TrainingLine:
-    """The logged values of one training line. figures: those of COUNTS, RATES and FIGURES that the line has."""
-
-    iteration: int
-    loss: float  # may be NaN or infinite
-    figures: Mapping[str, float]
-
-
 class RunHistory:
     """The training lines and validations of one run, ascending by iteration.
 
     A line whose steps have been logged before comes from a resumed run. It replaces the lines of these steps and all later ones, so time
-    and bytes are those of the steps that made the model; steps that were done again count once. A validation replaces only the one of its
-    set and iteration, because --skip-train evaluates an earlier checkpoint without training on from it.
+    and bytes are those of the steps that made the model; steps that were done again count once. It replaces the validations after these
+    steps, too, except those that the resumed run has logged before its line. A validation replaces only the one of its set and iteration,
+    because --skip-train evaluates an earlier checkpoint without training on from it.
+    iterations: of the lines.
     validations: iterations and losses of each validation set; its name is empty if there is only one.
+    evaluated: the iterations of the validations and tests that the log has since the last line.
+    replaced_lines, repetitions: how many lines were replaced, and by how many that repeat steps.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.lines: list[TrainingLine] = []
+        self.iterations: array[int] = array("q")
         self.validations: dict[str, list[tuple[int, float]]] = {}
+        self.evaluated: list[int] = []
+        self.replaced_lines = 0
+        self.repetitions = 0
+        self._losses = array("d")
+        self._columns = {key: array("d") for key in READERS}  # NaN where a line lacks the key
         self._start: int | None = None  # the iteration after which the log begins
+        self._after_line: set[tuple[str, int]] = set()  # validations since the last line, except those that belong to it
 
     def add(self, record: Members) -> None:
         """Adds an object of the log. Raises ValueError for a value of the wrong kind, and is unchanged then."""
         iteration = record.count("iteration")
-        if "lm_loss" in record:
-            line = TrainingLine(iteration, record.number_or_nan("lm_loss"), _figures(record))
-            before = iteration - int(line.figures.get("interval_iterations", 1))
-            self._cut(before, iteration)
-            if not self.lines:
-                start = max(0, before) if "interval_iterations" in line.figures else 0
-                self._start = start if self._start is None else min(start, self._start)
-            self.lines.append(line)
+        if LOSS in record:
+            loss = record.number_or_nan(LOSS)
+            self._add_line(iteration, loss, {key: read(record, key) if key in record.values else math.nan for key, read in READERS.items()})
         elif "validation_loss" in record:
             loss = record.number_or_nan("validation_loss")
             name = record.text("validation_set") if "validation_set" in record else ""
-            points = self.validations.setdefault(name, [])
-            points[_index_from(points, iteration) : _index_from(points, iteration + 1)] = [(iteration, loss)]
+            self._add_validation(name, iteration, loss)
+            self.evaluated.append(iteration)
+        elif "test_loss" in record:
+            self.evaluated.append(iteration)
+
+    def _add_validation(self, name: str, iteration: int, loss: float) -> None:
+        points = self.validations.setdefault(name, [])
+        first, end = _index_from(points, iteration), _index_from(points, iteration + 1)
+        belongs_to_line = first == end and bool(self.iterations) and self.iterations[-1] == iteration
+        if not belongs_to_line:
+            self._after_line.add((name, iteration))
+        points[first:end] = [(iteration, loss)]
+
+    def _add_line(self, iteration: int, loss: float, figures: Mapping[str, float]) -> None:
+        interval = figures["interval_iterations"]
+        before = iteration - (1 if math.isnan(interval) else int(interval))
+        self._cut(before, iteration)
+        if not self.iterations:
+            start = 0 if math.isnan(interval) else max(0, before)
+            self._start = start if self._start is None else min(start, self._start)
+        self.iterations.append(iteration)
+        self._losses.append(loss)
+        for key, column in self._columns.items():
+            column.append(figures[key])
+        self._after_line.clear()
+        self.evaluated.clear()
 
     def _cut(self, before: int, iteration: int) -> None:
         """Removes what a line of `iteration` replaces, whose steps come after the iteration `before`.
@@ -94,19 +126,45 @@ class RunHistory:
         Without a line to replace, a validation of the same iteration stays. It comes before its line if --iterations-to-skip left out the
         iterations between.
         """
-        kept = bisect_left(self.lines, before + 1, key=lambda line: line.iteration)
-        is_resumed = kept < len(self.lines)
-        del self.lines[kept:]
-        for points in self.validations.values():
-            del points[_index_from(points, iteration if is_resumed else iteration + 1) :]
+        replaced = len(self.iterations) - bisect_left(self.iterations, before + 1)
+        if replaced:
+            self.repetitions += 1
+            self.replaced_lines += replaced
+            del self.iterations[-replaced:]
+            for column in (self._losses, *self._columns.values()):
+                del column[-replaced:]
+        last_kept = iteration - 1 if replaced else iteration
+        for name, points in self.validations.items():
+            first = _index_from(points, before + 1)
+            points[first:] = [point for point in points[first:] if point[0] <= last_kept and (name, point[0]) in self._after_line]
 
     def curve(self, key: str) -> dict[int, float]:
         """The figure `key` by iteration, of the lines that have it."""
-        return {line.iteration: line.figures[key] for line in self.lines if key in line.figures}
+        return {iteration: figure for iteration, figure in zip(self.iterations, self._columns[key], strict=True) if figure == figure}
 
     def losses(self) -> dict[int, float]:
-        """The training loss by iteration."""
-        return {line.iteration: line.loss for line in self.lines}
+        """The training loss by iteration; it may be NaN or infinite."""
+        return dict(zip(self.iterations, self._losses, strict=True))
+
+    @property
+    def last_loss(self) -> float:
+        """The training loss of the last line, of which there must be one."""
+        return self._losses[-1]
+
+    def figures(self, key: str) -> Sequence[float]:
+        """The figure `key` of each line, NaN where a line lacks it."""
+        return self._columns[key]
+
+    def latest(self, key: str) -> float | None:
+        """The figure `key` of the last line; None if the line lacks it, or there is none."""
+        column = self._columns[key]
+        return column[-1] if column and not math.isnan(column[-1]) else None
+
+    def require(self, *keys: str, remedy: str) -> None:
+        """Raises ValueError if a line lacks one of the keys."""
+        for key in keys:
+            if any(map(math.isnan, self._columns[key])):
+                raise ValueError(f"{self.name} lacks {key} in a training line; {remedy}")
 
     def positions(self, axis: Axis) -> list[float]:
         """Where each line stands on the axis. Raises ValueError if a line lacks a key of the log that the axis needs.
@@ -114,29 +172,24 @@ class RunHistory:
         Time and bytes are added up: a line stands for all iterations since the line before, the first one for its own interval.
         """
         if not axis.key:
-            return [float(line.iteration) for line in self.lines]
-        for key in (axis.key, "interval_iterations") if axis.is_mean else (axis.key,):
-            if any(key not in line.figures for line in self.lines):
-                raise ValueError(f"{self.name} lacks {key}, which older versions did not log; choose another axis, or train again.")
+            return list(map(float, self.iterations))
+        keys = (axis.key, "interval_iterations") if axis.is_mean else (axis.key,)
+        self.require(*keys, remedy="older versions did not log it; choose another axis, or train again.")
         if not axis.is_mean:
-            return [line.figures[axis.key] for line in self.lines]
-        found, before, total = [], self.start, 0.0
-        for line in self.lines:
-            total += (line.iteration - before) * line.figures[axis.key] * axis.scale
-            before = line.iteration
-            found.append(total)
-        return found
+            return self._columns[axis.key].tolist()
+        steps = map(operator.sub, self.iterations, [self.start, *self.iterations[:-1]])
+        return list(accumulate(count * mean * axis.scale for count, mean in zip(steps, self._columns[axis.key], strict=True)))
 
     def place(self, iteration: int, positions: Sequence[float], axis: Axis) -> float:
         """Where an iteration stands on the axis, between the lines around it. positions: of the lines."""
         if not axis.key:
             return float(iteration)
-        index = bisect_left(self.lines, iteration, key=lambda line: line.iteration)
-        if index == len(self.lines):
+        index = bisect_left(self.iterations, iteration)
+        if index == len(self.iterations):
             return positions[-1]
         start = self.start if axis.is_mean else 0
-        before, position = (self.lines[index - 1].iteration, positions[index - 1]) if index else (start, 0.0)
-        share = (iteration - before) / max(1, self.lines[index].iteration - before)
+        before, position = (self.iterations[index - 1], positions[index - 1]) if index else (start, 0.0)
+        share = (iteration - before) / max(1, self.iterations[index] - before)
         return position + max(0.0, share) * (positions[index] - position)
 
     @property
@@ -147,15 +200,20 @@ class RunHistory:
     def unlogged_iterations(self) -> int:
         """Iterations before the last line that belong to no line: a job ended before it logged them, or they were left out."""
         found, before = 0, self.start
-        for line in self.lines:
-            iterations = line.iteration - before
-            found += max(0, iterations - int(line.figures.get("interval_iterations", iterations)))
-            before = line.iteration
+        for iteration, interval in zip(self.iterations, self._columns["interval_iterations"], strict=True):
+            if interval == interval:
+                found += max(0, iteration - before - int(interval))
+            before = iteration
         return found
 
-    def notes(self) -> list[str]:
-        """Sentences about what the sums of time and bytes lack or estimate."""
+    def notes(self, *, of_sums: bool = True) -> list[str]:
+        """Sentences about lines that are not shown. of_sums: also what the sums of time and bytes lack or estimate."""
         found = []
+        if self.repetitions:
+            replaced = f"later jobs repeat logged steps ({self.repetitions} times), which replaces {self.replaced_lines} lines"
+            found.append(f"{self.name}: {replaced}; jobs that train at the same time need a log each")
+        if not of_sums:
+            return found
         if self.start > 0:
             found.append(f"{self.name}: the log begins with iteration {self.start + 1}; time and bytes before it are not counted")
         if unlogged := self.unlogged_iterations():
@@ -164,7 +222,7 @@ class RunHistory:
 
     def first_at(self, loss: float) -> int | None:
         """The index of the first line whose training loss is at most `loss`."""
-        return next((index for index, line in enumerate(self.lines) if line.loss <= loss), None)
+        return next((index for index, found in enumerate(self._losses) if found <= loss), None)
 
 
 def _index_from(points: Sequence[tuple[int, float]], iteration: int) -> int:
@@ -172,23 +230,20 @@ def _index_from(points: Sequence[tuple[int, float]], iteration: int) -> int:
     return bisect_left(points, iteration, key=lambda point: point[0])
 
 
-def _figures(record: Members) -> dict[str, float]:
-    counts = {key: record.positive_count(key) for key in COUNTS if key in record}
-    rates = {key: record.number_or_nan(key) for key in RATES if key in record}
-    return counts | rates | {key: record.number(key) for key in FIGURES if key in record}
-
-
 def read_history(path: Path, name: str) -> RunHistory:
-    """The history in a file. Reports and leaves out a line that a killed run did not finish.
+    """The history in a file. Tells of lines that a killed run did not finish and leaves them out.
 
     Raises ValueError for a file without a training line.
     """
     history = RunHistory(name)
-    file = OutsideFile(path, str(path), REMEDY, most_bytes=LOG_BYTES)
-    for record in file.lines_of_members(lambda sentence: print(sentence, file=sys.stderr)):
+    left_out: list[int] = []
+    for record in OutsideFile(path, str(path), REMEDY).lines_of_members(left_out.append):
         history.add(record)
-    if not history.lines:
+    if not history.iterations:
         raise ValueError(f"{path} holds no training iteration; {REMEDY}")
+    if left_out:
+        more = f"; so are {len(left_out) - 1} more lines" if len(left_out) > 1 else ""
+        print(f"{path}, line {left_out[0]}: unfinished, left out{more}", file=sys.stderr)
     return history
 
 

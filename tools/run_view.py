@@ -41,17 +41,24 @@ class Screen:
 
 def frame(runs: Sequence[FollowedRun], axis: Axis, screen: Screen, now: float) -> str:
     """The losses of all runs in one picture, and under it some lines about each. now: seconds since the epoch."""
-    below: list[str] = []
-    for index, run in enumerate(runs):
-        number = f"{index + 1} " if len(runs) > 1 else ""
-        below += [screen.paint(line, COLOURS[index % len(COLOURS)]) for line in _wrapped(f"{number}{status(run)}", screen)]
-        below += [part for line in details(run) for part in _wrapped(line, screen)]
-        below += [screen.paint(line, WARNING_COLOUR) for line in _wrapped(silence(run, now), screen)]
+    below = _below(runs, screen, now, has_details=True)
+    if len(below) + FEWEST_ROWS >= screen.rows:
+        below = _below(runs, screen, now, has_details=False)
     rows = min(MOST_ROWS, max(FEWEST_ROWS, screen.rows - len(below) - 1))
     chart = loss_chart([run.history for run in runs], axis, screen.columns - 1, rows, screen.paint_curve)
     if not screen.has_unicode:
         chart = [line.replace(chr(BLANK), " ") for line in chart]
     return "\n".join([*chart, *below])
+
+
+def _below(runs: Sequence[FollowedRun], screen: Screen, now: float, *, has_details: bool) -> list[str]:
+    found: list[str] = []
+    for index, run in enumerate(runs):
+        number = f"{index + 1} " if len(runs) > 1 else ""
+        found += [screen.paint(line, COLOURS[index % len(COLOURS)]) for line in _wrapped(f"{number}{status(run)}", screen)]
+        found += [part for line in details(run) if has_details for part in _wrapped(line, screen)]
+        found += [screen.paint(line, WARNING_COLOUR) for line in _wrapped(silence(run, now), screen)]
+    return found
 
 
 def _wrapped(line: str, screen: Screen) -> list[str]:
@@ -62,37 +69,36 @@ def status(run: FollowedRun) -> str:
     """One line: how far the run is, its losses, how many updates it skipped, and when it will end."""
     if not run.is_there:
         return f"{run.name}: no such file yet"
-    if not run.history.lines:
-        return f"{run.name}: nothing logged yet"
-    line = run.history.lines[-1]
-    figures = line.figures
-    parts = [f"iteration {line.iteration}" + (f" of {figures['train_iters']:.0f}" if "train_iters" in figures else "")]
-    parts.append(f"loss {line.loss:.4f}")
+    history = run.history
+    unreadable = [f"{run.unusable_lines} unreadable lines"] if run.unusable_lines else []
+    if not history.iterations:
+        return ", ".join([f"{run.name}: nothing logged yet", *unreadable])
+    last, left = history.latest("train_iters"), history.latest("eta_seconds")
+    parts = [f"iteration {history.iterations[-1]}" + (f" of {last:.0f}" if last is not None else "")]
+    parts.append(f"loss {history.last_loss:.4f}")
     parts += [
         f"validation{f' {name}' if name else ''} {points[-1][1]:.4f} at {points[-1][0]}"
-        for name, points in run.history.validations.items()
+        for name, points in history.validations.items()
         if points
     ]
-    if skipped := sum(line.figures.get("skipped_iterations", 0.0) for line in run.history.lines):
+    if skipped := sum(history.curve("skipped_iterations").values()):
         parts.append(f"{skipped:.0f} skipped")
-    if run.unusable_lines:
-        parts.append(f"{run.unusable_lines} unreadable lines")
-    if "eta_seconds" in figures and not run.is_finished:
-        parts.append(f"{duration(figures['eta_seconds'])} left")
+    if history.repetitions:
+        parts.append(f"steps repeated {history.repetitions} times")
+    parts += unreadable
+    if left is not None and not run.is_finished:
+        parts.append(f"{duration(left)} left")
     return f"{run.name}: {', '.join(parts)}"
 
 
 def details(run: FollowedRun) -> list[str]:
     """Lines about speed and bytes of the latest step, as far as they are logged."""
-    if not run.history.lines:
-        return []
-    figures = run.history.lines[-1].figures
-    speed = []
-    if "tokens_per_second" in figures:
-        speed.append(f"{figures['tokens_per_second']:.0f} tokens/s")
-    if "model_tflops_per_gpu" in figures:
-        speed.append(f"{figures['model_tflops_per_gpu']:.3g} TFLOP/s per rank")
-    traffic = [f"{figures[key] / 1e6:.2f} MB {words}" for key, words in LINKS.items() if figures.get(key, 0.0) > 0]
+    latest = run.history.latest
+    tokens, teraflops = latest("tokens_per_second"), latest("model_tflops_per_gpu")
+    speed = [] if tokens is None else [f"{tokens:.0f} tokens/s"]
+    if teraflops is not None:
+        speed.append(f"{teraflops:.3g} TFLOP/s per rank")
+    traffic = [f"{nbytes / 1e6:.2f} MB {words}" for key, words in LINKS.items() if (nbytes := latest(key))]
     lines = [", ".join(speed), f"per step {', '.join(traffic)}" if traffic else ""]
     return [f"  {line}" for line in lines if line]
 

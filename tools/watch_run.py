@@ -67,13 +67,23 @@ def follow(runs: Sequence[FollowedRun], axis: Axis, output: TextIO, pause: Calla
 def screen_of(output: TextIO) -> Screen:
     """What the terminal or file of this stream can show. NO_COLOR is honoured as on no-color.org."""
     columns, rows = shutil.get_terminal_size((80, 24))
+    has_colour = _has_cursor(output) and not os.environ.get("NO_COLOR")
+    return Screen(max(20, columns), max(8, rows), has_colour, _has_unicode(output))
+
+
+def _has_unicode(output: TextIO) -> bool:
+    """Whether the encoding of the output has braille patterns, and the user's locale does not say that the terminal lacks them.
+
+    In the locale C, Python writes UTF-8 all the same.
+    """
+    locale = os.environ.get("LC_ALL") or os.environ.get("LANG")
+    if sys.flags.utf8_mode and locale and "UTF" not in locale.upper():
+        return False
     try:
         chr(BLANK).encode(output.encoding or "ascii")
-        has_unicode = True
     except UnicodeEncodeError:
-        has_unicode = False
-    has_colour = _has_cursor(output) and not os.environ.get("NO_COLOR")
-    return Screen(max(20, columns), max(8, rows), has_colour, has_unicode)
+        return False
+    return True
 
 
 def _has_cursor(output: TextIO) -> bool:

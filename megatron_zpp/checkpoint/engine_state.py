@@ -22,7 +22,11 @@ from megatron_zpp.zero.states import KEPT_WEIGHT, MOMENTS, WEIGHT
 
 @dataclass(frozen=True)
 class RunState:
-    """What goes into the manifest apart from the engine's own state."""
+    """What goes into the manifest apart from the engine's own state.
+
+    iteration: the steps done. consumed_samples: of all steps. scheduled_samples: of those that were not skipped; learning rate and weight
+    decay follow them. flags: the resolved configuration by group, and the padded vocabulary.
+    """
 
     iteration: int
     consumed_samples: int
@@ -31,7 +35,10 @@ class RunState:
 
 
 def share_of(engine: ZeroEngine, *, with_moments: bool) -> Share:
-    """What this rank writes into every checkpoint: the primary slices it owns. Call engine.finish_differences() before each save."""
+    """What this rank writes into every checkpoint: the primary slices it owns. Call engine.finish_differences() before each save.
+
+    with_moments: also Adam's moments, and the copies that the engine keeps across steps.
+    """
     pieces = [piece for piece in owned_pieces(engine) if with_moments or piece.state == WEIGHT]
     return Share(engine.rank, engine.world_size, pieces)
 
@@ -70,10 +77,11 @@ def versions() -> dict[str, str]:
 
 
 def load_engine(engine: ZeroEngine, reader: CheckpointReader, *, with_moments: bool, with_copies: bool = False) -> None:
-    """Loads the engine's main weights, and with_moments also the optimizer and the loss scaler.
+    """Loads the engine's main weights, and with_moments also the optimizer and the loss scaler. Every rank must call it.
 
     with_copies: also the copies of the weights that the engine keeps across steps, if it keeps any. Otherwise they start anew from the
     main weights.
+    Raises CheckpointError if the checkpoint has no moments, and DamagedCheckpointError if elements are missing or bytes have changed.
     """
     wanted = {WEIGHT}
     if with_moments:

@@ -74,13 +74,16 @@ class CheckpointReader:
         self._lock.close()
 
     def read(self, parameter: str, state: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of one state of a flattened parameter, [stop - start] in the state's element type on the CPU."""
+        """Elements [start, stop) of one state of a flattened parameter, [stop - start] in the state's element type on the CPU.
+
+        state: a key of the manifest's states. Raises DamagedCheckpointError as `fill` does.
+        """
         values = torch.empty(stop - start, dtype=DTYPES[self.manifest.states.get(state, ELEMENT_TYPE)])
         self.fill([Piece(parameter, state, start, stop, values)])
         return values
 
     def weight(self, parameter: str) -> Tensor:
-        """The full main weight of a parameter in its shape, fp32 on the CPU."""
+        """The full main weight of a parameter in its shape, fp32 on the CPU. Raises CheckpointError for one that it does not hold."""
         shape = self.manifest.shapes.get(parameter)
         if shape is None:
             raise CheckpointError(f"{self.folder} holds no parameter {parameter}; it holds another model")

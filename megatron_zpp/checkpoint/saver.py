@@ -69,7 +69,8 @@ class Share:
 class SaveOptions:
     """How to save. in_background: write from a snapshot while training continues.
 
-    keep_last, retain_interval: see `folders.iterations_to_delete`.
+    keep_last: how many of the latest checkpoints stay after a save; one, if only retain_interval is given.
+    retain_interval: those of its multiples stay as well. The others up to the saved one are deleted; none is if both are None.
     """
 
     in_background: bool = False

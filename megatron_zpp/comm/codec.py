@@ -54,7 +54,7 @@ class Regions:
         return Regions(self.blocks[first : first + count], self.exact[first : first + count])
 
     def range(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flat buffer that both matrices are views of. A range may not span the two regions."""
+        """Elements [start, stop) of the flat buffer that both matrices are views of. Raises RuntimeError if it spans both."""
         boundary = self.blocks.numel()
         if stop <= boundary:
             return self.blocks.view(-1)[start:stop]

@@ -14,12 +14,13 @@ import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 SETTINGS_BYTES = 64 << 20  # of a file that a person writes, such as a list of corpora
 VOCABULARY_BYTES = 1 << 30
-LOG_BYTES = 1 << 29  # of a log of a run: a million lines of 500 bytes
+LOG_LINE_BYTES = 16 << 20  # of a line in a log of a run
 MOST_DEPTH = 64  # of brackets in JSON; a deeper file would exhaust the stack of its reader
 WHOLE_NUMBER_LIMIT = 2**63  # the first number that the 64-bit integers of torch and numpy cannot hold
 COUNT_RULE = "a whole number from 0 to 2^63 - 1"
@@ -138,19 +139,25 @@ class OutsideFile:
         """The objects of the JSON list in the file."""
         return _objects(self.entries(), self)
 
-    def lines_of_members(self, report: Callable[[str], None]) -> Iterator[Members]:
-        """The JSON objects in the lines of the file, with any numbers.
+    def lines_of_members(self, left_out: Callable[[int], None]) -> Iterator[Members]:
+        """The JSON objects in the lines of the file, with any numbers. The file may be of any size; it is read line by line.
 
-        report: receives a sentence about a line that is not JSON, as a killed program leaves it; the line is left out.
+        left_out: receives the number of a line that is not JSON, as a killed program leaves it.
         """
-        for number, line in enumerate(self.text().splitlines(), 1):
-            file = replace(self, name=f"{self.name}, line {number}")
-            try:
-                found = file._value_of(line, has_any_numbers=True)
-            except json.JSONDecodeError:
-                report(f"{file.name}: unfinished, left out")
-                continue
-            yield file._members_of(found)
+        try:
+            with open(open_regular(self.path, follows_links=self.follows_links), "rb") as file:
+                for number, line in enumerate(iter(partial(file.readline, LOG_LINE_BYTES + 1), b""), 1):
+                    place = replace(self, name=f"{self.name}, line {number}")
+                    if len(line) > LOG_LINE_BYTES:
+                        place.refuse(f"has more than {LOG_LINE_BYTES} bytes")
+                    try:
+                        found = place._value_of(place.text(line), has_any_numbers=True)
+                    except json.JSONDecodeError:
+                        left_out(number)
+                    else:
+                        yield place._members_of(found)
+        except OSError as error:
+            self.refuse(f"cannot be read ({error.strerror})")
 
     def _value_of(self, text: str, *, has_unique_keys: bool = False, has_any_numbers: bool = False) -> Any:
         """The value of a JSON text, read as by `json`. Raises JSONDecodeError for a text that is not JSON."""
@@ -239,7 +246,9 @@ class Members:
 
     def number(self, key: str) -> float:
         value = self.any(key)
-        if type(value) not in (int, float) or not _is_usable(value):
+        if type(value) is float and math.isfinite(value):
+            return value
+        if type(value) is not int or not _is_usable(value):
             self.refuse(key, "a finite number")
         return float(value)
 

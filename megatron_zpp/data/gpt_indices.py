@@ -53,7 +53,9 @@ def needed_bytes(epochs: Epochs, document_count: int) -> int:
 def build_gpt_indices(lengths: np.ndarray, documents: range, *, sample_count: int, seq_length: int, seed: int) -> GPTIndices:
     """The indices of at least sample_count samples over the given documents.
 
-    lengths: [all documents] int32, in tokens. The documents must hold at least one token.
+    lengths: [all documents] int32, in tokens.
+    seed: of the order of documents and samples.
+    Raises RuntimeError if the documents hold no token.
     """
     tokens_per_epoch = int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
     if tokens_per_epoch == 0:

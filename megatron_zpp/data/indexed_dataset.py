@@ -101,7 +101,7 @@ class IndexedDataset:
         return self.token_count if document == len(self) else self._extent(document)[0] // self.dtype.itemsize
 
     def last_tokens(self) -> set[int]:
-        """The tokens in which the first documents end."""
+        """The ids in which the first documents end, without those of empty ones; one id if all end in the EOD."""
         ends = (self.read(document)[-1:] for document in range(min(CHECKED_DOCUMENTS, len(self))))
         return {int(end[0]) for end in ends if len(end)}
 

@@ -59,6 +59,11 @@ class HeldOutSets:
         if datasets.test is not None and config.training.eval_iters > 0:
             self.test = self._drawn("", datasets.test, 0)
 
+    @property
+    def final_evaluations(self) -> int:
+        """The number of evaluations that follow the last iteration."""
+        return len(self.validation) + (self.test is not None)
+
     def _validation(self, datasets: Datasets, evaluations: int) -> list[HeldOutSet]:
         if self._training.full_validation:
             return [self._whole(name, source) for name, source in datasets.valid.items()]

@@ -51,7 +51,7 @@ GIGABYTE, GIGABIT, TERA = 1e9, 1e9 / 8, 1e12
 
 
 def planned_machine(inter_gigabits: float, intra_gigabytes: float, *, is_on_gpu: bool, overlap: Overlap | None = None) -> Machine:
-    """Machine with these rates of links, in Gbit/s into a node and GB/s into a rank, and the constants above.
+    """Machine with these rates of links, in Gbit/s into a node and GB/s into a rank, and the latencies and codec speeds of this file.
 
     overlap: means of running hops beside computation; by default streams on GPUs, otherwise a thread.
     """

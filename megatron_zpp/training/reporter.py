@@ -33,15 +33,25 @@ class Reporter:
     """Reports iterations and validations of one run. Every rank must make the same calls: norms and timers are gathered from all ranks.
 
     tally: counts the samples of each corpus; None without --log-samples-per-source.
+    final_evaluations: the number of evaluations after the last iteration.
     """
 
-    def __init__(self, config: Config, padded_vocab_size: int, engine: ZeroEngine, writers: Writers, tally: SourceTally | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        padded_vocab_size: int,
+        engine: ZeroEngine,
+        writers: Writers,
+        tally: SourceTally | None,
+        final_evaluations: int,
+    ) -> None:
         self._config = config
         self._padded_vocab_size = padded_vocab_size
         self._engine = engine
         self._writers = writers
         self._timers = writers.instruments.timers
         self._tally = tally
+        self._final_evaluations = final_evaluations
         self._traffic = StepTraffic(engine.ladder.ledger)
         self._choice = _choice(config.logging)
         self._peak_tflops = config.logging.device_peak_tflops or _known_peak(config, engine.device)
@@ -107,7 +117,8 @@ class Reporter:
             printer.on_last(megatron_lm_line(report, datetime.now(), with_throughput=logging.log_throughput))
         else:
             printer.on_last(training_line(report, with_throughput=logging.log_throughput))
-        record: dict[str, object] = {**report.json_object(), **self._samples_per_source(report.consumed_samples)}
+        record: dict[str, object] = {**report.json_object(), "final_evaluations": self._final_evaluations}
+        record.update(self._samples_per_source(report.consumed_samples))
         if logging.timing_log_level > 0:
             record["timers_ms"] = self._write_timers(report.iteration, iterations)
         self._write_record(record)

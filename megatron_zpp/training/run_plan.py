@@ -224,7 +224,10 @@ def shape_of(config: Config, padded_vocab_size: int) -> ModelShape:
 
 
 def computation_by_rate(config: Config, padded_vocab_size: int, flops_per_second: float) -> Computation:
-    """Time of one micro-batch, recomputation included, on devices of this speed: all those that share its layers or its tokens."""
+    """Time of one micro-batch, recomputation included, divided among all devices that share its layers or its tokens.
+
+    flops_per_second: of one device, in model FLOPs (docs/logs.md) and those that are computed again.
+    """
     distributed, samples = config.distributed, config.training.micro_batch_size
     context_ranks = distributed.context_parallel_size
     rate = distributed.tensor_model_parallel_size * context_ranks * flops_per_second

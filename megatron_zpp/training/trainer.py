@@ -44,8 +44,6 @@ class Trainer:
         self._schedule = LearningRateSchedule.from_config(config.optimizer, config.training, config.model.seq_length)
         self._weight_decays = WeightDecaySchedule.from_config(config.optimizer)
         self._saver = RunSaver(config, engine, model.padded_vocab_size, writers)
-        tally = SourceTally(datasets.train) if config.logging.log_samples_per_source else None
-        self._reporter = Reporter(config, model.padded_vocab_size, engine, writers, tally)
         self._garbage = GarbageCollection(config.training)
         self._iterations_to_skip = frozenset(int(iteration) for iteration in config.training.iterations_to_skip)
         self._bad_iterations = BadIterations()
@@ -59,6 +57,8 @@ class Trainer:
         self._train_batches = MicroBatches(datasets.train, sampler, config.data.num_workers, datasets.rules, self._same_samples.read, part)
         make_check = self._same_samples.reader_of_another_set
         self._held_out = HeldOutSets(config, datasets, progress.iteration, group=group, groups=groups, part=part, make_check=make_check)
+        tally = SourceTally(datasets.train) if config.logging.log_samples_per_source else None
+        self._reporter = Reporter(config, model.padded_vocab_size, engine, writers, tally, self._held_out.final_evaluations)
 
     def run(self) -> None:
         """Trains up to --train-iters or until a stop condition holds, and saves under --save. With --skip-train it only evaluates."""

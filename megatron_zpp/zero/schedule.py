@@ -63,7 +63,7 @@ class Actions:
 
 @dataclass(frozen=True)
 class Prefetch:
-    """How many uses ahead climbs are submitted over each link. A secondary rung takes only 1/G of the memory of a full one."""
+    """How many uses ahead climbs are submitted over each link. A secondary rung takes 1/G of a full one, on G ranks of a partition."""
 
     inter_uses: int = 2
     intra_uses: int = 1

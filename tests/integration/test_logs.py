@@ -84,6 +84,13 @@ def test_lines_are_megatrons_and_say_what_the_records_say(told: ToldRun) -> None
         assert record["mfu"] == record["model_tflops_per_gpu"] / 0.001 and record["hfu"] == record["tflops_per_gpu"] / 0.001
 
 
+def test_a_line_says_how_many_evaluations_follow_the_last_iteration(told: ToldRun) -> None:
+    lines = [index for index, record in enumerate(told.records) if "lm_loss" in record]
+    after = told.records[lines[-1] + 1 :]
+    assert [told.records[index]["final_evaluations"] for index in lines] == [len(after)] * len(lines)
+    assert ["validation_loss" in record for record in after] == [True, False] and "test_loss" in after[1]
+
+
 def test_timers_are_printed_and_kept_per_iteration_of_all_ranks(told: ToldRun) -> None:
     header = "(min, max) time across ranks (ms):"
     block = told.last.split(header)[1].splitlines()[1 : 1 + len(TIMERS)]

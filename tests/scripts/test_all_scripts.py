@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+import struct
 import subprocess
+import termios
 from pathlib import Path
 
 import pytest
@@ -30,6 +34,7 @@ TESTED_IN = {
     "slurm_srun.sbatch": "scripts/test_slurm_scripts.py",
     "slurm_torchrun.sbatch": "scripts/test_slurm_scripts.py",
     "slurm_torchrun_node.sh": "scripts/test_slurm_scripts.py",
+    "ticker.sh": "scripts/test_all_scripts.py",
     "test.sh": "scripts/test_all_scripts.py",
     "torchrun_nodes.sh": "scripts/test_torchrun_scripts.py",
     "torchrun_one_node.sh": "scripts/test_torchrun_scripts.py",
@@ -114,6 +119,24 @@ def test_the_quickstart_runs_no_command_that_a_checkpoint_folder_holds(copied: t
     assert not list(folder.rglob("planted"))
 
 
+@pytest.mark.parametrize(("columns", "shown"), [(200, 75), (75, 74), (40, 39), (0, 75)])
+def test_the_ticker_stays_on_one_line_of_the_terminal(columns: int, shown: int) -> None:
+    controller, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    command = ["bash", "-c", "set -euo pipefail; source scripts/ticker.sh; show_tick 1234"]
+    subprocess.run(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stderr=terminal, env={"PATH": os.environ["PATH"], "TERM": "xterm"}, check=True
+    )
+    os.close(terminal)
+    assert os.read(controller, 999).decode() == f"{'... 1234 s':>{shown}}\r"
+    os.close(controller)
+
+
+def test_away_from_a_terminal_a_tick_is_a_line() -> None:
+    command = ["bash", "-c", "set -euo pipefail; source scripts/ticker.sh; show_tick 5"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr == "  ... 5 s\n"
+
+
 def test_the_test_script_runs_every_check_and_passes_arguments_on(copied: tuple[FakeCommands, Path]) -> None:
     fakes, folder = copied
     done = fakes.run("bash", "scripts/test.sh", "--no-venv", "--long", "--tier", "pure", "tests/zero", folder=folder)
@@ -179,6 +202,21 @@ def test_the_site_is_served_on_this_machine_only(copied: tuple[FakeCommands, Pat
     fakes, folder = copied
     assert fakes.run("bash", "scripts/docs.sh", "--no-venv", "--serve", folder=folder).returncode == 0
     assert fakes.calls("python")[-1].words == ["-m", "http.server", "--bind", "localhost", "--directory", "site", "8000"]
+
+
+def test_a_port_that_is_taken_is_named(copied: tuple[FakeCommands, Path]) -> None:
+    fakes, folder = copied
+    fakes.add("python", 'if "http.server" in words: sys.exit(1)')
+    done = fakes.run("bash", "scripts/docs.sh", "--no-venv", "--serve", folder=folder, PORT="8080")
+    assert done.returncode != 0 and "PORT=8080 cannot be served; choose another port." in done.stderr
+
+
+@pytest.mark.parametrize("port", ["http", "0", "65536"])
+def test_a_port_that_there_is_not_is_refused_before_the_site_is_built(copied: tuple[FakeCommands, Path], port: str) -> None:
+    fakes, folder = copied
+    done = fakes.run("bash", "scripts/docs.sh", "--no-venv", "--serve", folder=folder, PORT=port)
+    assert done.returncode != 0 and f"PORT={port} is not a port; choose 1 to 65535." in done.stderr
+    assert not fakes.calls("python")
 
 
 def test_the_kernels_are_built_by_the_active_python(copied: tuple[FakeCommands, Path]) -> None:

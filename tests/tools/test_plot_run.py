@@ -55,10 +55,10 @@ def test_a_run_of_one_rank_that_moves_no_bytes_is_drawn(tmp_path: Path) -> None:
 
 
 def test_a_line_that_a_killed_run_left_unfinished_is_named_and_left_out(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = read_history(log, "one").lines
+    whole = read_history(log, "one").losses()
     lines = log.read_text().splitlines()
     log.write_text("\n".join([*lines[:2], '{"iteration": 25, "lm_l', *lines[2:]]))
-    assert read_history(log, "one").lines == whole
+    assert read_history(log, "one").losses() == whole
     assert "line 3: unfinished" in capsys.readouterr().err
 
 
@@ -100,6 +100,24 @@ def test_a_smoothed_loss_is_drawn_over_the_logged_one_and_says_so(log: Path) -> 
     assert [ys for _, ys in points(loss)[:2]] == [[7.0, 6.0, 5.5], [7.0, 6.5, 5.75]]
     assert "mean of 2 lines" in loss.get_legend().get_texts()[0].get_text()
     assert running_means([1.0, 2.0, 6.0], 3) == [1.0, 1.5, 3.0]
+
+
+@given(values=st.lists(st.sampled_from([3.0, 2.5, 1e30, math.nan, math.inf]), max_size=20), count=st.integers(1, 7))
+def test_a_smoothed_loss_is_the_mean_of_its_window_whatever_was_before(values: list[float], count: int) -> None:
+    windows = [list(filter(math.isfinite, values[max(0, end - count) : end])) for end in range(1, len(values) + 1)]
+    means = [math.fsum(window) / max(1, len(window)) for window in windows]
+    expected = [mean if math.isfinite(value) else math.nan for value, mean in zip(values, means, strict=True)]
+    assert running_means(values, count) == pytest.approx(expected, rel=1e-12, nan_ok=True)
+
+
+def test_losses_that_are_not_finite_leave_gaps_in_the_picture(tmp_path: Path) -> None:
+    losses = [math.nan, 7.0, math.inf, 6.0, -math.inf]
+    log = write_json_lines(tmp_path / "log.jsonl", [training(10 * n, loss) for n, loss in enumerate(losses, 1)])
+    figure = draw([read_history(log, "one")], Look(smoothed_lines=2))
+    figure.savefig(tmp_path / "run.png")
+    low, high = figure.axes[0].get_ylim()
+    assert 5.5 < low < 6.0 and 7.0 < high < 7.5
+    assert figure.axes[0].get_lines()[0].get_markevery() == [1, 3]  # no stroke leads to these points
 
 
 def test_scales_are_logarithmic_only_where_that_was_asked_for(log: Path) -> None:
@@ -184,7 +202,7 @@ def make_large(path: Path) -> None:
     [
         (os.mkfifo, "it is a pipe, not a regular file"),
         (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a regular file"),
-        (make_large, "has more than 536870912 bytes"),
+        (make_large, "line 1 has more than 16777216 bytes"),
         (lambda path: path.write_bytes(b"\xff\xfe"), "is not UTF-8 text"),
     ],
 )

@@ -1,3 +1,4 @@
+import json
 import random
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_history import AXES, RunHistory, read_history
 
+from megatron_zpp.config import outside
 from megatron_zpp.config.outside import Members, OutsideFile
 
 pytestmark = pytest.mark.pure
@@ -54,6 +56,19 @@ def test_a_resumed_run_with_another_log_interval_replaces_the_lines_of_its_steps
     assert history.losses() == {10: 7.0, 20: 6.0, 30: 4.0}
 
 
+def test_a_resumed_run_replaces_the_validations_of_the_steps_that_it_repeats_and_keeps_its_own() -> None:
+    before = [line(10), validation(10, 7.0), validation(15, 6.5), line(20), validation(20, 6.0), validation(25, 5.5), line(30)]
+    for resumed, expected in (
+        ([line(40, interval=30)], [(10, 7.0)]),  # after 10, without a validation of its own
+        ([validation(12, 1.0), line(40, interval=30)], [(10, 7.0), (12, 1.0)]),
+        ([validation(15, 1.0), line(40, interval=30)], [(10, 7.0), (15, 1.0)]),
+        ([validation(30, 1.0), line(40, interval=20)], [(10, 7.0), (15, 6.5), (20, 6.0)]),  # of the line before, which is replaced
+        ([line(22, interval=2)], [(10, 7.0), (15, 6.5), (20, 6.0)]),
+        ([line(40)], [(10, 7.0), (15, 6.5), (20, 6.0), (25, 5.5)]),  # after 30, so it repeats nothing
+    ):
+        assert history_of(*before, *resumed).validations == {"": expected}
+
+
 def test_an_evaluation_of_an_earlier_checkpoint_leaves_the_lines_after_it() -> None:
     records = [line(10), validation(10, 7.0), line(20), validation(20, 6.0), line(30), validation(30, 5.0)]
     history = history_of(*records, validation(20, 6.5))
@@ -78,6 +93,13 @@ def test_a_log_that_begins_with_a_resumed_run_counts_from_there_and_says_so() ->
     history = history_of(line(110), line(120))
     assert history.positions(AXES["seconds"]) == [10.0, 20.0]
     assert history.notes() == ["run: the log begins with iteration 101; time and bytes before it are not counted"]
+
+
+def test_lines_that_a_later_job_replaces_are_told() -> None:
+    said = "run: later jobs repeat logged steps (2 times), which replaces 3 lines; jobs that train at the same time need a log each"
+    lines = [line(10), line(20), line(10), line(20), line(20)]
+    assert history_of(*lines).notes(of_sums=False) == [said]
+    assert history_of(*lines[:2]).notes(of_sums=False) == []
 
 
 def test_a_validation_stands_between_the_lines_around_it() -> None:
@@ -105,24 +127,33 @@ def test_a_log_without_a_key_is_refused_by_its_name_and_the_keys() -> None:
         history.positions(AXES["seconds"])
 
 
-@given(jobs=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40), st.integers(1, 7)), min_size=1, max_size=5))
-def test_whatever_resumed_from_where_the_steps_of_the_final_model_count_once(jobs: list[tuple[int, int, int]]) -> None:
+@given(
+    jobs=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40), st.integers(1, 7)), min_size=1, max_size=5),
+    eval_interval=st.integers(1, 9),
+)
+def test_whatever_resumed_from_where_the_steps_of_the_final_model_count_once(jobs: list[tuple[int, int, int]], eval_interval: int) -> None:
     """jobs: where each resumes, as far as the ones before have come, how many iterations it does, and its --log-interval.
 
-    Each logs its last iteration. Its loss is its number.
+    Each logs its last iteration. Its losses, also of validations, are its number.
     """
     history, done = RunHistory("run"), 0
     expected: dict[int, float] = {}
+    validated: dict[int, float] = {}
     for number, (resumed, count, interval) in enumerate(jobs):
         start = min(resumed, done)
         expected = {iteration: loss for iteration, loss in expected.items() if iteration <= start}
+        validated = {iteration: loss for iteration, loss in validated.items() if iteration <= start}
         last = start
         for iteration in range(start + 1, start + count + 1):
             if iteration % interval == 0 or iteration == start + count:
                 history.add(Members(line(iteration, float(number), interval=iteration - last), LOG))
                 last, expected[iteration] = iteration, float(number)
+            if iteration % eval_interval == 0:
+                history.add(Members(validation(iteration, float(number)), LOG))
+                validated[iteration] = float(number)
         done = start + count
     assert history.losses() == expected
+    assert history.validations.get("", []) == list(validated.items())
     assert history.positions(AXES["seconds"]) == pytest.approx(list(expected))
 
 
@@ -131,9 +162,26 @@ def test_a_file_gives_the_same_history_whatever_line_a_killed_run_left_unfinishe
 ) -> None:
     records = [line(10 * index, 1 / index) for index in range(1, 6)]
     path = write_json_lines(tmp_path / "log.jsonl", records)
-    whole = read_history(path, "run").lines
+    whole = read_history(path, "run").losses()
     texts = path.read_text().splitlines()
     texts.insert(random.Random(0).randrange(6), '{"iteration": 25, "lm_l')
     path.write_text("\n".join(texts))
-    assert read_history(path, "run").lines == whole
+    assert read_history(path, "run").losses() == whole
     assert "unfinished" in capsys.readouterr().err
+
+
+def test_lines_that_are_not_json_are_told_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(" iteration 1/ 2 | lm loss: 7.0 |\n" * 9)  # the run's output instead of its --log-jsonl
+    with pytest.raises(ValueError, match="holds no training iteration"):
+        read_history(path, "run")
+    path.write_text(path.read_text() + json.dumps(line(10)))
+    read_history(path, "run")
+    assert capsys.readouterr().err == f"{path}, line 1: unfinished, left out; so are 8 more lines\n"
+
+
+def test_a_log_is_read_line_by_line_however_large_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_json_lines(tmp_path / "log.jsonl", [line(10 * index) for index in range(1, 9)])
+    monkeypatch.setattr(outside, "LOG_LINE_BYTES", 200)
+    assert path.stat().st_size > 5 * 200
+    assert list(read_history(path, "run").losses()) == list(range(10, 90, 10))

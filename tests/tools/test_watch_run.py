@@ -1,6 +1,7 @@
 import argparse
 import io
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from braille import BrailleCanvas
 from command import printable, run_command
 from followed_file import FollowedFile
 from followed_run import FollowedRun
+from harness.places import ROOT
 from harness.tool import run_tool, write_json_lines
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,6 +121,38 @@ def test_a_log_that_has_not_grown_for_long_is_told_unless_the_run_has_ended(log:
     assert "WARNING" not in frame([followed(log)], ITERATION, PLAIN, now=written + 1e6)
 
 
+def test_a_run_is_watched_until_its_last_evaluation(log: Path) -> None:
+    output = io.StringIO()
+    last = line(90, 5.0, final_evaluations=2)
+    times = Times(
+        append(log, last), append(log, {"iteration": 90, "validation_loss": 5.25}), append(log, {"iteration": 90, "test_loss": 5.5})
+    )
+    follow([FollowedRun(log, "run")], ITERATION, output, times.pause, lambda: 0.0)
+    assert times.steps == [] and output.getvalue().splitlines()[-1].startswith(
+        "run: iteration 90 of 90, loss 5.0000, validation 5.2500 at 90"
+    )
+
+
+def test_a_run_whose_last_iterations_were_left_out_ends_with_its_last_evaluation(log: Path) -> None:
+    append(log, line(80, 5.0, final_evaluations=1))()
+    assert not followed(log).is_finished
+    append(log, {"iteration": 80, "validation_loss": 5.25})()
+    assert not followed(log).is_finished
+    append(log, {"iteration": 90, "validation_loss": 5.25})()  # as with --iterations-to-skip 81 82 ... 90
+    assert followed(log).is_finished
+
+
+def test_steps_that_a_job_repeats_are_told(log: Path) -> None:
+    append(log, line(20, 6.1), line(30, 5.6), line(10, 7.1))()
+    assert "steps repeated 2 times" in status(followed(log))
+
+
+def test_a_frame_of_many_runs_fits_the_terminal_without_their_details(log: Path) -> None:
+    runs = [followed(log, name) for name in "abcdef"]
+    lines = frame(runs, ITERATION, PLAIN, now=0.0).splitlines()
+    assert len(lines) < PLAIN.rows and "6 f: iteration 30" in lines[-2] and "tokens/s" not in "".join(lines)
+
+
 def test_several_runs_end_in_their_numbers_and_one_without_a_loss_is_named(log: Path, tmp_path: Path) -> None:
     other = write_json_lines(tmp_path / "other.jsonl", [line(10, 8.0), line(30, 4.0)])
     runs = [followed(log, "a"), followed(other, "b"), followed(tmp_path / "none.jsonl", "c")]
@@ -140,6 +174,22 @@ def test_the_ends_of_the_axis_of_iterations_are_whole_numbers(tmp_path: Path) ->
     run = followed(write_json_lines(tmp_path / "log.jsonl", [line(12_345, 7.0), line(123_456, 6.0)]))
     axis_row = loss_chart([run.history], ITERATION, 60, 8, same)[-1]
     assert axis_row.split() == ["loss", "12345", "iteration", "123456"]
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("columns", [40, 80])
+def test_an_axis_has_both_ends_and_a_whole_word_on_every_terminal(log: Path, axis: str, columns: int) -> None:
+    logged = {
+        "consumed_samples": 1e9,
+        "consumed_tokens": 1.23e12,
+        "elapsed_ms_per_iteration": 1.2e9,
+        "inter_node_bytes_per_iteration": 1e10,
+    }
+    records = [line(iteration, 4.0, **logged, interval_iterations=1) for iteration in (1, 1_000_000)]
+    run = followed(write_json_lines(log, [records[0], {"iteration": 1, "validation_loss": 4.0}, records[1]]))
+    row = loss_chart([run.history], AXES[axis], columns - 1, 8, same)[-1]
+    ends = {"iteration": "1000000", "samples": "1e+09", "tokens": "1.23e+12", "seconds": "1.2e+12", "bytes": "1e+16"}
+    assert len(row) == columns - 1 and row.split()[0] == "loss" and row.endswith(ends[axis]) and f" {axis}" in row
 
 
 def test_a_file_is_read_on_from_where_it_was_left_and_a_line_only_when_it_is_whole(tmp_path: Path) -> None:
@@ -189,6 +239,8 @@ def test_what_is_no_object_of_a_log_is_counted_and_left_out(log: Path) -> None:
     run = followed(log)
     assert run.unusable_lines == 5 and list(run.history.losses()) == [10, 20, 30]
     assert "5 unreadable lines" in status(run)
+    log.write_text("iteration 1/ 2 | lm loss: 7.0 |\n")  # the run's output instead of its --log-jsonl
+    assert status(followed(log)) == "run: nothing logged yet, 1 unreadable lines"
 
 
 def test_control_characters_do_not_reach_the_terminal(log: Path) -> None:
@@ -269,6 +321,16 @@ def test_the_size_of_the_terminal_is_honoured(monkeypatch: pytest.MonkeyPatch, l
 def test_a_terminal_without_braille_gets_stars(log: Path) -> None:
     text = frame([followed(log)], ITERATION, Screen(80, 24, has_colour=False, has_unicode=False), now=0.0)
     assert text.isascii() and "*" in text
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_ascii"),
+    [({"LANG": "C"}, True), ({"LANG": "C.UTF-8", "LC_ALL": "C"}, True), ({}, False)],
+)
+def test_a_locale_without_utf_8_gets_stars(log: Path, variables: dict[str, str], is_ascii: bool) -> None:
+    command = [sys.executable, "tools/watch_run.py", "--once", "--log-jsonl", str(log)]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, check=True)
+    assert done.stdout.isascii() == is_ascii and (b"*" in done.stdout) == is_ascii
 
 
 def test_once_prints_a_frame_and_ends(log: Path, tmp_path: Path) -> None:

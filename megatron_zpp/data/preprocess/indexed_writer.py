@@ -82,6 +82,7 @@ class IndexedDatasetWriter:
         """Appends sequences. tokens: [sum of lengths], one sequence after the other.
 
         document_ends: [documents] how many of these sequences lie before each document's end, ascending.
+        Raises ValueError for a sequence that the file cannot hold, and RuntimeError if the arguments contradict each other.
         """
         lengths = np.asarray(lengths, dtype=np.int64)
         ends = np.asarray(document_ends, dtype=np.int64)
