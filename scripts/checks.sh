@@ -27,6 +27,9 @@ refuse_dash() {
     [[ "$2" != -* ]] || stop "$1 $2 begins with a dash, so programs would take it for a flag; write ./$2, or put flags last."
 }
 
+# Prints the number of GPUs of this machine.
+gpus() { nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true; }
+
 # require_host NAME: this machine can resolve the host that the variable NAME holds. torchrun would try for many minutes without naming it.
 require_host() {
     refuse_dash "$1" "${!1}"

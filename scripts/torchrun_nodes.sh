@@ -7,7 +7,9 @@
 #   NODE_RANK    index of this node, from 0
 #   MASTER_ADDR  host name or address at which the other nodes reach node 0
 #   MASTER_PORT  a free port of node 0 (default: 29500)
-#   RANKS        ranks of each node (default: its GPUs)
+#   RANKS        ranks of each node (default: its GPUs). Without GPUs, set it
+#
+# Training lines are printed by the last rank, so they appear on the last node, as in Megatron.
 #
 # tools/launch.py starts all nodes at once from a hostfile; scripts/slurm_*.sbatch are for Slurm.
 set -euo pipefail
@@ -23,6 +25,8 @@ require_set MASTER_ADDR "the host of node 0"
 require_host MASTER_ADDR
 MASTER_PORT="${MASTER_PORT:-29500}"
 require_number MASTER_PORT 1 65535
+if [[ -n "${RANKS:-}" ]]; then require_number RANKS 1 4096; fi
+[[ -n "${RANKS:-}" || "$(gpus)" != 0 ]] || stop "nvidia-smi shows no GPU; set RANKS to the number of ranks of each node."
 
 # torchrun waits for the other nodes for many minutes, and says nothing.
 echo "node $NODE_RANK of $NODES meets the others at $MASTER_ADDR, port $MASTER_PORT"

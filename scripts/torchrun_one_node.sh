@@ -9,8 +9,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/checks.sh
 source scripts/cluster_environment.sh
 
-gpus() { nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true; }
-
 RANKS="${RANKS:-$(gpus)}"
 [[ "$RANKS" != 0 ]] || stop "nvidia-smi shows no GPU; set RANKS to the number of ranks."
 require_number RANKS 1 4096

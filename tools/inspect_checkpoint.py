@@ -84,7 +84,8 @@ def _verify(reader: CheckpointReader) -> None:
     if findings:
         print("\n".join(f"DAMAGED: {finding}" for finding in findings))
         sys.exit(DAMAGED_EXIT_CODE)
-    print(f"verified: all {reader.bytes_read} bytes read are as they were written")
+    nbytes = sum(file.nbytes for file in reader.manifest.files)
+    print(f"verified: all {nbytes} bytes are as they were written")
 
 
 def _parser() -> argparse.ArgumentParser:

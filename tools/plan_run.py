@@ -357,10 +357,9 @@ def _advice(estimates: Sequence[Estimate]) -> str:
     member, time = choice.plan.member, choice.time.seconds
     fitting = [estimate for estimate in estimates if estimate.fits]
     fastest = min(fitting, key=lambda estimate: estimate.time.seconds)
+    gain = "simpler" if member.features < fastest.plan.member.features else "in less memory"
     why = (
-        "the fastest that fits"
-        if fastest is choice
-        else f"{time / fastest.time.seconds - 1:.1%} behind {fastest.plan.member.name}, and simpler"
+        "the fastest that fits" if fastest is choice else f"{time / fastest.time.seconds - 1:.1%} behind {fastest.plan.member.name}, {gain}"
     )
     price = _price_of_lean(choice, estimates) if member.is_lean else ""
     return f"Recommended: {choice.plan.flags} ({member.name}, {why}){price}"

@@ -95,7 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="watch_run.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("--log-jsonl", nargs="+", required=True, metavar="FILE", help="file of a run; it may not exist yet")
     parser.add_argument("--names", nargs="+", metavar="NAME", help="what to call the runs (default: parts of the paths)")
-    parser.add_argument("--x-axis", choices=sorted(AXES), default="iteration", help="as of plot_run.py (default: iteration)")
+    parser.add_argument(
+        "--x-axis", choices=sorted(AXES), default="iteration", help="what the losses are drawn over, as in plot_run.py (default: iteration)"
+    )
     parser.add_argument("--once", action="store_true", help="show what there is and end")
     return parser
 

@@ -15,6 +15,7 @@ from megatron_zpp.checkpoint.durable import rename_durably, write_durably
 from megatron_zpp.checkpoint.manifest import CHUNK_BYTES
 from megatron_zpp.checkpoint.owner import own_token
 from megatron_zpp.checkpoint.shard_file import DTYPES, TensorEntry, lay_out, write_file
+from megatron_zpp.monitor.output_file import sync_folder
 
 METADATA = {"format": "pt"}  # required by transformers
 PART_NUMEL = 1 << 21  # cast and written at a time
@@ -31,6 +32,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         yield unfinished
         if folder.exists():
             folder.rmdir()
+        sync_folder(unfinished)
         rename_durably(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

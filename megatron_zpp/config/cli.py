@@ -172,6 +172,7 @@ def _about_unknown(flag: str) -> str:
     if instead is not None:
         return f"{flag} is not accepted; {instead}."
     known = [spelling for option in options() for spelling in option.all_spellings] + list(ACCEPTED)
-    nearest = difflib.get_close_matches("--" + flag.lstrip("-").replace("_", "-"), known, n=1, cutoff=LEAST_LIKENESS)
-    remedy = f"did you mean {nearest[0]}?" if nearest else "see --help for the list."
+    names = [spelling.lstrip("-") for spelling in known]  # dashes would make short names alike
+    nearest = difflib.get_close_matches(flag.lstrip("-").replace("_", "-"), names, n=1, cutoff=LEAST_LIKENESS)
+    remedy = f"did you mean --{nearest[0]}?" if nearest else "see --help for the list."
     return f"{flag} is not a flag of this program; {remedy}"

@@ -30,7 +30,7 @@ def assume(config: Config) -> Config:
         _check_data_has_length_and_tokenizer(config)
         return _with_learning_rate(_with_loss_scale(config))
     if _has_length(config):
-        headline = "no data is given: training on mock data"
+        headline = "training on mock data" if config.data.mock_data else "no data is given: training on mock data"
         return _with_learning_rate(_with_loss_scale(_assuming(config, headline, _mock_values(config))))
     headline = "benchmark mode: neither data nor a length of training is given"
     loss_scale = {"initial_loss_scale": DEEPSPEED_LOSS_SCALE} if _has_open_loss_scale(config) else {}

@@ -104,6 +104,10 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--tp-comm-bootstrap-backend": AcceptedFlag(1, "--distributed-backend chooses the library of every link"),
     "--async-tensor-model-parallel-allreduce": AcceptedFlag(0, OVERLAPS),
     "--no-async-tensor-model-parallel-allreduce": AcceptedFlag(0, OVERLAPS),
+    **{
+        flag: AcceptedFlag(1, "main weights, their gradients and moments are fp32", only=("fp32",))
+        for flag in ("--main-params-dtype", "--main-grads-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
+    },
     "--encoder-tensor-model-parallel-size": AcceptedFlag(1, "there is no encoder", only=("0",)),
     "--encoder-pipeline-model-parallel-size": AcceptedFlag(1, "there is no encoder", only=("0",)),
     "--use-tp-pp-dp-mapping": AcceptedFlag(0, "ranks that share layers are always neighbours, and there are no pipeline stages"),

@@ -14,6 +14,7 @@ per document. PREFIX.idx is little-endian, and nothing after its header is align
     8 * D   int64 index of each document's first sequence, then S
 """
 
+import glob
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -178,11 +179,18 @@ class _Header(NamedTuple):
 def _require_pair(prefix: str) -> None:
     for path in (f"{prefix}.idx", f"{prefix}.bin"):
         if not os.path.isfile(path):
-            hint = f", for example {prefix[:-4]}" if prefix.endswith((".bin", ".idx")) else ""
             raise ValueError(
-                f"{path} does not exist on this machine; a corpus is named by the common prefix of its .bin and .idx file{hint}, "
-                "as tools/preprocess_data.py writes them, on every node."
+                f"{path} does not exist on this machine; a corpus is named by the common prefix of its .bin and .idx file"
+                f"{_example(prefix)}, and both have to be on every node; tools/preprocess_data.py makes them from JSON lines."
             )
+
+
+def _example(words: str) -> str:
+    """The corpus that was probably meant by words that name none, as part of a sentence: that of a file, or one made from this text."""
+    if words.endswith((".bin", ".idx")):
+        return f", for example {words[:-4]}"
+    made = sorted(glob.glob(f"{glob.escape(words.removesuffix('.jsonl'))}_*_document.idx"))
+    return f", for example {made[0][:-4]}" if made else ""
 
 
 def _open(path: str) -> DataFile:

@@ -104,7 +104,7 @@ SCHEDULE_FLAGS = {
     "min_lr": "--min-lr",
     "warmup_init_lr": "--lr-warmup-init",
     "warmup_samples": "samples of warmup",
-    "decay_samples": "samples to the end of the decay",
+    "decay_samples": "samples to the end of the decay (by default that of training)",
     "annealing_style": "--lr-wsd-decay-style",
     "annealing_samples": "samples of annealing",
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,10 @@ AnyLink = TensorLink | ContextLink
 
 @dataclass(frozen=True)
 class Kind:
-    """One of the two links. pair: two ranks that it joins. rank: one of `grid`, whose group is `members`. told: of `operations`."""
+    """One of the two links. pair: two ranks that it joins. rank: one of `grid`, whose group is `members`.
+
+    operations: the collectives of each.
+    """
 
     name: str
     pair: Grid
@@ -39,8 +41,7 @@ class Kind:
     members: str
     of_ladder: Callable[[Ladder], AnyLink | None]
     make: type[TensorLink] | type[ContextLink]
-    operations: tuple[str, ...]
-    told: tuple[str, ...]
+    operations: dict[str, tuple[str, ...]]
 
     def link(self, backend: Backend, waits: Waits) -> AnyLink:
         return self.make(backend, Ledger(backend.grid, backend.rank), Staging(CPU), None, waits)
@@ -57,8 +58,7 @@ TENSOR = Kind(
     members="2, 3",
     of_ladder=lambda ladder: ladder.tensor_link,
     make=TensorLink,
-    operations=("gather", "summed", "sum_scattered"),
-    told=("gather", "sum", "gather", "sum"),  # the sum of which every rank gets the whole is two collectives
+    operations={"gather": ("gather",), "summed": ("sum", "gather"), "sum_scattered": ("sum",)},
 )
 CONTEXT = Kind(
     name="context",
@@ -68,8 +68,7 @@ CONTEXT = Kind(
     members="1, 5",
     of_ladder=lambda ladder: ladder.context_link,
     make=ContextLink,
-    operations=("exchange",),
-    told=("exchange",),
+    operations={"exchange": ("exchange",)},
 )
 both_links = pytest.mark.parametrize("kind", [TENSOR, CONTEXT], ids=["tensor", "context"])
 
@@ -151,27 +150,30 @@ def test_an_error_of_the_link_names_it_and_its_ranks(kind: Kind, waits: Waits) -
 def test_the_observer_is_told_of_every_collective_and_a_timer_of_its_own_of_the_waits_alone(kind: Kind) -> None:
     timer = f"{kind.name}-link"
 
-    def program(backend: VirtualBackend) -> tuple[list[str], list[str]]:
-        phases, ranges = list[str](), list[str]()
+    def program(backend: VirtualBackend) -> list[str]:
+        told = list[str]()
 
-        def span_of(names: list[str]) -> Any:
-            @contextmanager
-            def span(name: str) -> Iterator[None]:
-                names.append(name)
-                yield
+        @contextmanager
+        def span(name: str) -> Iterator[None]:
+            told.append(name)
+            yield
+            told.append(f"end of {name}")
 
-            return span
-
-        observer = StepObserver((span_of(phases),), (span_of(ranges),))
-        link = kind.of_ladder(kind.ladder(backend, Waits(observer=observer)))
+        link = kind.of_ladder(kind.ladder(backend, Waits(observer=StepObserver((span,), (span,)))))
         for operation in kind.operations:
             getattr(link, operation)(torch.ones(2, 4))
             getattr(link, f"start_{operation}")(torch.ones(2, 4)).wait()
-        return phases, [name for name in ranges if name != timer]
+        return told
 
-    for phases, ranges in run_world(kind.pair, program):
-        assert phases == [timer] * 2 * len(kind.told) and TIMER_LEVELS[timer] == 2
-        assert sorted(ranges) == sorted(f"{timer} {told} {part}" for told in 2 * kind.told for part in ("send", "wait", "decode"))
+    expected = [name for stages in kind.operations.values() for stage in 2 * stages for name in told_of(f"{timer} {stage}", timer)]
+    assert run_world(kind.pair, program) == [expected] * 2
+    assert TIMER_LEVELS[timer] == 2
+
+
+def told_of(collective: str, timer: str) -> list[str]:
+    send, wait, decode = (f"{collective} {part}" for part in ("send", "wait", "decode"))
+    timed = [timer, timer, wait, f"end of {wait}", f"end of {timer}", f"end of {timer}"]  # in phases and in ranges
+    return [send, f"end of {send}", *timed, decode, f"end of {decode}"]
 
 
 @both_links

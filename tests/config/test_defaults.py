@@ -58,6 +58,11 @@ def test_mock_data_alone_is_still_benchmark_mode():
     assert "--mock-data" not in config.assumptions
 
 
+def test_mock_data_that_were_asked_for_are_not_called_missing_data():
+    config = resolved("--mock-data --train-iters 7")
+    assert config.assumptions == ("training on mock data", "--tokenizer-type NullTokenizer", "--vocab-size 50257")
+
+
 def test_length_without_data_assumes_mock_data_and_keeps_megatrons_other_defaults():
     config = resolved("--train-iters 7")
     assert config.assumptions == (

@@ -206,7 +206,9 @@ def test_a_dense_model_of_a_script_for_experts_takes_its_flags_with_a_line_each_
         parse_flags(f"--num-experts 8 {flags}".split())
 
 
-@pytest.mark.parametrize("flag", ["--xyzzyx", "--hf-ckpt-dir", "--load-mode", "--ds-inference", "--profile-execution", "--no-pipeline"])
+@pytest.mark.parametrize(
+    "flag", ["--xyzzyx", "--hf-ckpt-dir", "--load-mode", "--ds-inference", "--profile-execution", "--no-pipeline", "--tp"]
+)
 def test_no_hint_names_a_flag_that_has_only_letters_in_common(flag):
     with pytest.raises(FlagError, match=f"^{flag} is not a flag of this program; see --help for the list.$"):
         parse_flags([flag])

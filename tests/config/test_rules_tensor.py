@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_zpp.config.cli import parse_flags
@@ -230,10 +230,12 @@ REMEDY = re.compile(r"[;,] (?:or )?(?:choose|give) (?:(--[a-z-]+) )?([0-9, or]*[
     positions=st.none() | st.integers(40, 48),
     tensor_ranks=st.sampled_from([2, 3, 4, 6]),
     context_ranks=st.sampled_from([1, 2, 3, 4]),
-    per_node=st.sampled_from([4, 6, 12]),
+    groups_per_node=st.integers(1, 3),
     padding=st.sampled_from(["", "--make-vocab-size-divisible-by 12", "--padded-vocab-size 132", "--padded-vocab-size 130"]),
     others=st.sampled_from(["", "--sequence-parallel", "--compile"]),
 )
+@example(12, 3, 90, 24, None, 3, 1, 1, "", "")  # the vocabulary
+@example(16, 4, 64, 37, 38, 2, 2, 1, "", "")  # --seq-length
 def test_whatever_a_remedy_proposes_breaks_no_other_rule_about_the_same_flag(
     heads: int,
     groups: int,
@@ -242,10 +244,11 @@ def test_whatever_a_remedy_proposes_breaks_no_other_rule_about_the_same_flag(
     positions: int | None,
     tensor_ranks: int,
     context_ranks: int,
-    per_node: int,
+    groups_per_node: int,
     padding: str,
     others: str,
 ) -> None:
+    per_node = groups_per_node * tensor_ranks * context_ranks
     flags = {
         "--num-attention-heads": heads,
         "--kv-channels": 4,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness.disk_events import disk_events
 
 from megatron_zpp.data import build_once
 from megatron_zpp.data.build_once import SILENT, ProgressPrinter, atomic_write, built_once
@@ -167,6 +168,13 @@ def test_a_file_system_without_locks_lets_everyone_build(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     assert build_in(tmp_path, writer(tmp_path / "thing.txt")) == "built"
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = disk_events(monkeypatch)
+    with atomic_write(tmp_path / "file") as file:
+        file.write(b"whole")
+    assert len(events) == 2 and events[0].startswith("sync file.") and events[1] == "rename file"
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -62,6 +62,15 @@ def test_a_file_name_given_as_prefix_is_recognised(tmp_path: Path) -> None:
         IndexedDataset(f"{prefix}.bin")
 
 
+@pytest.mark.parametrize("words", ["my_text", "my_text.jsonl"])
+def test_who_names_the_text_is_told_the_corpus_that_was_made_from_it(tmp_path: Path, words: str) -> None:
+    prefix = write_golden_corpus(tmp_path)
+    made = tmp_path / "my_text_text_document"
+    Path(f"{prefix}.idx").rename(f"{made}.idx")
+    with pytest.raises(ValueError, match=rf"for example {made},"):
+        IndexedDataset(str(tmp_path / words))
+
+
 @pytest.mark.parametrize(
     ("position", "replacement", "message"),
     [

@@ -65,7 +65,7 @@ def environments(world_size: int, port: int, nodes: int = 1, **more: str) -> lis
 
 
 def ends_after(losses: list[Loss], folder: Path) -> dict[Loss, list[End]]:
-    """How the other ranks end after each of the losses, whose runs go on side by side."""
+    """How the other ranks end after each of the losses, whose runs go on side by side. Raises RuntimeError if a rank was not lost."""
     with ExitStack() as held:  # ports that differ, because all are held at once
         servers = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in losses]
         ports: list[int] = [server.getsockname()[1] for server in servers]
@@ -96,6 +96,9 @@ class _Run:
             time.sleep(0.05)
         if self._ranks[self._loss.rank].process.is_alive():
             self._ranks[self._loss.rank].process.kill()
+        code = self._ranks[self._loss.rank].finished(10.0).returncode
+        if code != -signal.SIGKILL:
+            raise RuntimeError(f"{self._loss} ended with exit code {code}")
         done = {rank: self._ranks[rank].finished(1.0) for rank in others}
         return [End(rank, done[rank].returncode, done[rank].stderr, ended[rank] - lost) for rank in others]
 

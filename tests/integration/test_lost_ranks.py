@@ -29,7 +29,7 @@ def check(loss: Loss, ends: list[End]) -> None:
             assert end.seconds < TIMEOUT_SECONDS + START_SECONDS, place
         else:
             assert end.code == 1 and "ended, because rank" in end.errors, place
-            assert set(NAMED.findall(end.errors)) == {str(loss.rank)}, place
+            assert set(NAMED.findall(end.errors)) == {str(loss.rank)} and "(noticed by rank" in end.errors, place
             assert end.seconds < TIMEOUT_SECONDS, place
         if loss.where in ("connecting", "leaving"):
             assert "Traceback" not in end.errors and len(end.errors.splitlines()) == 1, place

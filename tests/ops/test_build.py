@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.disk_events import disk_events
 
 from megatron_zpp.ops import build as build_module
 from megatron_zpp.ops import trust
@@ -266,21 +267,9 @@ def test_a_folder_that_others_can_write_to_is_closed_before_a_build_and_not_load
 
 
 def test_library_and_digest_are_on_the_disk_before_they_have_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    fsync, replace = os.fsync, os.replace
-
-    def noted_fsync(descriptor: int) -> None:
-        events.append("fsync " + Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        fsync(descriptor)
-
-    def noted_replace(source: Path, target: Path) -> None:
-        events.append("rename " + Path(target).name)
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(os, "replace", noted_replace)
+    events = disk_events(monkeypatch)
     made_once(tmp_path / "key" / "library.so", _compiled([]), 0.0)
-    assert events == ["fsync library.so.sha256", "fsync made.so", "rename library.so.sha256", "rename library.so", "fsync key"]
+    assert events == ["sync library.so.sha256", "sync made.so", "rename library.so.sha256", "rename library.so", "sync key"]
 
 
 def test_a_link_in_the_place_of_the_lock_is_refused_and_not_written_through(tmp_path: Path) -> None:

@@ -35,9 +35,12 @@ def test_without_gpus_the_number_of_ranks_has_to_be_said(tmp_path: Path) -> None
     fakes = FakeCommands(tmp_path)
     fakes.add("torchrun")
     fakes.add("nvidia-smi", "sys.exit(9)")
-    assert fakes.run("bash", "scripts/torchrun_one_node.sh", *FLAGS).returncode == 2
-    assert fakes.run("bash", "scripts/torchrun_one_node.sh", *FLAGS, RANKS="2").returncode == 0
-    assert [parse_args(call.words).nproc_per_node for call in fakes.calls("torchrun")] == ["2"]
+    nodes = {"NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name in ("torchrun_one_node.sh", "torchrun_nodes.sh"):
+        done = fakes.run("bash", f"scripts/{name}", *FLAGS, **nodes)
+        assert done.returncode == 2 and "nvidia-smi shows no GPU; set RANKS" in done.stderr
+        assert fakes.run("bash", f"scripts/{name}", *FLAGS, **nodes, RANKS="2").returncode == 0
+    assert [parse_args(call.words).nproc_per_node for call in fakes.calls("torchrun")] == ["2", "2"]
 
 
 def test_exit_codes_of_torchrun_are_those_of_the_scripts(tmp_path: Path) -> None:
@@ -51,6 +54,7 @@ def test_exit_codes_of_torchrun_are_those_of_the_scripts(tmp_path: Path) -> None
 def test_on_several_machines_each_is_told_its_place(tmp_path: Path) -> None:
     fakes = FakeCommands(tmp_path)
     fakes.add("torchrun")
+    fakes.add("nvidia-smi", THREE_GPUS)
     for rank in ("0", "1"):
         variables = {"NODES": "2", "NODE_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
         assert fakes.run("bash", "scripts/torchrun_nodes.sh", *FLAGS, **variables).returncode == 0

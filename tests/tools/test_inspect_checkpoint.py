@@ -37,6 +37,7 @@ def test_it_tells_what_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     (directory / "iter_0000004").mkdir()
     code, text = output_of(monkeypatch, capsys, "--load", directory, "--parameters", "--verify")
     assert code == 0
+    stored = sum(file.stat().st_size for file in (directory / "iter_0000002").glob("*.safetensors"))
     for words in (
         "checkpoints of iterations 1, 2",
         "incomplete or damaged: 4",
@@ -46,7 +47,7 @@ def test_it_tells_what_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         "3020 parameters in 3 tensors; states: weight F32, exp_avg F32",
         "2 files, ",
         "embedding.weight [60, 20] in 2 pieces",
-        "are as they were written",
+        f"verified: all {stored} bytes are as they were written",
     ):
         assert words in text, words
 

@@ -95,6 +95,12 @@ def test_lean_says_what_it_costs_beside_zeropp(capsys: pytest.CaptureFixture[str
     assert all(word in lines[-1] for word in ("more memory per rank than ZeRO++", "gradients 4.3 GiB instead of", "secondary copy 2.1 GiB"))
 
 
+@pytest.mark.usefixtures("groups_as_given")
+def test_a_member_with_as_many_features_as_a_faster_one_is_not_called_simpler(capsys: pytest.CaptureFixture[str]) -> None:
+    run_here("--nodes", "2", "--inter-gigabits", "100", "--teraflops", "400", "--", *RUN, "--ranks-per-node", "4")
+    assert "Recommended: --zero-stage 2 (ZeRO-2, 0.0% behind ZeRO-1, in less memory)" in capsys.readouterr().out.splitlines()
+
+
 def test_where_a_flag_contradicts_lean_the_others_are_planned_and_a_line_says_why() -> None:
     finished = run_tool("plan_run", "--nodes", "3", "--inter-gigabits", "1", "--teraflops", "1", "--", *RUN)
     assert finished.returncode == 0 and "| ZeRO++ |" in finished.stdout and "| lean |" not in finished.stdout

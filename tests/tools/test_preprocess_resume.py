@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import preprocess_data
 import pytest
+from harness.disk_events import disk_events
 from harness.places import ROOT
 from harness.tool import write_json_lines
 from harness.trained_tokenizers import write_gpt2_files
@@ -172,7 +173,9 @@ def ending_instead(function: Callable[..., object], calls: Iterator[int]) -> Cal
     return call
 
 
-def test_killed_at_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+def test_killed_at_any_change_to_the_disk_no_index_stands_beside_tokens_of_another_run_and_it_goes_on_to_the_same_bytes(
+    tmp_path: Path,
+) -> None:
     sources = write_source(tmp_path, documents=30, seed=7)
     preprocess_data.run(arguments(sources, tmp_path / "whole"))
     expected = digests(tmp_path / "whole")
@@ -180,15 +183,34 @@ def test_killed_at_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_path:
     earlier, last_call = tmp_path / "earlier", 0
     earlier.mkdir()
     preprocess_data.run(arguments(sources[:1], earlier / "out"))
+    of_runs = [digests(earlier / "out"), expected]
     while True:
         # Files of an earlier run exist, as if the corpus was made anew.
         prefix = Path(shutil.copytree(earlier, tmp_path / str(last_call))) / "out"
         if not run_until_call(arguments(sources, prefix), last_call):
             break
+        left = digests(prefix)
+        for tokens, index in [(f"_{key}_document.bin", f"_{key}_document.idx") for key in ("text", "more")]:
+            pair = (left.get(tokens), left.get(index))
+            assert None in pair or pair in [(run[tokens], run[index]) for run in of_runs], last_call
         preprocess_data.run(arguments(sources, prefix, "--resume"))
         assert digests(prefix) == expected, last_call
         last_call += 1
     assert last_call > 30
+
+
+def test_files_are_on_the_disk_before_the_journal_relies_on_them_and_before_they_have_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(write_source(tmp_path, documents=30, seed=7), tmp_path / "out", "--journal-interval", "3600")
+    events = disk_events(monkeypatch)
+    preprocess_data.run(args)
+    partial_files = [f"sync out_{key}_document.{kind}.partial" for key in ("text", "more") for kind in ("bin", "idx", "doc")]
+    journal = ["sync out.unfinished.tmp", "rename out.unfinished", f"sync {tmp_path.name}"]
+    named = [[f"rename out_{key}_document.bin", f"rename out_{key}_document.idx", f"sync {tmp_path.name}"] for key in ("text", "more")]
+    skipped = "out_skipped_lines.txt"
+    progress, whole = [*partial_files, f"sync {skipped}.partial", *journal], [*partial_files, *journal]
+    assert events == [*progress, *whole, *named[0], *named[1], f"rename {skipped}", f"sync {tmp_path.name}"]
 
 
 @pytest.mark.parametrize(("skipped_lines", "left"), [(1, ["out_skipped_lines.txt"]), (0, [])])

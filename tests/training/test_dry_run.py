@@ -205,6 +205,7 @@ def saved(tmp_path: Path) -> Path:
         ("--num-layers 3", "holds another model: --num-layers 2 there and 3 here"),
         ("--padded-vocab-size 112", r"embedding.word.weight has shape \(104, 32\) there and \(112, 32\) here"),
         ("--lr 0.5", "was saved with another schedule: --lr .* there and 0.5 here"),
+        ("--train-iters 50", r"samples to the end of the decay \(by default that of training\) \d+ there and 100 here"),
     ],
 )
 def test_what_the_run_would_refuse_of_its_checkpoint_ends_the_plan(saved: Path, flags: str, named: str) -> None:

@@ -73,7 +73,12 @@ def test_labels_count_as_well_as_tokens() -> None:
 
 def test_ranks_of_other_data_ranks_have_other_samples() -> None:
     for grid in (GRID, Grid(8, 8, 2, 2, 2)):
-        SameSamples(engine_of(batch(), 0, [], grid)).read(batch())
+        groups = torch.arange(8) // (grid.tensor_ranks * grid.context_ranks)
+        engine = engine_of(batch(), 0, [], grid)
+        engine.gather_world = lambda own, groups=groups, grid=grid: (own + groups[:, None]).view(grid.data_ranks, grid.tensor_ranks, -1)
+        check = SameSamples(engine)
+        check.read(batch())
+        check.compare([check.numbers[0] + group for group in groups.tolist()])
 
 
 def test_where_no_ranks_share_samples_nothing_is_sent_or_computed() -> None:
@@ -82,6 +87,14 @@ def test_where_no_ranks_share_samples_nothing_is_sent_or_computed() -> None:
     check.read(batch())
     check.compare([1.0, 2.0, 3.0, 4.0])
     assert (check.numbers, calls) == ([], [])
+
+
+def test_the_first_micro_batch_of_another_set_is_compared_too_and_not_with_the_numbers_of_a_step() -> None:
+    check = SameSamples(engine_of(batch(), 0, []))
+    check.read(batch())
+    with pytest.raises(RuntimeError, match="ranks 0 and 1 share layers"):
+        check.reader_of_another_set()(batch(shift=1))
+    assert check.numbers == [checksum(batch())]
 
 
 class Samples:

@@ -49,11 +49,14 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_training_and_evaluation_take_the_bytes_of_the_closed_form_under_categories_of_their_own(case: Case) -> None:
     for seen in seen_by_ranks(case):
-        ledger, work = seen.ledger, seen.plan.job.tensor_work
+        ledger, plan = seen.ledger, seen.plan
+        work = plan.job.tensor_work
         assert ledger.total(Category.ACTIVATIONS) == Traffic(tensor_bytes=seen.trained * work.nbytes) != Traffic()
         assert ledger.total(Category.EVALUATION).tensor_bytes == seen.evaluated * LinkWorkOfUses(work.forward).nbytes
         assert seen.received_bytes == seen.nbytes(work) + ledger.total(Category.REPLICAS).tensor_bytes
         assert len(seen.calls) == seen.collectives(work) + STEPS
+        assert seen.trained * work.nbytes < ledger.total(Category.ACTIVATIONS, Category.REPLICAS).tensor_bytes <= STEPS * plan.tensor_bytes
+        assert STEPS * (plan.collectives - plan.traffic.collectives) == seen.trained * work.collectives + STEPS
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,20 +54,29 @@ def test_a_step_waits_for_the_copy_before_its_update_and_gathers_loss_and_stop_r
     assert events[: len(step) + len(skipped)] == [*step, *skipped]
 
 
-def events_and_text(flags: list[str]) -> tuple[list[str], str]:
-    """The order of events on this rank, and what it printed."""
-    with contextlib.redirect_stdout(io.StringIO()) as output:
+def events_and_text(flags: list[str]) -> tuple[list[str], list[bool], str]:
+    """The order of events on this rank, whether it and another compared what they have read in each step, and what it printed."""
+    from megatron_zpp.training.same_samples import SameSamples
+
+    compare, compared = SameSamples.compare, list[bool]()
+
+    def noted(check: SameSamples, checksums: Sequence[float]) -> None:
+        compared.append([*checksums] == 2 * check.numbers)
+        compare(check, checksums)
+
+    with contextlib.redirect_stdout(io.StringIO()) as output, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SameSamples, "compare", noted)
         events = order_of_events(flags)
-    return events, output.getvalue()
+    return events, compared, output.getvalue()
 
 
 def test_ranks_that_share_layers_compare_their_first_micro_batches_before_anything_is_computed_and_all_with_each_loss(
     ranks: RankPool,
 ) -> None:
-    flags = "--zero-stage 3 --train-iters 2 --global-batch-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
-    (events, text), (others, _) = ranks.run(1, 2, events_and_text, [*TINY, *flags.split()])
-    assert events == others
+    flags = "--zero-stage 3 --train-iters 2 --global-batch-size 2 --tensor-model-parallel-size 2 --sequence-parallel --eval-iters 1"
+    (events, compared, text), (others, _, _) = ranks.run(1, 2, events_and_text, [*TINY, *flags.split()])
+    assert events == others and compared == [True, True]
     assert events[0] == "gather_world of 2"  # checksum and first sample
-    assert events.count("gather_world of 2") == 1
+    assert events.count("gather_world of 2") == 5  # so in the sets of validation and test, whose sums of losses and tokens are two as well
     assert events.count("gather_world of 3") == 2  # in each step losses, stop requests and checksums
     assert "using world size: 2, data-parallel size: 1, tensor-model-parallel size: 2 (1 nodes x 2 ranks), device: cpu" in text

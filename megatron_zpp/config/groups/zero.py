@@ -34,8 +34,8 @@ class ZeroConfig:
     zero_quantized_weights: bool = flag(False, help="qwZ: weights cross links as blocks of integers; needs --zero-stage 1, 2 or 3.")
     zero_hpz_partition_size: int = flag(
         1,
-        help="hpZ: ranks per group; each group holds a secondary copy of the weights, so that gathers in backward stay inside it. Usually "
-        "the ranks of a node, where ranks that share layers count as one; 1 turns it off; needs --zero-stage 3.",
+        help="hpZ: ranks of a partition; each partition holds a secondary copy of the weights, so that gathers in backward stay inside it. "
+        "Usually the ranks of a node, where ranks that share layers count as one; 1 turns it off; needs --zero-stage 3.",
         unit="ranks",
         allowed=POSITIVE_RANKS,
     )
@@ -45,8 +45,8 @@ class ZeroConfig:
     )
     zero_quantized_weight_differences: bool = flag(
         False,
-        help="Every node keeps a copy of the weights across steps, and only quantized differences cross between nodes; needs --zero-stage "
-        "1 or 2, or 3 with --zero-hpz-partition-size.",
+        help="Every partition keeps a copy of the weights across steps, and only quantized differences cross between partitions; needs "
+        "--zero-stage 1 or 2, or 3 with --zero-hpz-partition-size.",
     )
     zero_quantized_weight_differences_bits: int = flag(
         3,
