@@ -17,6 +17,11 @@ from megatron_zpp.data.preprocess.json_lines import LONGEST_LINE_BYTES
 MISTAKE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
 CLOSED_PIPE_EXIT_CODE = 141
+LIMITS = {  # of the system, with their remedies
+    errno.EFBIG: "allow larger files (ulimit -f), or choose another file system",
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
+    **dict.fromkeys((errno.EAGAIN, errno.ENOMEM), "free memory, or allow more processes (ulimit -u)"),
+}
 
 
 def run_command(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None]) -> None:
@@ -36,20 +41,32 @@ def errors_in_words(parser: argparse.ArgumentParser) -> Iterator[None]:
     """Ends the program with one line for a ValueError, an OSError or an interruption of the block; silently if nobody reads its output."""
     try:
         yield
-        sys.stdout.flush()
+        print(end="", flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter reports the closed pipe at its end
         parser.exit(CLOSED_PIPE_EXIT_CODE)
     except (ValueError, OSError) as error:
-        parser.exit(MISTAKE_EXIT_CODE, f"{parser.prog}: error: {in_words(error)}\n")
+        sentence = "\n".join(map(printable, in_words(error).split("\n")))  # it may quote a file
+        parser.exit(MISTAKE_EXIT_CODE, f"{parser.prog}: error: {sentence}\n")
     except KeyboardInterrupt as interruption:
         parser.exit(INTERRUPTED_EXIT_CODE, f"{parser.prog}: interrupted{interruption}\n")
+    finally:
+        _end_output()
+
+
+def _end_output() -> None:
+    """Writes what is still buffered, or drops it if nobody can take it: the interpreter would report that, and change the exit code."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def in_words(error: ValueError | OSError) -> str:
     """The sentence of an error; for one of the system its file, what is wrong, and what to do."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
+    if error.errno in LIMITS:
+        return f"{error.filename or 'the system'}: {error.strerror}; {LIMITS[error.errno]}."
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     remedy = "free space there, or choose another place" if is_full else "correct the path, or its permissions"
     return f"{error.filename or 'the output'}: {error.strerror}; {remedy}."

@@ -38,9 +38,9 @@ def main() -> None:
     options = parser.parse_args()
     with errors_in_words(parser):
         commands = planned_commands(options)
-    if options.dry_run:
-        print("\n".join(command.shown for command in commands))
-        return
+        if options.dry_run:
+            print("\n".join(command.shown for command in commands))
+            return
     sys.exit(HostProcesses(commands).wait())
 
 

@@ -11,8 +11,17 @@ from typing import Any
 from torch import Tensor
 
 from megatron_zpp.checkpoint.engine_state import versions
-from megatron_zpp.checkpoint.folders import RELEASE, Stage, move_latest, put_in_place, saved_iterations, staged_folder
-from megatron_zpp.checkpoint.manifest import CHUNK_BYTES, ELEMENT_TYPE, Manifest, StoredFile, StoredPiece
+from megatron_zpp.checkpoint.folders import (
+    LATEST_FILE,
+    RELEASE,
+    Stage,
+    move_latest,
+    put_in_place,
+    read_latest,
+    saved_iterations,
+    staged_folder,
+)
+from megatron_zpp.checkpoint.manifest import CHUNK_BYTES, ELEMENT_TYPE, Manifest, StoredFile, StoredPiece, is_complete
 from megatron_zpp.checkpoint.owner import own_token
 from megatron_zpp.checkpoint.run_lock import Job, take_lock
 from megatron_zpp.checkpoint.unfinished import make_unfinished, seal, write_pieces
@@ -24,21 +33,31 @@ from megatron_zpp.zero.states import WEIGHT
 def write_release(directory: Path, units: Sequence[UnitSpec], weight_of: Callable[[str], Tensor], flags: Mapping[str, Any]) -> Path:
     """Writes the checkpoint and returns its folder, named `release` as in Megatron.
 
-    Raises FolderInUse if a run saves into the directory (--output), and ValueError if a run has saved there.
+    Raises FolderInUse if a run saves into the directory (--output), and ValueError if a run or another program has saved there.
     weight_of: returns the full parameter of a name, fp32, in its shape.
     """
     directory.mkdir(parents=True, exist_ok=True)
     lock = take_lock(directory, Job(flag="--output"), print)
     try:
-        saved = saved_iterations(directory)
-        if saved:
-            raise ValueError(
-                f"--output {directory} holds iteration {saved[-1]} of a run, which would go on from the new weights instead; "
-                "choose a new folder."
-            )
+        _check_place(directory)
         return _write(directory / RELEASE, units, weight_of, flags)
     finally:
         lock.release()
+
+
+def _check_place(directory: Path) -> None:
+    """Raises ValueError if the new weights would come before the checkpoints of a run, or replace those of another program."""
+    saved = saved_iterations(directory)
+    if saved or read_latest(directory) not in (None, RELEASE):
+        found = f"iteration {saved[-1]}" if saved else LATEST_FILE
+        raise ValueError(
+            f"--output {directory} holds {found} of a run, which would go on from the new weights instead; choose a new folder."
+        )
+    release = directory / RELEASE
+    if release.exists() and not is_complete(release):
+        raise ValueError(
+            f"--output {directory} holds {RELEASE}, which is no checkpoint of this program and would be deleted; choose a new folder."
+        )
 
 
 def _write(final: Path, units: Sequence[UnitSpec], weight_of: Callable[[str], Tensor], flags: Mapping[str, Any]) -> Path:

@@ -19,6 +19,7 @@ class AcceptedFlag:
 
 SEVERAL, SOME = "+", "*"
 NO_EXPERTS = "there are no experts"
+NO_GRAPHS = "no step is recorded as a CUDA graph"
 NO_TEACHER = "leave it out, there is no teacher"
 ONE_RATE = "leave it out, embedding and output layer have the learning rate of the others"
 OWN_BLANKS = "leave it out, the model's own rules say what becomes of blanks"
@@ -150,8 +151,9 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--check-for-nan-in-loss-and-grad": AcceptedFlag(0, "loss and gradients of every step are looked at"),
     "--no-check-for-nan-in-loss-and-grad": AcceptedFlag(0, "loss and gradients of every step are looked at"),
     "--rerun-mode": AcceptedFlag(1, "no step is run twice"),
-    "--enable-cuda-graph": AcceptedFlag(0, "no step is recorded as a CUDA graph"),
-    "--external-cuda-graph": AcceptedFlag(0, "no step is recorded as a CUDA graph"),
+    "--enable-cuda-graph": AcceptedFlag(0, NO_GRAPHS),
+    "--external-cuda-graph": AcceptedFlag(0, NO_GRAPHS),
+    "--te-rng-tracker": AcceptedFlag(0, NO_GRAPHS),
     "--no-save-rng": AcceptedFlag(0, "randomness follows from --seed and the sample, there is no state to save"),
     "--no-load-rng": AcceptedFlag(0, "randomness follows from --seed and the sample, there is no state to load"),
     "--ckpt-format": AcceptedFlag(1, "there is one format, safetensors and a manifest"),
@@ -228,7 +230,10 @@ REFUSED: dict[str, str] = {
 }
 
 # By the first letters of the flag.
-ACCEPTED_FAMILIES: dict[str, AcceptedFlag] = {"--moe-": AcceptedFlag(SOME, NO_EXPERTS)}
+ACCEPTED_FAMILIES: dict[str, AcceptedFlag] = {
+    "--moe-": AcceptedFlag(SOME, NO_EXPERTS),
+    "--cuda-graph-": AcceptedFlag(SOME, NO_GRAPHS),
+}
 REFUSED_FAMILIES: dict[str, str] = {
     "--enable-zbh1-": NO_STAGES,
     "--fp8-": "use --bf16, fp8 is not available",

@@ -42,8 +42,8 @@ class SplitCorpus:
     def why_empty(self, split_name: str) -> str:
         """One sentence that says why a split has no tokens."""
         found = f"The {SPLIT_WORDS[split_name]} split of {self.prefix} is empty"
-        if self._split is None:
-            return f"{found}: its {len(self.source)} documents hold no token."
+        if self._split is None or self.documents[split_name]:
+            return f"{found}: its {len(self.documents[split_name])} documents hold no token."
         counts = ", ".join(str(len(documents)) for documents in self.documents.values())
         return f"{found}: --split {self._split} cuts its {len(self.source)} documents into {counts}."
 

@@ -19,7 +19,6 @@ import torch
 
 from megatron_zpp.ops.build import (
     ARCHITECTURES_VARIABLE,
-    INSTALLED_SOURCES,
     RULE_OF_ARCHITECTURES,
     SOURCES,
     Build,
@@ -30,7 +29,6 @@ from megatron_zpp.ops.build import (
 from megatron_zpp.ops.trust import why_not_loadable
 
 REFERENCE_VARIABLE = "MEGATRON_ZPP_REFERENCE_OPS"
-BUILD_COMMAND = "python -m megatron_zpp.ops.extension" if SOURCES == INSTALLED_SOURCES else "bash scripts/build_extensions.sh"
 OPS = (
     "encode_blocks",
     "decode_blocks",
@@ -46,6 +44,11 @@ LOSS_OPS = ("softmax_parts", "softmax_gradient")  # with kernels for GPUs only
 
 _loaded: Path | None = None  # the library of this process; torch keeps it until the process ends
 _refusal = ""  # why a build that exists was not loaded
+
+
+def build_command(environment: Path) -> str:
+    """The command that builds the kernels for the torch of an environment; the script of a checkout builds them for its own .venv."""
+    return "bash scripts/build_extensions.sh" if environment == SOURCES.parent / ".venv" else "python -m megatron_zpp.ops.extension"
 
 
 def load() -> bool:
@@ -123,9 +126,8 @@ def report(device_type: str = "cpu") -> str:
     if wants_reference(os.environ):
         return f"Quantization and dropout run on the plain-torch reference, because {REFERENCE_VARIABLE} is set: same bits, slower."
     because = f", because {_refusal.removesuffix('.')}" if _refusal else ""
-    return (
-        f"Quantization and dropout run on the plain-torch reference{because}: same bits, slower. This builds the kernels: {BUILD_COMMAND}"
-    )
+    command = build_command(Path(sys.prefix))
+    return f"Quantization and dropout run on the plain-torch reference{because}: same bits, slower. This builds the kernels: {command}"
 
 
 def _register_fake_kernels() -> None:

@@ -78,6 +78,20 @@ def test_converted_weights_do_not_take_the_place_of_a_runs_checkpoints(tmp_path:
     assert names(tmp_path) == ["iter_0000007", "latest_checkpointed_iteration.txt"]
 
 
+def test_converted_weights_delete_neither_the_release_nor_the_number_of_another_program(tmp_path: Path) -> None:
+    weights = tmp_path / "release" / "mp_rank_00" / "model_optim_rng.pt"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(b"of Megatron")
+    with pytest.raises(
+        ValueError, match=r"^--output .* holds release, which is no checkpoint of this program and .*; choose a new folder\.$"
+    ):
+        write_release(tmp_path, [], lambda _: torch.empty(0), {})
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")  # of global_step100, as of Megatron-DeepSpeed
+    with pytest.raises(ValueError, match=r"^--output .* holds latest_checkpointed_iteration.txt of a run, .*; choose a new folder\.$"):
+        write_release(tmp_path, [], lambda _: torch.empty(0), {})
+    assert weights.read_bytes() == b"of Megatron"
+
+
 def test_the_lock_of_a_dead_process_is_taken_over_at_once(tmp_path: Path) -> None:
     os.waitpid(child(lambda: take(tmp_path)), 0)
     assert names(tmp_path) == [LOCK_FILE]

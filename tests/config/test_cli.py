@@ -111,6 +111,14 @@ def test_old_flag_is_accepted_with_one_notice_and_changes_nothing(spelling):
     assert config.with_values(local_rank=None) == Config(given=config.given, notices=config.notices).with_values(num_layers=2)
 
 
+@pytest.mark.parametrize("words", ["--moe-router-topk 2", "--cuda-graph-impl local", "--cuda-graph-scope attn mlp"])
+def test_every_flag_of_an_accepted_family_is_accepted_with_one_notice(words):
+    spelling, *_ = words.split()
+    config = parse_flags([*words.split(), "--num-layers", "2"])
+    (notice,) = config.notices
+    assert notice.startswith(f"accepted, has no effect here: {spelling} (")
+
+
 @pytest.mark.parametrize("spelling", REFUSED)
 def test_refused_flag_names_its_replacement(spelling):
     with pytest.raises(FlagError) as error:

@@ -12,6 +12,7 @@ from itertools import islice
 import pytest
 import torch
 
+from megatron_zpp.data import loader
 from megatron_zpp.data.documents import DocumentRules
 from megatron_zpp.data.gpt_dataset import MockDataset
 from megatron_zpp.data.loader import WHOLE, MicroBatch, MicroBatches, TokenPart
@@ -138,6 +139,29 @@ def threads_in_forked_processes() -> Iterator[None]:
     os.register_at_fork(after_in_child=start_thread)
     yield
     is_wanted.clear()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rank_takes_sigterm_again_once_its_workers_have_started_or_failed_to(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    (batch,) = first_batches(0, 1)
+    masks = []
+
+    class Workers:
+        """Notes which signals are blocked while it starts."""
+
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def __iter__(self) -> Iterator[MicroBatch]:
+            masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+            if fails:
+                raise OSError("too many processes")
+            return iter([batch])
+
+    monkeypatch.setattr(loader, "DataLoader", Workers)
+    with pytest.raises(OSError, match="too many") if fails else contextlib.nullcontext():
+        first_batches(1, 1)
+    assert [signal.SIGTERM in mask for mask in masks] == [True]
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_worker_ends_when_its_rank_tells_it_to_so_that_an_interpreter_can_exit() -> None:

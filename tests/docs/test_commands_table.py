@@ -52,6 +52,7 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "pip install ...": "It needs a package index; a run without the package says so, and that is tested where the flag is.",
     "python -m megatron_zpp.config.flags_page": "tests/config/test_flags_page.py::test_page_in_docs_is_current",
     "python -m pip install --editable . --constraint constraints.txt": INDEX,
+    "python -m pip install --editable . --no-deps --no-build-isolation": "It changes the reader's environment; a wheel is tested.",
     "python -m pip wheel --no-deps --wheel-dir dist .": f"{COMMANDS}::test_a_wheel_holds_package_entry_tools_and_kernels_and_nothing_else",
     "python -m pip install --constraint constraints.txt dist/megatron_zpp-*.whl": INDEX,
     "python -m megatron_zpp.ops.extension": "tests/ops/test_extension.py::test_a_second_build_finds_the_first_and_says_where",

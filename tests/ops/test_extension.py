@@ -19,7 +19,12 @@ def test_loaded_kernels_serve_cpu_tensors_alone_and_the_report_names_the_library
     assert extension.has_kernels_for("cpu")
     assert not extension.has_kernels_for("cuda")
     assert extension.report() == f"Quantization and dropout run on the C++ kernels in {Build().library()}."
-    assert extension.report("cuda").endswith(f"This builds the kernels: {extension.BUILD_COMMAND}")
+    assert extension.report("cuda").endswith(f"This builds the kernels: {extension.build_command(Path(sys.prefix))}")
+
+
+def test_the_command_builds_for_the_environment_that_lacks_kernels() -> None:
+    assert extension.build_command(ROOT / ".venv") == "bash scripts/build_extensions.sh"
+    assert extension.build_command(Path("/opt/conda")) == "python -m megatron_zpp.ops.extension"
 
 
 @pytest.mark.usefixtures("no_kernels")
@@ -29,7 +34,7 @@ def test_without_a_build_nothing_is_compiled_and_the_report_names_the_command(mo
     assert not extension.load()
     assert not extension.has_kernels_for("cpu")
     assert list(tmp_path.iterdir()) == []
-    assert extension.report().endswith("same bits, slower. This builds the kernels: bash scripts/build_extensions.sh")
+    assert extension.report().endswith(f"same bits, slower. This builds the kernels: {extension.build_command(Path(sys.prefix))}")
 
 
 @pytest.mark.usefixtures("no_kernels")
@@ -49,7 +54,7 @@ def test_a_build_that_is_damaged_is_not_loaded_and_the_report_names_it(
     assert not extension.load()
     reason = "cannot be loaded" if has_digest else "cannot be verified"
     assert extension.report().startswith(f"Quantization and dropout run on the plain-torch reference, because {library} {reason} (")
-    assert extension.report().endswith(f"same bits, slower. This builds the kernels: {extension.BUILD_COMMAND}")
+    assert extension.report().endswith(f"same bits, slower. This builds the kernels: {extension.build_command(Path(sys.prefix))}")
 
 
 @pytest.mark.usefixtures("no_kernels")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -36,9 +37,17 @@ def raising(error: BaseException) -> Callable[[], None]:
     ("error", "code", "line"),
     [
         (ValueError("--a 1 is wrong; give 2."), 2, "error: --a 1 is wrong; give 2."),
+        (ValueError("f has \x1b[2J\x07.\nAnd \xe9."), 2, "error: f has ?[2J?.\nAnd \xe9."),
         (OSError(errno.ENOSPC, "No space left"), 2, "error: the output: No space left; free space there, or choose another place."),
         (OSError(errno.EDQUOT, "Over quota", "/x/y"), 2, "error: /x/y: Over quota; free space there, or choose another place."),
         (PermissionError(errno.EACCES, "Denied", "/x"), 2, "error: /x: Denied; correct the path, or its permissions."),
+        (
+            OSError(errno.EFBIG, "Too large", "/x"),
+            2,
+            "error: /x: Too large; allow larger files (ulimit -f), or choose another file system.",
+        ),
+        (OSError(errno.EMFILE, "Too many files"), 2, "error: the system: Too many files; allow more open files (ulimit -n)."),
+        (OSError(errno.EAGAIN, "Not now", "/x"), 2, "error: /x: Not now; free memory, or allow more processes (ulimit -u)."),
         (OSError("a text of its own"), 2, "error: a text of its own"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
@@ -51,13 +60,36 @@ def test_a_tool_that_fails_says_why_in_one_line(
     assert capsys.readouterr().err == f"tool.py: {line}\n"
 
 
-def test_a_tool_whose_reader_has_left_ends_silently() -> None:
-    program = "import argparse, command; command.run_command(argparse.ArgumentParser(), lambda _: print('x' * 10**6))"
+@pytest.mark.parametrize(
+    ("body", "code", "line"),
+    [
+        ("print('x' * 10**6)", 141, b""),
+        ("print('x')", 141, b""),
+        ("print('x'); sys.exit(1)", 1, b""),
+        ("print('x'); raise ValueError('wrong')", 2, b"tool: error: wrong\n"),
+    ],
+)
+def test_a_tool_whose_reader_has_left_says_nothing_about_that_and_keeps_its_exit_code(body: str, code: int, line: bytes) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT / "tools", stdout=write_end, stderr=subprocess.PIPE, check=False)
+    done = ended_process(body, write_end)
     os.close(write_end)
-    assert (done.returncode, done.stderr) == (141, b"")
+    assert (done.returncode, done.stderr) == (code, line)
+
+
+def test_a_tool_without_standard_output_runs() -> None:
+    done = ended_process("print('x')", None)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def ended_process(body: str, output: int | None) -> subprocess.CompletedProcess[bytes]:
+    """A tool of this body in a process of its own, with buffers. output: its standard output; None for none."""
+    program = f"def run(_):\n    {body}\nimport argparse, sys, command; command.run_command(argparse.ArgumentParser(prog='tool'), run)"
+    words = [sys.executable, "-c", program]
+    if output is None:
+        words = ["bash", "-c", f"exec {shlex.join(words)} >&-"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(words, cwd=ROOT / "tools", env=environment, stdout=output, stderr=subprocess.PIPE, check=False)
 
 
 def test_a_tokenizer_that_cannot_be_put_in_place_leaves_the_old_one_and_nothing_else(

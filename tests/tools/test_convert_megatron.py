@@ -208,6 +208,16 @@ def test_a_tensor_of_another_model_is_refused_by_name(
     )
 
 
+def test_a_checkpoint_without_an_embedding_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def names(model: GPT) -> dict[str, Tensor]:
+        return {name: value for name, value in core_names(model).items() if "word_embeddings" not in name}
+
+    source = write_legacy(tmp_path / "megatron", random_model(**GPT2), names=names)
+    assert "the checkpoint has no embedding.word.weight; copy the whole checkpoint" in refusal(monkeypatch, capsys, source)
+
+
 @pytest.mark.parametrize("file", ["mp_rank_01/model_optim_rng.pt", "mp_rank_00/model_optim_rng.pt"])
 def test_a_file_that_is_missing_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str

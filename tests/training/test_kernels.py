@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +19,8 @@ from megatron_zpp.training.kernels import lacking_ranks, prepare_kernels
 
 HOSTS = ["a", "a", "b", "b"]
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
-MISSING = (
-    f"Quantization and dropout run on the plain-torch reference: same bits, slower. This builds the kernels: {extension.BUILD_COMMAND}"
-)
+COMMAND = extension.build_command(Path(sys.prefix))
+MISSING = f"Quantization and dropout run on the plain-torch reference: same bits, slower. This builds the kernels: {COMMAND}"
 Gather = Callable[[str], list[str]]
 
 

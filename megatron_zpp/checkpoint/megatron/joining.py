@@ -72,7 +72,9 @@ class Joining:
         self.source, self.model = source, model
         self.stored_rows = sum(rank[WORD].shape[0] for rank in source.ranks if WORD in rank and rank[WORD].shape)
         self.rows = self.stored_rows if rows is None else rows
-        if not 0 < self.rows <= self.stored_rows:
+        if self.stored_rows == 0:
+            raise ValueError(f"the checkpoint has no {WORD}; copy the whole checkpoint of a GPT.")
+        if self.rows > self.stored_rows:
             raise ValueError(
                 f"--vocab-size {self.rows} is more than the {self.stored_rows} rows of the checkpoint's embedding; correct it."
             )

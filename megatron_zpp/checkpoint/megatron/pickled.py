@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 
 SHOWN_CHARACTERS = 100  # of an error about a pickle, which may quote it
+MOST_BITS = 256  # of a number; states of random generators have 128
 FREE_BYTES = 1 << 20  # of records, for any pickle
-RECORD_BYTES_PER_BYTE = 32  # of pickle; what torch writes needs 14 with protocol 2, 21 with protocol 4
+RECORD_BYTES_PER_BYTE = 64  # of pickle; files of torch.save need up to 25, and metadata of distributed checkpoints up to 41
 
 
 class PickleError(ValueError):
@@ -106,7 +107,7 @@ class _Machine:
         self.outside: list[Outside] = []
         self._marks: list[int] = []  # how much was on the stack at each mark
         self._memo: list[Any] = []
-        self._record_bytes = 0  # at least what the records need
+        self._record_bytes = 0  # at least what the records need; twice as much for those of torch
 
     def check_memory(self, pickle_bytes: int) -> None:
         """Raises ValueError if the records need more memory than is due to `pickle_bytes` bytes of pickle."""
@@ -118,6 +119,8 @@ class _Machine:
         if name in _VALUES or isinstance(argument, str):
             self._record_bytes += sys.getsizeof(argument)
         if name in _VALUES:
+            if type(argument) is int and argument.bit_length() > MOST_BITS:
+                raise ValueError(f"it has a number of {argument.bit_length()} bits")
             self.stack.append(argument)
         elif name in _CONSTANTS:
             self.stack.append(_CONSTANTS[name])

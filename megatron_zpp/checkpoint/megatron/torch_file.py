@@ -23,6 +23,7 @@ from megatron_zpp.config.outside import WHOLE_NUMBER_LIMIT
 OLD_MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle of a file of before torch 1.6
 OLD_VERSION = 1001  # the second
 MOST_PICKLE_BYTES = 1 << 28
+LITTLE = b"little"  # the byte order that is read
 MOST_DIMENSIONS = 8
 NUMEL_BYTES = 8  # before each storage of an old file
 DTYPES = {
@@ -132,7 +133,7 @@ class TorchFile:
         if "data.pkl" not in members:
             self._refuse("is a zip file that torch.save has not written")
         order = members.get("byteorder")
-        if order is not None and self.window.read_at(order.start, order.nbytes) != b"little":
+        if order is not None and (order.nbytes != len(LITTLE) or self.window.read_at(order.start, order.nbytes) != LITTLE):
             self._refuse("has numbers with their highest byte first")
         start, nbytes = members["data.pkl"]
         if nbytes > MOST_PICKLE_BYTES:
