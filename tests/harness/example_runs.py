@@ -10,6 +10,7 @@ import runpy
 from collections.abc import Callable
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -46,6 +47,7 @@ def error_without_local_world_size() -> str:
 def said_at_the_end(*, is_closed: bool) -> tuple[str, bool]:
     """What a program that shards a module says on this rank when it ends, and whether nothing is left to say once its engine is closed."""
     at_the_end: list[Callable[[], None]] = []
+    torch.manual_seed(1)
     dist.init_process_group("gloo")
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as printed:
         patch.setattr(atexit, "register", at_the_end.append)
