@@ -113,7 +113,7 @@ class BlockMemory:
         norm = self.norm_gradients - feed_forward - hidden
         attention = self._attention_gradients - feed_forward - 2 * hidden
         up = hidden - inner + tensor_buffer_bytes(config, self.share, uses_streams=self.is_on_gpu)
-        return max(max(down, activation, norm, attention, self._first_exchange) + self.lasting_buffers, up)
+        return max(max(down, activation, norm, attention, self._first_exchange, self._first_scores) + self.lasting_buffers, up)
 
     @property
     def norm_gradients(self) -> int:
@@ -141,6 +141,14 @@ class BlockMemory:
         """Of forward, but counted from what a whole block keeps. Key heads for several ranks are repeated, and then cut into parts."""
         copies = 2 if self._exchanged == self._qkv else 3
         return 2 * self.hidden + self._qkv + copies * self._exchanged - self.kept if self.share.context_ranks > 1 else 0
+
+    @property
+    def _first_scores(self) -> int:
+        """Of forward: the causal mask of one sample and head in fp32, and where values have 16 bits a copy of the scores in them."""
+        if not self.attention.keeps_scores:
+            return 0
+        copy = self.share.element_bytes * self._scores if self.share.element_bytes < WIDE_BYTES else 0
+        return WIDE_BYTES * self.config.seq_length**2 + copy
 
     @property
     def lasting_buffers(self) -> int:

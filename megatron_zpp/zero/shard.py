@@ -146,14 +146,14 @@ def shard(
     ladder = Ladder(backend, lanes, Ledger(grid, rank), device)
     remind = partial(_remind_to_close, rank)
     engine = ZeroEngine(module, plan.unit_specs, plan.uses, options, ladder, loss_scaler, partial(_end_groups, ladder, groups, remind))
-    if groups:
-        atexit.register(remind)
     for owner, attribute, path in plan.aliases:
         setattr(owner, attribute, module.get_parameter(path))
     digest = _fill(engine, plan.parameters, initialize)
     if initialize is not None:
         _check_alike(backend, device, digest, "first values of parameters")
     module.register_state_dict_pre_hook(_refuse_state_dict)
+    if groups:
+        atexit.register(remind)
     return engine
 
 

@@ -60,3 +60,18 @@ def said_at_the_end(*, is_closed: bool) -> tuple[str, bool]:
         engine.close()
     leave_world()
     return printed.getvalue(), at_the_end == []
+
+
+def reminders_of_a_refused_module() -> int:
+    """How many reminders to close an engine are left on this rank where shard() has refused a module, so that there is no engine."""
+    at_the_end: list[Callable[[], None]] = []
+    dist.init_process_group("gloo")
+    rank = float(dist.get_rank())
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(2, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(atexit, "register", at_the_end.append)
+        with pytest.raises(ValueError, match="first values of parameters"):
+            shard(module, ["0"], initialize=lambda _, shape: torch.full(shape, rank))
+    leave_world()
+    return len(at_the_end)

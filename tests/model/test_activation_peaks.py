@@ -118,3 +118,16 @@ def test_where_scores_are_few_the_estimate_holds_the_copies_that_their_kernel_ke
     )
     peak = peak_bytes(config, dtype, Grid.of_nodes(1, 2, 1, 2), sequence_parallel=False)
     assert peak - largest_gradient(config, dtype) <= estimated <= MOST * peak
+
+
+@pytest.mark.parametrize(("context_ranks", "tensor_ranks"), [(4, 1), (1, 4)])
+def test_where_a_rank_has_one_sample_and_one_head_the_estimate_holds_the_causal_mask(
+    context_ranks: int, tensor_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "SAMPLES", 1)
+    config = small_config(**SHAPE | MODELS["scores"] | KINDS["full"])
+    share = RankShare(1, torch.bfloat16.itemsize, tensor_ranks, context_ranks=context_ranks)
+    estimated = activation_bytes(config, VOCAB, share, attention=AttentionNeed(keeps_scores=True))
+    grid = Grid.of_nodes(1, 4, tensor_ranks, context_ranks)
+    peak = peak_bytes(config, torch.bfloat16, grid, sequence_parallel=False)
+    assert peak - largest_gradient(config, torch.bfloat16) <= estimated <= MOST * peak

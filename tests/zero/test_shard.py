@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.example_runs import error_without_local_world_size, said_at_the_end
+from harness.example_runs import error_without_local_world_size, reminders_of_a_refused_module, said_at_the_end
 from harness.rank_pool import RankPool
 from harness.small_engine import LEARNING_RATE, Job, ModelShape, global_batch, plain_model, train_world
 from harness.worlds import run_world
@@ -344,6 +344,10 @@ def test_a_program_that_ends_without_closing_its_engine_is_told_so_on_every_rank
     for rank, (text, is_all) in enumerate(ranks.run(1, 2, partial(said_at_the_end, is_closed=False))):
         assert text.startswith(f"rank {rank}: the program ends before engine.close()") and is_all
     assert ranks.run(1, 2, partial(said_at_the_end, is_closed=True)) == [("", True)] * 2
+
+
+def test_a_module_that_was_refused_leaves_no_reminder_to_close_its_engine(ranks: RankPool) -> None:
+    assert ranks.run(1, 2, reminders_of_a_refused_module) == [0, 0]
 
 
 def test_a_process_alone_is_a_world_of_one_on_the_device_of_the_module() -> None:
