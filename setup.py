@@ -15,8 +15,8 @@ class BuildAnew(build_py):
 
     def run(self) -> None:
         built = Path(self.build_lib).resolve()
-        for folder in {package.split(".")[0] for package in self.packages or ()}:
-            if built != Path.cwd():  # never the sources themselves
+        if built.is_relative_to(Path.cwd() / "build"):  # a folder that the user names may hold other files
+            for folder in {package.split(".")[0] for package in self.packages or ()}:
                 shutil.rmtree(built / folder, ignore_errors=True)
         super().run()
 

@@ -443,7 +443,7 @@ def _end_groups(ladder: Ladder, groups: Mapping[Lane, dist.ProcessGroup], remind
 
 
 def _remind_to_close(rank: int) -> None:
-    """Says what is wrong with a program that ends before it has closed its engine, unless an exception ends it."""
+    """Says what is wrong with a program that ends before it has closed its engine, unless it ends in a traceback."""
     if not hasattr(sys, "last_type"):
         print(
             f"rank {rank}: the program ends before engine.close(), so an error in weights gathered ahead would not be seen, and threads of "
