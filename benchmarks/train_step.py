@@ -1,11 +1,12 @@
-"""Compares training steps on one node, in turns: time and peak memory. Of our ZeRO-3 and PyTorch's FSDP2, or of sizes of tensor groups.
+"""Compares training steps on one node, in turns: time and peak memory. Of our ZeRO-3 and its peers, or of sizes of tensor groups.
 
     python benchmarks/train_step.py --ranks 2
+    python benchmarks/train_step.py --peers fsdp2 deepspeed    # with DeepSpeed's ZeRO-3, if it is installed
     python benchmarks/train_step.py --ranks 4 --tensor 1 2 4
 
 With --tensor, ZeRO-3 shares its layers among as many ranks, and above 1 also with --sequence-parallel; all have the same batch and
 micro-batch, so T ranks that share layers have T times as many micro-batches.
-Each has processes of its own, because memory is counted per process. Both worlds exist from start to end, but never run at the same time.
+Each has processes of its own, because memory is counted per process. The worlds exist from start to end, but never run at the same time.
 Memory is the peak during the timed steps minus what the process held before it built its model: weights, gradients, optimizer state,
 activations, buffers. On a machine with GPUs there is one rank per GPU over NCCL, and memory is that of the GPU.
 """
@@ -18,6 +19,7 @@ import signal
 import socket
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,12 +28,14 @@ FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
 from report import report  # noqa: E402
-from slow_links.configurations import FSDP2, SMOKE_MODEL, ZERO3, Workload  # noqa: E402
+from slow_links.configurations import DEEPSPEEDS, PEERS, SMOKE_MODEL, ZERO3, Workload  # noqa: E402
+from slow_links.peers import peers_named  # noqa: E402
 from slow_links.ranks import Ranks  # noqa: E402
 
 DEFAULT_MODEL = "--num-layers 10 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 6144"
 SHARED_SMOKE_MODEL = "--num-layers 1 --hidden-size 128 --num-attention-heads 8 --seq-length 16 --vocab-size 1024"
 SECONDS_PER_ANSWER = 600.0
+MISTAKE_EXIT_CODE = 2
 FAILURE_EXIT_CODE = 1
 
 
@@ -57,6 +61,7 @@ class World:
         environment = {"MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workload.world_size))}
         self.ranks = Ranks([[]], workload.ranks_per_node, "127.0.0.1", environment)
         self.machine = self.ranks.start(SECONDS_PER_ANSWER)
+        self._ask(ask="load", name=name)
         self._held = [answer["held_bytes"] for answer in self._ask(ask="reset_peak")]
         self._ask(ask="build", name=name, flags=flags)
         self.seconds: list[float] = []
@@ -86,35 +91,40 @@ def main(arguments: list[str]) -> int:
     workload = Workload(1, options.ranks, options.model, options.micro_batch_size, options.gradient_accumulation, options.flags.split())
     worlds: list[World] = []
     try:
-        for name, flags in compared(workload, options.tensor).items():
+        for name, flags in compared(workload, options.tensor, options.peers).items():
             worlds.append(World(name, workload, flags))
         for index in range(options.rounds):
             for world in worlds if index % 2 == 0 else reversed(worlds):
                 world.run(options.steps)
         results = [world.result() for world in worlds]
-        device = worlds[0].machine["device"]
+        machine = worlds[0].machine
         for world in worlds:
             world.ranks.end()
+    except ValueError as error:
+        print(f"train_step.py: error: {error}", file=sys.stderr)
+        return MISTAKE_EXIT_CODE
     except RuntimeError as error:
         print(f"train_step.py: failed: {error}", file=sys.stderr)
         return FAILURE_EXIT_CODE
     finally:
         for world in worlds:
             world.ranks.kill()
-    setting = {
+    setting: dict[str, object] = {
         "ranks": options.ranks,
         "parameters": workload.parameters,
         "tokens_per_step": workload.tokens_per_step,
-        "device": device,
+        "device": machine["device"],
     }
+    if any(result.name in DEEPSPEEDS for result in results):
+        setting["deepspeed"] = machine["deepspeed"]
     report("train_step.py", arguments, setting, _table(results), {"results": [asdict(result) for result in results]}, options.output)
     return 0
 
 
-def compared(workload: Workload, tensor_sizes: list[int]) -> dict[str, list[str]]:
-    """The flags of the compared configurations, by their names. tensor_sizes: empty for ours and FSDP2."""
+def compared(workload: Workload, tensor_sizes: Sequence[int], peers: Sequence[str]) -> dict[str, list[str]]:
+    """The flags of the compared configurations, by their names. tensor_sizes: empty for ours and the peers. peers: words of --peers."""
     if not tensor_sizes:
-        return {name: workload.flags(name) for name in (FSDP2, ZERO3)}
+        return {name: workload.flags(name) for name in (*peers_named(peers), ZERO3)}
     found = {}
     for size in tensor_sizes:
         flags = [*workload.flags(ZERO3), "--tensor-model-parallel-size", str(size)]
@@ -148,11 +158,16 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, default=2)
     parser.add_argument("--gradient-accumulation", type=int, default=1, metavar="K", help="micro-batches per step (default: %(default)s)")
     parser.add_argument("--tensor", type=int, nargs="+", default=[], metavar="T", help="sizes of tensor groups to compare")
+    parser.add_argument(
+        "--peers", nargs="+", choices=PEERS, default=["fsdp2"], metavar="PEER", help=f"of {', '.join(PEERS)} (default: fsdp2 alone)"
+    )
     parser.add_argument("--output", type=Path, metavar="JSON", help="file to write the same figures to")
     parser.add_argument("--smoke", action="store_true", help="a tiny model and one round; its figures mean nothing")
     options = parser.parse_args(arguments)
     if options.smoke:
         vars(options).update(model=SHARED_SMOKE_MODEL if options.tensor else SMOKE_MODEL, rounds=1, steps=2)
+    if options.tensor and options.peers != ["fsdp2"]:
+        parser.error(f"--peers {' '.join(options.peers)} has no meaning with --tensor, which compares our ZeRO-3 alone; give one of them")
     for size in options.tensor:
         if size < 1 or options.ranks % size:
             parser.error(f"--tensor {size} does not divide --ranks {options.ranks}; leave it out")

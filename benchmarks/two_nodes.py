@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,9 +26,9 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 from report import origin  # noqa: E402
 from slow_links.analysis import analyse  # noqa: E402
 from slow_links.chart import draw  # noqa: E402
-from slow_links.configurations import DEFAULT_MODEL, FSDP2, OURS, PEERS, SMOKE_MODEL, Workload  # noqa: E402
-from slow_links.deepspeed_zero3 import check_installed  # noqa: E402
+from slow_links.configurations import DEFAULT_MODEL, OURS, PEERS, SMOKE_MODEL, Workload  # noqa: E402
 from slow_links.measurement import Plan, measure, smallest_hop  # noqa: E402
+from slow_links.peers import peers_named  # noqa: E402
 from slow_links.rates import Rate  # noqa: E402
 from slow_links.record import Record  # noqa: E402
 from slow_links.report import markdown  # noqa: E402
@@ -61,22 +60,12 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     smallest_hop(workload)
     record = Record(options.output.with_suffix(".json"), _subject(workload, options), starts_anew=options.fresh)
     if not options.report_only:
-        names = compared(options.peers)
+        names = [*peers_named(options.peers), *OURS]
         record.check_configurations(names)
         enter_own_network([str(FOLDER / "two_nodes.py"), *arguments])
         _measure(workload, Plan(names, rates, options.rounds, options.seconds, options.profile), record, arguments)
     _report(record, workload, options.output)
     return 0
-
-
-def compared(peers: Sequence[str]) -> list[str]:
-    """The configurations to measure. peers: words of --peers. Raises ValueError without FSDP2, or if DeepSpeed is not installed."""
-    names = [PEERS[peer] for peer in PEERS if peer in peers]
-    if FSDP2 not in names:
-        raise ValueError(f"--peers {' '.join(peers)} leaves out fsdp2, which the tables compare with; add fsdp2.")
-    if "deepspeed" in peers:
-        check_installed()
-    return [*names, *OURS]
 
 
 def _measure(workload: Workload, plan: Plan, record: Record, arguments: list[str]) -> None:
@@ -132,7 +121,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, default=1)
     parser.add_argument("--gradient-accumulation", type=int, default=1, metavar="K", help="micro-batches per step (default: %(default)s)")
     parser.add_argument(
-        "--peers", nargs="+", choices=PEERS, default=["fsdp2"], metavar="PEER", help="of fsdp2 and deepspeed (default: fsdp2 alone)"
+        "--peers", nargs="+", choices=PEERS, default=["fsdp2"], metavar="PEER", help=f"of {', '.join(PEERS)} (default: fsdp2 alone)"
     )
     parser.add_argument("--profile", action="store_true", help="also count collectives, and time codecs and waits, on rank 0")
     parser.add_argument("--output", type=Path, metavar="STEM", help="files to write, without suffix")
@@ -148,7 +137,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if options.output is None:
         folder = FOLDER.parent / "runs" / "smoke" if options.smoke else FOLDER / "results"
         accumulation = f"_k{options.gradient_accumulation}" if options.gradient_accumulation > 1 else ""
-        options.output = folder / f"two_nodes_{options.nodes}x{options.ranks_per_node}{accumulation}"
+        peers = "" if options.peers == ["fsdp2"] else "_deepspeed"
+        options.output = folder / f"two_nodes_{options.nodes}x{options.ranks_per_node}{accumulation}{peers}"
     return options
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slow_links.configurations import FSDP2, NAMES, OURS, ZERO3, Workload
+from slow_links.configurations import FSDP2, NAMES, OURS, PEERS, ZERO3, Workload
 from slow_links.rates import UNLIMITED, Rate
 from slow_links.record import Record
 
@@ -64,13 +64,18 @@ class Row:
 class Rated:
     """All configurations at one rate.
 
-    f: share of ZeRO-3's step that links cost. fsdp2_3m_seconds: FSDP2's step if its reduce-scatter moved only the necessary bytes.
+    f: share of ZeRO-3's step that links cost. ring_seconds: of each peer, its step if its reduce-scatter moved only the necessary bytes.
     """
 
     rate: Rate
     f: float | None
-    fsdp2_3m_seconds: float
+    ring_seconds: dict[str, float]
     rows: dict[str, Row]
+
+    @property
+    def fsdp2_3m_seconds(self) -> float:
+        """FSDP2's step with 3M."""
+        return self.ring_seconds[FSDP2]
 
     def gain_by_part(self, name: str) -> dict[str, float]:
         """The factors whose product is the speedup of `name` over FSDP2."""
@@ -94,14 +99,20 @@ def _rated(rate: Rate, record: Record, workload: Workload, unlimited: Sequence[R
     if unlimited and rate.is_limited:
         f = max(0.0, 1 - _median(unlimited, ZERO3, "seconds") / _median(rounds, ZERO3, "seconds"))
     rows = {name: _row(name, rounds, workload, f) for name in NAMES if name in rounds[0]}
-    seconds = rows[FSDP2].seconds.median
-    least = _median(unlimited, FSDP2, "seconds") if unlimited else 0.0
-    spared = fsdp2_bytes_spared(workload) / rate.bytes_per_second
-    return Rated(rate, f, max(min(least, seconds), seconds - spared), rows)
+    return Rated(
+        rate, f, {name: _ring_seconds(name, rate, workload, rows[name], unlimited) for name in PEERS.values() if name in rows}, rows
+    )
 
 
-def fsdp2_bytes_spared(workload: Workload) -> float:
-    """Bytes into a node that FSDP2 would not move if gloo's reduce-scatter were a ring: (W - 1) / W of the model per micro-batch."""
+def _ring_seconds(name: str, rate: Rate, workload: Workload, row: Row, unlimited: Sequence[Round]) -> float:
+    """The peer's step without the bytes that gloo's reduce-scatter moves beyond a ring's; at least its step without limit."""
+    seconds = row.seconds.median
+    least = _median(unlimited, name, "seconds") if unlimited else 0.0
+    return max(min(least, seconds), seconds - bytes_spared_by_ring(workload) / rate.bytes_per_second)
+
+
+def bytes_spared_by_ring(workload: Workload) -> float:
+    """Bytes into a node that a peer would not move if gloo's reduce-scatter were a ring: (W - 1) / W of the model per micro-batch."""
     world_size = workload.world_size
     return workload.microbatches * 2 * workload.parameters * (world_size - 1) / world_size
 

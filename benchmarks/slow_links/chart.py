@@ -8,7 +8,7 @@ from pathlib import Path
 from slow_links.analysis import Rated
 from slow_links.configurations import FSDP2, NAMES, SETS, ZERO3, Workload
 
-COLOURS = dict(zip(NAMES, ("0.45", "0.7", "0.0", "C0", "C1", "C2", "C3", "C4"), strict=True))
+COLOURS = dict(zip(NAMES, ("0.45", "C5", "C6", "C8", "0.0", "C0", "C1", "C2", "C3", "C4"), strict=True))
 
 
 def draw(ratings: Sequence[Rated], workload: Workload, path: Path) -> None:

@@ -13,7 +13,11 @@ from megatron_zpp.model.flops import parameter_count
 
 FSDP2 = "FSDP2"
 DEEPSPEED = "DeepSpeed ZeRO-3"
-PEERS = {"fsdp2": FSDP2, "deepspeed": DEEPSPEED}  # by the word of --peers
+DEEPSPEED_KEPT = "DeepSpeed ZeRO-3 (weights kept)"
+DEEPSPEED_HPZ = "DeepSpeed hpZ"
+DEEPSPEEDS = (DEEPSPEED, DEEPSPEED_KEPT, DEEPSPEED_HPZ)
+# By the word of --peers.
+PEERS = {"fsdp2": FSDP2, "deepspeed": DEEPSPEED, "deepspeed-kept": DEEPSPEED_KEPT, "deepspeed-hpz": DEEPSPEED_HPZ}
 ZERO3 = "ZeRO-3"
 ALL = "ZeRO++"
 LEAN = "lean"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from report import commands_of, machine_text
 
 from slow_links.analysis import Rated, Row
-from slow_links.configurations import DEEPSPEED, SETS, ZERO3, Workload
+from slow_links.configurations import DEEPSPEEDS, SETS, ZERO3, Workload
 from slow_links.prediction import Prediction
 from slow_links.rates import UNLIMITED, Rate
 from slow_links.record import Record
@@ -45,8 +45,8 @@ def _facts(record: Record, workload: Workload) -> str:
         if name.startswith("achieved at "):
             rates = ", ".join(f"{nbytes} at {rate / 1e6:.4g} mbit" for nbytes, rate in achieved.items())
             lines.append(f"- {name.removeprefix('achieved at ')}: {rates}")
-    if any(DEEPSPEED in rounds[0] for rounds in record.content["rates"].values()):
-        lines += ["", f"{DEEPSPEED} {notes.get('deepspeed')} runs without its ZeRO++, because its quantization needs a GPU."]
+    if any(name in rounds[0] for rounds in record.content["rates"].values() for name in DEEPSPEEDS):
+        lines += ["", f"DeepSpeed {notes.get('deepspeed')} runs without the quantization of its ZeRO++, which has no code for a CPU."]
     return "\n".join(lines)
 
 
@@ -79,7 +79,9 @@ def _table_of(rated: Rated) -> str:
     lines = [f"### {rated.rate}{f}", "", *_table(header, rows)]
     if rated.rate.is_limited:
         parts = [f"{name} over FSDP2, by part: {_parts(rated, name)}." for name in SETS if name in rated.rows]
-        lines += ["", " ".join([f"FSDP2 with 3M, modelled: {rated.fsdp2_3m_seconds * 1e3:.0f} ms.", *parts])]
+        others = [f"{name} {rated.ring_seconds[name] * 1e3:.0f} ms" for name in DEEPSPEEDS if name in rated.rows]
+        modelled = [f"Without gloo's extra bytes, modelled: {', '.join(others)}."] if others else []
+        lines += ["", " ".join([f"FSDP2 with 3M, modelled: {rated.fsdp2_3m_seconds * 1e3:.0f} ms.", *modelled, *parts])]
     return "\n".join(lines)
 
 

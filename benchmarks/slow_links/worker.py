@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,15 @@ import torch.distributed as dist
 from megatron_zpp.monitor.memory import max_memory_bytes
 from megatron_zpp.parallel.initialize import World, choose_device
 from megatron_zpp.parallel.launch import read_launch
-from slow_links.configurations import DEEPSPEED, FSDP2
-from slow_links.deepspeed_zero3 import DeepSpeedTraining, installed_version
+from slow_links.configurations import DEEPSPEEDS, FSDP2
+from slow_links.deepspeed_zero3 import DeepSpeedTraining, installed_version, load
 from slow_links.fsdp2 import Fsdp2Training
 from slow_links.ours import OurTraining, Training
 
 PROBE_PORT = 29700
 PROBE_PAUSE_SECONDS = 0.3  # long enough for the token bucket to fill
 SECONDS_WITHOUT_ANSWER = 60.0
+LEARNING_STEPS = 2  # DeepSpeed gathers ahead of use once it has recorded the order of the modules in its second step
 
 
 class Rank:
@@ -47,9 +49,21 @@ class Rank:
     def introduce(self) -> dict[str, Any]:
         return {"device": self._world.device.type, "torch": torch.__version__, "deepspeed": installed_version()}
 
+    def load(self, name: str) -> dict[str, Any]:
+        """Imports what a peer needs, so that this memory does not count as its model's."""
+        if name in DEEPSPEEDS:
+            load(self._world.device)
+        return {}
+
     def build(self, name: str, flags: list[str]) -> dict[str, Any]:
-        peers: dict[str, Callable[..., Training]] = {FSDP2: Fsdp2Training, DEEPSPEED: DeepSpeedTraining}
-        self._trainings[name] = peers.get(name, OurTraining)(flags, self._launch, self._world)
+        """Builds a configuration and runs the steps in which it may still learn its own order."""
+        peers: dict[str, Callable[..., Training]] = {FSDP2: Fsdp2Training}
+        peers |= {peer: partial(DeepSpeedTraining, peer) for peer in DEEPSPEEDS}
+        training = peers.get(name, OurTraining)(flags, self._launch, self._world)
+        self._trainings[name] = training
+        for _ in range(LEARNING_STEPS):
+            training.step()
+        training.drain()
         return {"resident_bytes": _resident_bytes()}
 
     def run(self, name: str, steps: int, is_profiled: bool = False) -> dict[str, Any]:

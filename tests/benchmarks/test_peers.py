@@ -1,4 +1,4 @@
-"""Tests the choice of configurations of benchmarks/two_nodes.py, and its DeepSpeed peer against a stand-in."""
+"""Tests the choice of configurations of benchmarks/two_nodes.py, and the calls of its DeepSpeed peer, with a stand-in for the package."""
 
 from __future__ import annotations
 
@@ -14,8 +14,20 @@ import torch
 import torch.distributed as dist
 import two_nodes
 from slow_links import deepspeed_zero3
-from slow_links.configurations import ALL, DEEPSPEED, FSDP2, LEAN, OURS, SMOKE_MODEL, ZERO3, Workload
+from slow_links.configurations import (
+    ALL,
+    DEEPSPEED,
+    DEEPSPEED_HPZ,
+    DEEPSPEED_KEPT,
+    DEEPSPEEDS,
+    FSDP2,
+    LEAN,
+    SMOKE_MODEL,
+    ZERO3,
+    Workload,
+)
 from slow_links.deepspeed_zero3 import PACKAGE, DeepSpeedTraining
+from slow_links.peers import peers_named
 from slow_links.rates import UNLIMITED
 from slow_links.record import Record
 from torch import Tensor, nn
@@ -44,20 +56,26 @@ def test_lean_sends_differences_of_a_kept_copy() -> None:
 
 
 def test_by_default_fsdp2_is_the_only_peer() -> None:
-    assert two_nodes.compared(two_nodes._parse([]).peers) == [FSDP2, *OURS]
+    assert peers_named(two_nodes._parse([]).peers) == [FSDP2]
+
+
+def test_results_with_deepspeed_have_a_file_of_their_own() -> None:
+    names = [two_nodes._parse(words).output.name for words in ([], ["--peers", "deepspeed", "fsdp2"])]
+    assert names == ["two_nodes_2x2", "two_nodes_2x2_deepspeed"]
 
 
 def test_fsdp2_cannot_be_left_out() -> None:
     with pytest.raises(ValueError, match="--peers deepspeed leaves out fsdp2.*add fsdp2"):
-        two_nodes.compared(["deepspeed"])
+        peers_named(["deepspeed"])
 
 
+@pytest.mark.parametrize("word", ["deepspeed", "deepspeed-kept", "deepspeed-hpz"])
 def test_without_deepspeed_its_peer_is_refused_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str
 ) -> None:
     monkeypatch.setitem(sys.modules, PACKAGE, None)
     monkeypatch.setattr(two_nodes, "enter_own_network", lambda words: pytest.fail("a network was made"))
-    code = two_nodes.main(["--peers", "fsdp2", "deepspeed", "--smoke", "--output", str(tmp_path / "smoke")])
+    code = two_nodes.main(["--peers", "fsdp2", word, "--smoke", "--output", str(tmp_path / "smoke")])
     assert code == two_nodes.MISTAKE_EXIT_CODE
     assert "--peers deepspeed needs the package deepspeed, which is not installed" in capsys.readouterr().err
 
@@ -68,6 +86,28 @@ def test_rounds_of_other_configurations_are_not_continued(tmp_path: Path) -> Non
     record.check_configurations([ZERO3, FSDP2])
     with pytest.raises(ValueError, match="holds rounds of FSDP2, ZeRO-3, and .*lean are to be measured.*--fresh"):
         record.check_configurations([FSDP2, ZERO3, LEAN])
+
+
+LAUNCH = read_launch({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
+
+
+def zero_keys_of(name: str) -> dict[str, Any]:
+    workload = Workload(2, 2, TINY)
+    config = resolve(parse_flags(workload.flags(name)), workload.world_size, workload.ranks_per_node)
+    keys: dict[str, Any] = deepspeed_zero3.settings(name, config, LAUNCH, 1000)["zero_optimization"]
+    return keys
+
+
+KEYS = {name: zero_keys_of(name) for name in DEEPSPEEDS}
+
+
+def test_deepspeed_releases_weights_after_forward_unless_they_are_to_be_kept() -> None:
+    limits = {name: (keys.get("stage3_max_live_parameters"), keys.get("stage3_max_reuse_distance")) for name, keys in KEYS.items()}
+    assert limits == {DEEPSPEED: (2000, 0), DEEPSPEED_HPZ: (2000, 0), DEEPSPEED_KEPT: (None, None)}
+
+
+def test_the_secondary_copies_of_deepspeed_are_those_of_a_node() -> None:
+    assert [keys.get("zero_hpz_partition_size") for keys in KEYS.values()] == [None, None, 2]
 
 
 @dataclass
@@ -124,10 +164,11 @@ def test_the_deepspeed_peer_makes_a_step_of_all_its_micro_batches(stand_in: list
     launch = read_launch(
         {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     )
-    training = DeepSpeedTraining(workload.flags(DEEPSPEED), launch, world)  # type: ignore[arg-type]
+    training = DeepSpeedTraining(DEEPSPEED, workload.flags(DEEPSPEED), launch, world)  # type: ignore[arg-type]
     losses = [training.step() for _ in range(3)]
     assert losses[2] < losses[1] < losses[0]
     engine = stand_in[0]
     assert engine.calls == ["backward", "step"] * 9
     assert engine.config["zero_optimization"]["stage"] == 3 and engine.config["bf16"]["enabled"]
+    assert engine.config["zero_optimization"]["reduce_bucket_size"] == sum(weight.numel() for weight in engine.model.blocks[0].parameters())
     assert [group["weight_decay"] > 0 for group in engine.optimizer.param_groups] == [True, False]

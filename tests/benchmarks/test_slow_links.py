@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from slow_links import sandbox
 from slow_links.analysis import Rated, analyse
-from slow_links.configurations import ALL, FSDP2, NAMES, SMOKE_MODEL, ZERO3, Workload
+from slow_links.configurations import ALL, DEEPSPEED, FSDP2, NAMES, SMOKE_MODEL, ZERO3, Workload
 from slow_links.measurement import chosen_rates, smallest_hop
 from slow_links.rates import UNLIMITED, Rate
 from slow_links.record import Record
@@ -94,6 +94,11 @@ def test_the_parts_of_the_gain_over_fsdp2_multiply_to_it(tmp_path: Path) -> None
     assert product == pytest.approx(10.0)
     spared_seconds = 2 * WORKLOAD.parameters * 3 / 4 / 1e6
     assert limited(tmp_path).fsdp2_3m_seconds == pytest.approx(40 - spared_seconds)
+
+
+def test_without_gloos_extra_bytes_no_peer_is_faster_than_without_a_limit(tmp_path: Path) -> None:
+    """DeepSpeed takes 1 s at both rates, less than the spared bytes would take at 8 mbit."""
+    assert limited(tmp_path).ring_seconds[DEEPSPEED] == 1.0
 
 
 def test_rates_are_chosen_after_the_step_without_limit_and_kept(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ WORKLOAD = Workload(1, 4, SHARED_SMOKE_MODEL, micro_batch_size=2)
 
 
 def test_without_sizes_of_groups_ours_is_compared_with_fsdp2() -> None:
-    assert list(compared(WORKLOAD, [])) == [FSDP2, ZERO3]
+    assert list(compared(WORKLOAD, [], _parse([]).peers)) == [FSDP2, ZERO3]
 
 
 def test_every_size_of_a_group_trains_on_the_same_samples_in_micro_batches_of_the_same_size() -> None:
-    found = compared(WORKLOAD, [1, 2, 4])
+    found = compared(WORKLOAD, [1, 2, 4], ["fsdp2"])
     assert list(found) == ["T = 1", "T = 2", "T = 2, sequence parallel", "T = 4", "T = 4, sequence parallel"]
     for flags in found.values():
         config = resolve(parse_flags(flags), 4, 4)
@@ -30,6 +30,12 @@ def test_every_size_of_a_group_trains_on_the_same_samples_in_micro_batches_of_th
             batches = same_batches(config, range(data_rank, 4, data_ranks))
             samples |= {next(batches).first_sample for _ in range(tensor_ranks)}
         assert samples == {0, 2, 4, 6}
+
+
+def test_peers_and_sizes_of_groups_are_not_compared_together(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _parse(["--ranks", "4", "--tensor", "2", "--peers", "fsdp2", "deepspeed"])
+    assert "--peers fsdp2 deepspeed has no meaning with --tensor" in capsys.readouterr().err
 
 
 def test_a_size_that_does_not_divide_the_ranks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
