@@ -1,7 +1,7 @@
 """Translates a DeepSpeed JSON into flags. A value in it counts as a given flag; messages name file, key and value.
 
 The tables list every key by its dotted path: keys that set a field, keys that change nothing here, and keys that are refused.
-Source: https://www.deepspeed.ai/docs/config-json and the configuration classes of DeepSpeed 0.17.
+Source: https://www.deepspeed.ai/docs/config-json and the configuration classes of DeepSpeed 0.17 and 0.19.8.
 """
 
 from __future__ import annotations
@@ -54,48 +54,57 @@ FREE_FIELD = "log_interval"  # the flag wins: steps_per_print is the interval of
 MICRO_KEY, ACCUMULATION_KEY, GLOBAL_KEY = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 BATCH_KEYS = (GLOBAL_KEY, MICRO_KEY, ACCUMULATION_KEY)
 
+# Names that DeepSpeed still reads, with today's name.
+OLDER_SECTIONS: Mapping[str, str] = {"bfloat16": "bf16"}
+
 # Keys that change neither numbers nor memory here, whatever their value.
 WITHOUT_MEANING: frozenset[str] = frozenset(
     """
-    zero_optimization.allgather_bucket_size zero_optimization.allgather_partitions zero_optimization.contiguous_gradients
-    zero_optimization.cpu_offload_use_pin_memory zero_optimization.elastic_checkpoint zero_optimization.gather_16bit_weights_on_model_save
+    zero_optimization.allgather_bucket_size zero_optimization.allgather_partitions zero_optimization.allgather_sequential
+    zero_optimization.contiguous_gradients zero_optimization.cpu_offload_use_pin_memory zero_optimization.elastic_checkpoint
+    zero_optimization.enable_sanity_checks zero_optimization.gather_16bit_weights_on_model_save
     zero_optimization.ignore_unused_parameters zero_optimization.load_from_fp32_weights zero_optimization.log_trace_cache_warnings
     zero_optimization.max_live_parameters zero_optimization.max_reuse_distance zero_optimization.memory_efficient_linear
     zero_optimization.model_persistence_threshold zero_optimization.module_granularity_threshold zero_optimization.overlap_comm
-    zero_optimization.override_module_apply zero_optimization.param_persistence_threshold
+    zero_optimization.override_module_apply zero_optimization.param_persistence_threshold zero_optimization.parameter_alignment
     zero_optimization.pipeline_loading_checkpoint zero_optimization.prefetch_bucket_size zero_optimization.reduce_bucket_size
-    zero_optimization.reduce_scatter zero_optimization.round_robin_gradients
+    zero_optimization.reduce_scatter zero_optimization.round_robin_gradients zero_optimization.stage3_allgather_sequential
     zero_optimization.stage3_gather_16bit_weights_on_model_save zero_optimization.stage3_gather_fp16_weights_on_model_save
     zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
     zero_optimization.stage3_model_persistence_threshold zero_optimization.stage3_module_granularity_threshold
     zero_optimization.stage3_param_persistence_threshold zero_optimization.stage3_prefetch_bucket_size
     zero_optimization.stage3_use_all_reduce_for_fetch_params zero_optimization.sub_group_size
     zero_optimization.use_all_reduce_for_fetch_params zero_optimization.use_multi_rank_bucket_allreduce
-    bf16.immediate_grad_update bf16.check_grad_overflow
+    bf16.immediate_grad_update data_types.buffer_dtype data_types.keep_in_fp32_modules
     activation_checkpointing.number_checkpoints activation_checkpointing.profile
     activation_checkpointing.synchronize_checkpoint_boundary
-    checkpoint.tag_validation checkpoint.parallel_write aio dataloader_drop_last dump_state memory_breakdown
+    checkpoint.checkpoint_serialization checkpoint.tag_validation checkpoint.parallel_write checkpoint.writer
+    aio dataloader_drop_last disable_python_gc dump_state log_level memory_breakdown
     wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
     """.split()
 )
 
+OFF: tuple[Any, ...] = (None, False)
+ON: tuple[Any, ...] = (None, True)
 SAME_MEAN = "the mean of gradients is the same wherever it is divided"
-# Keys that change nothing here, with what is done anyway.
-NOT_NEEDED: Mapping[str, str] = {
-    "prescale_gradients": SAME_MEAN,
-    "gradient_predivide_factor": SAME_MEAN,
-    "comms_logger": "--log-jsonl always has the bytes of each link",
-    "flops_profiler": "training lines always have the FLOP/s",
-    "timers": "training lines always have the times",
+# Keys that change nothing here. For each: the values that ask for nothing else than is done, and what is done for other values too.
+NOT_NEEDED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "prescale_gradients": (OFF, SAME_MEAN),
+    "gradient_predivide_factor": (OFF, SAME_MEAN),
+    "bf16.check_grad_overflow": (ON, "a step whose gradient is not finite is always skipped"),
+    "zero_optimization.compute_grad_norm": (ON, "the norm is always computed, because a step without a finite one is skipped"),
+    "comms_logger": (OFF, "--log-jsonl always has the bytes of each link"),
+    "flops_profiler": (OFF, "training lines always have the FLOP/s"),
+    "timers": (OFF, "training lines always have the times"),
 }
 
-OFF: tuple[Any, ...] = (None, False)
 NOTHING_TO_PUT = "leave the key out"
 PARAMETERS_OFFLOADED = "in stage 3 the weights at rest are the main weights, which offload_optimizer keeps on the host; use that key"
 
 ABSENT_FEATURES = """
-    autotuning compile compression_training curriculum_learning data_efficiency eigenvalue elasticity graph_harvesting hybrid_engine
-    nebula pipeline progressive_layer_drop quantize_training sparse_attention use_data_before_expert_parallelism
+    autotuning compile compression_training curriculum_learning data_efficiency datastates_ckpt eigenvalue elasticity expert_parallel
+    graph_harvesting hybrid_engine nebula pipeline progressive_layer_drop quantize_training sparse_attention
+    use_data_before_expert_parallelism weight_quantization
 """.split()
 
 # Keys that would change memory, numbers or output and are not available. For each: the values that are accepted, because they ask for
@@ -112,6 +121,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
             "mics_hierarchical_params_gather": "use zero_hpz_partition_size",
             "legacy_stage1": NOTHING_TO_PUT,
             "leaf_module": NOTHING_TO_PUT,
+            "save_muon_momentum_buffer_in_memory": NOTHING_TO_PUT,
         }.items()
     },
     "zero_optimization.mics_shard_size": ((*OFF, -1), "use zero_hpz_partition_size"),
@@ -120,6 +130,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "fp16.fp16_master_weights_and_grads": (OFF, "main weights and their gradients are fp32; leave the key out"),
     "bf16.bf16_master_weights_and_grads": (OFF, "main weights and their gradients are fp32; leave the key out"),
     "bf16.bf16_optimizer_states": (OFF, "optimizer state is fp32; leave the key out"),
+    "data_types.param_dtype": ((None,), "use --fp16 or --bf16"),
     "data_types.grad_accum_dtype": ((None, "fp32"), "gradients are summed in fp32; leave the key out"),
     "checkpoint.load_universal": (OFF, "use --load, which takes a checkpoint of any number of ranks"),
     "checkpoint.use_node_local_storage": (OFF, "use --save with a path that every rank sees"),
@@ -129,6 +140,8 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "scheduler": (OFF, "use --lr-decay-style and --lr-warmup-iters"),
     "communication_data_type": (OFF, "use --zero-quantized-gradients, or leave the key out"),
     "seq_parallel_communication_data_type": (OFF, NOTHING_TO_PUT),
+    "gradient_allreduce_op": ((None, "mean"), "gradients are averaged; leave the key out"),
+    "managed_gradient_accumulation": (ON, "the training script counts the micro-batches of a step; leave the key out"),
     "fp32_allreduce": (OFF, "gradients cross links in the working precision; leave the key out"),
     "sparse_gradients": (OFF, NOTHING_TO_PUT),
     "disable_allgather": (OFF, NOTHING_TO_PUT),
@@ -229,7 +242,11 @@ def check_agreement(config: Config, setting: Setting) -> None:
 
 
 def _flattened(file: str, found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in found.items():
+    for older, name in OLDER_SECTIONS.items():
+        if older in found and name in found:
+            raise FlagError(f"{older} and {name} in {file} are two names of one section; leave {older} out.")
+    for written, value in found.items():
+        key = OLDER_SECTIONS.get(written, written)
         if key not in SECTIONS:
             yield _known(file, key), value
         elif isinstance(value, dict):
@@ -349,8 +366,8 @@ def _meant_for_all(fits_world: bool, ranks: RankCounts) -> str:
 def _notices(entries: Entries, values: Mapping[str, Any]) -> Iterator[str]:
     flags = [in_words(name, value) for name, value in values.items() if value is not False]
     yield f"{entries.file} sets {' '.join(flags) or 'no flag'}"
-    for key, reason in NOT_NEEDED.items():
-        if not asks_for_nothing(entries.values.get(key), OFF):
+    for key, (neutral, reason) in NOT_NEEDED.items():
+        if not asks_for_nothing(entries.values.get(key), neutral):
             yield f"{entries.file}: {key} has no effect here ({reason})"
     without_meaning = [key.rpartition(".")[2] for key in entries.values if key in WITHOUT_MEANING]
     if without_meaning:

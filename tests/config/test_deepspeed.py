@@ -371,7 +371,8 @@ def test_a_key_that_is_not_available_is_refused_unless_neutral(key):
     neutral, remedy = REFUSED[key]
     for value in neutral:
         assert translated(nested(key, value)).notices == ("ds.json sets no flag",)
-    for value in (True, 17, "bf16", {"device": "cpu"}, {"enabled": True, "type": "x"}):
+    others = [value for value in (True, 17, "bf16", {"device": "cpu"}, {"enabled": True, "type": "x"}) if value not in neutral]
+    for value in others:
         assert message_of(translated, nested(key, value)) == f"{key} {json.dumps(value)} in ds.json is not available; {remedy}."
 
 
@@ -386,6 +387,26 @@ def test_a_key_that_is_not_available_is_refused_unless_neutral(key):
 )
 def test_what_is_turned_off_is_accepted(content):
     assert translated(content).given == {"deepspeed_config"}
+
+
+@pytest.mark.parametrize(
+    "key, usual, other, reason",
+    [
+        ("bf16.check_grad_overflow", True, False, "a step whose gradient is not finite is always skipped"),
+        ("zero_optimization.compute_grad_norm", True, False, "the norm is always computed"),
+        ("prescale_gradients", False, True, "the mean of gradients is the same"),
+        ("comms_logger", {"enabled": False, "verbose": True}, {"enabled": True}, "--log-jsonl always has the bytes"),
+    ],
+)
+def test_a_key_that_asks_for_something_else_than_is_done_anyway_gets_a_line(key, usual, other, reason):
+    assert translated(nested(key, usual)).notices == ("ds.json sets no flag",)
+    assert translated(nested(key, other)).notices[-1].startswith(f"ds.json: {key} has no effect here ({reason}")
+
+
+def test_the_older_name_of_the_bf16_section_is_read_and_never_beside_the_new_one():
+    assert translated({"bfloat16": {"enabled": True}}).precision.bf16
+    text = message_of(translated, {"bfloat16": {"enabled": True}, "bf16": {"enabled": True}})
+    assert text == "bfloat16 and bf16 in ds.json are two names of one section; leave bfloat16 out."
 
 
 @pytest.mark.parametrize("key", [*sorted(FIELDS), *sorted(REFUSED), "train_batch_size", "gradient_accumulation_steps"])
@@ -527,9 +548,13 @@ def test_a_flag_of_the_command_line_has_no_source_in_messages():
 ZERO = """stage contiguous_gradients reduce_scatter reduce_bucket_size allgather_bucket_size overlap_comm sub_group_size offload_param
     offload_optimizer stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance
     stage3_gather_16bit_weights_on_model_save zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights
-    zero_quantized_gradients zeropp_loco_param mics_shard_size mics_hierarchical_params_gather"""
+    zero_quantized_gradients zeropp_loco_param mics_shard_size mics_hierarchical_params_gather allgather_sequential
+    stage3_allgather_sequential parameter_alignment enable_sanity_checks compute_grad_norm save_muon_momentum_buffer_in_memory leaf_module
+    module_granularity_threshold log_trace_cache_warnings"""
 TOP = """gradient_clipping train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print wall_clock_breakdown
-    optimizer scheduler amp communication_data_type"""
+    optimizer scheduler amp communication_data_type gradient_allreduce_op managed_gradient_accumulation disable_python_gc log_level
+    weight_quantization expert_parallel datastates_ckpt data_types.param_dtype data_types.buffer_dtype data_types.keep_in_fp32_modules
+    checkpoint.writer checkpoint.checkpoint_serialization"""
 
 
 @pytest.mark.parametrize("key", [f"zero_optimization.{key}" for key in ZERO.split()] + TOP.split())
