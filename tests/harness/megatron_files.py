@@ -5,12 +5,17 @@ Nothing here comes from the package's tables of names and orders: both were writ
 
 from __future__ import annotations
 
+import sys
 import warnings
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import IntEnum
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -376,7 +381,10 @@ def _write_pipeline(tag: Path, named: Mapping[str, Tensor], rank: int, model: GP
 
 
 def _write_stage_3(tag: Path, named: Mapping[str, Tensor], rank: int, data_ranks: int, state: Mapping[str, Any]) -> None:
-    """Each data rank has an equal part of every parameter, the last ones padded, in two groups of different lengths."""
+    """Each data rank has an equal part of every parameter, the last ones padded, in two groups of different lengths.
+
+    As DeepSpeed 0.19.8 writes them: the stage is a member of an enumeration, and the flat groups have an attribute.
+    """
     shapes = [OrderedDict((f"module.{name}", value.shape) for name, value in named.items())]
     for data_rank in range(data_ranks):
         parts = []
@@ -386,7 +394,22 @@ def _write_stage_3(tag: Path, named: Mapping[str, Tensor], rank: int, data_ranks
             parts.append(padded[data_rank * length : (data_rank + 1) * length])
         flat = torch.cat(parts)
         groups = [flat[:100].clone(), flat[100:].clone()]
+        for number, group in enumerate(groups):
+            group.ds_id = f"{number}_0"  # type: ignore[attr-defined]
         name = f"zero_pp_rank_{data_rank}_mp_rank_{rank:02d}"
         torch.save({**state, "module": None, "param_shapes": shapes}, tag / f"{name}_model_states.pt")
-        optimizer = {"zero_stage": 3, "partition_count": data_ranks, "fp32_flat_groups": groups}
-        torch.save({"optimizer_state_dict": optimizer, "ds_config": {}}, tag / f"bf16_{name}_optim_states.pt")
+        with _zero_stage(3) as stage:
+            optimizer = {"zero_stage": stage, "partition_count": data_ranks, "fp32_flat_groups": groups}
+            torch.save({"optimizer_state_dict": optimizer, "ds_config": {}}, tag / f"bf16_{name}_optim_states.pt")
+
+
+@contextmanager
+def _zero_stage(number: int) -> Iterator[IntEnum]:
+    """A member of a class of the name that DeepSpeed's stages have in a pickle."""
+    place = "deepspeed.runtime.zero.config"
+    kind = IntEnum("ZeroStageEnum", {f"stage_{number}": number}, module=place)
+    parts = place.split(".")
+    modules = {name: ModuleType(name) for name in (".".join(parts[: length + 1]) for length in range(len(parts)))}
+    modules[place].ZeroStageEnum = kind  # type: ignore[attr-defined]
+    with patch.dict(sys.modules, modules):
+        yield kind(number)

@@ -43,6 +43,8 @@ ELEMENT_BYTES = {
 }
 REBUILD = "torch._utils._rebuild_tensor_v2"
 REBUILD_PARAMETER = "torch._utils._rebuild_parameter"
+REBUILD_WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"  # of a tensor on which Python attributes were set
+PLAIN_TENSOR = "torch.Tensor"
 SIZE = "torch.Size"
 
 
@@ -81,6 +83,7 @@ class TorchFile:
         """
         if isinstance(record, Made) and record.is_made_by(REBUILD_PARAMETER) and isinstance(record.arguments, tuple):
             record = record.arguments[0] if record.arguments else None
+        record = _without_attributes(record)
         if not isinstance(record, Made) or not record.is_made_by(REBUILD):
             return None
         if not isinstance(record.arguments, tuple) or len(record.arguments) < 4:
@@ -169,6 +172,15 @@ class TorchFile:
 
     def _refuse(self, finding: str) -> NoReturn:
         raise ValueError(f"{self.window.name} {finding}; choose a file that Megatron has written.") from None
+
+
+def _without_attributes(record: Any) -> Any:
+    """The record of a plain tensor in place of the record of the same tensor with attributes; any other record as it is."""
+    if not isinstance(record, Made) or not record.is_made_by(REBUILD_WITH_ATTRIBUTES) or not isinstance(record.arguments, tuple):
+        return record
+    by, kind, arguments = record.arguments[:3] if len(record.arguments) >= 3 else (None, None, None)
+    is_plain = isinstance(kind, Global) and str(kind) == PLAIN_TENSOR
+    return Made(by, arguments) if is_plain else record
 
 
 def counts_of(record: Any) -> tuple[int, ...] | None:

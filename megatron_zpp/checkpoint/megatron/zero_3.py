@@ -14,17 +14,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.megatron.pickled import members_of
+from megatron_zpp.checkpoint.megatron.pickled import Made, members_of
 from megatron_zpp.checkpoint.megatron.rank_file import FileTensor, RankFile
 from megatron_zpp.checkpoint.megatron.source import StoredTensor
 from megatron_zpp.checkpoint.megatron.torch_file import counts_of
 
 MODEL_STATES = re.compile(r"zero_pp_rank_(?P<data>[0-9]+)_mp_rank_(?P<tensor>[0-9]+)_model_states\.pt")
 OPTIMIZER_STATES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<data>[0-9]+)_mp_rank_(?P<tensor>[0-9]+)_optim_states\.pt")
+
+
+STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ def _flat_groups(path: Path) -> FlatGroups:
     file = RankFile(path)
     states = members_of(file.members.get("optimizer_state_dict"))
     records = states.get("fp32_flat_groups")
-    if states.get("zero_stage") != 3 or not isinstance(records, list) or not records:
+    if _stage(states.get("zero_stage")) != 3 or not isinstance(records, list) or not records:
         raise ValueError(f"{path} has no fp32_flat_groups of ZeRO stage 3; choose a checkpoint that DeepSpeed has written.")
     groups = []
     for index, record in enumerate(records):
@@ -99,6 +103,12 @@ def _flat_groups(path: Path) -> FlatGroups:
             raise ValueError(f"{path} has fp32_flat_groups that are not flat; choose a checkpoint that DeepSpeed has written.")
         groups.append(FileTensor(file.file, f"fp32_flat_groups[{index}]", place))
     return FlatGroups(groups, list(accumulate(group.shape[0] for group in groups)))
+
+
+def _stage(record: Any) -> Any:
+    """The stage, which DeepSpeed stores as a number or as a member of its enumeration."""
+    is_member = isinstance(record, Made) and record.is_made_by(STAGE) and isinstance(record.arguments, tuple) and len(record.arguments) == 1
+    return record.arguments[0] if is_member else record
 
 
 def _shapes(file: RankFile) -> Iterator[tuple[str, tuple[int, ...]]]:
