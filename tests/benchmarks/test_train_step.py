@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
+import train_step
 from slow_links.configurations import FSDP2, ZERO3, Workload
+from slow_links.deepspeed_zero3 import PACKAGE
 from slow_links.ours import microbatches, same_batches
 from train_step import SHARED_SMOKE_MODEL, _parse, compared
 
@@ -30,6 +34,13 @@ def test_every_size_of_a_group_trains_on_the_same_samples_in_micro_batches_of_th
             batches = same_batches(config, range(data_rank, 4, data_ranks))
             samples |= {next(batches).first_sample for _ in range(tensor_ranks)}
         assert samples == {0, 2, 4, 6}
+
+
+def test_without_deepspeed_no_world_is_started(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, PACKAGE, None)
+    monkeypatch.setattr(train_step, "World", lambda *arguments: pytest.fail("a world was started"))
+    assert train_step.main(["--smoke", "--peers", "fsdp2", "deepspeed"]) == train_step.MISTAKE_EXIT_CODE
+    assert "--peers deepspeed needs the package deepspeed, which is not installed" in capsys.readouterr().err
 
 
 def test_peers_and_sizes_of_groups_are_not_compared_together(capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,6 +161,9 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "python benchmarks/loss_parity.py --groups first --seeds 9 10 11 12": LOSS_STUDY,
     "python benchmarks/loss_parity.py --report-only": LOSS_STUDY,
     "python benchmarks/train_step.py ...": BENCHMARK,
+    "python benchmarks/train_step.py --peers fsdp2 deepspeed": (
+        "tests/benchmarks/test_train_step.py::test_without_deepspeed_no_world_is_started"
+    ),
     "python benchmarks/two_nodes.py --smoke": SMOKE,
     "python benchmarks/two_nodes.py ...": "It needs root and takes half an hour; --smoke runs the same program on a tiny model.",
     "python benchmarks/two_nodes.py --peers fsdp2 deepspeed": (

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from figures.figure import SAYS, Figure
 from figures.results import FOLDER, in_three_digits, over, rates, results, rounded_up, slower, spread, workload
+from slow_links.configurations import DEEPSPEED, DEEPSPEED_KEPT, DEEPSPEEDS
 
 from megatron_zpp.training.hardware import (
     CPU_CODEC,
@@ -35,6 +36,38 @@ def speedups_of_4x2(rate: str) -> list[object]:
     paper, zero3 = rated.rows["ZeRO++"], rated.rows["ZeRO-3"]
     row = (paper.over_zero3, paper.allowed, paper.over_fsdp2, zero3.over_fsdp2)
     return ["0" if rated.f is None else f"{rated.f:.2f}", *map(in_three_digits, row)]
+
+
+def beside_deepspeed(peer: str, rate: str) -> list[object]:
+    """A row of the table of DeepSpeed: its bytes, and how many times as fast ours and FSDP2 are."""
+    names = ("FSDP2", "ZeRO-3", "ZeRO++", "lean")
+    return [in_models("2x2_deepspeed", peer, rate), *(over(name, peer, rate, "2x2_deepspeed") for name in names)]
+
+
+def gloos_part(peer: str) -> float:
+    """The factor by which a peer would be faster at 65 Mbit/s if its reduce-scatter moved only the necessary bytes."""
+    rated = rates("2x2_deepspeed")["65mbit"]
+    return rated.rows[peer].seconds.median / rated.ring_seconds[peer]
+
+
+def largest_spread(rate: str) -> float:
+    """By how many percent the slowest round of a configuration exceeds its fastest, the most of all configurations."""
+    seconds = [row.seconds for row in rates("2x2_deepspeed")[rate].rows.values()]
+    return 100 * max(found.most / found.least - 1 for found in seconds)
+
+
+def over_without_gloo(peer: str) -> float:
+    """How many times as fast ZeRO-3 would be as the peer without those bytes."""
+    rated = rates("2x2_deepspeed")["65mbit"]
+    return rated.ring_seconds[peer] / rated.rows["ZeRO-3"].seconds.median
+
+
+def largest_loss_gap(name: str, other: str) -> float:
+    """Between the losses at the ends of the rounds of train_step.py."""
+    first, second = (
+        next(one for one in results("train_step_deepspeed")["results"] if one["name"] == each)["losses"] for each in (name, other)
+    )
+    return max(abs(own - others) for own, others in zip(first, second, strict=True))
 
 
 def in_words(rate: str) -> str:
@@ -111,6 +144,39 @@ FIGURES = (
     *(
         Figure(PAGE, f"| 4 x 2 | {in_words(rate)} |" + " {} |" * 5, lambda rate=rate: speedups_of_4x2(rate))
         for rate in ("unlimited", "410mbit", "200mbit", "90mbit", "28mbit")
+    ),
+    *(
+        Figure(
+            PAGE, f"| {peer} | {in_words(rate)} | {{:.2f}} |" + " {:.2f} |" * 4, lambda peer=peer, rate=rate: beside_deepspeed(peer, rate)
+        )
+        for peer in DEEPSPEEDS
+        for rate in ("unlimited", "65mbit")
+    ),
+    Figure(
+        PAGE,
+        "beside DeepSpeed {}, {}, medians of {} rounds without limit and {} at 65 Mbit/s",
+        lambda: (
+            results("two_nodes_2x2_deepspeed")["notes"]["deepspeed"],
+            results("two_nodes_2x2_deepspeed")["date"],
+            *(SAYS[len(results("two_nodes_2x2_deepspeed")["rates"][rate])] for rate in ("unlimited", "65mbit")),
+        ),
+    ),
+    Figure(
+        PAGE,
+        "steps of one configuration differ by up to {:.0f} % between rounds, at 65 Mbit/s by up to {:.0f} %.",
+        lambda: [largest_spread(rate) for rate in ("unlimited", "65mbit")],
+    ),
+    Figure(
+        "docs/coming_from_deepspeed.md",
+        "two nodes of two CPU ranks with a link of 65 Mbit/s, ZeRO-3 here is {:.2f} times as fast as DeepSpeed's, ZeRO++ {:.2f} times and "
+        "lean {:.2f} times",
+        lambda: [over(name, DEEPSPEED, "65mbit", "2x2_deepspeed") for name in ("ZeRO-3", "ZeRO++", "lean")],
+    ),
+    Figure(
+        PAGE,
+        "At 65 Mbit/s it accounts for a factor of {:.2f}, and of {:.2f} with weights kept. By the model without it, ZeRO-3 would be {:.2f} "
+        "times as fast as DeepSpeed's, and {:.2f} times as fast as DeepSpeed's with weights kept",
+        lambda: [value(peer) for value in (gloos_part, over_without_gloo) for peer in (DEEPSPEED, DEEPSPEED_KEPT)],
     ),
     Figure(PAGE, "and the few messages of the rendezvous store: {} % at most.", lambda: [beyond_the_ledger("4x2")]),
     Figure(

@@ -64,9 +64,9 @@ def slower(name: str, other: str, rate: str = "unlimited") -> list[float]:
     return [100 * (measured[name]["seconds"] / measured[other]["seconds"] - 1) for measured in rounds]
 
 
-def over(name: str, other: str, rate: str) -> float:
+def over(name: str, other: str, rate: str, world: str = "2x2") -> float:
     """How many times as fast `name` is, the median over rounds."""
-    rounds = results("two_nodes_2x2")["rates"][rate]
+    rounds = results(f"two_nodes_{world}")["rates"][rate]
     return statistics.median(measured[other]["seconds"] / measured[name]["seconds"] for measured in rounds)
 
 
