@@ -7,10 +7,11 @@ import operator
 import sys
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, compress
 from pathlib import Path
+from typing import Any
 
 from megatron_zpp.config.outside import Members, OutsideFile
 
@@ -81,6 +82,7 @@ class RunHistory:
         self.repetitions = 0
         self._losses = array("d")
         self._columns = {key: array("d") for key in READERS}  # NaN where a line lacks the key
+        self._is_logged = {key: bytearray() for key in READERS}  # 0 where a line lacks the key, since NaN may also be logged
         self._start: int | None = None  # the iteration after which the log begins
         self._after_line: set[tuple[str, int]] = set()  # validations since the last line, except those that belong to it
 
@@ -89,7 +91,7 @@ class RunHistory:
         iteration = record.count("iteration")
         if LOSS in record:
             loss = record.number_or_nan(LOSS)
-            self._add_line(iteration, loss, {key: read(record, key) if key in record.values else math.nan for key, read in READERS.items()})
+            self._add_line(iteration, loss, {key: read(record, key) for key, read in READERS.items() if key in record})
         elif "validation_loss" in record:
             loss = record.number_or_nan("validation_loss")
             name = record.text("validation_set") if "validation_set" in record else ""
@@ -107,16 +109,17 @@ class RunHistory:
         points[first:end] = [(iteration, loss)]
 
     def _add_line(self, iteration: int, loss: float, figures: Mapping[str, float]) -> None:
-        interval = figures["interval_iterations"]
-        before = iteration - (1 if math.isnan(interval) else int(interval))
+        interval = figures.get("interval_iterations")
+        before = iteration - (1 if interval is None else int(interval))
         self._cut(before, iteration)
         if not self.iterations:
-            start = 0 if math.isnan(interval) else max(0, before)
+            start = 0 if interval is None else max(0, before)
             self._start = start if self._start is None else min(start, self._start)
         self.iterations.append(iteration)
         self._losses.append(loss)
         for key, column in self._columns.items():
-            column.append(figures[key])
+            column.append(figures.get(key, math.nan))
+            self._is_logged[key].append(key in figures)
         self._after_line.clear()
         self.evaluated.clear()
 
@@ -131,7 +134,8 @@ class RunHistory:
             self.repetitions += 1
             self.replaced_lines += replaced
             del self.iterations[-replaced:]
-            for column in (self._losses, *self._columns.values()):
+            columns: Sequence[MutableSequence[Any]] = (self._losses, *self._columns.values(), *self._is_logged.values())
+            for column in columns:
                 del column[-replaced:]
         last_kept = iteration - 1 if replaced else iteration
         for name, points in self.validations.items():
@@ -140,7 +144,7 @@ class RunHistory:
 
     def curve(self, key: str) -> dict[int, float]:
         """The figure `key` by iteration, of the lines that have it."""
-        return {iteration: figure for iteration, figure in zip(self.iterations, self._columns[key], strict=True) if figure == figure}
+        return dict(compress(zip(self.iterations, self._columns[key], strict=True), self._is_logged[key]))
 
     def losses(self) -> dict[int, float]:
         """The training loss by iteration; it may be NaN or infinite."""
@@ -157,13 +161,12 @@ class RunHistory:
 
     def latest(self, key: str) -> float | None:
         """The figure `key` of the last line; None if the line lacks it, or there is none."""
-        column = self._columns[key]
-        return column[-1] if column and not math.isnan(column[-1]) else None
+        return self._columns[key][-1] if self.iterations and self._is_logged[key][-1] else None
 
     def require(self, *keys: str, remedy: str) -> None:
         """Raises ValueError if a line lacks one of the keys."""
         for key in keys:
-            if any(map(math.isnan, self._columns[key])):
+            if not all(self._is_logged[key]):
                 raise ValueError(f"{self.name} lacks {key} in a training line; {remedy}")
 
     def positions(self, axis: Axis) -> list[float]:
@@ -201,7 +204,7 @@ class RunHistory:
         """Iterations before the last line that belong to no line: a job ended before it logged them, or they were left out."""
         found, before = 0, self.start
         for iteration, interval in zip(self.iterations, self._columns["interval_iterations"], strict=True):
-            if interval == interval:
+            if not math.isnan(interval):
                 found += max(0, iteration - before - int(interval))
             before = iteration
         return found
