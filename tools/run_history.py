@@ -151,6 +151,11 @@ class RunHistory:
         return dict(zip(self.iterations, self._losses, strict=True))
 
     @property
+    def all_losses(self) -> Sequence[float]:
+        """The training loss of each line."""
+        return self._losses
+
+    @property
     def last_loss(self) -> float:
         """The training loss of the last line, of which there must be one."""
         return self._losses[-1]
@@ -158,6 +163,10 @@ class RunHistory:
     def figures(self, key: str) -> Sequence[float]:
         """The figure `key` of each line, NaN where a line lacks it."""
         return self._columns[key]
+
+    def total(self, key: str) -> float:
+        """The sum of the figure `key` over the lines that have it."""
+        return sum(compress(self._columns[key], self._is_logged[key]))
 
     def latest(self, key: str) -> float | None:
         """The figure `key` of the last line; None if the line lacks it, or there is none."""

@@ -81,7 +81,7 @@ def status(run: FollowedRun) -> str:
         for name, points in history.validations.items()
         if points
     ]
-    if skipped := sum(history.curve("skipped_iterations").values()):
+    if skipped := history.total("skipped_iterations"):
         parts.append(f"{skipped:.0f} skipped")
     if history.repetitions:
         parts.append(f"steps repeated {history.repetitions} times")
