@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_zpp.config.flag import FlagError, next_multiple
-from megatron_zpp.config.ranks import RankCounts, context_choices
+from megatron_zpp.config.flag import FlagError, divisors, next_multiple
+from megatron_zpp.config.ranks import RankCounts
 from megatron_zpp.config.schema import Config, ModelConfig
 from megatron_zpp.config.wrong_size import Proposal, WrongSize
 
@@ -27,12 +27,12 @@ def can_divide(model: ModelConfig, tensor_ranks: int, context_ranks: int) -> boo
     return model.num_attention_heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
 
 
-def check_resolved(config: Config, ranks: RankCounts) -> None:
+def check_resolved(config: Config) -> None:
     """Raises FlagError for the first rule about divided samples that the filled-in values break."""
     if config.distributed.context_parallel_size == 1:
         return
     check_exchange(config)
-    check_heads(config, ranks)
+    check_heads(config)
     check_tokens(config)
     check_compilation(config)
 
@@ -46,7 +46,7 @@ def check_exchange(config: Config) -> None:
         )
 
 
-def check_heads(config: Config, counts: RankCounts) -> None:
+def check_heads(config: Config) -> None:
     """Every rank of a sample gets as many heads. Fewer key heads than ranks go to several ranks each."""
     model, distributed = config.model, config.distributed
     tensor_ranks, context_ranks = distributed.tensor_model_parallel_size, distributed.context_parallel_size
@@ -62,7 +62,7 @@ def check_heads(config: Config, counts: RankCounts) -> None:
             f"--num-query-groups {model.key_value_heads} and {ranks}: one must divide the other, so that key heads are dealt to ranks or "
             "ranks to key heads"
         )
-    sizes = [size for size in context_choices(counts.data, counts.data_ranks_per_node) if can_divide(model, tensor_ranks, size)]
+    sizes = [size for size in divisors(model.num_attention_heads) if can_divide(model, tensor_ranks, size)]
     raise WrongSize(Proposal(broken, "context_parallel_size", context_ranks, sizes, f"choose {CONTEXT_SIZE}"))
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples, running_schedule
 from megatron_zpp.config.data_sources import Blend, read_sources
-from megatron_zpp.config.deepspeed import context_ranks
+from megatron_zpp.config.deepspeed import CONTEXT_FIELD, NOTHING, context_ranks
 from megatron_zpp.config.defaults import banner
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.options import arguments_block
-from megatron_zpp.config.resolve import resolve
+from megatron_zpp.config.resolve import resolve_in
 from megatron_zpp.config.rules_schedule import check_batches
 from megatron_zpp.config.schema import Config
 from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
@@ -68,16 +69,18 @@ def _groups(config: Config) -> str:
     return f" as groups of {' and '.join(groups)}" if groups else ""
 
 
-def planned_world_size(given: Config, launch: Launch) -> tuple[int, int | None]:
+def planned_world_size(given: Config, launch: Launch, values: Mapping[str, int] = NOTHING) -> tuple[int, int | None]:
     """Ranks of the planned world, and ranks per node if known: by the flags, else by the launcher, else those of one sample.
 
+    values: numbers of ranks that share layers or samples, in place of what flags and files say.
     Raises FlagError if the flags contradict each other, or do not say how many ranks a node has.
     """
     nodes, world_size, ranks_per_node = given.plan.nodes, given.plan.world_size, given.distributed.ranks_per_node
     if nodes is None and world_size is None:
         if launch.world_size > 1:
             return launch.world_size, launch.local_world_size
-        group = given.distributed.tensor_model_parallel_size * context_ranks(given)
+        asked = {"tensor_model_parallel_size": given.distributed.tensor_model_parallel_size, CONTEXT_FIELD: context_ranks(given)}
+        group = math.prod({**asked, **values}.values())
         return ranks_per_node or group, ranks_per_node or (group if group > 1 else None)
     if world_size is None:
         if ranks_per_node is None:
@@ -93,9 +96,9 @@ def planned_world_size(given: Config, launch: Launch) -> tuple[int, int | None]:
 
 
 def _resolved(given: Config, launch: Launch) -> tuple[Config, PlannedWorld]:
-    world_size, local_world_size = planned_world_size(given, launch)
-    config = resolve(given, world_size, local_world_size)
+    config = resolve_in(given, lambda values: planned_world_size(given, launch, values))
     ranks_per_node = config.distributed.ranks_per_node
+    world_size, _ = planned_world_size(given, launch)
     return config, PlannedWorld(world_size // ranks_per_node, ranks_per_node, is_on_gpu=config.plan.device == "gpu")
 
 

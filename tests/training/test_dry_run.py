@@ -87,6 +87,25 @@ def test_the_ranks_that_share_one_sample_may_stand_in_a_deepspeed_file(tmp_path:
         described_plan(parse_flags(f"{RUN} {flags} --context-parallel-size 4".split()), ALONE)
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--context-parallel-size 3", "choose --context-parallel-size 1, 2 or 4."),
+        ("--deepspeed_config ds.json", "choose --context-parallel-size 1, 2 or 4 (--context-parallel-size is sequence_parallel_size 3 in"),
+        ("--tensor-model-parallel-size 3", "choose --tensor-model-parallel-size 1, 2 or 4."),
+        ("--tensor-model-parallel-size 2 --context-parallel-size 3", "choose --context-parallel-size 1 or 2."),
+        ("--context-parallel-size 3 --ranks-per-node 6", "choose --context-parallel-size 1 or 2."),
+    ],
+)
+def test_without_a_world_the_proposed_numbers_of_ranks_need_not_divide_the_wrong_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text('{"sequence_parallel_size": 3}')
+    with pytest.raises(FlagError, match=re.escape(words)):
+        described_plan(parse_flags(f"{RUN} --seq-length 48 {flags}".split()), ALONE)
+
+
 def test_tokens_parameters_and_micro_batches_are_those_of_the_flags() -> None:
     parts = parts_of("--nodes 2 --ranks-per-node 4 --global-batch-size 64 --micro-batch-size 2")
     assert parts["training"] == "7 iterations of 64 samples of 16 tokens, 7168 tokens in all; per rank and iteration 4 x 2 samples"
