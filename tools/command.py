@@ -4,6 +4,7 @@ import argparse
 import errno
 import io
 import os
+import select
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from megatron_zpp.data.preprocess.json_lines import LONGEST_LINE_BYTES
 MISTAKE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
 CLOSED_PIPE_EXIT_CODE = 141
+STANDARD_OUTPUT = 1  # its file descriptor
 LIMITS = {  # of the system, with their remedies
     errno.EFBIG: "allow larger files (ulimit -f), or choose another file system",
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
@@ -42,15 +44,22 @@ def errors_in_words(parser: argparse.ArgumentParser) -> Iterator[None]:
     try:
         yield
         print(end="", flush=True)
-    except BrokenPipeError:
-        parser.exit(CLOSED_PIPE_EXIT_CODE)
     except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _output_has_no_reader():
+            parser.exit(CLOSED_PIPE_EXIT_CODE)
         sentence = "\n".join(map(printable, in_words(error).split("\n")))  # it may quote a file
         parser.exit(MISTAKE_EXIT_CODE, f"{parser.prog}: error: {sentence}\n")
     except KeyboardInterrupt as interruption:
         parser.exit(INTERRUPTED_EXIT_CODE, f"{parser.prog}: interrupted{interruption}\n")
     finally:
         _end_output()
+
+
+def _output_has_no_reader() -> bool:
+    """Whether standard output is a pipe or a socket whose other end is closed."""
+    poll = select.poll()
+    poll.register(STANDARD_OUTPUT, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
 def _end_output() -> None:
@@ -67,6 +76,8 @@ def in_words(error: ValueError | OSError) -> str:
         return str(error)
     if error.errno in LIMITS:
         return f"{error.filename or 'the system'}: {error.strerror}; {LIMITS[error.errno]}."
+    if error.errno == errno.EPIPE:
+        return f"{error.filename or 'a pipe'}: {error.strerror}; the program that reads it has ended, so look for its own error."
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     remedy = "free space there, or choose another place" if is_full else "correct the path, or its permissions"
     return f"{error.filename or 'the output'}: {error.strerror}; {remedy}."

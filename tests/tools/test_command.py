@@ -48,6 +48,16 @@ def raising(error: BaseException) -> Callable[[], None]:
         ),
         (OSError(errno.EMFILE, "Too many files"), 2, "error: the system: Too many files; allow more open files (ulimit -n)."),
         (OSError(errno.EAGAIN, "Not now", "/x"), 2, "error: /x: Not now; free memory, or allow more processes (ulimit -u)."),
+        (
+            BrokenPipeError(errno.EPIPE, "Broken"),
+            2,
+            "error: a pipe: Broken; the program that reads it has ended, so look for its own error.",
+        ),
+        (
+            BrokenPipeError(errno.EPIPE, "Broken", "/x"),
+            2,
+            "error: /x: Broken; the program that reads it has ended, so look for its own error.",
+        ),
         (OSError("a text of its own"), 2, "error: a text of its own"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
@@ -67,6 +77,7 @@ def test_a_tool_that_fails_says_why_in_one_line(
         ("print('x')", 141, b""),
         ("print('x'); sys.exit(1)", 1, b""),
         ("print('x'); raise ValueError('wrong')", 2, b"tool: error: wrong\n"),
+        ("sys.stdout.reconfigure(write_through=True); print('x')", 141, b""),
     ],
 )
 def test_a_tool_whose_reader_has_left_says_nothing_about_that_and_keeps_its_exit_code(body: str, code: int, line: bytes) -> None:
