@@ -9,11 +9,10 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from torch import Tensor
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import ELEMENT_TYPES, add_checkpoint_flags, add_output_flags, run_command, vocabulary_size
+from torch import Tensor
 
 from megatron_zpp.checkpoint.export import new_folder, write_json, write_tensors
 from megatron_zpp.checkpoint.hf.layouts import layout_holding
