@@ -13,6 +13,7 @@ from itertools import accumulate, compress
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.outside import Members, OutsideFile
 
 REMEDY = "give a file that --log-jsonl of pretrain_zeropp_gpt.py wrote."
@@ -222,14 +223,17 @@ class RunHistory:
         """Sentences about lines that are not shown. of_sums: also what the sums of time and bytes lack or estimate."""
         found = []
         if self.repetitions:
-            replaced = f"later jobs repeat logged steps ({self.repetitions} times), which replaces {self.replaced_lines} lines"
-            found.append(f"{self.name}: {replaced}; jobs that train at the same time need a log each")
+            repeated = f"later jobs repeat logged steps ({counted(self.repetitions, 'time')})"
+            replaced = f"which replaces {counted(self.replaced_lines, 'line')}"
+            found.append(f"{self.name}: {repeated}, {replaced}; jobs that train at the same time need a log each")
         if not of_sums:
             return found
         if self.start > 0:
             found.append(f"{self.name}: the log begins with iteration {self.start + 1}; time and bytes before it are not counted")
         if unlogged := self.unlogged_iterations():
-            found.append(f"{self.name}: {unlogged} iterations are in no line of the log; they count like those of the next line")
+            found.append(
+                f"{self.name}: {counted(unlogged, 'iteration is', 'iterations are')} in no line of the log, and counted as in the next line"
+            )
         return found
 
     def first_at(self, loss: float) -> int | None:
@@ -268,7 +272,9 @@ def run_names(paths: Sequence[str], names: Sequence[str] | None) -> list[str]:
     """The names as given, or a distinct one for each path, made of as few of its last parts as possible."""
     if names is not None:
         if len(names) != len(paths):
-            raise ValueError(f"--names has {len(names)} names for {len(paths)} files of --log-jsonl; give one for each.")
+            raise ValueError(
+                f"--names has {counted(len(names), 'name')} for {counted(len(paths), 'file')} of --log-jsonl; give one for each."
+            )
         return list(names)
     parts = [(*Path(path).parent.parts, Path(path).stem) for path in paths]
     for count in range(1, max(map(len, parts)) + 1):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.flag import FlagError, divisors, next_multiple
 from megatron_zpp.config.ranks import RankCounts
 from megatron_zpp.config.schema import Config, ModelConfig
@@ -108,7 +109,7 @@ def surprising_costs(config: Config, ranks: RankCounts) -> Iterator[str]:
         return
     again = " and again in blocks that backward recomputes" if config.model.recompute_granularity == "full" else ""
     yield (
-        f"{CONTEXT_SIZE} {ranks.context}: the ranks of a sample are on {ranks.context // inside} nodes, so of what attention exchanges "
-        f"{ranks.context - inside} of {ranks.context} parts cross between nodes, in forward and backward of every block and "
+        f"{CONTEXT_SIZE} {ranks.context}: the ranks of a sample are on {counted(ranks.context // inside, 'node')}, so of what attention "
+        f"exchanges {ranks.context - inside} of {ranks.context} parts cross between nodes, in forward and backward of every block and "
         f"micro-batch{again}, while computation waits; a size of {inside} or less stays inside a node"
     )

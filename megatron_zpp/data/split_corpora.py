@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.data_sources import DataSources
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.split import SPLIT_NAMES, split_documents
@@ -43,9 +44,9 @@ class SplitCorpus:
         """One sentence that says why a split has no tokens."""
         found = f"The {SPLIT_WORDS[split_name]} split of {self.prefix} is empty"
         if self._split is None or self.documents[split_name]:
-            return f"{found}: its {len(self.documents[split_name])} documents hold no token."
+            return f"{found}: its {counted(len(self.documents[split_name]), 'document holds', 'documents hold')} no token."
         counts = ", ".join(str(len(documents)) for documents in self.documents.values())
-        return f"{found}: --split {self._split} cuts its {len(self.source)} documents into {counts}."
+        return f"{found}: --split {self._split} cuts its {counted(len(self.source), 'document')} into {counts}."
 
 
 AnyCorpus = TypeVar("AnyCorpus", bound=SplitCorpus)

@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.flag import any_of, divisors
 from megatron_zpp.config.ranks import context_choices
 from megatron_zpp.parallel.topology import Link, Topology
@@ -52,7 +53,7 @@ class Grid:
             )
         if self.ranks_per_node % self.tensor_ranks:
             raise ValueError(
-                f"--tensor-model-parallel-size {self.tensor_ranks} does not divide the {self.ranks_per_node} ranks of a node "
+                f"--tensor-model-parallel-size {self.tensor_ranks} does not divide the {counted(self.ranks_per_node, 'rank')} of a node "
                 "(--ranks-per-node), and ranks that share a layer must share a node; "
                 f"choose {self._fitting('tensor_ranks', divisors(self.ranks_per_node))}"
             )
@@ -60,14 +61,15 @@ class Grid:
         if ranks_of_ladder % self.partition_ranks:
             beside = "" if self.tensor_ranks == 1 else f" that are in one ladder (--tensor-model-parallel-size {self.tensor_ranks})"
             raise ValueError(
-                f"--zero-hpz-partition-size {self.partition_ranks} does not divide the {ranks_of_ladder} ranks of a node{beside}; "
-                f"choose {any_of(divisors(ranks_of_ladder))}"
+                f"--zero-hpz-partition-size {self.partition_ranks} does not divide the {counted(ranks_of_ladder, 'rank')} of a "
+                f"node{beside}; choose {any_of(divisors(ranks_of_ladder))}"
             )
         choices = context_choices(self.data_ranks, ranks_of_ladder)
         if self.context_ranks not in choices:
             raise ValueError(
-                f"--context-parallel-size {self.context_ranks} does not divide the {self.data_ranks} data-parallel ranks into groups that "
-                f"are whole nodes or equal parts of one, and a node has {ranks_of_ladder} of these ranks; choose {any_of(choices)}"
+                f"--context-parallel-size {self.context_ranks} does not divide the {counted(self.data_ranks, 'data-parallel rank')} "
+                f"into groups that are whole nodes or equal parts of one, and a node has {ranks_of_ladder} of these ranks; "
+                f"choose {any_of(choices)}"
             )
 
     def _fitting(self, field: str, sizes: list[int]) -> str:

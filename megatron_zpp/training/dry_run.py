@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples, running_schedule
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.data_sources import Blend, read_sources
 from megatron_zpp.config.deepspeed import CONTEXT_FIELD, NOTHING, context_ranks
 from megatron_zpp.config.defaults import banner
@@ -54,7 +55,8 @@ def described_plan(given: Config, launch: Launch) -> str:
     }
     device = config.plan.device.upper()
     groups = _groups(config)
-    headline = f"plan of {world.size} ranks{groups} ({world.nodes} nodes x {world.ranks_per_node}, {device}); nothing was started"
+    nodes = f"{counted(world.nodes, 'node')} x {world.ranks_per_node}"
+    headline = f"plan of {counted(world.size, 'rank')}{groups} ({nodes}, {device}); nothing was started"
     lines = [f"  {name} {'.' * (LABEL_COLUMNS - len(name))} {text}" for name, text in parts.items() if text]
     return "\n".join(filter(None, [banner(config), arguments_block(config), *config.notices, *about_rules, headline, *lines]))
 
@@ -135,8 +137,9 @@ def _parameters(plan: RunPlan, vocab_size: int) -> str:
 def _training(plan: RunPlan) -> str:
     training, microbatches = plan.config.training, plan.job.microbatches
     return (
-        f"{training.train_iters} iterations of {training.global_batch_size} samples of {plan.config.model.seq_length} tokens, "
-        f"{_all_tokens(plan):.4g} tokens in all; per rank and iteration {microbatches} x {training.micro_batch_size} samples"
+        f"{counted(training.train_iters, 'iteration')} of {counted(training.global_batch_size, 'sample')} of "
+        f"{counted(plan.config.model.seq_length, 'token')}, "
+        f"{_all_tokens(plan):.4g} tokens in all; per rank and iteration {microbatches} x {counted(training.micro_batch_size, 'sample')}"
         f"{_share_of_tokens(plan)}"
     )
 
@@ -166,7 +169,7 @@ def _data(config: Config) -> str:
 
 
 def _blend(blend: Blend, tokens: Mapping[str, int]) -> str:
-    return f"{len(blend.prefixes)} corpora of {sum(tokens[prefix] for prefix in blend.prefixes):.4g} tokens"
+    return f"{counted(len(blend.prefixes), 'corpus', 'corpora')} of {sum(tokens[prefix] for prefix in blend.prefixes):.4g} tokens"
 
 
 def _start(plan: RunPlan, stored: StoredRun | None) -> str:
@@ -191,7 +194,7 @@ def _bytes(plan: RunPlan) -> str:
     return (
         f"{plan.node_bytes / GIGABYTE:.4g} GB into a node from others (weights {weights:.4g}, gradients {gradients:.4g}), "
         f"{traffic.total.intra_bytes / GIGABYTE:.4g} GB into a rank inside its node, "
-        f"{_tensor_bytes(plan)}{_context_bytes(plan)}{plan.collectives} collectives"
+        f"{_tensor_bytes(plan)}{_context_bytes(plan)}{counted(plan.collectives, 'collective')}"
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.flag import any_of, divisors
 from megatron_zpp.config.ranks import context_choices
 from megatron_zpp.config.rules_context import CONTEXT_SIZE, can_divide
@@ -388,5 +389,6 @@ def _remedy(config: Config, model: SizedModel, nodes: int | None, grid: Grid, ne
         levers += [] if config.training.micro_batch_size == 1 else ["a smaller --micro-batch-size"]
         return f"no number of such nodes is enough; choose {any_of([*levers, 'a smaller model'])}"
     others = f", or give {any_of(levers)}" if levers else ""
-    ranks = f"{ranks_per_node} rank" + ("s" if ranks_per_node > 1 else "")
-    return f"the smallest world that fits is {nodes} nodes of {ranks} with this much memory each{others}"
+    return (
+        f"the smallest world that fits is {counted(nodes, 'node')} of {counted(ranks_per_node, 'rank')} with this much memory each{others}"
+    )

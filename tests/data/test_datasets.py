@@ -39,12 +39,12 @@ def test_fifteen_documents_at_the_default_split_train_and_say_what_is_empty(tmp_
 def test_a_split_whose_documents_are_all_empty_counts_as_empty(tmp_path: Path) -> None:
     datasets = build(DataConfig(data_path=(write_corpus(tmp_path, [[1, 2, 3], []]),), split="1,1"))
     assert datasets.valid == {}
-    assert datasets.messages[0].endswith("is empty: its 1 documents hold no token.")
+    assert datasets.messages[0].endswith("is empty: its 1 document holds no token.")
 
 
 @pytest.mark.parametrize("documents, why", [([], "--split 1,1 cuts its 0"), ([[]], "--split 1,1 cuts its 1"), ([[], [1, 2]], "its 1")])
 def test_an_empty_training_split_is_an_error(tmp_path: Path, documents: list[list[int]], why: str) -> None:
-    with pytest.raises(ValueError, match=f"training split of .* is empty: {why} documents .* Give training a larger share"):
+    with pytest.raises(ValueError, match=f"training split of .* is empty: {why} documents? .* Give training a larger share"):
         build(DataConfig(data_path=(write_corpus(tmp_path, documents),), split="1,1"))
 
 

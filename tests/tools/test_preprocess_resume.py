@@ -267,7 +267,7 @@ def test_going_on_with_something_else_is_refused(tmp_path: Path, change: str) ->
         message = r"b\.jsonl\.gz is at the place of .*a\.jsonl"
     elif change == "fewer":
         sources.pop()
-        message = "names 1 files, before 2"
+        message = "names 1 file, before 2"
     elif change == "flags":
         more = ["--vocab-size", "1001"]
         message = "run had --vocab-size 1000, this command has --vocab-size 1001; give --vocab-size 1000, or to start anew, remove"

@@ -96,7 +96,7 @@ def test_iterations_that_no_line_has_are_told_and_count_like_those_of_the_next_l
     history = history_of(line(10), line(30, interval=4, ms=500))
     assert history.positions(AXES["seconds"]) == [10.0, 20.0]
     assert history.unlogged_iterations() == 16
-    assert history.notes() == ["run: 16 iterations are in no line of the log; they count like those of the next line"]
+    assert history.notes() == ["run: 16 iterations are in no line of the log, and counted as in the next line"]
 
 
 def test_a_log_that_begins_with_a_resumed_run_counts_from_there_and_says_so() -> None:

@@ -268,7 +268,7 @@ def test_what_is_no_object_of_a_log_is_counted_and_left_out(log: Path) -> None:
     assert run.unusable_lines == 5 and list(run.history.losses()) == [10, 20, 30]
     assert "5 unreadable lines" in status(run)
     log.write_text("iteration 1/ 2 | lm loss: 7.0 |\n")  # the run's output instead of its --log-jsonl
-    assert status(followed(log)) == "run: nothing logged yet, 1 unreadable lines"
+    assert status(followed(log)) == "run: nothing logged yet, 1 unreadable line"
 
 
 def test_control_characters_do_not_reach_the_terminal(log: Path) -> None:
