@@ -64,11 +64,12 @@ class SplitCorpora(Generic[AnyCorpus]):
         prefixes = dict.fromkeys(prefix for blend in self.blends.values() for prefix in blend.prefixes)
         self.by_prefix = {prefix: open_corpus(prefix, cut) for prefix in prefixes}
 
-    def check_training(self) -> None:
-        """Raises ValueError if there is nothing to train on."""
+    def used_for_training(self) -> tuple[list[tuple[AnyCorpus, float]], list[str]]:
+        """As `used`, for training. Raises ValueError if there is nothing to train on."""
         used, left_out = self.used("train")
         if not used:
             raise ValueError(f"{left_out[0]} Give training a larger share or more documents.")
+        return used, left_out
 
     def used(self, split_name: str) -> tuple[list[tuple[AnyCorpus, float]], list[str]]:
         """The corpora with samples in this split, each with its weight, and messages about the others. One alone needs a token only.

@@ -162,7 +162,7 @@ def _data(config: Config) -> str:
 
     sources, seq_length = read_sources(config.data), config.model.seq_length
     corpora = SplitCorpora(sources, config.data.split, lambda prefix, split: SplitCorpus(prefix, split, seq_length))
-    corpora.check_training()
+    corpora.used_for_training()
     tokens = {prefix: corpus.source.token_count for prefix, corpus in corpora.by_prefix.items()}
     blends = {"": sources.common} if sources.common is not None else sources.by_split
     return "; ".join(f"{split} {_blend(blend, tokens)}".strip() for split, blend in blends.items() if blend is not None)
