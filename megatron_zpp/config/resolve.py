@@ -12,7 +12,7 @@ from megatron_zpp.config.deepspeed import NOTHING, naming_sources, with_deepspee
 from megatron_zpp.config.defaults import assume, derive
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.options import check_needs, check_values, declared_without_effect
-from megatron_zpp.config.presets import with_preset
+from megatron_zpp.config.presets import with_preset, without_partition_of_preset
 from megatron_zpp.config.ranks import RankCounts, count_ranks
 from megatron_zpp.config.schema import Config
 from megatron_zpp.config.wrong_size import WrongSize
@@ -37,6 +37,18 @@ def resolve_in(config: Config, world_of: WorldOf) -> Config:
         return _resolved(config, *world_of(NOTHING))
     except WrongSize as error:
         raise FlagError(_proposing_what_fits(error, config, world_of)) from None
+
+
+def could_have(config: Config, world_size: int, **sizes: int) -> bool:
+    """Whether a resolved configuration breaks no rule with these numbers of ranks instead, in the same world.
+
+    The rule about the vocabulary is not tried, because the tokenizer decides its size.
+    """
+    try:
+        _resolved(without_partition_of_preset(config), world_size, None, sizes)
+    except FlagError:
+        return False
+    return True
 
 
 def _proposing_what_fits(error: WrongSize, given: Config, world_of: WorldOf) -> str:

@@ -28,15 +28,6 @@ def check_tensor_ranks(model: ModelConfig, padded_vocab_size: int, tensor_ranks:
     check_positions(model, tensor_ranks)
 
 
-def can_share(model: ModelConfig, padded_vocab_size: int, tensor_ranks: int) -> bool:
-    """Whether `tensor_ranks` ranks can share the layers of a model."""
-    try:
-        check_tensor_ranks(model, padded_vocab_size, tensor_ranks)
-    except FlagError:
-        return False
-    return True
-
-
 def check_resolved(config: Config) -> None:
     """Raises FlagError for the first rule about tensor ranks that the filled-in values break.
 
