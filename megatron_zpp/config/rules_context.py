@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_zpp.config.counted import counted
-from megatron_zpp.config.flag import FlagError, divisors, next_multiple
+from megatron_zpp.config.flag import FlagError, divisors, next_multiple, spelling_of
 from megatron_zpp.config.ranks import RankCounts
 from megatron_zpp.config.schema import Config, ModelConfig
 from megatron_zpp.config.wrong_size import Proposal, WrongSize
@@ -35,7 +35,7 @@ def check_resolved(config: Config) -> None:
     check_exchange(config)
     check_heads(config)
     check_tokens(config)
-    check_compilation(config)
+    check_compilation(config, "context_parallel_size")
 
 
 def check_exchange(config: Config) -> None:
@@ -93,13 +93,12 @@ def length_near(config: Config, multiple: int) -> int:
     return above - multiple if lacks_positions and above > multiple else above
 
 
-def check_compilation(config: Config) -> None:
-    """A compiled block cannot wait for an exchange."""
+def check_compilation(config: Config, field: str) -> None:
+    """A compiled block cannot wait for other ranks. field: the number of ranks that divide a sample or a layer."""
     if config.training.compile:
-        size = config.distributed.context_parallel_size
-        broken = f"--compile is not available with {CONTEXT_SIZE} {size}, because blocks wait for other ranks"
-        remedy = f"leave --compile out, or choose {CONTEXT_SIZE}"
-        raise WrongSize(Proposal(broken, "context_parallel_size", size, [1], remedy))
+        size, flag = getattr(config.distributed, field), spelling_of(field)
+        broken = f"--compile is not available with {flag} {size}, because blocks wait for other ranks"
+        raise WrongSize(Proposal(broken, field, size, [1], f"leave --compile out, or choose {flag}"))
 
 
 def surprising_costs(config: Config, ranks: RankCounts) -> Iterator[str]:
