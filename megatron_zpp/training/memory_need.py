@@ -287,6 +287,7 @@ def _attention_need(config: Config, element_bytes: int, *, is_on_gpu: bool) -> A
     return AttentionNeed(
         keeps_scores=backend in ("unfused", "local") or (drops and not is_on_gpu),
         repeats_heads=is_on_gpu and not flash_serves,
+        is_deterministic=config.training.deterministic_mode,
     )
 
 
