@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_zpp.training.writers import Writers
 
 FAILURE_EXIT_CODE = 1
+INTERRUPTED_EXIT_CODE = 130
 
 
 def main(argv: list[str]) -> int:
@@ -198,7 +199,11 @@ def fail(world: World, error: BaseException, save_lock: SaveLock) -> None:
 
 if __name__ == "__main__":
     use_lasting_streams()  # a lost terminal must not cost a checkpoint
-    exit_code = main(sys.argv[1:])
+    try:
+        exit_code = main(sys.argv[1:])
+    except KeyboardInterrupt:  # while torch is imported or a plan is made; later, run_in_world ends the process
+        print("pretrain_zeropp_gpt.py: interrupted", file=sys.stderr)
+        exit_code = INTERRUPTED_EXIT_CODE
     sys.stdout.flush()
     tell_lost_lines()
     sys.stderr.flush()

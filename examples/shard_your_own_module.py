@@ -49,7 +49,8 @@ def main() -> None:
     traffic = engine.ladder.ledger.total(Category.WEIGHTS, Category.GRADIENTS)
     weights = dict(full_weights(engine))  # the state dict of the module, which every rank helps to gather
     if engine.rank == 0:
-        print(f"each of {engine.world_size} ranks holds {engine.state_bytes().device} bytes of weights, gradients and optimizer state")
+        nbytes = engine.state_bytes().device
+        print(f"in a world of {engine.world_size}, each rank holds {nbytes} bytes of weights, gradients and optimizer state")
         print(f"and received {(traffic.inter_bytes + traffic.intra_bytes) // STEPS} bytes per step for weights and gradients")
         print(f"the whole model has {sum(weight.numel() for weight in weights.values())} weights")
     engine.close()

@@ -29,7 +29,7 @@ class BrailleCanvas:
             if not (math.isfinite(x) and math.isfinite(y)):
                 before = None
                 continue
-            dot = self._dot(x, y)
+            dot = self.dot(x, y)
             start = before or dot
             steps = max(1, abs(dot[0] - start[0]), abs(dot[1] - start[1]))
             for step in range(steps + 1):
@@ -40,7 +40,7 @@ class BrailleCanvas:
         """A whole character at a point; none at one that is not finite."""
         if not (math.isfinite(x) and math.isfinite(y)):
             return
-        column, row = self._dot(x, y)
+        column, row = self.dot(x, y)
         self._characters[row // 4][column // 2] = character
         self._inks[row // 4][column // 2] = ink
 
@@ -51,7 +51,7 @@ class BrailleCanvas:
             for row, inks in zip(self._characters, self._inks, strict=True)
         ]
 
-    def _dot(self, x: float, y: float) -> tuple[int, int]:
+    def dot(self, x: float, y: float) -> tuple[int, int]:
         """Column and row of a point's dot, counted from the upper left."""
         last_column, last_row = 2 * self.columns - 1, 4 * self.rows - 1
         return round(min(1.0, max(0.0, x)) * last_column), round((1 - min(1.0, max(0.0, y))) * last_row)

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from command import errors_in_words, rank_count
 
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.data.blended_dataset import BlendedDataset
 from megatron_zpp.data.build_once import ProgressPrinter
@@ -58,8 +59,8 @@ def run(args: argparse.Namespace, flags: list[str]) -> None:
 def _in_words(dataset: SampleSource | None) -> str:
     if dataset is None:
         return "nothing"
-    blend = f" of {len(dataset.datasets)} corpora" if isinstance(dataset, BlendedDataset) else ""
-    return f"{len(dataset)} samples{blend}"
+    blend = f" of {counted(len(dataset.datasets), 'corpus', 'corpora')}" if isinstance(dataset, BlendedDataset) else ""
+    return f"{counted(len(dataset), 'sample')}{blend}"
 
 
 def _parser() -> argparse.ArgumentParser:

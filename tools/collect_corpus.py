@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from command import megabytes, run_command
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.outside import OutsideFile
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
     document_count, text_bytes = write_corpus(root, Path(args.output), max_bytes=int(args.max_megabytes * 1e6))
     if document_count == 0:
         raise ValueError(f"{root} holds no Python source to collect; give tools/preprocess_data.py JSON lines of your own.")
-    print(f"{args.output}: {document_count} documents, {text_bytes / 1e6:.1f} MB of text from {root}")
+    print(f"{args.output}: {counted(document_count, 'document')}, {text_bytes / 1e6:.1f} MB of text from {root}")
     if text_bytes < SMALL_CORPUS_MEGABYTES * 1e6:
         print(f"This is less than {SMALL_CORPUS_MEGABYTES} MB: enough to try the tools, too little to train on.")
 

@@ -4,10 +4,12 @@ import argparse
 import errno
 import io
 import os
+import select
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -17,11 +19,23 @@ from megatron_zpp.data.preprocess.json_lines import LONGEST_LINE_BYTES
 MISTAKE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
 CLOSED_PIPE_EXIT_CODE = 141
+STANDARD_OUTPUT = 1  # its file descriptor
 LIMITS = {  # of the system, with their remedies
     errno.EFBIG: "allow larger files (ulimit -f), or choose another file system",
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
     **dict.fromkeys((errno.EAGAIN, errno.ENOMEM), "free memory, or allow more processes (ulimit -u)"),
 }
+
+
+def _end_in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Prints one line in place of a traceback for Ctrl-C outside of `errors_in_words`."""
+    if issubclass(kind, KeyboardInterrupt):
+        print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _end_in_one_line  # at once, because the tool may go on to import torch, which takes seconds
 
 
 def run_command(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None]) -> None:
@@ -42,15 +56,22 @@ def errors_in_words(parser: argparse.ArgumentParser) -> Iterator[None]:
     try:
         yield
         print(end="", flush=True)
-    except BrokenPipeError:
-        parser.exit(CLOSED_PIPE_EXIT_CODE)
     except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _output_has_no_reader():
+            parser.exit(CLOSED_PIPE_EXIT_CODE)
         sentence = "\n".join(map(printable, in_words(error).split("\n")))  # it may quote a file
         parser.exit(MISTAKE_EXIT_CODE, f"{parser.prog}: error: {sentence}\n")
     except KeyboardInterrupt as interruption:
         parser.exit(INTERRUPTED_EXIT_CODE, f"{parser.prog}: interrupted{interruption}\n")
     finally:
         _end_output()
+
+
+def _output_has_no_reader() -> bool:
+    """Whether standard output is a pipe or a socket whose other end is closed."""
+    poll = select.poll()
+    poll.register(STANDARD_OUTPUT, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
 def _end_output() -> None:
@@ -67,6 +88,8 @@ def in_words(error: ValueError | OSError) -> str:
         return str(error)
     if error.errno in LIMITS:
         return f"{error.filename or 'the system'}: {error.strerror}; {LIMITS[error.errno]}."
+    if error.errno == errno.EPIPE:
+        return f"{error.filename or 'a pipe'}: {error.strerror}; the program that reads it has ended, so look for its own error."
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     remedy = "free space there, or choose another place" if is_full else "correct the path, or its permissions"
     return f"{error.filename or 'the output'}: {error.strerror}; {remedy}."

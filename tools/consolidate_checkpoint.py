@@ -11,6 +11,7 @@ from command import ELEMENT_TYPES, add_checkpoint_flags, add_output_flags, run_c
 from megatron_zpp.checkpoint.export import PART_NUMEL, new_folder, write_json, write_parts
 from megatron_zpp.checkpoint.shard_file import TensorEntry
 from megatron_zpp.checkpoint.stored_flags import open_checkpoint
+from megatron_zpp.config.counted import counted
 
 
 def main() -> None:
@@ -24,7 +25,8 @@ def run(args: argparse.Namespace) -> None:
         with new_folder(Path(args.output)) as folder:
             files = write_parts(folder, entries, lambda entry: reader.weight_in_parts(entry.name, PART_NUMEL), args.max_shard_bytes)
             write_json(folder / "flags.json", dict(reader.manifest.flags))
-        print(f"{args.output}: {len(entries)} parameters of iteration {reader.manifest.iteration} in {len(files)} files, {args.dtype}")
+        parameters, iteration = counted(len(entries), "parameter"), reader.manifest.iteration
+        print(f"{args.output}: {parameters} of iteration {iteration} in {counted(len(files), 'file')}, {args.dtype}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,12 +5,11 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from torch import Tensor
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import run_command, vocabulary_size
 from tokenizer_flags import add_recorded_tokenizer
+from torch import Tensor
 
 from megatron_zpp.checkpoint.hf.folder import HfFolder
 from megatron_zpp.checkpoint.release import write_release

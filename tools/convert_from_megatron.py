@@ -18,6 +18,7 @@ from megatron_zpp.checkpoint.megatron.arguments import flags_in_words, model_of
 from megatron_zpp.checkpoint.megatron.folder import find_iteration, read_source
 from megatron_zpp.checkpoint.megatron.joining import Joining
 from megatron_zpp.checkpoint.release import write_release
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.schema import DataConfig
 
 MOST_SHOWN = 5
@@ -34,7 +35,8 @@ def run(args: argparse.Namespace) -> None:
     model = model_of(source.arguments, str(folder))
     joining = Joining(source, model, args.vocab_size, args.make_vocab_size_divisible_by)
     padded = joining.padded_vocab_size
-    print(f"{folder}: {source.kind}, iteration {source.iteration}, {source.consumed_samples} samples, {len(source.ranks)} tensor ranks")
+    place = f"iteration {source.iteration}, {counted(source.consumed_samples, 'sample')}"
+    print(f"{folder}: {source.kind}, {place}, {counted(len(source.ranks), 'tensor rank')}")
     print(f"model: {flags_in_words(model)}")
     print(f"vocabulary: {joining.rows} of {joining.stored_rows} rows, padded to {padded}")
     for remark in source.remarks:
@@ -49,7 +51,8 @@ def run(args: argparse.Namespace) -> None:
     written = write_release(Path(args.output), joining.units, joining.weight, flags)
     if joining.differing:
         shown = ", ".join(joining.differing[:MOST_SHOWN])
-        print(f"WARNING: {len(joining.differing)} parameters differ between tensor ranks, rank 0's were taken: {shown}")
+        differing = counted(len(joining.differing), "parameter differs", "parameters differ")
+        print(f"WARNING: {differing} between tensor ranks; taken from rank 0: {shown}")
     print(f"{written}: {sum(len(unit.params) for unit in joining.units)} parameters")
     print(f"train with --load {args.output} --use-checkpoint-args, or with --pretrained-checkpoint {args.output} and --load of the run")
 

@@ -9,11 +9,10 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from torch import Tensor
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import ELEMENT_TYPES, add_checkpoint_flags, add_output_flags, run_command, vocabulary_size
+from torch import Tensor
 
 from megatron_zpp.checkpoint.export import new_folder, write_json, write_tensors
 from megatron_zpp.checkpoint.hf.layouts import layout_holding
@@ -22,6 +21,7 @@ from megatron_zpp.checkpoint.hf.tokenizer import write_tokenizer
 from megatron_zpp.checkpoint.manifest import Manifest
 from megatron_zpp.checkpoint.shard_file import TensorEntry
 from megatron_zpp.checkpoint.stored_flags import data_flags, model_flags, open_checkpoint, padded_vocab_size
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 
@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> None:
             write_json(folder / "config.json", config | {"torch_dtype": args.dtype})  # all versions of transformers read this name
             files = write_tensors(folder, entries, values_of, args.max_shard_bytes)
             tokenizer_note = write_tokenizer(folder, data)
-    print(f"{args.output}: layout of {layout.model_type}, {len(entries)} tensors in {len(files)} files, {vocab_size} ids; {tokenizer_note}")
+    written = f"{counted(len(entries), 'tensor')} in {counted(len(files), 'file')}"
+    print(f"{args.output}: layout of {layout.model_type}, {written}, {vocab_size} ids; {tokenizer_note}")
 
 
 def _boundaries(tokenizer: Tokenizer | None) -> Boundaries:

@@ -14,6 +14,7 @@ from megatron_zpp.checkpoint.folders import LATEST_FILE, complete_iterations, le
 from megatron_zpp.checkpoint.manifest import Manifest
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.stored_flags import open_checkpoint
+from megatron_zpp.config.counted import counted
 
 DAMAGED_EXIT_CODE = 1
 
@@ -54,9 +55,12 @@ def checkpoint_lines(reader: CheckpointReader) -> Iterator[str]:
     manifest = reader.manifest
     numel = sum(math.prod(shape) for shape in manifest.shapes.values())
     nbytes = sum(file.nbytes for file in manifest.files)
-    yield f"{reader.folder}: iteration {manifest.iteration}, {manifest.consumed_samples} samples consumed"
-    yield f"  {numel} parameters in {len(manifest.shapes)} tensors; states: {_pairs(manifest.states)}"
-    yield f"  {len(manifest.files)} files, {nbytes} bytes, {len(manifest.pieces)} pieces, chunks of {manifest.chunk_bytes} bytes"
+    yield f"{reader.folder}: iteration {manifest.iteration}, {counted(manifest.consumed_samples, 'sample')} consumed"
+    yield f"  {numel} parameters in {counted(len(manifest.shapes), 'tensor')}; states: {_pairs(manifest.states)}"
+    yield (
+        f"  {counted(len(manifest.files), 'file')}, {nbytes} bytes, {counted(len(manifest.pieces), 'piece')}, "
+        f"chunks of {manifest.chunk_bytes} bytes"
+    )
     for title, members in (("topology", manifest.topology), ("versions", manifest.versions), ("run", manifest.run)):
         if members:
             yield f"  {title}: {_pairs(members)}"
@@ -72,7 +76,9 @@ def parameter_lines(manifest: Manifest) -> Iterator[str]:
         columns[piece.parameter].append(piece.columns)
     for name, shape in manifest.shapes.items():
         ranges = len(set(columns[name]))
-        yield f"  {name} {list(shape)} in {len(columns[name])} pieces" + (f" of {ranges} ranges of columns" if ranges > 1 else "")
+        yield f"  {name} {list(shape)} in {counted(len(columns[name]), 'piece')}" + (
+            f" of {ranges} ranges of columns" if ranges > 1 else ""
+        )
 
 
 def _pairs(members: Mapping[str, object]) -> str:

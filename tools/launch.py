@@ -25,6 +25,7 @@ from host_commands import HostCommand, Program, Rendezvous, exported_variables, 
 from host_processes import HostProcesses
 from hostfile import LARGEST_SLOTS, Host, check_same_slots, exclude, include, read_hostfile
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.parallel.job_ids import JOB_VARIABLE
 
 DEFAULT_HOSTFILE = Path("/job/hostfile")
@@ -102,7 +103,7 @@ def count_gpus() -> int:
 
 def _first_hosts(hosts: list[Host], count: int) -> list[Host]:
     if count > len(hosts):
-        raise ValueError(f"--num_nodes {count} is more than the {len(hosts)} hosts; choose at most {len(hosts)}.")
+        raise ValueError(f"--num_nodes {count} is more than the {counted(len(hosts), 'host')}; choose at most {len(hosts)}.")
     return hosts[:count]
 
 

@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import run_command
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.preprocess.indexed_writer import IndexedDatasetWriter
 
@@ -37,13 +38,11 @@ def run(args: argparse.Namespace) -> None:
         for prefix in prefixes:
             before = writer.extent
             writer.add_dataset(IndexedDataset(prefix))
-            documents = writer.document_count - before.document_count
-            print(f"{prefix}: {documents} documents, {writer.token_count - before.token_count} tokens", flush=True)
+            documents = counted(writer.document_count - before.document_count, "document")
+            print(f"{prefix}: {documents}, {counted(writer.token_count - before.token_count, 'token')}", flush=True)
         writer.finalize()
-    print(
-        f"{args.output_prefix}: {writer.document_count} documents, {writer.token_count} tokens of {len(prefixes)} corpora "
-        f"in {time.monotonic() - began:.1f} s"
-    )
+    merged = f"{counted(writer.document_count, 'document')}, {counted(writer.token_count, 'token')}"
+    print(f"{args.output_prefix}: {merged} of {counted(len(prefixes), 'corpus', 'corpora')} in {time.monotonic() - began:.1f} s")
 
 
 def find_prefixes(words: list[str], output_prefix: str) -> list[str]:

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from command import errors_in_words, rank_count
 
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.schema import Config
 from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
@@ -228,7 +229,8 @@ def _text(world: PlannedWorld, zero3: RunPlan, padded: int, computation: Computa
     seconds = computation.seconds * microbatches
     parameters = parameter_count(zero3.config.model, padded)
     lines = [
-        f"{parameters / 1e9:.3g} billion parameters on {world.nodes} nodes x {world.ranks_per_node} ranks, {microbatches} micro-batches of "
+        f"{parameters / 1e9:.3g} billion parameters on {counted(world.nodes, 'node')} x {counted(world.ranks_per_node, 'rank')}, "
+        f"{counted(microbatches, 'micro-batch', 'micro-batches')} of "
         f"{zero3.config.training.micro_batch_size} per rank and iteration{_groups(zero3)}, {seconds:.4g} s of computation per iteration",
         "",
         *_memory_table(next(iter(by_rate.values())).members),

@@ -21,6 +21,7 @@ from preprocess_progress import ProgressBar
 from tokenizer_flags import add_tokenizer_flags, tokenizer_config, tokenizer_identity
 from worker_count import find_worker_count
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.data.indexed_dataset import best_dtype
 from megatron_zpp.data.preprocess.corpus_builder import CorpusBuilder, describe
 from megatron_zpp.data.preprocess.document_encoder import DocumentEncoder
@@ -142,7 +143,7 @@ def _start(job: Job, resumes: bool, restarts_if_changed: bool) -> Progress | Non
             print(f"--resume: no unfinished run of {journal.prefix}; starting at the beginning.", flush=True)
         else:
             done = sum(extent.document_count for extent in start.extents.values()) // len(start.extents)
-            print(f"--resume: going on after {done} documents, {start.text_bytes / 1e6:.1f} MB of text.", flush=True)
+            print(f"--resume: going on after {counted(done, 'document')}, {start.text_bytes / 1e6:.1f} MB of text.", flush=True)
         return start
     if journal.path.exists():
         raise ValueError(f"{journal.prefix} has an unfinished run; give --resume to continue it, or remove {journal.path} to start anew.")
@@ -174,7 +175,7 @@ def _stop(job: Job, builder: CorpusBuilder, error: BaseException) -> NoReturn:
 def _why_empty(builder: CorpusBuilder) -> str:
     count = builder.progress.skipped_lines
     if count:
-        return f"{count} lines are invalid, the first is {builder.first_skipped_line()}; nothing was written."
+        return f"{counted(count, 'line is', 'lines are')} invalid, the first is {builder.first_skipped_line()}; nothing was written."
     if not builder.progress.text_bytes:
         return "there is not one line in it; nothing was written."
     keys = " ".join(builder.prefixes)
@@ -188,11 +189,11 @@ def _report(builder: CorpusBuilder, dtype: str, seconds: float, earlier_bytes: i
         token_bytes, index_bytes = (os.path.getsize(f"{prefix}.{ending}") for ending in ("bin", "idx"))
         written_bytes += token_bytes + index_bytes
         print(
-            f"{prefix}: {documents} documents ({documents - sequences} of them empty), {tokens} tokens ({dtype}), "
+            f"{prefix}: {counted(documents, 'document')} ({documents - sequences} of them empty), {counted(tokens, 'token')} ({dtype}), "
             f"{token_bytes} bytes in .bin, {index_bytes} bytes in .idx"
         )
     if progress.skipped_lines:
-        print(f"{progress.skipped_lines} invalid lines skipped, listed in {builder.skipped_list_path}")
+        print(f"{counted(progress.skipped_lines, 'invalid line')} skipped, listed in {builder.skipped_list_path}")
     tokens = sum(extent.token_count for extent in progress.extents.values())
     print(
         f"{progress.text_bytes / 1e6:.1f} MB of JSON lines ({progress.text_bytes / max(tokens, 1):.2f} bytes per token, "

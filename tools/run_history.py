@@ -7,11 +7,13 @@ import operator
 import sys
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, compress
 from pathlib import Path
+from typing import Any
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.outside import Members, OutsideFile
 
 REMEDY = "give a file that --log-jsonl of pretrain_zeropp_gpt.py wrote."
@@ -81,6 +83,7 @@ class RunHistory:
         self.repetitions = 0
         self._losses = array("d")
         self._columns = {key: array("d") for key in READERS}  # NaN where a line lacks the key
+        self._is_logged = {key: bytearray() for key in READERS}  # 0 where a line lacks the key, since NaN may also be logged
         self._start: int | None = None  # the iteration after which the log begins
         self._after_line: set[tuple[str, int]] = set()  # validations since the last line, except those that belong to it
 
@@ -89,7 +92,7 @@ class RunHistory:
         iteration = record.count("iteration")
         if LOSS in record:
             loss = record.number_or_nan(LOSS)
-            self._add_line(iteration, loss, {key: read(record, key) if key in record.values else math.nan for key, read in READERS.items()})
+            self._add_line(iteration, loss, {key: read(record, key) for key, read in READERS.items() if key in record})
         elif "validation_loss" in record:
             loss = record.number_or_nan("validation_loss")
             name = record.text("validation_set") if "validation_set" in record else ""
@@ -107,16 +110,17 @@ class RunHistory:
         points[first:end] = [(iteration, loss)]
 
     def _add_line(self, iteration: int, loss: float, figures: Mapping[str, float]) -> None:
-        interval = figures["interval_iterations"]
-        before = iteration - (1 if math.isnan(interval) else int(interval))
+        interval = figures.get("interval_iterations")
+        before = iteration - (1 if interval is None else int(interval))
         self._cut(before, iteration)
         if not self.iterations:
-            start = 0 if math.isnan(interval) else max(0, before)
+            start = 0 if interval is None else max(0, before)
             self._start = start if self._start is None else min(start, self._start)
         self.iterations.append(iteration)
         self._losses.append(loss)
         for key, column in self._columns.items():
-            column.append(figures[key])
+            column.append(figures.get(key, math.nan))
+            self._is_logged[key].append(key in figures)
         self._after_line.clear()
         self.evaluated.clear()
 
@@ -131,7 +135,8 @@ class RunHistory:
             self.repetitions += 1
             self.replaced_lines += replaced
             del self.iterations[-replaced:]
-            for column in (self._losses, *self._columns.values()):
+            columns: Sequence[MutableSequence[Any]] = (self._losses, *self._columns.values(), *self._is_logged.values())
+            for column in columns:
                 del column[-replaced:]
         last_kept = iteration - 1 if replaced else iteration
         for name, points in self.validations.items():
@@ -140,11 +145,16 @@ class RunHistory:
 
     def curve(self, key: str) -> dict[int, float]:
         """The figure `key` by iteration, of the lines that have it."""
-        return {iteration: figure for iteration, figure in zip(self.iterations, self._columns[key], strict=True) if figure == figure}
+        return dict(compress(zip(self.iterations, self._columns[key], strict=True), self._is_logged[key]))
 
     def losses(self) -> dict[int, float]:
         """The training loss by iteration; it may be NaN or infinite."""
         return dict(zip(self.iterations, self._losses, strict=True))
+
+    @property
+    def all_losses(self) -> Sequence[float]:
+        """The training loss of each line."""
+        return self._losses
 
     @property
     def last_loss(self) -> float:
@@ -155,15 +165,18 @@ class RunHistory:
         """The figure `key` of each line, NaN where a line lacks it."""
         return self._columns[key]
 
+    def total(self, key: str) -> float:
+        """The sum of the figure `key` over the lines that have it."""
+        return sum(compress(self._columns[key], self._is_logged[key]))
+
     def latest(self, key: str) -> float | None:
         """The figure `key` of the last line; None if the line lacks it, or there is none."""
-        column = self._columns[key]
-        return column[-1] if column and not math.isnan(column[-1]) else None
+        return self._columns[key][-1] if self.iterations and self._is_logged[key][-1] else None
 
     def require(self, *keys: str, remedy: str) -> None:
         """Raises ValueError if a line lacks one of the keys."""
         for key in keys:
-            if any(map(math.isnan, self._columns[key])):
+            if not all(self._is_logged[key]):
                 raise ValueError(f"{self.name} lacks {key} in a training line; {remedy}")
 
     def positions(self, axis: Axis) -> list[float]:
@@ -201,7 +214,7 @@ class RunHistory:
         """Iterations before the last line that belong to no line: a job ended before it logged them, or they were left out."""
         found, before = 0, self.start
         for iteration, interval in zip(self.iterations, self._columns["interval_iterations"], strict=True):
-            if interval == interval:
+            if not math.isnan(interval):
                 found += max(0, iteration - before - int(interval))
             before = iteration
         return found
@@ -210,14 +223,17 @@ class RunHistory:
         """Sentences about lines that are not shown. of_sums: also what the sums of time and bytes lack or estimate."""
         found = []
         if self.repetitions:
-            replaced = f"later jobs repeat logged steps ({self.repetitions} times), which replaces {self.replaced_lines} lines"
-            found.append(f"{self.name}: {replaced}; jobs that train at the same time need a log each")
+            repeated = f"later jobs repeat logged steps ({counted(self.repetitions, 'time')})"
+            replaced = f"which replaces {counted(self.replaced_lines, 'line')}"
+            found.append(f"{self.name}: {repeated}, {replaced}; jobs that train at the same time need a log each")
         if not of_sums:
             return found
         if self.start > 0:
             found.append(f"{self.name}: the log begins with iteration {self.start + 1}; time and bytes before it are not counted")
         if unlogged := self.unlogged_iterations():
-            found.append(f"{self.name}: {unlogged} iterations are in no line of the log; they count like those of the next line")
+            found.append(
+                f"{self.name}: {counted(unlogged, 'iteration is', 'iterations are')} in no line of the log, and counted as in the next line"
+            )
         return found
 
     def first_at(self, loss: float) -> int | None:
@@ -256,7 +272,9 @@ def run_names(paths: Sequence[str], names: Sequence[str] | None) -> list[str]:
     """The names as given, or a distinct one for each path, made of as few of its last parts as possible."""
     if names is not None:
         if len(names) != len(paths):
-            raise ValueError(f"--names has {len(names)} names for {len(paths)} files of --log-jsonl; give one for each.")
+            raise ValueError(
+                f"--names has {counted(len(names), 'name')} for {counted(len(paths), 'file')} of --log-jsonl; give one for each."
+            )
         return list(names)
     parts = [(*Path(path).parent.parts, Path(path).stem) for path in paths]
     for count in range(1, max(map(len, parts)) + 1):

@@ -10,6 +10,8 @@ from followed_run import FollowedRun
 from loss_chart import loss_chart
 from run_history import Axis
 
+from megatron_zpp.config.counted import counted
+
 COLOURS = ("36", "33", "35", "32", "34", "31")
 WARNING_COLOUR = "31"
 LINKS = {
@@ -70,7 +72,7 @@ def status(run: FollowedRun) -> str:
     if not run.is_there:
         return f"{run.name}: no such file yet"
     history = run.history
-    unreadable = [f"{run.unusable_lines} unreadable lines"] if run.unusable_lines else []
+    unreadable = [counted(run.unusable_lines, "unreadable line")] if run.unusable_lines else []
     if not history.iterations:
         return ", ".join([f"{run.name}: nothing logged yet", *unreadable])
     last, left = history.latest("train_iters"), history.latest("eta_seconds")
@@ -81,10 +83,10 @@ def status(run: FollowedRun) -> str:
         for name, points in history.validations.items()
         if points
     ]
-    if skipped := sum(history.curve("skipped_iterations").values()):
+    if skipped := history.total("skipped_iterations"):
         parts.append(f"{skipped:.0f} skipped")
     if history.repetitions:
-        parts.append(f"steps repeated {history.repetitions} times")
+        parts.append(f"steps repeated {counted(history.repetitions, 'time')}")
     parts += unreadable
     if left is not None and not run.is_finished:
         parts.append(f"{duration(left)} left")

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.data.preprocess.document_encoder import DocumentEncoder
 from megatron_zpp.data.preprocess.encoding_workers import encoded_batches
 from megatron_zpp.data.preprocess.json_lines import Position, line_batches
@@ -15,7 +16,7 @@ def find_worker_count(
     """Prints the rate of each number of workers on the first documents, fastest first. Writes no files."""
     rates = {workers: documents_per_second(encoder, paths, workers, max_documents, longest_line_bytes) for workers in candidates}
     for workers, rate in sorted(rates.items(), key=lambda item: -item[1]):
-        print(f"{workers} workers: {rate:.1f} docs/s")
+        print(f"{counted(workers, 'worker')}: {rate:.1f} docs/s")
     print(f"The fastest is --workers {max(rates, key=rates.__getitem__)}.")
 
 

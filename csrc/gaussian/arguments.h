@@ -33,6 +33,24 @@ inline std::vector<Noise> checked_keys(at::IntArrayRef keys, int64_t needed) {
   return noises;
 }
 
+// The rows that each operator reads and writes, on any device.
+
+inline GaussianRows<uint8_t> gaussian_to_encode(const at::Tensor& values, at::Tensor& payloads, int64_t bits) {
+  check_values(values, "values");
+  return {writable_payloads(payloads, "payloads", values.size(0), gaussian_layout(values.size(1), bits))};
+}
+
+inline GaussianRows<const uint8_t> gaussian_to_decode(const at::Tensor& payloads, const at::Tensor& values, int64_t bits) {
+  check_values(values, "values");
+  return {readable_payloads(payloads, "payloads", values.size(0), gaussian_layout(values.size(1), bits))};
+}
+
+inline GaussianRows<const uint8_t> gaussian_members(const at::Tensor& payloads, const at::Tensor& mean, int64_t bits) {
+  check_values(mean, "mean");
+  check_is_float(mean, "mean");
+  return {readable_members(payloads, "payloads", mean.size(0), gaussian_layout(mean.size(1), bits))};
+}
+
 // Calls launch with the bits as a compile-time constant.
 template <class Launch>
 void dispatch_gaussian_bits(int64_t bits, Launch launch) {

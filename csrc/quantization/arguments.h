@@ -75,6 +75,47 @@ inline Noise noise_for(const std::optional<int64_t>& key) {
   return key ? noise_of(static_cast<uint64_t>(*key)) : kNoNoise;
 }
 
+inline void check_is_float(const at::Tensor& tensor, const char* name) {
+  TORCH_CHECK(tensor.scalar_type() == at::kFloat, name, " must be float32, not ", tensor.scalar_type());
+}
+
+// The rows that each operator reads and writes, on any device.
+
+inline PayloadRows<uint8_t> rows_to_encode(const at::Tensor& values, at::Tensor& payloads, int64_t bits, int64_t block_numel) {
+  check_values(values, "values");
+  check_format(values.size(1), bits, block_numel);
+  return writable_payloads(payloads, "payloads", values.size(0), row_layout(values.size(1), bits, block_numel));
+}
+
+inline PayloadRows<const uint8_t> rows_to_decode(const at::Tensor& payloads, const at::Tensor& values, int64_t bits, int64_t block_numel) {
+  check_values(values, "values");
+  check_format(values.size(1), bits, block_numel);
+  return readable_payloads(payloads, "payloads", values.size(0), row_layout(values.size(1), bits, block_numel));
+}
+
+inline PayloadRows<const uint8_t> members_to_decode(const at::Tensor& payloads, const at::Tensor& mean, int64_t bits, int64_t block_numel) {
+  check_values(mean, "mean");
+  check_format(mean.size(1), bits, block_numel);
+  check_is_float(mean, "mean");
+  return readable_members(payloads, "payloads", mean.size(0), row_layout(mean.size(1), bits, block_numel));
+}
+
+struct RecodedRows {
+  PayloadRows<const uint8_t> members;
+  PayloadRows<uint8_t> recoded;
+};
+
+inline RecodedRows rows_to_recode(
+    const at::Tensor& payloads, at::Tensor& recoded, int64_t run_numel, int64_t bits, int64_t next_bits, int64_t block_numel) {
+  check_format(run_numel, bits, block_numel);
+  check_format(run_numel, next_bits, block_numel);
+  TORCH_CHECK(recoded.dim() == 2, "recoded must have 2 dims, [slices, bytes], not ", recoded.dim());
+  const int64_t slices = recoded.size(0);
+  return {
+      readable_members(payloads, "payloads", slices, row_layout(run_numel, bits, block_numel)),
+      writable_payloads(recoded, "recoded", slices, row_layout(run_numel, next_bits, block_numel))};
+}
+
 // Calls launch with the bits as a compile-time constant.
 template <class Launch>
 void dispatch_bits(int64_t bits, Launch launch) {

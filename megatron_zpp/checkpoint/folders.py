@@ -100,10 +100,13 @@ def find_checkpoint(directory: Path, step: int | None) -> Path | None:
     return folder
 
 
-def read_latest(directory: Path) -> str | None:
-    """The text of LATEST_FILE without white space around it; None if there is no such file. Raises CheckpointError if it cannot be read."""
+def read_latest(directory: Path, remedy: str = "correct --load, or choose an iteration with --ckpt-step") -> str | None:
+    """The text of LATEST_FILE without white space around it; None if there is no such file.
+
+    Raises CheckpointError if it cannot be read, which ends in the remedy.
+    """
     path = directory / LATEST_FILE
-    file = OutsideFile(path, str(path), "correct --load, or choose an iteration with --ckpt-step", CheckpointError, LATEST_BYTES)
+    file = OutsideFile(path, str(path), remedy, CheckpointError, LATEST_BYTES)
     return None if file.is_missing() else file.text().strip()
 
 

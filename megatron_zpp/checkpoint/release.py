@@ -48,7 +48,7 @@ def write_release(directory: Path, units: Sequence[UnitSpec], weight_of: Callabl
 def _check_place(directory: Path) -> None:
     """Raises ValueError if the new weights would come before the checkpoints of a run, or replace those of another program."""
     saved = saved_iterations(directory)
-    if saved or read_latest(directory) not in (None, RELEASE):
+    if saved or read_latest(directory, "choose a new folder for --output.") not in (None, RELEASE):
         found = f"iteration {saved[-1]}" if saved else LATEST_FILE
         raise ValueError(
             f"--output {directory} holds {found} of a run, which would go on from the new weights instead; choose a new folder."

@@ -50,6 +50,15 @@ def with_preset(config: Config, ranks: RankCounts) -> Config:
     return config.with_notices(f"--zeropp {name} sets {flags or 'nothing that is not given'}")
 
 
+def without_partition_of_preset(config: Config) -> Config:
+    """The configuration without the size of a partition if --zeropp has set it, so that it can follow another number of ranks."""
+    field = "zero_hpz_partition_size"
+    if "by --zeropp" not in config.sources.get(field, ""):
+        return config
+    sources = {other: source for other, source in config.sources.items() if other != field}
+    return replace(config, given=config.given - {field}, sources=sources).with_values(zero_hpz_partition_size=1)
+
+
 def _values(config: Config, name: str, ranks: RankCounts) -> Iterator[tuple[str, Any]]:
     """The flags of the set and their values in a world of these ranks. A partition that is a part of a node stays as it is given."""
     stage = _stage(config, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.flag import FlagError, any_of, divisors
 from megatron_zpp.config.schema import Config, DistributedConfig
 from megatron_zpp.config.wrong_size import Proposal, WrongSize
@@ -53,17 +54,13 @@ def sample_groups_in_words(groups: int, tensor_ranks: int, context_ranks: int) -
     """`8 ranks`; `4 data-parallel ranks` if others have the same samples; `4 sample groups of 2 ranks` if ranks divide samples."""
     kind = "rank" if tensor_ranks == 1 else "data-parallel rank"
     if context_ranks == 1:
-        return _counted(groups, kind)
-    return f"{_counted(groups, 'sample group')} of {_counted(context_ranks, kind)}"
+        return counted(groups, kind)
+    return f"{counted(groups, 'sample group')} of {counted(context_ranks, kind)}"
 
 
 def groups_of(distributed: DistributedConfig, groups: int) -> str:
     """`groups` groups with samples of their own, in words."""
     return sample_groups_in_words(groups, distributed.tensor_model_parallel_size, distributed.context_parallel_size)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("s" if number != 1 else "")
 
 
 def context_choices(data_ranks: int, of_node: int) -> list[int]:
@@ -108,7 +105,7 @@ def _other_tensor_groups(ranks: RankCounts, source: str) -> Proposal:
         start += f", for example with torchrun --nproc_per_node {ranks.tensor}"
     else:
         broken = (
-            f"{asked} does not divide the {_counted(per_node, 'rank')} of a node (--ranks-per-node {per_node}{source}), and the ranks that "
+            f"{asked} does not divide the {counted(per_node, 'rank')} of a node (--ranks-per-node {per_node}{source}), and the ranks that "
             "share a layer stand on one node"
         )
     return Proposal(broken, "tensor_model_parallel_size", ranks.tensor, divisors(per_node), start=start, more=more)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,10 +12,13 @@ from megatron_zpp.config.deepspeed import NOTHING, naming_sources, with_deepspee
 from megatron_zpp.config.defaults import assume, derive
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.options import check_needs, check_values, declared_without_effect
-from megatron_zpp.config.presets import with_preset
+from megatron_zpp.config.presets import with_preset, without_partition_of_preset
 from megatron_zpp.config.ranks import RankCounts, count_ranks
 from megatron_zpp.config.schema import Config
 from megatron_zpp.config.wrong_size import WrongSize
+
+# World size and local world size, as for `resolve`, with values of fields in place of what flags and files say.
+WorldOf = Callable[[Mapping[str, Any]], tuple[int, int | None]]
 
 
 def resolve(config: Config, world_size: int, local_world_size: int | None) -> Config:
@@ -25,17 +28,35 @@ def resolve(config: Config, world_size: int, local_world_size: int | None) -> Co
     Reads the file of --deepspeed_config first. Raises FlagError for the first rule that is broken. A number of ranks that its remedy names
     breaks no other rule, unless the remedy says so.
     """
+    return resolve_in(config, lambda _: (world_size, local_world_size))
+
+
+def resolve_in(config: Config, world_of: WorldOf) -> Config:
+    """As `resolve`, in a world whose size may follow the numbers of ranks that share layers or samples."""
     try:
-        return _resolved(config, world_size, local_world_size)
+        return _resolved(config, *world_of(NOTHING))
     except WrongSize as error:
-        raise FlagError(_proposing_what_fits(error, config, world_size, local_world_size)) from None
+        raise FlagError(_proposing_what_fits(error, config, world_of)) from None
 
 
-def _proposing_what_fits(error: WrongSize, given: Config, world_size: int, local_world_size: int | None) -> str:
+def could_have(config: Config, world_size: int, **sizes: int) -> bool:
+    """Whether a resolved configuration breaks no rule with these numbers of ranks instead, in the same world.
+
+    The rule about the vocabulary is not tried, because the tokenizer decides its size.
+    """
+    try:
+        _resolved(without_partition_of_preset(config), world_size, None, sizes)
+    except FlagError:
+        return False
+    return True
+
+
+def _proposing_what_fits(error: WrongSize, given: Config, world_of: WorldOf) -> str:
     """The text of the error, whose remedy leaves out numbers of ranks that break other rules."""
 
     def next_error(size: int, more: int) -> str:
         values = {error.proposal.field: size}
+        world_size, local_world_size = world_of(values)
         ranks_per_node = given.distributed.ranks_per_node or local_world_size
         if ranks_per_node is not None:
             values["ranks_per_node"] = more * ranks_per_node
@@ -81,7 +102,7 @@ def _filled_in(given: Config, ranks: RankCounts) -> Config:
     rules_run.check_resolved(config, ranks.world)
     rules_model.check_resolved(config)
     rules_tensor.check_resolved(config)
-    rules_context.check_resolved(config, ranks)
+    rules_context.check_resolved(config)
     rules_schedule.check_resolved(config, batches, ranks.sample_groups)
     rules_zero.check_resolved(config, ranks)
     return config.with_notices(

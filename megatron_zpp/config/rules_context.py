@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_zpp.config.flag import FlagError, next_multiple
-from megatron_zpp.config.ranks import RankCounts, context_choices
+from megatron_zpp.config.counted import counted
+from megatron_zpp.config.flag import FlagError, divisors, next_multiple, spelling_of
+from megatron_zpp.config.ranks import RankCounts
 from megatron_zpp.config.schema import Config, ModelConfig
 from megatron_zpp.config.wrong_size import Proposal, WrongSize
 
@@ -27,14 +28,14 @@ def can_divide(model: ModelConfig, tensor_ranks: int, context_ranks: int) -> boo
     return model.num_attention_heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
 
 
-def check_resolved(config: Config, ranks: RankCounts) -> None:
+def check_resolved(config: Config) -> None:
     """Raises FlagError for the first rule about divided samples that the filled-in values break."""
     if config.distributed.context_parallel_size == 1:
         return
     check_exchange(config)
-    check_heads(config, ranks)
+    check_heads(config)
     check_tokens(config)
-    check_compilation(config)
+    check_compilation(config, "context_parallel_size")
 
 
 def check_exchange(config: Config) -> None:
@@ -46,7 +47,7 @@ def check_exchange(config: Config) -> None:
         )
 
 
-def check_heads(config: Config, counts: RankCounts) -> None:
+def check_heads(config: Config) -> None:
     """Every rank of a sample gets as many heads. Fewer key heads than ranks go to several ranks each."""
     model, distributed = config.model, config.distributed
     tensor_ranks, context_ranks = distributed.tensor_model_parallel_size, distributed.context_parallel_size
@@ -62,7 +63,7 @@ def check_heads(config: Config, counts: RankCounts) -> None:
             f"--num-query-groups {model.key_value_heads} and {ranks}: one must divide the other, so that key heads are dealt to ranks or "
             "ranks to key heads"
         )
-    sizes = [size for size in context_choices(counts.data, counts.data_ranks_per_node) if can_divide(model, tensor_ranks, size)]
+    sizes = [size for size in divisors(model.num_attention_heads) if can_divide(model, tensor_ranks, size)]
     raise WrongSize(Proposal(broken, "context_parallel_size", context_ranks, sizes, f"choose {CONTEXT_SIZE}"))
 
 
@@ -92,13 +93,12 @@ def length_near(config: Config, multiple: int) -> int:
     return above - multiple if lacks_positions and above > multiple else above
 
 
-def check_compilation(config: Config) -> None:
-    """A compiled block cannot wait for an exchange."""
+def check_compilation(config: Config, field: str) -> None:
+    """A compiled block cannot wait for other ranks. field: the number of ranks that divide a sample or a layer."""
     if config.training.compile:
-        size = config.distributed.context_parallel_size
-        broken = f"--compile is not available with {CONTEXT_SIZE} {size}, because blocks wait for other ranks"
-        remedy = f"leave --compile out, or choose {CONTEXT_SIZE}"
-        raise WrongSize(Proposal(broken, "context_parallel_size", size, [1], remedy))
+        size, flag = getattr(config.distributed, field), spelling_of(field)
+        broken = f"--compile is not available with {flag} {size}, because blocks wait for other ranks"
+        raise WrongSize(Proposal(broken, field, size, [1], f"leave --compile out, or choose {flag}"))
 
 
 def surprising_costs(config: Config, ranks: RankCounts) -> Iterator[str]:
@@ -108,7 +108,7 @@ def surprising_costs(config: Config, ranks: RankCounts) -> Iterator[str]:
         return
     again = " and again in blocks that backward recomputes" if config.model.recompute_granularity == "full" else ""
     yield (
-        f"{CONTEXT_SIZE} {ranks.context}: the ranks of a sample are on {ranks.context // inside} nodes, so of what attention exchanges "
-        f"{ranks.context - inside} of {ranks.context} parts cross between nodes, in forward and backward of every block and "
+        f"{CONTEXT_SIZE} {ranks.context}: the ranks of a sample are on {counted(ranks.context // inside, 'node')}, so of what attention "
+        f"exchanges {ranks.context - inside} of {ranks.context} parts cross between nodes, in forward and backward of every block and "
         f"micro-batch{again}, while computation waits; a size of {inside} or less stays inside a node"
     )

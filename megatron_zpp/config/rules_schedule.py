@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_zpp.config.batch_schedule import BatchSchedule, horizons, length_in_samples, read_steps
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.data_sources import SPLITS, read_sources
 from megatron_zpp.config.flag import LARGEST_COUNT, FlagError, any_of, spelling_of, whole_number
 from megatron_zpp.config.ranks import groups_of
@@ -144,8 +145,8 @@ def check_validation_sets(config: Config) -> None:
         names = data.validation_set_names
         if names and (len(names) != len(blend.prefixes) or len(set(names)) < len(names)):
             raise FlagError(
-                f"--validation-set-names {' '.join(names)} has {len(set(names))} different names for {len(blend.prefixes)} corpora; "
-                "give each corpus a name of its own."
+                f"--validation-set-names {' '.join(names)} has {len(set(names))} different names for "
+                f"{counted(len(blend.prefixes), 'corpus', 'corpora')}; give each corpus a name of its own."
             )
 
 
@@ -204,9 +205,9 @@ def check_batches(config: Config, batches: BatchSchedule, consumed_samples: int)
     below = size // batches.grain * batches.grain
     wish = f"--global-batch-size {size} is"
     if training.step_batch_size_schedule is not None:
-        wish = f'--step-batch-size-schedule "{training.step_batch_size_schedule}" has batches of {size} samples,'
+        wish = f'--step-batch-size-schedule "{training.step_batch_size_schedule}" has batches of {counted(size, "sample")},'
     elif training.rampup_batch_size and size != training.global_batch_size:
-        wish = f"--rampup-batch-size {' '.join(training.rampup_batch_size)} has batches of {size} samples,"
+        wish = f"--rampup-batch-size {' '.join(training.rampup_batch_size)} has batches of {counted(size, 'sample')},"
     ranks = groups_of(config.distributed, batches.grain // training.micro_batch_size)
     round_down = "give --decrease-batch-size-if-needed to round down, or " if below > 0 else ""
     raise FlagError(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from megatron_zpp.config.batch_schedule import BatchSchedule
 from megatron_zpp.config.flag import FlagError, divisors, next_multiple
 from megatron_zpp.config.ranks import RankCounts
-from megatron_zpp.config.rules_context import length_near
+from megatron_zpp.config.rules_context import check_compilation, length_near
 from megatron_zpp.config.schema import Config, ModelConfig, ZeroConfig
 from megatron_zpp.config.wrong_size import Proposal, WrongSize
 
@@ -28,15 +28,6 @@ def check_tensor_ranks(model: ModelConfig, padded_vocab_size: int, tensor_ranks:
     check_positions(model, tensor_ranks)
 
 
-def can_share(model: ModelConfig, padded_vocab_size: int, tensor_ranks: int) -> bool:
-    """Whether `tensor_ranks` ranks can share the layers of a model."""
-    try:
-        check_tensor_ranks(model, padded_vocab_size, tensor_ranks)
-    except FlagError:
-        return False
-    return True
-
-
 def check_resolved(config: Config) -> None:
     """Raises FlagError for the first rule about tensor ranks that the filled-in values break.
 
@@ -48,7 +39,7 @@ def check_resolved(config: Config) -> None:
     check_layers(model, known_rows(model), tensor_ranks)
     check_positions(model, tensor_ranks)
     check_tokens(config)
-    check_compilation(config)
+    check_compilation(config, "tensor_model_parallel_size")
 
 
 def known_rows(model: ModelConfig) -> int:
@@ -147,15 +138,6 @@ def check_tokens(config: Config) -> None:
             f"--seq-length {length} is not a multiple of {TENSOR_SIZE} {tensor_ranks}, among which --sequence-parallel divides tokens; "
             f"choose {length_near(config, tensor_ranks * config.distributed.context_parallel_size)}, or leave --sequence-parallel out."
         )
-
-
-def check_compilation(config: Config) -> None:
-    """A compiled block cannot wait for the tensor link."""
-    tensor_ranks = config.distributed.tensor_model_parallel_size
-    if config.training.compile:
-        broken = f"--compile is not available with {TENSOR_SIZE} {tensor_ranks}, because blocks wait for other ranks"
-        remedy = f"leave --compile out, or choose {TENSOR_SIZE}"
-        raise WrongSize(Proposal(broken, "tensor_model_parallel_size", tensor_ranks, [1], remedy))
 
 
 def _deals_groups(model: ModelConfig, tensor_ranks: int) -> bool:

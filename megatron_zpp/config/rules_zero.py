@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.flag import FlagError, any_of, divisors, in_words, spelling_of
 from megatron_zpp.config.groups.zero import WORKING_DTYPE_BITS
 from megatron_zpp.config.ranks import RankCounts
@@ -180,14 +181,14 @@ def check_partition_divides_node(config: Config, ranks: RankCounts) -> None:
     if ranks_per_node % partition_ranks == 0:
         return
     if ranks.tensor > 1:
-        rest = "rank" if ranks_per_node == 1 else "ranks"
         copies = "".join(f"{any_of(sizes)}, or " for sizes in [divisors(ranks_per_node)[1:]] if sizes)
         raise FlagError(
-            f"--zero-hpz-partition-size {partition_ranks} does not divide the {ranks_per_node} {rest} of a node with the same part of a "
-            f"layer ({ranks.ranks_per_node} ranks, --tensor-model-parallel-size {ranks.tensor}); choose {copies}1 for no copy."
+            f"--zero-hpz-partition-size {partition_ranks} does not divide the {counted(ranks_per_node, 'rank')} of a node with the same "
+            f"part of a layer ({counted(ranks.ranks_per_node, 'rank')}, --tensor-model-parallel-size {ranks.tensor}); "
+            f"choose {copies}1 for no copy."
         )
     raise FlagError(
-        f"--zero-hpz-partition-size {partition_ranks} does not divide the {ranks_per_node} ranks of a node; "
+        f"--zero-hpz-partition-size {partition_ranks} does not divide the {counted(ranks_per_node, 'rank')} of a node; "
         f"choose {any_of(divisors(ranks_per_node))}, or start a multiple of {partition_ranks} ranks per node."
     )
 

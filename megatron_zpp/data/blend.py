@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.data.blended_dataset import BYTES_PER_SAMPLE, BlendedDataset, BlendIndices, build_blend_indices
 from megatron_zpp.data.build_once import ProgressPrinter
 from megatron_zpp.data.corpus import Corpus
@@ -74,7 +75,7 @@ def blended_dataset(
     if plan.normalization != "once":  # indices that were stored before there was a choice keep their names
         description["normalization"] = plan.normalization
     cache = IndexCache(BlendIndices, first.order.folder_of(first.prefix), split_name, description)
-    what = f"the {SPLIT_WORDS[split_name]} blend of {len(corpora)} corpora"
+    what = f"the {SPLIT_WORDS[split_name]} blend of {counted(len(corpora), 'corpus', 'corpora')}"
 
     def build() -> BlendIndices:
         check_room(BYTES_PER_SAMPLE * plan.sample_count, plan.sample_count, what, split_name)

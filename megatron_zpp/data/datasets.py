@@ -124,7 +124,6 @@ class CorpusSet:
 
     def datasets(self, request: DataRequest, rules: DocumentRules) -> Datasets:
         counts = request.sample_counts
-        self._corpora.check_training()
         train = self._dataset("train", counts.train)
         if train is None:
             raise RuntimeError(f"0 samples are requested from the training data of {', '.join(self._corpora.by_prefix)}")
@@ -166,7 +165,7 @@ class CorpusSet:
         blend = self._corpora.blends.get(split_name)
         if blend is None:
             return None
-        used, left_out = self._corpora.used(split_name)
+        used, left_out = self._corpora.used_for_training() if split_name == "train" else self._corpora.used(split_name)
         self._messages += left_out
         if not used:
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.data_sources import DataSources
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.split import SPLIT_NAMES, split_documents
@@ -43,9 +44,9 @@ class SplitCorpus:
         """One sentence that says why a split has no tokens."""
         found = f"The {SPLIT_WORDS[split_name]} split of {self.prefix} is empty"
         if self._split is None or self.documents[split_name]:
-            return f"{found}: its {len(self.documents[split_name])} documents hold no token."
+            return f"{found}: its {counted(len(self.documents[split_name]), 'document holds', 'documents hold')} no token."
         counts = ", ".join(str(len(documents)) for documents in self.documents.values())
-        return f"{found}: --split {self._split} cuts its {len(self.source)} documents into {counts}."
+        return f"{found}: --split {self._split} cuts its {counted(len(self.source), 'document')} into {counts}."
 
 
 AnyCorpus = TypeVar("AnyCorpus", bound=SplitCorpus)
@@ -63,11 +64,12 @@ class SplitCorpora(Generic[AnyCorpus]):
         prefixes = dict.fromkeys(prefix for blend in self.blends.values() for prefix in blend.prefixes)
         self.by_prefix = {prefix: open_corpus(prefix, cut) for prefix in prefixes}
 
-    def check_training(self) -> None:
-        """Raises ValueError if there is nothing to train on."""
+    def used_for_training(self) -> tuple[list[tuple[AnyCorpus, float]], list[str]]:
+        """As `used`, for training. Raises ValueError if there is nothing to train on."""
         used, left_out = self.used("train")
         if not used:
             raise ValueError(f"{left_out[0]} Give training a larger share or more documents.")
+        return used, left_out
 
     def used(self, split_name: str) -> tuple[list[tuple[AnyCorpus, float]], list[str]]:
         """The corpora with samples in this split, each with its weight, and messages about the others. One alone needs a token only.

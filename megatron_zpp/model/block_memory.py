@@ -11,12 +11,16 @@ output:
     norm before it           n f + h         2 h; RMSNorm without a kernel h and 4 or 5 fp32 values
     output projection        n f + 2 h       w, a; three times a if context ranks exchange it
     attention                n f + 2 h       a, y, and as much as attention keeps inside, of scores a third
+    its input projection     all but 2 h     h, x
 
     h       hidden states between layers, of the rank's tokens
     w       hidden states of all tokens with sequence parallelism; otherwise h if there is dropout, and none without
     f, n f  outputs of the activation function; with its inputs
     a       queries, or outputs of attention
     x, y    queries, keys and values: before they are exchanged, and after
+
+On a GPU plans count with each of the four products the gradient of its weight, which leaves at once, and a buffer for that of its bias
+(`bias_buffer_bytes`); on CPUs the latter does not exist, and the former has not shown beside the rest.
 
 What attention recomputes for itself is there from then on. Where context ranks exchange in forward, of the block there are 2 h, x and
 twice y, or three times if several ranks get one key head: less than later, unless heads are much wider than the feed-forward half.
@@ -34,17 +38,20 @@ STATISTICS_BYTES = 2 * 4  # mean and deviation of a token in a norm, fp32
 SCORE_BYTES = 3 * 4  # fp32 scores after softmax, after dropout, and the mask, as torch's plain attention keeps them
 NORMALIZER_BYTES = 4  # per token and head, if the kernel computes scores again in backward
 WIDE_BYTES = 4  # of an fp32 value
+PROCESSORS = 148  # of a B200; an H200 has 132, an A100 108
 
 
 @dataclass(frozen=True)
 class AttentionNeed:
-    """The tensors that an attention kernel keeps for backward, beside its inputs and output.
+    """The tensors of an attention kernel beside its inputs and output.
 
-    keeps_scores: it keeps the S x S matrices. repeats_heads: it keeps a copy of a shared key and value head for every query head.
+    keeps_scores: it keeps the S x S matrices for backward. repeats_heads: it keeps a copy of a shared key and value head for every query
+    head. is_deterministic: several sums of the queries' gradients exist, so that an order can be kept (kernels of GPUs).
     """
 
     keeps_scores: bool
     repeats_heads: bool = False
+    is_deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,29 +98,39 @@ class BlockMemory:
     def inside(self) -> int:
         """Bytes that attention keeps between its projections, beside what the projections read and write.
 
-        These are the output in the kernel's own layout, a copy of queries, keys and values if another operation comes between projection
-        and kernel, another if the kernel keeps scores of 16-bit values, repeated heads, statistics of their norms, and scores.
+        These are the output in the kernel's own layout, if it is not what the projection reads, a copy of queries, keys and values if
+        another operation comes between projection and kernel, another if the kernel keeps scores of 16-bit values, repeated heads,
+        statistics of their norms, and scores.
         """
         config = self._of_rank
         shared_heads = config.num_attention_heads - self._divided.exchanged_key_heads
         repeated = 2 * shared_heads * config.kv_channels if self.attention.repeats_heads else 0
         is_copied = config.qk_layernorm or (shared_heads > 0 and config.position_embedding_type != "rope")
         numbers = NORMALIZER_BYTES + (2 * STATISTICS_BYTES if config.qk_layernorm else 0)
-        of_heads = self._of_width(config.heads_width + repeated) + config.num_attention_heads * numbers
+        of_heads = self._of_width(self._copied_width + repeated) + config.num_attention_heads * numbers
         copies = is_copied + (self.attention.keeps_scores and self.share.element_bytes < WIDE_BYTES)
         return self.tokens * of_heads + copies * self._exchanged + SCORE_BYTES * self._scores
+
+    @property
+    def _copied_width(self) -> int:
+        """The width of the output that attention keeps in the kernel's own layout. Fast kernels of GPUs write what the projection reads."""
+        writes_input = self.is_on_gpu and not self.attention.keeps_scores and self.share.context_ranks == 1
+        return 0 if writes_input else self._of_rank.heads_width
 
     @property
     def in_backward(self) -> int:
         """The most bytes that exist in backward beside what forward has kept and the gradient of the output."""
         config, inner, hidden = self.config, self._inner, self.hidden
         feed_forward = self._feed_forward_widths * inner
-        down = inner + self._before_product
+        up_width = (2 if config.swiglu else 1) * self._of_rank.ffn_hidden_size
+        down = inner + self._before_product + self._of_product(self._of_rank.ffn_hidden_size, config.hidden_size)
         activation = (4 if config.swiglu else 3 if config.squared_relu else 1) * inner
         norm = self.norm_gradients - feed_forward - hidden
         attention = self._attention_gradients - feed_forward - 2 * hidden
         up = hidden - inner + tensor_buffer_bytes(config, self.share, uses_streams=self.is_on_gpu)
-        return max(max(down, activation, norm, attention, self._first_exchange, self._first_scores) + self.lasting_buffers, up)
+        up += self._of_product(config.hidden_size, up_width)
+        first = 3 * hidden + self._qkv + self._of_product(config.hidden_size, self._of_rank.qkv_width) - self.kept
+        return max(max(down, activation, norm, attention, first, self._first_exchange, self._first_scores) + self.lasting_buffers, up)
 
     @property
     def norm_gradients(self) -> int:
@@ -128,7 +145,8 @@ class BlockMemory:
     def _attention_gradients(self) -> int:
         again = self.inside if recomputes_attention(self.config) else 0
         projection = self._before_product + (3 if self.share.context_ranks > 1 else 1) * self._heads
-        of_inside = self.inside - (SCORE_BYTES - WIDE_BYTES) * self._scores
+        projection += self._of_product(self._of_rank.heads_width, self.config.hidden_size)
+        of_inside = self.inside + self._query_sums - (SCORE_BYTES - WIDE_BYTES) * self._scores
         return max(projection, self._heads + self._exchanged + of_inside + again)
 
     @property
@@ -154,6 +172,22 @@ class BlockMemory:
     def lasting_buffers(self) -> int:
         """Bytes for sums over the tensor link: for what comes from the other ranks. On streams forward has one of its own."""
         return (1 + self.is_on_gpu) * self._whole if self.share.tensor_ranks > 1 else 0
+
+    @property
+    def _query_sums(self) -> int:
+        """The sums of the queries' gradients, which fast kernels of GPUs have in fp32, beside what attention keeps inside."""
+        if self._copied_width > 0:
+            return 0
+        heads = self.share.samples * self._of_rank.num_attention_heads
+        sums = -(-PROCESSORS // heads) if self.attention.is_deterministic else 1
+        return sums * self.tokens * WIDE_BYTES * self._of_rank.heads_width
+
+    def _of_product(self, inputs: int, outputs: int) -> int:
+        """What backward of a product needs on a GPU beside activations: the gradient of its weight, and a buffer for that of its bias."""
+        if not self.is_on_gpu:
+            return 0
+        has_bias = self.config.has_qkv_bias if outputs == self._of_rank.qkv_width else self.config.has_linear_bias
+        return self._of_width(inputs * outputs) + (bias_buffer_bytes(self.tokens, outputs) if has_bias else 0)
 
     @property
     def _whole(self) -> int:
@@ -208,6 +242,16 @@ class BlockMemory:
     def _of_width(self, width: int) -> int:
         """Bytes of so many activations."""
         return width * self.share.element_bytes
+
+
+def bias_buffer_bytes(tokens: int, width: int) -> int:
+    """The most bytes that torch takes on a GPU to sum [tokens, width] gradients over tokens (ATen/native/cuda/Reduce.cuh).
+
+    A block of 128 threads sums 128 columns, in fp32 in each of its 32 x 4 accumulators. There are up to 16 blocks for every multiprocessor,
+    but no more than tokens / 64 for the same columns.
+    """
+    bytes_per_column = WIDE_BYTES * 128
+    return min(bytes_per_column * (PROCESSORS * 16 * 128 + width), bytes_per_column * width * tokens // 64)
 
 
 def tensor_buffer_bytes(config: ModelConfig, share: RankShare, *, uses_streams: bool) -> int:

@@ -1,13 +1,13 @@
 """Memory for the inputs of recomputed chunks, from the configuration alone (no torch).
 
-X bytes of the hidden states of a micro-batch on one rank between the layers, C chunks, T tensor ranks among which --partition-activations
-divides them (otherwise 1). Parts are whole numbers of 16 bytes.
+I bytes of the inputs of all chunks, each the hidden states of a micro-batch on one rank between two layers. T tensor ranks, among which
+--partition-activations divides an input (otherwise 1). Parts are whole numbers of 16 bytes.
 
                                     micro-batch    from the start    host
-    none of the flags               C X
-    --partition-activations         C X / T
-    --contiguous-checkpointing                     C X / T
-    --checkpoint-in-cpu                                              C X / T, pinned
+    none of the flags               I
+    --partition-activations         I / T
+    --contiguous-checkpointing                     I / T
+    --checkpoint-in-cpu                                              I / T, pinned
 
 Beside them there are whole inputs in backward, at most two: that of the chunk which is recomputed, and that of the next one, on its way.
 If they are divided and on the host, there are also two parts on their way. On a device that has the memory of its host,

@@ -45,6 +45,11 @@ class JsonLinesWriter:
         self.close()
 
 
+def has_earlier_lines(path: str) -> bool:
+    """Whether a run has written to this file before. False for a file that cannot be read, the null device and the standard streams."""
+    return path not in STANDARD_STREAMS and os.path.isfile(path) and os.path.getsize(path) > 0
+
+
 def _ends_in_mid_line(descriptor: int) -> bool:
     """Whether a killed run left an incomplete last line; the next object must then start on a new line."""
     nbytes = os.fstat(descriptor).st_size

@@ -110,7 +110,7 @@ class Build:
     def compile(self, folder: Path) -> Path:
         """The shared library, compiled in `folder`. Raises RuntimeError if the compiler fails."""
         if self.cuda_architectures:
-            os.environ["CUDA_HOME"] = str(_toolkit())
+            os.environ["CUDA_HOME"] = str(cuda_toolkit())
         # Imported here, because torch's module looks for compilers and CUDA, which only a build needs.
         from setuptools import Distribution
         from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
@@ -192,7 +192,7 @@ def _nvcc() -> str | None:
     return next((found for home in homes if (found := shutil.which("nvcc", path=f"{home}/bin"))), None) or shutil.which("nvcc")
 
 
-def _toolkit() -> Path:
+def cuda_toolkit() -> Path:
     """The folder of CUDA's compiler and headers, as the compiler itself reports it: the nvcc on PATH may be a link or a script."""
     nvcc = _nvcc()
     if nvcc is None:
@@ -204,7 +204,7 @@ def _toolkit() -> Path:
     return Path(found[1]).parent if found else Path(nvcc).resolve().parents[1]
 
 
-def made_once(library: Path, compile_in: Callable[[Path], Path], lock_timeout_seconds: float) -> Path:
+def made_once(library: Path, compile_in: Callable[[Path], Path], lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Path:
     """`library`. If the file does not exist or must not be loaded, compile_in(folder) makes it, and a rename puts it in place as a whole.
 
     A lock keeps other processes from compiling it at the same time; a process that is killed loses the lock. After the timeout this process

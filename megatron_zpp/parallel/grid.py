@@ -19,9 +19,10 @@ d % C in sample group d // C. The context link joins those of one ladder. With C
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.flag import any_of, divisors
 from megatron_zpp.config.ranks import context_choices
 from megatron_zpp.parallel.topology import Link, Topology
@@ -48,27 +49,39 @@ class Grid:
         if self.world_size % self.ranks_per_node:
             raise ValueError(
                 f"--ranks-per-node {self.ranks_per_node} does not divide the world size {self.world_size}; "
-                f"choose {any_of(divisors(self.world_size))}"
+                f"choose {self._fitting('ranks_per_node', divisors(self.world_size))}"
             )
         if self.ranks_per_node % self.tensor_ranks:
             raise ValueError(
-                f"--tensor-model-parallel-size {self.tensor_ranks} does not divide the {self.ranks_per_node} ranks of a node "
+                f"--tensor-model-parallel-size {self.tensor_ranks} does not divide the {counted(self.ranks_per_node, 'rank')} of a node "
                 "(--ranks-per-node), and ranks that share a layer must share a node; "
-                f"choose {any_of(divisors(self.ranks_per_node))}"
+                f"choose {self._fitting('tensor_ranks', divisors(self.ranks_per_node))}"
             )
         ranks_of_ladder = self.ranks_per_node // self.tensor_ranks
         if ranks_of_ladder % self.partition_ranks:
             beside = "" if self.tensor_ranks == 1 else f" that are in one ladder (--tensor-model-parallel-size {self.tensor_ranks})"
             raise ValueError(
-                f"--zero-hpz-partition-size {self.partition_ranks} does not divide the {ranks_of_ladder} ranks of a node{beside}; "
-                f"choose {any_of(divisors(ranks_of_ladder))}"
+                f"--zero-hpz-partition-size {self.partition_ranks} does not divide the {counted(ranks_of_ladder, 'rank')} of a "
+                f"node{beside}; choose {any_of(divisors(ranks_of_ladder))}"
             )
         choices = context_choices(self.data_ranks, ranks_of_ladder)
         if self.context_ranks not in choices:
             raise ValueError(
-                f"--context-parallel-size {self.context_ranks} does not divide the {self.data_ranks} data-parallel ranks into groups that "
-                f"are whole nodes or equal parts of one, and a node has {ranks_of_ladder} of these ranks; choose {any_of(choices)}"
+                f"--context-parallel-size {self.context_ranks} does not divide the {counted(self.data_ranks, 'data-parallel rank')} "
+                f"into groups that are whole nodes or equal parts of one, and a node has {ranks_of_ladder} of these ranks; "
+                f"choose {any_of(choices)}"
             )
+
+    def _fitting(self, field: str, sizes: list[int]) -> str:
+        """Those of the sizes that break no other rule in place of this number, in words; all of them if every one does."""
+        return any_of([size for size in sizes if self._could_have(field, size)] or sizes)
+
+    def _could_have(self, field: str, size: int) -> bool:
+        try:
+            replace(self, **{field: size})
+        except ValueError:
+            return False
+        return True
 
     @classmethod
     def of_nodes(cls, nodes: int, ranks_per_node: int, tensor_ranks: int = 1, context_ranks: int = 1) -> Grid:

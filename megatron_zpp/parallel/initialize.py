@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.parallel.failures.failure_board import FailureBoard
 from megatron_zpp.parallel.failures.pulse import Pulse
 from megatron_zpp.parallel.failures.roll_call import SILENT_SECONDS, RollCall
@@ -152,8 +153,8 @@ def choose_device(launch: Launch, backend: str | None) -> torch.device:
     shares_device = "NCCL_HOSTID" in os.environ  # with different host ids, NCCL lets ranks share one device
     if launch.local_rank >= devices and not shares_device:
         raise ValueError(
-            f"local rank {launch.local_rank} finds only {devices} GPUs on this machine; start at most {devices} ranks per machine, "
-            "or let each rank see all GPUs of its machine (srun --gpu-bind=none)"
+            f"local rank {launch.local_rank} finds only {counted(devices, 'GPU')} on this machine; start at most "
+            f"{counted(devices, 'rank')} per machine, or let each rank see all GPUs of its machine (srun --gpu-bind=none)"
         )
     return torch.device("cuda", launch.local_rank % devices)
 

@@ -21,6 +21,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.flag import any_of, divisors
 
 
@@ -82,12 +83,12 @@ class Topology:
             )
         if self.data_ranks % self.ranks_per_node:
             raise ValueError(
-                f"--ranks-per-node {self.ranks_per_node} does not divide the {self.data_ranks} data ranks; "
+                f"--ranks-per-node {self.ranks_per_node} does not divide the {counted(self.data_ranks, 'data rank')}; "
                 f"choose {any_of(divisors(self.data_ranks))}"
             )
         if self.ranks_per_node % self.partition_ranks:
             raise ValueError(
-                f"a partition of {self.partition_ranks} ranks does not divide the {self.ranks_per_node} ranks of a node; "
+                f"a partition of {self.partition_ranks} ranks does not divide the {counted(self.ranks_per_node, 'rank')} of a node; "
                 f"choose {any_of(divisors(self.ranks_per_node))}"
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.schema import Config
 from megatron_zpp.training.progress import Progress
 from megatron_zpp.training.saving import RunSaver
@@ -41,8 +42,9 @@ class BadIterations:
         if limit == 0 or self.consecutive < limit:
             return
         raise RuntimeError(
-            f"{limit} iterations in a row (--max-consecutive-bad-iterations) had a NaN or infinite loss or gradient, from iteration "
-            f"{self.progress_before.iteration + 1} on; {self._save_state_before(config, engine, saver)}. Look at their data, or lower --lr."
+            f"{counted(limit, 'iteration')} in a row (--max-consecutive-bad-iterations) had a NaN or infinite loss or gradient, from "
+            f"iteration {self.progress_before.iteration + 1} on; {self._save_state_before(config, engine, saver)}. "
+            "Look at their data, or lower --lr."
         )
 
     def _save_state_before(self, config: Config, engine: ZeroEngine, saver: RunSaver) -> str:

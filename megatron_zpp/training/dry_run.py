@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples, running_schedule
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.data_sources import Blend, read_sources
-from megatron_zpp.config.deepspeed import context_ranks
+from megatron_zpp.config.deepspeed import CONTEXT_FIELD, NOTHING, context_ranks
 from megatron_zpp.config.defaults import banner
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.options import arguments_block
-from megatron_zpp.config.resolve import resolve
+from megatron_zpp.config.resolve import resolve_in
 from megatron_zpp.config.rules_schedule import check_batches
 from megatron_zpp.config.schema import Config
 from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
@@ -53,7 +55,8 @@ def described_plan(given: Config, launch: Launch) -> str:
     }
     device = config.plan.device.upper()
     groups = _groups(config)
-    headline = f"plan of {world.size} ranks{groups} ({world.nodes} nodes x {world.ranks_per_node}, {device}); nothing was started"
+    nodes = f"{counted(world.nodes, 'node')} x {world.ranks_per_node}"
+    headline = f"plan of {counted(world.size, 'rank')}{groups} ({nodes}, {device}); nothing was started"
     lines = [f"  {name} {'.' * (LABEL_COLUMNS - len(name))} {text}" for name, text in parts.items() if text]
     return "\n".join(filter(None, [banner(config), arguments_block(config), *config.notices, *about_rules, headline, *lines]))
 
@@ -68,16 +71,18 @@ def _groups(config: Config) -> str:
     return f" as groups of {' and '.join(groups)}" if groups else ""
 
 
-def planned_world_size(given: Config, launch: Launch) -> tuple[int, int | None]:
+def planned_world_size(given: Config, launch: Launch, values: Mapping[str, int] = NOTHING) -> tuple[int, int | None]:
     """Ranks of the planned world, and ranks per node if known: by the flags, else by the launcher, else those of one sample.
 
+    values: numbers of ranks that share layers or samples, in place of what flags and files say.
     Raises FlagError if the flags contradict each other, or do not say how many ranks a node has.
     """
     nodes, world_size, ranks_per_node = given.plan.nodes, given.plan.world_size, given.distributed.ranks_per_node
     if nodes is None and world_size is None:
         if launch.world_size > 1:
             return launch.world_size, launch.local_world_size
-        group = given.distributed.tensor_model_parallel_size * context_ranks(given)
+        asked = {"tensor_model_parallel_size": given.distributed.tensor_model_parallel_size, CONTEXT_FIELD: context_ranks(given)}
+        group = math.prod({**asked, **values}.values())
         return ranks_per_node or group, ranks_per_node or (group if group > 1 else None)
     if world_size is None:
         if ranks_per_node is None:
@@ -93,9 +98,9 @@ def planned_world_size(given: Config, launch: Launch) -> tuple[int, int | None]:
 
 
 def _resolved(given: Config, launch: Launch) -> tuple[Config, PlannedWorld]:
-    world_size, local_world_size = planned_world_size(given, launch)
-    config = resolve(given, world_size, local_world_size)
+    config = resolve_in(given, lambda values: planned_world_size(given, launch, values))
     ranks_per_node = config.distributed.ranks_per_node
+    world_size, _ = planned_world_size(given, launch)
     return config, PlannedWorld(world_size // ranks_per_node, ranks_per_node, is_on_gpu=config.plan.device == "gpu")
 
 
@@ -132,8 +137,9 @@ def _parameters(plan: RunPlan, vocab_size: int) -> str:
 def _training(plan: RunPlan) -> str:
     training, microbatches = plan.config.training, plan.job.microbatches
     return (
-        f"{training.train_iters} iterations of {training.global_batch_size} samples of {plan.config.model.seq_length} tokens, "
-        f"{_all_tokens(plan):.4g} tokens in all; per rank and iteration {microbatches} x {training.micro_batch_size} samples"
+        f"{counted(training.train_iters, 'iteration')} of {counted(training.global_batch_size, 'sample')} of "
+        f"{counted(plan.config.model.seq_length, 'token')}, "
+        f"{_all_tokens(plan):.4g} tokens in all; per rank and iteration {microbatches} x {counted(training.micro_batch_size, 'sample')}"
         f"{_share_of_tokens(plan)}"
     )
 
@@ -156,14 +162,14 @@ def _data(config: Config) -> str:
 
     sources, seq_length = read_sources(config.data), config.model.seq_length
     corpora = SplitCorpora(sources, config.data.split, lambda prefix, split: SplitCorpus(prefix, split, seq_length))
-    corpora.check_training()
+    corpora.used_for_training()
     tokens = {prefix: corpus.source.token_count for prefix, corpus in corpora.by_prefix.items()}
     blends = {"": sources.common} if sources.common is not None else sources.by_split
     return "; ".join(f"{split} {_blend(blend, tokens)}".strip() for split, blend in blends.items() if blend is not None)
 
 
 def _blend(blend: Blend, tokens: Mapping[str, int]) -> str:
-    return f"{len(blend.prefixes)} corpora of {sum(tokens[prefix] for prefix in blend.prefixes):.4g} tokens"
+    return f"{counted(len(blend.prefixes), 'corpus', 'corpora')} of {sum(tokens[prefix] for prefix in blend.prefixes):.4g} tokens"
 
 
 def _start(plan: RunPlan, stored: StoredRun | None) -> str:
@@ -188,7 +194,7 @@ def _bytes(plan: RunPlan) -> str:
     return (
         f"{plan.node_bytes / GIGABYTE:.4g} GB into a node from others (weights {weights:.4g}, gradients {gradients:.4g}), "
         f"{traffic.total.intra_bytes / GIGABYTE:.4g} GB into a rank inside its node, "
-        f"{_tensor_bytes(plan)}{_context_bytes(plan)}{plan.collectives} collectives"
+        f"{_tensor_bytes(plan)}{_context_bytes(plan)}{counted(plan.collectives, 'collective')}"
     )
 
 

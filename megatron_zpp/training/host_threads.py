@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.schema import Config
 from megatron_zpp.parallel.initialize import World, gather_texts
 
@@ -36,7 +37,7 @@ def share_cores(config: Config, world: World, hosts: Sequence[str]) -> str:
     threads = threads_of_rank(world.rank, hosts, cores)
     torch.set_num_threads(threads)
     ranks = hosts.count(hosts[world.rank])
-    return f"--optimizer-cpu-offload: AdamW has {threads} threads per rank, for {ranks} ranks on this machine"
+    return f"--optimizer-cpu-offload: AdamW has {counted(threads, 'thread')} per rank, for {counted(ranks, 'rank')} on this machine"
 
 
 def own_cores() -> list[int]:

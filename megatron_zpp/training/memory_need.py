@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.flag import any_of, divisors
-from megatron_zpp.config.ranks import context_choices
-from megatron_zpp.config.rules_context import CONTEXT_SIZE, can_divide
-from megatron_zpp.config.rules_tensor import TENSOR_SIZE, can_share
+from megatron_zpp.config.resolve import could_have
+from megatron_zpp.config.rules_context import CONTEXT_SIZE
+from megatron_zpp.config.rules_tensor import TENSOR_SIZE
 from megatron_zpp.config.schema import CheckpointConfig, Config, ZeroConfig
 from megatron_zpp.model.activations import activation_bytes, mask_bytes
 from megatron_zpp.model.block_memory import AttentionNeed, RankShare
@@ -286,6 +287,7 @@ def _attention_need(config: Config, element_bytes: int, *, is_on_gpu: bool) -> A
     return AttentionNeed(
         keeps_scores=backend in ("unfused", "local") or (drops and not is_on_gpu),
         repeats_heads=is_on_gpu and not flash_serves,
+        is_deterministic=config.training.deterministic_mode,
     )
 
 
@@ -317,36 +319,15 @@ def _lever_without_copy(zero: ZeroConfig) -> list[str]:
 
 def _larger_tensor_size(config: Config, model: SizedModel, grid: Grid) -> list[str]:
     """The next number of ranks that could share the layers of this run; empty if there is none."""
-    if config.training.compile:
-        return []
-    context_ranks, ranks_per_node = grid.context_ranks, grid.ranks_per_node
-    fitting = (
-        size
-        for size in divisors(ranks_per_node)
-        if size > grid.tensor_ranks
-        and size % grid.tensor_ranks == 0  # so that the global batch divides among the groups that are left
-        and can_share(config.model, model.padded_vocab_size, size)
-        and can_divide(config.model, size, context_ranks)
-        and context_ranks in context_choices(grid.world_size // size, ranks_per_node // size)
-        and _divides_copy(config.zero, ranks_per_node // size)
-        and (not config.distributed.sequence_parallel or config.model.seq_length % (size * context_ranks) == 0)
-    )
+    larger = (size for size in divisors(grid.ranks_per_node) if size > grid.tensor_ranks and model.padded_vocab_size % size == 0)
+    fitting = (size for size in larger if could_have(config, grid.world_size, tensor_model_parallel_size=size))
     return [f"{TENSOR_SIZE} {size}" for size in fitting][:1]
 
 
 def _larger_context_size(config: Config, grid: Grid) -> list[str]:
     """The next number of ranks that could divide the samples of this run; empty if there is none."""
-    if config.training.compile:
-        return []
-    parts = grid.tensor_ranks if config.distributed.sequence_parallel else 1
-    fitting = (
-        size
-        for size in context_choices(grid.data_ranks, grid.ladder.ranks_per_node)
-        if size > grid.context_ranks
-        and size % grid.context_ranks == 0  # so that the global batch divides among the groups that are left
-        and can_divide(config.model, grid.tensor_ranks, size)
-        and config.model.seq_length % (size * parts) == 0
-    )
+    larger = (size for size in divisors(grid.data_ranks) if size > grid.context_ranks)
+    fitting = (size for size in larger if could_have(config, grid.world_size, context_parallel_size=size))
     return [f"{CONTEXT_SIZE} {size}" for size in fitting][:1]
 
 
@@ -355,13 +336,6 @@ def _sequence_parallel(config: Config, tensor_ranks: int) -> list[str]:
     parts = tensor_ranks * config.distributed.context_parallel_size
     has_parts = tensor_ranks > 1 and config.model.seq_length % parts == 0
     return ["--sequence-parallel"] if has_parts and not config.distributed.sequence_parallel else []
-
-
-def _divides_copy(zero: ZeroConfig, data_ranks_per_node: int) -> bool:
-    """Whether a run that keeps a copy could divide it among so many ranks. A set of --zeropp follows their number."""
-    if zero.zero_hpz_partition_size == 1:
-        return True
-    return data_ranks_per_node > 1 and (zero.zeropp is not None or data_ranks_per_node % zero.zero_hpz_partition_size == 0)
 
 
 def _can_offload(config: Config) -> bool:
@@ -388,5 +362,6 @@ def _remedy(config: Config, model: SizedModel, nodes: int | None, grid: Grid, ne
         levers += [] if config.training.micro_batch_size == 1 else ["a smaller --micro-batch-size"]
         return f"no number of such nodes is enough; choose {any_of([*levers, 'a smaller model'])}"
     others = f", or give {any_of(levers)}" if levers else ""
-    ranks = f"{ranks_per_node} rank" + ("s" if ranks_per_node > 1 else "")
-    return f"the smallest world that fits is {nodes} nodes of {ranks} with this much memory each{others}"
+    return (
+        f"the smallest world that fits is {counted(nodes, 'node')} of {counted(ranks_per_node, 'rank')} with this much memory each{others}"
+    )

@@ -15,6 +15,7 @@ from megatron_zpp.comm.observed_lanes import ObservedLanes
 from megatron_zpp.comm.streams import streams_of
 from megatron_zpp.comm.waits import Waits
 from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.schema import Config, PrecisionConfig
 from megatron_zpp.data.build_once import ProgressPrinter
 from megatron_zpp.data.datasets import DataRequest, Datasets, build_datasets, cache_folder, count_samples
@@ -155,9 +156,10 @@ def describe_run(config: Config, ladder: Ladder, vocab_size: int, model: GPT) ->
     """Lines that describe the world, the backends, the vocabulary and the model."""
     grid, device, padded = ladder.grid, ladder.device, model.padded_vocab_size
     context = f"context-parallel size: {grid.context_ranks}, " if grid.context_ranks > 1 else ""
+    nodes = f"{counted(grid.nodes, 'node')} x {counted(grid.ranks_per_node, 'rank')}"
     lines = [
         f"using world size: {grid.world_size}, data-parallel size: {grid.sample_groups}, {context}"
-        f"tensor-model-parallel size: {grid.tensor_ranks} ({grid.nodes} nodes x {grid.ranks_per_node} ranks), device: {device.type}, "
+        f"tensor-model-parallel size: {grid.tensor_ranks} ({nodes}), device: {device.type}, "
         f"backend: {'nccl' if device.type == 'cuda' else 'gloo'}",
         f"optimizer backend: {config.optimizer.optimizer_backend}, norm backend: {config.model.norm_backend}",
         f" > padded vocab (size: {vocab_size}) with {padded - vocab_size} dummy tokens (new size: {padded})",

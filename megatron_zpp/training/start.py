@@ -16,6 +16,7 @@ from megatron_zpp.config.batch_schedule import running_schedule
 from megatron_zpp.config.flag import spelling_of
 from megatron_zpp.config.rules_schedule import check_batches
 from megatron_zpp.config.schema import GROUP_OF_FIELD, Config
+from megatron_zpp.monitor.jsonl import has_earlier_lines
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
 from megatron_zpp.training.progress import Progress
 from megatron_zpp.training.stored_run import StoredRun, schedule_differences
@@ -119,7 +120,24 @@ def with_remaining_batches(config: Config, progress: Progress, sample_groups: in
 
 
 def describe_start(config: Config, source: ResumeSource, progress: Progress) -> str:
-    """Text about the loaded checkpoint and the flags that differ from it; empty if no flag asks for one."""
+    """Text about the loaded checkpoint, the flags that differ from it, and a log of another run; empty if there is nothing to say.
+
+    Must be called before the run logs its first line.
+    """
+    return "\n".join(filter(None, [_about_checkpoint(config, source, progress), _about_log(config, progress)]))
+
+
+def _about_log(config: Config, progress: Progress) -> str:
+    log = config.logging.log_jsonl
+    if log is None or progress.iteration > 0 or config.training.skip_train or not has_earlier_lines(log):
+        return ""
+    return (
+        f"WARNING: --log-jsonl {log} has lines of an earlier run, and this run does not resume it. The lines of both are kept; "
+        "plot_run.py, compare_runs.py and watch_run.py show those of this run"
+    )
+
+
+def _about_checkpoint(config: Config, source: ResumeSource, progress: Progress) -> str:
     if source.stored is None:
         load = config.checkpoint.load
         return "" if load is None else f"WARNING: --load {load} holds no checkpoint; starting from scratch"

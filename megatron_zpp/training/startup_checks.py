@@ -12,6 +12,7 @@ import torch
 
 from megatron_zpp.checkpoint.durable import SHARED_FOLDER, becomes_visible
 from megatron_zpp.checkpoint.owner import own_token
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.data_sources import read_sources
 from megatron_zpp.config.flag import any_of, spelling_of
 from megatron_zpp.config.options import arguments, options
@@ -57,7 +58,11 @@ def _describe_blends(config: Config) -> str:
     """Number and weights of the corpora of each blend. Paths may differ between ranks, these may not."""
     sources = read_sources(config.data)
     blends = {"": sources.common} if sources.common is not None else sources.by_split
-    words = (f"{split} {len(blend.prefixes)} corpora of weights {blend.weights}" for split, blend in blends.items() if blend is not None)
+    words = (
+        f"{split} {counted(len(blend.prefixes), 'corpus', 'corpora')} of weights {blend.weights}"
+        for split, blend in blends.items()
+        if blend is not None
+    )
     return ", ".join(words).strip()
 
 

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_zpp.parallel.specs import Use
 
 
-class Moments(Protocol):
+class UseCallbacks(Protocol):
     """Receives the calls of the hooks on modules."""
 
     def pre_forward(self, use: int) -> None: ...
@@ -23,16 +23,16 @@ class Moments(Protocol):
     def pre_backward(self, use: int) -> None: ...
 
 
-def hook_uses(module: nn.Module, uses: Sequence[Use], moments: Moments) -> list[RemovableHandle]:
-    """Handles of hooks that call `moments` before and after each use's forward, and when the gradient of its output arrives.
+def hook_uses(module: nn.Module, uses: Sequence[Use], callbacks: UseCallbacks) -> list[RemovableHandle]:
+    """Handles of hooks that call `callbacks` before and after each use's forward, and when the gradient of its output arrives.
 
     The latter is a hook on the output's gradient, because such a hook runs before recomputation in every kind of activation checkpointing.
     """
     handles = []
     for index, use in enumerate(uses):
         submodule = module.get_submodule(use.module)
-        handles.append(submodule.register_forward_pre_hook(partial(_pre_forward, moments, index)))
-        handles.append(submodule.register_forward_hook(partial(_post_forward, moments, index)))
+        handles.append(submodule.register_forward_pre_hook(partial(_pre_forward, callbacks, index)))
+        handles.append(submodule.register_forward_hook(partial(_post_forward, callbacks, index)))
     return handles
 
 
@@ -53,24 +53,24 @@ def hook_parameters(parameters: Sequence[nn.Parameter], collect: Callable[[int],
     return [parameter.register_post_accumulate_grad_hook(partial(_collect, collect, index)) for index, parameter in enumerate(parameters)]
 
 
-def _pre_forward(moments: Moments, use: int, module: nn.Module, args: tuple[Any, ...]) -> None:
-    moments.pre_forward(use)
+def _pre_forward(callbacks: UseCallbacks, use: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+    callbacks.pre_forward(use)
 
 
 def _refuse_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
     raise RuntimeError(f"{type(module).__name__} has no weights any more, because its engine is closed")
 
 
-def _post_forward(moments: Moments, use: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _post_forward(callbacks: UseCallbacks, use: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     if not isinstance(output, Tensor):
         raise RuntimeError(f"{type(module).__name__}, the module of a use, returns a {type(output).__name__}; it must return one tensor")
     if torch.is_grad_enabled() and output.requires_grad:
-        output.register_hook(partial(_pre_backward, moments, use))
-    moments.post_forward(use)
+        output.register_hook(partial(_pre_backward, callbacks, use))
+    callbacks.post_forward(use)
 
 
-def _pre_backward(moments: Moments, use: int, gradient: Tensor) -> None:
-    moments.pre_backward(use)
+def _pre_backward(callbacks: UseCallbacks, use: int, gradient: Tensor) -> None:
+    callbacks.pre_backward(use)
 
 
 def _collect(collect: Callable[[int], None], index: int, parameter: Tensor) -> None:

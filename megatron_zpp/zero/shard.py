@@ -34,6 +34,7 @@ from megatron_zpp.comm.lanes import make_lanes
 from megatron_zpp.comm.ledger import Ledger
 from megatron_zpp.comm.links import Ladder
 from megatron_zpp.comm.streams import streams_of
+from megatron_zpp.config.counted import counted
 from megatron_zpp.ops.payload import BLOCK_NUMEL_MULTIPLE
 from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.grid import Grid
@@ -298,7 +299,7 @@ def _checked_grid(grid: Grid | None, backend: Backend | None, world_size: int) -
     if grid.context_ranks > 1:
         raise ValueError(f"the grid has {grid.context_ranks} context ranks, and shard() divides no sample among ranks; give one with 1")
     if grid.world_size != world_size:
-        raise ValueError(f"the grid has {grid.world_size} ranks and the world has {world_size}; give the grid of this world")
+        raise ValueError(f"the grid has {counted(grid.world_size, 'rank')} and the world has {world_size}; give the grid of this world")
     if backend is not None and grid != backend.grid:
         raise ValueError(f"the grid is {grid} and that of the backend is {backend.grid}; leave `grid` out")
     return grid

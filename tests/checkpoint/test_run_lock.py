@@ -92,6 +92,14 @@ def test_converted_weights_delete_neither_the_release_nor_the_number_of_another_
     assert weights.read_bytes() == b"of Megatron"
 
 
+def test_weights_are_not_written_where_the_number_of_a_run_cannot_be_read(tmp_path: Path) -> None:
+    latest = tmp_path / "latest_checkpointed_iteration.txt"
+    latest.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=f"^{latest} is not UTF-8 text .*; choose a new folder for --output\\.$"):
+        write_release(tmp_path, [], lambda _: torch.empty(0), {})
+    assert latest.read_bytes() == b"\xff"
+
+
 def test_the_lock_of_a_dead_process_is_taken_over_at_once(tmp_path: Path) -> None:
     os.waitpid(child(lambda: take(tmp_path)), 0)
     assert names(tmp_path) == [LOCK_FILE]

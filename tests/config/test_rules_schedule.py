@@ -87,7 +87,7 @@ def test_flags_that_contradict_each_other_are_named(flags: str, words: list[str]
             None,
             ["--rampup-batch-size 3 1 30 has batches of 3 samples", "choose 2 or 4"],
         ),
-        ("--rampup-batch-size 1 1 30 --global-batch-size 2 --decrease-batch-size-if-needed", None, ["batches of 1 samples", "choose 2."]),
+        ("--rampup-batch-size 1 1 30 --global-batch-size 2 --decrease-batch-size-if-needed", None, ["batches of 1 sample,", "choose 2."]),
     ],
 )
 def test_batches_that_two_ranks_cannot_have_are_named(flags: str, steps: str | None, words: list[str]) -> None:

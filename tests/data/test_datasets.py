@@ -7,6 +7,7 @@ from harness.tiny_corpus import GOLDEN, counting_documents, write_corpus, write_
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.datasets import DataRequest, Datasets, SampleCounts, build_datasets, count_samples
 from megatron_zpp.data.gpt_dataset import GPTDataset
+from megatron_zpp.data.split_corpora import SplitCorpora
 
 
 def build(data: DataConfig, counts: tuple[int, int, int] = (6, 3, 1), seq_length: int = 8) -> Datasets:
@@ -39,13 +40,20 @@ def test_fifteen_documents_at_the_default_split_train_and_say_what_is_empty(tmp_
 def test_a_split_whose_documents_are_all_empty_counts_as_empty(tmp_path: Path) -> None:
     datasets = build(DataConfig(data_path=(write_corpus(tmp_path, [[1, 2, 3], []]),), split="1,1"))
     assert datasets.valid == {}
-    assert datasets.messages[0].endswith("is empty: its 1 documents hold no token.")
+    assert datasets.messages[0].endswith("is empty: its 1 document holds no token.")
 
 
 @pytest.mark.parametrize("documents, why", [([], "--split 1,1 cuts its 0"), ([[]], "--split 1,1 cuts its 1"), ([[], [1, 2]], "its 1")])
 def test_an_empty_training_split_is_an_error(tmp_path: Path, documents: list[list[int]], why: str) -> None:
-    with pytest.raises(ValueError, match=f"training split of .* is empty: {why} documents .* Give training a larger share"):
+    with pytest.raises(ValueError, match=f"training split of .* is empty: {why} documents? .* Give training a larger share"):
         build(DataConfig(data_path=(write_corpus(tmp_path, documents),), split="1,1"))
+
+
+def test_the_corpora_of_each_split_are_chosen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, used = list[str](), SplitCorpora.used
+    monkeypatch.setattr(SplitCorpora, "used", lambda corpora, split: (asked.append(split), used(corpora, split))[1])
+    build(DataConfig(data_path=(write_golden_corpus(tmp_path),)))
+    assert asked == ["train", "valid", "test"]
 
 
 def test_indices_are_cached_beside_the_data_unless_told_otherwise(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ LOSS_STUDY = "tests/benchmarks/test_loss_study.py::test_the_program_trains_seed_
 COMMANDS = "tests/tools/test_entry_point.py"
 INDEX = "It needs a package index; what a wheel holds is tested."
 LOG_TOOLS = "tests/docs/test_logs_page.py::test_the_commands_that_watch_and_compare_runs_do_so"
+FAKE_GPUS = "tests/benchmarks/test_fake_gpus.py::test_a_torch_without_cuda_is_refused_with_a_remedy"
 BENCHMARK = f"{RUN}::test_a_benchmark_runs_with_small_sizes_and_writes_its_file"
 QUICKSTART = f"{SCRIPTS}::test_the_quickstarts_runs_have_flags_that_parse"
 EXTENSIONS = f"{SCRIPTS}::test_the_kernels_are_built_by_the_active_python"
@@ -172,6 +173,8 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "python benchmarks/step_trace.py ...": "It needs root, for a network of its own; test_pictures.py draws what it wrote.",
     "python benchmarks/reshard.py ...": BENCHMARK,
     "python benchmarks/preprocess.py ...": "It trains tokenizers on text of the machine it runs on, and takes minutes.",
+    "python benchmarks/fake_gpus.py --gpus 4 COMMAND": FAKE_GPUS,
+    "python benchmarks/gpu_host_path.py ...": FAKE_GPUS,
     "bash benchmarks/gpu_check.sh ...": (
         "tests/benchmarks/test_gpu_check_runner.py::test_the_command_runs_a_part_and_its_exit_code_is_that_of_the_check"
     ),

@@ -26,11 +26,11 @@ def printed_by(name: str) -> str:
 def test_a_module_of_your_own_learns_alone_and_as_well_on_two_ranks(ranks: RankPool) -> None:
     alone = printed_by("shard_your_own_module.py")
     assert losses(alone)[-1] < 0.1 * losses(alone)[0]
-    assert "each of 1 ranks" in alone
+    assert "in a world of 1, each rank holds" in alone
     assert "received 0 bytes" in alone
     first, second = ranks.run(1, 2, output_of_example, "shard_your_own_module.py")
     assert second == ""
-    assert "each of 2 ranks" in first
+    assert "in a world of 2, each rank holds" in first
     # The same samples in another order of sums: printed with four digits, losses differ by rounding at most.
     assert losses(first) == pytest.approx(losses(alone), abs=2e-4)
 

@@ -133,6 +133,11 @@ def test_a_link_between_partitions_may_stay_in_a_node_and_a_node_takes_in_what_a
         ((6, 4, 1), "--ranks-per-node 4 does not divide the world size 6; choose 1, 2, 3 or 6"),
         ((12, 6, 1, 4), "--tensor-model-parallel-size 4 does not divide the 6 ranks of a node"),
         ((12, 6, 1, 4), "must share a node; choose 1, 2, 3 or 6"),
+        ((12, 5, 3), "--ranks-per-node 5 does not divide the world size 12; choose 3, 6 or 12"),
+        ((12, 5, 3, 2), "--ranks-per-node 5 does not divide the world size 12; choose 6 or 12"),
+        ((10, 4, 3), "--ranks-per-node 4 does not divide the world size 10; choose 1, 2, 5 or 10"),  # no size is good for partitions of 3
+        ((12, 6, 3, 4), "must share a node; choose 1 or 2"),
+        ((12, 6, 1, 4, 4), "must share a node; choose 3"),
         ((12, 6, 4), "--zero-hpz-partition-size 4 does not divide the 6 ranks of a node; choose 1, 2, 3 or 6"),
         ((16, 8, 8, 2), "--zero-hpz-partition-size 8 does not divide the 4 ranks of a node that are in one ladder"),
         ((16, 8, 8, 2), "(--tensor-model-parallel-size 2); choose 1, 2 or 4"),

@@ -39,7 +39,7 @@ def test_a_node_that_comes_late_joins_the_run(tmp_path: Path) -> None:
     wait_until(lambda: is_taken(port), "the first node does not listen")
     second = node(tmp_path, 1, port, "--train-iters", "3")
     assert (first.wait(PATIENCE_SECONDS), second.wait(PATIENCE_SECONDS)) == (0, 0)
-    assert "tensor-model-parallel size: 1 (2 nodes x 1 ranks)" in (tmp_path / "node_0.txt").read_text()
+    assert "tensor-model-parallel size: 1 (2 nodes x 1 rank)" in (tmp_path / "node_0.txt").read_text()
 
 
 def test_a_node_that_dies_ends_the_other(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def undisturbed(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> list[
     """Losses and gradient norms of the run that no test disturbs."""
     run = Run(slurm, tmp_path_factory.mktemp("undisturbed"), SCRIPTS[0])
     assert run.job.outcome() == ("COMPLETED", "0:0"), run.job.log
-    assert "(2 nodes x 1 ranks)" in run.job.log and f"done: iteration {ITERATIONS} is saved" in run.job.log
+    assert "(2 nodes x 1 rank)" in run.job.log and f"done: iteration {ITERATIONS} is saved" in run.job.log
     assert run.iterations() == list(range(1, ITERATIONS + 1))
     return losses(run.records())
 

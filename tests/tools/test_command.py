@@ -6,6 +6,7 @@ import argparse
 import errno
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,6 +49,16 @@ def raising(error: BaseException) -> Callable[[], None]:
         ),
         (OSError(errno.EMFILE, "Too many files"), 2, "error: the system: Too many files; allow more open files (ulimit -n)."),
         (OSError(errno.EAGAIN, "Not now", "/x"), 2, "error: /x: Not now; free memory, or allow more processes (ulimit -u)."),
+        (
+            BrokenPipeError(errno.EPIPE, "Broken"),
+            2,
+            "error: a pipe: Broken; the program that reads it has ended, so look for its own error.",
+        ),
+        (
+            BrokenPipeError(errno.EPIPE, "Broken", "/x"),
+            2,
+            "error: /x: Broken; the program that reads it has ended, so look for its own error.",
+        ),
         (OSError("a text of its own"), 2, "error: a text of its own"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
@@ -67,6 +78,7 @@ def test_a_tool_that_fails_says_why_in_one_line(
         ("print('x')", 141, b""),
         ("print('x'); sys.exit(1)", 1, b""),
         ("print('x'); raise ValueError('wrong')", 2, b"tool: error: wrong\n"),
+        ("sys.stdout.reconfigure(write_through=True); print('x')", 141, b""),
     ],
 )
 def test_a_tool_whose_reader_has_left_says_nothing_about_that_and_keeps_its_exit_code(body: str, code: int, line: bytes) -> None:
@@ -75,6 +87,18 @@ def test_a_tool_whose_reader_has_left_says_nothing_about_that_and_keeps_its_exit
     done = ended_process(body, write_end)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (code, line)
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [("tools/inspect_checkpoint.py", -signal.SIGINT), ("tools/convert_to_hf.py", -signal.SIGINT), ("pretrain_zeropp_gpt.py", 130)],
+)
+def test_an_interruption_while_torch_is_imported_is_one_line(tmp_path: Path, program: str, code: int) -> None:
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    flags = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 1".split()
+    done = subprocess.run([sys.executable, ROOT / program, *flags], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", f"{Path(program).name}: interrupted\n")
 
 
 def test_a_tool_without_standard_output_runs() -> None:

@@ -186,7 +186,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         ({"untie_embeddings_and_output_weights": True}, "lacks final.head.weight"),
         ({"add_bias_linear": False}, "which the model of its arguments does not have"),
         ({"num_query_groups": 3, "group_query_attention": True}, "--num-query-groups 3 does not divide --num-attention-heads 4"),
-        ({"tensor_model_parallel_size": 2}, "has files of 1 tensor ranks, its arguments say 2"),
+        ({"tensor_model_parallel_size": 2}, "has files of 1 tensor rank, its arguments say 2"),
     ],
 )
 def test_a_model_that_cannot_be_computed_is_refused_with_the_argument(
@@ -237,7 +237,7 @@ def test_a_difference_between_tensor_ranks_is_named_and_the_first_one_is_taken(
     saved["model"]["decoder.final_layernorm.weight"] += 1
     torch.save(saved, path)
     assert torch.equal(logits(imported(tmp_path, source, monkeypatch)), logits(model))
-    assert "WARNING: 1 parameters differ between tensor ranks, rank 0's were taken: final.norm.weight" in capsys.readouterr().out
+    assert "WARNING: 1 parameter differs between tensor ranks; taken from rank 0: final.norm.weight" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,7 @@ def test_a_real_run_on_two_hosts_trains_as_one_world(tmp_path: Path) -> None:
     done = fakes.run(*words, *rendezvous, "pretrain_zeropp_gpt.py", *flags, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert {call.words[-2] for call in fakes.calls("ssh")} == {"nodea", "nodeb"}  # they start at once, in any order
-    assert "tensor-model-parallel size: 1 (2 nodes x 1 ranks)" in done.stdout
+    assert "tensor-model-parallel size: 1 (2 nodes x 1 rank)" in done.stdout
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [record["iteration"] for record in records if "lm_loss" in record] == [1, 2, 3]
     assert all(record["inter_node_bytes"] > 0 for record in records if "lm_loss" in record)

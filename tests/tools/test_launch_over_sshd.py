@@ -49,7 +49,7 @@ def test_a_run_over_sshd_trains_as_one_world(tmp_path: Path, folder_of_ssh: Path
     run = launched(tmp_path, folder_of_ssh, *f"--train-iters 3 --zero-stage 3 --log-jsonl {log}".split())
     output, errors = run.communicate(timeout=PATIENCE_SECONDS)
     assert run.returncode == 0, errors
-    assert "tensor-model-parallel size: 1 (2 nodes x 1 ranks)" in output
+    assert "tensor-model-parallel size: 1 (2 nodes x 1 rank)" in output
     records = [json.loads(line) for line in log.read_text().splitlines()]
     assert [record["iteration"] for record in records if "lm_loss" in record] == [1, 2, 3]
 

@@ -64,7 +64,7 @@ def test_every_json_key_has_its_own_files(tmp_path: Path) -> None:
     done = preprocess(source, tmp_path / "out", *NULL, "--json-keys", "title", "body")
     assert documents_of(str(tmp_path / "out_title_document")) == [[1]]
     assert documents_of(str(tmp_path / "out_body_document")) == [[2, 3], [4]]
-    assert "out_title_document: 2 documents (1 of them empty), 1 tokens (uint16)" in done.stdout
+    assert "out_title_document: 2 documents (1 of them empty), 1 token (uint16)" in done.stdout
 
 
 def test_empty_documents_have_no_sequence_and_blank_lines_are_no_documents(tmp_path: Path) -> None:

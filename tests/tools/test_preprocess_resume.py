@@ -206,11 +206,12 @@ def test_files_are_on_the_disk_before_the_journal_relies_on_them_and_before_they
     events = disk_events(monkeypatch)
     preprocess_data.run(args)
     partial_files = [f"sync out_{key}_document.{kind}.partial" for key in ("text", "more") for kind in ("bin", "idx", "doc")]
-    journal = ["sync out.unfinished.tmp", "rename out.unfinished", f"sync {tmp_path.name}"]
-    named = [[f"rename out_{key}_document.bin", f"rename out_{key}_document.idx", f"sync {tmp_path.name}"] for key in ("text", "more")]
+    folder = f"sync {tmp_path.name}"
+    journal = ["sync out.unfinished.tmp", "rename out.unfinished", folder]
+    named = [[folder, f"rename out_{key}_document.bin", folder, f"rename out_{key}_document.idx", folder] for key in ("text", "more")]
     skipped = "out_skipped_lines.txt"
     progress, whole = [*partial_files, f"sync {skipped}.partial", *journal], [*partial_files, *journal]
-    assert events == [*progress, *whole, *named[0], *named[1], f"rename {skipped}", f"sync {tmp_path.name}"]
+    assert events == [*progress, *whole, *named[0], *named[1], f"rename {skipped}", folder, folder]
 
 
 @pytest.mark.parametrize(("skipped_lines", "left"), [(1, ["out_skipped_lines.txt"]), (0, [])])
@@ -266,7 +267,7 @@ def test_going_on_with_something_else_is_refused(tmp_path: Path, change: str) ->
         message = r"b\.jsonl\.gz is at the place of .*a\.jsonl"
     elif change == "fewer":
         sources.pop()
-        message = "names 1 files, before 2"
+        message = "names 1 file, before 2"
     elif change == "flags":
         more = ["--vocab-size", "1001"]
         message = "run had --vocab-size 1000, this command has --vocab-size 1001; give --vocab-size 1000, or to start anew, remove"

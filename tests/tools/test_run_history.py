@@ -1,4 +1,5 @@
 import json
+import math
 import random
 from pathlib import Path
 
@@ -37,6 +38,15 @@ def test_time_and_bytes_are_the_sums_over_all_iterations_of_every_line() -> None
     assert history.positions(AXES["seconds"]) == pytest.approx([1.0, 4.0, 5.0])
     assert history.positions(AXES["bytes"]) == [50.0, 120.0, 145.0]
     assert history.notes() == []
+
+
+def test_a_logged_rate_that_is_not_a_number_stays_and_a_missing_one_does_not() -> None:
+    history = history_of(line(10) | {"learning_rate": 0.5}, line(20) | {"learning_rate": math.nan}, line(30))
+    assert str(history.curve("learning_rate")) == "{10: 0.5, 20: nan}"  # as text, because NaN differs from itself
+    history.require("elapsed_ms_per_iteration", remedy="")
+    with pytest.raises(ValueError, match="^run lacks learning_rate in a training line; train again"):
+        history.require("learning_rate", remedy="train again")
+    assert str(history_of(line(10), line(20) | {"learning_rate": math.nan}).latest("learning_rate")) == "nan"
 
 
 def test_a_resumed_run_replaces_all_that_was_logged_after_its_checkpoint() -> None:
@@ -86,7 +96,7 @@ def test_iterations_that_no_line_has_are_told_and_count_like_those_of_the_next_l
     history = history_of(line(10), line(30, interval=4, ms=500))
     assert history.positions(AXES["seconds"]) == [10.0, 20.0]
     assert history.unlogged_iterations() == 16
-    assert history.notes() == ["run: 16 iterations are in no line of the log; they count like those of the next line"]
+    assert history.notes() == ["run: 16 iterations are in no line of the log, and counted as in the next line"]
 
 
 def test_a_log_that_begins_with_a_resumed_run_counts_from_there_and_says_so() -> None:

@@ -3,7 +3,9 @@ import io
 import os
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,12 @@ from harness.places import ROOT
 from harness.tool import run_tool, write_json_lines
 from hypothesis import given
 from hypothesis import strategies as st
-from loss_chart import LABEL_COLUMNS, loss_chart
-from run_history import AXES
+from loss_chart import LABEL_COLUMNS, loss_chart, outline
+from run_history import AXES, RunHistory
 from run_view import Screen, duration, frame, status
 from watch_run import follow, screen_of
+
+from megatron_zpp.config.outside import Members, OutsideFile
 
 PLAIN = Screen(columns=80, rows=24, has_colour=False, has_unicode=True)
 ITERATION = AXES["iteration"]
@@ -97,6 +101,30 @@ def test_no_point_is_drawn_outside_the_canvas(points: list[tuple[float, float]],
     for point in points:
         canvas.mark(*point, "o", 0)
     assert [len(row) for row in canvas.text(same)] == [columns] * rows
+
+
+LOSS = st.floats(0, 1) | st.floats(0.4, 0.5) | st.sampled_from([float("nan"), float("inf")])
+
+
+@given(
+    steps=st.lists(st.sampled_from([0.001, 0.02, 0.3]), max_size=40), losses=st.data(), columns=st.integers(1, 9), rows=st.integers(1, 5)
+)
+def test_the_outline_of_a_curve_has_the_dots_of_all_its_points(steps: list[float], losses: st.DataObject, columns: int, rows: int) -> None:
+    places = [min(1.0, place) for place in accumulate(steps)]
+    values = array("d", losses.draw(st.lists(LOSS, min_size=len(places), max_size=len(places))))
+    whole, outlined = BrailleCanvas(columns, rows), BrailleCanvas(columns, rows)
+    whole.line(list(zip(places, values, strict=True)), 0)
+    outlined.line(list(outline(places, values, lambda place: outlined.dot(place, 0.0)[0])), 0)
+    assert outlined.text(same) == whole.text(same)
+
+
+def test_a_long_run_is_drawn_from_few_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    history, drawn = RunHistory("run"), list[int]()
+    for iteration in range(1, 5001):
+        history.add(Members(line(iteration, iteration * 7919 % 100 / 10, interval_iterations=1), OutsideFile(Path("log"), "log")))
+    monkeypatch.setattr(BrailleCanvas, "line", lambda canvas, points, ink: drawn.append(len(points)))
+    loss_chart([history], ITERATION, columns=LABEL_COLUMNS + 10, rows=5, paint=same)
+    assert drawn == [4 * 20]
 
 
 def test_a_frame_has_the_losses_and_how_far_the_run_is(log: Path) -> None:
@@ -240,7 +268,7 @@ def test_what_is_no_object_of_a_log_is_counted_and_left_out(log: Path) -> None:
     assert run.unusable_lines == 5 and list(run.history.losses()) == [10, 20, 30]
     assert "5 unreadable lines" in status(run)
     log.write_text("iteration 1/ 2 | lm loss: 7.0 |\n")  # the run's output instead of its --log-jsonl
-    assert status(followed(log)) == "run: nothing logged yet, 1 unreadable lines"
+    assert status(followed(log)) == "run: nothing logged yet, 1 unreadable line"
 
 
 def test_control_characters_do_not_reach_the_terminal(log: Path) -> None:

@@ -54,7 +54,7 @@ def test_ranks_that_share_layers_are_in_the_plan_with_the_bytes_of_their_link_an
     alone, shared = (parts_of(f"{flags} --tensor-model-parallel-size {size}") for size in (1, 2))
     assert "tensor" not in alone["bytes per iteration"]
     assert re.search(r" GB into a rank inside its node, \S+ GB into a rank over the tensor link, ", shared["bytes per iteration"])
-    assert shared["training"].endswith("per rank and iteration 4 x 1 samples") and alone["training"].endswith("2 x 1 samples")
+    assert shared["training"].endswith("per rank and iteration 4 x 1 sample") and alone["training"].endswith("2 x 1 sample")
     assert shared["parameters"] == alone["parameters"]
     text = described_plan(parse_flags(f"{RUN} {flags} --tensor-model-parallel-size 2".split()), ALONE)
     assert "plan of 8 ranks as groups of 2 that share layers (2 nodes x 4, GPU)" in text
@@ -66,7 +66,7 @@ def test_ranks_that_divide_samples_are_in_the_plan_with_the_bytes_of_their_link(
     assert "context" not in alone["bytes per iteration"]
     assert re.search(r" GB into a rank over the context link, ", inside["bytes per iteration"])
     assert re.search(r" GB into a rank over the context link \(\S+ GB into a node from others\), ", across["bytes per iteration"])
-    assert inside["training"].endswith("per rank and iteration 4 x 1 samples, 1/2 of the tokens of each")
+    assert inside["training"].endswith("per rank and iteration 4 x 1 sample, 1/2 of the tokens of each")
     assert inside["operations"] == alone["operations"]
     text = described_plan(parse_flags(f"{RUN} {flags} --context-parallel-size 2 --tensor-model-parallel-size 2".split()), ALONE)
     assert "plan of 4 ranks as groups of 2 that share layers and 2 that divide samples (2 nodes x 2, GPU)" in text
@@ -82,9 +82,28 @@ def test_the_ranks_that_share_one_sample_may_stand_in_a_deepspeed_file(tmp_path:
     file.write_text('{"sequence_parallel_size": 2}')
     flags = f"--tensor-model-parallel-size 2 --deepspeed_config {file}"
     text = described_plan(parse_flags(f"{RUN} {flags}".split()), ALONE)
-    assert "plan of 4 ranks as groups of 2 that share layers and 2 that divide samples (1 nodes x 4, GPU)" in text
+    assert "plan of 4 ranks as groups of 2 that share layers and 2 that divide samples (1 node x 4, GPU)" in text
     with pytest.raises(FlagError, match="--context-parallel-size 4 contradicts sequence_parallel_size 2 in .*; give one of them"):
         described_plan(parse_flags(f"{RUN} {flags} --context-parallel-size 4".split()), ALONE)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--context-parallel-size 3", "choose --context-parallel-size 1, 2 or 4."),
+        ("--deepspeed_config ds.json", "choose --context-parallel-size 1, 2 or 4 (--context-parallel-size is sequence_parallel_size 3 in"),
+        ("--tensor-model-parallel-size 3", "choose --tensor-model-parallel-size 1, 2 or 4."),
+        ("--tensor-model-parallel-size 2 --context-parallel-size 3", "choose --context-parallel-size 1 or 2."),
+        ("--context-parallel-size 3 --ranks-per-node 6", "choose --context-parallel-size 1 or 2."),
+    ],
+)
+def test_without_a_world_the_proposed_numbers_of_ranks_need_not_divide_the_wrong_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text('{"sequence_parallel_size": 3}')
+    with pytest.raises(FlagError, match=re.escape(words)):
+        described_plan(parse_flags(f"{RUN} --seq-length 48 {flags}".split()), ALONE)
 
 
 def test_tokens_parameters_and_micro_batches_are_those_of_the_flags() -> None:
@@ -253,7 +272,7 @@ def test_flags_of_a_plan_without_a_plan_are_refused() -> None:
 def test_corpora_are_opened_and_their_tokens_counted(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [[1, 2, 3], [4, 5]])
     flags = f"--tokenizer-type NullTokenizer --data-path {prefix}"
-    assert parts_of(flags)["data"] == "1 corpora of 5 tokens"
+    assert parts_of(flags)["data"] == "1 corpus of 5 tokens"
     with pytest.raises(ValueError, match="missing"):
         parts_of(f"{flags}-missing")
 
@@ -278,7 +297,7 @@ def test_a_plan_ends_with_0_and_a_mistake_with_2_and_only_the_first_rank_speaks(
         codes = [main(RUN.split()), main(["--help"]), main([*RUN.split(), "--zero-stag", "3"]), main([*RUN.split(), "--nodes", "3"])]
         assert codes == [0, 0, 2, 2]
         printed = capfd.readouterr()
-        assert ("plan of 2 ranks (1 nodes x 2, GPU)" in printed.out, "--zero-stage" in printed.err) == (rank == "0", rank == "0")
+        assert ("plan of 2 ranks (1 node x 2, GPU)" in printed.out, "--zero-stage" in printed.err) == (rank == "0", rank == "0")
     assert "usage: pretrain_zeropp_gpt.py" in printed.out and printed.err.count("error: ") == 2
 
 
@@ -287,7 +306,7 @@ def test_a_plan_and_the_help_need_no_launcher_that_makes_sense(monkeypatch: pyte
         monkeypatch.setenv(name, value)
     assert (main(RUN.split()), main(["--help"]), main(MODEL.split())) == (0, 0, 2)
     printed = capfd.readouterr()
-    assert "plan of 1 ranks" in printed.out and "usage: " in printed.out and "srun did not start this process" in printed.err
+    assert "plan of 1 rank " in printed.out and "usage: " in printed.out and "srun did not start this process" in printed.err
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_ranks_that_share_layers_compare_their_first_micro_batches_before_anythi
     assert events[0] == "gather_world of 2"  # checksum and first sample
     assert events.count("gather_world of 2") == 3  # of the sets of validation and test, too
     assert events.count("gather_world of 3") == 4  # in each step and evaluation: two numbers, and checksums
-    assert "using world size: 2, data-parallel size: 1, tensor-model-parallel size: 2 (1 nodes x 2 ranks), device: cpu" in text
+    assert "using world size: 2, data-parallel size: 1, tensor-model-parallel size: 2 (1 node x 2 ranks), device: cpu" in text
 
 
 def events_after_damage(flags: list[str]) -> list[object]:

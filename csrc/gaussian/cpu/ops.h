@@ -7,8 +7,7 @@
 namespace megatron_zpp::cpu {
 
 inline void encode_gaussian(const at::Tensor& values, at::Tensor& payloads, int64_t bits, int64_t rounds, int64_t key) {
-  check_values(values, "values");
-  const GaussianRows<uint8_t> rows{writable_payloads(payloads, "payloads", values.size(0), gaussian_layout(values.size(1), bits))};
+  const GaussianRows<uint8_t> rows = gaussian_to_encode(values, payloads, bits);
   const int some_rounds = checked_rounds(rounds);
   const Noise noise = noise_for(key);
   dispatch_gaussian_bits(bits, [&](auto kBits) {
@@ -20,8 +19,7 @@ inline void encode_gaussian(const at::Tensor& values, at::Tensor& payloads, int6
 
 inline void decode_gaussian(
     const at::Tensor& payloads, at::Tensor& values, int64_t bits, int64_t rounds, at::IntArrayRef keys, bool accumulate) {
-  check_values(values, "values");
-  const GaussianRows<const uint8_t> rows{readable_payloads(payloads, "payloads", values.size(0), gaussian_layout(values.size(1), bits))};
+  const GaussianRows<const uint8_t> rows = gaussian_to_decode(payloads, values, bits);
   const int some_rounds = checked_rounds(rounds);
   const std::vector<Noise> noises = checked_keys(keys, values.size(0));
   dispatch_gaussian_bits(bits, [&](auto kBits) {
@@ -33,9 +31,7 @@ inline void decode_gaussian(
 
 inline void decode_mean_gaussian(
     const at::Tensor& payloads, at::Tensor& mean, int64_t bits, int64_t rounds, at::IntArrayRef keys, bool accumulate) {
-  check_values(mean, "mean");
-  TORCH_CHECK(mean.scalar_type() == at::kFloat, "mean must be float32, not ", mean.scalar_type());
-  const GaussianRows<const uint8_t> rows{readable_members(payloads, "payloads", mean.size(0), gaussian_layout(mean.size(1), bits))};
+  const GaussianRows<const uint8_t> rows = gaussian_members(payloads, mean, bits);
   const int some_rounds = checked_rounds(rounds);
   const std::vector<Noise> noises = checked_keys(keys, rows.rows.members);
   dispatch_gaussian_bits(bits, [&](auto kBits) {

@@ -25,8 +25,7 @@ inline SenderNoises sender_noises(at::IntArrayRef keys, int64_t needed, bool is_
 
 inline void encode_gaussian(const at::Tensor& values, at::Tensor& payloads, int64_t bits, int64_t rounds, int64_t key) {
   check_same_device(values, payloads);
-  check_values(values, "values");
-  const GaussianRows<uint8_t> rows{writable_payloads(payloads, "payloads", values.size(0), gaussian_layout(values.size(1), bits))};
+  const GaussianRows<uint8_t> rows = gaussian_to_encode(values, payloads, bits);
   const int some_rounds = checked_rounds(rounds);
   const Noise noise = noise_for(key);
   const c10::cuda::CUDAGuard guard(values.device());
@@ -42,8 +41,7 @@ inline void encode_gaussian(const at::Tensor& values, at::Tensor& payloads, int6
 inline void decode_gaussian(
     const at::Tensor& payloads, at::Tensor& values, int64_t bits, int64_t rounds, at::IntArrayRef keys, bool accumulate) {
   check_same_device(payloads, values);
-  check_values(values, "values");
-  const GaussianRows<const uint8_t> rows{readable_payloads(payloads, "payloads", values.size(0), gaussian_layout(values.size(1), bits))};
+  const GaussianRows<const uint8_t> rows = gaussian_to_decode(payloads, values, bits);
   const int some_rounds = checked_rounds(rounds);
   const SenderNoises noises = sender_noises(keys, values.size(0), true);
   const c10::cuda::CUDAGuard guard(values.device());
@@ -60,9 +58,7 @@ inline void decode_gaussian(
 inline void decode_mean_gaussian(
     const at::Tensor& payloads, at::Tensor& mean, int64_t bits, int64_t rounds, at::IntArrayRef keys, bool accumulate) {
   check_same_device(payloads, mean);
-  check_values(mean, "mean");
-  TORCH_CHECK(mean.scalar_type() == at::kFloat, "mean must be float32, not ", mean.scalar_type());
-  const GaussianRows<const uint8_t> rows{readable_members(payloads, "payloads", mean.size(0), gaussian_layout(mean.size(1), bits))};
+  const GaussianRows<const uint8_t> rows = gaussian_members(payloads, mean, bits);
   const int some_rounds = checked_rounds(rounds);
   const SenderNoises noises = sender_noises(keys, rows.rows.members, false);
   const c10::cuda::CUDAGuard guard(mean.device());

@@ -13,9 +13,7 @@ namespace megatron_zpp::cuda {
 inline void encode_blocks(
     const at::Tensor& values, at::Tensor& payloads, int64_t bits, int64_t block_numel, bool rotated, std::optional<int64_t> noise_key) {
   check_same_device(values, payloads);
-  check_values(values, "values");
-  check_format(values.size(1), bits, block_numel);
-  const auto rows = writable_payloads(payloads, "payloads", values.size(0), row_layout(values.size(1), bits, block_numel));
+  const auto rows = rows_to_encode(values, payloads, bits, block_numel);
   const Noise noise = noise_for(noise_key);
   const c10::cuda::CUDAGuard guard(values.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
@@ -29,9 +27,7 @@ inline void encode_blocks(
 
 inline void decode_blocks(const at::Tensor& payloads, at::Tensor& values, int64_t bits, int64_t block_numel) {
   check_same_device(payloads, values);
-  check_values(values, "values");
-  check_format(values.size(1), bits, block_numel);
-  const auto rows = readable_payloads(payloads, "payloads", values.size(0), row_layout(values.size(1), bits, block_numel));
+  const auto rows = rows_to_decode(payloads, values, bits, block_numel);
   const c10::cuda::CUDAGuard guard(values.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   dispatch_bits(bits, [&](auto kBits) {
@@ -45,10 +41,7 @@ inline void decode_blocks(const at::Tensor& payloads, at::Tensor& values, int64_
 inline void decode_mean_blocks(
     const at::Tensor& payloads, at::Tensor& mean, int64_t bits, int64_t block_numel, bool accumulate, bool rotated) {
   check_same_device(payloads, mean);
-  check_values(mean, "mean");
-  check_format(mean.size(1), bits, block_numel);
-  TORCH_CHECK(mean.scalar_type() == at::kFloat, "mean must be float32, not ", mean.scalar_type());
-  const auto rows = readable_members(payloads, "payloads", mean.size(0), row_layout(mean.size(1), bits, block_numel));
+  const auto rows = members_to_decode(payloads, mean, bits, block_numel);
   const c10::cuda::CUDAGuard guard(mean.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   dispatch_bits(bits, [&](auto kBits) {
@@ -67,19 +60,14 @@ inline void recode_mean_blocks(
     int64_t block_numel,
     std::optional<int64_t> noise_key) {
   check_same_device(payloads, recoded);
-  check_format(run_numel, bits, block_numel);
-  check_format(run_numel, next_bits, block_numel);
-  TORCH_CHECK(recoded.dim() == 2, "recoded must have 2 dims, [slices, bytes], not ", recoded.dim());
-  const int64_t slices = recoded.size(0);
-  const auto rows = readable_members(payloads, "payloads", slices, row_layout(run_numel, bits, block_numel));
-  const auto next_rows = writable_payloads(recoded, "recoded", slices, row_layout(run_numel, next_bits, block_numel));
+  const auto rows = rows_to_recode(payloads, recoded, run_numel, bits, next_bits, block_numel);
   const Noise noise = noise_for(noise_key);
   const c10::cuda::CUDAGuard guard(recoded.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   dispatch_bits(bits, [&](auto kBits) {
     dispatch_bits(next_bits, [&](auto kNextBits) {
       const cudaError_t error =
-          launch_recode_mean<decltype(kBits)::value, decltype(kNextBits)::value>(rows, next_rows, block_numel, noise, stream);
+          launch_recode_mean<decltype(kBits)::value, decltype(kNextBits)::value>(rows.members, rows.recoded, block_numel, noise, stream);
       check_launch(error, "recode_mean_blocks");
     });
   });

@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron_zpp.checkpoint.hf.rules import padded_rows
 from megatron_zpp.checkpoint.megatron.source import Source, StoredTensor, layers_of
 from megatron_zpp.checkpoint.stored_flags import units_of
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.flag import next_multiple
 from megatron_zpp.config.schema import ModelConfig
 
@@ -117,7 +118,9 @@ class Joining:
     def _check_names(self) -> None:
         layers = layers_of(self.source.ranks[0])
         if layers != self.model.num_layers:
-            raise ValueError(f"the checkpoint has {layers} layers, its arguments say {self.model.num_layers}; copy the whole checkpoint.")
+            raise ValueError(
+                f"the checkpoint has {counted(layers, 'layer')}, its arguments say {self.model.num_layers}; copy the whole checkpoint."
+            )
         version, groups = self.source.checkpoint_version, self.model.key_value_heads
         if version not in VERSIONS or (version < FIRST_VERSION_OF_GROUPS and groups != self.model.num_attention_heads):
             raise ValueError(f"the checkpoint has checkpoint_version {version:g}, whose order of rows is not known; it cannot be imported.")

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megatron_zpp.checkpoint.megatron.names import is_no_weight, own_name
+from megatron_zpp.config.counted import counted
 
 SHOWN_NAMES = 5
 BLOCK = re.compile(r"blocks\.([0-9]+)\.")  # begins the names of a layer
@@ -56,7 +57,9 @@ def check_tensor_ranks(folder: Path, ranks: int, arguments: Mapping[str, Any]) -
     """Raises ValueError if the folder has files of more or fewer tensor ranks than the run had."""
     stated = arguments.get("tensor_model_parallel_size", arguments.get("model_parallel_size", ranks))
     if ranks != stated:
-        raise ValueError(f"{folder} has files of {ranks} tensor ranks, its arguments say {number_of(stated)}; copy the whole checkpoint.")
+        raise ValueError(
+            f"{folder} has files of {counted(ranks, 'tensor rank')}, its arguments say {number_of(stated)}; copy the whole checkpoint."
+        )
 
 
 def named_here(found: Iterable[tuple[str, StoredTensor]], place: str) -> dict[str, StoredTensor]:

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
@@ -13,6 +14,7 @@ from megatron_zpp.data.preprocess.document_encoder import BadLine, EncodedBatch
 from megatron_zpp.data.preprocess.indexed_writer import Extent, IndexedDatasetWriter, open_partial, publish
 from megatron_zpp.data.preprocess.journal import Journal, Progress
 from megatron_zpp.data.preprocess.json_lines import LineBatch, Position
+from megatron_zpp.monitor.output_file import sync_folder
 
 
 class CorpusBuilder:
@@ -143,6 +145,7 @@ class CorpusBuilder:
                     os.remove(path)
         elif os.path.exists(partial) or not os.path.exists(self.skipped_list_path):
             os.replace(partial, self.skipped_list_path)
+            sync_folder(Path(partial).parent)
 
 
 def describe(line: BadLine, path: str, first_line: int) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 
 from megatron_zpp.data.preprocess.document_encoder import DocumentEncoder, EncodedBatch
+from megatron_zpp.data.preprocess.held_signals import held_interruptions
 from megatron_zpp.data.preprocess.json_lines import LineBatch
 
 # Batches submitted per worker: enough to keep it busy, few enough to bound memory when the disk is the slowest part.
@@ -34,7 +35,8 @@ def encoded_batches(
     under_way: deque[tuple[LineBatch, Future[EncodedBatch]]] = deque()
     try:
         for batch in batches:
-            under_way.append((batch._replace(text=b""), pool.submit(_encode_in_worker, batch.text)))
+            with held_interruptions():
+                under_way.append((batch._replace(text=b""), pool.submit(_encode_in_worker, batch.text)))
             if len(under_way) == workers * BATCHES_PER_WORKER:
                 yield _first_result(under_way)
         while under_way:
@@ -45,7 +47,8 @@ def encoded_batches(
 
 def _first_result(under_way: deque[tuple[LineBatch, Future[EncodedBatch]]]) -> tuple[LineBatch, EncodedBatch]:
     batch, future = under_way.popleft()
-    return batch, future.result()
+    with held_interruptions():
+        return batch, future.result()
 
 
 def _start_worker(encoder: DocumentEncoder) -> None:

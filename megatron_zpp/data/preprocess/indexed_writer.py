@@ -193,18 +193,24 @@ def partial_paths(prefix: str) -> tuple[str, str, str]:
 
 
 def publish(prefix: str) -> None:
-    """Gives completed partial files their final names. It may be called again if an earlier call was interrupted."""
+    """Gives completed partial files their final names. It may be called again if an earlier call was interrupted.
+
+    At no moment does an .idx stand beside the .bin of another run: an old .idx goes first, and a new one comes last. The folder is synced
+    in between, because a loss of power may undo any of the changes since then and keep later ones.
+    """
     tokens, index, documents = partial_paths(prefix)
+    folder = Path(prefix).parent
     if os.path.exists(tokens):
-        # Remove an old .idx before the .bin is replaced, so that an interruption never leaves it beside the .bin of another run.
         with suppress(FileNotFoundError):
             os.remove(f"{prefix}.idx")
+        sync_folder(folder)
         os.replace(tokens, f"{prefix}.bin")
     if os.path.exists(index):
+        sync_folder(folder)
         os.replace(index, f"{prefix}.idx")
     with suppress(FileNotFoundError):
         os.remove(documents)
-    sync_folder(Path(prefix).parent)
+    sync_folder(folder)
 
 
 def open_partial(path: str, needed_bytes: int) -> BinaryIO:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.outside import Members, OutsideFile
 from megatron_zpp.data.preprocess.indexed_writer import Extent
 from megatron_zpp.data.preprocess.json_lines import STANDARD_INPUT, Position
@@ -110,7 +111,9 @@ class Journal:
                     f"anew); {self.remedy}"
                 )
         if len(found) != len(self.inputs):
-            raise ValueError(f"--resume: --input names {len(self.inputs)} files, before {len(found)}; give the same, or {self.remedy}")
+            raise ValueError(
+                f"--resume: --input names {counted(len(self.inputs), 'file')}, before {len(found)}; give the same, or {self.remedy}"
+            )
 
     @property
     def remedy(self) -> str:

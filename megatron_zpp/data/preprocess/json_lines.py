@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple, NoReturn
 
+from megatron_zpp.config.counted import counted
 from megatron_zpp.config.outside import open_regular
 
 STANDARD_INPUT = "-"
@@ -137,7 +138,8 @@ def _files_of(word: str, print_line: Callable[[str], None]) -> list[str]:
         if not found:
             raise ValueError(f"--input {word} is a folder without files that end in {', '.join(ENDINGS)}; give files, or a glob.")
         if len(found) < len(below):
-            print_line(f"--input {word}: {len(below) - len(found)} files with other endings are not read.")
+            others = counted(len(below) - len(found), "file with another ending is", "files with other endings are")
+            print_line(f"--input {word}: {others} not read.")
         return found
     found = sorted(path for path in glob.glob(word, recursive=True) if os.path.isfile(path))
     if not found:

@@ -1,8 +1,10 @@
 import hashlib
 import multiprocessing
+import os
 import struct
 import tempfile
-from itertools import accumulate
+from collections.abc import Callable, Iterator
+from itertools import accumulate, product
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +161,42 @@ def test_publishing_goes_on_from_any_point_it_was_interrupted_at(tmp_path: Path)
         publish(prefix)
         assert IndexedDataset(prefix).read(0).tolist() == [1, 2]
         assert not any(Path(path).exists() for path in partial_paths(prefix))
+
+
+def names_after_a_loss_of_power(changes: list[tuple[str, ...] | None], before: dict[str, str]) -> Iterator[dict[str, str]]:
+    """What each name may stand for if power is lost at any moment of these changes: any of those since the last sync (None) may be undone.
+
+    changes: the name that is removed, or the old and the new name. before: what each name stands for at first.
+    """
+    for end in range(len(changes) + 1):
+        synced = max((place for place in range(end) if changes[place] is None), default=0)
+        for kept in product((False, True), repeat=end - synced):
+            names = dict(before)
+            for change, is_kept in zip(changes[:end], [True] * synced + list(kept), strict=True):
+                if change is not None and is_kept and change[0] in names:
+                    content = names.pop(change[0])
+                    names.update(dict.fromkeys(change[1:], content))
+            yield names
+
+
+def test_a_loss_of_power_leaves_no_index_beside_the_tokens_of_another_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = write_corpus(tmp_path, [[9, 9, 9]])
+    writer = IndexedDatasetWriter(prefix, np.dtype("uint16"))
+    writer.add_document([1, 2])
+    writer.complete()
+    changes: list[tuple[str, ...] | None] = []
+
+    def noted(change: Callable[..., None]) -> Callable[..., None]:
+        return lambda *paths: (changes.append(paths), change(*paths))[1]
+
+    for name in ("remove", "replace"):
+        monkeypatch.setattr(os, name, noted(getattr(os, name)))
+    monkeypatch.setattr(indexed_writer, "sync_folder", lambda folder: changes.append(None))
+    publish(prefix)
+    before = {f"{prefix}.{kind}": "old" for kind in ("bin", "idx")} | dict.fromkeys(partial_paths(prefix), "new")
+    found = {(names.get(f"{prefix}.bin"), names.get(f"{prefix}.idx")) for names in names_after_a_loss_of_power(changes, before)}
+    assert found == {("old", "old"), ("old", None), ("new", None), ("new", "new")}
+    writer.close()
 
 
 def test_a_document_longer_than_a_length_can_say_is_refused(tmp_path: Path) -> None:

@@ -66,6 +66,9 @@ _PARTS = {
         "tokenises 100 MB of JSON lines": EXAMPLE,
         "s that 100 MB take": EXAMPLE,
         "1 MB to 2 GB; the aim is 90 % from 64 MB up": LIMIT,
+        "Blocks are 2 MiB or more": SOURCE,
+        "The model of 1.0 billion parameters has": EXAMPLE,
+        "that of 6.9 billion has": EXAMPLE,
     },
     "docs/architectures.md": {
         "which says 175.0 billion": SOURCE,

@@ -116,7 +116,7 @@ FIGURES = (
     *(Figure(RECOMPUTATION, f"| {name} |" + " {} |" * 3, lambda flags=flags: recomputed(flags)) for name, flags in RECOMPUTED.items()),
     Figure(
         RECOMPUTATION,
-        "X is {:.0f} MiB, so 32 inputs are {:.0f} GiB.",
+        "An input has {:.0f} MiB, so I is {:.0f} GiB.",
         lambda: (8 * 2048 * 4096 * 2 / 2**20, 32 * 8 * 2048 * 4096 * 2 / GIB),
     ),
     Figure(RECOMPUTATION, "8192 tokens of a vocabulary of 128256 are {:.0f} GiB in bf16", lambda: [8192 * LLAMA_VOCABULARY * 2 / GIB]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import gpu_host_path
 import head_loss
 import preprocess
 import quantization
@@ -137,6 +138,16 @@ def limited() -> dict[str, Any]:
     return found
 
 
+def host_path() -> list[gpu_host_path.Measured]:
+    return [gpu_host_path.Measured(**one) for one in results("gpu_host_path")["measured"]]
+
+
+def planned_on_gpus() -> list[float]:
+    """The least and the most of the peak in percent, and the most of runs that recompute nothing."""
+    shares = {one.name: 100 * one.planned_bytes / one.peak_bytes for one in host_path()}
+    return [min(shares.values()), max(shares.values()), max(share for name, share in shares.items() if "recomputed" not in name)]
+
+
 def kernel_count() -> int:
     """Raises ValueError if one spills."""
     rows = [row.split(" | ") for row in (FOLDER / "cuda_kernels.md").read_text(encoding="utf-8").splitlines() if row.startswith("| sm_")]
@@ -146,6 +157,9 @@ def kernel_count() -> int:
 
 
 FIGURES = (
+    Figure(PAGE, "{}", lambda: ["\n".join(gpu_host_path.memory_table(host_path()))]),
+    Figure(PAGE, "{}", lambda: ["\n".join(gpu_host_path.calls_table(host_path()))]),
+    Figure(PAGE, "The plan is {:.1f} % to {:.1f} % of the peak; at most {:.0f} % without recomputation", planned_on_gpus),
     *(Figure(PAGE, "{}", lambda one=one: [kernel_row(one)]) for one in kernels()),
     Figure(
         PAGE,

@@ -1,0 +1,1 @@
+"""GPUs that compute nothing, for torch with CUDA on a machine without a GPU."""

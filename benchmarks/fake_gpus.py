@@ -1,0 +1,43 @@
+"""Runs a command with fake GPUs, which compute nothing: torch's dispatch, allocator, streams and NCCL groups run as with real ones.
+
+    python benchmarks/fake_gpus.py --gpus 4 COMMAND
+
+Needs torch built for CUDA 13 and CUDA's toolkit, and no GPU. Every number on a fake GPU is zero, so losses are zero, too. Attention by
+cuDNN does not work (--attention-backend flash does).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+
+from fake_gpu.libraries import fake_gpus  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs (default: %(default)s)")
+    parser.add_argument("--gibibytes", type=int, default=80, help="memory of each (default: %(default)s)")
+    parser.add_argument("--capability", default="9.0", help="compute capability (default: %(default)s)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command and its arguments")
+    options = parser.parse_args()
+    if not options.command:
+        parser.error("no command is given; write one behind the flags.")
+    try:
+        variables = fake_gpus(options.gpus, options.gibibytes, options.capability)
+    except ValueError as error:
+        parser.error(str(error))
+    os.environ.update(variables)
+    try:
+        os.execvp(options.command[0], options.command)
+    except OSError as error:
+        parser.error(f"{options.command[0]} cannot be run: {error.strerror}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""What a run says at its start about the files that its flags name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.resolve import resolve
+from megatron_zpp.training.progress import Progress
+from megatron_zpp.training.start import ResumeSource, describe_start
+
+SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 5 "
+
+
+def said(flags: str, progress: Progress) -> str:
+    return describe_start(resolve(parse_flags((SHAPE + flags).split()), 1, None), ResumeSource(None, None), progress)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "flags", "iteration", "is_told"),
+    [("{}\n", "", 0, True), ("{}\n", "", 3, False), ("{}\n", "--skip-train", 0, False), ("", "", 0, False), (None, "", 0, False)],
+)
+def test_a_run_that_starts_anew_with_the_log_of_another_run_says_so(
+    tmp_path: Path, earlier: str | None, flags: str, iteration: int, is_told: bool
+) -> None:
+    log = tmp_path / "run.jsonl"
+    if earlier is not None:
+        log.write_text(earlier)
+    text = said(f"--log-jsonl {log} {flags}", Progress(iteration))
+    assert (f"WARNING: --log-jsonl {log} has lines of an earlier run, and this run does not resume it" in text) == is_told
+
+
+def test_standard_streams_and_the_null_device_have_no_earlier_run() -> None:
+    assert [said(f"--log-jsonl {path}", Progress()) for path in ("/dev/stdout", "/dev/null")] == ["", ""]
