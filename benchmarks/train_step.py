@@ -86,12 +86,13 @@ class World:
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
     workload = Workload(1, options.ranks, options.model, options.micro_batch_size, options.gradient_accumulation, options.flags.split())
     worlds: list[World] = []
     try:
-        for name, flags in compared(workload, options.tensor, options.peers).items():
+        chosen = compared(workload, options.tensor, options.peers)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _leave)
+        for name, flags in chosen.items():
             worlds.append(World(name, workload, flags))
         for index in range(options.rounds):
             for world in worlds if index % 2 == 0 else reversed(worlds):

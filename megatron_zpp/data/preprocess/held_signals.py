@@ -30,8 +30,9 @@ def held_interruptions() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
-    handlers = {number: signal.getsignal(number) for number in INTERRUPTIONS}
-    for number in INTERRUPTIONS:
+    found = {number: signal.getsignal(number) for number in INTERRUPTIONS}
+    handlers = {number: handler for number, handler in found.items() if handler is not None}  # None: not of Python, so it stays
+    for number in handlers:
         signal.signal(number, hold)
     try:
         yield

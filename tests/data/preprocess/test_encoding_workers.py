@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
@@ -52,6 +53,15 @@ def interrupt(signals: int) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, whatever the tests were started with."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     ("in_submit", "in_result", "ended"),
     [
