@@ -1,4 +1,4 @@
-"""Compiles the libraries of fake GPUs, and makes the environment in which torch uses them (no torch with GPUs needed)."""
+"""Compiles the libraries of fake GPUs, and makes the environment in which torch uses them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_zpp.ops.build import cuda_toolkit, made_once
+from megatron_zpp.ops.build import cache_folder, cuda_toolkit, made_once
 
 FOLDER = Path(__file__).resolve().parent
 CUDA_VERSION = "13."
@@ -49,7 +49,7 @@ def libraries() -> tuple[Path, Path]:
         headers = [cuda_toolkit() / "include", Path(nccl.submodule_search_locations[0]) / NCCL_HEADERS]
         sources = {FOLDER / "runtime.cpp": "libfake_gpu.so", FOLDER / "driver.cpp": DRIVER}
         key = hashlib.sha256(b"".join(source.read_bytes() for source in sources) + torch.__version__.encode()).hexdigest()[:16]
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_zpp" / f"fake_gpu-{key}"
+        folder = cache_folder(os.environ) / f"fake_gpu-{key}"
         runtime, driver = (made_once(folder / name, partial(_compiled, source, name, headers)) for source, name in sources.items())
     except RuntimeError as error:
         raise ValueError(f"the fake GPU cannot be compiled: {error}") from error

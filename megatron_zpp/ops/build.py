@@ -96,7 +96,7 @@ class Build:
 
     def library(self) -> Path:
         """The path of the shared library, whether it is built or not. Raises RuntimeError if no folder is known for it."""
-        return _cache_folder(os.environ) / self.key() / f"{LIBRARY_NAME}.so"
+        return cache_folder(os.environ) / self.key() / f"{LIBRARY_NAME}.so"
 
     def make(self, lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Path:
         """The shared library, compiled now unless a usable one exists. Several processes may call this at once; one of them compiles.
@@ -246,7 +246,8 @@ def _locked(path: Path, timeout_seconds: float) -> Iterator[None]:
         yield
 
 
-def _cache_folder(environment: Mapping[str, str]) -> Path:
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """The folder of everything that is compiled here. Raises RuntimeError if no folder is known for it."""
     try:
         cache = environment.get(FOLDER_VARIABLE) or environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:  # HOME is unset, and no user has this id, as in some containers
