@@ -123,13 +123,18 @@ class BlockMemory:
         config, inner, hidden = self.config, self._inner, self.hidden
         feed_forward = self._feed_forward_widths * inner
         up_width = (2 if config.swiglu else 1) * self._of_rank.ffn_hidden_size
-        down = inner + self._before_product + self._of_product(self._of_rank.ffn_hidden_size, config.hidden_size)
+        down = (
+            inner
+            + self._before_product
+            + self._of_product(self._of_rank.ffn_hidden_size, config.hidden_size, has_bias=config.has_linear_bias)
+        )
         activation = (4 if config.swiglu else 3 if config.squared_relu else 1) * inner
         norm = self.norm_gradients - feed_forward - hidden
         attention = self._attention_gradients - feed_forward - 2 * hidden
         up = hidden - inner + tensor_buffer_bytes(config, self.share, uses_streams=self.is_on_gpu)
-        up += self._of_product(config.hidden_size, up_width)
-        first = 3 * hidden + self._qkv + self._of_product(config.hidden_size, self._of_rank.qkv_width) - self.kept
+        up += self._of_product(config.hidden_size, up_width, has_bias=config.has_linear_bias)
+        of_first = self._of_product(config.hidden_size, self._of_rank.qkv_width, has_bias=config.has_qkv_bias)
+        first = 3 * hidden + self._qkv + of_first - self.kept
         return max(max(down, activation, norm, attention, first, self._first_exchange, self._first_scores) + self.lasting_buffers, up)
 
     @property
@@ -145,7 +150,7 @@ class BlockMemory:
     def _attention_gradients(self) -> int:
         again = self.inside if recomputes_attention(self.config) else 0
         projection = self._before_product + (3 if self.share.context_ranks > 1 else 1) * self._heads
-        projection += self._of_product(self._of_rank.heads_width, self.config.hidden_size)
+        projection += self._of_product(self._of_rank.heads_width, self.config.hidden_size, has_bias=self.config.has_linear_bias)
         of_inside = self.inside + self._query_sums - (SCORE_BYTES - WIDE_BYTES) * self._scores
         return max(projection, self._heads + self._exchanged + of_inside + again)
 
@@ -182,11 +187,10 @@ class BlockMemory:
         sums = -(-PROCESSORS // heads) if self.attention.is_deterministic else 1
         return sums * self.tokens * WIDE_BYTES * self._of_rank.heads_width
 
-    def _of_product(self, inputs: int, outputs: int) -> int:
+    def _of_product(self, inputs: int, outputs: int, *, has_bias: bool) -> int:
         """What backward of a product needs on a GPU beside activations: the gradient of its weight, and a buffer for that of its bias."""
         if not self.is_on_gpu:
             return 0
-        has_bias = self.config.has_qkv_bias if outputs == self._of_rank.qkv_width else self.config.has_linear_bias
         return self._of_width(inputs * outputs) + (bias_buffer_bytes(self.tokens, outputs) if has_bias else 0)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,6 +135,15 @@ def test_the_gradient_of_a_bias_needs_the_buffer_that_torch_takes_on_132_process
 ) -> None:
     monkeypatch.setattr("megatron_zpp.model.block_memory.PROCESSORS", 132)
     assert bias_buffer_bytes(tokens, width) == pytest.approx(mebibytes * 2**20, rel=0.02)  # seen with benchmarks/fake_gpus.py
+
+
+def test_a_feed_forward_half_without_biases_needs_no_buffer_though_queries_of_the_same_width_have_one() -> None:
+    config = small_config(**(SHAPE | {"ffn_hidden_size": 3 * SHAPE["hidden_size"], "add_qkv_bias": True}))
+    share, attention = RankShare(SAMPLES, 2), AttentionNeed(keeps_scores=False)
+    with_all, with_one = (
+        BlockMemory(replace(config, disable_bias_linear=disable), share, attention, is_on_gpu=True).in_backward for disable in (False, True)
+    )
+    assert with_one < with_all
 
 
 # ---- ranks that divide samples
