@@ -345,16 +345,26 @@ def deepspeed_state(model: GPT, ranks: int, **more: Any) -> dict[str, Any]:
 
 
 def write_deepspeed(
-    folder: Path, model: GPT, ranks: int = 1, *, kind: str = "whole", dtype: torch.dtype = torch.float32, data_ranks: int = 3
+    folder: Path,
+    model: GPT,
+    ranks: int = 1,
+    *,
+    kind: str = "whole",
+    dtype: torch.dtype = torch.float32,
+    data_ranks: int = 3,
+    stage_by_name: bool = False,
 ) -> Path:
-    """A checkpoint of Megatron-DeepSpeed. kind: whole (ZeRO stages 0 to 2), pipeline or stage 3."""
+    """A checkpoint of Megatron-DeepSpeed. kind: whole (ZeRO stages 0 to 2), pipeline or stage 3.
+
+    stage_by_name: stage 3 is pickled as Python 3.11.0 to 3.11.3 pickle a member of an enumeration, otherwise as others do.
+    """
     tag = folder / f"global_step{ITERATION}"
     tag.mkdir(parents=True)
     (folder / "latest").write_text(tag.name)
     for rank in range(ranks):
         named = {name: part(name, value, rank, ranks, is_gated=model.config.swiglu) for name, value in old_names(model).items()}
         if kind == "stage 3":
-            _write_stage_3(tag, named, rank, data_ranks, deepspeed_state(model, ranks))
+            _write_stage_3(tag, named, rank, data_ranks, deepspeed_state(model, ranks), stage_by_name)
             continue
         stored = {name: value.to(dtype) for name, value in named.items()}
         module = nested(stored) if kind == "whole" else None
@@ -380,7 +390,9 @@ def _write_pipeline(tag: Path, named: Mapping[str, Tensor], rank: int, model: GP
         torch.save(OrderedDict(layer), tag / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
 
 
-def _write_stage_3(tag: Path, named: Mapping[str, Tensor], rank: int, data_ranks: int, state: Mapping[str, Any]) -> None:
+def _write_stage_3(
+    tag: Path, named: Mapping[str, Tensor], rank: int, data_ranks: int, state: Mapping[str, Any], stage_by_name: bool
+) -> None:
     """Each data rank has an equal part of every parameter, the last ones padded, in two groups of different lengths.
 
     As DeepSpeed 0.19.8 writes them: the stage is a member of an enumeration, and the flat groups have an attribute.
@@ -398,18 +410,21 @@ def _write_stage_3(tag: Path, named: Mapping[str, Tensor], rank: int, data_ranks
             group.ds_id = f"{number}_0"  # type: ignore[attr-defined]
         name = f"zero_pp_rank_{data_rank}_mp_rank_{rank:02d}"
         torch.save({**state, "module": None, "param_shapes": shapes}, tag / f"{name}_model_states.pt")
-        with _zero_stage(3) as stage:
+        with _zero_stage_3(stage_by_name) as stage:
             optimizer = {"zero_stage": stage, "partition_count": data_ranks, "fp32_flat_groups": groups}
             torch.save({"optimizer_state_dict": optimizer, "ds_config": {}}, tag / f"bf16_{name}_optim_states.pt")
 
 
 @contextmanager
-def _zero_stage(number: int) -> Iterator[IntEnum]:
+def _zero_stage_3(by_name: bool) -> Iterator[IntEnum]:
     """A member of a class of the name that DeepSpeed's stages have in a pickle."""
     place = "deepspeed.runtime.zero.config"
-    kind = IntEnum("ZeroStageEnum", {f"stage_{number}": number}, module=place)
+    kind = IntEnum("ZeroStageEnum", {"weights": 3}, module=place)
+    # Set, because Python's own way depends on its version.
+    reduced = (getattr, (kind, "weights")) if by_name else (kind, (3,))
+    kind.__reduce_ex__ = lambda stage, protocol: reduced  # type: ignore[method-assign]
     parts = place.split(".")
     modules = {name: ModuleType(name) for name in (".".join(parts[: length + 1]) for length in range(len(parts)))}
     modules[place].ZeroStageEnum = kind  # type: ignore[attr-defined]
     with patch.dict(sys.modules, modules):
-        yield kind(number)
+        yield kind(3)

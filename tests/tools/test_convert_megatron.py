@@ -255,6 +255,16 @@ def test_a_data_rank_of_stage_3_that_is_missing_is_noticed(
     assert finding in refusal(monkeypatch, capsys, source)
 
 
+@pytest.mark.parametrize("stage_by_name", [False, True])
+def test_stage_3_is_known_however_python_pickles_an_enumeration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage_by_name: bool
+) -> None:
+    """Python 3.11.0 to 3.11.3 store the name of a member, others its value."""
+    model = random_model(**GPT2)
+    source = write_deepspeed(tmp_path / "megatron", model, kind="stage 3", stage_by_name=stage_by_name)
+    assert torch.equal(logits(imported(tmp_path, source, monkeypatch)), logits(model))
+
+
 def test_a_call_in_a_checkpoint_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the model, where a checkpoint may have objects of any kind."""
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.megatron.pickled import Made, members_of
+from megatron_zpp.checkpoint.megatron.pickled import Global, Made, members_of
 from megatron_zpp.checkpoint.megatron.rank_file import FileTensor, RankFile
 from megatron_zpp.checkpoint.megatron.source import StoredTensor
 from megatron_zpp.checkpoint.megatron.torch_file import counts_of
@@ -27,8 +27,7 @@ from megatron_zpp.checkpoint.megatron.torch_file import counts_of
 MODEL_STATES = re.compile(r"zero_pp_rank_(?P<data>[0-9]+)_mp_rank_(?P<tensor>[0-9]+)_model_states\.pt")
 OPTIMIZER_STATES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<data>[0-9]+)_mp_rank_(?P<tensor>[0-9]+)_optim_states\.pt")
 
-
-STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
+STAGE, STAGE_3 = "deepspeed.runtime.zero.config.ZeroStageEnum", "weights"
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def _flat_groups(path: Path) -> FlatGroups:
     file = RankFile(path)
     states = members_of(file.members.get("optimizer_state_dict"))
     records = states.get("fp32_flat_groups")
-    if _stage(states.get("zero_stage")) != 3 or not isinstance(records, list) or not records:
+    if not _is_stage_3(states.get("zero_stage")) or not isinstance(records, list) or not records:
         raise ValueError(f"{path} has no fp32_flat_groups of ZeRO stage 3; choose a checkpoint that DeepSpeed has written.")
     groups = []
     for index, record in enumerate(records):
@@ -105,10 +104,17 @@ def _flat_groups(path: Path) -> FlatGroups:
     return FlatGroups(groups, list(accumulate(group.shape[0] for group in groups)))
 
 
-def _stage(record: Any) -> Any:
-    """The stage, which DeepSpeed stores as a number or as a member of its enumeration."""
-    is_member = isinstance(record, Made) and record.is_made_by(STAGE) and isinstance(record.arguments, tuple) and len(record.arguments) == 1
-    return record.arguments[0] if is_member else record
+def _is_stage_3(record: Any) -> bool:
+    """Whether it is 3, or the member of DeepSpeed's enumeration, which Python 3.11.0 to 3.11.3 store by its name, others by its value."""
+    if not isinstance(record, Made):
+        return type(record) is int and record == 3
+    if record.is_made_by(STAGE):
+        return record.arguments == (3,)
+    is_by_name = any(record.is_made_by(f"{module}.getattr") for module in ("builtins", "__builtin__"))
+    if not is_by_name or not isinstance(record.arguments, tuple) or len(record.arguments) != 2:
+        return False
+    kind, name = record.arguments
+    return isinstance(kind, Global) and str(kind) == STAGE and name == STAGE_3
 
 
 def _shapes(file: RankFile) -> Iterator[tuple[str, tuple[int, ...]]]:
