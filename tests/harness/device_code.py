@@ -7,12 +7,17 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
+from harness.emulation import emulated_kernels
+from harness.forked import Forked
+from harness.places import HARNESS
+from harness.ptx_machine.launches import symbols_of
 from megatron_zpp.ops.build import SOURCES, Build, made_once
 
+SOURCES_OF_KERNELS = sorted(str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.cu"))
 
-def ptx(source: str) -> str:
-    """The PTX of csrc/`source`; compiled once, and kept beside the builds of the kernels."""
-    folder = Build().library().parents[1] / f"ptx-{Build(cuda_architectures=('ptx',)).key()}-{_compiler()}"
+
+def ptx(source: str) -> Path:
+    """A file with the PTX of csrc/`source`; compiled once, and kept beside the builds of the kernels."""
 
     def compiled(folder: Path) -> Path:
         text = folder / "kernels.ptx"
@@ -20,7 +25,31 @@ def ptx(source: str) -> str:
         subprocess.run(["nvcc", *options, "-arch=sm_80", "-ptx", str(SOURCES / source), "-o", str(text)], check=True)
         return text
 
-    return made_once(folder / f"{source.replace('/', '-')}.ptx", compiled, lock_timeout_seconds=600).read_text()
+    return made_once(_folder() / f"{source.replace('/', '-')}.ptx", compiled, lock_timeout_seconds=600)
+
+
+def compared_on_ptx(program: str, *arguments: str, without: str | None = None) -> tuple[int, int]:
+    """How many results a program of harness/ has found equal, and how many kernels it has launched, on ptx_machine/.
+
+    without: a statement that the PTX is left without. Raises AssertionError with what the program has written if it fails.
+    """
+    library = emulated_kernels()
+    modules = [ptx(source) for source in SOURCES_OF_KERNELS]
+
+    def written(folder: Path) -> Path:
+        symbols_of(library, modules, folder / "symbols")
+        return folder / "symbols"
+
+    symbols = made_once(_folder() / f"symbols-{library.parent.name}.json", written, lock_timeout_seconds=600)
+    options = () if without is None else ("--without", without)
+    done = Forked(HARNESS / "ptx_machine/launches.py", *options, symbols, program, library, *arguments).finished()
+    assert done.returncode == 0, done.stderr
+    results, kernels = map(int, done.stdout.split())
+    return results, kernels
+
+
+def _folder() -> Path:
+    return Build().library().parents[1] / f"ptx-{Build(cuda_architectures=('ptx',)).key()}-{_compiler()}"
 
 
 @cache

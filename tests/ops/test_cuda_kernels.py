@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness.device_code import ptx
+from harness.device_code import SOURCES_OF_KERNELS, compared_on_ptx, ptx
 from harness.emulation import emulated_kernels
 from harness.kernel_programs import compared
 
-from megatron_zpp.ops.build import SOURCES, Build
+from megatron_zpp.ops.build import Build
 
 pytestmark = pytest.mark.compiles
 RESULTS_PER_SIZE = 960 + 174  # without options and with them
@@ -74,10 +74,43 @@ EXPONENTIAL = {"fma.rn.f32", "fma.rm.f32", "ex2.approx.ftz.f32"}  # of CUDA's ex
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
-@pytest.mark.parametrize("source", sorted(str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.cu")))
+@pytest.mark.parametrize("source", SOURCES_OF_KERNELS)
 def test_device_code_neither_contracts_nor_flushes_nor_approximates_beside_exponentials_of_the_loss(source: str) -> None:
-    text = ptx(source)
+    text = ptx(source).read_text()
     found = set(re.findall(r"\b(?:fma|mad)\.[a-z.]*f32|\b[a-z0-9.]*\.(?:ftz|approx|full)\b[a-z0-9.]*", text))
     assert found == (EXPONENTIAL if source.startswith("softmax/") else set())
     assert set(re.findall(r"\bdiv\.[a-z.0-9]*f32", text)) <= {"div.rn.f32"}
     assert re.findall(r"\b(?:ld|st)\.local|\bred\.|\batom\.", text) == []
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+@pytest.mark.parametrize(
+    "program, results, kernels",
+    [
+        ("device_bits.py 256", 95, 68),
+        *(
+            pytest.param(*others, marks=pytest.mark.long)
+            for others in (
+                ("device_bits.py 32 256 1024 8192 8224", 191, 164),
+                ("kernel_bits.py 32:1 256:33", 2 * RESULTS_PER_SIZE, 42),
+                ("guarded_rows.py", 1200, 42),
+                ("odd_payloads.py", 110, 42),
+                ("dropout_bits.py", 240, 3),
+                ("mean_bits.py", MEANS, 5),
+                ("gaussian_bits.py 5 rows:33", 0, 24),
+                ("softmax_errors.py", 12, 12),
+                ("softmax_limits.py", 15, 12),
+            )
+        ),
+    ],
+)
+def test_what_nvcc_makes_of_the_kernels_has_the_reference_s_bits_touches_only_its_tensors_and_waits_where_threads_share_memory(
+    program: str, results: int, kernels: int
+) -> None:
+    assert compared_on_ptx(*program.split()) == (results, kernels)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+def test_kernels_without_their_barriers_are_noticed_on_the_machine_that_runs_what_nvcc_makes_of_them() -> None:
+    with pytest.raises(AssertionError, match="another thread has written since the last barrier"):
+        compared_on_ptx("device_bits.py", "8192", without="bar.sync \t0;")

@@ -10,6 +10,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <tuple>
 #include <vector>
 
 #include <setjmp.h>
@@ -179,6 +180,22 @@ inline unsigned limited(unsigned extent) {
   return limit != nullptr && static_cast<unsigned>(std::atoi(limit)) < extent ? static_cast<unsigned>(std::atoi(limit)) : extent;
 }
 
+// Runs a kernel in place of the emulation. parameters: their values, of these sizes, as the kernel declares them.
+using LaunchHook = void (*)(
+    const void* kernel, unsigned columns, unsigned rows, unsigned threads, const void* const* parameters, const size_t* sizes, unsigned count);
+inline LaunchHook launch_hook = nullptr;
+
+template <class... Parameters>
+void launch_by_hook(void (*kernel)(Parameters...), std::tuple<Parameters...> parameters) {
+  std::apply(
+      [&](const Parameters&... values) {
+        const void* const addresses[] = {&values...};
+        const size_t sizes[] = {sizeof(Parameters)...};
+        launch_hook(reinterpret_cast<const void*>(kernel), gridDim.x, gridDim.y, blockDim.x, addresses, sizes, sizeof...(Parameters));
+      },
+      parameters);
+}
+
 }  // namespace cuda_on_cpu
 
 inline void __syncthreads() {
@@ -211,6 +228,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   }
   gridDim = dim3(limited(config->gridDim.x), limited(config->gridDim.y));
   blockDim = config->blockDim;
+  if (launch_hook != nullptr) {
+    launch_by_hook(kernel, std::tuple<Parameters...>(arguments...));
+    return cudaSuccess;
+  }
   for (unsigned y = 0; y < gridDim.y; ++y) {
     for (unsigned x = 0; x < gridDim.x; ++x) {
       blockIdx = dim3(x, y, 0);
