@@ -1,4 +1,4 @@
-// mean_values on GPUs: every thread takes chunks of 16 bytes from each member. The rows of the grid work on different slices.
+// mean_values on GPUs: every thread takes 16 bytes from each member. The rows of the grid work on different slices.
 #include <algorithm>
 
 #include "../../quantization/cuda/mean_of_members.h"
@@ -10,6 +10,11 @@ namespace {
 
 constexpr int kMeanThreads = 256;
 
+// As many members' values as there are means in 16 bytes. Neighbouring threads have neighbouring chunks, so that a warp's accesses fill
+// the sectors that they touch, those to fp32 means of 16-bit members as well.
+template <class T, class Stored>
+using MemberChunk = PackedChunk<T, std::min(kFullChunkNumel<T>, kFullChunkNumel<Stored>)>;
+
 // Which of the values from `first` on a chunk has: all of them, by one wide access, or the first `count`.
 struct Extent {
   int64_t first;
@@ -17,9 +22,9 @@ struct Extent {
   bool is_wide;
 };
 
-template <class T>
-__device__ __forceinline__ PackedChunk<T> loaded(const T* run, const Extent& extent) {
-  PackedChunk<T> chunk;
+template <class Chunk, class T>
+__device__ __forceinline__ Chunk loaded(const T* run, const Extent& extent) {
+  Chunk chunk;
   extent.is_wide ? load_wide(run + extent.first, chunk) : load_some(run + extent.first, extent.count, chunk);
   return chunk;
 }
@@ -29,50 +34,60 @@ __device__ __forceinline__ void store(const PackedChunk<T>& chunk, const Extent&
   extent.is_wide ? store_wide(chunk, run + extent.first) : store_some(chunk, extent.count, run + extent.first);
 }
 
-// Fills totals with the mean over members 0, 1, ... While one member is added, the values of the next are being loaded.
-template <class T>
-__device__ __forceinline__ void load_mean(
-    const MemberRows<T>& members, int64_t slice, const Extent& extent, const Divisor& divisor, float (&totals)[PackedChunk<T>::kNumel]) {
+// Fills totals with the means over members 0, 1, ... of the chunks. While one member is added, the values of the next are being loaded.
+template <class Chunk, class T, int kChunks>
+__device__ __forceinline__ void load_means(
+    const MemberRows<T>& members,
+    int64_t slice,
+    const Extent (&extents)[kChunks],
+    const Divisor& divisor,
+    float (&totals)[kChunks][Chunk::kNumel]) {
+  Chunk next[kChunks];
 #pragma unroll
-  for (float& total : totals) {
-    total = -0.0f;  // -0 + x is x, also for x = -0
+  for (int i = 0; i < kChunks; ++i) {
+    next[i] = loaded<Chunk>(members.run(0, slice), extents[i]);
+#pragma unroll
+    for (float& total : totals[i]) {
+      total = -0.0f;  // -0 + x is x, also for x = -0
+    }
   }
-  PackedChunk<T> next = loaded(members.run(0, slice), extent);
   for (int64_t member = 0; member < members.members; ++member) {
-    const PackedChunk<T> held = next;
-    if (member + 1 < members.members) {
-      next = loaded(members.run(member + 1, slice), extent);
-    }
 #pragma unroll
-    for (int pair = 0; pair < PackedChunk<T>::kNumel / 2; ++pair) {
-      const Pair values = pair_at(held, pair);
-      totals[2 * pair] += values.even;
-      totals[2 * pair + 1] += values.odd;
+    for (int i = 0; i < kChunks; ++i) {
+      const Chunk held = next[i];
+      if (member + 1 < members.members) {
+        next[i] = loaded<Chunk>(members.run(member + 1, slice), extents[i]);
+      }
+#pragma unroll
+      for (int pair = 0; pair < Chunk::kNumel / 2; ++pair) {
+        const Pair values = pair_at(held, pair);
+        totals[i][2 * pair] += values.even;
+        totals[i][2 * pair + 1] += values.odd;
+      }
     }
   }
 #pragma unroll
-  for (float& total : totals) {
-    total = divisor.divided(total);
+  for (int i = 0; i < kChunks; ++i) {
+#pragma unroll
+    for (float& total : totals[i]) {
+      total = divisor.divided(total);
+    }
   }
 }
 
-// As many values as one chunk of a member has take several chunks in fp32.
 template <int kNumel>
 __device__ __forceinline__ void store_means(const float (&totals)[kNumel], const Extent& extent, bool accumulate, float* run) {
-  constexpr int kStored = PackedChunk<float>::kNumel;
-#pragma unroll
-  for (int first = 0; first < kNumel; first += kStored) {
-    const Extent part{extent.first + first, extent.count - first, extent.is_wide};
-    PackedChunk<float> chunk{};
-    if (accumulate) {
-      chunk = loaded(run, part);
-    }
-#pragma unroll
-    for (int i = 0; i < kStored; ++i) {
-      chunk.words[i] = bits_of(accumulate ? float_of(chunk.words[i]) + totals[first + i] : totals[first + i]);
-    }
-    store(chunk, part, run);
+  using Stored = PackedChunk<float>;
+  static_assert(kNumel == Stored::kNumel, "a chunk of means in fp32 is moved by one access");
+  Stored chunk{};
+  if (accumulate) {
+    chunk = loaded<Stored>(run, extent);
   }
+#pragma unroll
+  for (int i = 0; i < kNumel; ++i) {
+    chunk.words[i] = bits_of(accumulate ? float_of(chunk.words[i]) + totals[i] : totals[i]);
+  }
+  store(chunk, extent, run);
 }
 
 template <class Stored, int kNumel>
@@ -85,19 +100,29 @@ __device__ __forceinline__ void store_means(const float (&totals)[kNumel], const
   store(chunk, extent, run);
 }
 
+// A grid block takes kMeanThreads * 16 bytes of each member at a time.
 template <class T, class Stored>
 __global__ void __launch_bounds__(kMeanThreads) mean_kernel(
     MemberRows<T> members, ValueRows<Stored> means, Divisor divisor, bool accumulate, bool is_wide) {
-  constexpr int kNumel = PackedChunk<T>::kNumel;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kMeanThreads * kNumel;
-  const int64_t start = (static_cast<int64_t>(blockIdx.x) * kMeanThreads + threadIdx.x) * kNumel;
+  using Chunk = MemberChunk<T, Stored>;
+  constexpr int kChunks = kFullChunkNumel<T> / Chunk::kNumel;
+  constexpr int kGridBlockNumel = kMeanThreads * kFullChunkNumel<T>;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kGridBlockNumel;
   for (int64_t slice = blockIdx.y; slice < members.slices; slice += gridDim.y) {
-    for (int64_t first = start; first < members.run_numel; first += step) {
-      const int64_t count = members.run_numel - first;
-      const Extent extent{first, count, is_wide && count >= kNumel};
-      float totals[kNumel];
-      load_mean(members, slice, extent, divisor, totals);
-      store_means(totals, extent, accumulate, means.run(slice));
+    for (int64_t start = static_cast<int64_t>(blockIdx.x) * kGridBlockNumel; start < members.run_numel; start += step) {
+      Extent extents[kChunks];
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        const int64_t first = start + (i * kMeanThreads + static_cast<int>(threadIdx.x)) * Chunk::kNumel;
+        const int64_t count = members.run_numel - first;
+        extents[i] = {first, count, is_wide && count >= Chunk::kNumel};
+      }
+      float totals[kChunks][Chunk::kNumel];
+      load_means<Chunk>(members, slice, extents, divisor, totals);
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        store_means(totals[i], extents[i], accumulate, means.run(slice));
+      }
     }
   }
 }
@@ -117,7 +142,7 @@ cudaError_t launch_mean(const MemberRows<T>& members, const ValueRows<Stored>& m
   if (members.slices == 0 || members.run_numel == 0) {
     return cudaSuccess;
   }
-  constexpr int64_t kGridBlockNumel = int64_t{kMeanThreads} * PackedChunk<T>::kNumel;
+  constexpr int64_t kGridBlockNumel = int64_t{kMeanThreads} * kFullChunkNumel<T>;
   const int64_t grid_blocks = (members.run_numel + kGridBlockNumel - 1) / kGridBlockNumel;
   const bool is_wide = have_wide_access(members) && has_wide_access(means, members.slices);
   cudaLaunchConfig_t config{};

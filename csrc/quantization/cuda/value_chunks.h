@@ -1,9 +1,12 @@
-// Chunks of values in a thread's registers: 16 bytes of neighbouring fp32, bf16 or fp16 values, or 4 or 8 computed fp32 values.
+// Chunks of values in a thread's registers: 16 bytes of neighbouring fp32, bf16 or fp16 values or half of them, or 4 or 8 computed ones in fp32.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+
+#include <cstring>
+#include <type_traits>
 
 #include "../rows.h"
 
@@ -12,12 +15,18 @@ namespace megatron_zpp::cuda {
 constexpr int kWideAccessBytes = 16;
 constexpr int kChunkWords = kWideAccessBytes / 4;
 
-// With the bytes of memory: a word holds two 16-bit values, the even one in its low half.
 template <class T>
+constexpr int kFullChunkNumel = kWideAccessBytes / static_cast<int>(sizeof(T));
+
+// With the bytes of memory: a word holds two 16-bit values, the even one in its low half. Half a chunk is moved by an access of 8 bytes.
+template <class T, int kNumel_ = kFullChunkNumel<T>>
 struct PackedChunk {
   using Value = T;
-  static constexpr int kNumel = kWideAccessBytes / static_cast<int>(sizeof(T));
-  uint32_t words[kChunkWords];
+  using Access = std::conditional_t<kNumel_ == kFullChunkNumel<T>, uint4, uint2>;
+  static constexpr int kNumel = kNumel_;
+  static constexpr int kWords = kNumel * static_cast<int>(sizeof(T)) / 4;
+  static_assert(sizeof(Access) == 4 * kWords, "a chunk is 16 or 8 bytes");
+  uint32_t words[kWords];
 };
 
 template <int kNumel_>
@@ -36,18 +45,17 @@ bool has_wide_access(const ValueRows<T>& rows, int64_t slices) {
   return reinterpret_cast<uintptr_t>(rows.base) % kWideAccessBytes == 0 && (slices == 1 || stride_bytes % kWideAccessBytes == 0);
 }
 
-template <class T>
-__device__ __forceinline__ void load_wide(const T* values, PackedChunk<T>& chunk) {
-  const uint4 loaded = *reinterpret_cast<const uint4*>(values);
-  chunk.words[0] = loaded.x;
-  chunk.words[1] = loaded.y;
-  chunk.words[2] = loaded.z;
-  chunk.words[3] = loaded.w;
+template <class T, int kNumel>
+__device__ __forceinline__ void load_wide(const T* values, PackedChunk<T, kNumel>& chunk) {
+  const auto loaded = *reinterpret_cast<const typename PackedChunk<T, kNumel>::Access*>(values);
+  memcpy(chunk.words, &loaded, sizeof(loaded));
 }
 
-template <class T>
-__device__ __forceinline__ void store_wide(const PackedChunk<T>& chunk, T* values) {
-  *reinterpret_cast<uint4*>(values) = make_uint4(chunk.words[0], chunk.words[1], chunk.words[2], chunk.words[3]);
+template <class T, int kNumel>
+__device__ __forceinline__ void store_wide(const PackedChunk<T, kNumel>& chunk, T* values) {
+  typename PackedChunk<T, kNumel>::Access stored;
+  memcpy(&stored, chunk.words, sizeof(stored));
+  *reinterpret_cast<decltype(stored)*>(values) = stored;
 }
 
 __device__ __forceinline__ void load_narrow(const float* values, PackedChunk<float>& chunk) {
@@ -89,10 +97,10 @@ __device__ __forceinline__ void load_some(const float* values, int64_t count, Pa
   }
 }
 
-template <class T>
-__device__ __forceinline__ void load_some(const T* values, int64_t count, PackedChunk<T>& chunk) {
+template <class T, int kNumel>
+__device__ __forceinline__ void load_some(const T* values, int64_t count, PackedChunk<T, kNumel>& chunk) {
 #pragma unroll
-  for (int i = 0; i < kChunkWords; ++i) {
+  for (int i = 0; i < PackedChunk<T, kNumel>::kWords; ++i) {
     const uint32_t even = 2 * i < count ? values[2 * i].bits : 0u, odd = 2 * i + 1 < count ? values[2 * i + 1].bits : 0u;
     chunk.words[i] = even | odd << 16;
   }
@@ -141,8 +149,8 @@ __device__ __forceinline__ Pair widened_pair<Fp16Bits>(uint32_t word) {
 }
 
 // Two of the chunk's values, `pair` < kNumel / 2.
-template <class T>
-__device__ __forceinline__ Pair pair_at(const PackedChunk<T>& chunk, int pair) {
+template <class T, int kNumel>
+__device__ __forceinline__ Pair pair_at(const PackedChunk<T, kNumel>& chunk, int pair) {
   return widened_pair<T>(chunk.words[pair]);
 }
 
