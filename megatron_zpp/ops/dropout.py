@@ -58,7 +58,7 @@ _OPERATOR = "megatron_zpp::dropout"
 torch.library.define(_OPERATOR, "(Tensor values, Tensor start, float p) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 
 
-@torch.library.impl(_OPERATOR, "default")  # type: ignore[untyped-decorator]
+@torch.library.impl(_OPERATOR, "default")
 def _dropout(values: Tensor, start: Tensor, p: float) -> Tensor:
     key, first_index, *gaps = start.tolist()
     values = values.contiguous()
@@ -82,7 +82,7 @@ def _runs(numel: int, first_index: int, gaps: Gaps) -> Iterator[tuple[slice, int
         start, stop, index = stop, stop + gaps.run, index + stop - start + gaps.leap
 
 
-@torch.library.register_fake(_OPERATOR)
+@torch.library.register_fake(_OPERATOR)  # type: ignore[untyped-decorator]
 def _without_values(values: Tensor, start: Tensor, p: float) -> Tensor:
     return torch.empty_like(values, memory_format=torch.contiguous_format)
 
