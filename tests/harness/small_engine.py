@@ -97,7 +97,7 @@ class SmallModel(nn.Module):
         self.shape = shape
         self.detached_block: int | None = None  # a block whose output gets no gradient
         with torch.device("meta"):
-            self.embedding = nn.Embedding(VOCAB, shape.hidden)
+            self.embedding = nn.Embedding.from_pretrained(torch.empty(VOCAB, shape.hidden), freeze=False)  # draws no values
             self.blocks = nn.ModuleList(SmallBlock(shape.hidden, inner, shape.has_spare) for inner in shape.inner)
             self.final = SmallFinal(shape)
             self.to(dtype)
