@@ -41,11 +41,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Among workers (pytest -n) a file's tests of one tier stay together, and those that share a library that they compile. What takes longest
     comes first, so that no worker is left alone with it: these libraries, then processes, then threads.
     """
+    ranks: dict[pytest.Item, tuple[bool, int]] = {}
     for item in items:
-        item.add_marker(_tier_of(item))
-        item.add_marker(pytest.mark.xdist_group("libraries" if _compiles(item) else f"{_tier_of(item)}-{item.path.name}"))
+        tier, compiles = _tier_of(item), _compiles(item)
+        item.add_marker(tier)
+        item.add_marker(pytest.mark.xdist_group("libraries" if compiles else f"{tier}-{item.path.name}"))
+        ranks[item] = (compiles, tiers.TIERS.index(tier))
     has_workers = hasattr(config, "workerinput") or bool(getattr(config.option, "numprocesses", None))
-    items.sort(key=lambda item: (_compiles(item), tiers.TIERS.index(_tier_of(item))), reverse=has_workers)
+    items.sort(key=ranks.__getitem__, reverse=has_workers)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -67,6 +70,6 @@ def _compiles(item: pytest.Item) -> bool:
 
 
 def _tier_of(item: pytest.Item) -> str:
-    if item.get_closest_marker("gloo") or "ranks" in getattr(item, "fixturenames", ()) or INTEGRATION in item.path.parents:
+    if item.get_closest_marker("gloo") or "ranks" in getattr(item, "fixturenames", ()) or item.path.parent == INTEGRATION:
         return "gloo"
     return "virtual" if item.get_closest_marker("virtual") else "pure"

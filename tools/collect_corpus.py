@@ -13,6 +13,7 @@ from command import megabytes, run_command
 
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.outside import OutsideFile
+from megatron_zpp.monitor.output_file import naming_file
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 SMALL_CORPUS_MEGABYTES = 5
@@ -47,7 +48,7 @@ def write_corpus(root: Path, output: Path, *, max_bytes: int) -> tuple[int, int]
     temporary = output.with_name(f"{output.name}.{os.getpid()}.tmp")
     document_count = text_bytes = 0
     try:
-        with open(temporary, "x", encoding="utf-8") as file:  # "x": a link of this name would be written through
+        with naming_file(output), open(temporary, "x", encoding="utf-8") as file:  # "x": a link of this name would be written through
             for source in sources(root):
                 source_bytes = len(source.text.encode())
                 if text_bytes + source_bytes > max_bytes:

@@ -118,6 +118,19 @@ process_count = number_within(1, LARGEST_PROCESSES)
 vocabulary_size = number_within(1, LARGEST_VOCABULARY)
 rank_count = number_within(1, LARGEST_WORLD)
 
+
+def text(argument: str) -> str:
+    """The type of an argument that is text. Bytes that the locale does not know are taken as UTF-8."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        try:
+            return os.fsencode(argument).decode("utf-8")
+        except UnicodeDecodeError:
+            raise argparse.ArgumentTypeError(f"{argument!a} is not UTF-8 text") from None
+    return argument
+
+
 LARGEST_MEGABYTES = 1e12
 ELEMENT_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 

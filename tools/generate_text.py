@@ -12,7 +12,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import count_from_0, count_from_1, run_command
+from command import count_from_0, count_from_1, run_command, text
 
 from megatron_zpp.checkpoint.manifest import Manifest
 from megatron_zpp.checkpoint.reader import CheckpointReader
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="generate_text.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("--load", required=True, metavar="DIR", help="folder that --save of the training named")
     parser.add_argument("--ckpt-step", type=count_from_0, metavar="N", help="iteration of the checkpoint (default: the latest)")
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue (default: the start of a document)")
+    parser.add_argument("--prompt", type=text, default="", metavar="TEXT", help="text to continue (default: the start of a document)")
     parser.add_argument("--max-new-tokens", type=count_from_1, default=128, metavar="N", help="tokens to generate at most (default: 128)")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0 always takes the likeliest token (default: 1)")
     parser.add_argument("--top-k", type=count_from_0, default=0, metavar="N", help="draw among the N likeliest tokens; 0: all (default: 0)")

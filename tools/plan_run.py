@@ -29,6 +29,7 @@ from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.schema import Config
 from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron_zpp.model.flops import parameter_count
+from megatron_zpp.monitor.output_file import naming_file
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.memory_need import in_gib
 from megatron_zpp.training.run_plan import (
@@ -112,7 +113,8 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     print("\n".join([_text(world, zero3, padded, computation, by_rate), *left_out]))
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(_as_json(world, by_rate), indent=1) + "\n")
+        with naming_file(options.output):
+            options.output.write_text(json.dumps(_as_json(world, by_rate), indent=1) + "\n")
 
 
 def _by_size(

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from command import count_from_1, printable, run_command
 from run_history import AXES, Axis, RunHistory, read_histories
 
+from megatron_zpp.monitor.output_file import naming_file
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -42,7 +44,8 @@ def run(args: argparse.Namespace) -> None:
     runs = read_histories(args.log_jsonl, args.names)
     figure = draw(runs, Look(AXES[args.x_axis], args.smoothing, args.log_scale))
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=150)
+    with naming_file(output):
+        figure.savefig(output, dpi=150)
     for note in [note for history in runs for note in history.notes(of_sums=AXES[args.x_axis].is_mean)]:
         print(printable(note), file=sys.stderr)
     print(printable(f"{output}: {', '.join(history.name for history in runs)}"))

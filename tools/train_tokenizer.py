@@ -26,7 +26,7 @@ from megatron_zpp.data.preprocess.json_lines import (
     find_inputs,
     line_batches,
 )
-from megatron_zpp.monitor.output_file import new_file
+from megatron_zpp.monitor.output_file import naming_file, new_file
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with new_file(temporary) as file:
+        with naming_file(path), new_file(temporary) as file:
             file.write(model)
         os.replace(temporary, path)
     finally:

@@ -181,7 +181,7 @@ class _Mover:
             while not self._has_ended and self._error is None:
                 found = first_move(self.queues.values(), time.monotonic())  # every possible move can start now, so the kind of move decides
                 if found is not None:
-                    move = {Move.LAUNCH: self._launch, Move.LAND: self._land, Move.PREPARE: self._prepare}[found.move]
+                    move = self._launch if found.move is Move.LAUNCH else self._land if found.move is Move.LAND else self._prepare
                     return partial(move, found.hop)
                 self.changed.wait()
         return None

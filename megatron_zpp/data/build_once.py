@@ -26,7 +26,7 @@ from typing import BinaryIO, TypeVar
 from megatron_zpp.config.outside import OutsideFile
 from megatron_zpp.monitor.file_lock import try_lock
 from megatron_zpp.monitor.heartbeat import beating
-from megatron_zpp.monitor.output_file import kept_file
+from megatron_zpp.monitor.output_file import kept_file, naming_file
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """A file to write. It gets its name when it is complete and on disk; an error in the block removes it."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with open(temporary, "xb") as file:  # "x": a link of this name would be written through otherwise
+        with naming_file(path), open(temporary, "xb") as file:  # "x": a link of this name would be written through otherwise
             yield file
             file.flush()
             os.fsync(file.fileno())

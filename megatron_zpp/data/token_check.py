@@ -21,7 +21,7 @@ def check_token_ids_once(dataset: IndexedDataset, vocab_size: int, folder: Path,
     folder: keeps a record of the check. It is valid for this .bin (same size, modification time and sampled bytes) and for vocabularies of
     this size or larger. Without a valid record one process reads the whole .bin while other processes that share the folder wait.
     """
-    place = hashlib.md5(os.path.abspath(dataset.prefix).encode(), usedforsecurity=False).hexdigest()[:8]
+    place = hashlib.md5(os.fsencode(os.path.abspath(dataset.prefix)), usedforsecurity=False).hexdigest()[:8]
     record = folder / f"{Path(dataset.prefix).name}-{place}-token-check.json"
     status = os.stat(dataset.token_path)
     corpus = {"bytes": status.st_size, "changed_ns": status.st_mtime_ns, "sample": _sample_digest(dataset.token_path, status.st_size)}

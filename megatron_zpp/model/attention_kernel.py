@@ -102,17 +102,24 @@ def kernel_order(device: torch.device, backend: str, *, is_plain: bool, has_mask
     return [SDPBackend.CUDNN_ATTENTION, *WITHOUT_CUDNN] if is_plain and _trusts_cudnn(device) else WITHOUT_CUDNN
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _torch_may_prefer_cudnn(device: torch.device) -> bool:
     """Whether torch's own order may begin with cuDNN here. In deterministic mode torch never uses it."""
     return torch.cuda.get_device_properties(device).major in CUDNN_MAJORS and not torch.are_deterministic_algorithms_enabled()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _trusts_cudnn(device: torch.device) -> bool:
     """Whether no fault of plain causal attention is known of this device with this cuDNN."""
     version = torch.backends.cudnn.version() or 0
     return torch.cuda.get_device_properties(device).major == CUDNN_MAJORS[0] and version > NEWEST_BAD_CUDNN
+
+
+def take_as_constants() -> None:
+    """Tells torch.compile that what is found out about a device does not change; call it before something is compiled.
+
+    A decorator would do it wherever this file is imported, and would import the compiler for it.
+    """
+    for found_out in (_torch_may_prefer_cudnn, _trusts_cudnn):
+        torch.compiler.assume_constant_result(found_out)
 
 
 def repeated_heads(query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, Tensor]:

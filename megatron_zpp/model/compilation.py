@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from megatron_zpp.model.attention_kernel import take_as_constants
 from megatron_zpp.model.block import Block
 from megatron_zpp.model.gpt import GPT
 
@@ -19,6 +20,7 @@ def compile_blocks(model: GPT) -> None:
     Only `Block.transformed` is compiled, not the call of the module: its hooks gather the weights before the block and free them after it.
     The kernels receive weights as inputs, so weights may be freed and changed between calls.
     """
+    take_as_constants()
     for block in model.blocks:
         compiled = torch.compile(cast(Block, block).transformed, dynamic=False, options=OPTIONS)
         setattr(block, "transformed", compiled)  # noqa: B010

@@ -6,17 +6,15 @@ micro-batch. A run is the consecutive tokens of one document in one sample.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_zpp.model.activations import mask_bytes
-from megatron_zpp.model.attention_kernel import HeadShape, attend, repeated_heads
+from megatron_zpp.model.attention_kernel import HeadShape, attend
 
 LARGEST_VARLEN_CHANNELS = 256  # per head; must be a multiple of 8
 # For values of about 1: a few roundings to 8 or 11 significant bits. Attention to another document would change them by about 1.
@@ -42,6 +40,8 @@ def separated(document_lengths_R: Tensor, sample_shape: tuple[int, int], head: H
     if len(document_lengths_R) == samples:
         return None
     if has_varlen(device, head):
+        from megatron_zpp.model.varlen_documents import VarlenDocuments  # imports the compiler
+
         return VarlenDocuments(document_lengths_R, device)
     return MaskedDocuments(document_lengths_R, sample_shape, head, device)
 
@@ -60,31 +60,16 @@ class MaskedDocuments:
         return attend(query_BNSD, key_BKSD, value_BKSD, dropout=dropout, backend=self._backend, mask_B1SS=self._mask_B1SS)
 
 
-class VarlenDocuments:
-    """Flash attention over runs of different lengths: no score between two documents is computed or kept."""
-
-    def __init__(self, document_lengths_R: Tensor, device: torch.device) -> None:
-        self._bounds = F.pad(document_lengths_R.cumsum(0), (1, 0)).to(device, torch.int32)  # [R + 1] tokens
-        self._longest = int(document_lengths_R.max())
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # every micro-batch has other lengths, and each would be compiled again
-    def attend(self, query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, dropout: float) -> Tensor:
-        if dropout > 0:
-            raise RuntimeError("attention over runs of different lengths has no dropout; use MaskedDocuments")
-        samples = query_BNSD.shape[0]
-        if query_BNSD.shape[1] != key_BKSD.shape[1] and not _varlen_takes_shared_heads():
-            key_BKSD, value_BKSD = repeated_heads(query_BNSD, key_BKSD, value_BKSD)
-        query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query_BNSD, key_BKSD, value_BKSD))  # [B * S, N or K, D]
-        mixed = _varlen_attention(query, key, value, self._bounds, self._longest)
-        return mixed.unflatten(0, (samples, -1)).transpose(1, 2)
-
-
 @cache
 def has_varlen(device: torch.device, head: HeadShape) -> bool:
     """Whether this torch computes attention over runs of different lengths for such heads on this device. Tried once, against the mask."""
     fits = head.dtype in PROBE_TOLERANCE and head.channels % 8 == 0 and head.channels <= LARGEST_VARLEN_CHANNELS and not head.has_dropout
     fits = fits and head.backend in ("auto", "flash")
-    if device.type != "cuda" or not fits or _varlen_function() is None:
+    if device.type != "cuda" or not fits:
+        return False
+    from megatron_zpp.model.varlen_documents import varlen_function
+
+    if varlen_function() is None:
         return False
     try:
         return _agrees_with_mask(device, head)
@@ -100,32 +85,10 @@ def describe(device: torch.device, head: HeadShape, sample_shape: tuple[int, int
     return f"Attention stays inside documents: a mask of {mebibytes:.1f} MiB per micro-batch, which all blocks share."
 
 
-@cache
-def _varlen_function() -> Any:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn
-
-
-@cache
-def _varlen_takes_shared_heads() -> bool:
-    return "enable_gqa" in inspect.signature(_varlen_function()).parameters
-
-
-def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int) -> Tensor:
-    varlen = _varlen_function()
-    # Early versions of the function take `is_causal`, later ones a window: -1 is any number of tokens to the left, 0 none to the right.
-    options: dict[str, Any] = {"is_causal": True} if "is_causal" in inspect.signature(varlen).parameters else {"window_size": (-1, 0)}
-    if query.shape[1] != key.shape[1]:
-        options["enable_gqa"] = True
-    mixed: Tensor = varlen(query, key, value, bounds, bounds, longest, longest, **options)
-    return mixed
-
-
 def _agrees_with_mask(device: torch.device, head: HeadShape) -> bool:
     """Whether outputs and gradients over runs of 1, 40, 87 and 128 tokens equal those of the mask."""
+    from megatron_zpp.model.varlen_documents import VarlenDocuments
+
     lengths, shape = torch.tensor([1, 40, 87, 128]), (2, 128)
     generator = torch.Generator().manual_seed(0)
     groups = torch.randn(shape[0], shape[1], 2, head.queries_per_group + 2, head.channels, generator=generator).to(device, head.dtype)

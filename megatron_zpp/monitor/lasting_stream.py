@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from typing import Any, TextIO, cast
@@ -48,9 +49,14 @@ class LastingStream:
 
 
 def use_lasting_streams() -> None:
-    """Replaces sys.stdout and sys.stderr by streams that last. One that was closed before the start becomes /dev/null."""
+    """Replaces sys.stdout and sys.stderr by streams that last. One that was closed before the start becomes /dev/null.
+
+    Characters that their encoding lacks are printed as escapes such as \\xe9.
+    """
     for attribute, name in (("stdout", "standard output"), ("stderr", "standard error")):
         stream = getattr(sys, attribute) or open(os.devnull, "w")
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
         if not isinstance(stream, LastingStream):
             setattr(sys, attribute, cast(TextIO, LastingStream(stream, name)))
 

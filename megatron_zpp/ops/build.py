@@ -19,6 +19,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -47,9 +48,13 @@ COMPILER_FLAGS = ("-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off", "-fn
 NATIVE_FLAG = "-march=native"
 OPENMP_FLAG = "-fopenmp"
 
+COMPILER_VARIABLE = "CXX"
+DEFAULT_COMPILER = "c++"
+MOST_OF_AN_ERROR = 200  # characters; torch's may hold a whole command
 ARCHITECTURES_VARIABLE = "TORCH_CUDA_ARCH_LIST"
 OLDEST_ARCHITECTURE = (8, 0)
 RULE_OF_ARCHITECTURES = "need numbers from 8.0 on, such as 8.0, 9.0 or 9.0+PTX"
+_NINJA_SYNTAX = re.compile("[$:|\n\ud800-\udfff]")  # in a path, torch writes these into ninja's file as they are
 _ARCHITECTURE = re.compile(r"\d+\.\d[af]?(\+PTX)?")
 
 
@@ -101,7 +106,7 @@ class Build:
     def make(self, lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Path:
         """The shared library, compiled now unless a usable one exists. Several processes may call this at once; one of them compiles.
 
-        Raises RuntimeError if the sources are missing or the compiler fails.
+        Raises RuntimeError if the sources or the compiler are missing, or if the compiler fails.
         """
         if not self.files():
             raise RuntimeError(f"{self.sources} has no sources; install megatron_zpp again, or use a whole checkout of its repository.")
@@ -109,6 +114,7 @@ class Build:
 
     def compile(self, folder: Path) -> Path:
         """The shared library, compiled in `folder`. Raises RuntimeError if the compiler fails."""
+        compiler = _checked_compiler(os.environ)
         if self.cuda_architectures:
             os.environ["CUDA_HOME"] = str(cuda_toolkit())
         # Imported here, because torch's module looks for compilers and CUDA, which only a build needs.
@@ -124,14 +130,17 @@ class Build:
             extra_link_args=self.link_flags(),
             py_limited_api=True,  # the library does not use Python, so it works with every version of it
         )
-        has_ninja = shutil.which("ninja") is not None
-        command = BuildExtension(Distribution({"ext_modules": [extension]}), no_python_abi_suffix=True, use_ninja=has_ninja)
+        use_ninja = shutil.which("ninja") is not None and not any(map(_NINJA_SYNTAX.search, (str(self.sources), str(folder))))
+        command = BuildExtension(Distribution({"ext_modules": [extension]}), no_python_abi_suffix=True, use_ninja=use_ninja)
         command.build_lib, command.build_temp = str(folder), str(folder / "objects")
         command.ensure_finalized()
         try:
             command.run()
         except Exception as error:  # setuptools and torch raise different types
-            raise RuntimeError(f"the kernels could not be compiled; see the compiler's messages: {error}") from error
+            raise RuntimeError(
+                f"the kernels could not be compiled with {compiler}; see its messages above; if it is too old, name another in "
+                f"{COMPILER_VARIABLE} in the environment ({textwrap.shorten(str(error), MOST_OF_AN_ERROR)})"
+            ) from error
         return next(folder.glob(f"{LIBRARY_NAME}*"))
 
 
@@ -156,6 +165,17 @@ def cuda_architectures(environment: Mapping[str, str]) -> tuple[str, ...]:
 def architectures_left_out(environment: Mapping[str, str]) -> tuple[str, ...]:
     """The architectures that TORCH_CUDA_ARCH_LIST names and that are too old. Raises ValueError for a name that is not a number."""
     return () if torch.version.cuda is None else tuple(filter(_is_too_old, _named_architectures(environment)))
+
+
+def _checked_compiler(environment: Mapping[str, str]) -> str:
+    """The command of the C++ compiler that torch calls. Raises RuntimeError if it is not installed."""
+    compiler = environment.get(COMPILER_VARIABLE, "").strip() or DEFAULT_COMPILER
+    if shutil.which(compiler.split()[0]) is None:
+        raise RuntimeError(
+            f"the kernels need a C++ compiler, and {compiler} is not on PATH; install one, such as GCC 11 or clang 14, "
+            f"or name one in {COMPILER_VARIABLE} in the environment."
+        )
+    return compiler
 
 
 def has_nvcc() -> bool:
@@ -235,6 +255,11 @@ def _make_own_folder(folder: Path) -> None:
     finding = why_not_ours(folder)
     if finding is not None:
         raise RuntimeError(f"{folder} {finding}; name a folder of your own in {FOLDER_VARIABLE} in the environment.")
+    if os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
+        raise RuntimeError(
+            f"{folder} is on a file system from which no code can be loaded (mounted with noexec); "
+            f"name a folder on another one in {FOLDER_VARIABLE} in the environment."
+        )
 
 
 @contextmanager

@@ -49,12 +49,16 @@ def dropout(values: Tensor, start: Tensor, p: float) -> Tensor:
         raise ValueError(f"values is {values.dtype}; expected {' or '.join(str(dtype) for dtype in VALUE_DTYPES)}.")
     if not 0 <= p < 1:
         raise ValueError(f"p is {p}; expected a probability of at least 0 and below 1.")
-    dropped: Tensor = _dropout(values, start, p)
+    dropped: Tensor = torch.ops.megatron_zpp.dropout(values, start, p)
     return dropped
 
 
-# An operator of torch's, not only a function, so that torch.compile calls it as it is.
-@torch.library.custom_op("megatron_zpp::dropout", mutates_args=())
+# An operator of torch's, not only a function, so that torch.compile calls it as it is. (torch.library.custom_op would import the compiler.)
+_OPERATOR = "megatron_zpp::dropout"
+torch.library.define(_OPERATOR, "(Tensor values, Tensor start, float p) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+
+
+@torch.library.impl(_OPERATOR, "default")
 def _dropout(values: Tensor, start: Tensor, p: float) -> Tensor:
     key, first_index, *gaps = start.tolist()
     values = values.contiguous()
@@ -78,7 +82,7 @@ def _runs(numel: int, first_index: int, gaps: Gaps) -> Iterator[tuple[slice, int
         start, stop, index = stop, stop + gaps.run, index + stop - start + gaps.leap
 
 
-@_dropout.register_fake
+@torch.library.register_fake(_OPERATOR)  # type: ignore[untyped-decorator]
 def _without_values(values: Tensor, start: Tensor, p: float) -> Tensor:
     return torch.empty_like(values, memory_format=torch.contiguous_format)
 
@@ -89,7 +93,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> Non
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return _dropout(grad, ctx.start, ctx.p), None, None
+    return torch.ops.megatron_zpp.dropout(grad, ctx.start, ctx.p), None, None
 
 
-_dropout.register_autograd(_backward, setup_context=_keep)
+torch.library.register_autograd(_OPERATOR, _backward, setup_context=_keep)

@@ -84,7 +84,7 @@ def _load(library: Path) -> str | None:
         try:
             torch.ops.load_library(str(library))
         except OSError as error:
-            return f"cannot be loaded ({error})"
+            return f"cannot be loaded ({error.__cause__ or error})"
         _register_fake_kernels()
     return finding
 

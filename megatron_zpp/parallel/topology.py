@@ -32,6 +32,7 @@ class Link(enum.Enum):
     INTRA = "intra"
     TENSOR = "tensor"
     CONTEXT = "context"
+    __hash__ = object.__hash__  # lanes are looked up for every message, and Enum's own hash is computed in Python
 
 
 class Direction(enum.Enum):
@@ -40,6 +41,7 @@ class Direction(enum.Enum):
     CLIMB = "climb"
     DESCEND = "descend"
     ACROSS = "across"
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,11 @@ class Topology:
 
     def link_ranks(self, link: Link) -> int:
         """The number of ranks that share one link: N over the inter link, G over the intra link."""
-        return {Link.INTER: self.partitions, Link.INTRA: self.partition_ranks}[link]
+        if link is Link.INTER:
+            return self.partitions
+        if link is Link.INTRA:
+            return self.partition_ranks
+        raise RuntimeError(f"{link} is not a link of a ladder")
 
     def partition_of(self, data_rank: int) -> int:
         """The partition n of `data_rank`.
@@ -129,10 +135,12 @@ class Topology:
 
     def members(self, link: Link, data_rank: int) -> tuple[int, ...]:
         """The data ranks that share a link of the ladder with `data_rank`, in the order of their slices."""
-        place, partition = self.place_of(data_rank), self.partition_of(data_rank)
-        inter = range(place, self.data_ranks, self.partition_ranks)
-        intra = range(partition * self.partition_ranks, (partition + 1) * self.partition_ranks)
-        return tuple({Link.INTER: inter, Link.INTRA: intra}[link])
+        if link is Link.INTER:
+            return tuple(range(self.place_of(data_rank), self.data_ranks, self.partition_ranks))
+        if link is Link.INTRA:
+            first = self.partition_of(data_rank) * self.partition_ranks
+            return tuple(range(first, first + self.partition_ranks))
+        raise RuntimeError(f"{link} is not a link of a ladder")
 
 
 def check_placement(hosts: Sequence[str], ranks_per_node: int) -> None:

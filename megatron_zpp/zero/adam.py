@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from megatron_zpp.ops.apex import apex_member
 
@@ -63,30 +64,58 @@ def make_adam(parameters: AdamParameters, options: AdamOptions) -> Adam:
 
 
 class TorchAdam:
-    """torch's fused AdamW."""
+    """torch's fused AdamW. Its function is called directly: torch's class would import the compiler, a second and a half at every start."""
 
     def __init__(self, parameters: AdamParameters, options: AdamOptions) -> None:
-        betas = (options.beta1, options.beta2)
-        self._optimizer: Any = torch.optim.AdamW(parameters.groups(), lr=0.0, betas=betas, eps=options.eps, fused=True)
-        self._steps = []
-        for parameter, moments in parameters.states().items():
-            step = parameter.new_zeros(())
-            self._optimizer.state[parameter] = {"step": step, **moments}
-            self._steps.append(step)
+        self._options = options
+        self._lists = [_Lists.of(states, decays) for states, decays in ((parameters.decayed, True), (parameters.others, False)) if states]
 
     @property
     def steps(self) -> int:
-        return int(self._steps[0].item())
+        return int(self._lists[0].steps[0].item())
 
     @steps.setter
     def steps(self, value: int) -> None:
-        for step in self._steps:
-            step.fill_(value)
+        for lists in self._lists:
+            for step in lists.steps:
+                step.fill_(value)
 
+    @torch.no_grad()
     def update(self, learning_rate: float, weight_decay: float, skips: Tensor | None) -> None:
-        _set_rates(self._optimizer.param_groups, learning_rate, weight_decay)
-        self._optimizer.found_inf = skips  # as torch's GradScaler gives it to fused optimizers
-        self._optimizer.step()
+        for lists in self._lists:
+            adamw(
+                lists.parameters,
+                [cast(Tensor, parameter.grad) for parameter in lists.parameters],
+                lists.exp_avgs,
+                lists.exp_avg_sqs,
+                [],
+                lists.steps,
+                fused=True,
+                found_inf=skips,  # as torch's GradScaler gives it to fused optimizers
+                amsgrad=False,
+                beta1=self._options.beta1,
+                beta2=self._options.beta2,
+                lr=learning_rate,
+                weight_decay=weight_decay if lists.decays else 0.0,
+                eps=self._options.eps,
+                maximize=False,
+            )
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """Parameters with the same weight decay and their states, in the same order. steps: number of updates of each, on its device."""
+
+    parameters: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    steps: list[Tensor]
+    decays: bool
+
+    @classmethod
+    def of(cls, states: Mapping[nn.Parameter, dict[str, Tensor]], decays: bool) -> _Lists:
+        exp_avgs, exp_avg_sqs = ([moments[name] for moments in states.values()] for name in ("exp_avg", "exp_avg_sq"))
+        return cls(list(states), exp_avgs, exp_avg_sqs, [parameter.new_zeros(()) for parameter in states], decays)
 
 
 class ApexAdam:

@@ -73,7 +73,7 @@ def test_the_latest_is_loaded_or_the_one_asked_for(directory: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "iter_2", "-1", "2.5", "9" * 40, "\x80\x04\x95"])
 def test_a_latest_file_that_names_no_iteration_is_refused(directory: Path, text: str) -> None:
-    (directory / LATEST_FILE).write_text(text)
+    (directory / LATEST_FILE).write_text(text, encoding="utf-8")
     with pytest.raises(CheckpointError, match="instead of an iteration; choose one with --ckpt-step, .* holds 1, 2"):
         find_checkpoint(directory, None)
 

@@ -60,3 +60,12 @@ def test_a_record_that_cannot_be_used_is_no_record(tmp_path: Path, monkeypatch: 
     for _ in range(2):
         check_token_ids_once(IndexedDataset(prefix), 10, tmp_path / "cache")
     assert read == [10, 10]
+
+
+def test_the_path_of_a_corpus_may_have_bytes_that_are_no_text(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"w\xf6")
+    folder.mkdir()
+    dataset = IndexedDataset(write_corpus(folder, [[1, 2, 9]]))
+    check_token_ids_once(dataset, 10, tmp_path / "cache")
+    with pytest.raises(ValueError, match="token id 9"):
+        check_token_ids_once(dataset, 9, tmp_path / "cache")

@@ -99,7 +99,7 @@ class DividedModel(nn.Module):
         self.shape, self.groups = shape, groups
         self.ranks, self.rank = (1, 0) if link is None else (link.ranks, link.rank)
         with torch.device("meta"):
-            self.embedding = nn.Embedding(VOCAB, shape.hidden)
+            self.embedding = nn.Embedding.from_pretrained(torch.empty(VOCAB, shape.hidden), freeze=False)  # draws no values
             self.blocks = nn.ModuleList(DividedBlock(shape.hidden, inner, groups, link) for inner in shape.inner)
             self.final = SmallFinal(shape)
             self.to(dtype)

@@ -36,7 +36,7 @@ class MatrixModel(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         with torch.device("meta"):
-            self.embedding = nn.Embedding(WIDTH, WIDTH, dtype=dtype)
+            self.embedding = nn.Embedding.from_pretrained(torch.empty(WIDTH, WIDTH, dtype=dtype), freeze=False)  # draws no values
             self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype) for _ in range(LAYERS))
         self.output = _Output()
 

@@ -56,12 +56,19 @@ class ModelShape:
     has_spare: bool = False
 
 
+class _Linear(nn.Linear):
+    """Draws no values."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class SmallBlock(nn.Module):
     def __init__(self, hidden: int, inner: int, has_spare: bool) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(hidden)
-        self.up = nn.Linear(hidden, inner)
-        self.down = nn.Linear(inner, hidden)
+        self.up = _Linear(hidden, inner)
+        self.down = _Linear(inner, hidden)
         self.spare = nn.Parameter(torch.empty(3, hidden)) if has_spare else None
 
     def forward(self, hidden: Tensor, uses_spare: bool) -> Tensor:
@@ -75,7 +82,7 @@ class SmallFinal(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(shape.hidden)
-        self.head = None if shape.is_tied else nn.Linear(shape.hidden, VOCAB, bias=False)
+        self.head = None if shape.is_tied else _Linear(shape.hidden, VOCAB, bias=False)
 
     def forward(self, hidden: Tensor, tied_weight: Tensor | None, labels: Tensor) -> Tensor:
         normed = self.norm(hidden)
@@ -97,7 +104,7 @@ class SmallModel(nn.Module):
         self.shape = shape
         self.detached_block: int | None = None  # a block whose output gets no gradient
         with torch.device("meta"):
-            self.embedding = nn.Embedding(VOCAB, shape.hidden)
+            self.embedding = nn.Embedding.from_pretrained(torch.empty(VOCAB, shape.hidden), freeze=False)  # draws no values
             self.blocks = nn.ModuleList(SmallBlock(shape.hidden, inner, shape.has_spare) for inner in shape.inner)
             self.final = SmallFinal(shape)
             self.to(dtype)

@@ -7,8 +7,8 @@ time, and hands over where it has to wait for another. Bits and bytes do not dep
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
 from harness import tiers
@@ -20,53 +20,48 @@ Result = TypeVar("Result")
 
 
 class Turn:
-    """What one thread of a world holds while it computes."""
+    """What one thread of a world holds while it computes: `with turn`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner: int | None = None
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        with self._lock:
-            self._owner = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._owner = None
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+
+    def __exit__(self, *error: object) -> None:
+        self._owner = None
+        self._lock.release()
 
     @property
     def is_held_here(self) -> bool:
         """Whether this thread has the turn."""
         return self._owner == threading.get_ident()
 
-    @contextmanager
-    def given_away(self) -> Iterator[None]:
+    def given_away(self) -> AbstractContextManager[None]:
         """Lets others compute meanwhile; where this thread has no turn it changes nothing."""
-        if not self.is_held_here:
-            yield
-            return
-        self._owner = None
-        self._lock.release()
-        try:
-            yield
-        finally:
-            self._lock.acquire()
-            self._owner = threading.get_ident()
+        return _GivenAway(self) if self.is_held_here else nullcontext()
+
+
+class _GivenAway:
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
+
+    def __enter__(self) -> None:
+        self._turn.__exit__()
+
+    def __exit__(self, *error: object) -> None:
+        self._turn.__enter__()
 
 
 _of_thread = threading.local()
 
 
-@contextmanager
-def waiting() -> Iterator[None]:
+def waiting() -> AbstractContextManager[None]:
     """Must be around whatever makes a rank wait for another in ways of its own, as barriers do."""
     turn: Turn | None = getattr(_of_thread, "turn", None)
-    if turn is None:
-        yield
-        return
-    with turn.given_away():
-        yield
+    return nullcontext() if turn is None else turn.given_away()
 
 
 class Barrier(threading.Barrier):
@@ -102,7 +97,7 @@ class TurnLanes(ThreadLanes):
         turn = cast(Turn, self._turn)
 
         def called() -> Any:
-            with turn.held():
+            with turn:
                 return call()
 
         return called
@@ -117,7 +112,7 @@ class TurnWorld(VirtualWorld):
 
     def run(self, program: Callable[[VirtualBackend], object]) -> list[object]:
         def in_turn(backend: VirtualBackend) -> object:
-            with self._turn.held():
+            with self._turn:
                 _of_thread.turn = self._turn
                 return program(backend)
 

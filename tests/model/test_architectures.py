@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import transformers
 from harness.small_gpt import ARCHITECTURES, LLAMA, VOCAB, loss_and_gradients, sample_batch, small_config, small_gpt
 from harness.written_out import loss_by_hand
 from torch import Tensor
 
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.gpt import GPT
+
+if TYPE_CHECKING:
+    import transformers  # takes a second, and every worker imports this file
 
 LENGTH = 48
 ROPE_SCALING = {
@@ -70,6 +72,8 @@ def their_sizes(config: ModelConfig) -> dict[str, Any]:
 
 
 def llama(config: ModelConfig) -> transformers.PreTrainedModel:
+    import transformers
+
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rotary_base}
     if config.use_rope_scaling:
         rope |= {
@@ -83,17 +87,23 @@ def llama(config: ModelConfig) -> transformers.PreTrainedModel:
 
 
 def qwen2(config: ModelConfig) -> transformers.PreTrainedModel:
+    import transformers
+
     return transformers.Qwen2ForCausalLM(
         transformers.Qwen2Config(**their_sizes(config), rope_parameters={"rope_type": "default", "rope_theta": config.rotary_base})
     )
 
 
 def qwen3(config: ModelConfig) -> transformers.PreTrainedModel:
+    import transformers
+
     rope = {"rope_type": "default", "rope_theta": config.rotary_base}
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**their_sizes(config), head_dim=config.kv_channels, rope_parameters=rope))
 
 
 def gpt2(config: ModelConfig) -> transformers.PreTrainedModel:
+    import transformers
+
     theirs = transformers.GPT2Config(
         vocab_size=VOCAB,
         n_positions=config.max_position_embeddings,

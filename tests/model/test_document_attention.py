@@ -6,11 +6,12 @@ import torch
 from harness.small_gpt import ARCHITECTURES, sample_batch, small_gpt
 from torch import Tensor
 
-from megatron_zpp.model import document_attention
+from megatron_zpp.model import document_attention, varlen_documents
 from megatron_zpp.model.activations import mask_bytes
 from megatron_zpp.model.attention_kernel import HeadShape
-from megatron_zpp.model.document_attention import MaskedDocuments, VarlenDocuments, has_varlen, separated
+from megatron_zpp.model.document_attention import MaskedDocuments, has_varlen, separated
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.varlen_documents import VarlenDocuments
 
 CPU = torch.device("cpu")
 # Three samples of twelve tokens: several documents, one of a single token, and a sample that is one document.
@@ -134,8 +135,8 @@ def block_by_block(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, lo
 def test_runs_reach_the_variable_length_kernel_in_its_layout(
     monkeypatch: pytest.MonkeyPatch, key_heads: int, takes_shared_heads: bool
 ) -> None:
-    monkeypatch.setattr(document_attention, "_varlen_attention", block_by_block)
-    monkeypatch.setattr(document_attention, "_varlen_takes_shared_heads", lambda: takes_shared_heads)
+    monkeypatch.setattr(varlen_documents, "_varlen_attention", block_by_block)
+    monkeypatch.setattr(varlen_documents, "_varlen_takes_shared_heads", lambda: takes_shared_heads)
     generator = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(3, heads, 12, 8, generator=generator) for heads in (4, key_heads, key_heads))
     lengths = torch.tensor(LENGTHS)
@@ -149,7 +150,7 @@ def test_the_variable_length_kernel_is_used_only_where_it_agrees_with_the_mask(
     monkeypatch: pytest.MonkeyPatch, queries_per_group: int
 ) -> None:
     head = HeadShape(torch.bfloat16, 8, False, queries_per_group)
-    monkeypatch.setattr(document_attention, "_varlen_attention", block_by_block)
+    monkeypatch.setattr(varlen_documents, "_varlen_attention", block_by_block)
     assert document_attention._agrees_with_mask(CPU, head)
     backends: list[str] = []
     monkeypatch.setattr(document_attention, "attend", lambda *heads, backend, **options: backends.append(backend) or heads[0] * 0)
@@ -161,7 +162,7 @@ def test_the_variable_length_kernel_is_used_only_where_it_agrees_with_the_mask(
         ends = torch.tensor([0, int(bounds[-1])], dtype=torch.int32)
         return block_by_block(query, key, value, ends, int(bounds[-1]))
 
-    monkeypatch.setattr(document_attention, "_varlen_attention", crossing)
+    monkeypatch.setattr(varlen_documents, "_varlen_attention", crossing)
     assert not document_attention._agrees_with_mask(CPU, head)
     assert not has_varlen(CPU, head)
 
@@ -170,7 +171,7 @@ def test_the_variable_length_kernel_is_used_only_where_it_agrees_with_the_mask(
 def test_on_a_gpu_the_kernel_is_the_one_that_was_tried() -> None:
     device = torch.device("cuda")
     head = HeadShape(torch.bfloat16, 64, False)
-    assert has_varlen(device, head) == (document_attention._varlen_function() is not None)
+    assert has_varlen(device, head) == (varlen_documents.varlen_function() is not None)
     assert not has_varlen(device, HeadShape(torch.float32, 64, False))
     assert not has_varlen(device, HeadShape(torch.bfloat16, 64, True))
     assert not has_varlen(device, HeadShape(torch.bfloat16, 64, False, backend="unfused"))

@@ -64,3 +64,10 @@ def test_streams_that_are_closed_at_the_start_are_none(closed: str, tmp_path: Pa
 def test_streams_that_work_are_unchanged() -> None:
     done = run(subprocess.PIPE, subprocess.PIPE)
     assert done.stdout == "0\n1\n2\nchild\n" and done.stderr == "an error\n"
+
+
+def test_a_character_that_the_encoding_lacks_is_printed_as_an_escape() -> None:
+    program = PROGRAM.replace("print(line", r'print("\xe9\udcf6"')
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\\xe9\\udcf6\n" * 3 + "child\n", "an error\n")

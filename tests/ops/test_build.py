@@ -7,10 +7,12 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from harness.disk_events import disk_events
+from torch.utils.cpp_extension import BuildExtension
 
 from megatron_zpp.ops import build as build_module
 from megatron_zpp.ops import trust
@@ -197,6 +199,37 @@ def test_what_the_compiler_refuses_ends_in_a_runtime_error(tmp_path: Path) -> No
     (tmp_path / "csrc" / "broken.cpp").write_text("this is not C++\n")
     with pytest.raises(RuntimeError, match="the kernels could not be compiled"):
         Build(tmp_path / "csrc").compile(tmp_path)
+
+
+def test_a_missing_compiler_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "missing-c++ -pthread")
+    with pytest.raises(RuntimeError, match=r"missing-c\+\+ -pthread is not on PATH; install one, .* or name one in CXX in the environment"):
+        Build().compile(tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("ninja") is None, reason="needs ninja")
+@pytest.mark.parametrize(("name", "uses_ninja"), [("a b'c", True), ("$HOME", False), ("a:b", False), ("a|b", False), ("w\udcf6", False)])
+def test_ninja_is_not_used_for_a_path_that_torch_writes_for_it_in_a_wrong_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, uses_ninja: bool
+) -> None:
+    (tmp_path / name / "csrc").mkdir(parents=True)
+    (tmp_path / name / "csrc" / "one.cpp").write_text("int one();\n")
+    asked: list[bool] = []
+
+    def note(command: BuildExtension) -> None:
+        asked.append(command.use_ninja)
+        (Path(command.build_lib) / f"{build_module.LIBRARY_NAME}.so").touch()
+
+    monkeypatch.setattr(BuildExtension, "run", note)
+    Build(tmp_path / name / "csrc").compile(tmp_path)
+    assert asked == [uses_ninja]
+
+
+def test_a_folder_from_which_no_code_can_be_loaded_is_refused_before_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC | os.ST_NOSUID))
+    with pytest.raises(RuntimeError, match=r"mounted with noexec\); name a folder on another one in TORCH_EXTENSIONS_DIR"):
+        made_once(tmp_path / "library.so", _compiled(calls := []), 0.0)
+    assert calls == []
 
 
 def test_a_user_without_a_home_folder_is_told_which_variable_names_another(monkeypatch: pytest.MonkeyPatch) -> None:

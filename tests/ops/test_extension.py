@@ -52,8 +52,8 @@ def test_a_build_that_is_damaged_is_not_loaded_and_the_report_names_it(
     if has_digest:
         digest_path(library).write_text(hashlib.sha256(b"").hexdigest())
     assert not extension.load()
-    reason = "cannot be loaded" if has_digest else "cannot be verified"
-    assert extension.report().startswith(f"Quantization and dropout run on the plain-torch reference, because {library} {reason} (")
+    reason = f"cannot be loaded ({library}: file too short)" if has_digest else "cannot be verified ("
+    assert extension.report().startswith(f"Quantization and dropout run on the plain-torch reference, because {library} {reason}")
     assert extension.report().endswith(f"same bits, slower. This builds the kernels: {extension.build_command(Path(sys.prefix))}")
 
 

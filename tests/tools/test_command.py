@@ -127,3 +127,10 @@ def test_a_tokenizer_that_cannot_be_put_in_place_leaves_the_old_one_and_nothing_
         train_tokenizer.run(train_tokenizer._parser().parse_args(words))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "t.model"]
     assert (tmp_path / "t.model").read_bytes() == b"old"
+
+
+def test_text_in_bytes_that_the_locale_does_not_know_is_taken_as_utf_8() -> None:
+    assert command.text("gr\xf6\xdfe \U0001f600") == "gr\xf6\xdfe \U0001f600"
+    assert command.text("gr\udcc3\udcb6") == "gr\xf6"
+    with pytest.raises(argparse.ArgumentTypeError, match="is not UTF-8 text"):
+        command.text("gr\udcf6")

@@ -182,11 +182,11 @@ def test_the_exported_tokenizer_gives_the_ids_of_the_training(tmp_path: Path, mo
     from transformers import AutoTokenizer
 
     lines = [line for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if line]
-    path = tmp_path / "tok.model"
+    path = tmp_path / os.fsdecode(b"t\xf6k.model")  # a name that is no text
     path.write_bytes(train_model(lines, vocab_size=420, model_type="bpe"))
     data = DataConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=str(path), vocab_size=420)
     folder = exported(tmp_path, materialize(GPT(gpt2_config(), 448, 7, torch.float32)), monkeypatch, data=data)
-    pieces, theirs = sentencepiece.SentencePieceProcessor(model_file=str(path)), AutoTokenizer.from_pretrained(folder)
+    pieces, theirs = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes()), AutoTokenizer.from_pretrained(folder)
     assert len(theirs) == 420 and theirs.eos_token_id == pieces.eos_id()
     texts = [*lines, "\n".join(lines), "  two  spaces ", "tab\tand\nline", "Zürich 東京 😀 — \u00a0x", "a", " ", "unpronounceablexyzzy" * 3]
     for text in texts:

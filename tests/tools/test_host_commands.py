@@ -16,7 +16,7 @@ def test_a_name_that_bash_would_run_is_refused(tmp_path: Path, name: str) -> Non
         exported_variables({"NCCL_DEBUG": "WARN", name: "1"}, ["BASH_"], [])
     assert repr(name) in str(raised.value)
     file = tmp_path / "env"
-    file.write_text(f"{name}=1\n")
+    file.write_text(f"{name}=1\n", encoding="utf-8")
     with pytest.raises(ValueError, match="line 1: .* is not a variable; write it as NAME=value"):
         exported_variables({}, [], [file])
 

@@ -14,7 +14,7 @@ HOSTS = [Host("a", (0, 1, 2, 3), 4), Host("b", (0, 1, 2, 3), 4), Host("c.d", (0,
 
 def written(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "hosts"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 

@@ -54,8 +54,8 @@ def test_adamw_gets_views_that_begin_and_end_where_whole_blocks_do(row: str, wor
 def _views_of_adamw(rank: Rank) -> Iterator[Tensor]:
     for group in rank.engine.optimizer._groups:
         if group.adam is not None:
-            for parameter, state in group.adam._optimizer.state.items():  # type: ignore[attr-defined]
-                yield from (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+            for lists in group.adam._lists:  # type: ignore[attr-defined]
+                yield from (*lists.parameters, *(parameter.grad for parameter in lists.parameters), *lists.exp_avgs, *lists.exp_avg_sqs)
 
 
 def test_weight_decay_that_changes_among_parameters_of_one_dimension_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def _write_sentencepiece(folder: Path, data: DataConfig, model_path: str) -> str
         return "tokenizer.model alone, for the sentencepiece library: the training put its begin-of-sentence piece before every text"
     if data.legacy_tokenizer and data.tokenizer_type == "SentencePieceTokenizer":
         return "tokenizer.model alone: SentencePieceTokenizer with --legacy-tokenizer adds pieces that only this program knows"
-    pieces = sentencepiece.SentencePieceProcessor(model_file=model_path)
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=(folder / "tokenizer.model").read_bytes())
     if not _is_plain_bpe(pieces):
         return "tokenizer.model alone, for the sentencepiece library: it is not a BPE model of text as it is"
     write_json(folder / "tokenizer.json", bpe_json(pieces))

@@ -14,7 +14,7 @@ from megatron_zpp.data.preprocess.document_encoder import BadLine, EncodedBatch
 from megatron_zpp.data.preprocess.indexed_writer import Extent, IndexedDatasetWriter, open_partial, publish
 from megatron_zpp.data.preprocess.journal import Journal, Progress
 from megatron_zpp.data.preprocess.json_lines import LineBatch, Position
-from megatron_zpp.monitor.output_file import sync_folder
+from megatron_zpp.monitor.output_file import naming_file, sync_folder
 
 
 class CorpusBuilder:
@@ -48,8 +48,9 @@ class CorpusBuilder:
         first_line = before.position.line if batch.source == before.position.source else 0
         for key, (tokens, lengths, ends) in encoded.documents.items():
             self._writers[key].add_sequences(tokens, lengths, ends)
-        for line in encoded.bad_lines:
-            self._skipped_list.write(f"{describe(line, path, first_line)}\n".encode("utf-8", errors="backslashreplace"))
+        with naming_file(Path(self.skipped_list_path)):
+            for line in encoded.bad_lines:
+                self._skipped_list.write(f"{describe(line, path, first_line)}\n".encode("utf-8", errors="backslashreplace"))
         # Last: after an error above, the files are cut back to the progress of the previous batch.
         self.progress = replace(
             before,
@@ -129,8 +130,9 @@ class CorpusBuilder:
         for writer in self._writers.values():
             writer.sync()
         if self._skipped_list is not None:
-            self._skipped_list.flush()
-            os.fsync(self._skipped_list.fileno())
+            with naming_file(Path(self.skipped_list_path)):
+                self._skipped_list.flush()
+                os.fsync(self._skipped_list.fileno())
         self._journal.save(self.progress)
         self._saved_at = time.monotonic()
 

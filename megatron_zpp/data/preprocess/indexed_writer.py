@@ -11,7 +11,7 @@ file their final names.
 import fcntl
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NamedTuple
@@ -19,7 +19,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from megatron_zpp.data.indexed_dataset import CODES, HEADER, INDEX_CHUNK_NUMEL, MAGIC, VERSION, IndexedDataset, chunks_of
-from megatron_zpp.monitor.output_file import kept_file, sync_folder
+from megatron_zpp.monitor.output_file import kept_file, naming_file, sync_folder
 
 COPY_BYTES = 1 << 24
 LONGEST_SEQUENCE = np.iinfo(np.int32).max
@@ -90,9 +90,11 @@ class IndexedDatasetWriter:
             raise RuntimeError(f"{self.prefix}: {len(tokens)} tokens and {len(ends)} documents for lengths {lengths}")
         if len(lengths) and int(lengths.max()) > LONGEST_SEQUENCE:
             raise ValueError(f"{self.prefix}.idx cannot hold a document of {int(lengths.max())} tokens; split it: {LONGEST_SEQUENCE} fit.")
-        self._token_file.write(self._stored(tokens).data)
-        self._length_file.write(lengths.astype("<i4").data)
-        self._document_file.write((self._extent.sequence_count + ends).astype("<i8").data)
+        stored = self._stored(tokens)
+        with self._naming_files():
+            self._token_file.write(stored.data)
+            self._length_file.write(lengths.astype("<i4").data)
+            self._document_file.write((self._extent.sequence_count + ends).astype("<i8").data)
         self._advance(len(tokens), len(lengths), len(ends))
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
@@ -103,11 +105,14 @@ class IndexedDatasetWriter:
             )
         step = COPY_BYTES // self.dtype.itemsize
         for start in range(0, dataset.token_count, step):
-            self._token_file.write(dataset.read_tokens(start, min(start + step, dataset.token_count)).data)
-        for lengths in chunks_of(dataset.lengths):
-            self._length_file.write(lengths.data)
-        for ends in chunks_of(dataset.document_starts, first=1):
-            self._document_file.write((self._extent.sequence_count + ends).astype("<i8").data)
+            tokens = dataset.read_tokens(start, min(start + step, dataset.token_count))
+            with self._naming_files():
+                self._token_file.write(tokens.data)
+        with self._naming_files():
+            for lengths in chunks_of(dataset.lengths):
+                self._length_file.write(lengths.data)
+            for ends in chunks_of(dataset.document_starts, first=1):
+                self._document_file.write((self._extent.sequence_count + ends).astype("<i8").data)
         self._advance(dataset.token_count, len(dataset.lengths), len(dataset.document_starts) - 1)
 
     def finalize(self) -> None:
@@ -118,19 +123,21 @@ class IndexedDatasetWriter:
 
     def sync(self) -> None:
         """Makes everything up to the extent durable, so that it survives a loss of power."""
-        for file in self._files:
-            file.flush()
-            os.fsync(file.fileno())
+        with self._naming_files():
+            for file in self._files:
+                file.flush()
+                os.fsync(file.fileno())
 
     def complete(self) -> None:
         """Makes the partial files hold the complete corpus, durably. Call `publish` next, then `close`, which releases the lock."""
-        self._length_file.flush()
-        self._document_file.flush()
-        for block in self._index_blocks():
-            self._length_file.write(block.data)
-        self._length_file.seek(0)
-        sequences, entries = self._extent.sequence_count, self._extent.document_count + 1
-        self._length_file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], sequences, entries))
+        with self._naming_files():
+            self._length_file.flush()
+            self._document_file.flush()
+            for block in self._index_blocks():
+                self._length_file.write(block.data)
+            self._length_file.seek(0)
+            sequences, entries = self._extent.sequence_count, self._extent.document_count + 1
+            self._length_file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], sequences, entries))
         self.sync()
 
     def close(self) -> None:
@@ -140,7 +147,9 @@ class IndexedDatasetWriter:
 
     def discard(self) -> None:
         """Closes and removes the partial files."""
-        self.close()
+        for file in self._files:
+            with suppress(OSError):  # on a full disk, a file cannot take what is still buffered
+                file.close()
         for path in partial_paths(self.prefix):
             with suppress(FileNotFoundError):
                 os.remove(path)
@@ -154,6 +163,10 @@ class IndexedDatasetWriter:
     @property
     def _files(self) -> tuple[BinaryIO, BinaryIO, BinaryIO]:
         return self._token_file, self._length_file, self._document_file
+
+    def _naming_files(self) -> AbstractContextManager[None]:
+        """Gives the errors of the system in the block the name of the corpus."""
+        return naming_file(Path(f"{self.prefix}.bin"))
 
     def _needed_bytes(self, extent: Extent) -> tuple[int, int, int]:
         lengths = HEADER.size + 4 * extent.sequence_count

@@ -12,7 +12,7 @@ from megatron_zpp.config.counted import counted
 from megatron_zpp.config.outside import Members, OutsideFile
 from megatron_zpp.data.preprocess.indexed_writer import Extent
 from megatron_zpp.data.preprocess.json_lines import STANDARD_INPUT, Position
-from megatron_zpp.monitor.output_file import new_file, sync_folder
+from megatron_zpp.monitor.output_file import naming_file, new_file, sync_folder
 
 FORMAT = 1
 JOURNAL_BYTES = 1 << 30  # it names every input file
@@ -68,11 +68,14 @@ class Journal:
             "progress": {**progress.__dict__, "extents": dict(progress.extents)},
         }
         temporary = Path(f"{self.path}.tmp")
-        with new_file(temporary) as file:
-            file.write(json.dumps(content, indent=1).encode())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path)
+        try:
+            with naming_file(self.path), new_file(temporary) as file:
+                file.write(json.dumps(content, indent=1).encode())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path)
+        finally:
+            temporary.unlink(missing_ok=True)
         sync_folder(Path(self.prefix).parent)
 
     def load(self) -> Progress | None:

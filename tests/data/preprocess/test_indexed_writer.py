@@ -1,4 +1,6 @@
+import errno
 import hashlib
+import io
 import multiprocessing
 import os
 import struct
@@ -6,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from itertools import accumulate, product
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -243,3 +246,28 @@ def test_writer_refuses_ids_its_dtype_cannot_hold(tmp_path: Path) -> None:
 def test_writer_refuses_floating_point(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot hold float32"):
         IndexedDatasetWriter(str(tmp_path / "corpus"), np.dtype("float32"))
+
+
+class FullDisk(io.FileIO):
+    """A file that takes nothing any more."""
+
+    def write(self, _: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("numel", [1, 100_000])
+def test_on_a_full_disk_the_error_names_the_corpus_and_no_partial_file_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numel: int
+) -> None:
+    def opened(path: str, needed_bytes: int) -> BinaryIO:
+        return io.BufferedRandom(FullDisk(indexed_writer.kept_file(f"{path}.partial"), "r+b"))
+
+    monkeypatch.setattr(indexed_writer, "open_partial", opened)
+    with (
+        pytest.raises(OSError, match="No space left") as error,
+        IndexedDatasetWriter(str(tmp_path / "corpus"), np.dtype(np.uint16)) as writer,
+    ):
+        writer.add_document(np.zeros(numel, np.uint16))
+        writer.finalize()
+    assert error.value.filename == str(tmp_path / "corpus.bin")
+    assert list(tmp_path.iterdir()) == []
