@@ -20,7 +20,7 @@ VOCABULARY = 50304  # columns of logits
 BOUND_BY_MEMORY = {
     (EXACT, "dropout"),
     (EXACT, "gradient of logits"),
-    *((EXACT, f"mean of {members}") for members in (2, 8)),
+    *((EXACT, f"mean of {name}") for name in ("2", "8", "2 to bf16")),
     *((f"INT{bits}", f"{op} {dtype}") for bits in (8, 4) for op in ("encode", "decode to") for dtype in ("bf16", "fp32")),
 }
 
@@ -44,16 +44,18 @@ def _exact(slices: int, run_numel: int, device: str) -> Iterator[Op]:
         values = torch.randn(slices * run_numel, device=device, dtype=torch.bfloat16)
         return partial(dropout, values, mask_start(2**62, 3), 0.1), 2 * values.nbytes
 
-    def mean(members: int) -> tuple[Call, int]:
+    def mean(members: int, dtype: torch.dtype = torch.float32) -> tuple[Call, int]:
+        """Added to the values that it is written over, in fp32."""
         from megatron_zpp.ops.means import mean_values
 
         values = torch.randn(members, slices, run_numel, device=device, dtype=torch.bfloat16)
-        sums = torch.zeros(slices, run_numel, device=device)
-        return partial(mean_values, values, sums, accumulate=True), values.nbytes + 2 * sums.nbytes
+        means, is_added = torch.zeros(slices, run_numel, dtype=dtype, device=device), dtype == torch.float32
+        return partial(mean_values, values, means, accumulate=is_added), values.nbytes + (2 if is_added else 1) * means.nbytes
 
     yield EXACT, "dropout", drop
     yield EXACT, "mean of 2", partial(mean, 2)
     yield EXACT, "mean of 8", partial(mean, 8)
+    yield EXACT, "mean of 2 to bf16", partial(mean, 2, torch.bfloat16)
 
 
 def _loss(numel: int, device: str) -> Iterator[Op]:

@@ -110,7 +110,7 @@ class Topology:
         return self.data_ranks == 1
 
     def link_ranks(self, link: Link) -> int:
-        """The number of ranks that share one link: N over the inter link, G over the intra link."""
+        """The number of ranks that share one link: N over the inter link, G over the intra link. RuntimeError for a link of no ladder."""
         if link is Link.INTER:
             return self.partitions
         if link is Link.INTRA:
@@ -134,7 +134,7 @@ class Topology:
         return self.place_of(data_rank) * self.partitions + self.partition_of(data_rank)
 
     def members(self, link: Link, data_rank: int) -> tuple[int, ...]:
-        """The data ranks that share a link of the ladder with `data_rank`, in the order of their slices."""
+        """The data ranks that share a link with `data_rank`, in the order of their slices. Raises RuntimeError for a link of no ladder."""
         if link is Link.INTER:
             return tuple(range(self.place_of(data_rank), self.data_ranks, self.partition_ranks))
         if link is Link.INTRA:

@@ -175,6 +175,7 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "python benchmarks/preprocess.py ...": "It trains tokenizers on text of the machine it runs on, and takes minutes.",
     "python benchmarks/fake_gpus.py --gpus 4 COMMAND": FAKE_GPUS,
     "python benchmarks/gpu_host_path.py ...": FAKE_GPUS,
+    "python benchmarks/kernel_work.py ...": ("tests/ops/test_cuda_kernels.py::test_accesses_of_a_warp_fill_the_sectors_that_they_touch"),
     "bash benchmarks/gpu_check.sh ...": (
         "tests/benchmarks/test_gpu_check_runner.py::test_the_command_runs_a_part_and_its_exit_code_is_that_of_the_check"
     ),

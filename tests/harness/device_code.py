@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
+from harness.device_work import Work
 from harness.emulation import emulated_kernels
 from harness.forked import Forked
 from harness.places import HARNESS
@@ -33,6 +35,22 @@ def compared_on_ptx(program: str, *arguments: str, without: str | None = None) -
 
     without: a statement that the PTX is left without. Raises AssertionError with what the program has written if it fails.
     """
+    options = () if without is None else ("--without", without)
+    done = Forked(HARNESS / "ptx_machine/launches.py", *options, _symbols(), program, emulated_kernels(), *arguments).finished()
+    assert done.returncode == 0, done.stderr
+    results, kernels = map(int, done.stdout.split())
+    return results, kernels
+
+
+def work_on_ptx(slices: int, run_numel: int, block_numel: int) -> list[Work]:
+    """What every timed call of benchmarks/gpu/ does there on values of this size; see device_work.py."""
+    done = Forked(HARNESS / "device_work.py", _symbols(), emulated_kernels(), slices, run_numel, block_numel).finished()
+    assert done.returncode == 0, done.stderr
+    return [Work(**each) for each in json.loads(done.stdout)]
+
+
+def _symbols() -> Path:
+    """A file that says which PTX is that of each kernel of the emulated library."""
     library = emulated_kernels()
     modules = [ptx(source) for source in SOURCES_OF_KERNELS]
 
@@ -40,12 +58,7 @@ def compared_on_ptx(program: str, *arguments: str, without: str | None = None) -
         symbols_of(library, modules, folder / "symbols")
         return folder / "symbols"
 
-    symbols = made_once(_folder() / f"symbols-{library.parent.name}.json", written, lock_timeout_seconds=600)
-    options = () if without is None else ("--without", without)
-    done = Forked(HARNESS / "ptx_machine/launches.py", *options, symbols, program, library, *arguments).finished()
-    assert done.returncode == 0, done.stderr
-    results, kernels = map(int, done.stdout.split())
-    return results, kernels
+    return made_once(_folder() / f"symbols-{library.parent.name}.json", written, lock_timeout_seconds=600)
 
 
 def _folder() -> Path:

@@ -29,8 +29,8 @@ __device__ __forceinline__ Chunk loaded(const T* run, const Extent& extent) {
   return chunk;
 }
 
-template <class T>
-__device__ __forceinline__ void store(const PackedChunk<T>& chunk, const Extent& extent, T* run) {
+template <class T, int kNumel>
+__device__ __forceinline__ void store(const PackedChunk<T, kNumel>& chunk, const Extent& extent, T* run) {
   extent.is_wide ? store_wide(chunk, run + extent.first) : store_some(chunk, extent.count, run + extent.first);
 }
 
@@ -75,29 +75,21 @@ __device__ __forceinline__ void load_means(
   }
 }
 
+// Adds the means to the chunk, or sets it to them.
 template <int kNumel>
-__device__ __forceinline__ void store_means(const float (&totals)[kNumel], const Extent& extent, bool accumulate, float* run) {
-  using Stored = PackedChunk<float>;
-  static_assert(kNumel == Stored::kNumel, "a chunk of means in fp32 is moved by one access");
-  Stored chunk{};
-  if (accumulate) {
-    chunk = loaded<Stored>(run, extent);
-  }
+__device__ __forceinline__ void take(const float (&means)[kNumel], bool accumulate, PackedChunk<float, kNumel>& chunk) {
 #pragma unroll
   for (int i = 0; i < kNumel; ++i) {
-    chunk.words[i] = bits_of(accumulate ? float_of(chunk.words[i]) + totals[i] : totals[i]);
+    chunk.words[i] = bits_of(accumulate ? float_of(chunk.words[i]) + means[i] : means[i]);
   }
-  store(chunk, extent, run);
 }
 
 template <class Stored, int kNumel>
-__device__ __forceinline__ void store_means(const float (&totals)[kNumel], const Extent& extent, bool, Stored* run) {
-  PackedChunk<Stored> chunk;
+__device__ __forceinline__ void take(const float (&means)[kNumel], bool, PackedChunk<Stored, kNumel>& chunk) {
 #pragma unroll
   for (int pair = 0; pair < kNumel / 2; ++pair) {
-    set_any_pair(chunk, pair, {totals[2 * pair], totals[2 * pair + 1]});
+    set_any_pair(chunk, pair, {means[2 * pair], means[2 * pair + 1]});
   }
-  store(chunk, extent, run);
 }
 
 // A grid block takes kMeanThreads * 16 bytes of each member at a time.
@@ -117,11 +109,19 @@ __global__ void __launch_bounds__(kMeanThreads) mean_kernel(
         const int64_t count = members.run_numel - first;
         extents[i] = {first, count, is_wide && count >= Chunk::kNumel};
       }
+      PackedChunk<Stored, Chunk::kNumel> stored[kChunks]{};
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        if (accumulate) {
+          stored[i] = loaded<PackedChunk<Stored, Chunk::kNumel>>(means.run(slice), extents[i]);
+        }
+      }
       float totals[kChunks][Chunk::kNumel];
       load_means<Chunk>(members, slice, extents, divisor, totals);
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
-        store_means(totals[i], extents[i], accumulate, means.run(slice));
+        take(totals[i], accumulate, stored[i]);
+        store(stored[i], extents[i], means.run(slice));
       }
     }
   }

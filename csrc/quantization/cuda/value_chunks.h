@@ -5,7 +5,6 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <cstring>
 #include <type_traits>
 
 #include "../rows.h"
@@ -47,15 +46,24 @@ bool has_wide_access(const ValueRows<T>& rows, int64_t slices) {
 
 template <class T, int kNumel>
 __device__ __forceinline__ void load_wide(const T* values, PackedChunk<T, kNumel>& chunk) {
-  const auto loaded = *reinterpret_cast<const typename PackedChunk<T, kNumel>::Access*>(values);
-  memcpy(chunk.words, &loaded, sizeof(loaded));
+  using Chunk = PackedChunk<T, kNumel>;
+  const auto loaded = *reinterpret_cast<const typename Chunk::Access*>(values);
+  chunk.words[0] = loaded.x;
+  chunk.words[1] = loaded.y;
+  if constexpr (Chunk::kWords == kChunkWords) {
+    chunk.words[2] = loaded.z;
+    chunk.words[3] = loaded.w;
+  }
 }
 
+// nvcc divides some wide stores into stores of words. It keeps __stwb, whose cache operation is that of a store, as it is.
 template <class T, int kNumel>
 __device__ __forceinline__ void store_wide(const PackedChunk<T, kNumel>& chunk, T* values) {
-  typename PackedChunk<T, kNumel>::Access stored;
-  memcpy(&stored, chunk.words, sizeof(stored));
-  *reinterpret_cast<decltype(stored)*>(values) = stored;
+  if constexpr (PackedChunk<T, kNumel>::kWords == kChunkWords) {
+    __stwb(reinterpret_cast<uint4*>(values), make_uint4(chunk.words[0], chunk.words[1], chunk.words[2], chunk.words[3]));
+  } else {
+    __stwb(reinterpret_cast<uint2*>(values), make_uint2(chunk.words[0], chunk.words[1]));
+  }
 }
 
 __device__ __forceinline__ void load_narrow(const float* values, PackedChunk<float>& chunk) {

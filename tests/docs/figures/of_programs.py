@@ -7,11 +7,13 @@ from typing import Any
 
 import gpu_host_path
 import head_loss
+import kernel_work
 import preprocess
 import quantization
 import reshard
 from figures.figure import Figure
 from figures.results import FOLDER, only, results, spread
+from harness.device_work import Work
 
 MIB, GIB = 2**20, 2**30
 PAGE, LONG, CHANGES = "benchmarks/README.md", "docs/long_sequences.md", "CHANGELOG.md"
@@ -156,7 +158,17 @@ def kernel_count() -> int:
     return len(rows)
 
 
+def kernel_calls() -> list[Work]:
+    return [Work(**one) for one in results("kernel_work")["calls"]]
+
+
 FIGURES = (
+    Figure(PAGE, "{}", lambda: [kernel_work.table(kernel_calls())]),
+    Figure(
+        PAGE,
+        "on {} x {} values in blocks of {}, compiled by nvcc {} for sm_80",
+        lambda: [results("kernel_work")[name] for name in ("slices", "run_numel", "block_numel", "nvcc")],
+    ),
     Figure(PAGE, "{}", lambda: ["\n".join(gpu_host_path.memory_table(host_path()))]),
     Figure(PAGE, "{}", lambda: ["\n".join(gpu_host_path.calls_table(host_path()))]),
     Figure(PAGE, "The plan is {:.1f} % to {:.1f} % of the peak; at most {:.0f} % without recomputation", planned_on_gpus),

@@ -33,6 +33,8 @@ struct float2 {
 };
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline void __stwb(uint2* target, uint2 value) { *target = value; }
+inline void __stwb(uint4* target, uint4 value) { *target = value; }
 
 struct dim3 {
   unsigned x, y, z;

@@ -308,7 +308,7 @@ def _shuffle(kernel: Kernel, instruction: Instruction) -> Step:
 
 
 def _memory_step(kernel: Kernel, instruction: Instruction) -> Step:
-    what, space, *vector, kind = instruction.op.split(".")
+    what, space, *vector, kind = instruction.op.replace("st.global.wb.", "st.global.").split(".")  # .wb is the default
     is_load = what == "ld"
     at, names = instruction.operands if not is_load else instruction.operands[::-1]
     found = ADDRESS.fullmatch(at)

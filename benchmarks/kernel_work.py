@@ -1,0 +1,57 @@
+"""Counts, without a GPU, what the CUDA kernels ask of one: instructions and sectors of memory, per byte of their tensors.
+
+    python benchmarks/kernel_work.py --output benchmarks/results/kernel_work.json
+
+Every call that gpu_check.sh times is run on a machine for PTX (tests/harness/ptx_machine/), which needs nvcc. PTX is what nvcc gives to
+ptxas; a GPU executes about two thirds as many instructions, because most moves vanish. A sector is 32 bytes, the least that moves between
+memory and a GPU; where the sectors of a warp's accesses have as many bytes as the call, no access moves more than it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent / "tests")]
+
+from harness.device_code import work_on_ptx  # noqa: E402
+from harness.device_work import Work  # noqa: E402
+from report import report  # noqa: E402
+
+SLICES, RUN_NUMEL, BLOCK_NUMEL = 2, 32768, 256
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="JSON file to write the figures to")
+    args = parser.parse_args()
+    if shutil.which("nvcc") is None:
+        parser.error("nvcc is not on PATH; it is in the folder bin of CUDA's toolkit")
+    calls = work_on_ptx(SLICES, RUN_NUMEL, BLOCK_NUMEL)
+    setting = {"nvcc": nvcc_version(), "slices": SLICES, "run_numel": RUN_NUMEL, "block_numel": BLOCK_NUMEL}
+    report("kernel_work.py", sys.argv[1:], setting, table(calls), {"calls": [asdict(call) for call in calls]}, args.output)
+
+
+def nvcc_version() -> str:
+    printed = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release (\d+\.\d+)", printed)
+    return found[1] if found else printed
+
+
+def table(calls: Iterable[Work]) -> str:
+    rows = ["| codes | call | PTX instructions per byte | sectors / bytes |", "| --- | --- | ---: | ---: |"]
+    rows += [
+        f"| {call.codes} | {call.name} | {call.instructions / call.nbytes:.1f} | {call.sector_bytes / call.nbytes:.3f} |" for call in calls
+    ]
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    main()

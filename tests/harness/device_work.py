@@ -1,0 +1,71 @@
+"""Instructions and sectors of memory of every timed call, on the machine that runs what nvcc makes of the kernels.
+
+As a program: `device_work.py SYMBOLS LIBRARY SLICES RUN_NUMEL BLOCK_NUMEL` prints a JSON list of Work. SYMBOLS: as for launches.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from harness.places import ROOT
+from harness.ptx_machine.launches import Launches
+from harness.ptx_machine.machine import LANES, SECTOR_BYTES
+from megatron_zpp.ops import extension
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from gpu.timed_ops import EXACT, Call, timed_ops
+
+DROPPED = (EXACT, "dropout")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one call does. nbytes: of its tensors, read and written; instructions: of PTX, of all threads, idle lanes of a warp among them;
+    sector_bytes: of the sectors that its warps' accesses touch, which is nbytes if each access fills them."""
+
+    codes: str
+    name: str
+    nbytes: int
+    instructions: int
+    sector_bytes: int
+
+
+def work(launches: Launches, slices: int, run_numel: int, block_numel: int) -> Iterator[Work]:
+    """Of every call of benchmarks/gpu/timed_ops.py. Torch's own kernels are left out."""
+    for codes, name, make in timed_ops(slices, run_numel, block_numel, "cpu"):
+        if "torch" in name:
+            continue
+        call, nbytes = make()
+        launches.profiles.clear()
+        (_drop(slices * run_numel) if (codes, name) == DROPPED else call)()
+        (profile,) = launches.profiles.values()
+        instructions, sectors = sum(profile.issued.values()) * LANES, sum(profile.sectors.values())
+        yield Work(codes, name, nbytes, instructions, sectors * SECTOR_BYTES)
+
+
+def _drop(numel: int) -> Call:
+    """The kernel of dropout alone: the tensors of an op that another op calls are not seen here."""
+    values = torch.randn(numel, dtype=torch.bfloat16)
+    return partial(torch.ops.megatron_zpp.drop_values, values, torch.empty_like(values), 2**62, 3, 6553, 1 / 0.9)
+
+
+def main() -> None:
+    symbols, library = map(Path, sys.argv[1:3])
+    torch.ops.load_library(str(library))
+    extension._loaded = library
+    launches = Launches(library, symbols, is_profiled=True)
+    with launches.tensors:
+        found = [asdict(each) for each in work(launches, *map(int, sys.argv[3:6]))]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
