@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.topology import ACROSS_LANES, LANES, Lane
+from megatron_zpp.parallel.topology import Lane, Link
 
 
 class Work(Protocol):
@@ -213,14 +213,14 @@ class VirtualBackend:
         self.rank = rank
         self.world = world
         self._sequence: dict[object, int] = {}
-        self._members = {lane: self.grid.members(lane.link, self.rank) for lane in (*LANES, *ACROSS_LANES)}
+        self._members = {link: self.grid.members(link, self.rank) for link in Link}
 
     def all_gather(self, lane: Lane, output: Tensor, own: Tensor) -> Work:
-        members = self._members[lane]
+        members = self._members[lane.link]
         return self._post((lane, members), members.index(self.rank), _Part(output, own), len(members), _deliver_gather)
 
     def exchange(self, lane: Lane, output: Tensor, sent: Tensor) -> Work:
-        members = self._members[lane]
+        members = self._members[lane.link]
         return self._post((lane, members), members.index(self.rank), _Part(output, sent), len(members), _deliver_exchange)
 
     def gather_world(self, own: Tensor) -> Tensor:
