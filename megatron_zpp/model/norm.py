@@ -65,14 +65,19 @@ def rms_norm(values: Tensor, gain: Tensor, epsilon: float) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps input, gain and one number per row for backward. Torch's own version without a fused kernel keeps fp32 copies as well."""
+    """Keeps input, gain and one number per row for backward. Torch's own version without a fused kernel keeps fp32 copies as well.
+
+    Its output is what an operation has made, not what a `.to` that changes nothing returns: torch 2.11 compiles a function with such an
+    output to wrong gradients (https://github.com/pytorch/pytorch/issues/180642).
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, gain: Tensor, epsilon: float) -> Tensor:
         wide = values.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
         ctx.save_for_backward(values, gain, scale)
-        return (wide * scale * gain).to(values.dtype)
+        normed = wide * scale * gain
+        return normed if normed.dtype == values.dtype else normed.to(values.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:

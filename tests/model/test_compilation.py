@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from megatron_zpp.model import compilation
 from megatron_zpp.model.compilation import check_compilation
+from megatron_zpp.model.norm import rms_norm
 
 
 def test_a_machine_without_a_compiler_is_named_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,3 +23,16 @@ def test_a_machine_without_a_compiler_is_named_before_the_first_step(monkeypatch
         check_compilation(torch.device("cpu"))
     assert str(error.value).startswith("--compile: torch cannot compile for cpu here (No working C++ compiler found.); ")
     assert str(error.value).endswith("; install a C++ compiler (g++), or leave --compile out.")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_traced_root_mean_square_norm_has_the_gradients_of_one_that_is_not(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values, gain, grad = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((6, 2, 8), (8,), (6, 2, 8)))
+
+    def gradients(norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        inputs = (values.clone().requires_grad_(), gain.clone().requires_grad_())
+        return torch.autograd.grad(norm(*inputs, 1e-5), inputs, grad)
+
+    traced = torch.compile(rms_norm, dynamic=False, backend="eager")
+    assert all(map(torch.equal, gradients(rms_norm), gradients(traced)))
