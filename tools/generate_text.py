@@ -7,12 +7,12 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-import torch
-from torch import nn
+from command import count_from_0, count_from_1, run_command, text  # first, so that Ctrl-C ends what follows in one line
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import count_from_0, count_from_1, run_command, text
+import torch
+from torch import nn
 
 from megatron_zpp.checkpoint.manifest import Manifest
 from megatron_zpp.checkpoint.reader import CheckpointReader

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
+from command import count_from_0, count_from_1, run_command  # first, so that Ctrl-C ends what follows in one line
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import count_from_0, count_from_1, run_command
+import numpy as np
 from tokenizer_flags import add_tokenizer_flags, tokenizer_config
 
 from megatron_zpp.config.schema import DataConfig

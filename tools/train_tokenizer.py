@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import sentencepiece
+from command import add_line_limit, megabytes, run_command, vocabulary_size  # first, so that Ctrl-C ends what follows in one line
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import add_line_limit, megabytes, run_command, vocabulary_size
+import sentencepiece
 
 from megatron_zpp.data.preprocess.document_encoder import read_texts
 from megatron_zpp.data.preprocess.json_lines import (

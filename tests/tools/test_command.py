@@ -90,11 +90,18 @@ def test_a_tool_whose_reader_has_left_says_nothing_about_that_and_keeps_its_exit
 
 
 @pytest.mark.parametrize(
-    ("program", "code"),
-    [("tools/inspect_checkpoint.py", -signal.SIGINT), ("tools/convert_to_hf.py", -signal.SIGINT), ("pretrain_zeropp_gpt.py", 130)],
+    ("program", "library", "code"),
+    [
+        ("tools/inspect_checkpoint.py", "torch", -signal.SIGINT),
+        ("tools/convert_to_hf.py", "torch", -signal.SIGINT),
+        ("tools/generate_text.py", "torch", -signal.SIGINT),
+        ("tools/inspect_dataset.py", "numpy", -signal.SIGINT),
+        ("tools/train_tokenizer.py", "sentencepiece", -signal.SIGINT),
+        ("pretrain_zeropp_gpt.py", "torch", 130),
+    ],
 )
-def test_an_interruption_while_torch_is_imported_is_one_line(tmp_path: Path, program: str, code: int) -> None:
-    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+def test_an_interruption_while_a_library_is_imported_is_one_line(tmp_path: Path, program: str, library: str, code: int) -> None:
+    (tmp_path / f"{library}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     flags = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 1".split()
     done = subprocess.run([sys.executable, ROOT / program, *flags], env=environment, capture_output=True, text=True, check=False)
