@@ -23,6 +23,8 @@ os.environ["RES_OPTIONS"] = "attempts:0"
 
 forget_fsync()
 
+gc.set_threshold(100_000)  # while tests are collected, hardly anything becomes garbage
+
 INTEGRATION = Path(__file__).parent / "integration"
 
 

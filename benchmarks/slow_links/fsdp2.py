@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
@@ -27,6 +26,8 @@ class Fsdp2Training:
     """
 
     def __init__(self, flags: Sequence[str], launch: Launch, world: World) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # imports the compiler
+
         config = resolve(parse_flags(flags), launch.world_size, launch.local_world_size)
         padded_vocab = setup.build_vocabulary(config).padded_size
         mesh = init_device_mesh(world.device.type, (launch.world_size,))

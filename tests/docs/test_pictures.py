@@ -3,41 +3,45 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from html import unescape
 from xml.etree import ElementTree
 
 import pytest
-from draw import FOLDER, drawn
+from draw import FOLDER, PICTURES, drawn
 from drawing import house, ladder, lanes, memory, payload, quickstart, speedup, unit_life
+from drawing.canvas import THEMES
 from harness.places import ROOT
 
 from megatron_zpp.zero.policy import POLICIES, ZEROPP, Rung
 
 pytestmark = pytest.mark.pure
 
-DRAWN = drawn()
+NAMES = [f"{name}-{theme.name}.svg" for name in PICTURES for theme in THEMES]
+drawn_once = cache(drawn)
 
 
 def test_every_picture_is_stored_in_a_light_and_a_dark_look() -> None:
-    assert sorted(path.name for path in FOLDER.glob("*.svg")) == sorted(DRAWN)
-    assert {name.rsplit("-", 1)[1] for name in DRAWN} == {"light.svg", "dark.svg"}
+    assert sorted(path.name for path in FOLDER.glob("*.svg")) == sorted(drawn_once())
+    assert sorted(drawn_once()) == sorted(NAMES)
+    assert {name.rsplit("-", 1)[1] for name in drawn_once()} == {"light.svg", "dark.svg"}
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_stored_picture_is_what_the_script_draws(name: str) -> None:
-    assert (FOLDER / name).read_text(encoding="utf-8") == DRAWN[name], "run python docs/draw.py"
+    assert (FOLDER / name).read_text(encoding="utf-8") == drawn_once()[name], "run python docs/draw.py"
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_picture_is_well_formed_and_has_a_title(name: str) -> None:
-    root = ElementTree.fromstring(DRAWN[name])
+    root = ElementTree.fromstring(drawn_once()[name])
     title = root.find("{http://www.w3.org/2000/svg}title")
     assert title is not None and title.text
 
 
 def test_words_of_a_picture_do_not_reach_beyond_its_edge() -> None:
     """In a wide font a character takes 0.54 of the font's size, in the mean over a line."""
-    for name, text in DRAWN.items():
+    for name, text in drawn_once().items():
         width = float(re.search(r'viewBox="0 0 ([\d.]+) ', text)[1])
         for x, size, anchor, words in re.findall(
             r'<text x="([\d.]+)"[^>]*font-size="([\d.]+)"[^>]*text-anchor="(\w+)"[^>]*>([^<]*)<', text

@@ -1,17 +1,18 @@
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from types import ModuleType
 
 import pytest
 import torch
 from harness.small_gpt import ARCHITECTURES, sample_batch, small_gpt
 from torch import Tensor
 
-from megatron_zpp.model import document_attention, varlen_documents
+from megatron_zpp.model import document_attention
 from megatron_zpp.model.activations import mask_bytes
 from megatron_zpp.model.attention_kernel import HeadShape
 from megatron_zpp.model.document_attention import MaskedDocuments, has_varlen, separated
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.varlen_documents import VarlenDocuments
 
 CPU = torch.device("cpu")
 # Three samples of twelve tokens: several documents, one of a single token, and a sample that is one document.
@@ -20,6 +21,12 @@ LENGTHS = [5, 1, 6, 3, 9, 12]
 # A token of another document changes them by about 1.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-5}
 LARGEST_LOGIT = 2.0
+
+
+@pytest.fixture
+def varlen_documents() -> ModuleType:
+    """The module, which imports torch's compiler: not while tests are collected."""
+    return import_module("megatron_zpp.model.varlen_documents")
 
 
 def positions_of(lengths: list[int], shape: tuple[int, int]) -> Tensor:
@@ -133,21 +140,21 @@ def block_by_block(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, lo
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize("takes_shared_heads", [False, True])
 def test_runs_reach_the_variable_length_kernel_in_its_layout(
-    monkeypatch: pytest.MonkeyPatch, key_heads: int, takes_shared_heads: bool
+    monkeypatch: pytest.MonkeyPatch, varlen_documents: ModuleType, key_heads: int, takes_shared_heads: bool
 ) -> None:
     monkeypatch.setattr(varlen_documents, "_varlen_attention", block_by_block)
     monkeypatch.setattr(varlen_documents, "_varlen_takes_shared_heads", lambda: takes_shared_heads)
     generator = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(3, heads, 12, 8, generator=generator) for heads in (4, key_heads, key_heads))
     lengths = torch.tensor(LENGTHS)
-    varlen = VarlenDocuments(lengths, CPU).attend(query, key, value, 0.0)
+    varlen = varlen_documents.VarlenDocuments(lengths, CPU).attend(query, key, value, 0.0)
     masked = MaskedDocuments(lengths, (3, 12), HeadShape(torch.float32, 8, False), CPU).attend(query, key, value, 0.0)
     assert (varlen - masked).abs().max() <= TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("queries_per_group", [1, 3])
 def test_the_variable_length_kernel_is_used_only_where_it_agrees_with_the_mask(
-    monkeypatch: pytest.MonkeyPatch, queries_per_group: int
+    monkeypatch: pytest.MonkeyPatch, varlen_documents: ModuleType, queries_per_group: int
 ) -> None:
     head = HeadShape(torch.bfloat16, 8, False, queries_per_group)
     monkeypatch.setattr(varlen_documents, "_varlen_attention", block_by_block)
@@ -168,7 +175,7 @@ def test_the_variable_length_kernel_is_used_only_where_it_agrees_with_the_mask(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_the_kernel_is_the_one_that_was_tried() -> None:
+def test_on_a_gpu_the_kernel_is_the_one_that_was_tried(varlen_documents: ModuleType) -> None:
     device = torch.device("cuda")
     head = HeadShape(torch.bfloat16, 64, False)
     assert has_varlen(device, head) == (varlen_documents.varlen_function() is not None)
