@@ -169,7 +169,8 @@ def test_the_tool_says_what_encodes_and_several_workers_that_remember_words_writ
     for workers in (1, 2):
         done = preprocess(source, tmp_path / f"out{workers}", *flags, workers=workers)
         assert re.match(r"Text to ids: (gigatoken|tiktoken) encodes, (with the ids of|because gigatoken cannot)", done.stdout), done.stderr
-    expected = [GPT2BPETokenizer(vocabulary, merges).tokenize(f"{text}{number}") for number, text in enumerate(texts)]
+    tokenizer = GPT2BPETokenizer(vocabulary, merges)
+    expected = [tokenizer.tokenize(f"{text}{number}") for number, text in enumerate(texts)]
     assert documents_of(str(tmp_path / "out1_text_document")) == documents_of(str(tmp_path / "out2_text_document")) == expected
 
 
