@@ -35,8 +35,15 @@ def held_store(place: Place, invitation: Invitation, timeout: timedelta) -> dist
     except PortInUse:
         raise JoinError(_port_is_in_use(place)) from None
     _allow_connections(invitation.rank_0.world_size * CONNECTIONS_PER_RANK)
-    takes = {"master_listen_fd": listening.detach(), "use_libuv": torch.__version__ >= LIBUV_TAKES_SOCKETS}
-    store = dist.TCPStore(HERE, place.port, is_master=True, wait_for_workers=False, timeout=timeout, **takes)
+    store = dist.TCPStore(
+        HERE,
+        place.port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listening.detach(),
+        use_libuv=torch.__version__ >= LIBUV_TAKES_SOCKETS,
+    )
     part = dist.PrefixStore(PREFIX, store)
     part.set(INVITATION, encoded(invitation))
     if not any(map(is_of_this_machine, addresses)) and not any(_leads_to(place, address, invitation) for address in addresses):
