@@ -24,7 +24,7 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.monitor.memory import read_memory
 from megatron_zpp.ops import extension
-from megatron_zpp.parallel.groups import make_lane_groups, world_options
+from megatron_zpp.parallel.groups import make_lane_groups, nccl_backend, world_options
 from megatron_zpp.training.sharding import grid_of
 
 TIMEOUT = timedelta(minutes=10)
@@ -38,7 +38,7 @@ def main(file: Path, ranks_per_node: int, microbatches: int, flags: list[str]) -
     extension.load()
     if not extension.has_kernels_for(device.type):
         raise RuntimeError(extension.report(device.type))
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT, pg_options=world_options(TIMEOUT, device))
+    dist.init_process_group(f"cpu:gloo,cuda:{nccl_backend()}", timeout=TIMEOUT, pg_options=world_options(TIMEOUT, device))
     grid = grid_of(resolve(parse_flags(flags), world_size, ranks_per_node), world_size)
     backend = TorchBackend(grid, rank, make_lane_groups(grid, rank, TIMEOUT, device))
     streams = CudaStreams(device)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from datetime import timedelta
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ import torch.distributed as dist
 from megatron_zpp.parallel.communicators import WORLD_CTAS, lane_ctas
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import ACROSS_LANES, LANES, Lane
+
+LEGACY_NCCL = "nccl-legacy"
 
 
 def make_lane_groups(grid: Grid, rank: int, timeout: timedelta, device: torch.device) -> dict[Lane, dist.ProcessGroup]:
@@ -40,7 +44,16 @@ def _backend_arguments(grid: Grid, lane: Lane, timeout: timedelta, device: torch
     if device.type != "cuda":
         return {}
     options = _nccl_options(lane_ctas(grid, lane), timeout, is_urgent=True)
-    return {"backend": "nccl", "pg_options": options, "group_desc": f"lane {lane}"}
+    return {"backend": nccl_backend(), "pg_options": options, "group_desc": f"lane {lane}"}
+
+
+@cache
+def nccl_backend() -> str:
+    """The name of torch's NCCL groups that are independent, connect when they first send, and take the GPU of the tensors they are given.
+
+    Under "nccl", torch 2.15 has others: each is split off the world's, and the GPU of a rank is that of LOCAL_RANK.
+    """
+    return LEGACY_NCCL if entry_points(group="torch.distributed.backends", name=LEGACY_NCCL) else "nccl"
 
 
 def world_options(timeout: timedelta, device: torch.device) -> Any:

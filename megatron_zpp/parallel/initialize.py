@@ -19,7 +19,7 @@ from megatron_zpp.config.counted import counted
 from megatron_zpp.parallel.failures.failure_board import FailureBoard
 from megatron_zpp.parallel.failures.pulse import Pulse
 from megatron_zpp.parallel.failures.roll_call import SILENT_SECONDS, RollCall
-from megatron_zpp.parallel.groups import end_world, world_options
+from megatron_zpp.parallel.groups import end_world, nccl_backend, world_options
 from megatron_zpp.parallel.joining.join import join
 from megatron_zpp.parallel.launch import Launch
 
@@ -58,7 +58,7 @@ class World:
         self._failure_board = FailureBoard(self._joined.reports, launch.rank, launch.world_size, "" if holds_store else self._joined.keeper)
         self._reported: str | None = None
         self._pulse = Pulse(self._joined.reports, launch.rank, self.collective_timeout.total_seconds(), self._end_without_store)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        backend = f"cpu:gloo,cuda:{nccl_backend()}" if device.type == "cuda" else "gloo"
         with self._naming_lost_ranks("connecting to the other ranks"):
             dist.init_process_group(
                 backend,

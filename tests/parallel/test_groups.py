@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from harness.fake_nccl import give_torch_nccl
 
+from megatron_zpp.parallel import groups
 from megatron_zpp.parallel.communicators import WORLD_CTAS, lane_ctas
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.groups import make_lane_groups, world_options
+from megatron_zpp.parallel.groups import make_lane_groups, nccl_backend, world_options
 from megatron_zpp.parallel.initialize import World
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.parallel.topology import CONTEXT_ACROSS, LANES, TENSOR_ACROSS, Link
@@ -92,7 +93,7 @@ def test_on_a_gpu_a_lane_has_nccl_alone_with_the_limit_of_its_link_and_its_name_
 ) -> None:
     calls = _record_new_groups(monkeypatch)
     own = make_lane_groups(grid, 0, TIMEOUT, GPU)
-    assert {call.others["backend"] for call in calls} == {"nccl"}
+    assert {call.others["backend"] for call in calls} == {nccl_backend()}
     for lane, group in own.items():
         call = calls[int(str(group)) - 1]
         assert call.others["group_desc"] == f"lane {lane}"
@@ -125,6 +126,14 @@ def test_the_worlds_group_has_the_limit_of_small_messages_for_nccl(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     with pytest.raises(ConnectedError):
         World(Launch(0, 1, 0, 1), GPU, timedelta(minutes=1))
-    assert made["backend"] == "cpu:gloo,cuda:nccl"
+    assert made["backend"] == f"cpu:gloo,cuda:{nccl_backend()}"
     assert made["pg_options"].config.max_ctas == WORLD_CTAS
     assert made["pg_options"]._timeout == made["timeout"]
+
+
+@pytest.mark.parametrize(("found", "name"), [([], "nccl"), (["its entry point"], "nccl-legacy")])
+def test_where_torch_has_other_groups_under_nccl_those_of_before_are_used(
+    monkeypatch: pytest.MonkeyPatch, found: list[str], name: str
+) -> None:
+    monkeypatch.setattr(groups, "entry_points", lambda **wanted: found if wanted["name"] == "nccl-legacy" else [])
+    assert nccl_backend.__wrapped__() == name

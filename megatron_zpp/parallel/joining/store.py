@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from megatron_zpp.parallel.failures.question import NoAnswer, answer_within
@@ -20,6 +21,7 @@ ASK_SECONDS = 5.0  # for the holder of a port to say who it is
 CONNECTIONS_PER_RANK = 4  # two to the store, and those of process groups
 PREFIX = "megatron_zpp"
 HERE = "127.0.0.1"
+LIBUV_TAKES_SOCKETS = "2.8"  # the version of torch from which on its default store does; the other one always did
 
 
 def held_store(place: Place, invitation: Invitation, timeout: timedelta) -> dist.Store:
@@ -33,7 +35,15 @@ def held_store(place: Place, invitation: Invitation, timeout: timedelta) -> dist
     except PortInUse:
         raise JoinError(_port_is_in_use(place)) from None
     _allow_connections(invitation.rank_0.world_size * CONNECTIONS_PER_RANK)
-    store = dist.TCPStore(HERE, place.port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening.detach())
+    store = dist.TCPStore(
+        HERE,
+        place.port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listening.detach(),
+        use_libuv=torch.__version__ >= LIBUV_TAKES_SOCKETS,
+    )
     part = dist.PrefixStore(PREFIX, store)
     part.set(INVITATION, encoded(invitation))
     if not any(map(is_of_this_machine, addresses)) and not any(_leads_to(place, address, invitation) for address in addresses):

@@ -11,10 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness.rank_pool import free_port
+from torch.torch_version import TorchVersion
 
 from megatron_zpp.parallel.job_ids import JobIds
 from megatron_zpp.parallel.joining import gathering, join, place, store
@@ -95,6 +98,21 @@ def test_without_torchrun_rank_0_holds_the_store_and_each_rank_has_two_connectio
     found[1].part.set("key", "1")
     assert [one.part.get("key") for one in found] == [one.reports.get("key") for one in found] == [b"1"] * 3
     assert found[2].keeper.startswith("rank 0 holds at MASTER_ADDR=127.0.0.1, MASTER_PORT=")
+
+
+def test_a_torch_whose_default_store_takes_no_socket_holds_the_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, backends = dist.TCPStore, []
+
+    def recorded(*arguments: Any, **options: Any) -> dist.TCPStore:
+        kept = made(*arguments, **options)
+        if options["is_master"]:
+            backends.append(kept.libuvBackend)
+        return kept
+
+    monkeypatch.setattr(dist, "TCPStore", recorded)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.7.1"))
+    assert len(joined(3, free_port())) == 3
+    assert backends == [False]
 
 
 def test_ranks_of_another_job_are_refused_with_the_name_of_the_first_which_never_notices() -> None:
