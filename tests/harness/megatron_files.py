@@ -300,7 +300,7 @@ def write_torch_dist(
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it says that there is one process
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(path, thread_count=2), planner=planner, no_dist=True)
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(path, thread_count=2), planner=planner)
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
     return folder
