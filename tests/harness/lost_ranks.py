@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.forked import Forked
 from harness.places import HARNESS
+from harness.rank_pool import free_port
 from harness.tiny_runs import TINY
 
 PROGRAM = HARNESS / "lost_rank.py"
@@ -66,9 +65,9 @@ def environments(world_size: int, port: int, nodes: int = 1, **more: str) -> lis
 
 def ends_after(losses: list[Loss], folder: Path) -> dict[Loss, list[End]]:
     """How the other ranks end after each of the losses, whose runs go on side by side. Raises RuntimeError if a rank was not lost."""
-    with ExitStack() as held:  # ports that differ, because all are held at once
-        servers = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in losses]
-        ports: list[int] = [server.getsockname()[1] for server in servers]
+    ports: set[int] = set()
+    while len(ports) < len(losses):
+        ports.add(free_port())
     runs = [_Run(loss, folder / str(loss), port) for loss, port in zip(losses, ports, strict=True)]
     with ThreadPoolExecutor(len(runs)) as watchers:
         return dict(zip(losses, watchers.map(_Run.ends, runs), strict=True))
@@ -97,9 +96,9 @@ class _Run:
         if self._ranks[self._loss.rank].process.is_alive():
             self._ranks[self._loss.rank].process.kill()
         code = self._ranks[self._loss.rank].finished(10.0).returncode
-        if code != -signal.SIGKILL:
-            raise RuntimeError(f"{self._loss} ended with exit code {code}")
         done = {rank: self._ranks[rank].finished(1.0) for rank in others}
+        if code != -signal.SIGKILL:
+            raise RuntimeError(f"{self._loss} ended with exit code {code}, and the others with {done}")
         return [End(rank, done[rank].returncode, done[rank].stderr, ended[rank] - lost) for rank in others]
 
     def _is_lost(self) -> bool:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from harness.rank_pool import free_port
+
 REAL_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 STARTED_WITHIN_SECONDS = 30.0
 
@@ -31,7 +33,7 @@ def real_sshd(folder: Path, hosts: tuple[str, ...]) -> Iterator[Path]:
         raise NoSshd("sshd of root needs the folder /run/sshd, which is not there")
     for key in ("host_key", "user_key"):
         subprocess.run([programs["ssh-keygen"], "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
-    port = _free_port()
+    port = free_port()
     _write_settings(folder, hosts, port)
     with open(folder / "sshd.log", "w") as log:
         server = subprocess.Popen([str(programs["sshd"]), "-D", "-e", "-f", folder / "sshd_config"], stderr=log)
@@ -68,10 +70,3 @@ def _wait_for(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
                 return
         time.sleep(0.05)
     raise NoSshd(f"sshd did not start: {log.read_text().strip()}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
