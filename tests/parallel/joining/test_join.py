@@ -147,24 +147,24 @@ def test_two_processes_that_claim_one_rank_are_both_named() -> None:
 
 def gathered_in_vain(ranks: tuple[int, ...]) -> tuple[str, list[str]]:
     """What rank 0 of 5 says that gives up at once, after the ranks have claimed their numbers, and what these say."""
-    shared, invitation, claimed = dist.HashStore(), new_invitation(Member.this_process(launch(0, 5, 1))), threading.Semaphore(0)
+    shared, invitation = dist.HashStore(), new_invitation(Member.this_process(launch(0, 5, 1)))
     shared.set(gathering.INVITATION, encoded(invitation))
 
-    def said(rank: int) -> str:
+    def said(rank: int, claimed: threading.Event) -> str:
         def tell(finding: str) -> None:
             if "not all of 5 ranks have come" in finding:
-                claimed.release()
+                claimed.set()
 
         with pytest.raises(JoinError) as refused:
             Guest(shared, PLACE, Member.this_process(launch(rank, 5, 1)), tell, asks=False).take_part()
-        claimed.release()
+        claimed.set()
         return str(refused.value)
 
     with ThreadPoolExecutor(len(ranks)) as threads:
         guests = []
         for rank in ranks:
-            guests.append(threads.submit(said, rank))
-            assert claimed.acquire(timeout=60)
+            guests.append(threads.submit(said, rank, claimed := threading.Event()))
+            assert claimed.wait(timeout=60)
         with pytest.raises(JoinError) as refused:
             Gathering(shared, PLACE, invitation, answers=False).wait(0.0, time.monotonic())
         return str(refused.value), [guest.result() for guest in guests]
