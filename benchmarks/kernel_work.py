@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent / "tests")]
 
-from harness.device_code import work_on_ptx  # noqa: E402
+from harness.device_code import nvcc_version, work_on_ptx  # noqa: E402
 from harness.device_work import Work  # noqa: E402
 from report import report  # noqa: E402
 
@@ -35,14 +34,9 @@ def main() -> None:
     if shutil.which("nvcc") is None:
         parser.error("nvcc is not on PATH; it is in the folder bin of CUDA's toolkit")
     calls = work_on_ptx(SLICES, RUN_NUMEL, BLOCK_NUMEL)
-    setting = {"nvcc": nvcc_version(), "slices": SLICES, "run_numel": RUN_NUMEL, "block_numel": BLOCK_NUMEL}
+    release = re.search(r"release (\d+\.\d+)", nvcc_version())
+    setting = {"nvcc": release[1] if release else nvcc_version(), "slices": SLICES, "run_numel": RUN_NUMEL, "block_numel": BLOCK_NUMEL}
     report("kernel_work.py", sys.argv[1:], setting, table(calls), {"calls": [asdict(call) for call in calls]}, args.output)
-
-
-def nvcc_version() -> str:
-    printed = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"release (\d+\.\d+)", printed)
-    return found[1] if found else printed
 
 
 def table(calls: Iterable[Work]) -> str:

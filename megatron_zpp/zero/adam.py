@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,10 +52,9 @@ class AdamParameters:
     def states(self) -> dict[nn.Parameter, dict[str, Tensor]]:
         return {**self.decayed, **self.others}
 
-    def groups(self) -> list[dict[str, Any]]:
-        """Parameter groups as torch's optimizers take them; a group without parameters is left out."""
-        groups = [(self.decayed, True), (self.others, False)]
-        return [{"params": list(params), "weight_decay": 0.0, "decays": decays} for params, decays in groups if params]
+    def groups(self) -> list[tuple[Mapping[nn.Parameter, dict[str, Tensor]], bool]]:
+        """Parameters with their moments, and whether their weights decay; a group without parameters is left out."""
+        return [(states, decays) for states, decays in ((self.decayed, True), (self.others, False)) if states]
 
 
 def make_adam(parameters: AdamParameters, options: AdamOptions) -> Adam:
@@ -68,7 +67,7 @@ class TorchAdam:
 
     def __init__(self, parameters: AdamParameters, options: AdamOptions) -> None:
         self._options = options
-        self._lists = [_Lists.of(states, decays) for states, decays in ((parameters.decayed, True), (parameters.others, False)) if states]
+        self._lists = [_Lists.of(states, decays) for states, decays in parameters.groups()]
 
     @property
     def steps(self) -> int:
@@ -124,7 +123,8 @@ class ApexAdam:
     def __init__(self, parameters: AdamParameters, options: AdamOptions) -> None:
         fused_adam = apex_member("apex.optimizers", "FusedAdam")
         betas = (options.beta1, options.beta2)
-        self._optimizer = fused_adam(parameters.groups(), lr=0.0, betas=betas, eps=options.eps, adam_w_mode=True)
+        groups = [{"params": list(states), "weight_decay": 0.0, "decays": decays} for states, decays in parameters.groups()]
+        self._optimizer = fused_adam(groups, lr=0.0, betas=betas, eps=options.eps, adam_w_mode=True)
         for parameter, moments in parameters.states().items():
             self._optimizer.state[parameter] = dict(moments)
 
@@ -140,11 +140,7 @@ class ApexAdam:
     def update(self, learning_rate: float, weight_decay: float, skips: Tensor | None) -> None:
         if skips is not None:
             raise RuntimeError("Apex's FusedAdam cannot skip a step on the device; read the gradient norm before the update")
-        _set_rates(self._optimizer.param_groups, learning_rate, weight_decay)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+            group["weight_decay"] = weight_decay if group["decays"] else 0.0
         self._optimizer.step()
-
-
-def _set_rates(groups: list[dict[str, Any]], learning_rate: float, weight_decay: float) -> None:
-    for group in groups:
-        group["lr"] = learning_rate
-        group["weight_decay"] = weight_decay if group["decays"] else 0.0

@@ -62,10 +62,11 @@ def _symbols() -> Path:
 
 
 def _folder() -> Path:
-    return Build().library().parents[1] / f"ptx-{Build(cuda_architectures=('ptx',)).key()}-{_compiler()}"
+    compiler = sha256(nvcc_version().encode()).hexdigest()[:8]
+    return Build().library().parents[1] / f"ptx-{Build(cuda_architectures=('ptx',)).key()}-{compiler}"
 
 
 @cache
-def _compiler() -> str:
-    """8 hex digits that stand for the version of nvcc."""
-    return sha256(subprocess.run(["nvcc", "--version"], capture_output=True, check=True).stdout).hexdigest()[:8]
+def nvcc_version() -> str:
+    """What nvcc prints of itself."""
+    return subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout

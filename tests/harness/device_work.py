@@ -28,8 +28,11 @@ DROPPED = (EXACT, "dropout")
 
 @dataclass(frozen=True)
 class Work:
-    """What one call does. nbytes: of its tensors, read and written; instructions: of PTX, of all threads, idle lanes of a warp among them;
-    sector_bytes: of the sectors that its warps' accesses touch, which is nbytes if each access fills them."""
+    """What one call does.
+
+    nbytes: of its tensors, read and written. instructions: of PTX, of all threads, idle lanes of a warp among them. sector_bytes: of the
+    sectors that its warps' accesses touch, which is nbytes if each access fills them.
+    """
 
     codes: str
     name: str
