@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.patience import PATIENCE_SECONDS, wait_until
 from slow_links import sandbox
 from slow_links.analysis import Rated, analyse
 from slow_links.configurations import ALL, DEEPSPEED, FSDP2, NAMES, SMOKE_MODEL, ZERO3, Workload
@@ -154,17 +155,13 @@ def test_the_kernel_counts_what_the_ledger_counts(tmp_path: Path) -> None:
 def test_however_it_ends_no_rank_stays_behind(tmp_path: Path, number: signal.Signals) -> None:
     skip_without_namespaces()
     process = start_smoke(tmp_path / "smoke")
-    deadline = time.monotonic() + 60
-    while len(ranks := children_of(process.pid)) < 4 and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: len(children_of(process.pid)) == 4, "there are not four ranks")
+    ranks = children_of(process.pid)
     time.sleep(1.0)
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode != 0 and len(ranks) == 4
-    deadline = time.monotonic() + 30  # on a busy machine a killed process needs its turn to end
-    while any(map(is_alive, ranks)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not [rank for rank in ranks if is_alive(rank)]
+    wait_until(lambda: not any(map(is_alive, ranks)), "a rank lives on")
 
 
 def is_alive(process_id: int) -> bool:

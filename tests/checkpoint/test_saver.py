@@ -10,6 +10,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from harness.patience import PATIENCE_SECONDS
 from harness.small_state import Ranks, check_holds, manifest_at, set_state, shares, state_at
 
 from megatron_zpp.checkpoint import durable, unfinished
@@ -30,7 +31,7 @@ class SlowDisk:
         write_file = unfinished.write_file
 
         def wait_and_write(*arguments: object) -> object:
-            assert self.released.wait(60)
+            assert self.released.wait(PATIENCE_SECONDS)
             return write_file(*arguments)
 
         monkeypatch.setattr(unfinished, "write_file", wait_and_write)
@@ -72,7 +73,7 @@ def test_saving_in_the_background_returns_before_the_state_is_copied_and_the_nex
     released, copy = threading.Event(), HostSnapshot.copy
 
     def wait_and_copy(snapshot: HostSnapshot) -> None:
-        assert released.wait(60)
+        assert released.wait(PATIENCE_SECONDS)
         copy(snapshot)
 
     monkeypatch.setattr(HostSnapshot, "copy", wait_and_copy)
@@ -84,7 +85,7 @@ def test_saving_in_the_background_returns_before_the_state_is_copied_and_the_nex
     update.join(0.2)
     assert update.is_alive()
     released.set()
-    update.join(60)
+    update.join(PATIENCE_SECONDS)
     ranks.finish()
     check_holds(tmp_path / "iter_0000001", 1)
 
@@ -115,7 +116,7 @@ def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path, monkeypatch: 
     second.join(0.2)
     assert second.is_alive() and complete_iterations(tmp_path) == []
     disk.released.set()
-    second.join(60)
+    second.join(PATIENCE_SECONDS)
     ranks.finish()
     for iteration in (1, 2):
         check_holds(iteration_folder(tmp_path, iteration), iteration)

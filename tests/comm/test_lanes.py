@@ -9,14 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+from harness.patience import PATIENCE_SECONDS, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_zpp.comm.backend import Work
 from megatron_zpp.comm.lanes import Hop, ThreadLanes
 from megatron_zpp.parallel.topology import LANES, MOST_CROSSING, Lane
-
-PATIENCE_SECONDS = 10.0
 
 
 class HeldWork:
@@ -78,10 +77,7 @@ class Diary:
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)
+    wait_until(is_so, "it does not happen", pause_seconds=0.0005)
 
 
 plans = st.lists(st.tuples(st.sampled_from(range(len(LANES))), st.integers(0, 4), st.booleans()), min_size=1, max_size=25)

@@ -7,12 +7,15 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from harness.disk_events import disk_events
+from harness.patience import PATIENCE_SECONDS, ClockOfLife, SetClock, wait_until
 
 from megatron_zpp.data import build_once
 from megatron_zpp.data.build_once import SILENT, ProgressPrinter, atomic_write, built_once
+from megatron_zpp.monitor.file_lock import try_lock
 
 
 def reader(path: Path) -> Callable[[], str | None]:
@@ -43,6 +46,7 @@ class Waiting(threading.Thread):
         super().__init__()
         self.folder, self.build, self.progress = folder, build, progress
         self.result: str | Exception | None = None
+        self.has_found_the_lock_taken = threading.Event()
         self.start()
 
     def run(self) -> None:
@@ -52,8 +56,19 @@ class Waiting(threading.Thread):
             self.result = error
 
     def end(self) -> "str | Exception | None":
-        self.join(30)
+        self.join(PATIENCE_SECONDS)
         return self.result
+
+
+@pytest.fixture(autouse=True)
+def _waiting_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def try_lock_and_tell(lock: BinaryIO) -> bool:
+        is_taken, thread = try_lock(lock), threading.current_thread()
+        if not is_taken and isinstance(thread, Waiting):
+            thread.has_found_the_lock_taken.set()
+        return is_taken
+
+    monkeypatch.setattr(build_once, "try_lock", try_lock_and_tell)
 
 
 def test_what_is_there_is_loaded_without_a_trace(tmp_path: Path) -> None:
@@ -68,7 +83,7 @@ def test_who_waited_for_a_builder_that_fails_ends_with_its_message(raised: Excep
 
     def fail() -> str:
         waiting.extend(Waiting(tmp_path, must_not_build) for _ in range(2))
-        time.sleep(0.3)  # until they wait for the lock
+        assert all(waiter.has_found_the_lock_taken.wait(PATIENCE_SECONDS) for waiter in waiting)
         raise raised
 
     with pytest.raises(type(raised)):
@@ -97,10 +112,10 @@ def hold_and_build_forever(folder: Path) -> None:
 def test_when_the_builder_is_killed_the_next_in_line_builds(tmp_path: Path) -> None:
     builder = multiprocessing.get_context("spawn").Process(target=hold_and_build_forever, args=(tmp_path,))
     builder.start()
-    while not (tmp_path / "thing.lock").exists() or not (tmp_path / "thing.lock").read_text():
-        time.sleep(0.05)
+    lock = tmp_path / "thing.lock"
+    wait_until(lambda: lock.exists() and lock.read_text() != "", "nobody builds")
     waiting = Waiting(tmp_path, writer(tmp_path / "thing.txt"))
-    time.sleep(0.3)
+    assert waiting.has_found_the_lock_taken.wait(PATIENCE_SECONDS)
     assert waiting.is_alive() and builder.pid is not None
     os.kill(builder.pid, signal.SIGKILL)
     assert waiting.end() == "built"
@@ -119,13 +134,16 @@ def test_a_lock_whose_holder_shows_no_life_is_passed_by_and_said(tmp_path: Path,
 
 
 def test_a_living_builder_is_waited_for_longer_than_the_silence_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_once, "SILENT_SECONDS", 0.6)
-    monkeypatch.setattr(build_once, "HEARTBEAT_SECONDS", 0.1)
+    lock = tmp_path / "thing.lock"
+    clock = ClockOfLife(lambda: lock.stat().st_mtime_ns, seconds_per_sign=0.9 * build_once.SILENT_SECONDS)
+    monkeypatch.setattr(build_once, "time", clock)
+    monkeypatch.setattr(build_once, "HEARTBEAT_SECONDS", 0.01)
     waiting: list[Waiting] = []
 
     def build_slowly() -> str:
         waiting.append(Waiting(tmp_path, must_not_build))
-        time.sleep(1.2)
+        wait_until(lambda: clock.now > 5 * build_once.SILENT_SECONDS, "nobody waits")
+        clock.has_ended.set()
         return writer(tmp_path / "thing.txt")()
 
     assert build_in(tmp_path, build_slowly) == "built"
@@ -142,8 +160,9 @@ def test_files_that_appear_end_the_wait_even_if_the_lock_stays(tmp_path: Path, m
 
 
 def test_builder_and_who_waits_say_so_where_it_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"FIRST_LINE_SECONDS": 0.1, "LINE_SECONDS": 0.3, "HEARTBEAT_SECONDS": 0.1}.items():
-        monkeypatch.setattr(build_once, name, seconds)
+    clock = SetClock()
+    monkeypatch.setattr(build_once, "time", clock)
+    monkeypatch.setattr(build_once, "HEARTBEAT_SECONDS", 0.01)
     builder_lines: list[str] = []
     loud_lines: list[str] = []
     quiet_lines: list[str] = []
@@ -152,13 +171,18 @@ def test_builder_and_who_waits_say_so_where_it_takes_long(tmp_path: Path, monkey
     def build_slowly() -> str:
         waiting.append(Waiting(tmp_path, must_not_build, ProgressPrinter("rank 1 on a", loud_lines.append)))
         waiting.append(Waiting(tmp_path, must_not_build, ProgressPrinter("rank 2 on a", quiet_lines.append, prints_waiting=False)))
-        time.sleep(0.8)
+        assert all(waiter.has_found_the_lock_taken.wait(PATIENCE_SECONDS) for waiter in waiting)
+        clock.now = 3.0
+        wait_until(lambda: len(builder_lines) > 0, "the builder says nothing")
+        clock.now = 31.0
+        wait_until(lambda: len(loud_lines) > 0, "who waits says nothing")
+        clock.now = 31.5
         return writer(tmp_path / "thing.txt")()
 
     build_in(tmp_path, build_slowly, ProgressPrinter("rank 0 on a", builder_lines.append))
     assert [waiter.end() for waiter in waiting] == ["built", "built"]
-    assert builder_lines[0] == "rank 0 on a builds the thing (0 s)" and builder_lines[-1] == "rank 0 on a has built the thing (1 s)"
-    assert loud_lines[0] == "rank 1 on a waits for the thing, which rank 0 on a builds (0 s)"
+    assert builder_lines == ["rank 0 on a builds the thing (3 s)", "rank 0 on a has built the thing (32 s)"]
+    assert loud_lines == ["rank 1 on a waits for the thing, which rank 0 on a builds (31 s)"]
     assert quiet_lines == []
 
 

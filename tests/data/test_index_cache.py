@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.patience import PATIENCE_SECONDS
 
 from megatron_zpp.data import stored_array
 from megatron_zpp.data.blended_dataset import BlendIndices, build_blend_indices
@@ -204,7 +205,7 @@ def test_processes_that_come_at_once_build_once(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(PATIENCE_SECONDS)
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert (tmp_path / "builds").read_text() == "x"
 

@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.patience import PATIENCE_SECONDS
+
 ROOT = Path(__file__).parents[2]
 REAL = "/usr/bin:/bin"
 HEAD = """#!{python} -SE
@@ -78,7 +80,9 @@ class FakeCommands:
     def run(self, *words: str | Path, folder: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
         """The command with fakes first on PATH, and no variables but HOME and these."""
         environment = {"PATH": f"{self.folder}:{REAL}", "HOME": os.environ.get("HOME", "/"), **variables}
-        return subprocess.run([str(word) for word in words], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            [str(word) for word in words], cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+        )
 
     def calls(self, name: str) -> list[Call]:
         lines = self.log.read_text().splitlines() if self.log.exists() else []

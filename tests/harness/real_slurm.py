@@ -11,12 +11,12 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.patience import PATIENCE_SECONDS, wait_until
 from harness.places import ROOT
 from harness.rank_pool import free_port
 
@@ -28,7 +28,6 @@ NODES = (socket.gethostname().split(".")[0], "zz-second-node")
 CORES = 4  # of each node, as Slurm counts them
 GRACE_SECONDS = 60  # of a preempted job, until Slurm ends it by force
 ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
-PATIENCE_SECONDS = 120.0  # of a machine that is busy with other tests
 SETTINGS = """
 ClusterName={cluster}
 SlurmctldHost=localhost(127.0.0.1)
@@ -79,7 +78,9 @@ class Slurm:
     def command(self, *words: str | Path, folder: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
         """A command of Slurm, run to its end."""
         environment = {**self.environment, **variables}
-        return subprocess.run([str(word) for word in words], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            [str(word) for word in words], cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+        )
 
     def said(self, *words: str | Path, folder: Path = ROOT, **variables: str) -> str:
         """What a command of Slurm that succeeds prints."""
@@ -95,11 +96,10 @@ class Slurm:
 
     def wait_for(self, what: str, is_so: Callable[[], bool]) -> None:
         """Waits until `is_so` is true. Raises RuntimeError with the state of the queue if that takes too long."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not is_so():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{what}: not within {PATIENCE_SECONDS:.0f} s\n{self.command('squeue', '--long').stdout}")
-            time.sleep(0.1)
+        try:
+            wait_until(is_so, f"{what}: not within {PATIENCE_SECONDS:.0f} s", pause_seconds=0.1)
+        except TimeoutError as error:
+            raise RuntimeError(f"{error}\n{self.command('squeue', '--long').stdout}") from error
 
 
 @dataclass(frozen=True)

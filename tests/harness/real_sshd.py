@@ -7,15 +7,14 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from harness.patience import wait_until
 from harness.rank_pool import free_port
 
 REAL_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
-STARTED_WITHIN_SECONDS = 30.0
 
 
 class NoSshd(Exception):
@@ -63,10 +62,10 @@ def _write_settings(folder: Path, hosts: tuple[str, ...], port: int) -> None:
 
 
 def _wait_for(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + STARTED_WITHIN_SECONDS
-    while time.monotonic() < deadline and server.poll() is None:
+    def answers() -> bool:
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.05)
-    raise NoSshd(f"sshd did not start: {log.read_text().strip()}")
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_until(lambda: server.poll() is not None or answers(), "sshd does not answer")
+    if server.poll() is not None:
+        raise NoSshd(f"sshd did not start: {log.read_text().strip()}")

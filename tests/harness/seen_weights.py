@@ -12,6 +12,7 @@ from torch import Tensor
 
 from harness.block_numbers import after_blocks
 from harness.codes import LinkBits
+from harness.patience import PATIENCE_SECONDS
 from harness.small_engine import Rank
 from harness.worlds import Barrier
 
@@ -55,7 +56,7 @@ class WholeWorld:
     _barrier: Barrier = field(init=False)
 
     def __post_init__(self) -> None:
-        self._barrier = Barrier(self.world_size, timeout=30)
+        self._barrier = Barrier(self.world_size, timeout=PATIENCE_SECONDS)
 
     def join(self, rank: Rank) -> None:
         """Returns once every rank has joined."""

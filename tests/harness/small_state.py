@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from harness.patience import PATIENCE_SECONDS
 from harness.worlds import Barrier
 from megatron_zpp.checkpoint.manifest import ELEMENT_TYPE, Manifest
 from megatron_zpp.checkpoint.reader import CheckpointReader
@@ -54,7 +55,7 @@ class Gathering:
 
     def __init__(self, world_size: int) -> None:
         self._texts = [""] * world_size
-        self._barrier = Barrier(world_size, timeout=60)
+        self._barrier = Barrier(world_size, timeout=PATIENCE_SECONDS)
 
     def of(self, rank: int) -> Gather:
         def gather(text: str) -> list[str]:

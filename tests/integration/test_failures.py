@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness.forked import Forked
+from harness.patience import PATIENCE_SECONDS
 from harness.places import HARNESS
 from harness.rank_pool import free_port
 from harness.tiny_runs import TINY
@@ -47,7 +48,7 @@ def start_ranks(world_size: int, *flags: str) -> list[subprocess.Popen[str]]:
 def fail(*flags: str) -> list[tuple[int, str]]:
     """Exit code and errors of each of four ranks, of which rank 1 fails."""
     ranks = [Forked(PROGRAM, *TINY, *flags, environment=environment) for environment in environments(4)]
-    return [(done.returncode, done.stderr) for done in (rank.finished(timeout_seconds=240) for rank in ranks)]
+    return [(done.returncode, done.stderr) for done in (rank.finished(timeout_seconds=PATIENCE_SECONDS) for rank in ranks)]
 
 
 # Once, from the start of Python to its end: the run on two hosts in tests/tools/test_host_launcher.py, whose torchruns ask for exit code 0.
@@ -55,7 +56,7 @@ def fail(*flags: str) -> list[tuple[int, str]]:
 def test_processes_of_20_finished_runs_end_with_exit_code_0() -> None:
     for _ in range(20):
         processes = start_ranks(4, "--train-iters", "2", "--zero-stage", "3", "--eval-iters", "1")
-        errors = [process.communicate(timeout=120)[1] for process in processes]
+        errors = [process.communicate(timeout=PATIENCE_SECONDS)[1] for process in processes]
         assert [process.returncode for process in processes] == [0] * 4, errors
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from harness.patience import wait_until
 from harness.places import HARNESS
 from harness.tiny_runs import TINY
 
@@ -27,10 +28,7 @@ def test_ranks_of_a_killed_torchrun_end_and_say_why(tmp_path: Path) -> None:
         torchrun.kill()
         torchrun.wait()
     ranks = [int((tmp_path / f"rank_{rank}.pid").read_text()) for rank in range(2)]
-    deadline = time.monotonic() + 120  # of a loaded machine; it takes a second or two
-    while any(_is_alive(pid) for pid in ranks):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not any(_is_alive(pid) for pid in ranks), "a rank lives on")
     assert f"ended, because its launcher, process {torchrun.pid}, has died" in (tmp_path / "said").read_text()
 
 

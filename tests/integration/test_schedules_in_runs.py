@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness.closed_forms import Features, World, inter_node_bytes
+from harness.patience import wait_until
 from harness.rank_pool import RankPool
 from harness.tiny_corpus import counting_documents, write_corpus
 from harness.tiny_runs import TINY, losses, pretrain
@@ -192,6 +193,14 @@ def test_the_steps_before_iterations_that_are_passed_over_at_the_end_have_their_
 def test_a_file_that_ends_the_run_is_seen_in_iterations_that_are_passed_over(ranks: RankPool, tmp_path: Path) -> None:
     skipped = " ".join(map(str, range(1, 100_001)))
     switch = tmp_path / "stop"
-    threading.Timer(1.0, switch.touch).start()
+    log = tmp_path / "run.jsonl"
+
+    def end_the_run() -> None:
+        wait_until(log.exists, "the run has not passed the check that refuses a file from before")
+        switch.touch()
+
     flags = f"--zero-stage 1 --train-iters 100000 --global-batch-size 4 --kill-switch-file {switch} --iterations-to-skip {skipped}"
-    assert trained(pretrain(ranks, 1, 2, flags, tmp_path / "run.jsonl"), "iteration") == []
+    with ThreadPoolExecutor(1) as thread:
+        ended = thread.submit(end_the_run)
+        assert trained(pretrain(ranks, 1, 2, flags, log), "iteration") == []
+        ended.result()

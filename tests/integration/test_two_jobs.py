@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from harness.forked import Forked
 from harness.lost_ranks import environments
+from harness.patience import PATIENCE_SECONDS, wait_until
 from harness.places import ROOT
 from harness.rank_pool import RankPool, free_port
 from harness.tiny_runs import TINY, losses, pretrain
 
 ENTRY = ROOT / "pretrain_zeropp_gpt.py"
-LIMIT_SECONDS = 300.0  # of a loaded machine
 
 
 def train_both(folder: Path, delay_seconds: float) -> list[tuple[float, float]]:
@@ -29,15 +29,12 @@ def train_both(folder: Path, delay_seconds: float) -> list[tuple[float, float]]:
         of_ranks = environments(2, port, MEGATRON_ZPP_JOB_ID=f"job {number}")
         jobs.append([Forked(ENTRY, *TINY, *flags, folder / f"{number}.jsonl", environment=environment) for environment in of_ranks])
         time.sleep(delay_seconds)
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while all(any(rank.process.is_alive() for rank in job) for job in jobs) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: not all(any(rank.process.is_alive() for rank in job) for job in jobs), "both jobs go on")
     second = next(number for number, job in enumerate(jobs) if not any(rank.process.is_alive() for rank in job))
     log = folder / f"{1 - second}.jsonl"
-    while (not log.exists() or len(log.read_text().splitlines()) < 5) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: log.exists() and len(log.read_text().splitlines()) >= 5, "the job that goes on does not train")
     end.touch()
-    first_ends, second_ends = ([rank.finished(60.0) for rank in jobs[number]] for number in (1 - second, second))
+    first_ends, second_ends = ([rank.finished(PATIENCE_SECONDS) for rank in jobs[number]] for number in (1 - second, second))
     assert [(done.returncode, done.stderr) for done in first_ends] == [(0, ""), (0, "")]
     rank_0 = f"process {jobs[1 - second][0].process.pid} on {socket.gethostname()} (since "
     for done in second_ends:

@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from harness.patience import PATIENCE_SECONDS
 
 from megatron_zpp.monitor.heartbeat import beating
 
@@ -11,7 +12,7 @@ from megatron_zpp.monitor.heartbeat import beating
 def test_it_beats_while_the_block_runs_and_not_after_it() -> None:
     beats = threading.Semaphore(0)
     with beating(beats.release, 0.001):
-        assert all(beats.acquire(timeout=10) for _ in range(5))
+        assert all(beats.acquire(timeout=PATIENCE_SECONDS) for _ in range(5))
     while beats.acquire(blocking=False):
         pass
     time.sleep(0.05)

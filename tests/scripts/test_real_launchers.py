@@ -8,12 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from harness.living_ranks import living_ranks
+from harness.patience import PATIENCE_SECONDS, wait_until
 from harness.places import ROOT
 from harness.rank_pool import free_port
 from harness.tiny_runs import TINY
@@ -21,7 +20,6 @@ from harness.tiny_runs import TINY
 pytestmark = [pytest.mark.long, pytest.mark.gloo]
 FLAGS = [*TINY, "--zero-stage", "3"]
 ENDLESS = ["--train-iters", "1000000"]
-PATIENCE_SECONDS = 240.0  # of a machine that is busy with other tests
 ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "RANKS": "1"}
 
 
@@ -78,10 +76,3 @@ def is_taken(port: int) -> bool:
 def wait_for_iteration(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     wait_until(lambda: log.exists() and "lm_loss" in log.read_text(), "no iteration is done")
-
-
-def wait_until(is_so: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.1)

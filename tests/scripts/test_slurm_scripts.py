@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness.fake_commands import REAL, ROOT, SBATCH, SCONTROL, SRUN, FakeCommands
+from harness.patience import PATIENCE_SECONDS, wait_until
 from torch.distributed.run import parse_args
 
 from megatron_zpp.config.cli import parse_flags
@@ -216,15 +217,13 @@ def node_of_torchrun(tmp_path: Path, torchrun: str) -> tuple[subprocess.Popen[st
     command = ["bash", "-c", "bash scripts/slurm_torchrun_node.sh & wait $!"]
     environment = {"PATH": f"{fakes.folder}:{REAL}", "SLURM_NODEID": "1", "MASTER_ADDR": "127.0.0.1", "STARTED": str(started)}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + 30
-    while not (started.exists() and started.read_text()):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.02)
+    wait_until(lambda: process.poll() is not None or (started.exists() and started.read_text() != ""), "torchrun does not start")
+    assert process.poll() is None
     return process, started
 
 
 WRITES_PID = 'open(os.environ["STARTED"], "w").write(str(os.getpid()))'
-LEAVES_AT_SIGTERM = f"signal.signal(signal.SIGTERM, lambda *_: sys.exit({{code}}))\n{WRITES_PID}\ntime.sleep(60)"
+LEAVES_AT_SIGTERM = f"signal.signal(signal.SIGTERM, lambda *_: sys.exit({{code}}))\n{WRITES_PID}\ntime.sleep(600)"
 
 
 def test_a_torchrun_that_slurm_has_ended_is_no_failure(tmp_path: Path) -> None:
@@ -232,13 +231,13 @@ def test_a_torchrun_that_slurm_has_ended_is_no_failure(tmp_path: Path) -> None:
     process, started = node_of_torchrun(tmp_path, LEAVES_AT_SIGTERM.format(code=1))
     os.kill(parent_of(int(started.read_text())), signal.SIGTERM)
     os.kill(int(started.read_text()), signal.SIGTERM)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, errors) == (0, "")
 
 
 def test_a_torchrun_that_fails_without_a_signal_is_a_failure(tmp_path: Path) -> None:
     process, _ = node_of_torchrun(tmp_path, f"{WRITES_PID}\ntime.sleep(0.5)\nsys.exit(7)")
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, errors) == (7, "")
 
 

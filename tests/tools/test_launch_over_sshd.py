@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from harness.living_ranks import living_ranks
+from harness.patience import PATIENCE_SECONDS, wait_until
 from harness.places import ROOT
 from harness.rank_pool import free_port
 from harness.real_sshd import REAL_PATH, NoSshd, real_sshd
@@ -20,7 +20,6 @@ from harness.tiny_runs import TINY
 
 pytestmark = pytest.mark.gloo
 HOSTS = ("nodea", "nodeb")
-PATIENCE_SECONDS = 120.0  # of a machine that is busy with other tests
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +100,3 @@ def children_of(pid: int) -> list[int]:
 def wait_for(path: Path) -> None:
     """Waits until the file has text."""
     wait_until(lambda: path.exists() and path.stat().st_size > 0, f"{path} has not been written")
-
-
-def wait_until(is_so: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.1)

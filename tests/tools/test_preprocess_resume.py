@@ -19,6 +19,7 @@ import numpy as np
 import preprocess_data
 import pytest
 from harness.disk_events import disk_events
+from harness.patience import wait_until
 from harness.places import ROOT
 from harness.tool import write_json_lines
 from harness.trained_tokenizers import write_gpt2_files
@@ -120,15 +121,12 @@ def test_with_a_tokenizer_that_remembers_words_it_goes_on_to_the_same_bytes_as_w
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 def test_worker_processes_end_with_a_tool_that_is_killed(tmp_path: Path) -> None:
     process = start(write_source(tmp_path, documents=8000, seed=3), tmp_path / "out")
-    deadline = time.monotonic() + 30
-    while len(workers := children_of(process.pid)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(children_of(process.pid)) == 2, "there are not two workers", pause_seconds=0.001)
+    workers = children_of(process.pid)
     process.kill()
     process.communicate()
     assert len(workers) == 2
-    while any(map(is_running, workers)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_running, workers))
+    wait_until(lambda: not any(map(is_running, workers)), "a worker lives on")
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
+from harness.patience import PATIENCE_SECONDS
 from harness.tiny_corpus import GOLDEN, write_corpus, write_golden_corpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -134,7 +135,7 @@ def test_two_processes_cannot_write_one_prefix(tmp_path: Path) -> None:
         writer.add_document([1, 2])
         other = context.Process(target=try_to_write, args=(prefix, answers))
         other.start()
-        assert "corpus.bin is being written by another process" in answers.get(timeout=60)
+        assert "corpus.bin is being written by another process" in answers.get(timeout=PATIENCE_SECONDS)
         other.join()
         writer.finalize()
     assert IndexedDataset(prefix).read(0).tolist() == [1, 2]

@@ -1,13 +1,13 @@
 import threading
-import time
 
 import pytest
 import torch.distributed as dist
+from harness.patience import PATIENCE_SECONDS, ClockOfLife, SetClock, wait_until
 
 from megatron_zpp.parallel.failures import pulse, roll_call
-from megatron_zpp.parallel.failures.pulse import Pulse
+from megatron_zpp.parallel.failures.pulse import Pulse, pulse_key
 from megatron_zpp.parallel.failures.question import NoAnswer
-from megatron_zpp.parallel.failures.roll_call import RollCall
+from megatron_zpp.parallel.failures.roll_call import SILENT_SECONDS, RollCall
 
 
 def never_fails() -> None:
@@ -15,32 +15,41 @@ def never_fails() -> None:
 
 
 class Rank(threading.Thread):
-    """One rank of a world that shares a store; its work takes the given seconds."""
+    """One rank of a world that shares a store; its work lasts until `finish`."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, finish: threading.Event) -> None:
         super().__init__()
-        self.call = RollCall(store, rank, world_size, "building", never_fails, silent_seconds=5.0)
-        self.seconds = seconds
+        self.call = RollCall(store, rank, world_size, "building", never_fails, SILENT_SECONDS)
+        self.finish = finish
         self.lines: list[str] = []
-        self.left_at = 0.0
+        self.has_left = False
         self.start()
 
     def run(self) -> None:
         with self.call.after(self.lines.append):
-            time.sleep(self.seconds)
-        self.left_at = time.monotonic()
+            self.finish.wait()
+        self.has_left = True
+
+
+def done() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
 
 
 def test_all_ranks_leave_together_after_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call, "LINE_SECONDS", 0.3)
-    store = dist.HashStore()
-    started = time.monotonic()
-    ranks = [Rank(store, rank, 3, seconds) for rank, seconds in enumerate((0.0, 0.1, 0.8))]
+    monkeypatch.setattr(roll_call, "time", clock := SetClock())
+    store, slow = dist.HashStore(), threading.Event()
+    ranks = [Rank(store, 0, 3, done()), Rank(store, 1, 3, done()), Rank(store, 2, 3, slow)]
+    wait_until(lambda: {*ranks[:2]} <= clock.sleepers, "ranks 0 and 1 do not wait")
+    clock.now = 31.0
+    wait_until(lambda: len(ranks[0].lines) > 0, "rank 0 says nothing")
+    assert not any(rank.has_left for rank in ranks)
+    slow.set()
     for rank in ranks:
-        rank.join(30)
-    assert all(rank.left_at - started >= 0.8 for rank in ranks)
-    assert ranks[0].lines[0].startswith("waiting for rank 2 of 3: building (")
-    assert ranks[2].lines == []
+        rank.join(PATIENCE_SECONDS)
+    assert all(rank.has_left for rank in ranks)
+    assert [rank.lines for rank in ranks] == [["waiting for rank 2 of 3: building (31 s)"], [], []]
 
 
 def test_a_rank_that_fails_in_its_work_does_not_wait_and_the_others_learn_of_it() -> None:
@@ -72,15 +81,17 @@ def test_a_rank_without_a_sign_of_life_ends_the_wait_of_every_rank_by_name(
 
 
 def test_a_slow_rank_that_lives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"LINE_SECONDS": 0.1, "CHECK_SECONDS": 0.1}.items():
-        monkeypatch.setattr(roll_call, name, seconds)
-    monkeypatch.setattr(pulse, "PULSE_SECONDS", 0.05)
-    store = dist.HashStore()
+    monkeypatch.setattr(pulse, "PULSE_SECONDS", 0.01)
+    store, slow = dist.HashStore(), threading.Event()
+    clock = ClockOfLife(lambda: store.add(pulse_key(1), 0), seconds_per_sign=0.9 * SILENT_SECONDS)
+    monkeypatch.setattr(roll_call, "time", clock)
     pulses = [Pulse(store, rank, 60.0, never_fails) for rank in range(2)]
-    ranks = [Rank(store, 0, 2, 0.0), Rank(store, 1, 2, 1.5)]
+    ranks = [Rank(store, 0, 2, done()), Rank(store, 1, 2, slow)]
+    wait_until(lambda: clock.now > 5 * SILENT_SECONDS, "rank 0 does not wait")
+    slow.set()
     for rank in ranks:
-        rank.join(30)
-    assert all(rank.left_at > 0 for rank in ranks)
+        rank.join(PATIENCE_SECONDS)
+    assert all(rank.has_left for rank in ranks)
     for one in pulses:
         one.stop()
 
@@ -110,6 +121,6 @@ def test_a_store_that_does_not_answer_ends_the_wait() -> None:
 def test_a_pulse_tells_when_the_store_has_gone_silent() -> None:
     store, silent = SilentStore(), threading.Event()
     silence = Pulse(store, 1, 0.1, silent.set)
-    assert silent.wait(30)
+    assert silent.wait(PATIENCE_SECONDS)
     store.gate.set()
     silence.stop()

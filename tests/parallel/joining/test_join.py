@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from harness.patience import PATIENCE_SECONDS
 from harness.rank_pool import free_port
 from torch.torch_version import TorchVersion
 
@@ -164,7 +165,7 @@ def gathered_in_vain(ranks: tuple[int, ...]) -> tuple[str, list[str]]:
         guests = []
         for rank in ranks:
             guests.append(threads.submit(said, rank, claimed := threading.Event()))
-            assert claimed.wait(timeout=60)
+            assert claimed.wait(PATIENCE_SECONDS)
         with pytest.raises(JoinError) as refused:
             Gathering(shared, PLACE, invitation, answers=False).wait(0.0, time.monotonic())
         return str(refused.value), [guest.result() for guest in guests]
