@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.interrupts import heed_interrupts
 from harness.patience import PATIENCE_SECONDS, wait_until
 from slow_links import sandbox
 from slow_links.analysis import Rated, analyse
@@ -133,7 +134,7 @@ def skip_without_namespaces() -> None:
 
 def start_smoke(output: Path) -> subprocess.Popen[str]:
     words = [sys.executable, "benchmarks/two_nodes.py", "--smoke", "--output", str(output)]
-    return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts)
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ from pathlib import Path
 import command
 import pytest
 import train_tokenizer
+from harness.interrupts import heed_interrupts
 from harness.places import ROOT
 from harness.tool import write_json_lines
 
@@ -104,7 +105,8 @@ def test_an_interruption_while_a_library_is_imported_is_one_line(tmp_path: Path,
     (tmp_path / f"{library}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     flags = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 1".split()
-    done = subprocess.run([sys.executable, ROOT / program, *flags], env=environment, capture_output=True, text=True, check=False)
+    words = [sys.executable, ROOT / program, *flags]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, preexec_fn=heed_interrupts)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", f"{Path(program).name}: interrupted\n")
 
 

@@ -12,13 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import preprocess_data
 import pytest
 from harness.disk_events import disk_events
+from harness.interrupts import heed_interrupts
 from harness.patience import wait_until
 from harness.places import ROOT
 from harness.tool import write_json_lines
@@ -58,9 +58,7 @@ def command(sources: list[Path], prefix: Path, *arguments: str) -> list[str]:
 
 def start(sources: list[Path], prefix: Path, *arguments: str) -> "subprocess.Popen[bytes]":
     words = command(sources, prefix, "--workers", "2", "--journal-interval", "0.02", *arguments)
-    # A shell without job control starts background jobs, and so their children, with interrupts ignored.
-    heeds_interrupts = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=heeds_interrupts)
+    return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=heed_interrupts)
 
 
 def children_of(process_id: int) -> list[int]:
