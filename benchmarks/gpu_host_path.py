@@ -61,6 +61,8 @@ class Case:
 
 
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SIX_RECOMPUTED = "--recompute-granularity full --recompute-method block --recompute-num-layers 6"
+PLAIN_PRODUCTS = "--attention-backend unfused"
 CASES = (
     Case("1.0 billion parameters, one GPU", "--zero-stage 3", 1, 1, shape=LARGE),
     Case("1.0 billion parameters, one GPU, 4 micro-batches", "--zero-stage 3", 1, 1, 4, LARGE),
@@ -78,8 +80,11 @@ CASES = (
     Case("lean", "--zeropp lean"),
     Case("lean, 4 micro-batches", "--zeropp lean", microbatches=4),
     Case("stage 3, blocks recomputed", f"--zero-stage 3 {RECOMPUTED}"),
+    Case("stage 3, 6 of 12 blocks recomputed", f"--zero-stage 3 {SIX_RECOMPUTED}"),
     Case("stage 3, blocks recomputed, their inputs on the host", f"--zero-stage 3 {RECOMPUTED} --checkpoint-in-cpu"),
     Case("stage 3, optimizer on the host", "--zero-stage 3 --optimizer-cpu-offload"),
+    Case("stage 3, attention as plain products", f"--zero-stage 3 {PLAIN_PRODUCTS}"),
+    Case("stage 3, attention as plain products with dropout", f"--zero-stage 3 {PLAIN_PRODUCTS} --attention-dropout 0.1"),
     Case("stage 3, two tensor ranks", "--zero-stage 3 --tensor-model-parallel-size 2 --sequence-parallel"),
     Case("stage 3, two context ranks", "--zero-stage 3 --context-parallel-size 2"),
 )

@@ -22,9 +22,9 @@ def activation_bytes(
 
     Forward keeps the input of every chunk of recomputed blocks, unless flags give it places that last, or on the host (model/kept_need.py).
     Of any other block forward keeps all activations, except those inside attention if attention is recomputed. The first peak is that of
-    the head, or of the norm before it. The second is that of one block's backward (model/block_memory.py). With it exist the activations of
-    the largest chunk that is recomputed, whose first norm reads the input that is kept, and with a tied output the gradient of the word
-    embedding.
+    the head, or of the norm before it. The second is that of one block's backward (model/block_memory.py), with a tied output beside the
+    gradient of the word embedding. It exists beside what other blocks keep, which come last, or when backward has freed that, beside the
+    activations of the largest chunk that is recomputed, whose first norm reads the input that is kept.
     """
     angles = 2 * config.rotary_channels if config.position_embedding_type == "rope" else 0  # a cosine and a sine for each channel
     rotation = share.samples * config.seq_length * angles * share.element_bytes
@@ -34,14 +34,15 @@ def activation_bytes(
     )
     inputs = kept_need(config, inputs_shape, share.element_bytes, has_host=is_on_gpu)
     kept_of_block = block.kept - (block.inside if recomputes_attention(config) else 0)
-    kept = inputs.passing + (config.num_layers - recomputed_blocks(config)) * kept_of_block
+    kept = (config.num_layers - recomputed_blocks(config)) * kept_of_block
     again = max((len(chunk) * block.kept - block.hidden for chunk in recomputed_chunks(config)), default=0)
     vocabulary = padded_vocab_size // share.tensor_ranks
     crossing = tensor_buffer_bytes(config, share, uses_streams=is_on_gpu)
     head = crossing + head_bytes(config, vocabulary, block.tokens, share.element_bytes, fuses_loss=is_on_gpu)
     word_gradient = 0 if config.untie_embeddings_and_output_weights else vocabulary * config.hidden_size * share.element_bytes
     final_norm = block.norm_gradients + block.lasting_buffers
-    return rotation + kept + block.hidden + max(head, final_norm, inputs.staging + again + block.in_backward + word_gradient)
+    in_backward = inputs.staging + max(kept, again) + block.in_backward + word_gradient
+    return rotation + inputs.passing + block.hidden + max(kept + head, kept + final_norm, in_backward)
 
 
 def head_bytes(config: ModelConfig, padded_vocab_size: int, tokens: int, element_bytes: int, *, fuses_loss: bool) -> int:

@@ -10,7 +10,7 @@ output:
     up projection            n f             (n - 1) f, h, and what crosses the tensor link
     norm before it           n f + h         2 h; RMSNorm without a kernel h and 4 or 5 fp32 values
     output projection        n f + 2 h       w, a; three times a if context ranks exchange it
-    attention                n f + 2 h       a, y, and as much as attention keeps inside, of scores a third
+    attention                n f + 2 h       a, y, and as much as attention keeps inside; of scores see `ScoreBytes`
     its input projection     all but 2 h     h, x
 
     h       hidden states between layers, of the rank's tokens
@@ -20,7 +20,8 @@ output:
     x, y    queries, keys and values: before they are exchanged, and after
 
 On a GPU plans count with each of the four products the gradient of its weight, which leaves at once, and a buffer for that of its bias
-(`bias_buffer_bytes`); on CPUs the latter does not exist, and the former has not shown beside the rest.
+(`bias_buffer_bytes`), which exists when the input of the product has been freed; on CPUs the latter does not exist, and the former has not
+shown beside the rest.
 
 What attention recomputes for itself is there from then on. Where context ranks exchange in forward, of the block there are 2 h, x and
 twice y, or three times if several ranks get one key head: less than later, unless heads are much wider than the feed-forward half.
@@ -29,16 +30,33 @@ twice y, or three times if several ranks get one key head: less than later, unle
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.chunks import recomputes_attention
 from megatron_zpp.model.context_traffic import DividedSamples
 
 STATISTICS_BYTES = 2 * 4  # mean and deviation of a token in a norm, fp32
-SCORE_BYTES = 3 * 4  # fp32 scores after softmax, after dropout, and the mask, as torch's plain attention keeps them
 NORMALIZER_BYTES = 4  # per token and head, if the kernel computes scores again in backward
 WIDE_BYTES = 4  # of an fp32 value
 PROCESSORS = 148  # of a B200; an H200 has 132, an A100 108
+
+
+class ScoreBytes(NamedTuple):
+    """Bytes of each score in torch's plain attention, which computes in fp32.
+
+    kept: after forward. These are the scores after softmax, and with dropout also the scores after it and its mask. beside: the most that
+    backward has beside them, which are gradients. On GPUs the mask has one byte, and softmax needs a product of its size in backward.
+    """
+
+    kept: int
+    beside: int
+
+    @classmethod
+    def of(cls, *, has_dropout: bool, is_on_gpu: bool) -> ScoreBytes:
+        if is_on_gpu:
+            return cls(2 * WIDE_BYTES + 1, 2 * WIDE_BYTES - 1) if has_dropout else cls(WIDE_BYTES, 3 * WIDE_BYTES)
+        return cls(3 * WIDE_BYTES, WIDE_BYTES) if has_dropout else cls(WIDE_BYTES, 2 * WIDE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -109,7 +127,7 @@ class BlockMemory:
         numbers = NORMALIZER_BYTES + (2 * STATISTICS_BYTES if config.qk_layernorm else 0)
         of_heads = self._of_width(self._copied_width + repeated) + config.num_attention_heads * numbers
         copies = is_copied + (self.attention.keeps_scores and self.share.element_bytes < WIDE_BYTES)
-        return self.tokens * of_heads + copies * self._exchanged + SCORE_BYTES * self._scores
+        return self.tokens * of_heads + copies * self._exchanged + self._score_bytes.kept * self._scores
 
     @property
     def _copied_width(self) -> int:
@@ -126,14 +144,14 @@ class BlockMemory:
         down = (
             inner
             + self._before_product
-            + self._of_product(self._of_rank.ffn_hidden_size, config.hidden_size, has_bias=config.has_linear_bias)
+            + self._of_product(self._of_rank.ffn_hidden_size, config.hidden_size, has_bias=config.has_linear_bias, input_bytes=inner)
         )
         activation = (4 if config.swiglu else 3 if config.squared_relu else 1) * inner
         norm = self.norm_gradients - feed_forward - hidden
         attention = self._attention_gradients - feed_forward - 2 * hidden
         up = hidden - inner + tensor_buffer_bytes(config, self.share, uses_streams=self.is_on_gpu)
-        up += self._of_product(config.hidden_size, up_width, has_bias=config.has_linear_bias)
-        of_first = self._of_product(config.hidden_size, self._of_rank.qkv_width, has_bias=config.has_qkv_bias)
+        up += self._of_product(config.hidden_size, up_width, has_bias=config.has_linear_bias, input_bytes=hidden)
+        of_first = self._of_product(config.hidden_size, self._of_rank.qkv_width, has_bias=config.has_qkv_bias, input_bytes=hidden)
         first = 3 * hidden + self._qkv + of_first - self.kept
         return max(max(down, activation, norm, attention, first, self._first_exchange, self._first_scores) + self.lasting_buffers, up)
 
@@ -151,8 +169,12 @@ class BlockMemory:
         again = self.inside if recomputes_attention(self.config) else 0
         projection = self._before_product + (3 if self.share.context_ranks > 1 else 1) * self._heads
         projection += self._of_product(self._of_rank.heads_width, self.config.hidden_size, has_bias=self.config.has_linear_bias)
-        of_inside = self.inside + self._query_sums - (SCORE_BYTES - WIDE_BYTES) * self._scores
+        of_inside = self.inside + self._query_sums + (self._score_bytes.beside - self._score_bytes.kept) * self._scores
         return max(projection, self._heads + self._exchanged + of_inside + again)
+
+    @property
+    def _score_bytes(self) -> ScoreBytes:
+        return ScoreBytes.of(has_dropout=self.config.attention_dropout > 0, is_on_gpu=self.is_on_gpu)
 
     @property
     def _scores(self) -> int:
@@ -187,11 +209,20 @@ class BlockMemory:
         sums = -(-PROCESSORS // heads) if self.attention.is_deterministic else 1
         return sums * self.tokens * WIDE_BYTES * self._of_rank.heads_width
 
-    def _of_product(self, inputs: int, outputs: int, *, has_bias: bool) -> int:
-        """What backward of a product needs on a GPU beside activations: the gradient of its weight, and a buffer for that of its bias."""
+    def _of_product(self, inputs: int, outputs: int, *, has_bias: bool, input_bytes: int = 0) -> int:
+        """What backward of a product needs on a GPU beside activations: the gradient of its weight, and a buffer for that of its bias.
+
+        input_bytes: that are freed between the two, if nothing else keeps the input of the product.
+        """
         if not self.is_on_gpu:
             return 0
-        return self._of_width(inputs * outputs) + (bias_buffer_bytes(self.tokens, outputs) if has_bias else 0)
+        buffer = bias_buffer_bytes(self.tokens, outputs) if has_bias else 0
+        return self._of_width(inputs * outputs) + max(0, buffer - (input_bytes if self._frees_inputs else 0))
+
+    @property
+    def _frees_inputs(self) -> bool:
+        """Whether backward of a product frees its input before it sums the gradient of the bias. Products of shared layers do not."""
+        return self.share.tensor_ranks == 1
 
     @property
     def _whole(self) -> int:

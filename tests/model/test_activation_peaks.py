@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama 3": LLAMA,
     "Qwen3, 1 key head": LLAMA | {"qk_layernorm": True, "num_query_groups": 1},
     "scores": {"attention_dropout": 0.1},
+    "scores without dropout": {"attention_backend": "unfused"},
     "wide heads": {"kv_channels": 48},
     "wide heads, 1 key head": {"kv_channels": 48, "num_query_groups": 1},
 }
@@ -40,6 +41,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "kept": {},
     "full": {"recompute_granularity": "full", "recompute_num_layers": 1},
     "chunks": {"recompute_granularity": "full", "recompute_num_layers": 2},
+    "first": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "first two": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
     "selective": {"recompute_granularity": "selective"},
 }
 # Context ranks, tensor ranks, whether these divide tokens.
@@ -61,10 +64,16 @@ CASES = [
     ("Qwen3, 1 key head", "full", "C = T = 2", torch.float32),
     ("scores", "full", "C = 2", torch.float32),
     ("scores", "selective", "C = T = 2", torch.bfloat16),
+    ("scores", "first two", "C = 4", torch.float32),
+    ("scores without dropout", "kept", "1 rank", torch.float32),
+    ("scores without dropout", "full", "T = 2", torch.bfloat16),
+    ("scores without dropout", "selective", "C = 2", torch.float32),
     ("wide heads", "kept", "C = 2", torch.float32),
     ("wide heads", "full", "C = 2", torch.bfloat16),
     ("wide heads, 1 key head", "full", "C = 4", torch.float32),
     ("GPT-2", "full", "1 rank", torch.float32),
+    ("GPT-2", "first", "1 rank", torch.bfloat16),
+    ("Llama 3", "first two", "1 rank", torch.float32),
     ("Llama 3", "kept", "1 rank", torch.bfloat16),
     ("Llama 3", "full", "T = 2", torch.float32),
     ("GPT-2", "full", "T = 2, own tokens", torch.bfloat16),
@@ -105,7 +114,8 @@ def test_the_estimate_is_never_below_the_peak_and_at_most_15_percent_above_it(
     context_ranks, tensor_ranks, sequence_parallel = (RANKS | ALONE)[ranks]
     grid = Grid.of_nodes(1, context_ranks * tensor_ranks, tensor_ranks, context_ranks)
     share = RankShare(SAMPLES, dtype.itemsize, tensor_ranks, sequence_parallel, context_ranks)
-    estimated = activation_bytes(config, VOCAB, share, attention=AttentionNeed(keeps_scores=config.attention_dropout > 0))
+    keeps_scores = config.attention_dropout > 0 or config.attention_backend == "unfused"
+    estimated = activation_bytes(config, VOCAB, share, attention=AttentionNeed(keeps_scores))
     peak = peak_bytes(config, dtype, grid, sequence_parallel=sequence_parallel)
     assert peak - largest_gradient(config, dtype) <= estimated <= MOST * peak
 

@@ -98,8 +98,7 @@ def test_of_blocks_that_are_not_recomputed_the_estimate_holds_all_that_is_kept(c
     first = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": count}
     kept = kept_bytes(torch.float32, **first)
     assert kept == kept_bytes(torch.float32) - count * (kept_bytes(torch.float32, num_layers=7) - kept_bytes(torch.float32) - HIDDEN_BYTES)
-    one_more_kept = estimated_bytes(torch.float32, num_layers=7) - estimated_bytes(torch.float32)
-    assert kept + one_more_kept <= estimated_bytes(torch.float32, **first) < estimated_bytes(torch.float32) + one_more_kept
+    assert kept < estimated_bytes(torch.float32, **first) < estimated_bytes(torch.float32)  # peaks: test_activation_peaks.py
 
 
 def test_recomputed_attention_keeps_no_scores_and_its_estimate_holds_what_is_kept() -> None:
