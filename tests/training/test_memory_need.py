@@ -250,9 +250,9 @@ def test_on_gpus_plain_products_keep_scores_in_fp32_and_with_dropout_twice_and_a
     dropout: float, kept: int, beside: int
 ) -> None:
     """The bytes of a score that benchmarks/fake_gpus.py has shown: of each block, and in the backward of one."""
-    flags = f"{SMALL} --attention-backend unfused --attention-dropout {dropout} --max-position-embeddings 4096 --seq-length"
-    short, long = (Run(f"{flags} {tokens}", 1, 1).need().activations for tokens in (2048, 4096))
-    quadratic = (4 * kept + beside) * 4 * 2048**2  # blocks; heads, tokens x tokens
+    flags = f"{SMALL} --attention-backend unfused --attention-dropout {dropout} --max-position-embeddings 8192 --seq-length"
+    short, long = (Run(f"{flags} {tokens}", 1, 1).need().activations for tokens in (4096, 8192))
+    quadratic = (4 * kept + beside) * 4 * 4096**2  # blocks; heads, tokens x tokens
     assert long - 2 * short == pytest.approx(2 * quadratic, rel=0.01)  # what grows with tokens alone cancels
 
 
