@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import cache
 from importlib.metadata import entry_points
@@ -16,6 +18,8 @@ from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.topology import ACROSS_LANES, LANES, Lane
 
 LEGACY_NCCL = "nccl-legacy"
+GROUPS_END_WITHOUT_LOCK = "2.8"  # version of torch
+_kept_backends: list[object] = []
 
 
 def make_lane_groups(grid: Grid, rank: int, timeout: timedelta, device: torch.device) -> dict[Lane, dist.ProcessGroup]:
@@ -72,11 +76,33 @@ def _nccl_options(ctas: int, timeout: timedelta, *, is_urgent: bool) -> Any:
     return options
 
 
+def end_group(group: dist.ProcessGroup) -> None:
+    """Ends a process group; no message of it may be under way. Every rank of it must call it."""
+    _keep_backends([group])
+    dist.destroy_process_group(group)
+
+
 def end_world() -> None:
     """Ends all process groups; no message may be under way. Every rank must call it.
 
     Objects that still hold a collective are freed now: gloo's threads must not free them while the interpreter shuts down.
     """
     dist.barrier()
+    _keep_backends(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
     gc.collect()
+    _kept_backends.clear()
+
+
+def _keep_backends(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Keeps gloo's part of the groups until the world has ended, or the program ends, so that no rank waits forever.
+
+    Until torch 2.7 a group that is freed waits for gloo's threads and holds Python's lock, which they need if they free the last collective
+    at that moment (https://github.com/pytorch/pytorch/pull/154976). Gloo's part waits for them as well, but without the lock.
+    """
+    if torch.__version__ >= GROUPS_END_WITHOUT_LOCK:
+        return
+    if not _kept_backends:
+        atexit.register(_kept_backends.clear)
+    cpu = torch.device("cpu")
+    _kept_backends.extend(group._get_backend(cpu) for group in groups if cpu in group._device_types)

@@ -38,7 +38,7 @@ from megatron_zpp.config.counted import counted
 from megatron_zpp.ops.payload import BLOCK_NUMEL_MULTIPLE
 from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.groups import end_world, make_lane_groups
+from megatron_zpp.parallel.groups import end_group, end_world, make_lane_groups
 from megatron_zpp.parallel.launch import read_launch
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 from megatron_zpp.parallel.topology import Lane
@@ -439,7 +439,7 @@ def _end_groups(ladder: Ladder, groups: Mapping[Lane, dist.ProcessGroup], remind
     """Ends the process groups of the lanes, once no rank needs them any more."""
     ladder.gather_world(torch.zeros(1, device=ladder.device))
     for group in groups.values():
-        dist.destroy_process_group(group)
+        end_group(group)
     atexit.unregister(remind)
 
 

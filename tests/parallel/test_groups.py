@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.fake_nccl import give_torch_nccl
+from harness.rank_pool import RankPool
 
 from megatron_zpp.parallel import groups
 from megatron_zpp.parallel.communicators import WORLD_CTAS, lane_ctas
@@ -137,3 +139,22 @@ def test_where_torch_has_other_groups_under_nccl_those_of_before_are_used(
 ) -> None:
     monkeypatch.setattr(groups, "entry_points", lambda **wanted: found if wanted["name"] == "nccl-legacy" else [])
     assert nccl_backend.__wrapped__() == name
+
+
+def backends_kept_when_groups_are_freed(first_version_without_lock: str) -> tuple[list[int], int]:
+    """How many backends are kept at the moment each of three groups is freed, and at the end."""
+    groups.GROUPS_END_WITHOUT_LOCK = first_version_without_lock
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ended, left = dist.new_group([0]), dist.new_group([0])
+    kept: list[int] = []
+    for group in (ended, left, dist.group.WORLD):
+        weakref.finalize(group, lambda: kept.append(len(groups._kept_backends)))
+    groups.end_group(ended)
+    del ended, left, group
+    groups.end_world()
+    return kept, len(groups._kept_backends)
+
+
+def test_with_an_old_torch_gloo_s_part_outlives_each_group(ranks: RankPool) -> None:
+    assert ranks.run(1, 1, backends_kept_when_groups_are_freed, "99") == [([1, 3, 3], 0)]
+    assert ranks.run(1, 1, backends_kept_when_groups_are_freed, "2.6") == [([0, 0, 0], 0)]
