@@ -1,6 +1,9 @@
-"""Interrupts of programs under test."""
+"""Signals to programs under test."""
 
 import signal
+
+# Of a program that waits for a signal. One that comes just before the program falls asleep is handled when it wakes up.
+SLEEP = "for _ in range(12000): time.sleep(0.05)"
 
 
 def heed_interrupts() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness.fake_commands import REAL, ROOT, SBATCH, SCONTROL, SRUN, FakeCommands
+from harness.interrupts import SLEEP
 from harness.patience import PATIENCE_SECONDS, wait_until
 from torch.distributed.run import parse_args
 
@@ -223,7 +224,7 @@ def node_of_torchrun(tmp_path: Path, torchrun: str) -> tuple[subprocess.Popen[st
 
 
 WRITES_PID = 'open(os.environ["STARTED"], "w").write(str(os.getpid()))'
-LEAVES_AT_SIGTERM = f"signal.signal(signal.SIGTERM, lambda *_: sys.exit({{code}}))\n{WRITES_PID}\ntime.sleep(600)"
+LEAVES_AT_SIGTERM = f"signal.signal(signal.SIGTERM, lambda *_: sys.exit({{code}}))\n{WRITES_PID}\n{SLEEP}"
 
 
 def test_a_torchrun_that_slurm_has_ended_is_no_failure(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from harness.fake_commands import ROOT, FakeCommands
+from harness.interrupts import SLEEP
 from harness.patience import PATIENCE_SECONDS, wait_until
 from harness.rank_pool import free_port
 from harness.tiny_runs import TINY
@@ -33,7 +34,7 @@ HOSTS = "nodea slots=2\nnodeb slots=2 # the second\n#nodec slots=2\n"
 PYTHON = """
 exec(open(os.path.join(os.path.dirname({log!r}), os.environ["FAKE_HOST"] + ".py")).read())
 """
-WAITS = "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))\nopen({ready!r}, 'w')\ntime.sleep(600)"
+WAITS = f"import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit({{code}}))\nopen({{ready!r}}, 'w')\n{SLEEP}"
 
 
 def launcher(tmp_path: Path, hosts: str = HOSTS) -> tuple[FakeCommands, list[str]]:
@@ -247,7 +248,7 @@ def test_a_signal_reaches_every_host_and_ranks_that_leave_in_peace_make_a_succes
 def test_a_launcher_that_is_killed_takes_every_host_with_it(tmp_path: Path) -> None:
     ended = tmp_path / "ended"
     program = f"import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(open({str(ended)!r}, 'w').close()))\n"
-    program += f"open({str(tmp_path / 'nodea.ready')!r}, 'w')\ntime.sleep(600)"
+    program += f"open({str(tmp_path / 'nodea.ready')!r}, 'w')\n{SLEEP}"
     process = start(tmp_path, nodea=program, nodeb="pass")
     wait_until_ready(tmp_path, "nodea")
     process.kill()
