@@ -43,8 +43,7 @@ def main(file: Path, steps: int, limit_bytes: int, flags: list[str]) -> None:
     losses.append(session.step(0)[0])
     peak = max_resident_bytes(PROCESS_STATUS) - before
     need = session.need
-    planned = need.activations + need.plan.gathered + need.plan.means
-    found = {"losses": losses, "peak_bytes": peak, "planned_bytes": planned}
+    found = {"losses": losses, "peak_bytes": peak, "planned_bytes": need.in_step}
     write_json(file.with_suffix(f".{rank}.json"), found)
     dist.barrier()
     session.close()

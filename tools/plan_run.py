@@ -309,7 +309,7 @@ def _memory_table(estimates: Sequence[Estimate]) -> list[str]:
             plan.gradients,
             need.optimizer_state,
             plan.secondary,
-            plan.gathered,
+            need.gathered,
             plan.buffers + plan.means,
             need.activations,
             need.save_copy_on_device,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from megatron_zpp.config.schema import ModelConfig
 from megatron_zpp.model.block_memory import WIDE_BYTES, AttentionNeed, BlockMemory, RankShare, tensor_buffer_bytes
 from megatron_zpp.model.chunks import recomputed_blocks, recomputed_chunks, recomputes_attention
@@ -12,19 +14,26 @@ from megatron_zpp.model.loss_chunks import chunk_logits, has_chunks
 WIDE_CHUNK_BYTES = 64 * 2**20
 
 
-def activation_bytes(
+class ActivationNeed(NamedTuple):
+    """Peak bytes in backward of the blocks, and elsewhere: in forward, and in head and loss with their backward."""
+
+    in_blocks: int
+    elsewhere: int
+
+
+def activation_need(
     config: ModelConfig, padded_vocab_size: int, share: RankShare, *, attention: AttentionNeed, is_on_gpu: bool = False
-) -> int:
-    """Estimated peak bytes of activations and their gradients in one micro-batch, with what crosses the tensor and the context link.
+) -> ActivationNeed:
+    """Estimated peaks of activations and their gradients in one micro-batch, with what crosses the tensor and the context link.
 
     is_on_gpu: the host of the device has memory of its own, kernels compute the loss and RMSNorm, and links are on streams. Without
     kernels of the loss a GPU needs two chunks of fp32 values more; a plan does not know what is built where the run will be.
 
     Forward keeps the input of every chunk of recomputed blocks, unless flags give it places that last, or on the host (model/kept_need.py).
-    Of any other block forward keeps all activations, except those inside attention if attention is recomputed. The first peak is that of
-    the head, or of the norm before it. The second is that of one block's backward (model/block_memory.py), with a tied output beside the
-    gradient of the word embedding. It exists beside what other blocks keep, which come last, or when backward has freed that, beside the
-    activations of the largest chunk that is recomputed, whose first norm reads the input that is kept.
+    Of any other block forward keeps all activations, except those inside attention if attention is recomputed. Elsewhere the peak is that
+    of the head, of the norm before it, or of the last block's forward. The other is that of one block's backward (model/block_memory.py),
+    with a tied output beside the gradient of the word embedding. It exists beside what other blocks keep, which come last, or when
+    backward has freed that, beside the activations of the largest chunk that is recomputed, whose first norm reads the input that is kept.
     """
     angles = 2 * config.rotary_channels if config.position_embedding_type == "rope" else 0  # a cosine and a sine for each channel
     rotation = share.samples * config.seq_length * angles * share.element_bytes
@@ -41,8 +50,10 @@ def activation_bytes(
     head = crossing + head_bytes(config, vocabulary, block.tokens, share.element_bytes, fuses_loss=is_on_gpu)
     word_gradient = 0 if config.untie_embeddings_and_output_weights else vocabulary * config.hidden_size * share.element_bytes
     final_norm = block.norm_gradients + block.lasting_buffers
+    in_forward = max(0, kept - kept_of_block) + block.in_forward
     in_backward = inputs.staging + max(kept, again) + block.in_backward + word_gradient
-    return rotation + inputs.passing + block.hidden + max(kept + head, kept + final_norm, in_backward)
+    throughout = rotation + inputs.passing + block.hidden
+    return ActivationNeed(throughout + in_backward, throughout + max(kept + head, kept + final_norm, in_forward))
 
 
 def head_bytes(config: ModelConfig, padded_vocab_size: int, tokens: int, element_bytes: int, *, fuses_loss: bool) -> int:

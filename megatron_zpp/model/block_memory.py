@@ -156,6 +156,15 @@ class BlockMemory:
         return max(max(down, activation, norm, attention, first, self._first_exchange, self._first_scores) + self.lasting_buffers, up)
 
     @property
+    def in_forward(self) -> int:
+        """The most bytes that a block has in forward beside its input, whether it keeps them or not."""
+        before_softmax = max(0, 2 * WIDE_BYTES - self._score_bytes.kept) * self._scores + self._first_scores
+        attention = 2 * self.hidden + self._exchanged + self._heads + self.inside + before_softmax
+        feed_forward = 4 * self.hidden + self._feed_forward_widths * self._inner
+        exchange = self._first_exchange + self.kept if self.share.context_ranks > 1 else 0
+        return max(attention, feed_forward, exchange) + self.lasting_buffers
+
+    @property
     def norm_gradients(self) -> int:
         """Bytes that exist in backward of a norm beside its input, but for the gradient that its half of the block passes by."""
         if self.config.normalization == "LayerNorm" or self.is_on_gpu:

@@ -12,7 +12,7 @@ from megatron_zpp.config.resolve import could_have
 from megatron_zpp.config.rules_context import CONTEXT_SIZE
 from megatron_zpp.config.rules_tensor import TENSOR_SIZE
 from megatron_zpp.config.schema import CheckpointConfig, Config, ZeroConfig
-from megatron_zpp.model.activations import activation_bytes, mask_bytes
+from megatron_zpp.model.activations import ActivationNeed, activation_need, mask_bytes
 from megatron_zpp.model.block_memory import AttentionNeed, RankShare
 from megatron_zpp.model.kept_need import NOTHING_KEPT, KeptInputsShape, KeptNeed, kept_inputs_shape, kept_need
 from megatron_zpp.parallel.grid import Grid
@@ -57,14 +57,14 @@ class AvailableMemory(NamedTuple):
 class MemoryNeed:
     """Bytes that one rank needs: the plan of its sharded states, an estimate of its activations, and of a GPU's memory beside tensors.
 
-    activations: with what ranks that share layers or divide samples exchange. sharing: what it takes once per step to make equal the
-    gradients of elements that several tensor ranks have; no activations exist then. kept_inputs: of recomputed chunks; what passes is part
-    of the activations. save_copy: bytes of host memory for --async-save's copy of the state. With is_on_gpu they are not part of `total`,
-    nor is plan.host.
+    at_peaks: activations, with what ranks that share layers or divide samples exchange. sharing: what it takes once per step to make equal
+    the gradients of elements that several tensor ranks have; no activations exist then. kept_inputs: of recomputed chunks; what passes is
+    part of the activations. save_copy: bytes of host memory for --async-save's copy of the state. With is_on_gpu they are not part of
+    `total`, nor is plan.host.
     """
 
     plan: MemoryPlan
-    activations: int
+    at_peaks: ActivationNeed
     save_copy: int = 0
     is_on_gpu: bool = False
     device: DeviceMemory = NO_DEVICE
@@ -76,8 +76,26 @@ class MemoryNeed:
         """Peak bytes on the device: in backward, or while the gradient norm is computed."""
         at_rest = self.plan.states + self.plan.buffers + self.save_copy_on_device + self.device.total + self.kept_inputs.lasting
         at_rest += 0 if self.is_on_gpu else self.plan.host.total
-        in_backward = self.plan.gathered + self.activations + self.plan.means
-        return at_rest + max(in_backward, self.plan.norm, self.sharing)
+        return at_rest + max(self.in_step, self.plan.norm, self.sharing)
+
+    @property
+    def in_step(self) -> int:
+        """The most bytes of gathered units, activations and means that exist at once."""
+        return self.gathered + self.activations + self.plan.means
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of the units that are full when these and activations together have their peak."""
+        return self.plan.gathered_in_blocks if self._peaks_in_blocks else self.plan.gathered
+
+    @property
+    def activations(self) -> int:
+        """Bytes of activations at the peak of them and gathered units together."""
+        return self.at_peaks.in_blocks if self._peaks_in_blocks else self.at_peaks.elsewhere
+
+    @property
+    def _peaks_in_blocks(self) -> bool:
+        return self.plan.gathered_in_blocks + self.at_peaks.in_blocks > self.plan.gathered + self.at_peaks.elsewhere
 
     def beside(self, taken: DeviceMemory) -> MemoryNeed:
         """The need that is left if `taken` has been taken at the start of a run. The rest comes from torch's allocator."""
@@ -124,7 +142,7 @@ class MemoryNeed:
             "gradients": self.plan.gradients,
             "optimizer state": self.optimizer_state,
             "secondary copy": self.plan.secondary,
-            "gathered units": self.plan.gathered,
+            "gathered units": self.gathered,
             "payload buffers": self.plan.buffers,
             "fp32 means": self.plan.means,
             "inputs of recomputed chunks": self.kept_inputs.lasting,
@@ -184,11 +202,11 @@ def check_fits(
 def _of_inputs(need: MemoryNeed, config: Config, model: SizedModel, grid: Grid, element_bytes: int) -> MemoryNeed:
     """The need of a run on GPUs with the flags of `config`, from that of one which keeps inputs of recomputed chunks elsewhere."""
     inputs = _kept_inputs(config, grid, element_bytes, is_on_gpu=True)
-    return replace(need, kept_inputs=inputs, activations=_activations(config, model, grid, element_bytes, is_on_gpu=True))
+    return replace(need, kept_inputs=inputs, at_peaks=_activations(config, model, grid, element_bytes, is_on_gpu=True))
 
 
-def _activations(config: Config, model: SizedModel, grid: Grid, element_bytes: int, *, is_on_gpu: bool) -> int:
-    nbytes = activation_bytes(
+def _activations(config: Config, model: SizedModel, grid: Grid, element_bytes: int, *, is_on_gpu: bool) -> ActivationNeed:
+    at_peaks = activation_need(
         config.model,
         model.padded_vocab_size,
         RankShare(
@@ -202,9 +220,10 @@ def _activations(config: Config, model: SizedModel, grid: Grid, element_bytes: i
         is_on_gpu=is_on_gpu,
     )
     if not config.data.reset_attention_mask:
-        return nbytes
+        return at_peaks
     # Some devices have a kernel that needs no mask, but a plan cannot ask the device.
-    return nbytes + mask_bytes(config.training.micro_batch_size, config.model.seq_length, element_bytes)
+    mask = mask_bytes(config.training.micro_batch_size, config.model.seq_length, element_bytes)
+    return ActivationNeed(*(nbytes + mask for nbytes in at_peaks))
 
 
 def _kept_inputs(config: Config, grid: Grid, element_bytes: int, *, is_on_gpu: bool) -> KeptNeed:

@@ -10,7 +10,7 @@ from harness.live_bytes import LiveBytes
 from harness.small_gpt import ARCHITECTURES, VOCAB, small_config, small_gpt
 from torch import Tensor, nn
 
-from megatron_zpp.model.activations import activation_bytes, head_bytes
+from megatron_zpp.model.activations import activation_need, head_bytes
 from megatron_zpp.model.block_memory import AttentionNeed, RankShare
 from megatron_zpp.model.head_loss import head_loss
 
@@ -21,8 +21,10 @@ SAMPLES = 3
 
 def estimated_bytes(dtype: torch.dtype, **changes: object) -> int:
     config = small_config(**(SHAPE | changes))
-    return activation_bytes(
-        config, VOCAB, RankShare(SAMPLES, dtype.itemsize), attention=AttentionNeed(keeps_scores=config.attention_dropout > 0)
+    return max(
+        activation_need(
+            config, VOCAB, RankShare(SAMPLES, dtype.itemsize), attention=AttentionNeed(keeps_scores=config.attention_dropout > 0)
+        )
     )
 
 
@@ -65,7 +67,7 @@ def test_the_estimate_holds_what_autograd_keeps_of_every_architecture(dtype: tor
 def test_heads_that_are_repeated_for_their_queries_count_as_often_as_queries() -> None:
     config = small_config(num_attention_heads=6, num_query_groups=2)
     shared, repeated = (
-        activation_bytes(config, VOCAB, RankShare(1, 4), attention=AttentionNeed(keeps_scores=False, repeats_heads=repeats))
+        max(activation_need(config, VOCAB, RankShare(1, 4), attention=AttentionNeed(keeps_scores=False, repeats_heads=repeats)))
         for repeats in (False, True)
     )
     copies = config.num_layers + 1  # of a block: in forward, and the gradients of one
@@ -125,20 +127,20 @@ def test_a_loss_in_chunks_keeps_two_numbers_per_token_in_place_of_its_logits_and
 def test_beside_the_heads_gradient_the_estimate_grows_with_the_vocabulary_by_the_logits_of_a_chunk_alone(tokens_of_chunk: int) -> None:
     config = small_config(seq_length=8192, max_position_embeddings=8192, loss_chunk_tokens=tokens_of_chunk)
     attention = AttentionNeed(keeps_scores=False)
-    small, large = (activation_bytes(config, vocabulary, RankShare(1, 2), attention=attention) for vocabulary in (100_000, 200_000))
+    small, large = (max(activation_need(config, vocabulary, RankShare(1, 2), attention=attention)) for vocabulary in (100_000, 200_000))
     assert large - small == 100_000 * 2 * (tokens_of_chunk + config.hidden_size)  # fp32 values have a limit of their own
     longer = small_config(seq_length=16384, max_position_embeddings=16384, loss_chunk_tokens=tokens_of_chunk)
-    small, large = (activation_bytes(longer, vocabulary, RankShare(1, 2), attention=attention) for vocabulary in (100_000, 200_000))
+    small, large = (max(activation_need(longer, vocabulary, RankShare(1, 2), attention=attention)) for vocabulary in (100_000, 200_000))
     assert large - small == 100_000 * 2 * (tokens_of_chunk + config.hidden_size)
 
 
 def test_of_whole_logits_the_estimate_holds_two_or_one_beside_the_gradient_of_a_head_that_is_larger() -> None:
     wide = small_config(hidden_size=1024, loss_chunk_tokens=0)
     attention = AttentionNeed(keeps_scores=False)
-    small, large = (activation_bytes(wide, vocabulary, RankShare(1, 2), attention=attention) for vocabulary in (10**6, 2 * 10**6))
+    small, large = (max(activation_need(wide, vocabulary, RankShare(1, 2), attention=attention)) for vocabulary in (10**6, 2 * 10**6))
     assert large - small == 10**6 * 2 * (wide.seq_length + wide.hidden_size)
     narrow = small_config(seq_length=8192, max_position_embeddings=8192, loss_chunk_tokens=0)
-    small, large = (activation_bytes(narrow, vocabulary, RankShare(1, 2), attention=attention) for vocabulary in (10**6, 2 * 10**6))
+    small, large = (max(activation_need(narrow, vocabulary, RankShare(1, 2), attention=attention)) for vocabulary in (10**6, 2 * 10**6))
     assert large - small == 10**6 * 2 * 2 * narrow.seq_length
 
 
@@ -157,7 +159,9 @@ def test_the_estimate_of_head_and_loss_is_their_peak_within_a_twentieth(dtype: t
 
 def test_activations_grow_with_the_micro_batch() -> None:
     config = small_config(**SHAPE)
-    one, two = (activation_bytes(config, VOCAB, RankShare(samples, 2), attention=AttentionNeed(keeps_scores=False)) for samples in (1, 2))
+    one, two = (
+        max(activation_need(config, VOCAB, RankShare(samples, 2), attention=AttentionNeed(keeps_scores=False))) for samples in (1, 2)
+    )
     assert one < two <= 2 * one
 
 
@@ -170,7 +174,7 @@ def test_tensor_ranks_share_heads_feed_forward_and_vocabulary_and_have_whole_hid
     )
     deeper = replace(config, num_layers=config.num_layers + 1)
     alone, shared = (  # what one more block keeps
-        activation_bytes(deeper, VOCAB, share, attention=need) - activation_bytes(config, VOCAB, share, attention=need)
+        max(activation_need(deeper, VOCAB, share, attention=need)) - max(activation_need(config, VOCAB, share, attention=need))
         for share in (RankShare(SAMPLES, 4, ranks) for ranks in (1, 4))
     )
     whole = 4 * (4 * config.hidden_size) + 2 * 2 * 4  # per token: fp32 values, statistics

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from harness.small_gpt import small_config
 
-from megatron_zpp.model.activations import activation_bytes
+from megatron_zpp.model.activations import activation_need
 from megatron_zpp.model.block_memory import AttentionNeed, RankShare
 from megatron_zpp.model.kept_need import NOTHING_KEPT, KeptNeed, kept_inputs_shape, kept_need
 
@@ -60,8 +60,7 @@ def test_the_estimate_of_activations_has_what_passes_and_staging_instead_of_whol
     def estimate(**changes: Any) -> int:
         config = small_config(**FULL | changes)
         attention = AttentionNeed(keeps_scores=False)
-        # A small vocabulary, so that the peak is in the backward of a block.
-        return activation_bytes(config, 64, RankShare(SAMPLES, 2, RANKS), attention=attention, is_on_gpu=True)
+        return activation_need(config, 64, RankShare(SAMPLES, 2, RANKS), attention=attention, is_on_gpu=True).in_blocks
 
     plain, kept = need_of(), need_of(**{flag: True})
     assert estimate(**{flag: True}) - estimate() == kept.passing + kept.staging - plain.passing

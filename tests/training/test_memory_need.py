@@ -88,7 +88,7 @@ def test_a_run_that_lacks_one_byte_is_refused_with_every_part_in_figures() -> No
         "CUDA context and workspaces": need.device.context + need.device.workspaces,
         "NCCL buffers": need.device.communicators,
     }
-    parts |= {"gathered units": plan.gathered, "payload buffers": plan.buffers, "activations about": need.activations}
+    parts |= {"gathered units": need.gathered, "payload buffers": plan.buffers, "activations about": need.activations}
     assert all(f"{name} {in_gib(nbytes)}" in text for name, nbytes in parts.items())
     assert f"each of the 16 ranks needs {in_gib(need.total)}" in text and f"has {in_gib(need.total - 1)} of GPU memory" in text
     world = "the smallest world that fits is 2 nodes of 16 ranks with this much memory each"
@@ -392,7 +392,7 @@ HIDDEN_BYTES = 1024 * 256 * 2
 def test_inputs_on_the_host_leave_the_device_but_for_two_and_are_named_where_the_host_is_too_small() -> None:
     plain, run = Run(RECOMPUTED, 1, 2).need(), Run(f"{RECOMPUTED} --checkpoint-in-cpu", 1, 2)
     need = run.need()
-    assert need.host == 4 * HIDDEN_BYTES and plain.total - need.total == (4 - 2) * HIDDEN_BYTES
+    assert need.host == 4 * HIDDEN_BYTES and plain.at_peaks.in_blocks - need.at_peaks.in_blocks == (4 - 2) * HIDDEN_BYTES
     text = run.refusal(None, host_bytes=need.host - 1)
     assert text.startswith("--checkpoint-in-cpu: each of the 2 ranks needs ") and f"inputs of recomputed chunks {in_gib(need.host)}" in text
     assert text.endswith("; raise --recompute-num-layers, or leave --checkpoint-in-cpu out.")
@@ -429,5 +429,6 @@ def test_divided_inputs_take_their_part_and_an_arena_lasts_from_start_to_end() -
         for flags in ("", "--partition-activations", "--partition-activations --contiguous-checkpointing")
     )
     # The whole inputs that backward has come from the other half of what they save.
-    assert plain.total - divided.total == 4 * HIDDEN_BYTES // 2 - 2 * HIDDEN_BYTES
-    assert arena.kept_inputs.lasting == 4 * HIDDEN_BYTES // 2 and arena.total == divided.total
+    assert plain.at_peaks.in_blocks - divided.at_peaks.in_blocks == 4 * HIDDEN_BYTES // 2 - 2 * HIDDEN_BYTES
+    lasting = arena.kept_inputs.lasting
+    assert lasting == 4 * HIDDEN_BYTES // 2 and lasting + arena.in_step == divided.in_step

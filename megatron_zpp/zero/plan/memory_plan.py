@@ -18,7 +18,7 @@ from megatron_zpp.zero.descents import LARGEST_UNDER_WAY
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.norm_memory import norm_bytes
 from megatron_zpp.zero.policy import Policy, Rung
-from megatron_zpp.zero.schedule import Prefetch, evaluation_schedule, training_schedule
+from megatron_zpp.zero.schedule import Phase, Prefetch, evaluation_schedule, training_schedule
 from megatron_zpp.zero.update_groups import update_groups, update_order
 
 MAIN_BYTES = 4  # a main weight, its gradient, or one of Adam's two moments, in fp32
@@ -72,9 +72,9 @@ class MemoryPlan:
     """Bytes on one rank's device; host: beside it.
 
     weights: main weights, and working weights if they are kept on the full rung. secondary: secondary rungs that are kept within a step or
-    across steps, and encoded payloads that are kept within a step. gathered: units that are full at the same time. buffers: payloads on
-    their way. means: fp32 values that exist while one payload is made from others, or while a mean is added. norm: needed by the gradient
-    norm while it is computed.
+    across steps, and encoded payloads that are kept within a step. gathered: units that are full at the same time; gathered_in_blocks: in
+    backward of all uses but the first and the last. buffers: payloads on their way. means: fp32 values that exist while one payload is
+    made from others, or while a mean is added. norm: needed by the gradient norm while it is computed.
     """
 
     weights: int
@@ -82,6 +82,7 @@ class MemoryPlan:
     optimizer_state: int
     secondary: int
     gathered: int
+    gathered_in_blocks: int
     buffers: int
     norm: int
     means: int = 0
@@ -104,13 +105,15 @@ def plan_memory(
     layouts = {spec.name: FlatLayout(spec.params, topology.data_ranks, sharding.block_numel) for spec in unit_specs}
     units = [_PlannedUnit(layout, sharding, topology, on_streams=on_streams) for layout in layouts.values()]
     same_size = Counter(units)
+    gathered, gathered_in_blocks = _gathered_bytes(uses, sharding, {name: layout.numel for name, layout in layouts.items()})
     is_offloaded = sharding.policy.optimizer is Rung.HOST
     return MemoryPlan(
         weights=sum(unit.weights_bytes() for unit in units),
         gradients=sum(unit.gradient_bytes() for unit in units),
         optimizer_state=0 if is_offloaded else sum(unit.moments_bytes() for unit in units),
         secondary=sum(unit.secondary_bytes() for unit in units),
-        gathered=_gathered_bytes(uses, sharding, {name: layout.numel for name, layout in layouts.items()}),
+        gathered=gathered,
+        gathered_in_blocks=gathered_in_blocks,
         buffers=sum(unit.buffer_bytes(count) for unit, count in same_size.items()),
         means=max(unit.mean_bytes() for unit in units),
         norm=max(norm_bytes(layout.runs) for layout in layouts.values()),
@@ -292,16 +295,20 @@ class _PlannedUnit:
         return self._data_ranks * self.slice_numel
 
 
-def _gathered_bytes(uses: Sequence[Use], sharding: Sharding, numel_of: dict[str, int]) -> int:
+def _gathered_bytes(uses: Sequence[Use], sharding: Sharding, numel_of: dict[str, int]) -> tuple[int, int]:
+    """The most at any time, and in backward of all uses but the first and the last."""
     if sharding.policy.weights_in_step is Rung.FULL:
-        return 0
-    largest = 0
+        return 0, 0
+    largest = in_blocks = 0
     for schedule in (training_schedule(uses, sharding.prefetch), evaluation_schedule(uses, sharding.prefetch)):
         full: set[str] = set()
-        for actions in schedule.values():
+        for moment, actions in schedule.items():
             full = (full - set(actions.rest)) | set(actions.climb_to_full)
-            largest = max(largest, sum(numel_of[name] for name in full))
-    return sharding.element_bytes * largest
+            numel = sum(numel_of[name] for name in full)
+            largest = max(largest, numel)
+            if moment.phase in (Phase.PRE_BACKWARD, Phase.RECOMPUTE) and 0 < moment.use < len(uses) - 1:
+                in_blocks = max(in_blocks, numel)
+    return sharding.element_bytes * largest, sharding.element_bytes * in_blocks
 
 
 def largest_plan(

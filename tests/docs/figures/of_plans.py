@@ -54,7 +54,7 @@ def operations(flags: str) -> int:
 def recomputed(flags: str) -> list[object]:
     need = of_llama(flags).memory
     ratio = operations(flags) / operations(RECOMPUTED["nothing, whole logits"])
-    return [in_gib(need.activations), in_gib(need.plan.gathered), "1" if ratio == 1 else f"{ratio:.2f}"]
+    return [in_gib(need.activations), in_gib(need.gathered), "1" if ratio == 1 else f"{ratio:.2f}"]
 
 
 @cache
