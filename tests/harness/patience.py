@@ -39,7 +39,7 @@ class SetClock:
 class ClockOfLife(SetClock):
     """Each sleep waits for a new sign of life, and then takes `seconds_per_sign`. So a sign is never late, however busy the machine is.
 
-    sign: a value that changes with every sign. `has_ended` is set by the test when no more signs come.
+    sign: a value that changes with every sign. `has_ended` is set by the test when no more signs come; then the clock stands still.
     """
 
     def __init__(self, sign: Callable[[], object], seconds_per_sign: float) -> None:
@@ -50,4 +50,5 @@ class ClockOfLife(SetClock):
     def sleep(self, seconds: float) -> None:
         before = self._sign()
         wait_until(lambda: self._sign() != before or self.has_ended.is_set(), "no sign of life", pause_seconds=0.001)
-        self.now += self._seconds_per_sign
+        if self._sign() != before:
+            self.now += self._seconds_per_sign
