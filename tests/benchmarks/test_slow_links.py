@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from harness.interrupts import heed_interrupts
 from harness.patience import PATIENCE_SECONDS, wait_until
+from harness.processes import children_of, is_alive, runs
 from slow_links import sandbox
 from slow_links.analysis import Rated, analyse
 from slow_links.configurations import ALL, DEEPSPEED, FSDP2, NAMES, SMOKE_MODEL, ZERO3, Workload
@@ -156,8 +157,8 @@ def test_the_kernel_counts_what_the_ledger_counts(tmp_path: Path) -> None:
 def test_however_it_ends_no_rank_stays_behind(tmp_path: Path, number: signal.Signals) -> None:
     skip_without_namespaces()
     process = start_smoke(tmp_path / "smoke")
-    wait_until(lambda: len(children_of(process.pid)) == 4, "there are not four ranks")
-    ranks = children_of(process.pid)
+    wait_until(lambda: len(ranks_of(process.pid)) == 4, "there are not four ranks")
+    ranks = ranks_of(process.pid)
     time.sleep(1.0)
     process.send_signal(number)
     process.communicate(timeout=PATIENCE_SECONDS)
@@ -165,14 +166,5 @@ def test_however_it_ends_no_rank_stays_behind(tmp_path: Path, number: signal.Sig
     wait_until(lambda: not any(map(is_alive, ranks)), "a rank lives on")
 
 
-def is_alive(process_id: int) -> bool:
-    """Whether the process runs; False also if it has ended and its exit code has not been read yet."""
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def children_of(process_id: int) -> list[int]:
-    words = Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()
-    return [int(word) for word in words if b"slow_links.worker" in Path(f"/proc/{word}/cmdline").read_bytes()]
+def ranks_of(process_id: int) -> list[int]:
+    return [child for child in children_of(process_id) if runs(child, "slow_links.worker")]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from harness.patience import wait_until
 from harness.places import HARNESS
+from harness.processes import is_alive
 from harness.tiny_runs import TINY
 
 PROGRAM = HARNESS / "watched_rank.py"
@@ -28,12 +29,5 @@ def test_ranks_of_a_killed_torchrun_end_and_say_why(tmp_path: Path) -> None:
         torchrun.kill()
         torchrun.wait()
     ranks = [int((tmp_path / f"rank_{rank}.pid").read_text()) for rank in range(2)]
-    wait_until(lambda: not any(_is_alive(pid) for pid in ranks), "a rank lives on")
+    wait_until(lambda: not any(map(is_alive, ranks)), "a rank lives on")
     assert f"ended, because its launcher, process {torchrun.pid}, has died" in (tmp_path / "said").read_text()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

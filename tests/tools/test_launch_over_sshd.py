@@ -14,6 +14,7 @@ import pytest
 from harness.living_ranks import living_ranks
 from harness.patience import PATIENCE_SECONDS, wait_until
 from harness.places import ROOT
+from harness.processes import children_of
 from harness.rank_pool import free_port
 from harness.real_sshd import REAL_PATH, NoSshd, real_sshd
 from harness.tiny_runs import TINY
@@ -91,10 +92,6 @@ def test_no_rank_outlives_the_launcher_or_its_connections(tmp_path: Path, folder
     finally:
         run.kill()
         run.wait()
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def wait_for(path: Path) -> None:

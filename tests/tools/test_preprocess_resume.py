@@ -21,6 +21,7 @@ from harness.disk_events import disk_events
 from harness.interrupts import heed_interrupts
 from harness.patience import wait_until
 from harness.places import ROOT
+from harness.processes import children_of, is_alive
 from harness.tool import write_json_lines
 from harness.trained_tokenizers import write_gpt2_files
 from tokenizer_flags import tokenizer_identity
@@ -59,17 +60,6 @@ def command(sources: list[Path], prefix: Path, *arguments: str) -> list[str]:
 def start(sources: list[Path], prefix: Path, *arguments: str) -> "subprocess.Popen[bytes]":
     words = command(sources, prefix, "--workers", "2", "--journal-interval", "0.02", *arguments)
     return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=heed_interrupts)
-
-
-def children_of(process_id: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()]
-
-
-def is_running(process_id: int) -> bool:
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def wait_for(process: "subprocess.Popen[bytes]", path: Path, file_bytes: int) -> None:
@@ -124,7 +114,7 @@ def test_worker_processes_end_with_a_tool_that_is_killed(tmp_path: Path) -> None
     process.kill()
     process.communicate()
     assert len(workers) == 2
-    wait_until(lambda: not any(map(is_running, workers)), "a worker lives on")
+    wait_until(lambda: not any(map(is_alive, workers)), "a worker lives on")
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
