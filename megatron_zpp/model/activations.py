@@ -53,7 +53,7 @@ def activation_need(
     in_forward = max(0, kept - kept_of_block) + block.in_forward
     in_backward = inputs.staging + max(kept, again) + block.in_backward + word_gradient
     throughout = rotation + inputs.passing + block.hidden
-    return ActivationNeed(throughout + in_backward, throughout + max(kept + head, kept + final_norm, in_forward))
+    return ActivationNeed(throughout + in_backward, throughout + max(kept + max(head, final_norm), in_forward))
 
 
 def head_bytes(config: ModelConfig, padded_vocab_size: int, tokens: int, element_bytes: int, *, fuses_loss: bool) -> int:

@@ -153,7 +153,7 @@ class BlockMemory:
         up += self._of_product(config.hidden_size, up_width, has_bias=config.has_linear_bias, input_bytes=hidden)
         of_first = self._of_product(config.hidden_size, self._of_rank.qkv_width, has_bias=config.has_qkv_bias, input_bytes=hidden)
         first = 3 * hidden + self._qkv + of_first - self.kept
-        return max(max(down, activation, norm, attention, first, self._first_exchange, self._first_scores) + self.lasting_buffers, up)
+        return max(max(down, activation, norm, attention, first, self._exchange - self.kept, self._first_scores) + self.lasting_buffers, up)
 
     @property
     def in_forward(self) -> int:
@@ -161,8 +161,7 @@ class BlockMemory:
         before_softmax = max(0, 2 * WIDE_BYTES - self._score_bytes.kept) * self._scores + self._first_scores
         attention = 2 * self.hidden + self._exchanged + self._heads + self.inside + before_softmax
         feed_forward = 4 * self.hidden + self._feed_forward_widths * self._inner
-        exchange = self._first_exchange + self.kept if self.share.context_ranks > 1 else 0
-        return max(attention, feed_forward, exchange) + self.lasting_buffers
+        return max(attention, feed_forward, self._exchange) + self.lasting_buffers
 
     @property
     def norm_gradients(self) -> int:
@@ -191,10 +190,10 @@ class BlockMemory:
         return self.tokens * self._of_rank.num_attention_heads * self.config.seq_length if self.attention.keeps_scores else 0
 
     @property
-    def _first_exchange(self) -> int:
-        """Of forward, but counted from what a whole block keeps. Key heads for several ranks are repeated, and then cut into parts."""
+    def _exchange(self) -> int:
+        """What a block has while context ranks exchange in forward. Key heads for several ranks are repeated, and then cut into parts."""
         copies = 2 if self._exchanged == self._qkv else 3
-        return 2 * self.hidden + self._qkv + copies * self._exchanged - self.kept if self.share.context_ranks > 1 else 0
+        return 2 * self.hidden + self._qkv + copies * self._exchanged if self.share.context_ranks > 1 else 0
 
     @property
     def _first_scores(self) -> int:

@@ -73,7 +73,7 @@ class MemoryNeed:
 
     @property
     def total(self) -> int:
-        """Peak bytes on the device: in backward, or while the gradient norm is computed."""
+        """Peak bytes on the device: in a step, or after it, when gradients are made equal or their norm is computed."""
         at_rest = self.plan.states + self.plan.buffers + self.save_copy_on_device + self.device.total + self.kept_inputs.lasting
         at_rest += 0 if self.is_on_gpu else self.plan.host.total
         return at_rest + max(self.in_step, self.plan.norm, self.sharing)

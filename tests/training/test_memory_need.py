@@ -243,6 +243,8 @@ def test_attention_as_plain_products_keeps_scores_and_flash_alone_leaves_shared_
     assert Run(f"{shared} --attention-backend flash", 1, 1).need().activations == need
     repeated = 4 * 64 * 2 * 2 * (4 - 1) * 64  # blocks, tokens, bytes, key and value, heads more than one, channels of a head
     assert Run(f"{shared} --attention-backend fused", 1, 1).need().activations - need >= repeated
+    scores = 4 * 64 * 4 * 12 * 64  # blocks, tokens, heads, bytes of a score, scores
+    assert Run(f"{shared} --attention-backend unfused", 1, 1).need().activations - need > scores / 2
 
 
 @pytest.mark.parametrize(("dropout", "kept", "beside"), [(0.0, 4, 12), (0.1, 9, 7)])
@@ -385,14 +387,14 @@ def test_a_run_that_is_too_large_for_its_gpus_and_fits_with_offload_is_told_so()
 
 # ---- inputs of recomputed chunks
 
-RECOMPUTED = f"{SMALL} --seq-length 1024 --loss-chunk-tokens 16 --zero-stage 3 --checkpoint-activations"  # the peak is that of a block
-HIDDEN_BYTES = 1024 * 256 * 2
+RECOMPUTED = f"{SMALL} --seq-length 8192 --loss-chunk-tokens 16 --zero-stage 3 --checkpoint-activations"  # the peak is that of a block
+HIDDEN_BYTES = 8192 * 256 * 2
 
 
 def test_inputs_on_the_host_leave_the_device_but_for_two_and_are_named_where_the_host_is_too_small() -> None:
     plain, run = Run(RECOMPUTED, 1, 2).need(), Run(f"{RECOMPUTED} --checkpoint-in-cpu", 1, 2)
     need = run.need()
-    assert need.host == 4 * HIDDEN_BYTES and plain.at_peaks.in_blocks - need.at_peaks.in_blocks == (4 - 2) * HIDDEN_BYTES
+    assert need.host == 4 * HIDDEN_BYTES and plain.total - need.total == (4 - 2) * HIDDEN_BYTES
     text = run.refusal(None, host_bytes=need.host - 1)
     assert text.startswith("--checkpoint-in-cpu: each of the 2 ranks needs ") and f"inputs of recomputed chunks {in_gib(need.host)}" in text
     assert text.endswith("; raise --recompute-num-layers, or leave --checkpoint-in-cpu out.")
@@ -429,6 +431,5 @@ def test_divided_inputs_take_their_part_and_an_arena_lasts_from_start_to_end() -
         for flags in ("", "--partition-activations", "--partition-activations --contiguous-checkpointing")
     )
     # The whole inputs that backward has come from the other half of what they save.
-    assert plain.at_peaks.in_blocks - divided.at_peaks.in_blocks == 4 * HIDDEN_BYTES // 2 - 2 * HIDDEN_BYTES
-    lasting = arena.kept_inputs.lasting
-    assert lasting == 4 * HIDDEN_BYTES // 2 and lasting + arena.in_step == divided.in_step
+    assert plain.total - divided.total == 4 * HIDDEN_BYTES // 2 - 2 * HIDDEN_BYTES
+    assert arena.kept_inputs.lasting == 4 * HIDDEN_BYTES // 2 and arena.total == divided.total
