@@ -6,13 +6,13 @@ ranks that divide samples, as the engine averages it over all data ranks.
 
 from __future__ import annotations
 
-from copy import deepcopy
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from harness.context_ranks import run_ladders
+from harness.rounding import gradient_tolerances
 from harness.same_gpt import divided_gpt, whole_gpt
 from harness.tensor_parts import MODELS, VOCAB, config_of
 from torch import Tensor
@@ -63,12 +63,10 @@ def trained(gpt: GPT, batch: MicroBatch) -> tuple[Tensor, Gradients]:
     return loss.detach(), {name: parameter.grad for name, parameter in gpt.named_parameters() if parameter.grad is not None}
 
 
-def tolerances_of(whole: GPT, batch: MicroBatch) -> dict[str, float]:
-    """Of each gradient. Where terms cancel, as in the norms of queries and keys, the whole model's own gradient has a larger error."""
-    _, own = trained(deepcopy(whole).eval(), batch)
-    _, exact = trained(deepcopy(whole).double().eval(), batch)
-    errors = {name: float((own[name] - exact[name]).abs().max() / exact[name].abs().max().clamp(min=1e-30)) for name in exact}
-    return {name: max(TOLERANCE, 2 * error) for name, error in errors.items()}
+@cache
+def tolerances_of(model: str, samples: int, packing: str, changes: tuple[tuple[str, Any], ...]) -> dict[str, float]:
+    """Of each gradient of the whole model."""
+    return gradient_tolerances(whole_gpt(model, **dict(changes)), lambda gpt: trained(gpt, batch_of(samples, packing))[1], TOLERANCE)
 
 
 def on_ladder(ladder: Ladder, model: str, whole: GPT, *, sequence_parallel: bool, **changes: Any) -> GPT:
@@ -81,10 +79,12 @@ def part_of(ladder: Ladder, batch: MicroBatch) -> MicroBatch:
     return batch.keeping(TokenPart(grid.context_rank_of(ladder.backend.rank), grid.context_ranks))
 
 
-def compare(model: str, tensor_ranks: int, context_ranks: int, batch: MicroBatch, *, sequence_parallel: bool, **changes: Any) -> None:
+def compare(
+    model: str, tensor_ranks: int, context_ranks: int, samples: int, packing: str, *, sequence_parallel: bool, **changes: Any
+) -> None:
     """With the same number of tensor ranks; tests/model/test_tensor_parallel_gradients.py compares these with the whole model."""
-    whole = whole_gpt(model, **changes)
-    tolerances = tolerances_of(whole, batch)
+    whole, batch = whole_gpt(model, **changes), batch_of(samples, packing)
+    tolerances = tolerances_of(model, samples, packing, tuple(changes.items()))
 
     def on_rank(ladder: Ladder) -> tuple[Tensor, Gradients]:
         return trained(on_ladder(ladder, model, whole, sequence_parallel=sequence_parallel, **changes), part_of(ladder, batch))
@@ -121,7 +121,7 @@ def mean_gradients(of_ranks: list[tuple[Tensor, Gradients]], shapes: list[ModelS
 )
 @pytest.mark.parametrize("model", list(MODELS))
 def test_every_gradient_is_that_of_whole_samples(model: str, tensor_ranks: int, context_ranks: int, sequence_parallel: bool) -> None:
-    compare(model, tensor_ranks, context_ranks, batch_of(3, "mask"), sequence_parallel=sequence_parallel)
+    compare(model, tensor_ranks, context_ranks, 3, "mask", sequence_parallel=sequence_parallel)
 
 
 # Pairs of what a run can switch on. Every mode of recomputation has a case without and with tensor ranks.
@@ -142,7 +142,7 @@ SETTINGS: list[tuple[str, int, int, bool, int, str, dict[str, Any]]] = [
 def test_every_gradient_is_that_of_whole_samples_with_documents_gaps_dropout_recomputation_and_loss_in_chunks(
     model: str, tensor_ranks: int, context_ranks: int, sequence_parallel: bool, samples: int, packing: str, changes: dict[str, Any]
 ) -> None:
-    compare(model, tensor_ranks, context_ranks, batch_of(samples, packing), sequence_parallel=sequence_parallel, **changes)
+    compare(model, tensor_ranks, context_ranks, samples, packing, sequence_parallel=sequence_parallel, **changes)
 
 
 def test_a_micro_batch_of_which_no_token_counts_has_the_loss_0_on_every_rank_and_no_gradient() -> None:

@@ -5,12 +5,12 @@ The ranks are threads with the model itself; its shared elements are compared as
 
 from __future__ import annotations
 
-from copy import deepcopy
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from harness.rounding import gradient_tolerances
 from harness.same_gpt import divided_gpt, whole_gpt
 from harness.tensor_parts import MODELS, VOCAB, check_gradients, config_of
 from harness.tensor_ranks import run_tensor_ranks
@@ -40,12 +40,10 @@ def inputs(samples: int, packing: str) -> Inputs:
     return batch
 
 
-def tolerances_of(whole: GPT, batch: Inputs) -> dict[str, float]:
-    """Of each gradient. Where terms cancel, as in the norms of queries and keys, the whole model's own gradient has a larger error."""
-    _, own = trained(deepcopy(whole).eval(), batch)
-    _, exact = trained(deepcopy(whole).double().eval(), batch)
-    errors = {name: float((own[name] - exact[name]).abs().max() / exact[name].abs().max()) for name in exact}
-    return {name: max(TOLERANCE, 2 * error) for name, error in errors.items()}
+@cache
+def tolerances_of(model: str, samples: int, packing: str, changes: tuple[tuple[str, Any], ...]) -> dict[str, float]:
+    """Of each gradient of the whole model."""
+    return gradient_tolerances(whole_gpt(model, **dict(changes)), lambda gpt: trained(gpt, inputs(samples, packing))[1], TOLERANCE)
 
 
 def trained(gpt: GPT, batch: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -55,14 +53,14 @@ def trained(gpt: GPT, batch: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
     return loss_BS.detach(), {name: parameter.grad for name, parameter in gpt.named_parameters() if parameter.grad is not None}
 
 
-def compare(model: str, ranks: int, batch: Inputs, *, sequence_parallel: bool, **changes: Any) -> None:
-    whole = whole_gpt(model, **changes)
+def compare(model: str, ranks: int, samples: int, packing: str, *, sequence_parallel: bool, **changes: Any) -> None:
+    whole, batch = whole_gpt(model, **changes), inputs(samples, packing)
 
     def on_rank(link: TensorLink) -> tuple[Tensor, dict[str, Tensor]]:
         return trained(divided_gpt(model, whole, TensorParallel(link, sequence_parallel), **changes), batch)
 
     of_ranks = run_tensor_ranks(ranks, on_rank)
-    tolerances = tolerances_of(whole, batch)
+    tolerances = tolerances_of(model, samples, packing, tuple(changes.items()))
     expected_loss, expected = trained(whole, batch)
     assert all(torch.equal(loss, of_ranks[0][0]) for loss, _ in of_ranks)
     torch.testing.assert_close(of_ranks[0][0], expected_loss, rtol=TOLERANCE, atol=TOLERANCE)
@@ -77,7 +75,7 @@ both_token_orders = pytest.mark.parametrize("sequence_parallel", [False, True], 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("model", list(MODELS))
 def test_every_gradient_is_the_whole_models(model: str, ranks: int, sequence_parallel: bool) -> None:
-    compare(model, ranks, inputs(SAMPLES, ""), sequence_parallel=sequence_parallel)
+    compare(model, ranks, SAMPLES, "", sequence_parallel=sequence_parallel)
 
 
 # Pairs of what a run can switch on.
@@ -98,7 +96,7 @@ SETTINGS: list[tuple[str, int, int, str, dict[str, Any]]] = [
 def test_every_gradient_is_the_whole_models_with_documents_dropout_recomputation_and_loss_in_chunks(
     model: str, ranks: int, samples: int, packing: str, changes: dict[str, Any], sequence_parallel: bool
 ) -> None:
-    compare(model, ranks, inputs(samples, packing), sequence_parallel=sequence_parallel, **changes)
+    compare(model, ranks, samples, packing, sequence_parallel=sequence_parallel, **changes)
 
 
 @both_token_orders
