@@ -10,6 +10,7 @@ from pathlib import Path
 
 from gpu.commands import python, run_program
 from gpu.deadline import Deadline
+from gpu.differences import largest_difference
 from gpu.outcome import NotDone, Outcome
 from gpu.place import Place, require_gpu
 from gpu.session import RankPlace, Session
@@ -63,6 +64,6 @@ def _compare(outcome: Outcome, place: Place, flag: str) -> None:
         session = Session(f"{SHAPE} {flag} {backend}", RankPlace.alone(place.device))
         losses[backend] = [session.step(2 * step)[0] for step in range(STEPS)]
         session.close()
-    largest = max(abs(own / other - 1) for own, other in zip(losses["apex"], losses["torch"], strict=True))
+    largest = largest_difference(losses["apex"], losses["torch"])
     outcome.measure(**{flag: losses})
     outcome.check(f"{flag} apex has the losses of torch's kernels within {TOLERANCE:g} (found {largest:.1e})", holds=largest <= TOLERANCE)

@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gpu.deadline import Deadline
 from gpu.device_errors import in_words, is_fatal
+from gpu.differences import largest_difference
 from gpu.kernel_kinds import attention_kernels
 from gpu.outcome import Outcome
 from gpu.place import Place
@@ -112,7 +113,7 @@ def _try(outcome: Outcome, place: Place, case: Case, losses: dict[str, list[floa
     if case.shows is not None and place.is_gpu:
         outcome.check(f"{case.name}: the kernels of attention are those asked for", holds=case.shows(kernels))
     if case.same_as in losses:
-        largest = max(abs(own / other - 1) for own, other in zip(found, losses[case.same_as], strict=True))
+        largest = largest_difference(found, losses[case.same_as])
         statement = f"{case.name} has the losses of {case.same_as} within {COMPILED_TOLERANCE:g} (found {largest:.1e})"
         outcome.check(statement, holds=largest <= COMPILED_TOLERANCE)
 

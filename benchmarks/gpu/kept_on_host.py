@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gpu import differences
 from gpu.beside import report_overlap, seconds_of
 from gpu.outcome import Outcome
 from gpu.place import Place
@@ -40,7 +41,7 @@ def check_peaks(outcome: Outcome, place: Place, peak_of: Callable[[str], Peak], 
     for switch in SWITCHES:
         found = peak_of(f"{shape} {FLAGS} {switch}")
         outcome.measure(**{switch: {"plain": vars(plain), "kept": vars(found)}})
-        largest = max(abs(one - other) / abs(one) for one, other in zip(plain.losses, found.losses, strict=True))
+        largest = differences.largest_difference(found.losses, plain.losses)
         outcome.check(f"{switch}: losses differ by at most {largest:.1e} of themselves", holds=largest <= largest_difference)
         saved, planned = plain.measured - found.measured, plain.planned - found.planned
         if place.is_gpu and planned > 0:

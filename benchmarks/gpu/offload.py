@@ -15,6 +15,7 @@ from gpu import kept_on_host
 from gpu.beside import report_overlap, seconds_of
 from gpu.deadline import Deadline
 from gpu.device_errors import attempt
+from gpu.differences import largest_difference
 from gpu.outcome import Outcome
 from gpu.place import Place
 from gpu.session import RankPlace, Session
@@ -94,7 +95,7 @@ def compare(outcome: Outcome, place: Place, name: str, row: str) -> None:
     plain = train(outcome, place, f"{shape} {FLAGS} {row}")
     offloaded = train(outcome, place, f"{shape} {FLAGS} {row} {OFFLOAD}")
     outcome.measure(**{name: {"plain": vars(plain), "offloaded": vars(offloaded)}})
-    largest = max(abs(one - other) / abs(one) for one, other in zip(plain.losses, offloaded.losses, strict=True))
+    largest = largest_difference(offloaded.losses, plain.losses)
     outcome.check(
         f"{name}: {STEPS} losses with and without offload differ by at most {largest:.1e} of themselves",
         holds=largest <= (LARGEST_DIFFERENCE if place.is_gpu else 0.0),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from itertools import chain
+
 import torch
 
 from gpu.deadline import Deadline
+from gpu.differences import largest_difference
 from gpu.outcome import Outcome
 from gpu.place import Place
 from gpu.plain_run import PlainRun, engine_gradients
@@ -53,7 +57,8 @@ def _compare(outcome: Outcome, place: Place, name: str, flags: str, of_gradients
     session = Session(flags, RankPlace.alone(place.device))
     pairs = [(session.step(step), plain.step(step)) for step in range(COMPARED_STEPS)]
     session.close()
-    largest = max(abs(own / theirs - 1) for pair in pairs for own, theirs in zip(*pair, strict=True))
+    own, theirs = zip(*pairs, strict=True)
+    largest = largest_difference(chain.from_iterable(own), chain.from_iterable(theirs))
     outcome.measure(**{name: {"gradients": differences, "losses_and_norms": pairs}})
     outcome.check(
         f"{name}: losses and norms of {COMPARED_STEPS} steps are those of plain torch within {of_losses:g} (found {largest:.1e})",
@@ -62,13 +67,14 @@ def _compare(outcome: Outcome, place: Place, name: str, flags: str, of_gradients
 
 
 def _relative_difference(own: torch.Tensor, theirs: torch.Tensor | None) -> float:
-    """The norm of the difference as a share of the norm of `theirs`."""
+    """The norm of the difference as a share of the norm of `theirs`; inf if a value is not finite."""
     if theirs is None:
-        return float("inf")
+        return math.inf
     reference = theirs.flatten().double()
     norm = float(reference.norm().item())
     difference = float((own.double() - reference).norm().item())
-    return difference if norm == 0 else difference / norm
+    share = difference if norm == 0 else difference / norm
+    return share if math.isfinite(share) else math.inf
 
 
 def _check_memory(time: Deadline, outcome: Outcome, place: Place) -> None:

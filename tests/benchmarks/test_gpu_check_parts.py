@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ import torch
 from gpu import bits, builds, entry_runs, features, kernel_kinds, ladder, one_rank, sharing, speed, thread_ranks, training
 from gpu.deadline import Deadline
 from gpu.device_errors import attempt
+from gpu.differences import largest_difference
 from gpu.entry_runs import Entry, run_entries
 from gpu.outcome import NotDone, Outcome
 from gpu.place import Place
@@ -68,7 +70,29 @@ def test_the_part_one_rank_finds_that_gradients_and_losses_are_those_of_plain_to
     assert outcome.failures == [] and len(outcome.measured) == 4
 
 
-@pytest.mark.parametrize("spoil, count", [(lambda gradients: gradients, 0), (lambda gradients: 1.1 * gradients, 1)])
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    "own, others, expected",
+    [
+        ([2.0, 3.0], [2.0, 4.0], 0.25),
+        ([0.0, -0.0], [0.0, 0.0], 0.0),
+        ([], [], 0.0),
+        ([1.0], [0.0], INF),
+        ([1.0, NAN, 1.0], [1.0, 1.0, 1.0], INF),
+        ([1.0, 1.0], [1.0, NAN], INF),
+        ([INF], [INF], INF),
+    ],
+)
+def test_runs_with_a_number_that_is_not_finite_never_agree(own: list[float], others: list[float], expected: float) -> None:
+    assert largest_difference(own, others) == expected
+
+
+@pytest.mark.parametrize(
+    "spoil, count",
+    [(lambda gradients: gradients, 0), (lambda gradients: 1.1 * gradients, 1), (lambda gradients: gradients * torch.nan, 1)],
+)
 def test_the_part_one_rank_fails_if_a_gradient_is_wrong(
     spoil: Callable[[torch.Tensor], torch.Tensor], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
