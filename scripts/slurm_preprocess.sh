@@ -26,7 +26,8 @@ refuse_dash OUTPUT_PREFIX "$output"
 mapfile -t -d '' files < <(find "$folder" '(' -name '*.jsonl' -o -name '*.jsonl.gz' -o -name '*.jsonl.zst' ')' -print0 | LC_ALL=C sort -z)
 ((${#files[@]} > 0)) || stop "$folder has no .jsonl, .jsonl.gz or .jsonl.zst; correct the folder."
 SHARES="${SHARES:-$((${#files[@]} < 64 ? ${#files[@]} : 64))}"
-is_number "$SHARES" 1 "${#files[@]}" || stop "SHARES=$SHARES does not fit ${#files[@]} files; choose 1 to ${#files[@]}."
+is_number "$SHARES" 1 "${#files[@]}" || \
+    stop "SHARES=$SHARES is not a number from 1 to ${#files[@]}, which is how many files $folder has; choose such a number."
 SHARES="$((10#$SHARES))"
 
 parts="${output}_parts"

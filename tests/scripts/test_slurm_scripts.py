@@ -381,7 +381,7 @@ def test_a_share_whose_input_was_repaired_is_done_by_the_same_command(tmp_path: 
         (["texts", "-out"], "1", "OUTPUT_PREFIX -out begins with a dash"),
         (["none", "out"], "1", "none is not a folder"),
         (["texts"], "1", "give a folder of JSON lines and the prefix"),
-        (["texts", "out"], "a[$(touch planted)]", "SHARES=a[$(touch planted)] does not fit 2 files"),
+        (["texts", "out"], "a[$(touch planted)]", "SHARES=a[$(touch planted)] is not a number from 1 to 2, which"),
     ],
 )
 def test_preprocessing_refuses_words_that_a_program_would_read_as_flags(
@@ -427,5 +427,5 @@ def test_a_folder_without_text_and_too_many_shares_are_refused(tmp_path: Path) -
     (tmp_path / "a.jsonl").write_text('{"text": "1"}\n')
     many = fakes.run("bash", "scripts/slurm_preprocess.sh", tmp_path, tmp_path / "corpus", SHARES="2")
     assert (empty.returncode, many.returncode) == (2, 2)
-    assert "has no .jsonl" in empty.stderr and "SHARES=2 does not fit 1 files" in many.stderr
+    assert "has no .jsonl" in empty.stderr and "SHARES=2 is not a number from 1 to 1, which" in many.stderr
     assert not fakes.calls("sbatch")
