@@ -116,9 +116,10 @@ class Runner:
         result, log = self._output / "parts" / f"{part.name}.json", logs / f"{part.name}.txt"
         result.unlink(missing_ok=True)
         command = self._command(part, max(part.least_seconds / 2, seconds - OWN_END_SECONDS), result)
+        start = self._clock()  # before the process has done anything
         with log.open("wb") as file:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        self._running.append(Running(part, process, result, log, seconds, is_whole, self._clock()))
+        self._running.append(Running(part, process, result, log, seconds, is_whole, start))
 
     def _look_at(self, running: Running) -> None:
         has_ended = running.process.poll() is not None
