@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,9 +122,10 @@ def shard(
     checkpoint/engine_state.py saves and loads them with the weights, in any world.
 
     Not supported: a submodule that is called more than once in a forward; a parameter that is read outside of the call of its unit (it is
-    NaN there); a unit that returns anything but one tensor; frozen parameters; an optimizer of your own; torch.compile over more than a
-    unit. After an error in backward() the module and its engine must be made anew. Buffers are left alone: each rank has its own, on the
-    device where the caller puts them.
+    NaN there); a unit that returns its own weights, views of them, or objects other than tensors, tuples, lists and dictionaries; a loss
+    that reads the inside of a unit without reading what the unit returns; frozen parameters; sparse gradients; an optimizer of your own;
+    torch.compile over more than a unit. After an error in backward() the module and its engine must be made anew. Buffers are left alone:
+    each rank has its own, on the device where the caller puts them.
 
     Raises ValueError on every rank if the arguments of any rank break these rules, or if arguments or first values differ between ranks. It
     names the parameter or unit and the remedy, and leaves the module as it was (except for an error in values of `initialize`).
@@ -149,10 +151,13 @@ def shard(
     engine = ZeroEngine(module, plan.unit_specs, plan.uses, options, ladder, loss_scaler, partial(_end_groups, ladder, groups, remind))
     for owner, attribute, path in plan.aliases:
         setattr(owner, attribute, module.get_parameter(path))
-    digest = _fill(engine, plan.parameters, initialize)
-    if initialize is not None:
+    if initialize is None:
+        _fill(engine, plan.parameters, None)
+    else:
+        with _raising_alike(backend, device):
+            digest = _fill(engine, plan.parameters, initialize)
         _check_alike(backend, device, digest, "first values of parameters")
-    module.register_state_dict_pre_hook(_refuse_state_dict)
+    _refuse_state_dicts(module)
     if groups:
         atexit.register(remind)
     return engine
@@ -245,6 +250,9 @@ def _checked_plan(
         raise ValueError("the module is sharded already; build a new one")
     plan = _ModulePlan.of(module, units)
     _check_parameters(plan.parameters, initialize)
+    for path, inner in module.named_modules():
+        if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.sparse:
+            raise ValueError(f"module {path} makes sparse gradients, which cannot be divided among ranks; make it with sparse=False")
     for path, buffer in module.named_buffers():
         if buffer.is_meta:
             raise ValueError(f"buffer {path} is on the meta device; give it values on the device of the run, for buffers are left alone")
@@ -454,8 +462,20 @@ def _remind_to_close(rank: int) -> None:
         )
 
 
+def _refuse_state_dicts(module: nn.Module) -> None:
+    """Makes the module and all modules in it that have parameters neither give nor take a state dict."""
+    for inner in module.modules():
+        if next(inner.parameters(), None) is not None:
+            inner.register_state_dict_pre_hook(_refuse_state_dict)
+            inner.register_load_state_dict_pre_hook(_refuse_load)
+
+
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     raise RuntimeError("the weights of a sharded module are not in its parameters; use dict(full_weights(engine)), on every rank")
+
+
+def _refuse_load(module: nn.Module, *arguments: Any) -> None:
+    raise RuntimeError("the weights of a sharded module are not in its parameters, so it cannot load any; load them before shard()")
 
 
 def _check_alike(backend: Backend, device: torch.device, content: bytes, what: str) -> None:

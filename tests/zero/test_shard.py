@@ -230,6 +230,12 @@ def on_meta() -> nn.Module:
     return tied().to("meta")
 
 
+def with_sparse_gradients() -> nn.Module:
+    model = tied()
+    model.embedding.sparse = True
+    return model
+
+
 def in_fp64() -> nn.Module:
     return tied().double()
 
@@ -254,6 +260,7 @@ OFFLOADED_APEX = EngineOptions(with_offloaded_optimizer(POLICIES[2]), adam=AdamO
         (twice, [*ALL, "again"], {}, ["parameter again.0.weight is in the units 'inner' and 'again'", "more than once"]),
         (with_a_parameter_at_its_root, ALL, {}, ["parameter scale is in no unit", "move it into a submodule"]),
         (frozen, ALL, {}, ["parameter inner.1.weight is frozen"]),
+        (with_sparse_gradients, ALL, {}, ["module embedding makes sparse gradients", "sparse=False"]),
         (in_fp64, ALL, {}, ["parameter embedding.weight is torch.float64", "torch.bfloat16"]),
         (on_two_devices, ALL, {}, ["embedding.weight on cpu", "inner.0.weight on meta"]),
         (on_meta, ALL, {}, ["on the meta device", "pass `initialize`"]),
@@ -296,6 +303,19 @@ def test_bad_input_of_one_rank_is_refused_on_every_rank(
 
 
 @pytest.mark.virtual
+def test_bad_first_values_of_one_rank_are_refused_on_every_rank() -> None:
+    def program(backend: Backend) -> str:
+        extra = backend.rank  # rank 1 gives one row too many
+        with pytest.raises(ValueError, match="initialize gave") as refused:
+            shard(on_meta(), ALL, backend=backend, initialize=lambda path, shape: torch.zeros(shape[0] + extra, *shape[1:]))
+        return str(refused.value)
+
+    good, bad = run_world((1, 2), program, takes_turns=False)
+    assert bad == "initialize gave [14, 12] values for parameter embedding.weight, which has [13, 12]"
+    assert good == f"{bad} (on rank 1)"
+
+
+@pytest.mark.virtual
 @pytest.mark.parametrize("differ", ["first values of parameters", "arguments of shard()"])
 def test_ranks_that_differ_are_refused_alike(differ: str) -> None:
     def program(backend: VirtualBackend) -> str:
@@ -310,17 +330,6 @@ def test_ranks_that_differ_are_refused_alike(differ: str) -> None:
 
     (error,) = set(run_world((1, 3), program, takes_turns=False))
     assert all(word in error for word in (differ, "ranks [2]", "rank 0"))
-
-
-def test_a_unit_that_returns_two_tensors_is_named() -> None:
-    class Pair(nn.Linear):
-        def forward(self, hidden: Tensor) -> Any:
-            return super().forward(hidden), hidden
-
-    model = nn.Sequential(Pair(4, 4))
-    shard(model, ["0"], EngineOptions())
-    with pytest.raises(RuntimeError, match="Pair, the module of a use, returns a tuple; it must return one tensor"):
-        model(torch.ones(2, 4))
 
 
 def test_nothing_keeps_the_parameters_that_the_module_had() -> None:

@@ -1,0 +1,289 @@
+"""Modules of other people, sharded, train as in plain torch, or are refused by name before a wrong number arises."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from harness.worlds import run_world
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_zpp.comm.backend import VirtualBackend
+from megatron_zpp.zero.adam import AdamOptions
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.engine_options import EngineOptions
+from megatron_zpp.zero.policy import POLICIES
+from megatron_zpp.zero.schedule import Prefetch
+from megatron_zpp.zero.shard import shard
+
+WIDTH, LAYERS, STEPS, RANKS = 16, 4, 3, 2
+RATE = 1e-2
+UNITS = [str(layer) for layer in range(LAYERS)]
+OPTIONS = EngineOptions(POLICIES[3], block_numel=32, clip_grad=0.0)
+NOT_AHEAD = Prefetch(0, 0)
+
+Loss = Callable[[nn.Module, Tensor, int], Tensor]  # of (module, input, rank)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Any:
+        return hidden + self.down(torch.tanh(self.up(hidden)))
+
+
+class Skipped(Block):
+    """Returns its input itself while it is skipped."""
+
+    is_skipped = False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden if self.is_skipped else super().forward(hidden)
+
+
+class View(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden).view(-1, 4, WIDTH // 4).flatten(1)
+
+
+class InPlace(Block):
+    """Writes to what the module before it has returned."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden += self.up.bias
+        return self.down(hidden)
+
+
+class Auxiliary(Block):
+    """Keeps a loss of its own, which is added to that of the model."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output = super().forward(hidden)
+        self.loss = self.down(self.up(hidden)).square().mean()
+        return output
+
+
+class InTuple(Block):
+    def forward(self, hidden: Tensor) -> tuple[Any, ...]:
+        output = super().forward(hidden)
+        return output, None, {"inner": [output.sum(-1)], "count": 3}
+
+
+class InObject(Block):
+    @dataclass
+    class Output:
+        hidden: Tensor
+
+    def forward(self, hidden: Tensor) -> Output:
+        return self.Output(super().forward(hidden))
+
+
+class OwnWeight(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.up.weight[: len(hidden)]
+
+
+def chain(*kinds: type[Block]) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*(kind() for kind in kinds))
+
+
+def with_hooks_before() -> nn.Sequential:
+    model = chain(*[Block] * LAYERS)
+    for block in model:
+        block.register_forward_pre_hook(lambda block, inputs: (inputs[0] * (1 + block.up.bias.square().mean()),))
+    return model
+
+
+def with_normed_weights() -> nn.Sequential:
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the older form, which computes the weight in a hook
+        return nn.Sequential(*(nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS)))
+
+
+def loss_of(model: nn.Module, hidden: Tensor, rank: int) -> Tensor:
+    return model(hidden).square().mean()
+
+
+def loss_of_parts(model: nn.Module, hidden: Tensor, rank: int) -> Tensor:
+    total = torch.zeros(())
+    for block in model:
+        hidden, _, rest = block(hidden)
+        total = total + rest["inner"][0].square().mean()
+    return hidden.square().mean() + total
+
+
+def loss_with_auxiliary(model: nn.Module, hidden: Tensor, rank: int) -> Tensor:
+    return loss_of(model, hidden, rank) + sum(block.loss for block in model)
+
+
+def loss_after_skips(skips: tuple[tuple[int, ...], tuple[int, ...]], model: nn.Module, hidden: Tensor, rank: int) -> Tensor:
+    for index, block in enumerate(model):
+        block.is_skipped = index in skips[rank]
+    return loss_of(model, hidden, rank)
+
+
+def loss_of_recomputed(model: nn.Module, hidden: Tensor, rank: int) -> Tensor:
+    for block in model:
+        hidden = checkpoint(block, hidden, use_reentrant=False)
+    return hidden.square().mean()
+
+
+def loss_after_inference(model: nn.Module, hidden: Tensor, rank: int) -> Tensor:
+    with torch.inference_mode():
+        model(hidden + 1)
+    return loss_of(model, hidden, rank)
+
+
+def sample(step: int, rank: int) -> Tensor:
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def trained_plainly(model: nn.Module, loss: Loss) -> list[tuple[float, float]]:
+    """Mean loss over the ranks and norm of the gradient in each step."""
+    adam = AdamOptions()
+    decays = [[parameter for parameter in model.parameters() if (parameter.ndim > 1) == is_matrix] for is_matrix in (True, False)]
+    groups = [{"params": decays[0], "weight_decay": adam.weight_decay}, {"params": decays[1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(adam.beta1, adam.beta2), eps=adam.eps)
+    history = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        mean = torch.stack([loss(model, sample(step, rank), rank) for rank in range(RANKS)]).mean()
+        mean.backward()
+        for parameter in model.parameters():  # as in the engine, which updates what got no gradient as well
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        norms = torch.stack([parameter.grad.norm() for parameter in model.parameters()])
+        history.append((mean.item(), norms.norm().item()))
+        optimizer.step()
+    return history
+
+
+def trained_sharded(make: Callable[[], nn.Module], loss: Loss, prefetch: Prefetch) -> list[tuple[float, float]]:
+    models = [make() for _ in range(RANKS)]
+
+    def program(backend: VirtualBackend) -> list[tuple[float, float]]:
+        model = models[backend.rank]
+        engine = shard(model, UNITS, EngineOptions(POLICIES[3], block_numel=32, clip_grad=0.0, prefetch=prefetch), backend=backend)
+        history = []
+        for step in range(STEPS):
+            own = loss(model, sample(step, backend.rank), backend.rank)
+            engine.backward(own)
+            norm = engine.step(RATE).grad_norm
+            history.append((engine.gather_world(own.detach().view(1)).mean().item(), norm))
+        engine.close()
+        return history
+
+    first, second = run_world((1, RANKS), program, takes_turns=False)
+    assert first == second
+    return first
+
+
+def skips(*of_ranks: tuple[int, ...]) -> tuple[Callable[[], nn.Module], Loss]:
+    return partial(chain, *[Skipped] * LAYERS), partial(loss_after_skips, of_ranks)
+
+
+@pytest.mark.virtual
+@pytest.mark.parametrize("prefetch", [Prefetch(), NOT_AHEAD], ids=["ahead", "not ahead"])
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [
+        pytest.param(*skips((0,), (0,)), id="the first returns its input"),
+        pytest.param(*skips((1, 2), (1, 2)), id="two neighbours return their inputs"),
+        pytest.param(*skips((3,), (3,)), id="the last returns its input"),
+        pytest.param(*skips((2,), (1,)), id="other ones on each rank return their inputs"),
+        pytest.param(partial(chain, View, InPlace, View, InPlace), loss_of, id="views, which the next module writes to"),
+        pytest.param(partial(chain, *[Auxiliary] * LAYERS), loss_with_auxiliary, id="losses beside the output"),
+        pytest.param(partial(chain, *[InTuple] * LAYERS), loss_of_parts, id="tensors in tuples, dictionaries and lists"),
+        pytest.param(with_hooks_before, loss_of, id="hooks that read weights"),
+        pytest.param(with_normed_weights, loss_of, id="weights computed in hooks"),
+        pytest.param(partial(chain, *[Block] * LAYERS), loss_of_recomputed, id="recomputed"),
+        pytest.param(partial(chain, *[Block] * LAYERS), loss_after_inference, id="inference mode between steps"),
+    ],
+)
+def test_losses_and_norms_are_those_of_plain_torch(make: Callable[[], nn.Module], loss: Loss, prefetch: Prefetch) -> None:
+    """Within the rounding of fp32 sums, which the ranks take in another order."""
+    expected, found = trained_plainly(make(), loss), trained_sharded(make, loss, prefetch)
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=2e-5)
+    assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=2e-5)
+
+
+# ---- refused
+
+
+def sharded(*kinds: type[Block]) -> tuple[nn.Sequential, ZeroEngine]:
+    model = chain(*kinds)
+    return model, shard(model, [str(index) for index in range(len(kinds))], OPTIONS)
+
+
+def in_two_ranks(check: Callable[[nn.Sequential, ZeroEngine], None]) -> None:
+    models = [chain(Block, Block) for _ in range(RANKS)]
+
+    def program(backend: VirtualBackend) -> None:
+        check(models[backend.rank], shard(models[backend.rank], UNITS[:2], OPTIONS, backend=backend))
+
+    run_world((1, RANKS), program, takes_turns=False)
+
+
+@pytest.mark.virtual
+def test_a_gradient_that_comes_without_passing_an_output_is_refused() -> None:
+    def check(model: nn.Sequential, engine: ZeroEngine) -> None:
+        inner: list[Tensor] = []
+        model[0].up.register_forward_hook(lambda module, inputs, output: inner.append(output))
+        model(sample(0, 0))
+        with pytest.raises(RuntimeError, match=r"the gradient of 0\.up\.\w+ was computed without the unit's weights"):
+            engine.backward(inner[0].square().mean())
+
+    in_two_ranks(check)
+
+
+@pytest.mark.virtual
+def test_recomputation_that_is_entered_before_the_backward_names_the_argument_to_change() -> None:
+    def check(model: nn.Sequential, engine: ZeroEngine) -> None:
+        hidden = sample(0, 0).requires_grad_()
+        for block in model:
+            hidden = checkpoint(block, hidden, use_reentrant=True)
+        with pytest.raises(RuntimeError, match="unit 1 is recomputed before its backward has begun.*use_reentrant=False"):
+            engine.backward(hidden.square().mean())
+
+    in_two_ranks(check)
+
+
+def test_a_module_that_returns_its_own_weights_is_named() -> None:
+    model, _ = sharded(OwnWeight)
+    with pytest.raises(RuntimeError, match=r"unit 0: a module returns a view of its weights.*\.clone\(\)"):
+        model(sample(0, 0))
+
+
+def test_an_output_that_could_hide_tensors_is_named() -> None:
+    model, _ = sharded(InObject)
+    with pytest.raises(RuntimeError, match="InObject, the module of a use, returns a Output; it must return a tensor"):
+        model(sample(0, 0))
+
+
+def test_a_parameter_that_is_frozen_later_is_named() -> None:
+    model, engine = sharded(Block)
+    model[0].up.weight.requires_grad_(False)
+    engine.backward(loss_of(model, sample(0, 0), 0))
+    with pytest.raises(RuntimeError, match=r"parameter 0\.up\.weight was frozen after shard\(\)"):
+        engine.step(RATE)
+
+
+@pytest.mark.parametrize("stage", list(POLICIES))
+def test_no_module_in_a_sharded_one_gives_or_takes_a_state_dict(stage: int) -> None:
+    model = chain(Block)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    shard(model, ["0"], EngineOptions(POLICIES[stage]))
+    for module in (model, model[0], model[0].up):
+        with pytest.raises(RuntimeError, match="full_weights"):
+            module.state_dict()
+    with pytest.raises(RuntimeError, match=r"cannot load any; load them before shard\(\)"):
+        model.load_state_dict(values)
