@@ -28,22 +28,14 @@ from megatron_zpp.zero.grad_norm import count_zeros, squared_norm, weight_norm
 from megatron_zpp.zero.gradient_progress import GradientProgress
 from megatron_zpp.zero.gradients import Collector, UnitGradient
 from megatron_zpp.zero.home import home_of
-from megatron_zpp.zero.hooks import hook_parameters, hook_uses, refuse_forward
+from megatron_zpp.zero.hooks import hook_parameters, hook_uses
 from megatron_zpp.zero.later_updates import LaterUpdates
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, LossScaler
 from megatron_zpp.zero.optimizer import ShardedAdamW, Update
 from megatron_zpp.zero.policy import Rung
-from megatron_zpp.zero.schedule import (
-    Actions,
-    Moment,
-    Pass,
-    Phase,
-    descent_order,
-    evaluation_schedule,
-    full_when_complete,
-    training_schedule,
-)
+from megatron_zpp.zero.refusals import full_at_gradients, refuse_forward, refuse_frozen, refuse_gradient_without_weights, refuse_views
+from megatron_zpp.zero.schedule import Actions, Moment, Pass, Phase, descent_order, evaluation_schedule, training_schedule
 from megatron_zpp.zero.shared_gradients import SharedGradients
 from megatron_zpp.zero.squared_sums import squared_sums_for
 from megatron_zpp.zero.state_bytes import StateBytes, state_bytes
@@ -88,7 +80,7 @@ class ZeroEngine:
         self._policy = options.policy.in_world(ladder.topology)
         self._uses = tuple(uses)
         self._unit_names = tuple(" + ".join(use.units) for use in uses)
-        self._full_when_complete = full_when_complete(uses)
+        self._full_at_gradients = full_at_gradients(uses)
         training = training_schedule(uses, options.prefetch)
         self._passes = {True: Pass(training), False: Pass(evaluation_schedule(uses, options.prefetch))}
         self._first_actions = training[Moment(Phase.PRE_FORWARD, 0)]
@@ -165,25 +157,19 @@ class ZeroEngine:
     def _recompute(self, use: int) -> None:
         """Gathers the weights of a use that is recomputed in a chunk. A use that is recomputed alone has them already, for its backward.
 
-        Raises RuntimeError if they are missing.
+        Raises RuntimeError if they are missing: uses that are recomputed together need the same `recomputed_in`.
         """
         moment = Moment(Phase.RECOMPUTE, use)
         if self._passes[True].is_ahead(moment):
             self._reach(moment, is_training=True)
         for name in self._uses[use].units:
-            unit = self._unit_of[name]
-            if not unit.is_coming:
-                raise RuntimeError(
-                    f"unit {name} is recomputed before its backward has begun; call torch's checkpoint with use_reentrant=False, and give "
-                    "uses that are recomputed together the same `recomputed_in`"
-                )
-            unit.wait(Category.WEIGHTS)
+            self._unit_of[name].wait(Category.WEIGHTS)
 
     def post_forward(self, use: int, outputs: Sequence[Tensor]) -> None:
-        """Called after a use's forward, with the tensors that it returns. Raises RuntimeError for a view of weights, which may be freed."""
+        """Called after a use's forward, with the tensors that it returns."""
         if not self._is_in_backward:
             for name in self._uses[use].units:
-                self._unit_of[name].refuse_views(outputs)
+                refuse_views(self._unit_of[name], outputs)
             self._reach(Moment(Phase.POST_FORWARD, use), torch.is_grad_enabled())
 
     def pre_backward(self, use: int) -> None:
@@ -244,11 +230,8 @@ class ZeroEngine:
         parameter = unit.parameters[index]
         if parameter.grad is None:
             raise RuntimeError(f"unit {unit.name}: parameter {unit.layout.params[index].spec.name} reported a gradient and has none")
-        if unit.name in self._full_when_complete and not unit.is_full:
-            raise RuntimeError(
-                f"unit {unit.name}: the gradient of {unit.layout.params[index].spec.name} was computed without the unit's weights, because "
-                "backward has not come through what the unit returns; compute the loss from what units return"
-            )
+        if unit.name in self._full_at_gradients:
+            refuse_gradient_without_weights(unit, index)
         is_complete = descent.collect(index, parameter.grad)
         parameter.grad = None
         if is_complete:
@@ -270,18 +253,12 @@ class ZeroEngine:
         self._check_open()
         if not self._progress.is_mean_missing():
             return
-        self._refuse_frozen()
+        refuse_frozen(self.units)
         self._descents.finish()
         self._shared_gradients.combine()
         for gradient in self.gradients:
             gradient.clear_padding()
         self._progress.end_mean()
-
-    def _refuse_frozen(self) -> None:
-        for unit in self.units:
-            for parameter, placed in zip(unit.parameters, unit.layout.params, strict=True):
-                if not parameter.requires_grad:
-                    raise RuntimeError(f"parameter {placed.spec.name} was frozen after shard(), but the engine trains all parameters")
 
     def update(
         self, learning_rate: float, weight_decay: float | None = None, report: Tensor | None = None, refusal: Tensor | None = None

@@ -147,15 +147,6 @@ def backward_starts(uses: Sequence[Use]) -> tuple[Moment, ...]:
     return tuple(starts)
 
 
-def full_when_complete(uses: Sequence[Use]) -> frozenset[str]:
-    """The units whose weights are there when their gradients are complete: that is in the backward of their first use."""
-    first_use: dict[str, Use] = {}
-    for use in uses:
-        for unit in use.units:
-            first_use.setdefault(unit, use)
-    return frozenset(unit for unit, use in first_use.items() if use.needs_weights_in_backward)
-
-
 def descent_order(uses: Sequence[Use]) -> tuple[str, ...]:
     """Every unit once, in the order in which their gradients descend: a unit is complete after the backward of its first use."""
     first_use: dict[str, int] = {}

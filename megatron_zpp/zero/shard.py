@@ -45,10 +45,10 @@ from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
 from megatron_zpp.parallel.topology import Lane
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.engine_options import EngineOptions
-from megatron_zpp.zero.hooks import is_hooked
 from megatron_zpp.zero.loss_scaler import LossScaler
 from megatron_zpp.zero.pieces import parameters, resting_pieces
 from megatron_zpp.zero.policy import Policy, Rung
+from megatron_zpp.zero.refusals import is_hooked
 from megatron_zpp.zero.states import WEIGHT
 
 LONGEST_MISTAKE = 1024  # bytes of a text that ranks exchange

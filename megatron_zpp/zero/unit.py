@@ -8,7 +8,7 @@ While the full rung is freed, a parameter is one NaN expanded to its shape, beca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -124,11 +124,6 @@ class WeightUnit:
         """Whether the parameters have their values."""
         return self._residency.is_fresh(Rung.FULL)
 
-    @property
-    def is_coming(self) -> bool:
-        """Whether the parameters have their values, or will after `wait`."""
-        return self.is_full or Rung.FULL in self._residency.under_way()
-
     def wait(self, category: Category) -> None:
         """Waits until the full rung is fresh, and books the bytes of its climb.
 
@@ -138,7 +133,10 @@ class WeightUnit:
             return
         under_way = self._residency.under_way()
         if Rung.FULL not in under_way:
-            raise RuntimeError(f"unit {self.name}: its full rung is stale and no climb is on its way")
+            raise RuntimeError(
+                f"unit {self.name}: its full rung is stale and no climb is on its way; recompute modules with use_reentrant=False, "
+                "and give those that are recomputed together the same Use.recomputed_in"
+            )
         self._ladder.lanes.wait(under_way[Rung.FULL])
         for rung, hop in under_way.items():
             stays = rung <= self._policy.weights_in_step
@@ -151,14 +149,6 @@ class WeightUnit:
     def rest(self) -> None:
         """Frees the rungs that the policy does not keep between uses (Policy.weights_in_step), unless a climb is under way."""
         self._release(*self._residency.rest())
-
-    def refuse_views(self, tensors: Sequence[Tensor]) -> None:
-        """Raises RuntimeError if one of the tensors is a view of the full rung."""
-        own = self._full.untyped_storage().data_ptr()
-        if own and any(_storage_address(tensor) == own for tensor in tensors):
-            raise RuntimeError(
-                f"unit {self.name}: a module returns a view of its weights, which are freed after its call; let it return a copy (.clone())"
-            )
 
     def finish_climbs(self) -> None:
         """Waits for climbs under way, which read the main weights. Call it before these change. `wait` books the bytes, as always."""
@@ -245,11 +235,3 @@ class WeightUnit:
         if Rung.SECONDARY in rungs and self._secondary is not None:
             self._ladder.staging.give(self._secondary.view(-1))
             self._secondary = None
-
-
-def _storage_address(tensor: Tensor) -> int:
-    """Where the values of a tensor begin in memory; 0 if it has no storage of its own."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse tensors, and subclasses that hold other tensors
-        return 0

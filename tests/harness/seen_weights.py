@@ -35,7 +35,7 @@ def _before_forward(look: Callable[[str], None], *_: Any) -> None:
 
 def _after_forward(look: Callable[[str], None], module: object, args: object, output: Tensor) -> None:
     if torch.is_grad_enabled() and output.requires_grad:
-        output.register_hook(lambda _: look("backward"))  # after the engine's own
+        output.grad_fn.register_hook(lambda *_: look("backward"))  # type: ignore[union-attr]  # once the engine's own node has run
 
 
 def _look(rank: Rank, names: tuple[str, ...], see: See, phase: str) -> None:

@@ -1,0 +1,64 @@
+"""What the module of a use returns, and how backward is noticed when it comes back to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+# What may be in an output. Anything else could hold tensors whose gradients nothing would announce.
+_KNOWN = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class Outputs:
+    """The output of a module: a tensor, or tensors in tuples, lists and dictionaries. Raises RuntimeError for another one.
+
+    tensors: all of them, in order.
+    """
+
+    def __init__(self, module: nn.Module, output: Any) -> None:
+        self._leaves: list[Any]
+        self._structure: TreeSpec
+        self._leaves, self._structure = tree_flatten(output)
+        self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        unknown = next((leaf for leaf in self._leaves if not isinstance(leaf, _KNOWN)), None)
+        if unknown is not None or not self.tensors:
+            found = type(output if unknown is None else unknown).__name__
+            raise RuntimeError(
+                f"{type(module).__name__}, the module of a use, returns {found}; it must return a tensor, or tensors in tuples, lists and "
+                "dictionaries"
+            )
+
+    def watched(self, before_backward: Callable[[], None]) -> Any:
+        """The same output. When all gradients of its tensors have come, `before_backward` is called, then they go on into the module."""
+        if not torch.is_grad_enabled():
+            return tree_unflatten(self._leaves, self._structure)
+        places = [index for index, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        leaves = list(self._leaves)
+        if places:
+            for index, leaf in zip(places, _Watch.apply(before_backward, *(leaves[index] for index in places)), strict=True):
+                leaves[index] = leaf
+        return tree_unflatten(leaves, self._structure)
+
+
+class _Watch(torch.autograd.Function):
+    """Returns its tensors as they are; its backward calls `before_backward` and passes their gradients on.
+
+    A hook on an output would not do: the output may be the input of the module, which has hooks already, or a view, which loses its hooks
+    when it is written to. This node belongs to one call of one module, and is made after all others of the call. So autograd runs it before
+    those that recompute the module, and before those of a loss that the module keeps beside its output.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, before_backward: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.before_backward = before_backward
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.before_backward()
+        return (None, *gradients)

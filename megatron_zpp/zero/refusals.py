@@ -1,0 +1,79 @@
+"""What is refused of a sharded module, because its numbers would be wrong: RuntimeError, with the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_zpp.parallel.specs import Use
+from megatron_zpp.zero.hooks import before_forward
+from megatron_zpp.zero.schedule import Phase, backward_starts
+from megatron_zpp.zero.unit import WeightUnit
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether this module or one in it has, or had, an engine."""
+    hooks = [hook for inner in module.modules() for hook in inner._forward_pre_hooks.values()]
+    return any(hook is _refuse_forward or (isinstance(hook, partial) and hook.func is before_forward) for hook in hooks)
+
+
+def refuse_forward(module: nn.Module, uses: Sequence[Use]) -> None:
+    """Makes each use's forward raise RuntimeError, because the engine of the module is closed."""
+    for use in uses:
+        module.get_submodule(use.module).register_forward_pre_hook(_refuse_forward, prepend=True)
+
+
+def _refuse_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
+    raise RuntimeError(f"{type(module).__name__} has no weights any more, because its engine is closed")
+
+
+def refuse_frozen(units: Iterable[WeightUnit]) -> None:
+    """Refuses parameters that were frozen after they were sharded: the engine would let their weights decay."""
+    for unit in units:
+        for parameter, placed in zip(unit.parameters, unit.layout.params, strict=True):
+            if not parameter.requires_grad:
+                raise RuntimeError(f"parameter {placed.spec.name} was frozen after shard(), but the engine trains all parameters")
+
+
+def refuse_views(unit: WeightUnit, outputs: Sequence[Tensor]) -> None:
+    """Refuses outputs that are views of the unit's weights, whose storage is freed when the unit rests. Call it while they are there."""
+    weights = unit.parameters[0].untyped_storage().data_ptr()
+    if any(_storage_address(output) == weights for output in outputs):
+        raise RuntimeError(
+            f"unit {unit.name}: a module returns a view of its weights, which are freed after its call; let it return a copy (.clone())"
+        )
+
+
+def full_at_gradients(uses: Sequence[Use]) -> frozenset[str]:
+    """The units whose weights are there whenever a gradient of them is complete: in the backward of their first use.
+
+    The last of several modules that are recomputed together is not among them: its biases have their gradients before it is recomputed.
+    """
+    first_use: dict[str, int] = {}
+    for index, use in enumerate(uses):
+        for unit in use.units:
+            first_use.setdefault(unit, index)
+    starts = backward_starts(uses)
+    return frozenset(
+        unit for unit, index in first_use.items() if uses[index].needs_weights_in_backward and starts[index].phase is Phase.PRE_BACKWARD
+    )
+
+
+def refuse_gradient_without_weights(unit: WeightUnit, index: int) -> None:
+    """Refuses the gradient of parameter `index` if the unit's weights are not there, so that backward has read something else."""
+    if not unit.is_full:
+        raise RuntimeError(
+            f"unit {unit.name}: the gradient of {unit.layout.params[index].spec.name} was computed without the unit's weights, because "
+            "backward has not come through what the unit returns; compute the loss from what units return"
+        )
+
+
+def _storage_address(tensor: Tensor) -> int:
+    """Where the values of a tensor begin in memory; 0 if it has no storage of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and subclasses that hold other tensors
+        return 0
