@@ -12,6 +12,7 @@ import torch
 
 from gpu import timed_ops
 from gpu.deadline import Deadline
+from gpu.device_errors import in_words, is_fatal
 from gpu.outcome import NotDone, Outcome
 from gpu.place import Place, require_gpu, require_kernels
 from gpu.timed_ops import Call
@@ -48,7 +49,7 @@ def run(time: Deadline, outcome: Outcome) -> None:
     results: list[Result] = []
     for megabytes in MEGABYTES:
         try:
-            for result in _measure_size(megabytes, time):
+            for result in _measure_size(megabytes, time, outcome):
                 results.append(result)
                 outcome.measure(kernels=[asdict(one) for one in results])
         except torch.OutOfMemoryError:
@@ -59,12 +60,20 @@ def run(time: Deadline, outcome: Outcome) -> None:
     outcome.say(*_table(results), *_aims(results))
 
 
-def _measure_size(megabytes: int, time: Deadline) -> Iterator[Result]:
+def _measure_size(megabytes: int, time: Deadline, outcome: Outcome) -> Iterator[Result]:
+    """The results of one size. An error of one op is a failure, and the other ops are still timed. Out of memory ends the size."""
     run_numel = megabytes * 2**20 // 2 // SLICES // BLOCK_NUMEL * BLOCK_NUMEL
     for codes, op, make in timed_ops.timed_ops(SLICES, run_numel, BLOCK_NUMEL):
         if not time.has(OP_SECONDS):
             return
-        yield _measure(megabytes, codes, op, make)
+        try:
+            yield _measure(megabytes, codes, op, make)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            outcome.check(f"{codes}, {op} at {megabytes} MB runs, and does not end with {in_words(error)}", holds=False)
+            if is_fatal(error):
+                raise
         torch.cuda.empty_cache()
 
 

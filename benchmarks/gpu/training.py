@@ -34,12 +34,28 @@ GPU_SHAPE = "--num-layers 18 --hidden-size 2048 --num-attention-heads 16 --seq-l
 CPU_SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --vocab-size 500"
 FLAGS = "--bf16 --zero-stage 3 --mock-data --train-iters 100 --attention-dropout 0 --hidden-dropout 0"
 MICROBATCHES, MICROBATCHES_SECONDS = 8, 15.0
-COMPILE_SECONDS = 60.0
 WARMUP_STEPS, TIMED_STEPS, PROFILED_STEPS, SHORT_STEPS = 3, 8, 3, 4
 NAMED_KERNELS = 14
 PLAN_SLACK = 0.05  # of the plan; activations are an estimate
 RESERVE_BYTES = 6 * 2**30  # beyond the plan: CUDA's context, workspaces of cuBLAS, what the allocator cannot use
 MATRIX_SIZE, MATRIX_ROUNDS = 8192, 10
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The same model with other flags. seconds: below which it is not begun."""
+
+    name: str
+    flags: str
+    seconds: float
+
+
+# In a world of one, stage 3 copies all weights twice per micro-batch to save 2 bytes per parameter, and the loss in chunks computes logits
+# twice to save their memory. The first variant does neither.
+VARIANTS = (
+    Variant("weights kept, whole logits", "--zero-stage 1 --loss-chunk-tokens 0", 15.0),
+    Variant("--compile", "--compile", 60.0),
+)
 
 
 @dataclass
@@ -61,16 +77,16 @@ def run(time: Deadline, outcome: Outcome) -> None:
     if not place.is_gpu:
         outcome.omit("a GPT of 1 billion parameters: torch finds no GPU here; a tiny one was trained on the CPU instead")
     shape = CPU_SHAPE if place.is_tiny else GPU_SHAPE
-    _measure_uncompiled(time, outcome, place, f"{shape} {FLAGS}")
-    if place.is_tiny:
-        return
-    gc.collect()  # the next model needs the memory of this one
-    torch.cuda.empty_cache()
-    attempt(outcome, "--compile", partial(_time_compiled, time, outcome, place, f"{shape} {FLAGS} --compile"))
+    _measure_all(time, outcome, place, f"{shape} {FLAGS}")
+    for variant in VARIANTS:
+        if place.is_gpu:
+            gc.collect()  # the next model needs the memory of this one
+            torch.cuda.empty_cache()
+        attempt(outcome, variant.name, partial(_time_variant, time, outcome, place, f"{shape} {FLAGS}", variant))
 
 
-def _measure_uncompiled(time: Deadline, outcome: Outcome, place: Place, flags: str) -> None:
-    """Everything but --compile, with one model."""
+def _measure_all(time: Deadline, outcome: Outcome, place: Place, flags: str) -> None:
+    """Everything that is measured, with one model; of the variants only the speed."""
     timers, streams = Timers(2, clock_of(place.device)), streams_of(place.device)
     measured = None if streams is None else MeasuredStreams(streams)
     session = Session(flags, RankPlace.alone(place.device, measured), StepObserver((timers.running,), ()))
@@ -88,12 +104,13 @@ def _measure_uncompiled(time: Deadline, outcome: Outcome, place: Place, flags: s
     session.close()
 
 
-def _time_microbatches(time: Deadline, outcome: Outcome, session: Session, place: Place) -> None:
+def _time_microbatches(time: Deadline, outcome: Outcome, session: Session, place: Place, variant: str = "") -> None:
+    name = f"{MICROBATCHES} micro-batches{variant}"
     if not time.has(MICROBATCHES_SECONDS):
-        outcome.ran_late(f"{MICROBATCHES} micro-batches")
+        outcome.ran_late(name)
         return
     session.microbatches = MICROBATCHES
-    _report_speed(outcome, session, time_steps(session, place, 1, SHORT_STEPS), place, f"{MICROBATCHES} micro-batches")
+    _report_speed(outcome, session, time_steps(session, place, 1, SHORT_STEPS), place, name)
 
 
 def time_steps(session: Session, place: Place, warmup: int, timed: int, timers: Timers | None = None) -> Steps:
@@ -276,14 +293,16 @@ def report_stalls(outcome: Outcome, session: Session, measured: MeasuredStreams,
     )
 
 
-def _time_compiled(time: Deadline, outcome: Outcome, place: Place, flags: str) -> None:
-    if not time.has(COMPILE_SECONDS):
-        outcome.ran_late("--compile")
+def _time_variant(time: Deadline, outcome: Outcome, place: Place, flags: str, variant: Variant) -> None:
+    """Times steps of one micro-batch and, if there is time, of several."""
+    if not time.has(variant.seconds):
+        outcome.ran_late(variant.name)
         return
     try:
-        session = Session(flags, RankPlace.alone(place.device))
+        session = Session(f"{flags} {variant.flags}", RankPlace.alone(place.device))
     except ValueError as refusal:
-        outcome.omit(f"--compile: {refusal}")
+        outcome.omit(f"{variant.name}: {refusal}")
         return
-    _report_speed(outcome, session, time_steps(session, place, WARMUP_STEPS, SHORT_STEPS), place, "1 micro-batch, --compile")
+    _report_speed(outcome, session, time_steps(session, place, WARMUP_STEPS, SHORT_STEPS), place, f"1 micro-batch, {variant.name}")
+    _time_microbatches(time, outcome, session, place, f", {variant.name}")
     session.close()

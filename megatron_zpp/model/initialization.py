@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -78,15 +79,29 @@ def _values_of_stripe(width: int, whole: Values, stripe: Stripe) -> Tensor:
 def normal_values(seed: int, name: str, std: float, start: int, stop: int) -> Tensor:
     """Elements start..stop of the flattened parameter `name`, normal with mean 0: [stop - start] fp32.
 
-    Every chunk of CHUNK_NUMEL elements has a generator of its own, keyed by (seed, name, chunk).
+    Every chunk of CHUNK_NUMEL elements has a generator of its own, keyed by (seed, name, chunk). As many threads as torch has draw them.
     """
     values = torch.empty(stop - start, dtype=torch.float32)
-    for chunk in range(start // CHUNK_NUMEL, -(-stop // CHUNK_NUMEL)):
-        chunk_start = chunk * CHUNK_NUMEL
-        begin, end = max(start, chunk_start), min(stop, chunk_start + CHUNK_NUMEL)
-        drawn = _chunk_generator(seed, name, chunk).standard_normal(end - chunk_start, dtype=np.float32)
-        values[begin - start : end - start] = torch.from_numpy(drawn[begin - chunk_start :])
+    chunks = range(start // CHUNK_NUMEL, -(-stop // CHUNK_NUMEL))
+    draw = partial(_draw_chunk, values.numpy(), start, partial(_chunk_generator, seed, name))
+    threads = min(torch.get_num_threads(), len(chunks))
+    if threads > 1:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(draw, chunks))
+    else:
+        for chunk in chunks:
+            draw(chunk)
     return values.mul_(std)
+
+
+def _draw_chunk(values: Any, start: int, generator_of: Callable[[int], np.random.Generator], chunk: int) -> None:
+    """Fills the elements of this chunk in `values` [numel] fp32, which has those from `start` on. Other threads run meanwhile."""
+    before = chunk * CHUNK_NUMEL - start  # where the chunk begins in `values`; less than 0 if its first elements are not asked for
+    own = values[max(0, before) : before + CHUNK_NUMEL]
+    if before >= 0:
+        generator_of(chunk).standard_normal(dtype=np.float32, out=own)
+    else:
+        own[:] = generator_of(chunk).standard_normal(len(own) - before, dtype=np.float32)[-before:]
 
 
 def _chunk_generator(seed: int, name: str, chunk: int) -> np.random.Generator:

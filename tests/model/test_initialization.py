@@ -31,6 +31,13 @@ def test_every_partition_yields_the_same_values(cuts: list[int]) -> None:
     assert torch.equal(torch.cat(pieces), normal_values(1234, "blocks.0.mlp.up.weight", 0.02, 0, NUMEL))
 
 
+@pytest.mark.parametrize("threads", [2, 7])
+def test_values_depend_on_no_number_of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = normal_values(1234, "head.weight", 0.02, 1000, NUMEL)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert torch.equal(normal_values(1234, "head.weight", 0.02, 1000, NUMEL), alone)
+
+
 def test_values_are_normal() -> None:
     values = normal_values(1234, "embedding.word.weight", 0.02, 0, NUMEL).double() / 0.02
     tolerance = 5 / math.sqrt(NUMEL)  # five standard errors
