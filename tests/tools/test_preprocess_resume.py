@@ -185,6 +185,19 @@ def test_killed_at_any_change_to_the_disk_no_index_stands_beside_tokens_of_anoth
     assert last_call > 30
 
 
+def test_killed_after_it_began_anew_it_does_not_go_on_with_the_run_before(tmp_path: Path) -> None:
+    sources = write_source(tmp_path, documents=30, seed=7)
+    preprocess_data.run(arguments(sources, tmp_path / "whole"))
+    before, changes = tmp_path / "before", ["--resume", "--restart-if-changed"]
+    before.mkdir()
+    run_until_call(arguments(sources, before / "out"), 20)
+    for last_call in range(16):
+        prefix = Path(shutil.copytree(before, tmp_path / str(last_call))) / "out"
+        assert run_until_call(arguments(sources[:1], prefix, *changes), last_call)
+        preprocess_data.run(arguments(sources, prefix, *changes))
+        assert digests(prefix) == digests(tmp_path / "whole"), last_call
+
+
 def test_files_are_on_the_disk_before_the_journal_relies_on_them_and_before_they_have_their_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,8 @@ class CorpusBuilder:
         self.progress = start or Progress(extents={key: Extent() for key in keys})
         self._writers: dict[str, IndexedDatasetWriter] = {}
         self._skipped_list: BinaryIO | None = None
+        if start is None:
+            journal.remove()  # before any file that it describes changes
         # Complete files, and the list, may have their final names already, so they must not be opened again.
         if not self.progress.is_complete:
             self._open(dtype, resumes=start is not None)

@@ -1,6 +1,5 @@
 """Records the progress of preprocessing in one JSON file beside the output. Each save replaces the file as a whole."""
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -94,9 +93,9 @@ class Journal:
         return found
 
     def remove(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        if self.path.exists():
             self.path.unlink()
-        sync_folder(Path(self.prefix).parent)
+            sync_folder(Path(self.prefix).parent)
 
     def _check_settings(self, found: Mapping[str, Any]) -> None:
         for name in {**found, **self.settings}:
