@@ -11,7 +11,8 @@
 #   SHARES           tasks of the array (default: one per file, 64 at most)
 #   SBATCH_OPTIONS   further options for both jobs, for example: --partition cpu --account me
 #
-# If the same command is given again, interrupted tasks continue, and finished tasks are not repeated.
+# If the same command is given again, interrupted tasks continue. Finished tasks are repeated only if their files, the tokenizer or a flag
+# have changed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/checks.sh

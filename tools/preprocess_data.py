@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     began = time.monotonic()
     try:
         write_documents(job, builder)
-        if not any(extent.sequence_count for extent in builder.progress.extents.values()):
+        if not args.share and not any(extent.sequence_count for extent in builder.progress.extents.values()):
             raise NothingToWrite(f"--input {' '.join(args.input)} holds no document with text: {_why_empty(builder)}")
         builder.finish()
     except NothingToWrite:
@@ -119,7 +119,7 @@ def _job(args: argparse.Namespace) -> Job:
     return Job(
         paths=paths,
         encoder=DocumentEncoder(tuple(args.json_keys), tokenizer, args.append_eod),
-        journal=Journal(args.output_prefix, input_files(paths), settings),
+        journal=Journal(args.output_prefix, input_files(paths), settings, args.share),
         workers=args.workers,
         skips_invalid=args.skip_invalid,
         longest_line_bytes=args.longest_line_bytes,
@@ -133,21 +133,35 @@ def _start(job: Job, resumes: bool, restarts_if_changed: bool) -> Progress | Non
     journal = job.journal
     if resumes:
         try:
-            start = journal.load()
+            start = _earlier_progress(job)
         except ValueError as refusal:
             if not restarts_if_changed:
                 raise
             print(f"{refusal} --restart-if-changed: starting at the beginning.", flush=True)
             return None
-        if start is None:
-            print(f"--resume: no unfinished run of {journal.prefix}; starting at the beginning.", flush=True)
-        else:
-            done = sum(extent.document_count for extent in start.extents.values()) // len(start.extents)
-            print(f"--resume: going on after {counted(done, 'document')}, {start.text_bytes / 1e6:.1f} MB of text.", flush=True)
+        print(f"--resume: {_in_words(start, journal.prefix)}", flush=True)
         return start
     if journal.path.exists():
         raise ValueError(f"{journal.prefix} has an unfinished run; give --resume to continue it, or remove {journal.path} to start anew.")
     return None
+
+
+def _earlier_progress(job: Job) -> Progress | None:
+    """The progress that the journal has. Raises ValueError if it is not that of this command."""
+    start = job.journal.load()
+    if job.journal.is_share and start is not None and start.skipped_lines and not job.skips_invalid:
+        left_out = f"{counted(start.skipped_lines, 'invalid line')} of {job.journal.prefix} left out"
+        raise ValueError(f"--resume: the earlier run had {left_out}; give --skip-invalid, or {job.journal.remedy}")
+    return start
+
+
+def _in_words(start: Progress | None, prefix: str) -> str:
+    if start is None:
+        return f"no unfinished run of {prefix}; starting at the beginning."
+    if start.is_complete:
+        return f"{prefix} was done before."
+    done = sum(extent.document_count for extent in start.extents.values()) // len(start.extents)
+    return f"going on after {counted(done, 'document')}, {start.text_bytes / 1e6:.1f} MB of text."
 
 
 def _stop(job: Job, builder: CorpusBuilder, error: BaseException) -> NoReturn:
@@ -238,6 +252,9 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--resume", action="store_true", help="continue an interrupted run of this prefix, if there is one")
     output.add_argument(
         "--restart-if-changed", action="store_true", help="with --resume: where input or flags have changed, start at the beginning"
+    )
+    output.add_argument(
+        "--share", action="store_true", help="of a larger corpus: may hold no text, and with --resume it is not repeated once it is done"
     )
     output.add_argument("--journal-interval", type=float, default=30, metavar="SECONDS", help="work lost at most (default: 30)")
     output.add_argument("--log-interval", type=count_from_1, default=1000, help="documents between two lines of progress (default: 1000)")

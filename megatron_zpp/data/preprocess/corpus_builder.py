@@ -79,7 +79,7 @@ class CorpusBuilder:
         for writer in self._writers.values():
             writer.close()
         self._publish_list()
-        self._journal.remove()
+        self._journal.finish()
 
     def stop(self) -> bool:
         """Stops before the end. Returns whether a later builder can resume; if not, no files are left."""
