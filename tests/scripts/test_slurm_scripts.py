@@ -13,6 +13,7 @@ import pytest
 from harness.fake_commands import REAL, ROOT, SBATCH, SCONTROL, SRUN, FakeCommands
 from harness.interrupts import SLEEP
 from harness.patience import PATIENCE_SECONDS, wait_until
+from harness.tiny_corpus import write_corpus
 from harness.tool import run_tool, write_json_lines
 from harness.trained_tokenizers import write_gpt2_files
 from torch.distributed.run import parse_args
@@ -401,6 +402,20 @@ def test_a_share_is_done_again_if_its_tokenizer_was_trained_anew(tmp_path: Path)
         one_process(texts, tmp_path / sample[0], *flags)
         assert content(tmp_path / "corpus_text_document") == content(tmp_path / f"{sample[0]}_text_document")
     assert content(tmp_path / "a_text_document") != content(tmp_path / "b_text_document")
+
+
+def test_only_the_keys_of_the_last_command_are_joined(tmp_path: Path) -> None:
+    texts, parts = make_folder(tmp_path / "texts"), make_folder(tmp_path / "corpus_parts")
+    write_json_lines(texts / "a.jsonl", [{"text": "1", "title": "2"}])
+    write_corpus(parts, [[2]], name="part_0000_title_document")  # as a command with --json-keys text title left it
+    flags = "--tokenizer-type NullTokenizer --vocab-size 50 --json-keys text".split()
+    done = preprocessing(tmp_path).run("bash", "scripts/slurm_preprocess.sh", texts, tmp_path / "corpus", *flags)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.glob("corpus_*")) == [
+        "corpus_parts",
+        "corpus_text_document.bin",
+        "corpus_text_document.idx",
+    ]
 
 
 def test_shares_without_text_leave_the_corpus_that_of_one_process(tmp_path: Path) -> None:

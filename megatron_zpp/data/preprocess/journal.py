@@ -142,6 +142,21 @@ class Journal:
         return finished if self.is_share and finished.exists() else self.path
 
 
+class FinishedShare(NamedTuple):
+    """What a share was made with, and how much it has of each JSON key."""
+
+    settings: Mapping[str, Any]
+    extents: Mapping[str, Extent]
+
+
+def read_finished_share(prefix: str) -> FinishedShare:
+    """The record of a share. Raises ValueError if the share is not finished."""
+    path = _finished_path(prefix)
+    remedy = "make the share with tools/preprocess_data.py --share."
+    content = OutsideFile(path, str(path), remedy, most_bytes=JOURNAL_BYTES).members()
+    return FinishedShare(content.members("settings").values, _stored_progress(content.members("progress")).extents)
+
+
 def _finished_path(prefix: str) -> Path:
     return Path(f"{prefix}.finished")
 
