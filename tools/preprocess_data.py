@@ -10,6 +10,7 @@ import time
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import NoReturn
@@ -57,6 +58,9 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     """Writes the pairs of files for all keys, or for none. Raises ValueError for wrong flags or lines."""
     _check(args)
+    if args.list_inputs:
+        _list_inputs(args.input)
+        return
     job = _job(args)
     print(f"Text to ids: {job.encoder.tokenizer.prepare_batches()}", flush=True)
     if args.find_optimal_num_workers:
@@ -127,6 +131,11 @@ def _job(args: argparse.Namespace) -> Job:
         # Reading of standard input cannot be resumed, so its progress is not saved.
         journal_seconds=math.inf if STANDARD_INPUT in paths else args.journal_interval,
     )
+
+
+def _list_inputs(words: list[str]) -> None:
+    paths = find_inputs(words, partial(print, file=sys.stderr))
+    sys.stdout.buffer.write(b"".join(os.fsencode(path) + b"\0" for path in paths))
 
 
 def _start(job: Job, resumes: bool, restarts_if_changed: bool) -> Progress | None:
@@ -242,6 +251,9 @@ def _parser() -> argparse.ArgumentParser:
     text = parser.add_argument_group("input")
     text.add_argument(
         "--input", nargs="+", required=True, metavar="PATH", help="JSON lines, plain, .gz or .zst: files, globs, folders, or - for stdin"
+    )
+    text.add_argument(
+        "--list-inputs", action="store_true", help="write nothing: print the names of the input files, a zero byte after each"
     )
     text.add_argument("--json-keys", nargs="+", default=["text"], help="keys to tokenise, each into files of its own (default: text)")
     text.add_argument("--skip-invalid", action="store_true", help="leave out lines that are not documents, and list them in a file")

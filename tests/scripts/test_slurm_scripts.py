@@ -22,6 +22,7 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.data.preprocess.json_lines import find_inputs
 from megatron_zpp.parallel.launch import Launch, read_launch
 
 FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --zero-stage 3 --keep-last 7".split()
@@ -430,6 +431,24 @@ def test_shares_without_text_leave_the_corpus_that_of_one_process(tmp_path: Path
         assert content(tmp_path / f"corpus_{key}_document") == content(tmp_path / f"whole_{key}_document")
 
 
+def test_a_folder_has_the_files_that_it_has_for_one_process(tmp_path: Path) -> None:
+    """Links are followed, also that of the folder itself, and hidden files count."""
+    real, elsewhere = make_folder(tmp_path / "real"), make_folder(tmp_path / "elsewhere")
+    for path in (real / "b.jsonl", real / ".a.json", real / "more.txt", elsewhere / "c.jsonl.gz", tmp_path / "d.jsonl"):
+        path.touch()
+    (real / "C").symlink_to(elsewhere)
+    (real / "d.jsonl").symlink_to(tmp_path / "d.jsonl")
+    (tmp_path / "texts").symlink_to(real)
+    fakes = preprocessing(tmp_path)
+    fakes.add("sbatch")
+    done = fakes.run("bash", "scripts/slurm_preprocess.sh", tmp_path / "texts", tmp_path / "corpus")
+    assert done.returncode == 0 and "1 file with another ending is not read" in done.stderr
+    listed = (tmp_path / "corpus_parts" / "files").read_text().split("\0")
+    assert listed == [f"{tmp_path}/texts/{name}" for name in (".a.json", "C/c.jsonl.gz", "b.jsonl", "d.jsonl")] + [""]
+    assert listed[:-1] == find_inputs([f"{tmp_path}/texts"], print)
+    assert fakes.calls("sbatch")[0].words[2] == "0-3"
+
+
 @pytest.mark.parametrize(
     "words, shares, sentence",
     [
@@ -446,6 +465,7 @@ def test_preprocessing_refuses_words_that_a_program_would_read_as_flags(
     """Runs in a copy of the repository's scripts, because one of these words once deleted the folder it ran in."""
     fakes = FakeCommands(tmp_path)
     fakes.add("sbatch")
+    fakes.add("python", r'print("texts/a.jsonl\0texts/b.jsonl\0", end="")')
     folder = tmp_path / "repository"
     shutil.copytree(ROOT / "scripts", folder / "scripts")
     (folder / "texts").mkdir()
@@ -475,5 +495,7 @@ def test_a_folder_without_text_and_too_many_shares_are_refused(tmp_path: Path) -
     (tmp_path / "a.jsonl").write_text('{"text": "1"}\n')
     many = fakes.run("bash", "scripts/slurm_preprocess.sh", tmp_path, tmp_path / "corpus", SHARES="2")
     assert (empty.returncode, many.returncode) == (2, 2)
-    assert "has no .jsonl" in empty.stderr and "SHARES=2 is not a number from 1 to 1, which" in many.stderr
+    assert (
+        "bin is a folder without files that end in .jsonl" in empty.stderr and "SHARES=2 is not a number from 1 to 1, which" in many.stderr
+    )
     assert not fakes.calls("sbatch")
