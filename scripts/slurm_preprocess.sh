@@ -5,13 +5,14 @@
 #   SHARES=16 bash scripts/slurm_preprocess.sh FOLDER OUTPUT_PREFIX --append-eod \
 #       --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model my_tokenizer.model
 #
-# FOLDER has JSON lines (*.jsonl, also .gz or .zst); further arguments are flags of tools/preprocess_data.py. The result,
-# OUTPUT_PREFIX_text_document.bin and .idx, has the same bytes as that of one process over all files in the order of their names.
+# FOLDER has JSON lines, in the files that tools/preprocess_data.py reads of a folder; further arguments are flags of that tool. The
+# result, OUTPUT_PREFIX_text_document.bin and .idx, has the same bytes as that of one process with --input FOLDER.
 #
 #   SHARES           tasks of the array (default: one per file, 64 at most)
 #   SBATCH_OPTIONS   further options for both jobs, for example: --partition cpu --account me
 #
-# If the same command is given again, interrupted tasks continue, and finished tasks are not repeated.
+# If the same command is given again, interrupted tasks continue. Finished tasks are repeated only if their files, the tokenizer or a flag
+# have changed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/checks.sh
@@ -23,8 +24,8 @@ refuse_dash FOLDER "$folder"
 refuse_dash OUTPUT_PREFIX "$output"
 [[ -d "$folder" ]] || stop "$folder is not a folder; give a folder of JSON lines."
 
-mapfile -t -d '' files < <(find "$folder" '(' -name '*.jsonl' -o -name '*.jsonl.gz' -o -name '*.jsonl.zst' ')' -print0 | LC_ALL=C sort -z)
-((${#files[@]} > 0)) || stop "$folder has no .jsonl, .jsonl.gz or .jsonl.zst; correct the folder."
+mapfile -t -d '' files < <(python tools/preprocess_data.py --list-inputs --input "$folder" --output-prefix "$output")
+wait "$!" # set -e ends the script if the files could not be listed
 SHARES="${SHARES:-$((${#files[@]} < 64 ? ${#files[@]} : 64))}"
 is_number "$SHARES" 1 "${#files[@]}" || \
     stop "SHARES=$SHARES is not a number from 1 to ${#files[@]}, which is how many files $folder has; choose such a number."

@@ -13,6 +13,7 @@ from command import run_command
 from megatron_zpp.config.counted import counted
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.preprocess.indexed_writer import IndexedDatasetWriter
+from megatron_zpp.data.preprocess.journal import read_finished_share
 
 
 def main() -> None:
@@ -20,11 +21,20 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes OUTPUT_PREFIX.bin and .idx. Raises ValueError for a damaged corpus, and for token ids of different dtypes."""
+    """Writes the merged corpus, or that of every key of shares."""
     if args.multimodal:
         raise ValueError("--multimodal is not available: corpora hold only text; leave it out.")
+    if not args.shares:
+        merge(args.input, args.output_prefix)
+        return
+    for key in keys_of_shares(args.input):
+        merge([f"{share}_{key}_document" for share in args.input], f"{args.output_prefix}_{key}_document")
+
+
+def merge(words: list[str], output_prefix: str) -> None:
+    """Writes OUTPUT_PREFIX.bin and .idx. Raises ValueError for a damaged corpus, and for token ids of different dtypes."""
     began = time.monotonic()
-    prefixes = find_prefixes(args.input, args.output_prefix)
+    prefixes = find_prefixes(words, output_prefix)
     # All corpora are checked before anything is written. Each is closed again, because there may be thousands.
     dtypes = {prefix: IndexedDataset(prefix).dtype for prefix in prefixes}
     for prefix, dtype in dtypes.items():
@@ -33,8 +43,8 @@ def run(args: argparse.Namespace) -> None:
                 f"{prefix}.bin holds {dtype.name}, {prefixes[0]}.bin {dtypes[prefixes[0]].name}; "
                 "merge only corpora that were tokenised with one vocabulary."
             )
-    Path(args.output_prefix).parent.mkdir(parents=True, exist_ok=True)
-    with IndexedDatasetWriter(args.output_prefix, dtypes[prefixes[0]]) as writer:
+    Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
+    with IndexedDatasetWriter(output_prefix, dtypes[prefixes[0]]) as writer:
         for prefix in prefixes:
             before = writer.extent
             writer.add_dataset(IndexedDataset(prefix))
@@ -42,7 +52,22 @@ def run(args: argparse.Namespace) -> None:
             print(f"{prefix}: {documents}, {counted(writer.token_count - before.token_count, 'token')}", flush=True)
         writer.finalize()
     merged = f"{counted(writer.document_count, 'document')}, {counted(writer.token_count, 'token')}"
-    print(f"{args.output_prefix}: {merged} of {counted(len(prefixes), 'corpus', 'corpora')} in {time.monotonic() - began:.1f} s")
+    print(f"{output_prefix}: {merged} of {counted(len(prefixes), 'corpus', 'corpora')} in {time.monotonic() - began:.1f} s")
+
+
+def keys_of_shares(shares: list[str]) -> list[str]:
+    """The JSON keys of the shares. Raises ValueError if the shares were not made with the same settings, or if none of them has text."""
+    records = [read_finished_share(share) for share in shares]
+    for share, record in zip(shares, records, strict=True):
+        if record.settings != records[0].settings:
+            raise ValueError(
+                f"{share} was made with another tokenizer or other flags than {shares[0]}; make all shares again with one command, "
+                "which repeats only what has changed."
+            )
+    keys = list(records[0].extents)
+    if not any(extent.sequence_count for record in records for extent in record.extents.values()):
+        raise ValueError(f"no share holds a document with text under --json-keys {' '.join(keys)}; name the keys that hold the text.")
+    return keys
 
 
 def find_prefixes(words: list[str], output_prefix: str) -> list[str]:
@@ -79,6 +104,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="merge_datasets.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="folders of corpora, or their prefixes, in this order")
     parser.add_argument("--output-prefix", required=True, help="the merged corpus is PREFIX.bin and PREFIX.idx")
+    parser.add_argument(
+        "--shares", action="store_true", help="--input names prefixes of preprocess_data.py --share; each key becomes PREFIX_KEY_document"
+    )
     parser.add_argument("--multimodal", action="store_true", help="refused: corpora hold text alone")
     return parser
 

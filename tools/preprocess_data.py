@@ -10,6 +10,7 @@ import time
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import NoReturn
@@ -57,6 +58,9 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     """Writes the pairs of files for all keys, or for none. Raises ValueError for wrong flags or lines."""
     _check(args)
+    if args.list_inputs:
+        _list_inputs(args.input)
+        return
     job = _job(args)
     print(f"Text to ids: {job.encoder.tokenizer.prepare_batches()}", flush=True)
     if args.find_optimal_num_workers:
@@ -70,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
     began = time.monotonic()
     try:
         write_documents(job, builder)
-        if not any(extent.sequence_count for extent in builder.progress.extents.values()):
+        if not args.share and not any(extent.sequence_count for extent in builder.progress.extents.values()):
             raise NothingToWrite(f"--input {' '.join(args.input)} holds no document with text: {_why_empty(builder)}")
         builder.finish()
     except NothingToWrite:
@@ -119,7 +123,7 @@ def _job(args: argparse.Namespace) -> Job:
     return Job(
         paths=paths,
         encoder=DocumentEncoder(tuple(args.json_keys), tokenizer, args.append_eod),
-        journal=Journal(args.output_prefix, input_files(paths), settings),
+        journal=Journal(args.output_prefix, input_files(paths), settings, args.share),
         workers=args.workers,
         skips_invalid=args.skip_invalid,
         longest_line_bytes=args.longest_line_bytes,
@@ -129,25 +133,44 @@ def _job(args: argparse.Namespace) -> Job:
     )
 
 
+def _list_inputs(words: list[str]) -> None:
+    paths = find_inputs(words, partial(print, file=sys.stderr))
+    sys.stdout.buffer.write(b"".join(os.fsencode(path) + b"\0" for path in paths))
+
+
 def _start(job: Job, resumes: bool, restarts_if_changed: bool) -> Progress | None:
     journal = job.journal
     if resumes:
         try:
-            start = journal.load()
+            start = _earlier_progress(job)
         except ValueError as refusal:
             if not restarts_if_changed:
                 raise
             print(f"{refusal} --restart-if-changed: starting at the beginning.", flush=True)
             return None
-        if start is None:
-            print(f"--resume: no unfinished run of {journal.prefix}; starting at the beginning.", flush=True)
-        else:
-            done = sum(extent.document_count for extent in start.extents.values()) // len(start.extents)
-            print(f"--resume: going on after {counted(done, 'document')}, {start.text_bytes / 1e6:.1f} MB of text.", flush=True)
+        print(f"--resume: {_in_words(start, journal.prefix)}", flush=True)
         return start
     if journal.path.exists():
         raise ValueError(f"{journal.prefix} has an unfinished run; give --resume to continue it, or remove {journal.path} to start anew.")
     return None
+
+
+def _earlier_progress(job: Job) -> Progress | None:
+    """The progress that the journal has. Raises ValueError if it is not that of this command."""
+    start = job.journal.load()
+    if job.journal.is_share and start is not None and start.skipped_lines and not job.skips_invalid:
+        left_out = f"{counted(start.skipped_lines, 'invalid line')} of {job.journal.prefix} left out"
+        raise ValueError(f"--resume: the earlier run had {left_out}; give --skip-invalid, or {job.journal.remedy}")
+    return start
+
+
+def _in_words(start: Progress | None, prefix: str) -> str:
+    if start is None:
+        return f"no unfinished run of {prefix}; starting at the beginning."
+    if start.is_complete:
+        return f"{prefix} was done before."
+    done = sum(extent.document_count for extent in start.extents.values()) // len(start.extents)
+    return f"going on after {counted(done, 'document')}, {start.text_bytes / 1e6:.1f} MB of text."
 
 
 def _stop(job: Job, builder: CorpusBuilder, error: BaseException) -> NoReturn:
@@ -229,6 +252,9 @@ def _parser() -> argparse.ArgumentParser:
     text.add_argument(
         "--input", nargs="+", required=True, metavar="PATH", help="JSON lines, plain, .gz or .zst: files, globs, folders, or - for stdin"
     )
+    text.add_argument(
+        "--list-inputs", action="store_true", help="write nothing: print the names of the input files, a zero byte after each"
+    )
     text.add_argument("--json-keys", nargs="+", default=["text"], help="keys to tokenise, each into files of its own (default: text)")
     text.add_argument("--skip-invalid", action="store_true", help="leave out lines that are not documents, and list them in a file")
     add_line_limit(text)
@@ -238,6 +264,9 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--resume", action="store_true", help="continue an interrupted run of this prefix, if there is one")
     output.add_argument(
         "--restart-if-changed", action="store_true", help="with --resume: where input or flags have changed, start at the beginning"
+    )
+    output.add_argument(
+        "--share", action="store_true", help="of a larger corpus: may hold no text, and with --resume it is not repeated once it is done"
     )
     output.add_argument("--journal-interval", type=float, default=30, metavar="SECONDS", help="work lost at most (default: 30)")
     output.add_argument("--log-interval", type=count_from_1, default=1000, help="documents between two lines of progress (default: 1000)")

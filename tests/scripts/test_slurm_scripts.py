@@ -13,12 +13,16 @@ import pytest
 from harness.fake_commands import REAL, ROOT, SBATCH, SCONTROL, SRUN, FakeCommands
 from harness.interrupts import SLEEP
 from harness.patience import PATIENCE_SECONDS, wait_until
+from harness.tiny_corpus import write_corpus
+from harness.tool import run_tool, write_json_lines
+from harness.trained_tokenizers import write_gpt2_files
 from torch.distributed.run import parse_args
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config
 from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.data.preprocess.json_lines import find_inputs
 from megatron_zpp.parallel.launch import Launch, read_launch
 
 FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --zero-stage 3 --keep-last 7".split()
@@ -324,42 +328,55 @@ def test_a_published_shape_is_chosen_by_name(tmp_path: Path, model: str) -> None
     assert run_of(fakes.calls("python")[0].words, Launch(0, 4, 0, 2)).model.num_layers > 2
 
 
-def test_an_array_of_shares_merged_is_one_corpus_byte_for_byte(tmp_path: Path) -> None:
-    """The real tools behind the script: three shares of seven files, the array's tasks in reverse order."""
-    texts = tmp_path / "texts"
-    (texts / "more").mkdir(parents=True)
-    for number in range(7):
-        folder = texts if number % 2 else texts / "more"
-        (folder / f"text{number}.jsonl").write_text("".join(f'{{"text": "{number} {line}"}}\n' for line in range(number + 1)))
+def preprocessing(tmp_path: Path) -> FakeCommands:
+    """The real tools behind a fake sbatch."""
     fakes = FakeCommands(tmp_path)
     fakes.add("sbatch", SBATCH)
     fakes.add_python()
+    return fakes
+
+
+def make_folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    return path
+
+
+def content(prefix: Path) -> list[bytes]:
+    return [Path(f"{prefix}.{ending}").read_bytes() for ending in ("bin", "idx")]
+
+
+def one_process(folder: Path, prefix: Path, *flags: str) -> None:
+    """What the pipeline has to be equal to."""
+    done = run_tool("preprocess_data", "--input", folder, "--output-prefix", prefix, "--workers", 1, *flags)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_array_of_shares_merged_is_one_corpus_byte_for_byte(tmp_path: Path) -> None:
+    """Three shares of seven files, the array's tasks in reverse order."""
+    texts = tmp_path / "texts"
+    make_folder(texts / "more")
+    for number in range(7):
+        folder = texts if number % 2 else texts / "more"
+        (folder / f"text{number}.jsonl").write_text("".join(f'{{"text": "{number} {line}"}}\n' for line in range(number + 1)))
+    fakes = preprocessing(tmp_path)
     flags = "--tokenizer-type NullTokenizer --vocab-size 50 --append-eod".split()
     options = {"SHARES": "3", "SBATCH_OPTIONS": "--partition cpu"}
     for attempt in range(2):  # the second finds all shares done
         done = fakes.run("bash", "scripts/slurm_preprocess.sh", texts, tmp_path / "corpus", *flags, **options)
         assert done.returncode == 0, done.stderr
-        assert done.stderr.count("done before") == 3 * attempt
+        assert done.stderr.count("was done before") == 3 * attempt
     array, merge = fakes.calls("sbatch")[:2]
     assert array.words[:5] == ["--parsable", "--partition", "cpu", "--array", "0-2"]
     assert merge.words[:6] == ["--partition", "cpu", "--dependency", "afterok:70", "--kill-on-invalid-dep", "yes"]
 
-    files = sorted(map(str, texts.rglob("*.jsonl")))
-    whole = fakes.run(
-        "python", "tools/preprocess_data.py", "--input", *files, "--output-prefix", tmp_path / "whole", "--workers", "1", *flags
-    )
-    assert whole.returncode == 0, whole.stderr
-    for ending in ("bin", "idx"):
-        assert (tmp_path / f"corpus_text_document.{ending}").read_bytes() == (tmp_path / f"whole_text_document.{ending}").read_bytes()
+    one_process(texts, tmp_path / "whole", *flags)
+    assert content(tmp_path / "corpus_text_document") == content(tmp_path / "whole_text_document")
 
 
 def test_a_share_whose_input_was_repaired_is_done_by_the_same_command(tmp_path: Path) -> None:
-    texts = tmp_path / "texts"
-    texts.mkdir()
+    texts = make_folder(tmp_path / "texts")
     good = "".join(f'{{"text": "{line}"}}\n' for line in range(40))
-    fakes = FakeCommands(tmp_path)
-    fakes.add("sbatch", SBATCH)
-    fakes.add_python()
+    fakes = preprocessing(tmp_path)
     command = ["bash", "scripts/slurm_preprocess.sh", texts, tmp_path / "corpus", "--tokenizer-type", "NullTokenizer", "--vocab-size", "50"]
     (texts / "a.jsonl").write_text(good + good)
     (texts / "b.jsonl").write_text(good + "{\n")
@@ -372,6 +389,64 @@ def test_a_share_whose_input_was_repaired_is_done_by_the_same_command(tmp_path: 
     assert done.returncode == 0, done.stderr
     assert "a.jsonl has changed" in done.stderr and "--restart-if-changed: starting at the beginning" in done.stderr
     assert len(IndexedDataset(str(tmp_path / "corpus_text_document"))) == 80
+
+
+def test_a_share_is_done_again_if_its_tokenizer_was_trained_anew(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    write_json_lines(make_folder(texts) / "a.jsonl", [{"text": "aaaa bbbb"}])
+    fakes = preprocessing(tmp_path)
+    flags = f"--tokenizer-type GPT2BPETokenizer --vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt".split()
+    for sample in ("aaaa aaaa", "bbbb bbbb"):
+        write_gpt2_files(tmp_path, 260, [sample])
+        done = fakes.run("bash", "scripts/slurm_preprocess.sh", texts, tmp_path / "corpus", *flags, SHARES="1")
+        assert done.returncode == 0, done.stderr
+        one_process(texts, tmp_path / sample[0], *flags)
+        assert content(tmp_path / "corpus_text_document") == content(tmp_path / f"{sample[0]}_text_document")
+    assert content(tmp_path / "a_text_document") != content(tmp_path / "b_text_document")
+
+
+def test_only_the_keys_of_the_last_command_are_joined(tmp_path: Path) -> None:
+    texts, parts = make_folder(tmp_path / "texts"), make_folder(tmp_path / "corpus_parts")
+    write_json_lines(texts / "a.jsonl", [{"text": "1", "title": "2"}])
+    write_corpus(parts, [[2]], name="part_0000_title_document")  # as a command with --json-keys text title left it
+    flags = "--tokenizer-type NullTokenizer --vocab-size 50 --json-keys text".split()
+    done = preprocessing(tmp_path).run("bash", "scripts/slurm_preprocess.sh", texts, tmp_path / "corpus", *flags)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.glob("corpus_*")) == [
+        "corpus_parts",
+        "corpus_text_document.bin",
+        "corpus_text_document.idx",
+    ]
+
+
+def test_shares_without_text_leave_the_corpus_that_of_one_process(tmp_path: Path) -> None:
+    texts = make_folder(tmp_path / "texts")
+    for name, lines in [("a", [{"text": "", "title": ""}]), ("b", []), ("c", [{"text": "1", "title": ""}, {"text": "", "title": ""}])]:
+        write_json_lines(texts / f"{name}.jsonl", lines)
+    flags = "--tokenizer-type NullTokenizer --vocab-size 50 --append-eod --json-keys text title".split()
+    done = preprocessing(tmp_path).run("bash", "scripts/slurm_preprocess.sh", texts, tmp_path / "corpus", *flags)
+    assert done.returncode == 0, done.stderr
+    one_process(texts, tmp_path / "whole", *flags)
+    for key in ("text", "title"):
+        assert content(tmp_path / f"corpus_{key}_document") == content(tmp_path / f"whole_{key}_document")
+
+
+def test_a_folder_has_the_files_that_it_has_for_one_process(tmp_path: Path) -> None:
+    """Links are followed, also that of the folder itself, and hidden files count."""
+    real, elsewhere = make_folder(tmp_path / "real"), make_folder(tmp_path / "elsewhere")
+    for path in (real / "b.jsonl", real / ".a.json", real / "more.txt", elsewhere / "c.jsonl.gz", tmp_path / "d.jsonl"):
+        path.touch()
+    (real / "C").symlink_to(elsewhere)
+    (real / "d.jsonl").symlink_to(tmp_path / "d.jsonl")
+    (tmp_path / "texts").symlink_to(real)
+    fakes = preprocessing(tmp_path)
+    fakes.add("sbatch")
+    done = fakes.run("bash", "scripts/slurm_preprocess.sh", tmp_path / "texts", tmp_path / "corpus")
+    assert done.returncode == 0 and "1 file with another ending is not read" in done.stderr
+    listed = (tmp_path / "corpus_parts" / "files").read_text().split("\0")
+    assert listed == [f"{tmp_path}/texts/{name}" for name in (".a.json", "C/c.jsonl.gz", "b.jsonl", "d.jsonl")] + [""]
+    assert listed[:-1] == find_inputs([f"{tmp_path}/texts"], print)
+    assert fakes.calls("sbatch")[0].words[2] == "0-3"
 
 
 @pytest.mark.parametrize(
@@ -390,6 +465,7 @@ def test_preprocessing_refuses_words_that_a_program_would_read_as_flags(
     """Runs in a copy of the repository's scripts, because one of these words once deleted the folder it ran in."""
     fakes = FakeCommands(tmp_path)
     fakes.add("sbatch")
+    fakes.add("python", r'print("texts/a.jsonl\0texts/b.jsonl\0", end="")')
     folder = tmp_path / "repository"
     shutil.copytree(ROOT / "scripts", folder / "scripts")
     (folder / "texts").mkdir()
@@ -402,30 +478,24 @@ def test_preprocessing_refuses_words_that_a_program_would_read_as_flags(
 
 
 def test_names_of_files_may_hold_spaces_quotes_and_newlines(tmp_path: Path) -> None:
-    fakes = FakeCommands(tmp_path)
-    fakes.add("sbatch", SBATCH)
-    fakes.add("python")
-    texts = tmp_path / "my texts"
-    texts.mkdir()
-    names = [texts / "a b.jsonl", texts / "c'd\"$(touch planted).jsonl", texts / "e\nf.jsonl"]
-    for name in names:
-        name.write_text("{}")
-    parts = tmp_path / "my corpus_parts"
-    parts.mkdir()
-    (parts / "part_0000_text_document.idx").touch()
-    done = fakes.run("bash", "scripts/slurm_preprocess.sh", texts, tmp_path / "my corpus", SHARES="1")
+    texts = make_folder(tmp_path / "my texts")
+    for name in ("a b.jsonl", "c'd\"$(touch planted).jsonl", "e\nf.jsonl", os.fsdecode(b"\xff.jsonl")):
+        (texts / name).write_text('{"text": "1"}')
+    flags = "--tokenizer-type NullTokenizer --vocab-size 50".split()
+    done = preprocessing(tmp_path).run("bash", "scripts/slurm_preprocess.sh", texts, tmp_path / "my\ncorpus", *flags, SHARES="1")
     assert done.returncode == 0, done.stderr
-    tokenized, merged = fakes.calls("python")
-    assert tokenized.words[2:5] == [str(name) for name in names]
-    assert merged.words[-2:] == ["--output-prefix", str(tmp_path / "my corpus_text_document")]
+    assert len(IndexedDataset(str(tmp_path / "my\ncorpus_text_document"))) == 4
+    assert not (ROOT / "planted").exists()
 
 
 def test_a_folder_without_text_and_too_many_shares_are_refused(tmp_path: Path) -> None:
-    fakes = FakeCommands(tmp_path)
+    fakes = preprocessing(tmp_path)
     fakes.add("sbatch")
     empty = fakes.run("bash", "scripts/slurm_preprocess.sh", tmp_path / "bin", tmp_path / "corpus")
     (tmp_path / "a.jsonl").write_text('{"text": "1"}\n')
     many = fakes.run("bash", "scripts/slurm_preprocess.sh", tmp_path, tmp_path / "corpus", SHARES="2")
     assert (empty.returncode, many.returncode) == (2, 2)
-    assert "has no .jsonl" in empty.stderr and "SHARES=2 is not a number from 1 to 1, which" in many.stderr
+    assert (
+        "bin is a folder without files that end in .jsonl" in empty.stderr and "SHARES=2 is not a number from 1 to 1, which" in many.stderr
+    )
     assert not fakes.calls("sbatch")

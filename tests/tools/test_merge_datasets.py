@@ -1,9 +1,10 @@
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 from harness.tiny_corpus import write_corpus
-from harness.tool import run_tool
+from harness.tool import run_tool, write_json_lines
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 
@@ -30,6 +31,40 @@ def test_named_corpora_are_merged_in_the_order_of_their_names_on_the_command_lin
     assert run_tool("merge_datasets", "--input", second, f"{first}.idx", "--output-prefix", tmp_path / "merged").returncode == 0
     dataset = IndexedDataset(str(tmp_path / "merged"))
     assert [dataset.read(i).tolist() for i in range(len(dataset))] == [[], [4], [1], [2, 3]]
+
+
+def make_share(prefix: Path, lines: list[dict[str, str]], *flags: object) -> Path:
+    source = write_json_lines(prefix.with_suffix(".jsonl"), lines)
+    tokenizer = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 50)
+    done = run_tool("preprocess_data", "--share", "--input", source, "--output-prefix", prefix, "--workers", 1, *tokenizer, *flags)
+    assert done.returncode == 0, done.stderr
+    return prefix
+
+
+def merge_shares(folder: Path, *shares: Path) -> subprocess.CompletedProcess[str]:
+    return run_tool("merge_datasets", "--shares", "--input", *shares, "--output-prefix", folder / "new" / "merged")
+
+
+def test_shares_that_differ_in_what_their_ids_depend_on_are_refused(tmp_path: Path) -> None:
+    first = make_share(tmp_path / "first", [{"text": "1"}])
+    done = merge_shares(tmp_path, first, make_share(tmp_path / "second", [{"text": "1"}], "--append-eod"))
+    assert done.returncode == 2 and f"{tmp_path}/second was made with another tokenizer or other flags than {first}; make" in done.stderr
+    (tmp_path / "first.finished").rename(tmp_path / "first.unfinished")
+    done = merge_shares(tmp_path, first)
+    assert done.returncode == 2 and f"{first}.finished cannot be read (No such file or directory); make the share with" in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_shares_without_text_are_refused_if_no_share_has_text(tmp_path: Path) -> None:
+    keys = ("--json-keys", "text", "title")
+    empty = [make_share(tmp_path / name, lines, *keys) for name, lines in [("none", []), ("empty", [{"text": "", "title": ""}])]]
+    done = merge_shares(tmp_path, *empty)
+    assert done.returncode == 2 and "no share holds a document with text under --json-keys text title; name the keys" in done.stderr
+    assert not (tmp_path / "new").exists()
+    done = merge_shares(tmp_path, *empty, make_share(tmp_path / "full", [{"text": "", "title": "7"}], *keys))
+    assert done.returncode == 0, done.stderr
+    text, title = (IndexedDataset(str(tmp_path / "new" / f"merged_{key}_document")) for key in ("text", "title"))
+    assert (text.document_starts.tolist(), title.document_starts.tolist()) == ([0, 0, 0], [0, 0, 1])
 
 
 @pytest.mark.parametrize("case", ["dtype", "half", "output", "twice", "spelled", "empty", "damaged", "multimodal"])

@@ -268,6 +268,15 @@ def test_a_missing_or_empty_input_is_refused(tmp_path: Path) -> None:
     assert f"no document with text: 2 lines are invalid, the first is {source}, line 2: not JSON" in done.stderr
 
 
+def test_a_share_may_have_documents_without_text_and_no_documents(tmp_path: Path) -> None:
+    source = write_json_lines(tmp_path / "in.jsonl", [{"text": ""}, {"text": ""}])
+    assert preprocess(source, tmp_path / "out", *NULL, "--share").returncode == 0
+    assert IndexedDataset(str(tmp_path / "out_text_document")).document_starts.tolist() == [0, 0, 0]
+    source.write_text("\n")
+    assert preprocess(source, tmp_path / "out", *NULL, "--share").returncode == 0
+    assert IndexedDataset(str(tmp_path / "out_text_document")).document_starts.tolist() == [0]
+
+
 def test_the_best_number_of_workers_is_found_without_writing(tmp_path: Path) -> None:
     source = write_json_lines(tmp_path / "in.jsonl", [{"text": "1 2"}] * 10)
     done = preprocess(source, tmp_path / "out", *NULL, "--find-optimal-num-workers", "--workers-to-check", 1, 2, "--max-documents", 5)

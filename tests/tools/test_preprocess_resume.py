@@ -185,6 +185,21 @@ def test_killed_at_any_change_to_the_disk_no_index_stands_beside_tokens_of_anoth
     assert last_call > 30
 
 
+@pytest.mark.parametrize(("more", "last_call_before"), [([], 20), (["--share"], 10**6)])
+def test_killed_after_it_began_anew_it_does_not_go_on_with_the_run_before(tmp_path: Path, more: list[str], last_call_before: int) -> None:
+    """Before it, there was an unfinished run, or a finished share."""
+    sources = write_source(tmp_path, documents=30, seed=7)
+    preprocess_data.run(arguments(sources, tmp_path / "whole", *more))
+    before, changes = tmp_path / "before", [*more, "--resume", "--restart-if-changed"]
+    before.mkdir()
+    run_until_call(arguments(sources, before / "out", *more), last_call_before)
+    for last_call in range(16):
+        prefix = Path(shutil.copytree(before, tmp_path / str(last_call))) / "out"
+        assert run_until_call(arguments(sources[:1], prefix, *changes), last_call)
+        preprocess_data.run(arguments(sources, prefix, *changes))
+        assert digests(prefix) == digests(tmp_path / "whole"), last_call
+
+
 def test_files_are_on_the_disk_before_the_journal_relies_on_them_and_before_they_have_their_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,6 +340,54 @@ def test_an_input_that_was_not_begun_may_be_mended(tmp_path: Path) -> None:
     dataset = IndexedDataset(str(tmp_path / "out_text_document"))
     assert [dataset.read(i).tolist() for i in range(len(dataset))] == [[1, 999], [2, 999], [3, 999]]
     assert sorted(digests(tmp_path / "out")) == [f"_{key}_document.{ending}" for key in ("more", "text") for ending in ("bin", "idx")]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("nothing", "out was done before."),
+        ("content", "a.jsonl has changed"),
+        ("flags", "this command has --vocab-size 1001"),
+    ],
+)
+def test_a_finished_share_is_not_repeated_unless_what_it_was_made_from_has_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, said: str
+) -> None:
+    sources = [write_json_lines(tmp_path / f"{name}.jsonl", [{"text": "1", "more": ""}]) for name in "ab"]
+    again = ["--share", "--resume", "--restart-if-changed"]
+    preprocess_data.run(arguments(sources, tmp_path / "out", *again))
+    args = arguments(sources, tmp_path / "out", *again, *(["--vocab-size", "1001"] if change == "flags" else []))
+    if change == "content":  # with as many bytes, less than a microsecond later
+        changed_ns = sources[0].stat().st_mtime_ns
+        sources[0].write_text(sources[0].read_text().replace("1", "2"))
+        os.utime(sources[0], ns=(changed_ns + 1, changed_ns + 1))
+    capsys.readouterr()
+    preprocess_data.run(args)
+    printed = capsys.readouterr().out
+    assert said in printed and ("starting at the beginning" in printed) is (change != "nothing")
+    assert IndexedDataset(str(tmp_path / "out_text_document")).read(0).tolist() == [2 if change == "content" else 1, args.vocab_size - 1]
+
+
+def test_a_finished_share_that_left_lines_out_is_not_taken_by_a_command_that_leaves_none_out(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"text": "1", "more": ""}\n{\n')
+    args = arguments([source], tmp_path / "out", "--share", "--resume")
+    preprocess_data.run(args)
+    args.skip_invalid = False
+    with pytest.raises(ValueError, match=r"had 1 invalid line of .*out left out; give --skip-invalid, or .* remove .*out\.finished\."):
+        preprocess_data.run(args)
+    args.restart_if_changed = True
+    with pytest.raises(ValueError, match=r"in\.jsonl, line 2: not JSON"):
+        preprocess_data.run(args)
+
+
+def test_a_run_that_is_no_share_leaves_no_record_of_an_earlier_share(tmp_path: Path) -> None:
+    sources = write_source(tmp_path, documents=30, seed=7)
+    preprocess_data.run(arguments(sources[:1], tmp_path / "out", "--share"))
+    assert (tmp_path / "out.finished").exists()
+    preprocess_data.run(arguments(sources, tmp_path / "out", "--resume"))
+    preprocess_data.run(arguments(sources, tmp_path / "whole"))
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
 def test_a_record_has_flags_that_came_later_only_where_they_change_ids() -> None:

@@ -31,6 +31,8 @@ class CorpusBuilder:
         self.progress = start or Progress(extents={key: Extent() for key in keys})
         self._writers: dict[str, IndexedDatasetWriter] = {}
         self._skipped_list: BinaryIO | None = None
+        if start is None:
+            journal.remove()  # before any file that it describes changes
         # Complete files, and the list, may have their final names already, so they must not be opened again.
         if not self.progress.is_complete:
             self._open(dtype, resumes=start is not None)
@@ -77,7 +79,7 @@ class CorpusBuilder:
         for writer in self._writers.values():
             writer.close()
         self._publish_list()
-        self._journal.remove()
+        self._journal.finish()
 
     def stop(self) -> bool:
         """Stops before the end. Returns whether a later builder can resume; if not, no files are left."""

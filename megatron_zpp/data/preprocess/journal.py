@@ -1,6 +1,5 @@
 """Records the progress of preprocessing in one JSON file beside the output. Each save replaces the file as a whole."""
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -50,11 +49,13 @@ class Journal:
     """The file PREFIX.unfinished, which exists while the work on PREFIX is not finished.
 
     inputs, settings: everything the output depends on. The work can only be resumed if both are unchanged.
+    is_share: the output is a share of a corpus. Its file stays, as PREFIX.finished, and says what the share was made from.
     """
 
     prefix: str
     inputs: Sequence[InputFile]
     settings: Mapping[str, Any]
+    is_share: bool = False
 
     @property
     def path(self) -> Path:
@@ -79,11 +80,11 @@ class Journal:
         sync_folder(Path(self.prefix).parent)
 
     def load(self) -> Progress | None:
-        """The progress to resume from; None if there is no unfinished work.
+        """The progress to resume from; None if there is no unfinished work, and no finished share.
 
-        Raises ValueError, naming what changed, if inputs or settings are not those of the unfinished work.
+        Raises ValueError, naming what changed, if inputs or settings are not those of that work.
         """
-        file = OutsideFile(self.path, str(self.path), self.remedy, most_bytes=JOURNAL_BYTES)
+        file = OutsideFile(self._found, str(self._found), self.remedy, most_bytes=JOURNAL_BYTES)
         if file.is_missing():
             return None
         content = file.members()
@@ -93,10 +94,21 @@ class Journal:
         self._check_inputs(inputs, len(inputs) if found.is_complete else found.position.source + 1)
         return found
 
+    def finish(self) -> None:
+        """Removes the file; that of a share gets its final name."""
+        if not self.is_share:
+            self.remove()
+        elif self.path.exists():
+            os.replace(self.path, _finished_path(self.prefix))
+            sync_folder(Path(self.prefix).parent)
+
     def remove(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()
-        sync_folder(Path(self.prefix).parent)
+        """Removes what is recorded of the work, finished or not."""
+        found = [path for path in (self.path, _finished_path(self.prefix)) if path.exists()]
+        for path in found:
+            path.unlink()
+        if found:
+            sync_folder(Path(self.prefix).parent)
 
     def _check_settings(self, found: Mapping[str, Any]) -> None:
         for name in {**found, **self.settings}:
@@ -121,16 +133,41 @@ class Journal:
     @property
     def remedy(self) -> str:
         """How to continue if the work cannot be resumed."""
-        return f"to start anew, remove {self.path}."
+        return f"to start anew, remove {self._found}."
+
+    @property
+    def _found(self) -> Path:
+        """The file of the work, finished or not."""
+        finished = _finished_path(self.prefix)
+        return finished if self.is_share and finished.exists() else self.path
+
+
+class FinishedShare(NamedTuple):
+    """What a share was made with, and how much it has of each JSON key."""
+
+    settings: Mapping[str, Any]
+    extents: Mapping[str, Extent]
+
+
+def read_finished_share(prefix: str) -> FinishedShare:
+    """The record of a share. Raises ValueError if the share is not finished."""
+    path = _finished_path(prefix)
+    remedy = "make the share with tools/preprocess_data.py --share."
+    content = OutsideFile(path, str(path), remedy, most_bytes=JOURNAL_BYTES).members()
+    return FinishedShare(content.members("settings").values, _stored_progress(content.members("progress")).extents)
+
+
+def _finished_path(prefix: str) -> Path:
+    return Path(f"{prefix}.finished")
 
 
 def _difference(name: str, before: Any, now: Any) -> str:
-    """What the unfinished run had, what the command has now, and what to give instead."""
+    """What the earlier run had, what the command has now, and what to give instead."""
     flag = f"--{name.replace('_', '-')}"
     had, has = _given(name, flag, before), _given(name, flag, now)
     age = " (or was begun before this flag existed)" if had and name == LATER_SWITCH else ""
     remedy = f"give {had}" if had else f"leave {flag} out"
-    return f"the unfinished run had {had or f'no {flag}'}{age}, this command has {has or f'no {flag}'}; {remedy}"
+    return f"the earlier run had {had or f'no {flag}'}{age}, this command has {has or f'no {flag}'}; {remedy}"
 
 
 def _given(name: str, flag: str, value: Any) -> str:

@@ -53,7 +53,7 @@ CHANGES = {
 def test_a_run_that_cannot_go_on_names_the_flag_to_give_or_to_leave_out(tmp_path: Path, change: str) -> None:
     before, now, message = CHANGES[change]
     journal(tmp_path, before).save(Progress())
-    with pytest.raises(ValueError, match=f"^--resume: the unfinished run {re.escape(message)}"):
+    with pytest.raises(ValueError, match=f"^--resume: the earlier run {re.escape(message)}"):
         journal(tmp_path, now).load()
     assert journal(tmp_path, before).load() == Progress()
 
