@@ -2,6 +2,7 @@
 
     python benchmarks/loss_parity.py
     python benchmarks/loss_parity.py --groups first --seeds 9 10 11 12
+    python benchmarks/loss_parity.py --model wide --groups first --seeds 1 2 3 4 5 6
     python benchmarks/loss_parity.py --report-only
 
 Trains a small GPT on the bytes of Python's standard library, once per setting and seed. Four ranks, two nodes of two, are threads of one
@@ -28,12 +29,13 @@ from loss_study.record import Record  # noqa: E402
 from loss_study.report import draw, table  # noqa: E402
 from loss_study.settings import GROUPS, plain_of  # noqa: E402
 from loss_study.text import Text, stored_text  # noqa: E402
-from loss_study.training import HELD_OUT_SAMPLES, SEQ_LENGTH, common_flags, trained  # noqa: E402
+from loss_study.training import HELD_OUT_SAMPLES, MODELS, SEQ_LENGTH, common_flags, trained  # noqa: E402
 from report import machine_text, origin  # noqa: E402
 
 from megatron_zpp.ops import extension  # noqa: E402
 
 MISTAKE_EXIT_CODE = 2
+OUTPUTS = {"narrow": "benchmarks/results/loss_parity.json", "wide": "benchmarks/results/loss_parity_wide.json"}
 
 
 def main(arguments: list[str]) -> int:
@@ -51,16 +53,16 @@ def _run(args: argparse.Namespace, arguments: list[str]) -> int:
     made = origin("loss_parity.py", arguments)
     print(f"{extension.report()} {machine_text(made)}", flush=True)
     text = _text(Path(args.work_dir))
-    output = Path(args.output).resolve()
+    output = Path(args.output or OUTPUTS[args.model]).resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
-    flags = common_flags(args.train_iters)
+    flags = common_flags(args.train_iters, args.model)
     subject = {"flags": flags, "text_sha256": text.sha256, "held_out_samples": HELD_OUT_SAMPLES}
     record = Record(output, subject, made)
     settings = [setting for group in args.groups for setting in GROUPS[group]]
     for seed in [] if args.report_only else args.seeds:
         for setting in dict.fromkeys([*map(plain_of, settings), *settings]):
             if not record.has(setting.name, seed):
-                outcome = trained(setting, seed, args.train_iters, text)
+                outcome = trained(setting, seed, args.train_iters, text, args.model)
                 record.add(outcome)
                 print(f"seed {seed}, {setting.name}: {outcome.validation_loss:.4f} ({outcome.cpu_seconds:.0f} s of CPU)", flush=True)
     gaps = list(gaps_of(record.outcomes))
@@ -81,10 +83,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     groups = "; ".join(f"{name}: {', '.join(setting.name for setting in group)}" for name, group in GROUPS.items())
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS), metavar="GROUP", help=groups.replace("%", "%%"))
+    parser.add_argument("--model", choices=MODELS, default="narrow", help="narrow: 0.25 million parameters; wide: 1.6 million")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5, 6, 7, 8], metavar="SEED")
     parser.add_argument("--train-iters", type=int, default=300)
     parser.add_argument("--work-dir", default="runs/loss_parity", help="for the text")
-    parser.add_argument("--output", default="benchmarks/results/loss_parity.json", help="the outcomes; the picture goes beside it")
+    parser.add_argument("--output", help=f"the outcomes, the picture goes beside it; by default {' or '.join(OUTPUTS.values())}")
     parser.add_argument("--report-only", action="store_true", help="train nothing; write the table and the picture again")
     return parser
 

@@ -34,11 +34,18 @@ SEQ_LENGTH = 128
 # Rotary positions and initial weights that suit this width: otherwise most of a short run passes before context is of use, and when it
 # becomes so is chance.
 MODEL = (
-    f"--num-layers 2 --hidden-size 96 --num-attention-heads 4 --seq-length {SEQ_LENGTH} --position-embedding-type rope "
-    "--init-method-std 0.1 --attention-dropout 0 --hidden-dropout 0"
+    "--num-layers 2 --hidden-size {width} --num-attention-heads 4 "
+    f"--seq-length {SEQ_LENGTH} --position-embedding-type rope "
+    "--init-method-std {std} --attention-dropout 0 --hidden-dropout 0"
 )
+OPTIMIZER = "--lr {rate} --min-lr {least} --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0"
+# By name, the flags of the model and those of the optimizer. In the wide one a block of 256 values lies in one row of a matrix, as in large
+# models; in the narrow one it spans three rows.
+MODELS = {
+    "narrow": (MODEL.format(width=96, std="0.1"), OPTIMIZER.format(rate="4e-3", least="4e-4")),
+    "wide": (MODEL.format(width=256, std="0.0625"), OPTIMIZER.format(rate="0.0015", least="0.00015")),
+}
 BATCH = "--micro-batch-size 2 --global-batch-size 8"
-OPTIMIZER = "--lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0"
 DATA = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --num-workers 0"
 SHARDING = f"--zero-stage 3 --ranks-per-node {RANKS_PER_NODE}"
 HELD_OUT_SAMPLES = 512
@@ -46,10 +53,11 @@ EVALUATED_TOGETHER = 32
 LOSSES_TOGETHER = 10  # training losses of which one mean is stored
 
 
-def common_flags(train_iters: int) -> str:
-    """The flags that all settings share."""
+def common_flags(train_iters: int, model: str) -> str:
+    """The flags that all settings share. model: a name of MODELS."""
+    shape, optimizer = MODELS[model]
     length = f"--train-iters {train_iters} --lr-decay-iters {train_iters} --lr-warmup-iters {train_iters // 10} --eval-iters 0"
-    return " ".join([MODEL, BATCH, OPTIMIZER, DATA, SHARDING, length, "--bf16"])
+    return " ".join([shape, BATCH, optimizer, DATA, SHARDING, length, "--bf16"])
 
 
 @dataclass(frozen=True)
@@ -79,9 +87,9 @@ class _OfRank:
     main_weights: list[tuple[str, int, Tensor]] = field(default_factory=list)
 
 
-def trained(setting: Setting, seed: int, train_iters: int, text: Text) -> Outcome:
+def trained(setting: Setting, seed: int, train_iters: int, text: Text, model: str) -> Outcome:
     start = time.process_time()
-    flags = f"{common_flags(train_iters)} --seed {seed} {setting.flags}"
+    flags = f"{common_flags(train_iters, model)} --seed {seed} {setting.flags}"
     config = resolve(parse_flags(shlex.split(flags)), NODES * RANKS_PER_NODE, RANKS_PER_NODE)
     ranks: list[_OfRank] = TurnWorld(grid_of(config, NODES * RANKS_PER_NODE)).run(
         lambda backend: _Rank(setting, config, text, backend).train(train_iters)

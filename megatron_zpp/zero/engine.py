@@ -184,7 +184,7 @@ class ZeroEngine:
         is_last_microbatch: whether this is the last one of the step. Raises RuntimeError for a micro-batch after the last one.
         """
         self._check_open()
-        self.finish_updates()  # of units that this forward did not reach: gradients are added to the sums that they read
+        self.finish_updates()  # of units that this forward did not reach: gradients are written over the sums that they read
         self._progress.begin_backward()
         self._is_last_microbatch = is_last_microbatch
         self._is_in_backward = True
@@ -303,10 +303,10 @@ class ZeroEngine:
         The units that the next step needs first climb while the others are updated, in a stream of their own.
         """
         update = replace(update, factor=self._clipping.factor_on_device(squared), skips=skips_on_device(squared))
-        self._update_group(update, 0)
+        self.optimizer.update(0, update)
         with side.entered():
             for group in range(1, len(self._update_groups)):
-                self._update_group(update, group)
+                self.optimizer.update(group, update)
         result = self._end_iteration(numbers.wait())
         self._begin_climbs(result)
         side.join()
@@ -317,16 +317,12 @@ class ZeroEngine:
         values = numbers.wait()
         update = replace(update, factor=self._clipping.factor(values[0]))
         result = self._end_iteration(values)
-        self._later.begin(partial(self._update_group, None if result.is_skipped else update))
+        if not result.is_skipped:
+            self._later.begin(lambda group: self.optimizer.update(group, update))
         self._begin_climbs(result)
-        if result.is_skipped or not self._home.is_host:
+        if not self._home.is_host:
             self.finish_updates()
         return result
-
-    def _update_group(self, update: Update | None, group: int) -> None:
-        if update is not None:
-            self.optimizer.update(group, update)
-        torch._foreach_zero_([self.gradients[index].total for index in self._update_groups[group]])
 
     def _begin_climbs(self, result: StepResult) -> None:
         """Submits the first climbs of the next step."""

@@ -14,6 +14,7 @@ from megatron_zpp.zero.policy import Policy, Rung
 class UnitGradient:
     """fp32 sums over micro-batches, on the rung where the policy keeps gradients.
 
+    The first micro-batch of a step is written over the sums of the step before, the others are added.
     total: [slices * slice_numel] fp32, this rank's slices of that rung. resting: the same values by region.
     primary: this rank's own slice of them. for_optimizer: the slices that this rank's optimizer reads, `primary` or all of `resting`.
     """
@@ -39,14 +40,16 @@ class UnitGradient:
 class Collector:
     """Collects one micro-batch's gradients of a unit, parameter by parameter, until the unit is complete.
 
-    If this rank has the sums of the whole unit, each gradient is added to them at once. Otherwise gradients wait in a buffer of the working
-    dtype until they descend. Gradients of one dimension are copied or added together at the end: they are small, and many calls cost more.
+    If this rank has the sums of the whole unit, each gradient is copied or added to them at once. Otherwise gradients wait in a buffer of
+    the working dtype until they descend. Gradients of one dimension are copied or added together at the end: they are small, and many calls
+    cost more.
     """
 
     def __init__(self, gradient: UnitGradient, policy: Policy, dtype: torch.dtype, ladder: Ladder) -> None:
         self._gradient = gradient
         self._layout = gradient.layout
-        self._adds_to_sums = policy.gradients is Rung.FULL or ladder.topology.is_one_rank
+        self._has_sums = policy.gradients is Rung.FULL or ladder.topology.is_one_rank
+        self._is_first = True  # micro-batch of the step
         self._dtype = dtype
         self._staging = ladder.staging
         self._paddings = tuple(gradient.layout.paddings())
@@ -65,18 +68,25 @@ class Collector:
         return len(self._arrived) == len(self._layout.params)
 
     def fill_missing(self) -> None:
-        """Writes zeros for gradients that have not come. Sums need no zeros, because a missing gradient adds nothing."""
+        """Writes zeros for gradients that have not come. Sums of earlier micro-batches need none: a missing gradient adds nothing."""
         missing = [index for index in range(len(self._layout.params)) if index not in self._arrived]
-        if missing and not self._adds_to_sums:
+        if missing and not self._adds:
             torch._foreach_zero_([self._place_of(index) for index in missing])
 
     def complete(self) -> Regions:
         """The values of the whole unit, ready to descend. What is collected next belongs to the next micro-batch."""
         if self._small:
             self._put([self._place_of(index) for index in self._small], list(self._small.values()))
+        if self._has_sums and self._is_first:
+            self._clear_paddings(self._gradient.total)  # of a step that was skipped they are NaN
         self._small.clear()
         self._arrived.clear()
-        return self._gradient.resting if self._adds_to_sums else Regions.of(self._taken_buffer(), self._layout.runs)
+        self._is_first = False
+        return self._gradient.resting if self._has_sums else Regions.of(self._taken_buffer(), self._layout.runs)
+
+    def start_step(self) -> None:
+        """Begins a step: the next micro-batch is its first."""
+        self._is_first = True
 
     def release(self) -> None:
         """Gives the buffer back. The descent that reads it must have ended."""
@@ -85,20 +95,28 @@ class Collector:
         self._buffer = None
 
     def _put(self, places: list[Tensor], gradients: list[Tensor]) -> None:
-        """Adds or copies every gradient to its place, all in one call, which costs a GPU one kernel."""
-        if self._adds_to_sums:
+        """Copies or adds every gradient to its place, all in one call; to copy costs a GPU one kernel."""
+        if self._adds:
             torch._foreach_add_(places, gradients)
         else:
             torch._foreach_copy_(places, gradients)
 
+    @property
+    def _adds(self) -> bool:
+        """Whether this micro-batch is added to what is there."""
+        return self._has_sums and not self._is_first
+
     def _place_of(self, index: int) -> Tensor:
         param = self._layout.params[index]
-        flat = self._gradient.total if self._adds_to_sums else self._taken_buffer()
+        flat = self._gradient.total if self._has_sums else self._taken_buffer()
         return flat[param.offset : param.offset + param.numel]
 
     def _taken_buffer(self) -> Tensor:
         if self._buffer is None:
             self._buffer = self._staging.take(self._layout.numel * self._dtype.itemsize).view(self._dtype)
-            if self._paddings:
-                torch._foreach_zero_([self._buffer[padding.start : padding.stop] for padding in self._paddings])
+            self._clear_paddings(self._buffer)
         return self._buffer
+
+    def _clear_paddings(self, flat: Tensor) -> None:
+        if self._paddings:
+            torch._foreach_zero_([flat[padding.start : padding.stop] for padding in self._paddings])

@@ -5,8 +5,9 @@
     SECONDARY       sends every micro-batch    adds every micro-batch   gets the mean after the last one
     PRIMARY         sends every micro-batch    passes it on             adds every micro-batch
 
-If the optimizer is kept on the full rung, the fp32 mean then climbs back to every rank. In a world of one rank nothing descends: the sums
-of every rung are those of the whole unit, and are the mean.
+The first micro-batch of a step is not added: it replaces the sums of the step before. If the optimizer is kept on the full rung, the fp32
+mean then climbs back to every rank. In a world of one rank nothing descends: the sums of every rung are those of the whole unit, and are
+the mean.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class UnitDescent:
             return
         codecs = self._codecs.drawn_for(name, ladder.data_rank, self._iteration, self._microbatch)
         codecs = codecs.signed_for(ladder.topology, ladder.data_rank, "descend", name, self._iteration, self._microbatch)
+        is_first = self._microbatch == 0
         self._microbatch += 1
         if self._policy.gradients is Rung.FULL:
             if is_last_microbatch:
@@ -64,9 +66,9 @@ class UnitDescent:
                 self._climb_back()
             return
         if self._policy.gradients is Rung.PRIMARY:
-            self._hops += ladder.descend(name, codecs, values, gradient.primary, accumulate=True)
+            self._hops += ladder.descend(name, codecs, values, gradient.primary, accumulate=not is_first)
             return
-        hop = ladder.descend_to_secondary(name, codecs.intra, values, gradient.resting, accumulate=True)
+        hop = ladder.descend_to_secondary(name, codecs.intra, values, gradient.resting, accumulate=not is_first)
         self._hops.append(hop)
         if is_last_microbatch:
             self._hops.append(
@@ -90,6 +92,7 @@ class UnitDescent:
         """Begins a step: none of its micro-batches has descended yet."""
         self._iteration = iteration
         self._microbatch = 0
+        self._collector.start_step()
 
     def use_codecs(self, codecs: LinkCodecs) -> None:
         """Uses `codecs` from the next descent on."""

@@ -36,7 +36,7 @@ TINY = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 8 -
 
 def row_of(name: str) -> Policy:
     setting = SETTINGS[name]
-    config = resolve(parse_flags(f"{training.common_flags(30)} {setting.flags}".split()), 4, 2)
+    config = resolve(parse_flags(f"{training.common_flags(30, 'narrow')} {setting.flags}".split()), 4, 2)
     return setting.change(choose_policy(config.zero))
 
 
@@ -47,7 +47,7 @@ def outcome(setting: str, seed: int, loss: float, exported: float = 1.0, nbytes:
 @pytest.fixture
 def tiny_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of a model so small that they take no time."""
-    monkeypatch.setattr(training, "MODEL", TINY)
+    monkeypatch.setitem(training.MODELS, "narrow", (TINY, training.MODELS["narrow"][1]))
 
 
 # ---- Settings
@@ -123,17 +123,17 @@ def test_ranks_that_take_turns_train_as_ranks_that_run_at_once_with_threads_for_
     tiny_runs: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     tiers.require("virtual")
-    expected = trained(SETTINGS[name], 2, 10, TEXT)
+    expected = trained(SETTINGS[name], 2, 10, TEXT, "narrow")
     monkeypatch.setattr(training, "InlineLanes", ThreadLanes)
     monkeypatch.setattr(training, "TurnWorld", VirtualWorld)
-    assert replace(trained(SETTINGS[name], 2, 10, TEXT), cpu_seconds=0.0) == replace(expected, cpu_seconds=0.0)
+    assert replace(trained(SETTINGS[name], 2, 10, TEXT, "narrow"), cpu_seconds=0.0) == replace(expected, cpu_seconds=0.0)
     assert expected.training_losses[0] > expected.validation_loss
 
 
 @pytest.mark.virtual
 def test_plain_training_exports_the_weights_that_it_is_validated_with_up_to_their_rounding(tiny_runs: None) -> None:
     tiers.require("virtual")
-    result = trained(PLAIN, 1, 12, TEXT)
+    result = trained(PLAIN, 1, 12, TEXT, "narrow")
     # bf16 rounds weights and activations by up to 2^-9 each; the loss of 5.5 moves by far less than the 2^-9 of it that one rounding has
     assert result.exported_loss == pytest.approx(result.validation_loss, rel=2**-9)
     assert result.exported_loss != result.validation_loss
@@ -198,7 +198,8 @@ def test_outcomes_are_kept_and_those_of_other_flags_refused(tmp_path: Path) -> N
 def test_the_program_trains_seed_by_seed_what_is_missing_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     runs: list[tuple[int, str]] = []
 
-    def recorded(setting: Setting, seed: int, train_iters: int, text: Text) -> Outcome:
+    def recorded(setting: Setting, seed: int, train_iters: int, text: Text, model: str) -> Outcome:
+        assert model == "narrow"
         runs.append((seed, setting.name))
         return outcome(setting.name, seed, 2.0)
 

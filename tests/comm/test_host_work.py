@@ -193,7 +193,6 @@ UPDATE = {
     "adam.py aten::_foreach_add_": 4,
     "adam.py aten::_fused_adamw_": 4,
     "adam.py aten::_foreach_sub_": 4,
-    "engine.py aten::_foreach_zero_": 2,
 }
 
 

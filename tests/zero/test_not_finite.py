@@ -144,7 +144,6 @@ def _check_one_skip(rank: Rank, spoil: Spoil) -> None:
     assert rank.engine.step(LEARNING_RATE).is_skipped, spoil
     assert all(torch.equal(now.view(torch.int32), then.view(torch.int32)) for now, then in zip(state, before, strict=True))
     assert rank.engine.optimizer.steps == steps
-    assert not any(gradient.total.any() for gradient in rank.engine.gradients)
 
 
 @pytest.mark.parametrize("bits", BITS, ids=_id)
