@@ -1,10 +1,10 @@
 """Plans a run before it is started: memory per rank, bytes per link and time per iteration, for every member of the ZeRO family.
 
-    python tools/plan_run.py --nodes 24 --inter-gigabits 100 400 --teraflops 40 --memory-gigabytes 32 -- \
+    python tools/plan_run.py --nodes 24 --inter-gigabits 100 400 --teraflops 40 --memory-gigabytes 32 -- \\
         --num-layers 40 --hidden-size 6144 --num-attention-heads 32 --seq-length 1024 --ranks-per-node 16 --fp16 --checkpoint-activations
 
 Flags after `--` are the training script's. Of the ZeRO flags only the details count (bits, block, partition), because
-the plan compares all stages and features; bits that a member's code does not have leave it with its own.
+the plan compares all stages and features. A member of the family whose code does not have the given number of bits keeps its default.
 The plan is pure arithmetic and takes a few seconds for any size of cluster; torch is not imported. docs/slow_links.md lists the assumptions
 of the time model.
 """

@@ -14,7 +14,7 @@ RUNGS = ("full", "secondary", "primary")
 HELD = {
     "full": "the whole unit on every rank",
     "secondary": "1/G of it, the same in every node",
-    "primary": "1/W, each rank's own slice",
+    "primary": "1/D, each rank's own slice",
 }
 SLOT, HIGH = 24, 24
 LEFT, TOP = 196, 62

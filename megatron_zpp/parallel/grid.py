@@ -33,7 +33,7 @@ class Grid:
     """The world of all ranks: `tensor_ranks` ladders beside each other.
 
     ranks_per_node: ranks of one node, of all ladders. partition_ranks: of a partition of one ladder (parallel/topology.py).
-    context_ranks: data ranks of one sample group, which may be on several nodes; so many of each that all ranks have as many peers there.
+    context_ranks: data ranks of one sample group: a part of a node's data ranks, or those of whole nodes.
     Raises ValueError if a number is not positive or does not divide.
     """
 

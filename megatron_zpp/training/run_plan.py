@@ -261,7 +261,7 @@ def _as_member(given: Config, member: Member, ranks: RankCounts) -> Config:
         "zero_hpz_partition_size": _partition(given, ranks) if member.has_secondary_weights else 1,
         "zero_quantized_gradients": member.has_quantized_gradients,
         "zero_quantized_gradients_code": code,
-        # Bits that the member's code does not have leave it with its own.
+        # A member whose code does not have the given number of bits keeps its default.
         "zero_quantized_gradients_inter_bits": inter_bits if inter_bits in INTER_BITS[code] else None,
         "zero_quantized_gradients_intra_bits": intra_bits if intra_bits in INTRA_BITS[code] else None,
     }

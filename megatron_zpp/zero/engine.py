@@ -351,8 +351,8 @@ class ZeroEngine:
     def weights_changed(self, *, copies_are_filled: bool = False) -> None:
         """Marks the weights on every rung as stale. Call it after any write to the main weights.
 
-        copies_are_filled: whether the own slices of copies that are kept across steps have been written as well. Otherwise they are taken
-        from the main weights. Raises RuntimeError if updates were not finished before the write: they would change what was written.
+        copies_are_filled: whether this rank's slices of copies that are kept across steps have been written as well. Otherwise they are
+        taken from the main weights. Raises RuntimeError if updates were not finished before the write: they would change what was written.
         """
         self._later.check_finished()
         for unit in self.units:

@@ -47,8 +47,8 @@ class Sharding:
 class HostMemory:
     """Bytes of one rank in the memory of its host, if the optimizer's state is kept there.
 
-    weights: main weights. mirrors: of the own slices of kept copies. pinned: places of gradients on their way down, and of payloads on
-    their way up. differences: fp32 values that exist while a difference of weights is encoded.
+    weights: main weights. mirrors: of the rank's own slices of kept copies. pinned: places of gradients on their way down, and of
+    payloads on their way up. differences: fp32 values that exist while a difference of weights is encoded.
     """
 
     weights: int = 0

@@ -109,7 +109,7 @@ _PARTS = {
     "docs/long_runs.md": {
         "that of an uninterrupted run within 1e-5": AGREED,
         "within 10 minutes": LIMIT,
-        "no pulse for 5 minutes, or for 60 to 80 % of": LIMIT,
+        "no heartbeat for 5 minutes, or for 60 to 80 % of": LIMIT,
         "within 10 s": LIMIT,
     },
     "docs/long_sequences.md": {

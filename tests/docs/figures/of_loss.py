@@ -91,7 +91,7 @@ FIGURES = (
     ),
     Figure(
         README,
-        "At half the learning rate ({} seeds) they end {:.2f} ± {:.2f} % and {:.2f} ± {:.2f} % higher.",
+        "At half the learning rate ({} seeds) lean ends {:.2f} ± {:.2f} % higher, ZeRO++ {:.2f} ± {:.2f} % higher.",
         lambda: (SAYS[seeds(f"lean{HALF}")], *joined(above(f"lean{HALF}"), above(f"paper{HALF}"))),
     ),
     Figure(

@@ -29,7 +29,7 @@ LLAMA_VOCABULARY = 128256
 FULL = "--recompute-granularity full --recompute-method"
 RECOMPUTED = {
     "nothing, whole logits": "--loss-chunk-tokens 0",
-    "nothing else": "",
+    "nothing, loss in chunks": "",
     "attention": "--recompute-activations",
     "every block, N = 1": "--checkpoint-activations",
     **{f"chunks, N = {n}": f"--checkpoint-activations --recompute-num-layers {n}" for n in (2, 4, 8)},

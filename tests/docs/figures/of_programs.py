@@ -246,7 +246,7 @@ FIGURES = (
     Figure(PAGE, "{}", lambda: [preprocess.speed_table(preprocessed())]),
     Figure(
         PAGE,
-        "The tool's start counts, which is a part of the {:.1f} to {:.1f} s that 100 MB take",
+        "The start of the tool counts too. It is a part of the {:.1f} to {:.1f} s that 100 MB take",
         lambda: spread([one.seconds["tool"] for one in preprocessed()]),
     ),
     Figure(
@@ -286,7 +286,8 @@ FIGURES = (
     Figure(PAGE, "they take {:.2f} to {:.2f} times as long.", lambda: spread(of_whole("seconds", 1024, "fp32"))),
     Figure(
         PAGE,
-        "Gradients in forward take {:.2f} to {:.2f} of the time and {:.1f} to {:.1f} times the memory of chunks of as many tokens",
+        "Gradients in forward take {:.2f} to {:.2f} of the time and {:.1f} to {:.1f} times the memory of chunks of the same number of "
+        "tokens",
         lambda: (*spread(in_forward("seconds", "whole logits")), *spread(in_forward("peak_mib", "chunks"))),
     ),
     Figure(

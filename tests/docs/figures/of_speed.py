@@ -256,7 +256,7 @@ FIGURES = (
     ),
     Figure(
         PAGE,
-        "what a difference from the kept copy costs: {:.1f} ns, and {:.0f} ps on a GPU.",
+        "the cost of a difference from the kept copy: {:.1f} ns on a CPU core, and {:.0f} ps on a GPU.",
         lambda: (CPU_CODEC.subtract / NANO, GPU_CODEC.subtract / PICO),
     ),
     Figure(
@@ -302,9 +302,9 @@ FIGURES = (
     ),
     Figure(
         BENCHMARKS,
-        "Four ranks on two cores, {:.1f} million parameters, {} tokens per step, {} rounds: T = 2 takes {:.2f} of the time of T "
-        "= 1 with {:.2f} of "
-        "its memory, T = 4 {:.2f} with {:.2f}; with `--sequence-parallel` {:.2f} with {:.2f}, and {:.2f} with {:.2f}",
+        "On four ranks on two cores, with {:.1f} million parameters, {} tokens per step and {} rounds, T = 2 takes {:.2f} of the "
+        "time of T = 1 with {:.2f} of its memory, T = 4 {:.2f} with {:.2f}; with `--sequence-parallel` {:.2f} "
+        "with {:.2f}, and {:.2f} with {:.2f}",
         lambda: (
             results("train_step_tensor")["parameters"] / 1e6,
             results("train_step_tensor")["tokens_per_step"],
