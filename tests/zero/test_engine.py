@@ -91,9 +91,20 @@ def test_a_block_whose_output_gets_no_gradient_on_one_rank_only_holds_up_nobody(
     assert mean_losses(histories) == pytest.approx(_losses_with_detached_block((1,)), rel=1e-6)
 
 
+@pytest.mark.parametrize("row, shape", [*((row, (2, 2)) for row in ROWS), *((row, (1, 1)) for row in ("stage 0", "stage 3"))], ids=str)
+def test_a_block_that_gets_no_gradient_in_one_step_keeps_none_of_the_step_before(row: str, shape: tuple[int, int]) -> None:
+    job = Job(ROWS[row], shape=ModelShape(inner=(9, 20, 13)), steps=3, microbatches=2)
+
+    def program(backend: VirtualBackend) -> History:
+        rank = Rank(job, backend)
+        return _train(rank, before_forward=lambda step: setattr(rank.model, "detached_block", 1 if step == 1 else None))
+
+    assert mean_losses(run_world(shape, program)) == pytest.approx(_losses_with_detached_block(tuple(range(4)), steps=(1,)), rel=1e-6)
+
+
 @cache
-def _losses_with_detached_block(ranks: tuple[int, ...]) -> list[float]:
-    """Of a plain loop over what four ranks would get in two micro-batches, with the block detached on some ranks."""
+def _losses_with_detached_block(ranks: tuple[int, ...], steps: tuple[int, ...] = (0, 1, 2)) -> list[float]:
+    """Of a plain loop over what four ranks would get in two micro-batches, with the block detached on some ranks in some steps."""
     model = plain_model(ModelShape(inner=(9, 20, 13)))
     decayed, others = ([each for each in model.parameters() if (each.ndim > 1) is decays] for decays in (True, False))
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}], lr=LEARNING_RATE)
@@ -102,7 +113,7 @@ def _losses_with_detached_block(ranks: tuple[int, ...]) -> list[float]:
         tokens, labels = global_batch(step)
         total = torch.zeros(())
         for part in range(8):
-            model.detached_block = 1 if part % 4 in ranks else None
+            model.detached_block = 1 if part % 4 in ranks and step in steps else None
             rows = slice(part * len(tokens) // 8, (part + 1) * len(tokens) // 8)
             total = total + model(tokens[rows], labels[rows]) / 8
         for parameter in model.parameters():
