@@ -21,10 +21,11 @@ from megatron_zpp.comm.readout import Readout
 from megatron_zpp.comm.streams import SideStream
 from megatron_zpp.parallel.specs import UnitSpec, Use
 from megatron_zpp.zero.clipping import Clipping, skips_on_device
+from megatron_zpp.zero.count_zeros import count_zeros
 from megatron_zpp.zero.descents import Descents
 from megatron_zpp.zero.ending import end_all
 from megatron_zpp.zero.engine_options import EngineOptions
-from megatron_zpp.zero.grad_norm import count_zeros, squared_norm, weight_norm
+from megatron_zpp.zero.grad_norm import squared_norm, weight_norm
 from megatron_zpp.zero.gradient_progress import GradientProgress
 from megatron_zpp.zero.gradients import Collector, UnitGradient
 from megatron_zpp.zero.home import home_of

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from megatron_zpp.comm.codec import Regions
@@ -31,20 +30,9 @@ def weight_norm(units: Sequence[WeightUnit], ladder: Ladder, squared_sums: Squar
     return math.sqrt(_squared_norm(own, ladder, squared_sums).item())
 
 
-def count_zeros(gradients: Sequence[UnitGradient], ladder: Ladder) -> Tensor:
-    """Number of zeros in the mean gradient, without padding, [] fp64 (exact up to 2^53); every rank must call it."""
-    own = torch.zeros(1, dtype=torch.float64, device=ladder.device)
-    for gradient in gradients:
-        segments = gradient.layout.segments(ladder.own_slice, 1)
-        own += sum(segment.stop - segment.start for segment in segments if segment.counted)
-        for part in _counted(gradient.layout, gradient.primary, ladder.own_slice):
-            own -= torch.count_nonzero(part)  # padding is zero and adds nothing
-    return ladder.gather_world(own).sum()
-
-
 def _squared_norm(units: Sequence[tuple[FlatLayout, Regions]], ladder: Ladder, squared_sums: SquaredSums) -> Tensor:
     """units: for each unit its layout, and its values in this rank's own slice."""
-    parts = [list(_counted(layout, own, ladder.own_slice)) for layout, own in units]
+    parts = [list(counted_values(layout, own, ladder.own_slice)) for layout, own in units]
     gathered = ladder.gather_world(squared_sums(parts, units[0][1].blocks.device).to(ladder.device))  # [data, tensor, units] fp64
     by_slice = gathered.unflatten(0, (ladder.partitions, ladder.partition_ranks)).transpose(0, 1)
     return _sum_in_order(by_slice.flatten())
@@ -55,7 +43,7 @@ def _sum_in_order(values: Tensor) -> Tensor:
     return values.sum() if values.is_cuda else values.cumsum(0)[-1]
 
 
-def _counted(layout: FlatLayout, own: Regions, own_slice: int) -> Iterator[Tensor]:
+def counted_values(layout: FlatLayout, own: Regions, own_slice: int) -> Iterator[Tensor]:
     """The values of the own slice that count in a norm."""
     for counted_range, is_counted in layout.ranges_by(lambda segment: segment.counted, own_slice, 1):
         if is_counted:

@@ -49,7 +49,7 @@ class Collector:
         self._gradient = gradient
         self._layout = gradient.layout
         self._has_sums = policy.gradients is Rung.FULL or ladder.topology.is_one_rank
-        self._is_first = True  # micro-batch of the step
+        self._adds = False  # whether gradients are added to what is there: to the sums of earlier micro-batches of the step
         self._dtype = dtype
         self._staging = ladder.staging
         self._paddings = tuple(gradient.layout.paddings())
@@ -77,16 +77,16 @@ class Collector:
         """The values of the whole unit, ready to descend. What is collected next belongs to the next micro-batch."""
         if self._small:
             self._put([self._place_of(index) for index in self._small], list(self._small.values()))
-        if self._has_sums and self._is_first:
+        if self._has_sums and not self._adds:
             self._clear_paddings(self._gradient.total)  # of a step that was skipped they are NaN
         self._small.clear()
         self._arrived.clear()
-        self._is_first = False
+        self._adds = self._has_sums
         return self._gradient.resting if self._has_sums else Regions.of(self._taken_buffer(), self._layout.runs)
 
     def start_step(self) -> None:
         """Begins a step: the next micro-batch is its first."""
-        self._is_first = True
+        self._adds = False
 
     def release(self) -> None:
         """Gives the buffer back. The descent that reads it must have ended."""
@@ -100,11 +100,6 @@ class Collector:
             torch._foreach_add_(places, gradients)
         else:
             torch._foreach_copy_(places, gradients)
-
-    @property
-    def _adds(self) -> bool:
-        """Whether this micro-batch is added to what is there."""
-        return self._has_sums and not self._is_first
 
     def _place_of(self, index: int) -> Tensor:
         param = self._layout.params[index]

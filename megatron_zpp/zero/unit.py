@@ -133,10 +133,7 @@ class WeightUnit:
             return
         under_way = self._residency.under_way()
         if Rung.FULL not in under_way:
-            raise RuntimeError(
-                f"unit {self.name}: its full rung is stale and no climb is on its way; recompute modules with use_reentrant=False, "
-                "and give those that are recomputed together the same Use.recomputed_in"
-            )
+            raise RuntimeError(f"unit {self.name}: its full rung is stale and no climb is on its way; recompute with use_reentrant=False")
         self._ladder.lanes.wait(under_way[Rung.FULL])
         for rung, hop in under_way.items():
             stays = rung <= self._policy.weights_in_step

@@ -16,7 +16,7 @@ from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.comm.code import LinkCodes
 from megatron_zpp.comm.ledger import Category, Traffic
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.zero.grad_norm import count_zeros
+from megatron_zpp.zero.count_zeros import count_zeros
 from megatron_zpp.zero.pieces import pieces_of
 from megatron_zpp.zero.policy import POLICIES, ZEROPP, Policy, with_gradients_summed_on_secondary
 from megatron_zpp.zero.shared_places import shared_numel, sharing_received_bytes
