@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
-from megatron_zpp.checkpoint.folders import find_checkpoint
+from megatron_zpp.checkpoint.candidates import find_candidates
 from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError, Manifest, read_manifest
 from megatron_zpp.checkpoint.older_flags import flags_of
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.groups.data import CHANGED_TOKENIZERS, TOKENIZER_FILES
-from megatron_zpp.config.schema import GROUPS, CheckpointConfig, Config, ModelConfig
+from megatron_zpp.config.schema import GROUPS, Config, ModelConfig
 
 # MACHINE_FIELDS say how the model is computed, which may differ per machine. OTHER_WORDS follow from fields that are taken.
 MACHINE_FIELDS = {
@@ -51,7 +50,7 @@ def with_checkpoint_args(config: Config) -> Config:
     if not config.checkpoint.use_checkpoint_args:
         return config
     try:
-        folder = checkpoint_folder(config.checkpoint)
+        folder = find_candidates(config.checkpoint).usable
         manifest = None if folder is None else read_manifest(folder)
     except CheckpointError as error:
         raise FlagError(f"--use-checkpoint-args: {error}.") from error
@@ -61,16 +60,6 @@ def with_checkpoint_args(config: Config) -> Config:
     sources = {**config.sources, **dict.fromkeys(values, f"from {folder}")}
     config = replace(config, given=config.given | values.keys(), sources=sources).with_values(**values)
     return config.with_notices(f"--use-checkpoint-args: from {folder}: {', '.join(sorted(values)) or 'nothing'}")
-
-
-def checkpoint_folder(checkpoint: CheckpointConfig) -> Path | None:
-    """The folder of the checkpoint that --load, --ckpt-step and --pretrained-checkpoint name; None if none exists yet."""
-    folder = None if checkpoint.load is None else find_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step)
-    if folder is None and checkpoint.pretrained_checkpoint is not None:
-        folder = find_checkpoint(Path(checkpoint.pretrained_checkpoint), None)
-        if folder is None:
-            raise CheckpointError(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} holds no checkpoint; correct the path")
-    return folder
 
 
 def _values(config: Config, manifest: Manifest) -> dict[str, Any]:

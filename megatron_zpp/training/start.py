@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.checkpoint.checkpoint_args import checkpoint_folder
+from megatron_zpp.checkpoint.candidates import Candidates, find_candidates
 from megatron_zpp.checkpoint.engine_state import load_engine
-from megatron_zpp.checkpoint.folders import older_checkpoints
 from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.config.batch_schedule import running_schedule
@@ -55,7 +54,7 @@ FLAGS_OF_A_CONTINUED_RUN = (
 
 @dataclass(frozen=True)
 class ResumeSource:
-    """Checkpoint to start from: an open reader, and the stored run; both None without a checkpoint. notices: of newer, damaged ones."""
+    """Checkpoint to start from: an open reader, and the stored run; both None without a checkpoint. notices: of what was passed over."""
 
     reader: CheckpointReader | None
     stored: StoredRun | None
@@ -73,19 +72,20 @@ def find_resume_source(config: Config, world: World) -> ResumeSource:
     Raises StartupError on every rank if it is missing under --exit-on-missing-checkpoint, damaged, or not the same on all ranks.
     """
     checkpoint = config.checkpoint
-    folder: Path | None = None
-    notices: tuple[str, ...] = ()
+    candidates = Candidates()
     with world.agreement():
-        folder = checkpoint_folder(checkpoint)
-        if folder is None and checkpoint.exit_on_missing_checkpoint:
+        candidates = find_candidates(checkpoint)
+        if not candidates.folders and checkpoint.exit_on_missing_checkpoint:
             raise CheckpointError(
                 f"--load {checkpoint.load} holds no checkpoint and --exit-on-missing-checkpoint is given; correct the path"
             )
+    folder, notices = candidates.first, candidates.notices
     _check_same_checkpoint(folder.name if folder is not None else "none")
     if folder is None:
         return ResumeSource(None, None)
     if checkpoint.load_last_good_checkpoint:
-        folder, notices = _last_good(folder, world)
+        folder, found = _last_good(candidates.folders, world)
+        notices += found
     with world.agreement():
         reader = CheckpointReader(folder)
     _check_same_checkpoint(reader.identity)
@@ -167,10 +167,11 @@ def flags_that_differ(config: Config, theirs: Mapping[str, Any]) -> list[str]:
     return differing
 
 
-def _last_good(folder: Path, world: World) -> tuple[Path, tuple[str, ...]]:
-    """Newest undamaged checkpoint up to `folder`, and warnings about the newer ones. Each rank reads its share of the files."""
+def _last_good(folders: Sequence[Path], world: World) -> tuple[Path, tuple[str, ...]]:
+    """The first undamaged one of rank 0's folders, and warnings about those before it. Each rank reads its share of the files."""
     notices: list[str] = []
-    for candidate in (folder, *older_checkpoints(folder)):
+    names = gather_texts("\n".join(folder.name for folder in folders))[0].splitlines()  # another machine may still see deleted folders
+    for candidate in (folders[0].with_name(name) for name in names):
         findings = sorted({finding for text in gather_texts("\n".join(_findings(candidate, world))) for finding in text.splitlines()})
         if not findings:
             return candidate, tuple(notices)

@@ -7,10 +7,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_zpp.checkpoint.checkpoint_args import checkpoint_folder
+from megatron_zpp.checkpoint.candidates import find_candidates
 from megatron_zpp.checkpoint.contents import check_model, check_moments, rotation_differences
-from megatron_zpp.checkpoint.folders import older_checkpoints
-from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest, is_complete, read_manifest
+from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from megatron_zpp.config.schema import CheckpointConfig, Config, OptimizerConfig, PrecisionConfig, TrainingConfig, ZeroConfig
 from megatron_zpp.parallel.specs import UnitSpec
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
@@ -81,12 +80,8 @@ def find_stored_run(checkpoint: CheckpointConfig) -> StoredRun | None:
 
     With --load-last-good-checkpoint, of the newest complete one. Raises CheckpointError if it cannot be read.
     """
-    folder = checkpoint_folder(checkpoint)
-    if folder is None:
-        return None
-    candidates = (folder, *older_checkpoints(folder)) if checkpoint.load_last_good_checkpoint else ()
-    usable = next(filter(is_complete, candidates), folder)
-    return StoredRun.of(checkpoint, usable, read_manifest(usable))
+    folder = find_candidates(checkpoint).usable
+    return None if folder is None else StoredRun.of(checkpoint, folder, read_manifest(folder))
 
 
 def _copy_of(zero: ZeroConfig, precision: PrecisionConfig) -> tuple[str, int] | None:
