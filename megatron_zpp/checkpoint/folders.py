@@ -183,15 +183,15 @@ def iterations_to_delete(iterations: Iterable[int], current: int, keep_last: int
 def delete_checkpoint(folder: Path, token: str) -> bool:
     """Deletes a checkpoint. It is renamed first, so that no incomplete checkpoint is ever visible.
 
-    Returns False, and deletes nothing, if a process is reading it or if its manifest or its directory is write-protected. A checkpoint
-    that somebody else deletes meanwhile counts as deleted: to tidy up must not cost a run.
+    Returns False, and deletes nothing, if a process is reading it or if the file system refuses, for example because the directory is
+    write-protected. A checkpoint that somebody else deletes meanwhile counts as deleted: to tidy up must not cost a run.
     """
     removed = staged_folder(folder, Stage.REMOVED, token)
     try:
         is_moved = _move_aside(folder, removed)
     except FileNotFoundError:
         return True
-    except PermissionError:
+    except OSError:
         return False
     if is_moved:
         shutil.rmtree(removed, ignore_errors=True)
