@@ -37,7 +37,8 @@ def main() -> None:
 def run(args: argparse.Namespace, flags: list[str]) -> None:
     """Prepares the data and prints what was prepared. Raises ValueError for flags and data that the run would refuse."""
     config = resolve(parse_flags(flags), args.ranks, args.ranks)
-    config, about_rules = with_kept_rules(config, find_stored_run(config.checkpoint))
+    stored = find_stored_run(config.checkpoint)
+    config, about_rules = with_kept_rules(config, stored)
     for line in about_rules:
         print(line)
     if not config.data.names_corpora:
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace, flags: list[str]) -> None:
 
     started = time.monotonic()
     progress = ProgressPrinter(f"build_data_cache on {socket.gethostname()}", print)
-    datasets = setup.build_run_data(config, setup.build_vocabulary(config), progress, checks_token_ids=not args.no_token_check)
+    datasets = setup.build_run_data(config, setup.build_vocabulary(config), stored, progress, checks_token_ids=not args.no_token_check)
     for message in datasets.messages:
         print(message)
     validation = {f"validation {name}".strip(): dataset for name, dataset in datasets.valid.items()}

@@ -44,7 +44,7 @@ class RunSaver:
         self.finish()
         self._engine.finish_differences()
         self._printer.on_first(f"saving checkpoint at iteration {progress.iteration:7d} to {self._directory}")
-        state = RunState(progress.iteration, progress.consumed_samples, progress.scheduled_samples, self._flags)
+        state = RunState(progress.iteration, progress.consumed_samples, progress.scheduled_samples, self._flags, progress.ordered_samples)
         self._report(self._saver.save(manifest_of(self._engine, state, with_moments=self._with_moments)))
 
     def wait_for_copy(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from megatron_zpp.config.schema import GROUP_OF_FIELD, Config
 from megatron_zpp.monitor.jsonl import has_earlier_lines
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
 from megatron_zpp.training.progress import Progress
+from megatron_zpp.training.sample_order import order_notices, ordered_samples
 from megatron_zpp.training.stored_run import StoredRun, schedule_differences
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -93,16 +94,22 @@ def find_resume_source(config: Config, world: World) -> ResumeSource:
 
 
 def load_progress(config: Config, engine: ZeroEngine, source: ResumeSource) -> Progress:
-    """Loads the checkpoint into the engine. Returns the progress that the run continues from; zero without a checkpoint."""
+    """Loads the checkpoint into the engine. Returns the progress that the run continues from; its start without a checkpoint."""
+    start = Progress(ordered_samples=ordered_samples(config, source.stored))
     if source.reader is None or source.stored is None:
-        return Progress()
+        return start
     manifest = source.stored.manifest
     if not source.stored.weights_only:
         engine.start_iteration(manifest.iteration)  # before copies are filled: it may end full precision, and then they start anew
     load_engine(engine, source.reader, with_moments=source.stored.gives_moments(config), with_copies=source.stored.gives_copies(config))
     if source.stored.weights_only:
-        return Progress()
-    return Progress(manifest.iteration, manifest.consumed_samples, manifest.run["scheduled_samples"])
+        return start
+    return replace(
+        start,
+        iteration=manifest.iteration,
+        consumed_samples=manifest.consumed_samples,
+        scheduled_samples=manifest.run["scheduled_samples"],
+    )
 
 
 def with_remaining_batches(config: Config, progress: Progress, sample_groups: int) -> Config:
@@ -150,6 +157,7 @@ def _about_checkpoint(config: Config, source: ResumeSource, progress: Progress) 
     if not stored.weights_only:
         differing = [*flags_that_differ(config, manifest.flags), *schedule_differences(config, manifest.flags)]
         lines += [f"WARNING: the checkpoint's run had other flags: {'; '.join(differing)}"] if differing else []
+        lines += order_notices(config, stored)
         if config.checkpoint.use_checkpoint_opt_param_scheduler:
             lines.append("the schedule of learning rate and weight decay is the checkpoint's")
     return "\n".join(lines)
