@@ -136,7 +136,8 @@ def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> 
         model = setup.build_model(config, vocabulary.padded_size, source.stored, ladder)
         startup_checks.check_memory(config, model, ladder.grid, world.device, memory)
         data_progress = setup.progress_printer(launch, hosts[launch.rank], printer)
-        datasets = setup.build_run_data(config, vocabulary, data_progress, checks_token_ids=launch.local_rank == 0)
+        is_first_here = launch.local_rank == 0
+        datasets = setup.build_run_data(config, vocabulary, source.stored, data_progress, checks_token_ids=is_first_here)
         writers = open_writers(config, printer, instruments, save_lock)
         config = config.with_values(vocab_size=vocabulary.size)
     with closing(writers, world):

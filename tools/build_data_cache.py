@@ -1,6 +1,6 @@
 """Prepares the data of a run before it starts, on one machine without GPUs: indices, blends and the check of token ids.
 
-Takes the unchanged flags of the run and the number of its ranks. Indices that exist already are not built again.
+Takes the unchanged flags of the run and the number of all its ranks. Indices that exist already are not built again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import errors_in_words, rank_count
 
+from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.resolve import resolve
@@ -22,6 +23,7 @@ from megatron_zpp.data.blended_dataset import BlendedDataset
 from megatron_zpp.data.build_once import ProgressPrinter
 from megatron_zpp.data.gpt_dataset import SampleSource
 from megatron_zpp.training.kept_rules import with_kept_rules
+from megatron_zpp.training.sample_order import order_notices
 from megatron_zpp.training.stored_run import find_stored_run
 
 FLAGS_HELP = "the flags of pretrain_zeropp_gpt.py, as the run will get them; --data-cache-path says where the indices go"
@@ -36,9 +38,10 @@ def main() -> None:
 
 def run(args: argparse.Namespace, flags: list[str]) -> None:
     """Prepares the data and prints what was prepared. Raises ValueError for flags and data that the run would refuse."""
-    config = resolve(parse_flags(flags), args.ranks, args.ranks)
-    config, about_rules = with_kept_rules(config, find_stored_run(config.checkpoint))
-    for line in about_rules:
+    config = resolve(with_checkpoint_args(parse_flags(flags)), args.ranks, args.ranks)
+    stored = find_stored_run(config.checkpoint)
+    config, about_rules = with_kept_rules(config, stored)
+    for line in (*about_rules, *(order_notices(config, stored) if stored is not None else ())):
         print(line)
     if not config.data.names_corpora:
         raise ValueError("--data-path is not given, nor another flag that names corpora; give the flags of the run.")
@@ -46,7 +49,7 @@ def run(args: argparse.Namespace, flags: list[str]) -> None:
 
     started = time.monotonic()
     progress = ProgressPrinter(f"build_data_cache on {socket.gethostname()}", print)
-    datasets = setup.build_run_data(config, setup.build_vocabulary(config), progress, checks_token_ids=not args.no_token_check)
+    datasets = setup.build_run_data(config, setup.build_vocabulary(config), stored, progress, checks_token_ids=not args.no_token_check)
     for message in datasets.messages:
         print(message)
     validation = {f"validation {name}".strip(): dataset for name, dataset in datasets.valid.items()}
@@ -72,7 +75,10 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--ranks", type=rank_count, required=True, help="data-parallel ranks of the run, which --global-batch-size may follow from"
+        "--ranks",
+        type=rank_count,
+        required=True,
+        help="all ranks of the run, also those that share layers or samples",
     )
     parser.add_argument("--no-token-check", action="store_true", help="leave the check of token ids, which reads every .bin, to the run")
     return parser

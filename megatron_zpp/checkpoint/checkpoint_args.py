@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
-from megatron_zpp.checkpoint.folders import find_checkpoint
+from megatron_zpp.checkpoint.candidates import find_candidates
 from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError, Manifest, read_manifest
+from megatron_zpp.checkpoint.older_flags import flags_of
 from megatron_zpp.config.flag import FlagError
-from megatron_zpp.config.schema import GROUPS, CheckpointConfig, Config, ModelConfig
+from megatron_zpp.config.groups.data import CHANGED_TOKENIZERS, TOKENIZER_FILES
+from megatron_zpp.config.schema import GROUPS, Config, ModelConfig
 
 # MACHINE_FIELDS say how the model is computed, which may differ per machine. OTHER_WORDS follow from fields that are taken.
 MACHINE_FIELDS = {
@@ -27,7 +28,18 @@ MACHINE_FIELDS = {
 OTHER_WORDS = {"group_query_attention", "no_position_embedding"}
 MODEL_FIELDS = tuple(member.name for member in fields(ModelConfig) if member.name not in MACHINE_FIELDS | OTHER_WORDS)
 DEFAULTS = {group: {member.name: member.default for member in fields(GROUPS[group])} for group in ("model", "data")}
-TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_size", "null_tokenizer_eod_id")
+# All that a tokenizer is built from, but for legacy_tokenizer, which checkpoints of earlier programs do not say.
+TOKENIZER_FIELDS = (
+    "tokenizer_type",
+    *TOKENIZER_FILES,
+    "vocab_extra_ids",
+    "tiktoken_pattern",
+    "tiktoken_num_special_tokens",
+    "tokenizer_special_tokens",
+    "tokenizer_hf_no_include_special_tokens",
+    "null_tokenizer_eod_id",
+    "vocab_size",
+)
 
 
 def with_checkpoint_args(config: Config) -> Config:
@@ -38,7 +50,7 @@ def with_checkpoint_args(config: Config) -> Config:
     if not config.checkpoint.use_checkpoint_args:
         return config
     try:
-        folder = checkpoint_folder(config.checkpoint)
+        folder = find_candidates(config.checkpoint).usable
         manifest = None if folder is None else read_manifest(folder)
     except CheckpointError as error:
         raise FlagError(f"--use-checkpoint-args: {error}.") from error
@@ -50,20 +62,12 @@ def with_checkpoint_args(config: Config) -> Config:
     return config.with_notices(f"--use-checkpoint-args: from {folder}: {', '.join(sorted(values)) or 'nothing'}")
 
 
-def checkpoint_folder(checkpoint: CheckpointConfig) -> Path | None:
-    """The folder of the checkpoint that --load, --ckpt-step and --pretrained-checkpoint name; None if none exists yet."""
-    folder = None if checkpoint.load is None else find_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step)
-    if folder is None and checkpoint.pretrained_checkpoint is not None:
-        folder = find_checkpoint(Path(checkpoint.pretrained_checkpoint), None)
-        if folder is None:
-            raise CheckpointError(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} holds no checkpoint; correct the path")
-    return folder
-
-
 def _values(config: Config, manifest: Manifest) -> dict[str, Any]:
     values = _members(manifest, "model", MODEL_FIELDS)
     if "tokenizer_type" not in config.given:
         values |= _members(manifest, "data", TOKENIZER_FIELDS)
+        if values.get("tokenizer_type") in CHANGED_TOKENIZERS and flags_of(manifest, "data")["legacy_tokenizer"]:
+            values["legacy_tokenizer"] = True
     return values
 
 
@@ -71,5 +75,6 @@ def _members(manifest: Manifest, group: str, names: tuple[str, ...]) -> dict[str
     stored = manifest.flags.get(group, {})
     if not isinstance(stored, Mapping):
         raise DamagedCheckpointError(f"the manifest of iteration {manifest.iteration} has no {group} flags")
+    found = {name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name] for name in names if name in stored}
     # Defaults are left out: flags of an architecture that the checkpoint does not have would cause "without effect" warnings.
-    return {name: stored[name] for name in names if stored.get(name) not in (None, DEFAULTS[group][name])}
+    return {name: value for name, value in found.items() if value not in (None, DEFAULTS[group][name])}

@@ -26,12 +26,14 @@ class RunState:
 
     iteration: the steps done. consumed_samples: of all steps. scheduled_samples: of those that were not skipped; learning rate and weight
     decay follow them. flags: the resolved configuration by group, and the padded vocabulary.
+    ordered_samples: samples of the training data that the run put in order; 0 if that is not known.
     """
 
     iteration: int
     consumed_samples: int
     scheduled_samples: int
     flags: Mapping[str, Any]
+    ordered_samples: int = 0
 
 
 def share_of(engine: ZeroEngine, *, with_moments: bool) -> Share:
@@ -57,6 +59,7 @@ def manifest_of(engine: ZeroEngine, state: RunState, *, with_moments: bool) -> M
         states=states,
         run={
             "scheduled_samples": state.scheduled_samples,
+            "ordered_samples": state.ordered_samples,
             "optimizer_steps": engine.optimizer.steps,
             "loss_scaler": engine.loss_scaler.state(),
         },

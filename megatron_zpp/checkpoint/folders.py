@@ -30,6 +30,14 @@ RELEASE = "release"
 _NAME = re.compile(r"(?P<base>iter_(?P<iteration>\d{7,})|release)(\.(?P<stage>tmp|replaced|removed)-(?P<token>[0-9a-f-]+))?")
 
 
+class LatestError(CheckpointError):
+    """LATEST_FILE names no checkpoint of its directory. named: the missing folder; None if the file cannot be read as a name."""
+
+    def __init__(self, sentence: str, named: Path | None = None) -> None:
+        super().__init__(sentence)
+        self.named = named
+
+
 class Stage(Enum):
     """The state of a folder that is not a complete checkpoint, as its name says."""
 
@@ -77,7 +85,7 @@ def saved_iterations(directory: Path) -> list[int]:
 def find_checkpoint(directory: Path, step: int | None) -> Path | None:
     """The folder to load: that of iteration `step`, or of the latest iteration if step is None. None if `directory` holds no checkpoint.
 
-    Raises CheckpointError if iteration `step` is missing, or if the latest iteration cannot be determined.
+    Raises CheckpointError if iteration `step` is missing, and LatestError if the latest iteration cannot be determined or is missing.
     """
     if step is not None:
         folder = _in_place(iteration_folder(directory, step))
@@ -89,13 +97,14 @@ def find_checkpoint(directory: Path, step: int | None) -> Path | None:
     if text is None:
         return None
     if text != RELEASE and not (text.isascii() and text.isdigit() and len(text) < 20):
-        raise CheckpointError(
+        raise LatestError(
             f"{latest} holds {text[:40]!r} instead of an iteration; choose one with --ckpt-step, {directory} holds {_existing(directory)}"
         )
-    folder = _in_place(directory / RELEASE if text == RELEASE else iteration_folder(directory, int(text)))
+    named = directory / RELEASE if text == RELEASE else iteration_folder(directory, int(text))
+    folder = _in_place(named)
     if folder is None:
-        raise CheckpointError(
-            f"{latest} names {text}, which {directory} does not hold; choose one with --ckpt-step, it holds {_existing(directory)}"
+        raise LatestError(
+            f"{latest} names {text}, which {directory} does not hold; choose one with --ckpt-step, it holds {_existing(directory)}", named
         )
     return folder
 
@@ -103,11 +112,16 @@ def find_checkpoint(directory: Path, step: int | None) -> Path | None:
 def read_latest(directory: Path, remedy: str = "correct --load, or choose an iteration with --ckpt-step") -> str | None:
     """The text of LATEST_FILE without white space around it; None if there is no such file.
 
-    Raises CheckpointError if it cannot be read, which ends in the remedy.
+    Raises LatestError if it cannot be read, which ends in the remedy.
     """
     path = directory / LATEST_FILE
-    file = OutsideFile(path, str(path), remedy, CheckpointError, LATEST_BYTES)
+    file = OutsideFile(path, str(path), remedy, LatestError, LATEST_BYTES)
     return None if file.is_missing() else file.text().strip()
+
+
+def newest_first(directory: Path) -> list[Path]:
+    """The final folders of all iterations, newest first, complete or not."""
+    return [iteration_folder(directory, iteration) for iteration in reversed(saved_iterations(directory))]
 
 
 def older_checkpoints(folder: Path) -> list[Path]:
@@ -169,15 +183,15 @@ def iterations_to_delete(iterations: Iterable[int], current: int, keep_last: int
 def delete_checkpoint(folder: Path, token: str) -> bool:
     """Deletes a checkpoint. It is renamed first, so that no incomplete checkpoint is ever visible.
 
-    Returns False, and deletes nothing, if a process is reading it or if its manifest or its directory is write-protected. A checkpoint
-    that somebody else deletes meanwhile counts as deleted: to tidy up must not cost a run.
+    Returns False, and deletes nothing, if a process is reading it or if the file system refuses, for example because the directory is
+    write-protected. A checkpoint that somebody else deletes meanwhile counts as deleted: to tidy up must not cost a run.
     """
     removed = staged_folder(folder, Stage.REMOVED, token)
     try:
         is_moved = _move_aside(folder, removed)
     except FileNotFoundError:
         return True
-    except PermissionError:
+    except OSError:
         return False
     if is_moved:
         shutil.rmtree(removed, ignore_errors=True)

@@ -80,7 +80,7 @@ class SaveOptions:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A complete checkpoint. not_deleted: iterations that could not be deleted, because they are being read or are write-protected."""
+    """A complete checkpoint. not_deleted: iterations that could not be deleted, because they are being read or the file system refuses."""
 
     iteration: int
     nbytes: int

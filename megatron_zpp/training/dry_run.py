@@ -22,6 +22,7 @@ from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.kept_rules import with_kept_rules
 from megatron_zpp.training.memory_need import AvailableMemory, check_fits, in_gib, saved_bytes
 from megatron_zpp.training.run_plan import PlannedWorld, RunPlan, computation_by_rate, plan_as_given, shape_of
+from megatron_zpp.training.sample_order import order_notices
 from megatron_zpp.training.stored_run import StoredRun, find_stored_run, with_schedule
 
 LABEL_COLUMNS = 24
@@ -185,7 +186,7 @@ def _start(plan: RunPlan, stored: StoredRun | None) -> str:
     with_schedule(config, stored)
     stored.check_contents(config, plan.job.unit_specs)
     check_batches(config, running_schedule(config, plan.job.grid.sample_groups), stored.consumed_samples)
-    return "; ".join([f"from {stored.folder}", *stored.notices(config)])
+    return "; ".join([f"from {stored.folder}", *stored.notices(config), *order_notices(config, stored)])
 
 
 def _bytes(plan: RunPlan) -> str:

@@ -10,11 +10,13 @@ class Progress:
     """Position of a run, which its checkpoints keep.
 
     scheduled_samples: samples of the steps that were not skipped. Learning rate and weight decay follow them.
+    ordered_samples: samples of the training data that the run has put in order, which its next runs keep.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
     scheduled_samples: int = 0
+    ordered_samples: int = 0
 
     def advance(self, samples: int, *, is_skipped: bool) -> None:
         self.iteration += 1

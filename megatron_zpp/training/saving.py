@@ -44,7 +44,7 @@ class RunSaver:
         self.finish()
         self._engine.finish_differences()
         self._printer.on_first(f"saving checkpoint at iteration {progress.iteration:7d} to {self._directory}")
-        state = RunState(progress.iteration, progress.consumed_samples, progress.scheduled_samples, self._flags)
+        state = RunState(progress.iteration, progress.consumed_samples, progress.scheduled_samples, self._flags, progress.ordered_samples)
         self._report(self._saver.save(manifest_of(self._engine, state, with_moments=self._with_moments)))
 
     def wait_for_copy(self) -> None:
@@ -69,7 +69,10 @@ class RunSaver:
         lines = [
             f"  successfully saved checkpoint at iteration {saved.iteration:7d} to {self._directory}",
             f"Checkpoint Save GB: {gigabytes:.3f}, GB/Sec: {gigabytes / saved.seconds:.3f}, Latency(second): {saved.seconds:.3f}",
-            *(f"WARNING: could not delete the checkpoint at iteration {kept}: it is being read, or guarded" for kept in saved.not_deleted),
+            *(
+                f"WARNING: could not delete the checkpoint at iteration {kept}: it is being read, or the file system refuses"
+                for kept in saved.not_deleted
+            ),
         ]
         self._printer.on_first("\n".join(lines))
         if self._progress_file is not None:

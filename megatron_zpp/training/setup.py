@@ -14,7 +14,6 @@ from megatron_zpp.comm.links import Ladder
 from megatron_zpp.comm.observed_lanes import ObservedLanes
 from megatron_zpp.comm.streams import streams_of
 from megatron_zpp.comm.waits import Waits
-from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.schema import Config, PrecisionConfig
 from megatron_zpp.data.build_once import ProgressPrinter
@@ -32,6 +31,7 @@ from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.tensor_parallel.context import TensorParallel
 from megatron_zpp.training.instruments import Instruments
 from megatron_zpp.training.kept_inputs import about_kept_inputs, build_kept_inputs
+from megatron_zpp.training.sample_order import ordered_samples
 from megatron_zpp.training.sharding import choose_policy, grid_of, prefetch_of
 from megatron_zpp.training.stored_run import StoredRun
 from megatron_zpp.zero.adam import AdamOptions
@@ -79,11 +79,16 @@ def progress_printer(launch: Launch, host: str, printer: RankPrinter) -> Progres
     return ProgressPrinter(f"rank {launch.rank} on {host}", printer.on_this, prints_waiting=launch.local_rank == 0)
 
 
-def build_run_data(config: Config, vocabulary: Vocabulary, progress: ProgressPrinter, *, checks_token_ids: bool) -> Datasets:
-    """Training, validation and test data. checks_token_ids: whether this rank checks all corpora; one rank per machine is enough."""
+def build_run_data(
+    config: Config, vocabulary: Vocabulary, stored: StoredRun | None, progress: ProgressPrinter, *, checks_token_ids: bool
+) -> Datasets:
+    """Training, validation and test data. stored: the run that this one resumes.
+
+    checks_token_ids: whether this rank checks all corpora; one rank per machine is enough.
+    """
     training = config.training
     counts = count_samples(
-        train_samples=length_in_samples(training, batch_schedule(training, config.model.seq_length)),
+        train_samples=ordered_samples(config, stored),
         train_iters=training.train_iters,
         eval_interval=training.eval_interval,
         evaluated_samples=training.eval_iters * training.eval_global_batch_size,

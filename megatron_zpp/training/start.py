@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.checkpoint.checkpoint_args import checkpoint_folder
+from megatron_zpp.checkpoint.candidates import Candidates, find_candidates
 from megatron_zpp.checkpoint.engine_state import load_engine
-from megatron_zpp.checkpoint.folders import older_checkpoints
 from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.config.batch_schedule import running_schedule
@@ -19,6 +18,7 @@ from megatron_zpp.config.schema import GROUP_OF_FIELD, Config
 from megatron_zpp.monitor.jsonl import has_earlier_lines
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
 from megatron_zpp.training.progress import Progress
+from megatron_zpp.training.sample_order import order_notices, ordered_samples
 from megatron_zpp.training.stored_run import StoredRun, schedule_differences
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -55,7 +55,7 @@ FLAGS_OF_A_CONTINUED_RUN = (
 
 @dataclass(frozen=True)
 class ResumeSource:
-    """Checkpoint to start from: an open reader, and the stored run; both None without a checkpoint. notices: of newer, damaged ones."""
+    """Checkpoint to start from: an open reader, and the stored run; both None without a checkpoint. notices: of what was passed over."""
 
     reader: CheckpointReader | None
     stored: StoredRun | None
@@ -73,19 +73,20 @@ def find_resume_source(config: Config, world: World) -> ResumeSource:
     Raises StartupError on every rank if it is missing under --exit-on-missing-checkpoint, damaged, or not the same on all ranks.
     """
     checkpoint = config.checkpoint
-    folder: Path | None = None
-    notices: tuple[str, ...] = ()
+    candidates = Candidates()
     with world.agreement():
-        folder = checkpoint_folder(checkpoint)
-        if folder is None and checkpoint.exit_on_missing_checkpoint:
+        candidates = find_candidates(checkpoint)
+        if not candidates.folders and checkpoint.exit_on_missing_checkpoint:
             raise CheckpointError(
                 f"--load {checkpoint.load} holds no checkpoint and --exit-on-missing-checkpoint is given; correct the path"
             )
+    folder, notices = candidates.first, candidates.notices
     _check_same_checkpoint(folder.name if folder is not None else "none")
     if folder is None:
         return ResumeSource(None, None)
     if checkpoint.load_last_good_checkpoint:
-        folder, notices = _last_good(folder, world)
+        folder, found = _last_good(candidates.folders, world)
+        notices += found
     with world.agreement():
         reader = CheckpointReader(folder)
     _check_same_checkpoint(reader.identity)
@@ -93,16 +94,22 @@ def find_resume_source(config: Config, world: World) -> ResumeSource:
 
 
 def load_progress(config: Config, engine: ZeroEngine, source: ResumeSource) -> Progress:
-    """Loads the checkpoint into the engine. Returns the progress that the run continues from; zero without a checkpoint."""
+    """Loads the checkpoint into the engine. Returns the progress that the run continues from; its start without a checkpoint."""
+    start = Progress(ordered_samples=ordered_samples(config, source.stored))
     if source.reader is None or source.stored is None:
-        return Progress()
+        return start
     manifest = source.stored.manifest
     if not source.stored.weights_only:
         engine.start_iteration(manifest.iteration)  # before copies are filled: it may end full precision, and then they start anew
     load_engine(engine, source.reader, with_moments=source.stored.gives_moments(config), with_copies=source.stored.gives_copies(config))
     if source.stored.weights_only:
-        return Progress()
-    return Progress(manifest.iteration, manifest.consumed_samples, manifest.run["scheduled_samples"])
+        return start
+    return replace(
+        start,
+        iteration=manifest.iteration,
+        consumed_samples=manifest.consumed_samples,
+        scheduled_samples=manifest.run["scheduled_samples"],
+    )
 
 
 def with_remaining_batches(config: Config, progress: Progress, sample_groups: int) -> Config:
@@ -150,6 +157,7 @@ def _about_checkpoint(config: Config, source: ResumeSource, progress: Progress) 
     if not stored.weights_only:
         differing = [*flags_that_differ(config, manifest.flags), *schedule_differences(config, manifest.flags)]
         lines += [f"WARNING: the checkpoint's run had other flags: {'; '.join(differing)}"] if differing else []
+        lines += order_notices(config, stored)
         if config.checkpoint.use_checkpoint_opt_param_scheduler:
             lines.append("the schedule of learning rate and weight decay is the checkpoint's")
     return "\n".join(lines)
@@ -167,10 +175,11 @@ def flags_that_differ(config: Config, theirs: Mapping[str, Any]) -> list[str]:
     return differing
 
 
-def _last_good(folder: Path, world: World) -> tuple[Path, tuple[str, ...]]:
-    """Newest undamaged checkpoint up to `folder`, and warnings about the newer ones. Each rank reads its share of the files."""
+def _last_good(folders: Sequence[Path], world: World) -> tuple[Path, tuple[str, ...]]:
+    """The first undamaged one of rank 0's folders, and warnings about those before it. Each rank reads its share of the files."""
     notices: list[str] = []
-    for candidate in (folder, *older_checkpoints(folder)):
+    names = gather_texts("\n".join(folder.name for folder in folders))[0].splitlines()  # another machine may still see deleted folders
+    for candidate in (folders[0].with_name(name) for name in names):
         findings = sorted({finding for text in gather_texts("\n".join(_findings(candidate, world))) for finding in text.splitlines()})
         if not findings:
             return candidate, tuple(notices)

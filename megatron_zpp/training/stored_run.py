@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_zpp.checkpoint.checkpoint_args import checkpoint_folder
+from megatron_zpp.checkpoint.candidates import find_candidates
 from megatron_zpp.checkpoint.contents import check_model, check_moments, rotation_differences
-from megatron_zpp.checkpoint.folders import older_checkpoints
-from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest, is_complete, read_manifest
+from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from megatron_zpp.config.batch_schedule import batch_schedule, length_in_samples
 from megatron_zpp.config.schema import CheckpointConfig, Config, OptimizerConfig, PrecisionConfig, TrainingConfig, ZeroConfig
 from megatron_zpp.parallel.specs import UnitSpec
 from megatron_zpp.training.lr_schedule import LearningRateSchedule
@@ -36,6 +36,14 @@ class StoredRun:
     def consumed_samples(self) -> int:
         """Samples that the resumed run has consumed when it begins."""
         return 0 if self.weights_only else self.manifest.consumed_samples
+
+    @property
+    def ordered_samples(self) -> int:
+        """Samples of the training data that the stored run put in order. Before checkpoints said so, it was the length by the flags.
+
+        Raises CheckpointError if the flags do not have a length.
+        """
+        return self.manifest.run.get("ordered_samples", 0) or _stored_length(self.manifest.flags)
 
     def gives_moments(self, config: Config) -> bool:
         """Whether the optimizer state is taken."""
@@ -81,12 +89,8 @@ def find_stored_run(checkpoint: CheckpointConfig) -> StoredRun | None:
 
     With --load-last-good-checkpoint, of the newest complete one. Raises CheckpointError if it cannot be read.
     """
-    folder = checkpoint_folder(checkpoint)
-    if folder is None:
-        return None
-    candidates = (folder, *older_checkpoints(folder)) if checkpoint.load_last_good_checkpoint else ()
-    usable = next(filter(is_complete, candidates), folder)
-    return StoredRun.of(checkpoint, usable, read_manifest(usable))
+    folder = find_candidates(checkpoint).usable
+    return None if folder is None else StoredRun.of(checkpoint, folder, read_manifest(folder))
 
 
 def _copy_of(zero: ZeroConfig, precision: PrecisionConfig) -> tuple[str, int] | None:
@@ -156,6 +160,15 @@ def _stored_schedules(theirs: Mapping[str, Any]) -> tuple[LearningRateSchedule, 
         return learning_rates, WeightDecaySchedule.from_config(optimizer)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's flags lack the schedule ({error}); give --finetune to take its weights only") from None
+
+
+def _stored_length(theirs: Mapping[str, Any]) -> int:
+    """Length of training by a checkpoint's flags, in samples."""
+    try:
+        training = _group_of(TrainingConfig, theirs["training"])
+        return length_in_samples(training, batch_schedule(training, theirs["model"]["seq_length"]))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"the checkpoint's flags lack the length ({error}); give --finetune to take its weights only") from None
 
 
 def _group_of(group: type[Group], flags: Mapping[str, Any]) -> Group:

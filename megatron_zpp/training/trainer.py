@@ -90,9 +90,9 @@ class Trainer:
             if self._reason_for_stopping is not None:
                 printer.milestone(self._reason_for_stopping)
             if self._progress.iteration > first:
+                self._saver.finish()  # an evaluation that fails would end the process, and with it a checkpoint that is being written
                 if self._progress.iteration == training.train_iters:
                     self._evaluate_at_the_end()
-                self._saver.finish()
             stop_conditions.ignore_signals()  # a signal may still come, as its sender cannot know that this rank has saved
         finally:
             stop_conditions.close()

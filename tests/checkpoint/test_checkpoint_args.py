@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
+from megatron_zpp.checkpoint.checkpoint_args import TOKENIZER_FIELDS, with_checkpoint_args
 from megatron_zpp.checkpoint.release import write_release
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.groups.data import CHANGED_TOKENIZERS, TOKENIZER_TYPES
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import Config, DataConfig, ModelConfig
+from megatron_zpp.data.tokenizers import tokenizer
 from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec
 
@@ -84,6 +88,62 @@ def test_a_flag_goes_before_the_checkpoint_also_where_it_is_the_default(director
 def test_another_tokenizer_takes_nothing_of_the_checkpoints(directory: Path) -> None:
     config = merged(f"--load {directory} --tokenizer-type NullTokenizer --vocab-size 99 --mock-data")
     assert config.data.vocab_size == 99
+
+
+TOKENIZERS = {
+    "NullTokenizer": DATA,
+    "GPT2BPETokenizer": DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file="vocab.json", merge_file="merges.txt"),
+    "SentencePieceTokenizer": DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model="a.model"),
+    "GPTSentencePieceTokenizer": DataConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model="a.model"),
+    "Llama2Tokenizer": DataConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model="a.model"),
+    "HuggingFaceTokenizer": DataConfig(
+        tokenizer_type="HuggingFaceTokenizer", tokenizer_model="folder", tokenizer_hf_no_include_special_tokens=True
+    ),
+    "HFTokenizer": DataConfig(tokenizer_type="HFTokenizer", tokenizer_model="tokenizer.json"),
+    "TikTokenizer": DataConfig(
+        tokenizer_type="TikTokenizer",
+        tokenizer_model="a.tiktoken",
+        tiktoken_pattern="v2",
+        tiktoken_num_special_tokens=10,
+        tokenizer_special_tokens=("<unk>", "<s>", "</s>", "<pad>"),
+    ),
+}
+EARLIER_TOKENIZERS = {
+    "SentencePieceTokenizer": replace(TOKENIZERS["SentencePieceTokenizer"], legacy_tokenizer=True, vocab_extra_ids=100),
+    "Llama2Tokenizer": replace(TOKENIZERS["Llama2Tokenizer"], legacy_tokenizer=True),
+}
+
+
+def write_flags(directory: Path, data: DataConfig, without: tuple[str, ...] = ()) -> None:
+    """A release that has these flags, but for those named in `without`."""
+    flags = {name: value for name, value in asdict(data).items() if name not in without}
+    write_release(directory, UNITS, lambda name: torch.zeros(3), {"model": asdict(MODEL), "data": flags})
+
+
+def test_there_is_a_case_for_each_tokenizer() -> None:
+    assert TOKENIZERS.keys() == set(TOKENIZER_TYPES) and EARLIER_TOKENIZERS.keys() == set(CHANGED_TOKENIZERS)
+
+
+@pytest.mark.parametrize("data", [*TOKENIZERS.values(), *EARLIER_TOKENIZERS.values()], ids=lambda data: data.tokenizer_type)
+def test_a_tokenizer_comes_with_all_that_it_is_built_from(tmp_path: Path, data: DataConfig) -> None:
+    write_flags(tmp_path, replace(data, vocab_size=77))
+    config = merged(f"--load {tmp_path} --data-path corpus")
+    assert replace(config.data, data_path=(), blend_normalization=None) == replace(data, vocab_size=77)
+    assert not any("has no effect" in notice for notice in config.notices)
+    given = merged(f"--load {tmp_path} --data-path corpus --tokenizer-model elsewhere --vocab-file v --merge-file m")
+    files = {"tokenizer_model": "elsewhere", "vocab_file": "v", "merge_file": "m"}
+    assert given.data == replace(config.data, **files)
+
+
+def test_every_flag_that_a_tokenizer_is_built_from_is_taken() -> None:
+    read = set(re.findall(r"(?<![\w.])data\.(\w+)", inspect.getsource(tokenizer)))
+    assert read == {*TOKENIZER_FIELDS, "legacy_tokenizer"}
+
+
+@pytest.mark.parametrize("data", EARLIER_TOKENIZERS.values(), ids=EARLIER_TOKENIZERS)
+def test_a_checkpoint_from_before_there_were_two_generations_of_a_tokenizer_gives_the_earlier_one(tmp_path: Path, data: DataConfig) -> None:
+    write_flags(tmp_path, data, without=("legacy_tokenizer",))
+    assert merged(f"--load {tmp_path} --data-path corpus").data.legacy_tokenizer
 
 
 def test_what_recomputes_is_not_the_checkpoints_business(directory: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import shutil
 from pathlib import Path
 
@@ -147,9 +149,12 @@ def test_a_checkpoint_that_somebody_else_deletes_meanwhile_counts_as_deleted(
     assert complete_iterations(directory) == [2] and leftovers(directory) == []
 
 
-def test_a_checkpoint_in_a_guarded_directory_is_not_deleted(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+def test_a_checkpoint_that_the_file_system_does_not_give_up_stays_and_ends_no_run(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def refuse(source: Path, target: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(source))
+        raise OSError(number, os.strerror(number), str(source))
 
     monkeypatch.setattr("megatron_zpp.checkpoint.folders.rename_durably", refuse)
     assert not delete_checkpoint(iteration_folder(directory, 1), "ab12")

@@ -53,9 +53,23 @@ def test_the_last_good_checkpoint_is_taken_under_its_flag_and_the_damaged_one_na
     assert code == 0
     assert "WARNING: passed over, because" in output and "iter_0000004/rank_00001.safetensors is damaged" in output
     assert f"successfully loaded checkpoint from {copy / 'iter_0000002'} at iteration 2" in output
+    latest = copy / "latest_checkpointed_iteration.txt"
+    latest.write_text("")
+    (code, again), _ = ranks.run(1, 2, entry_and_output, [*flags, "--use-checkpoint-args"])
+    assert code == 0 and f"WARNING: passed over, because {latest} holds '' instead of an iteration" in again
+    assert f"successfully loaded checkpoint from {copy / 'iter_0000002'} at iteration 2" in again
     (copy / "iter_0000002" / "complete.json").unlink()
     message = message_of(ranks, 1, 2, f"{SCHEDULE} --load {copy} --load-last-good-checkpoint")
     assert "no checkpoint is good" in message and "iter_0000002" in message and "iter_0000004" in message
+
+
+def test_ranks_that_see_other_old_checkpoints_try_those_of_rank_0(ranks: RankPool, tmp_path: Path, saved: Path) -> None:
+    copies = [Path(shutil.copytree(saved, tmp_path / name)) for name in ("here", "there")]
+    for copy in copies:
+        (copy / "iter_0000004" / "complete.json").unlink()
+    shutil.rmtree(copies[1] / "iter_0000002")
+    message = message_of(ranks, 1, 2, *(f"{SCHEDULE} --load {copy} --load-last-good-checkpoint" for copy in copies))
+    assert "no checkpoint is good" in message and f"{copies[1] / 'iter_0000002' / 'complete.json'} cannot be read" in message
 
 
 def test_the_checkpoint_gives_the_shape_that_flags_leave_open(ranks: RankPool, tmp_path: Path, saved: Path) -> None:

@@ -53,6 +53,24 @@ def test_a_checkpoint_of_one_world_and_stage_goes_on_in_another_within_fp32_roun
     assert [loss for loss, _ in losses(parts)] == pytest.approx([loss for loss, _ in losses(whole)], rel=1e-6)
 
 
+def test_a_smaller_batch_goes_on_in_the_order_of_the_checkpoint_and_a_longer_run_says_what_may_come_again(
+    ranks: RankPool, tmp_path: Path, corpus: Path
+) -> None:
+    saved, again = tmp_path / "saved", tmp_path / "again"
+    pretrain(ranks, 1, 2, f"{flags(corpus, '', 0)} --save {saved} --exit-interval {SAVED_AT}", tmp_path / "whole.jsonl")
+    assert read_manifest(saved / "iter_0000004").run["ordered_samples"] == 16 * END
+    lengths = {7: False, 10: False, 11: True}  # 7: shorter than before, 10: as many samples as before, 11: more
+    found = []
+    for length, is_longer in lengths.items():
+        smaller = f"{flags(corpus, '', 0)} --global-batch-size 8 --train-iters {length} --load {saved} --save {again}"
+        log = tmp_path / f"{length}.jsonl"
+        ((code, output),) = ranks.run(1, 1, entry_and_output, [*TINY, *smaller.split(), "--log-jsonl", str(log)])
+        assert code == 0 and ("samples are shuffled anew, so some may come again" in output) == is_longer
+        found.append(losses([json.loads(line) for line in log.read_text().splitlines()])[: END - SAVED_AT])
+        assert read_manifest(again / f"iter_{length:07d}").run["ordered_samples"] == (120 if is_longer else 16 * END)
+    assert found[0] == found[1]
+
+
 def test_a_dynamic_loss_scale_does_not_start_from_the_constant_one_of_another_precision(
     ranks: RankPool, tmp_path: Path, corpus: Path
 ) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness.patience import PATIENCE_SECONDS
 from harness.rank_pool import RankPool
 from harness.tiny_runs import TINY, entry
 
@@ -56,6 +58,43 @@ def test_a_step_waits_for_the_copy_before_its_update_and_gathers_loss_and_stop_r
     step = ["finish_gradients", "state_bytes", "wait_for_copy", "request", "gather_world of 2", *update]
     skipped = ["request", "gather_world of 1"]
     assert events[: len(step) + len(skipped)] == [*step, *skipped]
+
+
+def checkpoints_at_the_last_evaluation(flags: list[str]) -> list[list[int]]:
+    """The iterations that are saved when the evaluation at the end begins. Nothing is written before the run waits for it, or evaluates."""
+    from megatron_zpp.checkpoint import saver
+    from megatron_zpp.checkpoint.folders import complete_iterations
+    from megatron_zpp.training.saving import RunSaver
+    from megatron_zpp.training.trainer import Trainer
+
+    write, finish, evaluate = saver.write_pieces, RunSaver.finish, Trainer._evaluate_at_the_end
+    may_write, found = threading.Event(), list[list[int]]()
+
+    def held_write(*arguments: Any) -> Any:
+        may_write.wait(PATIENCE_SECONDS)
+        return write(*arguments)
+
+    def noted_finish(run: RunSaver) -> None:
+        if run._saver is not None and run._saver.iteration_under_way is not None:
+            may_write.set()
+        finish(run)
+
+    def noted_evaluation(trainer: Trainer) -> None:
+        found.append(complete_iterations(Path(flags[flags.index("--save") + 1])))
+        may_write.set()
+        evaluate(trainer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "write_pieces", held_write)
+        patch.setattr(RunSaver, "finish", noted_finish)
+        patch.setattr(Trainer, "_evaluate_at_the_end", noted_evaluation)
+        assert entry(flags) == 0
+    return found
+
+
+def test_the_last_checkpoint_is_complete_before_the_evaluation_at_the_end_which_may_fail(ranks: RankPool, tmp_path: Path) -> None:
+    flags = f"--train-iters 2 --global-batch-size 8 --eval-iters 1 --async-save --save {tmp_path}"
+    assert ranks.run(1, 1, checkpoints_at_the_last_evaluation, [*TINY, *flags.split()]) == [[[2]]]
 
 
 def events_and_text(flags: list[str]) -> tuple[list[str], list[bool], str]:

@@ -53,7 +53,7 @@ class CheckpointConfig:
     )
     load_last_good_checkpoint: bool = flag(
         False,
-        help="Verify the checkpoint before loading it; if it is damaged, load the newest older one that is intact.",
+        help="Verify the checkpoint before loading it; if it is damaged or missing, load the newest older one that is intact.",
         needs=A_CHECKPOINT,
     )
     exit_on_missing_checkpoint: bool = flag(

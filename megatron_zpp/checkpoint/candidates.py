@@ -1,0 +1,58 @@
+"""The checkpoints that a run may start from, as its flags say, in the order in which it tries them (no torch)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_zpp.checkpoint.folders import LATEST_FILE, LatestError, find_checkpoint, newest_first, older_checkpoints
+from megatron_zpp.checkpoint.manifest import CheckpointError, is_complete
+from megatron_zpp.config.schema import CheckpointConfig
+
+
+class Candidates(NamedTuple):
+    """folders: in order; none if there is no checkpoint yet. notices: why the first is not the one that LATEST_FILE names."""
+
+    folders: tuple[Path, ...] = ()
+    notices: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> Path | None:
+        return next(iter(self.folders), None)
+
+    @property
+    def usable(self) -> Path | None:
+        """The first folder whose manifest can be read; if there is none, the first."""
+        if len(self.folders) < 2:
+            return self.first
+        return next(filter(is_complete, self.folders), self.first)
+
+
+def find_candidates(checkpoint: CheckpointConfig) -> Candidates:
+    """The checkpoint that --load, --ckpt-step and --pretrained-checkpoint name, with --load-last-good-checkpoint also older ones.
+
+    Raises CheckpointError if the one that is named is not there.
+    """
+    may_be_older = checkpoint.load_last_good_checkpoint
+    found = Candidates() if checkpoint.load is None else _in(Path(checkpoint.load), checkpoint.ckpt_step, may_be_older=may_be_older)
+    if not found.folders and checkpoint.pretrained_checkpoint is not None:
+        found = _in(Path(checkpoint.pretrained_checkpoint), None, may_be_older=may_be_older)
+        if not found.folders:
+            raise CheckpointError(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} holds no checkpoint; correct the path")
+    return found
+
+
+def _in(directory: Path, step: int | None, *, may_be_older: bool) -> Candidates:
+    try:
+        folder = find_checkpoint(directory, step)
+    except LatestError as error:
+        # Above a number that was read there are only checkpoints of another branch of the run.
+        others = newest_first(directory) if error.named is None else older_checkpoints(error.named)
+        if not (may_be_older and others):
+            raise
+        return Candidates(tuple(others), (f"WARNING: passed over, because {error}",))
+    if folder is not None:
+        return Candidates((folder, *older_checkpoints(folder)) if may_be_older else (folder,))
+    left = newest_first(directory) if may_be_older else []
+    notice = f"WARNING: {directory} has no {LATEST_FILE}; the newest good checkpoint there is loaded"
+    return Candidates(tuple(left), (notice,) if left else ())
