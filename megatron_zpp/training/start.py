@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_zpp.checkpoint.candidates import Candidates, find_candidates
 from megatron_zpp.checkpoint.engine_state import load_engine
+from megatron_zpp.checkpoint.folders import saved_iterations
 from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.config.batch_schedule import running_schedule
@@ -127,11 +128,24 @@ def with_remaining_batches(config: Config, progress: Progress, sample_groups: in
 
 
 def describe_start(config: Config, source: ResumeSource, progress: Progress) -> str:
-    """Text about the loaded checkpoint, the flags that differ from it, and a log of another run; empty if there is nothing to say.
+    """Text about the loaded checkpoint, the flags that differ from it, and checkpoints and a log of another run; empty if there is none.
 
     Must be called before the run logs its first line.
     """
-    return "\n".join(filter(None, [_about_checkpoint(config, source, progress), _about_log(config, progress)]))
+    lines = [_about_checkpoint(config, source, progress), _about_save(config, progress), _about_log(config, progress)]
+    return "\n".join(filter(None, lines))
+
+
+def _about_save(config: Config, progress: Progress) -> str:
+    save = config.checkpoint.save
+    latest = 0 if save is None or config.training.skip_train else max(saved_iterations(Path(save)), default=0)
+    if latest <= progress.iteration:
+        return ""
+    remedy = "" if config.checkpoint.load is not None else f". To resume, give --load {save}"
+    return (
+        f"WARNING: --save {save} holds checkpoints up to iteration {latest}, and this run begins at iteration {progress.iteration}: it "
+        f"replaces those of the same iterations, and the latest will be its own{remedy}"
+    )
 
 
 def _about_log(config: Config, progress: Progress) -> str:
@@ -182,8 +196,8 @@ def _last_good(folders: Sequence[Path], world: World) -> tuple[Path, tuple[str, 
     for candidate in (folders[0].with_name(name) for name in names):
         findings = sorted({finding for text in gather_texts("\n".join(_findings(candidate, world))) for finding in text.splitlines()})
         if not findings:
-            return candidate, tuple(notices)
-        notices += [f"WARNING: passed over, because {finding}" for finding in findings]
+            return candidate, tuple(f"WARNING: passed over, because {finding}" for finding in notices)
+        notices += findings
     raise StartupError(f"no checkpoint is good: {'; '.join(notices)}; start anew without --load, or give another")
 
 

@@ -135,9 +135,17 @@ def with_schedule(config: Config, stored: StoredRun | None) -> Config:
     if not differing or config.checkpoint.override_opt_param_scheduler:
         return config
     raise CheckpointError(
-        f"{stored.folder} was saved with another schedule: {'; '.join(differing)}; give the same flags, or "
+        f"{stored.folder} was saved with another schedule: {'; '.join(differing)}{_about_batch(config, theirs)}; give the same flags, or "
         "--override-opt-param-scheduler to use the flags' schedule, or --use-checkpoint-opt-param-scheduler to use the checkpoint's"
     )
+
+
+def _about_batch(config: Config, theirs: Mapping[str, Any]) -> str:
+    """Why the batch is another one although no flag is; empty if it is not."""
+    then, now = theirs.get("training", {}).get("global_batch_size"), config.training.global_batch_size
+    if "global_batch_size" in config.given or then == now:
+        return ""
+    return f" (--global-batch-size is not given, so it follows the number of ranks: {then} there and {now} here)"
 
 
 def schedule_differences(config: Config, theirs: Mapping[str, Any]) -> Iterator[str]:

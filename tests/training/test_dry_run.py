@@ -234,6 +234,12 @@ def test_what_the_run_would_refuse_of_its_checkpoint_ends_the_plan(saved: Path, 
         parts_of(f"{two_ranks} {flags}")
 
 
+def test_a_schedule_that_differs_because_the_batch_follows_the_ranks_is_explained(saved: Path) -> None:
+    follows = r"\(--global-batch-size is not given, so it follows the number of ranks: 2 there and 4 here\); give the same flags"
+    with pytest.raises(ValueError, match=follows):
+        parts_of(f"--load {saved} --world-size 4 --nodes 1")
+
+
 @pytest.mark.parametrize(
     "folder, flags, ramp_samples, fits",
     [

@@ -32,5 +32,18 @@ def test_a_run_that_starts_anew_with_the_log_of_another_run_says_so(
     assert (f"WARNING: --log-jsonl {log} has lines of an earlier run, and this run does not resume it" in text) == is_told
 
 
+@pytest.mark.parametrize(("flags", "iteration", "is_told"), [("", 0, True), ("", 3, True), ("", 7, False), ("--skip-train", 0, False)])
+def test_a_run_that_begins_before_the_checkpoints_of_its_folder_says_so(tmp_path: Path, flags: str, iteration: int, is_told: bool) -> None:
+    (tmp_path / "iter_0000007").mkdir()
+    text = said(f"--save {tmp_path} {flags}", Progress(iteration))
+    begins = (
+        f"WARNING: --save {tmp_path} holds checkpoints up to iteration 7, and this run begins at iteration {iteration}: it replaces those"
+    )
+    assert text == (
+        f"{begins} of the same iterations, and the latest will be its own. To resume, give --load {tmp_path}" if is_told else ""
+    )
+    assert said(f"--save {tmp_path / 'new'}", Progress()) == ""
+
+
 def test_standard_streams_and_the_null_device_have_no_earlier_run() -> None:
     assert [said(f"--log-jsonl {path}", Progress()) for path in ("/dev/stdout", "/dev/null")] == ["", ""]
