@@ -2,7 +2,7 @@
 
     python benchmarks/loss_parity.py
     python benchmarks/loss_parity.py --groups first --seeds 9 10 11 12
-    python benchmarks/loss_parity.py --model wide --groups first --seeds 1 2 3 4 5 6
+    python benchmarks/loss_parity.py --model wide --groups rows --seeds 1 2 3 4 5 6 7 8
     python benchmarks/loss_parity.py --report-only
 
 Trains a small GPT on the bytes of Python's standard library, once per setting and seed. Four ranks, two nodes of two, are threads of one

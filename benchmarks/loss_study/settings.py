@@ -83,11 +83,11 @@ class Setting:
 
 
 PLAIN = Setting("ZeRO-3")
+ROWS = (PLAIN, Setting("paper", PAPER), Setting("lean", LEAN))
 FIRST = (
     PLAIN,
     Setting("ZeRO-3 again, rates times 1 + 1e-6", perturbation=1e-6),
-    Setting("paper", PAPER),
-    Setting("lean", LEAN),
+    *ROWS[1:],
     Setting("lean, 1-bit differences", f"{LEAN} {ONE_BIT}"),
 )
 SECOND = (
@@ -101,7 +101,7 @@ SECOND = (
 )
 HALF_RATE = tuple(replace(setting, name=f"{setting.name}, half the rate", rate_factor=0.5) for setting in FIRST)
 SETTINGS = {setting.name: setting for setting in (*FIRST, *SECOND, *HALF_RATE)}
-GROUPS = {"first": FIRST, "second": SECOND, "half-rate": HALF_RATE}
+GROUPS = {"rows": ROWS, "first": FIRST, "second": SECOND, "half-rate": HALF_RATE}
 
 
 def plain_of(setting: Setting) -> Setting:

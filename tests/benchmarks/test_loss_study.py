@@ -84,7 +84,7 @@ def test_with_shared_signs_all_senders_have_the_key_of_the_first() -> None:
 
 
 def test_names_are_unique_and_every_setting_has_a_plain_one_of_its_rate() -> None:
-    settings = [setting for group in GROUPS.values() for setting in group]
+    settings = {setting for group in GROUPS.values() for setting in group}
     assert len(SETTINGS) == len(settings)
     assert {plain_of(setting).name for setting in (*FIRST, *SECOND)} == {"ZeRO-3"}
     assert {plain_of(setting).name for setting in HALF_RATE} == {"ZeRO-3, half the rate"}

@@ -160,7 +160,7 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     ),
     "python benchmarks/loss_parity.py": LOSS_STUDY,
     "python benchmarks/loss_parity.py --groups first --seeds 9 10 11 12": LOSS_STUDY,
-    "python benchmarks/loss_parity.py --model wide --groups first --seeds 1 2 3 4 5 6": LOSS_STUDY,
+    "python benchmarks/loss_parity.py --model wide --groups rows --seeds 1 2 3 4 5 6 7 8": LOSS_STUDY,
     "python benchmarks/loss_parity.py --report-only": LOSS_STUDY,
     "python benchmarks/train_step.py ...": BENCHMARK,
     "python benchmarks/train_step.py --peers fsdp2 deepspeed": (
