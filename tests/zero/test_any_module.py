@@ -216,6 +216,22 @@ def test_losses_and_norms_are_those_of_plain_torch(make: Callable[[], nn.Module]
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=2e-5)
 
 
+def test_units_that_are_compiled_after_they_were_sharded_have_the_same_bits() -> None:
+    def losses(*, is_compiled: bool) -> list[float]:
+        model, engine = sharded(Block, Block)
+        for block in model if is_compiled else ():
+            block.compile(backend="eager")
+        found = []
+        for step in range(2):
+            loss = loss_of(model, sample(step, 0), 0)
+            engine.backward(loss)
+            found += [loss.item(), engine.step(RATE).grad_norm]
+        engine.close()
+        return found
+
+    assert losses(is_compiled=True) == losses(is_compiled=False)
+
+
 # ---- refused
 
 
