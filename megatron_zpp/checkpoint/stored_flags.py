@@ -26,7 +26,9 @@ def open_checkpoint(directory: Path, step: int | None) -> CheckpointReader:
     """The checkpoint of iteration `step`, or the latest if step is None. Raises CheckpointError if there is none."""
     folder = find_checkpoint(directory, step)
     if folder is None:
-        raise CheckpointError(f"--load {directory} holds no checkpoint; give the folder that --save of the training named.")
+        raise CheckpointError(
+            f"--load {directory} holds no checkpoint; give the folder that --save of the training named, the parent of its iter_ folders."
+        )
     return CheckpointReader(folder)
 
 
