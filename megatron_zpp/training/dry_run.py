@@ -43,7 +43,7 @@ def described_plan(given: Config, launch: Launch) -> str:
     parts = {
         "parameters": _parameters(plan, vocab_size),
         "training": _training(plan),
-        "data": _data(config),
+        "data": _data(plan),
         "start": _start(plan, stored),
         "sharding": plan.member.name,
         "memory per rank": f"{in_gib(plan.memory.total)}: {plan.memory}",
@@ -154,18 +154,21 @@ def _all_tokens(plan: RunPlan) -> int:
     return length_in_samples(training, batch_schedule(training, seq_length)) * seq_length
 
 
-def _data(config: Config) -> str:
-    """The corpora of each split. Raises ValueError if there is nothing to train on."""
+def _data(plan: RunPlan) -> str:
+    """The corpora of each split, and how often training reads the same. Raises ValueError if there is nothing to train on."""
+    config = plan.config
     if config.data.mock_data:
         return "generated tokens"
+    from megatron_zpp.data.repetition import repetition
     from megatron_zpp.data.split_corpora import SplitCorpora, SplitCorpus  # imports numpy
 
     sources, seq_length = read_sources(config.data), config.model.seq_length
     corpora = SplitCorpora(sources, config.data.split, lambda prefix, split: SplitCorpus(prefix, split, seq_length))
-    corpora.used_for_training()
+    used, _ = corpora.used_for_training()
     tokens = {prefix: corpus.source.token_count for prefix, corpus in corpora.by_prefix.items()}
     blends = {"": sources.common} if sources.common is not None else sources.by_split
-    return "; ".join(f"{split} {_blend(blend, tokens)}".strip() for split, blend in blends.items() if blend is not None)
+    parts = [f"{split} {_blend(blend, tokens)}".strip() for split, blend in blends.items() if blend is not None]
+    return "; ".join([*parts, *repetition(used, _all_tokens(plan) // seq_length, seq_length)])
 
 
 def _blend(blend: Blend, tokens: Mapping[str, int]) -> str:

@@ -272,7 +272,9 @@ def test_flags_of_a_plan_without_a_plan_are_refused() -> None:
 def test_corpora_are_opened_and_their_tokens_counted(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [[1, 2, 3], [4, 5]])
     flags = f"--tokenizer-type NullTokenizer --data-path {prefix}"
-    assert parts_of(flags)["data"] == "1 corpus of 5 tokens"
+    assert parts_of(flags)["data"] == "1 corpus of 5 tokens; training data: 5 tokens, read 22 times"
+    long = write_corpus(tmp_path, [[1] * 1000], name="long")
+    assert parts_of(f"--tokenizer-type NullTokenizer --data-path {long}")["data"] == "1 corpus of 1000 tokens"
     with pytest.raises(ValueError, match="missing"):
         parts_of(f"{flags}-missing")
 
