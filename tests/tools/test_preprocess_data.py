@@ -43,6 +43,23 @@ def test_append_eod_ends_every_document(tmp_path: Path) -> None:
     assert documents_of(str(tmp_path / "out_text_document")) == [[5, 99], [6, 7, 99]]
 
 
+def test_a_corpus_that_is_replaced_is_named(tmp_path: Path) -> None:
+    source, prefix = write_json_lines(tmp_path / "in.jsonl", [{"text": "5"}, {"text": "6 7"}]), f"{tmp_path / 'out'}_text_document"
+    assert "replaces" not in preprocess(source, tmp_path / "out").stdout
+    assert f"\nreplaces {prefix} (2 documents)\n" in preprocess(source, tmp_path / "out").stdout
+    Path(f"{prefix}.idx").write_bytes(b"")
+    done = preprocess(source, tmp_path / "out")
+    assert f"\nreplaces {prefix}, which cannot be read\n" in done.stdout
+    assert documents_of(prefix) == [[5], [6, 7]]
+
+
+def test_documents_without_an_end_are_said_to_have_none(tmp_path: Path) -> None:
+    source = write_json_lines(tmp_path / "in.jsonl", [{"text": "5"}])
+    hint = "No document got an end-of-document token; give --append-eod if the model shall learn where a text ends.\n"
+    assert preprocess(source, tmp_path / "out").stdout.endswith(hint)
+    assert hint not in preprocess(source, tmp_path / "out", *NULL, "--append-eod").stdout
+
+
 def test_flags_of_megatrons_tool_without_a_purpose_here_are_accepted_with_a_line_each(tmp_path: Path) -> None:
     source = write_json_lines(tmp_path / "in.jsonl", [{"text": "1 2"}])
     flags = "--use-gigatoken --tokenizer-hf-no-use-fast --tokenizer-sentencepiece-ignore-extra-whitespaces --pad-vocab-size".split()
