@@ -15,7 +15,7 @@ from megatron_zpp.config.options import arguments_block
 from megatron_zpp.config.resolve import resolve_in
 from megatron_zpp.config.rules_schedule import check_batches
 from megatron_zpp.config.schema import Config
-from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
+from megatron_zpp.data.tokenizers.tokenizer import embedding_rows, tokenizer_of_run
 from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
@@ -37,7 +37,7 @@ def described_plan(given: Config, launch: Launch) -> str:
     config, world = _resolved(given, launch)
     stored = find_stored_run(config.checkpoint)
     config, about_rules = with_kept_rules(config, stored)
-    vocab_size = build_tokenizer(config.data).vocab_size
+    vocab_size = tokenizer_of_run(config).vocab_size
     plan = plan_as_given(config, world, embedding_rows(config.model, vocab_size))
     _check_memory(plan, world)
     parts = {

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from megatron_zpp.config.deepspeed import naming_sources
 from megatron_zpp.config.flag import next_multiple
 from megatron_zpp.config.groups.data import TOKENIZER_TYPES
-from megatron_zpp.config.schema import DataConfig, ModelConfig
+from megatron_zpp.config.schema import Config, DataConfig, ModelConfig
 
 if TYPE_CHECKING:
     from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts
@@ -86,6 +87,14 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
             f"{' and '.join(_files(data))}; leave --vocab-size out."
         )
     return tokenizer
+
+
+def tokenizer_of_run(config: Config) -> Tokenizer:
+    """As `build_tokenizer`. The error says which of the flags come from a file, such as a checkpoint."""
+    try:
+        return build_tokenizer(config.data)
+    except ValueError as error:
+        raise ValueError(naming_sources(str(error), config.sources)) from None
 
 
 def embedding_rows(model: ModelConfig, vocab_size: int) -> int:
