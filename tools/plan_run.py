@@ -30,6 +30,7 @@ from megatron_zpp.config.schema import Config
 from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.monitor.output_file import naming_file
+from megatron_zpp.training.dry_run import ranks_left_open
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.memory_need import in_gib
 from megatron_zpp.training.run_plan import (
@@ -98,9 +99,9 @@ def main() -> None:
 def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     """Prints the plan. Raises ValueError for flags that no run could have."""
     given = parse_flags(flags)
-    distributed = given.distributed
-    ranks_per_node = distributed.ranks_per_node or distributed.tensor_model_parallel_size * distributed.context_parallel_size
-    world = PlannedWorld(options.nodes, ranks_per_node, is_on_gpu=options.device == "gpu")
+    if given.distributed.ranks_per_node is None:
+        raise ranks_left_open(options.nodes)
+    world = PlannedWorld(options.nodes, given.distributed.ranks_per_node, is_on_gpu=options.device == "gpu")
     padded = embedding_rows(given.model, _vocab_size(given))
     plans, left_out = _plans(given, world, padded)
     zero3 = next(plan for plan in plans if plan.member.name == "ZeRO-3")

@@ -86,7 +86,7 @@ def planned_world_size(given: Config, launch: Launch, values: Mapping[str, int] 
         return ranks_per_node or group, ranks_per_node or (group if group > 1 else None)
     if world_size is None:
         if ranks_per_node is None:
-            raise FlagError(f"--nodes {nodes} leaves open how many ranks a node has; give --ranks-per-node as well.")
+            raise ranks_left_open(nodes or 1)
         return (nodes or 1) * ranks_per_node, ranks_per_node
     if nodes is not None and world_size % nodes != 0:
         raise FlagError(f"--nodes {nodes} does not divide --world-size {world_size}; correct one of them.")
@@ -95,6 +95,11 @@ def planned_world_size(given: Config, launch: Launch, values: Mapping[str, int] 
     if nodes is None and ranks_per_node is None and world_size > 1:
         raise FlagError(f"--world-size {world_size} leaves open how many ranks a node has; give --nodes or --ranks-per-node as well.")
     return world_size, ranks_per_node or world_size // (nodes or 1)
+
+
+def ranks_left_open(nodes: int) -> FlagError:
+    """The error about nodes of an unknown number of ranks."""
+    return FlagError(f"--nodes {nodes} leaves open how many ranks a node has; give --ranks-per-node as well.")
 
 
 def _resolved(given: Config, launch: Launch) -> tuple[Config, PlannedWorld]:
