@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import errors_in_words, rank_count
+from command import errors_in_words, rank_count, show_usage_for_help_only
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.counted import counted
@@ -428,6 +428,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of this tool, and the flags of the training script: those after `--`; without `--`, those unknown to this tool."""
+    show_usage_for_help_only(parser, arguments)
     if "--" in arguments:
         at = list(arguments).index("--")
         return parser.parse_args(arguments[:at]), list(arguments[at + 1 :])

@@ -244,7 +244,9 @@ def _parser() -> argparse.ArgumentParser:
     text.add_argument(
         "--input", nargs="+", required=True, metavar="PATH", help="JSON lines, plain, .gz or .zst: files, globs, folders, or - for stdin"
     )
-    text.add_argument("--json-keys", nargs="+", default=["text"], help="keys to tokenise, each into files of its own (default: text)")
+    text.add_argument(
+        "--json-keys", "--json-key", nargs="+", default=["text"], help="keys to tokenise, each into files of its own (default: text)"
+    )
     text.add_argument("--skip-invalid", action="store_true", help="leave out lines that are not documents, and list them in a file")
     add_line_limit(text)
     text.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")

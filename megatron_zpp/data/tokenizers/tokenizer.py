@@ -67,7 +67,7 @@ class NullTokenizer:
         return ids
 
     def prepare_batches(self) -> str:
-        return "The text is ids."
+        return "The text already holds the ids, separated by spaces."
 
     def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
         from megatron_zpp.data.tokenizers.token_ids import join_lists
@@ -153,6 +153,8 @@ def _build_tik_tokenizer(data: DataConfig) -> Tokenizer:
 def _build_sentencepiece(data: DataConfig) -> Tokenizer:
     from megatron_zpp.data.tokenizers.sentencepiece import AddingTokenizer, BeginningTokenizer, ModelTokenizer
 
+    if data.tokenizer_type is None:
+        raise ValueError(f"--tokenizer-type must be given; choose one of {', '.join(TOKENIZER_TYPES)}.")
     if data.tokenizer_type not in SENTENCEPIECE_TYPES:
         raise ValueError(f"--tokenizer-type {data.tokenizer_type} is unknown; choose one of {', '.join(TOKENIZER_TYPES)}.")
     path = _model_path(data, "a SentencePiece .model file")
