@@ -6,13 +6,14 @@ import io
 import os
 import select
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_zpp.config.cli import nearest_flag
 from megatron_zpp.config.flag import LARGEST_COUNT, LARGEST_PROCESSES, LARGEST_VOCABULARY, LARGEST_WORLD, whole_number
 from megatron_zpp.data.preprocess.json_lines import LONGEST_LINE_BYTES
 
@@ -43,11 +44,33 @@ def run_command(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespa
 
     Characters that the encoding of standard output lacks are printed as escapes such as \\xe9.
     """
-    args = parser.parse_args()
+    args = parsed(parser, sys.argv[1:])
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     with errors_in_words(parser):
         run(args)
+
+
+def parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """The command line. A mistake ends the program with one line, without the usage, and an unknown flag is named first."""
+    show_usage_for_help_only(parser, words)
+    flags = [word.partition("=")[0] for word in words if word.startswith("--") and " " not in word]  # argparse takes others as values
+    unknown = [flag for flag in flags if flag not in parser._option_string_actions]
+    takes_others = any(action.nargs == argparse.REMAINDER for action in parser._actions)
+    if unknown and not takes_others:
+        parser.error(f"{unknown[0]} is not a flag of this tool; {_remedy_of_unknown(unknown[0], list(parser._option_string_actions))}")
+    return parser.parse_args(words)
+
+
+def show_usage_for_help_only(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Keeps argparse from printing the usage, of up to 40 lines, above the line about a mistake."""
+    if not {"-h", "--help"}.intersection(words):
+        parser.usage = argparse.SUPPRESS
+
+
+def _remedy_of_unknown(flag: str, known: Sequence[str]) -> str:
+    nearest = nearest_flag(flag, known)
+    return f"did you mean {nearest}?" if nearest is not None else "see --help for the list."
 
 
 @contextmanager

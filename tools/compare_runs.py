@@ -12,7 +12,8 @@ from run_history import AXES, REMEDY, RunHistory, read_histories
 
 MEGABYTE = 1e6
 NEEDED = ("inter_node_bytes", "intra_node_bytes", "model_state_bytes", "elapsed_ms_per_iteration")
-COSTS = {"tokens": ("tokens", 1.0), "seconds": ("seconds of steps", 1.0), "bytes": ("MB into a node", MEGABYTE)}  # by axis: title and unit
+# By axis: title and unit.
+COSTS = {"tokens": ("tokens", 1.0), "seconds": ("seconds of steps", 1.0), "bytes": ("MB into a node so far", MEGABYTE)}
 NOT_LOGGED, NOT_REACHED = "not logged", "not reached"
 
 
@@ -88,14 +89,14 @@ def _costs(history: RunHistory, loss: float) -> tuple[str, ...]:
 
 
 def table(summaries: Sequence[Summary]) -> str:
-    """A Markdown table with one row per run. The share is the run's bytes divided by those of the first run."""
+    """A Markdown table with one row per run. The share is the run's bytes into a node divided by those of the first run."""
     sets = list(dict.fromkeys(name for summary in summaries for name in summary.validation_losses)) or [""]
     head = (
         "run",
         "iterations",
-        "MB into a node",
-        "share",
-        "MB into a rank in its node",
+        "MB into a node in the last step",
+        "share of the first run",
+        "MB into a rank in its node in the last step",
         "state MB per rank",
         "step ms",
         "loss",
@@ -114,18 +115,22 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _row(summary: Summary, first: Summary, sets: Sequence[str]) -> tuple[str, ...]:
-    share = summary.inter_node_bytes / first.inter_node_bytes if first.inter_node_bytes else 0.0
     return (
         summary.name,
         str(summary.iterations),
         f"{summary.inter_node_bytes / MEGABYTE:.2f}",
-        f"{share:.3f}",
+        _share(summary.inter_node_bytes, first.inter_node_bytes),
         f"{summary.intra_node_bytes / MEGABYTE:.2f}",
         f"{summary.model_state_bytes / MEGABYTE:.2f}",
         f"{summary.step_ms:.0f}",
         f"{summary.training_loss:.4f}",
         *(f"{summary.validation_losses[name]:.4f}" if name in summary.validation_losses else "-" for name in sets),
     )
+
+
+def _share(nbytes: float, first_bytes: float) -> str:
+    """The share of the first run's bytes; `-` if that run sends nothing."""
+    return f"{nbytes / first_bytes:.3f}" if first_bytes else "-"
 
 
 def _loss(text: str) -> float:

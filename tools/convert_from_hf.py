@@ -15,7 +15,7 @@ from megatron_zpp.checkpoint.hf.folder import HfFolder
 from megatron_zpp.checkpoint.release import write_release
 from megatron_zpp.checkpoint.stored_flags import units_of
 from megatron_zpp.config.schema import DataConfig, ModelConfig
-from megatron_zpp.data.tokenizers.tokenizer import padded_vocab_size
+from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, padded_vocab_size
 
 
 def main() -> None:
@@ -38,13 +38,35 @@ def run(args: argparse.Namespace) -> None:
         rule = rule_of[name]
         return rule.join([source.read(tensor.name, tensor.shape) for tensor in rule.hf_tensors])
 
-    # An embedding of Hugging Face may have more rows than the tokenizer has ids.
-    ids = vocab_size if args.tokenizer_type == "NullTokenizer" else None
-    data = DataConfig(tokenizer_type=args.tokenizer_type, tokenizer_model=args.tokenizer_model, vocab_size=ids)
+    data, about_tokenizer = _tokenizer(args, vocab_size, padded)
     flags = {"model": asdict(model), "data": asdict(data), "padded_vocab_size": padded}
     folder = write_release(Path(args.output), units_of(model, padded), weight_of, flags)
-    print(f"{folder}: {len(rule_of)} parameters, vocabulary of {vocab_size} ids padded to {padded}")
+    print(f"{folder}: {len(rule_of)} parameters, vocabulary of {vocab_size} ids padded to {padded}; {about_tokenizer}")
     print(f"train with --load {args.output} --use-checkpoint-args, or with --pretrained-checkpoint {args.output} and --load of the run")
+
+
+def _tokenizer(args: argparse.Namespace, vocab_size: int, padded: int) -> tuple[DataConfig, str]:
+    """The tokenizer to record, and a sentence about it. Unless flags say it, that of tokenizer.json if it can be used."""
+    ids = DataConfig(tokenizer_type="NullTokenizer", vocab_size=vocab_size)
+    if args.tokenizer_type == "NullTokenizer":
+        return replace(ids, tokenizer_model=args.tokenizer_model), "no tokenizer of text is recorded"
+    if args.tokenizer_type is not None:
+        data = DataConfig(tokenizer_type=args.tokenizer_type, tokenizer_model=args.tokenizer_model)
+        return data, f"the recorded tokenizer is {args.tokenizer_type}"
+    if args.tokenizer_model is not None:
+        raise ValueError(f"--tokenizer-model {args.tokenizer_model} needs --tokenizer-type, which says how to read it.")
+    folder = Path(args.input).resolve()  # for runs that start elsewhere
+    if not (folder / "tokenizer.json").is_file():
+        return ids, "no tokenizer of text is recorded, because the folder has no tokenizer.json"
+    # An embedding of Hugging Face may have more rows than the tokenizer has ids.
+    data = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    try:
+        rows = build_tokenizer(data).vocab_size
+    except ValueError as error:
+        return ids, f"no tokenizer of text is recorded: {error}"
+    if rows > padded:
+        return ids, f"no tokenizer of text is recorded, because tokenizer.json has {rows} ids"
+    return data, f"the recorded tokenizer is HuggingFaceTokenizer with {folder}"
 
 
 def _model(source: HfFolder) -> tuple[ModelConfig, int]:
@@ -61,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--make-vocab-size-divisible-by", type=vocabulary_size, default=128, metavar="N", help="as in the training to come (default: 128)"
     )
-    add_recorded_tokenizer(parser)
+    add_recorded_tokenizer(parser, None, "HuggingFaceTokenizer with the folder's tokenizer.json, else NullTokenizer")
     return parser
 
 

@@ -20,7 +20,7 @@ from megatron_zpp.checkpoint.hf.rules import Boundaries
 from megatron_zpp.checkpoint.hf.tokenizer import write_tokenizer
 from megatron_zpp.checkpoint.manifest import Manifest
 from megatron_zpp.checkpoint.shard_file import TensorEntry
-from megatron_zpp.checkpoint.stored_flags import data_flags, model_flags, open_checkpoint, padded_vocab_size
+from megatron_zpp.checkpoint.stored_flags import check_tokenizer_files, data_flags, model_flags, open_checkpoint, padded_vocab_size
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.schema import DataConfig
 from megatron_zpp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
@@ -63,7 +63,10 @@ def _boundaries(tokenizer: Tokenizer | None) -> Boundaries:
 
 def _data(manifest: Manifest, args: argparse.Namespace) -> DataConfig:
     data = data_flags(manifest)
-    data = data if args.tokenizer_model is None else replace(data, tokenizer_model=args.tokenizer_model)
+    if args.tokenizer_model is None:
+        check_tokenizer_files(data, ["tokenizer_model"])
+    else:
+        data = replace(data, tokenizer_model=args.tokenizer_model)
     return data if args.vocab_size is None else replace(data, vocab_size=args.vocab_size)
 
 

@@ -16,10 +16,10 @@ from torch import nn
 
 from megatron_zpp.checkpoint.manifest import Manifest
 from megatron_zpp.checkpoint.reader import CheckpointReader
-from megatron_zpp.checkpoint.stored_flags import data_flags, model_flags, open_checkpoint, padded_vocab_size
-from megatron_zpp.config.groups.data import TOKENIZER_FILES
+from megatron_zpp.checkpoint.stored_flags import check_tokenizer_files, data_flags, model_flags, open_checkpoint, padded_vocab_size
+from megatron_zpp.config.groups.data import TOKENIZER_FILES, TOKENIZER_TYPES
 from megatron_zpp.config.schema import DataConfig
-from megatron_zpp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron_zpp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer, embedding_rows
 from megatron_zpp.model.generation import Sampling, generated_tokens
 from megatron_zpp.model.gpt import GPT
 
@@ -31,27 +31,47 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     """Prints the prompt and its continuation, up to the end of a document or --max-new-tokens."""
     reader = open_checkpoint(Path(args.load), args.ckpt_step)
-    tokenizer = build_tokenizer(data_config(reader.manifest, args))
+    data = data_config(reader.manifest, args)
+    tokenizer = build_tokenizer(data)
+    check_sizes(reader.manifest, tokenizer.vocab_size)
     sampling = Sampling(tokenizer.vocab_size, args.temperature, args.top_k)
-    prompt = tokenizer.tokenize(args.prompt)
+    prompt = _prompt_ids(args.prompt, tokenizer, data)
     model = load_model(reader)
-    if tokenizer.vocab_size > model.padded_vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, more than the {model.padded_vocab_size} of the model; "
-            "give the --tokenizer-model that the training used."
-        )
     generator = torch.Generator().manual_seed(args.seed)
     tokens = until_end(generated_tokens(model, prompt or [tokenizer.eod], sampling, generator), tokenizer)
     print(tokenizer.detokenize([*prompt, *islice(tokens, args.max_new_tokens)]))
 
 
 def data_config(manifest: Manifest, args: argparse.Namespace) -> DataConfig:
-    """The data flags of the run. Tokenizer files that are given replace those of the run."""
+    """The data flags of the run. A tokenizer that is given replaces that of the run. Raises CheckpointError if its files are not there."""
     data = data_flags(manifest)
     given = {name: getattr(args, name) for name in TOKENIZER_FILES if getattr(args, name) is not None}
-    if not given or data.tokenizer_type == "NullTokenizer":
+    kind = args.tokenizer_type or data.tokenizer_type
+    if kind == "NullTokenizer" or (not given and kind == data.tokenizer_type):
+        check_tokenizer_files(data, TOKENIZER_FILES)
         return data
-    return replace(data, **given, vocab_size=None)  # the given files decide the number of ids
+    data = replace(data, tokenizer_type=kind, **given, vocab_size=None)  # the given files decide the number of ids
+    check_tokenizer_files(data, [name for name in TOKENIZER_FILES if name not in given])
+    return data
+
+
+def check_sizes(manifest: Manifest, ids: int) -> None:
+    """Raises ValueError unless a model of so many ids has the rows of this one."""
+    rows = padded_vocab_size(manifest)
+    own_rows = ids if ids > rows else embedding_rows(model_flags(manifest), ids)
+    if own_rows == rows:
+        return
+    padded = f", with padding {own_rows}" if own_rows > ids else ""
+    raise ValueError(f"the tokenizer has {ids} ids{padded}, and the model {rows}; give the --tokenizer-model that the training used.")
+
+
+def _prompt_ids(prompt: str, tokenizer: Tokenizer, data: DataConfig) -> list[int]:
+    try:
+        return tokenizer.tokenize(prompt)
+    except ValueError as error:
+        if data.tokenizer_type != "NullTokenizer":
+            raise
+        raise ValueError(f"{error} The checkpoint names no tokenizer of text; --tokenizer-type and --tokenizer-model give one.") from None
 
 
 def load_model(reader: CheckpointReader) -> GPT:
@@ -82,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0 always takes the likeliest token (default: 1)")
     parser.add_argument("--top-k", type=count_from_0, default=0, metavar="N", help="draw among the N likeliest tokens; 0: all (default: 0)")
     parser.add_argument("--seed", type=count_from_0, default=1234, metavar="N", help="seed of the drawing (default: 1234)")
+    parser.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="kind of tokenizer (default: the one the training used)")
     for name in TOKENIZER_FILES:
         parser.add_argument(f"--{name.replace('_', '-')}", metavar="PATH", help="tokenizer file (default: the one the training used)")
     return parser

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import count_from_0, errors_in_words, number_within, rank_count
+from command import count_from_0, errors_in_words, number_within, parsed, rank_count
 from host_commands import HostCommand, Program, Rendezvous, exported_variables, host_commands, is_this_machine
 from host_processes import HostProcesses
 from hostfile import LARGEST_SLOTS, Host, check_same_slots, exclude, include, read_hostfile
@@ -36,7 +36,7 @@ port = number_within(1, 65535)
 
 def main() -> None:
     parser = _parser()
-    options = parser.parse_args()
+    options = parsed(parser, sys.argv[1:])
     with errors_in_words(parser):
         commands = planned_commands(options)
         if options.dry_run:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import errors_in_words, rank_count
+from command import errors_in_words, rank_count, show_usage_for_help_only
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.counted import counted
@@ -30,6 +30,7 @@ from megatron_zpp.config.schema import Config
 from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.monitor.output_file import naming_file
+from megatron_zpp.training.dry_run import ranks_left_open
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
 from megatron_zpp.training.memory_need import in_gib
 from megatron_zpp.training.run_plan import (
@@ -98,9 +99,9 @@ def main() -> None:
 def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     """Prints the plan. Raises ValueError for flags that no run could have."""
     given = parse_flags(flags)
-    distributed = given.distributed
-    ranks_per_node = distributed.ranks_per_node or distributed.tensor_model_parallel_size * distributed.context_parallel_size
-    world = PlannedWorld(options.nodes, ranks_per_node, is_on_gpu=options.device == "gpu")
+    if given.distributed.ranks_per_node is None:
+        raise ranks_left_open(options.nodes)
+    world = PlannedWorld(options.nodes, given.distributed.ranks_per_node, is_on_gpu=options.device == "gpu")
     padded = embedding_rows(given.model, _vocab_size(given))
     plans, left_out = _plans(given, world, padded)
     zero3 = next(plan for plan in plans if plan.member.name == "ZeRO-3")
@@ -427,6 +428,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of this tool, and the flags of the training script: those after `--`; without `--`, those unknown to this tool."""
+    show_usage_for_help_only(parser, arguments)
     if "--" in arguments:
         at = list(arguments).index("--")
         return parser.parse_args(arguments[:at]), list(arguments[at + 1 :])

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from tokenizer_flags import add_tokenizer_flags, tokenizer_config, tokenizer_ide
 from worker_count import find_worker_count
 
 from megatron_zpp.config.counted import counted
-from megatron_zpp.data.indexed_dataset import best_dtype
+from megatron_zpp.data.indexed_dataset import IndexedDataset, best_dtype
 from megatron_zpp.data.preprocess.corpus_builder import CorpusBuilder, describe
 from megatron_zpp.data.preprocess.document_encoder import DocumentEncoder
 from megatron_zpp.data.preprocess.encoding_workers import encoded_batches
@@ -71,6 +72,8 @@ def run(args: argparse.Namespace) -> None:
         job.journal.path.parent.mkdir(parents=True)
     dtype = best_dtype(job.encoder.tokenizer.vocab_size)
     builder = CorpusBuilder(job.journal, job.encoder.keys, dtype, job.journal_seconds, start)
+    if not builder.progress.is_complete:
+        print(end="".join(f"{replaced}\n" for prefix in builder.prefixes.values() for replaced in _replaced(prefix)), flush=True)
     began = time.monotonic()
     try:
         write_documents(job, builder)
@@ -83,6 +86,8 @@ def run(args: argparse.Namespace) -> None:
     except BaseException as error:
         _stop(job, builder, error)
     _report(builder, dtype.name, time.monotonic() - began, (start or Progress()).text_bytes)
+    if not args.append_eod:
+        print("No document got an end-of-document token; give --append-eod if the model shall learn where a text ends.")
 
 
 class NothingToWrite(ValueError):
@@ -173,6 +178,16 @@ def _in_words(start: Progress | None, prefix: str) -> str:
     return f"going on after {counted(done, 'document')}, {start.text_bytes / 1e6:.1f} MB of text."
 
 
+def _replaced(prefix: str) -> Iterator[str]:
+    """A line about the corpus that has this prefix now, if there is one."""
+    if not os.path.exists(f"{prefix}.bin") or not os.path.exists(f"{prefix}.idx"):
+        return
+    try:
+        yield f"replaces {prefix} ({counted(len(IndexedDataset(prefix)), 'document')})"
+    except (ValueError, OSError):
+        yield f"replaces {prefix}, which cannot be read"
+
+
 def _stop(job: Job, builder: CorpusBuilder, error: BaseException) -> NoReturn:
     """Stops the builder and raises the error, with a hint on how to continue."""
     if STANDARD_INPUT in job.paths:
@@ -255,7 +270,9 @@ def _parser() -> argparse.ArgumentParser:
     text.add_argument(
         "--list-inputs", action="store_true", help="write nothing: print the names of the input files, a zero byte after each"
     )
-    text.add_argument("--json-keys", nargs="+", default=["text"], help="keys to tokenise, each into files of its own (default: text)")
+    text.add_argument(
+        "--json-keys", "--json-key", nargs="+", default=["text"], help="keys to tokenise, each into files of its own (default: text)"
+    )
     text.add_argument("--skip-invalid", action="store_true", help="leave out lines that are not documents, and list them in a file")
     add_line_limit(text)
     text.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")

@@ -30,13 +30,16 @@ LATER_NAMES = ("legacy_tokenizer", "tokenizer_hf_no_include_special_tokens", "nu
 PADDING = AcceptedFlag(1, "a corpus holds ids, the run pads its vocabulary")
 
 
-def add_recorded_tokenizer(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags with which a converter says what tokenizer a checkpoint's model was trained with."""
+def add_recorded_tokenizer(parser: argparse.ArgumentParser, kind: str | None = "NullTokenizer", otherwise: str = "NullTokenizer") -> None:
+    """Adds the flags with which a converter says what tokenizer a checkpoint's model was trained with.
+
+    kind: the default of --tokenizer-type. otherwise: the default in words.
+    """
     parser.add_argument(
         "--tokenizer-type",
         choices=TOKENIZER_TYPES,
-        default="NullTokenizer",
-        help="recorded for --use-checkpoint-args (default: NullTokenizer)",
+        default=kind,
+        help=f"recorded for --use-checkpoint-args (default: {otherwise})",
     )
     parser.add_argument("--tokenizer-model", metavar="PATH", help="recorded for --use-checkpoint-args")
 

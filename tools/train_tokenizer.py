@@ -6,6 +6,7 @@
 import argparse
 import io
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -73,8 +74,17 @@ def train_model(texts: Sequence[str], *, vocab_size: int, model_type: str) -> by
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ValueError(f"SentencePiece cannot train {vocab_size} pieces ({error}); try another --vocab-size or more text.") from None
+        raise ValueError(_why_not(vocab_size, str(error))) from None
     return model.getvalue()
+
+
+def _why_not(vocab_size: int, message: str) -> str:
+    """What to do about SentencePiece's message, in whose text are the smallest and the largest number of pieces."""
+    if (least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message)) is not None:
+        return f"--vocab-size {vocab_size} is too small: this text needs at least {least[1]} pieces."
+    if (most := re.search(r"too high .*value <= (\d+)", message)) is not None:
+        return f"--vocab-size {vocab_size} is too large: this text allows at most {most[1]} pieces; choose fewer, or give more text."
+    return f"SentencePiece cannot train {vocab_size} pieces ({message}); try another --vocab-size or more text."
 
 
 def _sentences(texts: Sequence[str]) -> Iterator[str]:
@@ -106,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--vocab-size", type=vocabulary_size, default=4096, help="pieces, with byte pieces and sentence ends (default: 4096)"
     )
-    parser.add_argument("--json-key", default="text", help="key of the text (default: text)")
+    parser.add_argument("--json-key", "--json-keys", default="text", help="key of the text (default: text)")
     parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe")
     add_line_limit(parser)
     parser.add_argument("--max-megabytes", type=megabytes, default=20, help="text to train on at most, spread over the file (default: 20)")

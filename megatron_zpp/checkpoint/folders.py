@@ -12,6 +12,7 @@ DIR/iter_0000100.removed-TOKEN/            being deleted
 from __future__ import annotations
 
 import fcntl
+import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
@@ -85,8 +86,10 @@ def saved_iterations(directory: Path) -> list[int]:
 def find_checkpoint(directory: Path, step: int | None) -> Path | None:
     """The folder to load: that of iteration `step`, or of the latest iteration if step is None. None if `directory` holds no checkpoint.
 
-    Raises CheckpointError if iteration `step` is missing, and LatestError if the latest iteration cannot be determined or is missing.
+    Raises CheckpointError if iteration `step` is missing or if `directory` is itself a checkpoint, and LatestError if the latest iteration
+    cannot be determined or is missing.
     """
+    _refuse_a_checkpoint(directory)
     if step is not None:
         folder = _in_place(iteration_folder(directory, step))
         if folder is None:
@@ -215,6 +218,15 @@ def _move_aside(folder: Path, removed: Path) -> bool:
 def complete_iterations(directory: Path) -> list[int]:
     """The iterations whose checkpoints have a usable manifest, ascending."""
     return [iteration for iteration in saved_iterations(directory) if is_complete(iteration_folder(directory, iteration))]
+
+
+def _refuse_a_checkpoint(directory: Path) -> None:
+    """Raises CheckpointError if the folder is one checkpoint instead of a folder of checkpoints."""
+    match = _NAME.fullmatch(Path(os.path.abspath(directory)).name)
+    if match is None or match["stage"] or not (directory / MANIFEST_FILE).is_file():
+        return
+    choice = f" (with --load, --ckpt-step {int(match['iteration'])} chooses this iteration)" if match["iteration"] else ""
+    raise CheckpointError(f"{directory} is one checkpoint; give its parent folder, {os.path.normpath(directory / '..')}{choice}")
 
 
 def _in_place(final: Path) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from megatron_zpp.checkpoint.folders import find_checkpoint
 from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest
 from megatron_zpp.checkpoint.older_flags import flags_of
 from megatron_zpp.checkpoint.reader import CheckpointReader
+from megatron_zpp.config.flag import spelling_of
 from megatron_zpp.config.outside import WHOLE_NUMBER_LIMIT
 from megatron_zpp.config.schema import DataConfig, ModelConfig
 from megatron_zpp.model.gpt import GPT
@@ -26,7 +28,9 @@ def open_checkpoint(directory: Path, step: int | None) -> CheckpointReader:
     """The checkpoint of iteration `step`, or the latest if step is None. Raises CheckpointError if there is none."""
     folder = find_checkpoint(directory, step)
     if folder is None:
-        raise CheckpointError(f"--load {directory} holds no checkpoint; give the folder that --save of the training named.")
+        raise CheckpointError(
+            f"--load {directory} holds no checkpoint; give the folder that --save of the training named, the parent of its iter_ folders."
+        )
     return CheckpointReader(folder)
 
 
@@ -37,6 +41,17 @@ def model_flags(manifest: Manifest) -> ModelConfig:
 
 def data_flags(manifest: Manifest) -> DataConfig:
     return _group(DataConfig, manifest, "data", left_out=set())
+
+
+def check_tokenizer_files(data: DataConfig, names: Iterable[str]) -> None:
+    """Raises CheckpointError if a tokenizer's file that the checkpoint's run had is not there. names: of the fields to check."""
+    for name in names:
+        path = getattr(data, name)
+        if path is None or Path(path).exists():
+            continue
+        place = "does not exist on this machine" if Path(path).is_absolute() else "is relative to the folder where that run was started"
+        flag = spelling_of(name)
+        raise CheckpointError(f"{flag} {path} is that of the checkpoint's run, and {place}; give the file with {flag}.")
 
 
 def padded_vocab_size(manifest: Manifest) -> int:

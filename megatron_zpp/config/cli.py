@@ -172,7 +172,13 @@ def _about_unknown(flag: str) -> str:
     if instead is not None:
         return f"{flag} is not accepted; {instead}."
     known = [spelling for option in options() for spelling in option.all_spellings] + list(ACCEPTED)
-    names = [spelling.lstrip("-") for spelling in known]  # dashes would make short names alike
-    nearest = difflib.get_close_matches(flag.lstrip("-").replace("_", "-"), names, n=1, cutoff=LEAST_LIKENESS)
-    remedy = f"did you mean --{nearest[0]}?" if nearest else "see --help for the list."
+    nearest = nearest_flag(flag, known)
+    remedy = f"did you mean {nearest}?" if nearest is not None else "see --help for the list."
     return f"{flag} is not a flag of this program; {remedy}"
+
+
+def nearest_flag(flag: str, known: Sequence[str]) -> str | None:
+    """The known flag that an unknown one is most like; None if there is none."""
+    by_name = {spelling.lstrip("-"): spelling for spelling in known}  # dashes would make short names alike
+    nearest = difflib.get_close_matches(flag.lstrip("-").replace("_", "-"), by_name, n=1, cutoff=LEAST_LIKENESS)
+    return by_name[nearest[0]] if nearest else None

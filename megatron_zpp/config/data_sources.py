@@ -63,12 +63,13 @@ def read_sources(data: DataConfig) -> DataSources:
 def parse_blend(spelling: str, words: Sequence[str]) -> Blend:
     """The blend of `weight prefix weight prefix ...` or of `prefix prefix ...`, which are told apart as in Megatron.
 
-    An even number of words is of the first kind, unless one that should be a weight is not a number. Raises FlagError for no words, and for
-    weights that are not positive numbers.
+    An even number of words is of the first kind, unless one that should be a weight is not a number. Raises FlagError for no words, for
+    weights that are not positive numbers, and for weights that come after their prefixes.
     """
     if not words:
         raise FlagError(f"{spelling} names no corpus; give prefixes, or weights and prefixes in turn.")
     weights = [_number_in(word) for word in words[0::2]]
+    _refuse_weights_after_prefixes(spelling, words, weights)
     if len(words) % 2 or any(weight is None for weight in weights):
         return Blend(tuple(words), None)
     for word, weight in zip(words[0::2], weights, strict=True):
@@ -77,6 +78,15 @@ def parse_blend(spelling: str, words: Sequence[str]) -> Blend:
     if not math.isfinite(sum(weight for weight in weights if weight is not None)):
         raise FlagError(f"{spelling} has weights whose sum is too large for a number; give weights near 1.")
     return Blend(tuple(words[1::2]), tuple(weight for weight in weights if weight is not None))
+
+
+def _refuse_weights_after_prefixes(spelling: str, words: Sequence[str], weights: Sequence[float | None]) -> None:
+    """weights: the numbers where weights belong, None for other words."""
+    prefixes, numbers = words[0::2], words[1::2]
+    if len(words) % 2 or any(weight is not None for weight in weights) or any(_number_in(word) is None for word in numbers):
+        return
+    turned = [word for pair in zip(numbers[:2], prefixes[:2], strict=True) for word in pair] + ["..."] * (len(words) > 4)
+    raise FlagError(f"{spelling} has weights after its prefixes; a weight comes before its prefix: {' '.join(turned)}")
 
 
 def parse_split(split: str) -> tuple[float, float, float]:

@@ -80,7 +80,7 @@ WITHOUT_MEANING: frozenset[str] = frozenset(
     activation_checkpointing.synchronize_checkpoint_boundary
     checkpoint.checkpoint_serialization checkpoint.tag_validation checkpoint.parallel_write checkpoint.writer
     aio dataloader_drop_last disable_python_gc dump_state log_level memory_breakdown
-    wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
     """.split()
 )
 
@@ -95,6 +95,7 @@ NOT_NEEDED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.compute_grad_norm": (ON, "the norm is always computed, because a step without a finite one is skipped"),
     "comms_logger": (OFF, "--log-jsonl always has the bytes of each link"),
     "flops_profiler": (OFF, "training lines always have the FLOP/s"),
+    "wall_clock_breakdown": (OFF, "use --timing-log-level"),
     "timers": (OFF, "training lines always have the times"),
 }
 
@@ -342,7 +343,7 @@ def _batch(entries: Entries, config: Config, ranks: RankCounts) -> list[Setting]
     if steps is not None and found != total:
         raise FlagError(
             f"{source}: micro-batch {micro} x {steps} accumulation steps x {ranks.groups_in_words} is {found} and not the batch of "
-            f"{total}; correct one of them{_meant_for_all(total == micro * steps * ranks.world, ranks)}."
+            f"{total}; correct one of them{_meant_for_all(total == micro * steps * ranks.world, ranks)}{_world_of_plan(config)}."
         )
     return [Setting("micro_batch_size", micro, source), Setting("global_batch_size", total, source)]
 
@@ -363,15 +364,22 @@ def _meant_for_all(fits_world: bool, ranks: RankCounts) -> str:
     return f" (it would be right for {ranks.world} ranks, but those of {flags} have the same samples)" if flags and fits_world else ""
 
 
+def _world_of_plan(config: Config) -> str:
+    """What to add to an error about a batch in a plan whose world no flag says; else empty."""
+    is_open = config.plan.dry_run and config.plan.nodes is None and config.plan.world_size is None
+    is_open &= config.distributed.ranks_per_node is None
+    return ", or give the world of the plan: --nodes and --ranks-per-node" if is_open else ""
+
+
 def _notices(entries: Entries, values: Mapping[str, Any]) -> Iterator[str]:
     flags = [in_words(name, value) for name, value in values.items() if value is not False]
     yield f"{entries.file} sets {' '.join(flags) or 'no flag'}"
     for key, (neutral, reason) in NOT_NEEDED.items():
         if not asks_for_nothing(entries.values.get(key), neutral):
             yield f"{entries.file}: {key} has no effect here ({reason})"
-    without_meaning = [key.rpartition(".")[2] for key in entries.values if key in WITHOUT_MEANING]
-    if without_meaning:
-        yield f"{entries.file}: without meaning here, units and lanes take their place: {', '.join(without_meaning)}"
+    ignored = [key.rpartition(".")[2] for key in entries.values if key in WITHOUT_MEANING]
+    if ignored:
+        yield f"{entries.file}: not needed here and ignored, because they tune how DeepSpeed works inside: {', '.join(ignored)}"
 
 
 def asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:

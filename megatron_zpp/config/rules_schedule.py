@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_zpp.config.batch_schedule import BatchSchedule, horizons, length_in_samples, read_steps
+from megatron_zpp.config.batch_schedule import BatchSchedule, Ramp, horizons, length_in_samples, read_ramp, read_steps
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.data_sources import SPLITS, read_sources
-from megatron_zpp.config.flag import LARGEST_COUNT, FlagError, any_of, spelling_of, whole_number
+from megatron_zpp.config.flag import LARGEST_COUNT, FlagError, any_of, divisors, spelling_of, whole_number
 from megatron_zpp.config.ranks import groups_of
 from megatron_zpp.config.schema import Config
 
@@ -178,7 +178,7 @@ def check_warmup_ends_before_decay(config: Config, batches: BatchSchedule) -> No
         )
     if not is_mixed and warmup >= decay:
         raise FlagError(
-            f"--lr-warmup-{unit} {warmup} does not end before the decay's horizon of {decay}; "
+            f"--lr-warmup-{unit} {warmup} must be below --lr-decay-{unit}, {decay} (by default --train-{unit}); "
             f"choose {decay - 1} or less, or a higher --lr-decay-{unit}."
         )
     if ends.warmup_samples + ends.annealing_samples > ends.decay_samples:
@@ -210,10 +210,24 @@ def check_batches(config: Config, batches: BatchSchedule, consumed_samples: int)
         wish = f"--rampup-batch-size {' '.join(training.rampup_batch_size)} has batches of {counted(size, 'sample')},"
     ranks = groups_of(config.distributed, batches.grain // training.micro_batch_size)
     round_down = "give --decrease-batch-size-if-needed to round down, or " if below > 0 else ""
+    choice = f"choose {any_of([choice for choice in (below, below + batches.grain) if choice > 0])}"
+    if training.rampup_batch_size:
+        choice = _fitting_ramp(read_ramp(training.rampup_batch_size), training.global_batch_size, batches.grain)
     raise FlagError(
-        f"{wish} not a multiple of {batches.grain} (--micro-batch-size {training.micro_batch_size} x {ranks}); "
-        f"{round_down}choose {any_of([choice for choice in (below, below + batches.grain) if choice > 0])}."
+        f"{wish} not a multiple of {batches.grain} (--micro-batch-size {training.micro_batch_size} x {ranks}); {round_down}{choice}."
     )
+
+
+def _fitting_ramp(ramp: Ramp, full_size: int, grain: int) -> str:
+    """A remedy with a ramp near the given one, all of whose sizes are multiples of the grain."""
+    full = max(full_size // grain, 1)
+    start = min(max(ramp.start_size // grain, 1), full)
+    increments = divisors(full - start) if full > start else [1]
+    increment = next((size for size in increments if size * grain >= ramp.increment), increments[-1])
+    example = f"--rampup-batch-size {start * grain} {increment * grain} {ramp.samples}"
+    if full * grain == full_size:
+        return f"START and INCREMENT must be multiples of {grain}, for example {example}"
+    return f"START, INCREMENT and the global batch must be multiples of {grain}, for example {example} --global-batch-size {full * grain}"
 
 
 def check_evaluation_batch(config: Config, sample_groups: int) -> None:

@@ -15,6 +15,7 @@ from megatron_zpp.data.corpus import Corpus, SampleOrder, folder_of
 from megatron_zpp.data.documents import DocumentRules
 from megatron_zpp.data.gpt_dataset import ChainedDataset, MockDataset, SampleSource
 from megatron_zpp.data.indexed_dataset import CHECKED_DOCUMENTS, IndexedDataset
+from megatron_zpp.data.repetition import repetition
 from megatron_zpp.data.split_corpora import SPLIT_WORDS, SplitCorpora
 
 
@@ -120,6 +121,8 @@ class CorpusSet:
         self._has_separate_sets = data.multiple_validation_sets
         self._set_names = data.validation_set_names
         self._messages: list[str] = []
+        self._repetition: list[str] = []
+        self._seq_length = order.seq_length
         self._corpora = SplitCorpora(sources, data.split, lambda prefix, split: Corpus(prefix, split, order))
 
     def datasets(self, request: DataRequest, rules: DocumentRules) -> Datasets:
@@ -132,7 +135,7 @@ class CorpusSet:
         self._warn_of_repeated_corpora()
         sources = tuple(corpus.source for corpus in self._corpora.by_prefix.values())
         self._messages += [message for source in sources if (message := _missing_ends_warning(source, rules)) is not None]
-        return Datasets(train, valid, test, sources, rules, tuple(dict.fromkeys(self._messages)))
+        return Datasets(train, valid, test, sources, rules, tuple(dict.fromkeys([*self._messages, *self._repetition])))
 
     def _validation_sets(self, sample_count: int, *, on_all: bool) -> dict[str, SampleSource]:
         """The validation sets by name, without empty ones; with on_all, without those shorter than a sample. sample_count: of each set."""
@@ -169,6 +172,8 @@ class CorpusSet:
         self._messages += left_out
         if not used:
             return None
+        if split_name == "train":
+            self._repetition = repetition(used, sample_count, self._seq_length)
         if blend.is_plain:
             return used[0][0].dataset(split_name, sample_count, self._progress, self._messages)
         if sample_count == 0:

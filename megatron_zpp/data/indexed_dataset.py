@@ -179,18 +179,21 @@ class _Header(NamedTuple):
 def _require_pair(prefix: str) -> None:
     for path in (f"{prefix}.idx", f"{prefix}.bin"):
         if not os.path.isfile(path):
+            meant = _meant(prefix)
+            hint = f"did you mean {meant}? A" if meant is not None else "a"
             raise ValueError(
-                f"{path} does not exist on this machine; a corpus is named by the common prefix of its .bin and .idx file"
-                f"{_example(prefix)}, and both have to be on every node; tools/preprocess_data.py makes them from JSON lines."
+                f"{path} does not exist on this machine; {hint} corpus is named by the common prefix of its .bin and .idx file, and both "
+                "have to be on every node; tools/preprocess_data.py makes them from JSON lines."
             )
 
 
-def _example(words: str) -> str:
-    """The corpus that was probably meant by words that name none, as part of a sentence: that of a file, or one made from this text."""
-    if words.endswith((".bin", ".idx")):
-        return f", for example {words[:-4]}"
-    made = sorted(glob.glob(f"{glob.escape(words.removesuffix('.jsonl'))}_*_document.idx"))
-    return f", for example {made[0][:-4]}" if made else ""
+def _meant(words: str) -> str | None:
+    """The prefix that was probably meant by words that name no corpus: that of a file, or of one that was made from this text."""
+    prefix = next((words.removesuffix(ending) for ending in (".bin", ".idx", ".jsonl", ".json") if words.endswith(ending)), words)
+    if prefix != words and os.path.isfile(f"{prefix}.idx"):
+        return prefix
+    made = sorted(glob.glob(f"{glob.escape(prefix)}_*_document.idx"))
+    return made[0].removesuffix(".idx") if made else None
 
 
 def _open(path: str) -> DataFile:
@@ -205,7 +208,9 @@ def _read_header(file: DataFile) -> _Header:
     head = file.read(0, min(HEADER.size, file.nbytes))
     if head.startswith(LEGACY_MAGIC):
         raise ValueError(f"{path} is in the legacy TNTIDX format (lazy, cached); write the data again with tools/preprocess_data.py.")
-    if head[: len(MAGIC)] != MAGIC[: len(head)] or not head:
+    if not head:
+        raise ValueError(f"{path} is empty; copy it again, or write the data again with tools/preprocess_data.py.")
+    if head[: len(MAGIC)] != MAGIC[: len(head)]:
         raise ValueError(f"{path} starts with {head[: len(MAGIC)]!r}, an .idx file starts with {MAGIC!r}; check the prefix.")
     if len(head) < HEADER.size:
         raise ValueError(f"{path} is truncated: it has {len(head)} bytes, its header alone needs {HEADER.size}; copy it again.")

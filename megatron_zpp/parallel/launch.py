@@ -70,6 +70,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     names = _launcher(environment)
     if names is None:
         return Launch(0, 1, 0, 1, environment.get("MASTER_ADDR"), _port(environment, None))
+    _check_set(environment, names)
     job = read_job_ids(environment, _kind(environment, names))
     rank, world_size, local_rank = (_number(environment, name) for name in (names.rank, names.world_size, names.local_rank))
     local_name = next((name for name in names.local_world_sizes if name in environment), "")
@@ -185,6 +186,18 @@ def _check_exported_world_size(environment: Mapping[str, str], name: str, world_
     if exported != str(world_size):
         raise ValueError(
             f"WORLD_SIZE={exported} and {name}={world_size} differ, and RANK is not set; unset WORLD_SIZE, or start {exported} tasks"
+        )
+
+
+def _check_set(environment: Mapping[str, str], names: _Names) -> None:
+    needed = (names.rank, names.world_size, names.local_rank)
+    is_set = [name for name in needed if name in environment]
+    missing = [name for name in needed if name not in environment]
+    if missing:
+        raise ValueError(
+            f"{' and '.join(is_set)} {'are' if len(is_set) > 1 else 'is'} set, but {' and '.join(missing)} "
+            f"{'are' if len(missing) > 1 else 'is'} not; set {'them' if len(missing) > 1 else 'it'} as well, or start with torchrun, srun, "
+            "mpirun, deepspeed or plain python"
         )
 
 

@@ -15,7 +15,7 @@ from megatron_zpp.config.options import arguments_block
 from megatron_zpp.config.resolve import resolve_in
 from megatron_zpp.config.rules_schedule import check_batches
 from megatron_zpp.config.schema import Config
-from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
+from megatron_zpp.data.tokenizers.tokenizer import embedding_rows, tokenizer_of_run
 from megatron_zpp.model.flops import hardware_flops, model_flops, parameter_count
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.training.hardware import GIGABYTE, TERA, planned_machine
@@ -38,13 +38,13 @@ def described_plan(given: Config, launch: Launch) -> str:
     config, world = _resolved(given, launch)
     stored = find_stored_run(config.checkpoint)
     config, about_rules = with_kept_rules(config, stored)
-    vocab_size = build_tokenizer(config.data).vocab_size
+    vocab_size = tokenizer_of_run(config).vocab_size
     plan = plan_as_given(config, world, embedding_rows(config.model, vocab_size))
     _check_memory(plan, world)
     parts = {
         "parameters": _parameters(plan, vocab_size),
         "training": _training(plan),
-        "data": _data(config),
+        "data": _data(plan),
         "start": _start(plan, stored),
         "sharding": plan.member.name,
         "memory per rank": f"{in_gib(plan.memory.total)}: {plan.memory}",
@@ -87,7 +87,7 @@ def planned_world_size(given: Config, launch: Launch, values: Mapping[str, int] 
         return ranks_per_node or group, ranks_per_node or (group if group > 1 else None)
     if world_size is None:
         if ranks_per_node is None:
-            raise FlagError(f"--nodes {nodes} leaves open how many ranks a node has; give --ranks-per-node as well.")
+            raise ranks_left_open(nodes or 1)
         return (nodes or 1) * ranks_per_node, ranks_per_node
     if nodes is not None and world_size % nodes != 0:
         raise FlagError(f"--nodes {nodes} does not divide --world-size {world_size}; correct one of them.")
@@ -96,6 +96,11 @@ def planned_world_size(given: Config, launch: Launch, values: Mapping[str, int] 
     if nodes is None and ranks_per_node is None and world_size > 1:
         raise FlagError(f"--world-size {world_size} leaves open how many ranks a node has; give --nodes or --ranks-per-node as well.")
     return world_size, ranks_per_node or world_size // (nodes or 1)
+
+
+def ranks_left_open(nodes: int) -> FlagError:
+    """The error about nodes of an unknown number of ranks."""
+    return FlagError(f"--nodes {nodes} leaves open how many ranks a node has; give --ranks-per-node as well.")
 
 
 def _resolved(given: Config, launch: Launch) -> tuple[Config, PlannedWorld]:
@@ -155,18 +160,21 @@ def _all_tokens(plan: RunPlan) -> int:
     return length_in_samples(training, batch_schedule(training, seq_length)) * seq_length
 
 
-def _data(config: Config) -> str:
-    """The corpora of each split. Raises ValueError if there is nothing to train on."""
+def _data(plan: RunPlan) -> str:
+    """The corpora of each split, and how often training reads the same. Raises ValueError if there is nothing to train on."""
+    config = plan.config
     if config.data.mock_data:
         return "generated tokens"
+    from megatron_zpp.data.repetition import repetition
     from megatron_zpp.data.split_corpora import SplitCorpora, SplitCorpus  # imports numpy
 
     sources, seq_length = read_sources(config.data), config.model.seq_length
     corpora = SplitCorpora(sources, config.data.split, lambda prefix, split: SplitCorpus(prefix, split, seq_length))
-    corpora.used_for_training()
+    used, _ = corpora.used_for_training()
     tokens = {prefix: corpus.source.token_count for prefix, corpus in corpora.by_prefix.items()}
     blends = {"": sources.common} if sources.common is not None else sources.by_split
-    return "; ".join(f"{split} {_blend(blend, tokens)}".strip() for split, blend in blends.items() if blend is not None)
+    parts = [f"{split} {_blend(blend, tokens)}".strip() for split, blend in blends.items() if blend is not None]
+    return "; ".join([*parts, *repetition(used, _all_tokens(plan) // seq_length, seq_length)])
 
 
 def _blend(blend: Blend, tokens: Mapping[str, int]) -> str:

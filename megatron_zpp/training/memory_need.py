@@ -184,19 +184,28 @@ def check_fits(
     may_fit = need.activations + need.kept_inputs.lasting <= nbytes
     times = smallest_nodes(fits, grid.nodes // together) if may_fit else None
     nodes = None if times is None else times * together
-    to_host: list[str] = []
+    first = _attention_dropout(config, model, sharding, grid, need)
     if may_fit and is_on_gpu and _can_offload(config):
         offloaded = replace(sharding, policy=with_offloaded_optimizer(sharding.policy))
         less = memory_need(config, model, offloaded, grid, is_on_gpu=True).beside(taken)
-        to_host += ["--optimizer-cpu-offload"] * available.holds(less)
+        first += ["--optimizer-cpu-offload"] * available.holds(less)
     if is_on_gpu and config.model.recompute_granularity == "full" and not config.model.checkpoint_in_cpu:
         less = _of_inputs(need, config.with_values(checkpoint_in_cpu=True), model, grid, sharding.element_bytes)
-        to_host += ["--checkpoint-in-cpu"] * available.holds(less)
+        first += ["--checkpoint-in-cpu"] * available.holds(less)
     memory = "free GPU memory" if available.is_after_start else "GPU memory" if is_on_gpu else "host memory"
     raise ValueError(
         f"{ranks} needs {in_gib(need.total)} of memory ({need}) and has {in_gib(nbytes)} of {memory}; "
-        f"{_remedy(config, model, nodes, grid, need, to_host)}."
+        f"{_remedy(config, model, nodes, grid, need, first)}."
     )
+
+
+def _attention_dropout(config: Config, model: SizedModel, sharding: Sharding, grid: Grid, need: MemoryNeed) -> list[str]:
+    """The flag against attention dropout, if most of the activations exist because its kernel keeps scores of tokens x tokens."""
+    without = config.with_values(attention_dropout=0.0)
+    if _attention_need(without, sharding.element_bytes, is_on_gpu=need.is_on_gpu).keeps_scores:
+        return []
+    less = replace(need, at_peaks=_activations(without, model, grid, sharding.element_bytes, is_on_gpu=need.is_on_gpu))
+    return ["--attention-dropout 0"] * (2 * less.activations < need.activations)
 
 
 def _of_inputs(need: MemoryNeed, config: Config, model: SizedModel, grid: Grid, element_bytes: int) -> MemoryNeed:
@@ -363,10 +372,10 @@ def _can_offload(config: Config) -> bool:
     return has_owners and not config.zero.optimizer_cpu_offload
 
 
-def _remedy(config: Config, model: SizedModel, nodes: int | None, grid: Grid, need: MemoryNeed, to_host: Sequence[str]) -> str:
-    """to_host: flags of which each makes the run fit, with the memory of the host."""
+def _remedy(config: Config, model: SizedModel, nodes: int | None, grid: Grid, need: MemoryNeed, first: Sequence[str]) -> str:
+    """first: the flags to name before others, such as those of which each makes the run fit."""
     ranks_per_node = grid.ranks_per_node
-    levers = [*to_host]
+    levers = [*first]
     levers += [] if config.model.recompute_granularity == "full" else ["--checkpoint-activations"]
     levers += ["--loss-chunk-tokens 1024"] if config.model.loss_chunk_tokens == 0 else []
     levers += ["no --async-save"] if need.save_copy_on_device else []

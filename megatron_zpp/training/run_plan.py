@@ -61,7 +61,7 @@ class Member:
         words = [f"--zero-stage {self.stage}"]
         words += ["--zero-quantized-weights"] * self.has_quantized_weights
         words += ["--zero-quantized-weight-differences"] * self.has_differences
-        words += [f"--zero-hpz-partition-size {partition_ranks}"] * self.has_secondary_weights
+        words += [f"--zero-hpz-partition-size {partition_ranks}"] * (self.has_secondary_weights and partition_ranks > 1)
         words += ["--zero-quantized-gradients"] * self.has_quantized_gradients
         words += ["--zero-quantized-gradients-code gaussian"] * self.has_gaussian_gradients
         return " ".join(words)

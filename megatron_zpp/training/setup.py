@@ -19,7 +19,7 @@ from megatron_zpp.config.schema import Config, PrecisionConfig
 from megatron_zpp.data.build_once import ProgressPrinter
 from megatron_zpp.data.datasets import DataRequest, Datasets, build_datasets, cache_folder, count_samples
 from megatron_zpp.data.token_check import check_token_ids_once
-from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
+from megatron_zpp.data.tokenizers.tokenizer import embedding_rows, tokenizer_of_run
 from megatron_zpp.model.compilation import compile_blocks
 from megatron_zpp.model.document_attention import describe as describe_documents
 from megatron_zpp.model.flops import parameter_count
@@ -69,7 +69,7 @@ def build_ladder(config: Config, world: World, instruments: Instruments) -> Ladd
 
 def build_vocabulary(config: Config) -> Vocabulary:
     """Vocabulary of the tokenizer that the flags name."""
-    tokenizer = build_tokenizer(config.data)
+    tokenizer = tokenizer_of_run(config)
     padded_size = embedding_rows(config.model, tokenizer.vocab_size)
     return Vocabulary(tokenizer.vocab_size, padded_size, tokenizer.eod)
 

@@ -31,6 +31,7 @@ from megatron_zpp.checkpoint.folders import (
 )
 from megatron_zpp.checkpoint.manifest import CheckpointError
 from megatron_zpp.checkpoint.reader import CheckpointReader
+from megatron_zpp.checkpoint.stored_flags import open_checkpoint
 
 ITERATIONS = st.sets(st.integers(1, 40), max_size=15)
 
@@ -71,6 +72,28 @@ def test_the_latest_is_loaded_or_the_one_asked_for(directory: Path) -> None:
     assert find_checkpoint(directory / "none", None) is None
     with pytest.raises(CheckpointError, match="--ckpt-step 3: .* it holds 1, 2"):
         find_checkpoint(directory, 3)
+
+
+@pytest.mark.parametrize("step", [None, 2])
+def test_the_folder_of_one_checkpoint_is_refused_and_its_parent_named(
+    directory: Path, step: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(directory.parent)
+    folder = iteration_folder(Path("checkpoints"), 2)
+    refusal = r"^checkpoints/iter_0000002 is one checkpoint; give its parent folder, checkpoints \(with --load, --ckpt-step 2 chooses"
+    with pytest.raises(CheckpointError, match=refusal):
+        find_checkpoint(folder, step)
+    with pytest.raises(CheckpointError, match=refusal):
+        open_checkpoint(folder, step)
+    monkeypatch.chdir(folder)
+    with pytest.raises(CheckpointError, match=r"^\. is one checkpoint; give its parent folder, \.\. \(with --load, --ckpt-step 2 chooses"):
+        find_checkpoint(Path(), step)
+
+
+def test_weights_of_no_run_are_refused_without_a_number_of_their_iteration(directory: Path) -> None:
+    iteration_folder(directory, 2).rename(directory / "release")
+    with pytest.raises(CheckpointError, match=f"release is one checkpoint; give its parent folder, {directory}$"):
+        find_checkpoint(directory / "release", None)
 
 
 @pytest.mark.parametrize("text", ["", "iter_2", "-1", "2.5", "9" * 40, "\x80\x04\x95"])

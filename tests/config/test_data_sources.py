@@ -30,6 +30,12 @@ def test_a_weight_that_is_not_a_positive_number_is_refused(weight: str) -> None:
         parse_blend("--data-path", ["0.5", "a", weight, "b"])
 
 
+@pytest.mark.parametrize(("words", "turned"), [("a 0.5 b 0.5", "0.5 a 0.5 b"), ("a 30", "30 a"), ("a 1 b 2 c 3", "1 a 2 b ...")])
+def test_weights_after_their_prefixes_are_refused_with_the_right_order(words: str, turned: str) -> None:
+    with pytest.raises(FlagError, match=f"^--data-path has weights after .*; a weight comes before its prefix: {turned}$"):
+        parse_blend("--data-path", words.split())
+
+
 def test_weights_without_a_finite_sum_are_refused() -> None:
     with pytest.raises(FlagError, match="--data-path has weights whose sum is too large for a number; give weights near 1"):
         parse_blend("--data-path", ["1e308", "a", "1e308", "b"])

@@ -110,7 +110,7 @@ def test_the_tutorials_command_as_printed_in_its_world():
 def test_the_tutorials_json_names_in_one_notice_what_has_no_meaning():
     write(TUTORIAL_JSON, "ds_zeropp_config.json")
     notices = resolve(parse_flags(TUTORIAL_FLAGS.split()), 64, 16).notices
-    (line,) = [notice for notice in notices if "without meaning" in notice]
+    (line,) = [notice for notice in notices if "not needed here and ignored" in notice]
     assert line.endswith(": reduce_bucket_size, reduce_scatter, contiguous_gradients, overlap_comm")
     assert (
         "ds_zeropp_config.json sets --zero-stage 3 --zero-quantized-weights --zero-hpz-partition-size 16 --zero-quantized-gradients"
@@ -315,6 +315,20 @@ def test_batches_that_do_not_agree_are_refused_in_words(content, flags, words):
     assert all(word in text for word in words), text
 
 
+def test_a_batch_that_does_not_fit_a_plan_without_a_world_is_answered_with_the_flags_of_the_world():
+    keys = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
+    hint = "correct one of them, or give the world of the plan: --nodes and --ranks-per-node."
+    assert message_of(resolved, keys, SHAPE + "--dry-run", 1, 1).endswith(hint)
+    for flags in ("", "--dry-run --nodes 1 --ranks-per-node 2"):
+        assert message_of(resolved, keys, SHAPE + flags, 2, 2).endswith("correct one of them.")
+
+
+def test_keys_that_tune_how_deepspeed_works_inside_are_said_to_be_ignored():
+    notices = resolved({"zero_optimization": {"overlap_comm": True}, "wall_clock_breakdown": True}, SHAPE, 1, 1).notices
+    assert "ds.json: not needed here and ignored, because they tune how DeepSpeed works inside: overlap_comm" in notices
+    assert "ds.json: wall_clock_breakdown has no effect here (use --timing-log-level)" in notices
+
+
 def test_ranks_that_share_layers_share_the_batch_too_and_an_error_that_comes_from_this_says_so():
     shared = SHAPE + "--tensor-model-parallel-size 2"
     keys = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
@@ -363,7 +377,7 @@ def test_a_key_without_meaning_is_listed_and_changes_nothing(key):
     for value in (True, False, 5, "auto", {"block_size": 1}):
         config = translated(nested(key, value))
         assert config.given == {"deepspeed_config"}
-        assert config.notices[-1].endswith(f"take their place: {key.rpartition('.')[2]}")
+        assert config.notices[-1].endswith(f"how DeepSpeed works inside: {key.rpartition('.')[2]}")
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))

@@ -115,8 +115,14 @@ def test_real_data_without_lr_gets_the_default_and_a_notice():
         ("--lr-warmup-samples 5", ["--lr-warmup-samples 5", "iterations", "use --lr-warmup-iters"]),
         ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", ["--lr-warmup-fraction 0.1", "--lr-warmup-iters 5", "exclude", "give one"]),
         ("--lr-warmup-fraction 0.1 --lr-warmup-samples 5", ["--lr-warmup-fraction 0.1", "--lr-warmup-samples 5", "exclude", "give one"]),
-        ("--train-iters 5 --lr-warmup-iters 5", ["--lr-warmup-iters 5", "horizon of 5", "choose 4 or less", "--lr-decay-iters"]),
-        ("--train-samples 5 --lr-warmup-samples 9", ["--lr-warmup-samples 9", "horizon of 5", "choose 4 or less", "--lr-decay-samples"]),
+        (
+            "--train-iters 5 --lr-warmup-iters 5",
+            ["--lr-warmup-iters 5", "below --lr-decay-iters, 5", "choose 4 or less", "--lr-decay-iters"],
+        ),
+        (
+            "--train-samples 5 --lr-warmup-samples 9",
+            ["--lr-warmup-samples 9", "below --lr-decay-samples, 5", "choose 4 or less", "--lr-decay-samples"],
+        ),
         ("--lr 1e-3 --min-lr 2e-3", ["--min-lr 0.002", "above --lr 0.001", "choose at most 0.001"]),
         ("--lr 1e-3 --lr-warmup-init 2e-3", ["--lr-warmup-init 0.002", "above --lr 0.001", "choose at most 0.001"]),
         ("--max-position-embeddings 16", ["--max-position-embeddings 16", "below --seq-length 32", "choose 32 or more"]),

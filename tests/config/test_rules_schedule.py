@@ -85,15 +85,46 @@ def test_flags_that_contradict_each_other_are_named(flags: str, words: list[str]
         (
             "--rampup-batch-size 3 1 30 --global-batch-size 4",
             None,
-            ["--rampup-batch-size 3 1 30 has batches of 3 samples", "choose 2 or 4"],
+            [
+                "--rampup-batch-size 3 1 30 has batches of 3 samples",
+                "START and INCREMENT must be multiples of 2, for example --rampup-batch-size 2 2 30.",
+            ],
         ),
-        ("--rampup-batch-size 1 1 30 --global-batch-size 2 --decrease-batch-size-if-needed", None, ["batches of 1 sample,", "choose 2."]),
+        (
+            "--rampup-batch-size 1 1 30 --global-batch-size 2 --decrease-batch-size-if-needed",
+            None,
+            ["batches of 1 sample,", "for example --rampup-batch-size 2 2 30."],
+        ),
     ],
 )
 def test_batches_that_two_ranks_cannot_have_are_named(flags: str, steps: str | None, words: list[str]) -> None:
     with pytest.raises(FlagError) as error:
         resolved(f"--train-iters 5 {flags}", 2, steps)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("ramp", "full_size", "example"),
+    [
+        ("100 84 5859375", 1024, "--rampup-batch-size 128 128 5859375."),
+        ("300 1 1000", 1024, "--rampup-batch-size 256 128 1000."),
+        ("128 64 100000", 1152, "--rampup-batch-size 128 128 100000."),
+        ("100 263 1000", 1152, "--rampup-batch-size 128 512 1000."),
+        ("1000 1 1000", 1001, "--rampup-batch-size 896 128 1000 --global-batch-size 896."),
+        ("10 10 1000", 100, "--rampup-batch-size 128 128 1000 --global-batch-size 128."),
+    ],
+)
+def test_a_ramp_that_does_not_fit_is_answered_with_one_that_does(ramp: str, full_size: int, example: str) -> None:
+    given = f"--train-iters 5 --micro-batch-size 1 --global-batch-size {full_size} --rampup-batch-size {ramp}"
+    with pytest.raises(FlagError, match=r"must be multiples of 128, for example") as error:
+        resolved(given, 128)
+    assert str(error.value).endswith(example)
+    resolved(f"{given} {example.removesuffix('.')}", 128)
+
+
+def test_a_warmup_as_long_as_the_decay_says_which_number_it_must_be_below() -> None:
+    with pytest.raises(FlagError, match=r"^--lr-warmup-iters 20 must be below --lr-decay-iters, 10 \(by default --train-iters\); choose 9"):
+        resolved("--train-iters 10 --lr-warmup-iters 20")
 
 
 def test_an_evaluation_alone_needs_no_batch_of_training() -> None:

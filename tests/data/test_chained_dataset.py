@@ -34,7 +34,7 @@ def test_whole_validation_holds_every_sample_of_every_corpus_once(tmp_path: Path
     (valid,) = datasets.valid.values()
     first_tokens = sorted(int(valid[index]["tokens"][0]) for index in range(len(valid)))
     assert first_tokens == sorted([0, 8, 16, 24, 32, 0])
-    assert datasets.messages == (f"The validation split of {paths[2]} is shorter than one sample: it is left out.",)
+    assert datasets.messages[0] == f"The validation split of {paths[2]} is shorter than one sample: it is left out."
 
 
 def test_each_validation_set_has_its_name_and_its_samples(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def test_three_splits_equal_megatrons(tmp_path: Path) -> None:
     for name, dataset in (("train", datasets.train), ("valid", datasets.valid[""]), ("test", datasets.test)):
         assert dataset is not None
         assert (len(dataset), dataset[0]["tokens"].tolist()) == (golden[name]["length"], golden[name]["first"])
-    assert datasets.messages == ()
+    assert datasets.messages == ("training data: 43 tokens, read 1.12 times",)
 
 
 def test_fifteen_documents_at_the_default_split_train_and_say_what_is_empty(tmp_path: Path) -> None:
@@ -47,6 +47,21 @@ def test_a_split_whose_documents_are_all_empty_counts_as_empty(tmp_path: Path) -
 def test_an_empty_training_split_is_an_error(tmp_path: Path, documents: list[list[int]], why: str) -> None:
     with pytest.raises(ValueError, match=f"training split of .* is empty: {why} documents? .* Give training a larger share"):
         build(DataConfig(data_path=(write_corpus(tmp_path, documents),), split="1,1"))
+
+
+def test_a_run_says_how_often_it_reads_its_tokens_if_more_than_once(tmp_path: Path) -> None:
+    small, large = (write_corpus(tmp_path, [[1] * length], name=f"of_{length}") for length in (20, 4000))
+    assert build(DataConfig(train_data_path=(small,)), (5, 0, 0), seq_length=4).messages == ()
+    repeated = build(DataConfig(train_data_path=(small,)), (2400, 0, 0), seq_length=4).messages
+    assert repeated == ("training data: 20 tokens, read 480 times",)
+    blend = DataConfig(train_data_path=("1", small, "9", large))
+    assert build(blend, (200, 0, 0), seq_length=4).messages == ()  # 80 of 20 tokens, 720 of 4000
+    assert build(blend, (300, 0, 0), seq_length=4).messages == (f"training data: more than 4 times are read: {small} 6 times",)
+    both = build(blend, (6030, 0, 0), seq_length=4).messages
+    assert both == (
+        "training data: 4020 tokens, read 6 times",
+        f"training data: more than 4 times are read: {small} 121 times, {large} 5.43 times",
+    )
 
 
 def test_the_corpora_of_each_split_are_chosen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +103,7 @@ def test_other_requests_never_meet_each_others_cache(tmp_path: Path, split: str,
 def test_an_unwritable_place_is_said_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     data = DataConfig(data_path=(write_golden_corpus(tmp_path),), split="80,10,10", data_cache_path=str(tmp_path / "file" / "cache"))
-    datasets = build(data)
+    datasets = build(data, counts=(5, 3, 1))
     assert len(datasets.messages) == 1
     assert "built in memory" in datasets.messages[0]
 

@@ -58,8 +58,17 @@ def test_a_missing_file_is_named(tmp_path: Path, ending: str) -> None:
 
 def test_a_file_name_given_as_prefix_is_recognised(tmp_path: Path) -> None:
     prefix = write_golden_corpus(tmp_path)
-    with pytest.raises(ValueError, match=rf"for example {prefix},"):
+    with pytest.raises(ValueError, match=rf"does not exist on this machine; did you mean {prefix}\? A corpus is"):
         IndexedDataset(f"{prefix}.bin")
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx", ".jsonl"])
+def test_a_prefix_is_proposed_only_if_it_exists(tmp_path: Path, ending: str) -> None:
+    with pytest.raises(ValueError, match="does not exist on this machine; a corpus is named by"):
+        IndexedDataset(str(tmp_path / f"my_text{ending}"))
+    made = write_corpus(tmp_path, [[1]], name="my_text_text_document")
+    with pytest.raises(ValueError, match=rf"did you mean {made}\?"):
+        IndexedDataset(str(tmp_path / f"my_text{ending}"))
 
 
 @pytest.mark.parametrize("words", ["my_text", "my_text.jsonl"])
@@ -67,7 +76,7 @@ def test_who_names_the_text_is_told_the_corpus_that_was_made_from_it(tmp_path: P
     prefix = write_golden_corpus(tmp_path)
     made = tmp_path / "my_text_text_document"
     Path(f"{prefix}.idx").rename(f"{made}.idx")
-    with pytest.raises(ValueError, match=rf"for example {made},"):
+    with pytest.raises(ValueError, match=rf"did you mean {made}\?"):
         IndexedDataset(str(tmp_path / words))
 
 
@@ -101,7 +110,7 @@ def test_a_damaged_index_is_refused_with_what_was_found(tmp_path: Path, position
 
 
 @pytest.mark.parametrize(
-    ("byte_count", "message"), [(1, "241 bytes.*promises 242"), (220, "has 22 bytes.*needs 34"), (242, "starts with b''")]
+    ("byte_count", "message"), [(1, "241 bytes.*promises 242"), (220, "has 22 bytes.*needs 34"), (242, "is empty; copy it again")]
 )
 def test_a_truncated_index_is_refused(tmp_path: Path, byte_count: int, message: str) -> None:
     prefix = write_golden_corpus(tmp_path)

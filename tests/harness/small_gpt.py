@@ -72,6 +72,7 @@ def small_config(**changes: Any) -> ModelConfig:
         "max_position_embeddings": 16,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
+        "make_vocab_size_divisible_by": 1,
     }
     return ModelConfig(**(fields | changes))
 

@@ -52,7 +52,7 @@ def test_the_command_with_only_its_sizes_reduced_trains_on_two_nodes_of_two(rank
     for line in ("BENCHMARK MODE", "*   --mock-data", "*   --tokenizer-type NullTokenizer", "*   --train-iters 50", "loss-scale 65536.0"):
         assert line in printed
     assert "accepted, has no effect here: --deepspeed-activation-checkpointing" in printed
-    assert "without meaning here, units and lanes take their place: reduce_bucket_size, reduce_scatter" in printed
+    assert "not needed here and ignored, because they tune how DeepSpeed works inside: reduce_bucket_size, reduce_scatter" in printed
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert records[-1]["iteration"] == 10
     assert records[-1]["lm_loss"] < records[0]["lm_loss"]

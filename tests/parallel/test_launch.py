@@ -43,6 +43,18 @@ def test_a_variable_of_the_deepspeed_launcher_that_is_not_a_number_is_named_with
         read_launch(DEEPSPEED | {name: "four"})
 
 
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE are set, but LOCAL_RANK is not; set it as well, or start with torchrun"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set, but RANK and LOCAL_RANK are not; set them as well, or start with torchrun"),
+    ],
+)
+def test_variables_that_are_not_set_beside_others_are_named(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=f"^{words}"):
+        read_launch(environment)
+
+
 def test_local_size_stands_in_for_local_world_size() -> None:
     environment = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
     assert read_launch(environment).local_world_size == 2
@@ -161,7 +173,7 @@ def test_a_slurm_variable_that_is_not_a_number_is_named_with_its_value(name: str
 
 
 def test_a_world_without_a_rank_is_refused_naming_the_missing_variable() -> None:
-    with pytest.raises(ValueError, match="RANK=''"):
+    with pytest.raises(ValueError, match="WORLD_SIZE is set, but RANK and LOCAL_RANK are not"):
         read_launch({"WORLD_SIZE": "2"})
 
 

@@ -28,6 +28,37 @@ def ended(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> object:
     return end.value.code
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--max-new-token 3", "--max-new-token is not a flag of this tool; did you mean --max-new-tokens?"),
+        ("--max_new_tokens=3", "--max_new_tokens is not a flag of this tool; did you mean --max-new-tokens?"),
+        ("--colour", "--colour is not a flag of this tool; see --help for the list."),
+        ("--max-new-tokens x", "argument --max-new-tokens: invalid int value: 'x'"),
+        ("", "the following arguments are required: --max-new-tokens"),
+    ],
+)
+def test_a_wrong_command_line_ends_in_one_line(capsys: pytest.CaptureFixture[str], words: str, line: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.parsed(parser_of_one_flag(), words.split())
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"tool.py: error: {line}\n")
+
+
+def test_help_shows_the_usage_and_a_value_may_begin_like_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.parsed(parser_of_one_flag(), ["--help"])
+    assert capsys.readouterr().out.startswith("usage: tool.py [-h] --max-new-tokens")
+    found = command.parsed(parser_of_one_flag(), ["--max-new-tokens", "3", "--prompt", "--and then"])
+    assert (found.max_new_tokens, found.prompt) == (3, "--and then")
+
+
+def parser_of_one_flag() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tool.py", allow_abbrev=False)
+    parser.add_argument("--max-new-tokens", type=int, required=True)
+    parser.add_argument("--prompt")
+    return parser
+
+
 def raising(error: BaseException) -> Callable[[], None]:
     def run() -> None:
         raise error

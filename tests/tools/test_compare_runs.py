@@ -20,8 +20,16 @@ def test_runs_stand_side_by_side_with_their_share_of_the_first_ones_bytes(tmp_pa
     done = run_tool("compare_runs", "--log-jsonl", plain, both, "--names", "plain", "ZeRO++")
     assert done.returncode == 0, done.stderr
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()]
+    assert rows[0][2:5] == ["MB into a node in the last step", "share of the first run", "MB into a rank in its node in the last step"]
     assert rows[2] == ["plain", "30", "8.00", "1.000", "16.00", "5.00", "105", "6.2500", "-"]
     assert rows[3] == ["ZeRO++", "20", "2.00", "0.250", "4.00", "5.00", "90", "6.7500", "6.8750"]
+
+
+def test_a_run_has_no_share_of_a_first_run_that_sends_nothing(tmp_path: Path) -> None:
+    logs = [write_json_lines(tmp_path / f"{nbytes}.jsonl", steps(nbytes, [7.0], [90])) for nbytes in (0, 2_000_000)]
+    done = run_tool("compare_runs", "--log-jsonl", *logs, "--names", "one node", "two nodes")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()]
+    assert rows[2][:4] == ["one node", "10", "0.00", "-"] and rows[3][:4] == ["two nodes", "10", "2.00", "-"]
 
 
 def test_each_validation_set_has_a_column_and_a_name_cannot_add_one(tmp_path: Path) -> None:

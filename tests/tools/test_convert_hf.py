@@ -11,6 +11,7 @@ from typing import Any
 
 import convert_from_hf
 import convert_to_hf
+import generate_text
 import pytest
 import sentencepiece
 import torch
@@ -26,6 +27,7 @@ from megatron_zpp.checkpoint.hf import gpt2
 from megatron_zpp.checkpoint.hf.layouts import layout_holding, layout_of_type
 from megatron_zpp.checkpoint.hf.rules import Boundaries
 from megatron_zpp.checkpoint.hf.tokenizer import write_tokenizer
+from megatron_zpp.checkpoint.stored_flags import data_flags
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.config.schema import DataConfig, ModelConfig
@@ -193,6 +195,48 @@ def test_the_exported_tokenizer_gives_the_ids_of_the_training(tmp_path: Path, mo
         ids = pieces.encode(text)
         assert theirs.encode(text, add_special_tokens=False) == ids, text
         assert theirs.decode(ids) == text
+
+
+def test_a_folder_with_a_tokenizer_comes_back_with_it_and_continues_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tok.model"
+    path.write_bytes(train_model([f"{a}{b}{c} " for a in "abcd" for b in "efgh" for c in "ijkl"], vocab_size=290, model_type="bpe"))
+    data = DataConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=str(path), vocab_size=290)
+    folder = exported(tmp_path, materialize(GPT(gpt2_config(), 304, 7, torch.float32)), monkeypatch, data=data)
+    monkeypatch.chdir(tmp_path)
+    call(convert_from_hf, monkeypatch, "--input", folder.name, "--output", "back")
+    assert f"the recorded tokenizer is HuggingFaceTokenizer with {folder}" in capsys.readouterr().out
+    monkeypatch.chdir(ROOT)
+    call(generate_text, monkeypatch, "--load", tmp_path / "back", "--prompt", "aei", "--max-new-tokens", 2)
+    assert capsys.readouterr().out.startswith("aei")
+    flags = f"--load {tmp_path / 'back'} --use-checkpoint-args --mock-data --train-iters 1"
+    trained = with_checkpoint_args(parse_flags(flags.split())).data
+    assert (trained.tokenizer_type, trained.tokenizer_model, trained.vocab_size) == ("HuggingFaceTokenizer", str(folder), None)
+
+
+@pytest.mark.parametrize("content, reason", [(None, "because the folder has no tokenizer.json"), ("{}", "recorded: ")])
+def test_without_a_tokenizer_that_can_be_read_the_ids_are_recorded_and_the_reason_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: str | None, reason: str
+) -> None:
+    folder = exported(tmp_path, small_gpt(kv_channels=8), monkeypatch)
+    if content is not None:
+        (folder / "tokenizer.json").write_text(content)
+    call(convert_from_hf, monkeypatch, "--input", folder, "--output", tmp_path / "back")
+    assert f"no tokenizer of text is recorded{'' if content else ','}" in (printed := capsys.readouterr().out) and reason in printed
+    with open_checkpoint(tmp_path / "back", None) as reader:
+        assert data_flags(reader.manifest) == DataConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB)
+    message = refusal(convert_from_hf, monkeypatch, capsys, "--input", folder, "--output", tmp_path / "o", "--tokenizer-model", "x")
+    assert "--tokenizer-model x needs --tokenizer-type" in message
+
+
+def test_the_tokenizer_of_the_run_is_looked_for_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = DataConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model="gone.model")
+    write_checkpoint(tmp_path / "saved", small_gpt(kv_channels=8), data=data)
+    message = refusal(convert_to_hf, monkeypatch, capsys, "--load", tmp_path / "saved", "--output", tmp_path / "hf")
+    assert "--tokenizer-model gone.model is that of the checkpoint's run, and is relative to the folder" in message
 
 
 def test_a_tokenizer_of_another_kind_goes_along_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

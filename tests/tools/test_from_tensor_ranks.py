@@ -56,7 +56,7 @@ SAVING_GRID = Grid.of_nodes(2, 4, tensor_ranks=2)
 
 def randomized(changes: dict[str, Any]) -> GPT:
     """A whole model in which no two weights have the same value by chance."""
-    model = materialize(GPT(small_config(**changes), PADDED, 7, torch.float32)).eval()
+    model = materialize(GPT(small_config(**changes, make_vocab_size_divisible_by=PADDED), PADDED, 7, torch.float32)).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():

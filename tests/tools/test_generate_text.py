@@ -127,13 +127,30 @@ def test_another_path_to_the_tokenizer_replaces_that_of_the_training(tmp_path: P
     tokenizer = tmp_path / "tok.model"
     tokenizer.write_bytes(train_model(sentences, vocab_size=290, model_type="bpe"))
     data = DataConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model="gone.model")
-    write_checkpoint(tmp_path / "saved", materialize(GPT(small_config(), 304, 7, torch.float32)), data=data)
-    refused(tmp_path / "saved", (), "--tokenizer-model gone.model does not exist")
+    write_checkpoint(tmp_path / "saved", materialize(GPT(small_config(make_vocab_size_divisible_by=16), 304, 7, torch.float32)), data=data)
+    theirs = "--tokenizer-model gone.model is that of the checkpoint's run, and is relative to the folder where that run was started"
+    refused(tmp_path / "saved", (), f"{theirs}; give the file with --tokenizer-model.")
     done = run_tool("generate_text", "--load", tmp_path / "saved", "--prompt", "aei", "--tokenizer-model", tokenizer)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("aei")
     write_checkpoint(tmp_path / "smaller", small_gpt(), data=data)
-    refused(tmp_path / "smaller", ("--tokenizer-model", tokenizer), "290 ids, more than the 61")
+    refused(tmp_path / "smaller", ("--tokenizer-model", tokenizer), "the tokenizer has 290 ids, and the model 61; give")
+    larger = materialize(GPT(small_config(make_vocab_size_divisible_by=16), 320, 7, torch.float32))
+    write_checkpoint(tmp_path / "larger", larger, data=data)
+    message = "the tokenizer has 290 ids, with padding 304, and the model 320; give the --tokenizer-model that the training used."
+    refused(tmp_path / "larger", ("--tokenizer-model", tokenizer), message)
+
+
+def test_a_tokenizer_of_text_can_be_given_to_a_checkpoint_that_names_none(tmp_path: Path, refused: Refusal) -> None:
+    tokenizer = tmp_path / "tok.model"
+    sentences = [f"{a}{b}{c} " for a in "abcd" for b in "efgh" for c in "ijkl"]
+    tokenizer.write_bytes(train_model(sentences, vocab_size=290, model_type="bpe"))
+    model = materialize(GPT(small_config(make_vocab_size_divisible_by=16), 304, 7, torch.float32))
+    write_checkpoint(tmp_path / "saved", model, data=DataConfig(tokenizer_type="NullTokenizer", vocab_size=304))
+    refused(tmp_path / "saved", ("--prompt", "aei"), "The checkpoint names no tokenizer of text; --tokenizer-type and --tokenizer-model")
+    given = ("--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", tokenizer)
+    done = run_tool("generate_text", "--load", tmp_path / "saved", "--prompt", "aei", *given)
+    assert done.returncode == 0 and done.stdout.startswith("aei"), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.training.memory_need import memory_need
-from megatron_zpp.training.run_plan import Member, RunPlan
+from megatron_zpp.training.run_plan import MEMBERS, Member, RunPlan
 from megatron_zpp.training.sharding import grid_of, sharding_of
 from megatron_zpp.zero.plan.time_model import StepTime
 
@@ -123,6 +123,12 @@ def test_where_there_is_one_rank_there_is_no_such_table(tmp_path: Path) -> None:
     assert found["rates"][0]["sizes"] == []  # type: ignore[index]
 
 
+def test_a_member_without_a_partition_has_no_flag_for_one() -> None:
+    flags = [member.flags(1, 1) for member in MEMBERS]
+    assert not any("--zero-hpz-partition-size" in words for words in flags)
+    assert "--zero-hpz-partition-size 2" in MEMBERS[5].flags(2, 2)
+
+
 @pytest.mark.usefixtures("groups_as_given")
 def test_where_nothing_fits_nothing_is_recommended(tmp_path: Path) -> None:
     options = ["--nodes", "1", "--inter-gigabits", "10", "--teraflops", "40", "--memory-gigabytes", "1"]
@@ -150,7 +156,11 @@ def test_the_stage_of_a_deepspeed_file_does_not_make_all_members_one(tmp_path: P
         ("--nodes 0 --inter-gigabits 1 --teraflops 1", "0 is not a whole number from 1 to 1048576"),
         ("--nodes 2 --inter-gigabits -1 --teraflops 1", "-1 is not positive"),
         ("--nodes 2 --inter-gigabits 1", "--step-seconds"),
-        ("--nodes 2 --inter-gigabits 1 --teraflops 1 -- --num-layers 2", "--hidden-size"),
+        (
+            f"--nodes 2 --inter-gigabits 1 --teraflops 1 -- {MODEL}",
+            "--nodes 2 leaves open how many ranks a node has; give --ranks-per-node",
+        ),
+        ("--nodes 2 --inter-gigabits 1 --teraflops 1 -- --num-layers 2 --ranks-per-node 2", "--hidden-size"),
         ("--nodes 2 --inter-gigabits 1 --teraflops 1 -- --zero-stag 3", "did you mean --zero-stage?"),
     ],
 )

@@ -34,6 +34,7 @@ def test_documents_come_out_in_the_order_of_the_lines(tmp_path: Path) -> None:
     done = preprocess(source, tmp_path / "new" / "out")
     assert (done.returncode, done.stderr) == (0, "")
     assert documents_of(str(tmp_path / "new" / "out_text_document")) == [[i, i + 1] for i in range(9)]
+    assert done.stdout.startswith("Text to ids: The text already holds the ids, separated by spaces.\n")
     assert "9 documents (0 of them empty), 18 tokens (uint16), 36 bytes in .bin, 222 bytes in .idx" in done.stdout
 
 
@@ -41,6 +42,23 @@ def test_append_eod_ends_every_document(tmp_path: Path) -> None:
     source = write_json_lines(tmp_path / "in.jsonl", [{"text": "5"}, {"text": "6 7"}])
     assert preprocess(source, tmp_path / "out", *NULL, "--append-eod").returncode == 0
     assert documents_of(str(tmp_path / "out_text_document")) == [[5, 99], [6, 7, 99]]
+
+
+def test_a_corpus_that_is_replaced_is_named(tmp_path: Path) -> None:
+    source, prefix = write_json_lines(tmp_path / "in.jsonl", [{"text": "5"}, {"text": "6 7"}]), f"{tmp_path / 'out'}_text_document"
+    assert "replaces" not in preprocess(source, tmp_path / "out").stdout
+    assert f"\nreplaces {prefix} (2 documents)\n" in preprocess(source, tmp_path / "out").stdout
+    Path(f"{prefix}.idx").write_bytes(b"")
+    done = preprocess(source, tmp_path / "out")
+    assert f"\nreplaces {prefix}, which cannot be read\n" in done.stdout
+    assert documents_of(prefix) == [[5], [6, 7]]
+
+
+def test_documents_without_an_end_are_said_to_have_none(tmp_path: Path) -> None:
+    source = write_json_lines(tmp_path / "in.jsonl", [{"text": "5"}])
+    hint = "No document got an end-of-document token; give --append-eod if the model shall learn where a text ends.\n"
+    assert preprocess(source, tmp_path / "out").stdout.endswith(hint)
+    assert hint not in preprocess(source, tmp_path / "out", *NULL, "--append-eod").stdout
 
 
 def test_flags_of_megatrons_tool_without_a_purpose_here_are_accepted_with_a_line_each(tmp_path: Path) -> None:
@@ -65,6 +83,14 @@ def test_every_json_key_has_its_own_files(tmp_path: Path) -> None:
     assert documents_of(str(tmp_path / "out_title_document")) == [[1]]
     assert documents_of(str(tmp_path / "out_body_document")) == [[2, 3], [4]]
     assert "out_title_document: 2 documents (1 of them empty), 1 token (uint16)" in done.stdout
+
+
+def test_the_key_may_be_named_as_for_the_training_of_a_tokenizer(tmp_path: Path) -> None:
+    source = write_json_lines(tmp_path / "in.jsonl", [{"title": "1"}])
+    assert preprocess(source, tmp_path / "out", *NULL, "--json-key", "title").returncode == 0
+    assert documents_of(str(tmp_path / "out_title_document")) == [[1]]
+    done = run_tool("train_tokenizer", "--input", source, "--model-prefix", tmp_path / "tok", "--json-keys", "body")
+    assert 'line 1: key "body" is missing (found: title)' in done.stderr
 
 
 def test_empty_documents_have_no_sequence_and_blank_lines_are_no_documents(tmp_path: Path) -> None:
@@ -229,7 +255,7 @@ def test_invalid_lines_are_left_out_counted_and_listed_where_that_is_asked_for(t
         ((*NULL, "--journal-interval", "nan"), "--journal-interval nan must be 0 or more"),
         ((*NULL, "--journal-interval", -1), "--journal-interval -1"),
         ((*NULL, "--input", "-", "--resume"), "--resume cannot read standard input again"),
-        ((), "--tokenizer-type None is unknown; choose one of GPT2BPETokenizer"),
+        ((), "--tokenizer-type must be given; choose one of GPT2BPETokenizer"),
         ((*NULL, "--json-keys", "a", "a"), "names a key twice"),
         ((*NULL, "--log-interval", 0), "argument --log-interval: 0 is not a whole number from 1"),
         ((*NULL, "--workers-to-check", 1, 0), "argument --workers-to-check: 0 is not a whole number from 1 to 1024"),
@@ -242,7 +268,7 @@ def test_invalid_lines_are_left_out_counted_and_listed_where_that_is_asked_for(t
         ((*NULL, "--metadata-path", "m.json"), "--metadata-path is not accepted; use --tokenizer-type and --tokenizer-model"),
         ((*NULL, "--no-pad-vocab-size"), "--no-pad-vocab-size is not accepted; use --make-vocab-size-divisible-by 1"),
         ((*NULL, "--null-tokenizer-eod-id", 1000), "--null-tokenizer-eod-id 1000 is not below --vocab-size"),
-        ((*NULL, "--append"), "unrecognized arguments: --append"),
+        ((*NULL, "--append"), "--append is not a flag of this tool; see --help for the list."),
         (("--tokenizer-type", "WordPiece"), "invalid choice: 'WordPiece'"),
     ],
 )

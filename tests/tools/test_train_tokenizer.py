@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -5,6 +6,7 @@ from harness.places import ROOT
 from harness.tool import run_tool, write_json_lines
 from hypothesis import given
 from hypothesis import strategies as st
+from train_tokenizer import train_model
 
 from megatron_zpp.data.tokenizers.sentencepiece import AddingTokenizer, ModelTokenizer
 
@@ -46,6 +48,17 @@ def test_white_space_and_special_spellings_come_back_unchanged(model: Path, text
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
 
 
+def test_the_sizes_that_are_named_are_the_smallest_and_the_largest_that_train() -> None:
+    texts = ["some words to count", "more words"]
+    for refused, sign in ((20, 1), (100_000, -1)):
+        with pytest.raises(ValueError, match="this text") as error:
+            train_model(texts, vocab_size=refused, model_type="bpe")
+        limit = int(re.findall(r"at (?:least|most) (\d+) pieces", str(error.value))[0])
+        train_model(texts, vocab_size=limit, model_type="bpe")
+        with pytest.raises(ValueError, match=f"at (least|most) {limit} pieces"):
+            train_model(texts, vocab_size=limit - sign, model_type="bpe")
+
+
 def test_training_again_gives_the_same_bytes(corpus: Path, model: Path, tmp_path: Path) -> None:
     run_tool("train_tokenizer", "--input", corpus, "--model-prefix", tmp_path / "again", "--vocab-size", 600)
     assert (tmp_path / "again.model").read_bytes() == model.read_bytes()
@@ -65,7 +78,8 @@ def test_a_long_corpus_is_thinned_out_evenly(corpus: Path, model: Path, tmp_path
     [
         ("{", (), "line 2: not JSON ("),
         ('{"body": "x"}', (), 'line 2: key "text" is missing (found: body); --json-key names'),
-        ('{"text": "x"}', ("--vocab-size", 100_000), "SentencePiece cannot train 100000 pieces"),
+        ('{"text": "x"}', ("--vocab-size", 100_000), "--vocab-size 100000 is too large: this text allows at most "),
+        ('{"text": "x"}', ("--vocab-size", 20), "--vocab-size 20 is too small: this text needs at least 272 pieces."),
         ('{"text": "x"}', ("--max-megabytes", 0), "--max-megabytes: 0 is not a number of megabytes"),
     ],
 )

@@ -15,6 +15,7 @@ from harness.places import ROOT
 from harness.stored_manifest import manifest_of_run, write_manifest
 from harness.tiny_corpus import write_corpus
 
+from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.resolve import resolve
@@ -278,9 +279,19 @@ def test_flags_of_a_plan_without_a_plan_are_refused() -> None:
 def test_corpora_are_opened_and_their_tokens_counted(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [[1, 2, 3], [4, 5]])
     flags = f"--tokenizer-type NullTokenizer --data-path {prefix}"
-    assert parts_of(flags)["data"] == "1 corpus of 5 tokens"
+    assert parts_of(flags)["data"] == "1 corpus of 5 tokens; training data: 5 tokens, read 22 times"
+    long = write_corpus(tmp_path, [[1] * 1000], name="long")
+    assert parts_of(f"--tokenizer-type NullTokenizer --data-path {long}")["data"] == "1 corpus of 1000 tokens"
     with pytest.raises(ValueError, match="missing"):
         parts_of(f"{flags}-missing")
+
+
+def test_a_tokenizer_that_the_checkpoint_names_and_that_is_not_there_is_said_to_be_the_checkpoints(tmp_path: Path) -> None:
+    manifest = manifest_of_run(stored_config(), 104)
+    manifest.flags["data"].update(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model="gone.model")
+    write_manifest(tmp_path / "saved", manifest)
+    with pytest.raises(ValueError, match=r"--tokenizer-model gone\.model .*\(--tokenizer-model is from .*iter_0000003"):
+        described_plan(with_checkpoint_args(parse_flags(f"{RUN} --load {tmp_path / 'saved'} --use-checkpoint-args".split())), ALONE)
 
 
 def test_rules_that_the_run_would_keep_of_its_checkpoint_are_in_the_plan(tmp_path: Path) -> None:

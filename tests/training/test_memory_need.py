@@ -138,6 +138,15 @@ def test_a_run_whose_activations_do_not_fit_is_told_of_more_ranks_for_each_sampl
     assert "--context-parallel" not in Run(LONG, 1, 8, context_ranks=8).refusal(2**20, is_on_gpu=False)
 
 
+def test_a_run_whose_scores_do_not_fit_because_of_attention_dropout_is_told_so_first() -> None:
+    dropping = f"{LONG} --attention-dropout 0.1"
+    text = Run(dropping, 1, 8).refusal(200 * 2**20, is_on_gpu=False)
+    assert "no number of such nodes is enough; choose --attention-dropout 0, --checkpoint-activations" in text
+    assert "--attention-dropout" not in Run(f"{LONG} --attention-dropout 0", 1, 8).refusal(200 * 2**20, is_on_gpu=False)
+    assert "--attention-dropout" not in Run(f"{dropping} --attention-backend unfused", 1, 8).refusal(200 * 2**20, is_on_gpu=False)
+    assert "--attention-dropout" not in Run(dropping, 1, 8).refusal(200 * 2**20)  # kernels of GPUs keep no scores
+
+
 def test_the_smallest_world_of_samples_on_several_nodes_has_whole_groups_of_nodes() -> None:
     run = Run(f"{TUTORIAL} --zero-stage 3", 2, 4, context_ranks=8)
     text = run.refusal(40 * GIB)

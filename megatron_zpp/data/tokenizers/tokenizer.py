@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from megatron_zpp.config.deepspeed import naming_sources
 from megatron_zpp.config.flag import next_multiple
 from megatron_zpp.config.groups.data import TOKENIZER_TYPES
-from megatron_zpp.config.schema import DataConfig, ModelConfig
+from megatron_zpp.config.schema import Config, DataConfig, ModelConfig
 
 if TYPE_CHECKING:
     from megatron_zpp.data.tokenizers.token_ids import TokenizedTexts
@@ -66,7 +67,7 @@ class NullTokenizer:
         return ids
 
     def prepare_batches(self) -> str:
-        return "The text is ids."
+        return "The text already holds the ids, separated by spaces."
 
     def tokenize_batch(self, texts: Sequence[str]) -> TokenizedTexts:
         from megatron_zpp.data.tokenizers.token_ids import join_lists
@@ -86,6 +87,14 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
             f"{' and '.join(_files(data))}; leave --vocab-size out."
         )
     return tokenizer
+
+
+def tokenizer_of_run(config: Config) -> Tokenizer:
+    """As `build_tokenizer`. The error says which of the flags come from a file, such as a checkpoint."""
+    try:
+        return build_tokenizer(config.data)
+    except ValueError as error:
+        raise ValueError(naming_sources(str(error), config.sources)) from None
 
 
 def embedding_rows(model: ModelConfig, vocab_size: int) -> int:
@@ -144,6 +153,8 @@ def _build_tik_tokenizer(data: DataConfig) -> Tokenizer:
 def _build_sentencepiece(data: DataConfig) -> Tokenizer:
     from megatron_zpp.data.tokenizers.sentencepiece import AddingTokenizer, BeginningTokenizer, ModelTokenizer
 
+    if data.tokenizer_type is None:
+        raise ValueError(f"--tokenizer-type must be given; choose one of {', '.join(TOKENIZER_TYPES)}.")
     if data.tokenizer_type not in SENTENCEPIECE_TYPES:
         raise ValueError(f"--tokenizer-type {data.tokenizer_type} is unknown; choose one of {', '.join(TOKENIZER_TYPES)}.")
     path = _model_path(data, "a SentencePiece .model file")

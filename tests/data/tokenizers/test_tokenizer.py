@@ -133,7 +133,7 @@ def test_build_tokenizer_builds_a_null_tokenizer() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (DataConfig(), "--tokenizer-type None is unknown"),
+        (DataConfig(), "--tokenizer-type must be given; choose"),
         (DataConfig(tokenizer_type="NullTokenizer"), "needs --vocab-size"),
         (DataConfig(tokenizer_type="NullTokenizer", vocab_size=0), "--vocab-size 0"),
         (DataConfig(tokenizer_type="SentencePieceTokenizer"), "needs --tokenizer-model"),
