@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import code_errors
 from figures.figure import SAYS, Figure
-from figures.results import above, gaps, outcomes, results, rounded_up, seed_by_seed, spread
+from figures.results import NARROW, WIDE, above, gaps, outcomes, results, rounded_up, seed_by_seed, spread
 from loss_study.report import table
 
 from megatron_zpp.config.cli import parse_flags
@@ -23,9 +23,9 @@ AGAIN = "ZeRO-3 again, rates times 1 + 1e-6"
 ONE_BIT, HALF = "lean, 1-bit differences", ", half the rate"
 
 
-def million_parameters() -> float:
+def million_parameters(study: str = NARROW) -> float:
     """Of the model that the study trains."""
-    flags = results("loss_parity")["flags"]
+    flags = results(study)["flags"]
     config = resolve(parse_flags(f"{flags} --zero-stage 3".split()), 4, 2)
     return parameter_count(config.model, padded_vocab_size(config.data.vocab_size or 1, config.model.make_vocab_size_divisible_by)) / 1e6
 
@@ -35,8 +35,8 @@ def iterations() -> int:
     return int(words[words.index("--train-iters") + 1])
 
 
-def seeds(name: str) -> int:
-    return len(gaps()[name].percents)
+def seeds(name: str, study: str = NARROW) -> int:
+    return len(gaps(study)[name].percents)
 
 
 def joined(*pairs: Iterable[float]) -> list[float]:
@@ -93,6 +93,26 @@ FIGURES = (
         README,
         "At half the learning rate ({} seeds) lean ends {:.2f} ± {:.2f} % higher, ZeRO++ {:.2f} ± {:.2f} % higher.",
         lambda: (SAYS[seeds(f"lean{HALF}")], *joined(above(f"lean{HALF}"), above(f"paper{HALF}"))),
+    ),
+    Figure(
+        README,
+        "With {:.1f} million parameters ({} seeds) lean ends {:.2f} ± {:.2f} % higher, ZeRO++ {:.2f} ± {:.2f} %",
+        lambda: (million_parameters(WIDE), seeds("lean", WIDE), *joined(above("lean", study=WIDE), above("paper", study=WIDE))),
+    ),
+    Figure(
+        NUMERICS,
+        "{:.1f} million parameters, at a learning rate of 1.5e-3.",
+        lambda: [million_parameters(WIDE)],
+    ),
+    Figure(NUMERICS, "{}", lambda: [table(list(gaps(WIDE).values()))]),
+    Figure(
+        NUMERICS,
+        "Here `lean` ends {:.2f} ± {:.2f} % above ZeRO-3, and `paper` {:.2f} ± {:.2f} %: both intervals include 0. Single gaps range from "
+        "{:.1f} % to +{:.1f} %",
+        lambda: (
+            *joined(above("lean", study=WIDE), above("paper", study=WIDE)),
+            *spread([percent for gap in gaps(WIDE).values() for percent in gap.percents]),
+        ),
     ),
     Figure(
         ZEROPP,

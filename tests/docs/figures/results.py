@@ -77,20 +77,22 @@ def in_three_digits(value: float | None) -> str:
 
 # ---- Loss
 
-
-@cache
-def outcomes() -> tuple[Outcome, ...]:
-    return tuple(Outcome(**one) for one in results("loss_parity")["outcomes"])
+NARROW, WIDE = "loss_parity", "loss_parity_wide"
 
 
 @cache
-def gaps() -> dict[str, Gap]:
-    return {gap.setting.name: gap for gap in gaps_of(outcomes())}
+def outcomes(study: str = NARROW) -> tuple[Outcome, ...]:
+    return tuple(Outcome(**one) for one in results(study)["outcomes"])
 
 
-def above(name: str, sign: int = 1) -> tuple[float, float]:
+@cache
+def gaps(study: str = NARROW) -> dict[str, Gap]:
+    return {gap.setting.name: gap for gap in gaps_of(outcomes(study))}
+
+
+def above(name: str, sign: int = 1, study: str = NARROW) -> tuple[float, float]:
     """Mean and half the interval of the gap to plain training, in percent; sign -1 for "below"."""
-    interval = Interval.of(gaps()[name].percents)
+    interval = Interval.of(gaps(study)[name].percents)
     return sign * interval.mean, interval.half
 
 
