@@ -152,9 +152,15 @@ def test_nan_has_the_bits_of_gpus_and_loses_against_numbers_in_a_maximum() -> No
 
 @pytest.mark.parametrize(
     "how, expected",
-    [("lt", [True, False, False]), ("geu", [False, True, True]), ("neu", [True, False, True]), ("nan", [False, False, True])],
+    [
+        ("lt", [True, False, False]),
+        ("geu", [False, True, True]),
+        ("neu", [True, False, True]),
+        ("nan", [False, False, True]),
+        ("num", [True, True, False]),
+    ],
 )
-def test_comparisons_with_nan_are_false_unless_their_name_has_a_u(how: str, expected: list[bool]) -> None:
+def test_comparisons_with_nan_are_false_unless_their_name_has_a_u_or_is_nan(how: str, expected: list[bool]) -> None:
     compare = arithmetic.compared(how, "f32")
     assert compare(floats(1, 2, np.nan), floats(2, 2, 2)).tolist() == expected
 

@@ -71,17 +71,16 @@ __device__ __forceinline__ void store_share(const Values& share, int thread, boo
 #pragma unroll
   for (int chunk = 0; chunk < Values::kChunks; ++chunk) {
     T* target = values + (chunk * kGaussianTeam + thread) * kChunkNumel;
-    PackedChunk<T> packed{};
+    PackedChunk<T> before{};
     if (accumulate) {
-      is_wide ? load_wide(target, packed) : load_narrow(target, packed);
+      is_wide ? load_wide(target, before) : load_narrow(target, before);
     }
-#pragma unroll
-    for (int pair = 0; pair < kChunkNumel / 2; ++pair) {
-      const Pair before = pair_at(packed, pair);
+    const auto after = packed<PackedChunk<T>>([&](int pair) {
+      const Pair old = pair_at(before, pair);
       const float even = share.values[chunk * kChunkNumel + 2 * pair], odd = share.values[chunk * kChunkNumel + 2 * pair + 1];
-      set_any_pair(packed, pair, accumulate ? Pair{before.even + even, before.odd + odd} : Pair{even, odd});
-    }
-    is_wide ? store_wide(packed, target) : store_narrow(packed, target);
+      return accumulate ? Pair{old.even + even, old.odd + odd} : Pair{even, odd};
+    });
+    is_wide ? store_wide(after, target) : store_narrow(after, target);
   }
 }
 
