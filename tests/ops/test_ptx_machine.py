@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from harness.device_work import is_half_rate
 from harness.ptx_machine import arithmetic
 from harness.ptx_machine.machine import SECTOR_BYTES, MachineError, Profile, Program, run
 from harness.ptx_machine.memory import AccessError, GlobalMemory
@@ -118,6 +119,17 @@ def test_a_profile_has_instructions_of_warps_and_the_sectors_that_they_touch() -
     assert neighbours.issued["mov.u32"] == 2 * 3  # of two warps
     assert (neighbours.touched_bytes["st"], neighbours.sectors["st"]) == (64 * 4, 64 * 4 // 32)
     assert (apart.touched_bytes["st"], apart.sectors["st"]) == (96 * 4, 2 * 64 * 4 // 32)
+
+
+@pytest.mark.parametrize(
+    "op, expected",
+    [
+        *((op, True) for op in ("add.s64", "xor.b32", "and.pred", "setp.num.f32", "selp.f32", "max.f32", "prmt.b32", "cvt.rn.f16x2.f32")),
+        *((op, False) for op in ("add.rn.f32", "neg.f32", "mul.lo.s32", "mul.wide.u32", "fma.rn.f32", "mov.b32", "cvt.s64.s32", "bra")),
+    ],
+)
+def test_integers_comparisons_and_selections_are_of_half_rate_and_products_moves_and_floats_are_not(op: str, expected: bool) -> None:
+    assert is_half_rate(op) == expected
 
 
 def floats(*values: float) -> NDArray[np.float32]:
