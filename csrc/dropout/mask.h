@@ -27,7 +27,8 @@ struct Mask {
   ZPP_HOST_DEVICE int64_t before_carry(int64_t i) const {
     return (int64_t{1} << 32) - static_cast<uint32_t>(first_index + static_cast<uint64_t>(i));
   }
-  ZPP_HOST_DEVICE float applied(float value, uint32_t hash) const { return hash < threshold ? 0.0f : with_canonical_nan(value * scale); }
+  // In fp32, with any bits of NaN.
+  ZPP_HOST_DEVICE float applied(float value, uint32_t hash) const { return hash < threshold ? 0.0f : value * scale; }
 };
 
 }  // namespace megatron_zpp

@@ -158,8 +158,12 @@ def cuda_architectures(environment: Mapping[str, str]) -> tuple[str, ...]:
         if not usable:
             raise ValueError(f"{ARCHITECTURES_VARIABLE} holds {' '.join(named)}, all too old; the kernels {RULE_OF_ARCHITECTURES}.")
         return usable
-    present = {torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())}
-    return tuple(f"{major}.{minor}" for major, minor in sorted(present) if (major, minor) >= OLDEST_ARCHITECTURE)
+    return tuple(f"{major}.{minor}" for major, minor in sorted(set(present_capabilities())) if (major, minor) >= OLDEST_ARCHITECTURE)
+
+
+def present_capabilities() -> list[tuple[int, int]]:
+    """The compute capability of each GPU of this machine, in the order of their indices."""
+    return [torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())]
 
 
 def architectures_left_out(environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -195,8 +199,13 @@ def _checked_architecture(name: str) -> str:
 
 
 def _is_too_old(name: str) -> bool:
-    major, minor, *_ = map(int, re.findall(r"\d+", name))
-    return (major, minor) < OLDEST_ARCHITECTURE
+    return number_of(name) < OLDEST_ARCHITECTURE
+
+
+def number_of(name: str) -> tuple[int, int]:
+    """The compute capability in the name of an architecture, such as (9, 0) of "9.0a+PTX"."""
+    major, minor = map(int, re.findall(r"\d+", name))
+    return major, minor
 
 
 def _code_flags(architecture: str) -> list[str]:

@@ -26,6 +26,7 @@ from megatron_zpp.ops.build import (
     cuda_architectures,
     has_nvcc,
 )
+from megatron_zpp.ops.gpu_code import why_not_for_all_gpus
 from megatron_zpp.ops.trust import why_not_loadable
 
 REFERENCE_VARIABLE = "MEGATRON_ZPP_REFERENCE_OPS"
@@ -44,6 +45,7 @@ LOSS_OPS = ("softmax_parts", "softmax_gradient")  # with kernels for GPUs only
 
 _loaded: Path | None = None  # the library of this process; torch keeps it until the process ends
 _refusal = ""  # why a build that exists was not loaded
+_no_code = ""  # why the library cannot serve GPUs although it has CUDA code
 
 
 def build_command(environment: Path) -> str:
@@ -56,10 +58,11 @@ def load() -> bool:
 
     The build for the GPUs of this machine is preferred to one without CUDA, and the build for this processor to a portable one.
     A build that is damaged, or that somebody else can have put there, is not loaded, and `report` names it.
-    If TORCH_CUDA_ARCH_LIST makes no sense, only builds without CUDA are looked for, and `report` says why.
+    If TORCH_CUDA_ARCH_LIST makes no sense, only builds without CUDA are looked for, and `report` says why. If it names none of which a GPU
+    of this machine runs code, the kernels do not serve GPUs, and `report` says that too.
     With MEGATRON_ZPP_REFERENCE_OPS=1 in the environment no kernels are loaded.
     """
-    global _loaded, _refusal
+    global _loaded, _refusal, _no_code
     if _loaded is None and not wants_reference(os.environ):
         architectures, _refusal = _architectures_here()
         for build in _candidates(architectures):
@@ -72,6 +75,7 @@ def load() -> bool:
                 finding = _load(library)
                 if finding is None:
                     _loaded = library
+                    _no_code = why_not_for_all_gpus(build.cuda_architectures) if build.cuda_architectures else ""
                     break
                 _refusal = _refusal or f"{library} {finding}"
     return _loaded is not None
@@ -105,12 +109,16 @@ def _candidates(cuda_architectures: tuple[str, ...]) -> Iterator[Build]:
 
 def has_kernels_for(device_type: str) -> bool:
     """Whether ops on this type of device, except those of the loss, run on kernels rather than on the reference."""
-    return _loaded is not None and _are_registered(OPS, device_type)
+    return _serves(device_type) and _are_registered(OPS, device_type)
 
 
 def has_loss_kernels_for(device_type: str) -> bool:
     """Whether the ops of the loss run on kernels on this type of device."""
-    return _loaded is not None and _are_registered(LOSS_OPS, device_type)
+    return _serves(device_type) and _are_registered(LOSS_OPS, device_type)
+
+
+def _serves(device_type: str) -> bool:
+    return _loaded is not None and not (device_type == "cuda" and _no_code)
 
 
 @cache
@@ -125,7 +133,8 @@ def report(device_type: str = "cpu") -> str:
         return f"Quantization and dropout run on the {'C++' if device_type == 'cpu' else 'CUDA'} kernels in {_loaded}."
     if wants_reference(os.environ):
         return f"Quantization and dropout run on the plain-torch reference, because {REFERENCE_VARIABLE} is set: same bits, slower."
-    because = f", because {_refusal.removesuffix('.')}" if _refusal else ""
+    reason = _refusal or (_no_code if device_type == "cuda" else "")
+    because = f", because {reason.removesuffix('.')}" if reason else ""
     command = build_command(Path(sys.prefix))
     return f"Quantization and dropout run on the plain-torch reference{because}: same bits, slower. This builds the kernels: {command}"
 
@@ -148,7 +157,8 @@ def wants_reference(environment: Mapping[str, str]) -> bool:
 def _buildable_architectures() -> tuple[str, ...]:
     """The GPU architectures that can be built for here. If torch has CUDA and there are none, prints what is missing.
 
-    Prints which architectures of TORCH_CUDA_ARCH_LIST are left out. Raises ValueError if none remains.
+    Prints which architectures of TORCH_CUDA_ARCH_LIST are left out, and which GPUs of this machine it has no code for. Raises ValueError if
+    none remains.
     """
     architectures = cuda_architectures(os.environ)
     left_out = architectures_left_out(os.environ)
@@ -159,6 +169,8 @@ def _buildable_architectures() -> tuple[str, ...]:
     if architectures and not has_nvcc():
         print("Without CUDA bodies: nvcc is neither in CUDA_HOME nor on PATH.")
         return ()
+    if architectures and (lacking := why_not_for_all_gpus(architectures)):
+        print(f"Not for all GPUs of this machine: {lacking}")
     return architectures
 
 

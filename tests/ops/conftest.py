@@ -20,3 +20,4 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes ops run on the reference, even if kernels are loaded."""
     monkeypatch.setattr(extension, "_loaded", None)
     monkeypatch.setattr(extension, "_refusal", "")
+    monkeypatch.setattr(extension, "_no_code", "")

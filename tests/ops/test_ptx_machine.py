@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from harness.device_work import is_half_rate
 from harness.ptx_machine import arithmetic
 from harness.ptx_machine.machine import SECTOR_BYTES, MachineError, Profile, Program, run
 from harness.ptx_machine.memory import AccessError, GlobalMemory
@@ -120,6 +121,17 @@ def test_a_profile_has_instructions_of_warps_and_the_sectors_that_they_touch() -
     assert (apart.touched_bytes["st"], apart.sectors["st"]) == (96 * 4, 2 * 64 * 4 // 32)
 
 
+@pytest.mark.parametrize(
+    "op, expected",
+    [
+        *((op, True) for op in ("add.s64", "xor.b32", "and.pred", "setp.num.f32", "selp.f32", "max.f32", "prmt.b32", "cvt.rn.f16x2.f32")),
+        *((op, False) for op in ("add.rn.f32", "neg.f32", "mul.lo.s32", "mul.wide.u32", "fma.rn.f32", "mov.b32", "cvt.s64.s32", "bra")),
+    ],
+)
+def test_integers_comparisons_and_selections_are_of_half_rate_and_products_moves_and_floats_are_not(op: str, expected: bool) -> None:
+    assert is_half_rate(op) == expected
+
+
 def floats(*values: float) -> NDArray[np.float32]:
     return np.array(values, np.float32)
 
@@ -152,9 +164,15 @@ def test_nan_has_the_bits_of_gpus_and_loses_against_numbers_in_a_maximum() -> No
 
 @pytest.mark.parametrize(
     "how, expected",
-    [("lt", [True, False, False]), ("geu", [False, True, True]), ("neu", [True, False, True]), ("nan", [False, False, True])],
+    [
+        ("lt", [True, False, False]),
+        ("geu", [False, True, True]),
+        ("neu", [True, False, True]),
+        ("nan", [False, False, True]),
+        ("num", [True, True, False]),
+    ],
 )
-def test_comparisons_with_nan_are_false_unless_their_name_has_a_u(how: str, expected: list[bool]) -> None:
+def test_comparisons_with_nan_are_false_unless_their_name_has_a_u_or_is_nan(how: str, expected: list[bool]) -> None:
     compare = arithmetic.compared(how, "f32")
     assert compare(floats(1, 2, np.nan), floats(2, 2, 2)).tolist() == expected
 

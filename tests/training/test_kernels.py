@@ -34,6 +34,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(extension.REFERENCE_VARIABLE, raising=False)
     monkeypatch.setattr(extension, "load", lambda: True)
     monkeypatch.setattr(extension, "_refusal", "")
+    monkeypatch.setattr(extension, "_no_code", "")
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, *, own: bool, others: list[bool], asked: list[bool] | None = None) -> None:

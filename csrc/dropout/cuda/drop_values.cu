@@ -8,19 +8,16 @@ namespace megatron_zpp::cuda {
 namespace {
 
 constexpr int kDropThreads = 256;
+constexpr int kDropGridBlocks = 8;  // per multiprocessor: with one load per thread, all of its 2048 threads are needed to hide latency
 constexpr int64_t kMostDropGridBlocks = 2147483647;
 
 // hash_of: position in the chunk to the hash of that value.
 template <class T, class HashOf>
 __device__ __forceinline__ PackedChunk<T> dropped_chunk(const PackedChunk<T>& chunk, const Mask& mask, HashOf hash_of) {
-  PackedChunk<T> dropped;
-#pragma unroll
-  for (int pair = 0; pair < PackedChunk<T>::kNumel / 2; ++pair) {
+  return packed<PackedChunk<T>>([&](int pair) {
     const Pair values = pair_at(chunk, pair);
-    const float even = mask.applied(values.even, hash_of(2 * pair)), odd = mask.applied(values.odd, hash_of(2 * pair + 1));
-    set_any_pair(dropped, pair, {even, odd});
-  }
-  return dropped;
+    return Pair{mask.applied(values.even, hash_of(2 * pair)), mask.applied(values.odd, hash_of(2 * pair + 1))};
+  });
 }
 
 // first: the index in `values` of the chunk's first value.
@@ -34,18 +31,17 @@ __device__ __forceinline__ PackedChunk<T> dropped_chunk(const PackedChunk<T>& ch
 }
 
 template <class T>
-__global__ void __launch_bounds__(kDropThreads) drop_kernel(const T* values, T* dropped, int64_t numel, Mask mask, bool is_wide) {
+__global__ void __launch_bounds__(kDropThreads, kDropGridBlocks)
+    drop_kernel(const T* values, T* dropped, int64_t numel, Mask mask, bool is_wide) {
   constexpr int kNumel = PackedChunk<T>::kNumel;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kDropThreads * kNumel;
   for (int64_t first = (static_cast<int64_t>(blockIdx.x) * kDropThreads + threadIdx.x) * kNumel; first < numel; first += step) {
+    const int64_t count = numel - first;
+    const bool is_wide_and_whole = is_wide && count >= kNumel;
     PackedChunk<T> chunk;
-    if (is_wide && numel - first >= kNumel) {
-      load_wide(values + first, chunk);
-      store_wide(dropped_chunk(chunk, mask, first), dropped + first);
-    } else {
-      load_some(values + first, numel - first, chunk);
-      store_some(dropped_chunk(chunk, mask, first), numel - first, dropped + first);
-    }
+    is_wide_and_whole ? load_wide(values + first, chunk) : load_some(values + first, count, chunk);
+    chunk = dropped_chunk(chunk, mask, first);
+    is_wide_and_whole ? store_wide(chunk, dropped + first) : store_some(chunk, count, dropped + first);
   }
 }
 

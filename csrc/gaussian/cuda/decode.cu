@@ -6,6 +6,8 @@
 namespace megatron_zpp::cuda {
 namespace {
 
+constexpr int kDecodeGridBlocks = 5;  // per multiprocessor; 6 would spill registers
+
 // The entry of `table` whose index is the number that bit i of the words forms, by halves of the table.
 template <int kBits>
 __device__ __forceinline__ float chosen(const float* table, const uint32_t* words, int i) {
@@ -71,22 +73,21 @@ __device__ __forceinline__ void store_share(const Values& share, int thread, boo
 #pragma unroll
   for (int chunk = 0; chunk < Values::kChunks; ++chunk) {
     T* target = values + (chunk * kGaussianTeam + thread) * kChunkNumel;
-    PackedChunk<T> packed{};
+    PackedChunk<T> before{};
     if (accumulate) {
-      is_wide ? load_wide(target, packed) : load_narrow(target, packed);
+      is_wide ? load_wide(target, before) : load_narrow(target, before);
     }
-#pragma unroll
-    for (int pair = 0; pair < kChunkNumel / 2; ++pair) {
-      const Pair before = pair_at(packed, pair);
+    const auto after = packed<PackedChunk<T>>([&](int pair) {
+      const Pair old = pair_at(before, pair);
       const float even = share.values[chunk * kChunkNumel + 2 * pair], odd = share.values[chunk * kChunkNumel + 2 * pair + 1];
-      set_any_pair(packed, pair, accumulate ? Pair{before.even + even, before.odd + odd} : Pair{even, odd});
-    }
-    is_wide ? store_wide(packed, target) : store_narrow(packed, target);
+      return accumulate ? Pair{old.even + even, old.odd + odd} : Pair{even, odd};
+    });
+    is_wide ? store_wide(after, target) : store_narrow(after, target);
   }
 }
 
 template <int kBits, class T>
-__global__ void __launch_bounds__(kSmallGridBlockThreads) decode_gaussian_kernel(
+__global__ void __launch_bounds__(kGaussianThreads, kDecodeGridBlocks) decode_gaussian_kernel(
     GaussianRows<const uint8_t> payloads,
     ValueRows<T> means,
     int rounds,
@@ -95,8 +96,8 @@ __global__ void __launch_bounds__(kSmallGridBlockThreads) decode_gaussian_kernel
     bool accumulate,
     bool is_wide) {
   using Values = ValueShare<PackedChunk<T>::kNumel>;
-  using GaussianTeams = typename Values::GaussianTeams;
-  for_each_block<GaussianTeams>(
+  using Teams = typename Values::Teams;
+  for_each_block<Teams>(
       payloads.rows.slices, payloads.blocks(), kGaussianNumel, [&](int64_t slice, int64_t block, const Share& share) {
         const auto decoded = [&](int64_t member) {
           const Noise noise = noises.at(noises.is_by_slice ? slice : member);
@@ -130,11 +131,11 @@ cudaError_t launch_decode_gaussian(
     const SenderNoises& noises,
     bool accumulate,
     cudaStream_t stream) {
-  using GaussianTeams = typename ValueShare<PackedChunk<T>::kNumel>::GaussianTeams;
+  using Teams = typename ValueShare<PackedChunk<T>::kNumel>::Teams;
   const int64_t slices = payloads.rows.slices;
   const bool is_wide = has_wide_access(means, slices);
   const Divisor divisor = divisor_of(payloads.rows.members);
-  return start<GaussianTeams>(
+  return start<Teams>(
       decode_gaussian_kernel<kBits, T>,
       slices,
       payloads.blocks(),

@@ -5,6 +5,10 @@
 namespace megatron_zpp::cuda {
 namespace {
 
+// Per multiprocessor; one more would spill registers.
+template <int kBits>
+constexpr int kEncodeGridBlocks = kBits == 1 ? 4 : 3;
+
 template <class Values, class T>
 __device__ __forceinline__ Values load_share(const T* values, const Share& share, bool is_wide) {
   constexpr int kChunkNumel = Values::kChunkNumel;
@@ -57,29 +61,41 @@ struct ShareCodes {
   uint32_t planes[kBits];
 };
 
+// The level of value i of the share, whose magnitude becomes bit i of the planes. Thresholds rise, and so do their products with the
+// variance, so each bit of the magnitude, the highest first, halves the levels that are left. Each has the threshold below it, but the first.
+template <int kBits>
+__device__ __forceinline__ float level_of(float square, float variance, int i, ShareCodes<kBits>& codes) {
+  constexpr int kMagnitudes = GaussianLevels<kBits>::kMagnitudes;
+  float levels[kMagnitudes], thresholds[kMagnitudes];
+#pragma unroll
+  for (int magnitude = 0; magnitude < kMagnitudes; ++magnitude) {
+    levels[magnitude] = level<kBits>(magnitude);
+    if constexpr (kBits > 1) {
+      thresholds[magnitude] = magnitude > 0 ? squared_threshold<kBits>(magnitude) * variance : 0.0f;
+    }
+  }
+#pragma unroll
+  for (int bit = kBits - 2; bit >= 0; --bit) {
+    const int half = 1 << bit;
+    const bool is_above = square > thresholds[half];
+    codes.planes[1 + bit] |= is_above ? 1u << i : 0u;
+#pragma unroll
+    for (int rest = 0; rest < half; ++rest) {
+      levels[rest] = is_above ? levels[half + rest] : levels[rest];
+      thresholds[rest] = is_above ? thresholds[half + rest] : thresholds[rest];
+    }
+  }
+  return levels[0];
+}
+
 // product: becomes the sum over the block of products of values with their levels.
 template <int kBits, class Values>
 __device__ __forceinline__ ShareCodes<kBits> quantized(const Values& share, float variance, float& product) {
-  constexpr int kMagnitudes = GaussianLevels<kBits>::kMagnitudes;
   ShareCodes<kBits> codes{};
   product = block_sum<Values>([&](int i) {
-    const float value = share.values[i], square = value * value;
-    float chosen = level<kBits>(0);
-    uint32_t magnitude = 0;
-    if constexpr (kBits > 1) {
-#pragma unroll
-      for (int above = 1; above < kMagnitudes; ++above) {
-        const bool is_above = square > squared_threshold<kBits>(above) * variance;
-        chosen = is_above ? level<kBits>(above) : chosen;
-        magnitude = is_above ? static_cast<uint32_t>(above) : magnitude;
-      }
-    }
+    const float value = share.values[i];
     codes.planes[0] |= (bits_of(value) >> (kWordBits - 1)) << i;
-#pragma unroll
-    for (int bit = 0; bit < kBits - 1; ++bit) {
-      codes.planes[1 + bit] |= ((magnitude >> bit) & 1u) << i;
-    }
-    return float_of(ValueFormat<float>::magnitude(value)) * chosen;
+    return float_of(ValueFormat<float>::magnitude(value)) * level_of(value * value, variance, i, codes);
   });
   return codes;
 }
@@ -92,14 +108,14 @@ __device__ __forceinline__ uint16_t scale_of_block(uint32_t largest, float squar
 }
 
 template <int kBits, class T>
-__global__ void __launch_bounds__(kSmallGridBlockThreads)
+__global__ void __launch_bounds__(kGaussianThreads, kEncodeGridBlocks<kBits>)
     encode_gaussian_kernel(ValueRows<const T> values, GaussianRows<uint8_t> payloads, int rounds, Noise noise, bool is_wide) {
   constexpr int kChunkNumel = PackedChunk<T>::kNumel;
   using Values = ValueShare<kChunkNumel>;
-  using GaussianTeams = typename Values::GaussianTeams;
+  using Teams = typename Values::Teams;
   const int own = static_cast<int>(threadIdx.x) % kGaussianTeam;
   const uint32_t signs[kMostRounds] = {signs_of_share<kChunkNumel>(noise, 0, own), signs_of_share<kChunkNumel>(noise, 1, own)};
-  for_each_block<GaussianTeams>(
+  for_each_block<Teams>(
       payloads.rows.slices, payloads.blocks(), kGaussianNumel, [&](int64_t slice, int64_t block, const Share& share) {
         Values some = load_share<Values>(values.run(slice) + block * kGaussianNumel, share, is_wide);
         const uint32_t largest = largest_of_block(some);
@@ -128,10 +144,10 @@ __global__ void __launch_bounds__(kSmallGridBlockThreads)
 
 template <int kBits, class T>
 cudaError_t launch_encode_gaussian(ValueRows<const T> values, GaussianRows<uint8_t> payloads, int rounds, Noise noise, cudaStream_t stream) {
-  using GaussianTeams = typename ValueShare<PackedChunk<T>::kNumel>::GaussianTeams;
+  using Teams = typename ValueShare<PackedChunk<T>::kNumel>::Teams;
   const int64_t slices = payloads.rows.slices;
   const bool is_wide = has_wide_access(values, slices);
-  return start<GaussianTeams>(
+  return start<Teams>(
       encode_gaussian_kernel<kBits, T>, slices, payloads.blocks(), stream, values, payloads, rounds, noise, is_wide);
 }
 

@@ -11,15 +11,23 @@
 namespace megatron_zpp::cuda {
 
 constexpr int kGaussianTeam = 8;
+constexpr int kGaussianThreads = 128;  // of a grid block
 constexpr int kShareNumel = kGaussianNumel / kGaussianTeam;
 static_assert(kShareNumel == kWordBits, "a word has a bit of every value");
 static_assert(kPlaneWords == kGaussianTeam, "each thread has one word of a plane");
+
+// In smaller grid blocks than other teams: a multiprocessor has registers for 3 of 128 threads with 168 each, but for one of 256.
+template <int kHeld, int kChunkNumel>
+struct GaussianTeams : Teams<kGaussianTeam, kHeld, kChunkNumel> {
+  static constexpr int kGridBlockThreads = kGaussianThreads;
+  static constexpr int kTeamsPerGridBlock = kGridBlockThreads / kGaussianTeam;
+};
 
 template <int kChunkNumel_>
 struct ValueShare {
   static constexpr int kChunkNumel = kChunkNumel_;
   static constexpr int kChunks = kShareNumel / kChunkNumel;
-  using GaussianTeams = Teams<kGaussianTeam, kChunks, kChunkNumel>;
+  using Teams = GaussianTeams<kChunks, kChunkNumel>;
   float values[kShareNumel];
 };
 

@@ -86,10 +86,7 @@ __device__ __forceinline__ void take(const float (&means)[kNumel], bool accumula
 
 template <class Stored, int kNumel>
 __device__ __forceinline__ void take(const float (&means)[kNumel], bool, PackedChunk<Stored, kNumel>& chunk) {
-#pragma unroll
-  for (int pair = 0; pair < kNumel / 2; ++pair) {
-    set_any_pair(chunk, pair, {means[2 * pair], means[2 * pair + 1]});
-  }
+  chunk = packed<PackedChunk<Stored, kNumel>>([&](int pair) { return Pair{means[2 * pair], means[2 * pair + 1]}; });
 }
 
 // A grid block takes kMeanThreads * 16 bytes of each member at a time.

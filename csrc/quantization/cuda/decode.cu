@@ -9,10 +9,9 @@ namespace {
 template <int kBits, class T>
 __device__ __forceinline__ PackedChunk<T> decoded_chunk(const CodeChunk<kBits, PackedChunk<T>::kNumel>& codes, float scale) {
   PackedChunk<T> chunk;
-  if (ValueFormat<float>::magnitude(scale) < ValueFormat<float>::kInfinity) {
-    for_each_pair(codes, scale, [&](int pair, Pair values) { set_pair(chunk, pair, values); });
-  } else {
-    for_each_pair(codes, scale, [&](int pair, Pair values) { set_any_pair(chunk, pair, values); });
+  for_each_pair(codes, scale, [&](int pair, Pair values) { set_pair(chunk, pair, values); });
+  if (ValueFormat<float>::magnitude(scale) >= ValueFormat<float>::kInfinity) {
+    make_nan_canonical(chunk);
   }
   return chunk;
 }

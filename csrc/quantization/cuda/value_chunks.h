@@ -249,17 +249,45 @@ __device__ __forceinline__ void set_pair(PackedChunk<float>& chunk, int index, P
   chunk.words[2 * index + 1] = bits_of(pair.odd);
 }
 
-// set_pair for values that may be NaN.
+// The low 16 bits of a word, with the one NaN of their format.
 template <class T>
-__device__ __forceinline__ void set_any_pair(PackedChunk<T>& chunk, int index, Pair pair) {
-  const uint32_t word = narrowed_pair<T>(pair);
-  const uint32_t even = pair.even != pair.even ? ValueFormat<T>::kNan : word & 0xffffu;
-  const uint32_t odd = pair.odd != pair.odd ? ValueFormat<T>::kNan : word >> 16;
-  chunk.words[index] = even | odd << 16;
+__device__ __forceinline__ uint32_t canonical_bits(uint32_t bits) {
+  return (bits & 0x7fffu) > ValueFormat<T>::kInfinity ? ValueFormat<T>::kNan : bits;
 }
 
-__device__ __forceinline__ void set_any_pair(PackedChunk<float>& chunk, int index, Pair pair) {
-  set_pair(chunk, index, {with_canonical_nan(pair.even), with_canonical_nan(pair.odd)});
+// Gives every NaN of a chunk the same bits.
+template <class T, int kNumel>
+__device__ __forceinline__ void make_nan_canonical(PackedChunk<T, kNumel>& chunk) {
+#pragma unroll
+  for (uint32_t& word : chunk.words) {
+    word = canonical_bits<T>(word & 0xffffu) | canonical_bits<T>(word >> 16) << 16;
+  }
+}
+
+template <int kNumel>
+__device__ __forceinline__ void make_nan_canonical(PackedChunk<float, kNumel>& chunk) {
+#pragma unroll
+  for (uint32_t& word : chunk.words) {
+    word = bits_of(with_canonical_nan(float_of(word)));
+  }
+}
+
+// The chunk of pair_of(0), pair_of(1), ..., where NaN gets its canonical bits. A sum of products with 0 finds whether there is one (or an
+// infinity), and only then the chunk is looked through again: integers, comparisons and selections share units with half of a GPU's rate.
+template <class Chunk, class PairOf>
+__device__ __forceinline__ Chunk packed(PairOf pair_of) {
+  Chunk chunk;
+  float zero_or_nan = 0.0f;
+#pragma unroll
+  for (int pair = 0; pair < Chunk::kNumel / 2; ++pair) {
+    const Pair values = pair_of(pair);
+    set_pair(chunk, pair, values);
+    zero_or_nan = __fmaf_rn(values.odd, 0.0f, __fmaf_rn(values.even, 0.0f, zero_or_nan));
+  }
+  if (zero_or_nan != zero_or_nan) {
+    make_nan_canonical(chunk);
+  }
+  return chunk;
 }
 
 }  // namespace megatron_zpp::cuda

@@ -24,14 +24,10 @@ __device__ __forceinline__ PackedChunk<T> gradient_of(const PackedChunk<T>& chun
   constexpr int kNumel = PackedChunk<T>::kNumel;
   const int64_t label_place = token.label_column - first;
   const int place = label_place >= 0 && label_place < kNumel ? static_cast<int>(label_place) : -1;
-  PackedChunk<T> gradient;
-#pragma unroll
-  for (int pair = 0; pair < kNumel / 2; ++pair) {
+  return packed<PackedChunk<T>>([&](int pair) {
     const Pair logits = pair_at(chunk, pair);
-    const float even = token.gradient(logits.even, 2 * pair == place), odd = token.gradient(logits.odd, 2 * pair + 1 == place);
-    set_any_pair(gradient, pair, {even, odd});
-  }
-  return gradient;
+    return Pair{token.gradient(logits.even, 2 * pair == place), token.gradient(logits.odd, 2 * pair + 1 == place)};
+  });
 }
 
 template <bool kIsWide, class T>

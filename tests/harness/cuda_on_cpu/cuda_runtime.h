@@ -52,6 +52,7 @@ struct cudaLaunchConfig_t {
   size_t dynamicSmemBytes;
   cudaStream_t stream;
 };
+inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 namespace cuda_on_cpu {
 

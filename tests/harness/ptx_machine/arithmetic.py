@@ -137,8 +137,8 @@ _OPPOSITE = {"ne": "eq", "neu": "eq", "geu": "lt", "gtu": "le", "leu": "gt", "lt
 
 def compared(how: str, kind: str) -> Operation:
     """setp. Names with u are true for NaN as well. `ne` of floating point numbers would not be; no kernel has it."""
-    if how == "nan":
-        return lambda a, b: np.isnan(a) | np.isnan(b)
+    if how in ("nan", "num"):
+        return lambda a, b: (np.isnan(a) | np.isnan(b)) == (how == "nan")
     if how in _COMPARED:
         return _COMPARED[how]
     if (how == "ne") is (kind[0] == "f"):
