@@ -5,26 +5,12 @@ import hashlib
 from pathlib import Path
 
 from megatron_zpp.config.flag import check_value
-from megatron_zpp.config.groups.data import CHANGED_TOKENIZERS, TOKENIZER_TYPES
+from megatron_zpp.config.groups.data import CHANGED_TOKENIZERS, TOKENIZER_FIELDS, TOKENIZER_TYPES
 from megatron_zpp.config.obsolete import TOKENIZER_ACCEPTED, TOKENIZER_REFUSED, AcceptedFlag
 from megatron_zpp.config.options import Option, options
 from megatron_zpp.config.outside import VOCABULARY_BYTES, OutsideFile
 from megatron_zpp.config.schema import DataConfig
 
-NAMES = (
-    "tokenizer_type",
-    "tokenizer_model",
-    "vocab_file",
-    "merge_file",
-    "vocab_size",
-    "legacy_tokenizer",
-    "vocab_extra_ids",
-    "tiktoken_pattern",
-    "tiktoken_num_special_tokens",
-    "tokenizer_special_tokens",
-    "tokenizer_hf_no_include_special_tokens",
-    "null_tokenizer_eod_id",
-)
 # Not in journals of runs from before these flags, so they are recorded only where they change ids.
 LATER_NAMES = ("legacy_tokenizer", "tokenizer_hf_no_include_special_tokens", "null_tokenizer_eod_id")
 PADDING = AcceptedFlag(1, "a corpus holds ids, the run pads its vocabulary")
@@ -105,7 +91,7 @@ def tokenizer_config(args: argparse.Namespace) -> DataConfig:
 
 def tokenizer_identity(data: DataConfig) -> dict[str, object]:
     """Everything the ids depend on: the flags, and the contents of the files instead of their paths."""
-    identity: dict[str, object] = {name: getattr(data, name) for name in NAMES if name not in LATER_NAMES}
+    identity: dict[str, object] = {name: getattr(data, name) for name in TOKENIZER_FIELDS if name not in LATER_NAMES}
     if data.tokenizer_type in CHANGED_TOKENIZERS and not data.legacy_tokenizer:
         identity["legacy_tokenizer"] = False
     if data.tokenizer_hf_no_include_special_tokens:
@@ -121,7 +107,7 @@ def tokenizer_identity(data: DataConfig) -> dict[str, object]:
 
 def _options() -> list[Option]:
     by_name = {option.name: option for option in options()}
-    return [by_name[name] for name in NAMES]
+    return [by_name[name] for name in TOKENIZER_FIELDS]
 
 
 def _digest(path: Path) -> str:

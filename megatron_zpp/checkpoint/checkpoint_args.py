@@ -10,7 +10,7 @@ from megatron_zpp.checkpoint.candidates import find_candidates
 from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError, Manifest, read_manifest
 from megatron_zpp.checkpoint.older_flags import flags_of
 from megatron_zpp.config.flag import FlagError
-from megatron_zpp.config.groups.data import CHANGED_TOKENIZERS, TOKENIZER_FILES
+from megatron_zpp.config.groups.data import CHANGED_TOKENIZERS, TOKENIZER_FIELDS
 from megatron_zpp.config.schema import GROUPS, Config, ModelConfig
 
 # MACHINE_FIELDS say how the model is computed, which may differ per machine. OTHER_WORDS follow from fields that are taken.
@@ -28,18 +28,7 @@ MACHINE_FIELDS = {
 OTHER_WORDS = {"group_query_attention", "no_position_embedding"}
 MODEL_FIELDS = tuple(member.name for member in fields(ModelConfig) if member.name not in MACHINE_FIELDS | OTHER_WORDS)
 DEFAULTS = {group: {member.name: member.default for member in fields(GROUPS[group])} for group in ("model", "data")}
-# All that a tokenizer is built from, but for legacy_tokenizer, which checkpoints of earlier programs do not say.
-TOKENIZER_FIELDS = (
-    "tokenizer_type",
-    *TOKENIZER_FILES,
-    "vocab_extra_ids",
-    "tiktoken_pattern",
-    "tiktoken_num_special_tokens",
-    "tokenizer_special_tokens",
-    "tokenizer_hf_no_include_special_tokens",
-    "null_tokenizer_eod_id",
-    "vocab_size",
-)
+STORED_TOKENIZER_FIELDS = tuple(name for name in TOKENIZER_FIELDS if name != "legacy_tokenizer")  # which earlier checkpoints do not have
 
 
 def with_checkpoint_args(config: Config) -> Config:
@@ -65,7 +54,7 @@ def with_checkpoint_args(config: Config) -> Config:
 def _values(config: Config, manifest: Manifest) -> dict[str, Any]:
     values = _members(manifest, "model", MODEL_FIELDS)
     if "tokenizer_type" not in config.given:
-        values |= _members(manifest, "data", TOKENIZER_FIELDS)
+        values |= _members(manifest, "data", STORED_TOKENIZER_FIELDS)
         if values.get("tokenizer_type") in CHANGED_TOKENIZERS and flags_of(manifest, "data")["legacy_tokenizer"]:
             values["legacy_tokenizer"] = True
     return values

@@ -17,6 +17,18 @@ TOKENIZER_TYPES = (
     "NullTokenizer",
 )
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+TOKENIZER_FIELDS = (  # all that a tokenizer is built from
+    "tokenizer_type",
+    *TOKENIZER_FILES,
+    "vocab_size",
+    "legacy_tokenizer",
+    "vocab_extra_ids",
+    "tiktoken_pattern",
+    "tiktoken_num_special_tokens",
+    "tokenizer_special_tokens",
+    "tokenizer_hf_no_include_special_tokens",
+    "null_tokenizer_eod_id",
+)
 BLEND_NORMALIZATIONS = ("twice", "once")
 CHANGED_TOKENIZERS = ("SentencePieceTokenizer", "Llama2Tokenizer")  # Megatron's generations differ in them
 
