@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ class Outputs:
     """
 
     def __init__(self, module: nn.Module, output: Any) -> None:
+        self._output = output
         self._leaves: list[Any]
         self._structure: TreeSpec
         self._leaves, self._structure = tree_flatten(output)
@@ -34,14 +36,11 @@ class Outputs:
 
     def watched(self, before_backward: Callable[[], None]) -> Any:
         """The same output. When all gradients of its tensors have come, `before_backward` is called, then they go on into the module."""
-        if not torch.is_grad_enabled():
-            return tree_unflatten(self._leaves, self._structure)
-        places = [index for index, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        leaves = list(self._leaves)
-        if places:
-            for index, leaf in zip(places, _Watch.apply(before_backward, *(leaves[index] for index in places)), strict=True):
-                leaves[index] = leaf
-        return tree_unflatten(leaves, self._structure)
+        by_id = {id(tensor): tensor for tensor in self.tensors if tensor.requires_grad}
+        if not (torch.is_grad_enabled() and by_id):
+            return self._output
+        watched = dict(zip(by_id, _Watch.apply(before_backward, *by_id.values()), strict=True))  # one that is returned twice stays one
+        return tree_unflatten([watched.get(id(leaf), leaf) for leaf in self._leaves], self._structure)
 
 
 class _Watch(torch.autograd.Function):
@@ -50,15 +49,25 @@ class _Watch(torch.autograd.Function):
     A hook on an output would not do: the output may be the input of the module, which has hooks already, or a view, which loses its hooks
     when it is written to. This node belongs to one call of one module, and is made after all others of the call. So autograd runs it before
     those that recompute the module, and before those of a loss that the module keeps beside its output.
+
+    What it returns shares memory with its tensors and has another history. So its backward raises RuntimeError if one of them is still held
+    somewhere and was written to: its values have changed and its history has not, so gradients would be wrong.
     """
 
     @staticmethod
     def forward(ctx: Any, before_backward: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.before_backward = before_backward
+        ctx.versions = [(weakref.ref(tensor), tensor._version) for tensor in tensors]
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        held = [(tensor, version) for reference, version in ctx.versions if (tensor := reference()) is not None]
+        if any(tensor._version != version for tensor, version in held):
+            raise RuntimeError(
+                "a tensor that a module returned was written to in place while something else, such as an attribute of the module, "
+                "holds it; keep or write to a copy (.clone())"
+            )
         ctx.before_backward()
         return (None, *gradients)

@@ -123,7 +123,8 @@ def shard(
 
     Not supported: a submodule that is called more than once in a forward; a parameter that is read outside of the call of its unit (it is
     NaN there); a unit that returns its own weights, views of them, or objects other than tensors, tuples, lists and dictionaries; a loss
-    that reads the inside of a unit without reading what the unit returns; frozen parameters; sparse gradients; an optimizer of your own;
+    that reads the inside of a unit without reading what the unit returns; writing in place to what a unit returns while something else
+    holds it; frozen parameters; sparse gradients; an optimizer of your own;
     torch.compile over more than a unit. After an error in backward() the module and its engine must be made anew. Buffers are left alone:
     each rank has its own, on the device where the caller puts them.
 
