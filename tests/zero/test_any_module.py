@@ -77,6 +77,22 @@ class InTuple(Block):
         return output, None, {"inner": [output.sum(-1)], "count": 3}
 
 
+class Twice(Block):
+    """Returns one tensor in two places."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        output = super().forward(hidden)
+        return output, output
+
+
+class Keeping(Block):
+    """Keeps what it returns."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.kept = super().forward(hidden)
+        return self.kept
+
+
 class InObject(Block):
     @dataclass
     class Output:
@@ -120,6 +136,14 @@ def loss_of_parts(model: nn.Module, hidden: Tensor, rank: int) -> Tensor:
         hidden, _, rest = block(hidden)
         total = total + rest["inner"][0].square().mean()
     return hidden.square().mean() + total
+
+
+def loss_of_twice(model: nn.Module, hidden: Tensor, rank: int) -> Tensor:
+    for block in model:
+        hidden, same = block(hidden)
+        hidden *= 2
+        hidden = hidden + same
+    return hidden.square().mean()
 
 
 def loss_with_auxiliary(model: nn.Module, hidden: Tensor, rank: int) -> Tensor:
@@ -203,6 +227,7 @@ def skips(*of_ranks: tuple[int, ...]) -> tuple[Callable[[], nn.Module], Loss]:
         pytest.param(partial(chain, View, InPlace, View, InPlace), loss_of, id="views, which the next module writes to"),
         pytest.param(partial(chain, *[Auxiliary] * LAYERS), loss_with_auxiliary, id="losses beside the output"),
         pytest.param(partial(chain, *[InTuple] * LAYERS), loss_of_parts, id="tensors in tuples, dictionaries and lists"),
+        pytest.param(partial(chain, *[Twice] * LAYERS), loss_of_twice, id="one tensor returned twice, then written to"),
         pytest.param(with_hooks_before, loss_of, id="hooks that read weights"),
         pytest.param(with_normed_weights, loss_of, id="weights computed in hooks"),
         pytest.param(partial(chain, *[Block] * LAYERS), loss_of_recomputed, id="recomputed"),
@@ -277,6 +302,14 @@ def test_a_module_that_returns_its_own_weights_is_named() -> None:
     model, _ = sharded(OwnWeight)
     with pytest.raises(RuntimeError, match=r"unit 0: a module returns a view of its weights.*\.clone\(\)"):
         model(sample(0, 0))
+
+
+def test_writing_to_what_a_module_returned_and_keeps_is_refused() -> None:
+    model, engine = sharded(Keeping, Block)
+    hidden = model[0](sample(0, 0))
+    hidden *= 2
+    with pytest.raises(RuntimeError, match=r"written to in place while something else.*\.clone\(\)"):
+        engine.backward(model[1](hidden).square().mean() + model[0].kept.mean())
 
 
 def test_an_output_that_could_hide_tensors_is_named() -> None:
