@@ -47,7 +47,10 @@ def data_config(manifest: Manifest, args: argparse.Namespace) -> DataConfig:
     data = data_flags(manifest)
     given = {name: getattr(args, name) for name in TOKENIZER_FILES if getattr(args, name) is not None}
     kind = args.tokenizer_type or data.tokenizer_type
-    if kind == "NullTokenizer" or (not given and kind == data.tokenizer_type):
+    if kind == "NullTokenizer":
+        ids = data.vocab_size if data.tokenizer_type == kind else padded_vocab_size(manifest)
+        return replace(data, tokenizer_type=kind, tokenizer_model=None, vocab_file=None, merge_file=None, vocab_size=ids)
+    if not given and kind == data.tokenizer_type:
         check_tokenizer_files(data, TOKENIZER_FILES)
         return data
     data = replace(data, tokenizer_type=kind, **given, vocab_size=None)  # the given files decide the number of ids

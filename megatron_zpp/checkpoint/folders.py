@@ -195,7 +195,7 @@ def delete_checkpoint(folder: Path, token: str) -> bool:
     except FileNotFoundError:
         return True
     except OSError:
-        return False
+        is_moved = removed.exists()  # the folder was renamed, and only the sync of its directory failed
     if is_moved:
         shutil.rmtree(removed, ignore_errors=True)
     return is_moved

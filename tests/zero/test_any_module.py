@@ -191,7 +191,7 @@ def trained_plainly(model: nn.Module, loss: Loss) -> list[tuple[float, float]]:
     return history
 
 
-def trained_sharded(make: Callable[[], nn.Module], loss: Loss, prefetch: Prefetch) -> list[tuple[float, float]]:
+def trained_sharded(make: Callable[[], nn.Module], loss: Loss, prefetch: Prefetch, shape: tuple[int, int]) -> list[tuple[float, float]]:
     models = [make() for _ in range(RANKS)]
 
     def program(backend: VirtualBackend) -> list[tuple[float, float]]:
@@ -206,7 +206,7 @@ def trained_sharded(make: Callable[[], nn.Module], loss: Loss, prefetch: Prefetc
         engine.close()
         return history
 
-    first, second = run_world((1, RANKS), program, takes_turns=False)
+    first, second = run_world(shape, program, takes_turns=False)
     assert first == second
     return first
 
@@ -216,7 +216,7 @@ def skips(*of_ranks: tuple[int, ...]) -> tuple[Callable[[], nn.Module], Loss]:
 
 
 @pytest.mark.virtual
-@pytest.mark.parametrize("prefetch", [Prefetch(), NOT_AHEAD], ids=["ahead", "not ahead"])
+@pytest.mark.parametrize(("prefetch", "shape"), [(Prefetch(), (1, RANKS)), (NOT_AHEAD, (RANKS, 1))], ids=["ahead", "not ahead, two nodes"])
 @pytest.mark.parametrize(
     ("make", "loss"),
     [
@@ -234,9 +234,11 @@ def skips(*of_ranks: tuple[int, ...]) -> tuple[Callable[[], nn.Module], Loss]:
         pytest.param(partial(chain, *[Block] * LAYERS), loss_after_inference, id="inference mode between steps"),
     ],
 )
-def test_losses_and_norms_are_those_of_plain_torch(make: Callable[[], nn.Module], loss: Loss, prefetch: Prefetch) -> None:
+def test_losses_and_norms_are_those_of_plain_torch(
+    make: Callable[[], nn.Module], loss: Loss, prefetch: Prefetch, shape: tuple[int, int]
+) -> None:
     """Within the rounding of fp32 sums, which the ranks take in another order."""
-    expected, found = trained_plainly(make(), loss), trained_sharded(make, loss, prefetch)
+    expected, found = trained_plainly(make(), loss), trained_sharded(make, loss, prefetch, shape)
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=2e-5)
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=2e-5)
 
