@@ -11,7 +11,7 @@ from typing import BinaryIO
 import numpy as np
 
 from megatron_zpp.data.preprocess.document_encoder import BadLine, EncodedBatch
-from megatron_zpp.data.preprocess.indexed_writer import Extent, IndexedDatasetWriter, open_partial, publish
+from megatron_zpp.data.preprocess.indexed_writer import Extent, IndexedDatasetWriter, open_partial, publish, refuse_if_written
 from megatron_zpp.data.preprocess.journal import Journal, Progress
 from megatron_zpp.data.preprocess.json_lines import LineBatch, Position
 from megatron_zpp.monitor.output_file import naming_file, sync_folder
@@ -32,6 +32,8 @@ class CorpusBuilder:
         self._writers: dict[str, IndexedDatasetWriter] = {}
         self._skipped_list: BinaryIO | None = None
         if start is None:
+            for prefix in self.prefixes.values():
+                refuse_if_written(prefix)
             journal.remove()  # before any file that it describes changes
         # Complete files, and the list, may have their final names already, so they must not be opened again.
         if not self.progress.is_complete:

@@ -239,6 +239,12 @@ def open_partial(path: str, needed_bytes: int) -> BinaryIO:
     return file
 
 
+def refuse_if_written(prefix: str) -> None:
+    """Raises ValueError if another process is writing this prefix."""
+    with suppress(FileNotFoundError), open(f"{prefix}.bin.partial", "r+b") as file:
+        _lock(file, prefix)
+
+
 def _lock(file: BinaryIO, prefix: str) -> None:
     # The system releases this lock in any case when the process ends; worker processes do not inherit it.
     try:

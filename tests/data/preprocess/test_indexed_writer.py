@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.preprocess import indexed_writer
+from megatron_zpp.data.preprocess.corpus_builder import CorpusBuilder
 from megatron_zpp.data.preprocess.indexed_writer import Extent, IndexedDatasetWriter, partial_paths, publish
+from megatron_zpp.data.preprocess.journal import Journal, Progress
 
 
 def pair(prefix: str | Path) -> tuple[bytes, bytes]:
@@ -139,6 +141,27 @@ def test_two_processes_cannot_write_one_prefix(tmp_path: Path) -> None:
         other.join()
         writer.finalize()
     assert IndexedDataset(prefix).read(0).tolist() == [1, 2]
+
+
+def try_to_begin_anew(prefix: str, answers: "multiprocessing.Queue[str]") -> None:
+    try:
+        CorpusBuilder(Journal(prefix, [], {}), ["text"], np.dtype("uint16"), 30.0, None)
+        answers.put("began")
+    except ValueError as error:
+        answers.put(str(error))
+
+
+def test_a_process_that_is_refused_leaves_the_record_of_the_one_that_writes(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path / "corpus"), [], {})
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    with IndexedDatasetWriter(f"{journal.prefix}_text_document", np.dtype("uint16")):
+        journal.save(Progress())
+        other = context.Process(target=try_to_begin_anew, args=(journal.prefix, answers))
+        other.start()
+        assert "is being written by another process" in answers.get(timeout=PATIENCE_SECONDS)
+        other.join()
+    assert journal.path.exists()
 
 
 def test_a_file_that_got_its_name_before_the_lock_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
