@@ -54,7 +54,8 @@ def run_command(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespa
 def parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """The command line. A mistake ends the program with one line, without the usage, and an unknown flag is named first."""
     show_usage_for_help_only(parser, words)
-    flags = [word.partition("=")[0] for word in words if word.startswith("--") and " " not in word]  # argparse takes others as values
+    before_end = list(words)[: list(words).index("--")] if "--" in words else words  # what follows are values
+    flags = [word.partition("=")[0] for word in before_end if word.startswith("--") and " " not in word]  # argparse takes others as values
     unknown = [flag for flag in flags if flag not in parser._option_string_actions]
     takes_others = any(action.nargs == argparse.REMAINDER for action in parser._actions)
     if unknown and not takes_others:

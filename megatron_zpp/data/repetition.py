@@ -9,6 +9,7 @@ from megatron_zpp.data.split_corpora import SplitCorpus
 
 # Up to four times a text teaches almost as much as new text would (Muennighoff et al. 2023, arXiv 2305.16264).
 HARMLESS_TIMES = 4
+SAID_TIMES = 1.005  # from which on the number is not printed as 1
 MOST_NAMES = 8
 
 
@@ -19,13 +20,13 @@ def repetition(used: Sequence[tuple[SplitCorpus, float]], sample_count: int, seq
     """
     tokens = [corpus.token_count("train") for corpus, _ in used]
     times = sample_count * seq_length / sum(tokens)
-    lines = [f"training data: {counted(sum(tokens), 'token')}, read {_in_words(times)}"] if times > 1 else []
+    lines = [f"training data: {counted(sum(tokens), 'token')}, read {_in_words(times)}"] if times >= SAID_TIMES else []
     weights = sum(weight for _, weight in used)
     reads = [sample_count * seq_length * weight / weights / count for (_, weight), count in zip(used, tokens, strict=True)]
     often = [f"{corpus.prefix} {_in_words(read)}" for (corpus, _), read in zip(used, reads, strict=True) if read > HARMLESS_TIMES]
     if len(used) > 1 and often:
         more = [f"{len(often) - MOST_NAMES} more"] * (len(often) > MOST_NAMES)
-        lines.append(f"training data: more than {HARMLESS_TIMES} times are read: {', '.join(often[:MOST_NAMES] + more)}")
+        lines.append(f"training data, read more than {HARMLESS_TIMES} times: {', '.join(often[:MOST_NAMES] + more)}")
     return lines
 
 

@@ -78,7 +78,7 @@ class Collector:
         if self._small:
             self._put([self._place_of(index) for index in self._small], list(self._small.values()))
         if self._has_sums and not self._adds:
-            self._clear_paddings(self._gradient.total)  # of a step that was skipped they are NaN
+            self._clear_paddings(self._gradient.total)  # after a skipped step they are NaN
         self._small.clear()
         self._arrived.clear()
         self._adds = self._has_sums
@@ -95,7 +95,7 @@ class Collector:
         self._buffer = None
 
     def _put(self, places: list[Tensor], gradients: list[Tensor]) -> None:
-        """Copies or adds every gradient to its place, all in one call; to copy costs a GPU one kernel."""
+        """Copies or adds every gradient to its place, all in one call; a copy is one kernel on a GPU."""
         if self._adds:
             torch._foreach_add_(places, gradients)
         else:

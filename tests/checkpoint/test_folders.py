@@ -184,6 +184,18 @@ def test_a_checkpoint_that_the_file_system_does_not_give_up_stays_and_ends_no_ru
     assert complete_iterations(directory) == [1, 2]
 
 
+def test_a_checkpoint_that_was_moved_aside_counts_as_deleted_although_its_directory_was_not_synced(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rename_only(source: Path, target: Path) -> None:
+        source.rename(target)
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(source))
+
+    monkeypatch.setattr("megatron_zpp.checkpoint.folders.rename_durably", rename_only)
+    assert delete_checkpoint(iteration_folder(directory, 1), "ab12")
+    assert complete_iterations(directory) == [2] and leftovers(directory) == []
+
+
 def test_a_file_system_without_locks_can_be_read_and_deleted_from(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")

@@ -56,11 +56,11 @@ def test_a_run_says_how_often_it_reads_its_tokens_if_more_than_once(tmp_path: Pa
     assert repeated == ("training data: 20 tokens, read 480 times",)
     blend = DataConfig(train_data_path=("1", small, "9", large))
     assert build(blend, (200, 0, 0), seq_length=4).messages == ()  # 80 of 20 tokens, 720 of 4000
-    assert build(blend, (300, 0, 0), seq_length=4).messages == (f"training data: more than 4 times are read: {small} 6 times",)
+    assert build(blend, (300, 0, 0), seq_length=4).messages == (f"training data, read more than 4 times: {small} 6 times",)
     both = build(blend, (6030, 0, 0), seq_length=4).messages
     assert both == (
         "training data: 4020 tokens, read 6 times",
-        f"training data: more than 4 times are read: {small} 121 times, {large} 5.43 times",
+        f"training data, read more than 4 times: {small} 121 times, {large} 5.43 times",
     )
 
 

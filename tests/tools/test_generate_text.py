@@ -153,6 +153,15 @@ def test_a_tokenizer_of_text_can_be_given_to_a_checkpoint_that_names_none(tmp_pa
     assert done.returncode == 0 and done.stdout.startswith("aei"), done.stderr
 
 
+def test_ids_can_be_asked_for_in_place_of_the_text_of_a_tokenizer_that_is_gone(tmp_path: Path) -> None:
+    gone = DataConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model="gone.model")
+    model = materialize(GPT(small_config(make_vocab_size_divisible_by=16), 304, 7, torch.float32))
+    write_checkpoint(tmp_path, model, data=gone)
+    asked = ("--prompt", "5 6", "--max-new-tokens", 2, "--tokenizer-type", "NullTokenizer")
+    done = run_tool("generate_text", "--load", tmp_path, *asked)
+    assert done.returncode == 0 and done.stdout.startswith("5 6"), done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
