@@ -233,6 +233,7 @@ class ZeroEngine:
             raise RuntimeError(f"unit {unit.name}: parameter {unit.layout.params[index].spec.name} reported a gradient and has none")
         if unit.name in self._full_at_gradients:
             refuse_gradient_without_weights(unit, index)
+        self._progress.arrive(unit.layout.params[index].spec.name)
         is_complete = descent.collect(index, parameter.grad)
         parameter.grad = None
         if is_complete:

@@ -23,6 +23,7 @@ class GradientProgress:
 
     def __init__(self) -> None:
         self._state = _State.NONE
+        self._arrived: set[str] = set()  # the parameters whose gradients have come in this backward
 
     def check_usable(self) -> None:
         """Raises RuntimeError if a backward has failed."""
@@ -38,6 +39,16 @@ class GradientProgress:
                 "micro-batch but the last"
             )
         self._state = _State.BROKEN
+        self._arrived.clear()
+
+    def arrive(self, parameter: str) -> None:
+        """The gradient of a parameter has come, which autograd has made complete: a second one would replace it."""
+        if parameter in self._arrived:
+            raise RuntimeError(
+                f"the gradient of {parameter} came twice in one backward, because the parameter is used in several parts that are "
+                "recomputed with use_reentrant=True; pass use_reentrant=False to torch's checkpoint()"
+            )
+        self._arrived.add(parameter)
 
     def end_backward(self, *, is_last_microbatch: bool) -> None:
         """Ends it. is_last_microbatch: whether it was the last of the step."""

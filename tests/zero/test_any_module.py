@@ -93,6 +93,14 @@ class Keeping(Block):
         return self.kept
 
 
+class Reentrant(Block):
+    """Uses a layer in two parts that are recomputed on their own."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = checkpoint(self.up, hidden.requires_grad_(), use_reentrant=True)
+        return self.down(checkpoint(self.up, hidden, use_reentrant=True))
+
+
 class InObject(Block):
     @dataclass
     class Output:
@@ -312,6 +320,12 @@ def test_writing_to_what_a_module_returned_and_keeps_is_refused() -> None:
     hidden *= 2
     with pytest.raises(RuntimeError, match=r"written to in place while something else.*\.clone\(\)"):
         engine.backward(model[1](hidden).square().mean() + model[0].kept.mean())
+
+
+def test_a_gradient_that_comes_twice_in_one_backward_is_refused() -> None:
+    model, engine = sharded(Reentrant)
+    with pytest.raises(RuntimeError, match=r"0\.up\.\w+ came twice in one backward.*use_reentrant=False"):
+        engine.backward(loss_of(model, sample(0, 0), 0))
 
 
 def test_an_output_that_could_hide_tensors_is_named() -> None:
