@@ -150,7 +150,8 @@ def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> 
         with world.agreement():
             progress = start.load_progress(config, engine, source)
             config = start.with_remaining_batches(config, progress, ladder.grid.sample_groups)
-        printer.on_first(start.describe_start(config, source, progress))
+        if world.rank == 0:  # it lists the folder of checkpoints, which all ranks share
+            printer.on_first(start.describe_start(config, source, progress))
         source.close()
         Trainer(config, model, engine, datasets, writers, progress).run()
     engine.close()

@@ -13,7 +13,7 @@ from command import run_command
 from megatron_zpp.config.counted import counted
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.preprocess.indexed_writer import IndexedDatasetWriter
-from megatron_zpp.data.preprocess.journal import read_finished_share
+from megatron_zpp.data.preprocess.journal import pair_prefix, read_finished_share
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
         merge(args.input, args.output_prefix)
         return
     for key in keys_of_shares(args.input):
-        merge([f"{share}_{key}_document" for share in args.input], f"{args.output_prefix}_{key}_document")
+        merge([pair_prefix(share, key) for share in args.input], pair_prefix(args.output_prefix, key))
 
 
 def merge(words: list[str], output_prefix: str) -> None:

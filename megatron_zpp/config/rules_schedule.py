@@ -221,6 +221,9 @@ def check_batches(config: Config, batches: BatchSchedule, consumed_samples: int)
 def _fitting_ramp(ramp: Ramp, full_size: int, grain: int) -> str:
     """A remedy with a ramp near the given one, all of whose sizes are multiples of the grain."""
     full = max(full_size // grain, 1)
+    if full == 1:
+        batch = "" if full_size == grain else f" and give --global-batch-size {grain}"
+        return f"leave --rampup-batch-size out{batch}, because no batch can be smaller"
     start = min(max(ramp.start_size // grain, 1), full)
     increments = divisors(full - start) if full > start else [1]
     increment = next((size for size in increments if size * grain >= ramp.increment), increments[-1])

@@ -93,7 +93,12 @@ def test_flags_that_contradict_each_other_are_named(flags: str, words: list[str]
         (
             "--rampup-batch-size 1 1 30 --global-batch-size 2 --decrease-batch-size-if-needed",
             None,
-            ["batches of 1 sample,", "for example --rampup-batch-size 2 2 30."],
+            ["batches of 1 sample,", "leave --rampup-batch-size out, because no batch can be smaller."],
+        ),
+        (
+            "--rampup-batch-size 1 1 30 --global-batch-size 3",
+            None,
+            ["leave --rampup-batch-size out and give --global-batch-size 2, because no batch can be smaller."],
         ),
     ],
 )
@@ -111,7 +116,7 @@ def test_batches_that_two_ranks_cannot_have_are_named(flags: str, steps: str | N
         ("128 64 100000", 1152, "--rampup-batch-size 128 128 100000."),
         ("100 263 1000", 1152, "--rampup-batch-size 128 512 1000."),
         ("1000 1 1000", 1001, "--rampup-batch-size 896 128 1000 --global-batch-size 896."),
-        ("10 10 1000", 100, "--rampup-batch-size 128 128 1000 --global-batch-size 128."),
+        ("10 10 1000", 300, "--rampup-batch-size 128 128 1000 --global-batch-size 256."),
     ],
 )
 def test_a_ramp_that_does_not_fit_is_answered_with_one_that_does(ramp: str, full_size: int, example: str) -> None:

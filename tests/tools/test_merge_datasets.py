@@ -45,10 +45,15 @@ def merge_shares(folder: Path, *shares: Path) -> subprocess.CompletedProcess[str
     return run_tool("merge_datasets", "--shares", "--input", *shares, "--output-prefix", folder / "new" / "merged")
 
 
-def test_shares_that_differ_in_what_their_ids_depend_on_are_refused(tmp_path: Path) -> None:
+def test_shares_that_differ_in_what_their_ids_depend_on_or_have_lost_a_file_are_refused(tmp_path: Path) -> None:
     first = make_share(tmp_path / "first", [{"text": "1"}])
     done = merge_shares(tmp_path, first, make_share(tmp_path / "second", [{"text": "1"}], "--append-eod"))
     assert done.returncode == 2 and f"{tmp_path}/second was made with another tokenizer or other flags than {first}; make" in done.stderr
+    first_text = tmp_path / "first_text_document.bin"
+    first_text.rename(tmp_path / "elsewhere")
+    done = merge_shares(tmp_path, first)
+    assert done.returncode == 2 and f"but {first_text} is missing; remove {first}.finished and make the share with" in done.stderr
+    (tmp_path / "elsewhere").rename(first_text)
     (tmp_path / "first.finished").rename(tmp_path / "first.unfinished")
     done = merge_shares(tmp_path, first)
     assert done.returncode == 2 and f"{first}.finished cannot be read (No such file or directory); make the share with" in done.stderr

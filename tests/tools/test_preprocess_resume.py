@@ -348,6 +348,7 @@ def test_an_input_that_was_not_begun_may_be_mended(tmp_path: Path) -> None:
         ("nothing", "out was done before."),
         ("content", "a.jsonl has changed"),
         ("flags", "this command has --vocab-size 1001"),
+        ("file", "out_more_document.bin is missing; to start anew, remove"),
     ],
 )
 def test_a_finished_share_is_not_repeated_unless_what_it_was_made_from_has_changed(
@@ -361,9 +362,12 @@ def test_a_finished_share_is_not_repeated_unless_what_it_was_made_from_has_chang
         changed_ns = sources[0].stat().st_mtime_ns
         sources[0].write_text(sources[0].read_text().replace("1", "2"))
         os.utime(sources[0], ns=(changed_ns + 1, changed_ns + 1))
+    elif change == "file":
+        (tmp_path / "out_more_document.bin").unlink()
     capsys.readouterr()
     preprocess_data.run(args)
     printed = capsys.readouterr().out
+    assert (tmp_path / "out_more_document.bin").exists()
     assert said in printed and ("starting at the beginning" in printed) is (change != "nothing")
     assert IndexedDataset(str(tmp_path / "out_text_document")).read(0).tolist() == [2 if change == "content" else 1, args.vocab_size - 1]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_zpp.data.preprocess.document_encoder import BadLine, EncodedBatch
 from megatron_zpp.data.preprocess.indexed_writer import Extent, IndexedDatasetWriter, open_partial, publish, refuse_if_written
-from megatron_zpp.data.preprocess.journal import Journal, Progress
+from megatron_zpp.data.preprocess.journal import Journal, Progress, pair_prefix
 from megatron_zpp.data.preprocess.json_lines import LineBatch, Position
 from megatron_zpp.monitor.output_file import naming_file, sync_folder
 
@@ -27,7 +27,7 @@ class CorpusBuilder:
     def __init__(self, journal: Journal, keys: Sequence[str], dtype: np.dtype, journal_seconds: float, start: Progress | None) -> None:
         self._journal = journal
         self._journal_seconds = journal_seconds
-        self.prefixes = {key: f"{journal.prefix}_{key}_document" for key in keys}
+        self.prefixes = {key: pair_prefix(journal.prefix, key) for key in keys}
         self.progress = start or Progress(extents={key: Extent() for key in keys})
         self._writers: dict[str, IndexedDatasetWriter] = {}
         self._skipped_list: BinaryIO | None = None

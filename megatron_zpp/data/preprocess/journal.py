@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,7 +82,7 @@ class Journal:
     def load(self) -> Progress | None:
         """The progress to resume from; None if there is no unfinished work, and no finished share.
 
-        Raises ValueError, naming what changed, if inputs or settings are not those of that work.
+        Raises ValueError, naming what changed, if inputs or settings are not those of that work, or files of a finished share are missing.
         """
         file = OutsideFile(self._found, str(self._found), self.remedy, most_bytes=JOURNAL_BYTES)
         if file.is_missing():
@@ -92,6 +92,8 @@ class Journal:
         settings, found = content.members("settings").values, _stored_progress(content.members("progress"))
         self._check_settings(settings)
         self._check_inputs(inputs, len(inputs) if found.is_complete else found.position.source + 1)
+        if self._found == _finished_path(self.prefix):
+            _check_share(self.prefix, found.extents, self.remedy)
         return found
 
     def finish(self) -> None:
@@ -150,11 +152,25 @@ class FinishedShare(NamedTuple):
 
 
 def read_finished_share(prefix: str) -> FinishedShare:
-    """The record of a share. Raises ValueError if the share is not finished."""
+    """The record of a share. Raises ValueError if the share is not finished, or if its files are missing."""
     path = _finished_path(prefix)
     remedy = "make the share with tools/preprocess_data.py --share."
     content = OutsideFile(path, str(path), remedy, most_bytes=JOURNAL_BYTES).members()
-    return FinishedShare(content.members("settings").values, _stored_progress(content.members("progress")).extents)
+    extents = _stored_progress(content.members("progress")).extents
+    _check_share(prefix, extents, f"remove {path} and {remedy}")
+    return FinishedShare(content.members("settings").values, extents)
+
+
+def pair_prefix(prefix: str, key: str) -> str:
+    """The prefix of the pair of files that has the documents of a JSON key."""
+    return f"{prefix}_{key}_document"
+
+
+def _check_share(prefix: str, keys: Iterable[str], remedy: str) -> None:
+    files = [f"{pair_prefix(prefix, key)}.{ending}" for key in keys for ending in ("bin", "idx")]
+    missing = next((file for file in files if not os.path.exists(file)), None)
+    if missing is not None:
+        raise ValueError(f"{_finished_path(prefix)} says that the share is finished, but {missing} is missing; {remedy}")
 
 
 def _finished_path(prefix: str) -> Path:
