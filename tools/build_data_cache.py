@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command import errors_in_words, rank_count
+from command import errors_in_words, rank_count, show_usage_for_help_only
 
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.config.cli import parse_flags
@@ -31,6 +31,7 @@ FLAGS_HELP = "the flags of pretrain_zeropp_gpt.py, as the run will get them; --d
 
 def main() -> None:
     parser = _parser()
+    show_usage_for_help_only(parser, sys.argv[1:])
     args, flags = parser.parse_known_args()
     with errors_in_words(parser):
         run(args, flags)

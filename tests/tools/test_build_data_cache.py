@@ -78,4 +78,4 @@ def test_what_the_run_would_refuse_is_refused(tmp_path: Path) -> None:
         run_here("--data-path", prefix, "--train-iters", 2, "--split", 1)
     with pytest.raises(ValueError, match="--data-path is not given"):
         run_here()
-    assert "argument --ranks: 0 is not a whole number from 1" in run_tool("build_data_cache", "--ranks", 0).stderr
+    assert run_tool("build_data_cache", "--ranks", 0).stderr.startswith("build_data_cache.py: error: argument --ranks: 0 is not a whole")
