@@ -71,6 +71,22 @@ def refuse_gradient_without_weights(unit: WeightUnit, index: int) -> None:
         )
 
 
+def refuse_state_dicts(module: nn.Module) -> None:
+    """Makes the module and all modules in it that have parameters neither give nor take a state dict."""
+    for inner in module.modules():
+        if next(inner.parameters(), None) is not None:
+            inner.register_state_dict_pre_hook(_refuse_state_dict)
+            inner.register_load_state_dict_pre_hook(_refuse_load)
+
+
+def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise RuntimeError("the weights of a sharded module are not in its parameters; use dict(full_weights(engine)), on every rank")
+
+
+def _refuse_load(module: nn.Module, *arguments: Any) -> None:
+    raise RuntimeError("the weights of a sharded module are not in its parameters, so it cannot load any; load them before shard()")
+
+
 def _storage_address(tensor: Tensor) -> int:
     """Where the values of a tensor begin in memory; 0 if it has no storage of its own."""
     try:

@@ -18,12 +18,9 @@ import atexit
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,24 +34,20 @@ from megatron_zpp.comm.links import Ladder
 from megatron_zpp.comm.streams import streams_of
 from megatron_zpp.config.counted import counted
 from megatron_zpp.ops.payload import BLOCK_NUMEL_MULTIPLE
-from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.groups import end_group, end_world, make_lane_groups
 from megatron_zpp.parallel.launch import read_launch
-from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
+from megatron_zpp.parallel.specs import Use
 from megatron_zpp.parallel.topology import Lane
+from megatron_zpp.zero.alike import check_alike, digest_of, raising_alike
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.engine_options import EngineOptions
 from megatron_zpp.zero.loss_scaler import LossScaler
+from megatron_zpp.zero.module_plan import DTYPES, Initializer, ModulePlan, plan_of
 from megatron_zpp.zero.pieces import parameters, resting_pieces
 from megatron_zpp.zero.policy import Policy, Rung
-from megatron_zpp.zero.refusals import is_hooked
+from megatron_zpp.zero.refusals import refuse_state_dicts
 from megatron_zpp.zero.states import WEIGHT
-
-LONGEST_MISTAKE = 1024  # bytes of a text that ranks exchange
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-Initializer = Callable[[str, torch.Size], Tensor]
 
 
 def shard(
@@ -135,12 +128,13 @@ def shard(
     rank = backend.rank if backend is not None else dist.get_rank() if world_size > 1 else 0
     probe = backend or TorchBackend(Grid.of_nodes(1, world_size), rank, {})
     device = _device(module, backend)
-    with _raising_alike(probe, device):
+    with raising_alike(probe, device):
         grid = _checked_grid(grid, backend, world_size)
-        plan = _checked_plan(module, units, options, uses, initialize)
-    _check_alike(probe, device, _arguments_as_bytes(plan, grid, options, loss_scaler), "arguments of shard() or shapes of parameters")
+        _check_options(options)
+        plan = plan_of(module, units, uses, initialize)
+    check_alike(probe, device, _arguments_as_bytes(plan, grid, options, loss_scaler), "arguments of shard() or shapes of parameters")
     if initialize is None:
-        _check_alike(probe, device, _digest_of(plan.parameters.values()), "first values of parameters")
+        check_alike(probe, device, digest_of(plan.parameters.values()), "first values of parameters")
 
     groups = make_lane_groups(grid, rank, timeout, device) if backend is None else {}
     backend = backend or TorchBackend(grid, rank, groups)
@@ -155,10 +149,10 @@ def shard(
     if initialize is None:
         _fill(engine, plan.parameters, None)
     else:
-        with _raising_alike(backend, device):
+        with raising_alike(backend, device):
             digest = _fill(engine, plan.parameters, initialize)
-        _check_alike(backend, device, digest, "first values of parameters")
-    _refuse_state_dicts(module)
+        check_alike(backend, device, digest, "first values of parameters")
+    refuse_state_dicts(module)
     if groups:
         atexit.register(remind)
     return engine
@@ -189,109 +183,6 @@ def full_weights(engine: ZeroEngine) -> Iterator[tuple[str, Tensor]]:
                 flat = weights[segment.spec.name].view(-1)
                 flat[segment.start : segment.stop] = row[segment.offset : segment.offset + segment.stop - segment.start]
         yield from weights.items()
-
-
-@dataclass(frozen=True)
-class _ModulePlan:
-    """A module's parameters, units and uses, as the engine needs them.
-
-    parameters: by path, each once. aliases: further places of shared parameters, as (module, attribute, path of the parameter).
-    """
-
-    parameters: Mapping[str, nn.Parameter]
-    unit_specs: tuple[UnitSpec, ...]
-    uses: tuple[Use, ...]
-    aliases: tuple[tuple[nn.Module, str, str], ...]
-
-    @classmethod
-    def of(cls, module: nn.Module, units: Sequence[str]) -> _ModulePlan:
-        """The plan of `module`. Raises ValueError for units that do not exist, overlap, or leave a parameter out."""
-        submodules = _submodules(module, units)
-        parameters: dict[str, nn.Parameter] = {}
-        unit_of: dict[nn.Parameter, tuple[str, str]] = {}  # the unit that owns a parameter, and the parameter's path
-        places: dict[tuple[nn.Module, str], str] = {}
-        specs, uses, aliases = [], [], []
-        for unit, submodule in submodules.items():
-            own: list[ParamSpec] = []
-            reads: dict[str, None] = {}
-            for owner, attribute, path, parameter in _places(submodule, unit):
-                if (owner, attribute) in places:
-                    raise ValueError(
-                        f"parameter {path} is in the units '{places[owner, attribute]}' and '{unit}', which hold the same module; "
-                        "name one of them. A module that is called more than once in a forward cannot be sharded."
-                    )
-                places[owner, attribute] = unit
-                if parameter in unit_of:
-                    aliases.append((owner, attribute, unit_of[parameter][1]))
-                else:
-                    unit_of[parameter], parameters[path] = (unit, path), parameter
-                    division = Division.undivided(tuple(parameter.shape))
-                    own.append(ParamSpec(path, division, _zeros, weight_decay=parameter.ndim > 1))
-                reads[unit_of[parameter][0]] = None
-            if not reads:
-                raise ValueError(f"unit '{unit}' has no parameters; leave it out of `units`")
-            if own:
-                specs.append(UnitSpec(unit, tuple(own)))
-            uses.append(Use(unit, tuple(reads), needs_weights_in_backward=True))
-        for owner, attribute, path, _ in _places(module, ""):
-            if (owner, attribute) not in places:
-                raise ValueError(
-                    f"parameter {path} is in no unit; add its submodule to `units`, or move it into a submodule that reads it: "
-                    "a parameter has values only while its unit is called"
-                )
-        return cls(parameters, tuple(specs), tuple(uses), tuple(aliases))
-
-
-def _checked_plan(
-    module: nn.Module, units: Sequence[str], options: EngineOptions, uses: Sequence[Use] | None, initialize: Initializer | None
-) -> _ModulePlan:
-    """The plan of the module. Raises ValueError for a mistake in the arguments."""
-    _check_options(options)
-    if is_hooked(module):
-        raise ValueError("the module is sharded already; build a new one")
-    plan = _ModulePlan.of(module, units)
-    _check_parameters(plan.parameters, initialize)
-    for path, inner in module.named_modules():
-        if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.sparse:
-            raise ValueError(f"module {path} makes sparse gradients, which cannot be divided among ranks; make it with sparse=False")
-    for path, buffer in module.named_buffers():
-        if buffer.is_meta:
-            raise ValueError(f"buffer {path} is on the meta device; give it values on the device of the run, for buffers are left alone")
-    return plan if uses is None else replace(plan, uses=_checked_uses(module, uses, plan.unit_specs))
-
-
-def _submodules(module: nn.Module, units: Sequence[str]) -> dict[str, nn.Module]:
-    if isinstance(units, str) or not isinstance(units, Sequence) or not units or not all(isinstance(unit, str) for unit in units):
-        raise ValueError(f"units is {units!r}; give a list of paths of submodules, such as {_children(module)}")
-    found: dict[str, nn.Module] = {}
-    for unit in units:
-        if unit in found:
-            raise ValueError(f"unit '{unit}' is named twice; name it once")
-        around = next((other for other in units if other != unit and (other == "" or unit.startswith(f"{other}."))), None)
-        if around is not None:
-            raise ValueError(f"unit '{unit}' is inside unit '{around}'; name one of them")
-        try:
-            found[unit] = module.get_submodule(unit)
-        except AttributeError as error:
-            raise ValueError(f"the module has no submodule '{unit}', which is named as a unit; it has {_children(module)}") from error
-        if isinstance(found[unit], (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
-            raise ValueError(f"unit '{unit}' is a {type(found[unit]).__name__}, which is never called; name the modules in it as units")
-    return found
-
-
-def _children(module: nn.Module) -> list[str]:
-    return [name for name, _ in module.named_children()]
-
-
-def _places(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
-    """Every attribute in `module` that holds a parameter: its owner, name, path and the parameter."""
-    for path, owner in module.named_modules(prefix=prefix):
-        for attribute, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            yield owner, attribute, f"{path}.{attribute}" if path else attribute, parameter
-
-
-def _zeros(start: int, stop: int) -> Tensor:
-    return torch.zeros(stop - start)
 
 
 def _world_size(backend: Backend | None) -> int:
@@ -345,44 +236,6 @@ def _check_options(options: EngineOptions) -> None:
         raise ValueError(f"clip_grad is {options.clip_grad}; choose a positive norm, or 0 for no clipping")
 
 
-def _check_parameters(parameters: Mapping[str, nn.Parameter], initialize: Initializer | None) -> None:
-    devices: dict[torch.device, str] = {}
-    for path, parameter in parameters.items():
-        devices.setdefault(parameter.device, path)
-        if parameter.dtype not in DTYPES:
-            raise ValueError(
-                f"parameter {path} is {parameter.dtype}, which is not supported; cast it to one of {', '.join(map(str, DTYPES))}"
-            )
-        if not parameter.requires_grad:
-            raise ValueError(
-                f"parameter {path} is frozen, and the engine trains all parameters; make it a buffer, or let it require gradients"
-            )
-    if len(devices) > 1:
-        found = ", ".join(f"{path} on {device}" for device, path in devices.items())
-        raise ValueError(f"the parameters are on several devices: {found}; move the module to one of them")
-    if ("meta" in {device.type for device in devices}) != (initialize is not None):
-        raise ValueError(
-            "the module is on the meta device, so its parameters have no values; pass `initialize`"
-            if initialize is None
-            else "`initialize` is for a module on the meta device, and this one has values; leave it out"
-        )
-
-
-def _checked_uses(module: nn.Module, uses: Sequence[Use], specs: Sequence[UnitSpec]) -> tuple[Use, ...]:
-    known, paths = {spec.name for spec in specs}, {path for path, _ in module.named_modules()}
-    for use in uses:
-        if use.module not in paths:
-            raise ValueError(f"uses names the module '{use.module}', which does not exist; name a submodule by its path")
-        if not use.units or not known.issuperset(use.units):
-            raise ValueError(
-                f"the use of '{use.module}' reads {list(use.units)}; the units with parameters of their own are {sorted(known)}"
-            )
-    unread = known.difference(*(use.units for use in uses))
-    if unread:
-        raise ValueError(f"no use reads the units {sorted(unread)}; add the module calls that read them")
-    return tuple(uses)
-
-
 def _device(module: nn.Module, backend: Backend | None) -> torch.device:
     if backend is None and not (dist.is_available() and dist.is_initialized()):
         parameter = next(module.parameters(), None)
@@ -394,7 +247,7 @@ def _device(module: nn.Module, backend: Backend | None) -> torch.device:
     return torch.device("cpu")
 
 
-def _arguments_as_bytes(plan: _ModulePlan, grid: Grid, options: EngineOptions, loss_scaler: LossScaler | None) -> bytes:
+def _arguments_as_bytes(plan: ModulePlan, grid: Grid, options: EngineOptions, loss_scaler: LossScaler | None) -> bytes:
     """Everything that must be the same on all ranks, except the first values. Observers may differ."""
     shapes = {path: (tuple(parameter.shape), parameter.dtype, parameter.is_meta) for path, parameter in plan.parameters.items()}
     fields = {name: value for name, value in vars(options).items() if name != "observer"}
@@ -402,13 +255,6 @@ def _arguments_as_bytes(plan: _ModulePlan, grid: Grid, options: EngineOptions, l
     scaler = None if loss_scaler is None else (type(loss_scaler).__name__, vars(loss_scaler))
     uses = tuple((use.module, use.units) for use in plan.uses)
     return repr((shapes, uses, grid, fields, scaler)).encode()
-
-
-def _digest_of(parameters: Iterable[Tensor]) -> bytes:
-    digest = hashlib.blake2b()
-    for parameter in parameters:
-        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.digest()
 
 
 def _fill(engine: ZeroEngine, first_values: Mapping[str, nn.Parameter], initialize: Initializer | None) -> bytes:
@@ -422,26 +268,11 @@ def _fill(engine: ZeroEngine, first_values: Mapping[str, nn.Parameter], initiali
             raise ValueError(f"initialize gave {list(values.shape)} values for parameter {path}, which has {list(shape)}")
         flat = values.detach().to(torch.float32).flatten()
         if initialize is not None:
-            digest.update(_digest_of([flat]))
+            digest.update(digest_of([flat]))
         if path in own:
             own[path].values.copy_(flat[own[path].start : own[path].stop])
     engine.weights_changed()
     return digest.digest()
-
-
-@contextmanager
-def _raising_alike(backend: Backend, device: torch.device) -> Iterator[None]:
-    """Raises ValueError on every rank if the block raises one on any: with its own text, or with that of the first rank that has one."""
-    mistake = ""
-    try:
-        yield
-    except ValueError as error:
-        mistake = str(error)
-    own = torch.tensor(list(mistake.encode()[:LONGEST_MISTAKE].ljust(LONGEST_MISTAKE, b"\0")), dtype=torch.uint8, device=device)
-    texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in backend.gather_world(own).flatten(0, 1).tolist()]
-    for rank, text in enumerate(texts):
-        if text:
-            raise ValueError(mistake or f"{text} (on rank {rank})")
 
 
 def _end_groups(ladder: Ladder, groups: Mapping[Lane, dist.ProcessGroup], remind: Callable[[], None]) -> None:
@@ -461,28 +292,3 @@ def _remind_to_close(rank: int) -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-def _refuse_state_dicts(module: nn.Module) -> None:
-    """Makes the module and all modules in it that have parameters neither give nor take a state dict."""
-    for inner in module.modules():
-        if next(inner.parameters(), None) is not None:
-            inner.register_state_dict_pre_hook(_refuse_state_dict)
-            inner.register_load_state_dict_pre_hook(_refuse_load)
-
-
-def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    raise RuntimeError("the weights of a sharded module are not in its parameters; use dict(full_weights(engine)), on every rank")
-
-
-def _refuse_load(module: nn.Module, *arguments: Any) -> None:
-    raise RuntimeError("the weights of a sharded module are not in its parameters, so it cannot load any; load them before shard()")
-
-
-def _check_alike(backend: Backend, device: torch.device, content: bytes, what: str) -> None:
-    """Raises ValueError on every rank if `content` is not the same on all of them."""
-    number = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
-    numbers = backend.gather_world(torch.tensor([number], device=device)).flatten().tolist()
-    others = [rank for rank, other in enumerate(numbers) if other != numbers[0]]
-    if others:
-        raise ValueError(f"the {what} of ranks {others} differ from those of rank 0; give every rank the same (torch.manual_seed)")

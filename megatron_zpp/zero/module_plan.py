@@ -1,0 +1,155 @@
+"""The parameters, units and uses of a module that shard() divides, and what is refused of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron_zpp.parallel.division import Division
+from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
+from megatron_zpp.zero.refusals import is_hooked
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Initializer = Callable[[str, torch.Size], Tensor]
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """A module's parameters, units and uses, as the engine needs them.
+
+    parameters: by path, each once. aliases: further places of shared parameters, as (module, attribute, path of the parameter).
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    unit_specs: tuple[UnitSpec, ...]
+    uses: tuple[Use, ...]
+    aliases: tuple[tuple[nn.Module, str, str], ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, units: Sequence[str]) -> ModulePlan:
+        """The plan of `module`. Raises ValueError for units that do not exist, overlap, or leave a parameter out."""
+        submodules = _submodules(module, units)
+        parameters: dict[str, nn.Parameter] = {}
+        unit_of: dict[nn.Parameter, tuple[str, str]] = {}  # the unit that owns a parameter, and the parameter's path
+        places: dict[tuple[nn.Module, str], str] = {}
+        specs, uses, aliases = [], [], []
+        for unit, submodule in submodules.items():
+            own: list[ParamSpec] = []
+            reads: dict[str, None] = {}
+            for owner, attribute, path, parameter in _places(submodule, unit):
+                if (owner, attribute) in places:
+                    raise ValueError(
+                        f"parameter {path} is in the units '{places[owner, attribute]}' and '{unit}', which hold the same module; "
+                        "name one of them. A module that is called more than once in a forward cannot be sharded."
+                    )
+                places[owner, attribute] = unit
+                if parameter in unit_of:
+                    aliases.append((owner, attribute, unit_of[parameter][1]))
+                else:
+                    unit_of[parameter], parameters[path] = (unit, path), parameter
+                    division = Division.undivided(tuple(parameter.shape))
+                    own.append(ParamSpec(path, division, _zeros, weight_decay=parameter.ndim > 1))
+                reads[unit_of[parameter][0]] = None
+            if not reads:
+                raise ValueError(f"unit '{unit}' has no parameters; leave it out of `units`")
+            if own:
+                specs.append(UnitSpec(unit, tuple(own)))
+            uses.append(Use(unit, tuple(reads), needs_weights_in_backward=True))
+        for owner, attribute, path, _ in _places(module, ""):
+            if (owner, attribute) not in places:
+                raise ValueError(
+                    f"parameter {path} is in no unit; add its submodule to `units`, or move it into a submodule that reads it: "
+                    "a parameter has values only while its unit is called"
+                )
+        return cls(parameters, tuple(specs), tuple(uses), tuple(aliases))
+
+
+def plan_of(module: nn.Module, units: Sequence[str], uses: Sequence[Use] | None, initialize: Initializer | None) -> ModulePlan:
+    """The plan of a module, with the arguments of shard(). Raises ValueError, naming parameter or unit, for what cannot be sharded."""
+    if is_hooked(module):
+        raise ValueError("the module is sharded already; build a new one")
+    plan = ModulePlan.of(module, units)
+    _check_parameters(plan.parameters, initialize)
+    for path, inner in module.named_modules():
+        if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.sparse:
+            raise ValueError(f"module {path} makes sparse gradients, which cannot be divided among ranks; make it with sparse=False")
+    for path, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(f"buffer {path} is on the meta device; give it values on the device of the run, for buffers are left alone")
+    return plan if uses is None else replace(plan, uses=_checked_uses(module, uses, plan.unit_specs))
+
+
+def _submodules(module: nn.Module, units: Sequence[str]) -> dict[str, nn.Module]:
+    if isinstance(units, str) or not isinstance(units, Sequence) or not units or not all(isinstance(unit, str) for unit in units):
+        raise ValueError(f"units is {units!r}; give a list of paths of submodules, such as {_children(module)}")
+    found: dict[str, nn.Module] = {}
+    for unit in units:
+        if unit in found:
+            raise ValueError(f"unit '{unit}' is named twice; name it once")
+        around = next((other for other in units if other != unit and (other == "" or unit.startswith(f"{other}."))), None)
+        if around is not None:
+            raise ValueError(f"unit '{unit}' is inside unit '{around}'; name one of them")
+        try:
+            found[unit] = module.get_submodule(unit)
+        except AttributeError as error:
+            raise ValueError(f"the module has no submodule '{unit}', which is named as a unit; it has {_children(module)}") from error
+        if isinstance(found[unit], (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+            raise ValueError(f"unit '{unit}' is a {type(found[unit]).__name__}, which is never called; name the modules in it as units")
+    return found
+
+
+def _children(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_children()]
+
+
+def _places(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
+    """Every attribute in `module` that holds a parameter: its owner, name, path and the parameter."""
+    for path, owner in module.named_modules(prefix=prefix):
+        for attribute, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            yield owner, attribute, f"{path}.{attribute}" if path else attribute, parameter
+
+
+def _check_parameters(parameters: Mapping[str, nn.Parameter], initialize: Initializer | None) -> None:
+    devices: dict[torch.device, str] = {}
+    for path, parameter in parameters.items():
+        devices.setdefault(parameter.device, path)
+        if parameter.dtype not in DTYPES:
+            raise ValueError(
+                f"parameter {path} is {parameter.dtype}, which is not supported; cast it to one of {', '.join(map(str, DTYPES))}"
+            )
+        if not parameter.requires_grad:
+            raise ValueError(
+                f"parameter {path} is frozen, and the engine trains all parameters; make it a buffer, or let it require gradients"
+            )
+    if len(devices) > 1:
+        found = ", ".join(f"{path} on {device}" for device, path in devices.items())
+        raise ValueError(f"the parameters are on several devices: {found}; move the module to one of them")
+    if ("meta" in {device.type for device in devices}) != (initialize is not None):
+        raise ValueError(
+            "the module is on the meta device, so its parameters have no values; pass `initialize`"
+            if initialize is None
+            else "`initialize` is for a module on the meta device, and this one has values; leave it out"
+        )
+
+
+def _checked_uses(module: nn.Module, uses: Sequence[Use], specs: Sequence[UnitSpec]) -> tuple[Use, ...]:
+    known, paths = {spec.name for spec in specs}, {path for path, _ in module.named_modules()}
+    for use in uses:
+        if use.module not in paths:
+            raise ValueError(f"uses names the module '{use.module}', which does not exist; name a submodule by its path")
+        if not use.units or not known.issuperset(use.units):
+            raise ValueError(
+                f"the use of '{use.module}' reads {list(use.units)}; the units with parameters of their own are {sorted(known)}"
+            )
+    unread = known.difference(*(use.units for use in uses))
+    if unread:
+        raise ValueError(f"no use reads the units {sorted(unread)}; add the module calls that read them")
+    return tuple(uses)
+
+
+def _zeros(start: int, stop: int) -> Tensor:
+    return torch.zeros(stop - start)
