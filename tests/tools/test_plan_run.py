@@ -15,7 +15,7 @@ import torch
 from harness.closed_forms import World, inter_node_bytes
 from harness.places import ROOT
 from harness.tool import run_tool
-from plan_run import Estimate, recommended
+from plan_estimates import Estimate, recommended
 
 from megatron_zpp.config.cli import parse_flags
 from megatron_zpp.config.resolve import resolve
