@@ -144,6 +144,10 @@ TABLE: dict[str, str | tuple[str, ...]] = {
         f"{EXAMPLES}::test_a_module_of_your_own_learns_alone_and_as_well_on_two_ranks"
     ),
     "python examples/codec_of_your_own.py": f"{EXAMPLES}::test_a_codec_of_your_own_sends_about_a_quarter_and_learns_as_well",
+    "python examples/hugging_face_model.py": f"{EXAMPLES}::test_a_model_of_transformers_learns_and_transformers_reads_what_was_saved",
+    "torchrun --nproc-per-node 2 examples/hugging_face_model.py --model my_llama --text my_text.txt --save my_trained_llama": (
+        f"{EXAMPLES}::test_a_model_of_transformers_learns_and_transformers_reads_what_was_saved"
+    ),
     "python examples/one_unit.py": "tests/docs/test_worked_example.py::test_the_blocks_of_the_page_are_what_the_program_prints",
     # Benchmarks
     "python benchmarks/checkpoint.py ...": BENCHMARK,

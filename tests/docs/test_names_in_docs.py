@@ -73,8 +73,11 @@ def files() -> frozenset[str]:
 def flags_of(program: str) -> frozenset[str]:
     """The flags that a program of this repository prints in its help."""
     program = PASSED_ON.get(program, program)
-    if program.startswith("examples/") or program == "scripts/compile_cuda.sh":
-        return frozenset()  # they take none
+    takes_none = program == "scripts/compile_cuda.sh" or (
+        program.startswith("examples/") and "argparse" not in (ROOT / program).read_text()
+    )
+    if takes_none:
+        return frozenset()
     if program == ENTRY:
         return frozenset(FLAG.findall(help_text()))
     if program.endswith(".sh"):

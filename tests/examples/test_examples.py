@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+import torch
 from harness import forked
 from harness.example_runs import output_of_example
+from harness.places import ROOT
 from harness.rank_pool import RankPool
 
 LOSS = re.compile(r"loss (\d+\.\d+)(?: to (\d+\.\d+))?")
@@ -16,8 +19,8 @@ def losses(output: str) -> list[float]:
     return [float(number) for found in LOSS.findall(output) for number in found if number]
 
 
-def printed_by(name: str) -> str:
-    done = forked.run(f"examples/{name}")
+def printed_by(name: str, *arguments: object) -> str:
+    done = forked.run(f"examples/{name}", *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -43,3 +46,13 @@ def test_a_codec_of_your_own_sends_about_a_quarter_and_learns_as_well() -> None:
     (plain_first, plain_last), (coded_first, coded_last) = losses(plain), losses(coded)
     assert plain_last < 0.2 * plain_first
     assert coded_last < 0.2 * coded_first
+
+
+def test_a_model_of_transformers_learns_and_transformers_reads_what_was_saved(tmp_path: Path) -> None:
+    import transformers  # takes a second, and every worker imports this file
+
+    first, *_, last = losses(printed_by("hugging_face_model.py", "--steps", 20, "--save", tmp_path))
+    assert last < 0.8 * first
+    ids = torch.tensor(list((ROOT / "examples/hugging_face_model.py").read_bytes())[:1024]).view(-1, 64)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=ids, labels=ids).loss.item()
+    assert saved == pytest.approx(last, rel=0.1)  # other samples of the same text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -176,6 +176,27 @@ def loss_after_inference(model: nn.Module, hidden: Tensor, rank: int) -> Tensor:
     return loss_of(model, hidden, rank)
 
 
+def of_transformers(kind: str, **sizes: int | bool) -> nn.Module:
+    """A causal model of two layers, whose decoder is `model`, with layers that are recomputed."""
+    import transformers  # takes a second, and every worker imports this file
+
+    config = getattr(transformers, f"{kind}Config")(
+        **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **sizes}
+    )
+    torch.manual_seed(1)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # this version has a new name for it as well
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def loss_of_ids(model: nn.Module, hidden: Tensor, rank: int) -> Tensor:
+    ids = (1000 * hidden.abs()).long() % 64
+    loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+    return loss
+
+
 def sample(step: int, rank: int) -> Tensor:
     return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
@@ -199,12 +220,14 @@ def trained_plainly(model: nn.Module, loss: Loss) -> list[tuple[float, float]]:
     return history
 
 
-def trained_sharded(make: Callable[[], nn.Module], loss: Loss, prefetch: Prefetch, shape: tuple[int, int]) -> list[tuple[float, float]]:
+def trained_sharded(
+    make: Callable[[], nn.Module], loss: Loss, prefetch: Prefetch, shape: tuple[int, int], units: Sequence[str] = UNITS
+) -> list[tuple[float, float]]:
     models = [make() for _ in range(RANKS)]
 
     def program(backend: VirtualBackend) -> list[tuple[float, float]]:
         model = models[backend.rank]
-        engine = shard(model, UNITS, EngineOptions(POLICIES[3], block_numel=32, clip_grad=0.0, prefetch=prefetch), backend=backend)
+        engine = shard(model, units, EngineOptions(POLICIES[3], block_numel=32, clip_grad=0.0, prefetch=prefetch), backend=backend)
         history = []
         for step in range(STEPS):
             own = loss(model, sample(step, backend.rank), backend.rank)
@@ -247,6 +270,23 @@ def test_losses_and_norms_are_those_of_plain_torch(
 ) -> None:
     """Within the rounding of fp32 sums, which the ranks take in another order."""
     expected, found = trained_plainly(make(), loss), trained_sharded(make, loss, prefetch, shape)
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=2e-5)
+    assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=2e-5)
+
+
+@pytest.mark.virtual
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("Llama", {"num_key_value_heads": 2}),
+        ("Qwen3", {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True}),
+        ("Mixtral", {"num_key_value_heads": 2, "num_local_experts": 4}),
+    ],
+)
+def test_models_of_transformers_have_the_losses_and_norms_of_plain_torch(kind: str, sizes: dict[str, int | bool]) -> None:
+    make = partial(of_transformers, kind, **sizes)
+    units = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
+    expected, found = trained_plainly(make(), loss_of_ids), trained_sharded(make, loss_of_ids, Prefetch(), (RANKS, 1), units)
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=2e-5)
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=2e-5)
 
