@@ -69,12 +69,15 @@ def check_sizes(manifest: Manifest, ids: int) -> None:
 
 
 def _prompt_ids(prompt: str, tokenizer: Tokenizer, data: DataConfig) -> list[int]:
+    """The ids of the prompt, without the end of the document if the tokenizer puts one behind every text."""
     try:
-        return tokenizer.tokenize(prompt)
+        ids, ids_of_no_text = tokenizer.tokenize(prompt), tokenizer.tokenize("")
     except ValueError as error:
         if data.tokenizer_type != "NullTokenizer":
             raise
         raise ValueError(f"{error} The checkpoint names no tokenizer of text; --tokenizer-type and --tokenizer-model give one.") from None
+    end = [tokenizer.eod]
+    return ids[:-1] if ids_of_no_text[-1:] == end == ids[-1:] else ids
 
 
 def load_model(reader: CheckpointReader) -> GPT:

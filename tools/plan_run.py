@@ -23,8 +23,11 @@ from command import errors_in_words, rank_count, show_usage_for_help_only
 from plan_estimates import Estimate, Rate, Sizes, sizes_of
 from plan_tables import plan_as_json, plan_as_text
 
+from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.config.cli import parse_flags
+from megatron_zpp.config.defaults import assume
 from megatron_zpp.config.flag import FlagError
+from megatron_zpp.config.groups.data import TOKENIZER_FILES
 from megatron_zpp.config.schema import Config
 from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron_zpp.monitor.output_file import naming_file
@@ -56,7 +59,7 @@ def main() -> None:
 
 def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     """Prints the plan. Raises ValueError for flags that no run could have."""
-    given = parse_flags(flags)
+    given = with_checkpoint_args(parse_flags(flags))
     if given.distributed.ranks_per_node is None:
         raise ranks_left_open(options.nodes)
     world = PlannedWorld(options.nodes, given.distributed.ranks_per_node, is_on_gpu=options.device == "gpu")
@@ -156,9 +159,11 @@ def _computation(options: argparse.Namespace, zero3: RunPlan, padded: int) -> Co
 
 
 def _vocab_size(given: Config) -> int:
-    if given.data.tokenizer_model is not None:
-        return build_tokenizer(given.data).vocab_size
-    return given.data.vocab_size or NULL_VOCABULARY
+    """The ids of the tokenizer if its files are given."""
+    data = assume(given).data
+    if any(getattr(data, name) is not None for name in TOKENIZER_FILES):
+        return build_tokenizer(data).vocab_size
+    return data.vocab_size or NULL_VOCABULARY
 
 
 def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -136,7 +136,7 @@ def _model_values(config: Config) -> dict[str, Any]:
     return {
         "position_embedding_type": _position_embedding_type(config),
         "num_query_groups": _or(model.num_query_groups, 1 if model.group_query_attention else model.num_attention_heads),
-        "ffn_hidden_size": _or(model.ffn_hidden_size, _ffn_hidden_size(config)),
+        "ffn_hidden_size": _ffn_hidden_size(model),
         "kv_channels": _or(model.kv_channels, model.hidden_size // model.num_attention_heads),
         "max_position_embeddings": _or(model.max_position_embeddings, model.seq_length),
         **_recompute_values(model),
@@ -169,10 +169,12 @@ def _position_embedding_type(config: Config) -> str:
     return "none" if model.no_position_embedding and "position_embedding_type" not in config.given else model.position_embedding_type
 
 
-def _ffn_hidden_size(config: Config) -> int:
-    """4 H. With a gate, whose matrix is a third one: two thirds of 4 H, rounded down to a multiple of 64, as in Megatron."""
-    hidden = config.model.hidden_size
-    if not config.model.swiglu:
+def _ffn_hidden_size(model: ModelConfig) -> int:
+    """As given, or 4 H. With a gate, whose matrix is a third one: two thirds of 4 H, rounded down to a multiple of 64, as in Megatron."""
+    hidden = model.hidden_size
+    if model.ffn_hidden_size is not None:
+        return model.ffn_hidden_size
+    if not model.swiglu:
         return 4 * hidden
     width = int(4 * hidden * 2 / 3 / 64) * 64
     if width == 0:

@@ -91,9 +91,10 @@ def check_rotary_channels(config: Config) -> None:
         return
     even = [number for number in (rotating - 1, rotating + 1, rotating + 2) if number % 2 == 0 and 0 < number <= channels]
     choices = [f"--rotary-percent {number / channels:g}" for number in even if int(channels * float(f"{number / channels:g}")) == number]
+    other_channels = "an even --kv-channels" if model.rotary_percent == 1 else "another --kv-channels"
     raise FlagError(
         f"--rotary-percent {model.rotary_percent} rotates {rotating} of a head's {channels} channels, which are not pairs; "
-        f"choose {any_of([*choices, 'an even --kv-channels'])}."
+        f"choose {any_of([*choices, other_channels])}."
     )
 
 

@@ -108,15 +108,14 @@ def check_vocabulary(model: ModelConfig, padded_vocab_size: int, tensor_ranks: i
         return
     multiple = math.lcm(model.make_vocab_size_divisible_by, tensor_ranks)
     rows = next_multiple(padded_vocab_size, multiple)
-    if model.padded_vocab_size is not None:
-        raise FlagError(
-            f"the vocabulary of {padded_vocab_size} rows (--padded-vocab-size) is not a multiple of {TENSOR_SIZE} {tensor_ranks}; "
-            f"give --padded-vocab-size {rows}."
-        )
+    padding, remedy = "--padded-vocab-size", f"give --padded-vocab-size {rows}"
+    if model.padded_vocab_size is None:
+        padding = f"padded to a multiple of --make-vocab-size-divisible-by {model.make_vocab_size_divisible_by}"
+        remedy = f"give --make-vocab-size-divisible-by {multiple} or --padded-vocab-size {rows}"
+    fitting = max(size for size in divisors(math.gcd(padded_vocab_size, tensor_ranks)) if _deals_groups(model, size))
     raise FlagError(
-        f"the vocabulary of {padded_vocab_size} rows (padded to a multiple of --make-vocab-size-divisible-by "
-        f"{model.make_vocab_size_divisible_by}) is not a multiple of {TENSOR_SIZE} {tensor_ranks}; "
-        f"give --make-vocab-size-divisible-by {multiple} or --padded-vocab-size {rows}."
+        f"the vocabulary of {padded_vocab_size} rows ({padding}) is not a multiple of {TENSOR_SIZE} {tensor_ranks}; {remedy}, or, "
+        f"for a checkpoint of {padded_vocab_size} rows, {TENSOR_SIZE} {fitting}."
     )
 
 

@@ -23,8 +23,8 @@ class Sampling:
     top_k: int = 0  # only the k most likely tokens can be drawn; 0: all
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature {self.temperature} is negative; choose 0 for the most likely token or a positive number.")
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature {self.temperature} is negative or no number; choose 0 for the most likely token, or more.")
         if self.top_k < 0 or self.top_k > self.vocab_size:
             raise ValueError(f"top-k {self.top_k} is not within 0..{self.vocab_size}, the size of the vocabulary; choose 0 for no limit.")
 
@@ -64,5 +64,6 @@ def draw_token(logits_V: Tensor, sampling: Sampling, generator: torch.Generator)
     if sampling.temperature == 0:
         return int(logits_V.argmax())
     likely = torch.topk(logits_V, sampling.top_k or sampling.vocab_size)
-    probabilities = torch.softmax(likely.values / sampling.temperature, dim=0)
+    below_highest = (likely.values - likely.values[0]).double()  # so that no temperature makes them infinite or NaN
+    probabilities = torch.softmax((below_highest / sampling.temperature).float(), dim=0)
     return int(likely.indices[torch.multinomial(probabilities, 1, generator=generator)])

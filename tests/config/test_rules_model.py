@@ -38,6 +38,10 @@ def test_query_groups_are_inferred_from_either_spelling(flags: str, groups: int)
 )
 def test_the_width_of_a_gated_feed_forward_layer_is_megatrons(hidden: int, ffn: int) -> None:
     assert resolved(f"--swiglu --hidden-size {hidden}").model.ffn_hidden_size == ffn
+
+
+@pytest.mark.parametrize("hidden", [16, 4096])  # 16 has no default
+def test_a_gated_feed_forward_layer_has_the_width_that_is_given(hidden: int) -> None:
     assert resolved(f"--swiglu --hidden-size {hidden} --ffn-hidden-size 7").model.ffn_hidden_size == 7
 
 
@@ -75,12 +79,12 @@ def test_only_learned_positions_have_an_end(flags: str) -> None:
         (
             "--use-rotary-position-embeddings --rotary-percent 0.45",
             "--rotary-percent 0.45 rotates 7 of a head's 16 channels, which are not pairs; "
-            "choose --rotary-percent 0.375, --rotary-percent 0.5 or an even --kv-channels.",
+            "choose --rotary-percent 0.375, --rotary-percent 0.5 or another --kv-channels.",
         ),
         (
             "--use-rotary-position-embeddings --rotary-percent 0.01",
             "--rotary-percent 0.01 rotates 0 of a head's 16 channels, which are not pairs; "
-            "choose --rotary-percent 0.125 or an even --kv-channels.",
+            "choose --rotary-percent 0.125 or another --kv-channels.",
         ),
         ("--use-rotary-position-embeddings --kv-channels 1", "rotates 1 of a head's 1 channels, .*; choose an even --kv-channels."),
         ("--rotary-percent 1.5", "--rotary-percent 1.5 is out of range; choose a value that is above 0 and at most 1."),

@@ -50,14 +50,22 @@ def model_of(flags: str) -> ModelConfig:
             50304,
             5,
             "the vocabulary of 50304 rows (padded to a multiple of --make-vocab-size-divisible-by 128) is not a multiple of "
-            "--tensor-model-parallel-size 5; give --make-vocab-size-divisible-by 640 or --padded-vocab-size 50560.",
+            "--tensor-model-parallel-size 5; give --make-vocab-size-divisible-by 640 or --padded-vocab-size 50560, or, for a "
+            "checkpoint of 50304 rows, --tensor-model-parallel-size 1.",
         ),
         (
             "--padded-vocab-size 50257 --make-vocab-size-divisible-by 1",
             50257,
             4,
             "the vocabulary of 50257 rows (--padded-vocab-size) is not a multiple of --tensor-model-parallel-size 4; "
-            "give --padded-vocab-size 50260.",
+            "give --padded-vocab-size 50260, or, for a checkpoint of 50257 rows, --tensor-model-parallel-size 1.",
+        ),
+        (
+            "--padded-vocab-size 50258 --make-vocab-size-divisible-by 1",
+            50258,
+            4,
+            "the vocabulary of 50258 rows (--padded-vocab-size) is not a multiple of --tensor-model-parallel-size 4; "
+            "give --padded-vocab-size 50260, or, for a checkpoint of 50258 rows, --tensor-model-parallel-size 2.",
         ),
         (
             "--max-position-embeddings 1025",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from itertools import islice
 
 import pytest
@@ -53,13 +54,21 @@ def test_top_k_draws_the_k_most_likely_tokens_only() -> None:
     assert {draw_token(logits_V, Sampling(4, top_k=1, temperature=5.0), generator) for _ in range(20)} == {1}
 
 
+@pytest.mark.parametrize(("temperature", "drawn"), [(5e-324, {1}), (1e-46, {1}), (1e-5, {1}), (math.inf, {0, 1, 2, 3})])
+def test_any_temperature_above_0_draws_tokens(temperature: float, drawn: set[int]) -> None:
+    logits_V = torch.tensor([0.1, 0.3, 0.2, 0.25])
+    generator = torch.Generator().manual_seed(3)
+    assert {draw_token(logits_V, Sampling(4, temperature=temperature), generator) for _ in range(50)} == drawn
+
+
 def test_what_cannot_be_sampled_is_refused_before_the_first_token() -> None:
     model, generator = small_gpt(), torch.Generator()
     with pytest.raises(ValueError, match="training mode"):
         generated_tokens(model, PROMPT, Sampling(VOCAB), generator)
     with pytest.raises(ValueError, match="prompt is empty"):
         generated_tokens(model.eval(), [], Sampling(VOCAB), generator)
-    with pytest.raises(ValueError, match="temperature -1"):
-        Sampling(VOCAB, temperature=-1)
+    for temperature in (-1.0, math.nan):
+        with pytest.raises(ValueError, match=f"temperature {temperature} is negative or no number"):
+            Sampling(VOCAB, temperature=temperature)
     with pytest.raises(ValueError, match=r"top-k 62 is not within 0\.\.61"):
         Sampling(VOCAB, top_k=62)

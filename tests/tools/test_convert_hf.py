@@ -377,6 +377,7 @@ def test_the_configuration_comes_back_from_their_config_json(name: str) -> None:
         ({**NO_BIASES, "rotary_interleaved": True}, "llama has no --rotary-interleaved"),
         ({**NO_BIASES, "normalization": "LayerNorm"}, "llama has no --normalization LayerNorm"),
         ({**NO_BIASES, "qk_layernorm": True, "add_qkv_bias": True}, "qwen2 has no --qk-layernorm; qwen3 has no --add-qkv-bias"),
+        ({**NO_BIASES, "num_attention_heads": 5, "num_query_groups": 5}, "llama has no --num-attention-heads 5 that does not divide"),
         ({"kv_channels": 8, "position_embedding_type": "none"}, "gpt2 has no --position-embedding-type none"),
     ],
 )
@@ -397,6 +398,7 @@ LLAMA_JSON |= {"max_position_embeddings": 16, "rms_norm_eps": 1e-5}
         ({"mlp_bias": True}, "mlp_bias True"),
         ({"attention_bias": True}, "only True can be converted"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type yarn"),
+        ({"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"rope_type": "yarn"}}, "rope_parameters and rope_scaling"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window True"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias True"),
     ],

@@ -15,13 +15,17 @@ from generate_text import load_model, open_checkpoint, until_end
 from harness.small_gpt import VOCAB, small_config, small_gpt
 from harness.small_state import Gathering
 from harness.tool import run_tool
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 from train_tokenizer import train_model
 
 from megatron_zpp.checkpoint.folders import iteration_folder
 from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, MARKER_FILE, Manifest, marker_json
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SaveOptions, Share
 from megatron_zpp.config.schema import DataConfig
-from megatron_zpp.data.tokenizers.tokenizer import NullTokenizer
+from megatron_zpp.data.tokenizers.tokenizer import NullTokenizer, build_tokenizer
 from megatron_zpp.model.generation import Sampling, generated_tokens
 from megatron_zpp.model.gpt import GPT, materialize
 from megatron_zpp.zero.pieces import Piece
@@ -111,6 +115,25 @@ def test_without_a_prompt_a_document_begins(tmp_path: Path) -> None:
 
 def test_generation_ends_with_the_document() -> None:
     assert list(until_end(iter([3, 1, VOCAB - 1, 4]), NullTokenizer(VOCAB))) == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("around", "prompt", "ids"),
+    [
+        ("$A </s>", "a b", [0, 1]),
+        ("$A </s>", "a </s>", [0, 2]),
+        ("$A </s>", "", []),
+        ("</s> $A", "a b", [2, 0, 1]),
+        ("$A", "a </s>", [0, 2]),
+    ],
+)
+def test_a_prompt_has_no_end_that_its_tokenizer_puts_behind_every_text(tmp_path: Path, around: str, prompt: str, ids: list[int]) -> None:
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "</s>": 2}))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.post_processor = TemplateProcessing(single=around, special_tokens=[("</s>", 2)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    data = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    assert generate_text._prompt_ids(prompt, build_tokenizer(data), data) == ids
 
 
 def test_the_iteration_can_be_chosen(tmp_path: Path) -> None:

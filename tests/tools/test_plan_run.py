@@ -14,7 +14,9 @@ import pytest
 import torch
 from harness.closed_forms import World, inter_node_bytes
 from harness.places import ROOT
+from harness.stored_manifest import manifest_of_run, write_manifest
 from harness.tool import run_tool
+from harness.trained_tokenizers import write_gpt2_files
 from plan_estimates import Estimate, recommended
 
 from megatron_zpp.config.cli import parse_flags
@@ -148,6 +150,25 @@ def test_the_stage_of_a_deepspeed_file_does_not_make_all_members_one(tmp_path: P
     options = ["--nodes", "2", "--inter-gigabits", "1", "--step-seconds", "0.1"]
     plain, with_file = (plan(tmp_path, *options, flags=[*RUN, *more]) for more in ([], ["--deepspeed_config", str(tmp_path / "ds.json")]))
     assert with_file == plain
+
+
+def test_a_vocabulary_of_files_is_counted(tmp_path: Path) -> None:
+    vocab_file, merge_file = write_gpt2_files(tmp_path, 300)
+    files = ["--vocab-file", vocab_file, "--merge-file", merge_file]
+    for kind in ([], ["--tokenizer-type", "GPT2BPETokenizer"]):
+        assert plan_run._vocab_size(parse_flags([*files, *kind])) == 300
+    with pytest.raises(ValueError, match="needs --vocab-file"):
+        plan_run._vocab_size(parse_flags(["--tokenizer-type", "GPT2BPETokenizer", "--merge-file", merge_file]))
+
+
+@pytest.mark.usefixtures("groups_as_given")
+def test_what_the_run_takes_from_its_checkpoint_the_plan_takes_too(tmp_path: Path) -> None:
+    first = resolve(parse_flags([*RUN, "--num-query-groups", "2"]), 2, 2)
+    write_manifest(tmp_path / "saved", manifest_of_run(first, 104, iteration=30, consumed_samples=240))
+    own = ["--quantization-block-size", "32", "--bf16", "--ranks-per-node", "2"]
+    options = ["--nodes", "3", "--inter-gigabits", "1", "--step-seconds", "0.1"]
+    taken = plan(tmp_path, *options, flags=[*own, "--load", str(tmp_path / "saved"), "--use-checkpoint-args"])
+    assert taken == plan(tmp_path, *options, flags=[*RUN, "--num-query-groups", "2"])
 
 
 @pytest.mark.parametrize(

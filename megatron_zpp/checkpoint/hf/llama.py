@@ -32,17 +32,23 @@ DEFAULT_ROTARY_BASE = 10000.0
 
 @dataclass(frozen=True)
 class Family:
-    """One of the three kinds of model. architecture: the class of transformers that loads it."""
+    """One of the three kinds of model. architecture: the class of transformers that loads it.
+
+    divides_width: whether this class refuses a number of heads that does not divide the hidden size.
+    """
 
     model_type: str
     architecture: str
+    divides_width: bool = False
     has_qkv_bias: bool = False
     has_head_norms: bool = False
 
     def unsupported_flags(self, model: ModelConfig) -> list[str]:
         """The flags of the model that the layout cannot express."""
         is_scaled_twice = model.use_rope_scaling and model.rotary_seq_len_interpolation_factor != 1
+        heads = f"--num-attention-heads {model.num_attention_heads} that does not divide --hidden-size {model.hidden_size}"
         conditions = {
+            heads: self.divides_width and model.hidden_size % model.num_attention_heads != 0,
             f"--position-embedding-type {model.position_embedding_type}": model.position_embedding_type != "rope",
             f"--rotary-percent {model.rotary_percent}": model.rotary_percent != 1,
             "--rotary-interleaved": model.rotary_interleaved,
@@ -132,7 +138,7 @@ class Family:
                 raise ValueError(f"config.json has {key} {config[key]}, which this model does not compute; only {value} can be converted.")
 
 
-LLAMA = Family("llama", "LlamaForCausalLM")
+LLAMA = Family("llama", "LlamaForCausalLM", divides_width=True)
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", has_qkv_bias=True)
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", has_head_norms=True)
 
@@ -206,7 +212,12 @@ def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _rotary_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ModelConfig for rotary positions. Reads both forms: rope_theta and rope_scaling, or rope_parameters with both."""
+    """The fields of ModelConfig for rotary positions. Reads both forms: rope_theta and rope_scaling, or rope_parameters with both.
+
+    Raises ValueError for two forms of scaling: of these, transformers follows rope_scaling alone, without the base that the other has.
+    """
+    if config.get("rope_parameters") and config.get("rope_scaling"):
+        raise ValueError("config.json has rope_parameters and rope_scaling; only one of them can be converted, so remove the other.")
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     fields = {"rotary_base": float(scaling.get("rope_theta") or config.get("rope_theta") or DEFAULT_ROTARY_BASE)}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
