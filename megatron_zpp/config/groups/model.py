@@ -140,7 +140,7 @@ class ModelConfig:
     norm_epsilon: float = flag(
         1e-5, help="Added to the variance, or the mean square, in norms.", unit="1", aliases=("--layernorm-epsilon",), allowed=POSITIVE
     )
-    apply_layernorm_1p: bool = flag(False, help="Norms store their gain minus 1, which 16-bit formats represent more precisely.")
+    apply_layernorm_1p: bool = flag(False, help="Norms store their gain minus 1, and add the 1 in the working dtype.")
     norm_backend: str = flag(
         "torch",
         help="Kernels of the norms: torch's, or NVIDIA Apex's FusedLayerNorm and FusedRMSNorm (GPUs only, built from NVIDIA's sources).",
