@@ -108,6 +108,7 @@ def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> 
     from megatron_zpp.training.instruments import make_instruments
     from megatron_zpp.training.kept_rules import with_kept_rules
     from megatron_zpp.training.kernels import prepare_kernels
+    from megatron_zpp.training.same_data import check_same_data
     from megatron_zpp.training.stop_conditions import check_kill_switch
     from megatron_zpp.training.stored_run import with_schedule
     from megatron_zpp.training.trainer import Trainer
@@ -141,6 +142,7 @@ def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> 
         writers = open_writers(config, printer, instruments, save_lock)
         config = config.with_values(vocab_size=vocabulary.size)
     with closing(writers, world):
+        check_same_data(vocabulary, datasets.sources)
         startup_checks.check_save_is_shared(config, world)
         kernels = prepare_kernels(config, world.device, hosts)
         lines = [*setup.describe_run(config, ladder, vocabulary.size, model), about_host, kernels, *about_rules, *datasets.messages]

@@ -109,7 +109,7 @@ def _share(nbytes: int, piece_bytes: int) -> Share:
 
 def _manifest(share: Share) -> Manifest:
     shapes = {piece.parameter: (piece.stop,) for piece in share.pieces}
-    return Manifest(ITERATION, 0, shapes, dict.fromkeys(STATES, ELEMENT_TYPE), {"scheduled_samples": 0}, {}, {}, {})
+    return Manifest(ITERATION, 0, shapes, dict.fromkeys(STATES, ELEMENT_TYPE), {}, {}, {}, {})
 
 
 def _target(share: Share) -> list[Piece]:

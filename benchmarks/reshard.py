@@ -152,7 +152,7 @@ def manifest_of(world: World) -> Manifest:
             pieces.append(StoredPiece(parameter, stripe.start, stripe.stop, name, by_state, columns))
         chunks = -(-layout.nbytes // CHUNK_BYTES)
         files.append(StoredFile(name, layout.nbytes, len(layout.header), tuple(checksums.getrandbits(32) for _ in range(chunks))))
-    manifest = Manifest(1, 1, SHAPES, STATES, {"scheduled_samples": 1}, {}, {}, {})
+    manifest = Manifest(1, 1, SHAPES, STATES, {}, {}, {}, {})
     return replace(manifest, files=tuple(files), pieces=tuple(pieces))
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 from megatron_zpp.checkpoint.candidates import find_candidates
-from megatron_zpp.checkpoint.manifest import CheckpointError, DamagedCheckpointError, Manifest, read_manifest
+from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from megatron_zpp.checkpoint.older_flags import flags_of
 from megatron_zpp.config.flag import FlagError
 from megatron_zpp.config.groups.data import CHANGED_TOKENIZERS, TOKENIZER_FIELDS
@@ -62,8 +61,6 @@ def _values(config: Config, manifest: Manifest) -> dict[str, Any]:
 
 def _members(manifest: Manifest, group: str, names: tuple[str, ...]) -> dict[str, Any]:
     stored = manifest.flags.get(group, {})
-    if not isinstance(stored, Mapping):
-        raise DamagedCheckpointError(f"the manifest of iteration {manifest.iteration} has no {group} flags")
     found = {name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name] for name in names if name in stored}
     # Defaults are left out: flags of an architecture that the checkpoint does not have would cause "without effect" warnings.
     return {name: value for name, value in found.items() if value not in (None, DEFAULTS[group][name])}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.config.outside import Members, OutsideFile
+from megatron_zpp.config.schema import GROUPS
 from megatron_zpp.parallel.stripes import Columns, column_numel, columns_of
 
 FORMAT = "megatron_zpp checkpoint"
@@ -24,7 +25,8 @@ ELEMENT_TYPE = "F32"  # of every state but kept copies of the weights, and of ev
 ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # by element type; the names are those of safetensors
 CHUNK_BYTES = 1 << 20
 MARKER_BYTES, MANIFEST_BYTES = 1 << 16, 1 << 32  # limits; the manifest of 10,000 ranks with 1,000 pieces each has about 2 GB
-COUNTS_OF_RUN = frozenset({"scheduled_samples", "ordered_samples", "optimizer_steps"})
+COUNTS_OF_RUN = ("scheduled_samples", "optimizer_steps")
+DYNAMIC_SCALE = ("scale", "patience")  # belong to a loss scale that counts its good steps
 FILE_KEYS = frozenset({"name", "nbytes", "header_bytes", "checksums"})
 PIECE_KEYS = frozenset({"parameter", "start", "stop", "file", "offsets", "columns"})
 REMEDY = "choose an older one with --ckpt-step, or give --load-last-good-checkpoint"
@@ -152,7 +154,7 @@ def _parse(file: OutsideFile, members: Members) -> Manifest:
         shapes={name: tuple(shapes.counts(name)) for name in shapes.values},
         states={name: states.text(name) for name in states.values},
         run=_run_state(members.members("run")),
-        flags=members.members("flags").values,
+        flags=_groups_of_flags(members.members("flags")),
         topology={name: topology.count(name) for name in topology.values},
         versions={name: versions.text(name) for name in versions.values},
         chunk_bytes=members.count("chunk_bytes"),
@@ -164,13 +166,25 @@ def _parse(file: OutsideFile, members: Members) -> Manifest:
     return manifest
 
 
+def _groups_of_flags(found: Members) -> Mapping[str, Any]:
+    for group in filter(found.values.__contains__, GROUPS):
+        found.members(group)
+    return found.values
+
+
 def _run_state(found: Members) -> Mapping[str, Any]:
-    for key in COUNTS_OF_RUN & found.values.keys():
+    """The state of a run; empty for a release."""
+    if not found.values:
+        return found.values
+    for key in COUNTS_OF_RUN:
         found.count(key)
-    if "loss_scaler" in found:
-        scaler = found.members("loss_scaler")
-        for key in scaler.values:
-            scaler.number(key)
+    if "ordered_samples" in found:
+        found.count("ordered_samples")
+    scaler = found.members("loss_scaler")
+    for key in (*scaler.values, *(DYNAMIC_SCALE if "good_steps" in scaler else ())):
+        scaler.number(key)
+    if "scale" in scaler and scaler.number("scale") <= 0:
+        scaler.refuse("scale", "a number above 0")
     return found.values
 
 

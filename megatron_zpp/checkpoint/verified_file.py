@@ -60,6 +60,7 @@ class VerifiedFile:
         runs: of at most RUN_CHUNKS chunks each. One thread reads them in order, which suits disks; other threads verify and call `use`.
         """
         used: deque[tuple[bytearray, Future[None]]] = deque()
+        buffer_bytes = min(RUN_CHUNKS * self._chunk_bytes, self._stored.nbytes)
 
         def verify_and_use(view: memoryview, start: int) -> None:
             self._verify(view, start)
@@ -68,7 +69,7 @@ class VerifiedFile:
         with ThreadPoolExecutor(VERIFYING_THREADS) as threads:
             for run in runs:
                 if len(used) < BUFFERS:
-                    buffer = bytearray(RUN_CHUNKS * self._chunk_bytes)
+                    buffer = bytearray(buffer_bytes)
                 else:
                     buffer, future = used.popleft()
                     future.result()

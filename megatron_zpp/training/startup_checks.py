@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_zpp import __version__
 from megatron_zpp.checkpoint.durable import SHARED_FOLDER, becomes_visible
 from megatron_zpp.checkpoint.owner import own_token
 from megatron_zpp.config.counted import counted
@@ -30,6 +31,7 @@ from megatron_zpp.training.memory_need import AvailableMemory, check_fits
 from megatron_zpp.training.setup import working_dtype
 from megatron_zpp.training.sharding import sharding_of
 
+VERSIONS, UNKNOWN = "versions", "unknown"
 # cuBLAS promises reproducible results for these values.
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 # Paths may be spelled differently on different machines.
@@ -37,21 +39,23 @@ FLAGS_THAT_MAY_DIFFER = {"local_rank", *(option.name for option in options() if 
 
 
 def check_same_flags(config: Config) -> None:
-    """Raises StartupError on every rank if ranks were started with different flags, and names the flags. Ignores paths.
+    """Raises StartupError on every rank if ranks were started with different flags or versions, and names them. Ignores paths.
 
-    Every rank must call it.
+    Every rank must call it. Builds of one version of torch, such as those for other versions of CUDA, are not told apart.
     """
     own = {name: value for name, value in arguments(config).items() if name not in FLAGS_THAT_MAY_DIFFER}
     own["data_path"] = _describe_blends(config)
+    own[VERSIONS] = f"megatron_zpp {__version__} with torch {torch.__version__.partition('+')[0]}"
     by_rank = [json.loads(text) for text in gather_texts(json.dumps(own))]
+    names = dict.fromkeys(name for theirs in by_rank for name in theirs)  # another version has other flags
     for rank, theirs in enumerate(by_rank):
-        differing = [
-            f"{spelling_of(name)} {by_rank[0][name]} on rank 0 and {theirs[name]} on rank {rank}"
-            for name in own
-            if theirs[name] != by_rank[0][name]
-        ]
+        pairs = {name: (by_rank[0].get(name, UNKNOWN), theirs.get(name, UNKNOWN)) for name in names}
+        differing = {name: f"{here} on rank 0 and {there} on rank {rank}" for name, (here, there) in pairs.items() if here != there}
+        if VERSIONS in differing:
+            raise StartupError(f"the ranks run different versions: {differing[VERSIONS]}; install the same for every rank.")
         if differing:
-            raise StartupError(f"the ranks were started with different flags: {'; '.join(differing)}; give every rank the same.")
+            words = "; ".join(f"{spelling_of(name)} {values}" for name, values in differing.items())
+            raise StartupError(f"the ranks were started with different flags: {words}; give every rank the same.")
 
 
 def _describe_blends(config: Config) -> str:

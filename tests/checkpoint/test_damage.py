@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.small_state import CHUNK_BYTES, Ranks, State, check_holds, state_at
+from harness.small_state import CHUNK_BYTES, Ranks, State, check_holds, manifest_at, state_at
 
 from megatron_zpp.checkpoint.folders import LATEST_FILE, find_checkpoint
 from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, MARKER_FILE, CheckpointError, DamagedCheckpointError, marker_json
@@ -86,6 +86,11 @@ def test_pieces_that_overlap_or_leave_gaps_are_refused_at_load_and_found_by_veri
     with CheckpointReader(folder) as reader:
         findings = list(reader.verify())
     assert findings and all(words in finding for finding in findings)
+
+
+def test_chunks_larger_than_memory_take_no_more_of_it_than_their_file(tmp_path: Path) -> None:
+    Ranks(tmp_path, state_at(1)).on_each(lambda saver: saver.save(manifest_at(1, chunk_bytes=1 << 60)))
+    check_holds(tmp_path / "iter_0000001", 1)
 
 
 @pytest.mark.parametrize("name", ["rank_00000.safetensors", f"../{LATEST_FILE}"])

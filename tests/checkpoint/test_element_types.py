@@ -10,6 +10,7 @@ import inspect_checkpoint
 import pytest
 import torch
 from harness.divided_state import SHAPES, World, pieces_of_rank, save, whole_state
+from harness.run_state import run_state
 from harness.small_state import Gathering
 from safetensors import safe_open
 
@@ -29,7 +30,7 @@ def test_a_state_in_16_bits_is_saved_and_read_bit_for_bit(tmp_path: Path, in_bac
     whole = whole_state(STATES)
     share = Share(0, 1, list(pieces_of_rank(whole, World(1, 1), 0, only_counted=True)))
     saver = CheckpointSaver(tmp_path, share, SaveOptions(in_background=in_background), Gathering(1).of(0))
-    saver.save(Manifest(3, 24, SHAPES, STATES, {"scheduled_samples": 24}, {}, {}, {}, chunk_bytes=64))
+    saver.save(Manifest(3, 24, SHAPES, STATES, run_state(24), {}, {}, {}, chunk_bytes=64))
     saver.finish()
     assert share.nbytes == sum(values.nbytes for values in whole.values())
     with CheckpointReader(tmp_path / "iter_0000003") as reader:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harness.run_state import run_state
 from megatron_zpp.checkpoint.manifest import Manifest
 from megatron_zpp.checkpoint.shard_file import DTYPES
 from megatron_zpp.checkpoint.unfinished import make_unfinished, seal, write_pieces
@@ -113,7 +114,7 @@ def save(folder: Path, whole: Whole, states: Mapping[str, str], world: World, ch
         )
         for rank in world.ranks
     ]
-    manifest = Manifest(1, 8, SHAPES, states, {"scheduled_samples": 8}, {}, {"tensor_ranks": world.tensor_ranks}, {}, chunk_bytes)
+    manifest = Manifest(1, 8, SHAPES, states, run_state(8), {}, {"tensor_ranks": world.tensor_ranks}, {}, chunk_bytes)
     files, pieces = tuple(file for file, _ in written), tuple(piece for _, of_rank in written for piece in of_rank)
     seal(folder, replace(manifest, files=files, pieces=pieces))
     return manifest

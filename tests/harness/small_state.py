@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from harness.patience import PATIENCE_SECONDS
+from harness.run_state import run_state
 from harness.worlds import Barrier
 from megatron_zpp.checkpoint.manifest import ELEMENT_TYPE, Manifest
 from megatron_zpp.checkpoint.reader import CheckpointReader
@@ -47,7 +48,7 @@ def shares(state: State, world_size: int, seed: int = 0) -> list[Share]:
 
 def manifest_at(iteration: int, chunk_bytes: int = CHUNK_BYTES) -> Manifest:
     states = dict.fromkeys(STATES, ELEMENT_TYPE)
-    return Manifest(iteration, 8 * iteration, SHAPES, states, {"scheduled_samples": 0}, {}, {}, {}, chunk_bytes)
+    return Manifest(iteration, 8 * iteration, SHAPES, states, run_state(0), {}, {}, {}, chunk_bytes)
 
 
 class Gathering:

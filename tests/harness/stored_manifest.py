@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from harness.run_state import run_state
 from megatron_zpp.checkpoint.folders import iteration_folder, move_latest
 from megatron_zpp.checkpoint.manifest import Manifest
 from megatron_zpp.checkpoint.unfinished import make_unfinished, seal
@@ -18,7 +19,7 @@ def manifest_of_run(config: Config, padded_vocab: int, iteration: int = 3, consu
     """config: resolved."""
     shapes = {param.name: param.whole_shape for unit in ModelShape(config.model, padded_vocab).unit_specs() for param in unit.params}
     flags = {**flags_by_group(config), "padded_vocab_size": padded_vocab}
-    return Manifest(iteration, consumed_samples, shapes, STATES, {"scheduled_samples": consumed_samples}, flags, {}, {})
+    return Manifest(iteration, consumed_samples, shapes, STATES, run_state(consumed_samples), flags, {}, {})
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> Path:

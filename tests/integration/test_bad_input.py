@@ -72,6 +72,13 @@ def test_data_files_missing_on_one_node_are_named_with_its_ranks(ranks: RankPool
     assert str(tmp_path / "elsewhere") in message and "(on rank 1 of 2)" in message
 
 
+def test_a_node_with_another_corpus_is_refused_and_both_are_named(ranks: RankPool, tmp_path: Path) -> None:
+    one = write_corpus(tmp_path, [[1] * 200])
+    other = write_corpus(tmp_path, [[1] * 200, [2] * 50], name="other")
+    message = message_of(ranks, 2, 1, *(f"--data-path {prefix} {DATA}" for prefix in (one, other)))
+    assert f"{one} with 1 document and 200 tokens on rank 0, and {other} with 2 documents and 250 tokens on rank 1" in message
+
+
 def test_a_truncated_bin_file_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path, [[1] * 200])
     os.truncate(f"{prefix}.bin", 300)

@@ -12,6 +12,7 @@ import generate_text
 import pytest
 import torch
 from generate_text import load_model, open_checkpoint, until_end
+from harness.run_state import run_state
 from harness.small_gpt import VOCAB, small_config, small_gpt
 from harness.small_state import Gathering
 from harness.tool import run_tool
@@ -47,7 +48,7 @@ def write_checkpoint(directory: Path, model: GPT, iteration: int = 7, data: Data
     savers = [CheckpointSaver(directory, Share(rank, RANKS, pieces[rank]), SaveOptions(), gathering.of(rank)) for rank in range(RANKS)]
     flags = {"model": asdict(model.config), "data": asdict(data), "padded_vocab_size": model.padded_vocab_size}
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    manifest = Manifest(iteration, 0, shapes, {"weight": "F32"}, {"scheduled_samples": 0}, flags, {}, {})
+    manifest = Manifest(iteration, 0, shapes, {"weight": "F32"}, run_state(0), flags, {}, {})
     with ThreadPoolExecutor(RANKS) as threads:
         list(threads.map(lambda saver: saver.save(manifest), savers))
     return iteration_folder(directory, iteration)

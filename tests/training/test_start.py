@@ -45,5 +45,14 @@ def test_a_run_that_begins_before_the_checkpoints_of_its_folder_says_so(tmp_path
     assert said(f"--save {tmp_path / 'new'}", Progress()) == ""
 
 
+def test_a_run_that_loads_nothing_says_which_iterations_are_there_without_a_latest_one(tmp_path: Path) -> None:
+    flags = f"--load {tmp_path / 'saved'}"
+    assert said(flags, Progress()) == f"WARNING: {flags} holds no checkpoint; starting from scratch"
+    for iteration in (3, 12):
+        (tmp_path / "saved" / f"iter_{iteration:07d}").mkdir(parents=True)
+    text = said(flags, Progress())
+    assert f"{flags} has no latest_checkpointed_iteration.txt, only iterations 3, 12 (--ckpt-step or --load-last-good-checkpoint" in text
+
+
 def test_standard_streams_and_the_null_device_have_no_earlier_run() -> None:
     assert [said(f"--log-jsonl {path}", Progress()) for path in ("/dev/stdout", "/dev/null")] == ["", ""]

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_zpp.config.schema import Config
+from megatron_zpp.parallel.initialize import StartupError
 from megatron_zpp.training import startup_checks
 from megatron_zpp.training.memory_need import AvailableMemory
 
@@ -23,3 +25,25 @@ def test_available_memory_is_the_least_of_all_ranks_and_of_a_gpu_what_is_left_af
     monkeypatch.setattr(startup_checks, "gather_texts", lambda own: [json.dumps([40, None]), own])
     of_device = min(40, {"cpu": 35, "cuda": 25}[device])
     assert startup_checks.available_memory(world, ["a", "a", "b"]) == AvailableMemory(of_device, 35, is_after_start=device == "cuda")
+
+
+@pytest.mark.parametrize(
+    ("missing", "more", "words"),
+    [
+        ([], {"versions": "zpp 1"}, "different versions: megatron_zpp .* with torch .* on rank 0 and zpp 1 on rank 1; install"),
+        (["versions"], {"lr": 7}, "different versions: megatron_zpp .* with torch .* on rank 0 and unknown on rank 1; install"),
+        (["lr"], {}, "different flags: --lr None on rank 0 and unknown on rank 1; give"),
+        ([], {"new_flag": 3}, "different flags: --new-flag unknown on rank 0 and 3 on rank 1; give"),
+    ],
+    ids=["another version", "no version", "a flag less", "a flag more"],
+)
+def test_a_rank_of_another_version_or_with_other_flags_is_named_on_every_rank(
+    missing: list[str], more: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gathered(own: str) -> list[str]:
+        other = {name: value for name, value in json.loads(own).items() if name not in missing}
+        return [own, json.dumps(other | more)]
+
+    monkeypatch.setattr(startup_checks, "gather_texts", gathered)
+    with pytest.raises(StartupError, match=words):
+        startup_checks.check_same_flags(Config())
