@@ -176,6 +176,8 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     "changes, finding",
     [
         ({"num_experts": 8}, "its arguments have num_experts 8, which this model does not compute"),
+        ({"use_mup": True, "mup_embedding_mult": 10.0}, "its arguments have use_mup True, which this model does not compute"),
+        ({"softmax_scale": 0.5}, "its arguments have softmax_scale 0.5, which this model does not compute"),
         ({"window_size": (4, 0)}, "its arguments have window_size, which this model does not compute"),
         ({"position_embedding_type": "yarn"}, "position_embedding_type yarn, which this model does not compute"),
         ({"normalization": "L2"}, "normalization L2, which is none of LayerNorm, RMSNorm"),

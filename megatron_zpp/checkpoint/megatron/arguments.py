@@ -52,6 +52,8 @@ WITHOUT_CHANGE: Mapping[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
     "window_size": (None,),
     "softmax_type": ("vanilla", None),
+    "softmax_scale": (None,),
+    "use_mup": (False, None),
     "attention_output_gate": (False, None),
     "qk_l2_norm": (False, None),
     "no_rope_freq": (None,),
