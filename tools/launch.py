@@ -1,4 +1,4 @@
-"""Starts a run on the hosts of a file: one torchrun per host, over ssh, with the hostfile and the flags of the `deepspeed` launcher.
+"""Starts a run on the hosts of a file: one torchrun per host, over ssh, with the hostfile of the `deepspeed` launcher.
 
     python tools/launch.py --hostfile hosts pretrain_zeropp_gpt.py ...
 

@@ -9,7 +9,7 @@ from megatron_zpp.checkpoint.candidates import find_candidates
 from megatron_zpp.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from megatron_zpp.checkpoint.older_flags import flags_of
 from megatron_zpp.config.flag import FlagError
-from megatron_zpp.config.groups.data import CHANGED_TOKENIZERS, TOKENIZER_FIELDS
+from megatron_zpp.config.groups.data import CHANGED_TOKENIZERS, TOKENIZER_FIELDS, TOKENIZER_FILES
 from megatron_zpp.config.schema import GROUPS, Config, ModelConfig
 
 # MACHINE_FIELDS say how the model is computed, which may differ per machine. OTHER_WORDS follow from fields that are taken.
@@ -52,11 +52,15 @@ def with_checkpoint_args(config: Config) -> Config:
 
 def _values(config: Config, manifest: Manifest) -> dict[str, Any]:
     values = _members(manifest, "model", MODEL_FIELDS)
-    if "tokenizer_type" not in config.given:
-        values |= _members(manifest, "data", STORED_TOKENIZER_FIELDS)
-        if values.get("tokenizer_type") in CHANGED_TOKENIZERS and flags_of(manifest, "data")["legacy_tokenizer"]:
-            values["legacy_tokenizer"] = True
-    return values
+    stored = _members(manifest, "data", STORED_TOKENIZER_FIELDS)
+    kind = stored.get("tokenizer_type")
+    # A converted model is recorded with NullTokenizer if nobody said which tokenizer it had.
+    is_replaced = kind == "NullTokenizer" and not config.given.isdisjoint(TOKENIZER_FILES)
+    if "tokenizer_type" in config.given or is_replaced:
+        return values
+    if kind in CHANGED_TOKENIZERS and flags_of(manifest, "data")["legacy_tokenizer"]:
+        stored["legacy_tokenizer"] = True
+    return values | stored
 
 
 def _members(manifest: Manifest, group: str, names: tuple[str, ...]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from megatron_zpp.checkpoint.durable import rename_durably, write_durably
 from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, CheckpointError, is_complete
+from megatron_zpp.checkpoint.other_programs import foreign_checkpoint
 from megatron_zpp.checkpoint.owner import own_token
 from megatron_zpp.config.outside import OutsideFile
 
@@ -86,10 +87,21 @@ def saved_iterations(directory: Path) -> list[int]:
 def find_checkpoint(directory: Path, step: int | None) -> Path | None:
     """The folder to load: that of iteration `step`, or of the latest iteration if step is None. None if `directory` holds no checkpoint.
 
-    Raises CheckpointError if iteration `step` is missing or if `directory` is itself a checkpoint, and LatestError if the latest iteration
-    cannot be determined or is missing.
+    Raises CheckpointError if iteration `step` is missing, if `directory` is itself a checkpoint, or if another program wrote what it holds,
+    and LatestError if the latest iteration cannot be determined or is missing.
     """
     _refuse_a_checkpoint(directory)
+    try:
+        folder = _named_folder(directory, step)
+    except CheckpointError:
+        _refuse_other_programs(directory)
+        raise
+    if folder is None or not os.path.isfile(folder / MANIFEST_FILE):
+        _refuse_other_programs(directory if folder is None else folder)
+    return folder
+
+
+def _named_folder(directory: Path, step: int | None) -> Path | None:
     if step is not None:
         folder = _in_place(iteration_folder(directory, step))
         if folder is None:
@@ -227,6 +239,12 @@ def _refuse_a_checkpoint(directory: Path) -> None:
         return
     choice = f" (with --load, --ckpt-step {int(match['iteration'])} chooses this iteration)" if match["iteration"] else ""
     raise CheckpointError(f"{directory} is one checkpoint; give its parent folder, {os.path.normpath(directory / '..')}{choice}")
+
+
+def _refuse_other_programs(folder: Path) -> None:
+    finding = foreign_checkpoint(folder)
+    if finding is not None:
+        raise CheckpointError(finding) from None
 
 
 def _in_place(final: Path) -> Path | None:

@@ -150,7 +150,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "vocabulary_size": (OFF, "use --vocab-size"),
     "tensorboard": (OFF, "use --tensorboard-dir"),
     "csv_monitor": (OFF, "use --log-jsonl"),
-    "wandb": (OFF, "use --tensorboard-dir or --log-jsonl"),
+    "wandb": (OFF, "use --wandb-project"),
     "comet": (OFF, "use --tensorboard-dir or --log-jsonl"),
     **dict.fromkeys(ABSENT_FEATURES, (OFF, NOTHING_TO_PUT)),
 }
@@ -249,36 +249,41 @@ def _flattened(file: str, found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
     for written, value in found.items():
         key = OLDER_SECTIONS.get(written, written)
         if key not in SECTIONS:
-            yield _known(file, key), value
+            yield key, value
         elif isinstance(value, dict):
             for inner, inner_value in value.items():
-                yield _known(file, f"{key}.{inner}"), inner_value
+                yield f"{key}.{inner}", inner_value
         elif value is not None:
             raise FlagError(f"{key} {json.dumps(value)} in {file} is not an object; write {key} with its keys in braces.")
 
 
-def _known(file: str, key: str) -> str:
-    if key in KEYS:
-        return key
+def _unusable(entries: Entries) -> Iterator[str]:
+    """One sentence for each key that is unknown, not available or "auto", so that a file can be corrected in one go."""
+    for key, value in entries.values.items():
+        if key not in KEYS:
+            yield _about_unknown(entries.file, key)
+        elif value == "auto" and key not in WITHOUT_MEANING and key not in NOT_NEEDED:
+            yield f"{entries.at(key)} is filled in by another program; write the value, or leave the key out and give the flag."
+        elif key in REFUSED and not asks_for_nothing(value, REFUSED[key][0]):
+            yield f"{entries.at(key)} is not available; {REFUSED[key][1]}."
+
+
+def _about_unknown(file: str, key: str) -> str:
     section, _, name = key.rpartition(".")
     siblings = [other for other in KEYS if other.rpartition(".")[0] == section] + ([] if section else list(SECTIONS))
     elsewhere = {other.rpartition(".")[2]: other for other in sorted(KEYS)}
     nearest = difflib.get_close_matches(key, siblings, n=1, cutoff=0.75)
     nearest = nearest or [elsewhere[match] for match in difflib.get_close_matches(name, elsewhere, n=1)]
     remedy = f"did you mean {nearest[0]}?" if nearest else "correct or remove it."
-    raise FlagError(f"{key} in {file} is not a key of a DeepSpeed configuration; {remedy}")
+    return f"{key} in {file} is not a key of a DeepSpeed configuration; {remedy}"
 
 
 def _translated(entries: Entries) -> list[Setting]:
-    settings = []
-    for key, value in entries.values.items():
-        if value == "auto" and key not in WITHOUT_MEANING and key not in NOT_NEEDED:
-            raise FlagError(f"{entries.at(key)} is filled in by another program; write the value, or leave the key out and give the flag.")
-        if key in REFUSED and not asks_for_nothing(value, REFUSED[key][0]):
-            raise FlagError(f"{entries.at(key)} is not available; {REFUSED[key][1]}.")
-        if key in FIELDS and value is not None:
-            settings.append(Setting(FIELDS[key], _field_value(entries, key), entries.at(key)))
-    return settings
+    unusable = list(_unusable(entries))
+    if unusable:
+        raise FlagError("\n".join(unusable))
+    found = (key for key, value in entries.values.items() if key in FIELDS and value is not None)
+    return [Setting(FIELDS[key], _field_value(entries, key), entries.at(key)) for key in found]
 
 
 def _offload(entries: Entries) -> list[Setting]:

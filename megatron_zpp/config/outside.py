@@ -161,14 +161,17 @@ class OutsideFile:
 
     def _value_of(self, text: str, *, has_unique_keys: bool = False, has_any_numbers: bool = False) -> Any:
         """The value of a JSON text, read as by `json`. Raises JSONDecodeError for a text that is not JSON."""
+        twice: list[str] = []
         try:
-            found = json.loads(text, object_pairs_hook=self._object_of_unique_keys if has_unique_keys else None)
+            found = json.loads(text, object_pairs_hook=partial(_object_of, twice) if has_unique_keys else None)
         except json.JSONDecodeError:
             raise
         except ValueError as error:  # a whole number of thousands of digits
             self.refuse(f"is not usable JSON ({error})")
         except RecursionError:
             self.refuse(f"is nested more than {MOST_DEPTH} levels deep")
+        if twice:
+            self.refuse(f"has {twice[0]} twice in one object")
         self._check_values(found, has_any_numbers=has_any_numbers)
         return found
 
@@ -176,13 +179,6 @@ class OutsideFile:
         if not isinstance(found, dict):
             self.refuse_value("", "a JSON object", found)
         return Members(found, self)
-
-    def _object_of_unique_keys(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            keys = [key for key, _ in pairs]
-            self.refuse(f"has {next(key for key in found if keys.count(key) > 1)} twice in one object")
-        return found
 
     def _check_values(self, root: Any, *, has_any_numbers: bool) -> None:
         # A loop over levels, because a recursive walk is what a deep file exhausts.
@@ -305,6 +301,16 @@ class Members:
     def refuse(self, key: str, rule: str) -> NoReturn:
         """Raises the error of the file: `key must be rule, not value`."""
         self._file.refuse_value(_place_of(self._place, key), rule, self.values[key])
+
+
+def _object_of(twice: list[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs. A key that occurs again is added to `twice`."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            twice.append(key)
+        found[key] = value
+    return found
 
 
 def _objects(entries: Sequence[Any], file: OutsideFile, place: str = "") -> Iterator[Members]:

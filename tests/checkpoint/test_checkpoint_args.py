@@ -90,6 +90,12 @@ def test_another_tokenizer_takes_nothing_of_the_checkpoints(directory: Path) -> 
     assert config.data.vocab_size == 99
 
 
+def test_the_files_of_a_tokenizer_go_before_a_checkpoint_without_one(directory: Path) -> None:
+    config = merged(f"--load {directory} --data-path corpus --vocab-file vocab.json --merge-file merges.txt")
+    assert config.model == MODEL
+    assert (config.data.tokenizer_type, config.data.vocab_size) == ("GPT2BPETokenizer", None)
+
+
 TOKENIZERS = {
     "NullTokenizer": DATA,
     "GPT2BPETokenizer": DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file="vocab.json", merge_file="merges.txt"),
@@ -130,9 +136,10 @@ def test_a_tokenizer_comes_with_all_that_it_is_built_from(tmp_path: Path, data: 
     config = merged(f"--load {tmp_path} --data-path corpus")
     assert replace(config.data, data_path=(), blend_normalization=None) == replace(data, vocab_size=77)
     assert not any("has no effect" in notice for notice in config.notices)
-    given = merged(f"--load {tmp_path} --data-path corpus --tokenizer-model elsewhere --vocab-file v --merge-file m")
-    files = {"tokenizer_model": "elsewhere", "vocab_file": "v", "merge_file": "m"}
-    assert given.data == replace(config.data, **files)
+    if data.tokenizer_type != "NullTokenizer":  # which has no files
+        given = merged(f"--load {tmp_path} --data-path corpus --tokenizer-model elsewhere --vocab-file v --merge-file m")
+        files = {"tokenizer_model": "elsewhere", "vocab_file": "v", "merge_file": "m"}
+        assert given.data == replace(config.data, **files)
 
 
 def test_every_flag_that_a_tokenizer_is_built_from_is_taken() -> None:

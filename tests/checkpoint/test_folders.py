@@ -13,6 +13,7 @@ from harness.small_state import Ranks, check_holds, state_at
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_zpp.checkpoint.candidates import find_candidates
 from megatron_zpp.checkpoint.folders import (
     LATEST_FILE,
     Leftover,
@@ -32,6 +33,7 @@ from megatron_zpp.checkpoint.folders import (
 from megatron_zpp.checkpoint.manifest import CheckpointError
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.stored_flags import open_checkpoint
+from megatron_zpp.config.cli import parse_flags
 
 ITERATIONS = st.sets(st.integers(1, 40), max_size=15)
 
@@ -94,6 +96,32 @@ def test_weights_of_no_run_are_refused_without_a_number_of_their_iteration(direc
     iteration_folder(directory, 2).rename(directory / "release")
     with pytest.raises(CheckpointError, match=f"release is one checkpoint; give its parent folder, {directory}$"):
         find_checkpoint(directory / "release", None)
+
+
+@pytest.mark.parametrize("last_good", ["", "--load-last-good-checkpoint"])
+@pytest.mark.parametrize(
+    ("files", "latest", "tool"),
+    [
+        (["iter_0000010/mp_rank_00/model_optim_rng.pt"], "10", "convert_from_megatron"),
+        (["release/mp_rank_00_001/model_optim_rng.pt"], "release", "convert_from_megatron"),
+        (["iter_0000010/.metadata", "iter_0000010/common.pt"], "10", "convert_from_megatron"),
+        (["latest", "global_step10/mp_rank_00_model_states.pt"], None, "convert_from_megatron"),
+        (["latest", "global_step10/zero_pp_rank_0_mp_rank_00_model_states.pt"], "10", "convert_from_megatron"),
+        (["mp_rank_00/model_optim_rng.pt"], None, "convert_from_megatron"),
+        (["mp_rank_00_model_states.pt", "layer_01-model_00-model_states.pt"], None, "convert_from_megatron"),
+        (["config.json", "model.safetensors"], None, "convert_from_hf"),
+    ],
+)
+def test_a_checkpoint_of_another_program_is_refused_with_the_tool_that_converts_it(
+    tmp_path: Path, files: list[str], latest: str | None, tool: str, last_good: str
+) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    if latest is not None:
+        (tmp_path / LATEST_FILE).write_text(latest)
+    with pytest.raises(CheckpointError, match=f"convert it with tools/{tool}.py, and give the folder that this tool writes"):
+        find_candidates(parse_flags(f"--load {tmp_path} {last_good}".split()).checkpoint)
 
 
 @pytest.mark.parametrize("text", ["", "iter_2", "-1", "2.5", "9" * 40, "\x80\x04\x95"])

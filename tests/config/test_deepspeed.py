@@ -429,6 +429,12 @@ def test_auto_is_refused(key):
     assert text.startswith(f'{key} "auto" in ds.json is filled in by another program; write the value')
 
 
+def test_every_key_that_cannot_be_used_is_named_at_once():
+    with pytest.raises(FlagError) as error:
+        translated({"train_batch_size": "auto", "optimizer": {"type": "AdamW"}, "fp16": {"enabled": "auto", "scale": 1}})
+    assert [line.split()[0] for line in str(error.value).splitlines()] == ["train_batch_size", "optimizer", "fp16.enabled", "fp16.scale"]
+
+
 @pytest.mark.parametrize(
     "key, nearest",
     [

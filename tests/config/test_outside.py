@@ -100,7 +100,7 @@ def test_as_many_levels_as_allowed_and_any_numbers_are_read_where_they_may_be(tm
 
 def test_a_key_that_stands_twice_is_refused_where_keys_must_be_unique(tmp_path: Path) -> None:
     assert members(tmp_path, '{"a": 1, "a": 2}').any("a") == 2
-    with pytest.raises(FlagError, match="has a twice in one object"):
+    with pytest.raises(FlagError, match="^[^;(]* has a twice in one object; give another.$"):
         members(tmp_path, '{"b": {"a": 1, "a": 2}}', has_unique_keys=True)
 
 

@@ -111,6 +111,13 @@ def test_rows_of_old_checkpoints_come_into_today_s_order(
     assert torch.equal(logits(imported(tmp_path, source, monkeypatch)), logits(model))
 
 
+def test_gains_minus_1_are_known_by_either_name_of_their_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-LM of 2026 stores --apply-layernorm-1p under the name of its configuration."""
+    model = random_model(**GPT2, apply_layernorm_1p=True)
+    source = write_legacy(tmp_path / "megatron", model, changes={"apply_layernorm_1p": None, "layernorm_zero_centered_gamma": True})
+    assert torch.equal(logits(imported(tmp_path, source, monkeypatch)), logits(model))
+
+
 def test_fp32_weights_of_the_optimizer_are_taken_where_they_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(**GPT2)
     source = write_torch_dist(tmp_path / "megatron", model, 2, dtype=torch.bfloat16, with_main_weights=True)
@@ -176,6 +183,8 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     "changes, finding",
     [
         ({"num_experts": 8}, "its arguments have num_experts 8, which this model does not compute"),
+        ({"use_mup": True, "mup_embedding_mult": 10.0}, "its arguments have use_mup True, which this model does not compute"),
+        ({"softmax_scale": 0.5}, "its arguments have softmax_scale 0.5, which this model does not compute"),
         ({"window_size": (4, 0)}, "its arguments have window_size, which this model does not compute"),
         ({"position_embedding_type": "yarn"}, "position_embedding_type yarn, which this model does not compute"),
         ({"normalization": "L2"}, "normalization L2, which is none of LayerNorm, RMSNorm"),

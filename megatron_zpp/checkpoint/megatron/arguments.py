@@ -29,7 +29,6 @@ NUMBERS = {
 SWITCHES = (
     "rotary_interleaved",
     "use_rope_scaling",
-    "apply_layernorm_1p",
     "qk_layernorm",
     "swiglu",
     "squared_relu",
@@ -52,6 +51,8 @@ WITHOUT_CHANGE: Mapping[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
     "window_size": (None,),
     "softmax_type": ("vanilla", None),
+    "softmax_scale": (None,),
+    "use_mup": (False, None),
     "attention_output_gate": (False, None),
     "qk_l2_norm": (False, None),
     "no_rope_freq": (None,),
@@ -88,6 +89,7 @@ def model_of(arguments: Mapping[str, Any], place: str) -> ModelConfig:
     values["normalization"] = _normalization(found)
     values |= {name: found.number(DEFAULTS[name], *names) for name, names in NUMBERS.items()}
     values |= {name: found.switch(name, False) for name in SWITCHES}
+    values["apply_layernorm_1p"] = found.switch("layernorm_zero_centered_gamma", found.switch("apply_layernorm_1p", False))
     values["disable_bias_linear"] = not found.switch("add_bias_linear", not found.switch("disable_bias_linear", False))
     has_gelu = not (values["swiglu"] or values["squared_relu"] or values["openai_gelu"])
     values["no_bias_gelu_fusion"] = has_gelu and not values["disable_bias_linear"] and not found.switch("bias_gelu_fusion", True)

@@ -32,10 +32,6 @@ LAYER = re.compile(r"layer_(?P<layer>[0-9]+)-model_(?P<tensor>[0-9]+)-model_stat
 EMBEDDING, BLOCK, HEAD = "word_embeddings.weight", "input_layernorm.weight", "lm_head.weight"  # in one file of a pipeline's layer each
 
 
-def is_deepspeed(folder: Path) -> bool:
-    return any(folder.glob("*_model_states.pt"))
-
-
 def read_deepspeed(folder: Path) -> Source:
     """The checkpoint in the folder. Raises ValueError if files are missing or cannot be used."""
     parted, whole, layers = (_by_tensor_rank(folder, pattern) for pattern in (MODEL_STATES, WHOLE, LAYER))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_zpp.checkpoint.megatron.deepspeed import is_deepspeed, read_deepspeed
-from megatron_zpp.checkpoint.megatron.legacy import is_legacy, read_legacy
+from megatron_zpp.checkpoint.megatron.deepspeed import read_deepspeed
+from megatron_zpp.checkpoint.megatron.legacy import read_legacy
 from megatron_zpp.checkpoint.megatron.source import Source
-from megatron_zpp.checkpoint.megatron.torch_dist import is_torch_dist, read_torch_dist
+from megatron_zpp.checkpoint.megatron.torch_dist import read_torch_dist
+from megatron_zpp.checkpoint.other_programs import is_deepspeed, is_legacy, is_torch_dist
 from megatron_zpp.config.outside import OutsideFile
 
 READERS = ((is_torch_dist, read_torch_dist), (is_deepspeed, read_deepspeed), (is_legacy, read_legacy))

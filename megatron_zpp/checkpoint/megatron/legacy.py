@@ -28,10 +28,6 @@ FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")  # the second of 2022, besid
 _FOLDER = re.compile(r"mp_rank_(?P<tensor>[0-9]{2,3})(?:_(?P<pipeline>[0-9]{3}))?")
 
 
-def is_legacy(folder: Path) -> bool:
-    return any(_FOLDER.match(path.name) for path in folder.glob("mp_rank_*") if path.is_dir())
-
-
 def read_legacy(folder: Path) -> Source:
     """The checkpoint in the folder. Raises ValueError if files are missing or cannot be used."""
     files = {place: RankFile(path) for place, path in _paths(folder).items()}

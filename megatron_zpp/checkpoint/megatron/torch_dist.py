@@ -22,17 +22,13 @@ from megatron_zpp.checkpoint.megatron.rank_file import MOST_NAMES
 from megatron_zpp.checkpoint.megatron.source import MAIN_WEIGHTS, MODEL_WEIGHTS, Source, StoredTensor, named_here, number_of
 from megatron_zpp.checkpoint.megatron.torch_file import TorchFile, counts_of
 from megatron_zpp.checkpoint.megatron.window import Window
+from megatron_zpp.checkpoint.other_programs import METADATA_FILE
 
-METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
 MOST_METADATA_BYTES = 1 << 32
 _OPTIMIZER = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.")
 _MAIN_WEIGHT = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.state\.fp32_param\.")
-
-
-def is_torch_dist(folder: Path) -> bool:
-    return (folder / METADATA_FILE).is_file()
 
 
 def read_torch_dist(folder: Path) -> Source:
