@@ -6,8 +6,8 @@ import argparse
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, NoReturn
 
 from megatron_zpp.config.flag import Bounds, FlagError, any_of, check_value
@@ -67,7 +67,8 @@ class _Parser(argparse.ArgumentParser):
         raise FlagError(f"{message}; see --help.")
 
 
-def _parser(others: Mapping[str, AcceptedFlag] = MappingProxyType({})) -> argparse.ArgumentParser:
+@cache
+def _parser(others: frozenset[tuple[str, AcceptedFlag]] = frozenset()) -> argparse.ArgumentParser:
     """others: accepted flags that are declared as a family."""
     parser = _Parser(prog=PROGRAM, usage=f"{PROGRAM} [flags]", description="Pretrain a GPT.", allow_abbrev=False, exit_on_error=False)
     for group, members in GROUPS.items():
@@ -77,7 +78,7 @@ def _parser(others: Mapping[str, AcceptedFlag] = MappingProxyType({})) -> argpar
                 _add_option(section, option)
     section = parser.add_argument_group("accepted without effect")
     known = {spelling for option in options() for spelling in option.all_spellings}
-    for spelling, accepted in {**ACCEPTED, **others}.items():
+    for spelling, accepted in {**ACCEPTED, **dict(others)}.items():
         if spelling not in known:
             _add(section, (spelling,), None if accepted.num_values == 1 else accepted.num_values, "VALUE", accepted.reason)
     return parser
@@ -124,7 +125,8 @@ def default_in_words(option: Option) -> str:
 def _occurrences(argv: Sequence[str]) -> dict[str, list[str]]:
     """The words after each flag, by its spelling. A spelling that is given twice keeps its last words, so that scripts can append."""
     namespace = argparse.Namespace(occurrences=[])
-    of_families = {spelling: found for word in argv if (found := accepted_flag(spelling := word.split("=")[0])) is not None}
+    words = {word.split("=")[0] for word in argv} - ACCEPTED.keys()
+    of_families = frozenset((word, found) for word in words if (found := accepted_flag(word)) is not None)
     try:
         _, unknown = _parser(of_families).parse_known_args(list(argv), namespace)
     except argparse.ArgumentError as error:

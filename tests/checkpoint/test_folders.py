@@ -169,6 +169,15 @@ def test_between_the_two_renames_of_a_replacement_the_old_checkpoint_is_found(di
     assert find_checkpoint(directory, None) == final and not aside.exists()
 
 
+def test_of_two_replacements_that_died_each_iteration_finds_its_own_old_checkpoint(directory: Path) -> None:
+    aside = {number: staged_folder(iteration_folder(directory, number), Stage.REPLACED, "ab12") for number in (1, 2)}
+    for number, folder in aside.items():
+        iteration_folder(directory, number).rename(folder)
+    for number, folder in aside.items():
+        assert find_checkpoint(directory, number) == folder
+        check_holds(folder, number)
+
+
 def test_a_replacement_leaves_one_checkpoint_the_new_one(directory: Path) -> None:
     final = iteration_folder(directory, 2)
     new = staged_folder(final, Stage.UNFINISHED, "ab12")

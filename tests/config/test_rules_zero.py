@@ -92,5 +92,6 @@ def test_blocks_of_a_multiple_of_256_suit_gaussian_codes(block: int) -> None:
     assert resolved(f"--zero-stage 2 {DIFFERENCES} {GAUSSIAN} --quantization-block-size {block}").zero.quantization_block_size == block
 
 
-def test_sums_inside_partitions_need_no_quantization() -> None:
-    assert resolved(f"--zero-stage 3 {SUMS} --global-batch-size 8").zero.zero_gradients_between_microbatches == "secondary"
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sums_inside_partitions_need_no_quantization(stage: int) -> None:
+    assert resolved(f"--zero-stage {stage} {SUMS} --global-batch-size 8").zero.zero_gradients_between_microbatches == "secondary"

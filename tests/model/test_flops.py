@@ -17,6 +17,7 @@ from megatron_zpp.model.flops import (
     model_flops,
     parameter_count,
     recomputed_flops_of_uses,
+    recomputes_logits,
 )
 from megatron_zpp.model.gpt import GPT
 
@@ -143,3 +144,9 @@ def test_hardware_flops_give_the_published_throughput_of_the_zeropp_tutorial(sec
     """18 billion parameters on 64 V100: iteration times and TFLOPs per GPU as the DeepSpeed ZeRO++ tutorial shows them."""
     config = gpt_config(layers=40, hidden=6144, heads=32, length=512, recompute=True)
     assert round(hardware_flops(config, 50304, sample_count=64, micro_batch_size=1) / 64 / seconds / 1e12, 2) == published_tflops
+
+
+def test_logits_are_computed_again_where_a_rank_has_more_tokens_of_a_micro_batch_than_a_chunk() -> None:
+    config = small_config(loss_chunk_tokens=6)  # 12 tokens in a sample
+    cases = {(1, 1): True, (1, 2): False, (2, 2): True, (2, 4): False}
+    assert {(samples, ranks): recomputes_logits(config, samples, ranks) for samples, ranks in cases} == cases

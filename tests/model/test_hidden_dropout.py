@@ -28,7 +28,7 @@ pytestmark = pytest.mark.virtual
 
 CPU = torch.device("cpu")
 DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.0}
-STEPS, GLOBAL_BATCH, LENGTH = 8, 24, 12
+STEPS, GLOBAL_BATCH, LENGTH = 4, 24, 12
 LEARNING_RATE = 1e-3  # as in tests/integration/test_loss_bits.py, which says why not more
 CLIP_GRAD = 1.0
 

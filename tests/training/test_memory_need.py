@@ -388,7 +388,7 @@ def test_too_little_host_memory_is_named_with_every_part_in_figures() -> None:
 
 
 def test_a_run_that_is_too_large_for_its_gpus_and_fits_with_offload_is_told_so() -> None:
-    plain, offloaded = Run(f"{SMALL} --zero-stage 2", 1, 2), Run(f"{SMALL} --zero-stage 2 --cpu-offload", 1, 2)
+    plain, offloaded = Run(f"{SMALL} --zero-stage 1", 1, 2), Run(f"{SMALL} --zero-stage 1 --cpu-offload", 1, 2)
     nbytes = offloaded.need().total
     assert "--optimizer-cpu-offload" in plain.refusal(nbytes)
     assert offloaded.check(nbytes) == offloaded.need()

@@ -42,6 +42,12 @@ def test_the_flags_of_a_member_ask_for_the_partition_that_was_planned() -> None:
         assert f"--zero-hpz-partition-size {partition_ranks}" in plan.flags
 
 
+@pytest.mark.parametrize("name", ["ZeRO-1", "+hpZ", "ZeRO++", "lean"])
+def test_a_run_as_given_is_the_member_whose_flags_it_has(name: str) -> None:
+    plan = planned(name, "--zero-hpz-partition-size 2" if name == "+hpZ" else "")
+    assert plan_as_given(plan.config, PlannedWorld(2, 4, is_on_gpu=False), 128).flags == plan.flags
+
+
 @pytest.mark.parametrize(
     "flags", ["--tensor-model-parallel-size 4", "--context-parallel-size 4", "--tensor-model-parallel-size 2 --context-parallel-size 2"]
 )

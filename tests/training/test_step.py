@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.data.loader import MicroBatch
+from megatron_zpp.data.loader import MicroBatch, TokenPart
 from megatron_zpp.training.step import gather_numbers, microbatch_loss, on_device
 
 
@@ -36,6 +36,12 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count() -> None:
     assert microbatch_loss(model, batch, torch.device("cpu")).item() == pytest.approx((1 + 3 + 6) / 3)
     assert model.seen["first_sample"] == 4 and model.seen["document_lengths_R"] is batch.document_lengths
     assert torch.equal(model.seen["position_ids_BS"], batch.tokens - 1)  # type: ignore[arg-type]
+
+
+def test_ranks_that_divide_samples_return_losses_whose_mean_is_that_over_all_tokens_that_count() -> None:
+    model, whole = TokensAsLosses(), batch_with_mask([[1, 0, 1], [0, 0, 1]])
+    losses = [microbatch_loss(model, whole.keeping(TokenPart(rank, 3)), torch.device("cpu")).item() for rank in range(3)]
+    assert sum(losses) / 3 == pytest.approx((1 + 3 + 6) / 3)
 
 
 def test_a_micro_batch_in_which_no_token_counts_has_loss_and_gradient_0() -> None:

@@ -36,7 +36,7 @@ TINY = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 40 --make-vocab-size-divisible-by 8 --mock-data "
     "--train-iters 10 --attention-dropout 0 --quantization-block-size 32 --micro-batch-size 2 --checkpoint-activations"
 )
-STEPS, EVALUATIONS = 3, 3
+STEPS = 3
 ALL = "--partition-activations --checkpoint-in-cpu --contiguous-checkpointing"
 SWITCHES = ["--partition-activations", "--checkpoint-in-cpu", "--contiguous-checkpointing", ALL]
 OFFLOAD = "--optimizer-cpu-offload"
@@ -62,8 +62,7 @@ def trained(session: Session) -> tuple[History, str]:
         history.append((loss.hex(), norm.hex()))
         session.model.eval()
         with torch.no_grad():
-            for number in range(EVALUATIONS):
-                token_losses(session.model, session.batch(number), CPU)
+            token_losses(session.model, session.batch(step), CPU)
         session.model.train()
     digest = session.weights_digest()
     session.close()

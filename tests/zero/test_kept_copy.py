@@ -130,7 +130,7 @@ def test_every_copy_is_the_first_weights_plus_the_coded_difference_of_each_step(
 @pytest.mark.parametrize(
     "grid, policy, steps",
     [
-        (Grid.of_nodes(2, 2), lean(3), 16),
+        (Grid.of_nodes(2, 2), lean(3), 10),
         (Grid.of_nodes(3, 2), lean(3, bits=1), 8),
         (Grid(8, 4, 2), SHARED, 6),
         (Grid.of_nodes(2, 2), lean(1), 8),

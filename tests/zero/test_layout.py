@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zpp.parallel.division import Division, Run
@@ -51,7 +51,6 @@ def _spans(layout: FlatLayout) -> dict[str, tuple[int, int]]:
     return {param.spec.name: (param.offset, param.offset + math.prod(param.spec.shape)) for param in layout.params}
 
 
-@settings(max_examples=300)
 @given(layouts)
 def test_every_element_of_every_parameter_is_in_exactly_one_segment_of_exactly_one_slice(layout: FlatLayout) -> None:
     seen = {param.spec.name: np.zeros(math.prod(param.spec.shape), dtype=int) for param in layout.params}
@@ -61,7 +60,6 @@ def test_every_element_of_every_parameter_is_in_exactly_one_segment_of_exactly_o
     assert all((counts == 1).all() for counts in seen.values())
 
 
-@settings(max_examples=100)
 @given(unit=divided_units, **sizes)
 def test_segments_are_cut_where_shared_elements_begin_and_end_and_know_who_counts_them(
     unit: list[Division], slices: int, block_numel: int
@@ -81,7 +79,6 @@ def test_segments_are_cut_where_shared_elements_begin_and_end_and_know_who_count
         assert (seen == 1).all()
 
 
-@settings(max_examples=100)
 @given(unit=divided_units, **sizes)
 def test_shared_elements_have_the_places_of_others(unit: list[Division], slices: int, block_numel: int) -> None:
     shared, plain = (
@@ -95,7 +92,6 @@ def test_shared_elements_have_the_places_of_others(unit: list[Division], slices:
         assert list(shared.paddings(index, 1)) == list(plain.paddings(index, 1))
 
 
-@settings(max_examples=300)
 @given(layouts)
 def test_the_slices_of_all_ranks_tile_the_flat_unit_and_have_equal_runs(layout: FlatLayout) -> None:
     covered = np.zeros(layout.numel, dtype=int)
@@ -111,7 +107,6 @@ def test_the_slices_of_all_ranks_tile_the_flat_unit_and_have_equal_runs(layout: 
     assert layout.slice_numel * layout.slices == layout.numel
 
 
-@settings(max_examples=300)
 @given(layouts)
 def test_no_quantization_block_mixes_two_parameters_or_crosses_a_slice(layout: FlatLayout) -> None:
     assert layout.runs.blocks % layout.block_numel == 0
@@ -123,7 +118,6 @@ def test_no_quantization_block_mixes_two_parameters_or_crosses_a_slice(layout: F
                 assert owners.setdefault(block, name) == name
 
 
-@settings(max_examples=300)
 @given(layouts)
 def test_parameters_of_two_or_more_dimensions_are_in_the_blocks_region_and_the_others_in_the_exact_region(layout: FlatLayout) -> None:
     for param in layout.params:
@@ -133,7 +127,6 @@ def test_parameters_of_two_or_more_dimensions_are_in_the_blocks_region_and_the_o
         assert is_in_blocks or param.offset >= layout.blocks_numel
 
 
-@settings(max_examples=300)
 @given(layouts, st.data())
 def test_padding_is_what_no_parameter_covers_in_the_buffer_of_any_run_of_slices(layout: FlatLayout, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, layout.slices - 1))
@@ -148,7 +141,6 @@ def test_padding_is_what_no_parameter_covers_in_the_buffer_of_any_run_of_slices(
     assert list(layout.paddings()) == list(layout.paddings(0, layout.slices))
 
 
-@settings(max_examples=300)
 @given(layouts, st.data())
 def test_the_segments_of_a_run_of_slices_say_where_its_elements_stand_in_its_own_buffer(layout: FlatLayout, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, layout.slices - 1))
@@ -166,7 +158,6 @@ def test_the_segments_of_a_run_of_slices_say_where_its_elements_stand_in_its_own
     assert (rebuilt == buffer).all()
 
 
-@settings(max_examples=300)
 @given(layouts, st.data())
 def test_ranges_cover_a_buffer_once_cut_at_the_regions_and_keep_segments_of_different_keys_apart(
     layout: FlatLayout, data: st.DataObject

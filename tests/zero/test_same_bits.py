@@ -27,7 +27,7 @@ SHAPES = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)]
 UNEQUAL = ModelShape(inner=(9, 50, 1))
 
 
-# Every pair of world, dtype and recomputation; in the world of two by two all four of these.
+# Pairs of world, dtype and recomputation.
 @pytest.mark.parametrize(
     "shape, dtype, is_recomputed",
     [
@@ -35,7 +35,8 @@ UNEQUAL = ModelShape(inner=(9, 50, 1))
         ((1, 1), torch.bfloat16, False),
         ((1, 2), torch.float32, False),
         ((2, 1), torch.bfloat16, True),
-        *(((2, 2), dtype, is_recomputed) for dtype in (torch.float32, torch.bfloat16) for is_recomputed in (False, True)),
+        ((2, 2), torch.float32, False),
+        ((2, 2), torch.bfloat16, True),
         ((3, 2), torch.float32, True),
         ((3, 2), torch.bfloat16, False),
     ],
@@ -99,7 +100,8 @@ def test_the_owned_slices_of_all_ranks_are_the_weights_of_the_plain_loop(shape: 
     assert all(bool(flags.all()) for flags in seen.values())
 
 
-@pytest.mark.parametrize("policy", [POLICIES[0], POLICIES[3], SECONDARY_ROW], ids=["stage 0", "stage 3", "secondary row"])
+# In stage 0 nothing climbs.
+@pytest.mark.parametrize("policy", [POLICIES[3], SECONDARY_ROW], ids=["stage 3", "secondary row"])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_bits_do_not_depend_on_how_far_ahead_climbs_are_submitted(policy, microbatches: int) -> None:  # type: ignore[no-untyped-def]
     job = Job(policy, shape=UNEQUAL, microbatches=microbatches, steps=3)

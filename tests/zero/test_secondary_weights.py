@@ -103,7 +103,7 @@ def test_shorter_runs_have_the_same_bits_with_the_secondary_rung_kept_or_not(nam
     _check_same_bits(Grid.of_nodes(2, 2), JOBS[name])
 
 
-@pytest.mark.parametrize("world, row", [((1, 2), "qwZ"), ((2, 1), "qwZ+qgZ"), ((3, 2), "qwZ+qgZ"), ((3, 2), "ZeRO-3")], ids=str)
+@pytest.mark.parametrize("world, row", [((1, 2), "qwZ"), ((2, 1), "qwZ+qgZ"), ((3, 2), "qwZ+qgZ")], ids=str)
 def test_runs_have_the_same_bits_with_the_secondary_rung_kept_or_not_in_other_worlds(world: tuple[int, int], row: str) -> None:
     _check_same_bits(Grid.of_nodes(*world), Job(ROWS[row], torch.bfloat16, ModelShape((17,), is_tied=False), steps=7, microbatches=2))
 
@@ -116,10 +116,7 @@ def test_runs_have_the_same_bits_with_the_secondary_rung_kept_or_not_in_partitio
 @pytest.mark.parametrize("row", ["ZeRO-3", *(pytest.param(row, marks=pytest.mark.long) for row in ("qwZ", "qgZ")), "qwZ+qgZ"])
 def test_a_partition_smaller_than_a_node_has_the_bits_of_nodes_of_its_size(row: str) -> None:
     job = Job(with_secondary_weights(ROWS[row]), torch.bfloat16, ModelShape((17,)), steps=4, microbatches=2)
-    small_nodes = Grid.of_nodes(4, 2)
-    of_nodes = _history(small_nodes, job)
-    assert _history(SMALL_PARTITIONS, job) == of_nodes
-    assert _history(small_nodes, dataclasses.replace(job, policy=ROWS[row])) == of_nodes
+    assert _history(SMALL_PARTITIONS, job) == _history(Grid.of_nodes(4, 2), job)
 
 
 @pytest.mark.parametrize("row", ["ZeRO-3", "qwZ"])

@@ -277,6 +277,7 @@ OFFLOADED_APEX = EngineOptions(with_offloaded_optimizer(POLICIES[2]), adam=AdamO
         (tied, ALL, {"grid": Grid.of_nodes(1, 2, tensor_ranks=2)}, ["has 2 tensor ranks", "divides no layer", "give one with 1"]),
         (tied, ALL, {"grid": Grid.of_nodes(1, 2, context_ranks=2)}, ["has 2 context ranks", "divides no sample", "give one with 1"]),
         (tied, [1, 2], {}, ["list of paths"]),
+        (tied, set(ALL), {}, ["list of paths"]),  # without an order that is the same on every rank
         (in_a_list, ALL, {}, ["unit 'inner' is a ModuleList, which is never called"]),
         (with_meta_buffer, ALL, {}, ["buffer counts is on the meta device"]),
         (tied, ALL, {"options": EngineOptions(policy=3)}, ["policy is 3", "ZEROPP"]),

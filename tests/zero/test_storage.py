@@ -14,8 +14,7 @@ pytestmark = pytest.mark.virtual
 SHAPES = [(1, 1), (2, 1), (2, 2), (3, 2)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("shape, microbatches", [(shape, (1, 3)[index % 2]) for index, shape in enumerate(SHAPES)], ids=str)
 def test_model_state_at_the_end_of_backward_follows_the_policy_table(shape: tuple[int, int], microbatches: int) -> None:
     world_size = shape[0] * shape[1]
     bytes_per_parameter = {  # working weights 2 bytes, main weights 4, moments 8, gradient sums 4
@@ -61,7 +60,7 @@ def _peaks(backend: VirtualBackend, layers: int, is_recomputed: bool) -> tuple[i
 
 @pytest.mark.parametrize("is_recomputed", [False, True], ids=["kept", "recomputed"])
 def test_gathered_weights_and_staging_of_stage_3_do_not_grow_with_depth(is_recomputed: bool) -> None:
-    results = {layers: run_world((2, 2), lambda backend: _peaks(backend, layers, is_recomputed)) for layers in (4, 8, 16)}  # noqa: B023
+    results = {layers: run_world((2, 2), lambda backend: _peaks(backend, layers, is_recomputed)) for layers in (4, 10)}  # noqa: B023
     assert len({peak for ranks in results.values() for peak, _ in ranks}) == 1
     # Under way at most, each with what it sends and receives: three descents, a climb on each link; a block that kept its own would need 4.
     assert all(blocks_of_staging <= 20 for ranks in results.values() for _, blocks_of_staging in ranks)

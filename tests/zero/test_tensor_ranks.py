@@ -84,7 +84,7 @@ def test_bits_depend_on_neither_prefetch_nor_delays_of_single_ranks(row: str) ->
         return DividedRank(job, backend, RecordingLanes(random_pauses(backend.rank)), groups=groups).train()
 
     expected = trained(grid, job, groups)
-    for prefetch in (Prefetch(0, 0), Prefetch(3, 2)):
+    for prefetch in (Prefetch(0, 0), Prefetch(3, 2)) if row == "hpZ" else ():  # in stage 0 nothing climbs
         assert same_bits(trained(grid, dataclasses.replace(job, prefetch=prefetch), groups), expected)
     assert run_world(grid, delayed, takes_turns=False) == expected.histories
 
@@ -116,7 +116,7 @@ CODED_ROWS: dict[str, Policy] = {
 @pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.long) if row in ("qwZ", "qgZ") else row for row in CODED_ROWS])
 def test_every_row_with_codes_trains_like_one_tensor_rank_without_and_leaves_what_ranks_share_equal(row: str) -> None:
     grid, groups = GRIDS["2 x 4, T = 2"]
-    job = Job(CODED_ROWS[row], torch.bfloat16, SHAPE, steps=4, microbatches=2, block_numel=256)
+    job = Job(CODED_ROWS[row], torch.bfloat16, SHAPE, steps=3, microbatches=2, block_numel=256)
     exact = dataclasses.replace(job, policy=POLICIES[3])
     divided, alone = trained(grid, job, groups), trained(of_one_tensor_rank(grid), exact, groups)
     assert mean_losses(divided.histories) == pytest.approx(mean_losses(alone.histories), rel=0.05)

@@ -4,12 +4,22 @@ import pytest
 import torch
 from harness.small_engine import Job, Rank
 from harness.worlds import run_world
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.comm.backend import VirtualBackend
 from megatron_zpp.zero.policy import POLICIES
 
 pytestmark = pytest.mark.virtual
+
+
+def own_gradients(rank: Rank) -> list[Tensor]:
+    """What a rank's optimizer reads, without padding."""
+    return [
+        gradient.primary.range(segment.offset, segment.offset + segment.stop - segment.start)
+        for gradient in rank.engine.gradients
+        for segment in gradient.layout.segments(rank.engine.ladder.own_slice, 1)
+    ]
 
 
 def test_what_has_been_collected_stays_until_it_has_descended_whoever_waits_for_the_descent_before() -> None:
@@ -28,11 +38,24 @@ def test_what_has_been_collected_stays_until_it_has_descended_whoever_waits_for_
                 staging.give(other)
                 descent.descend(is_last_microbatch=microbatch == 2.0)
             descent.finish()
-        own = [
-            gradient.primary.range(segment.offset, segment.offset + segment.stop - segment.start)
-            for gradient in rank.engine.gradients
-            for segment in gradient.layout.segments(rank.engine.ladder.own_slice, 1)
-        ]
+        own = own_gradients(rank)
+        rank.engine.close()
+        return bool(own) and all(bool((part == 3.0).all()) for part in own)
+
+    assert all(run_world((1, 2), program))
+
+
+def test_zeros_for_a_micro_batch_that_brings_no_gradient_leave_the_one_before_as_it_descends() -> None:
+    def program(backend: VirtualBackend) -> bool:
+        rank = Rank(Job(POLICIES[3], microbatches=2), backend)
+        for descent, gradient in zip(rank.engine._unit_descents, rank.engine.gradients, strict=True):
+            for index, placed in enumerate(gradient.layout.params):
+                descent.collect(index, torch.full(placed.spec.shape, 3.0))
+            descent.descend(is_last_microbatch=False)
+            descent.fill_missing()
+            descent.descend(is_last_microbatch=True)
+            descent.finish()
+        own = own_gradients(rank)
         rank.engine.close()
         return bool(own) and all(bool((part == 3.0).all()) for part in own)
 

@@ -209,10 +209,12 @@ def test_computation_waits_for_an_exchange_of_backward_but_for_what_one_product_
     assert time.context_link == pytest.approx(USES * 1.0)
 
 
-def test_climbs_wait_behind_the_exchange_of_heads() -> None:
-    inside, grid = LinkSpeed(1e6), replace(GRID, context_ranks=2)
-    free, taken = (step_time(some, machine(intra=inside), NOTHING) for some in (replace(job(microbatches=2), grid=grid), divided(grid)))
-    assert taken.seconds > free.seconds and taken.intra_link == pytest.approx(free.intra_link)
+@pytest.mark.parametrize(("ranks", "link"), [(2, "intra"), (6, "intra"), (6, "inter")])
+def test_climbs_wait_behind_the_exchange_of_heads_on_each_link_that_it_takes(ranks: int, link: str) -> None:
+    slow, grid = replace(machine(), **{link: LinkSpeed(1e6)}), replace(GRID, context_ranks=ranks)
+    free, taken = (step_time(some, slow, NOTHING) for some in (replace(job(microbatches=2), grid=grid), divided(grid)))
+    assert taken.seconds == pytest.approx(free.seconds + taken.context_link) and taken.context_link > 0
+    assert (taken.inter_link, taken.intra_link) == pytest.approx((free.inter_link, free.intra_link))
 
 
 # ---- an optimizer on the host
