@@ -51,6 +51,10 @@ if [[ -n "${MODEL:-}" ]]; then
     source "scripts/models/$MODEL.sh"
 fi
 
+# Another spelling of this flag, which the job may have, would contradict it.
+SAVE_INTERVAL=(--save-interval 1000)
+[[ -z "$(value_of --persistent-save-interval "$@")" ]] || SAVE_INTERVAL=()
+
 # The same command starts and resumes the run. Later flags win over earlier ones, so the arguments can override these.
 # shellcheck disable=SC2034  # the scripts that source this use it
 RUN_ARGS=(
@@ -58,7 +62,7 @@ RUN_ARGS=(
     --train-iters "$TRAIN_ITERS"
     --save "$SAVE"
     --load "$SAVE"
-    --save-interval 1000
+    ${SAVE_INTERVAL[@]+"${SAVE_INTERVAL[@]}"}
     --keep-last 3
     --exit-signal-handler
     "$@"

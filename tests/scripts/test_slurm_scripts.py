@@ -151,13 +151,14 @@ def test_the_flags_of_a_run_say_where_and_until_when_it_saves(
     tmp_path: Path, name: str, ranks_per_node: int, saved: str, said: str
 ) -> None:
     fakes, folder = cluster(tmp_path), tmp_path / "of flags"
-    words = ["--save", folder, f"--load={folder}", "--train-iters", "7", "--train-iters=50"]
+    words = ["--save", folder, f"--load={folder}", "--train-iters", "7", "--train-iters=50", "--persistent-save-interval", "5"]
     done = fakes.run(
         "bash", submitted(tmp_path, name), *FLAGS, *words, **job(tmp_path, ranks_per_node, SAVE="", TRAIN_ITERS="", SAVED=saved)
     )
     assert done.returncode == 0 and said in done.stdout, done.stderr
     config = run_of([*fakes.calls("python"), *fakes.calls("torchrun")][0].words, Launch(0, 4, 0, 2))
     assert (config.training.train_iters, config.checkpoint.save, config.checkpoint.load) == (50, str(folder), str(folder))
+    assert config.checkpoint.save_interval == 5
 
 
 @pytest.mark.parametrize("name, ranks_per_node", [("slurm_srun.sbatch", 2), ("slurm_torchrun.sbatch", 1)])
