@@ -141,12 +141,14 @@ def test_sample_counts_are_megatrons() -> None:
 @pytest.mark.parametrize(
     ("place", "remedy"), [(0, "lower --train-iters or --train-samples"), (1, "lower --eval-iters, or"), (2, "lower --eval-iters")]
 )
-@pytest.mark.parametrize("weights", [(), ("1",)])
+@pytest.mark.parametrize("what", ["indices", "blend"])
 def test_more_samples_than_memory_can_index_are_refused_by_their_flag_before_anything_is_built(
-    tmp_path: Path, place: int, remedy: str, weights: tuple[str, ...]
+    tmp_path: Path, place: int, remedy: str, what: str
 ) -> None:
     counts = [6, 3, 1]
     counts[place] = 10**12
-    prefix = write_corpus(tmp_path, counting_documents([40] * 9))
-    with pytest.raises(ValueError, match=f"would take at least .* GB of memory for 10+[0-9]* samples, and this machine has .*; {remedy}"):
-        build(DataConfig(data_path=(*weights, prefix), split="1,1,1"), (counts[0], counts[1], counts[2]))
+    names = "ab" if what == "blend" else "a"
+    prefixes = [write_corpus(tmp_path, counting_documents([40] * 9), name=name) for name in names]
+    message = f"{what} of .* would take at least .* GB of memory for 10+[0-9]* samples, and this machine has .*; {remedy}"
+    with pytest.raises(ValueError, match=message):
+        build(DataConfig(data_path=tuple(prefixes), split="1,1,1"), (counts[0], counts[1], counts[2]))
