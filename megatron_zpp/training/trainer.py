@@ -191,6 +191,8 @@ class Trainer:
     def _evaluate(self, held_out: HeldOutSet, drawn_from: str) -> float:
         """Evaluates, prints the mean loss and returns it."""
         self._engine.ladder.lanes.drain()  # may fork data workers, which is safe only while no other thread works
+        if held_out.batches.starts_workers:
+            self._saver.finish()  # a worker would keep open what the save writes, and with it the disk space after --keep-last deletes it
         with self._garbage.evaluation(), self._engine.observer.phase("eval-time"):
             loss = evaluate(self._model, self._engine, held_out)
         self._reporter.between_steps("eval-time")
