@@ -94,7 +94,12 @@ class MicroBatches(Iterator[MicroBatch]):
     def __next__(self) -> MicroBatch:
         started = time.perf_counter()
         self.starts_workers = False
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except (ConnectionError, EOFError) as error:  # of the socket to a worker that is no longer there
+            raise RuntimeError(
+                "a process that reads data (--num-workers) was killed, perhaps because memory ran out: the kernel's log (dmesg) may say so"
+            ) from error
         self.wait_seconds += time.perf_counter() - started
         if self._check is not None:
             self._check(batch)
