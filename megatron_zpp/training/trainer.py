@@ -177,8 +177,7 @@ class Trainer:
             instruments.traces.attempt(lambda profiler: self._writers.printer.on_this(profiler.finish(iteration)))
 
     def _is_last(self) -> bool:
-        training = self._config.training
-        return self._progress.iteration == training.train_iters or self._reason_for_stopping is not None
+        return self._progress.iteration == self._config.training.train_iters or self._reason_for_stopping is not None
 
     def _validate(self, drawn_from: str = "") -> None:
         for held_out in self._held_out.validation:
