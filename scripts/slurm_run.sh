@@ -40,6 +40,14 @@ for word in "$@"; do
         --train-samples | --train-tokens)
             stop "${word%%=*} cannot be used with this script, which counts iterations; give --train-iters instead."
             ;;
+        --finetune)
+            stop "--finetune would begin at iteration 0 each time this job is repeated; name the weights with --pretrained-checkpoint" \
+                "instead."
+            ;;
+        --ckpt-step)
+            stop "--ckpt-step would go back to the same iteration each time this job is repeated; write the iteration" \
+                "into $SAVE/latest_checkpointed_iteration.txt instead."
+            ;;
     esac
 done
 
@@ -83,8 +91,8 @@ is_preempted() {
 }
 
 # requeue_until_done BEFORE CODE: BEFORE is the iteration saved before the run, CODE the run's exit code. Puts this job back into the queue
-# if the run has left with code 0 and a later iteration that is not the last, or if the job is preempted: then its ranks may have been
-# killed at any moment. Any other failure, and a run that saved nothing new, is not repeated.
+# if the run has left with code 0 and another iteration that is not the last (an earlier one after --load-last-good-checkpoint), or if the
+# job is preempted: then its ranks may have been killed at any moment. Any other failure, and a run that saved nothing new, is not repeated.
 requeue_until_done() {
     local before="$1" code="$2" now
     now="$(saved_iteration "$SAVE")"
@@ -95,7 +103,7 @@ requeue_until_done() {
         scontrol requeue "$SLURM_JOB_ID"
     elif ((code != 0)); then
         exit "$code"
-    elif ((now > before)); then
+    elif ((now != before)); then
         echo "iteration $now of $TRAIN_ITERS is saved in $SAVE; job $SLURM_JOB_ID goes back into the queue"
         scontrol requeue "$SLURM_JOB_ID"
     else

@@ -72,7 +72,8 @@ class MicroBatches(Iterator[MicroBatch]):
 
     part: the tokens that are kept of each sample. Everything is made for whole samples before.
     check: called with every micro-batch, of whole samples; it raises if one is wrong. wait_seconds: time the caller has spent in `next` so
-    far, without that check. If the workers keep up, it is only the time to receive a micro-batch.
+    far, without that check. If the workers keep up, it is only the time to receive a micro-batch. starts_workers: whether the first `next`,
+    which starts workers, is still to come.
     """
 
     def __init__(
@@ -85,13 +86,20 @@ class MicroBatches(Iterator[MicroBatch]):
         part: TokenPart = WHOLE,
     ) -> None:
         self.wait_seconds = 0.0
+        self.starts_workers = num_workers > 0
         self._part = part
         self._check = check
         self._batches = _in_order(_MicroBatchDataset(dataset, rules), sampler, num_workers)
 
     def __next__(self) -> MicroBatch:
         started = time.perf_counter()
-        batch = next(self._batches)
+        self.starts_workers = False
+        try:
+            batch = next(self._batches)
+        except (ConnectionError, EOFError) as error:  # of the socket to a worker that is no longer there
+            raise RuntimeError(
+                "a process that reads data (--num-workers) was killed, perhaps because memory ran out: the kernel's log (dmesg) may say so"
+            ) from error
         self.wait_seconds += time.perf_counter() - started
         if self._check is not None:
             self._check(batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ class HeldOutSet:
     """
 
     name: str
-    batches: Iterator[MicroBatch]
+    batches: MicroBatches
     microbatches: int
     check: SameSamples
 

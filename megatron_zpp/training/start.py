@@ -167,7 +167,10 @@ def _about_checkpoint(config: Config, source: ResumeSource, progress: Progress) 
     lines = [*source.notices, f"  successfully loaded {loaded} from {stored.folder} at iteration {manifest.iteration}"]
     lines += stored.notices(config)
     if progress.iteration >= config.training.train_iters and not config.training.skip_train:
-        lines.append(f"nothing left to train: --train-iters {config.training.train_iters} is reached; give a higher number to go on")
+        lines.append(
+            f"nothing left to train: --train-iters {config.training.train_iters} is reached; give a higher number to go on, or "
+            "--skip-train to evaluate"
+        )
     if not stored.weights_only:
         differing = [*flags_that_differ(config, manifest.flags), *schedule_differences(config, manifest.flags)]
         lines += [f"WARNING: the checkpoint's run had other flags: {'; '.join(differing)}"] if differing else []

@@ -177,8 +177,7 @@ class Trainer:
             instruments.traces.attempt(lambda profiler: self._writers.printer.on_this(profiler.finish(iteration)))
 
     def _is_last(self) -> bool:
-        training = self._config.training
-        return self._progress.iteration == training.train_iters or self._reason_for_stopping is not None
+        return self._progress.iteration == self._config.training.train_iters or self._reason_for_stopping is not None
 
     def _validate(self, drawn_from: str = "") -> None:
         for held_out in self._held_out.validation:
@@ -191,6 +190,8 @@ class Trainer:
     def _evaluate(self, held_out: HeldOutSet, drawn_from: str) -> float:
         """Evaluates, prints the mean loss and returns it."""
         self._engine.ladder.lanes.drain()  # may fork data workers, which is safe only while no other thread works
+        if held_out.batches.starts_workers:
+            self._saver.finish()  # a worker would keep open what the save writes, and with it the disk space after --keep-last deletes it
         with self._garbage.evaluation(), self._engine.observer.phase("eval-time"):
             loss = evaluate(self._model, self._engine, held_out)
         self._reporter.between_steps("eval-time")

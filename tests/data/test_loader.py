@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import itertools
 import multiprocessing
 import os
@@ -162,6 +163,16 @@ def test_a_rank_takes_sigterm_again_once_its_workers_have_started_or_failed_to(f
         first_batches(1, 1)
     assert [signal.SIGTERM in mask for mask in masks] == [True]
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_a_worker_that_dies_while_a_micro_batch_is_taken_from_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(*arguments: object) -> Iterator[object]:
+        yield from ()
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+    monkeypatch.setattr(loader, "_in_order", taken)
+    with pytest.raises(RuntimeError, match=r"a process that reads data \(--num-workers\) was killed"):
+        first_batches(1, 1)
 
 
 def test_a_worker_ends_when_its_rank_tells_it_to_so_that_an_interpreter_can_exit() -> None:

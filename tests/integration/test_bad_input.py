@@ -132,7 +132,8 @@ def test_what_was_loaded_and_what_differs_is_said(ranks: RankPool, tmp_path: Pat
     second = ranks.run(1, 2, entry_and_output, [*flags, "--train-iters", "1", "--seed", "7"])
     assert "holds no checkpoint; starting from scratch" in first[0][1]
     assert f"successfully loaded checkpoint from {tmp_path / 'iter_0000001'} at iteration 1" in second[0][1]
-    assert "--seed 1234 there and 7 here" in second[0][1] and "--train-iters 1 is reached; give a higher number to go on" in second[0][1]
+    assert "--seed 1234 there and 7 here" in second[0][1]
+    assert "--train-iters 1 is reached; give a higher number to go on, or --skip-train to evaluate" in second[0][1]
     assert "saving checkpoint" not in second[0][1]
 
 

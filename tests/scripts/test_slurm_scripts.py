@@ -112,6 +112,7 @@ def test_one_torchrun_per_node_starts_the_ranks_of_its_node(tmp_path: Path) -> N
         ("", "40", 0, True, "iteration 40 of 100"),
         ("40", "70", 0, True, "iteration 70 of 100"),
         ("40", "40", 1, False, "nothing was saved beyond iteration 40"),
+        ("70", "40", 0, True, "iteration 40 of 100"),  # 70 is damaged, and --load-last-good-checkpoint has passed it over
         ("release", "40", 0, True, "iteration 40 of 100"),
         ("release", "release", 1, False, "nothing was saved beyond iteration 0"),
     ],
@@ -136,6 +137,8 @@ def test_a_job_goes_back_into_the_queue_as_long_as_it_makes_progress_towards_its
         ("--train-iters 5", "--train-iters 5 is not TRAIN_ITERS=100, which ends the job; give the same number"),
         ("--train-samples 5", "--train-samples cannot be used with this script, which counts iterations; give --train-iters"),
         ("--train-tokens=5", "--train-tokens cannot be used with this script, which counts iterations; give --train-iters"),
+        ("--finetune", "--finetune would begin at iteration 0 each time this job is repeated; name the weights with --pretrained-"),
+        ("--ckpt-step=5", "--ckpt-step would go back to the same iteration each time this job is repeated; write the iteration into"),
     ],
 )
 def test_a_flag_that_contradicts_what_the_queue_goes_by_is_refused(tmp_path: Path, words: str, named: str) -> None:

@@ -97,6 +97,56 @@ def test_the_last_checkpoint_is_complete_before_the_evaluation_at_the_end_which_
     assert ranks.run(1, 1, checkpoints_at_the_last_evaluation, [*TINY, *flags.split()]) == [[[2]]]
 
 
+def saves_under_way_at_evaluations(flags: list[str]) -> list[int | None]:
+    """The iteration whose save is under way when an evaluation begins, for each. Nothing is written before the run waits or evaluates.
+
+    This process reads the data, even if the flags ask for workers.
+    """
+    from megatron_zpp.checkpoint import saver
+    from megatron_zpp.data import loader
+    from megatron_zpp.training import trainer
+    from megatron_zpp.training.saving import RunSaver
+
+    write, finish, evaluate = saver.write_pieces, RunSaver.finish, trainer.Trainer._evaluate
+    may_write, savers, found = threading.Event(), list[saver.CheckpointSaver](), list[int | None]()
+
+    def held_write(*arguments: Any) -> Any:
+        may_write.wait(PATIENCE_SECONDS)
+        return write(*arguments)
+
+    def noted_finish(run: RunSaver) -> None:
+        may_write.set()
+        finish(run)
+
+    def held_evaluation(run: trainer.Trainer, *arguments: Any) -> float:
+        assert run._saver._saver is not None
+        savers.append(run._saver._saver)
+        return evaluate(run, *arguments)
+
+    def noted_evaluation(*arguments: Any) -> float:
+        found.append(savers[-1].iteration_under_way)
+        may_write.set()
+        return 0.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "write_pieces", held_write)
+        patch.setattr(RunSaver, "finish", noted_finish)
+        patch.setattr(trainer.Trainer, "_evaluate", held_evaluation)
+        patch.setattr(trainer, "evaluate", noted_evaluation)
+        patch.setattr(loader, "_in_order", lambda batches, sampler, num_workers: (batches[indices] for indices in sampler))
+        assert entry(flags) == 0
+    return found
+
+
+@pytest.mark.parametrize(("workers", "under_way"), [(0, 1), (1, None)])
+def test_no_checkpoint_is_being_written_when_an_evaluation_starts_workers(
+    ranks: RankPool, tmp_path: Path, workers: int, under_way: int | None
+) -> None:
+    flags = f"--train-iters 2 --global-batch-size 8 --eval-iters 1 --eval-interval 1 --save-interval 1 --async-save --save {tmp_path}"
+    (found,) = ranks.run(1, 1, saves_under_way_at_evaluations, [*TINY, *flags.split(), "--num-workers", str(workers)])
+    assert found[0] == under_way
+
+
 def events_and_text(flags: list[str]) -> tuple[list[str], list[bool], str]:
     """The order of events on this rank, whether it and another compared what they have read in each step, and what it printed."""
     from megatron_zpp.training.same_samples import SameSamples
