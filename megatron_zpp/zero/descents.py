@@ -6,7 +6,7 @@ The engine and the planner share it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 LARGEST_UNDER_WAY = 2  # descents; each holds the gradient of a whole unit until it has landed
@@ -50,12 +50,25 @@ class Descents:
             if len(self._under_way) > LARGEST_UNDER_WAY:
                 self._under_way.popleft().finish()
 
-    def sweep(self, *, is_last_microbatch: bool) -> None:
-        """Ends a micro-batch. A unit with parameters that got no gradient descends in its turn, with zeros for these parameters."""
+    def has_completed(self, name: str) -> bool:
+        """Whether the unit's gradient of this micro-batch is complete."""
+        return name in self._complete
+
+    def complete_over(self, is_over: Callable[[str], bool], *, is_last_microbatch: bool) -> None:
+        """Completes the units whose turn it is, and for which no more gradients come, with zeros for parameters that got none.
+
+        Other ranks may have gradients for these parameters. They have submitted the descent, and may wait for this rank.
+        """
         for name in self._order[self._submitted :]:
             if name not in self._complete:
+                if not is_over(name):
+                    return
                 self._gradients[name].fill_missing()
                 self.complete(name, is_last_microbatch=is_last_microbatch)
+
+    def sweep(self, *, is_last_microbatch: bool) -> None:
+        """Ends a micro-batch: no more gradients come for any unit."""
+        self.complete_over(lambda name: True, is_last_microbatch=is_last_microbatch)
         self._complete.clear()
         self._submitted = 0
 

@@ -20,6 +20,7 @@ from megatron_zpp.comm.links import Ladder
 from megatron_zpp.comm.readout import Readout
 from megatron_zpp.comm.streams import SideStream
 from megatron_zpp.parallel.specs import UnitSpec, Use
+from megatron_zpp.zero.calls import Call, Calls
 from megatron_zpp.zero.clipping import Clipping, skips_on_device
 from megatron_zpp.zero.count_zeros import count_zeros
 from megatron_zpp.zero.descents import Descents
@@ -35,8 +36,16 @@ from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.loss_scaler import ConstantLossScaler, LossScaler
 from megatron_zpp.zero.optimizer import ShardedAdamW, Update
 from megatron_zpp.zero.policy import Rung
-from megatron_zpp.zero.refusals import full_at_gradients, refuse_forward, refuse_frozen, refuse_gradient_without_weights, refuse_views
-from megatron_zpp.zero.schedule import Actions, Moment, Pass, Phase, descent_order, evaluation_schedule, training_schedule
+from megatron_zpp.zero.refusals import (
+    full_at_gradients,
+    refuse_forward,
+    refuse_frozen,
+    refuse_gradient_without_weights,
+    refuse_late_gradient,
+    refuse_old_forward,
+    refuse_views,
+)
+from megatron_zpp.zero.schedule import Actions, Moment, Pass, Phase, descent_order, evaluation_schedule, first_uses, training_schedule
 from megatron_zpp.zero.shared_gradients import SharedGradients
 from megatron_zpp.zero.squared_sums import squared_sums_for
 from megatron_zpp.zero.state_bytes import StateBytes, state_bytes
@@ -81,6 +90,7 @@ class ZeroEngine:
         self._policy = options.policy.in_world(ladder.topology)
         self._uses = tuple(uses)
         self._unit_names = tuple(" + ".join(use.units) for use in uses)
+        self._first_use = first_uses(uses)
         self._full_at_gradients = full_at_gradients(uses)
         training = training_schedule(uses, options.prefetch)
         self._passes = {True: Pass(training), False: Pass(evaluation_schedule(uses, options.prefetch))}
@@ -104,6 +114,7 @@ class ZeroEngine:
         by_name = {unit.name: descent for unit, descent in zip(self.units, self._unit_descents, strict=True)}
         self._descents = Descents(descent_order(uses), by_name)
         self._shared_gradients = SharedGradients(self.gradients, ladder, self.units[0].first_slice, self.units[0].slices)
+        self._calls = Calls(uses)
         self._is_in_backward = False
         self._is_last_microbatch = True
         self._progress = GradientProgress()
@@ -148,6 +159,8 @@ class ZeroEngine:
             is_training = torch.is_grad_enabled()
             self._book_activations(is_training)
             self._reach(Moment(Phase.PRE_FORWARD, use), is_training)
+            if is_training:
+                self._calls.begin(use)
 
     def _book_activations(self, is_training: bool) -> None:
         """Tells the tensor link and the context link, if there are any, for what the model uses them from now on."""
@@ -166,17 +179,23 @@ class ZeroEngine:
         for name in self._uses[use].units:
             self._unit_of[name].wait(Category.WEIGHTS)
 
-    def post_forward(self, use: int, outputs: Sequence[Tensor]) -> None:
-        """Called after a use's forward, with the tensors that it returns."""
-        if not self._is_in_backward:
-            for name in self._uses[use].units:
-                refuse_views(self._unit_of[name], outputs)
-            self._reach(Moment(Phase.POST_FORWARD, use), torch.is_grad_enabled())
+    def post_forward(self, use: int, outputs: Sequence[Tensor]) -> Call | None:
+        """Called after a use's forward, with the tensors that it returns. Returns the call, if it is one of a forward with gradients."""
+        if self._is_in_backward:
+            return None
+        for name in self._uses[use].units:
+            refuse_views(self._unit_of[name], outputs)
+        is_training = torch.is_grad_enabled()
+        self._reach(Moment(Phase.POST_FORWARD, use), is_training)
+        return self._calls.end(use, self._iteration) if is_training else None
 
-    def pre_backward(self, use: int) -> None:
-        """Called before a use's backward, when the gradients of its outputs have arrived."""
+    def pre_backward(self, use: int, call: Call | None) -> None:
+        """Called before the backward of a use's call, when the gradients of its outputs have arrived. call: as post_forward returned it."""
         if not self._is_in_backward:
             raise RuntimeError("call engine.backward(loss) instead of loss.backward()")
+        if call is not None:
+            refuse_old_forward(call, self._iteration)
+            self._calls.reach(call)
         self._reach(Moment(Phase.PRE_BACKWARD, use), is_training=True)
 
     def backward(self, loss: Tensor, *, microbatches: int = 1, is_last_microbatch: bool = True) -> None:
@@ -192,10 +211,12 @@ class ZeroEngine:
         self._book_activations(is_training=True)
         try:
             (loss * (self.loss_scaler.scale / microbatches)).backward()
+            self._calls.reach(None)
+            self._reach(Moment(Phase.AFTER_BACKWARD, 0), is_training=True)
             self._descents.sweep(is_last_microbatch=is_last_microbatch)
         finally:
             self._is_in_backward = False
-        self._reach(Moment(Phase.AFTER_BACKWARD, 0), is_training=True)
+        self._calls.end_backward()
         if not is_last_microbatch:
             self._submit_climbs(self._first_actions)
         self._progress.end_backward(is_last_microbatch=is_last_microbatch)
@@ -206,12 +227,21 @@ class ZeroEngine:
 
     def _reach(self, moment: Moment, is_training: bool) -> None:
         self._tell(moment)
-        for actions in self._passes[is_training].due_at(moment):
+        for due, actions in self._passes[is_training].due_at(moment):
+            if due.phase is Phase.PRE_BACKWARD:
+                self._complete_before(due)
             for name in actions.rest:
                 self._unit_of[name].rest()
             self._submit_climbs(actions)
             for name in actions.wait:
                 self._unit_of[name].wait(Category.WEIGHTS if is_training else Category.EVALUATION)
+
+    def _complete_before(self, moment: Moment) -> None:
+        """Completes units that are over, if their turn is before this moment: other ranks send their gradients before they climb here."""
+        first_use = self._first_use
+        self._descents.complete_over(
+            lambda unit: first_use[unit] > moment.use and self._calls.is_over(unit), is_last_microbatch=self._is_last_microbatch
+        )
 
     def _tell(self, moment: Moment) -> None:
         if moment.phase is Phase.PRE_FORWARD:
@@ -234,6 +264,8 @@ class ZeroEngine:
         if unit.name in self._full_at_gradients:
             refuse_gradient_without_weights(unit, index)
         self._progress.arrive(unit.layout.params[index].spec.name)
+        if self._descents.has_completed(unit.name):
+            refuse_late_gradient(unit, index)
         is_complete = descent.collect(index, parameter.grad)
         parameter.grad = None
         if is_complete:

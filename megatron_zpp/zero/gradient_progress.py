@@ -7,14 +7,14 @@ import enum
 
 class _State(enum.Enum):
     """NONE: there are none yet. SOME: those of some micro-batches. ALL: those of all, which may still descend. MEAN: their mean.
-
-    BROKEN: those of a backward that has not come to its end.
+    USED: a mean that an update has used. BROKEN: those of a backward that has not come to its end.
     """
 
     NONE = "none"
     SOME = "some"
     ALL = "all"
     MEAN = "mean"
+    USED = "used"
     BROKEN = "broken"
 
 
@@ -66,11 +66,15 @@ class GradientProgress:
         self._state = _State.MEAN
 
     def begin_update(self) -> None:
-        """Begins an update; without any gradients they are zeros."""
+        """Begins an update; before the first backward all gradients are zeros."""
         self.check_usable()
         if self._state in (_State.SOME, _State.ALL):
             raise RuntimeError("call engine.finish_gradients() before engine.update()")
+        if self._state is _State.USED:
+            raise RuntimeError(
+                "the last update has used the gradients, and no others have come; call engine.backward() before the next step"
+            )
 
     def end_update(self) -> None:
         """Ends the step."""
-        self._state = _State.NONE
+        self._state = _State.USED if self._state is _State.MEAN else self._state

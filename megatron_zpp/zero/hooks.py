@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron_zpp.parallel.specs import Use
+from megatron_zpp.zero.calls import Call
 from megatron_zpp.zero.outputs import Outputs
 
 
@@ -20,9 +21,9 @@ class UseCallbacks(Protocol):
 
     def pre_forward(self, use: int) -> None: ...
 
-    def post_forward(self, use: int, outputs: Sequence[Tensor]) -> None: ...
+    def post_forward(self, use: int, outputs: Sequence[Tensor]) -> Call | None: ...
 
-    def pre_backward(self, use: int) -> None: ...
+    def pre_backward(self, use: int, call: Call | None) -> None: ...
 
 
 def hook_uses(module: nn.Module, uses: Sequence[Use], callbacks: UseCallbacks) -> list[RemovableHandle]:
@@ -49,8 +50,8 @@ def before_forward(callbacks: UseCallbacks, use: int, module: nn.Module, args: t
 def _after_forward(callbacks: UseCallbacks, use: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     outputs = Outputs(module, output)
     with _no_inference_mode():
-        callbacks.post_forward(use, outputs.tensors)
-    return outputs.watched(partial(callbacks.pre_backward, use))
+        call = callbacks.post_forward(use, outputs.tensors)
+    return outputs.watched(partial(callbacks.pre_backward, use, call))
 
 
 @contextmanager

@@ -125,6 +125,8 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter], initialize: Initia
             raise ValueError(
                 f"parameter {path} is frozen, and the engine trains all parameters; make it a buffer, or let it require gradients"
             )
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(f"parameter {path} has hooks, which the parameter that replaces it would not have; add hooks after shard()")
     if len(devices) > 1:
         found = ", ".join(f"{path} on {device}" for device, path in devices.items())
         raise ValueError(f"the parameters are on several devices: {found}; move the module to one of them")

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_zpp.parallel.specs import Use
+from megatron_zpp.zero.calls import Call
 from megatron_zpp.zero.hooks import before_forward
-from megatron_zpp.zero.schedule import Phase, backward_starts
+from megatron_zpp.zero.schedule import Phase, backward_starts, first_uses
 from megatron_zpp.zero.unit import WeightUnit
 
 
@@ -52,13 +53,11 @@ def full_at_gradients(uses: Sequence[Use]) -> frozenset[str]:
 
     The last of several modules that are recomputed together is not among them: its biases have their gradients before it is recomputed.
     """
-    first_use: dict[str, int] = {}
-    for index, use in enumerate(uses):
-        for unit in use.units:
-            first_use.setdefault(unit, index)
     starts = backward_starts(uses)
     return frozenset(
-        unit for unit, index in first_use.items() if uses[index].needs_weights_in_backward and starts[index].phase is Phase.PRE_BACKWARD
+        unit
+        for unit, index in first_uses(uses).items()
+        if uses[index].needs_weights_in_backward and starts[index].phase is Phase.PRE_BACKWARD
     )
 
 
@@ -68,6 +67,22 @@ def refuse_gradient_without_weights(unit: WeightUnit, index: int) -> None:
         raise RuntimeError(
             f"unit {unit.name}: the gradient of {unit.layout.params[index].spec.name} was computed without the unit's weights, because "
             "backward has not come through what the unit returns; compute the loss from what units return"
+        )
+
+
+def refuse_late_gradient(unit: WeightUnit, index: int) -> None:
+    """Refuses the gradient of parameter `index`, because the unit's gradient has descended already, with zeros for this parameter."""
+    raise RuntimeError(
+        f"unit {unit.name}: the gradient of {unit.layout.params[index].spec.name} came after the turn of its unit; compute all of a loss "
+        "after the last engine.backward()"
+    )
+
+
+def refuse_old_forward(call: Call, iteration: int) -> None:
+    """Refuses the backward of a call before the last step: the weights have changed since, so its gradients would be wrong."""
+    if call.iteration != iteration:
+        raise RuntimeError(
+            "the loss was computed before the last engine.step(), which changed the weights; compute it again after the step"
         )
 
 

@@ -89,15 +89,15 @@ class Pass:
         """Whether the moment belongs to this schedule and has not been passed yet."""
         return self._index_of.get(moment, -1) >= self._position
 
-    def due_at(self, moment: Moment) -> list[Actions]:
-        """The actions of the moments that were missed, then those of this one. A moment earlier than the last one begins a new pass.
+    def due_at(self, moment: Moment) -> list[tuple[Moment, Actions]]:
+        """The moments that were missed, then this one, with their actions. A moment earlier than the last one begins a new pass.
 
         Missed moments are made up for because other ranks may have reached them, and their collectives wait for this rank.
         """
         index = self._index_of[moment]
         start = self._position if index >= self._position else 0
         self._position = index + 1
-        return [self._schedule[due] for due in self._moments[start : index + 1]]
+        return [(due, self._schedule[due]) for due in self._moments[start : index + 1]]
 
 
 def training_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:
@@ -149,11 +149,17 @@ def backward_starts(uses: Sequence[Use]) -> tuple[Moment, ...]:
 
 def descent_order(uses: Sequence[Use]) -> tuple[str, ...]:
     """Every unit once, in the order in which their gradients descend: a unit is complete after the backward of its first use."""
+    first_use = first_uses(uses)
+    return tuple(sorted(first_use, key=lambda unit: -first_use[unit]))
+
+
+def first_uses(uses: Sequence[Use]) -> dict[str, int]:
+    """By unit, the index of the first use that reads it."""
     first_use: dict[str, int] = {}
     for index, use in enumerate(uses):
         for unit in use.units:
             first_use.setdefault(unit, index)
-    return tuple(sorted(first_use, key=lambda unit: -first_use[unit]))
+    return first_use
 
 
 @dataclass(frozen=True)

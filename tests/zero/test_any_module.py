@@ -164,6 +164,12 @@ def loss_after_skips(skips: tuple[tuple[int, ...], tuple[int, ...]], model: nn.M
     return loss_of(model, hidden, rank)
 
 
+def loss_without(left_out: tuple[tuple[int, ...], tuple[int, ...]], model: nn.Module, hidden: Tensor, rank: int) -> Tensor:
+    for index, block in enumerate(model):
+        hidden = hidden if index in left_out[rank] else block(hidden)
+    return hidden.square().mean()
+
+
 def loss_of_recomputed(model: nn.Module, hidden: Tensor, rank: int) -> Tensor:
     for block in model:
         hidden = checkpoint(block, hidden, use_reentrant=False)
@@ -275,6 +281,26 @@ def test_losses_and_norms_are_those_of_plain_torch(
 
 
 @pytest.mark.virtual
+@pytest.mark.parametrize("prefetch", [Prefetch(), NOT_AHEAD], ids=["ahead", "not ahead"])
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        pytest.param(((), (7,)), id="the last"),
+        pytest.param(((4, 5, 6), ()), id="three neighbours"),
+        pytest.param(((0, 1, 2, 3), ()), id="the first ones"),
+        pytest.param(((1, 2, 6, 7), (0, 3, 4)), id="other ones on each rank"),
+    ],
+)
+def test_modules_that_a_rank_does_not_call_leave_no_rank_waiting(
+    left_out: tuple[tuple[int, ...], tuple[int, ...]], prefetch: Prefetch
+) -> None:
+    """With more modules than descents that may be under way."""
+    make, loss, units = partial(chain, *[Block] * 8), partial(loss_without, left_out), [str(layer) for layer in range(8)]
+    expected, found = trained_plainly(make(), loss), trained_sharded(make, loss, prefetch, (RANKS, 1), units)
+    assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=2e-5)
+
+
+@pytest.mark.virtual
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
@@ -366,6 +392,32 @@ def test_a_gradient_that_comes_twice_in_one_backward_is_refused() -> None:
     model, engine = sharded(Reentrant)
     with pytest.raises(RuntimeError, match=r"0\.up\.\w+ came twice in one backward.*use_reentrant=False"):
         engine.backward(loss_of(model, sample(0, 0), 0))
+
+
+def test_a_loss_from_before_the_last_step_is_refused() -> None:
+    model, engine = sharded(Block)
+    losses = [loss_of(model, sample(0, 0), 0) for _ in range(2)]
+    engine.backward(losses[0])
+    engine.step(RATE)
+    with pytest.raises(RuntimeError, match=r"computed before the last engine\.step\(\).*compute it again"):
+        engine.backward(losses[1])
+
+
+def test_a_gradient_that_comes_after_the_turn_of_its_unit_is_refused() -> None:
+    """The loss reads a forward from before the last backward, beside a newer one."""
+    model, engine = sharded(Block, Block)
+    old, other = (loss_of(model, sample(0, 0), 0) for _ in range(2))
+    engine.backward(other, microbatches=2, is_last_microbatch=False)
+    with pytest.raises(RuntimeError, match=r"unit 1: the gradient of 1\.\w+\.\w+ came after the turn of its unit.*after the last engine"):
+        engine.backward(old + loss_of(model, sample(0, 0), 0), microbatches=2)
+
+
+@pytest.mark.parametrize("add", [nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook])
+def test_hooks_of_parameters_are_refused_before_they_would_be_lost(add: Callable[[nn.Parameter, Callable[[Tensor], None]], object]) -> None:
+    model = chain(Block)
+    add(model[0].up.weight, lambda gradient: None)
+    with pytest.raises(ValueError, match=r"parameter 0\.up\.weight has hooks.*add hooks after shard\(\)"):
+        shard(model, ["0"])
 
 
 def test_an_output_that_could_hide_tensors_is_named() -> None:

@@ -53,6 +53,15 @@ def test_a_mean_needs_the_last_micro_batch() -> None:
         after(False).is_mean_missing()
 
 
+def test_an_update_uses_its_gradients_up() -> None:
+    progress = after(True)
+    progress.end_mean()
+    progress.begin_update()
+    progress.end_update()
+    with pytest.raises(RuntimeError, match=r"has used the gradients.*call engine\.backward\(\)"):
+        progress.begin_update()
+
+
 def test_nothing_follows_a_backward_that_did_not_end() -> None:
     progress = after(False)
     progress.begin_backward()
