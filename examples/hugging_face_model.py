@@ -57,7 +57,8 @@ def main() -> None:
             print(f"step {step + 1:3d}: loss {mean_loss:.4f}, gradient norm {result.grad_norm:.3f}")
 
     if args.save is not None:
-        weights = {name: weight.cpu() for name, weight in full_weights(engine)}  # every rank helps to gather them
+        # Every rank helps to gather the weights, and only the rank that saves keeps them.
+        weights = {name: weight.cpu() for name, weight in full_weights(engine) if engine.rank == 0}
         if engine.rank == 0:
             model.save_pretrained(args.save, state_dict=weights)
             print(f"saved in {args.save}, for AutoModelForCausalLM.from_pretrained()")

@@ -242,7 +242,9 @@ def _refuse_a_checkpoint(directory: Path) -> None:
 
 
 def _refuse_other_programs(folder: Path) -> None:
-    finding = foreign_checkpoint(folder)
+    """Raises CheckpointError if another program wrote the checkpoints in the folder, unless it also holds checkpoints of this one."""
+    has_own = any(os.path.isfile(path / MANIFEST_FILE) for path in newest_first(folder))
+    finding = None if has_own else foreign_checkpoint(folder)
     if finding is not None:
         raise CheckpointError(finding) from None
 

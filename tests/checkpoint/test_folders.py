@@ -124,6 +124,19 @@ def test_a_checkpoint_of_another_program_is_refused_with_the_tool_that_converts_
         find_candidates(parse_flags(f"--load {tmp_path} {last_good}".split()).checkpoint)
 
 
+@pytest.mark.parametrize("files", [["config.json", "model.safetensors"], ["global_step7/mp_rank_00_model_states.pt"]])
+def test_checkpoints_beside_files_of_another_program_are_those_that_are_loaded_and_named(directory: Path, files: list[str]) -> None:
+    for name in files:
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).touch()
+    with pytest.raises(CheckpointError, match="--ckpt-step 5: .* it holds 1, 2"):
+        find_checkpoint(directory, 5)
+    (directory / LATEST_FILE).unlink()
+    assert find_checkpoint(directory, None) is None
+    last_good = parse_flags(f"--load {directory} --load-last-good-checkpoint".split()).checkpoint
+    assert [folder.name for folder in find_candidates(last_good).folders] == ["iter_0000002", "iter_0000001"]
+
+
 @pytest.mark.parametrize("text", ["", "iter_2", "-1", "2.5", "9" * 40, "\x80\x04\x95"])
 def test_a_latest_file_that_names_no_iteration_is_refused(directory: Path, text: str) -> None:
     (directory / LATEST_FILE).write_text(text, encoding="utf-8")
