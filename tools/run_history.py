@@ -258,7 +258,7 @@ def read_history(path: Path, name: str) -> RunHistory:
     if not history.iterations:
         raise ValueError(f"{path} holds no training iteration; {REMEDY}")
     if left_out:
-        more = f"; so are {len(left_out) - 1} more lines" if len(left_out) > 1 else ""
+        more = f" with {counted(len(left_out) - 1, 'later line')}" if len(left_out) > 1 else ""
         print(f"{path}, line {left_out[0]}: unfinished, left out{more}", file=sys.stderr)
     return history
 

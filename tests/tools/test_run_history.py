@@ -187,7 +187,7 @@ def test_lines_that_are_not_json_are_told_in_one_sentence(tmp_path: Path, capsys
         read_history(path, "run")
     path.write_text(path.read_text() + json.dumps(line(10)))
     read_history(path, "run")
-    assert capsys.readouterr().err == f"{path}, line 1: unfinished, left out; so are 8 more lines\n"
+    assert capsys.readouterr().err == f"{path}, line 1: unfinished, left out with 8 later lines\n"
 
 
 def test_a_log_is_read_line_by_line_however_large_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
