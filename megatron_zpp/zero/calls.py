@@ -15,7 +15,6 @@ from megatron_zpp.parallel.specs import Use
 class Call:
     """A call of a use in a forward with gradients. number: counts these calls. iteration: the steps that were done before it."""
 
-    use: int
     number: int
     iteration: int
 
@@ -35,10 +34,10 @@ class Calls:
         for unit in self._units[use]:
             self._begun.setdefault(unit, self._next)
 
-    def end(self, use: int, iteration: int) -> Call:
+    def end(self, iteration: int) -> Call:
         """The same call ends."""
         self._next += 1
-        return Call(use, self._next - 1, iteration)
+        return Call(self._next - 1, iteration)
 
     def reach(self, call: Call | None) -> None:
         """Backward comes to a call, or to its end. Nothing is known to be over if the call is older than the last backward."""

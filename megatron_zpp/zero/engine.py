@@ -187,7 +187,7 @@ class ZeroEngine:
             refuse_views(self._unit_of[name], outputs)
         is_training = torch.is_grad_enabled()
         self._reach(Moment(Phase.POST_FORWARD, use), is_training)
-        return self._calls.end(use, self._iteration) if is_training else None
+        return self._calls.end(self._iteration) if is_training else None
 
     def pre_backward(self, use: int, call: Call | None) -> None:
         """Called before the backward of a use's call, when the gradients of its outputs have arrived. call: as post_forward returned it."""
@@ -238,9 +238,8 @@ class ZeroEngine:
 
     def _complete_before(self, moment: Moment) -> None:
         """Completes units that are over, if their turn is before this moment: other ranks send their gradients before they climb here."""
-        first_use = self._first_use
         self._descents.complete_over(
-            lambda unit: first_use[unit] > moment.use and self._calls.is_over(unit), is_last_microbatch=self._is_last_microbatch
+            lambda unit: self._first_use[unit] > moment.use and self._calls.is_over(unit), is_last_microbatch=self._is_last_microbatch
         )
 
     def _tell(self, moment: Moment) -> None:

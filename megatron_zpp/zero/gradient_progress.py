@@ -77,4 +77,5 @@ class GradientProgress:
 
     def end_update(self) -> None:
         """Ends the step."""
-        self._state = _State.USED if self._state is _State.MEAN else self._state
+        if self._state is _State.MEAN:
+            self._state = _State.USED

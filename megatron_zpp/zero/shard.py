@@ -118,9 +118,9 @@ def shard(
     Not supported: a submodule that is called more than once in a forward; a parameter that is read outside of the call of its unit (it is
     NaN there); a unit that returns its own weights, views of them, or objects other than tensors, tuples, lists and dictionaries; a loss
     that reads the inside of a unit without reading what the unit returns; writing in place to what a unit returns while something else
-    holds it; frozen parameters; sparse gradients; an optimizer of your own;
-    torch.compile over more than a unit. After an error in backward() the module and its engine must be made anew. Buffers are left alone:
-    each rank has its own, on the device where the caller puts them.
+    holds it; frozen parameters; sparse gradients; an optimizer of your own; torch.compile over more than a unit. After an error in
+    backward() the module and its engine must be made anew. Buffers are left alone: each rank has its own, on the device where the caller
+    puts them.
 
     Raises ValueError on every rank if the arguments of any rank break these rules, or if arguments or first values differ between ranks. It
     names the parameter or unit and the remedy, and leaves the module as it was (except for an error in values of `initialize`).

@@ -4,22 +4,31 @@ import pytest
 import torch
 from harness.small_engine import Job, Rank
 from harness.worlds import run_world
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.comm.backend import VirtualBackend
+from megatron_zpp.zero.gradients import UnitGradient
 from megatron_zpp.zero.policy import POLICIES
+from megatron_zpp.zero.unit_descent import UnitDescent
 
 pytestmark = pytest.mark.virtual
 
 
-def own_gradients(rank: Rank) -> list[Tensor]:
-    """What a rank's optimizer reads, without padding."""
-    return [
+def collect_everywhere(descent: UnitDescent, gradient: UnitGradient, value: float) -> None:
+    """Every parameter of the unit brings a gradient of this value."""
+    for index, placed in enumerate(gradient.layout.params):
+        descent.collect(index, torch.full(placed.spec.shape, value))
+
+
+def ends_with_gradients_of(value: float, rank: Rank) -> bool:
+    """Whether all that the rank's optimizer reads, without padding, has this value. Closes the engine."""
+    own = [
         gradient.primary.range(segment.offset, segment.offset + segment.stop - segment.start)
         for gradient in rank.engine.gradients
         for segment in gradient.layout.segments(rank.engine.ladder.own_slice, 1)
     ]
+    rank.engine.close()
+    return bool(own) and all(bool((part == value).all()) for part in own)
 
 
 def test_what_has_been_collected_stays_until_it_has_descended_whoever_waits_for_the_descent_before() -> None:
@@ -30,17 +39,14 @@ def test_what_has_been_collected_stays_until_it_has_descended_whoever_waits_for_
         staging = rank.engine.ladder.staging
         for descent, gradient in zip(rank.engine._unit_descents, rank.engine.gradients, strict=True):
             for microbatch in (1.0, 2.0):
-                for index, placed in enumerate(gradient.layout.params):
-                    descent.collect(index, torch.full(placed.spec.shape, microbatch))
+                collect_everywhere(descent, gradient, microbatch)
                 descent.finish()
                 other = staging.take(gradient.layout.numel * 4)
                 other.fill_(0xA5)  # whatever else needs a buffer of this size
                 staging.give(other)
                 descent.descend(is_last_microbatch=microbatch == 2.0)
             descent.finish()
-        own = own_gradients(rank)
-        rank.engine.close()
-        return bool(own) and all(bool((part == 3.0).all()) for part in own)
+        return ends_with_gradients_of(3.0, rank)
 
     assert all(run_world((1, 2), program))
 
@@ -49,15 +55,12 @@ def test_zeros_for_a_micro_batch_that_brings_no_gradient_leave_the_one_before_as
     def program(backend: VirtualBackend) -> bool:
         rank = Rank(Job(POLICIES[3], microbatches=2), backend)
         for descent, gradient in zip(rank.engine._unit_descents, rank.engine.gradients, strict=True):
-            for index, placed in enumerate(gradient.layout.params):
-                descent.collect(index, torch.full(placed.spec.shape, 3.0))
+            collect_everywhere(descent, gradient, 3.0)
             descent.descend(is_last_microbatch=False)
             descent.fill_missing()
             descent.descend(is_last_microbatch=True)
             descent.finish()
-        own = own_gradients(rank)
-        rank.engine.close()
-        return bool(own) and all(bool((part == 3.0).all()) for part in own)
+        return ends_with_gradients_of(3.0, rank)
 
     assert all(run_world((1, 2), program))
 
