@@ -151,6 +151,17 @@ class ZeroEngine:
 
     # ---- forward and backward
 
+    def begin_forward(self) -> None:
+        """Called before the forward of the whole module."""
+        if not self._is_in_backward:
+            self._passes[torch.is_grad_enabled()].begin()
+
+    def end_forward(self) -> None:
+        """Called after the forward of the whole module: other ranks may have gone through uses that this one has left out."""
+        is_training = torch.is_grad_enabled()
+        if not self._is_in_backward:
+            self._act(self._passes[is_training].due_at_end_of_forward(), is_training)
+
     def pre_forward(self, use: int) -> None:
         """Called before a use's forward; within backward it is a recomputation."""
         if self._is_in_backward:
@@ -227,7 +238,10 @@ class ZeroEngine:
 
     def _reach(self, moment: Moment, is_training: bool) -> None:
         self._tell(moment)
-        for due, actions in self._passes[is_training].due_at(moment):
+        self._act(self._passes[is_training].due_at(moment), is_training)
+
+    def _act(self, moments: Sequence[tuple[Moment, Actions]], is_training: bool) -> None:
+        for due, actions in moments:
             if due.phase is Phase.PRE_BACKWARD:
                 self._complete_before(due)
             for name in actions.rest:

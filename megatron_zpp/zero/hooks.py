@@ -19,6 +19,10 @@ from megatron_zpp.zero.outputs import Outputs
 class UseCallbacks(Protocol):
     """Receives the calls of the hooks on modules."""
 
+    def begin_forward(self) -> None: ...
+
+    def end_forward(self) -> None: ...
+
     def pre_forward(self, use: int) -> None: ...
 
     def post_forward(self, use: int, outputs: Sequence[Tensor]) -> Call | None: ...
@@ -27,13 +31,16 @@ class UseCallbacks(Protocol):
 
 
 def hook_uses(module: nn.Module, uses: Sequence[Use], callbacks: UseCallbacks) -> list[RemovableHandle]:
-    """Handles of hooks that call `callbacks` before and after each use's forward, and before its backward."""
+    """Handles of hooks that call `callbacks` before and after the forward of `module` and of each use, and before each use's backward."""
     handles = []
     for index, use in enumerate(uses):
         submodule = module.get_submodule(use.module)
         before = partial(before_forward, callbacks, index)
         handles.append(submodule.register_forward_pre_hook(before, prepend=True))  # other hooks may read weights
         handles.append(submodule.register_forward_hook(partial(_after_forward, callbacks, index)))
+    # The module itself may be a use: its forward begins before this use and ends after it.
+    handles.append(module.register_forward_pre_hook(partial(_call, callbacks.begin_forward), prepend=True))
+    handles.append(module.register_forward_hook(partial(_call, callbacks.end_forward)))
     return handles
 
 
@@ -52,6 +59,11 @@ def _after_forward(callbacks: UseCallbacks, use: int, module: nn.Module, args: t
     with _no_inference_mode():
         call = callbacks.post_forward(use, outputs.tensors)
     return outputs.watched(partial(callbacks.pre_backward, use, call))
+
+
+def _call(callback: Callable[[], None], module: nn.Module, *inputs_and_outputs: Any) -> None:
+    with _no_inference_mode():
+        callback()
 
 
 @contextmanager

@@ -75,14 +75,19 @@ Schedule = Mapping[Moment, Actions]  # in the order of time
 class Pass:
     """One pass over the model, moment by moment; `schedule` says what is due at each.
 
-    A rank can miss moments, because it skipped a use or the output of a use got no gradient. The next moment that it reaches makes up for
-    them: every rank must act on the same moments in the same order, whichever modules its own samples went through.
+    A rank can miss moments, because it skipped a use or the output of a use got no gradient. The next moment that it reaches, or the end of
+    forward, makes up for them: every rank must act on the same moments in the same order, whichever modules its own samples went through.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._moments = tuple(schedule)
         self._index_of = {moment: index for index, moment in enumerate(self._moments)}
+        self._end_of_forward = sum(moment.phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD) for moment in schedule)
+        self._position = 0
+
+    def begin(self) -> None:
+        """A new pass begins."""
         self._position = 0
 
     def is_ahead(self, moment: Moment) -> bool:
@@ -95,9 +100,17 @@ class Pass:
         Missed moments are made up for because other ranks may have reached them, and their collectives wait for this rank.
         """
         index = self._index_of[moment]
-        start = self._position if index >= self._position else 0
-        self._position = index + 1
-        return [(due, self._schedule[due]) for due in self._moments[start : index + 1]]
+        if index < self._position:
+            self.begin()
+        return self._due_before(index + 1)
+
+    def due_at_end_of_forward(self) -> list[tuple[Moment, Actions]]:
+        """The moments of forward that were missed since the last one, with their actions."""
+        return self._due_before(self._end_of_forward)
+
+    def _due_before(self, end: int) -> list[tuple[Moment, Actions]]:
+        start, self._position = self._position, max(self._position, end)
+        return [(due, self._schedule[due]) for due in self._moments[start:end]]
 
 
 def training_schedule(uses: Sequence[Use], prefetch: Prefetch) -> Schedule:

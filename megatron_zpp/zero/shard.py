@@ -108,8 +108,10 @@ def shard(
     `engine.finish_gradients()` and `engine.update(learning_rate)` instead. Gradients are means over micro-batches and ranks; zero_grad()
     is not needed. At the end call `engine.close()`, then leave_world(); a program that does not is told so when it ends.
 
-    Evaluation: call the module under torch.no_grad(), on every rank and equally often. In evaluation every rank must call the last unit,
-    and in training too, unless engine.backward() is the next call after the forward.
+    Evaluation: call the module under torch.no_grad(), on every rank and equally often.
+
+    Ranks may leave out different units. A program that calls units and never the module itself must call the last unit on every rank: in
+    evaluation always, in training unless engine.backward() is the next call after the forward.
 
     Saving: `dict(full_weights(engine))` is a state dict of the parameters in fp32, with shared parameters once; to keep less on a device,
     read full_weights() parameter by parameter. Load it before shard(), with module.load_state_dict(..., strict=False). Adam's moments:

@@ -115,6 +115,17 @@ class OwnWeight(Block):
         return self.up.weight[: len(hidden)]
 
 
+class LeavingOut(nn.Sequential):
+    """Leaves out some of its modules."""
+
+    left_out: Sequence[int] = ()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for index, block in enumerate(self):
+            hidden = hidden if index in self.left_out else block(hidden)
+        return hidden
+
+
 def chain(*kinds: type[Block]) -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(*(kind() for kind in kinds))
@@ -168,6 +179,20 @@ def loss_without(left_out: tuple[tuple[int, ...], tuple[int, ...]], model: nn.Mo
     for index, block in enumerate(model):
         hidden = hidden if index in left_out[rank] else block(hidden)
     return hidden.square().mean()
+
+
+def loss_after_evaluations(left_out: Sequence[Sequence[Sequence[int]]], model: LeavingOut, hidden: Tensor, rank: int) -> Tensor:
+    """left_out: by rank, the modules left out in an evaluation, in a forward, and in two evaluations before its backward."""
+    before, in_training, *after = left_out[rank]
+    with torch.no_grad():
+        model.left_out = before
+        model(hidden)
+    model.left_out = in_training
+    loss = model(hidden).square().mean()
+    for model.left_out in after:
+        with torch.no_grad():
+            model(hidden)
+    return loss
 
 
 def loss_of_recomputed(model: nn.Module, hidden: Tensor, rank: int) -> Tensor:
@@ -297,6 +322,23 @@ def test_modules_that_a_rank_does_not_call_leave_no_rank_waiting(
     """With more modules than descents that may be under way."""
     make, loss, units = partial(chain, *[Block] * 8), partial(loss_without, left_out), [str(layer) for layer in range(8)]
     expected, found = trained_plainly(make(), loss), trained_sharded(make, loss, prefetch, (RANKS, 1), units)
+    assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=2e-5)
+
+
+@pytest.mark.virtual
+@pytest.mark.parametrize("prefetch", [Prefetch(), NOT_AHEAD], ids=["ahead", "not ahead"])
+@pytest.mark.parametrize("in_training", [((3,), ()), ((1, 2, 3), (0, 2))], ids=["the last", "all but the first"])
+def test_the_forward_of_a_module_ends_alike_on_ranks_that_leave_out_its_last_parts(
+    in_training: tuple[tuple[int, ...], tuple[int, ...]], prefetch: Prefetch
+) -> None:
+    """Although evaluations, which leave out others, come before its backward."""
+    first, second = in_training
+    loss = partial(loss_after_evaluations, (((2, 3), first, (3,), ()), ((), second, (0, 1, 2, 3), (1,))))
+
+    def make() -> nn.Module:
+        return LeavingOut(*chain(*[Block] * LAYERS))
+
+    expected, found = trained_plainly(make(), loss), trained_sharded(make, loss, prefetch, (RANKS, 1))
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=2e-5)
 
 
