@@ -28,12 +28,20 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """One member of the family at one rate of the link between nodes. bound_by: the part of the machine that is busy longest."""
+    """One member of the family at one rate of the link between nodes.
+
+    fits: whether it needs no more memory than there is; None if it is not known how much there is. bound_by: the part of the machine that
+    is busy longest.
+    """
 
     plan: RunPlan
     gigabits: float
     time: StepTime
-    fits: bool
+    fits: bool | None
+
+    @property
+    def may_fit(self) -> bool:
+        return self.fits is not False
 
     @property
     def bound_by(self) -> str:
@@ -55,7 +63,7 @@ def recommended(estimates: Sequence[Estimate]) -> Estimate | None:
 
     Lean, whose codes have the fewest bits, counts only if the best of the others waits for other nodes. None if no member fits.
     """
-    fitting = [estimate for estimate in estimates if estimate.fits]
+    fitting = [estimate for estimate in estimates if estimate.may_fit]
     others = [estimate for estimate in fitting if not estimate.plan.member.is_lean]
     best = _simplest(others or fitting)
     return _simplest(fitting) if best is not None and best.waits_for_other_nodes else best

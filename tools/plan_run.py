@@ -120,7 +120,7 @@ def _with_sizes(given: Config, sizes: Sizes, other: RunPlan) -> Config:
 
 def _best(estimates: Sequence[Estimate]) -> Estimate:
     """The fastest of those that fit; the smallest if none does."""
-    fitting = [estimate for estimate in estimates if estimate.fits]
+    fitting = [estimate for estimate in estimates if estimate.may_fit]
     if not fitting:
         return min(estimates, key=lambda estimate: estimate.plan.memory.total)
     return min(fitting, key=lambda estimate: estimate.time.seconds)
@@ -140,10 +140,9 @@ def _plans(given: Config, world: PlannedWorld, padded: int) -> tuple[list[RunPla
 
 
 def _estimate(plan: RunPlan, gigabits: float, computation: Computation, options: argparse.Namespace) -> Estimate:
-    ranks = plan.job.grid.ranks_per_node
-    fits = options.memory_gigabytes is None or plan.memory.total <= options.memory_gigabytes * GIGABYTE
-    fits &= options.host_memory_gigabytes is None or ranks * plan.memory.host <= options.host_memory_gigabytes * GIGABYTE
-    return Estimate(plan, gigabits, plan.time(_machine(gigabits, options), computation), fits)
+    needs = (plan.memory.total, options.memory_gigabytes), (plan.job.grid.ranks_per_node * plan.memory.host, options.host_memory_gigabytes)
+    known = [need <= gigabytes * GIGABYTE for need, gigabytes in needs if gigabytes is not None]
+    return Estimate(plan, gigabits, plan.time(_machine(gigabits, options), computation), all(known) if known else None)
 
 
 def _machine(gigabits: float, options: argparse.Namespace) -> Machine:
@@ -207,12 +206,12 @@ def _parser() -> argparse.ArgumentParser:
         "--teraflops", type=_positive, metavar="X", help="speed that a rank sustains while it computes, with recomputation counted"
     )
     speed.add_argument("--step-seconds", type=_positive, metavar="X", help="measured time of an iteration that links do not slow down")
-    add("--memory-gigabytes", type=_positive, metavar="X", help="memory that a rank may use; without it everything fits")
+    add("--memory-gigabytes", type=_positive, metavar="X", help="memory that a rank may use; without it, it is not checked")
     add(
         "--host-memory-gigabytes",
         type=_positive,
         metavar="X",
-        help="memory of a node's host, which its ranks share; without it everything fits",
+        help="memory of a node's host, which its ranks share; without it, it is not checked",
     )
     add("--device", choices=("gpu", "cpu"), default="gpu", help="decides codec speed, latencies and overlap (default: %(default)s)")
     add("--link-efficiency", type=_positive, default=1.0, metavar="X", help="share of the link's rate that collectives reach (default: 1)")

@@ -18,20 +18,24 @@ TRAFFIC_HEADER = ("GB into a node", "GB into a rank inside its node")
 TENSOR_HEADER = "GB into a rank over the tensor link"
 CONTEXT_HEADER = "GB into a rank over the context link"
 ZEROPP = "ZeRO++"  # whose price lean is compared with
+FITS = {True: "yes", False: "no", None: "not checked"}
 
 
 def plan_as_text(world: PlannedWorld, zero3: RunPlan, padded: int, computation: Computation, by_rate: dict[float, Rate]) -> str:
     microbatches = zero3.job.microbatches
     seconds = computation.seconds * microbatches
     parameters = parameter_count(zero3.config.model, padded)
+    members = next(iter(by_rate.values())).members
     lines = [
         f"{parameters / 1e9:.3g} billion parameters on {counted(world.nodes, 'node')} x {counted(world.ranks_per_node, 'rank')}, "
         f"{counted(microbatches, 'micro-batch', 'micro-batches')} of "
         f"{zero3.config.training.micro_batch_size} per rank and iteration{_groups(zero3)}, {seconds:.4g} s of computation per iteration",
         "",
-        *_memory_table(next(iter(by_rate.values())).members),
+        *_memory_table(members),
         *_about_host(world, zero3),
     ]
+    if members[0].fits is None:
+        lines += ["", "Whether it fits is not checked without --memory-gigabytes, the memory that a rank may use."]
     for gigabits, rate in by_rate.items():
         lines += ["", f"Link of a node: {gigabits:g} Gbit/s in each direction", "", *_time_table(rate.members), ""]
         lines += [*_size_table(rate.by_size), _advice(rate.members)]
@@ -60,7 +64,7 @@ def _size_table(by_size: dict[Sizes, Estimate]) -> list[str]:
             *_traffic_cells(estimate.plan),
             *_group_cells(estimate.plan, Sizes(2, 2)),
             in_gib(estimate.plan.memory.total),
-            "yes" if estimate.fits else "no",
+            FITS[estimate.fits],
             f"{estimate.time.seconds:.4g}",
         ]
         for sizes, estimate in by_size.items()
@@ -111,7 +115,7 @@ def _memory_table(estimates: Sequence[Estimate]) -> list[str]:
             need.total,
             *([need.host] if has_host else []),
         )
-        rows.append([estimate.plan.member.name, *map(in_gib, parts), "yes" if estimate.fits else "no"])
+        rows.append([estimate.plan.member.name, *map(in_gib, parts), FITS[estimate.fits]])
     return _table(header, rows)
 
 
@@ -151,12 +155,11 @@ def _advice(estimates: Sequence[Estimate]) -> str:
         levers = "more nodes, --checkpoint-activations, a smaller --micro-batch-size, or a larger --context-parallel-size for long samples"
         return f"Recommended: none of these fits; take {levers}."
     member, time = choice.plan.member, choice.time.seconds
-    fitting = [estimate for estimate in estimates if estimate.fits]
-    fastest = min(fitting, key=lambda estimate: estimate.time.seconds)
+    fastest = min((estimate for estimate in estimates if estimate.may_fit), key=lambda estimate: estimate.time.seconds)
     gain = "simpler" if member.features < fastest.plan.member.features else "in less memory"
-    why = (
-        "the fastest that fits" if fastest is choice else f"{time / fastest.time.seconds - 1:.1%} behind {fastest.plan.member.name}, {gain}"
-    )
+    why = "the fastest that fits" if choice.fits else "the fastest"
+    if fastest is not choice:
+        why = f"{time / fastest.time.seconds - 1:.1%} behind {fastest.plan.member.name}, {gain}"
     price = _price_of_lean(choice, estimates) if member.is_lean else ""
     return f"Recommended: {choice.plan.flags} ({member.name}, {why}){price}"
 

@@ -90,7 +90,7 @@ def test_lean_is_recommended_only_where_the_best_of_the_others_waits_for_other_n
 
 @pytest.mark.usefixtures("groups_as_given")
 def test_lean_says_what_it_costs_beside_zeropp(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--nodes", "24", "--inter-gigabits", "10", "--teraflops", "40"]
+    options = ["--nodes", "24", "--inter-gigabits", "10", "--teraflops", "40", "--memory-gigabytes", "80"]
     run_here(*options, "--", *LARGE.split(), "--global-batch-size", "768")
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2] == "Recommended: --zeropp lean (lean, the fastest that fits)"
@@ -129,6 +129,13 @@ def test_a_member_without_a_partition_has_no_flag_for_one() -> None:
     flags = [member.flags(1, 1) for member in MEMBERS]
     assert not any("--zero-hpz-partition-size" in words for words in flags)
     assert "--zero-hpz-partition-size 2" in MEMBERS[5].flags(2, 2)
+
+
+@pytest.mark.usefixtures("groups_as_given")
+def test_without_the_memory_of_a_rank_nothing_is_said_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    run_here("--nodes", "2", "--inter-gigabits", "1", "--teraflops", "400", "--", *RUN, "--ranks-per-node", "1")
+    out = capsys.readouterr().out
+    assert "Whether it fits is not checked without --memory-gigabytes" in out and "that fits" not in out and "| yes |" not in out
 
 
 @pytest.mark.usefixtures("groups_as_given")
