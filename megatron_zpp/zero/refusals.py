@@ -14,6 +14,9 @@ from megatron_zpp.zero.hooks import before_forward
 from megatron_zpp.zero.schedule import Phase, backward_starts, first_uses
 from megatron_zpp.zero.unit import WeightUnit
 
+# torch.autocast casts a weight once, and its gradient comes where the cast was made: in an earlier forward of the same context.
+_AND_AUTOCAST = ", and enter torch.autocast anew for every forward, or pass cache_enabled=False to it"
+
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether this module or one in it has, or had, an engine."""
@@ -97,7 +100,7 @@ def refuse_gradient_without_weights(unit: WeightUnit, index: int) -> None:
     if not unit.is_full:
         raise RuntimeError(
             f"unit {unit.name}: the gradient of {unit.layout.params[index].spec.name} was computed without the unit's weights, because "
-            "backward has not come through what the unit returns; compute the loss from what units return"
+            f"backward has not come through what the unit returns; compute the loss from what units return{_AND_AUTOCAST}"
         )
 
 
@@ -105,7 +108,7 @@ def refuse_late_gradient(unit: WeightUnit, index: int) -> None:
     """Refuses the gradient of parameter `index`, because the unit's gradient has descended already, with zeros for this parameter."""
     raise RuntimeError(
         f"unit {unit.name}: the gradient of {unit.layout.params[index].spec.name} came after the turn of its unit; compute all of a loss "
-        "after the last engine.backward()"
+        f"after the last engine.backward(){_AND_AUTOCAST}"
     )
 
 

@@ -443,6 +443,14 @@ def test_a_gradient_that_comes_after_the_turn_of_its_unit_is_refused() -> None:
         engine.backward(old + loss_of(model, sample(0, 0), 0), microbatches=2)
 
 
+def test_casts_that_autocast_keeps_from_an_earlier_forward_are_refused() -> None:
+    model, engine = sharded(Block, Block)
+    with torch.autocast("cpu", torch.bfloat16):
+        engine.backward(loss_of(model, sample(0, 0), 0), microbatches=2, is_last_microbatch=False)
+        with pytest.raises(RuntimeError, match="enter torch.autocast anew for every forward"):
+            engine.backward(loss_of(model, sample(0, 0), 0), microbatches=2)
+
+
 @pytest.mark.parametrize("add", [nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook])
 def test_hooks_of_parameters_are_refused_before_they_would_be_lost(add: Callable[[nn.Parameter, Callable[[Tensor], None]], object]) -> None:
     model = chain(Block)
