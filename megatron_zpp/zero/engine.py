@@ -6,6 +6,7 @@ It reads one row of the policy table and one schedule. It never asks which ZeRO 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,11 +39,12 @@ from megatron_zpp.zero.optimizer import ShardedAdamW, Update
 from megatron_zpp.zero.policy import Rung
 from megatron_zpp.zero.refusals import (
     full_at_gradients,
+    refuse_changed,
     refuse_forward,
-    refuse_frozen,
     refuse_gradient_without_weights,
     refuse_late_gradient,
     refuse_old_forward,
+    refuse_other_backward,
     refuse_views,
 )
 from megatron_zpp.zero.schedule import Actions, Moment, Pass, Phase, descent_order, evaluation_schedule, first_uses, training_schedule
@@ -133,7 +135,8 @@ class ZeroEngine:
         for parameter, placed in zip(unit.parameters, layout.params, strict=True):
             owner, _, attribute = placed.spec.name.rpartition(".")
             setattr(self.module.get_submodule(owner), attribute, parameter)
-        self._hooks += hook_parameters(unit.parameters, lambda index: self._collect(unit, descent, index))
+        number, engine = len(self.units), weakref.proxy(self)  # what a tensor's hook refers to is hidden from the garbage collector
+        self._hooks += hook_parameters(unit.parameters, lambda index: engine._collect(number, index))
         self.units.append(unit)
         self.gradients.append(gradient)
         self._unit_descents.append(descent)
@@ -203,7 +206,7 @@ class ZeroEngine:
     def pre_backward(self, use: int, call: Call | None) -> None:
         """Called before the backward of a use's call, when the gradients of its outputs have arrived. call: as post_forward returned it."""
         if not self._is_in_backward:
-            raise RuntimeError("call engine.backward(loss) instead of loss.backward()")
+            refuse_other_backward()
         if call is not None:
             refuse_old_forward(call, self._iteration)
             self._calls.reach(call)
@@ -270,7 +273,8 @@ class ZeroEngine:
                 self._later.reach(name)
                 self._unit_of[name].climb(rung)
 
-    def _collect(self, unit: WeightUnit, descent: UnitDescent, index: int) -> None:
+    def _collect(self, number: int, index: int) -> None:
+        unit, descent = self.units[number], self._unit_descents[number]
         parameter = unit.parameters[index]
         if parameter.grad is None:
             raise RuntimeError(f"unit {unit.name}: parameter {unit.layout.params[index].spec.name} reported a gradient and has none")
@@ -300,7 +304,7 @@ class ZeroEngine:
         self._check_open()
         if not self._progress.is_mean_missing():
             return
-        refuse_frozen(self.units)
+        refuse_changed(self.units)
         self._descents.finish()
         self._shared_gradients.combine()
         for gradient in self.gradients:
@@ -465,3 +469,6 @@ class ZeroEngine:
         end_all(self.finish_updates, self.ladder.lanes.drain, *hooks, partial(refuse_forward, self.module, self._uses))
         if self._on_close is not None:
             self._on_close()
+
+    def __reduce__(self) -> str:
+        raise RuntimeError("a sharded module cannot be copied or saved, because its weights are not in it; use dict(full_weights(engine))")

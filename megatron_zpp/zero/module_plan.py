@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.parallel.division import Division
 from megatron_zpp.parallel.specs import ParamSpec, UnitSpec, Use
-from megatron_zpp.zero.refusals import is_hooked
+from megatron_zpp.zero.refusals import is_hooked, is_replaced
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -56,6 +56,8 @@ class ModulePlan:
                 reads[unit_of[parameter][0]] = None
             if not reads:
                 raise ValueError(f"unit '{unit}' has no parameters; leave it out of `units`")
+            if own and not any(spec.division.numel for spec in own):
+                raise ValueError(f"the parameters of unit '{unit}' have no elements; make them buffers, or name a larger unit")
             if own:
                 specs.append(UnitSpec(unit, tuple(own)))
             uses.append(Use(unit, tuple(reads), needs_weights_in_backward=True))
@@ -77,6 +79,10 @@ def plan_of(module: nn.Module, units: Sequence[str], uses: Sequence[Use] | None,
     for path, inner in module.named_modules():
         if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.sparse:
             raise ValueError(f"module {path} makes sparse gradients, which cannot be divided among ranks; make it with sparse=False")
+        if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.max_norm is not None:
+            raise ValueError(
+                f"module {path} has a max_norm: its forward writes to its weights, and the engine would not see that; leave max_norm out"
+            )
     for path, buffer in module.named_buffers():
         if buffer.is_meta:
             raise ValueError(f"buffer {path} is on the meta device; give it values on the device of the run, for buffers are left alone")
@@ -125,6 +131,8 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter], initialize: Initia
             raise ValueError(
                 f"parameter {path} is frozen, and the engine trains all parameters; make it a buffer, or let it require gradients"
             )
+        if is_replaced(parameter):
+            raise ValueError(f"parameter {path} is shared with a module that is sharded already; shard one module that holds both")
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(f"parameter {path} has hooks, which the parameter that replaces it would not have; add hooks after shard()")
     if len(devices) > 1:

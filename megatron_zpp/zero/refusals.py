@@ -14,29 +14,63 @@ from megatron_zpp.zero.hooks import before_forward
 from megatron_zpp.zero.schedule import Phase, backward_starts, first_uses
 from megatron_zpp.zero.unit import WeightUnit
 
+# torch.autocast casts a weight once, and its gradient comes where the cast was made: in an earlier forward of the same context.
+_AND_AUTOCAST = ", and enter torch.autocast anew for every forward, or pass cache_enabled=False to it"
+
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether this module or one in it has, or had, an engine."""
     hooks = [hook for inner in module.modules() for hook in inner._forward_pre_hooks.values()]
-    return any(hook is _refuse_forward or (isinstance(hook, partial) and hook.func is before_forward) for hook in hooks)
+    return any(isinstance(hook, _Closed) or (isinstance(hook, partial) and hook.func is before_forward) for hook in hooks)
 
 
 def refuse_forward(module: nn.Module, uses: Sequence[Use]) -> None:
     """Makes each use's forward raise RuntimeError, because the engine of the module is closed."""
     for use in uses:
-        module.get_submodule(use.module).register_forward_pre_hook(_refuse_forward, prepend=True)
+        module.get_submodule(use.module).register_forward_pre_hook(_Closed(), prepend=True)
 
 
-def _refuse_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
-    raise RuntimeError(f"{type(module).__name__} has no weights any more, because its engine is closed")
+class _Closed:
+    """The hook of a module whose engine is closed. The module can be neither called nor copied nor saved."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        raise RuntimeError(f"{type(module).__name__} has no weights any more, because its engine is closed")
+
+    def __reduce__(self) -> str:
+        raise RuntimeError(
+            "the module has no weights any more, because its engine is closed; read full_weights(engine) before engine.close()"
+        )
 
 
-def refuse_frozen(units: Iterable[WeightUnit]) -> None:
-    """Refuses parameters that were frozen after they were sharded: the engine would let their weights decay."""
+def refuse_changed(units: Iterable[WeightUnit]) -> None:
+    """Refuses parameters that were changed after they were sharded: frozen, so that the engine would let their weights decay, or written
+    to, which does not change the main weights."""
     for unit in units:
         for parameter, placed in zip(unit.parameters, unit.layout.params, strict=True):
             if not parameter.requires_grad:
                 raise RuntimeError(f"parameter {placed.spec.name} was frozen after shard(), but the engine trains all parameters")
+            if parameter._version:  # the engine gives a parameter other storage, but never writes to it as a tensor
+                raise RuntimeError(
+                    f"parameter {placed.spec.name} was written to after shard(), and the engine does not see that; write to it before "
+                    "shard(), or let forward compute another tensor from it"
+                )
+
+
+def refuse_replaced(path: str, parameter: nn.Parameter) -> None:
+    """Refuses gradients of a parameter that shard() has replaced: what still reads it is not trained."""
+    parameter.register_hook(partial(_refuse_replaced, path))
+
+
+def is_replaced(parameter: nn.Parameter) -> bool:
+    """Whether shard() has replaced this parameter in some module."""
+    return any(isinstance(hook, partial) and hook.func is _refuse_replaced for hook in (parameter._backward_hooks or {}).values())
+
+
+def _refuse_replaced(path: str, gradient: Tensor) -> None:
+    raise RuntimeError(
+        f"parameter {path} was replaced by shard(), and something reads the old one, such as a list, a function or another module; "
+        f"read it as the attribute {path} of the sharded module"
+    )
 
 
 def refuse_views(unit: WeightUnit, outputs: Sequence[Tensor]) -> None:
@@ -66,7 +100,7 @@ def refuse_gradient_without_weights(unit: WeightUnit, index: int) -> None:
     if not unit.is_full:
         raise RuntimeError(
             f"unit {unit.name}: the gradient of {unit.layout.params[index].spec.name} was computed without the unit's weights, because "
-            "backward has not come through what the unit returns; compute the loss from what units return"
+            f"backward has not come through what the unit returns; compute the loss from what units return{_AND_AUTOCAST}"
         )
 
 
@@ -74,7 +108,7 @@ def refuse_late_gradient(unit: WeightUnit, index: int) -> None:
     """Refuses the gradient of parameter `index`, because the unit's gradient has descended already, with zeros for this parameter."""
     raise RuntimeError(
         f"unit {unit.name}: the gradient of {unit.layout.params[index].spec.name} came after the turn of its unit; compute all of a loss "
-        "after the last engine.backward()"
+        f"after the last engine.backward(){_AND_AUTOCAST}"
     )
 
 
@@ -84,6 +118,14 @@ def refuse_old_forward(call: Call, iteration: int) -> None:
         raise RuntimeError(
             "the loss was computed before the last engine.step(), which changed the weights; compute it again after the step"
         )
+
+
+def refuse_other_backward() -> None:
+    """Refuses a backward that the engine of the module has not begun."""
+    raise RuntimeError(
+        "call engine.backward(loss) instead of loss.backward() or torch.autograd.grad(), with the engine of this module; a loss cannot go "
+        "through the modules of two engines, so shard one of them, or one module that holds both"
+    )
 
 
 def refuse_state_dicts(module: nn.Module) -> None:

@@ -46,7 +46,7 @@ from megatron_zpp.zero.loss_scaler import LossScaler
 from megatron_zpp.zero.module_plan import DTYPES, Initializer, ModulePlan, plan_of
 from megatron_zpp.zero.pieces import parameters, resting_pieces
 from megatron_zpp.zero.policy import Policy, Rung
-from megatron_zpp.zero.refusals import refuse_state_dicts
+from megatron_zpp.zero.refusals import refuse_replaced, refuse_state_dicts
 from megatron_zpp.zero.states import WEIGHT
 
 
@@ -99,7 +99,7 @@ def shard(
     initialize: for a module on the meta device: initialize(path, shape) returns the first values of a parameter, of any dtype and device.
         Every rank calls it for every parameter in the same order, one after the other, and keeps its own slice.
     backend: other collectives than those of torch.distributed, such as comm/backend.py:VirtualWorld, which runs a world as threads of one
-        process; it brings its own grid.
+        process; it brings its own grid, and serves one engine.
     timeout: of a hop over torch.distributed; a rank that waits for another longer than this fails. Other collectives (the gradient norm,
         full_weights) have the timeout of the default process group. Default: 10 minutes.
 
@@ -114,14 +114,17 @@ def shard(
     evaluation always, in training unless engine.backward() is the next call after the forward.
 
     Saving: `dict(full_weights(engine))` is a state dict of the parameters in fp32, with shared parameters once; to keep less on a device,
-    read full_weights() parameter by parameter. Load it before shard(), with module.load_state_dict(..., strict=False). Adam's moments:
-    checkpoint/engine_state.py saves and loads them with the weights, in any world.
+    read full_weights() parameter by parameter. It has no buffers: add those of module.named_buffers(). Load it before shard(), with
+    module.load_state_dict(..., strict=False). Adam's moments: checkpoint/engine_state.py saves and loads them with the weights, in any
+    world.
 
     Not supported: a submodule that is called more than once in a forward; a parameter that is read outside of the call of its unit (it is
-    NaN there); a unit that returns its own weights, views of them, or objects other than tensors, tuples, lists and dictionaries; a loss
-    that reads the inside of a unit without reading what the unit returns; writing in place to what a unit returns while something else
-    holds it; frozen parameters; sparse gradients; an optimizer of your own; torch.compile over more than a unit. After an error in
-    backward() the module and its engine must be made anew. Buffers are left alone: each rank has its own, on the device where the caller
+    NaN there), or that is written to; a parameter from before shard(), such as one in a list that the module keeps; a unit that returns its
+    own weights, views of them, or objects other than tensors, tuples, lists and dictionaries; a loss that reads the inside of a unit
+    without reading what the unit returns; a loss that goes through the modules of two engines; writing in place to what a unit returns
+    while something else holds it; copies and pickles of the module; one torch.autocast around several forwards, unless with
+    cache_enabled=False; frozen parameters; sparse gradients; an optimizer of your own; torch.compile over more than a unit. After an error
+    in backward() the module and its engine must be made anew. Buffers are left alone: each rank has its own, on the device where the caller
     puts them.
 
     Raises ValueError on every rank if the arguments of any rank break these rules, or if arguments or first values differ between ranks. It
@@ -156,6 +159,8 @@ def shard(
             digest = _fill(engine, plan.parameters, initialize)
         check_alike(backend, device, digest, "first values of parameters")
     refuse_state_dicts(module)
+    for path, parameter in plan.parameters.items():
+        refuse_replaced(path, parameter)
     if groups:
         atexit.register(remind)
     return engine

@@ -133,7 +133,9 @@ class WeightUnit:
             return
         under_way = self._residency.under_way()
         if Rung.FULL not in under_way:
-            raise RuntimeError(f"unit {self.name}: its full rung is stale and no climb is on its way; recompute with use_reentrant=False")
+            raise RuntimeError(
+                f"unit {self.name}: its full rung is stale, and no climb comes; recompute unit by unit, with use_reentrant=False"
+            )
         self._ladder.lanes.wait(under_way[Rung.FULL])
         for rung, hop in under_way.items():
             stays = rung <= self._policy.weights_in_step

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -124,6 +126,26 @@ class LeavingOut(nn.Sequential):
         for index, block in enumerate(self):
             hidden = hidden if index in self.left_out else block(hidden)
         return hidden
+
+
+class Clamping(Block):
+    """Writes to a weight."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.clamp_(-0.1, 0.1)
+        return super().forward(hidden)
+
+
+class InList(Block):
+    """Keeps a parameter where shard() does not find it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [self.up.bias]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) * self.scales[0]
 
 
 def chain(*kinds: type[Block]) -> nn.Sequential:
@@ -383,11 +405,11 @@ def sharded(*kinds: type[Block]) -> tuple[nn.Sequential, ZeroEngine]:
     return model, shard(model, [str(index) for index in range(len(kinds))], OPTIONS)
 
 
-def in_two_ranks(check: Callable[[nn.Sequential, ZeroEngine], None]) -> None:
+def in_two_ranks(check: Callable[[nn.Sequential, ZeroEngine], None], prefetch: Prefetch = Prefetch()) -> None:
     models = [chain(Block, Block) for _ in range(RANKS)]
 
     def program(backend: VirtualBackend) -> None:
-        check(models[backend.rank], shard(models[backend.rank], UNITS[:2], OPTIONS, backend=backend))
+        check(models[backend.rank], shard(models[backend.rank], UNITS[:2], replace(OPTIONS, prefetch=prefetch), backend=backend))
 
     run_world((1, RANKS), program, takes_turns=False)
 
@@ -414,6 +436,15 @@ def test_recomputation_that_is_entered_before_the_backward_names_the_argument_to
             engine.backward(hidden.square().mean())
 
     in_two_ranks(check)
+
+
+@pytest.mark.virtual
+def test_units_that_are_recomputed_together_are_told_how_to_recompute() -> None:
+    def check(model: nn.Sequential, engine: ZeroEngine) -> None:
+        with pytest.raises(RuntimeError, match="unit 0: its full rung is stale.*recompute unit by unit"):
+            engine.backward(checkpoint(model, sample(0, 0), use_reentrant=False).square().mean())
+
+    in_two_ranks(check, NOT_AHEAD)
 
 
 def test_a_module_that_returns_its_own_weights_is_named() -> None:
@@ -454,6 +485,14 @@ def test_a_gradient_that_comes_after_the_turn_of_its_unit_is_refused() -> None:
         engine.backward(old + loss_of(model, sample(0, 0), 0), microbatches=2)
 
 
+def test_casts_that_autocast_keeps_from_an_earlier_forward_are_refused() -> None:
+    model, engine = sharded(Block, Block)
+    with torch.autocast("cpu", torch.bfloat16):
+        engine.backward(loss_of(model, sample(0, 0), 0), microbatches=2, is_last_microbatch=False)
+        with pytest.raises(RuntimeError, match="enter torch.autocast anew for every forward"):
+            engine.backward(loss_of(model, sample(0, 0), 0), microbatches=2)
+
+
 @pytest.mark.parametrize("add", [nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook])
 def test_hooks_of_parameters_are_refused_before_they_would_be_lost(add: Callable[[nn.Parameter, Callable[[Tensor], None]], object]) -> None:
     model = chain(Block)
@@ -486,3 +525,32 @@ def test_no_module_in_a_sharded_one_gives_or_takes_a_state_dict(stage: int) -> N
             module.state_dict()
     with pytest.raises(RuntimeError, match=r"cannot load any; load them before shard\(\)"):
         model.load_state_dict(values)
+
+
+def test_a_write_to_a_parameter_which_its_main_weight_would_not_get_is_refused() -> None:
+    model, engine = sharded(Clamping)
+    engine.backward(loss_of(model, sample(0, 0), 0))
+    with pytest.raises(RuntimeError, match=r"parameter 0\.up\.weight was written to after shard\(\)"):
+        engine.step(RATE)
+
+
+def test_a_gradient_of_a_parameter_that_shard_has_replaced_is_refused() -> None:
+    model, engine = sharded(InList)
+    with pytest.raises(RuntimeError, match=r"parameter 0\.up\.bias was replaced by shard\(\), and something reads the old one"):
+        engine.backward(loss_of(model, sample(0, 0), 0))
+
+
+def test_a_loss_through_modules_of_two_engines_is_refused() -> None:
+    (model, engine), (other, _) = sharded(Block), sharded(Block)
+    with pytest.raises(RuntimeError, match=r"modules of two engines.*shard one of them"):
+        engine.backward(loss_of(other, model(sample(0, 0)), 0))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_sharded_module_is_not_copied_without_its_weights(copied: Callable[[nn.Module], object]) -> None:
+    model, engine = sharded(Block)
+    with pytest.raises(RuntimeError, match="a sharded module cannot be copied or saved.*full_weights"):
+        copied(model)
+    engine.close()
+    with pytest.raises(RuntimeError, match="its engine is closed; read full_weights"):
+        copied(model)

@@ -236,6 +236,18 @@ def with_sparse_gradients() -> nn.Module:
     return model
 
 
+def with_max_norm() -> nn.Module:
+    model = tied()
+    model.embedding.max_norm = 1.0
+    return model
+
+
+def without_elements() -> nn.Module:
+    model = tied()
+    model.inner[0] = nn.Embedding(0, 12)
+    return model
+
+
 def in_fp64() -> nn.Module:
     return tied().double()
 
@@ -261,6 +273,8 @@ OFFLOADED_APEX = EngineOptions(with_offloaded_optimizer(POLICIES[2]), adam=AdamO
         (with_a_parameter_at_its_root, ALL, {}, ["parameter scale is in no unit", "move it into a submodule"]),
         (frozen, ALL, {}, ["parameter inner.1.weight is frozen"]),
         (with_sparse_gradients, ALL, {}, ["module embedding makes sparse gradients", "sparse=False"]),
+        (with_max_norm, ALL, {}, ["module embedding has a max_norm", "leave max_norm out"]),
+        (without_elements, ["embedding", "inner.0", "inner.1", "head"], {}, ["the parameters of unit 'inner.0' have no elements"]),
         (in_fp64, ALL, {}, ["parameter embedding.weight is torch.float64", "torch.bfloat16"]),
         (on_two_devices, ALL, {}, ["embedding.weight on cpu", "inner.0.weight on meta"]),
         (on_meta, ALL, {}, ["on the meta device", "pass `initialize`"]),
@@ -372,6 +386,14 @@ def test_a_module_is_sharded_once() -> None:
         shard(module, ["0"])
 
 
+def test_a_parameter_of_two_sharded_modules_is_refused() -> None:
+    module, other = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
+    other[0].weight = module[0].weight
+    shard(module, ["0"])
+    with pytest.raises(ValueError, match=r"parameter 0\.weight is shared with a module that is sharded already"):
+        shard(other, ["0"])
+
+
 def differing(rank: int, what: str) -> dict[str, Any]:
     if what == "loss_scaler":
         return {"loss_scaler": DynamicLossScaler(2.0**16, 1.0, 1000, 2)} if rank else {}
@@ -434,6 +456,23 @@ def test_a_closed_engine_lets_nothing_through() -> None:
     del engine
     gc.collect()
     assert reference() is None  # although the module lives
+
+
+@pytest.mark.virtual
+def test_an_engine_that_is_not_closed_is_freed_with_its_module() -> None:
+    models, engines = [tied() for _ in range(2)], []
+
+    def program(backend: Backend) -> None:
+        model = models.pop()
+        engine = shard(model, ALL, backend=backend)
+        engine.backward(tied_loss(model, 0))
+        engine.step(LEARNING_RATE)
+        engine.ladder.lanes.drain()
+        engines.append(weakref.ref(engine))
+
+    run_world((1, 2), program, takes_turns=False)
+    gc.collect()
+    assert [engine() for engine in engines] == [None, None]
 
 
 def test_the_state_dict_of_a_sharded_module_names_full_weights() -> None:
