@@ -118,6 +118,7 @@ def train(config: Config, launch: Launch, world: World, save_lock: SaveLock) -> 
     printer.on_first("\n".join(filter(None, [banner(config), arguments_block(config), *config.notices])))
     startup_checks.check_same_flags(config)
     hosts = world.hosts()
+    startup_checks.check_same_devices(world, hosts)
     with world.agreement():
         if config.training.deterministic_mode:
             startup_checks.use_deterministic_kernels()

@@ -11,8 +11,9 @@ bash scripts/build_extensions.sh [--no-venv] [--portable]
   --portable   for every processor of this architecture rather than for this one; slower
 
 Needs a compiler for the C++ standard of the installed torch (2.13: C++20, such as GCC 11 or clang 14; CXX names another compiler).
-If torch has CUDA and nvcc is found (CUDA_HOME or PATH), the CUDA kernels are built too: for the GPUs of this machine, or for the
-architectures in TORCH_CUDA_ARCH_LIST (such as "8.0;9.0"), from 8.0 on. Runs on other machines find this build if they set the same list.
+If torch has CUDA and nvcc is found (CUDA_HOME, PATH or /usr/local/cuda), the CUDA kernels are built too. nvcc has to be of torch's version
+of CUDA (12 or 13), and calls the compiler that CXX names. The kernels are for the GPUs of this machine, or for the architectures in
+TORCH_CUDA_ARCH_LIST (such as "8.0;9.0"), from 8.0 on. Runs on other machines find this build if they set the same list.
 Takes about half a minute, with CUDA kernels some minutes, or no time if the same build exists.
 Without the kernels everything runs on plain torch: same bits, slower. Runs on GPUs that quantize are refused then, unless
 MEGATRON_ZPP_REFERENCE_OPS=1 is set.

@@ -28,7 +28,7 @@ from megatron_zpp.comm.links import INTRA_CLIMB, INTRA_DESCEND
 from megatron_zpp.comm.streams import streams_of
 from megatron_zpp.monitor.timers import clock_of
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.groups import make_lane_groups, nccl_backend
+from megatron_zpp.parallel.groups import make_lane_groups, nccl_backend, world_options
 
 MEGABYTES = {True: (1,), False: (1, 4, 16, 64, 256, 1024)}  # of what a rank holds after a gather, and sends in an exchange
 REPEATS = 5
@@ -44,7 +44,7 @@ def main(file: Path, flags: str) -> None:
     )
     if is_gpu:
         torch.cuda.set_device(place.device)
-    dist.init_process_group(nccl_backend() if is_gpu else "gloo", timeout=TIMEOUT)
+    dist.init_process_group(nccl_backend() if is_gpu else "gloo", timeout=TIMEOUT, pg_options=world_options(TIMEOUT, place.device))
     grid = Grid.of_nodes(1, world_size)
     backend = TorchBackend(grid, rank, make_lane_groups(grid, rank, TIMEOUT, place.device))
     outcome = Outcome()

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+import warnings
 
 from gpu.deadline import Deadline
 from gpu.outcome import Outcome
@@ -26,7 +27,10 @@ def run(time: Deadline, outcome: Outcome) -> None:
     import torch
 
     outcome.measure(torch=torch.__version__, numpy=numpy.__version__, cuda=str(torch.version.cuda))
-    if torch.cuda.is_available():
+    with warnings.catch_warnings(record=True) as caught:  # torch says there why it finds no GPU, for example if the driver is too old
+        warnings.simplefilter("always")
+        has_gpu = torch.cuda.is_available()
+    if has_gpu:
         properties = torch.cuda.get_device_properties(0)
         outcome.measure(
             gpus=torch.cuda.device_count(),
@@ -40,7 +44,8 @@ def run(time: Deadline, outcome: Outcome) -> None:
         )
     else:
         built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs alone"
-        outcome.omit(f"everything on a GPU: torch finds none here (torch {torch.__version__} is built for {built_for})")
+        why = "".join(f"; {one.message}" for one in caught)
+        outcome.omit(f"everything on a GPU: torch finds none here (torch {torch.__version__} is built for {built_for}{why})")
     outcome.say(*(f"{name}: {fact}" for name, fact in outcome.measured.items()))
 
 

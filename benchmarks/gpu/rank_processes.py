@@ -107,6 +107,12 @@ def free_ports(count: int) -> list[int]:
         return [held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
 
 
+def ran_out_of_time(ended: Sequence[Ended]) -> bool:
+    """Whether the time was over before all ranks had ended, and none had failed."""
+    codes = {end.code for end in ended}
+    return None in codes and codes <= {None, 0}
+
+
 def in_words(ended: Sequence[Ended]) -> list[str]:
     return [line for end in ended for line in [f"[rank {end.rank}, exit code {end.code}]", *end.said.splitlines()[-12:]]]
 

@@ -12,7 +12,7 @@ import torch
 from gpu.deadline import Deadline
 from gpu.files import read_json
 from gpu.outcome import NotDone, Outcome
-from gpu.rank_processes import ONE_GPU_EACH, Ranks, free_ports, in_words
+from gpu.rank_processes import ONE_GPU_EACH, Ended, Ranks, free_ports, in_words, ran_out_of_time
 from gpu.training import CPU_SHAPE, FLAGS, GPU_SHAPE
 
 MOST_RANKS = 8
@@ -34,9 +34,12 @@ def measure(time: Deadline, outcome: Outcome, world_size: int, flags: str, limit
         if not time.has(SECONDS_PER_LIMIT):
             outcome.ran_late(name)
             continue
-        found, said = _measured(time, world_size, f"{flags} --ranks-per-node {world_size}", {"NCCL_MAX_CTAS": limit} if limit else {})
+        found, ended = _measured(time, world_size, f"{flags} --ranks-per-node {world_size}", {"NCCL_MAX_CTAS": limit} if limit else {})
+        if ran_out_of_time(ended):
+            outcome.ran_late(f"the end of {world_size} ranks with {name}")
+            continue
         if not outcome.check(f"{world_size} ranks train with {name}", holds=found is not None):
-            outcome.say(*said[-40:])
+            outcome.say(*in_words(ended)[-40:])
             continue
         outcome.measure(**{name: found})
         outcome.say(*_lines(name, found))
@@ -47,7 +50,8 @@ def tiny_flags() -> str:
     return f"{CPU_SHAPE} {FLAGS}"
 
 
-def _measured(time: Deadline, world_size: int, flags: str, environment: dict[str, str]) -> tuple[Any, list[str]]:
+def _measured(time: Deadline, world_size: int, flags: str, environment: dict[str, str]) -> tuple[Any, list[Ended]]:
+    """What rank 0 has written, None unless all ranks have ended well; and how they ended."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         file = folder / "found.json"
@@ -57,8 +61,7 @@ def _measured(time: Deadline, world_size: int, flags: str, environment: dict[str
             ended = ranks.wait(time)
         finally:
             ranks.end()
-        found = read_json(file) if all(end.code == 0 for end in ended) else None
-        return found, in_words(ended)
+        return (read_json(file) if all(end.code == 0 for end in ended) else None), ended
 
 
 def _lines(name: str, found: dict[str, Any]) -> list[str]:

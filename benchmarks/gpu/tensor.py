@@ -14,7 +14,7 @@ import torch
 from gpu.deadline import Deadline
 from gpu.files import read_json
 from gpu.outcome import Outcome
-from gpu.rank_processes import Ranks, Sharing, free_ports, in_words
+from gpu.rank_processes import Ranks, Sharing, free_ports, in_words, ran_out_of_time
 from gpu.sharing import working_sharing
 
 RANKS = 4  # 2 groups of 2
@@ -36,6 +36,9 @@ def measure(time: Deadline, outcome: Outcome, sharing: Sharing, *, is_timed: boo
             ended = ranks.wait(time)
         finally:
             ranks.end()
+        if ran_out_of_time(ended):
+            outcome.ran_late(f"the end of {RANKS} ranks that use their tensor links")
+            return
         if not outcome.check(f"{RANKS} ranks use their tensor links", holds=all(end.code == 0 for end in ended)):
             outcome.say(*in_words(ended)[-40:])
             return

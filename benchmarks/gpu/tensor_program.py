@@ -29,7 +29,7 @@ from megatron_zpp.comm.streams import streams_of
 from megatron_zpp.comm.tensor_link import TensorLink
 from megatron_zpp.monitor.timers import clock_of
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.groups import make_lane_groups, nccl_backend
+from megatron_zpp.parallel.groups import make_lane_groups, nccl_backend, world_options
 
 TENSOR_RANKS = 2
 SHAPES = ((2, 8), (6, 40), (64, 1024), (4096, 1024))
@@ -47,7 +47,8 @@ def main(file: Path) -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
         place = Place(device, is_tiny=False)
-    dist.init_process_group(nccl_backend() if place.is_gpu else "gloo", timeout=TIMEOUT)
+    library = nccl_backend() if place.is_gpu else "gloo"
+    dist.init_process_group(library, timeout=TIMEOUT, pg_options=world_options(TIMEOUT, place.device))
     grid = Grid.of_nodes(1, world_size, TENSOR_RANKS)
     streams = streams_of(place.device)
     backend, lanes = TorchBackend(grid, rank, make_lane_groups(grid, rank, TIMEOUT, place.device)), make_lanes(streams)

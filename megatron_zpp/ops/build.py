@@ -50,6 +50,8 @@ OPENMP_FLAG = "-fopenmp"
 
 COMPILER_VARIABLE = "CXX"
 DEFAULT_COMPILER = "c++"
+DEFAULT_TOOLKIT = "/usr/local/cuda"  # a link of NVIDIA's packages to the toolkit that was installed last
+PLACES_OF_NVCC = f"in CUDA_HOME, on PATH or in {DEFAULT_TOOLKIT}"
 MOST_OF_AN_ERROR = 200  # characters; torch's may hold a whole command
 ARCHITECTURES_VARIABLE = "TORCH_CUDA_ARCH_LIST"
 OLDEST_ARCHITECTURE = (8, 0)
@@ -116,13 +118,15 @@ class Build:
         """The shared library, compiled in `folder`. Raises RuntimeError if the compiler fails."""
         compiler = _checked_compiler(os.environ)
         if self.cuda_architectures:
-            os.environ["CUDA_HOME"] = str(cuda_toolkit())
+            toolkit = cuda_toolkit()
+            _check_version(toolkit)
+            os.environ["CUDA_HOME"] = str(toolkit)
         # Imported here, because torch's module looks for compilers and CUDA, which only a build needs.
         from setuptools import Distribution
         from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
         make_extension = CUDAExtension if self.cuda_architectures else CppExtension
-        nvcc_flags = {"nvcc": self.nvcc_flags()} if self.cuda_architectures else {}
+        nvcc_flags = {"nvcc": [*self.nvcc_flags(), *_host_compiler_flags(os.environ)]} if self.cuda_architectures else {}
         extension = make_extension(
             LIBRARY_NAME,
             [str(path) for path in self.files() if path.suffix in COMPILED_SUFFIXES],
@@ -182,8 +186,14 @@ def _checked_compiler(environment: Mapping[str, str]) -> str:
     return compiler
 
 
+def _host_compiler_flags(environment: Mapping[str, str]) -> list[str]:
+    """Those by which nvcc calls the C++ compiler that the environment names. Without them it calls the one on PATH, or torch's: CC."""
+    named = environment.get(COMPILER_VARIABLE, "").split()
+    return ["-ccbin", *named] if len(named) == 1 and "CC" not in environment else []
+
+
 def has_nvcc() -> bool:
-    """Whether CUDA's compiler is in CUDA_HOME or on PATH."""
+    """Whether CUDA's compiler is in CUDA_HOME, on PATH or in DEFAULT_TOOLKIT."""
     return _nvcc() is not None
 
 
@@ -218,19 +228,31 @@ def _code_flags(architecture: str) -> list[str]:
 
 def _nvcc() -> str | None:
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    return next((found for home in homes if (found := shutil.which("nvcc", path=f"{home}/bin"))), None) or shutil.which("nvcc")
+    in_homes = (found for home in homes if (found := shutil.which("nvcc", path=f"{home}/bin")))
+    return next(in_homes, None) or shutil.which("nvcc") or shutil.which("nvcc", path=f"{DEFAULT_TOOLKIT}/bin")
 
 
 def cuda_toolkit() -> Path:
     """The folder of CUDA's compiler and headers, as the compiler itself reports it: the nvcc on PATH may be a link or a script."""
     nvcc = _nvcc()
     if nvcc is None:
-        raise RuntimeError("CUDA code needs nvcc, which is neither in CUDA_HOME nor on PATH.")
+        raise RuntimeError(f"CUDA code needs nvcc, which is not {PLACES_OF_NVCC}.")
     dry_run = subprocess.run(
         [nvcc, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull], capture_output=True, text=True, check=False
     )
     found = re.search(r"^#\$ _HERE_=(.+)$", dry_run.stderr, re.MULTILINE)
     return Path(found[1]).parent if found else Path(nvcc).resolve().parents[1]
+
+
+def _check_version(toolkit: Path) -> None:
+    """Raises RuntimeError if the toolkit is not of torch's version of CUDA; torch would refuse it, without saying what to do."""
+    said = subprocess.run([toolkit / "bin" / "nvcc", "--version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"release ((\d+)\.\d+)", said)
+    if found and torch.version.cuda is not None and found[2] != (major := torch.version.cuda.partition(".")[0]):
+        raise RuntimeError(
+            f"{toolkit} is CUDA {found[1]}, and torch {torch.__version__} is built for CUDA {torch.version.cuda}; name the folder of a "
+            f"toolkit of CUDA {major} in CUDA_HOME in the environment."
+        )
 
 
 def made_once(library: Path, compile_in: Callable[[Path], Path], lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Path:

@@ -19,6 +19,7 @@ import torch
 
 from megatron_zpp.ops.build import (
     ARCHITECTURES_VARIABLE,
+    PLACES_OF_NVCC,
     RULE_OF_ARCHITECTURES,
     SOURCES,
     Build,
@@ -167,7 +168,7 @@ def _buildable_architectures() -> tuple[str, ...]:
     if torch.version.cuda is not None and not architectures:
         print(f"Without CUDA bodies: no GPU is here, and {ARCHITECTURES_VARIABLE} (such as 9.0) does not say for which to build them.")
     if architectures and not has_nvcc():
-        print("Without CUDA bodies: nvcc is neither in CUDA_HOME nor on PATH.")
+        print(f"Without CUDA bodies: nvcc is not {PLACES_OF_NVCC}.")
         return ()
     if architectures and (lacking := why_not_for_all_gpus(architectures)):
         print(f"Not for all GPUs of this machine: {lacking}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 from collections.abc import Iterable
 from datetime import timedelta
 from functools import cache
@@ -19,6 +20,9 @@ from megatron_zpp.parallel.topology import ACROSS_LANES, LANES, Lane
 
 LEGACY_NCCL = "nccl-legacy"
 GROUPS_END_WITHOUT_LOCK = "2.8"  # version of torch
+# When a collective has failed or timed out, torch waits four times as long before it ends the process, so that every rank can write what it
+# has recorded. Its default is 15 seconds, so a rank would end a minute after --distributed-timeout-minutes.
+RECORD_VARIABLE, RECORD_MILLISECONDS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", 1000
 _kept_backends: list[object] = []
 
 
@@ -61,8 +65,14 @@ def nccl_backend() -> str:
 
 
 def world_options(timeout: timedelta, device: torch.device) -> Any:
-    """The options of the world's process group; None where it has no NCCL."""
-    return _nccl_options(WORLD_CTAS, timeout, is_urgent=False) if device.type == "cuda" else None
+    """The options of the world's process group; None where it has no NCCL.
+
+    Shortens the time from a failed collective to the end of the process, unless the environment says how long it is.
+    """
+    if device.type != "cuda":
+        return None
+    os.environ.setdefault(RECORD_VARIABLE, str(RECORD_MILLISECONDS))
+    return _nccl_options(WORLD_CTAS, timeout, is_urgent=False)
 
 
 def _nccl_options(ctas: int, timeout: timedelta, *, is_urgent: bool) -> Any:

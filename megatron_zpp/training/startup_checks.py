@@ -27,6 +27,7 @@ from megatron_zpp.monitor.output_file import create_new
 from megatron_zpp.ops.apex import check_apex
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts
+from megatron_zpp.parallel.ranks_in_words import first_of, ranks_in_words
 from megatron_zpp.training.memory_need import AvailableMemory, check_fits
 from megatron_zpp.training.setup import working_dtype
 from megatron_zpp.training.sharding import sharding_of
@@ -68,6 +69,20 @@ def _describe_blends(config: Config) -> str:
         if blend is not None
     )
     return ", ".join(words).strip()
+
+
+def check_same_devices(world: World, hosts: Sequence[str]) -> None:
+    """Raises StartupError on every rank if some ranks find a GPU and others none. Every rank must call it, before lanes are connected.
+
+    Ranks on GPUs would wait in NCCL for the others, which wait in gloo. hosts: host name of every rank, in rank order.
+    """
+    kinds = gather_texts(world.device.type)
+    lacking = [rank for rank, kind in enumerate(kinds) if kind == "cpu"]
+    if 0 < len(lacking) < len(kinds):
+        raise StartupError(
+            f"no GPU is found by {ranks_in_words(lacking)} on {first_of(hosts[rank] for rank in lacking)}, and the other ranks have GPUs; "
+            "see what nvidia-smi and torch.cuda.is_available() say there, or give every rank --distributed-backend gloo to train on CPUs."
+        )
 
 
 def use_deterministic_kernels() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import bits, builds, entry_runs, features, kernel_kinds, ladder, one_rank, sharing, speed, thread_ranks, training
+from gpu import bits, builds, entry_runs, features, kernel_kinds, ladder, machine, one_rank, sharing, speed, thread_ranks, training
 from gpu.deadline import Deadline
 from gpu.device_errors import attempt
 from gpu.differences import largest_difference
@@ -53,6 +54,16 @@ def run(part: Any, seconds: float = 1e6) -> Outcome:
 
 
 # ---- parts
+
+
+def test_the_part_machine_says_why_torch_finds_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_available() -> bool:
+        warnings.warn("the NVIDIA driver is too old", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    (omitted,) = run(machine).omissions
+    assert omitted.startswith("everything on a GPU: torch finds none here") and omitted.endswith("; the NVIDIA driver is too old)")
 
 
 def test_the_part_training_measures_speed_phases_and_memory_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:

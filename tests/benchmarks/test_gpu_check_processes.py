@@ -57,6 +57,14 @@ def test_the_part_tensor_finds_the_bits_of_sums_over_gloo(outcome: Outcome) -> N
     assert outcome.failures == outcome.late == [] and len(outcome.measured["seconds"]) == 4
 
 
+def test_ranks_that_run_when_the_time_is_over_are_late_and_no_failure(outcome: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(several_gpus, "SECONDS_PER_LIMIT", 0.0)
+    several_gpus.measure(Deadline(0.0), outcome, 2, several_gpus.tiny_flags(), ("4",))
+    tensor.measure(Deadline(0.0), outcome, ONE_GPU_EACH, is_timed=False)
+    assert outcome.failures == []
+    assert outcome.late == ["the end of 2 ranks with NCCL_MAX_CTAS=4", "the end of 4 ranks that use their tensor links"]
+
+
 @pytest.mark.long
 def test_a_run_that_the_flags_forbid_is_a_failure_with_its_message() -> None:
     entries = [Entry("wrong", "--no-such-flag")]

@@ -200,6 +200,22 @@ def test_a_part_writes_every_finding_at_once(tmp_path: Path, monkeypatch: pytest
     ]
 
 
+def test_the_time_of_a_part_begins_before_its_module_is_imported_which_imports_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    left: list[float] = []
+
+    def import_module(name: str) -> Any:
+        now[0] += 7.0
+        return FakePart(lambda time, outcome: left.append(time.remaining_seconds()))
+
+    monkeypatch.setattr(part_process, "Deadline", lambda seconds: Deadline(seconds, lambda: now[0]))
+    monkeypatch.setattr(part_process.importlib, "import_module", import_module)
+    part_process.run_part("ladder", 10.0, tmp_path / "ladder.json")
+    assert left == [3.0]
+
+
 def raising(error: BaseException) -> Callable[[Deadline, Outcome], None]:
     def run(time: Deadline, outcome: Outcome) -> None:
         raise error

@@ -207,6 +207,39 @@ def test_a_missing_compiler_is_named_with_what_to_do(tmp_path: Path, monkeypatch
         Build().compile(tmp_path)
 
 
+def test_a_toolkit_of_another_cuda_than_torch_s_is_refused_with_both_versions_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 12.4, V12.4.131\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    words = f"{tmp_path} is CUDA 12.4, and torch .* is built for CUDA 13.0; name .* of CUDA 13 in CUDA_HOME"
+    with pytest.raises(RuntimeError, match=words):
+        Build(cuda_architectures=("9.0",)).compile(tmp_path)
+
+
+def test_nvcc_is_also_found_where_nvidia_s_packages_put_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(build_module, "DEFAULT_TOOLKIT", str(tmp_path / "cuda"))
+    assert not build_module.has_nvcc()
+    (tmp_path / "cuda" / "bin").mkdir(parents=True)
+    (tmp_path / "cuda" / "bin" / "nvcc").touch(0o755)
+    assert build_module.has_nvcc()
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags"),
+    [({}, []), ({"CXX": "g++-13"}, ["-ccbin", "g++-13"]), ({"CXX": "ccache g++"}, []), ({"CXX": "g++-13", "CC": "gcc-13"}, [])],
+)
+def test_nvcc_calls_the_compiler_that_the_environment_names(environment: dict[str, str], flags: list[str]) -> None:
+    assert build_module._host_compiler_flags(environment) == flags
+
+
 @pytest.mark.skipif(shutil.which("ninja") is None, reason="needs ninja")
 @pytest.mark.parametrize(("name", "uses_ninja"), [("a b'c", True), ("$HOME", False), ("a:b", False), ("a|b", False), ("w\udcf6", False)])
 def test_ninja_is_not_used_for_a_path_that_torch_writes_for_it_in_a_wrong_way(

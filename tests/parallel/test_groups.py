@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,8 +15,8 @@ from harness.rank_pool import RankPool
 from megatron_zpp.parallel import groups
 from megatron_zpp.parallel.communicators import WORLD_CTAS, lane_ctas
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.parallel.groups import make_lane_groups, nccl_backend, world_options
-from megatron_zpp.parallel.initialize import World
+from megatron_zpp.parallel.groups import RECORD_MILLISECONDS, RECORD_VARIABLE, make_lane_groups, nccl_backend, world_options
+from megatron_zpp.parallel.initialize import FAREWELL, World
 from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.parallel.topology import CONTEXT_ACROSS, LANES, TENSOR_ACROSS, Link
 
@@ -131,6 +132,20 @@ def test_the_worlds_group_has_the_limit_of_small_messages_for_nccl(monkeypatch: 
     assert made["backend"] == f"cpu:gloo,cuda:{nccl_backend()}"
     assert made["pg_options"].config.max_ctas == WORLD_CTAS
     assert made["pg_options"]._timeout == made["timeout"]
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(None, RECORD_MILLISECONDS), ("15000", 15000)])
+def test_the_wait_of_torch_after_a_failed_collective_is_part_of_the_farewell_unless_the_user_chooses_another(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None, expected: int
+) -> None:
+    give_torch_nccl(monkeypatch)
+    monkeypatch.setenv(RECORD_VARIABLE, "restored afterwards")
+    monkeypatch.setenv(RECORD_VARIABLE, chosen or "")
+    if chosen is None:
+        monkeypatch.delenv(RECORD_VARIABLE)
+    world_options(TIMEOUT, GPU)
+    assert os.environ[RECORD_VARIABLE] == str(expected)
+    assert timedelta(milliseconds=4 * RECORD_MILLISECONDS) < FAREWELL / 2
 
 
 @pytest.mark.parametrize(("found", "name"), [([], "nccl"), (["its entry point"], "nccl-legacy")])

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from megatron_zpp.config.schema import Config
-from megatron_zpp.parallel.initialize import StartupError
+from megatron_zpp.parallel.initialize import StartupError, World
 from megatron_zpp.training import startup_checks
 from megatron_zpp.training.memory_need import AvailableMemory
 
@@ -47,3 +48,18 @@ def test_a_rank_of_another_version_or_with_other_flags_is_named_on_every_rank(
     monkeypatch.setattr(startup_checks, "gather_texts", gathered)
     with pytest.raises(StartupError, match=words):
         startup_checks.check_same_flags(Config())
+
+
+@pytest.mark.parametrize("own", ["cpu", "cuda"])
+def test_ranks_that_find_no_gpu_where_others_do_are_named_with_their_hosts(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = cast(World, SimpleNamespace(device=torch.device(own)))
+    monkeypatch.setattr(startup_checks, "gather_texts", lambda kind: [kind, "cuda", "cpu", "cpu"])
+    lacking = {"cpu": "ranks 0, 2, 3 on a, b", "cuda": "ranks 2, 3 on b"}[own]
+    with pytest.raises(StartupError, match=f"no GPU is found by {lacking}, and the other ranks have GPUs; .*--distributed-backend gloo"):
+        startup_checks.check_same_devices(world, ["a", "a", "b", "b"])
+
+
+@pytest.mark.parametrize("own", ["cpu", "cuda"])
+def test_ranks_of_one_kind_of_device_may_start(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup_checks, "gather_texts", lambda kind: [kind] * 4)
+    startup_checks.check_same_devices(cast(World, SimpleNamespace(device=torch.device(own))), ["a", "a", "b", "b"])
