@@ -201,7 +201,7 @@ def _entries(config: Config) -> Entries | None:
 
 
 def naming_sources(text: str, sources: Mapping[str, str]) -> str:
-    """The text of an error, followed by the source of each flag in the text that a file has set."""
+    """The text of an error, followed by the source of each flag in the text that a file, a preset or another spelling has set."""
     words = set(re.findall(r"--[a-z][\w-]*", text))
     origins = [f"{spelling_of(name)} is {source}" for name, source in sources.items() if spelling_of(name) in words]
     return f"{text.removesuffix('.')} ({', '.join(origins)})." if origins else text
