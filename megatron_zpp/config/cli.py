@@ -6,7 +6,7 @@ import argparse
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NoReturn
 
@@ -33,9 +33,10 @@ def parse_flags(argv: Sequence[str]) -> Config:
     values = {
         option.name: _value_of(option, occurrences) for option in options() if not occurrences.keys().isdisjoint(option.all_spellings)
     }
-    accepted = ((spelling, accepted_flag(spelling), words) for spelling, words in occurrences.items())
-    notices = tuple(_notice(spelling, found, words) for spelling, found, words in accepted if found is not None)
-    return Config(given=frozenset(values), notices=notices).with_values(**values)
+    accepted = {spelling: found for spelling in occurrences if (found := accepted_flag(spelling)) is not None}
+    _check_accepted(accepted, occurrences)
+    notices = tuple(notice(spelling, found) for spelling, found in accepted.items())
+    return Config(given=frozenset(values), notices=notices, sources=_other_spellings(occurrences)).with_values(**values)
 
 
 def error_text(error: FlagError) -> str:
@@ -153,12 +154,25 @@ def _value_of(option: Option, occurrences: dict[str, list[str]]) -> Any:
     return next(iter(by_value))
 
 
-def _notice(spelling: str, accepted: AcceptedFlag, words: Sequence[str]) -> str:
-    """The notice about an accepted flag. Raises FlagError for a value that would change something."""
-    if accepted.only and not set(words) <= set(accepted.only):
-        given = " ".join([spelling, *words])
-        raise FlagError(f"{given} is not available, {accepted.reason}; choose {any_of(accepted.only)}, or leave it out.")
-    return notice(spelling, accepted)
+def _other_spellings(occurrences: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """For each field that is given by another spelling of its flag, and not by the flag: a phrase with it, for errors about the flag."""
+    phrases = {}
+    for option in options():
+        written = [spelling for spelling in option.all_spellings if spelling in occurrences]
+        if written and option.spelling not in (spelling.replace("_", "-") for spelling in written):
+            phrases[option.name] = f"given as {written[0]}"
+    return phrases
+
+
+def _check_accepted(accepted: Mapping[str, AcceptedFlag], occurrences: Mapping[str, Sequence[str]]) -> None:
+    """Raises FlagError, with one sentence for each, for the values of accepted flags that would change something."""
+    refused = [
+        f"{' '.join([spelling, *occurrences[spelling]])} is not available, {found.reason}; choose {any_of(found.only)}, or leave it out."
+        for spelling, found in accepted.items()
+        if found.only and not set(occurrences[spelling]) <= set(found.only)
+    ]
+    if refused:
+        raise FlagError("\n".join(refused))
 
 
 def _unknown_error(words: Sequence[str]) -> FlagError:

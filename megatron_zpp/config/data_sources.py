@@ -68,7 +68,7 @@ def parse_blend(spelling: str, words: Sequence[str]) -> Blend:
     """
     if not words:
         raise FlagError(f"{spelling} names no corpus; give prefixes, or weights and prefixes in turn.")
-    weights = [_number_in(word) for word in words[0::2]]
+    weights = [number_in(word) for word in words[0::2]]
     _refuse_weights_after_prefixes(spelling, words, weights)
     if len(words) % 2 or any(weight is None for weight in weights):
         return Blend(tuple(words), None)
@@ -83,7 +83,7 @@ def parse_blend(spelling: str, words: Sequence[str]) -> Blend:
 def _refuse_weights_after_prefixes(spelling: str, words: Sequence[str], weights: Sequence[float | None]) -> None:
     """weights: the numbers where weights belong, None for other words."""
     prefixes, numbers = words[0::2], words[1::2]
-    if len(words) % 2 or any(weight is not None for weight in weights) or any(_number_in(word) is None for word in numbers):
+    if len(words) % 2 or any(weight is not None for weight in weights) or any(number_in(word) is None for word in numbers):
         return
     turned = [word for pair in zip(numbers[:2], prefixes[:2], strict=True) for word in pair] + ["..."] * (len(words) > 4)
     raise FlagError(f"{spelling} has weights after its prefixes; a weight comes before its prefix: {' '.join(turned)}")
@@ -109,7 +109,8 @@ def parse_split(split: str) -> tuple[float, float, float]:
     return train, valid, test
 
 
-def _number_in(word: str) -> float | None:
+def number_in(word: str) -> float | None:
+    """The number that the word is; None for another word."""
     try:
         return float(word)
     except ValueError:

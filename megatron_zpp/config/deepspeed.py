@@ -100,6 +100,7 @@ NOT_NEEDED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 
 NOTHING_TO_PUT = "leave the key out"
+IN_WORKING_PRECISION = "gradients cross links in the working precision, with --zero-quantized-gradients in fewer bits; leave the key out"
 PARAMETERS_OFFLOADED = "in stage 3 the weights at rest are the main weights, which offload_optimizer keeps on the host; use that key"
 
 ABSENT_FEATURES = """
@@ -139,11 +140,11 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "torch_autocast": (OFF, "use --fp16 or --bf16"),
     "optimizer": (OFF, "use --lr, --weight-decay, --adam-beta1, --adam-beta2 and --adam-eps"),
     "scheduler": (OFF, "use --lr-decay-style and --lr-warmup-iters"),
-    "communication_data_type": (OFF, "use --zero-quantized-gradients, or leave the key out"),
+    "communication_data_type": (OFF, IN_WORKING_PRECISION),
     "seq_parallel_communication_data_type": (OFF, NOTHING_TO_PUT),
     "gradient_allreduce_op": ((None, "mean"), "gradients are averaged; leave the key out"),
     "managed_gradient_accumulation": (ON, "the training script counts the micro-batches of a step; leave the key out"),
-    "fp32_allreduce": (OFF, "gradients cross links in the working precision; leave the key out"),
+    "fp32_allreduce": (OFF, IN_WORKING_PRECISION),
     "sparse_gradients": (OFF, NOTHING_TO_PUT),
     "disable_allgather": (OFF, NOTHING_TO_PUT),
     "tensor_parallel": (OFF, "use --tensor-model-parallel-size"),
@@ -201,7 +202,7 @@ def _entries(config: Config) -> Entries | None:
 
 
 def naming_sources(text: str, sources: Mapping[str, str]) -> str:
-    """The text of an error, followed by the source of each flag in the text that a file has set."""
+    """The text of an error, followed by the source of each flag in the text that a file, a preset or another spelling has set."""
     words = set(re.findall(r"--[a-z][\w-]*", text))
     origins = [f"{spelling_of(name)} is {source}" for name, source in sources.items() if spelling_of(name) in words]
     return f"{text.removesuffix('.')} ({', '.join(origins)})." if origins else text

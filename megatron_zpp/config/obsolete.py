@@ -25,6 +25,9 @@ ONE_RATE = "leave it out, embedding and output layer have the learning rate of t
 OWN_BLANKS = "leave it out, the model's own rules say what becomes of blanks"
 NO_METADATA = "use --tokenizer-type and --tokenizer-model, which say all that is in such a file"
 UNPADDED = "use --make-vocab-size-divisible-by 1"
+ROWS = "use --padded-vocab-size, the number of rows of the embedding"
+TOKENIZER_JSON = "use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model, a tokenizer.json on this machine"
+NO_LATENTS = "leave it out, there is no latent attention"
 NO_STAGES = "leave it out, there are no pipeline stages"
 SAME_LENGTH = "use --context-parallel-size alone, all samples have the same length"
 OVERLAPS = "backward always overlaps the link between ranks that share layers with its products"
@@ -44,6 +47,10 @@ TOKENIZER_REFUSED: dict[str, str] = {
     "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces": OWN_BLANKS,
     "--tokenizer-metadata": NO_METADATA,
     "--metadata-path": NO_METADATA,
+    "--pad-vocab-size-to": ROWS,
+    "--extra-vocab-size": ROWS,
+    "--tokenizer-name-or-path": TOKENIZER_JSON,
+    "--tokenizer-file": TOKENIZER_JSON,
     "--no-pad-vocab-size": UNPADDED,
     "--disable-pad-vocab-size": UNPADDED,
 }
@@ -140,6 +147,7 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--no-persist-layer-norm": AcceptedFlag(0, "there is one kernel per norm, see --norm-backend"),
     "--attention-softmax-in-fp32": AcceptedFlag(0, "the attention kernel accumulates in fp32"),
     "--no-query-key-layer-scaling": AcceptedFlag(0, "scaling by layer is always off"),
+    "--abort-on-unmet-fused-kernel-constraints": AcceptedFlag(0, "there are no fused kernels of this kind"),
     "--no-masked-softmax-fusion": AcceptedFlag(0, "there are no fused kernels of this kind"),
     "--no-bias-dropout-fusion": AcceptedFlag(0, "there are no fused kernels of this kind"),
     "--no-gradient-accumulation-fusion": AcceptedFlag(0, "gradients always accumulate in fp32"),
@@ -166,6 +174,7 @@ ACCEPTED: dict[str, AcceptedFlag] = {
     "--no-ckpt-fully-parallel-save": AcceptedFlag(0, "every rank always writes its own share"),
     "--ckpt-fully-parallel-load": AcceptedFlag(0, "every rank always reads its own share"),
     "--ckpt-assume-constant-structure": AcceptedFlag(0, "where a parameter lies follows from its shape, nothing is planned anew"),
+    "--dist-ckpt-optim-fully-reshardable": AcceptedFlag(0, "every checkpoint can be loaded at any world size and stage"),
     "--use-persistent-ckpt-worker": AcceptedFlag(0, "--async-save writes from a thread of its own"),
     "--perform-initialization": AcceptedFlag(0, "weights are always initialized"),
     "--no-initialization": AcceptedFlag(0, "weights are always initialized, and a checkpoint then replaces them"),
@@ -192,6 +201,17 @@ REFUSED: dict[str, str] = {
     "--quick-geglu": "use --swiglu, which gates as well",
     "--apply-residual-connection-post-layernorm": "leave it out, norms come before attention and feed-forward layer",
     "--multi-latent-attention": "use --num-query-groups, which makes keys and values smaller as well",
+    **dict.fromkeys(
+        ("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim", "--rotary-scaling-factor"), NO_LATENTS
+    ),
+    "--embed-layernorm": "leave it out, no norm follows the embedding",
+    "--glu-activation": "use --swiglu",
+    "--attention-head-type": "use --num-query-groups 1 for multiquery, or leave it out for multihead",
+    "--kill-switch-path": "use --kill-switch-file",
+    "--skip-train-iteration-range": "use --iterations-to-skip",
+    "--pp-partition-method": NO_STAGES,
+    "--save-wgrads-interval": "leave it out, gradients are not saved",
+    "--save-dgrads-interval": "leave it out, gradients are not saved",
     "--onnx-safe": "leave it out, weights leave with tools/convert_to_hf.py",
     "--decoupled-lr": ONE_RATE,
     "--decoupled-min-lr": ONE_RATE,
@@ -238,6 +258,9 @@ REFUSED_FAMILIES: dict[str, str] = {
     "--enable-zbh1-": NO_STAGES,
     "--fp8-": "use --bf16, fp8 is not available",
     "--fp4-": "use --bf16, fp4 is not available",
+    "--train-weighted-split-paths": "use --train-data-path",
+    "--valid-weighted-split-paths": "use --valid-data-path",
+    "--test-weighted-split-paths": "use --test-data-path",
     "--fim-": "leave it out, a sample is always read from left to right",
     "--curriculum-": "leave it out, --seq-length is the same in every iteration",
     "--ds-sequence-parallel-fpdt": "leave it out, attention takes whole samples; --recompute-granularity full makes room",

@@ -74,9 +74,10 @@ def _proposing_what_fits(error: WrongSize, given: Config, world_of: WorldOf) -> 
 def _resolved(given: Config, world_size: int, local_world_size: int | None, values: Mapping[str, Any] = NOTHING) -> Config:
     """As `resolve`, with `values` in place of what flags and files say."""
     given = given.with_values(**values)
-    ranks = count_ranks(given, world_size, local_world_size)
-    config = with_deepspeed_json(given, ranks, values)
+    config = given
     try:
+        ranks = count_ranks(given, world_size, local_world_size)
+        config = with_deepspeed_json(given, ranks, values)
         ranks = ranks.dividing_samples(config.distributed.context_parallel_size)  # which the file may set
         config = with_preset(config, ranks)
         check_given(config)

@@ -29,7 +29,7 @@ class Config:
     """All flags in their groups, with notices and assumptions about them.
 
     given: names of the fields that the user set. notices: lines to print. assumptions: what the run assumes, one line each.
-    sources: where the value of a field comes from, if not from the command line.
+    sources: where the value of a field comes from, if not from the flag of its name.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -46,7 +46,7 @@ class Config:
     given: frozenset[str] = frozenset()
     notices: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def with_values(self, **values: Any) -> Config:
         """The same configuration with these fields replaced. Field names are unique among groups."""

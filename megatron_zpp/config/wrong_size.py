@@ -55,7 +55,7 @@ class WrongSize(FlagError):
         self.finish = finish
 
     def finished_by(self, finish: Callable[[str], str]) -> WrongSize:
-        return WrongSize(self.proposal, finish)
+        return WrongSize(self.proposal, lambda text: finish(self.finish(text)))
 
 
 def _first_flag(error: str) -> str | None:

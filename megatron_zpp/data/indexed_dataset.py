@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_zpp.config.data_sources import number_in
 from megatron_zpp.data.data_file import DataFile
 from megatron_zpp.data.stored_array import Rows, StoredArray, held_if_small
 
@@ -179,12 +180,19 @@ class _Header(NamedTuple):
 def _require_pair(prefix: str) -> None:
     for path in (f"{prefix}.idx", f"{prefix}.bin"):
         if not os.path.isfile(path):
-            meant = _meant(prefix)
-            hint = f"did you mean {meant}? A" if meant is not None else "a"
+            hint = _hint(prefix)
             raise ValueError(
                 f"{path} does not exist on this machine; {hint} corpus is named by the common prefix of its .bin and .idx file, and both "
                 "have to be on every node; tools/preprocess_data.py makes them from JSON lines."
             )
+
+
+def _hint(prefix: str) -> str:
+    """What comes before `corpus is named by` in the error about a missing corpus."""
+    meant = _meant(prefix)
+    if meant is not None:
+        return f"did you mean {meant}? A"
+    return "a" if number_in(prefix) is None else f"if {prefix} is a weight, every corpus needs one before it. A"
 
 
 def _meant(words: str) -> str | None:

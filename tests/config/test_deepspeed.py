@@ -423,6 +423,13 @@ def test_the_older_name_of_the_bf16_section_is_read_and_never_beside_the_new_one
     assert text == "bfloat16 and bf16 in ds.json are two names of one section; leave bfloat16 out."
 
 
+def test_who_asks_for_gradients_in_fp32_on_the_links_is_not_sent_to_fewer_bits():
+    assert message_of(translated, {"communication_data_type": "fp32"}) == (
+        'communication_data_type "fp32" in ds.json is not available; gradients cross links in the working precision, with '
+        "--zero-quantized-gradients in fewer bits; leave the key out."
+    )
+
+
 @pytest.mark.parametrize("key", [*sorted(FIELDS), *sorted(REFUSED), "train_batch_size", "gradient_accumulation_steps"])
 def test_auto_is_refused(key):
     text = message_of(translated, nested(key, "auto"))

@@ -49,7 +49,7 @@ def test_every_spelling_sets_its_field_and_needs_full_recomputation(field: str, 
         with pytest.raises(FlagError) as error:
             resolved(f"{flags}{spelling}")
         main = SPELLINGS[field][0]
-        assert str(error.value) == f"{main} changes nothing without --recompute-granularity full; give that as well."
+        assert str(error.value).startswith(f"{main} changes nothing without --recompute-granularity full; give that as well")
 
 
 @pytest.mark.parametrize("key", KEYS)

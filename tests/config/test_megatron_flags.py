@@ -73,6 +73,7 @@ CHANGE_NOTHING = """
     --data-parallel-random-init / --empty-unused-memory-level 1
     --attention-softmax-in-fp32 / --no-query-key-layer-scaling / --accumulate-allreduce-grads-in-fp32 / --grad-reduce-in-bf16
     --cross-entropy-loss-fusion
+    --dist-ckpt-optim-fully-reshardable / --abort-on-unmet-fused-kernel-constraints
     --no-save-rng / --no-load-rng / --ckpt-format torch_dist / --universal-checkpoint / --perform-initialization / --no-initialization
     --force-ds-sequence-parallel / --ds-sequence-parallel-overlap-comm
     --local-rank 0 / --local_rank=0 / --overlap-grad-reduce / --overlap-param-gather / --DDP-impl local
@@ -115,6 +116,10 @@ REFUSED = """
     --num-experts-teacher 64 64 / --enable-zbh1-pipeline / --enable-zbh1-exact-semantics / --fp8-param-gather
     --ds-sequence-parallel-fpdt / --ds-sequence-parallel-fpdt-chunk-size 65536 / --ds-sequence-parallel-fpdt-offloading
     --curriculum-learning-legacy / --one-logger-project x / --log-straggler / --log-energy
+    --pad-vocab-size-to 250880 / --extra-vocab-size 421 / --tokenizer-name-or-path x / --tokenizer-file x / --embed-layernorm
+    --train-weighted-split-paths x / --valid-weighted-split-paths-path x / --kill-switch-path x / --skip-train-iteration-range 1-2
+    --pp-partition-method x / --glu-activation swiglu / --attention-head-type multiquery / --q-lora-rank 8 / --rotary-scaling-factor 40
+    --save-wgrads-interval 5
 """
 
 # Megatron-LM's examples/gpt3/train_gpt3_175b_distributed.sh, what it passes to the training program.
@@ -174,6 +179,23 @@ def test_a_flag_that_would_change_the_run_is_refused_with_what_to_do_instead(wor
     assert re.match(f"{words[0]}.* is not (accepted; (use|leave it out)|available.*choose )", str(error.value))
 
 
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (["--pad-vocab-size-to", "250880"], ["--padded-vocab-size", "250880"]),
+        (["--tokenizer-name-or-path", "x"], ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "x"]),
+        (["--train-weighted-split-paths", "0.5", "x", "0.5", "y"], ["--train-data-path", "0.5", "x", "0.5", "y"]),
+        (["--kill-switch-path", "x"], ["--kill-switch-file", "x"]),
+        (["--skip-train-iteration-range", "2-3"], ["--iterations-to-skip", "2", "3"]),
+    ],
+)
+def test_what_bigscience_and_bigcode_wrote_is_refused_with_a_remedy_that_is_accepted(words, instead):
+    with pytest.raises(FlagError) as error:
+        parse_flags(words)
+    assert all(word in str(error.value) for word in instead if word.startswith("--"))
+    assert not parse_flags(instead).notices
+
+
 def test_megatron_lms_example_needs_one_edit_which_an_error_names():
     words = script(MEGATRON_LM)
     with pytest.raises(FlagError, match="--pipeline-model-parallel-size 16 is not available, .*choose 1"):
@@ -204,6 +226,35 @@ def test_a_dense_model_of_a_script_for_experts_takes_its_flags_with_a_line_each_
     assert len(parse_flags(f"--num-experts 1 {flags}".split()).notices) == 4
     with pytest.raises(FlagError, match="^--num-experts 8 is not available, there are no experts; choose 1, or leave it out.$"):
         parse_flags(f"--num-experts 8 {flags}".split())
+
+
+@pytest.mark.parametrize(
+    ("words", "ending"),
+    [
+        ("--activations-checkpoint-method uniform", " (--recompute-method is given as --activations-checkpoint-method)."),
+        ("--recompute-method uniform", "; give that as well."),
+        ("--recompute-method uniform --activations-checkpoint-method uniform", "; give that as well."),
+        ("--batch-size 3 --global-batch-size 8", "(--micro-batch-size is given as --batch-size)."),
+        ("--ds-sequence-parallel-size 3", "(--context-parallel-size is given as --ds-sequence-parallel-size)."),
+        ("--cpu-optimizer --deepspeed_config {json}", "(--optimizer-cpu-offload is given as --cpu-optimizer)."),
+        ("--use-distributed-optimizer --zeropp paper", "(--zero-stage is given as --use-distributed-optimizer)."),
+    ],
+)
+def test_an_error_about_a_flag_names_the_spelling_that_the_script_has(tmp_path, words, ending):
+    (tmp_path / "deepspeed.json").write_text('{"zero_optimization": {"offload_optimizer": {"device": "none"}}}')
+    small = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --train-iters 1 "
+    with pytest.raises(FlagError) as error:
+        resolve(parse_flags((small + words).format(json=tmp_path / "deepspeed.json").split()), 4, 4)
+    assert str(error.value).endswith(ending)
+
+
+def test_refused_values_of_accepted_flags_are_named_at_once():
+    with pytest.raises(FlagError) as error:
+        parse_flags("--num-experts 8 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1".split())
+    assert [line.split(" is not available, ")[0] for line in str(error.value).splitlines()] == [
+        "--num-experts 8",
+        "--expert-model-parallel-size 4",
+    ]
 
 
 @pytest.mark.parametrize(

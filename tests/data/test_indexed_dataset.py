@@ -62,6 +62,11 @@ def test_a_file_name_given_as_prefix_is_recognised(tmp_path: Path) -> None:
         IndexedDataset(f"{prefix}.bin")
 
 
+def test_a_number_that_names_no_corpus_may_be_a_weight_of_a_blend_in_which_another_is_missing() -> None:
+    with pytest.raises(ValueError, match=r"^0\.3\.idx does not exist .*; if 0\.3 is a weight, every corpus needs one before it\. A corpus"):
+        IndexedDataset("0.3")
+
+
 @pytest.mark.parametrize("ending", [".bin", ".idx", ".jsonl"])
 def test_a_prefix_is_proposed_only_if_it_exists(tmp_path: Path, ending: str) -> None:
     with pytest.raises(ValueError, match="does not exist on this machine; a corpus is named by"):
