@@ -22,9 +22,9 @@ from megatron_zpp.checkpoint.folders import (
     staged_folder,
 )
 from megatron_zpp.checkpoint.manifest import CHUNK_BYTES, ELEMENT_TYPE, Manifest, StoredFile, StoredPiece, is_complete
-from megatron_zpp.checkpoint.owner import own_token
 from megatron_zpp.checkpoint.run_lock import Job, take_lock
 from megatron_zpp.checkpoint.unfinished import make_unfinished, seal, write_pieces
+from megatron_zpp.monitor.owner import own_token
 from megatron_zpp.parallel.specs import UnitSpec
 from megatron_zpp.zero.pieces import Piece
 from megatron_zpp.zero.states import WEIGHT
