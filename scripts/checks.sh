@@ -37,6 +37,12 @@ require_host() {
         stop "$1=${!1} cannot be resolved on $HOSTNAME; set it to a name or an address at which every node reaches node 0."
 }
 
+# require_free_port NAME: no program of this machine listens at the port that the variable NAME holds. torchrun would end in a traceback.
+require_free_port() {
+    ! (: <>"/dev/tcp/127.0.0.1/${!1}") 2>/dev/null ||
+        stop "$1=${!1} is the port of another program on $HOSTNAME; set it to a free one, the same on every node."
+}
+
 # Prints the iteration of the last checkpoint in a folder; 0 if nothing is saved, and for a converted model, whose file says `release`.
 saved_iteration() {
     local saved

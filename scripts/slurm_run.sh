@@ -51,6 +51,17 @@ for word in "$@"; do
     esac
 done
 
+# Without the file that names the latest checkpoint, the run would start from scratch.
+if [[ ! -e "$SAVE/latest_checkpointed_iteration.txt" && " $* " != *" --load-last-good-checkpoint "* ]]; then
+    newest=""
+    for folder in "$SAVE"/iter_*; do
+        [[ ! "${folder##*/}" =~ ^iter_[0-9]+$ ]] || newest="${folder##*/}"
+    done
+    [[ -z "$newest" ]] ||
+        stop "$SAVE holds $newest but no latest_checkpointed_iteration.txt, so the run would start from scratch; write the iteration to go" \
+            "on from into this file, add --load-last-good-checkpoint, or name an empty folder."
+fi
+
 # MODEL names a file of scripts/models; without it, the arguments must have the shape of the model.
 MODEL_ARGS=()
 if [[ -n "${MODEL:-}" ]]; then

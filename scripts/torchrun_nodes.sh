@@ -25,6 +25,7 @@ require_set MASTER_ADDR "the host of node 0"
 require_host MASTER_ADDR
 MASTER_PORT="${MASTER_PORT:-29500}"
 require_number MASTER_PORT 1 65535
+if ((NODE_RANK == 0)); then require_free_port MASTER_PORT; fi
 if [[ -n "${RANKS:-}" ]]; then require_number RANKS 1 4096; fi
 [[ -n "${RANKS:-}" || "$(gpus)" != 0 ]] || stop "nvidia-smi shows no GPU; set RANKS to the number of ranks of each node."
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.durable import rename_durably, write_durably
 from megatron_zpp.checkpoint.manifest import CHUNK_BYTES
-from megatron_zpp.checkpoint.owner import own_token
 from megatron_zpp.checkpoint.shard_file import DTYPES, TensorEntry, lay_out, write_file
 from megatron_zpp.monitor.output_file import sync_folder
+from megatron_zpp.monitor.owner import own_token
 
 METADATA = {"format": "pt"}  # required by transformers
 PART_NUMEL = 1 << 21  # cast and written at a time

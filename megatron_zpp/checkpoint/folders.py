@@ -21,10 +21,10 @@ from enum import Enum
 from pathlib import Path
 
 from megatron_zpp.checkpoint.durable import rename_durably, write_durably
-from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, CheckpointError, is_complete
+from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, CheckpointError, is_complete, is_whole
 from megatron_zpp.checkpoint.other_programs import foreign_checkpoint
-from megatron_zpp.checkpoint.owner import own_token
 from megatron_zpp.config.outside import OutsideFile
+from megatron_zpp.monitor.owner import own_token
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 LATEST_BYTES = 1 << 12  # limit of a number or a word
@@ -228,8 +228,8 @@ def _move_aside(folder: Path, removed: Path) -> bool:
 
 
 def complete_iterations(directory: Path) -> list[int]:
-    """The iterations whose checkpoints have a usable manifest, ascending."""
-    return [iteration for iteration in saved_iterations(directory) if is_complete(iteration_folder(directory, iteration))]
+    """The iterations whose checkpoints have a whole manifest, ascending. Their tensors are not checked."""
+    return [iteration for iteration in saved_iterations(directory) if is_whole(iteration_folder(directory, iteration))]
 
 
 def _refuse_a_checkpoint(directory: Path) -> None:

@@ -6,12 +6,14 @@ docs/checkpoints.md describes the format for other programs.
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.config.flag import LARGEST_COUNT
 from megatron_zpp.config.outside import Members, OutsideFile
 from megatron_zpp.config.schema import GROUPS
 from megatron_zpp.parallel.stripes import Columns, column_numel, columns_of
@@ -26,6 +28,7 @@ ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # by element type; the names ar
 CHUNK_BYTES = 1 << 20
 MARKER_BYTES, MANIFEST_BYTES = 1 << 16, 1 << 32  # limits; the manifest of 10,000 ranks with 1,000 pieces each has about 2 GB
 COUNTS_OF_RUN = ("scheduled_samples", "optimizer_steps")
+_ITERATION = re.compile(r"iter_(\d+)")  # at the start of a folder's name
 DYNAMIC_SCALE = ("scale", "patience")  # belong to a loss scale that counts its good steps
 FILE_KEYS = frozenset({"name", "nbytes", "header_bytes", "checksums"})
 PIECE_KEYS = frozenset({"parameter", "start", "stop", "file", "offsets", "columns"})
@@ -109,15 +112,26 @@ def marker_json(manifest_text: str) -> str:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest in the folder of one iteration.
 
-    Raises DamagedCheckpointError if the manifest or its marker is missing or damaged, and CheckpointError if it has another format.
+    Raises DamagedCheckpointError if the manifest or its marker is missing or damaged or the folder is named after another iteration, and
+    CheckpointError if it has another format.
     """
+    file, data = _verified_manifest(folder)
+    # Flags are not numbers of the checkpoint: whoever uses them checks them like flags of the command line.
+    manifest = _parse(file, file.members(data, has_any_numbers=True))
+    named = _ITERATION.match(folder.name)
+    if named is not None and int(named[1]) != manifest.iteration:
+        file.refuse(f"is that of iteration {manifest.iteration}")
+    return manifest
+
+
+def _verified_manifest(folder: Path) -> tuple[OutsideFile, bytes]:
+    """The manifest's file and its content, which has the checksum in the marker."""
     marker = _stored(folder / MARKER_FILE, MARKER_BYTES).members()
     file = _stored(folder / MANIFEST_FILE, min(marker.count("manifest_bytes"), MANIFEST_BYTES))
     data = file.content()
     if marker.values != _marker_of(data):
         file.refuse(f"has {len(data)} bytes without the checksum in {MARKER_FILE}")
-    # Flags are not numbers of the checkpoint: whoever uses them checks them like flags of the command line.
-    return _parse(file, file.members(data, has_any_numbers=True))
+    return file, data
 
 
 def read_marker(folder: Path) -> str:
@@ -133,6 +147,15 @@ def is_complete(folder: Path) -> bool:
     """Whether the folder holds a checkpoint with a usable manifest. Its tensors are not checked."""
     try:
         read_manifest(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the manifest in the folder is as it was written. It is not parsed, which takes seconds for many ranks."""
+    try:
+        _verified_manifest(folder)
     except CheckpointError:
         return False
     return True
@@ -218,6 +241,10 @@ def members_of(entry: StoredFile | StoredPiece) -> dict[str, Any]:
 def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
     """Errors in the manifest that would break a reader. File names that point out of the folder are the dangerous ones."""
     files = {file.name: file for file in manifest.files}
+    of_run = {key: manifest.run.get(key, 0) for key in (*COUNTS_OF_RUN, "ordered_samples")}
+    for name, count in {"iteration": manifest.iteration, "consumed_samples": manifest.consumed_samples, **of_run}.items():
+        if count > LARGEST_COUNT:
+            yield f"has {name} {count}, more than {LARGEST_COUNT}, which no run reaches"
     for state, element_type in manifest.states.items():
         if element_type not in ELEMENT_BYTES or (version == 2 and element_type != ELEMENT_TYPE):
             yield f"has the state {state} with elements of type {element_type}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,9 +23,9 @@ from megatron_zpp.checkpoint.folders import (
     staged_folder,
 )
 from megatron_zpp.checkpoint.manifest import CHUNK_BYTES, ELEMENT_TYPE, Manifest, StoredFile, StoredPiece, is_complete
-from megatron_zpp.checkpoint.owner import own_token
 from megatron_zpp.checkpoint.run_lock import Job, take_lock
 from megatron_zpp.checkpoint.unfinished import make_unfinished, seal, write_pieces
+from megatron_zpp.monitor.owner import own_token
 from megatron_zpp.parallel.specs import UnitSpec
 from megatron_zpp.zero.pieces import Piece
 from megatron_zpp.zero.states import WEIGHT
@@ -33,7 +34,8 @@ from megatron_zpp.zero.states import WEIGHT
 def write_release(directory: Path, units: Sequence[UnitSpec], weight_of: Callable[[str], Tensor], flags: Mapping[str, Any]) -> Path:
     """Writes the checkpoint and returns its folder, named `release` as in Megatron.
 
-    Raises FolderInUse if a run saves into the directory (--output), and ValueError if a run or another program has saved there.
+    Raises FolderInUse if a run saves into the directory (--output), and ValueError if a run or another program has saved there or
+    a weight is not finite.
     weight_of: returns the full parameter of a name, fp32, in its shape.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -92,5 +94,7 @@ def _pieces(unit: UnitSpec, weight_of: Callable[[str], Tensor]) -> list[Piece]:
         values = weight_of(param.name)
         if values.shape != param.whole_shape:
             raise ValueError(f"{param.name} has shape {tuple(values.shape)}, the model needs {param.whole_shape}.")
+        if not all(math.isfinite(end.item()) for end in values.aminmax()):
+            raise ValueError(f"{param.name} has values that are NaN or infinite; choose a checkpoint from before the run went wrong.")
         pieces.append(Piece(param.name, WEIGHT, 0, values.numel(), values.reshape(-1)))
     return pieces

@@ -31,6 +31,7 @@ class DataRequest:
 
     vocab_size: used for mock data only. eod: the id of the end-of-document token.
     validates_on_all: validate on every sample of every validation corpus once, whatever sample_counts says.
+    read_samples: that training reads, if it only puts the others of sample_counts in order.
     """
 
     seq_length: int
@@ -39,6 +40,7 @@ class DataRequest:
     vocab_size: int
     eod: int
     validates_on_all: bool = False
+    read_samples: int | None = None
 
 
 class Datasets(NamedTuple):
@@ -127,7 +129,7 @@ class CorpusSet:
 
     def datasets(self, request: DataRequest, rules: DocumentRules) -> Datasets:
         counts = request.sample_counts
-        train = self._dataset("train", counts.train)
+        train = self._dataset("train", counts.train, request.read_samples)
         if train is None:
             raise RuntimeError(f"0 samples are requested from the training data of {', '.join(self._corpora.by_prefix)}")
         valid = self._validation_sets(0 if request.validates_on_all else counts.valid, on_all=request.validates_on_all)
@@ -164,7 +166,7 @@ class CorpusSet:
             return False
         return True
 
-    def _dataset(self, split_name: str, sample_count: int) -> SampleSource | None:
+    def _dataset(self, split_name: str, sample_count: int, read_samples: int | None = None) -> SampleSource | None:
         blend = self._corpora.blends.get(split_name)
         if blend is None:
             return None
@@ -173,7 +175,7 @@ class CorpusSet:
         if not used:
             return None
         if split_name == "train":
-            self._repetition = repetition(used, sample_count, self._seq_length)
+            self._repetition = repetition(used, read_samples or sample_count, self._seq_length)
         if blend.is_plain:
             return used[0][0].dataset(split_name, sample_count, self._progress, self._messages)
         if sample_count == 0:

@@ -20,6 +20,7 @@ from megatron_zpp.data.gpt_dataset import SampleSource
 from megatron_zpp.data.sampler import MicroBatchIndices
 
 MICRO_BATCHES_AHEAD = 2  # per worker
+RAISED_IN_A_WORKER = "in DataLoader worker process"  # torch says so where it raises the error of a worker again
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,7 @@ class MicroBatches(Iterator[MicroBatch]):
     def __next__(self) -> MicroBatch:
         started = time.perf_counter()
         self.starts_workers = False
-        try:
-            batch = next(self._batches)
-        except (ConnectionError, EOFError) as error:  # of the socket to a worker that is no longer there
-            raise RuntimeError(
-                "a process that reads data (--num-workers) was killed, perhaps because memory ran out: the kernel's log (dmesg) may say so"
-            ) from error
+        batch = next(self._batches)
         self.wait_seconds += time.perf_counter() - started
         if self._check is not None:
             self._check(batch)
@@ -128,7 +124,14 @@ def _in_order(batches: _MicroBatchDataset, sampler: Iterable[MicroBatchIndices],
         started = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    yield from started
+    try:
+        yield from started
+    except (ConnectionError, EOFError) as error:
+        if RAISED_IN_A_WORKER in str(error):
+            raise
+        raise RuntimeError(  # the socket to a worker that is no longer there
+            "a process that reads data (--num-workers) was killed, perhaps because memory ran out: the kernel's log (dmesg) may say so"
+        ) from error
 
 
 def _ignore_signals(worker: int) -> None:

@@ -16,15 +16,17 @@ MOST_NAMES = 8
 def repetition(used: Sequence[tuple[SplitCorpus, float]], sample_count: int, seq_length: int) -> list[str]:
     """A line if training reads its tokens more than once, and a line with the corpora of a blend that it reads more than HARMLESS_TIMES.
 
-    used: corpora that have tokens to train on, each with its weight in the blend.
+    used: corpora that have tokens to train on, each with its weight in the blend. sample_count: samples that training reads.
     """
-    tokens = [corpus.token_count("train") for corpus, _ in used]
-    times = sample_count * seq_length / sum(tokens)
-    lines = [f"training data: {counted(sum(tokens), 'token')}, read {_in_words(times)}"] if times >= SAID_TIMES else []
-    weights = sum(weight for _, weight in used)
-    reads = [sample_count * seq_length * weight / weights / count for (_, weight), count in zip(used, tokens, strict=True)]
-    often = [f"{corpus.prefix} {_in_words(read)}" for (corpus, _), read in zip(used, reads, strict=True) if read > HARMLESS_TIMES]
-    if len(used) > 1 and often:
+    tokens = {corpus.prefix: corpus.token_count("train") for corpus, _ in used}  # a blend may name a corpus twice
+    times = sample_count * seq_length / sum(tokens.values())
+    lines = [f"training data: {counted(sum(tokens.values()), 'token')}, read {_in_words(times)}"] if times >= SAID_TIMES else []
+    weights = dict.fromkeys(tokens, 0.0)
+    for corpus, weight in used:
+        weights[corpus.prefix] += weight
+    reads = {prefix: sample_count * seq_length * weights[prefix] / sum(weights.values()) / count for prefix, count in tokens.items()}
+    often = [f"{prefix} {_in_words(read)}" for prefix, read in reads.items() if read > HARMLESS_TIMES]
+    if len(tokens) > 1 and often:
         more = [f"{len(often) - MOST_NAMES} more"] * (len(often) > MOST_NAMES)
         lines.append(f"training data, read more than {HARMLESS_TIMES} times: {', '.join(often[:MOST_NAMES] + more)}")
     return lines

@@ -30,6 +30,7 @@ import torch
 
 from megatron_zpp.monitor.file_lock import try_lock
 from megatron_zpp.monitor.output_file import kept_file
+from megatron_zpp.monitor.owner import is_abandoned, own_token
 from megatron_zpp.ops.trust import WRITABLE_BY_OTHERS, put_in_place, why_not_loadable, why_not_ours
 
 INSTALLED_SOURCES = Path(__file__).parents[1] / "csrc"
@@ -40,6 +41,7 @@ CUDA_FOLDER = "cuda"
 NVCC_OPTIONS = "nvcc_options.txt"  # in the folder of sources, one per line
 LIBRARY_NAME = "megatron_zpp_ops"
 FOLDER_VARIABLE = "TORCH_EXTENSIONS_DIR"
+BUILD_PREFIX = "building-"  # of the folder in which a process compiles; its token follows
 LOCK_TIMEOUT_SECONDS = 600.0
 LOCK_POLL_SECONDS = 0.2
 
@@ -265,7 +267,8 @@ def made_once(library: Path, compile_in: Callable[[Path], Path], lock_timeout_se
         _make_own_folder(library.parent)
         with _locked(library.with_suffix(".lock"), lock_timeout_seconds):
             if why_not_loadable(library) is not None:
-                folder = Path(tempfile.mkdtemp(prefix="building-", dir=library.parent))
+                _remove_leftovers(library.parent)
+                folder = Path(tempfile.mkdtemp(prefix=f"{BUILD_PREFIX}{own_token()}.", dir=library.parent))
                 try:
                     put_in_place(compile_in(folder), library)
                 finally:
@@ -275,6 +278,13 @@ def made_once(library: Path, compile_in: Callable[[Path], Path], lock_timeout_se
             f"{library} cannot be written ({error.strerror}); name a folder of your own in {FOLDER_VARIABLE} in the environment."
         ) from error
     return library
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Removes the folders of processes that were killed while they compiled. Others may be compiling, where the lock did not hold them."""
+    for path in folder.glob(f"{BUILD_PREFIX}*"):
+        if is_abandoned(path, path.name.removeprefix(BUILD_PREFIX).partition(".")[0]):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _make_own_folder(folder: Path) -> None:

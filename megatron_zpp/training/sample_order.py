@@ -12,10 +12,16 @@ def ordered_samples(config: Config, stored: StoredRun | None) -> int:
 
     A run that goes on has at least as many as the stored run, so its order is the same, whatever its batches and its length are.
     """
+    read = read_samples(config, stored)
+    return read if stored is None or not _goes_on(config, stored) else max(read, stored.ordered_samples)
+
+
+def read_samples(config: Config, stored: StoredRun | None) -> int:
+    """The number of samples of the training data that are read until the end of the run, with those that the stored run has read."""
     batches = batch_schedule(config.training, config.model.seq_length)
     if stored is None or not _goes_on(config, stored):
         return length_in_samples(config.training, batches)
-    return max(_consumed_at_the_end(config.training, batches, stored), stored.ordered_samples)
+    return _consumed_at_the_end(config.training, batches, stored)
 
 
 def order_notices(config: Config, stored: StoredRun) -> list[str]:

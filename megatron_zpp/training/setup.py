@@ -31,7 +31,7 @@ from megatron_zpp.parallel.launch import Launch
 from megatron_zpp.tensor_parallel.context import TensorParallel
 from megatron_zpp.training.instruments import Instruments
 from megatron_zpp.training.kept_inputs import about_kept_inputs, build_kept_inputs
-from megatron_zpp.training.sample_order import ordered_samples
+from megatron_zpp.training.sample_order import ordered_samples, read_samples
 from megatron_zpp.training.sharding import choose_policy, grid_of, prefetch_of
 from megatron_zpp.training.stored_run import StoredRun
 from megatron_zpp.zero.adam import AdamOptions
@@ -94,7 +94,13 @@ def build_run_data(
         evaluated_samples=training.eval_iters * training.eval_global_batch_size,
     )
     request = DataRequest(
-        config.model.seq_length, training.seed, counts, vocabulary.size, vocabulary.eod, validates_on_all=training.full_validation
+        config.model.seq_length,
+        training.seed,
+        counts,
+        vocabulary.size,
+        vocabulary.eod,
+        validates_on_all=training.full_validation,
+        read_samples=read_samples(config, stored),
     )
     datasets = build_datasets(config.data, request, progress)
     if checks_token_ids:

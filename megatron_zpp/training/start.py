@@ -77,10 +77,9 @@ def find_resume_source(config: Config, world: World) -> ResumeSource:
     candidates = Candidates()
     with world.agreement():
         candidates = find_candidates(checkpoint)
-        if not candidates.folders and checkpoint.exit_on_missing_checkpoint:
-            raise CheckpointError(
-                f"--load {checkpoint.load} holds no checkpoint and --exit-on-missing-checkpoint is given; correct the path"
-            )
+        if checkpoint.load is not None and not candidates.folders and checkpoint.exit_on_missing_checkpoint:
+            why = _why_nothing_is_loaded(Path(checkpoint.load))
+            raise CheckpointError(f"--load {checkpoint.load} {why} and --exit-on-missing-checkpoint is given; correct the path")
     folder, notices = candidates.first, candidates.notices
     _check_same_checkpoint(folder.name if folder is not None else "none")
     if folder is None:

@@ -12,7 +12,6 @@ import torch
 
 from megatron_zpp import __version__
 from megatron_zpp.checkpoint.durable import SHARED_FOLDER, becomes_visible
-from megatron_zpp.checkpoint.owner import own_token
 from megatron_zpp.config.counted import counted
 from megatron_zpp.config.data_sources import read_sources
 from megatron_zpp.config.flag import any_of, spelling_of
@@ -24,6 +23,7 @@ from megatron_zpp.model.document_attention import has_varlen
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.monitor.available_memory import bytes_for_rank
 from megatron_zpp.monitor.output_file import create_new
+from megatron_zpp.monitor.owner import own_token
 from megatron_zpp.ops.apex import check_apex
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.initialize import StartupError, World, gather_texts

@@ -76,6 +76,17 @@ def test_the_part_training_measures_speed_phases_and_memory_of_a_tiny_model(monk
     assert outcome.measured["seconds_by_phase"]["forward-backward"] > 0 and outcome.measured["launches_per_unit"] > 0
 
 
+def test_a_comparison_that_needs_more_memory_than_there_is_is_left_out_and_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(training, "_measure_all", lambda *_: None)
+    monkeypatch.setattr(training, "_time_variant", run_out)
+    outcome = run(training)
+    assert outcome.omissions[-1] == "weights kept, whole logits: it does not fit into the memory of this GPU"
+    assert ["--compile" in failure for failure in outcome.failures] == [True]
+
+
 def test_the_part_one_rank_finds_that_gradients_and_losses_are_those_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"STAGES": (0, 3), "COMPARED_STEPS": 3, "TINY_STEPS": 1}.items():
         monkeypatch.setattr(one_rank, name, value)

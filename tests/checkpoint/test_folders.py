@@ -30,7 +30,7 @@ from megatron_zpp.checkpoint.folders import (
     put_in_place,
     staged_folder,
 )
-from megatron_zpp.checkpoint.manifest import CheckpointError
+from megatron_zpp.checkpoint.manifest import MANIFEST_FILE, MARKER_FILE, CheckpointError, marker_json
 from megatron_zpp.checkpoint.reader import CheckpointReader
 from megatron_zpp.checkpoint.stored_flags import open_checkpoint
 from megatron_zpp.config.cli import parse_flags
@@ -172,6 +172,18 @@ def test_unfinished_and_half_deleted_folders_are_no_checkpoints(directory: Path)
     assert leftovers(directory) == [Leftover(staged[1], Stage.REMOVED, "ab12"), Leftover(staged[0], Stage.UNFINISHED, "ab12")]
 
 
+def test_manifests_of_checkpoints_are_verified_and_not_parsed_to_count_them(directory: Path) -> None:
+    seal_text(iteration_folder(directory, 2), "{")
+    assert complete_iterations(directory) == [1, 2]
+    (iteration_folder(directory, 2) / MANIFEST_FILE).write_text("}")
+    assert complete_iterations(directory) == [1]
+
+
+def seal_text(folder: Path, text: str) -> None:
+    (folder / MANIFEST_FILE).write_text(text)
+    (folder / MARKER_FILE).write_text(marker_json(text))
+
+
 def test_between_the_two_renames_of_a_replacement_the_old_checkpoint_is_found(directory: Path) -> None:
     final = iteration_folder(directory, 2)
     aside = staged_folder(final, Stage.REPLACED, "ab12")
@@ -194,9 +206,10 @@ def test_of_two_replacements_that_died_each_iteration_finds_its_own_old_checkpoi
 def test_a_replacement_leaves_one_checkpoint_the_new_one(directory: Path) -> None:
     final = iteration_folder(directory, 2)
     new = staged_folder(final, Stage.UNFINISHED, "ab12")
-    shutil.copytree(iteration_folder(directory, 1), new)
+    final.rename(new)
+    shutil.copytree(iteration_folder(directory, 1), final)
     put_in_place(new, final, "ab12")
-    check_holds(final, 1)
+    check_holds(final, 2)
     assert leftovers(directory) == []
 
 

@@ -16,9 +16,9 @@ from harness.small_state import Ranks, check_holds, manifest_at, set_state, shar
 from megatron_zpp.checkpoint import durable, unfinished
 from megatron_zpp.checkpoint.folders import LATEST_FILE, Stage, complete_iterations, iteration_folder, leftovers, staged_folder
 from megatron_zpp.checkpoint.manifest import CheckpointError, read_manifest
-from megatron_zpp.checkpoint.owner import own_token
 from megatron_zpp.checkpoint.saver import CheckpointSaver, SavedCheckpoint, SaveOptions
 from megatron_zpp.checkpoint.snapshot import HostSnapshot
+from megatron_zpp.monitor.owner import own_token
 
 IN_BACKGROUND = SaveOptions(in_background=True)
 

@@ -62,6 +62,14 @@ def test_a_run_says_how_often_it_reads_its_tokens_if_more_than_once(tmp_path: Pa
         "training data: 4020 tokens, read 6 times",
         f"training data, read more than 4 times: {small} 121 times, {large} 5.43 times",
     )
+    twice = build(DataConfig(train_data_path=("1", small, "1", small)), (50, 0, 0), seq_length=4).messages
+    assert "training data: 20 tokens, read 10 times" in twice
+
+
+def test_samples_that_are_only_put_in_order_are_not_counted_as_read(tmp_path: Path) -> None:
+    data = DataConfig(train_data_path=(write_corpus(tmp_path, [[1] * 20]),))
+    request = DataRequest(4, 1234, SampleCounts(2400, 0, 0), vocab_size=100, eod=99, read_samples=50)
+    assert build_datasets(data, request).messages == ("training data: 20 tokens, read 10 times",)
 
 
 def test_the_corpora_of_each_split_are_chosen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

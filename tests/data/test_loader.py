@@ -166,13 +166,23 @@ def test_a_rank_takes_sigterm_again_once_its_workers_have_started_or_failed_to(f
 
 
 def test_a_worker_that_dies_while_a_micro_batch_is_taken_from_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def taken(*arguments: object) -> Iterator[object]:
+    def taken() -> Iterator[object]:
         yield from ()
         raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
 
-    monkeypatch.setattr(loader, "_in_order", taken)
+    monkeypatch.setattr(loader, "DataLoader", lambda *arguments, **options: taken())
     with pytest.raises(RuntimeError, match=r"a process that reads data \(--num-workers\) was killed"):
         first_batches(1, 1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_of_reading_is_not_taken_for_a_killed_worker(monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
+    def read(*_: object) -> object:
+        raise EOFError("no more samples")
+
+    monkeypatch.setattr(MockDataset, "__getitem__", read)
+    with pytest.raises(EOFError, match="no more samples"):
+        first_batches(num_workers, 1)
 
 
 def test_a_worker_ends_when_its_rank_tells_it_to_so_that_an_interpreter_can_exit() -> None:

@@ -138,8 +138,9 @@ def test_what_was_loaded_and_what_differs_is_said(ranks: RankPool, tmp_path: Pat
 
 
 def test_a_missing_checkpoint_is_refused_when_asked_to(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "iter_0000003").mkdir()
     message = message_of(ranks, 1, 2, f"--train-iters 2 --load {tmp_path} --exit-on-missing-checkpoint")
-    assert str(tmp_path) in message
+    assert f"--load {tmp_path} has no latest_checkpointed_iteration.txt, only iterations 3 (--ckpt-step" in message
 
 
 def test_a_corpus_too_small_for_validation_is_said_and_trained_on(ranks: RankPool, tmp_path: Path) -> None:

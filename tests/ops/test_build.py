@@ -14,6 +14,7 @@ import torch
 from harness.disk_events import disk_events
 from torch.utils.cpp_extension import BuildExtension
 
+from megatron_zpp.monitor.owner import own_token
 from megatron_zpp.ops import build as build_module
 from megatron_zpp.ops import trust
 from megatron_zpp.ops.build import SOURCES, Build, architectures_left_out, cuda_architectures, made_once
@@ -159,6 +160,15 @@ def test_of_several_builders_at_once_one_compiles_and_all_get_the_library(tmp_pa
     assert found == ["library"] * 4
     assert len(calls) == 1
     assert sorted(path.name for path in library.parent.iterdir()) == ["library.lock", "library.so", "library.so.sha256"]
+
+
+def test_a_build_removes_what_a_killed_process_left_and_not_what_others_compile(tmp_path: Path) -> None:
+    place, own_id, started = own_token().split("-")
+    tokens = {"dead": f"{place}-{own_id}-0", "alive": f"{place}-{own_id}-{started}", "elsewhere": f"{int(place, 16) ^ 1:08x}-1-1"}
+    for name, token in tokens.items():
+        (tmp_path / f"building-{token}.{name}" / "objects").mkdir(parents=True)
+    made_once(tmp_path / "library.so", _compiled([]), 0.0)
+    assert {path.suffix for path in tmp_path.glob("building-*")} == {".alive", ".elsewhere"}
 
 
 def test_a_lock_file_that_nobody_holds_does_not_delay(tmp_path: Path) -> None:

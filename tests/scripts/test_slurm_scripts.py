@@ -148,6 +148,20 @@ def test_a_flag_that_contradicts_what_the_queue_goes_by_is_refused(tmp_path: Pat
     assert not fakes.calls("srun")
 
 
+@pytest.mark.parametrize(
+    "folder, flags, code",
+    [("iter_0000040", "", 2), ("iter_0000040.tmp-ab12", "", 0), ("iter_0000040", "--load-last-good-checkpoint", 0)],
+)
+def test_checkpoints_of_which_none_is_the_latest_are_refused_because_the_job_would_begin_anew(
+    tmp_path: Path, folder: str, flags: str, code: int
+) -> None:
+    fakes = cluster(tmp_path)
+    (tmp_path / "saved" / folder).mkdir(parents=True)
+    done = fakes.run("bash", submitted(tmp_path, "slurm_srun.sbatch"), *FLAGS, *flags.split(), **job(tmp_path, SAVED="50"))
+    assert done.returncode == code
+    assert (f"{tmp_path / 'saved'} holds iter_0000040 but no latest_checkpointed_iteration.txt" in done.stderr) is (code == 2)
+
+
 @pytest.mark.parametrize("name, ranks_per_node", [("slurm_srun.sbatch", 2), ("slurm_torchrun.sbatch", 1)])
 @pytest.mark.parametrize("saved, said", [("50", "done: iteration 50"), ("40", "iteration 40 of 50 is saved")])
 def test_the_flags_of_a_run_say_where_and_until_when_it_saves(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,15 @@ def test_a_variable_out_of_range_is_refused(tmp_path: Path, variable: str, value
     variables = {"NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1"} | {variable: value}
     done = fakes.run("bash", "scripts/torchrun_nodes.sh", *FLAGS, **variables)
     assert done.returncode == 2 and sentence in done.stderr and not fakes.calls("torchrun")
+
+
+@pytest.mark.parametrize(("rank", "is_refused"), [("0", True), ("1", False)])
+def test_a_port_of_another_program_is_refused_on_the_first_node(tmp_path: Path, rank: str, is_refused: bool) -> None:
+    fakes = FakeCommands(tmp_path)
+    fakes.add("torchrun")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        variables = {"NODES": "2", "NODE_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANKS": "1"}
+        done = fakes.run("bash", "scripts/torchrun_nodes.sh", *FLAGS, **variables)
+    assert (f"MASTER_PORT={port} is the port of another program on " in done.stderr) == is_refused
+    assert (done.returncode, len(fakes.calls("torchrun"))) == ((2, 0) if is_refused else (0, 1))

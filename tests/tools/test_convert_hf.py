@@ -18,7 +18,7 @@ import torch
 from generate_text import load_model, open_checkpoint
 from harness.places import ROOT
 from harness.small_gpt import VOCAB, small_config, small_gpt
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_generate_text import write_checkpoint
 from train_tokenizer import train_model
 
@@ -334,6 +334,17 @@ def test_folders_that_are_no_gpt2_of_ours_are_refused_with_the_reason(
     (folder / "config.json").write_text(json.dumps(config | change))
     assert words in refusal(convert_from_hf, monkeypatch, capsys, "--input", folder, "--output", tmp_path / "back")
     assert not (tmp_path / "back").exists() or not list((tmp_path / "back").iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_weights_in_other_elements_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, dtype: torch.dtype
+) -> None:
+    folder = exported(tmp_path, small_gpt(kv_channels=8), monkeypatch)
+    found = load_file(folder / "model.safetensors")
+    save_file({name: value.to(dtype) if "ln_f.weight" in name else value for name, value in found.items()}, folder / "model.safetensors")
+    message = refusal(convert_from_hf, monkeypatch, capsys, "--input", folder, "--output", tmp_path / "back")
+    assert f"transformer.ln_f.weight in {folder / 'model.safetensors'} is in {dtype}; save the model in fp16" in message
 
 
 def test_pickled_weights_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

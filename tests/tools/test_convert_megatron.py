@@ -217,6 +217,26 @@ def test_a_tensor_of_another_model_is_refused_by_name(
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.complex64])
+@pytest.mark.parametrize("write", [write_legacy, write_torch_dist])
+def test_weights_in_other_elements_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], write: Writer, dtype: torch.dtype
+) -> None:
+    error = refusal(monkeypatch, capsys, write(tmp_path / "megatron", random_model(**GPT2), dtype=dtype))
+    assert " is not in fp16, bf16, fp32 or fp64, so it cannot be imported" in error and ".weight" in error
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: float
+) -> None:
+    model = random_model(**GPT2)
+    with torch.no_grad():
+        dict(model.named_parameters())["final.norm.weight"][3] = value
+    source = write_legacy(tmp_path / "megatron", model)
+    assert "final.norm.weight has values that are NaN or infinite" in refusal(monkeypatch, capsys, source)
+
+
 def test_a_checkpoint_without_an_embedding_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,7 @@ from megatron_zpp.config.schema import Config
 from megatron_zpp.data.build_once import SILENT
 from megatron_zpp.data.sampler import MicroBatchSampler
 from megatron_zpp.training import setup
-from megatron_zpp.training.sample_order import order_notices, ordered_samples
+from megatron_zpp.training.sample_order import order_notices, ordered_samples, read_samples
 from megatron_zpp.training.stored_run import StoredRun
 
 FOLDER = Path("saved/iter_0000008")
@@ -95,6 +95,7 @@ def test_the_order_stays_through_a_chain_of_runs_and_when_the_length_is_lowered(
     third = config_of(f"{data} --train-iters 9 --global-batch-size 16")
     assert samples(third, after_second, 2) == (numbers[88:120], tokens[88:120])
     assert ordered_samples(third, after_second) == ordered_samples(whole, None) == 192
+    assert read_samples(third, after_second) == 120
 
 
 def test_a_run_that_needs_more_than_was_put_in_order_takes_new_numbers_and_says_what_may_come_again(data: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from megatron_zpp.config.outside import Members, OutsideFile, open_regular
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+READ_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 # Members of config.json that the layouts read, by kind.
 COUNT_KEYS = frozenset(
@@ -57,7 +59,7 @@ class HfFolder:
             raise ValueError(f"{self.folder} has tensors that its config.json does not describe: {', '.join(sorted(left)[:5])}.")
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor of this name in fp32. Raises ValueError if it has another shape."""
+        """The tensor of this name in fp32. Raises ValueError if it has another shape or dtype than is read."""
         stored = self._stored(name)
         path = self.folder / self._file_of[stored]
         check_regular(path)
@@ -68,6 +70,8 @@ class HfFolder:
             raise ValueError(f"{path} cannot be read ({error}).") from error
         if tensor.shape != shape:
             raise ValueError(f"{stored} in {path} has shape {tuple(tensor.shape)}, config.json says {shape}.")
+        if tensor.dtype not in READ_DTYPES:
+            raise ValueError(f"{stored} in {path} is in {tensor.dtype}; save the model in fp16, bf16 or fp32 to import it.")
         return tensor.float()
 
     def _stored(self, name: str) -> str:

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.megatron.torch_file import TorchFile
+from megatron_zpp.checkpoint.megatron.torch_file import NOT_READ, TorchFile
 from megatron_zpp.checkpoint.megatron.window import Window
 
 
@@ -80,7 +80,9 @@ class ChunkedTensor:
     def _values_of(self, chunk: Chunk) -> Tensor:
         file = chunk.place.opened()
         place = file.place_of(file.root)
-        if place is None or place.shape != chunk.sizes or len(chunk.offsets) != len(self.whole_shape):
+        if place is None:
+            raise ValueError(f"{self.where} {NOT_READ}.")
+        if place.shape != chunk.sizes or len(chunk.offsets) != len(self.whole_shape):
             self._refuse("has a chunk of another shape than .metadata says")
         if any(box.stop > size for box, size in zip(chunk.region(), self.whole_shape, strict=True)) or math.prod(place.shape) == 0:
             self._refuse("has a chunk that is not inside of it")

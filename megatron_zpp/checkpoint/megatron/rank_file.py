@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_zpp.checkpoint.megatron.names import is_no_weight
+from megatron_zpp.checkpoint.megatron.names import is_no_weight, own_name
 from megatron_zpp.checkpoint.megatron.pickled import Dictionary, Made, contents_of, members_of
-from megatron_zpp.checkpoint.megatron.torch_file import TensorPlace, TorchFile
+from megatron_zpp.checkpoint.megatron.torch_file import NOT_READ, TensorPlace, TorchFile
 from megatron_zpp.checkpoint.megatron.window import Window
 
 MOST_NAMES = 1 << 20
@@ -66,6 +66,8 @@ class RankFile:
                 place = self.file.place_of(value)
                 if place is not None:
                     yield name, FileTensor(self.file, name, place)
+                elif isinstance(value, Made) and own_name(name) is not None:
+                    raise ValueError(f"{name} in {self.path} {NOT_READ}.")
                 elif isinstance(value, Dictionary) or (isinstance(value, Made) and value.contents is not None):
                     waiting.append((f"{name}.", value, levels - 1))
                 elif not isinstance(value, Dictionary | Made | list | tuple):

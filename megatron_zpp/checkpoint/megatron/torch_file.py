@@ -46,6 +46,7 @@ REBUILD_PARAMETER = "torch._utils._rebuild_parameter"
 REBUILD_WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"  # of a tensor on which Python attributes were set
 PLAIN_TENSOR = "torch.Tensor"
 SIZE = "torch.Size"
+NOT_READ = "is not in fp16, bf16, fp32 or fp64, so it cannot be imported"  # of a tensor of other elements
 
 
 @dataclass(frozen=True)
