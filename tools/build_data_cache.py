@@ -9,9 +9,6 @@ import argparse
 import socket
 import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import errors_in_words, rank_count, show_usage_for_help_only
 

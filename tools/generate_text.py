@@ -1,7 +1,6 @@
 """Continues a prompt with the model of a checkpoint, in one process. Any number of ranks may have saved the checkpoint."""
 
 import argparse
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -9,7 +8,7 @@ from pathlib import Path
 
 from command import count_from_0, count_from_1, run_command, text  # first, so that Ctrl-C ends what follows in one line
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# isort: split
 
 import torch
 from torch import nn

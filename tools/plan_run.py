@@ -17,8 +17,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from command import errors_in_words, rank_count, show_usage_for_help_only
 from plan_estimates import Estimate, Rate, Sizes, sizes_of
 from plan_tables import plan_as_json, plan_as_text
