@@ -28,7 +28,7 @@ from fake_gpu.counts import COLLECTIVE, EVENT, HOST_WAIT, LAUNCH, PRODUCT, STREA
 from fake_gpu.libraries import fake_gpus  # noqa: E402
 from gpu.deadline import Deadline  # noqa: E402
 from gpu.files import read_json  # noqa: E402
-from gpu.rank_processes import ONE_GPU_EACH, Ranks, free_ports, in_words  # noqa: E402
+from gpu.rank_processes import ONE_GPU_EACH, in_words, run_ranks  # noqa: E402
 from report import report  # noqa: E402
 
 GIB = 2**30
@@ -146,12 +146,8 @@ def run(case: Case) -> Measured:
             str(case.microbatches),
             *case.all_flags.split(),
         ]
-        environment = {**fake_gpus(world_size, GIBIBYTES, CAPABILITY), "MASTER_PORT": str(free_ports(1)[0])}
-        processes = Ranks(words, world_size, ONE_GPU_EACH, folder, environment)
-        try:
-            ended = processes.wait(Deadline(SECONDS_PER_RUN))
-        finally:
-            processes.end()
+        environment = fake_gpus(world_size, GIBIBYTES, CAPABILITY)
+        ended = run_ranks(words, world_size, ONE_GPU_EACH, folder, Deadline(SECONDS_PER_RUN), environment)
         if any(end.code != 0 for end in ended):
             raise ValueError("\n".join([f"{case.name} failed", *in_words([end for end in ended if end.code != 0][:1])]))
         found = [read_json(folder / f"found.{rank}.json") for rank in range(world_size)]

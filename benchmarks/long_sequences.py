@@ -22,7 +22,7 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
 from gpu.deadline import Deadline  # noqa: E402
 from gpu.files import read_json  # noqa: E402
-from gpu.rank_processes import ONE_GPU_EACH, Ended, Ranks, free_ports  # noqa: E402
+from gpu.rank_processes import ONE_GPU_EACH, Ended, run_ranks  # noqa: E402
 from report import report  # noqa: E402
 
 MIB = 2**20
@@ -85,11 +85,7 @@ def run(tokens: int, ranks: int, limit_bytes: int = 0) -> Measured:
         folder = Path(name)
         words = ["-m", "long_sequences_rank", str(folder / "found"), str(STEPS), str(limit_bytes), *MODEL.split()]
         words += ["--seq-length", str(tokens)]
-        processes = Ranks(words, ranks, ONE_GPU_EACH, folder, {**ENVIRONMENT, "MASTER_PORT": str(free_ports(1)[0])})
-        try:
-            ended = processes.wait(Deadline(SECONDS_PER_RUN))
-        finally:
-            processes.end()
+        ended = run_ranks(words, ranks, ONE_GPU_EACH, folder, Deadline(SECONDS_PER_RUN), ENVIRONMENT)
         if any(end.code != 0 for end in ended):
             raise RunFailed(ended)
         found = [read_json(folder / f"found.{rank}.json") for rank in range(ranks)]

@@ -9,11 +9,8 @@ import argparse
 import socket
 import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from command import errors_in_words, rank_count, show_usage_for_help_only
+from command import errors_in_words, parsed_with_flags_of_run, rank_count
 
 from megatron_zpp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_zpp.config.cli import parse_flags
@@ -31,8 +28,7 @@ FLAGS_HELP = "the flags of pretrain_zeropp_gpt.py, as the run will get them; --d
 
 def main() -> None:
     parser = _parser()
-    show_usage_for_help_only(parser, sys.argv[1:])
-    args, flags = parser.parse_known_args()
+    args, flags = parsed_with_flags_of_run(parser, sys.argv[1:])
     with errors_in_words(parser):
         run(args, flags)
 

@@ -53,7 +53,7 @@ def run_command(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespa
 
 def parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """The command line. A mistake ends the program with one line, without the usage, and an unknown flag is named first."""
-    show_usage_for_help_only(parser, words)
+    _show_usage_for_help_only(parser, words)
     before_end = list(words)[: list(words).index("--")] if "--" in words else words  # what follows are values
     flags = [word.partition("=")[0] for word in before_end if word.startswith("--") and " " not in word]  # argparse takes others as values
     unknown = [flag for flag in flags if flag not in parser._option_string_actions]
@@ -63,7 +63,13 @@ def parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Na
     return parser.parse_args(words)
 
 
-def show_usage_for_help_only(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+def parsed_with_flags_of_run(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of a tool, and all flags that are not its own, which are those of the training script."""
+    _show_usage_for_help_only(parser, words)
+    return parser.parse_known_args(words)
+
+
+def _show_usage_for_help_only(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     """Keeps argparse from printing the usage, of up to 40 lines, above the line about a mistake."""
     if not {"-h", "--help"}.intersection(words):
         parser.usage = argparse.SUPPRESS

@@ -1,10 +1,7 @@
 """Writes the weights of a checkpoint, saved by any number of ranks, as plain safetensors with our names and shapes."""
 
 import argparse
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import ELEMENT_TYPES, add_checkpoint_flags, add_output_flags, run_command
 

@@ -1,11 +1,8 @@
 """Converts a GPT-2, Llama, Qwen2 or Qwen3 of Hugging Face (safetensors) to a checkpoint for --load, with weights only and iteration 0."""
 
 import argparse
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import run_command, vocabulary_size
 from tokenizer_flags import add_recorded_tokenizer

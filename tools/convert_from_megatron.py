@@ -4,12 +4,9 @@
 """
 
 import argparse
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import count_from_0, run_command, vocabulary_size
 from tokenizer_flags import add_recorded_tokenizer

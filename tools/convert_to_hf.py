@@ -4,12 +4,9 @@ The layout is that of GPT-2, Llama, Qwen2 or Qwen3, whichever can express the mo
 """
 
 import argparse
-import sys
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import ELEMENT_TYPES, add_checkpoint_flags, add_output_flags, run_command, vocabulary_size
 from torch import Tensor

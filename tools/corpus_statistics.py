@@ -2,10 +2,6 @@
 
 import argparse
 import json
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import run_command, vocabulary_size
 

@@ -1,15 +1,15 @@
 """Continues a prompt with the model of a checkpoint, in one process. Any number of ranks may have saved the checkpoint."""
 
 import argparse
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from command import count_from_0, count_from_1, run_command, text  # first, so that Ctrl-C ends what follows in one line
+# First, so that Ctrl-C ends what follows in one line.
+from command import add_checkpoint_flags, count_from_0, count_from_1, run_command, text
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# isort: split
 
 import torch
 from torch import nn
@@ -101,8 +101,7 @@ def until_end(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="generate_text.py", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--load", required=True, metavar="DIR", help="folder that --save of the training named")
-    parser.add_argument("--ckpt-step", type=count_from_0, metavar="N", help="iteration of the checkpoint (default: the latest)")
+    add_checkpoint_flags(parser)
     parser.add_argument("--prompt", type=text, default="", metavar="TEXT", help="text to continue (default: the start of a document)")
     parser.add_argument("--max-new-tokens", type=count_from_1, default=128, metavar="N", help="tokens to generate at most (default: 128)")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0 always takes the likeliest token (default: 1)")

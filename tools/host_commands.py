@@ -20,7 +20,7 @@ EXPORTED_PREFIXES = (
     "MEGATRON_ZPP_",
 )
 NOT_EXPORTED = ("CUDA_VISIBLE_DEVICES",)
-LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+LOCAL_NAMES = ("localhost", "127.0.0.1")
 # ssh gives up on a dead host after three unanswered messages. BatchMode: nobody could type a password, so asking for one is an error.
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=30")
 # --dry-run hides the values of these names, and addresses that contain a password. A PKEY of InfiniBand is a number, not a secret.

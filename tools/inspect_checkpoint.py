@@ -6,8 +6,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from command import add_checkpoint_flags, run_command
 
 from megatron_zpp.checkpoint.folders import LATEST_FILE, complete_iterations, leftovers, read_latest, saved_iterations

@@ -2,14 +2,12 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from command import count_from_0, count_from_1, run_command  # first, so that Ctrl-C ends what follows in one line
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# isort: split
 
 import numpy as np
 from tokenizer_flags import add_tokenizer_flags, tokenizer_config

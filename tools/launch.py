@@ -18,10 +18,8 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from command import count_from_0, errors_in_words, number_within, parsed, rank_count
-from host_commands import HostCommand, Program, Rendezvous, exported_variables, host_commands, is_this_machine
+from host_commands import LOCAL_NAMES, HostCommand, Program, Rendezvous, exported_variables, host_commands, is_this_machine
 from host_processes import HostProcesses
 from hostfile import LARGEST_SLOTS, Host, check_same_slots, exclude, include, read_hostfile
 
@@ -119,7 +117,7 @@ def _rendezvous(hosts: Sequence[Host], options: argparse.Namespace) -> Rendezvou
         return Rendezvous(options.master_addr, options.master_port)
     if len(hosts) == 1 and is_this_machine(first):
         return Rendezvous("127.0.0.1", options.master_port)
-    if first in ("localhost", "127.0.0.1"):
+    if first in LOCAL_NAMES:
         raise ValueError(f"the first host is {first}, which means another machine on each host; give --master_addr.")
     return Rendezvous(first, options.master_port)
 

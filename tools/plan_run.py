@@ -17,9 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from command import errors_in_words, rank_count, show_usage_for_help_only
+from command import errors_in_words, parsed, parsed_with_flags_of_run, rank_count
 from plan_estimates import Estimate, Rate, Sizes, sizes_of
 from plan_tables import plan_as_json, plan_as_text
 
@@ -167,12 +165,10 @@ def _vocab_size(given: Config) -> int:
 
 def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of this tool, and the flags of the training script: those after `--`; without `--`, those unknown to this tool."""
-    show_usage_for_help_only(parser, arguments)
-    if "--" in arguments:
-        at = list(arguments).index("--")
-        return parser.parse_args(arguments[:at]), list(arguments[at + 1 :])
-    options, flags = parser.parse_known_args(arguments)
-    return options, flags
+    if "--" not in arguments:
+        return parsed_with_flags_of_run(parser, arguments)
+    at = arguments.index("--")
+    return parsed(parser, arguments[:at]), list(arguments[at + 1 :])
 
 
 def _positive(text: str) -> float:

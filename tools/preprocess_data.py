@@ -13,10 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import NoReturn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command import add_line_limit, count_from_1, in_words, process_count, run_command
 from preprocess_progress import ProgressBar

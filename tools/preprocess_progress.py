@@ -13,37 +13,37 @@ class ProgressBar:
     """
 
     def __init__(self, total_bytes: int | None, start_bytes: int, log_interval: int) -> None:
-        self.total_bytes = total_bytes
-        self.log_interval = log_interval
-        self.bar = tqdm(total=total_bytes, initial=start_bytes, unit="B", unit_scale=True, disable=None)
-        self.started = time.monotonic()
-        self.start_bytes = start_bytes
-        self.line_count = 0
-        self.text_bytes = 0
+        self._total_bytes = total_bytes
+        self._log_interval = log_interval
+        self._bar = tqdm(total=total_bytes, initial=start_bytes, unit="B", unit_scale=True, disable=None)
+        self._started = time.monotonic()
+        self._start_bytes = start_bytes
+        self._line_count = 0
+        self._text_bytes = 0
 
     def __enter__(self) -> "ProgressBar":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.bar.close()
+        self._bar.close()
 
     def advance(self, line_count: int, text_bytes: int, file_bytes: int) -> None:
         """Adds to the progress. line_count, text_bytes: new since the last call. file_bytes: read from all files so far."""
-        is_due = (self.line_count + line_count) // self.log_interval > self.line_count // self.log_interval
-        self.line_count += line_count
-        self.text_bytes += text_bytes
-        seconds = max(time.monotonic() - self.started, 1e-9)
-        rates = f"{self.line_count / seconds:.0f} docs/s, {self.text_bytes / seconds / 1e6:.2f} MB/s"
-        self.bar.set_postfix_str(rates, refresh=False)
-        self.bar.update(file_bytes - self.bar.n)
-        if self.bar.disable and is_due:
+        is_due = (self._line_count + line_count) // self._log_interval > self._line_count // self._log_interval
+        self._line_count += line_count
+        self._text_bytes += text_bytes
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        rates = f"{self._line_count / seconds:.0f} docs/s, {self._text_bytes / seconds / 1e6:.2f} MB/s"
+        self._bar.set_postfix_str(rates, refresh=False)
+        self._bar.update(file_bytes - self._bar.n)
+        if self._bar.disable and is_due:
             # One write, so that an interruption does not cut the line.
-            sys.stderr.write(f"Processed {self.line_count} documents ({rates}{self._rest(file_bytes, seconds)}).\n")
+            sys.stderr.write(f"Processed {self._line_count} documents ({rates}{self._rest(file_bytes, seconds)}).\n")
             sys.stderr.flush()
 
     def _rest(self, file_bytes: int, seconds: float) -> str:
-        if self.total_bytes is None or file_bytes <= self.start_bytes:
+        if self._total_bytes is None or file_bytes <= self._start_bytes:
             return ""
-        share = file_bytes / self.total_bytes if self.total_bytes else 1.0
-        left_seconds = (self.total_bytes - file_bytes) * seconds / (file_bytes - self.start_bytes)
+        share = file_bytes / self._total_bytes if self._total_bytes else 1.0
+        left_seconds = (self._total_bytes - file_bytes) * seconds / (file_bytes - self._start_bytes)
         return f", {share:.0%}, {left_seconds:.0f} s left"

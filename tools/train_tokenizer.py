@@ -7,14 +7,13 @@ import argparse
 import io
 import os
 import re
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from command import add_line_limit, megabytes, run_command, vocabulary_size  # first, so that Ctrl-C ends what follows in one line
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# isort: split
 
 import sentencepiece
 

@@ -101,6 +101,22 @@ class Ranks:
                 process.wait(KILL_SECONDS)
 
 
+def run_ranks(
+    words: Sequence[str],
+    world_size: int,
+    sharing: Sharing,
+    folder: Path,
+    time: Deadline,
+    environment: Mapping[str, str] | None = None,
+) -> list[Ended]:
+    """How these ranks have ended, as `Ranks.wait` says it; those that are left are killed. They meet at a free port."""
+    ranks = Ranks(words, world_size, sharing, folder, {"MASTER_PORT": str(free_ports(1)[0]), **(environment or {})})
+    try:
+        return ranks.wait(time)
+    finally:
+        ranks.end()
+
+
 def free_ports(count: int) -> list[int]:
     """Ports that nobody uses now, all different."""
     with ExitStack() as held:

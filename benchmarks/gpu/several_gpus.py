@@ -12,7 +12,7 @@ import torch
 from gpu.deadline import Deadline
 from gpu.files import read_json
 from gpu.outcome import NotDone, Outcome
-from gpu.rank_processes import ONE_GPU_EACH, Ended, Ranks, free_ports, in_words, ran_out_of_time
+from gpu.rank_processes import ONE_GPU_EACH, Ended, in_words, ran_out_of_time, run_ranks
 from gpu.training import CPU_SHAPE, FLAGS, GPU_SHAPE
 
 MOST_RANKS = 8
@@ -55,12 +55,7 @@ def _measured(time: Deadline, world_size: int, flags: str, environment: dict[str
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         file = folder / "found.json"
-        more = {"MASTER_PORT": str(free_ports(1)[0]), **environment}
-        ranks = Ranks(["-m", "gpu.link_program", str(file), *flags.split()], world_size, ONE_GPU_EACH, folder, more)
-        try:
-            ended = ranks.wait(time)
-        finally:
-            ranks.end()
+        ended = run_ranks(["-m", "gpu.link_program", str(file), *flags.split()], world_size, ONE_GPU_EACH, folder, time, environment)
         return (read_json(file) if all(end.code == 0 for end in ended) else None), ended
 
 

@@ -9,7 +9,7 @@ import torch
 
 from gpu.deadline import Deadline
 from gpu.outcome import NotDone, Outcome
-from gpu.rank_processes import HOST_IDS, MULTI_RANK, ONE_GPU_EACH, Ranks, Sharing, free_ports, in_words
+from gpu.rank_processes import HOST_IDS, MULTI_RANK, ONE_GPU_EACH, Sharing, in_words, run_ranks
 
 PROGRAM = str(Path(__file__).with_name("smoke_program.py"))
 SMOKE_SECONDS = 60.0
@@ -35,9 +35,5 @@ def working_sharing(time: Deadline, outcome: Outcome, world_size: int) -> Sharin
 def _refusal(time: Deadline, way: Sharing, world_size: int) -> list[str] | None:
     """What the ranks say if they do not exchange numbers in this way; None if they do."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = Ranks([PROGRAM], world_size, way, Path(folder), {"MASTER_PORT": str(free_ports(1)[0])})
-        try:
-            ended = ranks.wait(Deadline(min(SMOKE_SECONDS, time.remaining_seconds())))
-        finally:
-            ranks.end()
+        ended = run_ranks([PROGRAM], world_size, way, Path(folder), Deadline(min(SMOKE_SECONDS, time.remaining_seconds())))
     return None if all(end.code == 0 for end in ended) else in_words(ended)

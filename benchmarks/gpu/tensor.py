@@ -14,7 +14,7 @@ import torch
 from gpu.deadline import Deadline
 from gpu.files import read_json
 from gpu.outcome import Outcome
-from gpu.rank_processes import Ranks, Sharing, free_ports, in_words, ran_out_of_time
+from gpu.rank_processes import Sharing, in_words, ran_out_of_time, run_ranks
 from gpu.sharing import working_sharing
 
 RANKS = 4  # 2 groups of 2
@@ -30,12 +30,7 @@ def measure(time: Deadline, outcome: Outcome, sharing: Sharing, *, is_timed: boo
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         file = folder / "found.json"
-        environment = {"MASTER_PORT": str(free_ports(1)[0])}
-        ranks = Ranks(["-m", "gpu.tensor_program", str(file)], RANKS, sharing, folder, environment)
-        try:
-            ended = ranks.wait(time)
-        finally:
-            ranks.end()
+        ended = run_ranks(["-m", "gpu.tensor_program", str(file)], RANKS, sharing, folder, time)
         if ran_out_of_time(ended):
             outcome.ran_late(f"the end of {RANKS} ranks that use their tensor links")
             return

@@ -40,6 +40,11 @@ class DataSources:
     common: Blend | None
     by_split: Mapping[str, Blend]
 
+    @property
+    def blends(self) -> Mapping[str, Blend]:
+        """All blends, each with the name of its split; the common one has the name ""."""
+        return self.by_split if self.common is None else {"": self.common}
+
 
 def read_sources(data: DataConfig) -> DataSources:
     """The blends that the flags name. Reads the files that flags name.

@@ -65,8 +65,7 @@ def flags_of_corpora(config: Config) -> list[str]:
 
 
 def has_weights(sources: DataSources) -> bool:
-    blends = [sources.common, *sources.by_split.values()]
-    return any(blend is not None and blend.weights is not None for blend in blends)
+    return any(blend.weights is not None for blend in sources.blends.values())
 
 
 def check_tokenizer(config: Config) -> None:

@@ -2,9 +2,7 @@
 
 from itertools import accumulate
 
-from megatron_zpp.config.data_sources import parse_split
-
-SPLIT_NAMES = ("train", "valid", "test")
+from megatron_zpp.config.data_sources import SPLITS, parse_split
 
 
 def split_boundaries(fractions: tuple[float, float, float], document_count: int) -> tuple[int, int, int, int]:
@@ -19,4 +17,4 @@ def split_documents(split: str, document_count: int) -> dict[str, range]:
     split: weights of the three, such as "969, 30, 1"; the parts are whole documents. Raises FlagError, a ValueError, for another text.
     """
     ends = split_boundaries(parse_split(split), document_count)
-    return {name: range(start, stop) for name, start, stop in zip(SPLIT_NAMES, ends[:-1], ends[1:], strict=True)}
+    return {name: range(start, stop) for name, start, stop in zip(SPLITS, ends[:-1], ends[1:], strict=True)}

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 from megatron_zpp.config.counted import counted
-from megatron_zpp.config.data_sources import DataSources
+from megatron_zpp.config.data_sources import SPLITS, DataSources
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.data.split import SPLIT_NAMES, split_documents
+from megatron_zpp.data.split import split_documents
 
 SPLIT_WORDS = {"train": "training", "valid": "validation", "test": "test"}
 
@@ -24,7 +24,7 @@ class SplitCorpus:
         self.source = IndexedDataset(prefix)
         self._seq_length = seq_length
         self._split = split
-        everything = dict.fromkeys(SPLIT_NAMES, range(len(self.source)))
+        everything = dict.fromkeys(SPLITS, range(len(self.source)))
         self.documents: Mapping[str, range] = everything if split is None else split_documents(split, len(self.source))
 
     @property
@@ -59,7 +59,7 @@ class SplitCorpora(Generic[AnyCorpus]):
     """
 
     def __init__(self, sources: DataSources, split: str, open_corpus: Callable[[str, str | None], AnyCorpus]) -> None:
-        self.blends = {name: blend for name in SPLIT_NAMES if (blend := sources.common or sources.by_split.get(name)) is not None}
+        self.blends = {name: blend for name in SPLITS if (blend := sources.common or sources.by_split.get(name)) is not None}
         cut = split if sources.common is not None else None
         prefixes = dict.fromkeys(prefix for blend in self.blends.values() for prefix in blend.prefixes)
         self.by_prefix = {prefix: open_corpus(prefix, cut) for prefix in prefixes}

@@ -172,8 +172,7 @@ def _data(plan: RunPlan) -> str:
     corpora = SplitCorpora(sources, config.data.split, lambda prefix, split: SplitCorpus(prefix, split, seq_length))
     used, _ = corpora.used_for_training()
     tokens = {prefix: corpus.source.token_count for prefix, corpus in corpora.by_prefix.items()}
-    blends = {"": sources.common} if sources.common is not None else sources.by_split
-    parts = [f"{split} {_blend(blend, tokens)}".strip() for split, blend in blends.items() if blend is not None]
+    parts = [f"{split} {_blend(blend, tokens)}".strip() for split, blend in sources.blends.items()]
     return "; ".join([*parts, *repetition(used, _all_tokens(plan) // seq_length, seq_length)])
 
 

@@ -63,6 +63,5 @@ def has_earlier_ends(data: DataConfig) -> bool:
     from megatron_zpp.data.tokenizers.tokenizer import build_tokenizer
 
     end = build_tokenizer(replace(data, legacy_tokenizer=True, vocab_size=None)).eod  # a given size may be that of today's form
-    sources = read_sources(data)
-    blends = [sources.common, *sources.by_split.values()]
-    return any(end in IndexedDataset(prefix).last_tokens() for blend in blends if blend is not None for prefix in blend.prefixes)
+    blends = read_sources(data).blends.values()
+    return any(end in IndexedDataset(prefix).last_tokens() for blend in blends for prefix in blend.prefixes)

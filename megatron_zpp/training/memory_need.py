@@ -14,9 +14,10 @@ from megatron_zpp.config.rules_tensor import TENSOR_SIZE
 from megatron_zpp.config.schema import CheckpointConfig, Config, ZeroConfig
 from megatron_zpp.model.activations import ActivationNeed, activation_need, mask_bytes
 from megatron_zpp.model.block_memory import AttentionNeed, RankShare
-from megatron_zpp.model.kept_need import NOTHING_KEPT, KeptInputsShape, KeptNeed, kept_inputs_shape, kept_need
+from megatron_zpp.model.kept_need import NOTHING_KEPT, KeptNeed, kept_need
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.parallel.specs import UnitSpec, Use
+from megatron_zpp.training.sharding import kept_shape
 from megatron_zpp.zero.layout import FlatLayout
 from megatron_zpp.zero.plan.device_memory import NO_DEVICE, DeviceMemory, device_memory
 from megatron_zpp.zero.plan.memory_plan import ADAM_MOMENTS, MAIN_BYTES, MemoryPlan, Sharding, largest_plan
@@ -237,17 +238,6 @@ def _activations(config: Config, model: SizedModel, grid: Grid, element_bytes: i
 
 def _kept_inputs(config: Config, grid: Grid, element_bytes: int, *, is_on_gpu: bool) -> KeptNeed:
     return kept_need(config.model, kept_shape(config, grid), element_bytes, has_host=is_on_gpu)
-
-
-def kept_shape(config: Config, grid: Grid) -> KeptInputsShape:
-    """How a rank of this run keeps the input of a recomputed chunk."""
-    return kept_inputs_shape(
-        config.model,
-        config.training.micro_batch_size,
-        grid.tensor_ranks,
-        sequence_parallel=config.distributed.sequence_parallel,
-        context_ranks=grid.context_ranks,
-    )
 
 
 def _host_is_too_small(config: Config, need: MemoryNeed, ranks: str, host_bytes: int) -> str:

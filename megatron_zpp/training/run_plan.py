@@ -17,8 +17,8 @@ from megatron_zpp.model.flops import forward_flops_of_uses, recomputed_flops_of_
 from megatron_zpp.model.shapes import ModelShape
 from megatron_zpp.model.tensor_work import tensor_work
 from megatron_zpp.parallel.grid import Grid
-from megatron_zpp.training.memory_need import MemoryNeed, kept_shape, memory_need, shared_on_rank
-from megatron_zpp.training.sharding import divided_samples, grid_of, sharding_of
+from megatron_zpp.training.memory_need import MemoryNeed, memory_need, shared_on_rank
+from megatron_zpp.training.sharding import divided_samples, grid_of, kept_shape, sharding_of
 from megatron_zpp.zero.plan.host_copies import NOTHING_ON_HOST, KeptOnHost
 from megatron_zpp.zero.plan.time_model import Computation, Job, Machine, StepTime, step_time
 from megatron_zpp.zero.plan.traffic import PlannedTraffic, planned_traffic

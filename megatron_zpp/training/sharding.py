@@ -1,4 +1,4 @@
-"""How the flags shard a model and divide its samples. The engine and plans use it (no torch)."""
+"""How the flags shard a model, divide its samples, and keep inputs of recomputed chunks. Runs and plans use it (no torch)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from megatron_zpp.config.groups.zero import WORKING_DTYPE_BITS
 from megatron_zpp.config.rules_zero import partition_ranks
 from megatron_zpp.config.schema import Config, PrecisionConfig, ZeroConfig
 from megatron_zpp.model.context_traffic import DividedSamples
+from megatron_zpp.model.kept_need import KeptInputsShape, kept_inputs_shape
 from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.plan.memory_plan import Sharding
 from megatron_zpp.zero.policy import (
@@ -80,3 +81,14 @@ def divided_samples(config: Config) -> DividedSamples:
     """The samples of a resolved configuration, as its ranks divide them."""
     distributed = config.distributed
     return DividedSamples(config.model, distributed.context_parallel_size, distributed.tensor_model_parallel_size)
+
+
+def kept_shape(config: Config, grid: Grid) -> KeptInputsShape:
+    """How a rank of this run keeps the input of a recomputed chunk."""
+    return kept_inputs_shape(
+        config.model,
+        config.training.micro_batch_size,
+        grid.tensor_ranks,
+        sequence_parallel=config.distributed.sequence_parallel,
+        context_ranks=grid.context_ranks,
+    )

@@ -61,12 +61,9 @@ def check_same_flags(config: Config) -> None:
 
 def _describe_blends(config: Config) -> str:
     """Number and weights of the corpora of each blend. Paths may differ between ranks, these may not."""
-    sources = read_sources(config.data)
-    blends = {"": sources.common} if sources.common is not None else sources.by_split
     words = (
         f"{split} {counted(len(blend.prefixes), 'corpus', 'corpora')} of weights {blend.weights}"
-        for split, blend in blends.items()
-        if blend is not None
+        for split, blend in read_sources(config.data).blends.items()
     )
     return ", ".join(words).strip()
 

@@ -58,12 +58,6 @@ def shared_places(layouts: Sequence[FlatLayout], first: int, slices: int, tensor
     return places
 
 
-def shared_numel(layouts: Sequence[FlatLayout], first: int, slices: int) -> int:
-    """The number of shared elements in `slices` slices from `first` on of all units."""
-    segments = [segment for layout in layouts for segment in layout.segments(first, slices)]
-    return sum(segment.stop - segment.start for segment in segments if _shared_index(segment) is not None)
-
-
 def most_shared_numel(layouts: Sequence[FlatLayout], slices: int) -> int:
     """The most shared elements that a rank may have in `slices` slices of all units; those that it has in all slices."""
     return sum(min(shared, slices * run) for layout in layouts for shared, run in _by_region(layout))

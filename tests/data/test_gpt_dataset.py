@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from harness.tiny_corpus import GOLDEN, counting_documents, write_corpus, write_golden_corpus
 
+from megatron_zpp.config.data_sources import SPLITS
 from megatron_zpp.data import stored_array
 from megatron_zpp.data.build_once import SILENT
 from megatron_zpp.data.corpus import Corpus, SampleOrder
@@ -16,9 +17,9 @@ from megatron_zpp.data.gpt_indices import build_gpt_indices
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.sampler import MicroBatchSampler
-from megatron_zpp.data.split import SPLIT_NAMES, split_documents
+from megatron_zpp.data.split import split_documents
 
-CASES = [(case, name) for case in ("one_epoch", "three_splits") for name in SPLIT_NAMES if GOLDEN[case][name] is not None]
+CASES = [(case, name) for case in ("one_epoch", "three_splits") for name in SPLITS if GOLDEN[case][name] is not None]
 
 
 def open_dataset(prefix: str, documents: range, *, sample_count: int, seq_length: int = 8) -> GPTDataset:
@@ -29,7 +30,7 @@ def open_dataset(prefix: str, documents: range, *, sample_count: int, seq_length
 @pytest.mark.parametrize(("case", "name"), CASES)
 def test_first_sample_equals_megatrons(tmp_path: Path, case: str, name: str) -> None:
     documents = split_documents(GOLDEN[case]["split"], 10)[name]
-    dataset = open_dataset(write_golden_corpus(tmp_path), documents, sample_count=GOLDEN[case]["sample_counts"][SPLIT_NAMES.index(name)])
+    dataset = open_dataset(write_golden_corpus(tmp_path), documents, sample_count=GOLDEN[case]["sample_counts"][SPLITS.index(name)])
     golden = GOLDEN[case][name]
     assert len(dataset) == golden["length"]
     assert dataset[0]["tokens"].tolist() == golden["first"]

@@ -4,10 +4,11 @@ from harness.tiny_corpus import GOLDEN
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_zpp.config.data_sources import SPLITS
 from megatron_zpp.data.gpt_indices import build_gpt_indices, needed_bytes, plan_epochs
-from megatron_zpp.data.split import SPLIT_NAMES, split_documents
+from megatron_zpp.data.split import split_documents
 
-CASES = [(case, name) for case in ("one_epoch", "three_splits") for name in SPLIT_NAMES if GOLDEN[case][name] is not None]
+CASES = [(case, name) for case in ("one_epoch", "three_splits") for name in SPLITS if GOLDEN[case][name] is not None]
 
 corpora = st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(any)
 
@@ -18,7 +19,7 @@ def test_indices_equal_megatrons(case: str, name: str) -> None:
     indices = build_gpt_indices(
         lengths,
         split_documents(GOLDEN[case]["split"], len(lengths))[name],
-        sample_count=GOLDEN[case]["sample_counts"][SPLIT_NAMES.index(name)],
+        sample_count=GOLDEN[case]["sample_counts"][SPLITS.index(name)],
         seq_length=GOLDEN["dataset"]["seq_length"],
         seed=GOLDEN["dataset"]["seed"],
     )

@@ -19,7 +19,7 @@ from megatron_zpp.parallel.grid import Grid
 from megatron_zpp.zero.count_zeros import count_zeros
 from megatron_zpp.zero.pieces import pieces_of
 from megatron_zpp.zero.policy import POLICIES, ZEROPP, Policy, with_gradients_summed_on_secondary
-from megatron_zpp.zero.shared_places import shared_numel, sharing_received_bytes
+from megatron_zpp.zero.shared_places import shared_places, sharing_received_bytes
 
 pytestmark = pytest.mark.virtual
 
@@ -105,7 +105,8 @@ def test_gradients_that_are_finished_twice_are_added_up_and_cross_the_link_once(
         rank = DividedRank(Job(ROWS[row], shape=SHAPE, microbatches=2), backend, groups=1)
         engine = rank.engine
         layouts = [unit.layout for unit in engine.units]
-        once = sharing_received_bytes(shared_numel(layouts, engine.units[0].first_slice, engine.units[0].slices), 2)
+        places = shared_places(layouts, engine.units[0].first_slice, engine.units[0].slices, 2)
+        once = sharing_received_bytes(sum(place.numel for of_all in places.values() for place in of_all), 2)
         for step in range(2):
             rank.accumulate(step)
             engine.finish_gradients()
