@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from harness.fake_commands import ROOT, Call, FakeCommands
+from harness.rank_pool import free_port
 from torch.distributed.run import parse_args
 
 from megatron_zpp.config.cli import parse_flags
@@ -36,7 +37,7 @@ def test_without_gpus_the_number_of_ranks_has_to_be_said(tmp_path: Path) -> None
     fakes = FakeCommands(tmp_path)
     fakes.add("torchrun")
     fakes.add("nvidia-smi", "sys.exit(9)")
-    nodes = {"NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    nodes = {"NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name in ("torchrun_one_node.sh", "torchrun_nodes.sh"):
         done = fakes.run("bash", f"scripts/{name}", *FLAGS, **nodes)
         assert done.returncode == 2 and "nvidia-smi shows no GPU; set RANKS" in done.stderr
@@ -47,7 +48,7 @@ def test_without_gpus_the_number_of_ranks_has_to_be_said(tmp_path: Path) -> None
 def test_exit_codes_of_torchrun_are_those_of_the_scripts(tmp_path: Path) -> None:
     fakes = FakeCommands(tmp_path)
     fakes.add("torchrun", "sys.exit(7)")
-    nodes = {"NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "RANKS": "1"}
+    nodes = {"NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANKS": "1"}
     for name in ("torchrun_one_node.sh", "torchrun_nodes.sh"):
         assert fakes.run("bash", f"scripts/{name}", **nodes).returncode == 7
 
@@ -56,13 +57,15 @@ def test_on_several_machines_each_is_told_its_place(tmp_path: Path) -> None:
     fakes = FakeCommands(tmp_path)
     fakes.add("torchrun")
     fakes.add("nvidia-smi", THREE_GPUS)
-    for rank in ("0", "1"):
-        variables = {"NODES": "2", "NODE_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
+    port = free_port()
+    for place in ({"NODE_RANK": "0", "MASTER_PORT": str(port)}, {"NODE_RANK": "1"}):
+        variables = {"NODES": "2", "MASTER_ADDR": "127.0.0.1"} | place
         assert fakes.run("bash", "scripts/torchrun_nodes.sh", *FLAGS, **variables).returncode == 0
     calls = fakes.calls("torchrun")
     places = [parse_args(call.words) for call in calls]
     assert [(place.nnodes, place.node_rank, place.nproc_per_node, place.master_addr, place.master_port) for place in places] == [
-        ("2", rank, "gpu", "127.0.0.1", 29500) for rank in range(2)
+        ("2", 0, "gpu", "127.0.0.1", port),
+        ("2", 1, "gpu", "127.0.0.1", 29500),  # by default
     ]
     assert all(flags_of(call) == FLAGS for call in calls)
 
