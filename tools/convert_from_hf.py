@@ -1,4 +1,7 @@
-"""Converts a GPT-2, Llama, Qwen2 or Qwen3 of Hugging Face (safetensors) to a checkpoint for --load, with weights only and iteration 0."""
+"""Converts a model of Hugging Face (safetensors) to a checkpoint for --load, with weights only and iteration 0.
+
+It reads GPT-2, Llama, Mistral without a sliding window, Qwen2 and Qwen3.
+"""
 
 import argparse
 from dataclasses import asdict, replace

@@ -166,6 +166,24 @@ def test_what_transformers_saves_is_read_with_and_without_its_head(tmp_path: Pat
             assert torch.allclose(ours(tokens, None, first_sample=0)[..., :50], theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 12])
+def test_a_mistral_without_a_window_in_its_positions_has_the_same_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(2)
+    sizes = {"vocab_size": 50, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "max_position_embeddings": 12}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 10, "sliding_window": window}
+    theirs = MistralForCausalLM(MistralConfig(**sizes, **heads, initializer_range=0.3)).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    call(convert_from_hf, monkeypatch, "--input", tmp_path / "theirs", "--output", tmp_path / "ours")
+    ours = load_model(open_checkpoint(tmp_path / "ours", None)).eval()
+    tokens = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        assert torch.allclose(ours(tokens, None, first_sample=0)[..., :50], theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
 def test_bf16_is_the_rounded_weight_and_comes_back_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoConfig
 
@@ -313,7 +331,7 @@ def test_a_gpt2_keeps_its_form_of_gelu(is_exact: bool, name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "bloom"}, "type bloom; gpt2, llama, qwen2, qwen3 can be converted"),
+        ({"model_type": "bloom"}, "type bloom; gpt2, llama, qwen2, qwen3, mistral can be converted"),
         ({"activation_function": "relu"}, "activation_function relu"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
         ({"add_cross_attention": True}, "add_cross_attention True"),
@@ -412,6 +430,9 @@ LLAMA_JSON |= {"max_position_embeddings": 16, "rms_norm_eps": 1e-5}
         ({"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"rope_type": "yarn"}}, "rope_parameters and rope_scaling"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window True"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias True"),
+        ({"model_type": "mistral", "attention_bias": True}, "attention_bias True"),
+        ({"model_type": "mistral", "max_position_embeddings": 4097}, "4097 positions and sliding_window 4096"),
+        ({"model_type": "mistral", "sliding_window": 8}, "16 positions and sliding_window 8"),
     ],
 )
 def test_a_llama_whose_function_is_another_is_refused_with_the_reason(change: dict[str, Any], words: str) -> None:

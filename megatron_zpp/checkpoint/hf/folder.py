@@ -23,7 +23,7 @@ READ_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 COUNT_KEYS = frozenset(
     """
     hidden_size intermediate_size head_dim max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads vocab_size
-    n_embd n_head n_inner n_layer n_positions
+    sliding_window n_embd n_head n_inner n_layer n_positions
     """.split()
 )
 NUMBER_KEYS = frozenset(

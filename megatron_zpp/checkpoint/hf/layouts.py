@@ -44,6 +44,7 @@ LAYOUTS = (
     ),
     *(_of_family(family) for family in (llama.LLAMA, llama.QWEN2, llama.QWEN3)),
 )
+READ_ONLY = (_of_family(llama.MISTRAL),)  # a Mistral without a sliding window is a Llama, as which it is written
 
 
 def layout_holding(model: ModelConfig) -> Layout:
@@ -58,8 +59,9 @@ def layout_holding(model: ModelConfig) -> Layout:
 
 def layout_of_type(config: Mapping[str, Any]) -> Layout:
     """The layout that config.json names. Raises ValueError for an unknown kind of model."""
-    for layout in LAYOUTS:
+    read = (*LAYOUTS, *READ_ONLY)
+    for layout in read:
         if layout.model_type == config.get("model_type"):
             return layout
-    known = ", ".join(layout.model_type for layout in LAYOUTS)
+    known = ", ".join(layout.model_type for layout in read)
     raise ValueError(f"config.json describes a model of type {config.get('model_type')}; {known} can be converted.")

@@ -1,7 +1,7 @@
-"""Hugging Face's layouts of Llama (2 and 3), Qwen2 and Qwen3: names and shapes of the weights, and the matching config.json.
+"""Hugging Face's layouts of Llama (2 and 3), Mistral, Qwen2 and Qwen3: names and shapes of the weights, and the matching config.json.
 
-The three differ in what attention has besides its weights: nothing, or biases everywhere (Llama); biases of q, k and v (Qwen2); norms of
-every query and key head (Qwen3). They differ from our layout as follows (K groups of M = N / K query heads of D channels):
+They differ in what attention has besides its weights: nothing, or biases everywhere (Llama); nothing (Mistral); biases of q, k and v
+(Qwen2); norms of every query and key head (Qwen3). They differ from our layout as follows (K groups of M = N / K query heads of D channels):
 
     here                                       Hugging Face
     embedding.word.weight [padded V, H]        model.embed_tokens.weight [V, H]
@@ -32,9 +32,10 @@ DEFAULT_ROTARY_BASE = 10000.0
 
 @dataclass(frozen=True)
 class Family:
-    """One of the three kinds of model. architecture: the class of transformers that loads it.
+    """One of the kinds of model. architecture: the class of transformers that loads it.
 
-    divides_width: whether this class refuses a number of heads that does not divide the hidden size.
+    divides_width: whether this class refuses a number of heads that does not divide the hidden size. may_have_bias: whether config.json may
+    ask for biases. sliding_window: of attention if config.json does not have one.
     """
 
     model_type: str
@@ -42,6 +43,8 @@ class Family:
     divides_width: bool = False
     has_qkv_bias: bool = False
     has_head_norms: bool = False
+    may_have_bias: bool = False
+    sliding_window: int | None = None
 
     def unsupported_flags(self, model: ModelConfig) -> list[str]:
         """The flags of the model that the layout cannot express."""
@@ -130,15 +133,22 @@ class Family:
         )
 
     def _check_function(self, config: Mapping[str, Any]) -> None:
-        has_bias = False if self.has_qkv_bias or self.has_head_norms else config.get("attention_bias", False)
+        has_bias = self.may_have_bias and config.get("attention_bias", False)
         expected = {"hidden_act": "silu", "use_sliding_window": False, "partial_rotary_factor": 1.0, "mlp_bias": has_bias}
         expected |= {"attention_bias": has_bias}
         for key, value in expected.items():
             if config.get(key, value) not in (value, None):
                 raise ValueError(f"config.json has {key} {config[key]}, which this model does not compute; only {value} can be converted.")
+        window, positions = config.get("sliding_window", self.sliding_window), config["max_position_embeddings"]
+        if self.sliding_window is not None and window is not None and window < positions:
+            raise ValueError(
+                f"config.json has {positions} positions and sliding_window {window}, which this model does not compute; only null, or a "
+                "window of all positions, can be converted."
+            )
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", divides_width=True)
+LLAMA = Family("llama", "LlamaForCausalLM", divides_width=True, may_have_bias=True)
+MISTRAL = Family("mistral", "MistralForCausalLM", sliding_window=4096)
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", has_qkv_bias=True)
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", has_head_norms=True)
 
