@@ -132,9 +132,9 @@ class Job:
         Not at once: slurmd refuses credentials from the second in which it ended the job.
         """
         facts = self.facts()
-        if facts["JobState"] == "PENDING" and facts["Reason"] == "BeginTime":
-            if datetime.fromisoformat(facts["EligibleTime"]) > datetime.now() + timedelta(seconds=10):
-                self.slurm.command("scontrol", "update", f"JobId={self.number}", "StartTime=now+3")
+        is_held_back = facts["JobState"] == "PENDING" and facts["Reason"] == "BeginTime"
+        if is_held_back and datetime.fromisoformat(facts["EligibleTime"]) > datetime.now() + timedelta(seconds=10):
+            self.slurm.command("scontrol", "update", f"JobId={self.number}", "StartTime=now+3")
         return facts["JobState"] == "RUNNING"
 
     def outcome(self) -> tuple[str, str]:
